@@ -1,0 +1,1 @@
+//! Bursar's Kubernetes API: `GpuMemoryBudget` and `GpuNode`.

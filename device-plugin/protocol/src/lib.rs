@@ -1,0 +1,1 @@
+//! What the shim, runtime clients and the agent say to each other.

@@ -1,0 +1,1 @@
+//! `libcuda.so.1` as a container sees it.

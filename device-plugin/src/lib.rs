@@ -1,0 +1,3 @@
+//! The node agent, as a library: `main` and the tests put its parts together.
+//!
+//! A request's way: the kubelet asks, the ledger decides, the node carries out.

@@ -1,0 +1,2 @@
+//! The node agent.
+fn main() {}

@@ -1,0 +1,2 @@
+//! The simgpu command.
+fn main() {}
