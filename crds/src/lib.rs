@@ -1,1 +1,3 @@
 //! Bursar's Kubernetes API: `GpuMemoryBudget` and `GpuNode`.
+
+pub mod quantity;
