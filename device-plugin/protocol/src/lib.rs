@@ -1,1 +1,28 @@
 //! What the shim, runtime clients and the agent say to each other.
+//!
+//! Two channels, one rule. The [`wire`] carries rare, small messages over the allocation's Unix
+//! socket; the [`page`] carries the credit that a process may spend without asking. The agent is
+//! the only ledger: whatever a process writes to either, it can only ever spend what the agent
+//! has granted to it in its own books.
+//!
+//! * [`units`] counts memory in 4 KiB units
+//! * [`word`] is the arithmetic of one credit word, without memory or atomics
+//! * [`page`] is the shared page of such words; the only module here with `unsafe`
+//! * [`wire`] is the messages, their encoding and a total parser
+//! * [`socket`] passes a page's file descriptor beside a message
+
+pub mod page;
+pub mod socket;
+pub mod units;
+pub mod wire;
+pub mod word;
+
+/// The version of protocol that this build speaks. The agent answers a hello with the lower of
+/// both versions, so that an upgraded agent serves the shims that running containers have mapped.
+pub const VERSION: u16 = 1;
+
+/// The folder of the agent's socket as a container sees it (design section 5).
+pub const CONTAINER_RUN_DIR: &str = "/run/bursar";
+
+/// The name of the agent's socket inside its folder.
+pub const SOCKET_NAME: &str = "agent.sock";

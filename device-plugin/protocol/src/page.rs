@@ -1,0 +1,373 @@
+//! The credit page: memory that one process and the agent share.
+//!
+//! The agent makes it as a memfd that is sealed against shrinking, growing and further seals, so
+//! that no tenant can make the agent's next access a SIGBUS, and hands it over with its welcome.
+//! Both sides only ever touch it through atomics: whatever the other side writes is a value, never
+//! undefined behaviour. A forked child has no mapping of it (`MADV_DONTFORK`).
+
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{Advice, MapFlags, ProtFlags};
+
+use crate::units::Units;
+use crate::word::{NoCredit, Word};
+
+/// Bytes of a page, and of its mapping.
+pub const PAGE_BYTES: usize = 4096;
+
+/// Accounts that a page can hold. More GPUs than a node has, with one for managed memory.
+pub const MAX_SLOTS: usize = 63;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"bursarCP");
+
+/// The seals of a page: its size is fixed, and so are its seals. It stays writable.
+const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
+
+/// What went wrong with a page.
+#[derive(Debug, thiserror::Error)]
+pub enum PageError {
+    /// The memfd could not be made.
+    #[error("create the credit page: {0}")]
+    Create(#[source] std::io::Error),
+    /// The memfd could not be mapped.
+    #[error("map the credit page: {0}")]
+    Map(#[source] std::io::Error),
+    /// The descriptor is not a sealed page of this layout.
+    #[error("the descriptor is not a sealed credit page: {0}")]
+    NotAPage(&'static str),
+}
+
+/// One account of a page: one GPU's device memory, or managed memory.
+#[repr(C, align(64))]
+#[derive(Debug)]
+pub struct Slot {
+    word: AtomicU64,
+    quota: AtomicU32,
+    others: AtomicU32,
+    siblings: AtomicU32,
+}
+
+impl Slot {
+    /// The word as it is now.
+    pub fn word(&self) -> Word {
+        Word::unpack(self.word.load(Ordering::Acquire))
+    }
+
+    /// Charges `n` units: one compare-and-swap where the credit is there and nobody competes.
+    ///
+    /// # Errors
+    /// [`NoCredit`] when the agent has to be asked first.
+    pub fn charge(&self, n: Units) -> Result<(), NoCredit> {
+        let mut bits = self.word.load(Ordering::Relaxed);
+        loop {
+            let after = Word::unpack(bits).charge(n.0)?.pack();
+            match self
+                .word
+                .compare_exchange_weak(bits, after, Ordering::AcqRel, Ordering::Relaxed)
+            {
+                Ok(_) => return Ok(()),
+                Err(now) => bits = now,
+            }
+        }
+    }
+
+    /// Gives back `n` charged units. `false` if the word is frozen: the caller looks for the page
+    /// that its process has moved to.
+    pub fn discharge(&self, n: Units) -> bool {
+        self.update(|word| word.discharge(n.0)).is_some()
+    }
+
+    /// Adds `n` units of credit (the agent). `false` if the word cannot hold them.
+    pub fn grant(&self, n: Units) -> bool {
+        self.update(|word| word.grant(n.0)).is_some()
+    }
+
+    /// Takes idle credit back (the agent), at most `at_most`; how much it was.
+    pub fn take_back(&self, at_most: Units) -> Units {
+        let before = self.update(|word| {
+            let (after, taken) = word.take_back(at_most.0);
+            (taken > 0).then_some(after)
+        });
+        before.map_or(Units::ZERO, |word| Units(word.take_back(at_most.0).1))
+    }
+
+    /// Sets the word, before the page is handed over.
+    pub fn set(&self, word: Word) {
+        self.word.store(word.pack(), Ordering::Release);
+    }
+
+    /// Freezes the word and returns what it was: the first half of moving to another page.
+    pub fn freeze(&self) -> Word {
+        Word::unpack(self.word.swap(Word::<u32>::FROZEN.pack(), Ordering::AcqRel))
+    }
+
+    /// The container's quota of this account.
+    pub fn quota(&self) -> Units {
+        Units(self.quota.load(Ordering::Acquire)).min(Units::MAX)
+    }
+
+    /// What the container's other processes use, as the agent last wrote it.
+    pub fn others(&self) -> Units {
+        Units(self.others.load(Ordering::Acquire)).min(Units::MAX)
+    }
+
+    /// How many other processes of the container hold credit or use memory. With none, nobody
+    /// but this process changes the container's use, and [`Slot::others`] is exact.
+    pub fn siblings(&self) -> u32 {
+        self.siblings.load(Ordering::Acquire)
+    }
+
+    /// Writes the container's quota (the agent).
+    pub fn set_quota(&self, quota: Units) {
+        self.quota.store(quota.0, Ordering::Release);
+    }
+
+    /// Writes what others use and how many they are (the agent).
+    pub fn set_others(&self, others: Units, siblings: u32) {
+        self.others.store(others.0, Ordering::Release);
+        self.siblings.store(siblings, Ordering::Release);
+    }
+
+    /// Replaces the word by what `step` makes of it; the word before, or `None` if `step` had none.
+    fn update(&self, step: impl Fn(Word) -> Option<Word>) -> Option<Word> {
+        self.word
+            .try_update(Ordering::AcqRel, Ordering::Relaxed, |bits| {
+                step(Word::unpack(bits)).map(Word::pack)
+            })
+            .ok()
+            .map(Word::unpack)
+    }
+}
+
+/// The layout of the shared memory.
+#[repr(C, align(4096))]
+#[derive(Debug)]
+pub struct Page {
+    magic: AtomicU64,
+    version: AtomicU32,
+    slots: AtomicU32,
+    reserved: [AtomicU64; 6],
+    slot: [Slot; MAX_SLOTS],
+}
+
+const _: () = assert!(size_of::<Page>() == PAGE_BYTES && size_of::<Slot>() == 64);
+
+impl Page {
+    /// The account at `index`, if the page has that many.
+    pub fn slot(&self, index: usize) -> Option<&Slot> {
+        self.slot
+            .get(index)
+            .filter(|_| index < self.slots.load(Ordering::Relaxed) as usize)
+    }
+}
+
+/// A mapping of a [`Page`]; dereferences to it and is unmapped when dropped.
+#[derive(Debug)]
+pub struct CreditPage {
+    page: NonNull<Page>,
+}
+
+// SAFETY: the mapping belongs to no thread, and everything in it is atomic.
+unsafe impl Send for CreditPage {}
+// SAFETY: as above.
+unsafe impl Sync for CreditPage {}
+
+impl CreditPage {
+    /// Makes a sealed page with `slots` accounts and maps it (the agent). The descriptor goes to
+    /// the process with the welcome and can be closed then.
+    ///
+    /// # Errors
+    /// [`PageError`] when the kernel refuses the memfd, its seals or the mapping, or for more than
+    /// [`MAX_SLOTS`].
+    pub fn create(slots: usize) -> Result<(CreditPage, OwnedFd), PageError> {
+        let count = u32::try_from(slots).ok().filter(|_| slots <= MAX_SLOTS);
+        let count = count.ok_or(PageError::NotAPage("more accounts than a page has"))?;
+        let create = |errno: rustix::io::Errno| PageError::Create(errno.into());
+        let fd = rustix::fs::memfd_create(
+            c"bursar-credit",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )
+        .map_err(create)?;
+        rustix::fs::ftruncate(&fd, PAGE_BYTES as u64).map_err(create)?;
+        rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(create)?;
+        let mapped = CreditPage::map(&fd)?;
+        mapped.slots.store(count, Ordering::Relaxed);
+        mapped
+            .version
+            .store(u32::from(crate::VERSION), Ordering::Relaxed);
+        mapped.magic.store(MAGIC, Ordering::Release);
+        Ok((mapped, fd))
+    }
+
+    /// Maps a page that the agent sent (the shim).
+    ///
+    /// # Errors
+    /// [`PageError::NotAPage`] when the descriptor lacks a seal or has another size or layout, so
+    /// that no later access can fault; [`PageError::Map`] when the kernel refuses.
+    pub fn open(fd: impl AsFd) -> Result<CreditPage, PageError> {
+        let seals =
+            rustix::fs::fcntl_get_seals(&fd).map_err(|_| PageError::NotAPage("no seals"))?;
+        if !seals.contains(SEALS) {
+            return Err(PageError::NotAPage("its size is not sealed"));
+        }
+        let size = rustix::fs::fstat(&fd)
+            .map_err(|errno| PageError::Map(errno.into()))?
+            .st_size;
+        if size != PAGE_BYTES as i64 {
+            return Err(PageError::NotAPage("another size"));
+        }
+        let mapped = CreditPage::map(&fd)?;
+        if mapped.magic.load(Ordering::Acquire) != MAGIC {
+            return Err(PageError::NotAPage("another layout"));
+        }
+        Ok(mapped)
+    }
+
+    /// Keeps the mapping for the rest of the process: a fast path may hold on to a page that its
+    /// process has moved away from (one page per restart of the agent).
+    pub fn leak(self) -> &'static Page {
+        let page = self.page;
+        std::mem::forget(self);
+        // SAFETY: the mapping is valid and, with `self` forgotten, never unmapped.
+        unsafe { page.as_ref() }
+    }
+
+    fn map(fd: impl AsFd) -> Result<CreditPage, PageError> {
+        let map = |errno: rustix::io::Errno| PageError::Map(errno.into());
+        // SAFETY: a fresh mapping at an address that the kernel chooses aliases nothing.
+        let address = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                PAGE_BYTES,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                0,
+            )
+        }
+        .map_err(map)?;
+        let page =
+            NonNull::new(address.cast::<Page>()).ok_or(PageError::NotAPage("mapped at zero"))?;
+        let mapped = CreditPage { page };
+        // SAFETY: the range is the mapping just made; a child of fork simply lacks it.
+        unsafe { rustix::mm::madvise(address, PAGE_BYTES, Advice::LinuxDontFork) }.map_err(map)?;
+        Ok(mapped)
+    }
+}
+
+impl std::ops::Deref for CreditPage {
+    type Target = Page;
+
+    fn deref(&self) -> &Page {
+        // SAFETY: the mapping is PAGE_BYTES long, aligned, lives as long as `self`, and every
+        // field is atomic, so the other side's writes are no data race. Seals keep it from
+        // shrinking.
+        unsafe { self.page.as_ref() }
+    }
+}
+
+impl Drop for CreditPage {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `map`, and no reference outlives `self`.
+        let unmapped = unsafe { rustix::mm::munmap(self.page.as_ptr().cast(), PAGE_BYTES) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_sides_see_one_word() {
+        let (agent, fd) = CreditPage::create(2).unwrap();
+        let shim = CreditPage::open(&fd).unwrap();
+        assert!(agent.slot(0).unwrap().grant(Units(10)));
+        let slot = shim.slot(0).unwrap();
+        assert_eq!(slot.charge(Units(11)), Err(NoCredit::Short(1)));
+        assert_eq!(slot.charge(Units(7)), Ok(()));
+        assert_eq!(
+            agent.slot(0).unwrap().word(),
+            Word {
+                granted: 10,
+                used: 7
+            }
+        );
+        assert_eq!(agent.slot(0).unwrap().take_back(Units(100)), Units(3));
+        assert_eq!(slot.charge(Units(1)), Err(NoCredit::Short(1)));
+        assert!(slot.discharge(Units(7)));
+        assert!(shim.slot(2).is_none());
+    }
+
+    #[test]
+    fn a_tenant_can_neither_shrink_nor_grow_nor_seal_the_page() {
+        let (_agent, fd) = CreditPage::create(1).unwrap();
+        assert!(rustix::fs::ftruncate(&fd, 0).is_err());
+        assert!(rustix::fs::ftruncate(&fd, 8192).is_err());
+        assert!(rustix::fs::fcntl_add_seals(&fd, SealFlags::WRITE).is_err());
+    }
+
+    #[test]
+    fn a_descriptor_without_the_seals_is_not_mapped() {
+        let fd =
+            rustix::fs::memfd_create(c"plain", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+                .unwrap();
+        rustix::fs::ftruncate(&fd, PAGE_BYTES as u64).unwrap();
+        assert!(matches!(CreditPage::open(&fd), Err(PageError::NotAPage(_))));
+        rustix::fs::fcntl_add_seals(&fd, SEALS).unwrap();
+        assert!(matches!(
+            CreditPage::open(&fd),
+            Err(PageError::NotAPage("another layout"))
+        ));
+    }
+
+    #[test]
+    fn threads_that_race_for_the_last_units_get_exactly_those_that_are_there() {
+        let (agent, fd) = CreditPage::create(1).unwrap();
+        agent.slot(0).unwrap().grant(Units(1000));
+        let shim = CreditPage::open(&fd).unwrap();
+        let got: u32 = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4)
+                .map(|_| {
+                    scope.spawn(|| {
+                        (0..1000)
+                            .filter(|_| shim.slot(0).unwrap().charge(Units(3)).is_ok())
+                            .count()
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap() as u32)
+                .sum()
+        });
+        assert_eq!(got, 333);
+        assert_eq!(agent.slot(0).unwrap().word().idle(), 1);
+    }
+
+    #[test]
+    fn charges_are_moved_to_another_page_without_a_unit_lost() {
+        let (old, _) = CreditPage::create(1).unwrap();
+        let (new, _) = CreditPage::create(1).unwrap();
+        old.slot(0).unwrap().grant(Units(10));
+        old.slot(0).unwrap().charge(Units(4)).unwrap();
+        new.slot(0).unwrap().set(old.slot(0).unwrap().freeze());
+        assert_eq!(old.slot(0).unwrap().charge(Units(1)), Err(NoCredit::Frozen));
+        assert!(!old.slot(0).unwrap().discharge(Units(1)));
+        assert!(new.slot(0).unwrap().discharge(Units(1)));
+        assert_eq!(
+            new.slot(0).unwrap().word(),
+            Word {
+                granted: 10,
+                used: 3
+            }
+        );
+    }
+}

@@ -1,0 +1,243 @@
+//! The arithmetic of one credit word: `{granted, used}`, without memory or atomics.
+#![forbid(unsafe_code)]
+
+/// One half of a word. The product uses `u32`; the tests walk every value of `u8`.
+pub trait Half: Copy + Ord + std::fmt::Debug {
+    /// Nothing.
+    const ZERO: Self;
+    /// The largest value: as `used` it marks a frozen word.
+    const MAX: Self;
+    /// The sum, or `None` on overflow.
+    fn checked_add(self, other: Self) -> Option<Self>;
+    /// The difference, or zero.
+    fn saturating_sub(self, other: Self) -> Self;
+}
+
+macro_rules! half {
+    ($($int:ty),*) => {$(
+        impl Half for $int {
+            const ZERO: Self = 0;
+            const MAX: Self = <$int>::MAX;
+            fn checked_add(self, other: Self) -> Option<Self> {
+                <$int>::checked_add(self, other)
+            }
+            fn saturating_sub(self, other: Self) -> Self {
+                <$int>::saturating_sub(self, other)
+            }
+        }
+    )*};
+}
+half!(u8, u32);
+
+/// What one process may use of one GPU and what it uses, in units.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Word<T = u32> {
+    /// What the agent lets this process use without asking.
+    pub granted: T,
+    /// What the process has charged.
+    pub used: T,
+}
+
+/// Why a charge did not happen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NoCredit<T = u32> {
+    /// This much more has to be granted first.
+    Short(T),
+    /// The sum is more than a word can count: no grant can help.
+    TooLarge,
+    /// The word was frozen: its process has moved on to another page.
+    Frozen,
+}
+
+impl<T: Half> Word<T> {
+    /// A word that nobody may charge or discharge any more: its owner is moving to another page.
+    pub const FROZEN: Word<T> = Word {
+        granted: T::ZERO,
+        used: T::MAX,
+    };
+
+    /// Whether the word is [`Word::FROZEN`] (or was scribbled over so that it looks like it).
+    pub fn is_frozen(self) -> bool {
+        self.used == T::MAX
+    }
+
+    /// The word after `n` more are used.
+    ///
+    /// # Errors
+    /// [`NoCredit`] when `n` does not fit in what is granted.
+    pub fn charge(self, n: T) -> Result<Word<T>, NoCredit<T>> {
+        if self.is_frozen() {
+            return Err(NoCredit::Frozen);
+        }
+        let used = self
+            .used
+            .checked_add(n)
+            .filter(|used| *used < T::MAX)
+            .ok_or(NoCredit::TooLarge)?;
+        if used <= self.granted {
+            Ok(Word { used, ..self })
+        } else {
+            Err(NoCredit::Short(used.saturating_sub(self.granted)))
+        }
+    }
+
+    /// The word after `n` fewer are used; never below zero. `None` if the word is frozen.
+    pub fn discharge(self, n: T) -> Option<Word<T>> {
+        (!self.is_frozen()).then(|| Word {
+            used: self.used.saturating_sub(n),
+            ..self
+        })
+    }
+
+    /// The word after `n` more are granted; `None` if that cannot be counted or the word is frozen.
+    pub fn grant(self, n: T) -> Option<Word<T>> {
+        if self.is_frozen() {
+            return None;
+        }
+        let granted = self
+            .granted
+            .checked_add(n)
+            .filter(|granted| *granted < T::MAX)?;
+        Some(Word { granted, ..self })
+    }
+
+    /// The word after its idle credit, but at most `at_most`, was taken back, and how much that was.
+    pub fn take_back(self, at_most: T) -> (Word<T>, T) {
+        if self.is_frozen() {
+            return (self, T::ZERO);
+        }
+        let taken = self.idle().min(at_most);
+        (
+            Word {
+                granted: self.granted.saturating_sub(taken),
+                ..self
+            },
+            taken,
+        )
+    }
+
+    /// What is granted and not used.
+    pub fn idle(self) -> T {
+        if self.is_frozen() {
+            T::ZERO
+        } else {
+            self.granted.saturating_sub(self.used)
+        }
+    }
+}
+
+impl Word<u32> {
+    /// The word as the page stores it: `granted` in the upper half.
+    pub fn pack(self) -> u64 {
+        u64::from(self.granted) << 32 | u64::from(self.used)
+    }
+
+    /// The word that [`Word::pack`] made.
+    pub fn unpack(bits: u64) -> Word<u32> {
+        // Both halves of a 64-bit value fit in 32 bits.
+        Word {
+            granted: (bits >> 32) as u32,
+            used: (bits & u64::from(u32::MAX)) as u32,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn every_word() -> impl Iterator<Item = Word<u8>> {
+        (0..=u8::MAX).flat_map(|granted| (0..=u8::MAX).map(move |used| Word { granted, used }))
+    }
+
+    #[test]
+    fn a_charge_succeeds_exactly_when_the_sum_fits_in_what_is_granted() {
+        for word in every_word().filter(|word| !word.is_frozen()) {
+            for n in 0..=u8::MAX {
+                let sum = u16::from(word.used) + u16::from(n);
+                match word.charge(n) {
+                    Ok(after) => {
+                        assert!(sum <= u16::from(word.granted));
+                        assert_eq!((after.granted, u16::from(after.used)), (word.granted, sum));
+                    }
+                    Err(NoCredit::Short(more)) => {
+                        assert_eq!(u16::from(word.granted) + u16::from(more), sum);
+                        assert!(more > 0);
+                    }
+                    Err(NoCredit::TooLarge) => assert!(sum >= u16::from(u8::MAX)),
+                    Err(NoCredit::Frozen) => panic!("{word:?} is not frozen"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_short_charge_succeeds_once_exactly_that_much_more_is_granted() {
+        for word in every_word() {
+            for n in 0..=u8::MAX {
+                if let Err(NoCredit::Short(more)) = word.charge(n) {
+                    let granted = word.grant(more).expect("a counted sum fits");
+                    assert_eq!(granted.charge(n).map(Word::idle), Ok(0));
+                    assert!(
+                        word.grant(more - 1)
+                            .expect("less fits too")
+                            .charge(n)
+                            .is_err()
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_step_but_a_charge_makes_use_grow_and_none_exceeds_the_grant() {
+        for word in every_word().filter(|word| !word.is_frozen() && word.used <= word.granted) {
+            for n in 0..=u8::MAX {
+                let (rest, taken) = word.take_back(n);
+                assert!(taken <= n && rest.used == word.used && rest.used <= rest.granted);
+                assert_eq!(rest.granted + taken, word.granted);
+                let less = word.discharge(n).expect("not frozen");
+                assert_eq!(less.used, word.used.saturating_sub(n));
+                if let Ok(more) = word.charge(n) {
+                    assert_eq!(more.discharge(n), Some(word));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_frozen_word_stays_as_it_is() {
+        for granted in 0..=u8::MAX {
+            let word = Word {
+                granted,
+                used: u8::MAX,
+            };
+            for n in 0..=u8::MAX {
+                assert_eq!(word.charge(n), Err(NoCredit::Frozen));
+                assert_eq!(word.discharge(n), None);
+                assert_eq!(word.grant(n), None);
+                assert_eq!(word.take_back(n), (word, 0));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn packing_loses_nothing(bits: u64) {
+            prop_assert_eq!(Word::unpack(bits).pack(), bits);
+        }
+
+        #[test]
+        fn at_full_width_a_charge_fits_or_says_how_much_is_missing(bits: u64, n: u32) {
+            let word = Word::unpack(bits);
+            let sum = u64::from(word.used) + u64::from(n);
+            match word.charge(n) {
+                Ok(after) => prop_assert!(sum <= u64::from(word.granted) && u64::from(after.used) == sum),
+                Err(NoCredit::Short(more)) => prop_assert_eq!(u64::from(word.granted) + u64::from(more), sum),
+                Err(NoCredit::TooLarge) => prop_assert!(sum >= u64::from(u32::MAX)),
+                Err(NoCredit::Frozen) => prop_assert!(word.is_frozen()),
+            }
+        }
+    }
+}
