@@ -1,3 +1,6 @@
 //! The node agent, as a library: `main` and the tests put its parts together.
 //!
 //! A request's way: the kubelet asks, the ledger decides, the node carries out.
+
+pub mod ledger;
+pub mod units;

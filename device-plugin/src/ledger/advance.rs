@@ -1,0 +1,196 @@
+//! Waiters get memory: the queue goes through the binder.
+
+use std::cmp::Reverse;
+
+use super::Ledger;
+use super::binder::{self, Bin, Part, Plan};
+use super::claim::{Call, Claim, HOLD, State, Want};
+use super::time::Moment;
+use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
+use crate::units::{GpuUuid, Quanta, Resource};
+
+impl Ledger {
+    /// Binds every waiter whose turn it is, and answers those whose call is open: the agent
+    /// writes their CDI files and answers the kubelet. For a waiter whose call has ended a moment
+    /// ago the memory is held until it is back. Call after every event and once a second.
+    pub fn advance(&mut self, now: Moment) -> Vec<Binding> {
+        self.expire(now);
+        let mut bound = Vec::new();
+        for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
+            let queue = self.queue(resource, now);
+            let plan = self.plan(resource, now);
+            for (id, parts) in queue.into_iter().zip(plan.places) {
+                if let Some(parts) = parts {
+                    bound.extend(self.give(id, &parts));
+                }
+            }
+        }
+        bound
+    }
+
+    /// Binds the waiter if the queue's rules give it memory now.
+    pub(super) fn bind_if_due(&mut self, id: ClaimId, now: Moment) -> Option<Binding> {
+        self.expire(now);
+        let resource = self.claims.get(&id)?.resource;
+        let position = self
+            .queue(resource, now)
+            .iter()
+            .position(|&in_queue| in_queue == id)?;
+        let parts = self
+            .plan(resource, now)
+            .places
+            .into_iter()
+            .nth(position)??;
+        self.give(id, &parts)
+    }
+
+    /// Why the claim waits.
+    pub(super) fn wait_reason(&self, id: ClaimId, now: Moment) -> WaitReason {
+        let claim = &self.claims[&id];
+        let queue = self.queue(claim.resource, now);
+        let bins = self.bins(claim.resource);
+        let largest = (0..bins.len())
+            .filter(|&i| bins[i].capacity > 0)
+            .max_by_key(|&i| (bins[i].free, Reverse(i)));
+        let shares = binder::shares(&bins, want_of(claim));
+        let (gpus, largest_free_gpu) = match claim.resource {
+            Resource::ManagedMemory => (None, None),
+            Resource::DeviceMemory => (
+                shares.and_then(|shares| u16::try_from(shares.len()).ok()?.try_into().ok()),
+                largest.and_then(|i| self.gpus.keys().nth(i).cloned()),
+            ),
+        };
+        WaitReason {
+            resource: claim.resource,
+            needed: self.quantum.times(claim.tokens.quanta()),
+            gpus,
+            largest_free: self
+                .quantum
+                .times(Quanta(largest.map_or(0, |i| bins[i].free))),
+            largest_free_gpu,
+            ahead: queue.iter().take_while(|&&other| other != id).count(),
+        }
+    }
+
+    /// What the binder would do now.
+    pub(super) fn plan(&self, resource: Resource, now: Moment) -> Plan {
+        let queue: Vec<_> = self
+            .queue(resource, now)
+            .iter()
+            .map(|id| want_of(&self.claims[id]))
+            .collect();
+        binder::plan(&self.bins(resource), &queue)
+    }
+
+    /// The waiters that somebody waits for or will soon come back for, most urgent first.
+    fn queue(&self, resource: Resource, now: Moment) -> Vec<ClaimId> {
+        let mut queue: Vec<_> = self
+            .claims
+            .iter()
+            .filter(|(_, claim)| claim.resource == resource)
+            .filter_map(|(&id, claim)| match claim.state {
+                State::Waiting { want, call } if is_near(call, now) => {
+                    Some((Reverse(want.priority), claim.arrival, id))
+                }
+                _ => None,
+            })
+            .collect();
+        queue.sort_unstable();
+        queue.into_iter().map(|(_, _, id)| id).collect()
+    }
+
+    /// The GPUs in order of UUID, or the managed memory, as the binder sees them.
+    fn bins(&self, resource: Resource) -> Vec<Bin> {
+        match resource {
+            Resource::ManagedMemory => vec![Bin {
+                capacity: self.managed.0,
+                free: self.managed.saturating_sub(self.managed_bound()).0,
+            }],
+            Resource::DeviceMemory => {
+                let used = self.usage();
+                self.gpus
+                    .iter()
+                    .map(|(uuid, gpu)| match gpu.health {
+                        Health::Unhealthy => Bin {
+                            capacity: 0,
+                            free: 0,
+                        },
+                        Health::Healthy => Bin {
+                            capacity: gpu.capacity.0,
+                            free: used.get(uuid).map_or(gpu.capacity.0, |used| {
+                                gpu.capacity.saturating_sub(used.quanta).0
+                            }),
+                        },
+                    })
+                    .collect()
+            }
+        }
+    }
+
+    /// Gives the waiter these parts: bound if its call is open, held if the kubelet is away.
+    fn give(&mut self, id: ClaimId, parts: &[Part]) -> Option<Binding> {
+        let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
+        let claim = self.claims.get_mut(&id)?;
+        let placement = match claim.resource {
+            Resource::ManagedMemory => Placement::Managed(claim.tokens.quanta()),
+            Resource::DeviceMemory => Placement::Device(
+                parts
+                    .iter()
+                    .map(|&(bin, share)| Share {
+                        gpu: uuids[bin].clone(),
+                        quanta: Quanta(share),
+                    })
+                    .collect(),
+            ),
+        };
+        match claim.state {
+            State::Waiting {
+                call: Call::Open { .. },
+                ..
+            } => {
+                claim.state = State::Bound {
+                    placement: placement.clone(),
+                };
+                Some(claim.binding(id, placement))
+            }
+            State::Waiting {
+                call: Call::Away { since },
+                want,
+            } => {
+                claim.state = State::Held {
+                    want,
+                    since,
+                    placement,
+                };
+                None
+            }
+            State::Idle | State::Held { .. } | State::Bound { .. } => None,
+        }
+    }
+}
+
+/// Whether memory may be put aside for a waiter.
+fn is_near(call: Call, now: Moment) -> bool {
+    match call {
+        Call::Open { .. } => true,
+        Call::Away { since } => now.since(since) < HOLD,
+    }
+}
+
+/// A waiter as the binder sees it.
+fn want_of(claim: &Claim) -> binder::Want {
+    let bins = match (&claim.state, claim.resource) {
+        (
+            State::Waiting {
+                want: Want { shape, .. },
+                ..
+            },
+            Resource::DeviceMemory,
+        ) => shape.gpus.get(),
+        _ => 1,
+    };
+    binder::Want {
+        quanta: claim.tokens.quanta().0,
+        bins,
+    }
+}

@@ -1,0 +1,163 @@
+//! The ledger as the checkpoint keeps it.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::claim::{Booking, Call, Claim, State};
+use super::time::Moment;
+use super::types::{ClaimId, Placement};
+use super::{GpuState, Ledger};
+use crate::units::{AllocationId, GpuUuid, Quanta, QuantumSize, Resource};
+
+/// A ledger at rest. Its GPUs are part of it, so that a restarted agent accounts for a GPU that
+/// has vanished meanwhile.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Snapshot {
+    quantum: QuantumSize,
+    gpus: Vec<(GpuUuid, GpuState)>,
+    managed: Quanta,
+    bookings: Vec<(AllocationId, Booking)>,
+    claims: Vec<(ClaimId, Claim)>,
+    next: u64,
+}
+
+/// Why a snapshot is not taken: the agent rebuilds from the host then.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum RestoreError {
+    /// The configured quantum has changed: its tokens mean something else.
+    #[error("snapshot counts in {found}, this node in {expected}")]
+    Quantum {
+        /// The snapshot's.
+        found: QuantumSize,
+        /// The node's.
+        expected: QuantumSize,
+    },
+    /// An allocation stands in it twice.
+    #[error("allocation {0} occurs twice")]
+    Twice(AllocationId),
+    /// A claim without an allocation, with a placement of the other resource or of another size,
+    /// or with a number that is still to be given.
+    #[error("claim of pod {pod} on tokens {tokens} contradicts itself")]
+    Claim {
+        /// The claim's pod.
+        pod: crate::units::PodUid,
+        /// The claim's tokens.
+        tokens: crate::units::TokenSet,
+    },
+}
+
+impl RestoreError {
+    /// A bounded name for events, conditions and metric labels.
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::Quantum { .. } => "QuantumChanged",
+            Self::Twice(_) => "AllocationTwice",
+            Self::Claim { .. } => "ClaimContradiction",
+        }
+    }
+}
+
+impl Ledger {
+    /// The ledger for the checkpoint.
+    pub fn snapshot(&self) -> Snapshot {
+        let Self {
+            quantum,
+            gpus,
+            managed,
+            bookings,
+            claims,
+            next,
+        } = self.clone();
+        Snapshot {
+            quantum,
+            gpus: gpus.into_iter().collect(),
+            managed,
+            bookings: bookings.into_iter().collect(),
+            claims: claims.into_iter().collect(),
+            next,
+        }
+    }
+
+    /// The ledger of a snapshot. Every call that was open has ended with the agent that held it.
+    ///
+    /// # Errors
+    /// [`RestoreError`] where the snapshot contradicts this node or itself.
+    pub fn restore(
+        snapshot: Snapshot,
+        quantum: QuantumSize,
+        now: Moment,
+    ) -> Result<Self, RestoreError> {
+        check(&snapshot, quantum)?;
+        let Snapshot {
+            quantum,
+            gpus,
+            managed,
+            bookings,
+            mut claims,
+            next,
+        } = snapshot;
+        for (_, claim) in &mut claims {
+            if let State::Waiting { call, .. } = &mut claim.state
+                && matches!(call, Call::Open { .. })
+            {
+                *call = Call::Away { since: now };
+            }
+        }
+        Ok(Self {
+            quantum,
+            gpus: gpus.into_iter().collect(),
+            managed,
+            bookings: bookings.into_iter().collect(),
+            claims: claims.into_iter().collect(),
+            next,
+        })
+    }
+}
+
+fn check(snapshot: &Snapshot, expected: QuantumSize) -> Result<(), RestoreError> {
+    if snapshot.quantum != expected {
+        return Err(RestoreError::Quantum {
+            found: snapshot.quantum,
+            expected,
+        });
+    }
+    let mut seen = BTreeSet::new();
+    let booked = snapshot.bookings.iter().map(|(id, _)| id);
+    let claimed = snapshot
+        .claims
+        .iter()
+        .flat_map(|(_, claim)| &claim.allocations);
+    for &id in booked.chain(claimed) {
+        if !seen.insert(id) {
+            return Err(RestoreError::Twice(id));
+        }
+    }
+    match snapshot
+        .claims
+        .iter()
+        .find(|(number, claim)| number.0 >= snapshot.next || !is_sound(claim))
+    {
+        None => Ok(()),
+        Some((_, claim)) => Err(RestoreError::Claim {
+            pod: claim.pod.clone(),
+            tokens: claim.tokens.clone(),
+        }),
+    }
+}
+
+fn is_sound(claim: &Claim) -> bool {
+    let placed = match (claim.placement(), claim.resource) {
+        (None, _) => true,
+        (Some(Placement::Managed(quanta)), Resource::ManagedMemory) => {
+            *quanta == claim.tokens.quanta()
+        }
+        (Some(Placement::Device(shares)), Resource::DeviceMemory) => {
+            shares.iter().map(|share| share.quanta).sum::<Quanta>() == claim.tokens.quanta()
+                && shares.iter().all(|share| share.quanta > Quanta::ZERO)
+        }
+        (Some(_), _) => false,
+    };
+    placed && !claim.allocations.is_empty()
+}

@@ -1,0 +1,130 @@
+//! What the ledger tells about itself.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::Ledger;
+use super::claim::State;
+use super::time::Moment;
+use super::types::{Binding, GpuView, Health, ManagedView, Placement, View};
+use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Resource};
+
+/// What is bound or held on one GPU.
+#[derive(Default)]
+pub(super) struct Usage<'a> {
+    pub(super) quanta: Quanta,
+    pods: BTreeSet<&'a PodUid>,
+}
+
+impl Ledger {
+    /// The node's memory at `now`.
+    pub fn view(&self, now: Moment) -> View {
+        let kept = self.plan(Resource::DeviceMemory, now).kept;
+        let mut usage = self.usage();
+        let mut gpus: Vec<GpuView> = self
+            .gpus
+            .iter()
+            .zip(kept)
+            .map(|((uuid, gpu), kept)| {
+                let used = usage.remove(uuid).unwrap_or_default();
+                let free = match gpu.health {
+                    Health::Healthy => gpu.capacity.saturating_sub(used.quanta),
+                    Health::Unhealthy => Quanta::ZERO,
+                };
+                GpuView {
+                    uuid: uuid.clone(),
+                    health: gpu.health,
+                    capacity: gpu.capacity,
+                    bound: used.quanta,
+                    free: free.saturating_sub(Quanta(kept)),
+                    reserved: Quanta(kept),
+                    pods: used.pods.len(),
+                }
+            })
+            .collect();
+        gpus.extend(usage.into_iter().map(|(uuid, used)| lost_gpu(uuid, &used)));
+        gpus.sort_by(|a, b| a.uuid.cmp(&b.uuid));
+        let unbound = self
+            .claims
+            .values()
+            .filter(|claim| !matches!(claim.state, State::Bound { .. }));
+        let bound = self.managed_bound();
+        View {
+            gpus,
+            managed: ManagedView {
+                capacity: self.managed,
+                bound,
+                free: self.managed.saturating_sub(bound),
+            },
+            waiting: unbound
+                .clone()
+                .filter(|claim| claim.state != State::Idle)
+                .count(),
+            booked: self.bookings.len()
+                + unbound.map(|claim| claim.allocations.len()).sum::<usize>(),
+        }
+    }
+
+    /// Every binding, in order of the claims' numbers: what the host must show (CDI files,
+    /// sockets).
+    pub fn bindings(&self) -> impl Iterator<Item = Binding> {
+        self.claims
+            .iter()
+            .filter_map(|(&id, claim)| match &claim.state {
+                State::Bound { placement } => Some(claim.binding(id, placement.clone())),
+                State::Idle | State::Waiting { .. } | State::Held { .. } => None,
+            })
+    }
+
+    /// Every allocation that the ledger knows, with its pod once one of its containers started.
+    pub fn allocations(&self) -> impl Iterator<Item = (AllocationId, Option<&PodUid>)> {
+        let claimed = self
+            .claims
+            .values()
+            .flat_map(|claim| claim.allocations.iter().map(|&id| (id, Some(&claim.pod))));
+        self.bookings.keys().map(|&id| (id, None)).chain(claimed)
+    }
+
+    /// The pods that have a claim: those whose end the agent watches for.
+    pub fn pods(&self) -> BTreeSet<&PodUid> {
+        self.claims.values().map(|claim| &claim.pod).collect()
+    }
+
+    /// What is taken of each GPU that has something bound or held.
+    pub(super) fn usage(&self) -> BTreeMap<&GpuUuid, Usage<'_>> {
+        let mut usage: BTreeMap<&GpuUuid, Usage<'_>> = BTreeMap::new();
+        for claim in self.claims.values() {
+            if let Some(Placement::Device(shares)) = claim.placement() {
+                for share in shares {
+                    let used = usage.entry(&share.gpu).or_default();
+                    used.quanta += share.quanta;
+                    used.pods.insert(&claim.pod);
+                }
+            }
+        }
+        usage
+    }
+
+    /// What is taken of the managed memory.
+    pub(super) fn managed_bound(&self) -> Quanta {
+        self.claims
+            .values()
+            .filter_map(|claim| match claim.placement() {
+                Some(Placement::Managed(quanta)) => Some(*quanta),
+                Some(Placement::Device(_)) | None => None,
+            })
+            .sum()
+    }
+}
+
+/// A GPU that left the inventory with something bound.
+fn lost_gpu(uuid: &GpuUuid, used: &Usage<'_>) -> GpuView {
+    GpuView {
+        uuid: uuid.clone(),
+        health: Health::Unhealthy,
+        capacity: Quanta::ZERO,
+        bound: used.quanta,
+        free: Quanta::ZERO,
+        reserved: Quanta::ZERO,
+        pods: used.pods.len(),
+    }
+}

@@ -1,0 +1,62 @@
+//! The node's units of account: amounts, tokens and identities, each parsed once at the edge.
+
+mod amount;
+mod identity;
+mod token;
+
+pub use amount::{Bytes, Quanta, QuantumSize};
+pub use identity::{AllocationId, GpuUuid, PodUid};
+pub use token::{MAX_TOKENS, Resource, TokenId, TokenSet};
+
+/// Why a value from outside is not one of this module's units.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum UnitError {
+    /// A quantum that is not one of the three sizes of [`QuantumSize`].
+    #[error("quantum {0:?} is not one of 256Mi, 512Mi, 1Gi")]
+    Quantum(String),
+    /// A GPU name that is not NVML's `GPU-...` or `MIG-...`.
+    #[error("GPU UUID {0:?} does not look like GPU-... or MIG-...")]
+    Gpu(String),
+    /// An allocation name that is not 16 lower-case hex digits.
+    #[error("allocation id {0:?} is not 16 lower-case hex digits")]
+    Allocation(String),
+    /// A pod UID that is empty, too long or could not stand in a path.
+    #[error("pod UID {0:?} is not 1 to 64 letters, digits and dashes")]
+    Pod(String),
+    /// A device id that is none of ours.
+    #[error("token {0:?} is not m-0000..m-4095 or u-0000..u-4095")]
+    Token(String),
+    /// A token of the other resource.
+    #[error("token {token} does not count {expected}")]
+    ForeignToken {
+        /// The token that was found.
+        token: TokenId,
+        /// The resource that was asked for.
+        expected: Resource,
+    },
+    /// A request for no tokens.
+    #[error("a token set must not be empty")]
+    NoTokens,
+    /// A compact token list (`0-3,17`) that is malformed, unsorted or out of range.
+    #[error("token list {0:?} is malformed")]
+    TokenList(String),
+}
+
+/// Derives serde for a type through its `Display` and `FromStr`.
+macro_rules! serde_as_str {
+    ($type:ty) => {
+        impl serde::Serialize for $type {
+            fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+                serializer.collect_str(self)
+            }
+        }
+
+        impl<'de> serde::Deserialize<'de> for $type {
+            fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+                let text = <std::borrow::Cow<'de, str>>::deserialize(deserializer)?;
+                text.parse().map_err(serde::de::Error::custom)
+            }
+        }
+    };
+}
+use serde_as_str;

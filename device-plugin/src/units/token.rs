@@ -1,0 +1,284 @@
+//! Tokens: the device ids that the kubelet counts and hands out.
+//!
+//! A token stands for one quantum of the node, not of a GPU (design, "Resource encoding"). The
+//! kubelet takes at most 4 MiB a message and time quadratic in the ids when they change, so ids
+//! are short and few.
+
+use std::fmt;
+use std::str::FromStr;
+
+use super::{Quanta, QuantumSize, UnitError, serde_as_str};
+
+/// The most tokens of one resource that a node registers.
+pub const MAX_TOKENS: u16 = 4096;
+
+/// What we advertise to the kubelet.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
+)]
+#[serde(rename_all = "kebab-case")]
+pub enum Resource {
+    /// Memory of the node's GPUs: a claim is bound to one GPU, or spread over several.
+    DeviceMemory,
+    /// CUDA managed memory: counted node-wide, of no GPU.
+    ManagedMemory,
+}
+
+impl Resource {
+    /// The extended resource's name, such as `bursar.dev/gpu-memory-gib`.
+    pub fn name(self, quantum: QuantumSize) -> String {
+        let stem = match self {
+            Self::DeviceMemory => "gpu-memory",
+            Self::ManagedMemory => "managed-memory",
+        };
+        format!("bursar.dev/{stem}-{}", quantum.suffix())
+    }
+
+    /// The first letter of its tokens, which keeps ids unique across our resources.
+    const fn letter(self) -> char {
+        match self {
+            Self::DeviceMemory => 'm',
+            Self::ManagedMemory => 'u',
+        }
+    }
+}
+
+impl fmt::Display for Resource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::DeviceMemory => "device memory",
+            Self::ManagedMemory => "managed memory",
+        })
+    }
+}
+
+/// One token: `m-0417`, `u-0003`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TokenId {
+    resource: Resource,
+    index: u16,
+}
+
+impl TokenId {
+    /// The resource that it counts.
+    pub const fn resource(self) -> Resource {
+        self.resource
+    }
+
+    /// Its number, below [`MAX_TOKENS`].
+    pub const fn index(self) -> u16 {
+        self.index
+    }
+
+    /// The first `count` tokens of `resource`: what a node with so many quanta registers (at most
+    /// [`MAX_TOKENS`]).
+    pub fn first(resource: Resource, count: u16) -> impl Iterator<Item = Self> {
+        (0..count.min(MAX_TOKENS)).map(move |index| Self { resource, index })
+    }
+}
+
+impl fmt::Display for TokenId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}-{:04}", self.resource.letter(), self.index)
+    }
+}
+
+impl FromStr for TokenId {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let parse = || {
+            let (resource, digits) = match text.split_at_checked(2)? {
+                ("m-", digits) => (Resource::DeviceMemory, digits),
+                ("u-", digits) => (Resource::ManagedMemory, digits),
+                _ => return None,
+            };
+            let canonical = digits.len() == 4 && digits.bytes().all(|b| b.is_ascii_digit());
+            let index = digits.parse().ok().filter(|&index| index < MAX_TOKENS)?;
+            canonical.then_some(Self { resource, index })
+        };
+        parse().ok_or_else(|| UnitError::Token(text.to_owned()))
+    }
+}
+
+serde_as_str!(TokenId);
+
+/// The tokens of one container's allocation: a sorted set, never empty. The kubelet's order and
+/// its duplicates mean nothing and are gone. Written as `0-3,17` where it is stored.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TokenSet(Box<[u16]>);
+
+impl TokenSet {
+    /// The set of these device ids of the kubelet's, all of `resource`.
+    ///
+    /// # Errors
+    /// [`UnitError::Token`], [`UnitError::ForeignToken`] or [`UnitError::NoTokens`].
+    pub fn from_ids<S: AsRef<str>>(
+        resource: Resource,
+        ids: impl IntoIterator<Item = S>,
+    ) -> Result<Self, UnitError> {
+        let mut indexes = Vec::new();
+        for id in ids {
+            let token: TokenId = id.as_ref().parse()?;
+            if token.resource != resource {
+                return Err(UnitError::ForeignToken {
+                    token,
+                    expected: resource,
+                });
+            }
+            indexes.push(token.index);
+        }
+        Self::from_indexes(indexes)
+    }
+
+    /// The set of these indexes.
+    ///
+    /// # Errors
+    /// [`UnitError::NoTokens`], or [`UnitError::TokenList`] for an index of [`MAX_TOKENS`] or more.
+    pub fn from_indexes(indexes: impl IntoIterator<Item = u16>) -> Result<Self, UnitError> {
+        let mut indexes: Vec<u16> = indexes.into_iter().collect();
+        indexes.sort_unstable();
+        indexes.dedup();
+        match indexes.last() {
+            None => Err(UnitError::NoTokens),
+            Some(&last) if last >= MAX_TOKENS => Err(UnitError::TokenList(last.to_string())),
+            Some(_) => Ok(Self(indexes.into_boxed_slice())),
+        }
+    }
+
+    /// How much memory the tokens stand for.
+    pub fn quanta(&self) -> Quanta {
+        // Never more than MAX_TOKENS.
+        Quanta(self.0.len() as u32)
+    }
+
+    /// The indexes in ascending order.
+    pub fn indexes(&self) -> impl Iterator<Item = u16> {
+        self.0.iter().copied()
+    }
+
+    /// The tokens as `resource`'s, in ascending order.
+    pub fn ids(&self, resource: Resource) -> impl Iterator<Item = TokenId> {
+        self.indexes().map(move |index| TokenId { resource, index })
+    }
+
+    /// Whether the two sets share a token.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let (few, many) = if self.0.len() <= other.0.len() {
+            (&self.0, &other.0)
+        } else {
+            (&other.0, &self.0)
+        };
+        few.iter().any(|index| many.binary_search(index).is_ok())
+    }
+}
+
+impl fmt::Display for TokenSet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, run) in self.0.chunk_by(|a, b| a + 1 == *b).enumerate() {
+            let comma = if i == 0 { "" } else { "," };
+            match run {
+                [one] => write!(f, "{comma}{one}")?,
+                [first, .., last] => write!(f, "{comma}{first}-{last}")?,
+                [] => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+impl FromStr for TokenSet {
+    type Err = UnitError;
+
+    fn from_str(text: &str) -> Result<Self, UnitError> {
+        let wrong = || UnitError::TokenList(text.to_owned());
+        let mut indexes = Vec::new();
+        for run in text.split(',') {
+            let (first, last) = run.split_once('-').unwrap_or((run, run));
+            let first: u16 = first.parse().map_err(|_| wrong())?;
+            let last: u16 = last.parse().map_err(|_| wrong())?;
+            let sorted = indexes.last().is_none_or(|&before| before < first);
+            if !sorted || first > last || last >= MAX_TOKENS {
+                return Err(wrong());
+            }
+            indexes.extend(first..=last);
+        }
+        Self::from_indexes(indexes)
+    }
+}
+
+serde_as_str!(TokenSet);
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn a_token_is_a_letter_and_four_digits() {
+        let token: TokenId = "m-0417".parse().unwrap();
+        assert_eq!(
+            (token.resource(), token.index()),
+            (Resource::DeviceMemory, 417)
+        );
+        assert_eq!(token.to_string(), "m-0417");
+        for bad in [
+            "", "m-", "m-417", "m-4096", "x-0001", "m-+417", "m-0417 ", "é-0001",
+        ] {
+            assert!(bad.parse::<TokenId>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn order_and_duplicates_of_the_ids_mean_nothing() {
+        let set = TokenSet::from_ids(Resource::ManagedMemory, ["u-0003", "u-0001", "u-0003"]);
+        assert_eq!(set.unwrap().to_string(), "1,3");
+    }
+
+    #[test]
+    fn a_token_of_the_other_resource_is_refused() {
+        let set = TokenSet::from_ids(Resource::DeviceMemory, ["m-0001", "u-0001"]);
+        assert!(matches!(set, Err(UnitError::ForeignToken { .. })));
+    }
+
+    #[test]
+    fn a_set_is_never_empty() {
+        let none: [&str; 0] = [];
+        assert_eq!(
+            TokenSet::from_ids(Resource::DeviceMemory, none),
+            Err(UnitError::NoTokens)
+        );
+        for bad in ["", "3-1", "1,1", "2,1", "4096", "1-", "a"] {
+            assert!(bad.parse::<TokenSet>().is_err(), "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_resource_is_named_after_its_quantum() {
+        let device = Resource::DeviceMemory;
+        assert_eq!(device.name(QuantumSize::Gib1), "bursar.dev/gpu-memory-gib");
+        assert_eq!(
+            device.name(QuantumSize::Mib256),
+            "bursar.dev/gpu-memory-256mib"
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn a_set_survives_its_text(indexes in prop::collection::vec(0..MAX_TOKENS, 1..60)) {
+            let set = TokenSet::from_indexes(indexes).unwrap();
+            prop_assert_eq!(set.to_string().parse(), Ok(set));
+        }
+
+        #[test]
+        fn sets_overlap_where_they_share_an_index(
+            a in prop::collection::btree_set(0..40u16, 1..10),
+            b in prop::collection::btree_set(0..40u16, 1..10),
+        ) {
+            let share = a.intersection(&b).next().is_some();
+            let (a, b) = (TokenSet::from_indexes(a).unwrap(), TokenSet::from_indexes(b).unwrap());
+            prop_assert_eq!(a.overlaps(&b), share);
+        }
+    }
+}
