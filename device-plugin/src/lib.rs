@@ -2,5 +2,8 @@
 //!
 //! A request's way: the kubelet asks, the ledger decides, the node carries out.
 
+pub mod cdi;
+pub mod driver;
 pub mod ledger;
+pub mod shim_files;
 pub mod units;

@@ -1,0 +1,156 @@
+//! The folder of CDI files: written atomically, removed, listed back.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use super::{Binding, Node, Spec, spec};
+use crate::units::AllocationId;
+
+const PREFIX: &str = "bursar.dev-gpu-";
+const SUFFIX: &str = ".json";
+
+/// The runtime's folder of CDI files, and what this node's devices have in common.
+#[derive(Clone, Debug)]
+pub struct CdiDir {
+    dir: PathBuf,
+    node: Node,
+}
+
+/// What the folder holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Listed {
+    /// The bindings of our files, by allocation.
+    pub bindings: Vec<Binding>,
+    /// Files with our name that hold no binding.
+    pub malformed: Vec<PathBuf>,
+}
+
+/// What went wrong with a CDI file.
+#[derive(Debug, thiserror::Error)]
+pub enum CdiError {
+    /// The file could not be written: the container cannot start.
+    #[error("write {}: {source}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file could not be removed.
+    #[error("remove {}: {source}", path.display())]
+    Remove {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The folder could not be read.
+    #[error("list {}: {source}", path.display())]
+    List {
+        /// The folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+impl CdiError {
+    /// A bounded word for conditions and metric labels.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            CdiError::Write { .. } => "CdiWriteFailed",
+            CdiError::Remove { .. } => "CdiRemoveFailed",
+            CdiError::List { .. } => "CdiUnreadable",
+        }
+    }
+}
+
+impl CdiDir {
+    /// The files of `node` in `dir`.
+    pub fn new(dir: PathBuf, node: Node) -> CdiDir {
+        CdiDir { dir, node }
+    }
+
+    /// Writes the file of `binding`; a second write replaces the first. A reader sees all of it or
+    /// nothing: the runtime reads every file in the folder at every container start.
+    ///
+    /// # Errors
+    /// [`CdiError::Write`]; the folder then holds what it held before.
+    pub fn write(&self, binding: &Binding) -> Result<(), CdiError> {
+        let path = self.path(&binding.allocation);
+        let text = serde_json::to_vec_pretty(&spec(&self.node, binding))
+            .expect("a spec has no map with keys that are not text");
+        // The runtime takes `.json` and `.yaml` only: it does not look at this one.
+        let temporary = self
+            .dir
+            .join(format!(".{PREFIX}{}.tmp", binding.allocation));
+        let written = std::fs::create_dir_all(&self.dir)
+            .and_then(|()| std::fs::write(&temporary, text))
+            .and_then(|()| std::fs::rename(&temporary, &path));
+        written.map_err(|source| {
+            // Best effort: the next write of this allocation replaces it anyway.
+            let _ = std::fs::remove_file(&temporary);
+            CdiError::Write { path, source }
+        })
+    }
+
+    /// Removes the file of `allocation`; one that is not there is removed already.
+    ///
+    /// # Errors
+    /// [`CdiError::Remove`].
+    pub fn remove(&self, allocation: &AllocationId) -> Result<(), CdiError> {
+        let path = self.path(allocation);
+        match std::fs::remove_file(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(CdiError::Remove { path, source })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The bindings of every file of ours; a folder that is not there has none.
+    ///
+    /// # Errors
+    /// [`CdiError::List`].
+    pub fn list(&self) -> Result<Listed, CdiError> {
+        let failed = |source| CdiError::List {
+            path: self.dir.clone(),
+            source,
+        };
+        let mut listed = Listed::default();
+        let entries = match std::fs::read_dir(&self.dir) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(listed),
+            entries => entries.map_err(failed)?,
+        };
+        for entry in entries {
+            let path = entry.map_err(failed)?.path();
+            let Some(allocation) = allocation_of(&path) else {
+                continue;
+            };
+            match read(&path) {
+                Some(binding) if binding.allocation == allocation => listed.bindings.push(binding),
+                _ => listed.malformed.push(path),
+            }
+        }
+        listed.bindings.sort_by_key(|binding| binding.allocation);
+        Ok(listed)
+    }
+
+    fn path(&self, allocation: &AllocationId) -> PathBuf {
+        self.dir.join(format!("{PREFIX}{allocation}{SUFFIX}"))
+    }
+}
+
+fn allocation_of(path: &Path) -> Option<AllocationId> {
+    path.file_name()?
+        .to_str()?
+        .strip_prefix(PREFIX)?
+        .strip_suffix(SUFFIX)?
+        .parse()
+        .ok()
+}
+
+fn read(path: &Path) -> Option<Binding> {
+    let text = std::fs::read(path).ok()?;
+    serde_json::from_slice::<Spec>(&text).ok()?.binding()
+}

@@ -1,0 +1,61 @@
+//! Follows symbolic links as if a folder were the root of the file system.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::io;
+use std::path::{Component, Path, PathBuf};
+
+/// Links that are followed before a path counts as a loop, as in the kernel (`MAXSYMLINKS`).
+const MAX_LINKS: usize = 40;
+
+/// Where `path` leads below `root` once every link is followed, relative to `root`; `None` if it
+/// leads to nothing or to no regular file. `..` never leaves the root.
+///
+/// # Errors
+/// What the system says about a part of the path, and `FilesystemLoop` for too many links.
+pub(super) fn resolve(root: &Path, path: &Path) -> io::Result<Option<PathBuf>> {
+    let mut done = PathBuf::new();
+    let mut left: VecDeque<OsString> = parts(path).collect();
+    let mut links = 0;
+    while let Some(part) = left.pop_front() {
+        if part == ".." {
+            done.pop();
+            continue;
+        }
+        let here = root.join(&done).join(&part);
+        let kind = match here.symlink_metadata() {
+            Ok(metadata) => metadata.file_type(),
+            Err(error) if is_absent(&error) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        if !kind.is_symlink() {
+            done.push(part);
+            continue;
+        }
+        links += 1;
+        if links > MAX_LINKS {
+            return Err(io::Error::from(io::ErrorKind::TooManyLinks));
+        }
+        let target = here.read_link()?;
+        if target.is_absolute() {
+            done.clear();
+        }
+        parts(&target).rev().for_each(|part| left.push_front(part));
+    }
+    Ok(root.join(&done).is_file().then_some(done))
+}
+
+fn is_absent(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+    )
+}
+
+fn parts(path: &Path) -> impl DoubleEndedIterator<Item = OsString> + '_ {
+    path.components().filter_map(|component| match component {
+        Component::Normal(name) => Some(name.to_owned()),
+        Component::ParentDir => Some("..".into()),
+        Component::RootDir | Component::CurDir | Component::Prefix(_) => None,
+    })
+}
