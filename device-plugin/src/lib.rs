@@ -3,7 +3,11 @@
 //! A request's way: the kubelet asks, the ledger decides, the node carries out.
 
 pub mod cdi;
+pub mod checkpoint;
+pub mod config;
 pub mod driver;
+pub mod inventory;
 pub mod ledger;
+pub mod pods;
 pub mod shim_files;
 pub mod units;

@@ -1,0 +1,244 @@
+//! Keeps one value in a file that a crash at any byte leaves either old or new, never wrong.
+//!
+//! ```text
+//!   {"sha256":"<64 hex digits>","data":<the value as JSON>}\n
+//! ```
+//!
+//! Written beside its place and renamed over it. It is for a tmpfs: nothing is synced, for what it
+//! holds dies with the boot. Anything that is not exactly what was written (truncated, altered,
+//! longer) is [`LoadError::Malformed`], and the caller moves it aside and rebuilds.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use sha2::{Digest, Sha256};
+
+const HEAD: &str = "{\"sha256\":\"";
+const MIDDLE: &str = "\",\"data\":";
+const TAIL: &str = "}\n";
+const DIGEST: usize = 64;
+
+/// Why the file cannot be written.
+#[derive(Debug, thiserror::Error)]
+pub enum SaveError {
+    /// The value has no JSON form.
+    #[error("checkpoint {path}: {source}", path = path.display())]
+    Encode {
+        /// The file.
+        path: PathBuf,
+        /// What serde said.
+        source: serde_json::Error,
+    },
+    /// The file system refused.
+    #[error("checkpoint {path}: cannot {step}: {source}", path = path.display())]
+    Io {
+        /// The file.
+        path: PathBuf,
+        /// `write` or `rename`.
+        step: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// Why there is no value to go on with.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The file system refused.
+    #[error("checkpoint {path}: {source}", path = path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file is not what was written, or a version that this one cannot read.
+    #[error("checkpoint {path}: {problem}", path = path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+/// The file.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    path: PathBuf,
+}
+
+impl Checkpoint {
+    /// The file at `path`, whose folder exists.
+    pub fn new(path: PathBuf) -> Self {
+        Self { path }
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Replaces the value. On an error the file is as it was.
+    pub fn save<T: Serialize>(&self, value: &T) -> Result<(), SaveError> {
+        let data = serde_json::to_string(value).map_err(|source| SaveError::Encode {
+            path: self.path.clone(),
+            source,
+        })?;
+        let text = format!("{HEAD}{}{MIDDLE}{data}{TAIL}", digest(&data));
+        let beside = self.path.with_extension("new");
+        let failed = |step| {
+            move |source| SaveError::Io {
+                path: self.path.clone(),
+                step,
+                source,
+            }
+        };
+        fs::write(&beside, text)
+            .map_err(failed("write"))
+            .and_then(|()| fs::rename(&beside, &self.path).map_err(failed("rename")))
+            .inspect_err(|_| {
+                // Half a file on a full disk is in the way of the next try.
+                let _ = fs::remove_file(&beside);
+            })
+    }
+
+    /// The value; none where there is no file.
+    pub fn load<T: DeserializeOwned>(&self) -> Result<Option<T>, LoadError> {
+        let text = match fs::read(&self.path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            Err(source) => {
+                return Err(LoadError::Read {
+                    path: self.path.clone(),
+                    source,
+                });
+            }
+        };
+        decode(&text)
+            .map(Some)
+            .map_err(|problem| LoadError::Malformed {
+                path: self.path.clone(),
+                problem,
+            })
+    }
+
+    /// Moves the file out of the way, to `<name>.malformed`, and says where it is now.
+    pub fn set_aside(&self) -> io::Result<PathBuf> {
+        let aside = self.path.with_extension("malformed");
+        fs::rename(&self.path, &aside)?;
+        Ok(aside)
+    }
+}
+
+fn digest(data: &str) -> String {
+    Sha256::digest(data.as_bytes())
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}
+
+fn decode<T: DeserializeOwned>(text: &[u8]) -> Result<T, String> {
+    let text = std::str::from_utf8(text).map_err(|error| error.to_string())?;
+    let body = text.strip_prefix(HEAD).ok_or("the head is not ours")?;
+    let (written, rest) = body.split_at_checked(DIGEST).ok_or("it is cut short")?;
+    let data = rest
+        .strip_prefix(MIDDLE)
+        .and_then(|rest| rest.strip_suffix(TAIL))
+        .ok_or("it is cut short")?;
+    if digest(data) != written {
+        return Err("the checksum is wrong".to_owned());
+    }
+    serde_json::from_str(data).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bed() -> (tempfile::TempDir, Checkpoint) {
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = Checkpoint::new(folder.path().join("checkpoint.json"));
+        (folder, checkpoint)
+    }
+
+    fn value() -> Vec<(String, u32)> {
+        vec![("GPU-a".into(), 12), ("é".into(), 7)]
+    }
+
+    #[test]
+    fn what_is_saved_is_loaded_and_is_json() {
+        let (_folder, checkpoint) = bed();
+        assert!(checkpoint.load::<Vec<(String, u32)>>().unwrap().is_none());
+        checkpoint.save(&value()).unwrap();
+        assert_eq!(checkpoint.load().unwrap(), Some(value()));
+        let text = fs::read_to_string(checkpoint.path()).unwrap();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap();
+    }
+
+    #[test]
+    fn a_file_cut_at_any_byte_is_malformed() {
+        let (_folder, checkpoint) = bed();
+        checkpoint.save(&value()).unwrap();
+        let whole = fs::read(checkpoint.path()).unwrap();
+        for length in 0..whole.len() {
+            fs::write(checkpoint.path(), &whole[..length]).unwrap();
+            let error = checkpoint.load::<Vec<(String, u32)>>().unwrap_err();
+            assert!(
+                matches!(error, LoadError::Malformed { .. }),
+                "cut at {length}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_file_altered_at_any_byte_in_any_bit_or_continued_is_malformed() {
+        let (_folder, checkpoint) = bed();
+        checkpoint.save(&value()).unwrap();
+        let whole = fs::read(checkpoint.path()).unwrap();
+        for (at, bit) in (0..whole.len()).flat_map(|at| (0..8).map(move |bit| (at, bit))) {
+            let mut altered = whole.clone();
+            altered[at] ^= 1 << bit;
+            let error = decode::<Vec<(String, u32)>>(&altered);
+            assert!(error.is_err(), "byte {at}, bit {bit}");
+        }
+        assert!(decode::<Vec<(String, u32)>>(&[whole.as_slice(), b"\n"].concat()).is_err());
+    }
+
+    #[test]
+    fn a_crash_before_the_rename_leaves_the_old_value() {
+        let (_folder, checkpoint) = bed();
+        checkpoint.save(&value()).unwrap();
+        fs::write(checkpoint.path().with_extension("new"), "{\"sha256\":\"12").unwrap();
+        assert_eq!(checkpoint.load().unwrap(), Some(value()));
+        checkpoint.save(&Vec::<(String, u32)>::new()).unwrap();
+        assert_eq!(
+            checkpoint.load().unwrap(),
+            Some(Vec::<(String, u32)>::new())
+        );
+    }
+
+    #[test]
+    fn a_value_that_cannot_be_written_leaves_the_old_one() {
+        let (folder, checkpoint) = bed();
+        checkpoint.save(&value()).unwrap();
+        fs::create_dir(folder.path().join("checkpoint.new")).unwrap();
+        assert!(matches!(
+            checkpoint.save(&value()),
+            Err(SaveError::Io { step: "write", .. })
+        ));
+        assert_eq!(checkpoint.load().unwrap(), Some(value()));
+    }
+
+    #[test]
+    fn a_malformed_file_is_kept_for_people_and_out_of_the_way() {
+        let (_folder, checkpoint) = bed();
+        fs::write(checkpoint.path(), "garbage").unwrap();
+        let aside = checkpoint.set_aside().unwrap();
+        assert_eq!(fs::read_to_string(aside).unwrap(), "garbage");
+        assert!(checkpoint.load::<u32>().unwrap().is_none());
+    }
+}

@@ -1,0 +1,304 @@
+//! The configuration file as it is written, and its conversion to [`Config`].
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bursar_crds::quantity;
+use jiff::SignedDuration;
+use serde::Deserialize;
+
+use super::{Config, DriverConfig, ExtraMount, KubeletConfig, PathsConfig, ResourcesConfig};
+use crate::units::Bytes;
+
+/// The kubelet gives a gRPC call of the plugin no deadline, but a container start that hangs for
+/// minutes looks broken.
+const LONGEST_WAIT: Duration = Duration::from_secs(300);
+
+/// A field with a value that makes no sense.
+pub(super) struct Wrong {
+    pub(super) field: &'static str,
+    pub(super) value: String,
+    pub(super) problem: String,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct File {
+    resources: Resources,
+    kubelet: Kubelet,
+    driver: Driver,
+    paths: Paths,
+    binding: Binding,
+    http: Http,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Resources {
+    quantum: String,
+    managed_memory_capacity: String,
+    reserved_memory: String,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Kubelet {
+    device_plugin_dir: PathBuf,
+    pod_resources_socket: PathBuf,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Driver {
+    root: PathBuf,
+    host_root: PathBuf,
+    dev_root: PathBuf,
+    extra_mounts: Vec<Mount>,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct Mount {
+    host_path: PathBuf,
+    /// The same path as on the host where it is left out.
+    container_path: Option<PathBuf>,
+    #[serde(default = "yes")]
+    read_only: bool,
+}
+
+fn yes() -> bool {
+    true
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Paths {
+    state_dir: PathBuf,
+    run_dir: PathBuf,
+    cdi_dir: PathBuf,
+    cgroup_root: PathBuf,
+    shim_dir: PathBuf,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Binding {
+    wait: String,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Http {
+    listen: String,
+}
+
+impl Default for Resources {
+    fn default() -> Self {
+        Self {
+            quantum: "1Gi".into(),
+            managed_memory_capacity: "0".into(),
+            reserved_memory: "0".into(),
+        }
+    }
+}
+
+impl Default for Kubelet {
+    fn default() -> Self {
+        Self {
+            device_plugin_dir: "/var/lib/kubelet/device-plugins".into(),
+            pod_resources_socket: "/var/lib/kubelet/pod-resources/kubelet.sock".into(),
+        }
+    }
+}
+
+impl Default for Driver {
+    fn default() -> Self {
+        Self {
+            root: "/driver-root".into(),
+            host_root: "/".into(),
+            dev_root: "/dev".into(),
+            extra_mounts: Vec::new(),
+        }
+    }
+}
+
+impl Default for Paths {
+    fn default() -> Self {
+        Self {
+            state_dir: "/var/lib/bursar".into(),
+            run_dir: "/run/bursar".into(),
+            cdi_dir: "/var/run/cdi".into(),
+            cgroup_root: "/sys/fs/cgroup".into(),
+            shim_dir: "/opt/bursar/shim".into(),
+        }
+    }
+}
+
+impl Default for Binding {
+    fn default() -> Self {
+        Self { wait: "25s".into() }
+    }
+}
+
+impl Default for Http {
+    fn default() -> Self {
+        Self {
+            listen: "0.0.0.0:9400".into(),
+        }
+    }
+}
+
+impl File {
+    /// Checks every field. Destructured whole, so that a new field cannot be forgotten here.
+    pub(super) fn resolve(self) -> Result<Config, Wrong> {
+        let Self {
+            resources,
+            kubelet,
+            driver,
+            paths,
+            binding,
+            http,
+        } = self;
+        Ok(Config {
+            resources: resources.resolve()?,
+            kubelet: kubelet.resolve()?,
+            driver: driver.resolve()?,
+            paths: paths.resolve()?,
+            bind_wait: wait(binding.wait)?,
+            http_listen: http.listen.parse().map_err(|_| Wrong {
+                field: "http.listen",
+                value: http.listen,
+                problem: "is not an address and a port: write for example 0.0.0.0:9400".into(),
+            })?,
+        })
+    }
+}
+
+impl Resources {
+    fn resolve(self) -> Result<ResourcesConfig, Wrong> {
+        let Self {
+            quantum,
+            managed_memory_capacity,
+            reserved_memory,
+        } = self;
+        Ok(ResourcesConfig {
+            quantum: quantum.parse().map_err(|_| Wrong {
+                field: "resources.quantum",
+                value: quantum,
+                problem: "is not one of 256Mi, 512Mi, 1Gi".into(),
+            })?,
+            managed_capacity: bytes("resources.managed-memory-capacity", managed_memory_capacity)?,
+            reserved: bytes("resources.reserved-memory", reserved_memory)?,
+        })
+    }
+}
+
+impl Kubelet {
+    fn resolve(self) -> Result<KubeletConfig, Wrong> {
+        let Self {
+            device_plugin_dir,
+            pod_resources_socket,
+        } = self;
+        Ok(KubeletConfig {
+            device_plugin_dir: absolute("kubelet.device-plugin-dir", device_plugin_dir)?,
+            pod_resources_socket: absolute("kubelet.pod-resources-socket", pod_resources_socket)?,
+        })
+    }
+}
+
+impl Driver {
+    fn resolve(self) -> Result<DriverConfig, Wrong> {
+        let Self {
+            root,
+            host_root,
+            dev_root,
+            extra_mounts,
+        } = self;
+        Ok(DriverConfig {
+            root: absolute("driver.root", root)?,
+            host_root: absolute("driver.host-root", host_root)?,
+            dev_root: absolute("driver.dev-root", dev_root)?,
+            extra_mounts: extra_mounts
+                .into_iter()
+                .map(Mount::resolve)
+                .collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+impl Mount {
+    fn resolve(self) -> Result<ExtraMount, Wrong> {
+        let Self {
+            host_path,
+            container_path,
+            read_only,
+        } = self;
+        let container_path = container_path.unwrap_or_else(|| host_path.clone());
+        Ok(ExtraMount {
+            host_path: absolute("driver.extra-mounts", host_path)?,
+            container_path: absolute("driver.extra-mounts", container_path)?,
+            read_only,
+        })
+    }
+}
+
+impl Paths {
+    fn resolve(self) -> Result<PathsConfig, Wrong> {
+        let Self {
+            state_dir,
+            run_dir,
+            cdi_dir,
+            cgroup_root,
+            shim_dir,
+        } = self;
+        Ok(PathsConfig {
+            state_dir: absolute("paths.state-dir", state_dir)?,
+            run_dir: absolute("paths.run-dir", run_dir)?,
+            cdi_dir: absolute("paths.cdi-dir", cdi_dir)?,
+            cgroup_root: absolute("paths.cgroup-root", cgroup_root)?,
+            shim_dir: absolute("paths.shim-dir", shim_dir)?,
+        })
+    }
+}
+
+fn bytes(field: &'static str, value: String) -> Result<Bytes, Wrong> {
+    match quantity::parse_bytes(&value) {
+        Ok(bytes) => Ok(Bytes(bytes)),
+        Err(problem) => Err(Wrong {
+            field,
+            value,
+            problem: problem.to_string(),
+        }),
+    }
+}
+
+fn absolute(field: &'static str, path: PathBuf) -> Result<PathBuf, Wrong> {
+    if path.is_absolute() {
+        return Ok(path);
+    }
+    Err(Wrong {
+        field,
+        value: path.display().to_string(),
+        problem: "is not an absolute path: start it with a slash".into(),
+    })
+}
+
+fn wait(value: String) -> Result<Duration, Wrong> {
+    let wait = value
+        .parse::<SignedDuration>()
+        .ok()
+        .and_then(|wait| Duration::try_from(wait).ok());
+    match wait {
+        Some(wait) if wait <= LONGEST_WAIT => Ok(wait),
+        Some(_) => Err(Wrong {
+            field: "binding.wait",
+            value,
+            problem: "must be at most 300s".into(),
+        }),
+        None => Err(Wrong {
+            field: "binding.wait",
+            value,
+            problem: "is not a time of zero or more: write for example 25s".into(),
+        }),
+    }
+}

@@ -1,0 +1,63 @@
+//! What GPUs the node has and whether each is fit for new pods, as a `watch`.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`health`] | decides whether one GPU is fit: pure |
+//! | [`roster`] | keeps the GPUs that NVML listed, with their health: pure |
+//! | [`nvml`] | the one thread that talks to NVML |
+//! | [`xid`] | which XIDs condemn a whole GPU: a table |
+
+pub mod health;
+pub mod nvml;
+pub mod roster;
+pub mod xid;
+
+use crate::units::{Bytes, GpuUuid};
+use health::Health;
+
+/// A GPU, or a MIG instance, which is a GPU to its programs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Gpu {
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
+    /// The number of its device node (`/dev/nvidia<minor>`); a MIG instance has its parent's.
+    pub minor: u32,
+    /// The model, as NVML names it.
+    pub model: String,
+    /// What programs can allocate in all: NVML's total less what the driver keeps for itself.
+    pub memory: Bytes,
+    /// The GPU that a MIG instance is cut from.
+    pub mig_parent: Option<GpuUuid>,
+}
+
+/// A GPU as it stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuState {
+    /// The GPU.
+    pub gpu: Gpu,
+    /// Whether new pods may get it.
+    pub health: Health,
+}
+
+/// The node's GPUs as they stand.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Inventory {
+    /// NVML has not answered yet.
+    Starting,
+    /// There is no driver to ask, and why. Tried again quietly.
+    NoDriver(String),
+    /// The driver answers, and there is no GPU. Tried again quietly.
+    NoGpu,
+    /// In NVML's order. A GPU that went missing stays in the list, Unhealthy.
+    Gpus(Vec<GpuState>),
+}
+
+impl Inventory {
+    /// The GPUs, where there are any.
+    pub fn gpus(&self) -> &[GpuState] {
+        match self {
+            Self::Gpus(gpus) => gpus,
+            Self::Starting | Self::NoDriver(_) | Self::NoGpu => &[],
+        }
+    }
+}

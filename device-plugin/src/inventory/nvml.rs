@@ -1,0 +1,355 @@
+//! The one thread that talks to NVML: its calls block, some for seconds on a sick GPU.
+//!
+//! It probes every GPU each [`Pace::poll`], drains XID events in between, answers questions about
+//! processes, and publishes what changed. While NVML cannot be used, or a GPU ails, it opens the
+//! library afresh for each probe: after a reset, or an update of the driver, old handles stay
+//! broken for ever.
+
+use std::path::PathBuf;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use nvml_wrapper::bitmasks::event::EventTypes;
+use nvml_wrapper::enums::device::UsedGpuMemory;
+use nvml_wrapper::enums::event::XidError;
+use nvml_wrapper::error::NvmlError;
+use nvml_wrapper::{Device, EventSet, Nvml};
+use tokio::sync::{oneshot, watch};
+use tracing::{debug, info, warn};
+
+use super::health::Policy;
+use super::roster::{Probe, Roster};
+use super::{Gpu, Inventory};
+use crate::units::{Bytes, GpuUuid, UnitError};
+
+/// How often the thread looks.
+#[derive(Debug, Clone, Copy)]
+pub struct Pace {
+    /// Between two probes of all GPUs.
+    pub poll: Duration,
+    /// Between two probes while a GPU ails or there is none.
+    pub poll_ailing: Duration,
+    /// Between two looks for XID events; the longest time that an XID goes unseen.
+    pub events: Duration,
+}
+
+impl Default for Pace {
+    fn default() -> Self {
+        Self {
+            poll: Duration::from_secs(5),
+            poll_ailing: Duration::from_secs(2),
+            events: Duration::from_millis(250),
+        }
+    }
+}
+
+/// Says where `libnvidia-ml.so.1` is now, or why nowhere; asked again before each opening.
+pub type FindLibrary = Box<dyn Fn() -> Result<PathBuf, String> + Send>;
+
+/// Why NVML did not answer a question.
+#[derive(Debug, thiserror::Error)]
+pub enum QueryError {
+    /// There is no driver at the moment.
+    #[error("NVML is not available")]
+    NotAvailable,
+    /// NVML answered with an error.
+    #[error("NVML cannot list the processes of {gpu}")]
+    Nvml {
+        /// The GPU that was asked about.
+        gpu: GpuUuid,
+        /// What NVML said.
+        source: NvmlError,
+    },
+}
+
+/// A process that NVML charges memory of a GPU to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Charged {
+    /// In the host's pid namespace.
+    pub pid: u32,
+    /// How much; none where the driver cannot tell.
+    pub bytes: Option<Bytes>,
+}
+
+struct Question {
+    gpu: GpuUuid,
+    answer: oneshot::Sender<Result<Vec<Charged>, QueryError>>,
+}
+
+/// Asks the NVML thread; the thread ends when the last handle is dropped.
+#[derive(Debug, Clone)]
+pub struct NvmlHandle {
+    questions: mpsc::Sender<Question>,
+}
+
+impl NvmlHandle {
+    /// The processes that NVML charges memory of `gpu` to, compute and graphics, by pid.
+    pub async fn processes(&self, gpu: GpuUuid) -> Result<Vec<Charged>, QueryError> {
+        let (answer, answered) = oneshot::channel();
+        self.questions
+            .send(Question { gpu, answer })
+            .map_err(|_| QueryError::NotAvailable)?;
+        answered.await.unwrap_or(Err(QueryError::NotAvailable))
+    }
+}
+
+/// Starts the thread. `find` says where the driver's library is.
+pub fn start(
+    find: FindLibrary,
+    pace: Pace,
+    policy: Policy,
+) -> std::io::Result<(watch::Receiver<Inventory>, NvmlHandle)> {
+    let (questions, asked) = mpsc::channel();
+    let (publish, inventory) = watch::channel(Inventory::Starting);
+    let watcher = Watcher {
+        pace,
+        asked,
+        publish,
+        roster: Roster::new(policy),
+        complaint: None,
+    };
+    std::thread::Builder::new()
+        .name("nvml".into())
+        .spawn(move || watcher.run(&find))?;
+    Ok((inventory, NvmlHandle { questions }))
+}
+
+/// The thread's state.
+struct Watcher {
+    pace: Pace,
+    asked: mpsc::Receiver<Question>,
+    publish: watch::Sender<Inventory>,
+    roster: Roster,
+    /// The trouble that was logged last: each is logged once.
+    complaint: Option<String>,
+}
+
+/// Every handle is gone: the agent ends.
+struct Ended;
+
+impl Watcher {
+    fn run(mut self, find: &FindLibrary) {
+        while self.session(find).is_ok() {}
+    }
+
+    /// Uses one opening of the library for as long as all is well.
+    fn session(&mut self, find: &FindLibrary) -> Result<(), Ended> {
+        let opened = find().and_then(|path| {
+            let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
+            nvml.map_err(|error| format!("{}: {error}", path.display()))
+        });
+        match opened {
+            Err(why) => {
+                self.take(Probe::NoDriver(why));
+                self.idle(None, self.pace.poll_ailing)
+            }
+            Ok(nvml) => self.use_library(&nvml),
+        }
+    }
+
+    fn use_library(&mut self, nvml: &Nvml) -> Result<(), Ended> {
+        let mut events = Vec::new();
+        loop {
+            let probe = probe(nvml);
+            let broken = matches!(probe, Probe::NoDriver(_));
+            self.take(probe);
+            register_new(nvml, &mut events, &self.roster.inventory());
+            let session = Session {
+                nvml,
+                events: &events,
+            };
+            if broken || self.roster.is_ailing() || self.roster.inventory().gpus().is_empty() {
+                return self.idle(Some(session), self.pace.poll_ailing);
+            }
+            self.idle(Some(session), self.pace.poll)?;
+            if self.roster.is_ailing() {
+                return Ok(());
+            }
+        }
+    }
+
+    /// Answers questions and drains events for `time`, or until a GPU falls sick.
+    fn idle(&mut self, session: Option<Session<'_, '_>>, time: Duration) -> Result<(), Ended> {
+        let until = Instant::now() + time;
+        let ailing = self.roster.is_ailing();
+        loop {
+            if let Some(session) = &session {
+                self.drain(session);
+                if !ailing && self.roster.is_ailing() {
+                    return Ok(());
+                }
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Ok(());
+            }
+            match self.asked.recv_timeout(left.min(self.pace.events)) {
+                Ok(question) => answer(session.as_ref(), question),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return Err(Ended),
+            }
+        }
+    }
+
+    fn drain(&mut self, session: &Session<'_, '_>) {
+        for (uuid, set) in session.events {
+            while let Ok(event) = set.wait(0) {
+                if let Some(XidError::Value(code)) = event.event_data {
+                    warn!(gpu = %uuid, xid = code, "xid");
+                    self.roster.xid(uuid, code, Instant::now());
+                }
+            }
+        }
+        self.announce();
+    }
+
+    fn take(&mut self, probe: Probe) {
+        let complaint = match &probe {
+            Probe::NoDriver(why) => Some(why.clone()),
+            Probe::Listed { .. } => None,
+        };
+        if let Some(why) = complaint.as_ref().filter(|_| complaint != self.complaint) {
+            warn!(reason = %why, "nvml not available");
+        }
+        self.complaint = complaint;
+        self.roster.probed(probe, Instant::now());
+        self.announce();
+    }
+
+    fn announce(&self) {
+        let next = self.roster.inventory();
+        self.publish.send_if_modified(|now| {
+            let changed = *now != next;
+            if changed {
+                for state in next.gpus() {
+                    info!(gpu = %state.gpu.uuid, health = ?state.health, memory = %state.gpu.memory, "gpu");
+                }
+                *now = next;
+            }
+            changed
+        });
+    }
+}
+
+/// One opening of the library. Each GPU has an event set of its own, for a registration that fails
+/// destroys its set.
+struct Session<'nvml, 'events> {
+    nvml: &'nvml Nvml,
+    events: &'events [(GpuUuid, EventSet<'nvml>)],
+}
+
+fn probe(nvml: &Nvml) -> Probe {
+    let count = match nvml.device_count() {
+        Ok(count) => count,
+        Err(error) => return Probe::NoDriver(format!("nvmlDeviceGetCount: {error}")),
+    };
+    let (mut gpus, mut silent) = (Vec::new(), Vec::new());
+    // A GPU whose handle or UUID cannot be had is as good as missing: the roster knows it by UUID only.
+    for device in (0..count).filter_map(|index| nvml.device_by_index(index).ok()) {
+        let Ok(uuid) = uuid_of(&device) else { continue };
+        match describe(&device, uuid.clone()) {
+            Ok(found) => gpus.extend(found),
+            Err(NvmlError::GpuLost) => {}
+            Err(error) => {
+                debug!(gpu = %uuid, %error, "gpu does not answer");
+                silent.push(uuid);
+            }
+        }
+    }
+    Probe::Listed { gpus, silent }
+}
+
+/// The GPU itself, or its MIG instances where it is cut.
+fn describe(device: &Device<'_>, uuid: GpuUuid) -> Result<Vec<Gpu>, NvmlError> {
+    let minor = device.minor_number()?;
+    // GPUs without MIG answer NotSupported, old drivers FunctionNotFound.
+    let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
+    if !cut {
+        return Ok(vec![gpu(device, uuid, minor, None)?]);
+    }
+    let instances =
+        (0..device.mig_device_count()?).filter_map(|index| device.mig_device_by_index(index).ok());
+    instances
+        .filter_map(|instance| Some((uuid_of(&instance).ok()?, instance)))
+        .map(|(name, instance)| gpu(&instance, name, minor, Some(uuid.clone())))
+        .collect()
+}
+
+fn gpu(
+    device: &Device<'_>,
+    uuid: GpuUuid,
+    minor: u32,
+    mig_parent: Option<GpuUuid>,
+) -> Result<Gpu, NvmlError> {
+    let memory = device.memory_info()?;
+    Ok(Gpu {
+        uuid,
+        minor,
+        model: device.name()?,
+        memory: Bytes(memory.total.saturating_sub(memory.reserved)),
+        mig_parent,
+    })
+}
+
+/// Why a GPU has no name.
+#[derive(Debug, thiserror::Error)]
+enum UuidError {
+    #[error(transparent)]
+    Nvml(#[from] NvmlError),
+    #[error(transparent)]
+    Unit(#[from] UnitError),
+}
+
+fn uuid_of(device: &Device<'_>) -> Result<GpuUuid, UuidError> {
+    Ok(device.uuid()?.parse()?)
+}
+
+/// Asks for the XID events of physical GPUs that are not watched yet.
+fn register_new<'nvml>(
+    nvml: &'nvml Nvml,
+    events: &mut Vec<(GpuUuid, EventSet<'nvml>)>,
+    inventory: &Inventory,
+) {
+    for state in inventory.gpus() {
+        let physical = state.gpu.mig_parent.as_ref().unwrap_or(&state.gpu.uuid);
+        if events.iter().any(|(watched, _)| watched == physical) {
+            continue;
+        }
+        let registered = nvml.device_by_uuid(physical.as_str()).and_then(|device| {
+            let set = nvml.create_event_set()?;
+            device
+                .register_events(EventTypes::CRITICAL_XID_ERROR, set)
+                .map_err(|error| error.error)
+        });
+        match registered {
+            Ok(set) => events.push((physical.clone(), set)),
+            Err(error) => debug!(gpu = %physical, %error, "no xid events"),
+        }
+    }
+}
+
+fn answer(session: Option<&Session<'_, '_>>, Question { gpu, answer }: Question) {
+    let result = match session {
+        None => Err(QueryError::NotAvailable),
+        Some(session) => {
+            processes(session.nvml, &gpu).map_err(|source| QueryError::Nvml { gpu, source })
+        }
+    };
+    // Who asked may have given up.
+    let _ = answer.send(result);
+}
+
+fn processes(nvml: &Nvml, gpu: &GpuUuid) -> Result<Vec<Charged>, NvmlError> {
+    let device = nvml.device_by_uuid(gpu.as_str())?;
+    let compute = device.running_compute_processes()?;
+    // A GPU without graphics answers NotSupported.
+    let graphics = device.running_graphics_processes().unwrap_or_default();
+    let charged = compute.into_iter().chain(graphics).map(|process| Charged {
+        pid: process.pid,
+        bytes: match process.used_gpu_memory {
+            UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
+            UsedGpuMemory::Unavailable => None,
+        },
+    });
+    Ok(charged.collect())
+}
