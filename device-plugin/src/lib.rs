@@ -7,6 +7,7 @@ pub mod checkpoint;
 pub mod config;
 pub mod driver;
 pub mod inventory;
+pub mod kubelet;
 pub mod ledger;
 pub mod pods;
 pub mod shim_files;

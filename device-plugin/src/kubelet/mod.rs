@@ -1,0 +1,3 @@
+//! What the agent and the kubelet say to each other.
+
+pub mod api;
