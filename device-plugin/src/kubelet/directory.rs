@@ -1,0 +1,228 @@
+//! Wakes when something that matters happens in the kubelet's plugin directory.
+
+use std::io;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::inotify::{self, CreateFlags, ReadFlags, WatchFlags};
+use rustix::io::Errno;
+use tokio::io::unix::AsyncFd;
+
+use super::api::deviceplugin::KUBELET_SOCKET;
+use super::registration::SocketId;
+use super::server::is_ours;
+
+/// Why a directory cannot be watched.
+#[derive(Debug, thiserror::Error)]
+pub enum WatchError {
+    /// There is no such directory, or it cannot be read.
+    #[error("cannot read the kubelet's plugin directory {path}")]
+    Directory {
+        /// The directory.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// No inotify instance: `fs.inotify.max_user_instances` is used up.
+    #[error("cannot create an inotify instance")]
+    Inotify(#[source] io::Error),
+    /// The watched directory was removed, moved or unmounted.
+    #[error("the kubelet's plugin directory {path} is gone")]
+    Gone {
+        /// The directory.
+        path: PathBuf,
+    },
+}
+
+impl WatchError {
+    /// A bounded name for conditions, events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Directory { .. } => "PluginDirectoryUnreadable",
+            Self::Inotify(_) => "NoInotify",
+            Self::Gone { .. } => "PluginDirectoryGone",
+        }
+    }
+}
+
+/// A watch on the plugin directory for `kubelet.sock` and for sockets of ours.
+///
+/// The kubelet's checkpoint is in the same directory and is replaced at each Allocate; that wakes
+/// nobody.
+#[derive(Debug)]
+pub struct DirectoryWatch {
+    fd: AsyncFd<OwnedFd>,
+    path: PathBuf,
+}
+
+impl DirectoryWatch {
+    /// Watches `path`; what happens from now on will wake [`DirectoryWatch::changed`].
+    ///
+    /// # Errors
+    /// [`WatchError::Directory`] or [`WatchError::Inotify`].
+    pub fn new(path: &Path) -> Result<Self, WatchError> {
+        let fd = inotify::init(CreateFlags::NONBLOCK | CreateFlags::CLOEXEC)
+            .map_err(|error| WatchError::Inotify(error.into()))?;
+        let wanted = WatchFlags::CREATE
+            | WatchFlags::DELETE
+            | WatchFlags::MOVED_FROM
+            | WatchFlags::MOVED_TO
+            | WatchFlags::DELETE_SELF
+            | WatchFlags::MOVE_SELF
+            | WatchFlags::ONLYDIR;
+        inotify::add_watch(&fd, path, wanted).map_err(|error| WatchError::Directory {
+            path: path.to_owned(),
+            source: error.into(),
+        })?;
+        #[expect(
+            deprecated,
+            reason = "its successor is `unsafe`, for types whose fd may change: an OwnedFd's never does"
+        )]
+        let fd = AsyncFd::new(fd).map_err(WatchError::Inotify)?;
+        Ok(Self {
+            fd,
+            path: path.to_owned(),
+        })
+    }
+
+    /// Returns after a change that matters. Dropped before that, no change is lost.
+    ///
+    /// # Errors
+    /// [`WatchError::Gone`]: this watch sees nothing any more.
+    pub async fn changed(&mut self) -> Result<(), WatchError> {
+        loop {
+            let mut ready = self.fd.readable().await.map_err(WatchError::Inotify)?;
+            match drain(self.fd.get_ref()) {
+                Drained::Nothing => ready.clear_ready(),
+                Drained::Matters => return Ok(()),
+                Drained::Gone => {
+                    return Err(WatchError::Gone {
+                        path: self.path.clone(),
+                    });
+                }
+            }
+        }
+    }
+}
+
+enum Drained {
+    Nothing,
+    Matters,
+    Gone,
+}
+
+/// Takes every event that is there.
+fn drain(fd: &OwnedFd) -> Drained {
+    let mut buffer = [MaybeUninit::uninit(); 4096];
+    let mut events = inotify::Reader::new(fd, &mut buffer);
+    let mut drained = Drained::Nothing;
+    loop {
+        let event = match events.next() {
+            Ok(event) => event,
+            Err(Errno::INTR) => continue,
+            Err(_) => return drained,
+        };
+        let gone =
+            ReadFlags::DELETE_SELF | ReadFlags::MOVE_SELF | ReadFlags::IGNORED | ReadFlags::UNMOUNT;
+        if event.events().intersects(gone) {
+            return Drained::Gone;
+        }
+        let overflow = event.events().contains(ReadFlags::QUEUE_OVERFLOW);
+        let name = event.file_name().map_or(&b""[..], |name| name.to_bytes());
+        if overflow || name == KUBELET_SOCKET.as_bytes() || is_ours(name) {
+            drained = Drained::Matters;
+        }
+    }
+}
+
+/// Which `kubelet.sock` is in `dir`, if any.
+pub fn kubelet_socket(dir: &Path) -> Option<SocketId> {
+    let meta = std::fs::symlink_metadata(dir.join(KUBELET_SOCKET)).ok()?;
+    let ctime_ns = i128::from(meta.ctime()) * 1_000_000_000 + i128::from(meta.ctime_nsec());
+    Some(SocketId {
+        dev: meta.dev(),
+        ino: meta.ino(),
+        ctime_ns,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    async fn wakes(watch: &mut DirectoryWatch) -> bool {
+        tokio::time::timeout(Duration::from_millis(300), watch.changed())
+            .await
+            .is_ok()
+    }
+
+    #[tokio::test]
+    async fn a_created_kubelet_socket_wakes_the_watch() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut watch = DirectoryWatch::new(dir.path()).unwrap();
+        std::fs::write(dir.path().join("kubelet.sock"), "").unwrap();
+        assert!(wakes(&mut watch).await);
+    }
+
+    #[tokio::test]
+    async fn a_removed_socket_of_ours_wakes_the_watch() {
+        let dir = tempfile::tempdir().unwrap();
+        let ours = dir.path().join("bursar-gpu-memory-1-0.sock");
+        std::fs::write(&ours, "").unwrap();
+        let mut watch = DirectoryWatch::new(dir.path()).unwrap();
+        std::fs::remove_file(ours).unwrap();
+        assert!(wakes(&mut watch).await);
+    }
+
+    #[tokio::test]
+    async fn the_kubelet_s_checkpoint_wakes_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut watch = DirectoryWatch::new(dir.path()).unwrap();
+        std::fs::write(dir.path().join(".1234"), "").unwrap();
+        std::fs::rename(
+            dir.path().join(".1234"),
+            dir.path().join("kubelet_internal_checkpoint"),
+        )
+        .unwrap();
+        assert!(!wakes(&mut watch).await);
+        std::fs::write(dir.path().join("kubelet.sock"), "").unwrap();
+        assert!(wakes(&mut watch).await, "and a later change still does");
+    }
+
+    #[tokio::test]
+    async fn a_removed_directory_ends_the_watch() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("device-plugins");
+        std::fs::create_dir(&path).unwrap();
+        let mut watch = DirectoryWatch::new(&path).unwrap();
+        std::fs::remove_dir(&path).unwrap();
+        let error = watch.changed().await.unwrap_err();
+        assert_eq!(error.reason(), "PluginDirectoryGone");
+    }
+
+    #[tokio::test]
+    async fn a_missing_directory_cannot_be_watched() {
+        let dir = tempfile::tempdir().unwrap();
+        let error = DirectoryWatch::new(&dir.path().join("no")).unwrap_err();
+        assert_eq!(error.reason(), "PluginDirectoryUnreadable");
+    }
+
+    #[test]
+    fn a_re_created_kubelet_socket_is_another_one() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(kubelet_socket(dir.path()), None);
+        let path = dir.path().join("kubelet.sock");
+        std::fs::write(&path, "").unwrap();
+        let first = kubelet_socket(dir.path()).unwrap();
+        assert_eq!(kubelet_socket(dir.path()), Some(first));
+        std::fs::remove_file(&path).unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        std::fs::write(&path, "").unwrap();
+        assert_ne!(kubelet_socket(dir.path()), Some(first));
+    }
+}

@@ -1,0 +1,401 @@
+//! Keeps one resource registered with the kubelet for as long as the agent lives.
+//!
+//! [`registration`](super::registration) draws the states and decides; this module looks, acts and
+//! reports. Nothing is locked while it registers: the server answers on tasks of its own, so the
+//! kubelet can dial back before it answers.
+
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tracing::{debug, info, warn};
+
+use super::api::deviceplugin::registration_client::RegistrationClient;
+use super::api::deviceplugin::{KUBELET_SOCKET, RegisterRequest, VERSION};
+use super::connect::connect;
+use super::count::Count;
+use super::directory::{DirectoryWatch, kubelet_socket};
+use super::plugin::{Allocator, options};
+use super::registration::{Machine, Own, Seen, Step};
+use super::server::{self, Server, Service};
+
+/// How often to look where the directory is watched: only a net under the watch.
+pub const POLL_WATCHED: Duration = Duration::from_secs(5);
+/// How often to look where it cannot be watched.
+pub const POLL_UNWATCHED: Duration = Duration::from_millis(500);
+/// The kubelet takes up to 10 s to dial back, so Register gets a little more.
+pub const REGISTER_LIMIT: Duration = Duration::from_secs(12);
+/// Servers kept for the streams that are still open at them.
+const MAX_RETIRED: usize = 4;
+
+/// Whether the kubelet follows a resource.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Registration {
+    /// It does not, and why.
+    NotRegistered(NotRegistered),
+    /// It has a ListAndWatch stream open.
+    Registered,
+}
+
+impl Registration {
+    /// Whether the kubelet follows the resource.
+    pub fn is_registered(&self) -> bool {
+        matches!(self, Self::Registered)
+    }
+}
+
+/// Why the kubelet does not follow a resource.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum NotRegistered {
+    /// Nothing was tried yet.
+    #[error("the agent is starting")]
+    Starting,
+    /// The kubelet's directory is missing or unreadable.
+    #[error("{0}")]
+    Directory(String),
+    /// Our own socket could not be made.
+    #[error("{0}")]
+    CannotServe(String),
+    /// There is no `kubelet.sock`.
+    #[error("no {KUBELET_SOCKET} in {}: the kubelet is not running", .0.display())]
+    NoKubelet(PathBuf),
+    /// Register failed.
+    #[error("{0}")]
+    Refused(String),
+    /// The kubelet registered the resource but has not asked for its devices, or no longer listens.
+    #[error("the kubelet has no ListAndWatch stream open")]
+    NoStream,
+    /// The agent is ending.
+    #[error("the agent has stopped")]
+    Stopped,
+}
+
+impl NotRegistered {
+    /// A bounded name for conditions, events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Starting => "AgentStarting",
+            Self::Directory(_) => "PluginDirectoryUnreadable",
+            Self::CannotServe(_) => "CannotListen",
+            Self::NoKubelet(_) => "KubeletNotRunning",
+            Self::Refused(_) => "RegistrationFailed",
+            Self::NoStream => "NoDeviceStream",
+            Self::Stopped => "AgentStopped",
+        }
+    }
+}
+
+/// Why one call of Register failed.
+#[derive(Debug, thiserror::Error)]
+pub enum RegisterError {
+    /// Nobody answers at the kubelet's socket.
+    #[error("cannot connect to the kubelet at {path}")]
+    Connect {
+        /// The kubelet's socket.
+        path: PathBuf,
+        /// What the transport said.
+        #[source]
+        source: tonic::transport::Error,
+    },
+    /// The kubelet said no.
+    #[error("the kubelet refused to register {resource}: {}", .status.message())]
+    Refused {
+        /// The resource's name.
+        resource: String,
+        /// Its answer.
+        status: Box<tonic::Status>,
+    },
+    /// The kubelet did not answer in [`REGISTER_LIMIT`].
+    #[error("the kubelet did not answer the registration of {resource}")]
+    TimedOut {
+        /// The resource's name.
+        resource: String,
+    },
+}
+
+/// Keeps one resource registered; [`Lifecycle::run`] is its life.
+#[derive(Debug)]
+pub struct Lifecycle<A> {
+    /// The kubelet's plugin directory.
+    dir: PathBuf,
+    /// The extended resource's name.
+    name: String,
+    /// What is served.
+    service: Service<A>,
+    /// Tells readiness and conditions.
+    report: watch::Sender<Registration>,
+    /// Decides.
+    machine: Machine,
+    /// The server whose endpoint is, or will be, registered.
+    server: Option<Server>,
+    /// Number of the next server.
+    next_server: u32,
+    /// Servers whose sockets were lost but whose streams the kubelet still has open: to end one
+    /// would make the kubelet drop the registration that followed it.
+    retired: VecDeque<Server>,
+    /// Why the last attempt failed.
+    failure: Option<NotRegistered>,
+}
+
+impl<A: Allocator> Lifecycle<A> {
+    /// A resource called `name`, to be served in `dir`, and what to follow its registration by.
+    pub fn new(
+        dir: &Path,
+        name: String,
+        service: Service<A>,
+    ) -> (Self, watch::Receiver<Registration>) {
+        let starting = Registration::NotRegistered(NotRegistered::Starting);
+        let (report, registration) = watch::channel(starting);
+        let lifecycle = Self {
+            dir: dir.to_owned(),
+            name,
+            service,
+            report,
+            machine: Machine::default(),
+            server: None,
+            next_server: 0,
+            retired: VecDeque::new(),
+            failure: None,
+        };
+        (lifecycle, registration)
+    }
+
+    /// Serves and registers, again and again as needed, until `shutdown`; then stops gracefully.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let mut watch = None;
+        self.sweep();
+        while !shutdown.is_cancelled() {
+            watch = watch.or_else(|| self.watch());
+            self.dismiss_idle();
+            let seen = self.see();
+            match self.machine.look(seen, Instant::now()) {
+                Step::Serve => self.serve(),
+                Step::Register => tokio::select! {
+                    () = self.register(seen) => {}
+                    () = shutdown.cancelled() => {}
+                },
+                Step::Idle(until) => {
+                    self.tell(self.registration(seen));
+                    tokio::select! {
+                        gone = self.until_a_change(&mut watch, until) => if gone { watch = None },
+                        () = shutdown.cancelled() => {}
+                    }
+                }
+            }
+        }
+        self.stop().await;
+    }
+
+    /// Removes what dead agents left. An own pid is a dead one's that had the same.
+    fn sweep(&self) {
+        let own = std::process::id();
+        let alive = |pid| pid != own && server::is_alive(pid);
+        let removed = server::sweep(&self.dir, self.service.resource, alive);
+        if removed > 0 {
+            info!(resource = self.name, removed, "stale sockets removed");
+        }
+    }
+
+    fn watch(&mut self) -> Option<DirectoryWatch> {
+        match DirectoryWatch::new(&self.dir) {
+            Ok(watch) => Some(watch),
+            Err(error) => {
+                let failure = NotRegistered::Directory(with_sources(&error));
+                if self.failure.as_ref() != Some(&failure) {
+                    warn!(resource = self.name, reason = error.reason(), %failure, "not watching");
+                }
+                self.failure = Some(failure);
+                None
+            }
+        }
+    }
+
+    fn see(&self) -> Seen {
+        let own = match &self.server {
+            Some(server) if server.is_reachable() => {
+                let Count { now, ever } = server.streams();
+                Own::Serving {
+                    server: server.number(),
+                    open: now,
+                    opened: ever,
+                }
+            }
+            _ => Own::Missing,
+        };
+        Seen {
+            kubelet: kubelet_socket(&self.dir),
+            own,
+        }
+    }
+
+    fn serve(&mut self) {
+        if let Some(lost) = self.server.take() {
+            self.retired.push_back(lost);
+        }
+        let started = Server::start(&self.dir, self.next_server, &self.service);
+        self.next_server = self.next_server.wrapping_add(1);
+        match started {
+            Ok(server) => {
+                debug!(
+                    resource = self.name,
+                    endpoint = server.endpoint(),
+                    "serving"
+                );
+                self.server = Some(server);
+                self.machine.served();
+            }
+            Err(error) => self.fail(NotRegistered::CannotServe(with_sources(&error))),
+        }
+    }
+
+    async fn register(&mut self, seen: Seen) {
+        let Some(endpoint) = self.server.as_ref().map(Server::endpoint) else {
+            return;
+        };
+        match call_register(&self.dir, &self.name, &endpoint).await {
+            Ok(()) => {
+                info!(resource = self.name, endpoint, "registered");
+                self.failure = None;
+                self.machine.accepted(seen, Instant::now());
+            }
+            Err(error) => self.fail(NotRegistered::Refused(with_sources(&error))),
+        }
+    }
+
+    /// Keeps a failure for the report, logs it where it is a new one, and pauses.
+    fn fail(&mut self, failure: NotRegistered) {
+        self.machine.failed(Instant::now());
+        if self.failure.as_ref() != Some(&failure) {
+            warn!(resource = self.name, reason = failure.reason(), %failure, "not registered");
+        }
+        self.failure = Some(failure);
+    }
+
+    fn registration(&self, seen: Seen) -> Registration {
+        let followed = self.retired.iter().any(|server| server.streams().now > 0);
+        if self.machine.is_live() || followed {
+            return Registration::Registered;
+        }
+        let why = match (&self.failure, seen.kubelet) {
+            (Some(failure @ (NotRegistered::Directory(_) | NotRegistered::CannotServe(_))), _) => {
+                failure.clone()
+            }
+            (_, None) => NotRegistered::NoKubelet(self.dir.clone()),
+            (Some(failure), Some(_)) => failure.clone(),
+            (None, Some(_)) => NotRegistered::NoStream,
+        };
+        Registration::NotRegistered(why)
+    }
+
+    fn tell(&self, registration: Registration) {
+        self.report.send_if_modified(|told| {
+            let news = *told != registration;
+            if news {
+                info!(resource = self.name, ?registration, "registration changed");
+                *told = registration;
+            }
+            news
+        });
+    }
+
+    /// Waits for a reason to look again; true where the watch is at its end.
+    async fn until_a_change(
+        &self,
+        watch: &mut Option<DirectoryWatch>,
+        until: Option<Instant>,
+    ) -> bool {
+        let poll = if watch.is_some() {
+            POLL_WATCHED
+        } else {
+            POLL_UNWATCHED
+        };
+        let net = Instant::now() + poll;
+        let until = until.map_or(net, |at| at.min(net));
+        let directory = async {
+            match watch {
+                Some(watch) => watch.changed().await.is_err(),
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            gone = directory => gone,
+            () = self.until_streams_change() => false,
+            () = tokio::time::sleep_until(until.into()) => false,
+        }
+    }
+
+    /// Waits until a stream is opened or ends at any server.
+    async fn until_streams_change(&self) {
+        let servers = self.server.iter().chain(&self.retired);
+        let changes = servers.map(|server| {
+            let (mut streams, seen) = (server.watch_streams(), server.streams());
+            Box::pin(async move {
+                // An error is a server that is gone: a change as well.
+                let _ = streams.wait_for(|count| *count != seen).await;
+            })
+        });
+        let changes: Vec<_> = changes.collect();
+        if changes.is_empty() {
+            std::future::pending::<()>().await;
+        }
+        futures::future::select_all(changes).await;
+    }
+
+    /// Lets go of the retired servers that nobody uses, and of the oldest where they are many.
+    fn dismiss_idle(&mut self) {
+        self.retired.retain(|server| !server.is_idle());
+        while self.retired.len() > MAX_RETIRED {
+            self.retired.pop_front();
+        }
+    }
+
+    async fn stop(mut self) {
+        let servers = self.server.take().into_iter().chain(self.retired.drain(..));
+        futures::future::join_all(servers.map(Server::stop)).await;
+        self.tell(Registration::NotRegistered(NotRegistered::Stopped));
+    }
+}
+
+/// One call of Register at the kubelet in `dir`.
+async fn call_register(dir: &Path, resource: &str, endpoint: &str) -> Result<(), RegisterError> {
+    let call = async {
+        let path = dir.join(KUBELET_SOCKET);
+        let channel = connect(&path, REGISTER_LIMIT)
+            .await
+            .map_err(|source| RegisterError::Connect { path, source })?;
+        let request = RegisterRequest {
+            version: VERSION.to_owned(),
+            endpoint: endpoint.to_owned(),
+            resource_name: resource.to_owned(),
+            options: Some(options()),
+        };
+        RegistrationClient::new(channel)
+            .register(request)
+            .await
+            .map_err(|status| RegisterError::Refused {
+                resource: resource.to_owned(),
+                status: Box::new(status),
+            })?;
+        Ok(())
+    };
+    let late = |_| RegisterError::TimedOut {
+        resource: resource.to_owned(),
+    };
+    tokio::time::timeout(REGISTER_LIMIT, call)
+        .await
+        .map_err(late)?
+}
+
+/// An error with all its causes, on one line.
+fn with_sources(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    text
+}

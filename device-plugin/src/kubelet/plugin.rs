@@ -1,0 +1,389 @@
+//! Answers the kubelet's calls for one resource.
+//!
+//! The decisions are an [`Allocator`]'s; this module speaks the protocol: it parses device ids, puts the
+//! allocation id into the answer, and bounds times and messages.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures::{Stream, StreamExt as _};
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::{Request, Response, Status};
+
+use super::api::deviceplugin as api;
+use super::count::Counter;
+use super::devices::Devices;
+use crate::units::{AllocationId, Resource, TokenSet, UnitError};
+
+/// Vendor and class of the CDI device that an Allocate answer for device memory names.
+pub const CDI_KIND: &str = "bursar.dev/gpu";
+/// Annotation of the Allocate answer for managed memory; its value is the allocation id.
+pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
+
+/// The kubelet gives up on PreStartContainer after 30 s
+/// (`KubeletPreStartContainerRPCTimeoutInSecs`); ours must answer first, or its message is lost.
+pub const BIND_LIMIT: Duration = Duration::from_secs(28);
+/// The kubelet waits for Allocate without any limit, so there is one here.
+pub const BOOK_LIMIT: Duration = Duration::from_secs(30);
+/// The longest message that goes into a pod's status.
+const MAX_MESSAGE: usize = 512;
+
+/// Books and binds; the node's ledger stands behind it.
+pub trait Allocator: Send + Sync + 'static {
+    /// Books `tokens` for a container that is not known yet. It never fails for want of room: a
+    /// failing Allocate makes the pod Failed for ever.
+    fn book(
+        &self,
+        resource: Resource,
+        tokens: TokenSet,
+    ) -> impl Future<Output = Result<AllocationId, NotBooked>> + Send;
+
+    /// Binds the booking of `tokens`, and makes all that its container needs. It may wait for room;
+    /// where it is dropped, the kubelet has stopped waiting.
+    fn bind(
+        &self,
+        resource: Resource,
+        tokens: TokenSet,
+    ) -> impl Future<Output = Result<(), NotBound>> + Send;
+}
+
+/// Why tokens were not booked.
+#[derive(Debug, thiserror::Error)]
+pub enum NotBooked {
+    /// The agent is about to end; its successor can book.
+    #[error("the agent is stopping")]
+    Stopping,
+    /// The booking could not be made or kept.
+    #[error("cannot book {quanta} tokens of {resource}: {message}")]
+    Failed {
+        /// What was asked for.
+        resource: Resource,
+        /// How many tokens.
+        quanta: u32,
+        /// What went wrong.
+        message: String,
+    },
+}
+
+impl NotBooked {
+    /// A bounded name for events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Stopping => "AgentStopping",
+            Self::Failed { .. } => "BookingFailed",
+        }
+    }
+}
+
+/// Why a booking is not bound; the text stands in the pod's status, and the kubelet tries again.
+#[derive(Debug, thiserror::Error)]
+pub enum NotBound {
+    /// No GPU has room now.
+    #[error("{0}")]
+    NoRoom(String),
+    /// No booking holds these tokens.
+    #[error("no booking holds the tokens {tokens} of {resource}")]
+    NotBooked {
+        /// What was asked for.
+        resource: Resource,
+        /// The tokens of the call.
+        tokens: TokenSet,
+    },
+    /// The agent is about to end; its successor will be asked.
+    #[error("the agent is stopping")]
+    Stopping,
+    /// Room was found, but something that the container needs could not be made.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl NotBound {
+    /// A bounded name for events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::NoRoom(_) => "NoRoom",
+            Self::NotBooked { .. } => "NotBooked",
+            Self::Stopping => "AgentStopping",
+            Self::Failed(_) => "BindingFailed",
+        }
+    }
+}
+
+/// The DevicePlugin service of one resource.
+#[derive(Debug)]
+pub struct Plugin<A> {
+    /// What its tokens count.
+    resource: Resource,
+    /// Who decides.
+    allocator: Arc<A>,
+    /// What ListAndWatch shows.
+    devices: watch::Receiver<Devices>,
+    /// ListAndWatch streams, for the lifecycle.
+    streams: Counter,
+    /// Allocate calls under way: ending a stream would cut them, and fail their pods for ever.
+    bookings: Counter,
+    /// Ends the streams.
+    end_streams: CancellationToken,
+}
+
+impl<A: Allocator> Plugin<A> {
+    /// A plugin whose streams and calls are counted, and whose streams end with `end_streams`.
+    pub(super) fn new(
+        resource: Resource,
+        allocator: Arc<A>,
+        devices: watch::Receiver<Devices>,
+        streams: Counter,
+        bookings: Counter,
+        end_streams: CancellationToken,
+    ) -> Self {
+        Self {
+            resource,
+            allocator,
+            devices,
+            streams,
+            bookings,
+            end_streams,
+        }
+    }
+
+    fn parse(&self, ids: &[String]) -> Result<TokenSet, Status> {
+        TokenSet::from_ids(self.resource, ids).map_err(|error: UnitError| {
+            Status::invalid_argument(bounded(&format!("tokens of {}: {error}", self.resource)))
+        })
+    }
+
+    async fn book(&self, ids: &[String]) -> Result<api::ContainerAllocateResponse, Status> {
+        let tokens = self.parse(ids)?;
+        let booked = self.allocator.book(self.resource, tokens);
+        let id = tokio::time::timeout(BOOK_LIMIT, booked)
+            .await
+            .map_err(|_| Status::deadline_exceeded("booking took longer than 30 s"))?
+            .map_err(|error| match error {
+                NotBooked::Stopping => Status::unavailable(error.to_string()),
+                NotBooked::Failed { .. } => Status::internal(bounded(&error.to_string())),
+            })?;
+        Ok(answer(self.resource, id))
+    }
+}
+
+/// What the kubelet keeps for a container, and hands to the runtime.
+pub fn answer(resource: Resource, id: AllocationId) -> api::ContainerAllocateResponse {
+    let mut answer = api::ContainerAllocateResponse::default();
+    match resource {
+        Resource::DeviceMemory => {
+            answer.cdi_devices.push(api::CdiDevice {
+                name: format!("{CDI_KIND}={id}"),
+            });
+        }
+        Resource::ManagedMemory => {
+            answer
+                .annotations
+                .insert(MANAGED_ANNOTATION.to_owned(), id.to_string());
+        }
+    }
+    answer
+}
+
+/// The allocation id in an answer that [`answer`] made.
+pub fn allocation_in(
+    resource: Resource,
+    answer: &api::ContainerAllocateResponse,
+) -> Option<AllocationId> {
+    match resource {
+        Resource::DeviceMemory => answer.cdi_devices.iter().find_map(|device| {
+            device
+                .name
+                .strip_prefix(CDI_KIND)?
+                .strip_prefix('=')?
+                .parse()
+                .ok()
+        }),
+        Resource::ManagedMemory => answer.annotations.get(MANAGED_ANNOTATION)?.parse().ok(),
+    }
+}
+
+type Devicestream =
+    Pin<Box<dyn Stream<Item = Result<api::ListAndWatchResponse, Status>> + Send + 'static>>;
+
+#[tonic::async_trait]
+impl<A: Allocator> api::device_plugin_server::DevicePlugin for Plugin<A> {
+    type ListAndWatchStream = Devicestream;
+
+    async fn get_device_plugin_options(
+        &self,
+        _: Request<api::Empty>,
+    ) -> Result<Response<api::DevicePluginOptions>, Status> {
+        Ok(Response::new(options()))
+    }
+
+    async fn list_and_watch(
+        &self,
+        _: Request<api::Empty>,
+    ) -> Result<Response<Devicestream>, Status> {
+        let counted = self.streams.enter();
+        let ended = self.end_streams.clone().cancelled_owned();
+        let images = images(self.devices.clone()).map(move |devices| {
+            let _lives_as_long_as_the_stream = &counted;
+            Ok(devices.to_message())
+        });
+        Ok(Response::new(images.take_until(ended).boxed()))
+    }
+
+    async fn get_preferred_allocation(
+        &self,
+        _: Request<api::PreferredAllocationRequest>,
+    ) -> Result<Response<api::PreferredAllocationResponse>, Status> {
+        Err(Status::unimplemented(
+            "tokens are interchangeable: there is no preferred allocation",
+        ))
+    }
+
+    async fn allocate(
+        &self,
+        request: Request<api::AllocateRequest>,
+    ) -> Result<Response<api::AllocateResponse>, Status> {
+        let _counted = self.bookings.enter();
+        let containers = request.into_inner().container_requests;
+        let mut container_responses = Vec::with_capacity(containers.len());
+        for container in &containers {
+            container_responses.push(self.book(&container.devices_ids).await?);
+        }
+        Ok(Response::new(api::AllocateResponse {
+            container_responses,
+        }))
+    }
+
+    async fn pre_start_container(
+        &self,
+        request: Request<api::PreStartContainerRequest>,
+    ) -> Result<Response<api::PreStartContainerResponse>, Status> {
+        let tokens = self.parse(&request.into_inner().devices_ids)?;
+        match tokio::time::timeout(BIND_LIMIT, self.allocator.bind(self.resource, tokens)).await {
+            Ok(Ok(())) => Ok(Response::new(api::PreStartContainerResponse {})),
+            Ok(Err(error)) => Err(status_of(&error)),
+            Err(_) => Err(Status::deadline_exceeded("binding took longer than 28 s")),
+        }
+    }
+}
+
+/// What this plugin wants of the kubelet.
+pub(super) fn options() -> api::DevicePluginOptions {
+    api::DevicePluginOptions {
+        pre_start_required: true,
+        get_preferred_allocation_available: false,
+    }
+}
+
+/// The devices now and after each change. It outlives its sender: the last image stands.
+fn images(devices: watch::Receiver<Devices>) -> impl Stream<Item = Devices> + Send {
+    let start = (devices, None::<Devices>);
+    futures::stream::unfold(start, |(mut devices, mut last)| async move {
+        loop {
+            if last.is_some() && devices.changed().await.is_err() {
+                futures::future::pending::<()>().await;
+            }
+            let image = devices.borrow_and_update().clone();
+            if last.as_ref() != Some(&image) {
+                last = Some(image.clone());
+                return Some((image, (devices, last)));
+            }
+        }
+    })
+}
+
+fn status_of(error: &NotBound) -> Status {
+    let message = bounded(&error.to_string());
+    match error {
+        NotBound::NoRoom(_) => Status::resource_exhausted(message),
+        NotBound::NotBooked { .. } => Status::not_found(message),
+        NotBound::Stopping => Status::unavailable(message),
+        NotBound::Failed(_) => Status::internal(message),
+    }
+}
+
+/// The message, cut to what a pod's status may carry.
+fn bounded(message: &str) -> String {
+    match message.char_indices().nth(MAX_MESSAGE) {
+        None => message.to_owned(),
+        Some((end, _)) => format!("{}...", &message[..end]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_allocation_id_is_found_again_in_the_answer_that_carries_it() {
+        let id = AllocationId::from_bits(7);
+        for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
+            assert_eq!(allocation_in(resource, &answer(resource, id)), Some(id));
+        }
+    }
+
+    #[test]
+    fn device_memory_is_answered_with_a_cdi_device_and_nothing_else() {
+        let answer = answer(Resource::DeviceMemory, AllocationId::from_bits(7));
+        assert_eq!(
+            answer.cdi_devices[0].name,
+            "bursar.dev/gpu=0000000000000007"
+        );
+        assert!(answer.annotations.is_empty() && answer.envs.is_empty());
+        assert!(answer.mounts.is_empty() && answer.devices.is_empty());
+    }
+
+    #[test]
+    fn managed_memory_is_answered_with_an_annotation_and_nothing_else() {
+        let answer = answer(Resource::ManagedMemory, AllocationId::from_bits(7));
+        assert_eq!(answer.annotations[MANAGED_ANNOTATION], "0000000000000007");
+        assert!(answer.cdi_devices.is_empty() && answer.envs.is_empty());
+    }
+
+    #[test]
+    fn an_answer_of_somebody_else_holds_no_allocation() {
+        let mut answer = api::ContainerAllocateResponse::default();
+        for name in ["nvidia.com/gpu=0", "bursar.dev/gpu", "bursar.dev/gpu=zz"] {
+            answer.cdi_devices.push(api::CdiDevice {
+                name: name.to_owned(),
+            });
+        }
+        assert_eq!(allocation_in(Resource::DeviceMemory, &answer), None);
+    }
+
+    #[test]
+    fn a_long_message_is_cut_between_characters() {
+        let long = "é".repeat(600);
+        let cut = bounded(&long);
+        assert_eq!(cut.chars().count(), MAX_MESSAGE + 3);
+        assert_eq!(bounded("short"), "short");
+    }
+
+    #[test]
+    fn a_waiting_pod_is_told_what_it_waits_for() {
+        let reason = "waiting for 12 GiB on one GPU: largest free 4 GiB (GPU-1)";
+        let status = status_of(&NotBound::NoRoom(reason.to_owned()));
+        assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+        assert_eq!(status.message(), reason);
+    }
+
+    #[tokio::test]
+    async fn an_image_that_did_not_change_is_not_sent_again() {
+        use crate::kubelet::devices::TokenHealth::{Healthy, Unhealthy};
+        let image = |health| Devices::new(Resource::DeviceMemory, vec![health]).unwrap();
+        let (sender, receiver) = watch::channel(image(Healthy));
+        let mut images = std::pin::pin!(images(receiver));
+        assert_eq!(images.next().await, Some(image(Healthy)));
+        sender.send_replace(image(Healthy));
+        assert!(futures::poll!(images.next()).is_pending());
+        sender.send_replace(image(Unhealthy));
+        assert_eq!(images.next().await, Some(image(Unhealthy)));
+        drop(sender);
+        assert!(
+            futures::poll!(images.next()).is_pending(),
+            "the last image stands"
+        );
+    }
+}

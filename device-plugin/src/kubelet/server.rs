@@ -1,0 +1,278 @@
+//! Serves a plugin on a socket of its own.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::net::UnixListener;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+
+use super::api::deviceplugin::device_plugin_server::DevicePluginServer;
+use super::count::{Count, Counter};
+use super::devices::Devices;
+use super::plugin::{Allocator, Plugin};
+use crate::units::Resource;
+
+/// How long a stopping server waits for Allocate calls to be answered.
+const BOOKINGS_GRACE: Duration = Duration::from_secs(2);
+/// How long it then waits for the connections to close.
+const CLOSE_GRACE: Duration = Duration::from_millis(500);
+
+/// Why a plugin is not served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The socket could not be made.
+    #[error("cannot listen on {path}")]
+    Listen {
+        /// The socket's path.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl ServeError {
+    /// A bounded name for conditions, events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Listen { .. } => "CannotListen",
+        }
+    }
+}
+
+/// What is served: the same for every server of a resource's life.
+#[derive(Debug)]
+pub struct Service<A> {
+    /// What the tokens count.
+    pub resource: Resource,
+    /// Who books and binds.
+    pub allocator: Arc<A>,
+    /// What ListAndWatch shows.
+    pub devices: watch::Receiver<Devices>,
+}
+
+/// One server; dropped, it ends at once and leaves its socket file to be swept.
+#[derive(Debug)]
+pub(super) struct Server {
+    /// Number of this server in this process.
+    number: u32,
+    /// Where it listens.
+    path: PathBuf,
+    /// Device and inode of the socket file, to know it from another of the same name.
+    file: (u64, u64),
+    streams: Counter,
+    bookings: Counter,
+    end_streams: CancellationToken,
+    close: CancellationToken,
+    task: JoinHandle<Result<(), tonic::transport::Error>>,
+}
+
+impl Server {
+    /// Listens in `dir` and serves, from when this returns.
+    pub(super) fn start<A: Allocator>(
+        dir: &Path,
+        number: u32,
+        service: &Service<A>,
+    ) -> Result<Self, ServeError> {
+        let path = dir.join(socket_name(service.resource, std::process::id(), number));
+        let error = |source| ServeError::Listen {
+            path: path.clone(),
+            source,
+        };
+        let listener = UnixListener::bind(&path).map_err(error)?;
+        let file = identity(&path).map_err(error)?;
+        let (streams, bookings) = (Counter::default(), Counter::default());
+        let (end_streams, close) = (CancellationToken::new(), CancellationToken::new());
+        let plugin = Plugin::new(
+            service.resource,
+            Arc::clone(&service.allocator),
+            service.devices.clone(),
+            streams.clone(),
+            bookings.clone(),
+            end_streams.clone(),
+        );
+        let task = tokio::spawn(
+            tonic::transport::Server::builder()
+                .add_service(DevicePluginServer::new(plugin))
+                .serve_with_incoming_shutdown(
+                    UnixListenerStream::new(listener),
+                    close.clone().cancelled_owned(),
+                ),
+        );
+        Ok(Self {
+            number,
+            path,
+            file,
+            streams,
+            bookings,
+            end_streams,
+            close,
+            task,
+        })
+    }
+
+    pub(super) fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// The socket's file name: what the kubelet calls the endpoint.
+    pub(super) fn endpoint(&self) -> String {
+        self.path
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned())
+            .unwrap_or_default()
+    }
+
+    /// Whether it serves and the socket file is still there and its own.
+    pub(super) fn is_reachable(&self) -> bool {
+        !self.task.is_finished() && identity(&self.path).is_ok_and(|file| file == self.file)
+    }
+
+    /// Its ListAndWatch streams.
+    pub(super) fn streams(&self) -> Count {
+        self.streams.get()
+    }
+
+    /// Follows its ListAndWatch streams.
+    pub(super) fn watch_streams(&self) -> watch::Receiver<Count> {
+        self.streams.subscribe()
+    }
+
+    /// Whether a kubelet may still be talking to it.
+    pub(super) fn is_idle(&self) -> bool {
+        self.streams.get().now == 0 && self.bookings.get().now == 0
+    }
+
+    /// Stops in the order that harms least: answers Allocate calls first, for the kubelet drops its
+    /// connection when the stream ends, and a pod whose Allocate failed is Failed for ever.
+    pub(super) async fn stop(mut self) {
+        let mut bookings = self.bookings.subscribe();
+        let answered = bookings.wait_for(|count| count.now == 0);
+        let _too_late = tokio::time::timeout(BOOKINGS_GRACE, answered).await;
+        self.end_streams.cancel();
+        self.close.cancel();
+        let _aborted_below = tokio::time::timeout(CLOSE_GRACE, &mut self.task).await;
+        if identity(&self.path).is_ok_and(|file| file == self.file) {
+            let _swept_by_the_next = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// Unique per process and server: a name is never served twice, so nobody connects to the wrong one.
+fn socket_name(resource: Resource, pid: u32, number: u32) -> String {
+    format!("{}{pid}-{number}.sock", prefix(resource))
+}
+
+fn prefix(resource: Resource) -> &'static str {
+    match resource {
+        Resource::DeviceMemory => "bursar-gpu-memory-",
+        Resource::ManagedMemory => "bursar-managed-memory-",
+    }
+}
+
+/// Whether a file name in the plugin directory is a plugin socket of this agent's, dead or alive.
+pub(super) fn is_ours(name: &[u8]) -> bool {
+    name.starts_with(b"bursar-")
+}
+
+/// The process that made a socket of `resource`, by the socket's name.
+fn pid_of(resource: Resource, name: &str) -> Option<u32> {
+    let rest = name.strip_prefix(prefix(resource))?.strip_suffix(".sock")?;
+    let (pid, number) = rest.split_once('-')?;
+    number.parse::<u32>().ok()?;
+    pid.parse().ok()
+}
+
+/// Removes the sockets that dead agents left; how many. A socket that somebody answers at, or whose
+/// process lives, stays; so does this process's own.
+pub(super) fn sweep(dir: &Path, resource: Resource, alive: impl Fn(u32) -> bool) -> usize {
+    let Ok(entries) = std::fs::read_dir(dir) else {
+        return 0;
+    };
+    let stale = entries.flatten().filter(|entry| {
+        let name = entry.file_name();
+        let pid = name.to_str().and_then(|name| pid_of(resource, name));
+        pid.is_some_and(|pid| !alive(pid))
+            && entry.file_type().is_ok_and(|kind| kind.is_socket())
+            && is_refused(&entry.path())
+    });
+    stale
+        .filter(|entry| std::fs::remove_file(entry.path()).is_ok())
+        .count()
+}
+
+fn is_refused(socket: &Path) -> bool {
+    std::os::unix::net::UnixStream::connect(socket)
+        .is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+/// Whether a process of this pid exists, as this process sees the system.
+pub(super) fn is_alive(pid: u32) -> bool {
+    Path::new("/proc").join(pid.to_string()).exists()
+}
+
+fn identity(path: &Path) -> io::Result<(u64, u64)> {
+    let meta = std::fs::symlink_metadata(path)?;
+    Ok((meta.dev(), meta.ino()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_socket_name_tells_its_process() {
+        let name = socket_name(Resource::DeviceMemory, 4711, 3);
+        assert_eq!(name, "bursar-gpu-memory-4711-3.sock");
+        assert_eq!(pid_of(Resource::DeviceMemory, &name), Some(4711));
+        assert_eq!(pid_of(Resource::ManagedMemory, &name), None);
+        assert_eq!(
+            pid_of(Resource::DeviceMemory, "bursar-gpu-memory-x-3.sock"),
+            None
+        );
+    }
+
+    #[test]
+    fn a_socket_path_fits_into_the_kernel_s_address() {
+        let dir = Path::new("/var/lib/kubelet/device-plugins");
+        let longest = dir.join(socket_name(Resource::ManagedMemory, u32::MAX, u32::MAX));
+        assert!(longest.as_os_str().len() < 108);
+    }
+
+    #[test]
+    fn only_sockets_of_dead_processes_are_swept() {
+        let dir = tempfile::tempdir().unwrap();
+        let make = |name: &str| {
+            let path = dir.path().join(name);
+            (std::os::unix::net::UnixListener::bind(&path).unwrap(), path)
+        };
+        let (listener, dead) = make("bursar-gpu-memory-1-0.sock");
+        drop(listener);
+        let (listener, of_a_live_process) = make("bursar-gpu-memory-2-0.sock");
+        drop(listener);
+        let (_served, answering) = make("bursar-gpu-memory-3-0.sock");
+        let (listener, foreign) = make("nvidia-gpu.sock");
+        drop(listener);
+        let no_socket = dir.path().join("bursar-gpu-memory-4-0.sock");
+        std::fs::write(&no_socket, "").unwrap();
+
+        assert_eq!(sweep(dir.path(), Resource::DeviceMemory, |pid| pid == 2), 1);
+
+        assert!(!dead.exists());
+        for kept in [of_a_live_process, answering, foreign, no_socket] {
+            assert!(kept.exists(), "{}", kept.display());
+        }
+    }
+}
