@@ -9,13 +9,17 @@
 //! | [`directory`] | wakes when the kubelet's plugin directory changes |
 //! | [`registration`] | decides when to serve and when to register: pure |
 //! | [`lifecycle`] | carries those decisions out for as long as the agent lives |
+//! | [`device_checkpoint`] | reads which pod holds which tokens from the kubelet's own file |
+//! | [`pod_resources`] | asks the kubelet for pods' names |
 
 pub mod api;
 mod connect;
 mod count;
+pub mod device_checkpoint;
 pub mod devices;
 pub mod directory;
 pub mod lifecycle;
 pub mod plugin;
+pub mod pod_resources;
 pub mod registration;
 pub mod server;

@@ -1,0 +1,353 @@
+//! Reads which container holds which tokens from the kubelet's own device checkpoint.
+//!
+//! `kubelet_internal_checkpoint` in the plugin directory is the only place that ties a pod's UID to device
+//! ids, and it carries our Allocate answer, so also the allocation id. The kubelet replaces the file (temporary
+//! file, rename) before the admission that allocated is over. Its format is
+//! `pkg/kubelet/cm/devicemanager/checkpoint` (Kubernetes 1.20 and later). The checksum in it hashes Go's rendering of
+//! Go types and is not checked here: the rename makes torn files impossible, and a damaged
+//! entry is skipped and counted.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+
+use k8s_openapi::ByteString;
+use prost::Message as _;
+use serde::Deserialize;
+
+use super::api::deviceplugin::ContainerAllocateResponse;
+use super::plugin::allocation_in;
+use crate::units::{AllocationId, PodUid, Resource, TokenSet};
+
+/// The file's name in the kubelet's plugin directory.
+pub const FILE_NAME: &str = "kubelet_internal_checkpoint";
+/// The most that is read. 4,096 tokens in 4,096 containers take about 1.5 MB; other vendors' plugins
+/// share the file.
+pub const MAX_BYTES: u64 = 16 << 20;
+
+/// Why the kubelet's checkpoint tells nothing.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceCheckpointError {
+    /// There is none: a new node, or a wiped directory.
+    #[error("there is no {path}")]
+    Missing {
+        /// The file.
+        path: PathBuf,
+    },
+    /// It cannot be read.
+    #[error("cannot read {path}")]
+    Unreadable {
+        /// The file.
+        path: PathBuf,
+        /// What the kernel said.
+        #[source]
+        source: io::Error,
+    },
+    /// It is larger than [`MAX_BYTES`].
+    #[error("the kubelet's device checkpoint is larger than {MAX_BYTES} bytes")]
+    TooLarge,
+    /// It is not the JSON that kubelets write.
+    #[error("the kubelet's device checkpoint is malformed")]
+    Malformed(#[source] serde_json::Error),
+}
+
+impl DeviceCheckpointError {
+    /// A bounded name for conditions, events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Missing { .. } => "KubeletCheckpointMissing",
+            Self::Unreadable { .. } => "KubeletCheckpointUnreadable",
+            Self::TooLarge => "KubeletCheckpointTooLarge",
+            Self::Malformed(_) => "KubeletCheckpointMalformed",
+        }
+    }
+}
+
+/// One container's allocation of one of our resources, as the kubelet remembers it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Held {
+    /// The pod.
+    pub pod: PodUid,
+    /// The container's name in it; a plain init container's too.
+    pub container: String,
+    /// Which of our resources.
+    pub resource: Resource,
+    /// The tokens.
+    pub tokens: TokenSet,
+    /// The allocation that our answer named.
+    pub allocation: AllocationId,
+}
+
+/// Everything that the kubelet remembers of our resources. An entry stays for some time after its pod is gone: the
+/// kubelet forgets pods when it next allocates.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DeviceCheckpoint {
+    /// Our entries, in the file's order.
+    pub held: Vec<Held>,
+    /// Entries of our resources that make no sense: damaged, or answered by something else.
+    pub skipped: usize,
+}
+
+impl DeviceCheckpoint {
+    /// Reads the checkpoint in the kubelet's plugin directory. `names` are our resources as they are
+    /// registered.
+    ///
+    /// # Errors
+    /// [`DeviceCheckpointError`].
+    pub fn read(dir: &Path, names: &[(Resource, String)]) -> Result<Self, DeviceCheckpointError> {
+        let path = dir.join(FILE_NAME);
+        let json = read_bounded(&path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => DeviceCheckpointError::Missing { path },
+            _ => DeviceCheckpointError::Unreadable { path, source },
+        })?;
+        Self::parse(&json, names)
+    }
+
+    /// Parses the file's content.
+    ///
+    /// # Errors
+    /// [`DeviceCheckpointError::TooLarge`] or [`DeviceCheckpointError::Malformed`].
+    pub fn parse(json: &[u8], names: &[(Resource, String)]) -> Result<Self, DeviceCheckpointError> {
+        if json.len() as u64 > MAX_BYTES {
+            return Err(DeviceCheckpointError::TooLarge);
+        }
+        let file: File = serde_json::from_slice(json).map_err(DeviceCheckpointError::Malformed)?;
+        let mut checkpoint = Self::default();
+        for entry in file.data.pod_device_entries.unwrap_or_default() {
+            let named = names
+                .iter()
+                .find(|(_, name)| entry["ResourceName"] == name.as_str());
+            let Some(&(resource, _)) = named else {
+                continue;
+            };
+            match held(resource, entry) {
+                Some(held) => checkpoint.held.push(held),
+                None => checkpoint.skipped += 1,
+            }
+        }
+        Ok(checkpoint)
+    }
+
+    /// The holders of exactly these tokens: more than one where containers of a pod share them in turn, or where a
+    /// pod that is gone has not been forgotten.
+    pub fn holders<'a>(
+        &'a self,
+        resource: Resource,
+        tokens: &'a TokenSet,
+    ) -> impl Iterator<Item = &'a Held> {
+        self.held
+            .iter()
+            .filter(move |held| held.resource == resource && held.tokens == *tokens)
+    }
+
+    /// The holder of one allocation.
+    pub fn holder_of(&self, allocation: AllocationId) -> Option<&Held> {
+        self.held.iter().find(|held| held.allocation == allocation)
+    }
+
+    /// The pods that hold anything of ours.
+    pub fn pods(&self) -> BTreeSet<&PodUid> {
+        self.held.iter().map(|held| &held.pod).collect()
+    }
+}
+
+fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
+    let mut json = Vec::new();
+    std::fs::File::open(path)?
+        .take(MAX_BYTES + 1)
+        .read_to_end(&mut json)?;
+    Ok(json)
+}
+
+#[derive(Deserialize)]
+struct File {
+    #[serde(rename = "Data")]
+    data: Data,
+}
+
+#[derive(Deserialize)]
+struct Data {
+    /// Null where nothing was ever allocated. Each is taken apart by itself: a damaged one, or another
+    /// vendor's, must not hide the others.
+    #[serde(rename = "PodDeviceEntries")]
+    pod_device_entries: Option<Vec<serde_json::Value>>,
+}
+
+#[derive(Deserialize)]
+struct Entry {
+    #[serde(rename = "PodUID")]
+    pod: PodUid,
+    #[serde(rename = "ContainerName")]
+    container: String,
+    /// By NUMA node; ours are all under -1, "none".
+    #[serde(rename = "DeviceIDs")]
+    device_ids: BTreeMap<String, Vec<String>>,
+    /// A marshalled ContainerAllocateResponse.
+    #[serde(rename = "AllocResp")]
+    answer: ByteString,
+}
+
+fn held(resource: Resource, entry: serde_json::Value) -> Option<Held> {
+    let Entry {
+        pod,
+        container,
+        device_ids,
+        answer,
+    } = serde_json::from_value(entry).ok()?;
+    let answer = ContainerAllocateResponse::decode(answer.0.as_slice()).ok()?;
+    Some(Held {
+        pod,
+        container,
+        resource,
+        tokens: TokenSet::from_ids(resource, device_ids.values().flatten()).ok()?,
+        allocation: allocation_in(resource, &answer)?,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::plugin::answer;
+    use super::*;
+
+    const NAME: &str = "bursar.dev/gpu-memory-gib";
+
+    fn names() -> Vec<(Resource, String)> {
+        vec![
+            (Resource::DeviceMemory, NAME.to_owned()),
+            (
+                Resource::ManagedMemory,
+                "bursar.dev/managed-memory-gib".to_owned(),
+            ),
+        ]
+    }
+
+    fn parse(json: &str) -> Result<DeviceCheckpoint, DeviceCheckpointError> {
+        DeviceCheckpoint::parse(json.as_bytes(), &names())
+    }
+
+    /// One entry as kubelet 1.36.3 writes it.
+    fn entry(pod: &str, container: &str, ids: &[&str], allocation: u64) -> String {
+        let answer = answer(Resource::DeviceMemory, AllocationId::from_bits(allocation));
+        let answer = serde_json::to_string(&ByteString(answer.encode_to_vec())).unwrap();
+        let ids = serde_json::to_string(ids).unwrap();
+        format!(
+            r#"{{"PodUID":"{pod}","ContainerName":"{container}","ResourceName":"{NAME}","DeviceIDs":{{"-1":{ids}}},"AllocResp":{answer}}}"#
+        )
+    }
+
+    fn file(entries: &[String]) -> String {
+        let entries = entries.join(",");
+        format!(
+            r#"{{"Data":{{"PodDeviceEntries":[{entries}],"RegisteredDevices":{{"{NAME}":["m-0000"]}}}},"Checksum":3141592653}}"#
+        )
+    }
+
+    fn tokens(indexes: &[u16]) -> TokenSet {
+        TokenSet::from_indexes(indexes.iter().copied()).unwrap()
+    }
+
+    #[test]
+    fn an_entry_names_pod_container_tokens_and_allocation() {
+        let checkpoint = parse(&file(&[entry("uid-1", "main", &["m-0002", "m-0001"], 7)])).unwrap();
+        let held = Held {
+            pod: "uid-1".parse().unwrap(),
+            container: "main".to_owned(),
+            resource: Resource::DeviceMemory,
+            tokens: tokens(&[1, 2]),
+            allocation: AllocationId::from_bits(7),
+        };
+        assert_eq!(
+            checkpoint,
+            DeviceCheckpoint {
+                held: vec![held],
+                skipped: 0
+            }
+        );
+    }
+
+    #[test]
+    fn a_kubelet_that_never_allocated_remembers_nothing() {
+        let never = r#"{"Data":{"PodDeviceEntries":null,"RegisteredDevices":{}},"Checksum":1}"#;
+        assert_eq!(parse(never).unwrap(), DeviceCheckpoint::default());
+    }
+
+    #[test]
+    fn another_vendor_s_entries_are_not_ours_to_judge() {
+        let foreign = r#"{"PodUID":"x","ContainerName":"y","ResourceName":"nvidia.com/gpu","DeviceIDs":null,"AllocResp":"%"}"#;
+        let checkpoint = parse(&file(&[foreign.to_owned()])).unwrap();
+        assert_eq!(checkpoint, DeviceCheckpoint::default());
+    }
+
+    #[test]
+    fn a_damaged_entry_is_counted_and_hides_no_other() {
+        let good = entry("uid-1", "main", &["m-0001"], 7);
+        let damaged = [
+            good.replace("uid-1", "../etc"),
+            good.replace("m-0001", "GPU-1"),
+            good.replace(r#"["m-0001"]"#, "[]"),
+            good.replace(r#"["m-0001"]"#, "3"),
+            good.replace("AllocResp\":\"", "AllocResp\":\"%"),
+            good.replace("AllocResp\":\"", "AllocResp\":\"AAAA"),
+            good.replace("AllocResp", "Other"),
+        ];
+        for damaged in damaged {
+            assert_ne!(damaged, good);
+            let checkpoint = parse(&file(&[damaged.clone(), good.clone()])).unwrap();
+            assert_eq!(
+                (checkpoint.held.len(), checkpoint.skipped),
+                (1, 1),
+                "{damaged}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_file_cut_at_any_byte_is_malformed_and_never_half_read() {
+        let whole = file(&[entry("uid-1", "main", &["m-0001"], 7)]);
+        for end in 0..whole.len() {
+            let error = parse(&whole[..end]).unwrap_err();
+            assert_eq!(error.reason(), "KubeletCheckpointMalformed", "{end}");
+        }
+    }
+
+    #[test]
+    fn a_huge_file_is_refused_unread() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = std::fs::File::create(dir.path().join(FILE_NAME)).unwrap();
+        file.set_len(1 << 40).unwrap();
+        let error = DeviceCheckpoint::read(dir.path(), &names()).unwrap_err();
+        assert_eq!(error.reason(), "KubeletCheckpointTooLarge");
+    }
+
+    #[test]
+    fn a_missing_file_is_told_from_an_unreadable_one() {
+        let dir = tempfile::tempdir().unwrap();
+        let reason = || {
+            DeviceCheckpoint::read(dir.path(), &names())
+                .unwrap_err()
+                .reason()
+        };
+        assert_eq!(reason(), "KubeletCheckpointMissing");
+        std::fs::create_dir(dir.path().join(FILE_NAME)).unwrap();
+        assert_eq!(reason(), "KubeletCheckpointUnreadable");
+    }
+
+    #[test]
+    fn containers_that_share_tokens_in_turn_are_all_holders() {
+        let file = file(&[
+            entry("uid-1", "init", &["m-0001", "m-0002"], 7),
+            entry("uid-1", "main", &["m-0002", "m-0001"], 8),
+            entry("uid-2", "main", &["m-0001"], 9),
+        ]);
+        let checkpoint = parse(&file).unwrap();
+        let both = tokens(&[1, 2]);
+        let names: Vec<_> = checkpoint
+            .holders(Resource::DeviceMemory, &both)
+            .map(|held| held.container.as_str())
+            .collect();
+        assert_eq!(names, ["init", "main"]);
+        let eight = checkpoint.holder_of(AllocationId::from_bits(8)).unwrap();
+        assert_eq!(eight.container, "main");
+        assert_eq!(checkpoint.pods().len(), 2);
+    }
+}

@@ -1,0 +1,255 @@
+//! Asks the kubelet which pods hold which tokens, by name.
+//!
+//! For messages, priorities and metrics only: the API knows no pod UID and lists no plain init
+//! containers; identity comes from [`device_checkpoint`](super::device_checkpoint). It must never be called from
+//! inside Allocate: the kubelet's answer makes it forget pods that it does not count as active yet.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use tonic::transport::Channel;
+
+use super::api::podresources::pod_resources_lister_client::PodResourcesListerClient;
+use super::api::podresources::{GetPodResourcesRequest, ListPodResourcesRequest, PodResources};
+use super::connect::connect;
+use crate::units::{Resource, TokenSet};
+
+/// The most that one question may take.
+pub const LIMIT: Duration = Duration::from_secs(2);
+/// The largest answer that is read. The kubelet's own limit for this API is 16 MiB.
+const MAX_MESSAGE_BYTES: usize = 16 << 20;
+
+/// Why the kubelet did not tell.
+#[derive(Debug, thiserror::Error)]
+pub enum PodResourcesError {
+    /// Nobody answers at the socket.
+    #[error("cannot connect to the kubelet's pod-resources socket {path}")]
+    Connect {
+        /// The socket.
+        path: PathBuf,
+        /// What the transport said.
+        #[source]
+        source: tonic::transport::Error,
+    },
+    /// The kubelet answered with an error.
+    #[error("the kubelet does not list pods' resources: {}", .0.message())]
+    Refused(Box<tonic::Status>),
+    /// There was no answer in [`LIMIT`].
+    #[error("the kubelet's pod-resources API did not answer in {LIMIT:?}")]
+    TimedOut,
+}
+
+impl PodResourcesError {
+    /// A bounded name for conditions, events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Connect { .. } => "PodResourcesUnreachable",
+            Self::Refused(_) => "PodResourcesRefused",
+            Self::TimedOut => "PodResourcesTimedOut",
+        }
+    }
+}
+
+/// A container by its names.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ContainerName {
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The container's name.
+    pub container: String,
+}
+
+/// A container and the tokens of one resource that it holds.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Holder {
+    /// Who.
+    pub name: ContainerName,
+    /// What.
+    pub tokens: TokenSet,
+}
+
+/// The kubelet's PodResources API. It connects for each question: the kubelet may restart between two.
+#[derive(Debug, Clone)]
+pub struct PodResourcesClient {
+    socket: PathBuf,
+}
+
+impl PodResourcesClient {
+    /// A client of the kubelet's pod-resources socket.
+    pub fn new(socket: &Path) -> Self {
+        Self {
+            socket: socket.to_owned(),
+        }
+    }
+
+    /// The containers of all active pods that hold tokens of `resource`, which is registered as `name`.
+    ///
+    /// # Errors
+    /// [`PodResourcesError`], in [`LIMIT`] at the latest.
+    pub async fn list(
+        &self,
+        resource: Resource,
+        name: &str,
+    ) -> Result<Vec<Holder>, PodResourcesError> {
+        let pods = in_time(async {
+            let request = ListPodResourcesRequest {};
+            let answer = self.client().await?.list(request).await.map_err(refused)?;
+            Ok(answer.into_inner().pod_resources)
+        })
+        .await?;
+        Ok(holders(resource, name, &pods))
+    }
+
+    /// The containers of one pod that hold tokens of `resource`. Where the kubelet does not serve Get
+    /// (1.33 and older, or switched off) this asks for the list.
+    ///
+    /// # Errors
+    /// [`PodResourcesError`], in twice [`LIMIT`] at the latest.
+    pub async fn get(
+        &self,
+        namespace: &str,
+        pod: &str,
+        resource: Resource,
+        name: &str,
+    ) -> Result<Vec<Holder>, PodResourcesError> {
+        let got = in_time(async {
+            let request = GetPodResourcesRequest {
+                pod_name: pod.to_owned(),
+                pod_namespace: namespace.to_owned(),
+            };
+            let answer = self.client().await?.get(request).await.map_err(refused)?;
+            Ok(answer.into_inner().pod_resources)
+        });
+        match got.await {
+            Ok(pod) => Ok(holders(resource, name, pod.as_slice())),
+            Err(PodResourcesError::Refused(_)) => {
+                let mut holders = self.list(resource, name).await?;
+                holders.retain(|h| h.name.namespace == namespace && h.name.pod == pod);
+                Ok(holders)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn client(&self) -> Result<PodResourcesListerClient<Channel>, PodResourcesError> {
+        let channel =
+            connect(&self.socket, LIMIT)
+                .await
+                .map_err(|source| PodResourcesError::Connect {
+                    path: self.socket.clone(),
+                    source,
+                })?;
+        Ok(PodResourcesListerClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES))
+    }
+}
+
+fn refused(status: tonic::Status) -> PodResourcesError {
+    PodResourcesError::Refused(Box::new(status))
+}
+
+async fn in_time<T>(
+    question: impl Future<Output = Result<T, PodResourcesError>>,
+) -> Result<T, PodResourcesError> {
+    tokio::time::timeout(LIMIT, question)
+        .await
+        .map_err(|_| PodResourcesError::TimedOut)?
+}
+
+/// The containers among `pods` that hold tokens of `resource`. What is not a token of ours is left out.
+pub fn holders(resource: Resource, name: &str, pods: &[PodResources]) -> Vec<Holder> {
+    let containers = pods
+        .iter()
+        .flat_map(|pod| pod.containers.iter().map(move |c| (pod, c)));
+    let holder =
+        |(pod, container): (&PodResources, &super::api::podresources::ContainerResources)| {
+            let devices = container.devices.iter().filter(|d| d.resource_name == name);
+            let ids = devices.flat_map(|d| &d.device_ids);
+            Some(Holder {
+                name: ContainerName {
+                    namespace: pod.namespace.clone(),
+                    pod: pod.name.clone(),
+                    container: container.name.clone(),
+                },
+                tokens: TokenSet::from_ids(resource, ids).ok()?,
+            })
+        };
+    containers.filter_map(holder).collect()
+}
+
+/// Who holds any of `tokens`. Containers of one pod may share tokens one after the other; the one with the same
+/// set wins, then the first.
+pub fn holder_of<'a>(holders: &'a [Holder], tokens: &TokenSet) -> Option<&'a ContainerName> {
+    let same = holders.iter().find(|holder| holder.tokens == *tokens);
+    let any = || holders.iter().find(|holder| holder.tokens.overlaps(tokens));
+    same.or_else(any).map(|holder| &holder.name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::api::podresources::{ContainerDevices, ContainerResources};
+    use super::*;
+
+    const NAME: &str = "bursar.dev/gpu-memory-gib";
+
+    /// Device IDs of one resource, as the kubelet lists them.
+    type Listed<'a> = (&'a str, &'a [&'a str]);
+
+    fn pod(name: &str, containers: &[(&str, &[Listed<'_>])]) -> PodResources {
+        let device = |(resource, ids): &Listed<'_>| ContainerDevices {
+            resource_name: (*resource).to_owned(),
+            device_ids: ids.iter().map(|id| (*id).to_owned()).collect(),
+        };
+        let container = |(name, devices): &(&str, &[Listed<'_>])| ContainerResources {
+            name: (*name).to_owned(),
+            devices: devices.iter().map(device).collect(),
+        };
+        PodResources {
+            name: name.to_owned(),
+            namespace: "team".to_owned(),
+            containers: containers.iter().map(container).collect(),
+        }
+    }
+
+    fn tokens(indexes: &[u16]) -> TokenSet {
+        TokenSet::from_indexes(indexes.iter().copied()).unwrap()
+    }
+
+    #[test]
+    fn a_device_per_entry_is_one_set_of_tokens() {
+        let pods = [pod(
+            "a",
+            &[("main", &[(NAME, &["m-0002"]), (NAME, &["m-0001"])])],
+        )];
+        let holders = holders(Resource::DeviceMemory, NAME, &pods);
+        assert_eq!(holders.len(), 1);
+        assert_eq!(holders[0].tokens, tokens(&[1, 2]));
+    }
+
+    #[test]
+    fn other_resources_and_foreign_ids_are_left_out() {
+        let pods = [pod(
+            "a",
+            &[
+                ("other", &[("nvidia.com/gpu", &["m-0001"])]),
+                ("strange", &[(NAME, &["GPU-1"])]),
+                ("none", &[]),
+            ],
+        )];
+        assert_eq!(holders(Resource::DeviceMemory, NAME, &pods), []);
+    }
+
+    #[test]
+    fn a_booking_is_found_by_any_token_that_it_shares_and_best_by_all() {
+        let pods = [
+            pod("a", &[("first", &[(NAME, &["m-0001", "m-0002"])])]),
+            pod("a", &[("second", &[(NAME, &["m-0001"])])]),
+        ];
+        let holders = holders(Resource::DeviceMemory, NAME, &pods);
+        let container = |set: &[u16]| holder_of(&holders, &tokens(set)).map(|n| &*n.container);
+        assert_eq!(container(&[1]), Some("second"));
+        assert_eq!(container(&[2, 3]), Some("first"));
+        assert_eq!(container(&[4]), None);
+    }
+}
