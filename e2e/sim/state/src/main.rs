@@ -1,2 +1,19 @@
-//! The simgpu command.
-fn main() {}
+//! `simgpu`: lays out a simulated machine, shows it, and makes things go wrong on it.
+
+mod command;
+
+use clap::Parser as _;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match command::run(command::Args::parse()) {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("simgpu: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

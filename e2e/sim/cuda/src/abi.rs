@@ -1,0 +1,65 @@
+//! Types and codes of `cuda.h`, as far as this library reads or writes them.
+
+use bursar_sim_state::SimError;
+use bursar_sim_state::ffi;
+use bursar_sim_state::ffi::NullPointer;
+
+/// A pointer that is written through.
+pub type Out<T> = ffi::Out<T, Code>;
+/// A pointer that is read through.
+pub type In<T> = ffi::In<T, Code>;
+/// A string.
+pub type Text = ffi::Text<Code>;
+
+/// A `CUresult` other than success.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Code(pub i32);
+
+/// What an entry point ends with.
+pub(crate) type Answer = Result<(), Code>;
+
+impl Code {
+    pub(crate) const INVALID_VALUE: Code = Code(1);
+    pub(crate) const OUT_OF_MEMORY: Code = Code(2);
+    pub(crate) const NOT_INITIALIZED: Code = Code(3);
+    pub(crate) const DEVICE_UNAVAILABLE: Code = Code(46);
+    pub(crate) const NO_DEVICE: Code = Code(100);
+    pub(crate) const INVALID_DEVICE: Code = Code(101);
+    pub(crate) const INVALID_CONTEXT: Code = Code(201);
+    pub(crate) const INVALID_HANDLE: Code = Code(400);
+    pub(crate) const NOT_FOUND: Code = Code(500);
+    pub(crate) const NOT_READY: Code = Code(600);
+    pub(crate) const ILLEGAL_ADDRESS: Code = Code(700);
+    pub(crate) const PRIMARY_CONTEXT_ACTIVE: Code = Code(708);
+    pub(crate) const NOT_SUPPORTED: Code = Code(801);
+    pub(crate) const UNKNOWN: Code = Code(999);
+}
+
+impl From<SimError> for Code {
+    fn from(error: SimError) -> Code {
+        match error {
+            SimError::OutOfMemory { .. } | SimError::Full(_) => Code::OUT_OF_MEMORY,
+            SimError::NotAnObject => Code::INVALID_VALUE,
+            SimError::Config(_)
+            | SimError::Table(_)
+            | SimError::Io { .. }
+            | SimError::Collected => Code::UNKNOWN,
+        }
+    }
+}
+
+impl From<NullPointer> for Code {
+    fn from(_: NullPointer) -> Code {
+        Code::INVALID_VALUE
+    }
+}
+
+/// Writes a string with its NUL into a caller's buffer, cut to fit.
+pub(crate) fn put_text(buffer: &Out<u8>, len: i32, text: &str) -> Answer {
+    let room = usize::try_from(len)
+        .ok()
+        .filter(|len| *len > 0)
+        .ok_or(Code::INVALID_VALUE)?;
+    let bytes = &text.as_bytes()[..text.len().min(room - 1)];
+    buffer.set_all(bytes.iter().copied().chain([0]))
+}

@@ -1,0 +1,388 @@
+//! Contexts: primary and plain ones, each thread's stack of them, and what their limits cost.
+
+use crate::abi::{Answer, Code, Out};
+use crate::entry::exports;
+use crate::process::{Process, healthy, lock, process};
+use bursar_sim_state::Charge;
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+
+/// Bytes of stack that a thread has in a fresh context; they are part of the context's own bytes.
+const FIRST_STACK: u64 = 1024;
+/// Threads that can be resident on a multiprocessor.
+const THREADS: u64 = 2048;
+
+const STACK_SIZE: i32 = 0;
+
+/// A context of this image.
+#[derive(Debug, Clone)]
+pub(crate) struct Context {
+    pub(crate) device: usize,
+    flags: u32,
+    /// The limit that `cuCtxSetLimit` set, in bytes per thread.
+    stack_limit: u64,
+    /// Bytes per thread that are taken now: the limit, or more where a kernel's locals need it.
+    stack: u64,
+    /// Limits other than the stack's. They are remembered, and cost nothing here.
+    limits: BTreeMap<i32, u64>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Primary {
+    context: Option<u64>,
+    users: u32,
+    flags: u32,
+}
+
+/// All contexts of this image.
+#[derive(Debug)]
+pub(crate) struct Contexts {
+    primaries: Vec<Primary>,
+    live: BTreeMap<u64, Context>,
+    made: u64,
+}
+
+thread_local! {
+    static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+impl Contexts {
+    pub(crate) fn new(devices: usize) -> Contexts {
+        Contexts {
+            primaries: vec![Primary::default(); devices],
+            live: BTreeMap::new(),
+            made: 0,
+        }
+    }
+
+    /// A handle looks like a pointer, as programs expect of one.
+    fn enter(&mut self, device: usize, flags: u32) -> u64 {
+        self.made += 1;
+        let id = 0x5147_0000_0000 + self.made * 0x100;
+        let context = Context {
+            device,
+            flags,
+            stack_limit: FIRST_STACK,
+            stack: FIRST_STACK,
+            limits: BTreeMap::new(),
+        };
+        self.live.insert(id, context);
+        id
+    }
+}
+
+/// A healthy image with a current context.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Current {
+    pub(crate) process: &'static Process,
+    pub(crate) context: u64,
+    pub(crate) device: usize,
+}
+
+/// The calling thread's context, where the image is not poisoned and the device is there.
+pub(crate) fn current() -> Result<Current, Code> {
+    let process = healthy()?;
+    let context = top().ok_or(Code::INVALID_CONTEXT)?;
+    let device = process.context(context)?.device;
+    process.check_present(device)?;
+    Ok(Current {
+        process,
+        context,
+        device,
+    })
+}
+
+impl Current {
+    pub(crate) fn unit(&self) -> usize {
+        self.process.devices[self.device].unit
+    }
+}
+
+fn top() -> Option<u64> {
+    STACK.with_borrow(|stack| stack.last().copied())
+}
+
+fn replace_top(context: u64) {
+    STACK.with_borrow_mut(|stack| {
+        stack.pop();
+        if context != 0 {
+            stack.push(context);
+        }
+    });
+}
+
+impl Process {
+    pub(crate) fn context(&self, context: u64) -> Result<Context, Code> {
+        lock(&self.contexts)
+            .live
+            .get(&context)
+            .cloned()
+            .ok_or(Code::INVALID_CONTEXT)
+    }
+
+    fn create_context(&self, device: usize, flags: u32) -> Result<u64, Code> {
+        self.check()?;
+        self.check_present(device)?;
+        let unit = self.devices[device].unit;
+        self.image
+            .charge(unit, Charge::Context, self.sim.config.context)?;
+        // What the process took without a context is part of what a context takes.
+        let client = self.image.charged(unit, Charge::Client);
+        self.image.release(unit, Charge::Client, client)?;
+        Ok(lock(&self.contexts).enter(device, flags))
+    }
+
+    fn destroy_context(&self, id: u64) -> Answer {
+        let context = lock(&self.contexts)
+            .live
+            .remove(&id)
+            .ok_or(Code::INVALID_CONTEXT)?;
+        let _ = self.wait_for_context(id);
+        self.free_context_memory(id);
+        lock(&self.streams).forget_context(id);
+        let bytes = self.sim.config.context + self.stack_bytes(context.device, context.stack);
+        Ok(self
+            .image
+            .release(self.devices[context.device].unit, Charge::Context, bytes)?)
+    }
+
+    fn retain_primary(&self, device: usize) -> Result<u64, Code> {
+        self.check()?;
+        let (known, flags) = {
+            let contexts = lock(&self.contexts);
+            (
+                contexts.primaries[device].context,
+                contexts.primaries[device].flags,
+            )
+        };
+        let id = match known {
+            Some(id) => id,
+            None => self.create_context(device, flags)?,
+        };
+        let mut contexts = lock(&self.contexts);
+        let primary = &mut contexts.primaries[device];
+        primary.users += 1;
+        match primary.context {
+            // Another thread was quicker.
+            Some(first) if first != id => {
+                drop(contexts);
+                self.destroy_context(id)?;
+                Ok(first)
+            }
+            _ => {
+                primary.context = Some(id);
+                Ok(id)
+            }
+        }
+    }
+
+    fn release_primary(&self, device: usize) -> Answer {
+        let last = {
+            let mut contexts = lock(&self.contexts);
+            let primary = &mut contexts.primaries[device];
+            primary.users = primary.users.checked_sub(1).ok_or(Code::INVALID_CONTEXT)?;
+            (primary.users == 0)
+                .then(|| primary.context.take())
+                .flatten()
+        };
+        last.map_or(Ok(()), |id| self.destroy_context(id))
+    }
+
+    /// F1: answers success, and heals nothing.
+    fn reset_primary(&self, device: usize) -> Answer {
+        let context = {
+            let mut contexts = lock(&self.contexts);
+            contexts.primaries[device].users = 0;
+            contexts.primaries[device].context.take()
+        };
+        context.map_or(Ok(()), |id| self.destroy_context(id))
+    }
+
+    fn stack_bytes(&self, device: usize, per_thread: u64) -> u64 {
+        let threads = u64::from(self.card(device).multiprocessors) * THREADS;
+        threads.saturating_mul(per_thread.saturating_sub(FIRST_STACK))
+    }
+
+    /// Takes or gives back memory so that every thread that can be resident has that much stack (F14).
+    fn resize_stack(&self, id: u64, wanted: u64) -> Answer {
+        let context = self.context(id)?;
+        let wanted = wanted.max(FIRST_STACK);
+        let unit = self.devices[context.device].unit;
+        let (now, then) = (
+            self.stack_bytes(context.device, context.stack),
+            self.stack_bytes(context.device, wanted),
+        );
+        if then > now {
+            self.image.charge(unit, Charge::Context, then - now)?;
+        } else {
+            self.image.release(unit, Charge::Context, now - then)?;
+        }
+        if let Some(context) = lock(&self.contexts).live.get_mut(&id) {
+            context.stack = wanted;
+        }
+        Ok(())
+    }
+
+    /// Makes room for a kernel's local memory, which then stays (F14).
+    pub(crate) fn ensure_stack(&self, id: u64, wanted: u64) -> Answer {
+        if self.context(id)?.stack >= wanted {
+            Ok(())
+        } else {
+            self.resize_stack(id, wanted)
+        }
+    }
+
+    fn set_limit(&self, id: u64, limit: i32, value: u64) -> Answer {
+        if limit == STACK_SIZE {
+            self.resize_stack(id, value)?;
+        }
+        let mut contexts = lock(&self.contexts);
+        let context = contexts.live.get_mut(&id).ok_or(Code::INVALID_CONTEXT)?;
+        match limit {
+            STACK_SIZE => context.stack_limit = value,
+            1..=6 => drop(context.limits.insert(limit, value)),
+            _ => return Err(Code::INVALID_VALUE),
+        }
+        Ok(())
+    }
+
+    fn limit(&self, id: u64, limit: i32) -> Result<u64, Code> {
+        let context = self.context(id)?;
+        let usual = match limit {
+            STACK_SIZE => return Ok(context.stack_limit),
+            1 => 1 << 20, // printf
+            2 => 8 << 20, // malloc heap
+            3 => 2,       // depth of device-side synchronise
+            4 => 2048,    // device-side launches
+            5 => 128,     // L2 fetch
+            6 => 0,       // persisting L2
+            _ => return Err(Code::INVALID_VALUE),
+        };
+        Ok(context.limits.get(&limit).copied().unwrap_or(usual))
+    }
+}
+
+/// The device of the current context, also of a poisoned image.
+fn current_device() -> Result<(&'static Process, u64, usize), Code> {
+    let process = process()?;
+    let context = top().ok_or(Code::INVALID_CONTEXT)?;
+    Ok((process, context, process.context(context)?.device))
+}
+
+fn create(out: &Out<u64>, flags: u32, device: i32) -> Answer {
+    if out.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    let process = process()?;
+    let context = process.create_context(process.device(device)?, flags)?;
+    STACK.with_borrow_mut(|stack| stack.push(context));
+    out.set(context)
+}
+
+exports! {
+    fn cuCtxCreate_v2(context: Out<u64>, flags: u32, device: i32) = create(&context, flags, device);
+    fn cuCtxCreate_v3(context: Out<u64>, _affinity: u64, _count: i32, flags: u32, device: i32) = create(&context, flags, device);
+    fn cuCtxCreate_v4(context: Out<u64>, _parameters: u64, flags: u32, device: i32) = create(&context, flags, device);
+    fn cuCtxDestroy_v2(context: u64) = {
+        process()?.destroy_context(context)?;
+        STACK.with_borrow_mut(|stack| if stack.last() == Some(&context) { stack.pop(); });
+        Ok(())
+    };
+    fn cuCtxGetCurrent(context: Out<u64>) = {
+        process()?;
+        context.set(top().unwrap_or(0))
+    };
+    fn cuCtxSetCurrent(context: u64) = {
+        if context != 0 {
+            process()?.context(context)?;
+        }
+        replace_top(context);
+        Ok(())
+    };
+    fn cuCtxPushCurrent_v2(context: u64) = {
+        process()?.context(context)?;
+        STACK.with_borrow_mut(|stack| stack.push(context));
+        Ok(())
+    };
+    fn cuCtxPopCurrent_v2(context: Out<u64>) = {
+        process()?;
+        let popped = STACK.with_borrow_mut(Vec::pop).ok_or(Code::INVALID_CONTEXT)?;
+        context.set_if_asked(popped);
+        Ok(())
+    };
+    fn cuCtxGetDevice(device: Out<i32>) = device.set(i32::try_from(current_device()?.2).map_err(|_| Code::UNKNOWN)?);
+    fn cuCtxGetId(context: u64, id: Out<u64>) = {
+        let context = if context == 0 { top().ok_or(Code::INVALID_CONTEXT)? } else { context };
+        process()?.context(context)?;
+        id.set(context)
+    };
+    fn cuCtxGetFlags(flags: Out<u32>) = {
+        let (process, context, _) = current_device()?;
+        flags.set(process.context(context)?.flags)
+    };
+    fn cuCtxSetFlags(flags: u32) = {
+        let (process, context, _) = current_device()?;
+        if let Some(context) = lock(&process.contexts).live.get_mut(&context) {
+            context.flags = flags;
+        }
+        Ok(())
+    };
+    fn cuCtxGetApiVersion(context: u64, version: Out<u32>) = {
+        process()?.context(if context == 0 { top().ok_or(Code::INVALID_CONTEXT)? } else { context })?;
+        version.set(3020)
+    };
+    fn cuCtxSynchronize() = {
+        let current = current()?;
+        current.process.synchronize_context(current.context)
+    };
+    fn cuCtxSetLimit(limit: i32, value: u64) = {
+        let current = current()?;
+        current.process.set_limit(current.context, limit, value)
+    };
+    fn cuCtxGetLimit(value: Out<u64>, limit: i32) = {
+        let current = current()?;
+        value.set(current.process.limit(current.context, limit)?)
+    };
+    fn cuCtxGetCacheConfig(config: Out<i32>) = {
+        current()?;
+        config.set(0)
+    };
+    fn cuCtxSetCacheConfig(_config: i32) = current().map(|_| ());
+    fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) = {
+        current()?;
+        least.set_if_asked(0);
+        greatest.set_if_asked(-5);
+        Ok(())
+    };
+    fn cuCtxEnablePeerAccess(peer: u64, _flags: u32) = current()?.process.context(peer).map(|_| ());
+    fn cuCtxDisablePeerAccess(peer: u64) = current()?.process.context(peer).map(|_| ());
+    fn cuDevicePrimaryCtxRetain(context: Out<u64>, device: i32) = {
+        if context.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let process = process()?;
+        context.set(process.retain_primary(process.device(device)?)?)
+    };
+    fn cuDevicePrimaryCtxRelease_v2(device: i32) = {
+        let process = process()?;
+        process.release_primary(process.device(device)?)
+    };
+    fn cuDevicePrimaryCtxReset_v2(device: i32) = {
+        let process = process()?;
+        process.reset_primary(process.device(device)?)
+    };
+    fn cuDevicePrimaryCtxGetState(device: i32, flags: Out<u32>, active: Out<i32>) = {
+        let process = process()?;
+        let device = process.device(device)?;
+        let contexts = lock(&process.contexts);
+        flags.set_if_asked(contexts.primaries[device].flags);
+        active.set_if_asked(i32::from(contexts.primaries[device].context.is_some()));
+        Ok(())
+    };
+    fn cuDevicePrimaryCtxSetFlags_v2(device: i32, flags: u32) = {
+        let process = process()?;
+        let device = process.device(device)?;
+        lock(&process.contexts).primaries[device].flags = flags;
+        Ok(())
+    };
+}

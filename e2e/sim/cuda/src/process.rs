@@ -1,0 +1,139 @@
+//! This process image's side of the simulated driver: what `cuInit` makes, and what `execve` ends.
+
+use crate::abi::Code;
+use crate::memory::Space;
+use crate::{context::Contexts, device::Device, pool::Pools, stream::Streams};
+use bursar_sim_state::{Image, Sim, xid::Xid};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+/// The image. Its locks are taken one at a time, never one inside another.
+#[derive(Debug)]
+pub(crate) struct Process {
+    pub(crate) sim: Arc<Sim>,
+    pub(crate) image: Image,
+    pub(crate) devices: Vec<Device>,
+    pub(crate) contexts: Mutex<Contexts>,
+    pub(crate) space: Mutex<Space>,
+    pub(crate) streams: Mutex<Streams>,
+    pub(crate) pools: Mutex<Pools>,
+    pid: u32,
+    /// The code that poisoned this image; 0 for none. Nothing but `execve` takes it back (F1).
+    sticky: AtomicI32,
+}
+
+static PROCESS: OnceLock<Process> = OnceLock::new();
+static STARTING: Mutex<()> = Mutex::new(());
+
+/// Locks; a panic of another thread inside is caught at its entry point and leaves the value usable.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The machine's folder: `SIMGPU_DIR`, or the usual place.
+pub(crate) fn folder() -> PathBuf {
+    std::env::var_os("SIMGPU_DIR").map_or_else(|| "/run/simgpu".into(), PathBuf::from)
+}
+
+/// The folder of device nodes: `SIMGPU_DEV`, or the usual place.
+fn dev() -> PathBuf {
+    std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from)
+}
+
+/// What `cuInit` does, once.
+pub(crate) fn start() -> Result<(), Code> {
+    let _one = lock(&STARTING);
+    if PROCESS.get().is_none() {
+        let process = Process::new()?;
+        // Nobody else can have set it: `STARTING` is held.
+        let _ = PROCESS.set(process);
+    }
+    process().map(|_| ())
+}
+
+/// The image, if `cuInit` was called here and not in a parent.
+pub(crate) fn process() -> Result<&'static Process, Code> {
+    let process = PROCESS.get().ok_or(Code::NOT_INITIALIZED)?;
+    if process.pid == std::process::id() {
+        Ok(process)
+    } else {
+        Err(Code::NOT_INITIALIZED)
+    }
+}
+
+/// The image, if no fault has poisoned it.
+pub(crate) fn healthy() -> Result<&'static Process, Code> {
+    let process = process()?;
+    process.check()?;
+    Ok(process)
+}
+
+impl Process {
+    fn new() -> Result<Process, Code> {
+        if !dev().join("nvidiactl").exists() {
+            return Err(Code::NO_DEVICE);
+        }
+        let sim = Sim::open(&folder()).map_err(|error| {
+            eprintln!("simulated libcuda: {error}");
+            Code::from(error)
+        })?;
+        let devices = crate::device::visible(
+            &sim,
+            &dev(),
+            std::env::var("CUDA_VISIBLE_DEVICES").ok().as_deref(),
+        );
+        if devices.is_empty() {
+            return Err(Code::NO_DEVICE);
+        }
+        let sim = Arc::new(sim);
+        let image = Image::register(&sim)?;
+        Ok(Process {
+            pools: Mutex::new(Pools::new(devices.len())),
+            contexts: Mutex::new(Contexts::new(devices.len())),
+            space: Mutex::default(),
+            streams: Mutex::default(),
+            pid: std::process::id(),
+            sticky: AtomicI32::new(0),
+            sim,
+            image,
+            devices,
+        })
+    }
+
+    /// The sticky code, if there is one.
+    pub(crate) fn check(&self) -> Result<(), Code> {
+        let injected = self.image.injected();
+        if injected != 0 {
+            let _ = self.sticky.compare_exchange(0, injected, Relaxed, Relaxed);
+        }
+        match self.sticky.load(Relaxed) {
+            0 => Ok(()),
+            code => Err(Code(code)),
+        }
+    }
+
+    /// Poisons the image for good, as a fault in a kernel on that device does, and raises its XID.
+    pub(crate) fn poison(&self, device: usize, code: Code, xid: u32) {
+        if self
+            .sticky
+            .compare_exchange(0, code.0, Relaxed, Relaxed)
+            .is_ok()
+        {
+            self.sim.raise_xid(Xid {
+                unit: self.devices[device].unit,
+                code: xid,
+                pid: self.pid,
+            });
+        }
+    }
+
+    /// Fails when the device fell off the bus.
+    pub(crate) fn check_present(&self, device: usize) -> Result<(), Code> {
+        if self.sim.is_lost(self.devices[device].unit) {
+            Err(Code::DEVICE_UNAVAILABLE)
+        } else {
+            Ok(())
+        }
+    }
+}

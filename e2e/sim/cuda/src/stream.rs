@@ -1,0 +1,245 @@
+//! Streams and events.
+//!
+//! Work is done when it is submitted, in the caller's thread; only `spin` takes time. A stream is therefore
+//! an instant until which it is busy, and an event the instant that its stream had reached.
+
+use crate::abi::{Answer, Code, Out};
+use crate::context::{Current, current};
+use crate::entry::exports;
+use crate::process::{Process, healthy, lock};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// A stream of a context. Each context has one more, with the handles 0, 1 and 2.
+#[derive(Debug, Clone, Copy)]
+struct Stream {
+    context: u64,
+    flags: u32,
+    priority: i32,
+    /// None when it has nothing to do.
+    busy: Option<Instant>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Event {
+    context: u64,
+    flags: u32,
+    /// When its work is done; none before it is recorded.
+    at: Option<Instant>,
+}
+
+const DISABLE_TIMING: u32 = 2;
+
+/// All streams and events of this image. A context's own stream is under the context's handle.
+#[derive(Debug, Default)]
+pub(crate) struct Streams {
+    streams: BTreeMap<u64, Stream>,
+    events: BTreeMap<u64, Event>,
+    made: u64,
+}
+
+impl Streams {
+    fn handle(&mut self) -> u64 {
+        self.made += 1;
+        0x5157_0000_0000 + self.made * 0x10
+    }
+
+    pub(crate) fn forget_context(&mut self, context: u64) {
+        self.streams.retain(|_, stream| stream.context != context);
+        self.events.retain(|_, event| event.context != context);
+    }
+
+    /// The stream that a handle means to a context.
+    fn find(&mut self, current: &Current, handle: u64) -> Result<&mut Stream, Code> {
+        let idle = Stream {
+            context: current.context,
+            flags: 0,
+            priority: 0,
+            busy: None,
+        };
+        match handle {
+            0..=2 => Ok(self.streams.entry(current.context).or_insert(idle)),
+            _ => self.streams.get_mut(&handle).ok_or(Code::INVALID_HANDLE),
+        }
+    }
+
+    fn busy_until(&self, context: u64) -> Option<Instant> {
+        self.streams
+            .values()
+            .filter(|stream| stream.context == context)
+            .filter_map(|stream| stream.busy)
+            .max()
+    }
+}
+
+impl Process {
+    /// Sleeps until an instant, or until the image is poisoned.
+    fn wait_until(&self, end: Option<Instant>) -> Answer {
+        while let Some(left) = end.and_then(|end| end.checked_duration_since(Instant::now())) {
+            self.check()?;
+            std::thread::sleep(left.min(Duration::from_millis(5)));
+        }
+        self.check()
+    }
+
+    /// Waits for all work of a context.
+    pub(crate) fn wait_for_context(&self, context: u64) -> Answer {
+        let end = lock(&self.streams).busy_until(context);
+        self.wait_until(end)
+    }
+
+    /// Waits as a synchronise does: pools give back what is idle (F15).
+    pub(crate) fn synchronize_context(&self, context: u64) -> Answer {
+        self.wait_for_context(context)?;
+        self.shrink_pools();
+        Ok(())
+    }
+}
+
+impl Current {
+    /// A stream's handle is good.
+    pub(crate) fn check_stream(&self, stream: u64) -> Answer {
+        lock(&self.process.streams).find(self, stream).map(|_| ())
+    }
+
+    /// Keeps a stream busy for some time after what it already has to do.
+    pub(crate) fn occupy(&self, stream: u64, time: Duration) -> Answer {
+        let mut streams = lock(&self.process.streams);
+        let stream = streams.find(self, stream)?;
+        let now = Instant::now();
+        let start = stream.busy.map_or(now, |busy| busy.max(now));
+        stream.busy = Some(start + time);
+        Ok(())
+    }
+
+    fn busy_until(&self, stream: u64) -> Result<Option<Instant>, Code> {
+        Ok(lock(&self.process.streams).find(self, stream)?.busy)
+    }
+
+    fn event(&self, event: u64) -> Result<Event, Code> {
+        lock(&self.process.streams)
+            .events
+            .get(&event)
+            .copied()
+            .ok_or(Code::INVALID_HANDLE)
+    }
+
+    fn record(&self, event: u64, stream: u64) -> Answer {
+        let mut streams = lock(&self.process.streams);
+        let now = Instant::now();
+        let at = streams
+            .find(self, stream)?
+            .busy
+            .map_or(now, |busy| busy.max(now));
+        streams
+            .events
+            .get_mut(&event)
+            .ok_or(Code::INVALID_HANDLE)?
+            .at = Some(at);
+        Ok(())
+    }
+}
+
+fn create(out: &Out<u64>, flags: u32, priority: i32) -> Answer {
+    let current = current()?;
+    let mut streams = lock(&current.process.streams);
+    let handle = streams.handle();
+    out.set(handle)?;
+    streams.streams.insert(
+        handle,
+        Stream {
+            context: current.context,
+            flags,
+            priority,
+            busy: None,
+        },
+    );
+    Ok(())
+}
+
+fn ready(until: Option<Instant>) -> Answer {
+    if until.is_some_and(|until| until > Instant::now()) {
+        Err(Code::NOT_READY)
+    } else {
+        Ok(())
+    }
+}
+
+fn elapsed(milliseconds: &Out<f32>, start: u64, end: u64) -> Answer {
+    let current = current()?;
+    let (start, end) = (current.event(start)?, current.event(end)?);
+    if (start.flags | end.flags) & DISABLE_TIMING != 0 {
+        return Err(Code::INVALID_HANDLE);
+    }
+    let (start, end) = start.at.zip(end.at).ok_or(Code::INVALID_HANDLE)?;
+    ready(Some(start.max(end)))?;
+    let (forward, back) = (
+        end.saturating_duration_since(start),
+        start.saturating_duration_since(end),
+    );
+    milliseconds.set((forward.as_secs_f32() - back.as_secs_f32()) * 1e3)
+}
+
+exports! {
+    fn cuStreamCreate(stream: Out<u64>, flags: u32) = create(&stream, flags, 0);
+    fn cuStreamCreateWithPriority(stream: Out<u64>, flags: u32, priority: i32) = create(&stream, flags, priority);
+    fn cuStreamDestroy_v2(stream: u64) = {
+        lock(&healthy()?.streams).streams.remove(&stream).map(|_| ()).ok_or(Code::INVALID_HANDLE)
+    };
+    fn cuStreamSynchronize(stream: u64) = {
+        let current = current()?;
+        current.process.wait_until(current.busy_until(stream)?)?;
+        current.process.shrink_pools();
+        Ok(())
+    };
+    fn cuStreamQuery(stream: u64) = ready(current()?.busy_until(stream)?);
+    fn cuStreamGetFlags(stream: u64, flags: Out<u32>) = {
+        let current = current()?;
+        let found = lock(&current.process.streams).find(&current, stream)?.flags;
+        flags.set(found)
+    };
+    fn cuStreamGetPriority(stream: u64, priority: Out<i32>) = {
+        let current = current()?;
+        let found = lock(&current.process.streams).find(&current, stream)?.priority;
+        priority.set(found)
+    };
+    fn cuStreamGetCtx(stream: u64, context: Out<u64>) = {
+        let current = current()?;
+        let found = lock(&current.process.streams).find(&current, stream)?.context;
+        context.set(found)
+    };
+    fn cuStreamIsCapturing(stream: u64, status: Out<i32>) = {
+        current()?.check_stream(stream)?;
+        status.set(0)
+    };
+    fn cuStreamWaitEvent(stream: u64, event: u64, _flags: u32) = {
+        let current = current()?;
+        let at = current.event(event)?.at;
+        let mut streams = lock(&current.process.streams);
+        let stream = streams.find(&current, stream)?;
+        stream.busy = stream.busy.max(at);
+        Ok(())
+    };
+    fn cuEventCreate(event: Out<u64>, flags: u32) = {
+        let current = current()?;
+        let mut streams = lock(&current.process.streams);
+        let handle = streams.handle();
+        event.set(handle)?;
+        streams.events.insert(handle, Event { context: current.context, flags, at: None });
+        Ok(())
+    };
+    fn cuEventDestroy_v2(event: u64) = {
+        lock(&healthy()?.streams).events.remove(&event).map(|_| ()).ok_or(Code::INVALID_HANDLE)
+    };
+    fn cuEventRecord(event: u64, stream: u64) = current()?.record(event, stream);
+    fn cuEventRecordWithFlags(event: u64, stream: u64, _flags: u32) = current()?.record(event, stream);
+    fn cuEventQuery(event: u64) = ready(current()?.event(event)?.at);
+    fn cuEventSynchronize(event: u64) = {
+        let current = current()?;
+        current.process.wait_until(current.event(event)?.at)?;
+        current.process.shrink_pools();
+        Ok(())
+    };
+    fn cuEventElapsedTime(milliseconds: Out<f32>, start: u64, end: u64) = elapsed(&milliseconds, start, end);
+    fn cuEventElapsedTime_v2(milliseconds: Out<f32>, start: u64, end: u64) = elapsed(&milliseconds, start, end);
+}

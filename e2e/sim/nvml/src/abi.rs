@@ -1,0 +1,67 @@
+//! Codes of `nvml.h`, and what every entry point goes through.
+
+use bursar_sim_state::ffi;
+use bursar_sim_state::ffi::NullPointer;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// A pointer that is written through.
+pub type Out<T> = ffi::Out<T, Code>;
+/// A string.
+pub type Text = ffi::Text<Code>;
+
+/// An `nvmlReturn_t` other than success.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Code(pub(crate) u32);
+
+/// What an entry point ends with.
+pub(crate) type Answer = Result<(), Code>;
+
+impl Code {
+    pub(crate) const UNINITIALIZED: Code = Code(1);
+    pub(crate) const INVALID_ARGUMENT: Code = Code(2);
+    pub(crate) const NOT_SUPPORTED: Code = Code(3);
+    pub(crate) const NOT_FOUND: Code = Code(6);
+    pub(crate) const INSUFFICIENT_SIZE: Code = Code(7);
+    pub(crate) const DRIVER_NOT_LOADED: Code = Code(9);
+    pub(crate) const TIMEOUT: Code = Code(10);
+    pub(crate) const GPU_IS_LOST: Code = Code(15);
+    pub(crate) const ARGUMENT_VERSION_MISMATCH: Code = Code(25);
+    pub(crate) const UNKNOWN: Code = Code(999);
+}
+
+impl From<NullPointer> for Code {
+    fn from(_: NullPointer) -> Code {
+        Code::INVALID_ARGUMENT
+    }
+}
+
+/// Runs an entry point's body; no panic leaves the library.
+pub(crate) fn call(body: impl FnOnce() -> Answer) -> u32 {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(Code(code))) => code,
+        Err(_) => Code::UNKNOWN.0,
+    }
+}
+
+/// Writes a string with its NUL into a caller's buffer.
+pub(crate) fn put_text(buffer: &Out<u8>, len: u32, text: &str) -> Answer {
+    if text.len() >= len as usize {
+        return Err(Code::INSUFFICIENT_SIZE);
+    }
+    buffer.set_all(text.bytes().chain([0]))
+}
+
+/// Declares entry points, each exported under its name.
+macro_rules! exports {
+    ($(fn $name:ident($($arg:ident: $kind:ty),* $(,)?) = $body:expr;)*) => {
+        $(
+            #[doc = concat!("`", stringify!($name), "` of NVML.")]
+            #[unsafe(no_mangle)]
+            pub extern "C" fn $name($($arg: $kind),*) -> u32 {
+                $crate::abi::call(|| $body)
+            }
+        )*
+    };
+}
+pub(crate) use exports;

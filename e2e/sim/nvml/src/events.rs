@@ -1,0 +1,120 @@
+//! Event sets: a wait for XIDs.
+
+use crate::abi::{Answer, Code, Out, exports};
+use crate::device::{handle, present};
+use crate::library::library;
+use std::collections::BTreeMap;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// `nvmlEventTypeXidCriticalError`: the one kind that happens here.
+const XID: u64 = 8;
+
+/// A set: the GPUs it listens to, and how far it has read.
+#[derive(Debug, Clone, Default)]
+struct Set {
+    gpus: Vec<usize>,
+    seen: u32,
+}
+
+#[derive(Debug)]
+struct Sets {
+    sets: BTreeMap<u64, Set>,
+    made: u64,
+}
+
+static SETS: Mutex<Sets> = Mutex::new(Sets {
+    sets: BTreeMap::new(),
+    made: 0,
+});
+
+fn sets() -> MutexGuard<'static, Sets> {
+    SETS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// `nvmlEventData_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Event {
+    device: u64,
+    kind: u64,
+    data: u64,
+    gpu_instance: u32,
+    compute_instance: u32,
+}
+
+fn create(out: &Out<u64>) -> Answer {
+    let seen = library()?.sim.xids_seen();
+    let mut sets = sets();
+    sets.made += 1;
+    let handle = 0x4e57_0000_0000 + sets.made * 0x10;
+    out.set(handle)?;
+    sets.sets.insert(
+        handle,
+        Set {
+            gpus: Vec::new(),
+            seen,
+        },
+    );
+    Ok(())
+}
+
+fn register(device: u64, kinds: u64, set: u64) -> Answer {
+    let device = present(device)?;
+    if kinds & !XID != 0 {
+        return Err(Code::NOT_SUPPORTED);
+    }
+    sets()
+        .sets
+        .get_mut(&set)
+        .ok_or(Code::INVALID_ARGUMENT)?
+        .gpus
+        .push(device.unit.gpu);
+    Ok(())
+}
+
+/// Waits without holding the list, so that other sets can be used meanwhile.
+fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> Answer {
+    let library = library()?;
+    let end = Instant::now() + timeout;
+    let mut mine = sets()
+        .sets
+        .get(&set)
+        .cloned()
+        .ok_or(Code::INVALID_ARGUMENT)?;
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let xid = library.sim.wait_xid(&mut mine.seen, left);
+        if let Some(kept) = sets().sets.get_mut(&set) {
+            kept.seen = mine.seen;
+        }
+        let xid = xid.ok_or(Code::TIMEOUT)?;
+        let unit = &library.sim.units[xid.unit];
+        if mine.gpus.contains(&unit.gpu) {
+            // As the real one: the GPU, and the instance where there is one.
+            let gpu = &library.sim.units[library.sim.gpu_unit(unit.gpu)];
+            let instance = unit.mig.map_or(u32::MAX, |mig| mig as u32 + 1);
+            let compute_instance = if unit.mig.is_some() { 0 } else { u32::MAX };
+            let data = u64::from(xid.code);
+            return event.set(Event {
+                device: handle(gpu),
+                kind: XID,
+                data,
+                gpu_instance: instance,
+                compute_instance,
+            });
+        }
+    }
+}
+
+exports! {
+    fn nvmlEventSetCreate(set: Out<u64>) = create(&set);
+    fn nvmlEventSetFree(set: u64) = sets().sets.remove(&set).map(|_| ()).ok_or(Code::INVALID_ARGUMENT);
+    fn nvmlEventSetWait(set: u64, event: Out<Event>, milliseconds: u32) = wait(set, &event, Duration::from_millis(milliseconds.into()));
+    fn nvmlEventSetWait_v2(set: u64, event: Out<Event>, milliseconds: u32) = wait(set, &event, Duration::from_millis(milliseconds.into()));
+    fn nvmlDeviceRegisterEvents(device: u64, kinds: u64, set: u64) = register(device, kinds, set);
+    fn nvmlDeviceGetSupportedEventTypes(device: u64, kinds: Out<u64>) = {
+        present(device)?;
+        kinds.set(XID)
+    };
+}

@@ -1,0 +1,76 @@
+//! The opened machine: what `nvmlInit` makes and the last `nvmlShutdown` ends.
+
+use crate::abi::{Answer, Code, exports};
+use bursar_sim_state::{Sim, Unit};
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The machine and the GPUs of it that this process sees.
+#[derive(Debug)]
+pub(crate) struct Library {
+    pub(crate) sim: Sim,
+    dev: PathBuf,
+}
+
+/// The library with the number of `nvmlInit` calls. A sim that was opened stays open: see
+/// [`Sim::open`] on pids.
+static LIBRARY: Mutex<(Option<Arc<Library>>, u32)> = Mutex::new((None, 0));
+
+/// The opened library.
+pub(crate) fn library() -> Result<Arc<Library>, Code> {
+    let held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    match &*held {
+        (Some(library), 1..) => Ok(Arc::clone(library)),
+        _ => Err(Code::UNINITIALIZED),
+    }
+}
+
+fn init() -> Answer {
+    let mut held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = std::env::var_os("SIMGPU_DIR").map_or_else(|| "/run/simgpu".into(), PathBuf::from);
+    let dev = std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from);
+    if !dev.join("nvidiactl").exists() {
+        return Err(Code::DRIVER_NOT_LOADED);
+    }
+    let other = |library: &Arc<Library>| library.sim.folder.path() != folder || library.dev != dev;
+    if held.1 == 0 && held.0.as_ref().is_none_or(other) {
+        let sim = Sim::open(&folder).map_err(|error| {
+            eprintln!("simulated libnvidia-ml: {error}");
+            Code::DRIVER_NOT_LOADED
+        })?;
+        held.0 = Some(Arc::new(Library { sim, dev }));
+    }
+    held.1 += 1;
+    Ok(())
+}
+
+fn shutdown() -> Answer {
+    let mut held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
+    held.1 = held.1.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
+    Ok(())
+}
+
+impl Library {
+    /// Whole GPUs whose device node is there, in order.
+    pub(crate) fn gpus(&self) -> Vec<&Unit> {
+        let whole = self.sim.units.iter().filter(|unit| unit.mig.is_none());
+        whole
+            .filter(|unit| self.sim.is_visible(unit.gpu, &self.dev))
+            .collect()
+    }
+
+    /// GPUs and instances whose device node is there.
+    pub(crate) fn units(&self) -> impl Iterator<Item = &Unit> {
+        self.sim
+            .units
+            .iter()
+            .filter(|unit| self.sim.is_visible(unit.gpu, &self.dev))
+    }
+}
+
+exports! {
+    fn nvmlInit() = init();
+    fn nvmlInit_v2() = init();
+    fn nvmlInitWithFlags(_flags: u32) = init();
+    fn nvmlShutdown() = shutdown();
+}

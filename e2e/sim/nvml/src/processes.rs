@@ -1,0 +1,102 @@
+//! Processes with a context.
+
+use crate::abi::{Answer, Code, Out, exports};
+use crate::device::{Device, present};
+use bursar_sim_state::usage::ProcessUsage;
+
+/// `nvmlProcessInfo_v1_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Process {
+    pid: u32,
+    bytes: u64,
+}
+
+/// `nvmlProcessInfo_v2_t`, which version 3 of the call uses too.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ProcessV2 {
+    pid: u32,
+    bytes: u64,
+    gpu_instance: u32,
+    compute_instance: u32,
+}
+
+/// Not a MIG instance.
+const NO_INSTANCE: u32 = u32::MAX;
+
+/// The processes of a device with the instance that they run in; a GPU in MIG mode lists its instances'.
+fn listed(device: &Device) -> Vec<(ProcessUsage, u32)> {
+    let sim = &device.library.sim;
+    let parts = sim.units.iter().filter(|unit| match device.unit.mig {
+        Some(_) => unit.index == device.unit.index,
+        None => unit.gpu == device.unit.gpu,
+    });
+    let with_instance = |unit: &bursar_sim_state::Unit| {
+        let instance = unit.mig.map_or(NO_INSTANCE, |mig| mig as u32 + 1);
+        sim.usage(unit.index)
+            .processes
+            .into_iter()
+            .map(move |process| (process, instance))
+    };
+    parts.flat_map(with_instance).collect()
+}
+
+/// The caller's `count` places, or the number that is needed.
+fn put<T>(
+    device: u64,
+    count: &Out<u32>,
+    places: &Out<T>,
+    convert: fn((ProcessUsage, u32)) -> T,
+) -> Answer {
+    let processes = listed(&present(device)?);
+    let room = count.get()? as usize;
+    count.set(processes.len() as u32)?;
+    if processes.len() > room {
+        return Err(Code::INSUFFICIENT_SIZE);
+    }
+    if processes.is_empty() {
+        Ok(())
+    } else {
+        places.set_all(processes.into_iter().map(convert))
+    }
+}
+
+fn v1((process, _): (ProcessUsage, u32)) -> Process {
+    Process {
+        pid: process.pid,
+        bytes: process.bytes,
+    }
+}
+
+fn v2((process, instance): (ProcessUsage, u32)) -> ProcessV2 {
+    let compute_instance = if instance == NO_INSTANCE {
+        NO_INSTANCE
+    } else {
+        0
+    };
+    ProcessV2 {
+        pid: process.pid,
+        bytes: process.bytes,
+        gpu_instance: instance,
+        compute_instance,
+    }
+}
+
+/// Nobody draws here.
+fn none(device: u64, count: &Out<u32>) -> Answer {
+    present(device)?;
+    count.set(0)
+}
+
+exports! {
+    fn nvmlDeviceGetComputeRunningProcesses(device: u64, count: Out<u32>, places: Out<Process>) = put(device, &count, &places, v1);
+    fn nvmlDeviceGetComputeRunningProcesses_v2(device: u64, count: Out<u32>, places: Out<ProcessV2>) = put(device, &count, &places, v2);
+    fn nvmlDeviceGetComputeRunningProcesses_v3(device: u64, count: Out<u32>, places: Out<ProcessV2>) = put(device, &count, &places, v2);
+    fn nvmlDeviceGetGraphicsRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = none(device, &count);
+    fn nvmlDeviceGetGraphicsRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
+    fn nvmlDeviceGetGraphicsRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
+    fn nvmlDeviceGetMPSComputeRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = none(device, &count);
+    fn nvmlDeviceGetMPSComputeRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
+    fn nvmlDeviceGetMPSComputeRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
+}

@@ -1,0 +1,159 @@
+//! The commands of `simgpu`.
+
+use anyhow::{Context as _, Result};
+use bursar_sim_state::{Folder, Sim, xid::Xid};
+use clap::{Parser, Subcommand, ValueEnum};
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+/// Simulated GPUs: lay them out, look at them, break them.
+#[derive(Debug, Parser)]
+#[command(name = "simgpu", version)]
+pub(crate) struct Args {
+    /// The machine's folder.
+    #[arg(long, global = true, env = "SIMGPU_DIR", default_value = "/run/simgpu")]
+    dir: PathBuf,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Lay out the folder: configuration, empty state, device nodes, libraries.
+    Init {
+        /// The configuration to copy.
+        #[arg(long)]
+        config: PathBuf,
+        /// A driver library to install (twice: libbursar_sim_cuda.so, libbursar_sim_nvml.so).
+        #[arg(long = "lib")]
+        libraries: Vec<PathBuf>,
+    },
+    /// Show GPUs, memory, processes and the last XIDs.
+    Status,
+    /// Take a GPU off the bus (XID 79). GPU: its position or UUID.
+    Lose {
+        /// Position or UUID.
+        gpu: String,
+    },
+    /// Put a lost GPU back.
+    Restore {
+        /// Position or UUID.
+        gpu: String,
+    },
+    /// Raise an XID event.
+    Xid {
+        /// Position or UUID.
+        gpu: String,
+        /// As in NVIDIA's XID catalogue.
+        code: u32,
+        /// The process that it names.
+        #[arg(long, default_value_t = 0)]
+        pid: u32,
+    },
+    /// Give a process a sticky CUDA error: every call that needs a context answers it from now on.
+    Poison {
+        /// The process, as this pid namespace numbers it.
+        pid: u32,
+        /// A CUresult, as 700.
+        code: i32,
+    },
+    /// Switch the scrubbing of freed memory.
+    Scrub {
+        /// on or off.
+        state: Switch,
+    },
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum Switch {
+    On,
+    Off,
+}
+
+pub(crate) fn run(args: Args) -> Result<String> {
+    if let Command::Init { config, libraries } = &args.command {
+        Folder::at(&args.dir).init(config, libraries)?;
+        return Ok(String::new());
+    }
+    let sim = Sim::open(&args.dir)?;
+    let gpu = |name: &str| {
+        sim.find_gpu(name)
+            .with_context(|| format!("there is no GPU `{name}`"))
+    };
+    let raise = |gpu, code, pid| {
+        sim.raise_xid(Xid {
+            unit: sim.gpu_unit(gpu),
+            code,
+            pid,
+        })
+    };
+    match args.command {
+        Command::Init { .. } => {}
+        Command::Status => return Ok(status(&sim)),
+        Command::Lose { gpu: name } => {
+            sim.set_lost(gpu(&name)?, true);
+            raise(gpu(&name)?, 79, 0);
+        }
+        Command::Restore { gpu: name } => sim.set_lost(gpu(&name)?, false),
+        Command::Xid {
+            gpu: name,
+            code,
+            pid,
+        } => raise(gpu(&name)?, code, pid),
+        Command::Poison { pid, code } => {
+            anyhow::ensure!(code > 0, "{code} is not an error of CUDA's");
+            anyhow::ensure!(sim.inject(pid, code), "process {pid} does not use a GPU");
+        }
+        Command::Scrub { state } => sim.set_scrub(matches!(state, Switch::On)),
+    }
+    Ok(String::new())
+}
+
+fn status(sim: &Sim) -> String {
+    let mut text = format!(
+        "{:<4} {:<42} {:<20} {:>10} {:>10}  STATE\n",
+        "GPU", "UUID", "NAME", "USED MiB", "TOTAL MiB"
+    );
+    for unit in &sim.units {
+        let (card, usage) = (&sim.config.gpu[unit.gpu], sim.usage(unit.index));
+        let (place, name) = match unit.mig {
+            Some(mig) => (format!(".{mig}"), card.mig[mig].profile.as_str()),
+            None => (unit.gpu.to_string(), card.name.as_str()),
+        };
+        let state = if sim.is_lost(unit.index) {
+            "lost"
+        } else {
+            "ok"
+        };
+        let (used, total) = (mebibytes(usage.used), mebibytes(usage.total));
+        // Writing to a string cannot fail.
+        let _ = writeln!(
+            text,
+            "{place:<4} {:<42} {name:<20} {used:>10} {total:>10}  {state}",
+            sim.uuid(unit)
+        );
+        for process in usage.processes {
+            let _ = writeln!(
+                text,
+                "     pid {:<10} {:>10} MiB",
+                process.pid,
+                mebibytes(process.bytes)
+            );
+        }
+    }
+    for xid in sim.recent_xids(16) {
+        let _ = writeln!(
+            text,
+            "xid {} on {} pid {}",
+            xid.code,
+            sim.uuid(&sim.units[xid.unit]),
+            xid.pid
+        );
+    }
+    let _ = writeln!(text, "scrub {}", if sim.scrubs() { "on" } else { "off" });
+    text
+}
+
+fn mebibytes(bytes: u64) -> String {
+    format!("{:.2}", bytes as f64 / f64::from(1 << 20))
+}

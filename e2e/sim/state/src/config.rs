@@ -1,0 +1,337 @@
+//! The one configuration file of the simulated GPUs.
+
+use serde::{Deserialize, Deserializer, de::Error as _};
+use std::path::Path;
+
+/// `config.toml`: what the simulated machine has. An unknown field is an error that names it.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Config {
+    /// What NVML answers as the driver's version.
+    #[serde(default = "default_driver_version")]
+    pub driver_version: String,
+    /// What `cuDriverGetVersion` answers, as `"13.0"`.
+    #[serde(default = "default_cuda_version")]
+    pub cuda_version: Version,
+    /// Bytes that a context takes of its GPU (design F5: 518 MiB on an H200).
+    #[serde(default = "default_context", deserialize_with = "quantity")]
+    pub context: u64,
+    /// Bytes that a process without a context takes once it creates memory (design F3: 4 MiB).
+    #[serde(default = "default_client", deserialize_with = "quantity")]
+    pub client: u64,
+    /// Whether freed memory is zeroed before it is handed out again (design F6). `simgpu scrub`
+    /// changes it at run time.
+    #[serde(default = "yes")]
+    pub scrub: bool,
+    /// The GPUs, in CUDA's and NVML's order.
+    #[serde(default)]
+    pub gpu: Vec<Gpu>,
+}
+
+/// One `[[gpu]]`.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Gpu {
+    /// The marketing name, as `"NVIDIA H200"`.
+    pub name: String,
+    /// `GPU-` and 32 hex digits in the usual five groups.
+    pub uuid: String,
+    /// The GPU's memory, as `"16Gi"`; every byte of it can be allocated.
+    #[serde(deserialize_with = "quantity")]
+    pub memory: u64,
+    /// The number of the device node, `/dev/nvidia<minor>`.
+    pub minor: u32,
+    /// As `"9.0"`.
+    #[serde(default = "default_capability")]
+    pub compute_capability: Version,
+    /// Streaming multiprocessors; with 2,048 threads each they give the cost of a stack (F14).
+    #[serde(default = "default_multiprocessors")]
+    pub multiprocessors: u32,
+    /// PCI bus id, as `"00000000:17:00.0"`; made from the position when absent.
+    pub pci: Option<String>,
+    /// MIG instances; MIG mode is on when there is at least one.
+    #[serde(default)]
+    pub mig: Vec<Mig>,
+}
+
+/// One `[[gpu.mig]]`: a MIG device with its one compute instance.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(rename_all = "kebab-case", deny_unknown_fields)]
+pub struct Mig {
+    /// The profile, as `"1g.18gb"`.
+    pub profile: String,
+    /// `MIG-` and 32 hex digits in five groups.
+    pub uuid: String,
+    /// The instance's memory.
+    #[serde(deserialize_with = "quantity")]
+    pub memory: u64,
+}
+
+/// `major.minor`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Version {
+    /// Before the dot.
+    pub major: i32,
+    /// After the dot.
+    pub minor: i32,
+}
+
+/// Why a configuration was refused.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file could not be read.
+    #[error("reading {path}")]
+    Read {
+        /// The file.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The file is not the TOML that this module describes.
+    #[error("{path}: {message}")]
+    Parse {
+        /// The file.
+        path: String,
+        /// Where and what, with the field's name.
+        message: String,
+    },
+    /// The values contradict each other.
+    #[error("gpu[{gpu}].{field}: {why}")]
+    Value {
+        /// Position of the GPU, from 0.
+        gpu: usize,
+        /// The field.
+        field: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+}
+
+impl Config {
+    /// Reads and checks a file.
+    ///
+    /// # Errors
+    /// Unreadable, not TOML, an unknown field, or values that contradict each other.
+    pub fn read(path: &Path) -> Result<Config, ConfigError> {
+        let shown = path.display().to_string();
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: shown.clone(),
+            source,
+        })?;
+        Config::parse(&text).map_err(|error| match error {
+            ConfigError::Parse { message, .. } => ConfigError::Parse {
+                path: shown,
+                message,
+            },
+            other => other,
+        })
+    }
+
+    /// Parses and checks the text of a file.
+    ///
+    /// # Errors
+    /// As [`Config::read`].
+    pub fn parse(text: &str) -> Result<Config, ConfigError> {
+        let config: Config = toml::from_str(text).map_err(|error| ConfigError::Parse {
+            path: "config".to_owned(),
+            message: error.to_string(),
+        })?;
+        config.check()?;
+        Ok(config)
+    }
+
+    fn check(&self) -> Result<(), ConfigError> {
+        let mut uuids = std::collections::BTreeSet::new();
+        let mut minors = std::collections::BTreeSet::new();
+        for (gpu, card) in self.gpu.iter().enumerate() {
+            let bad = |field, why: String| Err(ConfigError::Value { gpu, field, why });
+            if uuid_bytes(&card.uuid, "GPU-").is_none() || !uuids.insert(&card.uuid) {
+                return bad(
+                    "uuid",
+                    format!("`{}` is not a GPU uuid, or is used twice", card.uuid),
+                );
+            }
+            if !minors.insert(card.minor) {
+                return bad("minor", format!("{} is used twice", card.minor));
+            }
+            for mig in &card.mig {
+                if uuid_bytes(&mig.uuid, "MIG-").is_none() || !uuids.insert(&mig.uuid) {
+                    return bad(
+                        "mig.uuid",
+                        format!("`{}` is not a MIG uuid, or is used twice", mig.uuid),
+                    );
+                }
+            }
+            if card
+                .mig
+                .iter()
+                .map(|mig| u128::from(mig.memory))
+                .sum::<u128>()
+                > u128::from(card.memory)
+            {
+                return bad(
+                    "mig.memory",
+                    "the instances have more than the card".to_owned(),
+                );
+            }
+        }
+        let units = self
+            .gpu
+            .iter()
+            .map(|card| 1 + card.mig.len())
+            .sum::<usize>();
+        if units > crate::table::MAX_UNITS {
+            let why = format!(
+                "{units} GPUs and instances; at most {}",
+                crate::table::MAX_UNITS
+            );
+            return Err(ConfigError::Value {
+                gpu: 0,
+                field: "mig",
+                why,
+            });
+        }
+        Ok(())
+    }
+}
+
+impl Gpu {
+    /// The PCI bus id: the configured one, or one made from the GPU's position.
+    pub fn bus_id(&self, position: usize) -> String {
+        self.pci
+            .clone()
+            .unwrap_or_else(|| format!("00000000:{:02X}:00.0", 0x17 + position))
+    }
+}
+
+/// The 16 bytes of a UUID with the given prefix; none if it is malformed.
+pub fn uuid_bytes(text: &str, prefix: &str) -> Option<[u8; 16]> {
+    let groups: Vec<&str> = text.strip_prefix(prefix)?.split('-').collect();
+    if groups.iter().map(|group| group.len()).ne([8, 4, 4, 4, 12]) {
+        return None;
+    }
+    let digits = groups.concat();
+    u128::from_str_radix(&digits, 16)
+        .ok()
+        .map(u128::to_be_bytes)
+}
+
+/// Bytes of a quantity: a plain number, or one with `Ki`, `Mi`, `Gi` or `Ti`.
+pub fn parse_quantity(text: &str) -> Option<u64> {
+    let digits = text.trim_end_matches(|letter: char| letter.is_ascii_alphabetic());
+    let shift = match &text[digits.len()..] {
+        "" => 0,
+        "Ki" => 10,
+        "Mi" => 20,
+        "Gi" => 30,
+        "Ti" => 40,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+fn quantity<'de, D: Deserializer<'de>>(deserializer: D) -> Result<u64, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    parse_quantity(&text).ok_or_else(|| {
+        D::Error::custom(format!(
+            "`{text}` is not an amount of bytes such as \"16Gi\""
+        ))
+    })
+}
+
+impl<'de> Deserialize<'de> for Version {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        text.split_once('.')
+            .and_then(|(major, minor)| {
+                Some(Version {
+                    major: major.parse().ok()?,
+                    minor: minor.parse().ok()?,
+                })
+            })
+            .ok_or_else(|| D::Error::custom(format!("`{text}` is not a version such as \"13.0\"")))
+    }
+}
+
+fn default_driver_version() -> String {
+    "580.95.05".to_owned()
+}
+fn default_cuda_version() -> Version {
+    Version {
+        major: 13,
+        minor: 0,
+    }
+}
+fn default_capability() -> Version {
+    Version { major: 9, minor: 0 }
+}
+fn default_context() -> u64 {
+    518 << 20
+}
+fn default_client() -> u64 {
+    4 << 20
+}
+fn default_multiprocessors() -> u32 {
+    132
+}
+fn yes() -> bool {
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CARD: &str = "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"GPU-00000000-0000-0000-0000-000000000001\"\n\
+                        memory = \"16Gi\"\nminor = 0\n";
+
+    #[test]
+    fn a_card_needs_only_name_uuid_memory_and_minor() {
+        let config = Config::parse(CARD).unwrap();
+        assert_eq!(config.gpu[0].memory, 16 << 30);
+        assert_eq!(config.context, 518 << 20);
+        assert_eq!(
+            config.cuda_version,
+            Version {
+                major: 13,
+                minor: 0
+            }
+        );
+    }
+
+    #[test]
+    fn an_unknown_field_is_an_error_that_names_it() {
+        let error = Config::parse(&format!("{CARD}memroy = \"1Gi\"\n"))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("memroy"), "{error}");
+    }
+
+    #[test]
+    fn a_bad_amount_is_an_error_that_shows_it() {
+        let error = Config::parse(&CARD.replace("16Gi", "16GB"))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("16GB") && error.contains("memory"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn two_cards_cannot_share_a_uuid() {
+        let error = Config::parse(&format!("{CARD}{}", CARD.replace("minor = 0", "minor = 1")))
+            .unwrap_err();
+        assert!(error.to_string().starts_with("gpu[1].uuid"), "{error}");
+    }
+
+    #[test]
+    fn instances_cannot_have_more_than_their_card() {
+        let mig = "[[gpu.mig]]\nprofile = \"7g.141gb\"\nuuid = \"MIG-00000000-0000-0000-0000-000000000002\"\nmemory = \"17Gi\"\n";
+        let error = Config::parse(&format!("{CARD}{mig}")).unwrap_err();
+        assert!(
+            error.to_string().starts_with("gpu[0].mig.memory"),
+            "{error}"
+        );
+    }
+}

@@ -1,0 +1,175 @@
+//! The folder that holds a simulated machine: its paths, and how it is laid out.
+
+use crate::config::{Config, ConfigError};
+use crate::table::{Table, TableError};
+use std::ffi::CString;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// Where a machine's files are.
+#[derive(Debug, Clone)]
+pub struct Folder(PathBuf);
+
+/// Why a folder could not be laid out.
+#[derive(Debug, thiserror::Error)]
+pub enum InitError {
+    /// The configuration was refused.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The table could not be made.
+    #[error(transparent)]
+    Table(#[from] TableError),
+    /// A file could not be made.
+    #[error("{step} {path}")]
+    Io {
+        /// What was being done.
+        step: &'static str,
+        /// To which file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A library is neither of the two.
+    #[error("{0} is neither libbursar_sim_cuda.so nor libbursar_sim_nvml.so")]
+    UnknownLibrary(PathBuf),
+}
+
+impl Folder {
+    /// A folder at this path, which need not exist.
+    pub fn at(path: impl Into<PathBuf>) -> Folder {
+        Folder(path.into())
+    }
+
+    /// The folder itself.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+    /// The configuration.
+    pub fn config(&self) -> PathBuf {
+        self.0.join("config.toml")
+    }
+    /// The shared table.
+    pub fn table(&self) -> PathBuf {
+        self.0.join("state/table")
+    }
+    /// One locked byte per living image.
+    pub fn images_lock(&self) -> PathBuf {
+        self.0.join("state/images.lock")
+    }
+    /// One locked byte per living image, for its pid.
+    pub fn pids_lock(&self) -> PathBuf {
+        self.0.join("state/pids.lock")
+    }
+    /// The file of a shared allocation.
+    pub fn object(&self, id: u64) -> PathBuf {
+        self.0.join(format!("state/mem/{id:016x}"))
+    }
+    /// What freed memory of a unit held last, with scrubbing off.
+    pub fn residue(&self, unit: usize) -> PathBuf {
+        self.0.join(format!("state/residue-{unit}"))
+    }
+    /// The log of calls that the libraries do not know.
+    pub fn log(&self) -> PathBuf {
+        self.0.join("state/log")
+    }
+    /// The device nodes.
+    pub fn dev(&self) -> PathBuf {
+        self.0.join("dev")
+    }
+    /// The folder that holds the two libraries.
+    pub fn libraries(&self) -> PathBuf {
+        self.0.join("driver/usr/lib/x86_64-linux-gnu")
+    }
+
+    /// Lays the folder out: configuration, empty state, device nodes, and copies of `libraries`.
+    /// What was there before is forgotten; processes that run over it keep the old state.
+    ///
+    /// # Errors
+    /// A bad configuration, or a file that cannot be written; the message says which.
+    pub fn init(&self, config: &Path, libraries: &[PathBuf]) -> Result<(), InitError> {
+        let parsed = Config::read(config)?;
+        let _ = std::fs::remove_dir_all(self.0.join("state"));
+        for folder in [
+            "state",
+            "state/mem",
+            "dev",
+            "driver/usr/lib/x86_64-linux-gnu",
+        ] {
+            make_folder(&self.0.join(folder))?;
+        }
+        let text = std::fs::read(config).map_err(io_error("reading", config))?;
+        write(&self.config(), &text)?;
+        for file in [self.images_lock(), self.pids_lock(), self.log()] {
+            write(&file, b"")?;
+            open_to_all(&file, 0o666)?;
+        }
+        for mode in [
+            (self.0.join("state"), 0o777),
+            (self.0.join("state/mem"), 0o777),
+        ] {
+            open_to_all(&mode.0, mode.1)?;
+        }
+        Table::create(&self.table(), &parsed)?;
+        let nodes = parsed.gpu.iter().map(|gpu| format!("nvidia{}", gpu.minor));
+        for node in nodes.chain(["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"].map(str::to_owned))
+        {
+            make_node(&self.dev().join(node))?;
+        }
+        libraries
+            .iter()
+            .try_for_each(|library| self.install(library))
+    }
+
+    fn install(&self, library: &Path) -> Result<(), InitError> {
+        let name = match library.file_name().and_then(|name| name.to_str()) {
+            Some("libbursar_sim_cuda.so" | "libcuda.so.1") => "libcuda.so.1",
+            Some("libbursar_sim_nvml.so" | "libnvidia-ml.so.1") => "libnvidia-ml.so.1",
+            _ => return Err(InitError::UnknownLibrary(library.to_owned())),
+        };
+        // A new file and a rename: a process that runs over the old one keeps it.
+        let (target, fresh) = (
+            self.libraries().join(name),
+            self.libraries().join(format!(".{name}")),
+        );
+        std::fs::copy(library, &fresh).map_err(io_error("copying", library))?;
+        std::fs::rename(&fresh, &target).map_err(io_error("renaming to", &target))
+    }
+}
+
+fn io_error(step: &'static str, path: &Path) -> impl FnOnce(io::Error) -> InitError {
+    let path = path.to_owned();
+    move |source| InitError::Io { step, path, source }
+}
+
+fn make_folder(path: &Path) -> Result<(), InitError> {
+    std::fs::create_dir_all(path).map_err(io_error("creating", path))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), InitError> {
+    std::fs::write(path, bytes).map_err(io_error("writing", path))
+}
+
+fn open_to_all(path: &Path, mode: u32) -> Result<(), InitError> {
+    let mode = std::fs::Permissions::from_mode(mode);
+    std::fs::set_permissions(path, mode).map_err(io_error("changing the mode of", path))
+}
+
+/// A character device that is `/dev/null` underneath: real enough to be mounted as a device. Where the
+/// system does not let us make one, a plain file: the libraries only ask whether the node exists.
+fn make_node(path: &Path) -> Result<(), InitError> {
+    let name = CString::new(path.as_os_str().as_bytes())
+        .map_err(|_| io_error("naming", path)(io::Error::from(io::ErrorKind::InvalidInput)))?;
+    let _ = std::fs::remove_file(path);
+    // SAFETY: `name` is a NUL-terminated string that lives through the call.
+    let made = unsafe { libc::mknod(name.as_ptr(), libc::S_IFCHR | 0o666, libc::makedev(1, 3)) };
+    if made != 0 {
+        let error = io::Error::last_os_error();
+        if error.raw_os_error() != Some(libc::EPERM) {
+            return Err(io_error("making", path)(error));
+        }
+        write(path, b"")?;
+    }
+    open_to_all(path, 0o666)
+}

@@ -1,0 +1,107 @@
+//! Byte locks that the kernel drops: of an open file description, and of a process.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::Path;
+
+/// Opens a lock file for reading and writing, closed by `execve`.
+///
+/// # Errors
+/// What the system said.
+pub fn open(path: &Path) -> io::Result<File> {
+    std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(path)
+}
+
+fn request(kind: libc::c_int, start: u64, len: u64) -> libc::flock {
+    // SAFETY: `flock` is plain data, for which zero is a valid value.
+    let mut lock: libc::flock = unsafe { std::mem::zeroed() };
+    lock.l_type = kind as libc::c_short;
+    lock.l_whence = libc::SEEK_SET as libc::c_short;
+    lock.l_start = start as libc::off_t;
+    lock.l_len = len as libc::off_t;
+    lock
+}
+
+fn fcntl(file: &File, command: libc::c_int, lock: &mut libc::flock) -> io::Result<()> {
+    // SAFETY: the descriptor is open, and `lock` is a `flock` that the kernel reads and writes.
+    match unsafe { libc::fcntl(file.as_raw_fd(), command, lock) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+/// Locks one byte for this description alone; false when another has it.
+///
+/// # Errors
+/// What the system said, other than that the byte is taken.
+pub fn hold_alone(file: &File, byte: u64) -> io::Result<bool> {
+    match fcntl(
+        file,
+        libc::F_OFD_SETLK,
+        &mut request(libc::F_WRLCK, byte, 1),
+    ) {
+        Ok(()) => Ok(true),
+        Err(error) if matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES)) => {
+            Ok(false)
+        }
+        Err(error) => Err(error),
+    }
+}
+
+/// Locks one byte together with every other description that does the same.
+///
+/// # Errors
+/// What the system said.
+pub fn hold_shared(file: &File, byte: u64) -> io::Result<()> {
+    fcntl(
+        file,
+        libc::F_OFD_SETLK,
+        &mut request(libc::F_RDLCK, byte, 1),
+    )
+}
+
+/// A byte in `start..start + len` (0: to the end) that another description holds.
+///
+/// # Errors
+/// What the system said.
+pub fn holder_in(file: &File, start: u64, len: u64) -> io::Result<Option<u64>> {
+    let mut lock = request(libc::F_WRLCK, start, len);
+    fcntl(file, libc::F_OFD_GETLK, &mut lock)?;
+    Ok((lock.l_type != libc::F_UNLCK as libc::c_short).then_some(lock.l_start as u64))
+}
+
+/// Locks one byte for this process, so that [`pid_of`] finds it. It is dropped when the process closes
+/// any descriptor of the file, and a forked child does not have it.
+///
+/// # Errors
+/// What the system said.
+pub fn sign(file: &File, byte: u64) -> io::Result<()> {
+    fcntl(file, libc::F_SETLK, &mut request(libc::F_WRLCK, byte, 1))
+}
+
+/// The process that signed a byte, as this process's pid namespace numbers it; none when nobody did, or
+/// when it has no number here. The caller's own signature is invisible to it.
+///
+/// # Errors
+/// What the system said.
+pub fn pid_of(file: &File, byte: u64) -> io::Result<Option<u32>> {
+    let mut lock = request(libc::F_WRLCK, byte, 1);
+    fcntl(file, libc::F_GETLK, &mut lock)?;
+    let held = lock.l_type != libc::F_UNLCK as libc::c_short;
+    Ok(u32::try_from(lock.l_pid)
+        .ok()
+        .filter(|pid| held && *pid != 0))
+}
+
+/// The inode that names this process's pid namespace.
+///
+/// # Errors
+/// `/proc` is not there.
+pub fn pid_namespace() -> io::Result<u64> {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::metadata("/proc/self/ns/pid").map(|namespace| namespace.ino())
+}

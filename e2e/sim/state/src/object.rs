@@ -1,0 +1,336 @@
+//! A shared allocation: a sparse file that lives as long as anything refers to it.
+//!
+//! Every reference is an open file description that locks one byte of the file: byte 0 for the process that
+//! made it, byte 1 for an exported descriptor (which may be in a socket, in another process, anywhere), byte
+//! 2 + n for an importer that is image n. A handle or mapping keeps its description by a mapping, so that it
+//! takes no descriptor. The kernel drops a lock with the last thing that pins its description (F4).
+
+use crate::image::Image;
+use crate::sim::{Sim, SimError};
+use crate::table::{Books, MAX_OBJECTS, RawObject};
+use std::fs::File;
+use std::io::Write as _;
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::sync::atomic::Ordering::Relaxed;
+
+const CREATOR: u64 = 0;
+const EXPORT: u64 = 1;
+const IMPORTER: u64 = 2;
+
+/// A shared allocation, by name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Object {
+    /// Its name, never used twice.
+    pub id: u64,
+    /// The unit that it takes memory of.
+    pub unit: usize,
+    /// Bytes.
+    pub size: u64,
+    /// Whether this process made it.
+    pub mine: bool,
+}
+
+/// Keeps an object alive; a page of address space, no descriptor.
+#[derive(Debug)]
+pub struct Hold(*mut libc::c_void);
+
+// SAFETY: an address that only `drop` uses.
+unsafe impl Send for Hold {}
+// SAFETY: as above.
+unsafe impl Sync for Hold {}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `pin` with this size, and nobody else knows it.
+        unsafe { libc::munmap(self.0, PAGE) };
+    }
+}
+
+const PAGE: usize = 4096;
+
+/// Who refers to an object, besides the one who asks.
+#[derive(Debug, Default)]
+pub(crate) struct Holders {
+    creator: Option<usize>,
+    made: bool,
+    exported: bool,
+    importers: Vec<usize>,
+}
+
+impl Holders {
+    pub(crate) fn of(sim: &Sim, object: &RawObject) -> Holders {
+        let path = sim.folder.object(object.id.load(Relaxed));
+        let Ok(file) = crate::lock::open(&path) else {
+            return Holders::default();
+        };
+        let held = |start, len| crate::lock::holder_in(&file, start, len).ok().flatten();
+        let number = object.creator.load(Relaxed) as usize;
+        let same = sim.table.raw().images[number].serial.load(Relaxed)
+            == object.creator_serial.load(Relaxed);
+        let made = held(CREATOR, 1).is_some();
+        let mut importers = Vec::new();
+        let mut ranges = vec![(IMPORTER, crate::table::MAX_IMAGES as u64)];
+        while let Some((start, len)) = ranges.pop() {
+            let Some(byte) = (len > 0).then(|| held(start, len)).flatten() else {
+                continue;
+            };
+            importers.push((byte - IMPORTER) as usize);
+            ranges.push((start, byte - start));
+            ranges.push((byte + 1, start + len - byte - 1));
+        }
+        Holders {
+            creator: same.then_some(number),
+            made,
+            exported: held(EXPORT, 1).is_some(),
+            importers,
+        }
+    }
+
+    /// The one image that refers to it, if there is one and nothing else (F5).
+    pub(crate) fn only(&self) -> Option<usize> {
+        match (self.made, self.exported, self.importers.as_slice()) {
+            (true, false, []) => self.creator,
+            (false, false, [one]) => Some(*one),
+            _ => None,
+        }
+    }
+}
+
+impl Object {
+    /// Makes an object and takes its memory.
+    ///
+    /// # Errors
+    /// [`SimError::OutOfMemory`], or its file cannot be made.
+    pub fn create(
+        sim: &Sim,
+        image: &Image,
+        unit: usize,
+        size: u64,
+    ) -> Result<(Object, Hold), SimError> {
+        let books = sim.table.lock();
+        let free = books
+            .raw()
+            .objects
+            .iter()
+            .position(|place| place.used.load(Relaxed) == 0);
+        let number = free.ok_or(SimError::Full(MAX_OBJECTS))?;
+        books.reserve(sim, unit, size)?;
+        let id = books.raw().next_id.fetch_add(1, Relaxed) + 1;
+        let object = Object {
+            id,
+            unit,
+            size,
+            mine: true,
+        };
+        match object.make_file(sim, image) {
+            Ok((hold, inode)) => {
+                object.enter(&books, number, image, inode);
+                Ok((object, hold))
+            }
+            Err(error) => {
+                books.raw().units[unit].used.fetch_sub(size, Relaxed);
+                Err(error)
+            }
+        }
+    }
+
+    fn make_file(&self, sim: &Sim, image: &Image) -> Result<(Hold, u64), SimError> {
+        let path = sim.folder.object(self.id);
+        let at = |step| {
+            let path = path.clone();
+            move |source| SimError::Io { step, path, source }
+        };
+        let mut file = File::options()
+            .read(true)
+            .write(true)
+            .create_new(true)
+            .open(&path)
+            .map_err(at("creating"))?;
+        // Containers of other users import it.
+        file.set_permissions(std::fs::Permissions::from_mode(0o666))
+            .map_err(at("opening to all"))?;
+        file.write_all(&crate::residue::take(sim, self.unit, self.size))
+            .map_err(at("writing"))?;
+        file.set_len(self.size).map_err(at("sizing"))?;
+        let inode = file.metadata().map_err(at("asking"))?.ino();
+        crate::lock::hold_shared(&file, self.role(image)).map_err(at("locking"))?;
+        Ok((pin(&file).map_err(at("mapping"))?, inode))
+    }
+
+    fn enter(&self, books: &Books<'_>, number: usize, image: &Image, inode: u64) {
+        let place = &books.raw().objects[number];
+        place.unit.store(self.unit as u32, Relaxed);
+        place.id.store(self.id, Relaxed);
+        place.size.store(self.size, Relaxed);
+        place.inode.store(inode, Relaxed);
+        place.creator.store(image.number() as u32, Relaxed);
+        place.creator_serial.store(image.serial(), Relaxed);
+        place.used.store(1, Relaxed);
+        let high = &books.raw().objects_high;
+        high.fetch_max(number as u32 + 1, Relaxed);
+    }
+
+    fn role(&self, image: &Image) -> u64 {
+        if self.mine {
+            CREATOR
+        } else {
+            IMPORTER + image.number() as u64
+        }
+    }
+
+    /// Finds the object of a descriptor that somebody exported.
+    ///
+    /// # Errors
+    /// [`SimError::NotAnObject`].
+    pub fn of_descriptor(sim: &Sim, file: &File) -> Result<Object, SimError> {
+        let inode = file.metadata().map_err(|_| SimError::NotAnObject)?.ino();
+        let books = sim.table.lock();
+        let found = books
+            .objects()
+            .find(|(_, place)| place.inode.load(Relaxed) == inode);
+        let (_, place) = found.ok_or(SimError::NotAnObject)?;
+        let object = read(place);
+        // Another file system may use the same number.
+        let path = sim.folder.object(object.id);
+        let same = std::fs::metadata(path)
+            .is_ok_and(|there| file.metadata().is_ok_and(|here| here.dev() == there.dev()));
+        if same {
+            Ok(object)
+        } else {
+            Err(SimError::NotAnObject)
+        }
+    }
+
+    /// Finds an object by its name, as an IPC handle carries it.
+    ///
+    /// # Errors
+    /// [`SimError::NotAnObject`]: it is gone.
+    pub fn named(sim: &Sim, id: u64) -> Result<Object, SimError> {
+        let books = sim.table.lock();
+        books.collect(sim);
+        let found = books
+            .objects()
+            .find(|(_, place)| place.id.load(Relaxed) == id);
+        found
+            .map(|(_, place)| read(place))
+            .ok_or(SimError::NotAnObject)
+    }
+
+    /// Refers to the object.
+    ///
+    /// # Errors
+    /// Its file is gone or cannot be locked.
+    pub fn hold(&self, sim: &Sim, image: &Image) -> Result<Hold, SimError> {
+        let file = self.open(sim, self.role(image))?;
+        pin(&file).map_err(|source| SimError::Io {
+            step: "mapping",
+            path: sim.folder.object(self.id),
+            source,
+        })
+    }
+
+    /// A descriptor of the object for others (F4: it alone keeps the memory).
+    ///
+    /// # Errors
+    /// Its file is gone or cannot be locked.
+    pub fn export(&self, sim: &Sim) -> Result<OwnedFd, SimError> {
+        self.open(sim, EXPORT).map(OwnedFd::from)
+    }
+
+    /// Maps `len` bytes from `offset` over address space that the caller owns, without access. The mapping
+    /// is a reference.
+    ///
+    /// # Safety
+    /// `address..address + len` is the caller's to replace.
+    ///
+    /// # Errors
+    /// Its file is gone, or the kernel refuses the mapping.
+    pub unsafe fn map_over(
+        &self,
+        sim: &Sim,
+        image: &Image,
+        address: u64,
+        len: u64,
+        offset: u64,
+        access: i32,
+    ) -> Result<(), SimError> {
+        let file = self.open(sim, self.role(image))?;
+        let (flags, at) = (
+            libc::MAP_SHARED | libc::MAP_FIXED,
+            address as *mut libc::c_void,
+        );
+        // SAFETY: the caller owns that address space; the file is open and long enough.
+        let mapped = unsafe {
+            libc::mmap(
+                at,
+                len as usize,
+                access,
+                flags,
+                file.as_raw_fd(),
+                offset as libc::off_t,
+            )
+        };
+        if mapped == libc::MAP_FAILED {
+            let source = std::io::Error::last_os_error();
+            return Err(SimError::Io {
+                step: "mapping",
+                path: sim.folder.object(self.id),
+                source,
+            });
+        }
+        Ok(())
+    }
+
+    /// Frees the object now if the caller's reference was the last.
+    pub fn let_go(&self, sim: &Sim) {
+        let books = sim.table.lock();
+        if let Some((_, place)) = books
+            .objects()
+            .find(|(_, place)| place.id.load(Relaxed) == self.id)
+        {
+            books.collect_object(sim, place);
+        }
+    }
+
+    /// Opens the file and locks a byte, with the books held: a collector that found no lock must not remove
+    /// the file in between.
+    fn open(&self, sim: &Sim, byte: u64) -> Result<File, SimError> {
+        let path = sim.folder.object(self.id);
+        let at = |step| {
+            let path = path.clone();
+            move |source| SimError::Io { step, path, source }
+        };
+        let _books = sim.table.lock();
+        let file = crate::lock::open(&path).map_err(at("opening"))?;
+        crate::lock::hold_shared(&file, byte).map_err(at("locking"))?;
+        Ok(file)
+    }
+}
+
+fn read(place: &RawObject) -> Object {
+    Object {
+        id: place.id.load(Relaxed),
+        unit: place.unit.load(Relaxed) as usize,
+        size: place.size.load(Relaxed),
+        mine: false,
+    }
+}
+
+fn pin(file: &File) -> std::io::Result<Hold> {
+    // SAFETY: a new mapping without access, at an address of the kernel's choice.
+    let page = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            PAGE,
+            libc::PROT_NONE,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    if page == libc::MAP_FAILED {
+        return Err(std::io::Error::last_os_error());
+    }
+    Ok(Hold(page))
+}

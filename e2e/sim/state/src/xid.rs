@@ -1,0 +1,89 @@
+//! XID events: told once, seen by every reader.
+
+use crate::sim::Sim;
+use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
+use std::time::{Duration, Instant};
+
+/// One XID event. The codes are NVIDIA's XID catalogue's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Xid {
+    /// The unit that it happened on.
+    pub unit: usize,
+    /// As 31 (illegal address), 43 (application), 79 (fell off the bus).
+    pub code: u32,
+    /// The process that it names, 0 for none. A container's own process names itself as it knows itself.
+    pub pid: u32,
+}
+
+impl Sim {
+    /// How many events there were so far: where a new reader starts.
+    pub fn xids_seen(&self) -> u32 {
+        self.table.raw().xids_seen.load(Acquire)
+    }
+
+    /// Tells an event to every reader.
+    pub fn raise_xid(&self, xid: Xid) {
+        let books = self.table.lock();
+        let raw = books.raw();
+        let number = raw.xids_seen.load(Relaxed);
+        let place = &raw.xids[Sim::xid_place(number)];
+        place.unit.store(xid.unit as u32, Relaxed);
+        place.code.store(xid.code, Relaxed);
+        place.pid.store(xid.pid, Relaxed);
+        raw.xids_seen.store(number.wrapping_add(1), Release);
+        // SAFETY: a futex word in a mapping that lives as long as `self`.
+        unsafe {
+            libc::syscall(
+                libc::SYS_futex,
+                raw.xids_seen.as_ptr(),
+                libc::FUTEX_WAKE,
+                i32::MAX,
+            )
+        };
+    }
+
+    /// The next event after the first `seen`, which it counts up; none after `timeout`. A reader that is
+    /// more than [`crate::table::MAX_XIDS`] behind misses the oldest.
+    pub fn wait_xid(&self, seen: &mut u32, timeout: Duration) -> Option<Xid> {
+        let end = Instant::now() + timeout;
+        loop {
+            if let Some(xid) = self.next_xid(seen) {
+                return Some(xid);
+            }
+            let left = end.checked_duration_since(Instant::now())?;
+            let wait = libc::timespec {
+                tv_sec: left.as_secs() as i64,
+                tv_nsec: i64::from(left.subsec_nanos()),
+            };
+            let word = self.table.raw().xids_seen.as_ptr();
+            // SAFETY: as above; the kernel reads `wait` before it returns.
+            unsafe { libc::syscall(libc::SYS_futex, word, libc::FUTEX_WAIT, *seen, &wait) };
+        }
+    }
+
+    fn next_xid(&self, seen: &mut u32) -> Option<Xid> {
+        let books = self.table.lock();
+        let now = books.raw().xids_seen.load(Relaxed);
+        if now == *seen {
+            return None;
+        }
+        let oldest = now.wrapping_sub(crate::table::MAX_XIDS as u32);
+        if now.wrapping_sub(*seen) > crate::table::MAX_XIDS as u32 {
+            *seen = oldest;
+        }
+        let place = &books.raw().xids[Sim::xid_place(*seen)];
+        *seen = seen.wrapping_add(1);
+        Some(Xid {
+            unit: place.unit.load(Relaxed) as usize,
+            code: place.code.load(Relaxed),
+            pid: place.pid.load(Relaxed),
+        })
+    }
+
+    /// The last events, oldest first.
+    pub fn recent_xids(&self, most: u32) -> Vec<Xid> {
+        let now = self.xids_seen();
+        let mut seen = now.wrapping_sub(most.min(now));
+        std::iter::from_fn(|| self.next_xid(&mut seen)).collect()
+    }
+}
