@@ -10,5 +10,6 @@ pub mod inventory;
 pub mod kubelet;
 pub mod ledger;
 pub mod pods;
+pub mod sessions;
 pub mod shim_files;
 pub mod units;

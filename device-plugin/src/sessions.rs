@@ -1,0 +1,295 @@
+//! Serves every allocation's socket and keeps its credit.
+//!
+//! ```text
+//! Sessions -- one task per allocation (allocation) -- one task per process (conversation)
+//!                      |                                        |
+//!                      +------ Container: credit (pure), pages, processes ------+
+//! ```
+//!
+//! A process is known from its first hello until its pidfd says that it died; closing the socket
+//! ends nothing. What it was granted is then *retired*: it stays charged until [`DriverCharges`]
+//! no longer shows that the driver charges the process (a forked child can keep its memory).
+//! Grants are on record in `<run-dir>/sessions/<id>.json` before a process learns of them, so that
+//! an agent that starts again never grants them twice; the shim says hello again when it next needs
+//! the agent.
+
+mod allocation;
+mod container;
+mod conversation;
+mod credit;
+mod life;
+mod peer;
+mod record;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::net::UnixListener;
+use tokio::task::AbortHandle;
+
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use container::Container;
+
+pub use credit::Credit;
+pub use peer::{Cgroups, Membership, Process};
+
+/// The processes of one container that are served at the same time. A container with more gets
+/// `Goodbye`, and its further processes no memory.
+pub const MAX_PROCESSES: usize = 512;
+
+/// What a container may use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Served {
+    /// Names the socket's folder.
+    pub allocation: AllocationId,
+    /// The pod that every peer must belong to.
+    pub pod: PodUid,
+    /// The GPUs, and how much of each.
+    pub gpus: Vec<(GpuUuid, Bytes)>,
+    /// Managed memory; zero is none.
+    pub managed: Bytes,
+}
+
+/// What a memory account counts.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Account {
+    /// One GPU's memory.
+    Gpu(GpuUuid),
+    /// CUDA managed memory.
+    Managed,
+}
+
+/// One account of one container, at a moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Usage {
+    /// The container's allocation.
+    pub allocation: AllocationId,
+    /// Which memory.
+    pub account: Account,
+    /// What the container may use.
+    pub quota: Bytes,
+    /// What its living processes may use without asking.
+    pub granted: Bytes,
+    /// What they say that they use, never more than was granted.
+    pub used: Bytes,
+    /// What dead processes had been granted and the driver may still charge.
+    pub retired: Bytes,
+    /// The most that was ever granted and retired together.
+    pub peak: Bytes,
+    /// Allocations that were denied.
+    pub denied: u64,
+    /// Living processes that said hello.
+    pub processes: usize,
+}
+
+/// What the driver charges to processes: NVML, in the agent.
+pub trait DriverCharges: Send + Sync + 'static {
+    /// What the driver charges `pid` on `gpu`: zero when the driver does not list the process,
+    /// `None` when it cannot be told now. It may block.
+    fn charged(&self, gpu: &GpuUuid, pid: u32) -> Option<Bytes>;
+}
+
+/// What went wrong with an allocation's socket.
+#[derive(Debug, thiserror::Error)]
+pub enum SessionsError {
+    /// The folder or the socket in it could not be made.
+    #[error("serve {}: {source}", path.display())]
+    Serve {
+        /// The socket or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The folder could not be removed.
+    #[error("remove {}: {source}", path.display())]
+    Remove {
+        /// The folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Nothing is served under this name.
+    #[error("allocation {0} is not served")]
+    Unknown(AllocationId),
+    /// More accounts than a credit page has.
+    #[error("allocation {allocation} has {gpus} GPUs: more than a credit page has accounts")]
+    TooManyGpus {
+        /// The allocation.
+        allocation: AllocationId,
+        /// Its GPUs.
+        gpus: usize,
+    },
+}
+
+/// The sockets of this node's allocations. Dropping it stops serving and leaves the folders.
+pub struct Sessions {
+    run_dir: PathBuf,
+    charges: Arc<dyn DriverCharges>,
+    membership: Arc<dyn Membership>,
+    running: Mutex<BTreeMap<AllocationId, Running>>,
+}
+
+struct Running {
+    container: Arc<Mutex<Container>>,
+    task: AbortHandle,
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Sessions {
+    /// Serves below `run_dir`. Must be dropped inside the runtime that it serves on.
+    pub fn new(
+        run_dir: PathBuf,
+        charges: Arc<dyn DriverCharges>,
+        membership: Arc<dyn Membership>,
+    ) -> Sessions {
+        Sessions {
+            run_dir,
+            charges,
+            membership,
+            running: Mutex::default(),
+        }
+    }
+
+    /// The folder of the allocations' folders: what a CDI device mounts one of.
+    pub fn alloc_dir(run_dir: &Path) -> PathBuf {
+        run_dir.join("alloc")
+    }
+
+    /// Serves an allocation from now on; one that is served already goes on as it is. After a
+    /// restart of the agent the processes that were known are charged at once.
+    ///
+    /// # Errors
+    /// [`SessionsError::Serve`] when the folder or the socket cannot be made.
+    pub async fn serve(&self, served: Served) -> Result<(), SessionsError> {
+        let allocation = served.allocation;
+        if lock(&self.running).contains_key(&allocation) {
+            return Ok(());
+        }
+        if served.gpus.len() >= bursar_protocol::page::MAX_SLOTS {
+            return Err(SessionsError::TooManyGpus {
+                allocation,
+                gpus: served.gpus.len(),
+            });
+        }
+        let folder = self.folder(&allocation);
+        let socket = folder.join(bursar_protocol::SOCKET_NAME);
+        let listener = listen(&folder, &socket).map_err(|source| SessionsError::Serve {
+            path: socket.clone(),
+            source,
+        })?;
+        let record = record::Record::at(self.record_path(&allocation)).map_err(|source| {
+            SessionsError::Serve {
+                path: self.record_path(&allocation),
+                source,
+            }
+        })?;
+        let (container, known) = Container::restore(served, record, self.membership.as_ref());
+        let container = Arc::new(Mutex::new(container));
+        let task = allocation::Task {
+            container: Arc::clone(&container),
+            charges: Arc::clone(&self.charges),
+            membership: Arc::clone(&self.membership),
+        };
+        let task = tokio::spawn(task.run(listener, known)).abort_handle();
+        // A second serve of the same allocation at the same time: the later listener has replaced
+        // the earlier's socket, so the later one stays.
+        lock(&self.running).insert(allocation, Running { container, task });
+        Ok(())
+    }
+
+    /// Ends an allocation: its pod is gone. One that is not served is ended already.
+    ///
+    /// # Errors
+    /// [`SessionsError::Remove`] when its folder cannot be removed.
+    pub async fn end(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
+        drop(lock(&self.running).remove(allocation));
+        for path in [self.folder(allocation), self.record_path(allocation)] {
+            let removed = if path.is_dir() {
+                std::fs::remove_dir_all(&path)
+            } else {
+                std::fs::remove_file(&path)
+            };
+            match removed {
+                Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                    return Err(SessionsError::Remove { path, source });
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Sets an account's quota while the container runs. Below what is granted nothing is taken
+    /// away; nothing more is granted until frees have caught up.
+    ///
+    /// # Errors
+    /// [`SessionsError::Unknown`].
+    pub fn resize(
+        &self,
+        allocation: &AllocationId,
+        account: &Account,
+        quota: Bytes,
+    ) -> Result<(), SessionsError> {
+        let running = lock(&self.running);
+        let running = running
+            .get(allocation)
+            .ok_or(SessionsError::Unknown(*allocation))?;
+        lock(&running.container).resize(account, quota);
+        Ok(())
+    }
+
+    /// Every account of every allocation that is served.
+    pub fn usage(&self) -> Vec<Usage> {
+        let running = lock(&self.running);
+        running
+            .values()
+            .flat_map(|running| lock(&running.container).usage())
+            .collect()
+    }
+
+    fn folder(&self, allocation: &AllocationId) -> PathBuf {
+        Sessions::alloc_dir(&self.run_dir).join(allocation.to_string())
+    }
+
+    fn record_path(&self, allocation: &AllocationId) -> PathBuf {
+        self.run_dir
+            .join("sessions")
+            .join(format!("{allocation}.json"))
+    }
+}
+
+/// Any user of the container may connect; its cgroup is what counts.
+fn listen(folder: &Path, socket: &Path) -> io::Result<UnixListener> {
+    use std::os::unix::fs::PermissionsExt;
+    let mode =
+        |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
+    std::fs::create_dir_all(folder)?;
+    mode(folder, 0o755)?;
+    // Bound under another name and moved: a shim that connects finds a socket that is served, or
+    // the old one, never none.
+    let fresh = folder.join(".agent.sock.new");
+    match std::fs::remove_file(&fresh) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = UnixListener::bind(&fresh)?;
+    mode(&fresh, 0o666)?;
+    std::fs::rename(&fresh, socket)?;
+    Ok(listener)
+}
+
+/// A panic while a lock is held leaves plain counters: they are usable, and the agent's other
+/// containers must not suffer.
+fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests;

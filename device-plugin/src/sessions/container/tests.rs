@@ -1,0 +1,303 @@
+use super::*;
+use crate::units::PodUid;
+
+const MIB: u64 = 1 << 20;
+
+/// Processes with a pid below 1000 live in the container "a", below 2000 in "b"; others are foreign.
+struct Host;
+
+impl Membership for Host {
+    fn process(&self, pid: u32) -> Option<Process> {
+        (pid != 666).then_some(Process { pid, start: 1 })
+    }
+
+    fn container(&self, pid: u32, _pod: &PodUid) -> Option<String> {
+        match pid {
+            0..1000 => Some("a".to_owned()),
+            1000..2000 => Some("b".to_owned()),
+            _ => None,
+        }
+    }
+}
+
+struct Fixture {
+    folder: tempfile::TempDir,
+    quota: Bytes,
+}
+
+impl Fixture {
+    fn with_quota(quota: Bytes) -> Fixture {
+        Fixture {
+            folder: tempfile::tempdir().unwrap(),
+            quota,
+        }
+    }
+
+    fn start(&self) -> Container {
+        self.restart().0
+    }
+
+    fn restart(&self) -> (Container, Vec<Known>) {
+        let served = Served {
+            allocation: "00000000000000aa".parse().unwrap(),
+            pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+            gpus: vec![("GPU-aaaa".parse().unwrap(), self.quota)],
+            managed: Bytes::ZERO,
+        };
+        Container::restore(
+            served,
+            Record::at(self.folder.path().join("record.json")).unwrap(),
+            &Host,
+        )
+    }
+}
+
+fn hello(container: &mut Container, pid: u32, image: u64) -> Result<CreditPage, Reason> {
+    hello_with(container, pid, image, &[])
+}
+
+fn hello_with(
+    container: &mut Container,
+    pid: u32,
+    image: u64,
+    holdings: &[Holding],
+) -> Result<CreditPage, Reason> {
+    let admitted = container.hello(Process { pid, start: 1 }, image, holdings, &Host)?;
+    Ok(CreditPage::open(admitted.page).unwrap())
+}
+
+fn units(bytes: u64) -> Units {
+    Units::holding(bytes).unwrap()
+}
+
+fn is_granted(answer: &ToShim) -> bool {
+    matches!(answer, ToShim::Granted { .. })
+}
+
+fn use_all(container: &mut Container, page: &CreditPage, pid: u32, bytes: u64) {
+    let need = units(bytes);
+    let slot = page.slot(0).unwrap();
+    if let Err(bursar_protocol::word::NoCredit::Short(missing)) = slot.charge(need) {
+        assert!(is_granted(&container.request(pid, 0, Units(missing))));
+        slot.charge(need).unwrap();
+    }
+}
+
+#[test]
+fn credit_is_in_the_page_when_the_grant_arrives() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    assert_eq!(page.slot(0).unwrap().quota(), units(1 << 30));
+    let ToShim::Granted { units: granted, .. } = container.request(1, 0, units(MIB)) else {
+        panic!()
+    };
+    assert_eq!(
+        page.slot(0).unwrap().word(),
+        Word {
+            granted: granted.0,
+            used: 0
+        }
+    );
+}
+
+#[test]
+fn idle_credit_of_one_process_is_taken_back_for_another_to_the_last_unit() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let first = hello(&mut container, 1, 7).unwrap();
+    let second = hello(&mut container, 2, 8).unwrap();
+    use_all(&mut container, &first, 1, MIB);
+    assert!(first.slot(0).unwrap().word().idle() > 0);
+    let rest = units((1 << 30) - MIB);
+    assert!(!is_granted(&container.request(2, 0, Units(rest.0 + 1))));
+    assert!(is_granted(&container.request(2, 0, rest)));
+    assert_eq!(first.slot(0).unwrap().word().idle(), 0);
+    assert_eq!(second.slot(0).unwrap().word().granted, rest.0);
+}
+
+#[test]
+fn a_page_full_of_lies_gains_nothing() {
+    let fixture = Fixture::with_quota(Bytes::mib(256));
+    let mut container = fixture.start();
+    let liar = hello(&mut container, 1, 7).unwrap();
+    let honest = hello(&mut container, 2, 8).unwrap();
+    use_all(&mut container, &honest, 2, 128 * MIB);
+    for word in [
+        Word {
+            granted: u32::MAX - 1,
+            used: 0,
+        },
+        Word {
+            granted: 0,
+            used: u32::MAX - 1,
+        },
+        Word::FROZEN,
+        Word {
+            granted: u32::MAX,
+            used: u32::MAX,
+        },
+    ] {
+        liar.slot(0).unwrap().set(word);
+        container.refresh();
+        assert!(honest.slot(0).unwrap().others() <= units(128 * MIB));
+        let _ = container.request(1, 0, units(MIB));
+        assert!(!is_granted(&container.request(2, 0, units(256 * MIB))));
+        let usage = container.usage().remove(0);
+        assert!(usage.granted.0 <= usage.quota.0, "{usage:?}");
+    }
+}
+
+#[test]
+fn an_exec_retires_what_the_image_before_it_had() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 1 << 30);
+    let after = hello(&mut container, 1, 8).unwrap();
+    assert_eq!(
+        after.slot(0).unwrap().word(),
+        Word {
+            granted: 0,
+            used: 0
+        }
+    );
+    assert_eq!(container.usage()[0].retired, Bytes::gib(1));
+    assert!(!is_granted(&container.request(1, 0, units(1))));
+    container.settle(1, &[Bytes::mib(1500)]);
+    assert!(
+        !is_granted(&container.request(1, 0, units(1))),
+        "more than a context is still charged"
+    );
+    container.settle(1, &[Bytes::mib(518)]);
+    assert!(is_granted(&container.request(1, 0, units(1 << 30))));
+}
+
+#[test]
+fn the_dead_stay_charged_until_the_driver_charges_them_nothing() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let dead = hello(&mut container, 1, 7).unwrap();
+    let other = hello(&mut container, 2, 8).unwrap();
+    use_all(&mut container, &dead, 1, 1 << 30);
+    container.died(Process { pid: 1, start: 1 }, 7);
+    assert_eq!(other.slot(0).unwrap().others(), units(1 << 30));
+    container.settle(1, &[Bytes::gib(1)]);
+    assert!(!is_granted(&container.request(2, 0, units(1))));
+    container.settle(1, &[Bytes::ZERO]);
+    assert!(is_granted(&container.request(2, 0, units(1 << 30))));
+    assert_eq!(
+        (
+            other.slot(0).unwrap().others(),
+            other.slot(0).unwrap().siblings()
+        ),
+        (Units::ZERO, 0)
+    );
+}
+
+#[test]
+fn a_late_death_of_an_image_that_exec_replaced_ends_nothing() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    hello(&mut container, 1, 7).unwrap();
+    hello(&mut container, 1, 8).unwrap();
+    container.died(Process { pid: 1, start: 1 }, 7);
+    assert_eq!(container.usage()[0].processes, 1);
+}
+
+#[test]
+fn a_restarted_agent_charges_silent_processes_and_knows_them_when_they_say_hello() {
+    let fixture = Fixture::with_quota(Bytes::mib(256));
+    let mut before = fixture.start();
+    let page = hello(&mut before, 1, 7).unwrap();
+    use_all(&mut before, &page, 1, 255 * MIB);
+    drop(before);
+
+    let (mut after, known) = fixture.restart();
+    assert_eq!(
+        known
+            .iter()
+            .map(|known| (known.process.pid, known.image))
+            .collect::<Vec<_>>(),
+        [(1, 7)]
+    );
+    let other = hello(&mut after, 2, 8).unwrap();
+    assert_eq!(other.slot(0).unwrap().others(), units(255 * MIB));
+    assert!(!is_granted(&after.request(2, 0, units(2 * MIB))));
+    assert!(is_granted(&after.request(2, 0, units(MIB))));
+
+    let word = page.slot(0).unwrap().freeze();
+    let account = wire::Account::Device("GPU-aaaa".to_owned());
+    let held = Holding {
+        account,
+        granted: Units(word.granted),
+        used: Units(word.used),
+    };
+    let moved = hello_with(&mut after, 1, 7, &[held]).unwrap();
+    assert_eq!(moved.slot(0).unwrap().word(), word);
+    assert!(moved.slot(0).unwrap().discharge(units(255 * MIB)));
+    assert!(is_granted(&after.request(2, 0, units(255 * MIB))));
+}
+
+#[test]
+fn a_process_that_died_while_the_agent_was_away_is_retired() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut before = fixture.start();
+    let page = hello(&mut before, 666, 7).unwrap();
+    use_all(&mut before, &page, 666, 1 << 30);
+    let (mut after, known) = fixture.restart();
+    assert!(known.is_empty());
+    assert_eq!(after.usage()[0].retired, Bytes::gib(1));
+    after.settle(666, &[Bytes::ZERO]);
+    assert_eq!(fixture.restart().0.usage()[0].retired, Bytes::ZERO);
+}
+
+#[test]
+fn an_unknown_process_is_taken_at_its_word_only_within_the_quota() {
+    let fixture = Fixture::with_quota(Bytes::mib(256));
+    let mut container = fixture.start();
+    let account = wire::Account::Device("GPU-aaaa".to_owned());
+    let claim = Holding {
+        account,
+        granted: units(1 << 40),
+        used: Units::ZERO,
+    };
+    let page = hello_with(&mut container, 1, 7, &[claim]).unwrap();
+    assert_eq!(page.slot(0).unwrap().word().granted, units(256 * MIB).0);
+}
+
+#[test]
+fn processes_of_other_pods_and_of_sibling_containers_are_not_admitted() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    assert_eq!(hello(&mut container, 5000, 1).err(), Some(Reason::Identity));
+    hello(&mut container, 1, 7).unwrap();
+    assert_eq!(hello(&mut container, 1001, 1).err(), Some(Reason::Identity));
+    container.died(Process { pid: 1, start: 1 }, 7);
+    hello(&mut container, 1001, 1).expect("the container was restarted under another id");
+}
+
+#[test]
+fn a_container_has_a_bounded_number_of_processes() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for pid in 0..MAX_PROCESSES as u32 {
+        hello(&mut container, pid, 1).unwrap();
+    }
+    assert_eq!(hello(&mut container, 999, 1).err(), Some(Reason::Busy));
+    hello(&mut container, 0, 1).expect("one that is known may come again");
+}
+
+#[test]
+fn a_lower_quota_refuses_until_frees_have_caught_up() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 512 * MIB);
+    let gpu = Account::Gpu("GPU-aaaa".parse().unwrap());
+    container.resize(&gpu, Bytes::mib(256));
+    assert_eq!(page.slot(0).unwrap().quota(), units(256 * MIB));
+    assert!(!is_granted(&container.request(1, 0, units(MIB))));
+    container.resize(&gpu, Bytes::gib(1));
+    assert!(is_granted(&container.request(1, 0, units(MIB))));
+}

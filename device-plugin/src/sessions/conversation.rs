@@ -1,0 +1,220 @@
+//! One process's connection: hello, then requests, until the process is dead or says hello anew.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bursar_protocol::socket::send_with_fd;
+use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::UnixStream;
+use tokio_util::sync::CancellationToken;
+
+use super::container::{Admitted, Container};
+use super::life::Life;
+use super::{Membership, Process, lock};
+
+/// How long a peer may take to say hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long a peer may take to make room in its socket for an answer to its hello.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The oldest version of the protocol that is served.
+const OLDEST_VERSION: u16 = 1;
+
+/// Why a conversation ended.
+#[derive(Debug, thiserror::Error)]
+enum Hangup {
+    #[error("{0}")]
+    Io(#[from] io::Error),
+    #[error("{0}")]
+    Wire(#[from] wire::WireError),
+    #[error("no hello in time")]
+    Silent,
+    #[error("not welcome: {0:?}")]
+    Unwelcome(Reason),
+    #[error("a second hello, or anything before the first")]
+    OutOfOrder,
+}
+
+/// A conversation to be had.
+pub(super) struct Conversation {
+    container: Arc<Mutex<Container>>,
+    membership: Arc<dyn Membership>,
+}
+
+/// A peer that said hello.
+struct Session {
+    process: Process,
+    image: u64,
+    life: Life,
+    ended: CancellationToken,
+}
+
+impl Conversation {
+    pub(super) fn new(
+        container: Arc<Mutex<Container>>,
+        membership: Arc<dyn Membership>,
+    ) -> Conversation {
+        Conversation {
+            container,
+            membership,
+        }
+    }
+
+    /// Serves one connection.
+    pub(super) async fn run(self, mut stream: UnixStream) {
+        let session = match self.greet(&mut stream).await {
+            Ok(session) => session,
+            Err(error) => return tracing::debug!(%error, "peer turned away"),
+        };
+        tokio::select! {
+            // A death that is seen at the same time as a last request comes first.
+            biased;
+            () = session.ended.cancelled() => return,
+            () = session.life.ended() => {}
+            Err(error) = self.serve(&mut stream, session.process.pid) => {
+                // The socket ends nothing: the process may live on with what it has, or a child
+                // of it may hold the socket long after its death.
+                tracing::debug!(pid = session.process.pid, %error, "peer hung up");
+                drop(stream);
+                tokio::select! {
+                    () = session.ended.cancelled() => return,
+                    () = session.life.ended() => {}
+                }
+            }
+        }
+        lock(&self.container).died(session.process, session.image);
+    }
+
+    /// From the connection to the welcome.
+    async fn greet(&self, stream: &mut UnixStream) -> Result<Session, Hangup> {
+        let (process, life) = match self.peer(stream) {
+            Some(peer) => peer,
+            None => return goodbye(stream, Reason::Identity).await,
+        };
+        let hello = tokio::time::timeout(HELLO_TIMEOUT, read(stream))
+            .await
+            .map_err(|_| Hangup::Silent)??;
+        let ToAgent::Hello {
+            version,
+            image,
+            holdings,
+        } = hello
+        else {
+            return Err(Hangup::OutOfOrder);
+        };
+        if version < OLDEST_VERSION {
+            return goodbye(stream, Reason::Version).await;
+        }
+        let admitted =
+            lock(&self.container).hello(process, image, &holdings, self.membership.as_ref());
+        let Admitted {
+            welcome,
+            page,
+            ended,
+        } = match admitted {
+            Ok(admitted) => admitted,
+            Err(reason) => return goodbye(stream, reason).await,
+        };
+        let session = Session {
+            process,
+            image,
+            life,
+            ended,
+        };
+        // From here on the process is known: whatever becomes of the welcome, its death counts.
+        let sent = tokio::time::timeout(ANSWER_TIMEOUT, send_welcome(stream, &welcome, page)).await;
+        if !matches!(sent, Ok(Ok(()))) {
+            tracing::debug!(pid = process.pid, "welcome not taken");
+        }
+        Ok(session)
+    }
+
+    /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
+    /// what `/proc` says, so that both are of one process.
+    fn peer(&self, stream: &UnixStream) -> Option<(Process, Life)> {
+        let pid = u32::try_from(stream.peer_cred().ok()?.pid()?).ok()?;
+        let life = Life::of(pid).ok()?;
+        Some((self.membership.process(pid)?, life))
+    }
+
+    /// Answers requests for as long as the peer makes sense.
+    async fn serve(
+        &self,
+        stream: &mut UnixStream,
+        pid: u32,
+    ) -> Result<std::convert::Infallible, Hangup> {
+        loop {
+            let message = read(stream).await?;
+            let answer = {
+                let mut container = lock(&self.container);
+                match message {
+                    ToAgent::Request { account, units } => {
+                        Some(container.request(pid, account, units))
+                    }
+                    ToAgent::Refresh => {
+                        container.refresh();
+                        Some(ToShim::Refreshed)
+                    }
+                    ToAgent::Return { account, units } => {
+                        container.returned(pid, account, units);
+                        None
+                    }
+                    ToAgent::Denied {
+                        account,
+                        bytes,
+                        function,
+                    } => {
+                        container.denied(pid, account, bytes, &function);
+                        None
+                    }
+                    ToAgent::Hello { .. } => return Err(Hangup::OutOfOrder),
+                }
+            };
+            if let Some(answer) = answer {
+                stream.write_all(&answer.frame()).await?;
+            }
+        }
+    }
+}
+
+/// Waits for the death of a process that the record knows.
+pub(super) async fn mourn(
+    container: Arc<Mutex<Container>>,
+    process: Process,
+    image: u64,
+    ended: CancellationToken,
+) {
+    if let Ok(life) = Life::of(process.pid) {
+        tokio::select! {
+            () = ended.cancelled() => return,
+            () = life.ended() => {}
+        }
+    }
+    lock(&container).died(process, image);
+}
+
+async fn goodbye<T>(stream: &mut UnixStream, reason: Reason) -> Result<T, Hangup> {
+    let frame = ToShim::Goodbye { reason }.frame();
+    let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
+    Err(Hangup::Unwelcome(reason))
+}
+
+async fn read(stream: &mut UnixStream) -> Result<ToAgent, Hangup> {
+    let mut header = [0; wire::HEADER];
+    stream.read_exact(&mut header).await?;
+    let mut payload = vec![0; wire::payload_length(header)?];
+    stream.read_exact(&mut payload).await?;
+    Ok(ToAgent::parse(&payload)?)
+}
+
+async fn send_welcome(stream: &mut UnixStream, welcome: &ToShim, page: OwnedFd) -> io::Result<()> {
+    let frame = welcome.frame();
+    let sent = stream
+        .async_io(Interest::WRITABLE, || send_with_fd(&*stream, &frame, &page))
+        .await?;
+    stream.write_all(&frame[sent..]).await
+}

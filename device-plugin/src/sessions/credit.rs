@@ -1,0 +1,300 @@
+//! The books of one container: who was granted how much of which account.
+//!
+//! Pure. The sum of what is granted and retired never exceeds the quota; the last unit of a quota
+//! can be granted.
+
+use std::collections::BTreeMap;
+
+use bursar_protocol::units::{UNIT, Units};
+
+/// The most credit that a process gets beyond what it asked for: 64 MiB.
+const SLAB: Units = Units((64 << 20) / UNIT as u32);
+
+/// Credit beyond the need comes in steps of the driver's own block size: 2 MiB.
+const STEP: u32 = (2 << 20) / UNIT as u32;
+
+/// The part of what is free that a process may get beyond its need: one in so many. So slabs get
+/// finer near the limit, and many processes share what is left.
+const SHARE: u32 = 8;
+
+/// Amounts by pid and account.
+type Books = BTreeMap<u32, Vec<Units>>;
+
+/// The books. Accounts are indexes; processes are pids of the host.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Credit {
+    quotas: Vec<Units>,
+    granted: Books,
+    retired: Books,
+    peaks: Vec<Units>,
+}
+
+impl Credit {
+    /// Empty books over accounts with these quotas.
+    pub fn new(quotas: Vec<Units>) -> Credit {
+        let peaks = vec![Units::ZERO; quotas.len()];
+        Credit {
+            quotas,
+            peaks,
+            ..Credit::default()
+        }
+    }
+
+    /// What an account allows in all; nothing for an account that does not exist.
+    pub fn quota(&self, account: usize) -> Units {
+        self.quotas.get(account).copied().unwrap_or(Units::ZERO)
+    }
+
+    /// Changes what an account allows. What is granted stays granted.
+    pub fn set_quota(&mut self, account: usize, quota: Units) {
+        if let Some(slot) = self.quotas.get_mut(account) {
+            *slot = quota;
+        }
+    }
+
+    /// What a process was granted.
+    pub fn granted_to(&self, pid: u32, account: usize) -> Units {
+        amount(&self.granted, pid, account)
+    }
+
+    /// What all living processes were granted.
+    pub fn granted(&self, account: usize) -> Units {
+        total(&self.granted, account)
+    }
+
+    /// What dead processes had been granted.
+    pub fn retired(&self, account: usize) -> Units {
+        total(&self.retired, account)
+    }
+
+    /// The most that an account ever had granted and retired.
+    pub fn peak(&self, account: usize) -> Units {
+        self.peaks.get(account).copied().unwrap_or(Units::ZERO)
+    }
+
+    /// What can still be granted.
+    pub fn free(&self, account: usize) -> Units {
+        let taken = self.granted(account).saturating_add(self.retired(account));
+        self.quota(account).saturating_sub(taken)
+    }
+
+    /// Grants `need` and, where there is plenty, somewhat more; how much it was.
+    ///
+    /// # Errors
+    /// How much is missing.
+    pub fn grant(&mut self, pid: u32, account: usize, need: Units) -> Result<Units, Units> {
+        let free = self.free(account);
+        if need > free {
+            return Err(need.saturating_sub(free));
+        }
+        let amount = need.saturating_add(spare(free.saturating_sub(need)));
+        self.add(pid, account, amount);
+        Ok(amount)
+    }
+
+    /// Charges what a process that the books don't know says that it holds, as far as the quota
+    /// allows; how much it was.
+    pub fn admit(&mut self, pid: u32, account: usize, claimed: Units) -> Units {
+        let amount = claimed.min(self.free(account));
+        self.add(pid, account, amount);
+        amount
+    }
+
+    /// Takes credit off a process, at most what it was granted; how much it was.
+    pub fn give_back(&mut self, pid: u32, account: usize, units: Units) -> Units {
+        let Some(slot) = self
+            .granted
+            .get_mut(&pid)
+            .and_then(|accounts| accounts.get_mut(account))
+        else {
+            return Units::ZERO;
+        };
+        let taken = units.min(*slot);
+        *slot = slot.saturating_sub(taken);
+        taken
+    }
+
+    /// A process image ended: what it was granted stays charged, to nobody who could use it.
+    pub fn retire(&mut self, pid: u32) {
+        let Some(accounts) = self.granted.remove(&pid) else {
+            return;
+        };
+        if accounts.iter().all(|units| *units == Units::ZERO) {
+            return;
+        }
+        let retired = self
+            .retired
+            .entry(pid)
+            .or_insert_with(|| vec![Units::ZERO; self.quotas.len()]);
+        for (sum, units) in retired.iter_mut().zip(accounts) {
+            *sum = sum.saturating_add(units);
+        }
+    }
+
+    /// The driver no longer charges what a process image had: it is free again.
+    pub fn release(&mut self, pid: u32) {
+        self.retired.remove(&pid);
+    }
+
+    /// The pids of process images that ended and are still charged.
+    pub fn retired_pids(&self) -> Vec<u32> {
+        self.retired.keys().copied().collect()
+    }
+
+    /// Living processes' grants, for the record.
+    pub(super) fn grants(&self) -> &Books {
+        &self.granted
+    }
+
+    /// Dead processes' grants, for the record.
+    pub(super) fn retirements(&self) -> &Books {
+        &self.retired
+    }
+
+    /// Puts back what the record says. It was within the quota when it was granted.
+    pub(super) fn restore(&mut self, pid: u32, granted: &[Units]) {
+        for (account, units) in granted.iter().enumerate().take(self.quotas.len()) {
+            self.add(pid, account, *units);
+        }
+    }
+
+    fn add(&mut self, pid: u32, account: usize, units: Units) {
+        let count = self.quotas.len();
+        let accounts = self
+            .granted
+            .entry(pid)
+            .or_insert_with(|| vec![Units::ZERO; count]);
+        if let Some(slot) = accounts.get_mut(account) {
+            *slot = slot.saturating_add(units);
+        }
+        let now = self.granted(account).saturating_add(self.retired(account));
+        if let Some(peak) = self.peaks.get_mut(account) {
+            *peak = now.max(*peak);
+        }
+    }
+}
+
+/// What a process gets beyond its need when `left` would be free.
+fn spare(left: Units) -> Units {
+    let share = (left.0 / SHARE).min(SLAB.0);
+    Units(share - share % STEP)
+}
+
+fn amount(books: &Books, pid: u32, account: usize) -> Units {
+    books
+        .get(&pid)
+        .and_then(|accounts| accounts.get(account))
+        .copied()
+        .unwrap_or(Units::ZERO)
+}
+
+fn total(books: &Books, account: usize) -> Units {
+    books
+        .values()
+        .filter_map(|accounts| accounts.get(account))
+        .copied()
+        .sum()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const GIB: u32 = (1 << 30) / UNIT as u32;
+
+    #[test]
+    fn the_last_unit_can_be_granted_and_one_more_cannot() {
+        let mut credit = Credit::new(vec![Units(GIB)]);
+        assert_eq!(credit.grant(1, 0, Units(GIB + 1)), Err(Units(1)));
+        assert_eq!(credit.grant(1, 0, Units(GIB - 1)), Ok(Units(GIB - 1)));
+        assert_eq!(credit.grant(2, 0, Units(1)), Ok(Units(1)));
+        assert_eq!(credit.grant(2, 0, Units(1)), Err(Units(1)));
+        assert_eq!(credit.peak(0), Units(GIB));
+    }
+
+    #[test]
+    fn slabs_are_large_in_an_empty_container_and_nothing_near_its_limit() {
+        assert_eq!(spare(Units(16 * GIB)), SLAB);
+        assert_eq!(spare(Units(SLAB.0)), Units(SLAB.0 / 8));
+        assert_eq!(spare(Units(STEP * SHARE - 1)), Units(0));
+    }
+
+    #[test]
+    fn a_dead_process_is_charged_until_it_is_released() {
+        let mut credit = Credit::new(vec![Units(10)]);
+        credit.grant(1, 0, Units(10)).unwrap();
+        credit.retire(1);
+        assert_eq!(
+            (credit.granted(0), credit.retired(0), credit.free(0)),
+            (Units(0), Units(10), Units(0))
+        );
+        assert_eq!(credit.grant(2, 0, Units(1)), Err(Units(1)));
+        credit.release(1);
+        assert_eq!(credit.grant(2, 0, Units(10)), Ok(Units(10)));
+    }
+
+    #[test]
+    fn an_account_that_does_not_exist_grants_nothing() {
+        let mut credit = Credit::new(vec![Units(10)]);
+        assert_eq!(credit.grant(1, 1, Units(1)), Err(Units(1)));
+        assert_eq!(credit.admit(1, 7, Units(1)), Units(0));
+        assert_eq!(credit.give_back(1, 7, Units(1)), Units(0));
+    }
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Grant(u32, u32),
+        Admit(u32, u32),
+        GiveBack(u32, u32),
+        Retire(u32),
+        Release(u32),
+        Resize(u32),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        let units = 0..3 * GIB;
+        prop_oneof![
+            4 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Grant(pid, units)),
+            1 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Admit(pid, units)),
+            2 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::GiveBack(pid, units)),
+            1 => (0..4u32).prop_map(Step::Retire),
+            1 => (0..4u32).prop_map(Step::Release),
+            1 => units.prop_map(Step::Resize),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn nothing_is_granted_beyond_the_quota_nor_refused_within_it(steps in prop::collection::vec(step(), 0..80)) {
+            let mut credit = Credit::new(vec![Units(4 * GIB)]);
+            for step in steps {
+                let (free, before) = (credit.free(0), credit.granted(0));
+                match step {
+                    Step::Grant(pid, units) => match credit.grant(pid, 0, Units(units)) {
+                        Ok(got) => {
+                            prop_assert!(got >= Units(units) && got <= free);
+                            prop_assert_eq!(credit.granted(0).0, before.0 + got.0);
+                        }
+                        Err(missing) => prop_assert_eq!(free.0 + missing.0, units),
+                    },
+                    Step::Admit(pid, units) => {
+                        prop_assert_eq!(credit.admit(pid, 0, Units(units)), Units(units).min(free));
+                    }
+                    Step::GiveBack(pid, units) => {
+                        let held = credit.granted_to(pid, 0);
+                        prop_assert_eq!(credit.give_back(pid, 0, Units(units)), Units(units).min(held));
+                    }
+                    Step::Retire(pid) => {
+                        let sum = credit.granted(0).0 + credit.retired(0).0;
+                        credit.retire(pid);
+                        prop_assert_eq!(credit.granted(0).0 + credit.retired(0).0, sum);
+                    }
+                    Step::Release(pid) => credit.release(pid),
+                    Step::Resize(quota) => credit.set_quota(0, Units(quota.max(before.0 + credit.retired(0).0))),
+                }
+                prop_assert!(credit.granted(0).0 + credit.retired(0).0 <= credit.quota(0).0);
+            }
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Who is on the other end of a socket: a process, and the container that its cgroup names.
+
+use std::path::PathBuf;
+
+use crate::units::PodUid;
+
+/// One process of the host, told apart from a later one with the same pid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Process {
+    /// The pid in the agent's (the host's) pid namespace.
+    pub pid: u32,
+    /// When it started, in clock ticks since boot (`/proc/<pid>/stat`, field 22).
+    pub start: u64,
+}
+
+/// Tells which container a process belongs to.
+pub trait Membership: Send + Sync + 'static {
+    /// The process behind a pid; `None` when it is gone.
+    fn process(&self, pid: u32) -> Option<Process>;
+
+    /// A name of the container of `pod` that the process runs in, the same for all of its
+    /// processes; `None` when it is no process of that pod.
+    fn container(&self, pid: u32, pod: &PodUid) -> Option<String>;
+}
+
+/// Membership by `/proc/<pid>/cgroup`, whose path no tenant can choose.
+#[derive(Clone, Debug)]
+pub struct Cgroups {
+    proc: PathBuf,
+}
+
+impl Cgroups {
+    /// Reads below `proc`, the host's `/proc`.
+    pub fn new(proc: PathBuf) -> Cgroups {
+        Cgroups { proc }
+    }
+}
+
+impl Membership for Cgroups {
+    fn process(&self, pid: u32) -> Option<Process> {
+        let stat = std::fs::read_to_string(self.proc.join(pid.to_string()).join("stat")).ok()?;
+        Some(Process {
+            pid,
+            start: start_time(&stat)?,
+        })
+    }
+
+    fn container(&self, pid: u32, pod: &PodUid) -> Option<String> {
+        let cgroup =
+            std::fs::read_to_string(self.proc.join(pid.to_string()).join("cgroup")).ok()?;
+        container_of(&cgroup, pod)
+    }
+}
+
+/// The container's folder below the pod's in a `/proc/<pid>/cgroup`: `<hierarchy>:<controllers>:<path>`
+/// a line. The pod's folder is `pod<uid>` with the cgroupfs driver and
+/// `...-pod<uid with underscores>.slice` with systemd's (kubelet `cgroup_manager_linux.go`).
+fn container_of(cgroup: &str, pod: &PodUid) -> Option<String> {
+    let plain = format!("pod{pod}");
+    let systemd = format!("-pod{}.slice", pod.as_str().replace('-', "_"));
+    cgroup.lines().find_map(|line| {
+        let mut parts = line.splitn(3, ':').nth(2)?.split('/');
+        parts.find(|part| *part == plain || part.ends_with(&systemd))?;
+        parts
+            .next()
+            .filter(|part| !part.is_empty())
+            .map(str::to_owned)
+    })
+}
+
+/// Field 22 of `/proc/<pid>/stat` (proc(5)). The second field, the name, may hold anything: what
+/// counts stands after its last parenthesis.
+fn start_time(stat: &str) -> Option<u64> {
+    let (_, rest) = stat.rsplit_once(')')?;
+    rest.split_whitespace().nth(19)?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
+
+    fn container(cgroup: &str) -> Option<String> {
+        container_of(cgroup, &UID.parse().unwrap())
+    }
+
+    #[test]
+    fn a_container_is_found_with_both_cgroup_drivers_and_versions() {
+        let v2 = "0::/kubepods/besteffort/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee\n";
+        assert_eq!(container(v2).as_deref(), Some("c0ffee"));
+        let systemd = "0::/kubepods.slice/kubepods-burstable.slice/\
+            kubepods-burstable-pod8b2e3f0a_1f5c_4c41_9d53_0a5f4f7a9d11.slice/cri-containerd-c0ffee.scope\n";
+        assert_eq!(
+            container(systemd).as_deref(),
+            Some("cri-containerd-c0ffee.scope")
+        );
+        let hybrid =
+            "12:memory:/kubepods/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee/inner\n0::/\n";
+        assert_eq!(container(hybrid).as_deref(), Some("c0ffee"));
+        let namespaced = "0::/../../pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee\n";
+        assert_eq!(container(namespaced).as_deref(), Some("c0ffee"));
+    }
+
+    #[test]
+    fn other_pods_the_host_and_the_pods_own_folder_are_no_container_of_it() {
+        for cgroup in [
+            "",
+            "garbage",
+            "0::/",
+            "0::/system.slice/containerd.service",
+            "0::/kubepods/pod00000000-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee",
+            "0::/kubepods/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11",
+            "0::/kubepods/xpod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee",
+        ] {
+            assert_eq!(container(cgroup), None, "{cgroup}");
+        }
+    }
+
+    #[test]
+    fn a_process_name_with_parentheses_does_not_move_the_start_time() {
+        let fields: Vec<String> = (3..=52).map(|field| field.to_string()).collect();
+        let stat = format!("7 (a) R 1 (b) {}", fields.join(" "));
+        assert_eq!(start_time(&stat), Some(22));
+        assert_eq!(start_time("7 (a"), None);
+    }
+
+    #[test]
+    fn this_process_has_a_start_time_and_no_pod() {
+        let cgroups = Cgroups::new("/proc".into());
+        let me = std::process::id();
+        assert_eq!(cgroups.process(me).map(|process| process.pid), Some(me));
+        assert_eq!(cgroups.container(me, &UID.parse().unwrap()), None);
+    }
+}

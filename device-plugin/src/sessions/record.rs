@@ -1,0 +1,73 @@
+//! What a container's processes were granted, on disk: so that a restarted agent charges them.
+//!
+//! The file is on tmpfs (`<run-dir>/sessions`): it is gone after a reboot, as the processes are.
+//! A grant is written before the process learns of it; credit that comes back may be written
+//! later, for charging too much is safe and corrected by the next write.
+
+use std::io;
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use super::Process;
+
+/// The file of one container.
+#[derive(Debug)]
+pub(super) struct Record {
+    path: PathBuf,
+}
+
+/// The file's content.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Content {
+    /// Living processes.
+    pub(super) processes: Vec<Entry>,
+    /// Pids of ended images that are still charged, with their units by account.
+    pub(super) retired: Vec<(u32, Vec<u32>)>,
+}
+
+/// One process.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Entry {
+    /// The process.
+    pub(super) process: Process,
+    /// Its image, from its hello.
+    pub(super) image: u64,
+    /// Its grants in units, by account.
+    pub(super) granted: Vec<u32>,
+}
+
+impl Record {
+    /// The record at `path`, whose folder is made.
+    pub(super) fn at(path: PathBuf) -> io::Result<Record> {
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder)?;
+        }
+        Ok(Record { path })
+    }
+
+    /// What was written last; empty when nothing was, or when it cannot be read: NVML's audit is
+    /// what is left then.
+    pub(super) fn read(&self) -> Content {
+        match std::fs::read(&self.path) {
+            Ok(text) => serde_json::from_slice(&text).unwrap_or_else(|error| {
+                tracing::warn!(path = %self.path.display(), %error, "session record is malformed");
+                Content::default()
+            }),
+            Err(error) => {
+                if error.kind() != io::ErrorKind::NotFound {
+                    tracing::warn!(path = %self.path.display(), %error, "session record is unreadable");
+                }
+                Content::default()
+            }
+        }
+    }
+
+    /// Replaces the content.
+    pub(super) fn write(&self, content: &Content) -> io::Result<()> {
+        let text = serde_json::to_vec(content)?;
+        let temporary = self.path.with_extension("tmp");
+        std::fs::write(&temporary, text)?;
+        std::fs::rename(&temporary, &self.path)
+    }
+}
