@@ -30,7 +30,8 @@ impl Code {
     pub(crate) const NOT_FOUND: Code = Code(500);
     pub(crate) const NOT_READY: Code = Code(600);
     pub(crate) const ILLEGAL_ADDRESS: Code = Code(700);
-    pub(crate) const PRIMARY_CONTEXT_ACTIVE: Code = Code(708);
+    pub(crate) const ASSERT: Code = Code(710);
+    pub(crate) const LAUNCH_FAILED: Code = Code(719);
     pub(crate) const NOT_SUPPORTED: Code = Code(801);
     pub(crate) const UNKNOWN: Code = Code(999);
 }

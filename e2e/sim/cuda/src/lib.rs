@@ -1,8 +1,4 @@
-//! The simulated `libcuda.so.1`.
-//!
-//! # What it does not do
-//! It runs no kernels but its own, knows no arrays, textures, graphs or multicast, and copies at once what a
-//! GPU would copy later. Device pointers are host pointers.
+#![doc = include_str!("../README.md")]
 #![allow(non_snake_case)]
 
 mod abi;
@@ -10,8 +6,16 @@ mod context;
 mod copy;
 mod device;
 mod entry;
+mod host;
 mod init;
+mod ipc;
+mod kernel;
 mod memory;
+mod module;
+mod pointer;
 mod pool;
+mod proc_address;
 mod process;
 mod stream;
+mod unsupported;
+mod vmm;

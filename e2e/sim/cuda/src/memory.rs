@@ -25,6 +25,8 @@ pub(crate) enum Kind {
     Managed,
     /// As above.
     Host,
+    /// Host memory of the program that it registered.
+    Registered,
     /// A mapped piece of a VMM object; freed by unmapping.
     Mapped(Object),
 }
@@ -186,8 +188,10 @@ impl Process {
             // SAFETY: still mapped, and nobody else frees it: it was taken off the list.
             residue::keep(&self.sim, gone.unit, unsafe { bytes(address, gone.len) });
         }
-        // SAFETY: it came from `map` with this length, and is off the list.
-        unsafe { unmap(address, gone.len) };
+        if gone.kind != Kind::Registered {
+            // SAFETY: it came from `map` with this length, and is off the list.
+            unsafe { unmap(address, gone.len) };
+        }
         match gone.kind {
             // Collected means: given back already.
             Kind::Linear => drop(self.image.release(gone.unit, Charge::Memory, gone.len)),
@@ -195,7 +199,7 @@ impl Process {
             Kind::Shared(object) | Kind::Opened(object) | Kind::Mapped(object) => {
                 object.let_go(&self.sim)
             }
-            Kind::Managed | Kind::Host => {}
+            Kind::Managed | Kind::Host | Kind::Registered => {}
         }
     }
 

@@ -2,13 +2,15 @@
 
 use crate::abi::Code;
 use crate::memory::Space;
-use crate::{context::Contexts, device::Device, pool::Pools, stream::Streams};
+use crate::{
+    context::Contexts, device::Device, module::Modules, pool::Pools, stream::Streams, vmm::Vmm,
+};
 use bursar_sim_state::{Image, Sim, xid::Xid};
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
-/// The image. Its locks are taken one at a time, never one inside another.
+/// The image. Where two of its locks are held at once, they are taken in the order `vmm`, `space`.
 #[derive(Debug)]
 pub(crate) struct Process {
     pub(crate) sim: Arc<Sim>,
@@ -18,6 +20,8 @@ pub(crate) struct Process {
     pub(crate) space: Mutex<Space>,
     pub(crate) streams: Mutex<Streams>,
     pub(crate) pools: Mutex<Pools>,
+    pub(crate) vmm: Mutex<Vmm>,
+    pub(crate) modules: Mutex<Modules>,
     pid: u32,
     /// The code that poisoned this image; 0 for none. Nothing but `execve` takes it back (F1).
     sticky: AtomicI32,
@@ -93,6 +97,8 @@ impl Process {
             contexts: Mutex::new(Contexts::new(devices.len())),
             space: Mutex::default(),
             streams: Mutex::default(),
+            vmm: Mutex::default(),
+            modules: Mutex::default(),
             pid: std::process::id(),
             sticky: AtomicI32::new(0),
             sim,

@@ -1,0 +1,102 @@
+//! Modules and functions. Any image loads; it is not read. Every module has the same functions: the kernels
+//! of [`crate::kernel`].
+
+use crate::abi::{Answer, Code, In, Out, Text};
+use crate::context::current;
+use crate::entry::exports;
+use crate::kernel::{KERNELS, Kernel};
+use crate::process::{healthy, lock};
+use std::collections::BTreeSet;
+
+/// The modules of this image.
+#[derive(Debug, Default)]
+pub(crate) struct Modules {
+    loaded: BTreeSet<u64>,
+    made: u64,
+}
+
+const FIRST: u64 = 0x5187_0000_0000;
+const STEP: u64 = 0x10;
+
+fn load(module: &Out<u64>) -> Answer {
+    let current = current()?;
+    let mut modules = lock(&current.process.modules);
+    modules.made += 1;
+    let handle = FIRST + modules.made * STEP;
+    module.set(handle)?;
+    modules.loaded.insert(handle);
+    Ok(())
+}
+
+/// A function's handle is its kernel's place.
+fn function(place: usize) -> u64 {
+    0x5197_0000_0000 + (place as u64 + 1) * STEP
+}
+
+pub(crate) fn kernel(handle: u64) -> Result<&'static Kernel, Code> {
+    let found = KERNELS
+        .iter()
+        .enumerate()
+        .find(|(place, _)| function(*place) == handle);
+    found.map(|(_, kernel)| kernel).ok_or(Code::INVALID_HANDLE)
+}
+
+fn attribute(handle: u64, attribute: i32) -> Result<i32, Code> {
+    let kernel = kernel(handle)?;
+    Ok(match attribute {
+        0 => 1024, // threads per block
+        3 => i32::try_from(kernel.local_bytes).map_err(|_| Code::UNKNOWN)?,
+        4 => 32,        // registers
+        5 | 6 => 90,    // PTX, binary version
+        8 => 227 << 10, // dynamic shared memory
+        1..=14 => 0,
+        _ => return Err(Code::INVALID_VALUE),
+    })
+}
+
+exports! {
+    fn cuModuleLoad(module: Out<u64>, path: Text) = {
+        std::fs::metadata(path.get()?).map_err(|_| Code(301))?; // FILE_NOT_FOUND
+        load(&module)
+    };
+    fn cuModuleLoadData(module: Out<u64>, image: In<u8>) = {
+        image.get()?;
+        load(&module)
+    };
+    fn cuModuleLoadDataEx(module: Out<u64>, image: In<u8>, _count: u32, _options: u64, _values: u64) = {
+        image.get()?;
+        load(&module)
+    };
+    fn cuModuleLoadFatBinary(module: Out<u64>, image: In<u8>) = {
+        image.get()?;
+        load(&module)
+    };
+    fn cuModuleUnload(module: u64) = {
+        let known = lock(&healthy()?.modules).loaded.remove(&module);
+        if known { Ok(()) } else { Err(Code::INVALID_HANDLE) }
+    };
+    fn cuModuleGetFunction(out: Out<u64>, module: u64, name: Text) = {
+        if !lock(&healthy()?.modules).loaded.contains(&module) {
+            return Err(Code::INVALID_HANDLE);
+        }
+        let name = name.get()?;
+        let place = KERNELS.iter().position(|kernel| kernel.name == name).ok_or(Code::NOT_FOUND)?;
+        out.set(function(place))
+    };
+    fn cuModuleGetGlobal_v2(_address: Out<u64>, _len: Out<u64>, module: u64, _name: Text) = {
+        let known = lock(&healthy()?.modules).loaded.contains(&module);
+        Err(if known { Code::NOT_FOUND } else { Code::INVALID_HANDLE })
+    };
+    fn cuFuncGetAttribute(value: Out<i32>, which: i32, function: u64) = {
+        healthy()?;
+        value.set(attribute(function, which)?)
+    };
+    fn cuFuncSetAttribute(function: u64, which: i32, _value: i32) = {
+        healthy()?;
+        attribute(function, which).map(|_| ())
+    };
+    fn cuFuncSetCacheConfig(function: u64, _config: i32) = {
+        healthy()?;
+        kernel(function).map(|_| ())
+    };
+}

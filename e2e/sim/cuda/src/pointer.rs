@@ -1,0 +1,50 @@
+//! What is known about an address.
+
+use crate::abi::{Answer, Code, Out};
+use crate::entry::exports;
+use crate::memory::Kind;
+use crate::process::{healthy, lock};
+
+fn attribute(data: &Out<u64>, attribute: i32, address: u64) -> Answer {
+    let process = healthy()?;
+    let around = lock(&process.space).around(address);
+    let (base, found) = around.ok_or(Code::INVALID_VALUE)?;
+    let on_host = matches!(found.kind, Kind::Host | Kind::Registered);
+    let managed = found.kind == Kind::Managed;
+    let device = || {
+        process
+            .devices
+            .iter()
+            .position(|device| device.unit == found.unit)
+    };
+    match attribute {
+        1 => data.set(found.context),
+        2 => data.cast::<u32>().set(if on_host { 1 } else { 2 }),
+        3 => data.set(address),
+        4 if on_host || managed => data.set(address),
+        7 => data.set(base),
+        8 => data.cast::<u32>().set(u32::from(managed)),
+        9 => data.cast::<i32>().set(
+            device()
+                .and_then(|device| i32::try_from(device).ok())
+                .ok_or(Code::UNKNOWN)?,
+        ),
+        11 => data.set(base),
+        12 => data.set(found.len),
+        13 => data.cast::<u8>().set(u8::from(found.readable)),
+        17 => data.set(if let Kind::Pool(pool) = found.kind {
+            pool
+        } else {
+            0
+        }),
+        _ => Err(Code::INVALID_VALUE),
+    }
+}
+
+exports! {
+    fn cuPointerGetAttribute(data: Out<u64>, which: i32, address: u64) = attribute(&data, which, address);
+    fn cuPointerSetAttribute(_value: u64, _which: i32, address: u64) = {
+        let known = lock(&healthy()?.space).around(address).is_some();
+        if known { Ok(()) } else { Err(Code::INVALID_VALUE) }
+    };
+}

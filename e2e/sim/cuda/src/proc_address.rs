@@ -1,0 +1,96 @@
+//! Finding functions by name and version, as static runtimes do.
+
+use crate::abi::{Answer, Code, In, Out, Text};
+use crate::entry::{Export, exports};
+use std::ffi::c_void;
+
+fn all() -> impl Iterator<Item = &'static Export> {
+    let lists = [
+        crate::init::EXPORTS,
+        crate::device::EXPORTS,
+        crate::context::EXPORTS,
+        crate::memory::EXPORTS,
+        crate::pool::EXPORTS,
+        crate::vmm::EXPORTS,
+        crate::host::EXPORTS,
+        crate::pointer::EXPORTS,
+        crate::ipc::EXPORTS,
+        crate::copy::EXPORTS,
+        crate::stream::EXPORTS,
+        crate::module::EXPORTS,
+        crate::kernel::EXPORTS,
+        EXPORTS,
+        crate::unsupported::EXPORTS,
+    ];
+    lists.into_iter().flatten()
+}
+
+/// Functions whose newest form has other arguments, with the first CUDA version that means that form.
+const CHANGED: &[(&str, i32, &str, &str)] = &[
+    ("cuCtxCreate", 13_000, "cuCtxCreate_v2", "cuCtxCreate_v4"),
+    ("cuMemAdvise", 13_000, "cuMemAdvise", "cuMemAdvise_v2"),
+    (
+        "cuMemPrefetchAsync",
+        13_000,
+        "cuMemPrefetchAsync",
+        "cuMemPrefetchAsync_v2",
+    ),
+    (
+        "cuGetProcAddress",
+        12_000,
+        "cuGetProcAddress",
+        "cuGetProcAddress_v2",
+    ),
+    (
+        "cuDeviceGetUuid",
+        11_040,
+        "cuDeviceGetUuid",
+        "cuDeviceGetUuid_v2",
+    ),
+];
+
+/// The function that a program built for a CUDA version means by a name without a suffix: the newest form,
+/// for all others of ours agree in their arguments.
+fn find(name: &str, version: i32) -> Option<&'static Export> {
+    let exact = |name: &str| all().find(|export| export.name == name);
+    if let Some((_, since, old, new)) = CHANGED.iter().find(|(base, ..)| *base == name) {
+        return exact(if version < *since { old } else { new });
+    }
+    let newest = ["_v4", "_v3", "_v2", ""]
+        .iter()
+        .find_map(|suffix| exact(&format!("{name}{suffix}")));
+    newest.filter(|_| name.starts_with("cu"))
+}
+
+fn put(name: &Text, version: i32, address: &Out<*const c_void>) -> Result<bool, Code> {
+    let found = find(&name.get()?, version);
+    address.set(found.map_or(std::ptr::null(), |export| export.address))?;
+    Ok(found.is_some())
+}
+
+/// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
+const MISSING: i32 = 1;
+
+fn with_status(
+    name: &Text,
+    version: i32,
+    address: &Out<*const c_void>,
+    status: &Out<i32>,
+) -> Answer {
+    let found = put(name, version, address)?;
+    status.set_if_asked(if found { 0 } else { MISSING });
+    if found { Ok(()) } else { Err(Code::NOT_FOUND) }
+}
+
+exports! {
+    fn cuGetProcAddress(name: Text, address: Out<*const c_void>, version: i32, _flags: u64) = {
+        if put(&name, version, &address)? { Ok(()) } else { Err(Code::NOT_FOUND) }
+    };
+    fn cuGetProcAddress_v2(name: Text, address: Out<*const c_void>, version: i32, _flags: u64, status: Out<i32>) = {
+        with_status(&name, version, &address, &status)
+    };
+    fn cuGetExportTable(table: Out<*const c_void>, _id: In<[u8; 16]>) = {
+        table.set(std::ptr::null())?;
+        Err(Code::NOT_FOUND)
+    };
+}
