@@ -1,2 +1,43 @@
-//! To be written.
-fn main() {}
+//! The harness's command line: maps each command's result to an exit code.
+
+mod args;
+mod commands;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    match commands::run(args::Args::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {}", describe(&error));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// The error and its causes, without those that the one before has told already.
+fn describe(error: &anyhow::Error) -> String {
+    let mut told = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if told.is_empty() {
+            told = cause;
+        } else if !told.contains(&cause) {
+            told = format!("{told}: {cause}");
+        }
+    }
+    told
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::Context;
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let cause: anyhow::Result<()> = Err(anyhow::anyhow!("no room"));
+        let error = cause.context("write: no room").context("demo").unwrap_err();
+        assert_eq!(super::describe(&error), "demo: write: no room");
+    }
+}

@@ -1,0 +1,98 @@
+//! A folder of results that are made once: complete or absent, never half.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Why a result could not be taken from the cache or made.
+#[derive(Debug, thiserror::Error)]
+pub enum CacheError<E: std::error::Error + 'static> {
+    /// The cache's own folder cannot be used.
+    #[error("cache folder {path}: {source}")]
+    Folder {
+        /// The folder or file at fault.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The result could not be made.
+    #[error(transparent)]
+    Make(E),
+}
+
+/// The folder `root/name`, made by `make` unless it is there already.
+///
+/// `make` fills an empty folder beside the final place, which is renamed when it returns. A second
+/// process that wants the same result meanwhile waits for the first (an advisory lock that dies
+/// with its holder).
+///
+/// # Errors
+/// When the cache cannot be written, or with whatever `make` answered.
+pub fn once<E: std::error::Error + 'static>(
+    root: &Path,
+    name: &str,
+    make: impl FnOnce(&Path) -> Result<(), E>,
+) -> Result<PathBuf, CacheError<E>> {
+    let done = root.join(name);
+    if done.is_dir() {
+        return Ok(done);
+    }
+    let at = |path: &Path| {
+        let path = path.to_path_buf();
+        move |source| CacheError::Folder { path, source }
+    };
+    fs::create_dir_all(root).map_err(at(root))?;
+    let lock_path = root.join(format!("{name}.lock"));
+    let lock = File::create(&lock_path).map_err(at(&lock_path))?;
+    lock.lock().map_err(at(&lock_path))?;
+    if done.is_dir() {
+        return Ok(done);
+    }
+    let half = root.join(format!("{name}.half"));
+    match fs::remove_dir_all(&half) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(at(&half)(error)),
+        _ => {}
+    }
+    fs::create_dir(&half).map_err(at(&half))?;
+    make(&half).map_err(CacheError::Make)?;
+    fs::rename(&half, &done).map_err(at(&done))?;
+    Ok(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    #[test]
+    fn a_result_is_made_once_even_by_two_at_once() {
+        let root = tempfile::tempdir().unwrap();
+        let made = AtomicUsize::new(0);
+        let make = |folder: &Path| {
+            made.fetch_add(1, Ordering::SeqCst);
+            std::thread::sleep(std::time::Duration::from_millis(50));
+            fs::write(folder.join("result"), "42")
+        };
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let folder = once(root.path(), "key", make).unwrap();
+                    assert_eq!(fs::read_to_string(folder.join("result")).unwrap(), "42");
+                });
+            }
+        });
+        assert_eq!(made.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn what_fails_halfway_is_not_taken_for_a_result() {
+        let root = tempfile::tempdir().unwrap();
+        let fails = |folder: &Path| -> io::Result<()> {
+            fs::write(folder.join("half"), "")?;
+            Err(io::Error::other("no network"))
+        };
+        assert!(once(root.path(), "key", fails).is_err());
+        let folder = once(root.path(), "key", |_| Ok::<(), io::Error>(())).unwrap();
+        assert!(!folder.join("half").exists());
+    }
+}

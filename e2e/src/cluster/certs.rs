@@ -1,0 +1,119 @@
+//! The cluster's certificates: one authority, and a pair for each party.
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType,
+    ExtendedKeyUsagePurpose, IsCa, KeyPair, KeyUsagePurpose, SanType,
+};
+
+use crate::node::{ADDRESS, SERVICE_ADDRESS};
+
+/// Files by name: `ca.crt`, and `<party>.crt` with `<party>.key` for each party.
+pub(super) type Files = BTreeMap<String, String>;
+
+/// Who gets a certificate: the user and group that Kubernetes takes from its subject
+/// (kubernetes.io, "PKI certificates and requirements").
+const PARTIES: &[(&str, &str, &str)] = &[
+    ("apiserver", "kube-apiserver", ""),
+    (
+        "apiserver-kubelet-client",
+        "kube-apiserver-kubelet-client",
+        "system:masters",
+    ),
+    ("admin", "admin", "system:masters"),
+    ("controller-manager", "system:kube-controller-manager", ""),
+    ("scheduler", "system:kube-scheduler", ""),
+];
+
+/// Makes every certificate and key, and the key that signs service accounts' tokens
+/// (`service-account.key`, `.pub`).
+///
+/// # Errors
+/// When the cryptography library refuses.
+pub(super) fn make(node: &str) -> Result<Files, rcgen::Error> {
+    let mut files = Files::new();
+    let mut params = CertificateParams::default();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    params.key_usages = vec![
+        KeyUsagePurpose::KeyCertSign,
+        KeyUsagePurpose::DigitalSignature,
+        KeyUsagePurpose::CrlSign,
+    ];
+    params
+        .distinguished_name
+        .push(DnType::CommonName, "bursar-e2e");
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate()?)?;
+    files.insert("ca.crt".to_owned(), authority.pem());
+
+    let kubelet = format!("system:node:{node}");
+    let parties = PARTIES
+        .iter()
+        .copied()
+        .chain([("kubelet", kubelet.as_str(), "system:nodes")]);
+    for (party, user, group) in parties {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        params.distinguished_name.push(DnType::CommonName, user);
+        if !group.is_empty() {
+            params
+                .distinguished_name
+                .push(DnType::OrganizationName, group);
+        }
+        params.key_usages = vec![
+            KeyUsagePurpose::DigitalSignature,
+            KeyUsagePurpose::KeyEncipherment,
+        ];
+        params.extended_key_usages = vec![
+            ExtendedKeyUsagePurpose::ClientAuth,
+            ExtendedKeyUsagePurpose::ServerAuth,
+        ];
+        params.subject_alt_names = names(node)?;
+        let key = KeyPair::generate()?;
+        files.insert(
+            format!("{party}.crt"),
+            params.signed_by(&key, &authority)?.pem(),
+        );
+        files.insert(format!("{party}.key"), key.serialize_pem());
+    }
+    let signer = KeyPair::generate()?;
+    files.insert("service-account.key".to_owned(), signer.serialize_pem());
+    files.insert("service-account.pub".to_owned(), signer.public_key_pem());
+    Ok(files)
+}
+
+fn names(node: &str) -> Result<Vec<SanType>, rcgen::Error> {
+    let hosts = [
+        "localhost",
+        "kubernetes",
+        "kubernetes.default",
+        "kubernetes.default.svc",
+        node,
+    ];
+    let addresses = [
+        IpAddr::from([127, 0, 0, 1]),
+        IpAddr::V4(ADDRESS),
+        IpAddr::V4(SERVICE_ADDRESS),
+    ];
+    let mut names: Vec<SanType> = addresses.into_iter().map(SanType::IpAddress).collect();
+    for host in hosts {
+        names.push(SanType::DnsName(host.try_into()?));
+    }
+    Ok(names)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_party_has_a_certificate_and_a_key() {
+        let files = make("node-1").unwrap();
+        for (party, ..) in PARTIES {
+            assert!(files[&format!("{party}.crt")].starts_with("-----BEGIN CERTIFICATE"));
+            assert!(files[&format!("{party}.key")].contains("PRIVATE KEY"));
+        }
+        assert!(files.contains_key("kubelet.key"));
+    }
+}

@@ -1,0 +1,291 @@
+//! The command line and the configuration file of each component.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use serde_json::{Value, json};
+
+use super::certs;
+use super::run_folder::RunFolder;
+use crate::kube::Toolbox;
+use crate::node::{ADDRESS, API_PORT, SERVICE_ADDRESS};
+
+/// The node's name in Kubernetes.
+pub(super) const NODE: &str = "node-1";
+/// containerd's socket, in the node's mount namespace.
+pub(super) const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
+/// The image that holds a pod's namespaces open.
+pub(super) const PAUSE_IMAGE: &str = "bursar.dev/e2e/pause:1";
+
+/// One program of the cluster: how to start it.
+#[derive(Debug, Clone)]
+pub(super) struct Component {
+    pub(super) name: &'static str,
+    pub(super) program: PathBuf,
+    pub(super) arguments: Vec<String>,
+}
+
+/// Everything of a cluster that is decided before it starts.
+#[derive(Debug, Clone)]
+pub(super) struct Layout {
+    pub(super) folder: RunFolder,
+    pub(super) toolbox: Toolbox,
+    /// The node's only cgroup hierarchy is v2.
+    pub(super) cgroup_v2: bool,
+    /// `cgroupRoot` of the kubelet.
+    pub(super) cgroup_root: String,
+}
+
+impl Layout {
+    /// Writes the certificates and every configuration file.
+    ///
+    /// # Errors
+    /// When a file cannot be written.
+    pub(super) fn write(&self) -> io::Result<()> {
+        for (name, text) in certs::make(NODE).map_err(io::Error::other)? {
+            fs::write(self.folder.config(&name), text)?;
+        }
+        let inside = format!("https://{ADDRESS}:{API_PORT}");
+        for party in ["controller-manager", "scheduler", "kubelet", "admin"] {
+            let config = self.kubeconfig(party, &inside);
+            fs::write(
+                self.folder.config(&format!("{party}.kubeconfig")),
+                pretty(&config)?,
+            )?;
+        }
+        fs::write(
+            self.folder.config("kubelet.json"),
+            pretty(&self.kubelet_config())?,
+        )?;
+        fs::write(self.folder.config("resolv.conf"), "")?;
+        fs::write(
+            self.folder.config("containerd.toml"),
+            self.containerd_config(),
+        )?;
+        let cni = self.folder.config("cni");
+        fs::create_dir_all(&cni)?;
+        fs::write(cni.join("10-bridge.conflist"), pretty(&cni_config())?)
+    }
+
+    /// The administrator's kubeconfig with the host's port of the API server.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub(super) fn write_host_kubeconfig(&self, port: u16) -> io::Result<()> {
+        let config = self.kubeconfig("admin", &format!("https://127.0.0.1:{port}"));
+        fs::write(self.folder.kubeconfig(), pretty(&config)?)
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.config(name).display().to_string()
+    }
+
+    fn kubeconfig(&self, party: &str, server: &str) -> Value {
+        json!({
+            "apiVersion": "v1", "kind": "Config", "current-context": "bursar",
+            "clusters": [{"name": "bursar", "cluster": {"server": server, "certificate-authority": self.path("ca.crt")}}],
+            "users": [{"name": party, "user": {
+                "client-certificate": self.path(&format!("{party}.crt")),
+                "client-key": self.path(&format!("{party}.key")),
+            }}],
+            "contexts": [{"name": "bursar", "context": {"cluster": "bursar", "user": party}}],
+        })
+    }
+
+    fn component(&self, name: &'static str, arguments: Vec<String>) -> Component {
+        Component {
+            name,
+            program: self.toolbox.program(name),
+            arguments,
+        }
+    }
+
+    /// The store of the API server. Its data is gone with the cluster, so it need not reach a disk.
+    pub(super) fn etcd(&self) -> Component {
+        let data = self.folder.scratch().join("etcd").display().to_string();
+        self.component(
+            "etcd",
+            flags(&[
+                ("data-dir", &data),
+                ("listen-client-urls", "http://127.0.0.1:2379"),
+                ("advertise-client-urls", "http://127.0.0.1:2379"),
+                ("listen-peer-urls", "http://127.0.0.1:2380"),
+                ("unsafe-no-fsync", "true"),
+                ("log-level", "warn"),
+            ]),
+        )
+    }
+
+    pub(super) fn apiserver(&self) -> Component {
+        self.component(
+            "kube-apiserver",
+            flags(&[
+                ("etcd-servers", "http://127.0.0.1:2379"),
+                ("bind-address", "0.0.0.0"),
+                ("secure-port", &API_PORT.to_string()),
+                ("advertise-address", &ADDRESS.to_string()),
+                ("service-cluster-ip-range", &format!("{SERVICE_ADDRESS}/24")),
+                ("tls-cert-file", &self.path("apiserver.crt")),
+                ("tls-private-key-file", &self.path("apiserver.key")),
+                ("client-ca-file", &self.path("ca.crt")),
+                ("kubelet-certificate-authority", &self.path("ca.crt")),
+                (
+                    "kubelet-client-certificate",
+                    &self.path("apiserver-kubelet-client.crt"),
+                ),
+                (
+                    "kubelet-client-key",
+                    &self.path("apiserver-kubelet-client.key"),
+                ),
+                // Nothing resolves the node's name.
+                ("kubelet-preferred-address-types", "InternalIP"),
+                ("service-account-issuer", "https://kubernetes.default.svc"),
+                (
+                    "service-account-key-file",
+                    &self.path("service-account.pub"),
+                ),
+                (
+                    "service-account-signing-key-file",
+                    &self.path("service-account.key"),
+                ),
+                ("authorization-mode", "Node,RBAC"),
+                ("enable-admission-plugins", "NodeRestriction"),
+                ("allow-privileged", "true"),
+            ]),
+        )
+    }
+
+    pub(super) fn controller_manager(&self) -> Component {
+        self.component(
+            "kube-controller-manager",
+            flags(&[
+                ("kubeconfig", &self.path("controller-manager.kubeconfig")),
+                ("root-ca-file", &self.path("ca.crt")),
+                (
+                    "service-account-private-key-file",
+                    &self.path("service-account.key"),
+                ),
+                ("use-service-account-credentials", "true"),
+                // One account for each of 40 controllers, before anything else.
+                ("kube-api-qps", "500"),
+                ("kube-api-burst", "1000"),
+                ("leader-elect", "false"),
+                ("bind-address", "127.0.0.1"),
+            ]),
+        )
+    }
+
+    pub(super) fn scheduler(&self) -> Component {
+        self.component(
+            "kube-scheduler",
+            flags(&[
+                ("kubeconfig", &self.path("scheduler.kubeconfig")),
+                ("leader-elect", "false"),
+                ("bind-address", "127.0.0.1"),
+            ]),
+        )
+    }
+
+    pub(super) fn containerd(&self) -> Component {
+        self.component(
+            "containerd",
+            flags(&[("config", &self.path("containerd.toml"))]),
+        )
+    }
+
+    pub(super) fn kubelet(&self) -> Component {
+        self.component(
+            "kubelet",
+            flags(&[
+                ("config", &self.path("kubelet.json")),
+                ("kubeconfig", &self.path("kubelet.kubeconfig")),
+                ("hostname-override", NODE),
+                ("node-ip", &ADDRESS.to_string()),
+            ]),
+        )
+    }
+
+    fn kubelet_config(&self) -> Value {
+        let mut config = json!({
+            "apiVersion": "kubelet.config.k8s.io/v1beta1", "kind": "KubeletConfiguration",
+            "containerRuntimeEndpoint": format!("unix://{CONTAINERD_SOCKET}"),
+            "authentication": {"anonymous": {"enabled": false}, "webhook": {"enabled": true},
+                               "x509": {"clientCAFile": self.path("ca.crt")}},
+            "authorization": {"mode": "Webhook"},
+            "tlsCertFile": self.path("kubelet.crt"), "tlsPrivateKeyFile": self.path("kubelet.key"),
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": self.cgroup_root,
+            "enforceNodeAllocatable": [],
+            "failSwapOn": false,
+            // The node's file systems are a view of the host's: their fill is not ours to manage.
+            "localStorageCapacityIsolation": false,
+            "evictionHard": {"memory.available": "0%", "nodefs.available": "0%", "nodefs.inodesFree": "0%",
+                             "imagefs.available": "0%", "imagefs.inodesFree": "0%"},
+            "imageGCHighThresholdPercent": 100,
+            // Without an address every pod gets a warning event. Nothing answers there.
+            "clusterDNS": [ADDRESS.to_string()], "clusterDomain": "cluster.local",
+            "resolvConf": self.path("resolv.conf"),
+            "nodeStatusUpdateFrequency": "4s",
+        });
+        if !self.cgroup_v2 {
+            config["failCgroupV1"] = json!(false);
+        }
+        config
+    }
+
+    /// Configuration version 3 (containerd `docs/cri/config.md`). No CAP_SYS_RESOURCE is needed.
+    fn containerd_config(&self) -> String {
+        let plugins = self
+            .toolbox
+            .folder_of("bridge")
+            .unwrap_or(Path::new("/opt/cni/bin"));
+        format!(
+            r#"version = 3
+root = "/var/lib/containerd"
+state = "/run/containerd"
+
+[grpc]
+address = "{CONTAINERD_SOCKET}"
+
+[plugins.'io.containerd.cri.v1.images']
+snapshotter = "overlayfs"
+[plugins.'io.containerd.cri.v1.images'.pinned_images]
+sandbox = "{PAUSE_IMAGE}"
+
+[plugins.'io.containerd.cri.v1.runtime']
+restrict_oom_score_adj = true
+disable_apparmor = true
+cdi_spec_dirs = ["/run/cdi"]
+[plugins.'io.containerd.cri.v1.runtime'.cni]
+bin_dirs = ["{plugins}"]
+conf_dir = "{cni}"
+"#,
+            plugins = plugins.display(),
+            cni = self.path("cni"),
+        )
+    }
+}
+
+/// Pods are on one bridge, whose address is their gateway to the node.
+fn cni_config() -> Value {
+    json!({
+        "cniVersion": "1.0.0", "name": "bursar-e2e",
+        "plugins": [{
+            "type": "bridge", "bridge": "cni0", "isGateway": true,
+            "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.88.0.0/16"}]], "routes": [{"dst": "0.0.0.0/0"}],
+                     "dataDir": "/run/cni"},
+        }],
+    })
+}
+
+fn flags(flags: &[(&str, &str)]) -> Vec<String> {
+    flags
+        .iter()
+        .map(|(name, value)| format!("--{name}={value}"))
+        .collect()
+}
+
+fn pretty(value: &Value) -> io::Result<String> {
+    Ok(serde_json::to_string_pretty(value)?)
+}

@@ -1,0 +1,226 @@
+//! The run folder of one cluster: its name, its files, and what is left of one whose harness died.
+
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use crate::folders;
+use crate::node::{Cgroup, CgroupError};
+
+/// `<temp>/bursar-e2e/<name>`: logs, certificates and sockets; the node's own state is in its
+/// namespaces. Unix socket paths have 107 bytes at most (unix(7)), so names are short.
+#[derive(Debug, Clone)]
+pub struct RunFolder {
+    name: String,
+    path: PathBuf,
+}
+
+/// Why a run folder cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RunFolderError {
+    /// The name is no name for a folder, a cgroup and a node.
+    #[error("cluster name {0:?}: 1 to 20 lower-case letters, digits and dashes")]
+    Name(String),
+    /// A cluster of this name is up.
+    #[error(
+        "cluster {name} is up already (process {pid}, {path}); `bursar-e2e down --name {name}` ends it"
+    )]
+    Taken {
+        /// The cluster's name.
+        name: String,
+        /// Its node process.
+        pid: String,
+        /// Its run folder.
+        path: PathBuf,
+    },
+    /// A file cannot be used.
+    #[error("{path}: {source}")]
+    File {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// What a killed cluster left cannot be removed.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+}
+
+impl RunFolder {
+    /// The run folder of the cluster `name`, which need not exist.
+    ///
+    /// # Errors
+    /// When the name does not fit.
+    pub fn of(name: &str) -> Result<Self, RunFolderError> {
+        let fits = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
+        if name.is_empty()
+            || name.len() > 20
+            || !name.chars().all(fits)
+            || name.starts_with('-')
+            || name.ends_with('-')
+        {
+            return Err(RunFolderError::Name(name.to_owned()));
+        }
+        Ok(Self {
+            name: name.to_owned(),
+            path: folders::runs().join(name),
+        })
+    }
+
+    /// Makes the folder, after removing what a cluster of this name left that was killed.
+    ///
+    /// # Errors
+    /// When one is up, or the leftovers do not go away.
+    pub fn prepare(&self) -> Result<(), RunFolderError> {
+        self.sweep()?;
+        for folder in [
+            self.path.clone(),
+            self.logs(),
+            self.scratch(),
+            self.configs(),
+        ] {
+            fs::create_dir_all(&folder).map_err(self.file(&folder))?;
+        }
+        Ok(())
+    }
+
+    /// Removes what is left of a cluster that was killed.
+    ///
+    /// # Errors
+    /// When the cluster is up, or something does not go away.
+    pub fn sweep(&self) -> Result<(), RunFolderError> {
+        if self.is_up()? {
+            let pid = fs::read_to_string(self.pid()).unwrap_or_else(|_| "unknown".to_owned());
+            return Err(RunFolderError::Taken {
+                name: self.name.clone(),
+                pid,
+                path: self.path.clone(),
+            });
+        }
+        let cgroup = self.cgroup()?;
+        if cgroup.exists() {
+            cgroup.kill(Duration::from_secs(10))?;
+            cgroup.remove(Duration::from_secs(10))?;
+        }
+        self.remove().map_err(self.file(&self.path))
+    }
+
+    /// A node process holds the folder.
+    ///
+    /// # Errors
+    /// When its lock cannot be looked at.
+    pub fn is_up(&self) -> Result<bool, RunFolderError> {
+        let path = self.lock();
+        let lock = match File::open(&path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            other => other.map_err(self.file(&path))?,
+        };
+        match lock.try_lock() {
+            Ok(()) => Ok(false),
+            Err(TryLockError::WouldBlock) => Ok(true),
+            Err(TryLockError::Error(source)) => Err(RunFolderError::File { path, source }),
+        }
+    }
+
+    /// Removes the folder, if it is there.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn remove(&self) -> io::Result<()> {
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => {
+                // The last one removes the parent as well.
+                let _ = fs::remove_dir(folders::runs());
+                Ok(())
+            }
+        }
+    }
+
+    fn file(&self, path: &Path) -> impl FnOnce(io::Error) -> RunFolderError {
+        let path = path.to_path_buf();
+        move |source| RunFolderError::File { path, source }
+    }
+
+    /// The cluster's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The folder itself.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The cgroup that every process of the cluster is in.
+    ///
+    /// # Errors
+    /// When the system's cgroups cannot be listed.
+    pub fn cgroup(&self) -> Result<Cgroup, CgroupError> {
+        Cgroup::new(Path::new("bursar-e2e").join(&self.name))
+    }
+
+    /// Held by the node process while it lives.
+    pub fn lock(&self) -> PathBuf {
+        self.path.join("lock")
+    }
+
+    /// The node process's id.
+    pub fn pid(&self) -> PathBuf {
+        self.path.join("pid")
+    }
+
+    /// The host's port of the API server.
+    pub fn port(&self) -> PathBuf {
+        self.path.join("port")
+    }
+
+    /// The node process's socket.
+    pub fn control(&self) -> PathBuf {
+        self.path.join("control")
+    }
+
+    /// The folder of all logs.
+    pub fn logs(&self) -> PathBuf {
+        self.path.join("logs")
+    }
+
+    /// The log of one component.
+    pub fn log(&self, component: &str) -> PathBuf {
+        self.logs().join(format!("{component}.log"))
+    }
+
+    /// A folder that is private to the node's namespaces.
+    pub fn scratch(&self) -> PathBuf {
+        self.path.join("scratch")
+    }
+
+    /// Certificates and configuration files.
+    pub fn configs(&self) -> PathBuf {
+        self.path.join("config")
+    }
+
+    /// One certificate or configuration file.
+    pub fn config(&self, name: &str) -> PathBuf {
+        self.configs().join(name)
+    }
+
+    /// The administrator's kubeconfig, for use on the host.
+    pub fn kubeconfig(&self) -> PathBuf {
+        self.path.join("kubeconfig")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_would_leave_the_folder_is_refused() {
+        for name in ["", "..", "a/b", "A", "-a", "a-", "abcdefghijklmnopqrstu"] {
+            assert!(RunFolder::of(name).is_err(), "{name}");
+        }
+        assert!(RunFolder::of("demo-1").is_ok());
+    }
+}

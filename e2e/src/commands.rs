@@ -1,0 +1,61 @@
+//! One function a command.
+
+use std::future::Future;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use bursar_e2e::cluster::{self, Local, Options, RunFolder};
+use bursar_e2e::kube;
+use bursar_e2e::node;
+use bursar_e2e::progress::Progress;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::args::{Args, Command};
+
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let progress = Progress::start();
+    match args.command {
+        // Before any thread exists: it changes namespaces.
+        Command::Node { cluster } => node::run(&RunFolder::of(&cluster.name)?)?,
+        Command::Build => {
+            kube::build(&progress)?;
+            progress.say("Kubernetes is built");
+        }
+        Command::Up { cluster } => interruptible(up(cluster.name, progress))?,
+        Command::Down { cluster } => {
+            interruptible(async move { Ok(cluster::down(&cluster.name).await?) })?
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs `work` until it is done or a signal asks to stop; either way what it holds is dropped,
+/// which takes clusters down.
+fn interruptible<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Runtime::new().context("runtime")?;
+    runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate()).context("signals")?;
+        tokio::select! {
+            result = work => result,
+            _ = tokio::signal::ctrl_c() => anyhow::bail!("interrupted; everything is taken down"),
+            _ = terminate.recv() => anyhow::bail!("terminated; everything is taken down"),
+        }
+    })
+}
+
+async fn up(name: String, progress: Progress) -> anyhow::Result<()> {
+    let toolbox = kube::build(&progress)?;
+    let harness = std::env::current_exe().context("this program's path")?;
+    let cluster = Local::up(
+        Options {
+            name,
+            harness,
+            toolbox,
+        },
+        &progress,
+    )
+    .await?;
+    let folder = cluster.keep().await?;
+    println!("export KUBECONFIG={}", folder.kubeconfig().display());
+    Ok(())
+}

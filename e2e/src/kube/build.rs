@@ -1,0 +1,184 @@
+//! Builds every part with the Go compiler, once, into the cache.
+
+use std::fs::{self, File};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use super::packages::{self, PackageError};
+use super::parts::{PARTS, Part};
+use super::toolbox::Toolbox;
+use crate::cache::{self, CacheError};
+use crate::folders;
+use crate::progress::Progress;
+
+/// Why a part could not be built.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// There is no Go compiler.
+    #[error(
+        "Go is needed to build Kubernetes and is not in PATH ({0}); get it from https://go.dev/dl (at least the version in e2e/kube/*/go.mod)"
+    )]
+    NoGo(io::Error),
+    /// A pinned file or an output cannot be used.
+    #[error("{path}: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A Debian package is missing.
+    #[error(transparent)]
+    Package(#[from] PackageError),
+    /// `go build` failed.
+    #[error("go build of {part} failed ({status}){hint}:\n{tail}")]
+    Go {
+        /// The part.
+        part: &'static str,
+        /// How the compiler ended.
+        status: String,
+        /// What to do about it, if that is known.
+        hint: &'static str,
+        /// The last lines that it printed.
+        tail: String,
+    },
+}
+
+/// Builds every part that the cache lacks and answers where all are.
+///
+/// # Errors
+/// When Go, a Debian package or the network is missing, or a part does not compile.
+pub fn build(progress: &Progress) -> Result<Toolbox, CacheError<BuildError>> {
+    let version = go_version().map_err(CacheError::Make)?;
+    let root = folders::cache().join("kube");
+    let mut found = Vec::new();
+    for part in PARTS {
+        let sources = folders::repository().join("e2e/kube").join(part.name);
+        let key = part.key(&sources, &version).map_err(|source| {
+            CacheError::Make(BuildError::File {
+                path: sources.clone(),
+                source,
+            })
+        })?;
+        found.push(cache::once(&root, &key, |out| {
+            compile(part, &sources, out, progress)
+        })?);
+    }
+    Ok(Toolbox::new(found))
+}
+
+fn go_version() -> Result<String, BuildError> {
+    let output = Command::new("go")
+        .args(["env", "GOVERSION"])
+        .output()
+        .map_err(BuildError::NoGo)?;
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+fn compile(part: &Part, sources: &Path, out: &Path, progress: &Progress) -> Result<(), BuildError> {
+    packages::require(part.packages, progress)?;
+    progress.say(format_args!(
+        "{}: go build (once; kept in {})",
+        part.name,
+        folders::cache().display()
+    ));
+    let start = Instant::now();
+    let log = out.join("build.log");
+    let file = |path: &Path| {
+        let path = path.to_path_buf();
+        move |source| BuildError::File { path, source }
+    };
+    let stderr = File::create(&log).map_err(file(&log))?;
+    let mut child = Command::new("go")
+        .args(part.arguments(out))
+        .current_dir(sources)
+        .env("CGO_ENABLED", if part.cgo { "1" } else { "0" })
+        .env("GOFLAGS", "-mod=readonly")
+        .env("GOWORK", "off")
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(stderr)
+        .spawn()
+        .map_err(BuildError::NoGo)?;
+    let mut said = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait().map_err(file(&log))? {
+            break status;
+        }
+        if said.elapsed() >= Duration::from_secs(15) {
+            progress.say(format_args!(
+                "{}: still building after {} s",
+                part.name,
+                start.elapsed().as_secs()
+            ));
+            said = Instant::now();
+        }
+        std::thread::sleep(Duration::from_millis(100));
+    };
+    let missing = part
+        .programs
+        .iter()
+        .find(|program| !out.join(program).exists());
+    if !status.success() || missing.is_some() {
+        let text = fs::read_to_string(&log).unwrap_or_default();
+        return Err(BuildError::Go {
+            part: part.name,
+            status: status.to_string(),
+            hint: hint(&text),
+            tail: tail(&text, 12),
+        });
+    }
+    for name in part.names {
+        let link = out.join(name);
+        std::os::unix::fs::symlink(part.programs[0], &link).map_err(file(&link))?;
+    }
+    fs::remove_file(&log).map_err(file(&log))?;
+    progress.say(format_args!(
+        "{}: built in {:.0} s",
+        part.name,
+        start.elapsed().as_secs_f64()
+    ));
+    Ok(())
+}
+
+fn hint(text: &str) -> &'static str {
+    let network = [
+        "dial tcp",
+        "no such host",
+        "i/o timeout",
+        "connection refused",
+        "TLS handshake",
+    ];
+    if network.iter().any(|sign| text.contains(sign)) {
+        "; the Go module proxy cannot be reached (see GOPROXY in `go env`)"
+    } else if text.contains("requires go >=") {
+        "; this Go is too old"
+    } else {
+        ""
+    }
+}
+
+/// The last `count` lines of `text`.
+fn tail(text: &str, count: usize) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(count)..].join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_network_is_named() {
+        assert!(hint("dial tcp: lookup proxy.golang.org: no such host").contains("GOPROXY"));
+        assert_eq!(hint("undefined: x"), "");
+    }
+
+    #[test]
+    fn the_tail_is_the_last_lines() {
+        assert_eq!(tail("a\nb\nc", 2), "b\nc");
+        assert_eq!(tail("a", 5), "a");
+    }
+}

@@ -1,0 +1,99 @@
+//! Debian packages that a build needs, installed where they are missing.
+
+use std::path::Path;
+use std::process::Command;
+
+use crate::progress::Progress;
+
+/// Something a Debian package brings.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Package {
+    name: &'static str,
+    /// The package is there if this file is.
+    proof: &'static str,
+}
+
+impl Package {
+    /// The C compiler.
+    pub(crate) const GCC: Self = Self {
+        name: "gcc",
+        proof: "/usr/bin/gcc",
+    };
+    /// libseccomp's header and static library.
+    pub(crate) const SECCOMP: Self = Self {
+        name: "libseccomp-dev",
+        proof: "/usr/include/seccomp.h",
+    };
+    /// The compressor that `pack` calls.
+    pub(crate) const XZ: Self = Self {
+        name: "xz-utils",
+        proof: "/usr/bin/xz",
+    };
+}
+
+/// Why a package is still missing.
+#[derive(Debug, thiserror::Error)]
+pub enum PackageError {
+    /// There is no `apt-get`, or it failed.
+    #[error("Debian packages {names} are needed and could not be installed: {why}")]
+    Install {
+        /// The packages' names.
+        names: String,
+        /// What went wrong.
+        why: String,
+    },
+}
+
+/// Installs those of `packages` that are missing.
+///
+/// # Errors
+/// When `apt-get` is not there or fails; the message has the packages' names and its last lines.
+pub(crate) fn require(packages: &[Package], progress: &Progress) -> Result<(), PackageError> {
+    let missing: Vec<&str> = packages
+        .iter()
+        .filter(|package| !Path::new(package.proof).exists())
+        .map(|package| package.name)
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    progress.say(format_args!("installing {}", missing.join(" ")));
+    // Package lists may be stale or absent in a fresh container; updating them is worth one try.
+    if apt_get(
+        &[
+            &["install", "-y", "--no-install-recommends"],
+            missing.as_slice(),
+        ]
+        .concat(),
+    )
+    .is_ok()
+    {
+        return Ok(());
+    }
+    let _ = apt_get(&["update"]);
+    apt_get(
+        &[
+            &["install", "-y", "--no-install-recommends"],
+            missing.as_slice(),
+        ]
+        .concat(),
+    )
+    .map_err(|why| PackageError::Install {
+        names: missing.join(" "),
+        why,
+    })
+}
+
+fn apt_get(arguments: &[&str]) -> Result<(), String> {
+    let output = Command::new("apt-get")
+        .args(arguments)
+        .env("DEBIAN_FRONTEND", "noninteractive")
+        .output()
+        .map_err(|error| format!("apt-get: {error}"))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    let last: Vec<&str> = said.lines().rev().take(4).collect();
+    Err(last.into_iter().rev().collect::<Vec<_>>().join("; "))
+}

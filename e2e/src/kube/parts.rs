@@ -1,0 +1,176 @@
+//! The table of Go parts: what each is built from, with which flags, into which programs.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use sha2::{Digest, Sha256};
+
+use super::packages::Package;
+
+/// The Kubernetes release in `e2e/kube/kubernetes/go.mod`; a test holds them together.
+pub(crate) const KUBERNETES_VERSION: &str = "1.36.3";
+
+/// One folder of `e2e/kube`, built by one `go build`.
+#[derive(Debug)]
+pub(crate) struct Part {
+    /// Its folder below `e2e/kube`.
+    pub(crate) name: &'static str,
+    /// What `go build` is asked for: `.` or the module's `tool` lines.
+    target: &'static str,
+    /// C code is linked in.
+    pub(crate) cgo: bool,
+    tags: &'static str,
+    /// The programs that it makes.
+    pub(crate) programs: &'static [&'static str],
+    /// Further names of the first program, which acts by the name that it is called by.
+    pub(crate) names: &'static [&'static str],
+    /// Debian packages needed to build it.
+    pub(crate) packages: &'static [Package],
+}
+
+/// Every part, the slowest first.
+pub(crate) const PARTS: &[Part] = &[
+    Part {
+        name: "kubernetes",
+        target: ".",
+        cgo: false,
+        tags: "",
+        programs: &["kubernetes"],
+        names: &[
+            "etcd",
+            "kube-apiserver",
+            "kube-controller-manager",
+            "kube-scheduler",
+            "kubelet",
+            "kubectl",
+        ],
+        packages: &[],
+    },
+    Part {
+        name: "containerd",
+        target: "tool",
+        cgo: false,
+        tags: "no_btrfs no_zfs no_devmapper",
+        programs: &["containerd", "containerd-shim-runc-v2", "ctr"],
+        names: &[],
+        packages: &[],
+    },
+    Part {
+        name: "runc",
+        target: "tool",
+        cgo: true,
+        // Without seccomp every unprivileged sandbox fails to start.
+        tags: "seccomp netgo osusergo",
+        programs: &["runc"],
+        names: &[],
+        packages: &[Package::GCC, Package::SECCOMP],
+    },
+    Part {
+        name: "cni",
+        target: "tool",
+        cgo: false,
+        tags: "",
+        programs: &["bridge", "host-local", "loopback"],
+        names: &[],
+        packages: &[],
+    },
+    Part {
+        name: "helm",
+        target: "tool",
+        cgo: false,
+        tags: "",
+        programs: &["helm"],
+        names: &[],
+        packages: &[],
+    },
+];
+
+impl Part {
+    /// The arguments of `go` that build this part into `out`.
+    pub(crate) fn arguments(&self, out: &Path) -> Vec<String> {
+        let mut arguments = vec!["build".to_owned(), "-trimpath".to_owned()];
+        if !self.tags.is_empty() {
+            arguments.extend(["-tags".to_owned(), self.tags.to_owned()]);
+        }
+        arguments.extend(["-ldflags".to_owned(), self.linker_flags()]);
+        let out = if self.target == "." {
+            out.join(self.programs[0]).display().to_string()
+        } else {
+            format!("{}/", out.display())
+        };
+        arguments.extend(["-o".to_owned(), out, self.target.to_owned()]);
+        arguments
+    }
+
+    fn linker_flags(&self) -> String {
+        let mut flags = "-s -w".to_owned();
+        if self.cgo {
+            flags.push_str(" -extldflags -static");
+        }
+        if self.name == "kubernetes" {
+            let version = "k8s.io/component-base/version";
+            let mut numbers = KUBERNETES_VERSION.split('.');
+            let (major, minor) = (numbers.next().unwrap_or(""), numbers.next().unwrap_or(""));
+            flags.push_str(&format!(
+                " -X {version}.gitVersion=v{KUBERNETES_VERSION} -X {version}.gitMajor={major} -X {version}.gitMinor={minor}"
+            ));
+        }
+        flags
+    }
+
+    /// The name of its result in the cache: the same sources, flags and compiler have the same.
+    ///
+    /// # Errors
+    /// When a pinned file cannot be read.
+    pub(crate) fn key(&self, sources: &Path, go_version: &str) -> io::Result<String> {
+        let mut hash = Sha256::new();
+        let mut part = |bytes: &[u8]| {
+            hash.update((bytes.len() as u64).to_le_bytes());
+            hash.update(bytes);
+        };
+        for file in ["go.mod", "go.sum", "main.go"] {
+            match fs::read(sources.join(file)) {
+                Ok(bytes) => part(&bytes),
+                Err(error) if error.kind() == io::ErrorKind::NotFound && file == "main.go" => {
+                    part(&[])
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        part(self.arguments(Path::new("out")).join("\0").as_bytes());
+        part(go_version.as_bytes());
+        let digest: String = hash
+            .finalize()
+            .iter()
+            .take(8)
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        Ok(format!("{}-{digest}", self.name))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::folders;
+
+    #[test]
+    fn the_stamped_version_is_the_pinned_one() {
+        let pins =
+            fs::read_to_string(folders::repository().join("e2e/kube/kubernetes/go.mod")).unwrap();
+        assert!(pins.contains(&format!("k8s.io/kubernetes v{KUBERNETES_VERSION}\n")));
+    }
+
+    #[test]
+    fn a_changed_pin_changes_the_key() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("go.mod"), "one").unwrap();
+        fs::write(folder.path().join("go.sum"), "").unwrap();
+        let before = PARTS[0].key(folder.path(), "go1").unwrap();
+        assert_eq!(before, PARTS[0].key(folder.path(), "go1").unwrap());
+        assert_ne!(before, PARTS[0].key(folder.path(), "go2").unwrap());
+        fs::write(folder.path().join("go.mod"), "two").unwrap();
+        assert_ne!(before, PARTS[0].key(folder.path(), "go1").unwrap());
+    }
+}

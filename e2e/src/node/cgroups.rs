@@ -1,0 +1,304 @@
+//! The cgroup that holds all of a cluster, in every hierarchy: v1, hybrid or v2.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, getpid, kill_process};
+
+/// Why a cgroup could not be used.
+#[derive(Debug, thiserror::Error)]
+#[error("cgroup {path}: {source}")]
+pub struct CgroupError {
+    path: PathBuf,
+    source: io::Error,
+}
+
+impl CgroupError {
+    fn at(path: &Path) -> impl FnOnce(io::Error) -> Self {
+        let path = path.to_path_buf();
+        move |source| Self { path, source }
+    }
+}
+
+/// A cgroup of the same path in each mounted hierarchy (cgroups(7)).
+#[derive(Debug, Clone)]
+pub struct Cgroup {
+    mounts: Vec<Hierarchy>,
+    path: PathBuf,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Hierarchy {
+    mount: PathBuf,
+    kind: Kind,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    V1,
+    V1Cpuset,
+    V2,
+}
+
+impl Cgroup {
+    /// The cgroup `path`, relative to the root of each hierarchy that is mounted here.
+    ///
+    /// # Errors
+    /// When `/proc/self/mountinfo` cannot be read.
+    pub fn new(path: impl Into<PathBuf>) -> Result<Self, CgroupError> {
+        let mountinfo = Path::new("/proc/self/mountinfo");
+        let text = fs::read_to_string(mountinfo).map_err(CgroupError::at(mountinfo))?;
+        Ok(Self {
+            mounts: hierarchies(&text),
+            path: path.into(),
+        })
+    }
+
+    /// The only hierarchy is cgroup v2.
+    pub fn is_v2(&self) -> bool {
+        self.mounts
+            .iter()
+            .all(|hierarchy| hierarchy.kind == Kind::V2)
+    }
+
+    /// The path as the kubelet's `cgroupRoot` has it.
+    pub fn root(&self) -> String {
+        format!("/{}", self.path.display())
+    }
+
+    /// Makes the cgroup and moves this process into its child `leaf`.
+    ///
+    /// # Errors
+    /// When a hierarchy refuses.
+    pub fn enter(&self, leaf: &str) -> Result<(), CgroupError> {
+        for hierarchy in &self.mounts {
+            let folder = hierarchy.make(&self.path.join(leaf))?;
+            let procs = folder.join("cgroup.procs");
+            fs::write(&procs, getpid().as_raw_nonzero().to_string())
+                .map_err(CgroupError::at(&procs))?;
+        }
+        Ok(())
+    }
+
+    /// Moves this process back to the root of each hierarchy.
+    ///
+    /// # Errors
+    /// When a hierarchy refuses.
+    pub fn leave(&self) -> Result<(), CgroupError> {
+        for hierarchy in &self.mounts {
+            let procs = hierarchy.mount.join("cgroup.procs");
+            fs::write(&procs, getpid().as_raw_nonzero().to_string())
+                .map_err(CgroupError::at(&procs))?;
+        }
+        Ok(())
+    }
+
+    /// Every process in the cgroup and below, but this one.
+    pub fn processes(&self) -> BTreeSet<i32> {
+        let mut found = BTreeSet::new();
+        for hierarchy in &self.mounts {
+            collect(&hierarchy.mount.join(&self.path), &mut found);
+        }
+        found.remove(&getpid().as_raw_nonzero().get());
+        found
+    }
+
+    /// Kills every process in the cgroup but this one, until none is left.
+    ///
+    /// # Errors
+    /// When some live on after `bound`; their process ids are in the message.
+    pub fn kill(&self, bound: Duration) -> Result<(), CgroupError> {
+        let start = Instant::now();
+        loop {
+            let processes = self.processes();
+            if processes.is_empty() {
+                return Ok(());
+            }
+            if start.elapsed() > bound {
+                let error = io::Error::other(format!(
+                    "processes {processes:?} live on after SIGKILL and {bound:?}"
+                ));
+                return Err(CgroupError::at(&self.path)(error));
+            }
+            for pid in processes.into_iter().filter_map(Pid::from_raw) {
+                // It may have ended meanwhile.
+                let _ = kill_process(pid, Signal::KILL);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// Removes the cgroup, and its parent if that is empty then.
+    ///
+    /// # Errors
+    /// When a folder is still busy after `bound`.
+    pub fn remove(&self, bound: Duration) -> Result<(), CgroupError> {
+        let start = Instant::now();
+        for hierarchy in &self.mounts {
+            let folder = hierarchy.mount.join(&self.path);
+            loop {
+                match remove_tree(&folder) {
+                    Ok(()) => break,
+                    Err(_) if start.elapsed() < bound => {
+                        std::thread::sleep(Duration::from_millis(20))
+                    }
+                    Err(error) => return Err(CgroupError::at(&folder)(error)),
+                }
+            }
+            if let Some(parent) = self
+                .path
+                .parent()
+                .filter(|parent| !parent.as_os_str().is_empty())
+            {
+                let _ = fs::remove_dir(hierarchy.mount.join(parent));
+            }
+        }
+        Ok(())
+    }
+
+    /// It exists in some hierarchy.
+    pub fn exists(&self) -> bool {
+        self.mounts
+            .iter()
+            .any(|hierarchy| hierarchy.mount.join(&self.path).exists())
+    }
+}
+
+impl Hierarchy {
+    /// Makes `path` and its parents, each ready to have processes.
+    fn make(&self, path: &Path) -> Result<PathBuf, CgroupError> {
+        let mut folder = self.mount.clone();
+        for name in path {
+            if self.kind == Kind::V2 {
+                delegate(&folder);
+            }
+            let parent = folder.clone();
+            folder.push(name);
+            match fs::create_dir(&folder) {
+                Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                    return Err(CgroupError::at(&folder)(error));
+                }
+                _ => {}
+            }
+            if self.kind == Kind::V1Cpuset {
+                // A cpuset has no processors and no memory until it is given some.
+                for file in ["cpuset.cpus", "cpuset.mems"] {
+                    let value =
+                        fs::read_to_string(parent.join(file)).map_err(CgroupError::at(&parent))?;
+                    fs::write(folder.join(file), value.trim()).map_err(CgroupError::at(&folder))?;
+                }
+            }
+        }
+        Ok(folder)
+    }
+}
+
+/// Gives every controller of a v2 cgroup to its children. One that cannot be given is left out:
+/// the kubelet names those that it misses.
+fn delegate(folder: &Path) {
+    let controllers = fs::read_to_string(folder.join("cgroup.controllers")).unwrap_or_default();
+    for controller in controllers.split_whitespace() {
+        let _ = fs::write(
+            folder.join("cgroup.subtree_control"),
+            format!("+{controller}"),
+        );
+    }
+}
+
+fn collect(folder: &Path, found: &mut BTreeSet<i32>) {
+    let procs = fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+    found.extend(
+        procs
+            .lines()
+            .filter_map(|line| line.parse::<i32>().ok())
+            .filter(|pid| *pid > 0),
+    );
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            collect(&entry.path(), found);
+        }
+    }
+}
+
+fn remove_tree(folder: &Path) -> io::Result<()> {
+    let entries = match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+        other => other?,
+    };
+    for entry in entries.flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            remove_tree(&entry.path())?;
+        }
+    }
+    fs::remove_dir(folder)
+}
+
+/// The cgroup mounts in the text of `/proc/self/mountinfo` (proc_pid_mountinfo(5)).
+fn hierarchies(mountinfo: &str) -> Vec<Hierarchy> {
+    let mut found: Vec<Hierarchy> = Vec::new();
+    for line in mountinfo.lines() {
+        let Some((left, right)) = line.split_once(" - ") else {
+            continue;
+        };
+        let mut right = right.split(' ');
+        let kind = match right.next() {
+            Some("cgroup") => Kind::V1,
+            Some("cgroup2") => Kind::V2,
+            _ => continue,
+        };
+        let options = right.next_back().unwrap_or_default();
+        let cpuset = kind == Kind::V1 && options.split(',').any(|option| option == "cpuset");
+        let Some(mount) = left.split(' ').nth(4).map(PathBuf::from) else {
+            continue;
+        };
+        let hierarchy = Hierarchy {
+            mount,
+            kind: if cpuset { Kind::V1Cpuset } else { kind },
+        };
+        if !found.contains(&hierarchy) {
+            found.push(hierarchy);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HYBRID: &str = "\
+24 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 24 0:26 / /sys/fs/cgroup/cpuset rw,relatime - cgroup cgroup rw,cpuset
+31 24 0:27 / /sys/fs/cgroup/memory rw,relatime shared:3 - cgroup cgroup rw,memory
+32 24 0:28 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw";
+
+    #[test]
+    fn every_hierarchy_of_a_hybrid_system_is_found() {
+        let found = hierarchies(HYBRID);
+        let kinds: Vec<Kind> = found.iter().map(|hierarchy| hierarchy.kind).collect();
+        assert_eq!(kinds, [Kind::V1Cpuset, Kind::V1, Kind::V2]);
+        assert_eq!(found[1].mount, Path::new("/sys/fs/cgroup/memory"));
+    }
+
+    #[test]
+    fn a_system_with_one_unified_hierarchy_is_v2() {
+        let unified = "28 24 0:25 / /sys/fs/cgroup rw - cgroup2 cgroup rw,nsdelegate";
+        assert!(
+            Cgroup {
+                mounts: hierarchies(unified),
+                path: PathBuf::new()
+            }
+            .is_v2()
+        );
+        assert!(
+            !Cgroup {
+                mounts: hierarchies(HYBRID),
+                path: PathBuf::new()
+            }
+            .is_v2()
+        );
+    }
+}

@@ -1,0 +1,145 @@
+//! The node's own view: its mounts and its network.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::mount::{
+    MountFlags, MountPropagationFlags, UnmountFlags, mount, mount_bind, mount_change, unmount,
+};
+use rustix::thread::UnshareFlags;
+
+use super::netlink;
+
+/// Folders that are empty and private in the node, whatever the host has there.
+const PRIVATE: &[&str] = &[
+    "/var/lib/kubelet",
+    "/var/lib/bursar",
+    "/var/lib/containerd",
+    "/var/lib/cni",
+    "/run/bursar",
+    "/run/cdi",
+    "/run/cni",
+    "/run/containerd",
+    "/run/netns",
+    "/run/simgpu",
+];
+
+/// Kernel settings that the kubelet changes where they differ
+/// (kubernetes `pkg/kubelet/cm/container_manager_linux.go`, `setupKernelTunables`). It is shown
+/// the values that it wants, so that the host's stay as they are.
+const TUNABLES: &[(&str, &str)] = &[
+    ("/proc/sys/vm/overcommit_memory", "1"),
+    ("/proc/sys/vm/panic_on_oom", "0"),
+    ("/proc/sys/kernel/panic", "10"),
+    ("/proc/sys/kernel/panic_on_oops", "1"),
+    ("/proc/sys/kernel/keys/root_maxkeys", "1000000"),
+    ("/proc/sys/kernel/keys/root_maxbytes", "25000000"),
+];
+
+/// Why the view could not be made.
+#[derive(Debug, thiserror::Error)]
+#[error("{step}: {source}")]
+pub struct NamespaceError {
+    step: String,
+    source: io::Error,
+}
+
+fn at(step: impl Into<String>) -> impl FnOnce(io::Error) -> NamespaceError {
+    let step = step.into();
+    move |source| NamespaceError { step, source }
+}
+
+/// Moves this thread, and those that it starts from now on, into a mount and a network namespace
+/// of their own and lays both out. `scratch` is an empty folder of the run folder.
+///
+/// # Errors
+/// When the kernel refuses a step; root is needed.
+pub(super) fn enter(scratch: &Path) -> Result<(), NamespaceError> {
+    #[expect(
+        deprecated,
+        reason = "its fault is with file tables, which stay shared here; the other form is unsafe"
+    )]
+    rustix::thread::unshare(UnshareFlags::NEWNS | UnshareFlags::NEWNET)
+        .map_err(|error| at("new mount and network namespaces (root is needed)")(error.into()))?;
+    mounts(scratch)?;
+    let network = |source| at("the node's loopback link")(source);
+    netlink::up(netlink::LOOPBACK).map_err(network)?;
+    for address in [super::ADDRESS, super::SERVICE_ADDRESS] {
+        netlink::add_address(netlink::LOOPBACK, address).map_err(network)?;
+    }
+    Ok(())
+}
+
+/// Detaches what hides the run folder's own `scratch`, so that the folder can be removed.
+///
+/// # Errors
+/// When the kernel refuses.
+pub(super) fn leave(scratch: &Path) -> io::Result<()> {
+    Ok(unmount(scratch, UnmountFlags::DETACH)?)
+}
+
+fn mounts(scratch: &Path) -> Result<(), NamespaceError> {
+    // Nothing travels to the host; inside, mounts travel from the kubelet to containers.
+    for change in [
+        MountPropagationFlags::PRIVATE,
+        MountPropagationFlags::SHARED,
+    ] {
+        mount_change("/", change | MountPropagationFlags::REC)
+            .map_err(|error| at("mount propagation of /")(error.into()))?;
+    }
+    tmpfs(scratch)?;
+    for folder in ["/run", "/var/lib"] {
+        copy_on_write(scratch, Path::new(folder))?;
+    }
+    for folder in PRIVATE {
+        fs::create_dir_all(folder).map_err(at(*folder))?;
+        tmpfs(Path::new(folder))?;
+    }
+    for (path, value) in TUNABLES {
+        show(scratch, Path::new(path), value)?;
+    }
+    Ok(())
+}
+
+fn tmpfs(folder: &Path) -> Result<(), NamespaceError> {
+    mount("tmpfs", folder, "tmpfs", MountFlags::empty(), None)
+        .map_err(|error| at(format!("tmpfs on {}", folder.display()))(error.into()))
+}
+
+/// Lays a layer of the scratch folder over `folder`, so that the host's is only read.
+fn copy_on_write(scratch: &Path, folder: &Path) -> Result<(), NamespaceError> {
+    let layer = |kind: &str| -> Result<PathBuf, NamespaceError> {
+        let name = folder.display().to_string().replace('/', "_");
+        let path = scratch.join(format!("{kind}{name}"));
+        fs::create_dir_all(&path).map_err(at(path.display().to_string()))?;
+        Ok(path)
+    };
+    let options = format!(
+        "lowerdir={},upperdir={},workdir={}",
+        folder.display(),
+        layer("upper")?.display(),
+        layer("work")?.display()
+    );
+    let options =
+        std::ffi::CString::new(options).map_err(|error| at("overlay options")(error.into()))?;
+    mount(
+        "overlay",
+        folder,
+        "overlay",
+        MountFlags::empty(),
+        Some(options.as_c_str()),
+    )
+    .map_err(|error| at(format!("overlay on {}", folder.display()))(error.into()))
+}
+
+/// Binds a file with `value` over the kernel setting `path`, where there is one.
+fn show(scratch: &Path, path: &Path, value: &str) -> Result<(), NamespaceError> {
+    if !path.exists() {
+        return Ok(());
+    }
+    let file = scratch.join(path.display().to_string().replace('/', "_"));
+    fs::write(&file, format!("{value}\n")).map_err(at(file.display().to_string()))?;
+    mount_bind(&file, path)
+        .map_err(|error| at(format!("bind over {}", path.display()))(error.into()))
+}

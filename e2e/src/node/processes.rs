@@ -1,0 +1,159 @@
+//! The programs that the node process started, and the reaping of every descendant.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::OpenOptions;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, WaitOptions, WaitStatus, kill_process, wait};
+
+/// How a program fares.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum State {
+    Running(i32),
+    Ended(String),
+}
+
+/// Programs by name.
+#[derive(Debug, Default)]
+pub(super) struct Processes {
+    states: Mutex<HashMap<String, State>>,
+    ended: Condvar,
+}
+
+impl Processes {
+    /// A panicking thread leaves the map whole: each change is one insertion.
+    fn states(&self) -> MutexGuard<'_, HashMap<String, State>> {
+        self.states.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Starts a program.
+    ///
+    /// # Errors
+    /// When the name is taken, or the program or its log cannot be opened.
+    pub(super) fn spawn(
+        &self,
+        name: &str,
+        program: &Path,
+        arguments: &[String],
+        environment: &BTreeMap<String, String>,
+        log: &Path,
+    ) -> io::Result<i32> {
+        // Held until the child is in the map, or the reaper could take it for a stranger.
+        let mut states = self.states();
+        if let Some(State::Running(pid)) = states.get(name) {
+            return Err(io::Error::new(
+                io::ErrorKind::AlreadyExists,
+                format!("{name} runs already, as {pid}"),
+            ));
+        }
+        if !program.exists() {
+            return Err(io::Error::new(
+                io::ErrorKind::NotFound,
+                format!("{} is not there", program.display()),
+            ));
+        }
+        let log = OpenOptions::new().create(true).append(true).open(log)?;
+        let child = Command::new(program)
+            .args(arguments)
+            .envs(environment)
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()?;
+        let pid = child.id().cast_signed();
+        states.insert(name.to_owned(), State::Running(pid));
+        Ok(pid)
+    }
+
+    /// How the program fares.
+    pub(super) fn state(&self, name: &str) -> Option<State> {
+        self.states().get(name).cloned()
+    }
+
+    /// Signals the program and waits for its end; one that ignores SIGTERM for `patience` is killed.
+    ///
+    /// # Errors
+    /// When there is no such program, or it outlives SIGKILL by `patience`.
+    pub(super) fn end(&self, name: &str, kill: bool, patience: Duration) -> io::Result<String> {
+        let signals: &[Signal] = if kill {
+            &[Signal::KILL]
+        } else {
+            &[Signal::TERM, Signal::KILL]
+        };
+        for signal in signals {
+            match self.state(name) {
+                None => {
+                    return Err(io::Error::new(
+                        io::ErrorKind::NotFound,
+                        format!("{name} was never started"),
+                    ));
+                }
+                Some(State::Ended(how)) => return Ok(how),
+                Some(State::Running(pid)) => {
+                    if let Some(pid) = Pid::from_raw(pid) {
+                        kill_process(pid, *signal)?;
+                    }
+                }
+            }
+            if let Some(how) = self.wait(name, patience) {
+                return Ok(how);
+            }
+        }
+        Err(io::Error::new(
+            io::ErrorKind::TimedOut,
+            format!("{name} lives on after SIGKILL and {patience:?}"),
+        ))
+    }
+
+    fn wait(&self, name: &str, patience: Duration) -> Option<String> {
+        let until = Instant::now() + patience;
+        let mut states = self.states();
+        loop {
+            if let Some(State::Ended(how)) = states.get(name) {
+                return Some(how.clone());
+            }
+            let left = until.checked_duration_since(Instant::now())?;
+            states = self
+                .ended
+                .wait_timeout(states, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Reaps children and adopted orphans for ever.
+    pub(super) fn reap(&self) {
+        loop {
+            match wait(WaitOptions::empty()) {
+                Ok(Some((pid, status))) => self.reaped(pid.as_raw_nonzero().get(), status),
+                // No child at present.
+                Ok(None) | Err(_) => std::thread::sleep(Duration::from_millis(50)),
+            }
+        }
+    }
+
+    fn reaped(&self, pid: i32, status: WaitStatus) {
+        let mut states = self.states();
+        for state in states
+            .values_mut()
+            .filter(|state| **state == State::Running(pid))
+        {
+            *state = State::Ended(describe(status));
+        }
+        self.ended.notify_all();
+    }
+}
+
+fn describe(status: WaitStatus) -> String {
+    match (status.exit_status(), status.terminating_signal()) {
+        (Some(code), _) => format!("exit code {code}"),
+        (None, Some(signal)) => format!("signal {signal}"),
+        (None, None) => "unknown end".to_owned(),
+    }
+}

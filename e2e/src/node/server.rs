@@ -1,0 +1,210 @@
+//! The node process's life: enter the namespaces, serve the control socket, take everything down.
+
+use std::fs::{self, File};
+use std::io::{self, BufRead, BufReader, Write};
+use std::net::TcpListener;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::thread;
+use std::time::Duration;
+
+use super::cgroups::CgroupError;
+use super::forward;
+use super::namespace::{self, NamespaceError};
+use super::processes::{Processes, State};
+use super::protocol::{Reply, Request};
+use crate::cluster::RunFolder;
+
+/// A program that ignores a signal for this long is killed; everything is gone this long after.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// An owner connects within this time or the node ends.
+const OWNER_BOUND: Duration = Duration::from_secs(15);
+
+/// Why the node process ended badly.
+#[derive(Debug, thiserror::Error)]
+pub enum NodeError {
+    /// The run folder cannot be used.
+    #[error("{path}: {source}")]
+    File {
+        /// The file or folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Another node process has the run folder.
+    #[error("another cluster runs in {0}")]
+    Taken(PathBuf),
+    /// The cgroup cannot be made, emptied or removed.
+    #[error(transparent)]
+    Cgroup(#[from] CgroupError),
+    /// The namespaces cannot be made.
+    #[error("the node's namespaces: {0}")]
+    Namespace(#[from] NamespaceError),
+}
+
+/// Why the node process ends.
+enum End {
+    OwnerGone,
+    Asked { keep_logs: bool },
+}
+
+/// Runs the node process of `folder` until it is told to stop or its owner is gone.
+///
+/// # Errors
+/// When it cannot start, or cannot take everything down.
+pub fn run(folder: &RunFolder) -> Result<(), NodeError> {
+    let file = |path: &Path| {
+        let path = path.to_path_buf();
+        move |source| NodeError::File { path, source }
+    };
+    let lock = File::create(folder.lock()).map_err(file(&folder.lock()))?;
+    lock.try_lock()
+        .map_err(|_| NodeError::Taken(folder.path().to_path_buf()))?;
+    let cgroup = folder.cgroup()?;
+    cgroup.enter("node")?;
+    // Both are opened before the namespaces change: they face the host.
+    let api = TcpListener::bind(("127.0.0.1", 0)).map_err(file(Path::new("127.0.0.1")))?;
+    let port = api
+        .local_addr()
+        .map_err(file(Path::new("127.0.0.1")))?
+        .port();
+    fs::write(folder.port(), port.to_string()).map_err(file(&folder.port()))?;
+    fs::write(folder.pid(), std::process::id().to_string()).map_err(file(&folder.pid()))?;
+    namespace::enter(&folder.scratch())?;
+    // Orphans (container shims) become our children, so that they leave no zombies.
+    rustix::process::set_child_subreaper(Some(rustix::process::getpid()))
+        .map_err(|error| file(Path::new("subreaper"))(error.into()))?;
+    let control = UnixListener::bind(folder.control()).map_err(file(&folder.control()))?;
+
+    let processes = Arc::new(Processes::default());
+    let reaper = Arc::clone(&processes);
+    thread::spawn(move || reaper.reap());
+    thread::spawn(move || forward::serve(api));
+    let keep_logs = match serve(control, processes) {
+        End::OwnerGone => false,
+        End::Asked { keep_logs } => keep_logs,
+    };
+    cgroup.kill(PATIENCE)?;
+    cgroup.leave()?;
+    cgroup.remove(PATIENCE)?;
+    namespace::leave(&folder.scratch()).map_err(file(&folder.scratch()))?;
+    if !keep_logs {
+        folder.remove().map_err(file(folder.path()))?;
+    }
+    drop(lock);
+    Ok(())
+}
+
+/// Answers requests until one of them, or the owner's end, ends the node.
+fn serve(control: UnixListener, processes: Arc<Processes>) -> End {
+    let (ends, end) = mpsc::channel();
+    let owned = Arc::new(AtomicBool::new(false));
+    let kept = Arc::new(AtomicBool::new(false));
+    {
+        let (ends, owned) = (ends.clone(), Arc::clone(&owned));
+        thread::spawn(move || {
+            thread::sleep(OWNER_BOUND);
+            if !owned.load(Ordering::SeqCst) {
+                let _ = ends.send(End::OwnerGone);
+            }
+        });
+    }
+    thread::spawn(move || {
+        for stream in control.incoming().flatten() {
+            let session = Session {
+                processes: Arc::clone(&processes),
+                ends: ends.clone(),
+                owned: Arc::clone(&owned),
+                kept: Arc::clone(&kept),
+            };
+            thread::spawn(move || session.serve(&stream));
+        }
+    });
+    end.recv().unwrap_or(End::OwnerGone)
+}
+
+/// One connection to the control socket.
+struct Session {
+    processes: Arc<Processes>,
+    ends: Sender<End>,
+    /// Some connection has said that it is the owner.
+    owned: Arc<AtomicBool>,
+    /// The cluster outlives its owner.
+    kept: Arc<AtomicBool>,
+}
+
+impl Session {
+    fn serve(&self, stream: &UnixStream) {
+        let mut owner = false;
+        for line in BufReader::new(stream).lines().map_while(Result::ok) {
+            let reply = match serde_json::from_str(&line) {
+                Ok(request) => {
+                    owner |= matches!(request, Request::Own);
+                    self.answer(request)
+                }
+                Err(error) => Reply::Failed {
+                    why: format!("request not understood: {error}"),
+                },
+            };
+            let Ok(text) = serde_json::to_string(&reply) else {
+                break;
+            };
+            if writeln!(&*stream, "{text}").is_err() {
+                break;
+            }
+        }
+        if owner && !self.kept.load(Ordering::SeqCst) {
+            let _ = self.ends.send(End::OwnerGone);
+        }
+    }
+
+    fn answer(&self, request: Request) -> Reply {
+        match request {
+            Request::Own => {
+                self.owned.store(true, Ordering::SeqCst);
+                Reply::Done
+            }
+            Request::Keep => {
+                self.kept.store(true, Ordering::SeqCst);
+                Reply::Done
+            }
+            Request::Spawn {
+                name,
+                program,
+                arguments,
+                environment,
+                log,
+            } => {
+                match self
+                    .processes
+                    .spawn(&name, &program, &arguments, &environment, &log)
+                {
+                    Ok(pid) => Reply::Running { pid },
+                    Err(error) => Reply::Failed {
+                        why: format!("{name}: {error}"),
+                    },
+                }
+            }
+            Request::End { name, kill } => match self.processes.end(&name, kill, PATIENCE) {
+                Ok(how) => Reply::Ended { how },
+                Err(error) => Reply::Failed {
+                    why: error.to_string(),
+                },
+            },
+            Request::Status { name } => match self.processes.state(&name) {
+                Some(State::Running(pid)) => Reply::Running { pid },
+                Some(State::Ended(how)) => Reply::Ended { how },
+                None => Reply::Failed {
+                    why: format!("{name} was never started"),
+                },
+            },
+            Request::Stop { keep_logs } => {
+                let _ = self.ends.send(End::Asked { keep_logs });
+                Reply::Done
+            }
+        }
+    }
+}
