@@ -47,6 +47,10 @@ pub async fn until<T>(
             Ok(Look::NotYet(state)) => last = state,
             Err(_) => return Err(done(last)),
         }
+        // A look that answers at once is never cut off by the timeout above.
+        if start.elapsed() >= bound {
+            return Err(done(last));
+        }
         tokio::time::sleep(pause.min(left)).await;
     }
 }
