@@ -154,7 +154,9 @@ impl Server {
     pub(super) async fn stop(mut self) {
         let mut bookings = self.bookings.subscribe();
         let answered = bookings.wait_for(|count| count.now == 0);
-        let _too_late = tokio::time::timeout(BOOKINGS_GRACE, answered).await;
+        let _too_late = tokio::time::timeout(BOOKINGS_GRACE, answered)
+            .await
+            .is_err();
         self.end_streams.cancel();
         self.close.cancel();
         let _aborted_below = tokio::time::timeout(CLOSE_GRACE, &mut self.task).await;
