@@ -27,9 +27,11 @@ impl Counter {
         Counted(self.clone())
     }
 
-    /// Follows the count.
-    pub(super) fn subscribe(&self) -> watch::Receiver<Count> {
-        self.0.subscribe()
+    /// Waits until the count is such.
+    pub(super) async fn until(&self, such: impl FnMut(&Count) -> bool) {
+        let mut count = self.0.subscribe();
+        // The sender lives in `self`, so there is no error.
+        let _such = count.wait_for(such).await.is_ok();
     }
 
     /// The count at this moment.

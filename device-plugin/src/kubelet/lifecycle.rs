@@ -169,6 +169,7 @@ impl<A: Allocator> Lifecycle<A> {
         while !shutdown.is_cancelled() {
             watch = watch.or_else(|| self.watch());
             self.dismiss_idle();
+            let streams = self.streams();
             let seen = self.see();
             match self.machine.look(seen, Instant::now()) {
                 Step::Serve => self.serve(),
@@ -179,7 +180,7 @@ impl<A: Allocator> Lifecycle<A> {
                 Step::Idle(until) => {
                     self.tell(self.registration(seen));
                     tokio::select! {
-                        gone = self.until_a_change(&mut watch, until) => if gone { watch = None },
+                        gone = self.until_a_change(&mut watch, &streams, until) => if gone { watch = None },
                         () = shutdown.cancelled() => {}
                     }
                 }
@@ -304,6 +305,7 @@ impl<A: Allocator> Lifecycle<A> {
     async fn until_a_change(
         &self,
         watch: &mut Option<DirectoryWatch>,
+        streams: &[Count],
         until: Option<Instant>,
     ) -> bool {
         let poll = if watch.is_some() {
@@ -321,22 +323,26 @@ impl<A: Allocator> Lifecycle<A> {
         };
         tokio::select! {
             gone = directory => gone,
-            () = self.until_streams_change() => false,
+            () = self.until_streams_change(streams) => false,
             () = tokio::time::sleep_until(until.into()) => false,
         }
     }
 
-    /// Waits until a stream is opened or ends at any server.
-    async fn until_streams_change(&self) {
-        let servers = self.server.iter().chain(&self.retired);
-        let changes = servers.map(|server| {
-            let (mut streams, seen) = (server.watch_streams(), server.streams());
-            Box::pin(async move {
-                // An error is a server that is gone: a change as well.
-                let _ = streams.wait_for(|count| *count != seen).await;
-            })
-        });
-        let changes: Vec<_> = changes.collect();
+    fn servers(&self) -> impl Iterator<Item = &Server> {
+        self.server.iter().chain(&self.retired)
+    }
+
+    /// The streams of each server.
+    fn streams(&self) -> Vec<Count> {
+        self.servers().map(Server::streams).collect()
+    }
+
+    /// Waits until a stream is opened or ends at any server, since `before`.
+    async fn until_streams_change(&self, before: &[Count]) {
+        let changes = self.servers().zip(before);
+        let changes: Vec<_> = changes
+            .map(|(server, before)| Box::pin(server.streams_changed(*before)))
+            .collect();
         if changes.is_empty() {
             std::future::pending::<()>().await;
         }

@@ -57,7 +57,8 @@ pub struct Service<A> {
     pub devices: watch::Receiver<Devices>,
 }
 
-/// One server; dropped, it ends at once and leaves its socket file to be swept.
+/// One server. Dropped, it ends its streams, answers what is under way, and leaves its socket file to
+/// be swept.
 #[derive(Debug)]
 pub(super) struct Server {
     /// Number of this server in this process.
@@ -139,9 +140,9 @@ impl Server {
         self.streams.get()
     }
 
-    /// Follows its ListAndWatch streams.
-    pub(super) fn watch_streams(&self) -> watch::Receiver<Count> {
-        self.streams.subscribe()
+    /// Waits until a stream is opened or ends.
+    pub(super) async fn streams_changed(&self, since: Count) {
+        self.streams.until(|count| *count != since).await;
     }
 
     /// Whether a kubelet may still be talking to it.
@@ -152,14 +153,16 @@ impl Server {
     /// Stops in the order that harms least: answers Allocate calls first, for the kubelet drops its
     /// connection when the stream ends, and a pod whose Allocate failed is Failed for ever.
     pub(super) async fn stop(mut self) {
-        let mut bookings = self.bookings.subscribe();
-        let answered = bookings.wait_for(|count| count.now == 0);
-        let _too_late = tokio::time::timeout(BOOKINGS_GRACE, answered)
-            .await
-            .is_err();
+        let answered = self.bookings.until(|count| count.now == 0);
+        let _too_late = tokio::time::timeout(BOOKINGS_GRACE, answered).await;
         self.end_streams.cancel();
         self.close.cancel();
-        let _aborted_below = tokio::time::timeout(CLOSE_GRACE, &mut self.task).await;
+        if tokio::time::timeout(CLOSE_GRACE, &mut self.task)
+            .await
+            .is_err()
+        {
+            self.task.abort();
+        }
         if identity(&self.path).is_ok_and(|file| file == self.file) {
             let _swept_by_the_next = std::fs::remove_file(&self.path);
         }
@@ -168,7 +171,8 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        self.task.abort();
+        self.end_streams.cancel();
+        self.close.cancel();
     }
 }
 
