@@ -1,0 +1,252 @@
+//! A small agent: the real plugin, lifecycle and ledger, and nothing of a node.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
+use bursar_device_plugin::kubelet::devices::{Devices, TokenHealth};
+use bursar_device_plugin::kubelet::lifecycle::{Lifecycle, Registration};
+use bursar_device_plugin::kubelet::plugin::{Allocator, NotBooked, NotBound};
+use bursar_device_plugin::kubelet::server::Service;
+use bursar_device_plugin::ledger::{
+    Answer, Binding, Gpu, Health, Ledger, Moment, Priority, Shape, Start, Ticket,
+};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenSet};
+use tokio::sync::{Notify, watch};
+use tokio_util::sync::CancellationToken;
+
+/// The name under which device memory is registered.
+pub const GPU: &str = "bursar.dev/gpu-memory-gib";
+
+/// A ledger with GPUs of so many quanta each.
+pub fn ledger(gpus: &[u32]) -> Ledger {
+    let mut ledger = Ledger::new(QuantumSize::Gib1);
+    ledger.set_gpus(gpus.iter().enumerate().map(|(i, quanta)| Gpu {
+        uuid: format!("GPU-{i:04}").parse().unwrap(),
+        capacity: Quanta(*quanta),
+        health: Health::Healthy,
+    }));
+    ledger
+}
+
+/// So many tokens, the first `healthy` of them healthy.
+pub fn devices(healthy: usize, all: usize) -> Devices {
+    let health = |i| {
+        if i < healthy {
+            TokenHealth::Healthy
+        } else {
+            TokenHealth::Unhealthy
+        }
+    };
+    Devices::new(Resource::DeviceMemory, (0..all).map(health).collect()).unwrap()
+}
+
+/// Books and binds over a ledger; pods come from the kubelet's checkpoint.
+#[derive(Debug)]
+pub struct LedgerAllocator {
+    state: Mutex<State>,
+    /// Room may have come.
+    changed: Notify,
+    start: Instant,
+    /// The kubelet's plugin directory.
+    dir: PathBuf,
+    /// How long a bind waits for room.
+    patience: Duration,
+}
+
+#[derive(Debug)]
+struct State {
+    ledger: Ledger,
+    /// Allocations in the order of their booking.
+    booked: Vec<AllocationId>,
+}
+
+impl LedgerAllocator {
+    pub fn new(dir: &Path, ledger: Ledger, patience: Duration) -> Self {
+        let booked = ledger.allocations().map(|(id, _)| id).collect();
+        let state = Mutex::new(State { ledger, booked });
+        let (changed, start) = (Notify::new(), Instant::now());
+        Self {
+            state,
+            changed,
+            start,
+            dir: dir.to_owned(),
+            patience,
+        }
+    }
+
+    /// What is bound.
+    pub fn bindings(&self) -> Vec<Binding> {
+        self.state().ledger.bindings().collect()
+    }
+
+    /// A copy of the books.
+    pub fn ledger(&self) -> Ledger {
+        self.state().ledger.clone()
+    }
+
+    /// The pod's cgroup is gone.
+    pub fn pod_gone(&self, uid: &str) {
+        self.state().ledger.pod_gone(&uid.parse().unwrap());
+        self.changed.notify_waiters();
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    fn now(&self) -> Moment {
+        Moment(self.start.elapsed().as_millis() as u64)
+    }
+
+    /// The pod that holds these tokens: by the newest booking.
+    fn holder(&self, resource: Resource, tokens: &TokenSet) -> Option<PodUid> {
+        let names = [(Resource::DeviceMemory, GPU.to_owned())];
+        let checkpoint = DeviceCheckpoint::read(&self.dir, &names).ok()?;
+        let booked = &self.state().booked;
+        let age = |id: AllocationId| booked.iter().position(|booked| *booked == id);
+        let newest = checkpoint
+            .holders(resource, tokens)
+            .max_by_key(|held| age(held.allocation));
+        newest.map(|held| held.pod.clone())
+    }
+
+    fn begin(&self, resource: Resource, tokens: &TokenSet) -> Result<Answer, NotBound> {
+        let not_booked = || NotBound::NotBooked {
+            resource,
+            tokens: tokens.clone(),
+        };
+        let start = Start {
+            resource,
+            tokens: tokens.clone(),
+            pod: self.holder(resource, tokens).ok_or_else(not_booked)?,
+            shape: Shape::default(),
+            priority: Priority::default(),
+        };
+        let started = self
+            .state()
+            .ledger
+            .start(start, self.now())
+            .map_err(|_| not_booked())?;
+        Ok(started.answer)
+    }
+
+    async fn wait_for(&self, ticket: Ticket) {
+        loop {
+            let changed = self.changed.notified();
+            let bound = self.state().ledger.advance(self.now());
+            if !bound.is_empty() {
+                self.changed.notify_waiters();
+            }
+            if self
+                .bindings()
+                .iter()
+                .any(|binding| binding.claim == ticket.claim)
+            {
+                return;
+            }
+            let _or_look_again = tokio::time::timeout(Duration::from_millis(20), changed).await;
+        }
+    }
+}
+
+impl Allocator for LedgerAllocator {
+    async fn book(&self, resource: Resource, tokens: TokenSet) -> Result<AllocationId, NotBooked> {
+        let (id, now) = (AllocationId::from_bits(rand::random()), self.now());
+        let mut state = self.state();
+        state.ledger.book(id, resource, tokens, now);
+        state.booked.push(id);
+        Ok(id)
+    }
+
+    async fn bind(&self, resource: Resource, tokens: TokenSet) -> Result<(), NotBound> {
+        let Answer::Wait(ticket, reason) = self.begin(resource, &tokens)? else {
+            return Ok(());
+        };
+        match tokio::time::timeout(self.patience, self.wait_for(ticket)).await {
+            Ok(()) => Ok(()),
+            Err(_) => {
+                self.state().ledger.stop_waiting(ticket, self.now());
+                Err(NotBound::NoRoom(reason.to_string()))
+            }
+        }
+    }
+}
+
+/// A running agent, on threads of its own so that it can be killed.
+#[derive(Debug)]
+pub struct Agent {
+    pub allocator: Arc<LedgerAllocator>,
+    pub devices: watch::Sender<Devices>,
+    pub registration: watch::Receiver<Registration>,
+    shutdown: CancellationToken,
+    life: tokio::task::JoinHandle<()>,
+    runtime: Option<tokio::runtime::Runtime>,
+}
+
+impl Agent {
+    /// An agent in the kubelet's directory, with these books and tokens.
+    pub fn start(dir: &Path, ledger: Ledger, tokens: Devices) -> Self {
+        Self::start_patient(dir, ledger, tokens, Duration::from_millis(200))
+    }
+
+    /// The same, whose binds wait for room for so long.
+    pub fn start_patient(dir: &Path, ledger: Ledger, tokens: Devices, patience: Duration) -> Self {
+        let mut threads = tokio::runtime::Builder::new_multi_thread();
+        let runtime = threads.worker_threads(1).enable_all().build().unwrap();
+        let allocator = Arc::new(LedgerAllocator::new(dir, ledger, patience));
+        let (devices, shown) = watch::channel(tokens);
+        let service = Service {
+            resource: Resource::DeviceMemory,
+            allocator: Arc::clone(&allocator),
+            devices: shown,
+        };
+        let (lifecycle, registration) = Lifecycle::new(dir, GPU.to_owned(), service);
+        let shutdown = CancellationToken::new();
+        let life = runtime.spawn(lifecycle.run(shutdown.clone()));
+        Self {
+            allocator,
+            devices,
+            registration,
+            shutdown,
+            life,
+            runtime: Some(runtime),
+        }
+    }
+
+    pub fn is_registered(&self) -> bool {
+        self.registration.borrow().is_registered()
+    }
+
+    /// Waits until the kubelet follows it; how long that took.
+    pub async fn until_registered(&self) -> Duration {
+        super::eventually("registered", || self.is_registered()).await
+    }
+
+    /// Waits until the kubelet does not.
+    pub async fn until_not_registered(&self) -> Duration {
+        super::eventually("not registered", || !self.is_registered()).await
+    }
+
+    /// As on SIGTERM; its books.
+    pub async fn stop(mut self) -> Ledger {
+        self.shutdown.cancel();
+        let life = &mut self.life;
+        life.await.unwrap();
+        self.allocator.ledger()
+    }
+
+    /// As on SIGKILL; its books, as its checkpoint would have them.
+    pub fn kill(self) -> Ledger {
+        self.allocator.ledger()
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}

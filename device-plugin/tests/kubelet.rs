@@ -1,0 +1,122 @@
+//! The agent's side of the kubelet's API, against a kubelet that is not one.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod common;
+
+#[path = "kubelet/answers.rs"]
+mod answers;
+#[path = "kubelet/lifecycle.rs"]
+mod lifecycle;
+#[path = "kubelet/upstream_device_plugin_failures_test.rs"]
+mod upstream_device_plugin_failures_test;
+#[path = "kubelet/upstream_device_plugin_test.rs"]
+mod upstream_device_plugin_test;
+
+use bursar_device_plugin::kubelet::devices::Devices;
+use bursar_device_plugin::ledger::Ledger;
+use tempfile::TempDir;
+
+use common::agent::{Agent, GPU, devices, ledger};
+use common::kubelet::{FakeKubelet, Pod};
+
+/// A node with its agent, registered.
+struct Node {
+    kubelet: FakeKubelet,
+    /// None while it is killed.
+    agent: Option<Agent>,
+    root: TempDir,
+}
+
+impl Node {
+    /// One GPU of 8 quanta.
+    async fn new() -> Self {
+        Self::with(&[8], 8).await
+    }
+
+    async fn with(gpus: &[u32], tokens: usize) -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let mut kubelet = FakeKubelet::new(root.path(), 42);
+        kubelet.start();
+        kubelet.sync_pods().await;
+        let agent = Some(Agent::start(
+            kubelet.dir(),
+            ledger(gpus),
+            devices(tokens, tokens),
+        ));
+        let node = Self {
+            kubelet,
+            agent,
+            root,
+        };
+        node.until_ready(tokens).await;
+        node
+    }
+
+    fn agent(&self) -> &Agent {
+        self.agent.as_ref().expect("a living agent")
+    }
+
+    async fn until_ready(&self, tokens: usize) {
+        self.kubelet.until_allocatable(GPU, tokens).await;
+        self.agent().until_registered().await;
+    }
+
+    /// SIGKILL for the agent; what its successor starts with.
+    fn kill_agent(&mut self) -> (Ledger, Devices) {
+        let agent = self.agent.take().expect("a living agent");
+        let tokens = agent.devices.borrow().clone();
+        (agent.kill(), tokens)
+    }
+
+    /// Another agent with the books of the one before.
+    async fn start_agent(&mut self, (books, tokens): (Ledger, Devices)) {
+        let healthy = tokens.healthy();
+        self.agent = Some(Agent::start(self.kubelet.dir(), books, tokens));
+        self.until_ready(healthy).await;
+    }
+
+    async fn restart_agent(&mut self) {
+        let kept = self.kill_agent();
+        self.start_agent(kept).await;
+    }
+
+    async fn restart_kubelet(&mut self) {
+        let tokens = self.agent().devices.borrow().healthy();
+        self.kubelet.restart().await;
+        self.until_ready(tokens).await;
+    }
+
+    /// Admits and starts a pod of one container; its CDI devices.
+    async fn run(&self, pod: &Pod) -> Vec<String> {
+        self.kubelet.admit(pod).await.unwrap();
+        self.start(pod).await
+    }
+
+    /// Starts the pod's container, again; its CDI devices.
+    async fn start(&self, pod: &Pod) -> Vec<String> {
+        self.kubelet
+            .start_container(pod, "main")
+            .await
+            .unwrap()
+            .cdi_devices
+    }
+
+    fn tokens_of(&self, pod: &Pod) -> Vec<String> {
+        self.kubelet.assigned(pod, "main", GPU)
+    }
+
+    /// The pods that have memory, with how much.
+    fn bound(&self) -> Vec<(String, u32)> {
+        let bindings = self.agent().allocator.bindings();
+        let mut bound: Vec<_> = bindings
+            .iter()
+            .map(|b| (b.pod.to_string(), b.tokens.quanta().0))
+            .collect();
+        bound.sort();
+        bound
+    }
+}
