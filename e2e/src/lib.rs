@@ -7,5 +7,4 @@ pub mod folders;
 pub mod kube;
 pub mod node;
 pub mod progress;
-pub mod verify;
 pub mod wait;
