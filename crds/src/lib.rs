@@ -1,3 +1,32 @@
 //! Bursar's Kubernetes API: `GpuMemoryBudget` and `GpuNode`.
+//!
+//! The chart's CRD templates are generated from these types; `tests/chart.rs` fails when they are
+//! stale and writes them with `BURSAR_UPDATE=1 cargo test -p bursar-crds`.
 
+pub mod amount;
+pub mod budget;
+pub mod conditions;
+pub mod gpu_node;
 pub mod quantity;
+pub mod resources;
+mod schema;
+
+pub use amount::Amount;
+pub use budget::{GpuMemoryBudget, GpuMemoryBudgetSpec, GpuMemoryBudgetStatus};
+pub use gpu_node::{GpuNode, GpuNodeSpec, GpuNodeStatus};
+pub use resources::Quantum;
+
+/// The API group of every kind here.
+pub const GROUP: &str = "bursar.dev";
+
+/// Field manager of the operator's server-side applies.
+pub const OPERATOR_MANAGER: &str = "bursar-operator";
+
+/// Field manager of the agent's server-side applies.
+pub const AGENT_MANAGER: &str = "bursar-agent";
+
+/// Node label that puts a node into a cohort. A node without it is in [`DEFAULT_COHORT`].
+pub const COHORT_LABEL: &str = "bursar.dev/cohort";
+
+/// The cohort of budgets and nodes that name none.
+pub const DEFAULT_COHORT: &str = "default";

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use clap::Parser;
 
+use crate::cdi::HostMount;
 use crate::units::{Bytes, QuantumSize};
 
 /// The agent's arguments. Nothing else in the agent reads the environment.
@@ -96,18 +97,7 @@ pub struct DriverConfig {
     /// The host's folder of device nodes.
     pub dev_root: PathBuf,
     /// Further folders that every container with GPU memory gets.
-    pub extra_mounts: Vec<ExtraMount>,
-}
-
-/// A folder that every container with GPU memory gets besides the driver's files.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ExtraMount {
-    /// Where it is on the host.
-    pub host_path: PathBuf,
-    /// Where the container sees it.
-    pub container_path: PathBuf,
-    /// Whether the container may only read it.
-    pub read_only: bool,
+    pub extra_mounts: Vec<HostMount>,
 }
 
 /// Where the agent keeps its own files.
@@ -246,7 +236,7 @@ mod tests {
             "#,
         )
         .unwrap();
-        let mount = |host: &str, container: &str, read_only| ExtraMount {
+        let mount = |host: &str, container: &str, read_only| HostMount {
             host_path: host.into(),
             container_path: container.into(),
             read_only,

@@ -2,6 +2,7 @@
 //!
 //! A request's way: the kubelet asks, the ledger decides, the node carries out.
 
+pub mod agent;
 pub mod cdi;
 pub mod checkpoint;
 pub mod config;
@@ -9,6 +10,7 @@ pub mod driver;
 pub mod inventory;
 pub mod kubelet;
 pub mod ledger;
+pub mod node;
 pub mod pods;
 pub mod sessions;
 pub mod shim_files;

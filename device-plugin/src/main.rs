@@ -1,2 +1,64 @@
 //! The node agent.
-fn main() {}
+
+use std::process::ExitCode;
+
+use bursar_device_plugin::agent::{self, Surroundings};
+use bursar_device_plugin::config::{Args, Config, LogFormat};
+use clap::Parser;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tracing::error;
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            error!(error = format!("{failure:#}"), "ended");
+            eprintln!("bursar-agent: {failure:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn run(args: &Args) -> anyhow::Result<()> {
+    log(args)?;
+    let config = Config::load(&args.config)?;
+    let shutdown = CancellationToken::new();
+    stop_on_signals(shutdown.clone())?;
+    let client = agent::api_server().await;
+    Ok(agent::run(
+        config,
+        Surroundings {
+            client,
+            ..Surroundings::default()
+        },
+        shutdown,
+    )
+    .await?)
+}
+
+fn log(args: &Args) -> anyhow::Result<()> {
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(EnvFilter::try_new(&args.log)?)
+        .with_writer(std::io::stderr);
+    match args.log_format {
+        LogFormat::Json => lines.json().init(),
+        LogFormat::Text => lines.init(),
+    }
+    Ok(())
+}
+
+fn stop_on_signals(shutdown: CancellationToken) -> std::io::Result<()> {
+    let (mut term, mut int) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
+    tokio::spawn(async move {
+        tokio::select! { _ = term.recv() => {}, _ = int.recv() => {} }
+        shutdown.cancel();
+    });
+    Ok(())
+}

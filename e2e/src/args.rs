@@ -1,5 +1,6 @@
 //! The command line.
 
+use bursar_e2e::verify::VerifyArgs;
 use clap::{Parser, Subcommand};
 
 /// A real Kubernetes on this machine with Bursar on it.
@@ -24,6 +25,8 @@ pub(crate) enum Command {
         #[command(flatten)]
         cluster: Name,
     },
+    /// Run the checks of this repository.
+    Verify(VerifyArgs),
     /// The process that a cluster descends from. Started by the other commands.
     #[command(hide = true)]
     Node {

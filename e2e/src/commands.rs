@@ -8,6 +8,7 @@ use bursar_e2e::cluster::{self, Local, Options, RunFolder};
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::progress::Progress;
+use bursar_e2e::verify;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::{Args, Command};
@@ -17,6 +18,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args.command {
         // Before any thread exists: it changes namespaces.
         Command::Node { cluster } => node::run(&RunFolder::of(&cluster.name)?)?,
+        Command::Verify(args) => return Ok(verify::run(&args)?),
         Command::Build => {
             kube::build(&progress)?;
             progress.say("Kubernetes is built");

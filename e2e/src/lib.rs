@@ -7,4 +7,5 @@ pub mod folders;
 pub mod kube;
 pub mod node;
 pub mod progress;
+pub mod verify;
 pub mod wait;

@@ -9,11 +9,10 @@ use crate::units::AllocationId;
 const PREFIX: &str = "bursar.dev-gpu-";
 const SUFFIX: &str = ".json";
 
-/// The runtime's folder of CDI files, and what this node's devices have in common.
+/// The runtime's folder of CDI files.
 #[derive(Clone, Debug)]
 pub struct CdiDir {
     dir: PathBuf,
-    node: Node,
 }
 
 /// What the folder holds.
@@ -66,19 +65,24 @@ impl CdiError {
 }
 
 impl CdiDir {
-    /// The files of `node` in `dir`.
-    pub fn new(dir: PathBuf, node: Node) -> CdiDir {
-        CdiDir { dir, node }
+    /// Our files in `dir`.
+    pub fn new(dir: PathBuf) -> CdiDir {
+        CdiDir { dir }
     }
 
-    /// Writes the file of `binding`; a second write replaces the first. A reader sees all of it or
-    /// nothing: the runtime reads every file in the folder at every container start.
+    /// Where they are.
+    pub fn path(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Writes the file of `binding` on `node`; a second write replaces the first. A reader sees all of
+    /// it or nothing: the runtime reads every file in the folder at every container start.
     ///
     /// # Errors
     /// [`CdiError::Write`]; the folder then holds what it held before.
-    pub fn write(&self, binding: &Binding) -> Result<(), CdiError> {
-        let path = self.path(&binding.allocation);
-        let text = serde_json::to_vec_pretty(&spec(&self.node, binding))
+    pub fn write(&self, node: &Node, binding: &Binding) -> Result<(), CdiError> {
+        let path = self.file(&binding.allocation);
+        let text = serde_json::to_vec_pretty(&spec(node, binding))
             .expect("a spec has no map with keys that are not text");
         // The runtime takes `.json` and `.yaml` only: it does not look at this one.
         let temporary = self
@@ -99,7 +103,7 @@ impl CdiDir {
     /// # Errors
     /// [`CdiError::Remove`].
     pub fn remove(&self, allocation: &AllocationId) -> Result<(), CdiError> {
-        let path = self.path(allocation);
+        let path = self.file(allocation);
         match std::fs::remove_file(&path) {
             Err(source) if source.kind() != io::ErrorKind::NotFound => {
                 Err(CdiError::Remove { path, source })
@@ -136,7 +140,7 @@ impl CdiDir {
         Ok(listed)
     }
 
-    fn path(&self, allocation: &AllocationId) -> PathBuf {
+    fn file(&self, allocation: &AllocationId) -> PathBuf {
         self.dir.join(format!("{PREFIX}{allocation}{SUFFIX}"))
     }
 }

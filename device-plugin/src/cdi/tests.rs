@@ -152,11 +152,11 @@ fn the_file_is_what_the_runtime_expects() {
 #[test]
 fn bindings_are_read_back_from_the_files() {
     let folder = tempfile::tempdir().unwrap();
-    let dir = CdiDir::new(folder.path().join("cdi"), node());
+    let dir = CdiDir::new(folder.path().join("cdi"));
     assert_eq!(dir.list().unwrap(), Listed::default());
-    dir.write(&binding(9)).unwrap();
-    dir.write(&binding(8)).unwrap();
-    dir.write(&binding(8)).unwrap();
+    dir.write(&node(), &binding(9)).unwrap();
+    dir.write(&node(), &binding(8)).unwrap();
+    dir.write(&node(), &binding(8)).unwrap();
     assert_eq!(
         dir.list().unwrap(),
         Listed {
@@ -179,12 +179,12 @@ fn bindings_are_read_back_from_the_files() {
 #[test]
 fn files_of_others_are_passed_over_and_broken_ones_of_ours_are_named() {
     let folder = tempfile::tempdir().unwrap();
-    let dir = CdiDir::new(folder.path().to_owned(), node());
+    let dir = CdiDir::new(folder.path().to_owned());
     let broken = folder.path().join("bursar.dev-gpu-0000000000000001.json");
     std::fs::write(folder.path().join("nvidia.yaml"), "kind: nvidia.com/gpu").unwrap();
     std::fs::write(folder.path().join("bursar.dev-gpu-x.json"), "{}").unwrap();
     std::fs::write(&broken, "{\"cdiVersion\": \"0.6").unwrap();
-    dir.write(&binding(2)).unwrap();
+    dir.write(&node(), &binding(2)).unwrap();
     assert_eq!(
         dir.list().unwrap(),
         Listed {
@@ -199,7 +199,9 @@ fn a_folder_that_cannot_be_written_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let blocked = folder.path().join("file");
     std::fs::write(&blocked, "").unwrap();
-    let error = CdiDir::new(blocked, node()).write(&binding(1)).unwrap_err();
+    let error = CdiDir::new(blocked)
+        .write(&node(), &binding(1))
+        .unwrap_err();
     assert_eq!(error.reason(), "CdiWriteFailed");
     assert!(
         error

@@ -7,7 +7,8 @@ use bursar_crds::quantity;
 use jiff::SignedDuration;
 use serde::Deserialize;
 
-use super::{Config, DriverConfig, ExtraMount, KubeletConfig, PathsConfig, ResourcesConfig};
+use super::{Config, DriverConfig, KubeletConfig, PathsConfig, ResourcesConfig};
+use crate::cdi::HostMount;
 use crate::units::Bytes;
 
 /// The kubelet gives a gRPC call of the plugin no deadline, but a container start that hangs for
@@ -227,14 +228,14 @@ impl Driver {
 }
 
 impl Mount {
-    fn resolve(self) -> Result<ExtraMount, Wrong> {
+    fn resolve(self) -> Result<HostMount, Wrong> {
         let Self {
             host_path,
             container_path,
             read_only,
         } = self;
         let container_path = container_path.unwrap_or_else(|| host_path.clone());
-        Ok(ExtraMount {
+        Ok(HostMount {
             host_path: absolute("driver.extra-mounts", host_path)?,
             container_path: absolute("driver.extra-mounts", container_path)?,
             read_only,

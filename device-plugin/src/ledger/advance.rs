@@ -44,6 +44,12 @@ impl Ledger {
         self.give(id, &parts)
     }
 
+    /// Why the claim waits now; none where it does not wait.
+    pub fn reason(&self, claim: ClaimId, now: Moment) -> Option<WaitReason> {
+        let waits = matches!(self.claims.get(&claim)?.state, State::Waiting { .. });
+        waits.then(|| self.wait_reason(claim, now))
+    }
+
     /// Why the claim waits.
     pub(super) fn wait_reason(&self, id: ClaimId, now: Moment) -> WaitReason {
         let claim = &self.claims[&id];

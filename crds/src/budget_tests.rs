@@ -1,0 +1,107 @@
+//! The rules of a budget, checked as the API server checks them (`kube`'s cel feature).
+
+use super::{
+    ContextPolicy, DeviceMemory, GpuMemoryBudget, GpuMemoryBudgetSpec, ManagedMemory, Overflow,
+    PerContainer,
+};
+use crate::Amount;
+
+fn budget(guaranteed: &str, limit: Option<&str>) -> GpuMemoryBudget {
+    let spec = GpuMemoryBudgetSpec {
+        device_memory: DeviceMemory {
+            guaranteed: guaranteed.into(),
+            limit: limit.map(Amount::from),
+        },
+        managed_memory: None,
+        per_container: None,
+        cohort: "default".to_owned(),
+        overflow: Overflow::default(),
+        context_policy: ContextPolicy::default(),
+        overrides: Vec::new(),
+    };
+    GpuMemoryBudget::new("default", spec)
+}
+
+fn refusal(budget: &GpuMemoryBudget) -> String {
+    budget
+        .validate_cel()
+        .expect_err("the rules refuse it")
+        .to_string()
+}
+
+#[test]
+fn a_guarantee_up_to_the_limit_is_accepted() {
+    for (guaranteed, limit) in [
+        ("64Gi", None),
+        ("64Gi", Some("64Gi")),
+        ("65536Mi", Some("64Gi")),
+        ("0", Some("160Gi")),
+        ("1.5Gi", Some("1536Mi")),
+        ("0", Some("0")),
+    ] {
+        let result = budget(guaranteed, limit).validate_cel();
+        assert!(result.is_ok(), "{guaranteed} {limit:?}: {result:?}");
+    }
+}
+
+#[test]
+fn a_guarantee_above_the_limit_is_refused() {
+    for (guaranteed, limit) in [("65Gi", "64Gi"), ("1Ti", "1000Gi"), ("64Gi", "64G")] {
+        let message = refusal(&budget(guaranteed, Some(limit)));
+        assert!(
+            message.contains("guaranteed must not be more than limit"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn a_budget_has_one_name() {
+    let mut other = budget("1Gi", None);
+    other.metadata.name = Some("mine".to_owned());
+    assert!(refusal(&other).contains("its name is `default`"));
+}
+
+#[test]
+fn broken_bytes_are_refused() {
+    for text in ["0.3", "1.0000001Ki"] {
+        let message = refusal(&budget(text, None));
+        assert!(
+            message.contains("whole number of bytes"),
+            "{text}: {message}"
+        );
+    }
+}
+
+#[test]
+fn a_container_may_have_what_the_namespace_has_and_no_more() {
+    let with_max = |limit: Option<&str>, max: &str| {
+        let mut budget = budget("16Gi", limit);
+        budget.spec.per_container = Some(PerContainer { max: max.into() });
+        budget
+    };
+    assert!(with_max(None, "16Gi").validate_cel().is_ok());
+    assert!(with_max(Some("32Gi"), "32Gi").validate_cel().is_ok());
+    assert!(refusal(&with_max(None, "17Gi")).contains("perContainer.max"));
+    assert!(refusal(&with_max(Some("32Gi"), "33Gi")).contains("perContainer.max"));
+}
+
+#[test]
+fn managed_memory_is_whole_bytes_as_well() {
+    let mut budget = budget("1Gi", None);
+    budget.spec.managed_memory = Some(ManagedMemory {
+        limit: "32Gi".into(),
+    });
+    assert!(budget.validate_cel().is_ok());
+    budget.spec.managed_memory = Some(ManagedMemory {
+        limit: "0.5".into(),
+    });
+    assert!(refusal(&budget).contains("whole number of bytes"));
+}
+
+#[test]
+fn what_is_left_out_has_a_default() {
+    let spec: GpuMemoryBudgetSpec =
+        serde_json::from_str(r#"{"deviceMemory":{"guaranteed":0}}"#).unwrap();
+    assert_eq!(spec, budget("0", None).spec);
+}

@@ -1,0 +1,182 @@
+//! The types and reasons of every condition, and how a condition is set.
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+
+/// Condition types and reasons of a `GpuMemoryBudget`.
+pub mod budget {
+    /// The sum of the others: accepted, covered and not exceeded.
+    pub const READY: &str = "Ready";
+    /// The operator understands the spec.
+    pub const ACCEPTED: &str = "Accepted";
+    /// The guarantees of the budget's cohort fit the allocatable memory of the cohort's nodes.
+    pub const COVERED: &str = "Covered";
+    /// The namespace's pods ask for more than the budget allows.
+    pub const EXCEEDED: &str = "Exceeded";
+    /// The budget caps what pods of its namespace may ask for.
+    pub const ENFORCED: &str = "Enforced";
+
+    /// Nothing is amiss.
+    pub const AS_DECLARED: &str = "AsDeclared";
+    /// An amount in the spec cannot be read, or amounts contradict each other.
+    pub const INVALID_SPEC: &str = "InvalidSpec";
+    /// The cohort's guarantees fit.
+    pub const GUARANTEES_FIT: &str = "GuaranteesFit";
+    /// The cohort's guarantees sum to more than its nodes have.
+    pub const OVERCOMMITTED: &str = "Overcommitted";
+    /// The cohort has no node with GPUs.
+    pub const NO_NODES: &str = "NoNodes";
+    /// Pods ask for no more than the budget allows.
+    pub const WITHIN_BUDGET: &str = "WithinBudget";
+    /// Guaranteed pods ask for more than is guaranteed.
+    pub const OVER_GUARANTEE: &str = "OverGuarantee";
+    /// All pods together ask for more than the limit.
+    pub const OVER_LIMIT: &str = "OverLimit";
+    /// Managed memory: pods ask for more than its limit.
+    pub const OVER_MANAGED_LIMIT: &str = "OverManagedLimit";
+    /// Use is counted and reported; nothing is refused.
+    pub const REPORT_ONLY: &str = "ReportOnly";
+}
+
+/// Condition types and reasons of a `GpuNode`.
+pub mod gpu_node {
+    /// The agent hands out this node's GPU memory: every other condition holds.
+    pub const READY: &str = "Ready";
+    /// The NVIDIA driver answers and has at least one GPU.
+    pub const GPUS_FOUND: &str = "GpusFound";
+    /// The plugin is registered with the kubelet.
+    pub const REGISTERED: &str = "Registered";
+    /// CDI files can be written where the container runtime reads them.
+    pub const CDI_READY: &str = "CdiReady";
+    /// The node's tokens fit into what the kubelet can handle.
+    pub const WITHIN_TOKEN_LIMIT: &str = "WithinTokenLimit";
+    /// The agent's record of bookings and bindings is whole and can be written.
+    pub const CHECKPOINT_INTACT: &str = "CheckpointIntact";
+
+    /// It holds.
+    pub const OK: &str = "Ok";
+    /// Not looked at yet.
+    pub const PENDING: &str = "Pending";
+    /// Another condition does not hold; the message names it.
+    pub const NOT_READY: &str = "NotReady";
+    /// No NVIDIA driver under the configured root.
+    pub const DRIVER_MISSING: &str = "DriverMissing";
+    /// NVML was found and fails.
+    pub const DRIVER_FAILED: &str = "DriverFailed";
+    /// The driver has no GPU.
+    pub const NO_GPUS: &str = "NoGpus";
+    /// Every GPU is unhealthy.
+    pub const NO_HEALTHY_GPU: &str = "NoHealthyGpu";
+    /// The kubelet's socket is not there or does not answer.
+    pub const KUBELET_UNREACHABLE: &str = "KubeletUnreachable";
+    /// The kubelet refused the registration.
+    pub const REGISTRATION_REFUSED: &str = "RegistrationRefused";
+    /// The kubelet's folder cannot be read or written.
+    pub const KUBELET_FOLDER: &str = "KubeletFolderUnusable";
+    /// The CDI folder cannot be written.
+    pub const CDI_FOLDER: &str = "CdiFolderUnusable";
+    /// The node's container runtime does not inject CDI devices.
+    pub const CDI_UNSUPPORTED: &str = "CdiUnsupported";
+    /// More tokens than the kubelet can handle; choose a larger quantum.
+    pub const TOO_MANY_TOKENS: &str = "TooManyTokens";
+    /// The checkpoint was malformed and was rebuilt from the node.
+    pub const CHECKPOINT_REBUILT: &str = "CheckpointRebuilt";
+    /// The checkpoint cannot be written (full disk, read-only).
+    pub const CHECKPOINT_UNWRITABLE: &str = "CheckpointUnwritable";
+}
+
+/// What a condition says of its object, before it is set against what was said before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Statement {
+    /// A type out of [`budget`] or [`gpu_node`].
+    pub type_: &'static str,
+    /// `None` is Unknown.
+    pub holds: Option<bool>,
+    /// A reason out of [`budget`] or [`gpu_node`].
+    pub reason: &'static str,
+    /// For people. Must not change while nothing changes (no times, no counters).
+    pub message: String,
+}
+
+impl Statement {
+    /// A condition with its status as `True` or `False`.
+    pub fn new(
+        type_: &'static str,
+        holds: bool,
+        reason: &'static str,
+        message: impl Into<String>,
+    ) -> Self {
+        Self {
+            type_,
+            holds: Some(holds),
+            reason,
+            message: message.into(),
+        }
+    }
+}
+
+/// The conditions that `statements` make of `before`: a status that stays keeps its transition time.
+///
+/// Conditions that nobody states any more are dropped; the order is the statements'.
+pub fn merge(
+    before: &[Condition],
+    statements: &[Statement],
+    generation: Option<i64>,
+    now: &Time,
+) -> Vec<Condition> {
+    statements
+        .iter()
+        .map(|said| {
+            let status = match said.holds {
+                Some(true) => "True",
+                Some(false) => "False",
+                None => "Unknown",
+            };
+            let since = before
+                .iter()
+                .find(|old| old.type_ == said.type_ && old.status == status)
+                .map_or_else(|| now.clone(), |old| old.last_transition_time.clone());
+            Condition {
+                type_: said.type_.to_owned(),
+                status: status.to_owned(),
+                reason: said.reason.to_owned(),
+                message: said.message.clone(),
+                observed_generation: generation,
+                last_transition_time: since,
+            }
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use k8s_openapi::jiff::Timestamp;
+
+    fn at(second: i64) -> Time {
+        Time(Timestamp::from_second(second).unwrap())
+    }
+
+    fn covered(holds: bool, message: &str) -> Statement {
+        Statement::new(budget::COVERED, holds, budget::GUARANTEES_FIT, message)
+    }
+
+    #[test]
+    fn the_transition_time_moves_only_with_the_status() {
+        let first = merge(&[], &[covered(true, "a")], Some(1), &at(10));
+        let second = merge(&first, &[covered(true, "b")], Some(2), &at(20));
+        assert_eq!(second[0].last_transition_time, at(10));
+        assert_eq!(second[0].message, "b");
+        assert_eq!(second[0].observed_generation, Some(2));
+        let third = merge(&second, &[covered(false, "b")], Some(2), &at(30));
+        assert_eq!(third[0].last_transition_time, at(30));
+    }
+
+    #[test]
+    fn saying_the_same_again_changes_nothing() {
+        let first = merge(&[], &[covered(true, "a")], Some(1), &at(10));
+        assert_eq!(
+            merge(&first, &[covered(true, "a")], Some(1), &at(99)),
+            first
+        );
+    }
+}

@@ -1,0 +1,298 @@
+//! `GpuNode`: a node's GPUs, as its agent reports them.
+#![allow(
+    unreachable_pub,
+    reason = "KubeSchema copies each struct into a function, `pub` included"
+)]
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use kube::{CustomResource, KubeSchema};
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+use crate::{Amount, schema};
+
+/// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.
+pub const MAX_GPUS: usize = 112;
+/// The most open faults in one object; newer ones wait until older ones are closed.
+pub const MAX_FAULTS: usize = 16;
+/// The most waiting containers in one object, the longest waiting first.
+pub const MAX_WAITING: usize = 16;
+
+/// A node's GPUs. Named as the node; the agent owns the status, the operator the spec.
+#[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[kube(
+    group = "bursar.dev",
+    version = "v1alpha1",
+    kind = "GpuNode",
+    plural = "gpunodes",
+    status = "GpuNodeStatus",
+    derive = "PartialEq",
+    derive = "Default",
+    shortname = "gpun",
+    category = "bursar",
+    doc = "A node's GPUs. Named as the node; the agent owns the status, the operator the spec.",
+    printcolumn(name = "GPUs", type_ = "string", json_path = ".status.gpus[*].index"),
+    printcolumn(
+        name = "Allocatable",
+        type_ = "integer",
+        description = "Quanta of device memory that pods can be given",
+        json_path = ".status.deviceMemory.allocatable"
+    ),
+    printcolumn(
+        name = "Free",
+        type_ = "integer",
+        description = "Quanta that no pod is bound to",
+        json_path = ".status.deviceMemory.free"
+    ),
+    printcolumn(
+        name = "Largest",
+        type_ = "integer",
+        description = "The most quanta that one GPU can give now",
+        json_path = ".status.deviceMemory.largestFree"
+    ),
+    printcolumn(
+        name = "Quantum",
+        type_ = "string",
+        json_path = ".status.quantum",
+        priority = 1
+    ),
+    printcolumn(
+        name = "Driver",
+        type_ = "string",
+        json_path = ".status.driverVersion",
+        priority = 1
+    ),
+    printcolumn(
+        name = "Ready",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].status"
+    ),
+    printcolumn(
+        name = "Reason",
+        type_ = "string",
+        json_path = ".status.conditions[?(@.type==\"Ready\")].reason"
+    ),
+    printcolumn(
+        name = "Age",
+        type_ = "date",
+        json_path = ".metadata.creationTimestamp"
+    )
+)]
+#[cfg_attr(test, kube(cel))]
+#[serde(rename_all = "camelCase")]
+pub struct GpuNodeSpec {
+    /// GPUs that are held for a waiting container of higher priority while room is made for it. One
+    /// plan per GPU at a time.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 112))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["gpu".to_owned()]))]
+    pub reservations: Vec<Reservation>,
+}
+
+/// A GPU held for one pod that waits on this node.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Reservation {
+    /// The GPU's UUID.
+    #[schemars(length(min = 1, max = 96))]
+    pub gpu: String,
+    /// The UID of the pod that it is held for.
+    #[schemars(length(min = 1, max = 64))]
+    pub waiter: String,
+    /// How much is held, in quanta.
+    #[schemars(range(min = 1, max = 4096))]
+    pub quanta: i32,
+}
+
+/// What is true of the node's GPUs. Written on transitions, no heartbeat; use is in the metrics.
+#[derive(JsonSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+#[schemars(transform = schema::without_defaults)]
+pub struct GpuNodeStatus {
+    /// The metadata.generation whose reservations the agent has seen.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub observed_generation: Option<i64>,
+    /// The boot that the rest belongs to (`/proc/sys/kernel/random/boot_id`).
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub boot_id: Option<String>,
+    /// The agent's version.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub agent_version: Option<String>,
+    /// The NVIDIA driver's version. Absent while no driver answers.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub driver_version: Option<String>,
+    /// The size of one quantum, such as `1Gi`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub quantum: Option<Amount>,
+    /// Device memory of the healthy GPUs together, in quanta.
+    pub device_memory: NodeMemory,
+    /// Managed memory, in quanta. All zero where the node offers none.
+    pub managed_memory: NodeMemory,
+    /// The GPUs, and MIG instances as GPUs of their own.
+    #[schemars(length(max = 112), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["uuid"]))]
+    pub gpus: Vec<GpuStatus>,
+    /// Containers that wait for room on one GPU, the longest waiting first; at most 16.
+    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
+    pub waiting: Vec<Waiting>,
+    /// Faults that nobody has dealt with, the oldest first; at most 16.
+    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
+    pub faults: Vec<Fault>,
+    /// What the agent says of the node: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
+    /// CheckpointIntact.
+    #[schemars(schema_with = "schema::conditions")]
+    pub conditions: Vec<Condition>,
+}
+
+/// Memory of a node, in quanta.
+#[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct NodeMemory {
+    /// What the kubelet is told there is.
+    pub allocatable: i32,
+    /// What nothing is bound to.
+    pub free: i32,
+    /// The most that one newcomer can be bound to now: the freest GPU, less what is held for others.
+    pub largest_free: i32,
+}
+
+/// One GPU or MIG instance.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuStatus {
+    /// Its UUID, as NVML and CUDA write it (`GPU-...`, `MIG-...`).
+    #[schemars(length(min = 1, max = 96))]
+    pub uuid: String,
+    /// Its index in NVML's order; a MIG instance has its GPU's.
+    pub index: i32,
+    /// The model's name.
+    pub model: String,
+    /// All of its memory, as NVML says.
+    pub memory: Amount,
+    /// What becomes of new pods on it.
+    pub state: GpuState,
+    /// G, the generation of its memory: grows when nothing on it can have survived (reset, reboot,
+    /// fatal fault), never shrinks.
+    pub generation: i64,
+    /// Whether it works.
+    pub health: Health,
+    /// Quanta that pods can be given; 0 while it is not healthy.
+    pub capacity: i32,
+    /// Quanta that nothing is bound to.
+    pub free: i32,
+    /// The most that one newcomer can be bound to now: `free`, less what is held for others.
+    pub largest_free: i32,
+    /// The reservation that the agent holds it by: the answer to `spec.reservations`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub held_for: Option<String>,
+}
+
+/// What becomes of new pods on a GPU.
+#[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GpuState {
+    /// They are bound to it.
+    #[default]
+    Active,
+    /// It is held for one waiting pod.
+    Reserved,
+    /// None are bound to it; what runs on it ends.
+    Draining,
+    /// It does not answer or is not there any more.
+    Lost,
+}
+
+/// Whether a GPU works.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Health {
+    /// The verdict.
+    pub status: HealthStatus,
+    /// Why, in one word: `Ok`, `Lost`, `Xid79`, `EccUncorrectable`.
+    #[schemars(length(min = 1, max = 64))]
+    pub reason: String,
+    /// When the status last changed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::time")]
+    pub since: Option<Time>,
+}
+
+/// The verdict on a GPU's health.
+#[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum HealthStatus {
+    /// It works.
+    #[default]
+    Healthy,
+    /// It does not; its quanta are taken from what the kubelet is told.
+    Unhealthy,
+}
+
+/// A container that waits for room on one GPU.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Waiting {
+    /// The pod's UID.
+    pub pod_uid: String,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The container's name.
+    pub container: String,
+    /// What it waits for, in quanta.
+    pub quanta: i32,
+    /// Since when.
+    #[schemars(schema_with = "schema::time")]
+    pub since: Time,
+}
+
+/// A fault of a context or a GPU that nobody has dealt with.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Fault {
+    /// Names this occurrence for ever: what a command about it quotes.
+    #[schemars(length(min = 1, max = 64))]
+    pub id: String,
+    /// What broke.
+    pub kind: FaultKind,
+    /// The GPU's UUID.
+    #[schemars(length(min = 1, max = 96))]
+    pub gpu: String,
+    /// G of the GPU when it happened.
+    pub gpu_generation: i64,
+    /// The CUDA error (`CUresult`), where a context reported one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cuda_error: Option<i32>,
+    /// The XID, where the kernel's log reported one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub xid: Option<i32>,
+    /// Whose context it was. Absent where the GPU itself is at fault.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub container: Option<FaultContainer>,
+    /// When it was seen.
+    #[schemars(schema_with = "schema::time")]
+    pub time: Time,
+}
+
+/// What broke.
+#[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FaultKind {
+    /// A process's CUDA context.
+    Context,
+    /// The GPU.
+    Gpu,
+}
+
+/// The container whose context a fault poisoned.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FaultContainer {
+    /// The pod's UID.
+    pub pod_uid: String,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The container's name.
+    pub container: String,
+    /// P, the generation of the process image at the fault.
+    pub process_generation: i64,
+}

@@ -1,0 +1,110 @@
+//! The names of the extended resources that pods ask for.
+
+use serde::{Deserialize, Serialize};
+
+/// The prefix of every resource, label and annotation of Bursar.
+pub const PREFIX: &str = "bursar.dev/";
+
+/// The PriorityClass that makes a pod a borrower. Shipped by the chart.
+pub const BORROWED_PRIORITY_CLASS: &str = "bursar-borrowed";
+
+/// The amount of memory that one token stands for. One quantum serves the whole cluster.
+///
+/// It is part of the resources' names, so that a pod's request means the same on every node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Quantum {
+    /// 256 MiB, for cards of 8 GiB and less.
+    #[serde(rename = "256Mi")]
+    Mib256,
+    /// 512 MiB.
+    #[serde(rename = "512Mi")]
+    Mib512,
+    /// 1 GiB, the default.
+    #[serde(rename = "1Gi")]
+    Gib1,
+}
+
+/// A text that names no quantum.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("`{0}` is no quantum: write 256Mi, 512Mi or 1Gi")]
+pub struct UnknownQuantum(String);
+
+impl Quantum {
+    /// Its size in bytes.
+    pub fn bytes(self) -> u64 {
+        match self {
+            Self::Mib256 => 256 << 20,
+            Self::Mib512 => 512 << 20,
+            Self::Gib1 => 1 << 30,
+        }
+    }
+
+    /// How many whole quanta `bytes` holds.
+    pub fn floor(self, bytes: u64) -> i64 {
+        // 2^64 bytes are 2^36 of the smallest quanta.
+        i64::try_from(bytes / self.bytes()).unwrap_or(i64::MAX)
+    }
+
+    /// The resource that counts device memory, such as `bursar.dev/gpu-memory-gib`.
+    pub fn device_memory(self) -> &'static str {
+        match self {
+            Self::Mib256 => "bursar.dev/gpu-memory-256mib",
+            Self::Mib512 => "bursar.dev/gpu-memory-512mib",
+            Self::Gib1 => "bursar.dev/gpu-memory-gib",
+        }
+    }
+
+    /// The resource that counts managed (unified) memory, such as `bursar.dev/managed-memory-gib`.
+    pub fn managed_memory(self) -> &'static str {
+        match self {
+            Self::Mib256 => "bursar.dev/managed-memory-256mib",
+            Self::Mib512 => "bursar.dev/managed-memory-512mib",
+            Self::Gib1 => "bursar.dev/managed-memory-gib",
+        }
+    }
+}
+
+impl std::str::FromStr for Quantum {
+    type Err = UnknownQuantum;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "256Mi" => Ok(Self::Mib256),
+            "512Mi" => Ok(Self::Mib512),
+            "1Gi" => Ok(Self::Gib1),
+            other => Err(UnknownQuantum(other.to_owned())),
+        }
+    }
+}
+
+impl std::fmt::Display for Quantum {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Mib256 => "256Mi",
+            Self::Mib512 => "512Mi",
+            Self::Gib1 => "1Gi",
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quantity::parse_bytes;
+
+    #[test]
+    fn a_quantum_is_written_as_the_quantity_that_it_is() {
+        for quantum in [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1] {
+            let text = quantum.to_string();
+            assert_eq!(parse_bytes(&text), Ok(quantum.bytes()));
+            assert_eq!(text.parse(), Ok(quantum));
+        }
+        assert_eq!("2Gi".parse::<Quantum>(), Err(UnknownQuantum("2Gi".into())));
+    }
+
+    #[test]
+    fn a_part_of_a_quantum_is_not_counted() {
+        assert_eq!(Quantum::Gib1.floor((16 << 30) + (1 << 29)), 16);
+        assert_eq!(Quantum::Mib512.floor((16 << 30) + (1 << 29)), 33);
+    }
+}

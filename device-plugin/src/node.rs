@@ -1,0 +1,21 @@
+//! The node's own state: one task owns the ledger and its host, and everybody asks it.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`actor`] | the task: takes commands one after the other, and the passing of time |
+//! | [`core`] | carries the ledger's decisions out, in an order that survives crashes |
+//! | [`recover`] | takes over from a predecessor |
+//! | [`host`] | the steps on the host |
+//! | [`identity`] | finds out whose container the kubelet starts |
+//! | [`offer`] | GPUs and config as capacity and tokens: pure |
+//! | [`state`] | what the checkpoint holds |
+//! | [`clock`] | the time since boot |
+
+pub mod actor;
+pub mod clock;
+pub mod core;
+pub mod host;
+pub mod identity;
+pub mod offer;
+mod recover;
+pub mod state;

@@ -1,0 +1,484 @@
+//! Carries the ledger's decisions out on the host, in an order that a crash at any point survives.
+//!
+//! | event | steps, in this order | what a crash between them leaves |
+//! |---|---|---|
+//! | Allocate | book in the ledger; persist; answer | a booking that the kubelet never heard of: collected |
+//! | PreStartContainer | start in the ledger; persist; withdraw what it ended; expose the socket; write the CDI file; answer | a binding in the checkpoint: the successor finishes the steps, and the kubelet asks again and gets the same binding |
+//! | the pod's end | forget in the ledger; persist; withdraw; bind who waited | files that no allocation stands for: the successor withdraws them |
+//!
+//! So a binding is on record before anything of it can be seen, and a CDI file is the last thing
+//! before the answer: without it the container cannot start. Every step may be repeated. A booking whose record
+//! cannot be written is answered all the same: a failing Allocate fails the pod for ever, and the kubelet keeps the
+//! answer for us. A binding whose record cannot be written is not answered: the kubelet tries again.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+
+use super::host::{Host, HostError};
+use super::offer;
+use super::state::{Holder, PodName, State};
+use crate::cdi;
+use crate::config::ResourcesConfig;
+use crate::inventory::GpuState;
+use crate::kubelet::device_checkpoint::Held;
+use crate::kubelet::plugin::NotBound;
+use crate::ledger::{
+    Answer, Binding, ClaimId, Ledger, Moment, Placement, Priority, Shape, Start, Ticket, View,
+};
+use crate::pods::{PodCgroup, Pods};
+use crate::units::{AllocationId, GpuUuid, PodUid, Resource, TokenSet};
+
+/// Where the answer to a PreStartContainer goes; closed where nobody waits any more.
+pub type Reply = oneshot::Sender<Result<(), NotBound>>;
+
+/// A PreStartContainer whose pod has been found out.
+#[derive(Debug, Clone)]
+pub struct Bind {
+    /// What its tokens count.
+    pub resource: Resource,
+    /// Its tokens.
+    pub tokens: TokenSet,
+    /// Who it is for.
+    pub identity: Identity,
+    /// When to give up waiting for room.
+    pub until: Moment,
+}
+
+/// Who a container is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Identity {
+    /// The pod.
+    pub pod: PodUid,
+    /// The pod's name, where the kubelet told it.
+    pub name: Option<PodName>,
+    /// The container's name where `held` does not tell it.
+    pub container: String,
+    /// What the kubelet's checkpoint has for exactly these tokens; empty where it cannot be read.
+    pub held: Vec<Held>,
+    /// Over how many GPUs to spread.
+    pub shape: Shape,
+    /// The pod's priority.
+    pub priority: Priority,
+}
+
+/// What is wrong on this node, for conditions. None is well.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Troubles {
+    /// The checkpoint cannot be written.
+    pub checkpoint: Option<String>,
+    /// The checkpoint could not be used at the start and was rebuilt from the host.
+    pub rebuilt: Option<String>,
+    /// A binding could not be carried out (CDI folder, driver files, run folder): reason and message.
+    pub host: Option<(&'static str, String)>,
+}
+
+/// A PreStartContainer that waits for room.
+#[derive(Debug)]
+struct Waiter {
+    start: Start,
+    ticket: Ticket,
+    until: Moment,
+    reply: Reply,
+}
+
+/// The node's state, with the host that it is carried out on.
+#[derive(Debug)]
+pub struct Core<H> {
+    pub(super) config: ResourcesConfig,
+    pub(super) boot: String,
+    pub(super) ledger: Ledger,
+    pub(super) host: H,
+    pub(super) pods: Pods,
+    pub(super) holders: BTreeMap<AllocationId, Holder>,
+    /// The inventory's GPUs, for their device nodes.
+    pub(super) gpus: Vec<GpuState>,
+    waiting: BTreeMap<ClaimId, Waiter>,
+    /// Allocations that could not be withdrawn yet.
+    pub(super) leftovers: BTreeSet<AllocationId>,
+    /// Bound allocations that lack their socket or CDI file.
+    pub(super) unfinished: BTreeSet<AllocationId>,
+    /// Pods of the ledger that were not in the kubelet's cgroups at the last look.
+    missing: BTreeSet<PodUid>,
+    /// Whether the checkpoint lacks something.
+    pub(super) unsaved: bool,
+    pub(super) troubles: Troubles,
+}
+
+impl<H: Host> Core<H> {
+    /// A node without GPUs, bookings or bindings.
+    pub fn new(config: ResourcesConfig, boot: String, host: H, pods: Pods) -> Self {
+        let mut ledger = Ledger::new(config.quantum);
+        ledger.set_managed_capacity(offer::managed_capacity(&config));
+        Self {
+            config,
+            boot,
+            ledger,
+            host,
+            pods,
+            holders: BTreeMap::new(),
+            gpus: Vec::new(),
+            waiting: BTreeMap::new(),
+            leftovers: BTreeSet::new(),
+            unfinished: BTreeSet::new(),
+            missing: BTreeSet::new(),
+            unsaved: false,
+            troubles: Troubles::default(),
+        }
+    }
+
+    /// Allocate: books under `id`.
+    pub fn book(&mut self, id: AllocationId, resource: Resource, tokens: TokenSet, now: Moment) {
+        self.ledger.book(id, resource, tokens, now);
+        self.unsaved = true;
+        // The answer is the record's copy at the kubelet: it goes out even if ours cannot be written.
+        let _ = self.save();
+    }
+
+    /// PreStartContainer: answers at once, or when there is room, or when the time is over.
+    pub async fn bind(&mut self, bind: Bind, reply: Reply, now: Moment) {
+        let Bind {
+            resource,
+            tokens,
+            identity,
+            until,
+        } = bind;
+        let Identity {
+            pod,
+            name,
+            container,
+            held,
+            shape,
+            priority,
+        } = identity;
+        for entry in &held {
+            self.ledger
+                .book(entry.allocation, resource, tokens.clone(), now);
+        }
+        let start = Start {
+            resource,
+            tokens: tokens.clone(),
+            pod: pod.clone(),
+            shape,
+            priority,
+        };
+        let started = match self.ledger.start(start.clone(), now) {
+            Ok(started) => started,
+            Err(_) => {
+                answer(reply, Err(NotBound::NotBooked { resource, tokens }));
+                return;
+            }
+        };
+        self.unsaved = true;
+        self.follow(&pod);
+        self.name(&pod, name, &container, &held);
+        self.leftovers.extend(started.ended.iter().copied());
+        match started.answer {
+            Answer::Bound(binding) => {
+                let result = self.carry_out(&binding).await;
+                answer(reply, result);
+            }
+            Answer::Wait(ticket, reason) => {
+                info!(%pod, %resource, %reason, "waiting");
+                let waiter = Waiter {
+                    start,
+                    ticket,
+                    until,
+                    reply,
+                };
+                if let Some(before) = self.waiting.insert(ticket.claim, waiter) {
+                    answer(before.reply, Err(NotBound::NoRoom(reason.to_string())));
+                }
+            }
+        }
+        self.advance(now).await;
+    }
+
+    /// The GPUs as NVML sees them now.
+    pub async fn set_gpus(&mut self, gpus: Vec<GpuState>, now: Moment) {
+        self.ledger
+            .set_gpus(offer::ledger_gpus(&gpus, &self.config));
+        self.gpus = gpus;
+        self.unsaved = true;
+        self.advance(now).await;
+    }
+
+    /// What time brings: pods that ended, waiters that gave up, steps that failed before.
+    pub async fn tick(&mut self, now: Moment) {
+        for pod in self.pods.take_ended() {
+            self.release(&pod).await;
+        }
+        self.give_up(now);
+        self.advance(now).await;
+        self.finish().await;
+    }
+
+    /// A look at the kubelet's checkpoint, and at the cgroups of pods that are not followed.
+    pub async fn collect(&mut self, known: Option<&BTreeSet<AllocationId>>, now: Moment) {
+        if let Some(known) = known {
+            for allocation in self.ledger.collect(known, now) {
+                info!(%allocation, "booking without a pod collected");
+                self.unsaved = true;
+                self.holders.remove(&allocation);
+                self.leftovers.insert(allocation);
+            }
+        }
+        let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
+        let missing: BTreeSet<_> = pods
+            .into_iter()
+            .filter(|pod| self.pods.follow(pod) == PodCgroup::Gone)
+            .collect();
+        for pod in missing.intersection(&std::mem::take(&mut self.missing)) {
+            self.release(pod).await;
+        }
+        self.missing = missing;
+        self.advance(now).await;
+    }
+
+    /// The node's memory now.
+    pub fn view(&self, now: Moment) -> View {
+        self.ledger.view(now)
+    }
+
+    /// Every binding.
+    pub fn bindings(&self) -> impl Iterator<Item = Binding> {
+        self.ledger.bindings()
+    }
+
+    /// Whose an allocation is.
+    pub fn holder(&self, allocation: AllocationId) -> Option<&Holder> {
+        self.holders.get(&allocation)
+    }
+
+    /// What is wrong.
+    pub fn troubles(&self) -> &Troubles {
+        &self.troubles
+    }
+
+    /// The host, to tell it what it need not ask for.
+    pub fn host_mut(&mut self) -> &mut H {
+        &mut self.host
+    }
+
+    /// Ends a pod: its cgroup is gone.
+    pub(super) async fn release(&mut self, pod: &PodUid) {
+        let ended = self.ledger.pod_gone(pod);
+        if ended.is_empty() {
+            return;
+        }
+        info!(%pod, allocations = ended.len(), "released");
+        for (_, waiter) in self
+            .waiting
+            .extract_if(.., |_, waiter| waiter.start.pod == *pod)
+        {
+            answer(
+                waiter.reply,
+                Err(NotBound::Failed("the pod has ended".to_owned())),
+            );
+        }
+        self.unsaved = true;
+        for allocation in ended {
+            self.holders.remove(&allocation);
+            self.unfinished.remove(&allocation);
+            self.leftovers.insert(allocation);
+        }
+        if self.save().is_ok() {
+            self.withdraw().await;
+        }
+    }
+
+    /// Binds who can be bound, until nobody can.
+    async fn advance(&mut self, now: Moment) {
+        for binding in self.ledger.advance(now) {
+            self.unsaved = true;
+            let result = self.carry_out(&binding).await;
+            if let Some(waiter) = self.waiting.remove(&binding.claim) {
+                answer(waiter.reply, result);
+            }
+        }
+        // Whatever else happened is on record before the next event.
+        let _ = self.save();
+    }
+
+    /// Ends the waits that are over, or that nobody waits for.
+    fn give_up(&mut self, now: Moment) {
+        let over =
+            |_: &ClaimId, waiter: &mut Waiter| waiter.until <= now || waiter.reply.is_closed();
+        let ended: Vec<Waiter> = self
+            .waiting
+            .extract_if(.., over)
+            .map(|(_, waiter)| waiter)
+            .collect();
+        for Waiter {
+            start,
+            ticket,
+            reply,
+            ..
+        } in ended
+        {
+            let reason = self.ledger.reason(ticket.claim, now);
+            self.ledger.stop_waiting(ticket, now);
+            self.unsaved = true;
+            let message = reason.map_or_else(|| "waiting".to_owned(), |reason| reason.to_string());
+            info!(pod = %start.pod, reason = message, "no room yet");
+            answer(reply, Err(NotBound::NoRoom(message)));
+        }
+    }
+
+    /// The steps of a binding after the ledger's.
+    async fn carry_out(&mut self, binding: &Binding) -> Result<(), NotBound> {
+        self.save().map_err(failed)?;
+        self.withdraw().await;
+        let result = self.make(binding).await;
+        match &result {
+            Ok(()) => {
+                info!(pod = %binding.pod, claim = ?binding.claim, placement = ?binding.placement, "bound");
+                self.troubles.host = None;
+            }
+            Err(error) => {
+                warn!(pod = %binding.pod, reason = error.reason(), %error, "bound, and not ready to start");
+                self.troubles.host = Some((error.reason(), error.to_string()));
+            }
+        }
+        result.map_err(failed)
+    }
+
+    /// The socket and the CDI file of every allocation of a binding.
+    async fn make(&mut self, binding: &Binding) -> Result<(), HostError> {
+        let Placement::Device(shares) = &binding.placement else {
+            return Ok(());
+        };
+        self.unfinished.extend(&binding.allocations);
+        for &allocation in &binding.allocations {
+            // An init container's allocation that had ended may start again.
+            self.leftovers.remove(&allocation);
+            let gpus = shares
+                .iter()
+                .map(|share| {
+                    let nodes = self.nodes_of(&share.gpu)?;
+                    let quota = self.config.quantum.times(share.quanta);
+                    Ok(cdi::BoundGpu {
+                        uuid: share.gpu.clone(),
+                        quota,
+                        nodes,
+                    })
+                })
+                .collect::<Result<_, HostError>>()?;
+            let device = cdi::Binding {
+                allocation,
+                pod: binding.pod.clone(),
+                container: self
+                    .holders
+                    .get(&allocation)
+                    .map(|holder| holder.container.clone())
+                    .unwrap_or_default(),
+                tokens: binding.tokens.clone(),
+                gpus,
+            };
+            self.host.expose(&device).await?;
+            self.host.describe(&device)?;
+            self.unfinished.remove(&allocation);
+        }
+        Ok(())
+    }
+
+    fn nodes_of(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {
+        let state = self.gpus.iter().find(|state| state.gpu.uuid == *uuid);
+        let minor = state
+            .map(|state| state.gpu.minor)
+            .ok_or_else(|| HostError::NoGpu(uuid.clone()))?;
+        Ok(vec![format!("nvidia{minor}")])
+    }
+
+    /// Tries again what failed before.
+    async fn finish(&mut self) {
+        if self.save().is_err() {
+            return;
+        }
+        self.withdraw().await;
+        let unfinished = |binding: &Binding| {
+            binding
+                .allocations
+                .iter()
+                .any(|id| self.unfinished.contains(id))
+        };
+        let bindings: Vec<Binding> = self.ledger.bindings().filter(unfinished).collect();
+        for binding in bindings {
+            match self.make(&binding).await {
+                Ok(()) => self.troubles.host = None,
+                // A GPU that is away takes nothing from the others.
+                Err(HostError::NoGpu(_)) => {}
+                Err(error) => self.troubles.host = Some((error.reason(), error.to_string())),
+            }
+        }
+    }
+
+    /// Takes down what has ended; what fails is tried again at the next tick.
+    pub(super) async fn withdraw(&mut self) {
+        for allocation in self.leftovers.clone() {
+            match self.host.withdraw(allocation).await {
+                Ok(()) => {
+                    self.leftovers.remove(&allocation);
+                    self.unfinished.remove(&allocation);
+                }
+                Err(error) => self.troubles.host = Some((error.reason(), error.to_string())),
+            }
+        }
+    }
+
+    /// Brings the checkpoint up to date.
+    pub(super) fn save(&mut self) -> Result<(), HostError> {
+        if !self.unsaved {
+            return Ok(());
+        }
+        let state = State {
+            boot: self.boot.clone(),
+            ledger: self.ledger.snapshot(),
+            holders: self.holders.clone(),
+        };
+        let result = self.host.persist(&state);
+        let trouble = result.as_ref().err().map(ToString::to_string);
+        if trouble.is_some() && trouble != self.troubles.checkpoint {
+            warn!(error = trouble, "checkpoint not written");
+        }
+        self.troubles.checkpoint = trouble;
+        self.unsaved = result.is_err();
+        result
+    }
+
+    pub(super) fn follow(&mut self, pod: &PodUid) {
+        if !matches!(self.pods.follow(pod), PodCgroup::At(_)) {
+            warn!(%pod, "the pod's cgroup is not found: its end cannot be seen yet");
+        }
+    }
+
+    fn name(&mut self, pod: &PodUid, name: Option<PodName>, container: &str, held: &[Held]) {
+        let allocations: Vec<AllocationId> = self
+            .ledger
+            .allocations()
+            .filter(|(_, holder)| *holder == Some(pod))
+            .map(|(id, _)| id)
+            .collect();
+        for id in allocations {
+            let told = held
+                .iter()
+                .find(|entry| entry.allocation == id)
+                .map(|entry| entry.container.as_str());
+            let holder = self.holders.entry(id).or_insert_with(|| Holder {
+                container: told.unwrap_or(container).to_owned(),
+                pod: None,
+            });
+            holder.pod = name.clone().or(holder.pod.take());
+        }
+    }
+}
+
+fn failed(error: HostError) -> NotBound {
+    NotBound::Failed(error.to_string())
+}
+
+/// Who asked may have stopped waiting: then nobody needs the answer.
+fn answer(reply: Reply, result: Result<(), NotBound>) {
+    let _ = reply.send(result);
+}

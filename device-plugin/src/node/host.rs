@@ -1,0 +1,200 @@
+//! What the node does to its host for an allocation: one method per step, each repeatable.
+
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use super::state::State;
+use crate::cdi::{self, CdiDir, CdiError};
+use crate::checkpoint::{Checkpoint, LoadError, SaveError};
+use crate::config::{Config, DriverConfig, PathsConfig};
+use crate::driver::{Driver, DriverError};
+use crate::shim_files::{self, ShimFilesError};
+use crate::units::{AllocationId, GpuUuid};
+
+/// Why a step failed. Every step can be tried again.
+#[derive(Debug, thiserror::Error)]
+pub enum HostError {
+    /// The checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] SaveError),
+    /// The driver.
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    /// The shim's files.
+    #[error(transparent)]
+    Shim(#[from] ShimFilesError),
+    /// The CDI file.
+    #[error(transparent)]
+    Cdi(#[from] CdiError),
+    /// The allocation's folder.
+    #[error("folder {path}: {source}", path = path.display())]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A GPU that NVML does not list at the moment.
+    #[error("{0} is bound, and the driver does not list it now")]
+    NoGpu(GpuUuid),
+}
+
+impl HostError {
+    /// A bounded name for conditions, events and metrics.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            Self::Checkpoint(_) => "CheckpointUnwritable",
+            Self::Driver(error) => error.reason(),
+            Self::Shim(_) => "ShimNotInstalled",
+            Self::Cdi(error) => error.reason(),
+            Self::Folder { .. } => "RunFolderUnusable",
+            Self::NoGpu(_) => "GpuLost",
+        }
+    }
+}
+
+/// The steps.
+pub trait Host: Send {
+    /// Makes `state` what a successor finds.
+    fn persist(&mut self, state: &State) -> Result<(), HostError>;
+    /// Makes the allocation's folder and serves its socket there.
+    fn expose(
+        &mut self,
+        binding: &cdi::Binding,
+    ) -> impl Future<Output = Result<(), HostError>> + Send;
+    /// Writes the allocation's CDI file: from now on its container can start.
+    fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError>;
+    /// Removes the CDI file, the socket and the folder; what is not there is removed already.
+    fn withdraw(
+        &mut self,
+        allocation: AllocationId,
+    ) -> impl Future<Output = Result<(), HostError>> + Send;
+}
+
+/// What a predecessor left on the host.
+#[derive(Debug)]
+pub struct Found {
+    /// Its checkpoint.
+    pub checkpoint: Result<Option<State>, LoadError>,
+    /// Its CDI files.
+    pub cdi: Vec<cdi::Binding>,
+    /// Its allocations' folders.
+    pub folders: Vec<AllocationId>,
+}
+
+/// The real host.
+#[derive(Debug)]
+pub struct OsHost {
+    checkpoint: Checkpoint,
+    cdi: CdiDir,
+    driver: DriverConfig,
+    paths: PathsConfig,
+    /// What every CDI file has in common; found when first needed and after GPUs changed.
+    node: Option<cdi::Node>,
+}
+
+impl OsHost {
+    /// The host of `config`; makes the run folder.
+    pub fn new(config: &Config) -> Result<Self, HostError> {
+        let Config { driver, paths, .. } = config;
+        let alloc = alloc_dir(paths);
+        folder(&alloc)?;
+        Ok(Self {
+            checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
+            cdi: CdiDir::new(paths.cdi_dir.clone()),
+            driver: driver.clone(),
+            paths: paths.clone(),
+            node: None,
+        })
+    }
+
+    /// Looks for what a predecessor left. A checkpoint that makes no sense is moved aside.
+    pub fn survey(&self) -> Result<Found, HostError> {
+        let checkpoint = self.checkpoint.load();
+        if let Err(LoadError::Malformed { .. }) = &checkpoint
+            && let Err(error) = self.checkpoint.set_aside()
+        {
+            tracing::warn!(%error, "malformed checkpoint stays in place");
+        }
+        let path = alloc_dir(&self.paths);
+        let listed =
+            std::fs::read_dir(&path).map_err(|source| HostError::Folder { path, source })?;
+        let id = |entry: std::fs::DirEntry| entry.file_name().to_str()?.parse().ok();
+        let cdi = self.cdi.list()?;
+        for path in &cdi.malformed {
+            // No container can start with it; its binding, if any, is in the checkpoint.
+            tracing::warn!(path = %path.display(), "malformed cdi file removed");
+            let _ = std::fs::remove_file(path);
+        }
+        Ok(Found {
+            checkpoint,
+            cdi: cdi.bindings,
+            folders: listed.flatten().filter_map(id).collect(),
+        })
+    }
+
+    /// Forgets where the driver is: it may have changed with the GPUs.
+    pub fn forget_driver(&mut self) {
+        self.node = None;
+    }
+
+    fn node(&mut self) -> Result<&cdi::Node, HostError> {
+        let node = match self.node.take() {
+            Some(node) => node,
+            None => cdi::Node {
+                driver: find_driver(&self.driver)?,
+                shim_dir: shim_files::install(&self.paths.shim_dir, &self.paths.state_dir)?,
+                alloc_dir: alloc_dir(&self.paths),
+                extra_mounts: self.driver.extra_mounts.clone(),
+            },
+        };
+        Ok(self.node.insert(node))
+    }
+}
+
+/// The driver as `config` says.
+pub fn find_driver(config: &DriverConfig) -> Result<Driver, DriverError> {
+    Driver::find(&config.root, &config.host_root, &config.dev_root)
+}
+
+/// The folder of the allocations' folders.
+fn alloc_dir(paths: &PathsConfig) -> PathBuf {
+    paths.run_dir.join("alloc")
+}
+
+/// Makes a folder that containers of any user can read.
+fn folder(path: &Path) -> Result<(), HostError> {
+    std::fs::create_dir_all(path)
+        .and_then(|()| std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o755)))
+        .map_err(|source| HostError::Folder {
+            path: path.to_owned(),
+            source,
+        })
+}
+
+impl Host for OsHost {
+    fn persist(&mut self, state: &State) -> Result<(), HostError> {
+        Ok(self.checkpoint.save(state)?)
+    }
+
+    async fn expose(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+        folder(&alloc_dir(&self.paths).join(binding.allocation.to_string()))
+    }
+
+    fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+        let cdi = self.cdi.clone();
+        Ok(cdi.write(self.node()?, binding)?)
+    }
+
+    async fn withdraw(&mut self, allocation: AllocationId) -> Result<(), HostError> {
+        self.cdi.remove(&allocation)?;
+        let path = alloc_dir(&self.paths).join(allocation.to_string());
+        match std::fs::remove_dir_all(&path) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                Err(HostError::Folder { path, source })
+            }
+            _ => Ok(()),
+        }
+    }
+}

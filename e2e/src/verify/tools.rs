@@ -1,0 +1,54 @@
+//! Programs that checks need and a fresh machine lacks: pinned, built once into the cache.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::cache::{self, CacheError};
+use crate::folders;
+
+/// The pinned cargo-deny.
+const CARGO_DENY: &str = "0.20.2";
+
+/// Why a tool is not to be had.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ToolError {
+    #[error("cargo install {tool}: {source}")]
+    Start {
+        tool: String,
+        source: std::io::Error,
+    },
+    #[error(
+        "cargo install {tool} failed; its output above says why (it needs the crates.io registry)"
+    )]
+    Failed { tool: String },
+}
+
+/// The path of `cargo-deny`, which is compiled at its first use (about 4 minutes on two cores).
+pub(super) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
+    let name = format!("cargo-deny-{CARGO_DENY}");
+    let folder = cache::once(&folders::cache().join("tools"), &name, |out| {
+        install("cargo-deny", CARGO_DENY, out)
+    })?;
+    Ok(folder.join("bin/cargo-deny"))
+}
+
+fn install(package: &str, version: &str, out: &Path) -> Result<(), ToolError> {
+    let tool = format!("{package}@{version}");
+    let status = Command::new(super::checks::cargo())
+        .args(["install", "--quiet", "--locked", "--root"])
+        .arg(out)
+        .arg(&tool)
+        // Not into the target folder of the workspace: it would be rebuilt with every lock file.
+        .env("CARGO_TARGET_DIR", out.join("target"))
+        .status()
+        .map_err(|source| ToolError::Start {
+            tool: tool.clone(),
+            source,
+        })?;
+    let _ = std::fs::remove_dir_all(out.join("target"));
+    if status.success() {
+        Ok(())
+    } else {
+        Err(ToolError::Failed { tool })
+    }
+}
