@@ -1,1 +1,23 @@
 //! `libcuda.so.1` as a container sees it.
+//!
+//! Every function of the driver is exported and forwarded to the real library by one indirect jump
+//! ([`forward`]), but for those that take or report memory ([`hooks`]). These charge the container's
+//! quota before the call and settle it after, in the [`ledger`]: a credit page that the agent fills.
+//!
+//! Charged today: linear memory (`cuMemAlloc`, `cuMemAllocPitch`) against the GPU's quota, managed
+//! memory (`cuMemAllocManaged`) against its own. The table `symbols.txt` lists what else can take
+//! memory.
+//!
+//! * Loading the library does nothing: the real one is opened ([`real`]) at the first call.
+//! * No environment variable is read, no panic crosses the ABI, nothing waits without a bound.
+//! * A forked child has a state of its own ([`state`]): neither the page nor a held lock is inherited.
+//! * With the agent away, what is granted stays usable and more is refused.
+
+mod codes;
+mod forward;
+mod hooks;
+mod ledger;
+mod link;
+mod live;
+mod real;
+mod state;

@@ -1,0 +1,207 @@
+//! A trampoline for every function that the shim does not hook.
+//!
+//! Each is two instructions: its index into a scratch register that the calling convention gives to
+//! linkage code, and a jump through its slot. A slot leads to [`lazy`] until the first call, which
+//! asks the real library for the function, keeps every argument register as it was, and goes on
+//! there. So no prototype is needed, and arguments of any shape pass through.
+
+use std::ffi::{CStr, c_void};
+use std::sync::atomic::{AtomicPtr, Ordering};
+
+use crate::codes;
+
+/// Where each trampoline jumps.
+static SLOTS: [AtomicPtr<c_void>; COUNT] =
+    [const { AtomicPtr::new(lazy as *const () as *mut c_void) }; COUNT];
+
+/// The real function at `index`; `None` if this driver lacks it or cannot be loaded.
+pub(crate) fn real(index: usize) -> Option<*mut c_void> {
+    let slot = SLOTS.get(index)?;
+    let known = slot.load(Ordering::Acquire);
+    let found = if known == lazy as *const () as *mut c_void {
+        resolve(index)
+    } else {
+        known
+    };
+    let stubs = [
+        missing as *const () as *mut c_void,
+        unloadable as *const () as *mut c_void,
+    ];
+    (!stubs.contains(&found)).then_some(found)
+}
+
+/// Finds the function at `index` and fills its slot. Threads that race find the same.
+extern "C" fn resolve(index: usize) -> *mut c_void {
+    let found = match (crate::real::library(), NAMES.get(index)) {
+        (Some(library), Some(name)) => library
+            .symbol(name)
+            .unwrap_or(missing as *const () as *mut c_void),
+        _ => unloadable as *const () as *mut c_void,
+    };
+    if let Some(slot) = SLOTS.get(index) {
+        slot.store(found, Ordering::Release);
+    }
+    found
+}
+
+/// A function that this driver lacks: the answer of `cuGetProcAddress` for it would be "not found",
+/// and of a driver that knows and does not offer it, this.
+extern "C" fn missing() -> codes::CuResult {
+    codes::NOT_SUPPORTED
+}
+
+/// Any function while the real library cannot be opened.
+extern "C" fn unloadable() -> codes::CuResult {
+    codes::SHARED_OBJECT_INIT_FAILED
+}
+
+#[cfg(target_arch = "x86_64")]
+macro_rules! forward {
+    ($name:ident, $index:literal) => {
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name() {
+            core::arch::naked_asm!(
+                "mov r11d, {index}",
+                "jmp qword ptr [rip + {slots} + {offset}]",
+                index = const $index,
+                offset = const $index * 8,
+                slots = sym SLOTS,
+            )
+        }
+    };
+}
+
+/// First call of a function: its index is in r11 (System V ABI: r10 and r11 are scratch). Keeps
+/// the registers that can hold arguments; 8 + 16 pushes and spills keep the stack aligned.
+#[cfg(target_arch = "x86_64")]
+#[unsafe(naked)]
+unsafe extern "C" fn lazy() {
+    core::arch::naked_asm!(
+        "push rbp",
+        "mov rbp, rsp",
+        "push rdi",
+        "push rsi",
+        "push rdx",
+        "push rcx",
+        "push r8",
+        "push r9",
+        "push rax",
+        "push r10",
+        "sub rsp, 128",
+        "movups [rsp], xmm0",
+        "movups [rsp + 16], xmm1",
+        "movups [rsp + 32], xmm2",
+        "movups [rsp + 48], xmm3",
+        "movups [rsp + 64], xmm4",
+        "movups [rsp + 80], xmm5",
+        "movups [rsp + 96], xmm6",
+        "movups [rsp + 112], xmm7",
+        "mov edi, r11d",
+        "call {resolve}",
+        "mov r11, rax",
+        "movups xmm0, [rsp]",
+        "movups xmm1, [rsp + 16]",
+        "movups xmm2, [rsp + 32]",
+        "movups xmm3, [rsp + 48]",
+        "movups xmm4, [rsp + 64]",
+        "movups xmm5, [rsp + 80]",
+        "movups xmm6, [rsp + 96]",
+        "movups xmm7, [rsp + 112]",
+        "add rsp, 128",
+        "pop r10",
+        "pop rax",
+        "pop r9",
+        "pop r8",
+        "pop rcx",
+        "pop rdx",
+        "pop rsi",
+        "pop rdi",
+        "pop rbp",
+        "jmp r11",
+        resolve = sym resolve,
+    )
+}
+
+#[cfg(target_arch = "aarch64")]
+macro_rules! forward {
+    ($name:ident, $index:literal) => {
+        #[unsafe(naked)]
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name() {
+            core::arch::naked_asm!(
+                "adrp x16, {slots}",
+                "add x16, x16, :lo12:{slots}",
+                "mov x17, {index}",
+                "ldr x16, [x16, x17, lsl #3]",
+                "br x16",
+                index = const $index,
+                slots = sym SLOTS,
+            )
+        }
+    };
+}
+
+/// First call of a function: its index is in x17 (AAPCS64: x16 and x17 are linkage code's own).
+#[cfg(target_arch = "aarch64")]
+#[unsafe(naked)]
+unsafe extern "C" fn lazy() {
+    core::arch::naked_asm!(
+        "stp x29, x30, [sp, #-224]!",
+        "mov x29, sp",
+        "stp x0, x1, [sp, #16]",
+        "stp x2, x3, [sp, #32]",
+        "stp x4, x5, [sp, #48]",
+        "stp x6, x7, [sp, #64]",
+        "str x8, [sp, #80]",
+        "stp q0, q1, [sp, #96]",
+        "stp q2, q3, [sp, #128]",
+        "stp q4, q5, [sp, #160]",
+        "stp q6, q7, [sp, #192]",
+        "mov x0, x17",
+        "bl {resolve}",
+        "mov x16, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x2, x3, [sp, #32]",
+        "ldp x4, x5, [sp, #48]",
+        "ldp x6, x7, [sp, #64]",
+        "ldr x8, [sp, #80]",
+        "ldp q0, q1, [sp, #96]",
+        "ldp q2, q3, [sp, #128]",
+        "ldp q4, q5, [sp, #160]",
+        "ldp q6, q7, [sp, #192]",
+        "ldp x29, x30, [sp], #224",
+        "br x16",
+        resolve = sym resolve,
+    )
+}
+
+/// A variable of the driver, which debuggers look for. It is the shim's own and stays zero: no
+/// debugger of the driver attaches through it.
+macro_rules! variable {
+    ($name:ident, $size:literal) => {
+        #[unsafe(no_mangle)]
+        #[allow(non_upper_case_globals)]
+        static $name: crate::forward::Variable<$size> = crate::forward::Variable::zero();
+    };
+}
+
+/// Writable bytes for whoever finds them by name.
+#[repr(C, align(8))]
+struct Variable<const N: usize>(std::cell::UnsafeCell<[u8; N]>);
+
+impl<const N: usize> Variable<N> {
+    const fn zero() -> Variable<N> {
+        Variable(std::cell::UnsafeCell::new([0; N]))
+    }
+}
+
+// SAFETY: no code here reads or writes it.
+unsafe impl<const N: usize> Sync for Variable<N> {}
+
+#[allow(non_snake_case, non_upper_case_globals)]
+mod generated {
+    use super::*;
+    include!(concat!(env!("OUT_DIR"), "/forwarders.rs"));
+}
+pub(crate) use generated::{COUNT, NAMES, index};

@@ -1,0 +1,248 @@
+//! Charges and discharges this process's memory against its credit page.
+
+use std::sync::atomic::Ordering;
+
+use bursar_protocol::page::Slot;
+use bursar_protocol::units::Units;
+use bursar_protocol::wire::Account;
+use bursar_protocol::word::NoCredit;
+
+use crate::link::{self, Answer};
+use crate::live::{Charge, Live};
+use crate::state::{self, State};
+
+/// Every charged pointer of this process.
+pub(crate) static LIVE: Live = Live::new();
+
+/// Rounds of asking for credit that other threads then took.
+const ROUNDS: usize = 64;
+
+/// What memory is charged to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// The device with this ordinal.
+    Device(i32),
+    /// Managed memory.
+    Managed,
+}
+
+/// The quota does not allow it, or nobody could be asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Denied;
+
+/// A charge that is not settled yet: given back unless it is kept.
+#[derive(Debug)]
+pub(crate) struct Pending {
+    slot: u8,
+    units: Units,
+    kept: bool,
+}
+
+impl Pending {
+    /// Charges more, or gives some back, so that the charge is for `bytes`.
+    pub(crate) fn settle(&mut self, bytes: u64) -> Result<(), Denied> {
+        let units = Units::holding(bytes).ok_or(Denied)?;
+        let state = state::state().ok_or(Denied)?;
+        if units > self.units {
+            charge_units(state, self.slot, units.saturating_sub(self.units))?;
+        } else {
+            discharge_units(state, self.slot, self.units.saturating_sub(units));
+        }
+        self.units = units;
+        Ok(())
+    }
+
+    /// The allocation succeeded: the charge stays until `pointer` is freed. `Err` when it cannot be
+    /// noted; the charge is then given back, and the caller frees the pointer.
+    pub(crate) fn keep(mut self, pointer: u64) -> Result<(), Denied> {
+        let charge = Charge {
+            slot: self.slot,
+            units: self.units.0,
+        };
+        if let Some(before) = LIVE.insert(pointer, charge).map_err(|()| Denied)? {
+            discharge(before);
+        }
+        self.kept = true;
+        Ok(())
+    }
+}
+
+impl Drop for Pending {
+    fn drop(&mut self) {
+        if let (false, Some(state)) = (self.kept, state::state()) {
+            discharge_units(state, self.slot, self.units);
+        }
+    }
+}
+
+/// Charges `bytes` before an allocation, and reports it to the agent if that is denied.
+pub(crate) fn charge(kind: Kind, bytes: u64, function: &str) -> Result<Pending, Denied> {
+    let state = state::state().ok_or(Denied)?;
+    let slot = account_of(state, kind).ok_or(Denied)?;
+    let charged = Units::holding(bytes).ok_or(Denied).and_then(|units| {
+        charge_units(state, slot, units)?;
+        Ok(Pending {
+            slot,
+            units,
+            kept: false,
+        })
+    });
+    if charged.is_err()
+        && let Some(held) = state.hold()
+    {
+        link::denied(state, &held, slot, bytes, function);
+    }
+    charged
+}
+
+/// Gives back what a freed pointer was charged.
+pub(crate) fn discharge(charge: Charge) {
+    if let Some(state) = state::state() {
+        discharge_units(state, charge.slot, Units(charge.units));
+    }
+}
+
+/// What the container may still use of a device and its quota, in bytes; `None` without a session.
+pub(crate) fn room(device: i32) -> Option<(u64, u64)> {
+    let state = state::state()?;
+    let index = account_of(state, Kind::Device(device))?;
+    if slot(state, index)?.siblings() > 0
+        && let Some(held) = state.hold()
+    {
+        link::refresh(state, &held, map_devices);
+    }
+    // Read after the refresh: it may have moved the process to another page.
+    let slot = slot(state, index)?;
+    let quota = slot.quota();
+    let used = Units(slot.word().used)
+        .min(Units::MAX)
+        .saturating_add(slot.others());
+    Some((quota.saturating_sub(used).bytes(), quota.bytes()))
+}
+
+fn slot(state: &State, index: u8) -> Option<&'static Slot> {
+    state.page()?.slot(usize::from(index))
+}
+
+/// The account of `kind`, after a hello where that was not said yet.
+fn account_of(state: &State, kind: Kind) -> Option<u8> {
+    if !state.welcomed.load(Ordering::Acquire) {
+        let held = state.hold()?;
+        if !link::ensure_welcomed(state, &held, map_devices) {
+            return None;
+        }
+    }
+    let place = match kind {
+        Kind::Device(ordinal) => state.devices.get(usize::try_from(ordinal).ok()?)?,
+        Kind::Managed => &state.managed,
+    };
+    place.load(Ordering::Acquire).checked_sub(1)
+}
+
+fn charge_units(state: &State, index: u8, units: Units) -> Result<(), Denied> {
+    for _ in 0..ROUNDS {
+        let missing = match slot(state, index).ok_or(Denied)?.charge(units) {
+            Ok(()) => return Ok(()),
+            Err(NoCredit::TooLarge) => return Err(Denied),
+            // Another thread moves to another page: its lock says when it is done.
+            Err(NoCredit::Frozen) => {
+                drop(state.hold().ok_or(Denied)?);
+                continue;
+            }
+            Err(NoCredit::Short(missing)) => Units(missing),
+        };
+        let held = state.hold().ok_or(Denied)?;
+        // Another thread may have got enough meanwhile, or given it back.
+        match slot(state, index).ok_or(Denied)?.charge(units) {
+            Ok(()) => return Ok(()),
+            Err(NoCredit::Short(now)) if Units(now) > missing => {}
+            Err(_) => {}
+        }
+        match link::request(state, &held, map_devices, index, missing) {
+            Answer::Granted => {}
+            // What other threads of this process gave back since may be enough.
+            Answer::Refused | Answer::Away => {
+                return slot(state, index)
+                    .ok_or(Denied)?
+                    .charge(units)
+                    .map_err(|_| Denied);
+            }
+        }
+    }
+    Err(Denied)
+}
+
+fn discharge_units(state: &State, index: u8, units: Units) {
+    for _ in 0..ROUNDS {
+        let Some(slot) = slot(state, index) else {
+            return;
+        };
+        if slot.discharge(units) {
+            return;
+        }
+        // Frozen: see above. Without the lock the bytes stay charged to this process until it ends.
+        if state.hold().is_none() {
+            return;
+        }
+    }
+}
+
+/// Finds each account's device by its UUID, as the real driver states it.
+fn map_devices(accounts: &[Account], found: &mut dyn FnMut(usize, u8)) {
+    for device in 0..crate::hooks::device_count() {
+        let Some(uuid) = crate::hooks::device_uuid(device) else {
+            continue;
+        };
+        let account = accounts.iter().position(|account| match account {
+            Account::Device(text) => uuid_bytes(text) == Some(uuid),
+            Account::Managed => false,
+        });
+        let account = account.and_then(|index| u8::try_from(index).ok());
+        if let (Some(account), Ok(device)) = (account, usize::try_from(device)) {
+            found(device, account);
+        }
+    }
+}
+
+/// The 16 bytes of `GPU-<uuid>` or `MIG-<uuid>`.
+fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
+    let digits = text
+        .strip_prefix("GPU-")
+        .or_else(|| text.strip_prefix("MIG-"))?
+        .replace('-', "");
+    if digits.len() != 32 {
+        return None;
+    }
+    u128::from_str_radix(&digits, 16)
+        .ok()
+        .map(u128::to_be_bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_its_32_hex_digits_in_order() {
+        let mut expected = [0; 16];
+        expected[0] = 0x5e;
+        expected[15] = 0x01;
+        assert_eq!(
+            uuid_bytes("GPU-5e000000-0000-0000-0000-000000000001"),
+            Some(expected)
+        );
+        assert_eq!(
+            uuid_bytes("MIG-5e000000-0000-0000-0000-000000000001"),
+            Some(expected)
+        );
+        for bad in [
+            "",
+            "GPU-",
+            "GPU-5e",
+            "5e000000-0000-0000-0000-000000000001",
+            "GPU-zz000000-0000-0000-0000-000000000001",
+        ] {
+            assert_eq!(uuid_bytes(bad), None, "{bad}");
+        }
+    }
+}

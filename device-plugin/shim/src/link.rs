@@ -1,0 +1,355 @@
+//! The conversation with the agent: bounded in time, repeated after the agent's restart.
+//!
+//! Everything here runs with the state's lock held, and only when the credit page does not suffice.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd};
+use std::os::unix::fs::MetadataExt;
+use std::os::unix::net::UnixStream;
+use std::sync::OnceLock;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use bursar_protocol::page::CreditPage;
+use bursar_protocol::socket::receive_with_fd;
+use bursar_protocol::units::Units;
+use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim};
+use bursar_protocol::word::Word;
+use bursar_protocol::{CONTAINER_RUN_DIR, SOCKET_NAME, VERSION};
+
+use crate::state::{Held, MAX_DEVICES, State};
+
+/// How long one answer may take.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// How long the agent is left alone after it did not answer in time: other threads must not wait
+/// for it one after the other.
+const QUIET: Duration = Duration::from_secs(1);
+
+/// Tells which device of the driver each account is: filled into `State::devices`.
+pub(crate) type MapDevices = fn(&[Account], &mut dyn FnMut(usize, u8));
+
+/// The agent's answer to a request for credit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Answer {
+    /// The page holds it.
+    Granted,
+    /// The quota does not allow it.
+    Refused,
+    /// The agent does not answer.
+    Away,
+}
+
+/// Says hello if that was not done yet.
+pub(crate) fn ensure_welcomed(state: &State, held: &Held<'_>, map: MapDevices) -> bool {
+    state.page().is_some() || connect(state, held, map).is_some()
+}
+
+/// Asks for `units` more of an account. A session that an agent's restart cut is taken up once.
+pub(crate) fn request(
+    state: &State,
+    held: &Held<'_>,
+    map: MapDevices,
+    account: u8,
+    units: Units,
+) -> Answer {
+    match exchange(state, held, map, &ToAgent::Request { account, units }) {
+        Some(ToShim::Granted { account: got, .. }) if got == account => Answer::Granted,
+        Some(ToShim::Refused { account: got, .. }) if got == account => Answer::Refused,
+        Some(_) => {
+            forget(state);
+            Answer::Away
+        }
+        None => Answer::Away,
+    }
+}
+
+/// Asks the agent to write what the container's other processes use. Without an answer the page
+/// holds what it wrote last.
+pub(crate) fn refresh(state: &State, held: &Held<'_>, map: MapDevices) {
+    if exchange(state, held, map, &ToAgent::Refresh) != Some(ToShim::Refreshed) {
+        forget(state);
+    }
+}
+
+/// Reports a denial, if there is a session: it is news, not a request.
+pub(crate) fn denied(state: &State, _held: &Held<'_>, account: u8, bytes: u64, function: &str) {
+    let message = ToAgent::Denied {
+        account,
+        bytes,
+        function: function.to_owned(),
+    };
+    if let Some(mut stream) = session(state) {
+        let sent = stream.write_all(&message.frame()).is_ok();
+        let _ = stream.into_raw_fd();
+        if !sent {
+            forget(state);
+        }
+    }
+}
+
+fn exchange(state: &State, held: &Held<'_>, map: MapDevices, message: &ToAgent) -> Option<ToShim> {
+    let fresh = session(state).is_none();
+    if fresh {
+        close(connect(state, held, map)?);
+    }
+    match ask(state, message) {
+        Ok(answer) => Some(answer),
+        Err(error) if fresh || is_timeout(&error) => {
+            forget(state);
+            be_quiet(state);
+            None
+        }
+        // The agent started again since the last conversation.
+        Err(_) => {
+            forget(state);
+            close(connect(state, held, map)?);
+            ask(state, message).map_err(|_| forget(state)).ok()
+        }
+    }
+}
+
+/// Leaves the stream's descriptor open: the state owns it.
+fn close(stream: UnixStream) {
+    let _ = stream.into_raw_fd();
+}
+
+fn ask(state: &State, message: &ToAgent) -> io::Result<ToShim> {
+    let mut stream = session(state).ok_or(io::ErrorKind::NotConnected)?;
+    let answer = stream
+        .write_all(&message.frame())
+        .and_then(|()| read(&mut stream));
+    close(stream);
+    answer
+}
+
+/// The socket, if it is still the one that was opened: a program that closes every descriptor may
+/// have given its number to a file of its own. The caller hands it back by [`close`].
+fn session(state: &State) -> Option<UnixStream> {
+    let fd = state
+        .socket
+        .load(Ordering::Acquire)
+        .checked_sub(1)
+        .filter(|fd| *fd >= 0)?;
+    let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: fstat writes the whole structure when it answers zero.
+    let stat = unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
+    let ours = stat.st_mode & libc::S_IFMT == libc::S_IFSOCK
+        && stat.st_ino == state.socket_inode.load(Ordering::Relaxed);
+    if !ours {
+        state.socket.store(0, Ordering::Release);
+        return None;
+    }
+    // SAFETY: the descriptor is open and the socket that this module opened; every user of the
+    // stream releases it again.
+    Some(unsafe { UnixStream::from_raw_fd(fd) })
+}
+
+/// Closes the session's socket.
+fn forget(state: &State) {
+    drop(session(state));
+    state.socket.store(0, Ordering::Release);
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
+    )
+}
+
+fn now() -> u64 {
+    static BEGUN: OnceLock<Instant> = OnceLock::new();
+    u64::try_from(BEGUN.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
+}
+
+fn be_quiet(state: &State) {
+    state
+        .quiet_until
+        .store(now() + QUIET.as_millis() as u64, Ordering::Relaxed);
+}
+
+/// Connects, says hello with what the process holds, and moves to the page that the agent sends.
+/// The caller hands the stream back by [`close`].
+fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Option<UnixStream> {
+    if now() < state.quiet_until.load(Ordering::Relaxed) {
+        return None;
+    }
+    let stream = open().ok()?;
+    // Frozen while it moves: nothing is charged to a page that is left.
+    let frozen = freeze(state);
+    match greet(state, &stream, &frozen) {
+        Ok((page, quotas)) => {
+            let inode = stream_inode(&stream)?;
+            settle_in(state, page, quotas, &frozen, map);
+            state.socket_inode.store(inode, Ordering::Relaxed);
+            state
+                .socket
+                .store(stream.as_raw_fd() + 1, Ordering::Release);
+            Some(stream)
+        }
+        Err(error) => {
+            thaw(state, &frozen);
+            if is_timeout(&error) {
+                be_quiet(state);
+            }
+            None
+        }
+    }
+}
+
+fn stream_inode(stream: &UnixStream) -> Option<u64> {
+    let copy = std::fs::File::from(stream.as_fd().try_clone_to_owned().ok()?);
+    Some(copy.metadata().ok()?.ino())
+}
+
+/// A connected socket whose every wait is bounded, the one for room in the agent's backlog too.
+fn open() -> io::Result<UnixStream> {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    for direction in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
+        sockopt::set_socket_timeout(&socket, direction, Some(ANSWER_TIMEOUT))?;
+    }
+    let address = SocketAddrUnix::new(format!("{CONTAINER_RUN_DIR}/{SOCKET_NAME}"))?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(UnixStream::from(socket))
+}
+
+/// The words of the present page, frozen.
+fn freeze(state: &State) -> Vec<Word> {
+    let Some(page) = state.page() else {
+        return Vec::new();
+    };
+    (0..state.accounts().len())
+        .filter_map(|index| page.slot(index))
+        .map(|slot| slot.freeze())
+        .collect()
+}
+
+/// Makes the present page usable again.
+fn thaw(state: &State, frozen: &[Word]) {
+    let Some(page) = state.page() else { return };
+    for (index, word) in frozen.iter().enumerate() {
+        if let Some(slot) = page.slot(index) {
+            slot.set(*word);
+        }
+    }
+}
+
+fn greet(
+    state: &State,
+    stream: &UnixStream,
+    frozen: &[Word],
+) -> io::Result<(CreditPage, Vec<wire::Quota>)> {
+    let holdings = state
+        .accounts()
+        .iter()
+        .zip(frozen)
+        .map(|(account, word)| Holding {
+            account: account.clone(),
+            granted: Units(word.granted),
+            used: Units(word.used),
+        });
+    let hello = ToAgent::Hello {
+        version: VERSION,
+        image: image(state),
+        holdings: holdings.collect(),
+    };
+    let mut stream = stream;
+    stream.write_all(&hello.frame())?;
+    let mut bytes = vec![0; wire::HEADER + wire::MAX_PAYLOAD];
+    let (mut length, fd) = receive_with_fd(stream, &mut bytes)?;
+    let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
+    while length < wire::HEADER {
+        length += read_some(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
+    }
+    let wanted =
+        wire::HEADER + wire::payload_length([bytes[0], bytes[1]]).map_err(io::Error::other)?;
+    while length < wanted {
+        length += read_some(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
+    }
+    let payload = bytes.get(wire::HEADER..wanted).ok_or_else(short)?;
+    match (ToShim::parse(payload).map_err(io::Error::other)?, fd) {
+        (ToShim::Welcome { quotas, .. }, Some(fd)) => {
+            Ok((CreditPage::open(fd).map_err(io::Error::other)?, quotas))
+        }
+        _ => Err(io::Error::from(io::ErrorKind::ConnectionRefused)),
+    }
+}
+
+/// Moves to a new page: what was used by each account goes along.
+fn settle_in(
+    state: &State,
+    page: CreditPage,
+    quotas: Vec<wire::Quota>,
+    frozen: &[Word],
+    map: MapDevices,
+) {
+    let accounts: Vec<Account> = quotas.into_iter().map(|quota| quota.account).collect();
+    let same = state.accounts() == accounts.as_slice();
+    if !same {
+        if frozen.is_empty() {
+            map(&accounts, &mut |device, account| {
+                if let Some(place) = state.devices.get(device).filter(|_| device < MAX_DEVICES) {
+                    place.store(account + 1, Ordering::Release);
+                }
+            });
+            let managed = accounts
+                .iter()
+                .position(|account| *account == Account::Managed);
+            let managed = managed
+                .and_then(|index| u8::try_from(index + 1).ok())
+                .unwrap_or(0);
+            state.managed.store(managed, Ordering::Release);
+            state
+                .accounts
+                .store(Box::into_raw(Box::new(accounts)), Ordering::Release);
+        } else {
+            // Another set of accounts than this process was charged to cannot be followed: what is
+            // granted stays usable on the page that it has, and more is refused.
+            thaw(state, frozen);
+            return;
+        }
+    }
+    state.page.store(
+        std::ptr::from_ref(page.leak()).cast_mut(),
+        Ordering::Release,
+    );
+    state.welcomed.store(true, Ordering::Release);
+}
+
+/// This process image's name: drawn at its first hello. A forked child draws its own.
+fn image(state: &State) -> u64 {
+    let known = state.image.load(Ordering::Relaxed);
+    if known != 0 {
+        return known;
+    }
+    // `RandomState` is keyed by the system's randomness, once a process; a forked child inherits
+    // its keys, so the pid goes in.
+    let mut hasher = RandomState::new().build_hasher();
+    hasher.write_u32(std::process::id());
+    let drawn = hasher.finish() | 1;
+    state.image.store(drawn, Ordering::Relaxed);
+    drawn
+}
+
+fn read(stream: &mut UnixStream) -> io::Result<ToShim> {
+    let mut header = [0; wire::HEADER];
+    stream.read_exact(&mut header)?;
+    let mut payload = vec![0; wire::payload_length(header).map_err(io::Error::other)?];
+    stream.read_exact(&mut payload)?;
+    ToShim::parse(&payload).map_err(io::Error::other)
+}
+
+fn read_some(stream: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
+    match stream.read(bytes)? {
+        0 => Err(io::ErrorKind::UnexpectedEof.into()),
+        length => Ok(length),
+    }
+}

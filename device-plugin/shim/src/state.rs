@@ -1,0 +1,125 @@
+//! What a process knows about its session, in memory that a forked child gets zeroed.
+//!
+//! A child has neither its parent's credit page (it is not mapped there) nor the threads that may
+//! hold a lock; so all of this, the lock included, is in one mapping with `MADV_WIPEONFORK` (Linux
+//! 4.14), and zero means "no session yet".
+
+use std::sync::OnceLock;
+use std::sync::atomic::{
+    AtomicBool, AtomicI32, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering,
+};
+use std::time::{Duration, Instant};
+
+use bursar_protocol::page::Page;
+use bursar_protocol::wire::Account;
+
+/// Devices that a process can see; more than a node has.
+pub(crate) const MAX_DEVICES: usize = 64;
+
+/// How long a thread waits for another that talks to the agent. Longer than any one conversation.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(8);
+
+/// The state. Zero is a valid value of every field.
+#[derive(Debug)]
+#[repr(C)]
+pub(crate) struct State {
+    /// Not zero in the process that set it up.
+    pub(crate) begun: AtomicU32,
+    lock: AtomicU32,
+    /// The credit page; null before the first hello.
+    pub(crate) page: AtomicPtr<Page>,
+    /// The page's accounts, in its order; null before the first hello.
+    pub(crate) accounts: AtomicPtr<Vec<Account>>,
+    /// The socket's descriptor plus one; zero when there is none.
+    pub(crate) socket: AtomicI32,
+    /// The socket's inode: tells it from a file that got its number.
+    pub(crate) socket_inode: AtomicU64,
+    /// This process image's name in hellos.
+    pub(crate) image: AtomicU64,
+    /// Milliseconds since this library's first use before which the agent is not asked again.
+    pub(crate) quiet_until: AtomicU64,
+    /// The account of each device, plus one; zero where it has none.
+    pub(crate) devices: [AtomicU8; MAX_DEVICES],
+    /// The account of managed memory, plus one.
+    pub(crate) managed: AtomicU8,
+    /// Whether a hello was ever answered.
+    pub(crate) welcomed: AtomicBool,
+}
+
+/// Held while one thread talks to the agent.
+pub(crate) struct Held<'a>(&'a State);
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.lock.store(0, Ordering::Release);
+    }
+}
+
+impl State {
+    /// Waits for the lock, but not for ever. Only the slow path takes it: asking the agent takes
+    /// longer than the pause.
+    pub(crate) fn hold(&self) -> Option<Held<'_>> {
+        let begun = Instant::now();
+        while self
+            .lock
+            .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed)
+            .is_err()
+        {
+            if begun.elapsed() > LOCK_TIMEOUT {
+                return None;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        Some(Held(self))
+    }
+
+    /// The credit page, if there is one.
+    pub(crate) fn page(&self) -> Option<&'static Page> {
+        // SAFETY: the pointer is null or a leaked page of this process: a forked child's is null.
+        unsafe { self.page.load(Ordering::Acquire).as_ref() }
+    }
+
+    /// The page's accounts.
+    pub(crate) fn accounts(&self) -> &[Account] {
+        // SAFETY: the pointer is null or a leaked vector that nobody changes.
+        unsafe { self.accounts.load(Ordering::Acquire).as_ref() }.map_or(&[], Vec::as_slice)
+    }
+}
+
+/// The state of this process; `None` where the kernel cannot wipe memory on fork. Then nothing is
+/// charged and so nothing allocated.
+pub(crate) fn state() -> Option<&'static State> {
+    static STATE: OnceLock<Option<&'static State>> = OnceLock::new();
+    let state = (*STATE.get_or_init(map))?;
+    if state.begun.load(Ordering::Acquire) == 0 {
+        // The first call of this process. Its parent's pointers mean nothing here.
+        crate::ledger::LIVE.clear();
+        state.begun.store(1, Ordering::Release);
+    }
+    Some(state)
+}
+
+fn map() -> Option<&'static State> {
+    const { assert!(size_of::<State>() <= 4096) };
+    // SAFETY: a fresh private mapping, larger than the state, that is never unmapped.
+    let address = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            4096,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANONYMOUS,
+            -1,
+            0,
+        )
+    };
+    if address == libc::MAP_FAILED {
+        return None;
+    }
+    // SAFETY: the range is the mapping just made.
+    if unsafe { libc::madvise(address, 4096, libc::MADV_WIPEONFORK) } != 0 {
+        return None;
+    }
+    // SAFETY: page-aligned, zeroed, valid for ever, and every field is an atomic for which zero is
+    // a value.
+    Some(unsafe { &*address.cast::<State>() })
+}
