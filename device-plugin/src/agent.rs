@@ -22,6 +22,7 @@ use crate::node::core::Core;
 use crate::node::host::{HostError, OsHost, find_driver};
 use crate::node::identity::Identities;
 use crate::pods::Pods;
+use crate::sessions::{Cgroups, Sessions};
 use crate::units::Resource;
 
 /// What the agent is run with besides its configuration.
@@ -64,7 +65,7 @@ pub async fn run(
             .map(|driver| driver.libnvml.path)
             .map_err(|error| error.to_string())
     });
-    let (inventory, _nvml) =
+    let (inventory, nvml) =
         nvml::start(library, around.pace, around.health).map_err(AgentError::Thread)?;
     let names = names(&config);
     let identities = Identities {
@@ -73,7 +74,13 @@ pub async fn run(
         pod_resources: PodResourcesClient::new(&config.kubelet.pod_resources_socket),
         client: around.client,
     };
-    let core = recovered(&config, &identities).await?;
+    let membership = Arc::new(Cgroups::new(PathBuf::from("/proc")));
+    let sessions = Arc::new(Sessions::new(
+        config.paths.run_dir.clone(),
+        Arc::new(nvml),
+        membership,
+    ));
+    let core = recovered(&config, &identities, sessions).await?;
     let (actor, node, offers, _snapshots) = actor(
         core,
         config.resources,
@@ -137,9 +144,13 @@ fn names(config: &Config) -> Vec<(Resource, String)> {
         .to_vec()
 }
 
-async fn recovered(config: &Config, identities: &Identities) -> Result<Core<OsHost>, HostError> {
-    let host = OsHost::new(config)?;
-    let found = host.survey()?;
+async fn recovered(
+    config: &Config,
+    identities: &Identities,
+    sessions: Arc<Sessions>,
+) -> Result<Core<OsHost>, HostError> {
+    let host = OsHost::new(config, sessions)?;
+    let found = host.survey();
     let kubelet = identities.kubelet().await.unwrap_or_else(|error| {
         warn!(%error, "the kubelet's checkpoint tells nothing");
         Default::default()

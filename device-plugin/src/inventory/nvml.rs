@@ -20,6 +20,7 @@ use tracing::{debug, info, warn};
 use super::health::Policy;
 use super::roster::{Probe, Roster};
 use super::{Gpu, Inventory};
+use crate::sessions::DriverCharges;
 use crate::units::{Bytes, GpuUuid, UnitError};
 
 /// How often the thread looks.
@@ -80,6 +81,24 @@ struct Question {
 #[derive(Debug, Clone)]
 pub struct NvmlHandle {
     questions: mpsc::Sender<Question>,
+}
+
+impl DriverCharges for NvmlHandle {
+    fn charged(&self, gpu: &GpuUuid, pid: u32) -> Option<Bytes> {
+        let (answer, answered) = oneshot::channel();
+        let question = Question {
+            gpu: gpu.clone(),
+            answer,
+        };
+        self.questions.send(question).ok()?;
+        let processes = answered.blocking_recv().ok()?.ok()?;
+        let of_it = processes.iter().filter(|charged| charged.pid == pid);
+        // A process of which the driver cannot tell how much it has: nothing can be said.
+        let bytes = of_it
+            .map(|charged| charged.bytes.map(|bytes| bytes.0))
+            .sum::<Option<u64>>()?;
+        Some(Bytes(bytes))
+    }
 }
 
 impl NvmlHandle {

@@ -202,7 +202,11 @@ impl Actor {
                     self.core.tick(clock::now()).await;
                     self.publish();
                 }
-                _ = collect.tick() => self.look_at_the_kubelet(),
+                _ = collect.tick() => {
+                    let trouble = self.core.host_mut().cdi_trouble();
+                    self.core.note_cdi(trouble);
+                    self.look_at_the_kubelet();
+                }
                 () = shutdown.cancelled() => return,
             }
         }

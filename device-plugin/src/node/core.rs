@@ -72,6 +72,8 @@ pub struct Troubles {
     pub rebuilt: Option<String>,
     /// A binding could not be carried out (CDI folder, driver files, run folder): reason and message.
     pub host: Option<(&'static str, String)>,
+    /// The CDI folder cannot be written.
+    pub cdi: Option<String>,
 }
 
 /// A PreStartContainer that waits for room.
@@ -259,6 +261,11 @@ impl<H: Host> Core<H> {
     /// The host, to tell it what it need not ask for.
     pub fn host_mut(&mut self) -> &mut H {
         &mut self.host
+    }
+
+    /// Notes whether CDI files can be written.
+    pub fn note_cdi(&mut self, trouble: Option<String>) {
+        self.troubles.cdi = trouble;
     }
 
     /// Ends a pod: its cgroup is gone.

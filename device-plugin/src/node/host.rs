@@ -1,16 +1,22 @@
 //! What the node does to its host for an allocation: one method per step, each repeatable.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use rustix::fs::Access;
+use tracing::warn;
 
 use super::state::State;
 use crate::cdi::{self, CdiDir, CdiError};
 use crate::checkpoint::{Checkpoint, LoadError, SaveError};
 use crate::config::{Config, DriverConfig, PathsConfig};
 use crate::driver::{Driver, DriverError};
+use crate::sessions::{Served, Sessions, SessionsError};
 use crate::shim_files::{self, ShimFilesError};
-use crate::units::{AllocationId, GpuUuid};
+use crate::units::{AllocationId, Bytes, GpuUuid};
 
 /// Why a step failed. Every step can be tried again.
 #[derive(Debug, thiserror::Error)]
@@ -27,7 +33,10 @@ pub enum HostError {
     /// The CDI file.
     #[error(transparent)]
     Cdi(#[from] CdiError),
-    /// The allocation's folder.
+    /// The allocation's socket or folder.
+    #[error(transparent)]
+    Sessions(#[from] SessionsError),
+    /// The run folder.
     #[error("folder {path}: {source}", path = path.display())]
     Folder {
         /// The folder.
@@ -48,7 +57,7 @@ impl HostError {
             Self::Driver(error) => error.reason(),
             Self::Shim(_) => "ShimNotInstalled",
             Self::Cdi(error) => error.reason(),
-            Self::Folder { .. } => "RunFolderUnusable",
+            Self::Sessions(_) | Self::Folder { .. } => "RunFolderUnusable",
             Self::NoGpu(_) => "GpuLost",
         }
     }
@@ -79,15 +88,15 @@ pub struct Found {
     pub checkpoint: Result<Option<State>, LoadError>,
     /// Its CDI files.
     pub cdi: Vec<cdi::Binding>,
-    /// Its allocations' folders.
-    pub folders: Vec<AllocationId>,
+    /// The allocations that have a folder or a record.
+    pub allocations: BTreeSet<AllocationId>,
 }
 
 /// The real host.
-#[derive(Debug)]
 pub struct OsHost {
     checkpoint: Checkpoint,
     cdi: CdiDir,
+    sessions: Arc<Sessions>,
     driver: DriverConfig,
     paths: PathsConfig,
     /// What every CDI file has in common; found when first needed and after GPUs changed.
@@ -95,12 +104,12 @@ pub struct OsHost {
 }
 
 impl OsHost {
-    /// The host of `config`; makes the run folder.
-    pub fn new(config: &Config) -> Result<Self, HostError> {
+    /// The host of `config`, whose sockets `sessions` serves; makes the run folder.
+    pub fn new(config: &Config, sessions: Arc<Sessions>) -> Result<Self, HostError> {
         let Config { driver, paths, .. } = config;
-        let alloc = alloc_dir(paths);
-        folder(&alloc)?;
+        folder(&Sessions::alloc_dir(&paths.run_dir))?;
         Ok(Self {
+            sessions,
             checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
             cdi: CdiDir::new(paths.cdi_dir.clone()),
             driver: driver.clone(),
@@ -109,29 +118,46 @@ impl OsHost {
         })
     }
 
-    /// Looks for what a predecessor left. A checkpoint that makes no sense is moved aside.
-    pub fn survey(&self) -> Result<Found, HostError> {
+    /// Looks for what a predecessor left. A checkpoint that makes no sense is moved aside; CDI files
+    /// that cannot be listed are as good as none.
+    pub fn survey(&self) -> Found {
         let checkpoint = self.checkpoint.load();
         if let Err(LoadError::Malformed { .. }) = &checkpoint
             && let Err(error) = self.checkpoint.set_aside()
         {
-            tracing::warn!(%error, "malformed checkpoint stays in place");
+            warn!(%error, "malformed checkpoint stays in place");
         }
-        let path = alloc_dir(&self.paths);
-        let listed =
-            std::fs::read_dir(&path).map_err(|source| HostError::Folder { path, source })?;
-        let id = |entry: std::fs::DirEntry| entry.file_name().to_str()?.parse().ok();
-        let cdi = self.cdi.list()?;
+        let cdi = self.cdi.list().unwrap_or_else(|error| {
+            warn!(%error, "cdi files not listed");
+            Default::default()
+        });
         for path in &cdi.malformed {
             // No container can start with it; its binding, if any, is in the checkpoint.
-            tracing::warn!(path = %path.display(), "malformed cdi file removed");
+            warn!(path = %path.display(), "malformed cdi file removed");
             let _ = std::fs::remove_file(path);
         }
-        Ok(Found {
+        let run = &self.paths.run_dir;
+        let mut allocations = ids(&Sessions::alloc_dir(run));
+        allocations.extend(ids(&run.join("sessions")));
+        Found {
             checkpoint,
             cdi: cdi.bindings,
-            folders: listed.flatten().filter_map(id).collect(),
-        })
+            allocations,
+        }
+    }
+
+    /// Why CDI files cannot be written, as far as that shows without writing one.
+    pub fn cdi_trouble(&self) -> Option<String> {
+        let path = self.cdi.path();
+        // The first file's writer makes the folder.
+        let made = std::fs::create_dir_all(path).map_err(|error| error.to_string());
+        let writable = made.and_then(|()| {
+            rustix::fs::access(path, Access::WRITE_OK | Access::EXEC_OK)
+                .map_err(|error| error.to_string())
+        });
+        writable
+            .err()
+            .map(|error| format!("CDI folder {}: {error}", path.display()))
     }
 
     /// Forgets where the driver is: it may have changed with the GPUs.
@@ -145,7 +171,7 @@ impl OsHost {
             None => cdi::Node {
                 driver: find_driver(&self.driver)?,
                 shim_dir: shim_files::install(&self.paths.shim_dir, &self.paths.state_dir)?,
-                alloc_dir: alloc_dir(&self.paths),
+                alloc_dir: Sessions::alloc_dir(&self.paths.run_dir),
                 extra_mounts: self.driver.extra_mounts.clone(),
             },
         };
@@ -158,9 +184,12 @@ pub fn find_driver(config: &DriverConfig) -> Result<Driver, DriverError> {
     Driver::find(&config.root, &config.host_root, &config.dev_root)
 }
 
-/// The folder of the allocations' folders.
-fn alloc_dir(paths: &PathsConfig) -> PathBuf {
-    paths.run_dir.join("alloc")
+/// The allocations that files or folders in `path` are named after.
+fn ids(path: &Path) -> BTreeSet<AllocationId> {
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.path().file_stem()?.to_str()?.parse().ok())
+        .collect()
 }
 
 /// Makes a folder that containers of any user can read.
@@ -179,7 +208,18 @@ impl Host for OsHost {
     }
 
     async fn expose(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
-        folder(&alloc_dir(&self.paths).join(binding.allocation.to_string()))
+        let gpus = binding
+            .gpus
+            .iter()
+            .map(|gpu| (gpu.uuid.clone(), gpu.quota))
+            .collect();
+        let served = Served {
+            allocation: binding.allocation,
+            pod: binding.pod.clone(),
+            gpus,
+            managed: Bytes::ZERO,
+        };
+        Ok(self.sessions.serve(served).await?)
     }
 
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
@@ -189,12 +229,6 @@ impl Host for OsHost {
 
     async fn withdraw(&mut self, allocation: AllocationId) -> Result<(), HostError> {
         self.cdi.remove(&allocation)?;
-        let path = alloc_dir(&self.paths).join(allocation.to_string());
-        match std::fs::remove_dir_all(&path) {
-            Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                Err(HostError::Folder { path, source })
-            }
-            _ => Ok(()),
-        }
+        Ok(self.sessions.end(&allocation).await?)
     }
 }

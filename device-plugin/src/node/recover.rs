@@ -42,7 +42,7 @@ impl<H: Host> Core<H> {
         let Found {
             checkpoint,
             cdi,
-            folders,
+            allocations,
         } = found;
         if let Err(why) = self.restore(checkpoint, now) {
             self.rebuild(&cdi, kubelet, now);
@@ -53,7 +53,7 @@ impl<H: Host> Core<H> {
             }
         }
         self.book_what_the_kubelet_knows(kubelet, now);
-        self.find_leftovers(&cdi, folders);
+        self.find_leftovers(&cdi, allocations);
         self.unsaved = true;
         self.release_the_dead().await;
         if self.save().is_ok() {
@@ -156,13 +156,16 @@ impl<H: Host> Core<H> {
         }
     }
 
-    fn find_leftovers(&mut self, cdi: &[cdi::Binding], folders: Vec<AllocationId>) {
+    fn find_leftovers(&mut self, cdi: &[cdi::Binding], allocations: BTreeSet<AllocationId>) {
         let bound: BTreeSet<AllocationId> = self
             .ledger
             .bindings()
             .flat_map(|binding| binding.allocations)
             .collect();
-        let on_host = cdi.iter().map(|binding| binding.allocation).chain(folders);
+        let on_host = cdi
+            .iter()
+            .map(|binding| binding.allocation)
+            .chain(allocations);
         self.leftovers
             .extend(on_host.filter(|id| !bound.contains(id)));
         let known: BTreeSet<AllocationId> = self.ledger.allocations().map(|(id, _)| id).collect();
