@@ -1,2 +1,30 @@
-//! To be written.
-fn main() {}
+//! A small CUDA program for pods: says what it sees, takes memory, holds it.
+//!
+//! It prints one JSON object a line. Exit codes: 0 done or told to end, 1 refused or no GPU.
+
+mod args;
+mod commands;
+mod cuda;
+mod ending;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    // Before anything else: as process 1 of a container, a signal without a handler is ignored.
+    let ending = ending::on_signals();
+    match ending
+        .map_err(anyhow::Error::from)
+        .and_then(|()| commands::run(&args::Args::parse()))
+    {
+        Ok(code) => code,
+        Err(error) => {
+            println!(
+                "{}",
+                serde_json::json!({ "event": "failed", "error": format!("{error:#}") })
+            );
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! The program's arguments.
+#![forbid(unsafe_code)]
+
+use clap::{Args as Group, Parser, Subcommand, ValueEnum};
+
+/// A small CUDA program: says what it sees, takes memory, holds it.
+#[derive(Debug, Parser)]
+#[command(name = "bursar-probe", version)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Print the devices with their memory as the driver states it
+    Report,
+    /// Allocate an amount, then hold it
+    Hold {
+        /// How much, as 6Gi
+        #[arg(long, value_parser = bytes)]
+        bytes: u64,
+        #[command(flatten)]
+        take: Take,
+    },
+    /// Allocate until the driver refuses
+    Greedy {
+        #[command(flatten)]
+        take: Take,
+    },
+}
+
+/// How memory is taken, and what comes after.
+#[derive(Debug, Group)]
+pub(crate) struct Take {
+    /// How much one allocation asks for
+    #[arg(long, value_parser = bytes, default_value = "256Mi")]
+    pub(crate) chunk: u64,
+    /// The device's ordinal
+    #[arg(long, default_value_t = 0)]
+    pub(crate) device: i32,
+    /// What to do with the memory then; held until SIGTERM
+    #[arg(long, value_enum, default_value_t = Then::Hold)]
+    pub(crate) then: Then,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Then {
+    /// Return it and exit.
+    Exit,
+    /// Keep it until SIGTERM.
+    Hold,
+}
+
+/// An amount as Kubernetes writes it: a whole number with Ki, Mi, Gi, Ti, or of bytes.
+fn bytes(text: &str) -> Result<u64, String> {
+    let split = text
+        .find(|character: char| !character.is_ascii_digit())
+        .unwrap_or(text.len());
+    let (number, unit) = text.split_at(split);
+    let shift = match unit {
+        "" => 0,
+        "Ki" => 10,
+        "Mi" => 20,
+        "Gi" => 30,
+        "Ti" => 40,
+        _ => return Err(format!("`{unit}` is not Ki, Mi, Gi or Ti")),
+    };
+    let number: u64 = number
+        .parse()
+        .map_err(|_| "not a whole number".to_owned())?;
+    match number.checked_mul(1 << shift) {
+        Some(bytes) if bytes > 0 => Ok(bytes),
+        _ => Err("must be more than nothing, and fit in 64 bits".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn amounts_are_written_as_in_kubernetes() {
+        assert_eq!(bytes("6Gi"), Ok(6 << 30));
+        assert_eq!(bytes("4096"), Ok(4096));
+        for bad in ["", "0", "Gi", "6GB", "-1Gi", "1.5Gi", "99999999999Ti"] {
+            assert!(bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn the_arguments_are_consistent() {
+        use clap::CommandFactory as _;
+        Args::command().debug_assert();
+    }
+}

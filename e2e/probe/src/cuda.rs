@@ -1,0 +1,139 @@
+//! The few driver calls of this program, over cudarc.
+
+#![allow(unsafe_code)]
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys;
+
+/// Why the driver could not be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum CudaError {
+    /// There is no libcuda here.
+    #[error("there is no libcuda.so: this container was given no GPU")]
+    NoLibrary,
+    /// A call failed.
+    #[error("{call}: {}", name(.source))]
+    Call {
+        /// The driver's function.
+        call: &'static str,
+        /// Its answer.
+        source: DriverError,
+    },
+}
+
+/// What the driver answered to an allocation that it refused.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub(crate) struct Refusal {
+    /// The CUresult.
+    pub(crate) code: u32,
+    /// Its name in cuda.h.
+    pub(crate) name: String,
+}
+
+/// A device as the driver describes it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub(crate) struct Device {
+    /// Its place in the driver's order.
+    pub(crate) ordinal: i32,
+    /// As NVML writes it.
+    pub(crate) uuid: String,
+    /// The marketing name.
+    pub(crate) name: String,
+    /// `cuDeviceTotalMem`, in bytes.
+    pub(crate) total_mem: usize,
+    /// `cuMemGetInfo`'s first answer, in bytes.
+    pub(crate) free: usize,
+    /// `cuMemGetInfo`'s second answer, in bytes.
+    pub(crate) total: usize,
+}
+
+/// Starts the driver.
+pub(crate) fn init() -> Result<(), CudaError> {
+    // SAFETY: opening the driver's library runs its constructors, as linking with it would.
+    if !unsafe { sys::is_culib_present() } {
+        return Err(CudaError::NoLibrary);
+    }
+    result::init().map_err(failed("cuInit"))
+}
+
+/// The number of devices that the driver shows.
+pub(crate) fn device_count() -> Result<i32, CudaError> {
+    result::device::get_count().map_err(failed("cuDeviceGetCount"))
+}
+
+/// Makes the device's primary context current on this thread.
+pub(crate) fn use_device(ordinal: i32) -> Result<sys::CUdevice, CudaError> {
+    let device = result::device::get(ordinal).map_err(failed("cuDeviceGet"))?;
+    // SAFETY: the device was just returned by the driver.
+    let context = unsafe { result::primary_ctx::retain(device) }
+        .map_err(failed("cuDevicePrimaryCtxRetain"))?;
+    // SAFETY: the context was just returned by the driver, and is never released.
+    unsafe { result::ctx::set_current(context) }.map_err(failed("cuCtxSetCurrent"))?;
+    Ok(device)
+}
+
+/// Describes a device, and makes it current.
+pub(crate) fn describe(ordinal: i32) -> Result<Device, CudaError> {
+    let device = use_device(ordinal)?;
+    // SAFETY: the device was returned by the driver.
+    let total_mem =
+        unsafe { result::device::total_mem(device) }.map_err(failed("cuDeviceTotalMem"))?;
+    let (free, total) = result::mem_get_info().map_err(failed("cuMemGetInfo"))?;
+    let name = result::device::get_name(device).map_err(failed("cuDeviceGetName"))?;
+    let uuid = result::device::get_uuid(device).map_err(failed("cuDeviceGetUuid"))?;
+    Ok(Device {
+        ordinal,
+        uuid: uuid_text(uuid.bytes.map(|byte| byte as u8)),
+        name,
+        total_mem,
+        free,
+        total,
+    })
+}
+
+/// Allocates linear memory on the current device; it is held until the process ends.
+pub(crate) fn allocate(bytes: u64) -> Result<(), Refusal> {
+    let refused = |error: DriverError| Refusal {
+        code: error.0 as u32,
+        name: name(&error),
+    };
+    let bytes = usize::try_from(bytes)
+        .map_err(|_| refused(DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE)))?;
+    // SAFETY: a context is current, and nobody reads the memory.
+    unsafe { result::malloc_sync(bytes) }
+        .map(drop)
+        .map_err(refused)
+}
+
+fn failed(call: &'static str) -> impl FnOnce(DriverError) -> CudaError {
+    move |source| CudaError::Call { call, source }
+}
+
+fn name(error: &DriverError) -> String {
+    format!("{:?}", error.0)
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let hex = bytes.map(|byte| format!("{byte:02x}")).concat();
+    format!(
+        "GPU-{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_written_in_five_groups() {
+        let mut bytes = [0; 16];
+        bytes[0] = 0x5e;
+        bytes[15] = 1;
+        assert_eq!(uuid_text(bytes), "GPU-5e000000-0000-0000-0000-000000000001");
+    }
+}
