@@ -4,8 +4,13 @@
 pub mod cache;
 pub mod cluster;
 pub mod folders;
+pub mod images;
 pub mod kube;
 pub mod node;
+pub mod pods;
 pub mod progress;
+pub mod sim;
+pub mod supplies;
 pub mod verify;
 pub mod wait;
+pub mod workspace;

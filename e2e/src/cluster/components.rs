@@ -16,7 +16,7 @@ pub(super) const NODE: &str = "node-1";
 /// containerd's socket, in the node's mount namespace.
 pub(super) const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
 /// The image that holds a pod's namespaces open.
-pub(super) const PAUSE_IMAGE: &str = "bursar.dev/e2e/pause:1";
+pub(super) const PAUSE_IMAGE: &str = crate::images::PAUSE;
 
 /// One program of the cluster: how to start it.
 #[derive(Debug, Clone)]

@@ -1,0 +1,475 @@
+//! Pods of scenarios: built, watched and read with bounds.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Container, Namespace, Pod, PodSpec, ResourceRequirements};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
+use kube::Client;
+use kube::api::{Api, DeleteParams, ListParams, LogParams, PostParams};
+
+use crate::wait::{self, Look, TimedOut};
+
+/// The resource that pods ask for, with the default quantum.
+pub const GPU_MEMORY: &str = "bursar.dev/gpu-memory-gib";
+
+/// How often a pod is looked at.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// A pod of one container, to be.
+#[derive(Debug, Clone)]
+pub struct PodPlan {
+    name: String,
+    image: String,
+    arguments: Vec<String>,
+    gib: Option<u32>,
+    init_gib: Option<u32>,
+    priority_class: Option<String>,
+}
+
+impl PodPlan {
+    /// A pod called `name` that runs the entry point of `image`.
+    pub fn new(name: impl Into<String>, image: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            image: image.into(),
+            arguments: Vec::new(),
+            gib: None,
+            init_gib: None,
+            priority_class: None,
+        }
+    }
+
+    /// Its arguments.
+    pub fn arguments(mut self, arguments: &[&str]) -> Self {
+        self.arguments = arguments
+            .iter()
+            .map(|argument| (*argument).to_owned())
+            .collect();
+        self
+    }
+
+    /// It asks for this much GPU memory, in GiB.
+    pub fn gib(mut self, gib: u32) -> Self {
+        self.gib = Some(gib);
+        self
+    }
+
+    /// An init container of the same image asks for this much GPU memory, in GiB; it shows what it
+    /// sees and ends.
+    pub fn init_gib(mut self, gib: u32) -> Self {
+        self.init_gib = Some(gib);
+        self
+    }
+
+    /// Its PriorityClass.
+    pub fn priority_class(mut self, name: &str) -> Self {
+        self.priority_class = Some(name.to_owned());
+        self
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn container(&self, name: &str, arguments: Vec<String>, gib: Option<u32>) -> Container {
+        let limits =
+            gib.map(|gib| BTreeMap::from([(GPU_MEMORY.to_owned(), Quantity(gib.to_string()))]));
+        Container {
+            name: name.to_owned(),
+            image: Some(self.image.clone()),
+            args: Some(arguments),
+            resources: Some(ResourceRequirements {
+                limits,
+                ..ResourceRequirements::default()
+            }),
+            ..Container::default()
+        }
+    }
+
+    fn pod(&self) -> Pod {
+        let init = self
+            .init_gib
+            .map(|gib| vec![self.container("init", vec!["show".to_owned()], Some(gib))]);
+        Pod {
+            metadata: ObjectMeta {
+                name: Some(self.name.clone()),
+                ..ObjectMeta::default()
+            },
+            spec: Some(PodSpec {
+                containers: vec![self.container("main", self.arguments.clone(), self.gib)],
+                init_containers: init,
+                priority_class_name: self.priority_class.clone(),
+                restart_policy: Some("Never".to_owned()),
+                automount_service_account_token: Some(false),
+                // A pod's end is not what is tested unless a test says so.
+                termination_grace_period_seconds: Some(0),
+                ..PodSpec::default()
+            }),
+            status: None,
+        }
+    }
+}
+
+/// Why something could not be done with pods.
+#[derive(Debug, thiserror::Error)]
+pub enum PodError {
+    /// The API server refused.
+    #[error("{what}: {source}")]
+    Api {
+        /// What was being done.
+        what: String,
+        /// What the server said.
+        source: Box<kube::Error>,
+    },
+    /// A bound passed.
+    #[error(transparent)]
+    TimedOut(#[from] TimedOut),
+}
+
+fn api(what: impl Into<String>) -> impl FnOnce(kube::Error) -> PodError {
+    let what = what.into();
+    move |source| PodError::Api {
+        what,
+        source: Box::new(source),
+    }
+}
+
+/// How a pod fares, as far as scenarios care.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct State {
+    /// Its phase.
+    pub phase: String,
+    /// It has a node.
+    pub scheduled: bool,
+    /// Its container runs.
+    pub running: bool,
+    /// How often its container was restarted.
+    pub restarts: i32,
+    /// Why its container waits: `reason: message`, or the scheduler's reason.
+    pub waiting: String,
+}
+
+impl State {
+    /// Reads it from the pod's status.
+    pub fn of(pod: &Pod) -> Self {
+        let status = pod.status.clone().unwrap_or_default();
+        let containers = status.container_statuses.unwrap_or_default();
+        let inits = status.init_container_statuses.unwrap_or_default();
+        let states = inits
+            .iter()
+            .chain(&containers)
+            .filter_map(|container| container.state.as_ref());
+        let waiting = states
+            .filter_map(|state| state.waiting.as_ref())
+            .filter(|waiting| waiting.reason.as_deref() != Some("PodInitializing"))
+            .map(|waiting| {
+                format!(
+                    "{}: {}",
+                    waiting.reason.clone().unwrap_or_default(),
+                    waiting.message.clone().unwrap_or_default()
+                )
+            })
+            .next();
+        let unscheduled = status
+            .conditions
+            .iter()
+            .flatten()
+            .find(|condition| condition.type_ == "PodScheduled" && condition.status == "False")
+            .and_then(|condition| condition.message.clone());
+        Self {
+            phase: status.phase.unwrap_or_default(),
+            scheduled: pod
+                .spec
+                .as_ref()
+                .is_some_and(|spec| spec.node_name.is_some()),
+            running: containers.iter().any(|container| {
+                container
+                    .state
+                    .as_ref()
+                    .is_some_and(|state| state.running.is_some())
+            }),
+            restarts: containers
+                .iter()
+                .map(|container| container.restart_count)
+                .sum(),
+            waiting: waiting.or(unscheduled).unwrap_or_default(),
+        }
+    }
+
+    /// One line for errors.
+    fn line(&self) -> String {
+        format!("{} {}", self.phase, self.waiting)
+    }
+}
+
+/// The pods of one namespace.
+#[derive(Clone)]
+pub struct Pods {
+    api: Api<Pod>,
+    namespace: String,
+}
+
+impl Pods {
+    /// The pods of `namespace`, which is made if it is not there.
+    ///
+    /// # Errors
+    /// When the API server refuses.
+    pub async fn in_namespace(client: &Client, namespace: &str) -> Result<Self, PodError> {
+        let namespaces: Api<Namespace> = Api::all(client.clone());
+        let what = format!("namespace {namespace}");
+        if namespaces
+            .get_opt(namespace)
+            .await
+            .map_err(api(what.as_str()))?
+            .is_none()
+        {
+            let object = Namespace {
+                metadata: ObjectMeta {
+                    name: Some(namespace.to_owned()),
+                    ..ObjectMeta::default()
+                },
+                ..Namespace::default()
+            };
+            namespaces
+                .create(&PostParams::default(), &object)
+                .await
+                .map_err(api(what))?;
+        }
+        Ok(Self {
+            api: Api::namespaced(client.clone(), namespace),
+            namespace: namespace.to_owned(),
+        })
+    }
+
+    /// Creates the pod. The namespace's default service account may still be on its way: that is
+    /// waited for.
+    ///
+    /// # Errors
+    /// When the API server refuses the pod.
+    pub async fn create(&self, plan: &PodPlan) -> Result<(), PodError> {
+        let pod = plan.pod();
+        let what = format!("create pod {}/{}", self.namespace, plan.name);
+        let created = wait::until(&what, Duration::from_secs(15), PAUSE, async || {
+            match self.api.create(&PostParams::default(), &pod).await {
+                Ok(_) => Look::Found(Ok(())),
+                Err(kube::Error::Api(status)) if status.message.contains("serviceaccount") => {
+                    Look::NotYet(status.message.clone())
+                }
+                Err(error) => Look::Found(Err(error)),
+            }
+        })
+        .await?;
+        created.map_err(api(what))
+    }
+
+    /// Deletes the pod at once and does not wait for its end.
+    ///
+    /// # Errors
+    /// When the API server refuses.
+    pub async fn delete(&self, name: &str) -> Result<(), PodError> {
+        let what = format!("delete pod {}/{name}", self.namespace);
+        match self.api.delete(name, &DeleteParams::default()).await {
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+            other => other.map(drop).map_err(api(what)),
+        }
+    }
+
+    /// Deletes every pod of the namespace and waits until they are gone.
+    ///
+    /// # Errors
+    /// When the API server refuses, or one stays.
+    pub async fn clear(&self) -> Result<(), PodError> {
+        let all = ListParams::default();
+        self.api
+            .delete_collection(&DeleteParams::default(), &all)
+            .await
+            .map_err(api("delete pods"))?;
+        let what = format!("the end of every pod in {}", self.namespace);
+        let look = async || match self.api.list(&all).await {
+            Ok(list) if list.items.is_empty() => Look::Found(()),
+            Ok(list) => Look::NotYet(format!("{} are left", list.items.len())),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        Ok(wait::until(&what, Duration::from_secs(60), PAUSE, look).await?)
+    }
+
+    /// Every pod, as the API server has it.
+    ///
+    /// # Errors
+    /// When the API server refuses.
+    pub async fn list(&self) -> Result<Vec<Pod>, PodError> {
+        Ok(self
+            .api
+            .list(&ListParams::default())
+            .await
+            .map_err(api("list pods"))?
+            .items)
+    }
+
+    /// How the pod fares.
+    ///
+    /// # Errors
+    /// When the API server refuses or does not know it.
+    pub async fn state(&self, name: &str) -> Result<State, PodError> {
+        let pod = self
+            .api
+            .get(name)
+            .await
+            .map_err(api(format!("pod {}/{name}", self.namespace)))?;
+        Ok(State::of(&pod))
+    }
+
+    /// Waits until the pod's state is as wanted. A pod that Failed, and is not wanted so, ends the wait.
+    ///
+    /// # Errors
+    /// After `bound`, with the pod's state.
+    pub async fn until(
+        &self,
+        name: &str,
+        wanted: &str,
+        bound: Duration,
+        is_so: impl Fn(&State) -> bool,
+    ) -> Result<State, PodError> {
+        let what = format!("pod {}/{name} {wanted}", self.namespace);
+        let look = async || match self.api.get_opt(name).await {
+            Ok(Some(pod)) => {
+                let state = State::of(&pod);
+                if is_so(&state) {
+                    Look::Found(state)
+                } else if state.phase == "Failed" {
+                    let message = pod
+                        .status
+                        .and_then(|status| status.message)
+                        .unwrap_or_default();
+                    Look::Never(format!("Failed {message} {}", state.waiting))
+                } else {
+                    Look::NotYet(state.line())
+                }
+            }
+            Ok(None) => Look::NotYet("it is not there".to_owned()),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        Ok(wait::until(&what, bound, PAUSE, look).await?)
+    }
+
+    /// Waits until the pod's container runs.
+    ///
+    /// # Errors
+    /// As [`Self::until`].
+    pub async fn until_running(&self, name: &str, bound: Duration) -> Result<State, PodError> {
+        self.until(name, "to run", bound, |state| state.running)
+            .await
+    }
+
+    /// Waits until the pod waits on its node, with a reason that contains `reason`.
+    ///
+    /// # Errors
+    /// As [`Self::until`].
+    pub async fn until_waiting(
+        &self,
+        name: &str,
+        reason: &str,
+        bound: Duration,
+    ) -> Result<State, PodError> {
+        let wanted = format!("to wait with {reason:?} in its status");
+        self.until(name, &wanted, bound, |state| {
+            state.scheduled && state.waiting.contains(reason)
+        })
+        .await
+    }
+
+    /// Waits until the API server has no such pod.
+    ///
+    /// # Errors
+    /// After `bound`.
+    pub async fn until_gone(&self, name: &str, bound: Duration) -> Result<(), PodError> {
+        let what = format!("the end of pod {}/{name}", self.namespace);
+        let look = async || match self.api.get_opt(name).await {
+            Ok(None) => Look::Found(()),
+            Ok(Some(pod)) => Look::NotYet(State::of(&pod).line()),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        Ok(wait::until(&what, bound, PAUSE, look).await?)
+    }
+
+    /// What the pod's container has printed.
+    ///
+    /// # Errors
+    /// When it cannot be read.
+    pub async fn log(&self, name: &str) -> Result<String, PodError> {
+        let params = LogParams::default();
+        self.api
+            .logs(name, &params)
+            .await
+            .map_err(api(format!("log of pod {}/{name}", self.namespace)))
+    }
+
+    /// Waits for a line of the pod's log that `wanted` makes something of.
+    ///
+    /// # Errors
+    /// After `bound`, with the end of the log.
+    pub async fn until_logged<T>(
+        &self,
+        name: &str,
+        bound: Duration,
+        wanted: impl Fn(&str) -> Option<T>,
+    ) -> Result<T, PodError> {
+        let what = format!("a line in the log of pod {}/{name}", self.namespace);
+        let look = async || match self.log(name).await {
+            Ok(log) => match log.lines().find_map(&wanted) {
+                Some(found) => Look::Found(found),
+                None => Look::NotYet(format!(
+                    "its log ends with {:?}",
+                    log.lines().last().unwrap_or_default()
+                )),
+            },
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        Ok(wait::until(&what, bound, PAUSE, look).await?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn pod(status: serde_json::Value) -> Pod {
+        serde_json::from_value(
+            json!({"metadata": {}, "spec": {"containers": [], "nodeName": "n"}, "status": status}),
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn the_reason_on_the_node_is_told() {
+        let waiting =
+            json!({"reason": "CreateContainerConfigError", "message": "waiting for 8 GiB"});
+        let status = json!({"phase": "Pending", "containerStatuses": [
+            {"name": "main", "image": "", "imageID": "", "ready": false, "restartCount": 2, "state": {"waiting": waiting}}]});
+        let state = State::of(&pod(status));
+        assert_eq!(
+            state.waiting,
+            "CreateContainerConfigError: waiting for 8 GiB"
+        );
+        assert_eq!(
+            (state.running, state.restarts, state.scheduled),
+            (false, 2, true)
+        );
+    }
+
+    #[test]
+    fn a_plan_asks_for_whole_gibibytes_as_a_limit() {
+        let pod = PodPlan::new("a", "image").gib(10).pod();
+        let limits = pod.spec.unwrap().containers[0]
+            .resources
+            .clone()
+            .unwrap()
+            .limits
+            .unwrap();
+        assert_eq!(limits[GPU_MEMORY], Quantity("10".to_owned()));
+    }
+}

@@ -1,0 +1,134 @@
+//! Simulated GPUs for a node without a driver: laid out by `simgpu`, broken and mended by it.
+
+use std::fmt::Write as _;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The folder of the simulated machine, on its node.
+pub const FOLDER: &str = "/run/simgpu";
+
+/// The programs and libraries of the simulated driver.
+#[derive(Debug, Clone)]
+pub struct Driver {
+    /// The `simgpu` command.
+    pub command: PathBuf,
+    /// `libbursar_sim_cuda.so` and `libbursar_sim_nvml.so`.
+    pub libraries: Vec<PathBuf>,
+}
+
+/// The GPUs of one node.
+#[derive(Debug, Clone)]
+pub struct SimulatedGpus {
+    driver: Driver,
+    /// [`FOLDER`] as this process can open it.
+    folder: PathBuf,
+}
+
+/// Why `simgpu` did not do what it was asked.
+#[derive(Debug, thiserror::Error)]
+pub enum SimError {
+    /// It could not be run, or its configuration not written.
+    #[error("{path}: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It failed.
+    #[error("simgpu {arguments}: {said}")]
+    Failed {
+        /// Its arguments.
+        arguments: String,
+        /// What it said.
+        said: String,
+    },
+}
+
+/// The configuration of `count` GPUs of `gib` GiB each.
+fn config(count: u32, gib: u32) -> String {
+    let mut text = String::new();
+    for gpu in 0..count {
+        // Writing to a string cannot fail.
+        let _ = write!(
+            text,
+            "[[gpu]]\nname = \"Simulated GPU\"\nuuid = \"GPU-00000000-0000-4000-8000-{gpu:012x}\"\n\
+             memory = \"{gib}Gi\"\nminor = {gpu}\n\n"
+        );
+    }
+    text
+}
+
+/// The UUID of the simulated GPU at this position.
+pub fn uuid(gpu: u32) -> String {
+    format!("GPU-00000000-0000-4000-8000-{gpu:012x}")
+}
+
+impl SimulatedGpus {
+    /// Lays out `count` GPUs of `gib` GiB in `folder`, which is the node's [`FOLDER`] as this
+    /// process can open it. `configs` is a folder for the configuration file.
+    ///
+    /// # Errors
+    /// When `simgpu` refuses.
+    pub fn lay_out(
+        driver: Driver,
+        folder: PathBuf,
+        configs: &Path,
+        count: u32,
+        gib: u32,
+    ) -> Result<Self, SimError> {
+        let path = configs.join("simgpu.toml");
+        std::fs::write(&path, config(count, gib)).map_err(|source| SimError::File {
+            path: path.clone(),
+            source,
+        })?;
+        let gpus = Self { driver, folder };
+        let mut arguments = vec!["init".to_owned(), format!("--config={}", path.display())];
+        arguments.extend(
+            gpus.driver
+                .libraries
+                .iter()
+                .map(|library| format!("--lib={}", library.display())),
+        );
+        gpus.run(&arguments)?;
+        Ok(gpus)
+    }
+
+    /// Takes a GPU off the bus, as XID 79 does.
+    ///
+    /// # Errors
+    /// When `simgpu` refuses.
+    pub fn lose(&self, gpu: u32) -> Result<(), SimError> {
+        self.run(&["lose".to_owned(), gpu.to_string()])
+    }
+
+    /// Puts a lost GPU back.
+    ///
+    /// # Errors
+    /// When `simgpu` refuses.
+    pub fn restore(&self, gpu: u32) -> Result<(), SimError> {
+        self.run(&["restore".to_owned(), gpu.to_string()])
+    }
+
+    fn run(&self, arguments: &[String]) -> Result<(), SimError> {
+        let command = &self.driver.command;
+        let output = Command::new(command)
+            .arg("--dir")
+            .arg(&self.folder)
+            .args(arguments)
+            .output()
+            .map_err(|source| SimError::File {
+                path: command.clone(),
+                source,
+            })?;
+        if output.status.success() {
+            return Ok(());
+        }
+        let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+        Err(SimError::Failed {
+            arguments: arguments.join(" "),
+            said,
+        })
+    }
+}

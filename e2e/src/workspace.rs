@@ -1,0 +1,129 @@
+//! Builds this repository's own programs with cargo.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use serde::Deserialize;
+
+use crate::folders;
+
+/// The programs and libraries that run in a cluster.
+const PACKAGES: &[&str] = &[
+    "bursar-device-plugin",
+    "bursar-shim",
+    "bursar-operator",
+    "bursar-probe",
+    "bursar-sim-state",
+    "bursar-sim-cuda",
+    "bursar-sim-nvml",
+];
+
+/// How programs are compiled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Profile {
+    /// As the tests are, so that dependencies compile once.
+    Dev,
+    /// As users get them.
+    Release,
+}
+
+/// Why the workspace could not be built.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkspaceError {
+    /// Cargo could not be run.
+    #[error("cargo: {0}")]
+    Cargo(#[from] io::Error),
+    /// A program does not compile; the compiler has said why.
+    #[error("cargo build failed ({0})")]
+    Build(std::process::ExitStatus),
+}
+
+/// Built programs and libraries by file name.
+#[derive(Debug, Clone, Default)]
+pub struct Binaries(BTreeMap<String, PathBuf>);
+
+impl Binaries {
+    /// The file of this name.
+    pub fn get(&self, name: &str) -> Option<&Path> {
+        self.0.get(name).map(PathBuf::as_path)
+    }
+
+    /// The folder that cargo put the programs in.
+    pub fn folder(&self) -> Option<&Path> {
+        self.0.values().next().and_then(|path| path.parent())
+    }
+}
+
+/// The lines of `cargo build --message-format=json` that matter
+/// (The Cargo Book, "External tools").
+#[derive(Deserialize)]
+struct Message {
+    reason: String,
+    #[serde(default)]
+    filenames: Vec<PathBuf>,
+}
+
+/// Compiles everything that runs in a cluster. The compiler's messages go to standard error.
+///
+/// # Errors
+/// When cargo is missing or something does not compile.
+pub fn build(profile: Profile) -> Result<Binaries, WorkspaceError> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command.args([
+        "build",
+        "--quiet",
+        "--message-format=json-render-diagnostics",
+    ]);
+    for package in PACKAGES {
+        command.args(["--package", package]);
+    }
+    if profile == Profile::Release {
+        command.arg("--release");
+    }
+    let output = command
+        .current_dir(folders::repository())
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .output()?;
+    if !output.status.success() {
+        return Err(WorkspaceError::Build(output.status));
+    }
+    Ok(Binaries(artifacts(&String::from_utf8_lossy(
+        &output.stdout,
+    ))))
+}
+
+fn artifacts(messages: &str) -> BTreeMap<String, PathBuf> {
+    let messages = messages
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Message>(line).ok());
+    messages
+        .filter(|message| message.reason == "compiler-artifact")
+        .flat_map(|message| message.filenames)
+        .filter_map(|path| Some((path.file_name()?.to_str()?.to_owned(), path)))
+        .filter(|(name, _)| {
+            name.starts_with("libbursar") && name.ends_with(".so") || !name.contains('.')
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn programs_and_our_libraries_are_taken_from_cargos_messages() {
+        let messages = r#"
+{"reason":"compiler-artifact","filenames":["/t/debug/libbursar_shim.so","/t/debug/libbursar_shim.rlib"]}
+{"reason":"compiler-artifact","filenames":["/t/debug/deps/libserde_derive-1.so"]}
+{"reason":"compiler-artifact","filenames":["/t/debug/bursar-agent"]}
+{"reason":"build-script-executed","filenames":["/t/debug/other"]}
+{"reason":"build-finished","success":true}"#;
+        let found = artifacts(messages);
+        let names: Vec<&str> = found.keys().map(String::as_str).collect();
+        assert_eq!(names, ["bursar-agent", "libbursar_shim.so"]);
+    }
+}

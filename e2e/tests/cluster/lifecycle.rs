@@ -1,0 +1,175 @@
+//! A cluster comes up, runs a pod, and leaves nothing behind: not in the end, and not when it is killed.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use bursar_e2e::cluster::{Local, Options, RunFolder};
+use bursar_e2e::images;
+use bursar_e2e::kube;
+use bursar_e2e::pods::{PodPlan, Pods};
+use bursar_e2e::progress::Progress;
+use libtest_mimic::{Failed, Trial};
+
+const BOUND: Duration = Duration::from_secs(60);
+const REAPING: Duration = Duration::from_secs(5);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        Trial::test(
+            "a_cluster_that_ran_a_pod_leaves_nothing_behind_twice",
+            || twice(|local| Ok(local.down()?)),
+        ),
+        Trial::test(
+            "a_cluster_whose_node_process_is_killed_is_swept_at_the_next_start",
+            || {
+                twice(|local| {
+                    let pid = fs::read_to_string(local.folder().pid())?;
+                    let pid = pid
+                        .trim()
+                        .parse()
+                        .ok()
+                        .and_then(rustix::process::Pid::from_raw);
+                    rustix::process::kill_process(
+                        pid.ok_or("no pid")?,
+                        rustix::process::Signal::KILL,
+                    )?;
+                    let folder = local.folder().clone();
+                    drop(local);
+                    Ok(folder.sweep()?)
+                })
+            },
+        ),
+    ]
+}
+
+/// Starts a cluster, runs a pod, and ends it by `end`; twice, comparing the machine before and after.
+fn twice(end: impl Fn(Local) -> Result<(), Failed>) -> Result<(), Failed> {
+    let progress = Progress::start();
+    let toolbox = kube::build(&progress)?;
+    let runtime = tokio::runtime::Runtime::new()?;
+    let before = Traces::now("life")?;
+    for _ in 0..2 {
+        runtime.block_on(async {
+            let options = Options {
+                name: "life".to_owned(),
+                harness: crate::harness(),
+                toolbox: toolbox.clone(),
+            };
+            let local = Local::up(options, &progress).await?;
+            run_a_pod(&local).await?;
+            end(local)
+        })?;
+        // Orphans of a killed parent are reaped by the machine's first process, in its own time.
+        let until = Instant::now() + REAPING;
+        let mut after = Traces::now("life")?;
+        while after != before && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(50));
+            after = Traces::now("life")?;
+        }
+        assert_eq!(before, after);
+    }
+    Ok(())
+}
+
+async fn run_a_pod(local: &Local) -> Result<(), Failed> {
+    let folder = tempfile::tempdir()?;
+    let archive = images::write_pause(folder.path())?;
+    local.import(&archive.path).await?;
+    let pods = Pods::in_namespace(&local.client(), "default").await?;
+    pods.create(&PodPlan::new("plain", images::PAUSE)).await?;
+    pods.until_running("plain", BOUND).await?;
+    Ok(())
+}
+
+/// What a cluster could leave on this machine.
+#[derive(Debug, PartialEq, Eq)]
+struct Traces {
+    mounts: BTreeSet<String>,
+    links: BTreeSet<String>,
+    cgroups: BTreeSet<String>,
+    processes: BTreeSet<String>,
+    folders: BTreeSet<String>,
+    settings: Vec<String>,
+}
+
+impl Traces {
+    fn now(cluster: &str) -> Result<Self, Failed> {
+        let mounts = fs::read_to_string("/proc/self/mounts")?;
+        let run = RunFolder::of(cluster)?;
+        let watched = [
+            "/var/lib/kubelet",
+            "/run/containerd",
+            "/run/netns",
+            "/var/lib/cni",
+            "/run/cdi",
+            "/etc/cni",
+        ];
+        let folders = watched.iter().map(Path::new).chain([run.path()]);
+        let settings = [
+            "vm/overcommit_memory",
+            "kernel/panic",
+            "kernel/panic_on_oops",
+            "net/ipv4/ip_forward",
+        ];
+        Ok(Self {
+            mounts: mounts.lines().map(str::to_owned).collect(),
+            links: names("/sys/class/net")?,
+            cgroups: cgroups(Path::new("/sys/fs/cgroup")),
+            processes: processes(),
+            folders: folders
+                .filter(|path| path.exists())
+                .map(|path| path.display().to_string())
+                .collect(),
+            settings: settings
+                .iter()
+                .filter_map(|name| fs::read_to_string(format!("/proc/sys/{name}")).ok())
+                .collect(),
+        })
+    }
+}
+
+fn names(folder: &str) -> Result<BTreeSet<String>, Failed> {
+    let entries = fs::read_dir(folder)?.flatten();
+    Ok(entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .collect())
+}
+
+/// Every cgroup with our name, or the kubelet's, in its path. Others come and go by themselves.
+fn cgroups(folder: &Path) -> BTreeSet<String> {
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            let path = entry.path().display().to_string();
+            if path.contains("bursar-e2e/life") || path.contains("kubepods") {
+                found.insert(path);
+            }
+            found.append(&mut cgroups(&entry.path()));
+        }
+    }
+    found
+}
+
+/// Every process, zombies too, that runs one of the cluster's programs.
+fn processes() -> BTreeSet<String> {
+    const OURS: &[&str] = &[
+        "etcd",
+        "kube-",
+        "kubelet",
+        "containerd",
+        "runc",
+        "pause",
+        "bursar-e2e",
+    ];
+    let mut found = BTreeSet::new();
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let pid = entry.file_name().to_string_lossy().into_owned();
+        let comm = fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
+        if OURS.iter().any(|name| comm.starts_with(name)) {
+            found.insert(format!("{pid} {}", comm.trim_end()));
+        }
+    }
+    found
+}
