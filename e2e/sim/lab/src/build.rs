@@ -1,0 +1,81 @@
+//! Builds the driver libraries, `simgpu` and the actor, once per test process.
+
+use anyhow::{Context as _, Result, ensure};
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+
+/// What was built, and where it is.
+#[derive(Debug, Clone)]
+pub(crate) struct Driver {
+    pub(crate) cuda: PathBuf,
+    pub(crate) nvml: PathBuf,
+    pub(crate) simgpu: PathBuf,
+    pub(crate) actor: PathBuf,
+}
+
+static BUILT: Mutex<Option<Driver>> = Mutex::new(None);
+
+const PACKAGES: [&str; 4] = [
+    "bursar-sim-cuda",
+    "bursar-sim-nvml",
+    "bursar-sim-state",
+    "bursar-sim-lab",
+];
+
+pub(crate) fn driver() -> Result<Driver> {
+    let mut built = BUILT.lock().unwrap_or_else(PoisonError::into_inner);
+    match &*built {
+        Some(driver) => Ok(driver.clone()),
+        None => Ok(built.insert(build()?).clone()),
+    }
+}
+
+/// Cargo holds no lock while tests run, so it can be called from one. Its own messages say where it put things.
+fn build() -> Result<Driver> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let mut command = Command::new(cargo);
+    command
+        .arg("build")
+        .args(PACKAGES.iter().flat_map(|package| ["--package", package]));
+    command.args([
+        "--lib",
+        "--bins",
+        "--message-format=json-render-diagnostics",
+    ]);
+    command
+        .current_dir(env!("CARGO_MANIFEST_DIR"))
+        .stderr(Stdio::inherit());
+    let output = command.output().context("running cargo build")?;
+    ensure!(
+        output.status.success(),
+        "cargo build of the simulated driver failed"
+    );
+    let messages: Vec<serde_json::Value> = String::from_utf8(output.stdout)?
+        .lines()
+        .filter_map(|line| serde_json::from_str(line).ok())
+        .collect();
+    let find = |target: &str, kind: &str| {
+        let of_target = |message: &&serde_json::Value| {
+            message["reason"] == "compiler-artifact"
+                && message["target"]["name"] == target
+                && message["target"]["kind"][0] == kind
+        };
+        let message = messages
+            .iter()
+            .find(of_target)
+            .with_context(|| format!("cargo did not build {target}"))?;
+        let file = message["executable"]
+            .as_str()
+            .or_else(|| message["filenames"][0].as_str());
+        Ok::<_, anyhow::Error>(PathBuf::from(
+            file.with_context(|| format!("{target} has no file"))?,
+        ))
+    };
+    Ok(Driver {
+        cuda: find("bursar_sim_cuda", "cdylib")?,
+        nvml: find("bursar_sim_nvml", "cdylib")?,
+        simgpu: find("simgpu", "bin")?,
+        actor: find("sim-actor", "bin")?,
+    })
+}

@@ -1,0 +1,119 @@
+//! Many processes allocate, free and are killed at random.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use bursar_sim_lab::{Actor, Lab, ONE_GPU};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+const ACTORS: u64 = 8;
+const STEPS: u64 = 1000;
+
+/// A small generator with a seed, so that a failure can be repeated.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, sides: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % sides
+    }
+}
+
+/// One life after the other, each ended by SIGKILL, sometimes in the middle of a call.
+fn live(lab: &Lab, seed: u64) {
+    let mut dice = Dice(seed);
+    let mut actor: Option<Actor> = None;
+    let mut held: Vec<String> = Vec::new();
+    for _ in 0..STEPS {
+        let Some(living) = &mut actor else {
+            let mut fresh = lab.actor().unwrap();
+            // A full card refuses a context: the next life is luckier.
+            if fresh.ask("context 0").is_ok() {
+                actor = Some(fresh);
+            }
+            continue;
+        };
+        let size = (dice.below(1024) + 1) << 21;
+        match dice.below(12) {
+            0..=3 => held.extend(
+                living
+                    .ask(&format!("alloc {size}"))
+                    .ok()
+                    .map(|at| format!("free {at}")),
+            ),
+            4..=6 => held.extend(
+                living
+                    .ask(&format!("create {size}"))
+                    .ok()
+                    .map(|handle| format!("release {handle}")),
+            ),
+            7 => held.extend(
+                living
+                    .ask(&format!("poolalloc {size}"))
+                    .ok()
+                    .map(|at| format!("poolfree {at}")),
+            ),
+            8..=10 if !held.is_empty() => {
+                let place = dice.below(held.len() as u64) as usize;
+                living.ask(&held.swap_remove(place)).unwrap();
+            }
+            11 => {
+                living.tell(&format!("alloc {size}"));
+                actor.take().unwrap().kill();
+                held.clear();
+            }
+            _ => drop(living.ask("sync").unwrap()),
+        }
+    }
+}
+
+#[test]
+fn the_sum_never_exceeds_the_card_and_all_of_it_comes_back() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let done = AtomicBool::new(false);
+    let highest = thread::scope(|scope| {
+        let watcher = scope.spawn(|| {
+            let (sim, mut highest) = (lab.sim().unwrap(), 0);
+            while !done.load(Ordering::Relaxed) {
+                let usage = sim.usage(0);
+                let listed = usage
+                    .processes
+                    .iter()
+                    .map(|process| process.bytes)
+                    .sum::<u64>();
+                assert!(
+                    listed <= usage.used && usage.used <= usage.total,
+                    "{usage:?}"
+                );
+                highest = highest.max(usage.used);
+                thread::sleep(std::time::Duration::from_millis(2));
+            }
+            highest
+        });
+        let lives: Vec<_> = (0..ACTORS)
+            .map(|seed| {
+                scope.spawn({
+                    let lab = &lab;
+                    move || live(lab, seed)
+                })
+            })
+            .collect();
+        lives.into_iter().for_each(|life| life.join().unwrap());
+        done.store(true, Ordering::Relaxed);
+        watcher.join().unwrap()
+    });
+    assert!(
+        highest > 12 << 30,
+        "the card was never nearly full: {highest}"
+    );
+    assert_eq!(lab.sim().unwrap().used(0), 0);
+    let left = std::fs::read_dir(lab.path().join("state/mem"))
+        .unwrap()
+        .count();
+    assert_eq!(left, 0, "files of dead allocations are left");
+}
