@@ -489,3 +489,6 @@ fn failed(error: HostError) -> NotBound {
 fn answer(reply: Reply, result: Result<(), NotBound>) {
     let _ = reply.send(result);
 }
+
+#[cfg(test)]
+mod tests;

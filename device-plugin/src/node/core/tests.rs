@@ -1,0 +1,654 @@
+//! The core over a host in memory that can crash before any step, or refuse one.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+
+use super::*;
+use crate::inventory::health::{Health, Sickness};
+use crate::inventory::{Gpu, GpuState};
+use crate::node::host::Found;
+use crate::units::{Bytes, QuantumSize};
+
+/// What is on the host: it outlives the agent.
+#[derive(Debug, Default)]
+struct Disk {
+    checkpoint: Option<State>,
+    sockets: BTreeSet<AllocationId>,
+    cdi: BTreeMap<AllocationId, cdi::Binding>,
+    /// Steps that were done.
+    done: usize,
+    /// The agent dies before the step with this number.
+    crash_at: Option<usize>,
+    /// Steps that fail.
+    refused: BTreeSet<&'static str>,
+}
+
+#[derive(Debug, Clone, Default)]
+struct MemoryHost(Arc<Mutex<Disk>>);
+
+impl MemoryHost {
+    fn disk(&self) -> MutexGuard<'_, Disk> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn step(&self, name: &'static str, effect: impl FnOnce(&mut Disk)) -> Result<(), HostError> {
+        let mut disk = self.disk();
+        let dead = disk.crash_at.is_some_and(|at| disk.done >= at);
+        if dead || disk.refused.contains(name) {
+            let source = std::io::Error::from(std::io::ErrorKind::StorageFull);
+            return Err(HostError::Folder {
+                path: name.into(),
+                source,
+            });
+        }
+        disk.done += 1;
+        effect(&mut disk);
+        Ok(())
+    }
+
+    fn found(&self) -> Found {
+        let disk = self.disk();
+        Found {
+            checkpoint: Ok(disk.checkpoint.clone()),
+            cdi: disk.cdi.values().cloned().collect(),
+            allocations: disk.sockets.clone(),
+        }
+    }
+}
+
+impl Host for MemoryHost {
+    fn persist(&mut self, state: &State) -> Result<(), HostError> {
+        // What is kept is what can be read back.
+        let text = serde_json::to_string(state).unwrap();
+        self.step("persist", |disk| {
+            disk.checkpoint = Some(serde_json::from_str(&text).unwrap())
+        })
+    }
+
+    async fn expose(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+        self.step("expose", |disk| {
+            disk.sockets.insert(binding.allocation);
+        })
+    }
+
+    fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+        self.step("describe", |disk| {
+            drop(disk.cdi.insert(binding.allocation, binding.clone()))
+        })
+    }
+
+    async fn withdraw(&mut self, allocation: AllocationId) -> Result<(), HostError> {
+        self.step("withdraw cdi", |disk| drop(disk.cdi.remove(&allocation)))?;
+        self.step("withdraw socket", |disk| {
+            disk.sockets.remove(&allocation);
+        })
+    }
+}
+
+/// A node of two GPUs of 16 GiB, with its kubelet's checkpoint and cgroups.
+struct Bed {
+    host: MemoryHost,
+    cgroups: tempfile::TempDir,
+    kubelet: Vec<Held>,
+    now: Moment,
+    core: Core<MemoryHost>,
+    next: u64,
+}
+
+const WAIT: Duration = Duration::from_secs(25);
+
+fn gpu(name: &str, minor: u32, health: Health) -> GpuState {
+    let uuid = name.parse().unwrap();
+    let gpu = Gpu {
+        uuid,
+        minor,
+        model: "T".into(),
+        memory: Bytes::gib(16),
+        mig_parent: None,
+    };
+    GpuState { gpu, health }
+}
+
+fn two_gpus() -> Vec<GpuState> {
+    vec![
+        gpu("GPU-a", 0, Health::Healthy),
+        gpu("GPU-b", 1, Health::Healthy),
+    ]
+}
+
+fn core(host: &MemoryHost, cgroups: &tempfile::TempDir) -> Core<MemoryHost> {
+    let config = ResourcesConfig {
+        quantum: QuantumSize::Gib1,
+        managed_capacity: Bytes::gib(8),
+        reserved: Bytes::ZERO,
+    };
+    Core::new(
+        config,
+        "boot-1".into(),
+        host.clone(),
+        Pods::new(cgroups.path().to_owned()),
+    )
+}
+
+fn set(range: std::ops::Range<u16>) -> TokenSet {
+    TokenSet::from_indexes(range).unwrap()
+}
+
+impl Bed {
+    async fn new() -> Self {
+        let (host, cgroups) = (MemoryHost::default(), tempfile::tempdir().unwrap());
+        std::fs::create_dir(cgroups.path().join("kubepods")).unwrap();
+        let mut core = core(&host, &cgroups);
+        core.set_gpus(two_gpus(), Moment(0)).await;
+        Self {
+            host,
+            cgroups,
+            kubelet: Vec::new(),
+            now: Moment(1_000),
+            core,
+            next: 1,
+        }
+    }
+
+    fn cgroup(&self, pod: &str) -> std::path::PathBuf {
+        self.cgroups
+            .path()
+            .join("kubepods")
+            .join(format!("pod{pod}"))
+    }
+
+    /// The kubelet admits a container: Allocate, then its checkpoint.
+    fn admit(
+        &mut self,
+        pod: &str,
+        container: &str,
+        resource: Resource,
+        tokens: TokenSet,
+    ) -> AllocationId {
+        let _ = std::fs::create_dir(self.cgroup(pod));
+        let allocation = AllocationId::from_bits(self.next);
+        self.next += 1;
+        self.core
+            .book(allocation, resource, tokens.clone(), self.now);
+        let (pod, container) = (pod.parse().unwrap(), container.to_owned());
+        self.kubelet.push(Held {
+            pod,
+            container,
+            resource,
+            tokens,
+            allocation,
+        });
+        allocation
+    }
+
+    fn device(&mut self, pod: &str, tokens: std::ops::Range<u16>) -> AllocationId {
+        self.admit(pod, "main", Resource::DeviceMemory, set(tokens))
+    }
+
+    /// The kubelet starts the container that holds `tokens`.
+    async fn start(
+        &mut self,
+        pod: &str,
+        resource: Resource,
+        tokens: TokenSet,
+    ) -> oneshot::Receiver<Result<(), NotBound>> {
+        let pod: PodUid = pod.parse().unwrap();
+        let holds =
+            |held: &&Held| held.pod == pod && held.tokens == tokens && held.resource == resource;
+        let identity = Identity {
+            held: self.kubelet.iter().filter(holds).cloned().collect(),
+            pod,
+            name: None,
+            container: String::new(),
+            shape: Shape::default(),
+            priority: Priority(0),
+        };
+        let (reply, answer) = oneshot::channel();
+        let bind = Bind {
+            resource,
+            tokens,
+            identity,
+            until: self.now + WAIT,
+        };
+        self.core.bind(bind, reply, self.now).await;
+        answer
+    }
+
+    async fn start_device(
+        &mut self,
+        pod: &str,
+        tokens: std::ops::Range<u16>,
+    ) -> oneshot::Receiver<Result<(), NotBound>> {
+        self.start(pod, Resource::DeviceMemory, set(tokens)).await
+    }
+
+    /// The pod's cgroup goes, then its tokens are free for others.
+    async fn end(&mut self, pod: &str) {
+        let _ = std::fs::remove_dir(self.cgroup(pod));
+        self.tick(1).await;
+        self.kubelet.retain(|held| held.pod.as_str() != pod);
+    }
+
+    async fn tick(&mut self, seconds: u64) {
+        self.now = self.now + Duration::from_secs(seconds);
+        self.core.tick(self.now).await;
+    }
+
+    /// The agent is gone, without a chance to do anything; the next one comes.
+    async fn restart(&mut self) {
+        self.host.disk().crash_at = None;
+        self.core = core(&self.host, &self.cgroups);
+        self.core
+            .recover(self.host.found(), &self.kubelet, self.now)
+            .await;
+        self.core.set_gpus(two_gpus(), self.now).await;
+        self.tick(0).await;
+    }
+
+    /// Pods with the GPUs and quanta that they are bound to.
+    fn placements(&self) -> BTreeMap<String, Vec<(String, u32)>> {
+        let place = |binding: Binding| {
+            let shares = match binding.placement {
+                Placement::Device(shares) => shares
+                    .iter()
+                    .map(|s| (s.gpu.to_string(), s.quanta.0))
+                    .collect(),
+                Placement::Managed(quanta) => vec![("managed".to_owned(), quanta.0)],
+            };
+            (format!("{}/{}", binding.pod, binding.tokens), shares)
+        };
+        self.core.bindings().map(place).collect()
+    }
+
+    /// The host shows exactly what is bound.
+    fn assert_host_is_true(&self) {
+        let device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
+        let bound: BTreeSet<AllocationId> = self
+            .core
+            .bindings()
+            .filter(device)
+            .flat_map(|binding| binding.allocations)
+            .collect();
+        let disk = self.host.disk();
+        assert_eq!(
+            disk.cdi.keys().copied().collect::<BTreeSet<_>>(),
+            bound,
+            "cdi files"
+        );
+        assert_eq!(disk.sockets, bound, "sockets");
+        for binding in self.core.bindings().filter(device) {
+            let Placement::Device(shares) = &binding.placement else {
+                continue;
+            };
+            for allocation in &binding.allocations {
+                let told: Vec<_> = disk.cdi[allocation]
+                    .gpus
+                    .iter()
+                    .map(|gpu| (&gpu.uuid, gpu.quota))
+                    .collect();
+                let true_: Vec<_> = shares
+                    .iter()
+                    .map(|s| (&s.gpu, QuantumSize::Gib1.times(s.quanta)))
+                    .collect();
+                assert_eq!(told, true_);
+            }
+        }
+        for gpu in self.core.view(self.now).gpus {
+            assert!(gpu.bound <= gpu.capacity, "{gpu:?}");
+        }
+    }
+}
+
+fn answered(answer: &mut oneshot::Receiver<Result<(), NotBound>>) -> Option<Result<(), String>> {
+    answer
+        .try_recv()
+        .ok()
+        .map(|result| result.map_err(|error| error.to_string()))
+}
+
+#[tokio::test]
+async fn a_container_is_bound_to_one_gpu_and_its_cdi_file_says_so() {
+    let mut bed = Bed::new().await;
+    let allocation = bed.device("a", 0..10);
+    let mut answer = bed.start_device("a", 0..10).await;
+    assert_eq!(answered(&mut answer), Some(Ok(())));
+    bed.assert_host_is_true();
+    let disk = bed.host.disk();
+    let binding = &disk.cdi[&allocation];
+    assert_eq!(
+        (binding.pod.as_str(), binding.container.as_str()),
+        ("a", "main")
+    );
+    assert_eq!(binding.gpus[0].quota, Bytes::gib(10));
+    assert_eq!(binding.gpus[0].nodes, ["nvidia0"]);
+}
+
+#[tokio::test]
+async fn a_container_without_room_waits_and_then_tells_why() {
+    let mut bed = Bed::new().await;
+    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
+        bed.device(pod, tokens.clone());
+        bed.start_device(pod, tokens).await;
+    }
+    bed.device("c", 20..28);
+    let mut answer = bed.start_device("c", 20..28).await;
+    bed.tick(24).await;
+    assert_eq!(answered(&mut answer), None);
+    bed.tick(1).await;
+    let message = "waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-a)";
+    assert_eq!(answered(&mut answer), Some(Err(message.to_owned())));
+}
+
+#[tokio::test]
+async fn a_waiter_is_bound_when_a_pod_ends_and_what_that_pod_had_is_gone_from_the_host() {
+    let mut bed = Bed::new().await;
+    for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
+        bed.device(pod, tokens.clone());
+        bed.start_device(pod, tokens).await;
+    }
+    bed.device("c", 20..28);
+    let mut answer = bed.start_device("c", 20..28).await;
+    bed.end("a").await;
+    assert_eq!(answered(&mut answer), Some(Ok(())));
+    assert_eq!(
+        bed.placements().keys().collect::<Vec<_>>(),
+        ["b/10-19", "c/20-27"]
+    );
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn a_call_that_the_kubelet_gave_up_keeps_no_room() {
+    let mut bed = Bed::new().await;
+    for (pod, tokens) in [("a", 0..16), ("b", 16..32)] {
+        bed.device(pod, tokens.clone());
+        bed.start_device(pod, tokens).await;
+    }
+    bed.device("c", 0..8);
+    drop(bed.start_device("c", 0..8).await);
+    bed.tick(1).await;
+    bed.end("a").await;
+    assert_eq!(bed.placements().keys().collect::<Vec<_>>(), ["b/16-31"]);
+    let mut again = bed.start_device("c", 0..8).await;
+    assert_eq!(answered(&mut again), Some(Ok(())));
+}
+
+#[tokio::test]
+async fn the_kubelets_second_call_gets_the_same_binding() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    let before = bed.placements();
+    let mut again = bed.start_device("a", 0..10).await;
+    assert_eq!(answered(&mut again), Some(Ok(())));
+    assert_eq!(bed.placements(), before);
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn an_init_containers_device_goes_when_the_next_container_has_its_tokens() {
+    let mut bed = Bed::new().await;
+    bed.admit("a", "init", Resource::DeviceMemory, set(0..12));
+    bed.start_device("a", 0..12).await;
+    bed.admit("a", "main", Resource::DeviceMemory, set(0..14));
+    let mut answer = bed.start_device("a", 0..14).await;
+    assert_eq!(answered(&mut answer), Some(Ok(())));
+    assert_eq!(bed.placements().len(), 1);
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn tokens_that_nobody_booked_are_refused_by_name() {
+    let mut bed = Bed::new().await;
+    let mut answer = bed.start_device("a", 0..4).await;
+    assert!(answered(&mut answer).unwrap().unwrap_err().contains("0-3"));
+}
+
+#[tokio::test]
+async fn a_booking_that_the_kubelet_answered_for_us_is_bound_although_we_forgot_it() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..4);
+    bed.host.disk().checkpoint = None;
+    bed.core = core(&bed.host, &bed.cgroups);
+    bed.core.set_gpus(two_gpus(), bed.now).await;
+    let mut answer = bed.start_device("a", 0..4).await;
+    assert_eq!(answered(&mut answer), Some(Ok(())));
+}
+
+#[tokio::test]
+async fn a_cdi_folder_that_cannot_be_written_is_an_error_the_kubelet_retries_and_nothing_is_lost() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.host.disk().refused.insert("describe");
+    let mut answer = bed.start_device("a", 0..10).await;
+    assert!(
+        answered(&mut answer)
+            .unwrap()
+            .unwrap_err()
+            .contains("describe")
+    );
+    assert!(bed.core.troubles().host.is_some());
+    let mut again = bed.start_device("a", 0..10).await;
+    assert!(answered(&mut again).unwrap().is_err());
+    bed.host.disk().refused.clear();
+    let mut last = bed.start_device("a", 0..10).await;
+    assert_eq!(answered(&mut last), Some(Ok(())));
+    assert_eq!(bed.core.troubles().host, None);
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn with_a_full_disk_allocate_is_answered_and_a_binding_waits_for_its_record() {
+    let mut bed = Bed::new().await;
+    bed.host.disk().refused.insert("persist");
+    bed.device("a", 0..10);
+    let mut answer = bed.start_device("a", 0..10).await;
+    assert!(answered(&mut answer).unwrap().is_err());
+    assert!(
+        bed.host.disk().cdi.is_empty(),
+        "nothing is shown that is not on record"
+    );
+    assert!(bed.core.troubles().checkpoint.is_some());
+    bed.host.disk().refused.clear();
+    bed.tick(1).await;
+    assert_eq!(bed.core.troubles().checkpoint, None);
+    let mut again = bed.start_device("a", 0..10).await;
+    assert_eq!(answered(&mut again), Some(Ok(())));
+    bed.restart().await;
+    assert_eq!(bed.placements().len(), 1);
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn what_cannot_be_withdrawn_now_is_withdrawn_later() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    bed.host.disk().refused.insert("withdraw cdi");
+    bed.end("a").await;
+    assert_eq!(bed.host.disk().cdi.len(), 1);
+    bed.host.disk().refused.clear();
+    bed.tick(1).await;
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn a_lost_gpu_keeps_its_pods_and_gets_no_new_one_until_it_is_back() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    let before = bed.placements();
+    let lost = Health::Unhealthy(Sickness::Lost);
+    bed.core
+        .set_gpus(
+            vec![gpu("GPU-a", 0, lost), gpu("GPU-b", 1, Health::Healthy)],
+            bed.now,
+        )
+        .await;
+    assert_eq!(bed.placements(), before);
+    bed.device("b", 10..26);
+    bed.start_device("b", 10..26).await;
+    bed.device("c", 26..30);
+    let mut waits = bed.start_device("c", 26..30).await;
+    assert_eq!(answered(&mut waits), None);
+    bed.core.set_gpus(two_gpus(), bed.now).await;
+    assert_eq!(answered(&mut waits), Some(Ok(())));
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn a_booking_that_never_became_a_pod_is_collected() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    let none = BTreeSet::new();
+    for _ in 0..3 {
+        bed.now = bed.now + Duration::from_secs(61);
+        bed.core.collect(Some(&none), bed.now).await;
+    }
+    assert_eq!(bed.core.view(bed.now).booked, 0);
+}
+
+/// What the kubelet does, in order.
+#[derive(Debug, Clone)]
+enum Act {
+    Admit(&'static str, std::ops::Range<u16>),
+    Start(&'static str, std::ops::Range<u16>),
+    End(&'static str),
+}
+
+/// Two GPUs full, a waiter, an end that lets it in, an init container's tokens used again.
+fn history() -> Vec<Act> {
+    use Act::{Admit, End, Start};
+    vec![
+        Admit("a", 0..10),
+        Start("a", 0..10),
+        Admit("b", 10..22),
+        Start("b", 10..22),
+        Admit("c", 22..30),
+        Start("c", 22..30),
+        End("a"),
+        Admit("d", 0..2),
+        Start("d", 0..2),
+        Admit("d", 0..4),
+        Start("d", 0..4),
+        End("b"),
+    ]
+}
+
+impl Bed {
+    async fn act(&mut self, act: &Act) {
+        match act.clone() {
+            Act::Admit(pod, tokens) => drop(self.device(pod, tokens)),
+            // The kubelet retries for as long as the pod lives; the answer is in the placements.
+            Act::Start(pod, tokens) => {
+                let answer = self.start_device(pod, tokens).await;
+                // It waits on: nobody hangs up.
+                std::mem::forget(answer);
+            }
+            Act::End(pod) => self.end(pod).await,
+        }
+    }
+
+    /// The kubelet calls again for every container that has not started.
+    async fn retry_all(&mut self, started: &[Act]) {
+        for act in started {
+            if let Act::Start(pod, tokens) = act
+                && self.cgroup(pod).exists()
+                && !started.iter().any(
+                    |later| matches!(later, Act::Start(p, t) if p == pod && t.end > tokens.end),
+                )
+            {
+                self.act(act).await;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_crash_before_any_step_changes_no_binding() {
+    let mut undisturbed = Bed::new().await;
+    for act in history() {
+        undisturbed.act(&act).await;
+    }
+    undisturbed.assert_host_is_true();
+    let (expected, steps) = (undisturbed.placements(), undisturbed.host.disk().done);
+    assert!(
+        expected.len() == 2 && steps > 20,
+        "{expected:?} in {steps} steps"
+    );
+    for crash_at in 1..steps {
+        let mut bed = Bed::new().await;
+        bed.host.disk().crash_at = Some(crash_at);
+        let mut done = Vec::new();
+        for act in history() {
+            bed.act(&act).await;
+            done.push(act);
+            let disk = bed.host.disk();
+            let crashed = disk.crash_at.is_some_and(|at| disk.done >= at);
+            drop(disk);
+            if crashed {
+                bed.restart().await;
+                bed.assert_host_is_true();
+                bed.retry_all(&done).await;
+            }
+        }
+        bed.tick(1).await;
+        bed.assert_host_is_true();
+        assert_eq!(bed.placements(), expected, "crash before step {crash_at}");
+    }
+}
+
+#[tokio::test]
+async fn a_deleted_checkpoint_is_rebuilt_with_the_same_bindings_at_any_point() {
+    for length in 1..=history().len() {
+        let mut bed = Bed::new().await;
+        for act in history().iter().take(length) {
+            bed.act(act).await;
+        }
+        let before = bed.placements();
+        bed.host.disk().checkpoint = None;
+        bed.restart().await;
+        assert_eq!(bed.placements(), before, "after {length} acts");
+        bed.assert_host_is_true();
+    }
+}
+
+#[tokio::test]
+async fn managed_memory_survives_a_deleted_checkpoint_by_the_kubelets_records() {
+    let mut bed = Bed::new().await;
+    bed.admit("a", "main", Resource::ManagedMemory, set(0..6));
+    let mut answer = bed.start("a", Resource::ManagedMemory, set(0..6)).await;
+    assert_eq!(answered(&mut answer), Some(Ok(())));
+    let before = bed.placements();
+    bed.host.disk().checkpoint = None;
+    bed.restart().await;
+    assert_eq!(bed.placements(), before);
+}
+
+#[tokio::test]
+async fn a_checkpoint_of_another_boot_gives_no_binding_to_pods_that_died_with_it() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    std::fs::remove_dir(bed.cgroup("a")).unwrap();
+    if let Some(state) = &mut bed.host.disk().checkpoint {
+        state.boot = "boot-0".into();
+    }
+    bed.restart().await;
+    assert!(bed.placements().is_empty());
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn pods_that_ended_while_no_agent_ran_are_released_at_the_start() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    std::fs::remove_dir(bed.cgroup("a")).unwrap();
+    bed.restart().await;
+    assert!(bed.placements().is_empty());
+    bed.assert_host_is_true();
+}
