@@ -109,4 +109,22 @@ impl Lab {
     pub fn actor(&self) -> Result<Actor> {
         Actor::start(self.command(&build::driver()?.actor))
     }
+
+    /// Starts an actor as the first process of a pid namespace of its own, as a container has one.
+    ///
+    /// # Errors
+    /// As [`Lab::actor`]; or the system lets us make no namespaces.
+    pub fn actor_in_pid_namespace(&self) -> Result<Actor> {
+        let mut command = self.command("unshare");
+        command.args([
+            "--user",
+            "--map-root-user",
+            "--pid",
+            "--fork",
+            "--mount-proc",
+            "--kill-child",
+        ]);
+        command.arg(build::driver()?.actor);
+        Actor::start(command)
+    }
 }

@@ -175,3 +175,20 @@ fn a_call_that_is_not_supported_says_so_and_is_logged() {
     let log = std::fs::read_to_string(lab.path().join("state/log")).unwrap();
     assert!(log.ends_with("cuGraphCreate is not supported\n"), "{log}");
 }
+
+#[test]
+fn a_container_process_has_the_hosts_pid_on_the_hosts_list_and_sees_no_list_itself() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let (mut contained, mut observer) =
+        (lab.actor_in_pid_namespace().unwrap(), lab.actor().unwrap());
+    contained.ask("context 0").unwrap();
+    assert_eq!(contained.ask("pid"), Ok("1".to_owned()));
+    assert_eq!(contained.ask("nvml-processes 0"), Ok(String::new()));
+    let listed = observer.ask("nvml-processes 0").unwrap();
+    let (pid, bytes) = listed.split_once(':').unwrap();
+    assert_eq!(bytes.parse(), Ok(CONTEXT));
+    assert_eq!(
+        std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap(),
+        "sim-actor\n"
+    );
+}

@@ -225,3 +225,30 @@ impl Drop for Books<'_> {
         unsafe { libc::pthread_mutex_unlock(self.table.raw().mutex.get()) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_process_that_dies_with_the_books_leaves_them_usable_and_summed_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("table");
+        Table::create(&path, &Config::parse("").unwrap()).unwrap();
+        let table = Table::open(&path).unwrap();
+        // SAFETY: the child calls nothing that needs another thread of the parent's.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            let books = table.lock();
+            books.raw().units[0].used.store(12345, Relaxed);
+            // SAFETY: ends the child in the middle of a change.
+            unsafe { libc::_exit(0) };
+        }
+        // SAFETY: waits for our own child; the status is not asked for.
+        assert_eq!(
+            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
+            child
+        );
+        assert_eq!(table.lock().raw().units[0].used.load(Relaxed), 0);
+    }
+}
