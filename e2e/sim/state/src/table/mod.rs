@@ -245,10 +245,8 @@ mod tests {
             unsafe { libc::_exit(0) };
         }
         // SAFETY: waits for our own child; the status is not asked for.
-        assert_eq!(
-            unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) },
-            child
-        );
+        let waited = unsafe { libc::waitpid(child, std::ptr::null_mut(), 0) };
+        assert_eq!(waited, child);
         assert_eq!(table.lock().raw().units[0].used.load(Relaxed), 0);
     }
 }
