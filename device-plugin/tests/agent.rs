@@ -1,0 +1,18 @@
+//! The whole agent as a process, between a kubelet that is not one and a simulated driver.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod common;
+
+#[path = "agent/machine.rs"]
+mod machine;
+
+#[path = "agent/life.rs"]
+mod life;
+#[path = "agent/memory.rs"]
+mod memory;
+#[path = "agent/trouble.rs"]
+mod trouble;

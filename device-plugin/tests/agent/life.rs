@@ -1,0 +1,104 @@
+//! The agent dies, loses its records, stops, and comes back: bindings stay.
+
+use std::fs;
+use std::time::Duration;
+
+use crate::machine::{GPU, Machine};
+
+/// Two pods that run and one that waits.
+async fn busy() -> Machine {
+    let machine = Machine::started().await;
+    machine.run("a", 10).await;
+    machine.run("b", 12).await;
+    let waiter = machine.admit("c", 8).await;
+    machine.start(&waiter).await.unwrap_err();
+    machine
+}
+
+#[tokio::test]
+async fn a_killed_agents_successor_has_the_same_bindings_and_registers_in_time() {
+    let mut machine = busy().await;
+    let before = machine.devices();
+    let mut times = Vec::new();
+    for _ in 0..10 {
+        times.push(machine.restart_agent().await);
+        assert_eq!(machine.devices(), before);
+        assert_eq!(machine.sockets(), 2);
+    }
+    println!(
+        "registered after SIGKILL: worst of 10: {:?}",
+        times.iter().max().unwrap()
+    );
+    assert!(
+        times.iter().all(|time| *time < Duration::from_secs(2)),
+        "{times:?}"
+    );
+    let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
+    let error = machine.start(&waiter).await.unwrap_err();
+    assert!(
+        error.contains("waiting for 8 GiB on one GPU: largest free 6 GiB"),
+        "{error}"
+    );
+}
+
+#[tokio::test]
+async fn a_checkpoint_that_is_deleted_cut_or_garbage_is_rebuilt_with_the_same_bindings() {
+    let mut machine = busy().await;
+    let before = machine.devices();
+    let checkpoint = machine.path("run/checkpoint.json");
+    for damage in ["deleted", "cut", "garbage"] {
+        machine.kill_agent();
+        match damage {
+            "deleted" => fs::remove_file(&checkpoint).unwrap(),
+            "cut" => {
+                let text = fs::read(&checkpoint).unwrap();
+                fs::write(&checkpoint, &text[..text.len() / 2]).unwrap();
+            }
+            _ => fs::write(&checkpoint, "garbage").unwrap(),
+        }
+        machine.come_back().await;
+        assert_eq!(machine.devices(), before, "{damage}");
+        assert_eq!(machine.sockets(), 2, "{damage}");
+        let error = machine
+            .start(&crate::common::kubelet::Pod::with("c", GPU, 8))
+            .await
+            .unwrap_err();
+        assert!(error.contains("largest free 6 GiB"), "{damage}: {error}");
+    }
+    assert!(
+        machine.path("run/checkpoint.malformed").exists(),
+        "kept for people"
+    );
+}
+
+#[tokio::test]
+async fn a_pod_that_ended_while_no_agent_ran_is_released_by_the_next() {
+    let mut machine = Machine::started().await;
+    let pod = machine.run("a", 10).await;
+    machine.kill_agent();
+    machine.end(&pod);
+    machine.start_agent();
+    crate::common::eventually("nothing left", || machine.devices().is_empty()).await;
+}
+
+#[tokio::test]
+async fn on_sigterm_it_ends_well_and_leaves_what_running_pods_need() {
+    let mut machine = Machine::started().await;
+    machine.run("a", 10).await;
+    let status = machine.stop_agent().await;
+    assert!(status.success(), "{status}");
+    assert_eq!(machine.devices().len(), 1);
+    machine.come_back().await;
+    assert_eq!((machine.devices().len(), machine.sockets()), (1, 1));
+}
+
+#[tokio::test]
+async fn a_kubelet_restart_changes_no_binding() {
+    let mut machine = busy().await;
+    let before = machine.devices();
+    for _ in 0..3 {
+        machine.kubelet.restart().await;
+        machine.kubelet.until_allocatable(GPU, 32).await;
+        assert_eq!(machine.devices(), before);
+    }
+}

@@ -1,0 +1,248 @@
+//! A node: simulated GPUs, the fake kubelet, cgroups that are plain folders, and the agent's process.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use bursar_sim_lab::Lab;
+use tempfile::TempDir;
+
+use crate::common::kubelet::{FakeKubelet, Phase, Pod};
+use crate::common::{PATIENCE, eventually};
+
+pub const GPU: &str = "bursar.dev/gpu-memory-gib";
+
+const TWO_GPUS: &str = r#"
+[[gpu]]
+name = "NVIDIA H200"
+uuid = "GPU-00000000-0000-0000-0000-000000000001"
+memory = "16Gi"
+minor = 0
+[[gpu]]
+name = "NVIDIA H200"
+uuid = "GPU-00000000-0000-0000-0000-000000000002"
+memory = "16Gi"
+minor = 1
+"#;
+
+pub struct Machine {
+    pub lab: Lab,
+    pub kubelet: FakeKubelet,
+    pub root: TempDir,
+    agent: Option<Child>,
+}
+
+impl Machine {
+    /// Two GPUs of 16 GiB, the kubelet running, no agent yet.
+    pub async fn new() -> Self {
+        let (lab, root) = (Lab::new(TWO_GPUS).unwrap(), tempfile::tempdir().unwrap());
+        let mut kubelet = FakeKubelet::new(root.path(), 7);
+        kubelet.start();
+        kubelet.sync_pods().await;
+        for folder in ["cgroup/kubepods", "shim", "cdi", "run", "state"] {
+            fs::create_dir_all(root.path().join(folder)).unwrap();
+        }
+        fs::write(root.path().join("shim/libcuda.so.1"), "a shim").unwrap();
+        let machine = Self {
+            lab,
+            kubelet,
+            root,
+            agent: None,
+        };
+        fs::write(machine.path("agent.toml"), machine.config()).unwrap();
+        machine
+    }
+
+    /// With the agent registered.
+    pub async fn started() -> Self {
+        let mut machine = Self::new().await;
+        machine.start_agent();
+        machine.kubelet.until_allocatable(GPU, 32).await;
+        machine
+    }
+
+    pub fn path(&self, below: &str) -> PathBuf {
+        self.root.path().join(below)
+    }
+
+    fn config(&self) -> String {
+        let (root, lab) = (self.root.path().display(), self.lab.path().display());
+        format!(
+            r#"
+            [kubelet]
+            device-plugin-dir = "{}"
+            pod-resources-socket = "{}"
+            [driver]
+            root = "{lab}/driver"
+            host-root = "{lab}/driver"
+            dev-root = "{lab}/dev"
+            [paths]
+            state-dir = "{root}/state"
+            run-dir = "{root}/run"
+            cdi-dir = "{root}/cdi"
+            cgroup-root = "{root}/cgroup"
+            shim-dir = "{root}/shim"
+            [binding]
+            wait = "1s"
+            [http]
+            listen = "127.0.0.1:0"
+            "#,
+            self.kubelet.dir().display(),
+            self.kubelet.pod_resources_socket().display(),
+        )
+    }
+
+    pub fn command(&self) -> Command {
+        let mut command = self.lab.command(env!("CARGO_BIN_EXE_bursar-agent"));
+        let log = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.path("agent.log"))
+            .unwrap();
+        command
+            .arg("--config")
+            .arg(self.path("agent.toml"))
+            .args(["--node-name", "node-1", "--log-format", "text"])
+            .env("HOME", self.root.path())
+            .env_remove("KUBECONFIG")
+            .env_remove("KUBERNETES_SERVICE_HOST")
+            .stdin(Stdio::null())
+            .stderr(log);
+        command
+    }
+
+    pub fn start_agent(&mut self) {
+        assert!(self.agent.is_none(), "running already");
+        self.agent = Some(self.command().spawn().unwrap());
+    }
+
+    /// SIGKILL: the agent gets no chance to do anything.
+    pub fn kill_agent(&mut self) {
+        let mut agent = self.agent.take().expect("a running agent");
+        agent.kill().unwrap();
+        agent.wait().unwrap();
+    }
+
+    pub async fn restart_agent(&mut self) -> Duration {
+        self.kill_agent();
+        self.come_back().await
+    }
+
+    /// Starts the agent's successor; how long it took to register.
+    pub async fn come_back(&mut self) -> Duration {
+        let before = self.registrations();
+        self.start_agent();
+        let time = eventually("a registration", || self.registrations() > before).await;
+        self.kubelet.until_allocatable(GPU, 32).await;
+        time
+    }
+
+    /// SIGTERM, and how it ended.
+    pub async fn stop_agent(&mut self) -> ExitStatus {
+        let agent = self.agent.as_mut().expect("a running agent");
+        let pid = rustix::process::Pid::from_child(agent);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let mut status = None;
+        eventually("the agent's end", || {
+            status = agent.try_wait().unwrap();
+            status.is_some()
+        })
+        .await;
+        self.agent = None;
+        status.expect("it has ended")
+    }
+
+    pub fn is_agent_alive(&mut self) -> bool {
+        self.agent
+            .as_mut()
+            .is_some_and(|agent| agent.try_wait().unwrap().is_none())
+    }
+
+    pub fn log(&self) -> String {
+        fs::read_to_string(self.path("agent.log")).unwrap_or_default()
+    }
+
+    fn registrations(&self) -> usize {
+        self.kubelet
+            .count(|call| matches!(call, crate::common::kubelet::Call::Register(..)))
+    }
+
+    fn cgroup(&self, pod: &Pod) -> PathBuf {
+        self.path(&format!("cgroup/kubepods/pod{}", pod.uid))
+    }
+
+    /// A pod with one container of `gib`, admitted: its pod has a cgroup.
+    pub async fn admit(&self, name: &str, gib: usize) -> Pod {
+        let pod = Pod::with(name, GPU, gib);
+        self.kubelet.admit(&pod).await.unwrap();
+        fs::create_dir_all(self.cgroup(&pod)).unwrap();
+        pod
+    }
+
+    /// Starts its container once.
+    pub async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
+        Ok(self.kubelet.start_container(pod, "main").await?.cdi_devices)
+    }
+
+    pub async fn run(&self, name: &str, gib: usize) -> Pod {
+        let pod = self.admit(name, gib).await;
+        self.start(&pod).await.unwrap();
+        pod
+    }
+
+    /// The pod's last process is gone, and so is its cgroup.
+    pub fn end(&self, pod: &Pod) {
+        self.kubelet.pod_ended(pod, Phase::Succeeded);
+        fs::remove_dir(self.cgroup(pod)).unwrap();
+    }
+
+    /// The kubelet's retries, until the container starts; how long that took.
+    pub async fn until_started(&self, pod: &Pod) -> Duration {
+        let start = Instant::now();
+        while let Err(error) = self.start(pod).await {
+            assert!(start.elapsed() < PATIENCE, "{error}");
+        }
+        start.elapsed()
+    }
+
+    /// The CDI files: by name, the GPUs and quotas that they give to which pod.
+    pub fn devices(&self) -> BTreeMap<String, String> {
+        let entries = fs::read_dir(self.path("cdi")).unwrap().flatten();
+        let binding = |path: &Path| {
+            let spec: serde_json::Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
+            spec["annotations"]["bursar.dev/binding"]
+                .as_str()
+                .unwrap()
+                .to_owned()
+        };
+        let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
+        entries
+            .map(|entry| entry.path())
+            .map(|path| (name(&path), binding(&path)))
+            .collect()
+    }
+
+    /// The sockets that a shim can connect to.
+    pub fn sockets(&self) -> usize {
+        let folders = fs::read_dir(self.path("run/alloc")).unwrap().flatten();
+        folders
+            .filter(|folder| {
+                std::os::unix::net::UnixStream::connect(folder.path().join("agent.sock")).is_ok()
+            })
+            .count()
+    }
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Some(mut agent) = self.agent.take() {
+            let _gone = agent.kill();
+            let _reaped = agent.wait();
+        }
+        if std::thread::panicking() {
+            eprintln!("the agent's log:\n{}", self.log());
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Pods get memory, wait for it, and give it back.
+
+use std::time::{Duration, Instant};
+
+use crate::common::eventually;
+use crate::machine::{GPU, Machine};
+
+#[tokio::test]
+async fn a_pod_gets_a_device_with_its_quota_on_one_gpu_and_a_socket() {
+    let machine = Machine::started().await;
+    let pod = machine.admit("a", 10).await;
+    let devices = machine.start(&pod).await.unwrap();
+    let (file, binding) = machine.devices().pop_first().unwrap();
+    let allocation = devices[0].strip_prefix("bursar.dev/gpu=").unwrap();
+    assert_eq!(file, format!("bursar.dev-gpu-{allocation}.json"));
+    let binding: serde_json::Value = serde_json::from_str(&binding).unwrap();
+    assert_eq!(binding["pod"], "a-uid");
+    assert_eq!(binding["container"], "main");
+    assert_eq!(binding["gpus"].as_array().unwrap().len(), 1);
+    assert_eq!(binding["gpus"][0]["quota"], 10u64 << 30);
+    assert_eq!(machine.sockets(), 1);
+}
+
+#[tokio::test]
+async fn a_pod_without_room_waits_with_the_reason_is_never_failed_and_starts_when_there_is_room() {
+    let machine = Machine::started().await;
+    let (first, _second) = (machine.run("a", 10).await, machine.run("b", 10).await);
+    let waiter = machine.admit("c", 8).await;
+    let error = machine.start(&waiter).await.unwrap_err();
+    assert!(
+        error.contains("waiting for 8 GiB on one GPU: largest free 6 GiB (GPU-0"),
+        "{error}"
+    );
+    machine.end(&first);
+    let time = machine.until_started(&waiter).await;
+    assert!(time < Duration::from_secs(2), "{time:?}");
+    assert_eq!(machine.devices().len(), 2);
+}
+
+#[tokio::test]
+async fn what_a_pod_had_is_gone_from_the_host_within_two_seconds_of_its_cgroups_end() {
+    let machine = Machine::started().await;
+    let mut times = Vec::new();
+    for round in 0..20 {
+        let pod = machine.run(&format!("p{round}"), 4).await;
+        assert_eq!((machine.devices().len(), machine.sockets()), (1, 1));
+        let ended = Instant::now();
+        machine.end(&pod);
+        eventually("nothing left", || {
+            machine.devices().is_empty() && machine.sockets() == 0
+        })
+        .await;
+        times.push(ended.elapsed());
+    }
+    println!(
+        "released after a cgroup's end: worst of 20: {:?}",
+        times.iter().max().unwrap()
+    );
+    assert!(
+        times.iter().all(|time| *time < Duration::from_secs(2)),
+        "{times:?}"
+    );
+}
+
+#[tokio::test]
+async fn two_hundred_pods_come_and_go_and_nothing_is_left() {
+    let machine = Machine::started().await;
+    let mut alive = std::collections::VecDeque::new();
+    for round in 0..200_usize {
+        // At most 6 x 5 of 32 GiB are asked for, so every one is admitted.
+        if alive.len() == 6 {
+            machine.end(&alive.pop_front().unwrap());
+        }
+        let pod = machine.admit(&format!("p{round}"), 1 + round * 7 % 5).await;
+        machine.until_started(&pod).await;
+        alive.push_back(pod);
+    }
+    for pod in alive {
+        machine.end(&pod);
+    }
+    eventually("nothing left", || {
+        machine.devices().is_empty() && machine.sockets() == 0
+    })
+    .await;
+    assert_eq!(machine.kubelet.capacity(GPU).unwrap().allocatable, 32);
+}

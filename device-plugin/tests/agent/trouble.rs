@@ -1,0 +1,122 @@
+//! A node with something wrong: a clear answer, nothing lost, and well again when it is mended.
+
+use std::fs;
+use std::process::Stdio;
+use std::time::Duration;
+
+use crate::common::eventually;
+use crate::machine::{GPU, Machine};
+
+#[tokio::test]
+async fn a_cdi_folder_that_cannot_be_written_is_named_and_the_binding_is_kept_for_the_retry() {
+    let machine = Machine::started().await;
+    let cdi = machine.path("cdi");
+    fs::remove_dir(&cdi).unwrap();
+    fs::write(&cdi, "in its place").unwrap();
+    let pod = machine.admit("a", 10).await;
+    let error = machine.start(&pod).await.unwrap_err();
+    assert!(error.contains("cdi/bursar.dev-gpu-"), "{error}");
+    fs::remove_file(&cdi).unwrap();
+    machine.until_started(&pod).await;
+    assert_eq!(machine.devices().len(), 1);
+}
+
+#[tokio::test]
+async fn a_run_folder_that_takes_nothing_more_is_named_and_mended() {
+    let machine = Machine::started().await;
+    // What a full tmpfs does to the checkpoint, without a mount: its temporary name is taken by a folder.
+    let beside = machine.path("run/checkpoint.new");
+    fs::create_dir(&beside).unwrap();
+    let pod = machine.admit("a", 10).await;
+    let error = machine.start(&pod).await.unwrap_err();
+    assert!(error.contains("checkpoint"), "{error}");
+    assert!(
+        machine.devices().is_empty(),
+        "nothing is shown that is not on record"
+    );
+    fs::remove_dir(&beside).unwrap();
+    machine.until_started(&pod).await;
+    assert_eq!(machine.devices().len(), 1);
+}
+
+#[tokio::test]
+async fn a_lost_gpu_takes_its_tokens_and_brings_them_back_and_running_pods_stay() {
+    let machine = Machine::started().await;
+    machine.run("a", 10).await;
+    let before = machine.devices();
+    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    let time = machine.kubelet.until_allocatable(GPU, 16).await;
+    println!("unhealthy after a loss: {time:?}");
+    assert!(time < Duration::from_secs(2), "{time:?}");
+    assert_eq!(machine.devices(), before);
+    // What the scheduler would still send: 16 healthy tokens less the 10 that are taken.
+    machine.run("b", 6).await;
+    machine.lab.simgpu(&["restore", "0"]).unwrap();
+    let time = machine.kubelet.until_allocatable(GPU, 32).await;
+    println!("healthy after it is back: {time:?}");
+    machine.run("c", 6).await;
+    assert_eq!(machine.devices().len(), 3);
+}
+
+#[tokio::test]
+async fn without_a_driver_it_waits_quietly_and_registers_when_there_is_one() {
+    let mut machine = Machine::new().await;
+    let (driver, away) = (
+        machine.lab.path().join("driver"),
+        machine.lab.path().join("away"),
+    );
+    fs::rename(&driver, &away).unwrap();
+    machine.start_agent();
+    eventually("a word about it", || {
+        machine.log().contains("nvml not available")
+    })
+    .await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    assert!(machine.is_agent_alive());
+    assert_eq!(
+        machine.log().matches("nvml not available").count(),
+        1,
+        "said once"
+    );
+    assert_eq!(machine.kubelet.capacity(GPU), None, "nothing to register");
+    fs::rename(&away, &driver).unwrap();
+    machine.kubelet.until_allocatable(GPU, 32).await;
+}
+
+#[tokio::test]
+async fn a_config_that_makes_no_sense_ends_it_with_the_field_the_value_and_the_remedy() {
+    let machine = Machine::new().await;
+    for (config, parts) in [
+        (
+            "[resources]\nquantum = \"0\"",
+            ["resources.quantum", "\"0\"", "256Mi, 512Mi, 1Gi"],
+        ),
+        (
+            "[resources]\nquanta = 1",
+            ["agent.toml", "quanta", "quantum"],
+        ),
+    ] {
+        fs::write(machine.path("agent.toml"), config).unwrap();
+        let output = machine.command().stderr(Stdio::piped()).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1));
+        for part in parts {
+            assert!(text.contains(part), "{part} is missing in: {text}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn more_tokens_than_a_kubelet_can_handle_are_not_registered_and_the_agent_lives() {
+    let mut machine = Machine::new().await;
+    let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
+    let many = "[resources]\nmanaged-memory-capacity = \"5000Gi\"\n";
+    fs::write(machine.path("agent.toml"), format!("{many}{config}")).unwrap();
+    machine.start_agent();
+    eventually("a word about it", || {
+        machine.log().contains("TooManyTokens")
+    })
+    .await;
+    assert!(machine.is_agent_alive());
+    assert_eq!(machine.kubelet.capacity(GPU), None);
+}
