@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use super::Ledger;
 use super::binder::{self, Bin, Part, Plan};
-use super::claim::{Call, Claim, HOLD, State, Want};
+use super::claim::{Call, Claim, HOLD, LATE, State, Want};
 use super::time::Moment;
 use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
 use crate::units::{GpuUuid, Quanta, Resource};
@@ -89,14 +89,14 @@ impl Ledger {
     }
 
     /// The waiters that somebody waits for or will soon come back for, most urgent first.
-    fn queue(&self, resource: Resource, now: Moment) -> Vec<ClaimId> {
+    pub(super) fn queue(&self, resource: Resource, now: Moment) -> Vec<ClaimId> {
         let mut queue: Vec<_> = self
             .claims
             .iter()
             .filter(|(_, claim)| claim.resource == resource)
             .filter_map(|(&id, claim)| match claim.state {
                 State::Waiting { want, call } if is_near(call, now) => {
-                    Some((Reverse(want.priority), claim.arrival, id))
+                    Some((Reverse(want.priority), turn(claim, want, now), id))
                 }
                 _ => None,
             })
@@ -172,6 +172,32 @@ impl Ledger {
             }
             State::Idle | State::Held { .. } | State::Bound { .. } => None,
         }
+    }
+}
+
+/// A waiter's place among those of its priority.
+///
+/// A waiter keeps the tokens of the memory that it cannot get, so the memory of a large one lies
+/// idle while it waits: large ones first, until somebody has waited for [`LATE`]; then in order of
+/// arrival, so that nobody waits for ever. (`benches/placement` is where this was chosen.)
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Turn {
+    Late {
+        arrival: u64,
+    },
+    Fresh {
+        quanta: Reverse<Quanta>,
+        arrival: u64,
+    },
+}
+
+fn turn(claim: &Claim, want: Want, now: Moment) -> Turn {
+    let arrival = claim.arrival;
+    if now.since(want.queued) >= LATE {
+        Turn::Late { arrival }
+    } else {
+        let quanta = Reverse(claim.tokens.quanta());
+        Turn::Fresh { quanta, arrival }
     }
 }
 

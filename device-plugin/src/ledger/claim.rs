@@ -12,6 +12,9 @@ use crate::units::{AllocationId, PodUid, Resource, TokenSet};
 /// 10 to 15 s; one that stays away longer has lost its pod.
 pub const SENIORITY: Duration = Duration::from_secs(300);
 
+/// How long a waiter may be overtaken by larger ones.
+pub const LATE: Duration = Duration::from_secs(60);
+
 /// How long memory is held for a waiter whose call has ended: two of the kubelet's retries.
 pub const HOLD: Duration = Duration::from_secs(40);
 

@@ -23,6 +23,8 @@
 //! - In a pod the kubelet gives the tokens of finished init containers to later containers, so
 //!   containers that share a token never live together: starting one ends the claims of the
 //!   others. Those with the identical token set share one claim, as nothing tells them apart.
+//! - The queue: higher priority first; then those that have waited for a minute, in order of
+//!   arrival; then the others, largest first.
 //! - Memory counts until the pod is gone, even if the kubelet has given its tokens away.
 //! - Nothing here does I/O or reads a clock. Every event may come twice.
 //!
@@ -45,13 +47,13 @@ use serde::{Deserialize, Serialize};
 use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, QuantumSize, Resource, TokenSet};
 use claim::{Booking, Claim, State};
 
-pub use claim::{HOLD, SENIORITY};
+pub use claim::{HOLD, LATE, SENIORITY};
 pub use end::COLLECT_AGE;
 pub use snapshot::{RestoreError, Snapshot};
 pub use time::Moment;
 pub use types::{
     Answer, Binding, ClaimId, Gpu, GpuView, Health, ManagedView, Placement, Priority, Shape, Share,
-    Start, StartError, Started, Ticket, View, WaitReason,
+    Start, StartError, Started, Ticket, View, WaitReason, Waiter,
 };
 
 /// The node's ledger. See the module's documentation.

@@ -5,6 +5,7 @@ use std::num::NonZeroU16;
 
 use serde::{Deserialize, Serialize};
 
+use super::time::Moment;
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
 /// A GPU as the inventory sees it now.
@@ -201,6 +202,23 @@ impl StartError {
             Self::NotBooked { .. } => "NotBooked",
         }
     }
+}
+
+/// A claim in the queue.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Waiter {
+    /// The claim.
+    pub claim: ClaimId,
+    /// Its pod.
+    pub pod: PodUid,
+    /// Its tokens.
+    pub tokens: TokenSet,
+    /// The pod's priority.
+    pub priority: Priority,
+    /// When it joined the queue.
+    pub queued: Moment,
+    /// Why it waits; has the resource and its place in the queue.
+    pub reason: WaitReason,
 }
 
 /// The node's memory, for `GpuNode`'s status and the metrics.

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::Ledger;
-use super::claim::State;
+use super::claim::{Claim, State};
 use super::time::Moment;
-use super::types::{Binding, GpuView, Health, ManagedView, Placement, View};
+use super::types::{Binding, GpuView, Health, ManagedView, Placement, View, Waiter};
 use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Resource};
 
 /// What is bound or held on one GPU.
@@ -73,6 +73,31 @@ impl Ledger {
                 State::Bound { placement } => Some(claim.binding(id, placement.clone())),
                 State::Idle | State::Waiting { .. } | State::Held { .. } => None,
             })
+    }
+
+    /// The queue, most urgent first: device memory's, then managed memory's. Waiters whose kubelet
+    /// stays away for too long are not in it.
+    pub fn waiters(&self, now: Moment) -> Vec<Waiter> {
+        [Resource::DeviceMemory, Resource::ManagedMemory]
+            .into_iter()
+            .flat_map(|resource| self.queue(resource, now))
+            .filter_map(|id| match &self.claims[&id] {
+                Claim {
+                    state: State::Waiting { want, .. },
+                    pod,
+                    tokens,
+                    ..
+                } => Some(Waiter {
+                    claim: id,
+                    pod: pod.clone(),
+                    tokens: tokens.clone(),
+                    priority: want.priority,
+                    queued: want.queued,
+                    reason: self.wait_reason(id, now),
+                }),
+                _ => None,
+            })
+            .collect()
     }
 
     /// Every allocation that the ledger knows, with its pod once one of its containers started.

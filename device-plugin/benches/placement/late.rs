@@ -1,0 +1,198 @@
+//! Ours: the scheduler sends pods by node totals, the kubelet books and starts, the real ledger
+//! binds late.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap, HashMap};
+
+use bursar_device_plugin::ledger::{
+    Answer, Binding, ClaimId, Gpu, Health, Ledger, Moment, Priority, Shape, Start, Ticket,
+};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenSet};
+
+use crate::Outcome;
+use crate::workload::{GPU_GIB, GPUS, Pod, Workload};
+
+/// How long `PreStartContainer` waits for room.
+const RPC_MS: u64 = 25_000;
+/// When the kubelet comes back after a failed start: the first time, and later.
+const RETRY_MS: [u64; 2] = [500, 14_000];
+/// How often the agent looks whether a pod's cgroup is gone.
+const POLL_MS: u64 = 500;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Event {
+    /// The pod's processes are gone.
+    Ended(usize),
+    /// The pod is created.
+    Created(usize),
+    /// The kubelet calls `PreStartContainer`, for the n-th time.
+    Starts(usize, usize),
+    /// That call has waited long enough.
+    CallEnds(usize, usize),
+}
+
+struct Node<'a> {
+    work: &'a Workload,
+    ledger: Ledger,
+    events: BinaryHeap<Reverse<(u64, Event)>>,
+    /// Pods that the scheduler has not placed, in order of creation.
+    pending: Vec<usize>,
+    free_tokens: BTreeSet<u16>,
+    tokens: HashMap<usize, TokenSet>,
+    /// Open calls.
+    calls: HashMap<ClaimId, (usize, Ticket)>,
+    waits: Vec<u64>,
+    failures: usize,
+    used_gib_ms: u128,
+    last: u64,
+    /// Whether the scheduler heeds the node's label of the largest free GPU.
+    steered: bool,
+}
+
+pub(crate) fn run(work: &Workload, steered: bool) -> Outcome {
+    let mut ledger = Ledger::new(QuantumSize::Gib1);
+    ledger.set_gpus((0..GPUS).map(|i| Gpu {
+        uuid: format!("GPU-{i}").parse().expect("a GPU's name"),
+        capacity: Quanta(GPU_GIB),
+        health: Health::Healthy,
+    }));
+    let created = work.pods.iter().enumerate();
+    let mut node = Node {
+        work,
+        ledger,
+        events: created
+            .map(|(pod, p)| Reverse((p.created_ms, Event::Created(pod))))
+            .collect(),
+        pending: Vec::new(),
+        free_tokens: (0..(GPUS as u16 * GPU_GIB as u16)).collect(),
+        tokens: HashMap::new(),
+        calls: HashMap::new(),
+        waits: vec![u64::MAX; work.pods.len()],
+        failures: 0,
+        used_gib_ms: 0,
+        last: work.pods.last().map_or(0, |pod| pod.created_ms),
+        steered,
+    };
+    while let Some(Reverse((now, event))) = node.events.pop() {
+        node.happen(event, now);
+        let at_once = node
+            .events
+            .peek()
+            .is_some_and(|Reverse((at, _))| *at == now);
+        if !at_once {
+            node.schedule(now);
+            for binding in node.ledger.advance(Moment(now)) {
+                node.run_pod(&binding, now);
+            }
+        }
+    }
+    node.failures += node.waits.iter().filter(|&&wait| wait == u64::MAX).count();
+    Outcome {
+        waits: node.waits,
+        failures: node.failures,
+        used_gib_ms: node.used_gib_ms,
+        window_ms: node.last,
+    }
+}
+
+impl Node<'_> {
+    fn happen(&mut self, event: Event, now: u64) {
+        match event {
+            Event::Created(pod) => self.pending.push(pod),
+            Event::Ended(pod) => {
+                self.ledger.pod_gone(&uid(pod));
+                let tokens = self.tokens.remove(&pod).expect("a pod that ran had tokens");
+                self.free_tokens.extend(tokens.indexes());
+            }
+            Event::Starts(pod, attempt) => self.start(pod, attempt, now),
+            Event::CallEnds(pod, attempt) => {
+                let call = self.calls.iter().find(|(_, (other, _))| *other == pod);
+                if let Some((&claim, &(_, ticket))) = call {
+                    self.calls.remove(&claim);
+                    self.ledger.stop_waiting(ticket, Moment(now));
+                    let retry = RETRY_MS[attempt.min(RETRY_MS.len() - 1)];
+                    let again = Event::Starts(pod, attempt + 1);
+                    self.events.push(Reverse((now + retry, again)));
+                }
+            }
+        }
+    }
+
+    /// Sends every pod that the node's total (and label) has room for, in order of creation; one
+    /// that does not fit is passed over, as kube-scheduler does. Its back-off is left out.
+    fn schedule(&mut self, now: u64) {
+        let mut label = self.largest_free(now);
+        for pod in std::mem::take(&mut self.pending) {
+            let gib = self.work.pods[pod].gib as usize;
+            if self.free_tokens.len() < gib || gib > label {
+                self.pending.push(pod);
+                continue;
+            }
+            let tokens: Vec<u16> = self.free_tokens.iter().copied().take(gib).collect();
+            for token in &tokens {
+                self.free_tokens.remove(token);
+            }
+            let tokens = TokenSet::from_indexes(tokens).expect("a pod asks for something");
+            let id = AllocationId::from_bits(pod as u64);
+            self.ledger
+                .book(id, Resource::DeviceMemory, tokens.clone(), Moment(now));
+            self.tokens.insert(pod, tokens);
+            self.start(pod, 0, now);
+            label = self.largest_free(now);
+        }
+    }
+
+    /// What the steered scheduler reads on the node: the largest pod that it may send, without
+    /// the seconds by which a real label lags.
+    fn largest_free(&self, now: u64) -> usize {
+        if self.steered {
+            self.ledger.view(Moment(now)).largest_free().0 as usize
+        } else {
+            usize::MAX
+        }
+    }
+
+    fn start(&mut self, pod: usize, attempt: usize, now: u64) {
+        let start = Start {
+            resource: Resource::DeviceMemory,
+            tokens: self.tokens[&pod].clone(),
+            pod: uid(pod),
+            shape: Shape::default(),
+            priority: Priority::default(),
+        };
+        match self.ledger.start(start, Moment(now)) {
+            Err(_) => self.failures += 1,
+            Ok(started) => match started.answer {
+                Answer::Bound(binding) => self.run_pod(&binding, now),
+                Answer::Wait(ticket, _) => {
+                    self.calls.insert(ticket.claim, (pod, ticket));
+                    self.events
+                        .push(Reverse((now + RPC_MS, Event::CallEnds(pod, attempt))));
+                }
+            },
+        }
+    }
+
+    fn run_pod(&mut self, binding: &Binding, now: u64) {
+        self.calls.remove(&binding.claim);
+        let number = binding.pod.as_str().trim_start_matches("pod-");
+        let pod: usize = number.parse().expect("a pod's name");
+        let Pod {
+            gib,
+            life_ms,
+            created_ms,
+        } = self.work.pods[pod];
+        self.waits[pod] = now - created_ms;
+        let until = now + life_ms;
+        self.used_gib_ms += u128::from(until.min(self.last).saturating_sub(now)) * u128::from(gib);
+        // Seen by the next poll.
+        self.events.push(Reverse((
+            until.next_multiple_of(POLL_MS),
+            Event::Ended(pod),
+        )));
+    }
+}
+
+fn uid(pod: usize) -> PodUid {
+    format!("pod-{pod}").parse().expect("a pod's name")
+}

@@ -1,0 +1,295 @@
+//! What must hold after every step.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bursar_device_plugin::ledger::{
+    Binding, ClaimId, Health, LATE, Moment, Placement, Start, View, Waiter,
+};
+use bursar_device_plugin::units::{AllocationId, GpuUuid, Quanta, Resource};
+
+use crate::node::Node;
+
+/// The queue after a step.
+#[derive(Default)]
+pub(crate) struct Queue {
+    /// The first that could ever have memory.
+    pub(crate) head: Option<Head>,
+    waiters: Vec<Waiter>,
+    /// When a claim was first seen in the queue, even if its kubelet stayed away since.
+    queued: BTreeMap<ClaimId, Moment>,
+    bound: BTreeSet<AllocationId>,
+}
+
+impl Queue {
+    /// Whether the claim waited, and is not in the queue any more.
+    pub(crate) fn may_be_held(&self, claim: ClaimId) -> bool {
+        self.queued.contains_key(&claim) && self.waiters.iter().all(|waiter| waiter.claim != claim)
+    }
+}
+
+/// The waiter of device memory whose turn is next, if one GPU can hold it.
+pub(crate) struct Head {
+    waiter: Waiter,
+    late: bool,
+    /// The most that is not bound on one healthy GPU that could hold it.
+    room: Quanta,
+}
+
+/// Checks everything; answers the queue for the next step.
+pub(crate) fn all(node: &Node, before: Queue) -> Queue {
+    let bindings: Vec<Binding> = node.ledger.bindings().collect();
+    let view = node.ledger.view(node.now);
+    the_node_was_told_every_binding(node, &bindings);
+    no_gpu_is_over_booked(node, &bindings, &view);
+    let waiters = node.ledger.waiters(node.now);
+    the_queue_is_in_order(node, &waiters);
+    let head = head(node, &waiters, &view);
+    if let (Some(before_head), Some(head)) = (&before.head, &head)
+        && before_head.waiter.claim == head.waiter.claim
+        && takers(node, &before, &bindings, &waiters).all(|taker| is_behind(taker, before_head))
+    {
+        assert!(
+            head.room >= before_head.room,
+            "later claims took the memory that {:?} waits for: {} of {} left",
+            head.waiter,
+            head.room,
+            before_head.room,
+        );
+    }
+    let mut queued = before.queued;
+    for waiter in &waiters {
+        queued.entry(waiter.claim).or_insert(waiter.queued);
+    }
+    Queue {
+        head,
+        waiters,
+        queued,
+        bound: bindings
+            .into_iter()
+            .flat_map(|binding| binding.allocations)
+            .collect(),
+    }
+}
+
+fn the_node_was_told_every_binding(node: &Node, bindings: &[Binding]) {
+    let mut count = 0;
+    for binding in bindings {
+        for id in &binding.allocations {
+            count += 1;
+            let (pod, placement) = &node.bound[id];
+            assert_eq!(
+                (pod, placement),
+                (&binding.pod, &binding.placement),
+                "{id} moved"
+            );
+        }
+    }
+    assert_eq!(
+        count,
+        node.bound.len(),
+        "an allocation is bound twice, or lost its memory"
+    );
+}
+
+fn no_gpu_is_over_booked(node: &Node, bindings: &[Binding], view: &View) {
+    let mut used: BTreeMap<&GpuUuid, Quanta> = BTreeMap::new();
+    let mut managed = Quanta::ZERO;
+    for binding in bindings {
+        match &binding.placement {
+            Placement::Managed(quanta) => managed += *quanta,
+            Placement::Device(shares) => {
+                for share in shares {
+                    *used.entry(&share.gpu).or_default() += share.quanta;
+                }
+            }
+        }
+    }
+    for gpu in &node.gpus {
+        let used = used.get(&gpu.uuid).copied().unwrap_or_default();
+        assert!(
+            used <= gpu.capacity,
+            "{} has {used} of {} bound",
+            gpu.uuid,
+            gpu.capacity
+        );
+    }
+    for gpu in view.gpus.iter().filter(|gpu| gpu.health == Health::Healthy) {
+        let bound = used.get(&gpu.uuid).copied().unwrap_or_default();
+        assert!(gpu.bound >= bound, "the view hides memory: {gpu:?}");
+        assert_eq!(gpu.bound + gpu.free + gpu.reserved, gpu.capacity, "{gpu:?}");
+    }
+    assert!(
+        managed <= view.managed.capacity,
+        "managed memory is over-booked"
+    );
+}
+
+fn the_queue_is_in_order(node: &Node, waiters: &[Waiter]) {
+    let key = |waiter: &Waiter| {
+        let late = node.now.since(waiter.queued) >= LATE;
+        let size = if late {
+            Quanta(u32::MAX)
+        } else {
+            waiter.tokens.quanta()
+        };
+        (
+            waiter.reason.resource != Resource::DeviceMemory,
+            std::cmp::Reverse((waiter.priority, late, size)),
+        )
+    };
+    assert!(waiters.is_sorted_by_key(key), "out of order: {waiters:?}");
+}
+
+fn head(node: &Node, waiters: &[Waiter], view: &View) -> Option<Head> {
+    let able = |waiter: &&Waiter| waiter.reason.gpus.is_some();
+    let waiter = waiters.iter().find(able)?.clone();
+    if waiter.reason.gpus.is_none_or(|gpus| gpus.get() > 1) {
+        return None;
+    }
+    let need = waiter.tokens.quanta();
+    let room = view
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.health == Health::Healthy && gpu.capacity >= need)
+        .map(|gpu| gpu.capacity.saturating_sub(gpu.bound))
+        .max()?;
+    assert!(
+        room < need,
+        "{waiter:?} waits, and {room} is free on one GPU"
+    );
+    let late = node.now.since(waiter.queued) >= LATE;
+    Some(Head { waiter, late, room })
+}
+
+/// Who got memory since `before`, bound or held: size, priority and whether he was late.
+fn takers<'a>(
+    node: &'a Node,
+    before: &'a Queue,
+    bindings: &'a [Binding],
+    waiters: &'a [Waiter],
+) -> impl Iterator<Item = Taker> + 'a {
+    let new = bindings.iter().filter(|binding| {
+        !binding
+            .allocations
+            .iter()
+            .any(|id| before.bound.contains(id))
+    });
+    let direct = new.map(move |binding| {
+        let queued = before.queued.get(&binding.claim);
+        Taker {
+            quanta: binding.tokens.quanta(),
+            priority: node.priority_of(&binding.pod),
+            late: queued.is_some_and(|&queued| node.now.since(queued) >= LATE),
+        }
+    });
+    let left = before
+        .waiters
+        .iter()
+        .filter(|waiter| waiters.iter().all(|now| now.claim != waiter.claim))
+        .map(move |waiter| Taker {
+            quanta: waiter.tokens.quanta(),
+            priority: waiter.priority.0,
+            late: node.now.since(waiter.queued) >= LATE,
+        });
+    direct.chain(left)
+}
+
+struct Taker {
+    quanta: Quanta,
+    priority: i32,
+    late: bool,
+}
+
+/// Whether the head goes before this one by the queue's rules, whatever the order of arrival.
+fn is_behind(taker: Taker, head: &Head) -> bool {
+    let priority = head.waiter.priority.0;
+    taker.priority < priority
+        || (taker.priority == priority
+            && !taker.late
+            && (head.late || taker.quanta < head.waiter.tokens.quanta()))
+}
+
+/// A binding that the node is told of.
+pub(crate) fn placement(node: &Node, binding: &Binding) {
+    let quanta = binding.tokens.quanta();
+    let Placement::Device(shares) = &binding.placement else {
+        assert_eq!(binding.placement, Placement::Managed(quanta));
+        return;
+    };
+    assert_eq!(
+        shares.iter().map(|share| share.quanta).sum::<Quanta>(),
+        quanta
+    );
+    assert!(
+        shares.is_sorted_by(|a, b| a.gpu < b.gpu),
+        "a GPU twice: {shares:?}"
+    );
+    if node.bound.contains_key(&binding.allocations[0]) || node.queue.may_be_held(binding.claim) {
+        // Placed in an earlier step, for GPUs as they were then.
+        return;
+    }
+    let healthy: Vec<_> = node
+        .gpus
+        .iter()
+        .filter(|gpu| gpu.health == Health::Healthy)
+        .collect();
+    for share in shares {
+        assert!(
+            healthy.iter().any(|gpu| gpu.uuid == share.gpu),
+            "bound to a dead GPU: {share:?}"
+        );
+    }
+    let asked = usize::from(node.shape_of(&binding.pod).gpus.get()).min(quanta.0 as usize);
+    assert!(
+        shares.len() >= asked,
+        "{asked} GPUs asked, {shares:?} given"
+    );
+    let largest = healthy
+        .iter()
+        .map(|gpu| gpu.capacity)
+        .max()
+        .unwrap_or_default();
+    assert!(
+        shares.len() == 1 || asked > 1 || quanta > largest,
+        "spread in vain: {shares:?}"
+    );
+    if healthy.iter().all(|gpu| gpu.capacity == largest) {
+        let parts = || shares.iter().map(|share| share.quanta.0);
+        let (most, least) = (parts().max().unwrap_or(0), parts().min().unwrap_or(0));
+        assert!(most - least <= 1, "not even: {shares:?}");
+        let fewest = (quanta.0.div_ceil(largest.0) as usize).max(asked);
+        assert_eq!(shares.len(), fewest, "not the fewest: {shares:?}");
+    }
+}
+
+/// What a start ended: memory of the same pod's containers that shared a token, or other pods'
+/// bookings without memory.
+pub(crate) fn ended(node: &Node, start: &Start, ended: &[AllocationId]) {
+    for id in ended {
+        match node.bound.get(id) {
+            Some((pod, _)) => assert_eq!(*pod, start.pod, "took the memory of {pod}"),
+            None => assert!(!node.is_live(*id), "forgot a living pod's {id}"),
+        }
+    }
+    for binding in node
+        .ledger
+        .bindings()
+        .filter(|binding| binding.pod == start.pod)
+    {
+        assert!(
+            binding.resource != start.resource
+                || binding.tokens == start.tokens
+                || !binding.tokens.overlaps(&start.tokens),
+            "{binding:?} lives beside a container with its tokens"
+        );
+    }
+}
+
+pub(crate) fn somebody_holds_memory(node: &Node) {
+    let waiters = node.ledger.waiters(node.now);
+    let able = waiters.iter().any(|waiter| waiter.reason.gpus.is_some());
+    assert!(
+        !able || !node.bound.is_empty(),
+        "{waiters:?} wait for an empty node"
+    );
+}

@@ -1,0 +1,200 @@
+//! The kubelet's manners: which tokens the containers of a pod get, and in which order they start.
+
+use std::collections::{BTreeSet, VecDeque};
+use std::num::NonZeroU16;
+use std::time::Duration;
+
+use bursar_device_plugin::ledger::{
+    Answer, Gpu, Health, LATE, Ledger, Moment, Priority, Shape, Start,
+};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenSet};
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{RngExt, SeedableRng};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Init,
+    Sidecar,
+    App,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Container {
+    pub(crate) id: AllocationId,
+    pub(crate) resource: Resource,
+    pub(crate) tokens: TokenSet,
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Pod {
+    pub(crate) uid: PodUid,
+    pub(crate) priority: Priority,
+    pub(crate) shape: Shape,
+    pub(crate) containers: Vec<Container>,
+    /// How many of them the kubelet has begun to start; they start in order.
+    pub(crate) begun: usize,
+    /// The kubelet has given its tokens away; its processes may live on.
+    pub(crate) deleted: bool,
+}
+
+impl Pod {
+    pub(crate) fn start(&self, container: usize) -> Start {
+        let Container {
+            resource, tokens, ..
+        } = &self.containers[container];
+        Start {
+            resource: *resource,
+            tokens: tokens.clone(),
+            pod: self.uid.clone(),
+            shape: self.shape,
+            priority: self.priority,
+        }
+    }
+
+    pub(crate) fn tokens(&self, resource: Resource) -> impl Iterator<Item = u16> {
+        self.containers
+            .iter()
+            .filter(move |container| container.resource == resource)
+            .flat_map(|container| container.tokens.indexes())
+    }
+}
+
+pub(crate) fn uid(number: u64) -> PodUid {
+    format!("p{number}").parse().unwrap()
+}
+
+/// A pod's containers as `devicemanager.Manager` gives them tokens: from those of the pod's
+/// finished init containers first, then free ones, in no order. None if too few are free.
+pub(crate) fn admit(
+    random: &mut StdRng,
+    number: u64,
+    resource: Resource,
+    sizes: &[(Kind, usize)],
+    free: &mut BTreeSet<u16>,
+) -> Option<Vec<Container>> {
+    let mut pool: Vec<u16> = free.iter().copied().collect();
+    pool.shuffle(random);
+    let mut reusable: VecDeque<u16> = VecDeque::new();
+    let mut containers = Vec::new();
+    for (i, &(kind, size)) in sizes.iter().enumerate() {
+        let reused = size.min(reusable.len());
+        let mut tokens: Vec<u16> = reusable.drain(..reused).collect();
+        let fresh = size - reused;
+        if pool.len() < fresh {
+            return None;
+        }
+        tokens.extend(pool.drain(..fresh));
+        if kind == Kind::Init {
+            reusable.extend(&tokens);
+        }
+        if random.random_bool(0.1) {
+            tokens.push(tokens[0]);
+        }
+        containers.push(Container {
+            id: AllocationId::from_bits(number * 16 + i as u64),
+            resource,
+            tokens: TokenSet::from_indexes(tokens).unwrap(),
+        });
+    }
+    for container in &containers {
+        for token in container.tokens.indexes() {
+            free.remove(&token);
+        }
+    }
+    Some(containers)
+}
+
+pub(crate) fn random_sizes(random: &mut StdRng, largest: usize) -> Vec<(Kind, usize)> {
+    let mut sizes = Vec::new();
+    let mut some = |random: &mut StdRng, kind, weights: &[usize]| {
+        for _ in 0..weights[random.random_range(0..weights.len())] {
+            sizes.push((kind, random.random_range(1..=largest)));
+        }
+    };
+    some(random, Kind::Init, &[0, 0, 0, 1, 2]);
+    some(random, Kind::Sidecar, &[0, 0, 0, 1]);
+    some(random, Kind::App, &[1, 1, 1, 2]);
+    sizes
+}
+
+pub(crate) fn shape(gpus: u16) -> Shape {
+    Shape {
+        gpus: NonZeroU16::new(gpus).unwrap(),
+    }
+}
+
+/// Two GPUs of 16, and small pods that never leave room for a whole one: whenever tokens are free,
+/// a small pod is sent. The large one must have its GPU once it has waited for `LATE` and every
+/// small pod that was there by then has ended.
+pub(crate) fn stream_against_a_large_pod(seed: u64) {
+    const LIFE_S: u64 = 20;
+    let mut random = StdRng::seed_from_u64(seed);
+    let mut ledger = Ledger::new(QuantumSize::Gib1);
+    ledger.set_gpus(["GPU-a", "GPU-b"].map(|name| Gpu {
+        uuid: name.parse().unwrap(),
+        capacity: Quanta(16),
+        health: Health::Healthy,
+    }));
+    let mut free: BTreeSet<u16> = (0..32).collect();
+    let mut pods: Vec<(Pod, Option<u64>)> = Vec::new();
+    let large = uid(5);
+    for second in 0..=LATE.as_secs() + 3 * LIFE_S {
+        let now = Moment(second * 1000);
+        pods.retain(|(pod, ends)| {
+            let over = *ends == Some(second);
+            if over {
+                ledger.pod_gone(&pod.uid);
+                free.extend(pod.tokens(Resource::DeviceMemory));
+            }
+            !over
+        });
+        for _ in 0..8 {
+            let number = pods
+                .last()
+                .map_or(0, |(pod, _)| pod.containers[0].id_number() + 1);
+            let size = if number == 5 {
+                16
+            } else {
+                random.random_range(1..=6)
+            };
+            let device = Resource::DeviceMemory;
+            let sizes = [(Kind::App, size)];
+            let Some(containers) = admit(&mut random, number, device, &sizes, &mut free) else {
+                break;
+            };
+            let Container { id, tokens, .. } = containers[0].clone();
+            ledger.book(id, device, tokens, now);
+            let pod = Pod {
+                uid: uid(number),
+                priority: Priority(0),
+                shape: Shape::default(),
+                containers,
+                begun: 1,
+                deleted: false,
+            };
+            pods.push((pod, None));
+        }
+        for (pod, ends) in &mut pods {
+            if ends.is_none()
+                && matches!(
+                    ledger.start(pod.start(0), now).unwrap().answer,
+                    Answer::Bound(_)
+                )
+            {
+                if pod.uid == large {
+                    return;
+                }
+                *ends = Some(second + random.random_range(1..=LIFE_S));
+            }
+        }
+        ledger.advance(now + Duration::from_millis(1));
+    }
+    panic!("seed {seed}: the large pod starved");
+}
+
+impl Container {
+    fn id_number(&self) -> u64 {
+        u64::from_str_radix(&self.id.to_string(), 16).unwrap() / 16
+    }
+}

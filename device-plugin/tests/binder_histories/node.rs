@@ -1,0 +1,600 @@
+//! A node's random history: a kubelet that follows its rules, GPUs that die, an agent that
+//! crashes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use bursar_device_plugin::ledger::{
+    Answer, Binding, ClaimId, Gpu, HOLD, Health, Ledger, Moment, Placement, Priority, SENIORITY,
+    Shape, Ticket,
+};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenId};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
+
+use crate::checks::{self, Queue};
+use crate::kubelet::{self, Pod};
+
+/// How often what happened, so that a generator that went lame is noticed.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Seen {
+    bound_at_once: u64,
+    bound_later: u64,
+    bound_by_hold: u64,
+    waited: u64,
+    spread: u64,
+    managed: u64,
+    ended_by_pod: u64,
+    crashes: u64,
+    lost_events: u64,
+    gpu_deaths: u64,
+    reused_tokens_of_living: u64,
+    collected: u64,
+    heads_watched: u64,
+}
+
+impl Seen {
+    pub(crate) fn add(&mut self, other: &Self) {
+        for (sum, n) in self.fields().into_iter().zip(other.clone().fields()) {
+            *sum += *n;
+        }
+    }
+
+    pub(crate) fn assert_everything_happened(mut self) {
+        let text = format!("{self:?}");
+        assert!(self.fields().iter().all(|n| **n > 0), "{text}");
+    }
+
+    fn fields(&mut self) -> [&mut u64; 13] {
+        let Self {
+            bound_at_once,
+            bound_later,
+            bound_by_hold,
+            waited,
+            spread,
+            managed,
+            ended_by_pod,
+            crashes,
+            lost_events,
+            gpu_deaths,
+            reused_tokens_of_living,
+            collected,
+            heads_watched,
+        } = self;
+        [
+            bound_at_once,
+            bound_later,
+            bound_by_hold,
+            waited,
+            spread,
+            managed,
+            ended_by_pod,
+            crashes,
+            lost_events,
+            gpu_deaths,
+            reused_tokens_of_living,
+            collected,
+            heads_watched,
+        ]
+    }
+}
+
+/// How the agent of this history crashes.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Crashes {
+    Sometimes,
+    AfterEveryStep,
+    /// The same, through the checkpoint's JSON.
+    AfterEveryStepThroughJson,
+}
+
+pub(crate) struct Node {
+    random: StdRng,
+    log: bool,
+    crashes: Crashes,
+    pub(crate) ledger: Ledger,
+    pub(crate) now: Moment,
+    pub(crate) gpus: Vec<Gpu>,
+    pub(crate) pods: Vec<Pod>,
+    free: [BTreeSet<u16>; 2],
+    next_pod: u64,
+    calls: BTreeMap<ClaimId, Ticket>,
+    /// What is bound, as the node was told.
+    pub(crate) bound: BTreeMap<AllocationId, (PodUid, Placement)>,
+    pub(crate) queue: Queue,
+    pub(crate) seen: Seen,
+}
+
+const RESOURCES: [Resource; 2] = [Resource::DeviceMemory, Resource::ManagedMemory];
+const MANAGED: u32 = 12;
+
+impl Node {
+    pub(crate) fn new(seed: u64, log: bool) -> Self {
+        let mut random = StdRng::seed_from_u64(seed);
+        let uniform = random.random_bool(0.8);
+        let capacity = random.random_range(6..=20);
+        let gpus: Vec<Gpu> = (0..random.random_range(1..=4))
+            .map(|i| Gpu {
+                uuid: format!("GPU-{i}").parse().unwrap(),
+                capacity: Quanta(if uniform {
+                    capacity
+                } else {
+                    random.random_range(4..=20)
+                }),
+                health: Health::Healthy,
+            })
+            .collect();
+        let tokens: u32 = gpus.iter().map(|gpu| gpu.capacity.0).sum();
+        let mut ledger = Ledger::new(QuantumSize::Gib1);
+        ledger.set_gpus(gpus.clone());
+        ledger.set_managed_capacity(Quanta(MANAGED));
+        let crashes = match seed % 16 {
+            0 => Crashes::AfterEveryStepThroughJson,
+            1..4 => Crashes::AfterEveryStep,
+            _ => Crashes::Sometimes,
+        };
+        Self {
+            random,
+            log,
+            crashes,
+            ledger,
+            now: Moment(1_000_000),
+            gpus,
+            pods: Vec::new(),
+            free: [(0..tokens as u16).collect(), (0..MANAGED as u16).collect()],
+            next_pod: 0,
+            calls: BTreeMap::new(),
+            bound: BTreeMap::new(),
+            queue: Queue::default(),
+            seen: Seen::default(),
+        }
+    }
+
+    fn say(&self, text: impl FnOnce() -> String) {
+        if self.log {
+            eprintln!("{:>9} {}", self.now.0, text());
+        }
+    }
+
+    /// Something happens, and then everything that must hold is checked.
+    pub(crate) fn step(&mut self) {
+        match self.random.random_range(0..100) {
+            0..25 => self.create_pod(),
+            25..55 => self.begin_or_retry(),
+            55..60 => self.end_call(),
+            60..64 => self.restart_pod(),
+            64..75 => self.delete_pod(),
+            75..84 => self.end_processes(),
+            84..89 => self.flip_gpu(),
+            89..92 => self.collect(),
+            _ => self.let_time_pass(),
+        }
+        if self.crashes != Crashes::Sometimes || self.random.random_bool(0.05) {
+            self.crash();
+        }
+        self.settle();
+    }
+
+    /// No more pods come, the GPUs are well, those that run end: every waiter must get its turn.
+    pub(crate) fn drain(&mut self) {
+        self.say(|| "drain".to_owned());
+        for gpu in &mut self.gpus {
+            gpu.health = Health::Healthy;
+        }
+        self.ledger.set_gpus(self.gpus.clone());
+        self.queue.head = None;
+        let mut progress = usize::MAX;
+        let mut idle_rounds = 0;
+        while let Some(first) = self.pods.iter().position(|pod| !pod.deleted) {
+            self.now = self.now + HOLD / 2;
+            if self.random.random_bool(0.2) {
+                self.crash();
+            }
+            for pod in 0..self.pods.len() {
+                self.begin(pod);
+            }
+            self.settle();
+            let last = std::mem::replace(&mut progress, self.progress());
+            idle_rounds = if progress == last { idle_rounds + 1 } else { 0 };
+            if let Some(over) = self
+                .pods
+                .iter()
+                .position(|pod| pod.deleted || self.runs(pod))
+            {
+                self.remove(over);
+            } else if idle_rounds > 3 {
+                // What was held has been given up by now.
+                // Pods that hold memory for one container and wait for more can block each other,
+                // as pods that hold nodes' memory can; but never with nothing held.
+                checks::somebody_holds_memory(self);
+                self.remove(first);
+            }
+            self.settle();
+        }
+        while !self.pods.is_empty() {
+            self.remove(0);
+        }
+        self.settle();
+        let view = self.ledger.view(self.now);
+        assert!(
+            view.gpus.iter().all(|gpu| gpu.bound == Quanta::ZERO),
+            "memory leaked: {view:?}"
+        );
+        assert_eq!(view.managed.bound, Quanta::ZERO, "managed memory leaked");
+        assert_eq!(view.waiting, 0, "a waiter outlived its pod");
+    }
+
+    /// Whether every container of the pod has had its memory.
+    fn runs(&self, pod: &Pod) -> bool {
+        let last = pod.containers.last();
+        pod.begun == pod.containers.len()
+            && last.is_some_and(|last| self.bound.contains_key(&last.id))
+    }
+
+    fn progress(&self) -> usize {
+        let begun: usize = self.pods.iter().map(|pod| pod.begun).sum();
+        1000 * self.pods.len() + begun + self.bound.len()
+    }
+
+    /// Every waiter whose turn it is, and all checks.
+    fn settle(&mut self) {
+        for binding in self.ledger.advance(self.now) {
+            self.say(|| format!("  advance bound {binding:?}"));
+            let call = self.calls.remove(&binding.claim);
+            assert!(call.is_some(), "bound for nobody: {binding:?}");
+            self.seen.bound_later += 1;
+            self.take(binding);
+        }
+        assert!(
+            self.ledger.advance(self.now).is_empty(),
+            "advance is not idempotent"
+        );
+        let before = std::mem::take(&mut self.queue);
+        self.queue = checks::all(self, before);
+        self.seen.heads_watched += u64::from(self.queue.head.is_some());
+    }
+
+    fn take(&mut self, binding: Binding) {
+        checks::placement(self, &binding);
+        match &binding.placement {
+            Placement::Managed(_) => self.seen.managed += 1,
+            Placement::Device(shares) => self.seen.spread += u64::from(shares.len() > 1),
+        }
+        for id in &binding.allocations {
+            let new = (binding.pod.clone(), binding.placement.clone());
+            if let Some(old) = self.bound.insert(*id, new.clone()) {
+                assert_eq!(old, new, "{id} was bound twice");
+            }
+        }
+    }
+
+    fn create_pod(&mut self) {
+        let number = self.next_pod;
+        self.next_pod += 1;
+        let random = &mut self.random;
+        let (which, largest) = if random.random_bool(0.1) {
+            (1, 8)
+        } else {
+            (0, 14)
+        };
+        let largest = if random.random_bool(0.1) {
+            2 * largest
+        } else {
+            largest
+        };
+        let sizes = kubelet::random_sizes(random, largest);
+        let free = &mut self.free[which];
+        let Some(containers) = kubelet::admit(random, number, RESOURCES[which], &sizes, free)
+        else {
+            return;
+        };
+        let gpus = if random.random_bool(0.1) {
+            random.random_range(2..=3)
+        } else {
+            1
+        };
+        let pod = Pod {
+            uid: kubelet::uid(number),
+            priority: Priority(if random.random_bool(0.2) {
+                random.random_range(-1..=2)
+            } else {
+                0
+            }),
+            shape: kubelet::shape(gpus),
+            containers,
+            begun: 0,
+            deleted: false,
+        };
+        self.say(|| format!("create {pod:?}"));
+        let others: BTreeSet<u16> = self
+            .pods
+            .iter()
+            .filter(|other| other.deleted)
+            .flat_map(|other| other.tokens(RESOURCES[which]).collect::<Vec<_>>())
+            .collect();
+        self.seen.reused_tokens_of_living += u64::from(
+            pod.tokens(RESOURCES[which])
+                .any(|token| others.contains(&token)),
+        );
+        for container in &pod.containers {
+            let ids = container
+                .tokens
+                .ids(container.resource)
+                .map(|id: TokenId| id.to_string());
+            let mut ids: Vec<String> = ids.collect();
+            ids.reverse();
+            let tokens =
+                bursar_device_plugin::units::TokenSet::from_ids(container.resource, &ids).unwrap();
+            self.ledger
+                .book(container.id, container.resource, tokens.clone(), self.now);
+            if self.log || number.is_multiple_of(4) {
+                let before = self.ledger.clone();
+                self.ledger
+                    .book(container.id, container.resource, tokens, self.now);
+                assert_eq!(
+                    self.ledger, before,
+                    "a second booking of one allocation did something"
+                );
+            }
+        }
+        self.pods.push(pod);
+    }
+
+    fn some_pod(&mut self) -> Option<usize> {
+        (!self.pods.is_empty()).then(|| self.random.random_range(0..self.pods.len()))
+    }
+
+    fn begin_or_retry(&mut self) {
+        if let Some(pod) = self.some_pod() {
+            self.begin(pod);
+        }
+    }
+
+    /// Starts the pod's next container if the one before has its memory, or starts that again.
+    fn begin(&mut self, index: usize) {
+        let pod = &self.pods[index];
+        if pod.deleted {
+            return;
+        }
+        let started = pod.begun.checked_sub(1);
+        let ready = started.is_none_or(|last| self.bound.contains_key(&pod.containers[last].id));
+        let next = match started {
+            _ if ready && pod.begun < pod.containers.len() => pod.begun,
+            Some(last) => last,
+            None => return,
+        };
+        self.pods[index].begun = next + 1;
+        self.start(index, next);
+    }
+
+    fn start(&mut self, index: usize, container: usize) {
+        let start = self.pods[index].start(container);
+        let lost = self.random.random_bool(0.05);
+        if lost {
+            // The agent dies before the checkpoint is written: the kubelet hears nothing, and
+            // asks again.
+            self.seen.lost_events += 1;
+            let mut doomed = self.ledger.clone();
+            let _unheard = doomed.start(start.clone(), self.now).unwrap();
+            self.crash();
+        }
+        let started = self.ledger.start(start.clone(), self.now).unwrap();
+        self.say(|| format!("start {start:?}: {started:?}"));
+        self.seen.ended_by_pod += started.ended.len() as u64;
+        checks::ended(self, &start, &started.ended);
+        for id in &started.ended {
+            self.bound.remove(id);
+        }
+        match started.answer {
+            Answer::Bound(binding) => {
+                let again = self.ledger.start(start, self.now).unwrap().answer;
+                assert_eq!(
+                    again,
+                    Answer::Bound(binding.clone()),
+                    "a second start answers anew"
+                );
+                let known = self.bound.contains_key(&binding.allocations[0]);
+                let held = self.calls.remove(&binding.claim).is_none()
+                    && self.queue.may_be_held(binding.claim);
+                self.seen.bound_at_once += u64::from(!known && !held);
+                self.seen.bound_by_hold += u64::from(!known && held);
+                self.take(binding);
+            }
+            Answer::Wait(ticket, reason) => {
+                self.seen.waited += 1;
+                assert_eq!(
+                    reason.needed,
+                    QuantumSize::Gib1.times(start.tokens.quanta())
+                );
+                if let Some(stale) = self.calls.insert(ticket.claim, ticket) {
+                    let before = self.ledger.clone();
+                    self.ledger.stop_waiting(stale, self.now);
+                    assert_eq!(
+                        self.ledger, before,
+                        "a stale call's end closed a later call"
+                    );
+                }
+            }
+        }
+    }
+
+    fn end_call(&mut self) {
+        let n = self.calls.len();
+        if n > 0 {
+            let nth = self.random.random_range(0..n);
+            let claim = *self.calls.keys().nth(nth).unwrap();
+            let ticket = self.calls.remove(&claim).unwrap();
+            self.say(|| format!("call ends: {ticket:?}"));
+            self.ledger.stop_waiting(ticket, self.now);
+            self.ledger.stop_waiting(ticket, self.now);
+        }
+    }
+
+    /// The pod's sandbox is made anew: its containers start again from the first.
+    fn restart_pod(&mut self) {
+        if let Some(index) = self.some_pod()
+            && !self.pods[index].deleted
+            && self.pods[index].begun > 0
+        {
+            self.say(|| format!("sandbox of {} anew", self.pods[index].uid));
+            self.pods[index].begun = 1;
+            self.start(index, 0);
+        }
+    }
+
+    /// The kubelet forgets the pod and gives its tokens to others; its processes live on.
+    fn delete_pod(&mut self) {
+        if let Some(index) = self.some_pod() {
+            self.say(|| format!("delete {}", self.pods[index].uid));
+            self.forget(index);
+        }
+    }
+
+    fn forget(&mut self, index: usize) {
+        let pod = &mut self.pods[index];
+        if !std::mem::replace(&mut pod.deleted, true) {
+            for (resource, free) in RESOURCES.into_iter().zip(&mut self.free) {
+                free.extend(pod.tokens(resource));
+            }
+        }
+    }
+
+    fn end_processes(&mut self) {
+        if let Some(index) = self.some_pod()
+            && (self.pods[index].deleted || self.random.random_bool(0.3))
+        {
+            self.remove(index);
+        }
+    }
+
+    fn remove(&mut self, index: usize) {
+        self.forget(index);
+        let pod = self.pods.remove(index);
+        self.say(|| format!("gone {}", pod.uid));
+        let released = self.ledger.pod_gone(&pod.uid);
+        assert!(
+            self.ledger.pod_gone(&pod.uid).is_empty(),
+            "a pod went twice"
+        );
+        let ours: BTreeSet<_> = pod
+            .containers
+            .iter()
+            .map(|container| container.id)
+            .collect();
+        let strangers: Vec<_> = released.iter().filter(|id| !ours.contains(id)).collect();
+        // A booking of a rejected pod with the very same tokens goes with the pod that started.
+        assert!(
+            strangers.iter().all(|id| !self.is_live(**id)),
+            "took {strangers:?} along"
+        );
+        for id in &released {
+            self.bound.remove(id);
+        }
+        let outlives = self.bound.values().any(|(other, _)| *other == pod.uid);
+        assert!(!outlives, "memory of {} outlived it", pod.uid);
+        let waiting: BTreeSet<ClaimId> = self.calls.keys().copied().collect();
+        // Its calls are answered by nobody; the agent ends them.
+        for claim in waiting {
+            let ticket = self.calls[&claim];
+            let before = self.ledger.clone();
+            self.ledger.stop_waiting(ticket, self.now);
+            if self.ledger == before {
+                self.calls.remove(&claim);
+            } else {
+                self.ledger = before;
+            }
+        }
+    }
+
+    pub(crate) fn priority_of(&self, uid: &PodUid) -> i32 {
+        self.pod(uid).priority.0
+    }
+
+    pub(crate) fn shape_of(&self, uid: &PodUid) -> Shape {
+        self.pod(uid).shape
+    }
+
+    fn pod(&self, uid: &PodUid) -> &Pod {
+        self.pods
+            .iter()
+            .find(|pod| pod.uid == *uid)
+            .expect("memory of a pod that is gone")
+    }
+
+    pub(crate) fn is_live(&self, id: AllocationId) -> bool {
+        self.pods
+            .iter()
+            .filter(|pod| !pod.deleted)
+            .any(|pod| pod.containers.iter().any(|container| container.id == id))
+    }
+
+    fn flip_gpu(&mut self) {
+        let which = self.random.random_range(0..self.gpus.len());
+        let gpu = &mut self.gpus[which];
+        gpu.health = match gpu.health {
+            Health::Healthy => Health::Unhealthy,
+            Health::Unhealthy => Health::Healthy,
+        };
+        self.seen.gpu_deaths += u64::from(gpu.health == Health::Unhealthy);
+        let vanishes = self.random.random_bool(0.3);
+        self.say(|| format!("gpus {:?}, vanishes: {vanishes}", self.gpus));
+        let listed = self
+            .gpus
+            .iter()
+            .filter(|gpu| !vanishes || gpu.health == Health::Healthy);
+        self.ledger.set_gpus(listed.cloned());
+        self.queue.head = None;
+    }
+
+    fn collect(&mut self) {
+        self.now = self.now + Duration::from_secs(self.random.random_range(0..90));
+        let known: BTreeSet<AllocationId> = self
+            .pods
+            .iter()
+            .filter(|pod| !pod.deleted)
+            .flat_map(|pod| pod.containers.iter().map(|container| container.id))
+            .collect();
+        let collected = self.ledger.collect(&known, self.now);
+        self.say(|| format!("collect {collected:?}"));
+        self.seen.collected += collected.len() as u64;
+        for id in collected {
+            assert!(
+                !known.contains(&id),
+                "collected {id}, which the kubelet knows"
+            );
+            assert!(
+                !self.bound.contains_key(&id),
+                "collected {id}, which is bound"
+            );
+        }
+    }
+
+    fn let_time_pass(&mut self) {
+        let far = self.random.random_bool(0.1);
+        let most = if far {
+            2 * SENIORITY.as_millis() as u64
+        } else {
+            30_000
+        };
+        self.now = self.now + Duration::from_millis(self.random.random_range(0..most));
+        self.say(|| "time passes".to_owned());
+    }
+
+    /// The agent dies and comes back with its checkpoint: every open call has ended.
+    fn crash(&mut self) {
+        self.seen.crashes += 1;
+        let mut snapshot = self.ledger.snapshot();
+        if self.crashes == Crashes::AfterEveryStepThroughJson {
+            let text = serde_json::to_string(&snapshot).unwrap();
+            snapshot = serde_json::from_str(&text).unwrap();
+        }
+        let bindings: Vec<_> = self.ledger.bindings().collect();
+        self.ledger = Ledger::restore(snapshot, QuantumSize::Gib1, self.now).unwrap();
+        assert!(
+            self.ledger.bindings().eq(bindings),
+            "the restart changed a binding"
+        );
+        self.calls.clear();
+        self.say(|| "crash".to_owned());
+    }
+}
