@@ -187,9 +187,9 @@ mod tests {
     fn of_threads_that_free_the_same_pointers_each_is_got_by_one() {
         let live = Live::new();
         let pointers: Vec<u64> = (1..20_000).map(|number| number * 4096).collect();
-        pointers
-            .iter()
-            .for_each(|pointer| drop(live.insert(*pointer, charge(1)).unwrap()));
+        for pointer in &pointers {
+            live.insert(*pointer, charge(1)).unwrap();
+        }
         let freed: usize = std::thread::scope(|scope| {
             let free = || {
                 pointers

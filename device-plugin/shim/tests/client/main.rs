@@ -1,0 +1,190 @@
+//! A CUDA program for the tests: does what its standard input says, a line a call.
+//!
+//! ```text
+//! alloc BYTES     -> ok POINTER | err CODE
+//! free POINTER    -> ok | err CODE
+//! info            -> ok FREE TOTAL | err CODE
+//! total           -> ok BYTES | err CODE
+//! managed BYTES   -> ok POINTER | err CODE
+//! pitch W H       -> ok POINTER | err CODE
+//! greedy BYTES    -> ok COUNT CODE
+//! churn N BYTES   -> ok NANOSECONDS        (N times alloc and free)
+//! query N         -> ok NANOSECONDS        (N times a forwarded call)
+//! missing         -> err CODE              (a function that the driver lacks)
+//! fork            -> ok CODE               (the child's cuMemGetInfo)
+//! exec            -> ready                 (a new image of the same process)
+//! ```
+
+use std::ffi::CStr;
+use std::io::{BufRead, Write};
+use std::os::unix::process::CommandExt;
+use std::time::Instant;
+
+/// The driver that the loader finds.
+struct Cuda(*mut libc::c_void);
+
+macro_rules! call {
+    ($cuda:expr, $name:literal, ($($argument:expr => $kind:ty),*)) => {{
+        // SAFETY: the prototype is that of cuda.h.
+        unsafe {
+            let function = std::mem::transmute::<*mut libc::c_void, unsafe extern "C" fn($($kind),*) -> i32>(
+                $cuda.symbol($name),
+            );
+            function($($argument),*)
+        }
+    }};
+}
+
+impl Cuda {
+    fn start() -> Cuda {
+        // SAFETY: the tests put the shim there.
+        let cuda = Cuda(unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) });
+        assert!(!cuda.0.is_null(), "the shim is in the loader's path");
+        let (mut device, mut context) = (0, 0_u64);
+        assert_eq!(call!(cuda, c"cuInit", (0 => u32)), 0);
+        assert_eq!(
+            call!(cuda, c"cuDeviceGet", (&raw mut device => *mut i32, 0 => i32)),
+            0
+        );
+        assert_eq!(
+            call!(cuda, c"cuDevicePrimaryCtxRetain", (&raw mut context => *mut u64, device => i32)),
+            0
+        );
+        assert_eq!(call!(cuda, c"cuCtxSetCurrent", (context => u64)), 0);
+        cuda
+    }
+
+    fn symbol(&self, name: &CStr) -> *mut libc::c_void {
+        // SAFETY: the handle is open, and the name ends with a zero.
+        let address = unsafe { libc::dlsym(self.0, name.as_ptr()) };
+        assert!(!address.is_null(), "{name:?} is exported");
+        address
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<u64, i32> {
+        let mut pointer = 0;
+        answer(
+            call!(self, c"cuMemAlloc_v2", (&raw mut pointer => *mut u64, bytes => u64)),
+            pointer,
+        )
+    }
+
+    fn free(&self, pointer: u64) -> i32 {
+        call!(self, c"cuMemFree_v2", (pointer => u64))
+    }
+
+    fn info(&self) -> Result<(u64, u64), i32> {
+        let (mut free, mut total) = (0, 0);
+        let code = call!(self, c"cuMemGetInfo_v2", (&raw mut free => *mut u64, &raw mut total => *mut u64));
+        answer(code, (free, total))
+    }
+}
+
+fn answer<T>(code: i32, value: T) -> Result<T, i32> {
+    if code == 0 { Ok(value) } else { Err(code) }
+}
+
+fn say(result: Result<String, i32>) -> String {
+    result.map_or_else(
+        |code| format!("err {code}"),
+        |text| format!("ok {text}").trim_end().to_owned(),
+    )
+}
+
+fn run(cuda: &Cuda, line: &str) -> String {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let number = |index: usize| words[index].parse::<u64>().expect("a number");
+    match words[0] {
+        "alloc" => say(cuda.alloc(number(1)).map(|pointer| pointer.to_string())),
+        "free" => say(answer(cuda.free(number(1)), String::new())),
+        "info" => say(cuda.info().map(|(free, total)| format!("{free} {total}"))),
+        "total" => {
+            let mut bytes = 0_u64;
+            let code = call!(cuda, c"cuDeviceTotalMem_v2", (&raw mut bytes => *mut u64, 0 => i32));
+            say(answer(code, bytes.to_string()))
+        }
+        "managed" => {
+            let mut pointer = 0_u64;
+            let code = call!(cuda, c"cuMemAllocManaged", (&raw mut pointer => *mut u64, number(1) => u64, 1 => u32));
+            say(answer(code, pointer.to_string()))
+        }
+        "pitch" => {
+            let (mut pointer, mut pitch) = (0_u64, 0_u64);
+            let code = call!(cuda, c"cuMemAllocPitch_v2", (
+                &raw mut pointer => *mut u64, &raw mut pitch => *mut u64, number(1) => u64, number(2) => u64, 4 => u32
+            ));
+            say(answer(code, pointer.to_string()))
+        }
+        "greedy" => {
+            let mut count = 0;
+            loop {
+                match cuda.alloc(number(1)) {
+                    Ok(_) => count += 1,
+                    Err(code) => return format!("ok {count} {code}"),
+                }
+            }
+        }
+        "churn" => {
+            let begun = Instant::now();
+            for _ in 0..number(1) {
+                let pointer = cuda.alloc(number(2)).expect("there is room");
+                assert_eq!(cuda.free(pointer), 0);
+            }
+            format!("ok {}", begun.elapsed().as_nanos())
+        }
+        "query" => {
+            // SAFETY: the prototype is that of cuda.h.
+            let query = unsafe {
+                std::mem::transmute::<*mut libc::c_void, unsafe extern "C" fn(*mut i32) -> i32>(
+                    cuda.symbol(c"cuDriverGetVersion"),
+                )
+            };
+            let (mut version, begun) = (0, Instant::now());
+            for _ in 0..number(1) {
+                // SAFETY: as above.
+                unsafe { query(&raw mut version) };
+            }
+            format!("ok {}", begun.elapsed().as_nanos())
+        }
+        "missing" => format!(
+            "err {}",
+            call!(cuda, c"cuTexRefSetMipmapLevelBias", (0 => u64, 1.5 => f32))
+        ),
+        "fork" => {
+            // SAFETY: the child only calls the driver and leaves.
+            match unsafe { libc::fork() } {
+                0 => {
+                    let code = cuda.alloc(4096).err().unwrap_or(0);
+                    // SAFETY: ends the child at once.
+                    unsafe { libc::_exit(code) }
+                }
+                child => {
+                    let mut status = 0;
+                    // SAFETY: waits for the child just made.
+                    unsafe { libc::waitpid(child, &raw mut status, 0) };
+                    assert!(
+                        libc::WIFEXITED(status),
+                        "the child was killed by signal {}",
+                        libc::WTERMSIG(status)
+                    );
+                    format!("ok {}", libc::WEXITSTATUS(status))
+                }
+            }
+        }
+        "exec" => panic!("{}", std::process::Command::new("/proc/self/exe").exec()),
+        other => panic!("unknown command {other}"),
+    }
+}
+
+fn main() {
+    let cuda = Cuda::start();
+    let mut out = std::io::stdout();
+    writeln!(out, "ready").expect("stdout is open");
+    // Unbuffered: after an exec the next image must find what was not read.
+    let mut input = std::io::BufReader::with_capacity(1, std::io::stdin());
+    let mut line = String::new();
+    while input.read_line(&mut line).expect("stdin is text") > 0 {
+        writeln!(out, "{}", run(&cuda, &line)).expect("stdout is open");
+        line.clear();
+    }
+}

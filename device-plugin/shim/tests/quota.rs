@@ -1,0 +1,249 @@
+//! A program on the simulated driver, the shim in between, and the agent's sessions: held to its
+//! quota to the byte.
+
+mod support;
+
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use bursar_device_plugin::sessions::Account;
+use bursar_device_plugin::units::Bytes;
+use support::{Container, MIB};
+
+const QUOTA: u64 = 256 * MIB;
+
+#[test]
+fn one_byte_below_the_quota_and_the_quota_fit_and_one_byte_more_does_not() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    for bytes in [QUOTA - 1, QUOTA] {
+        let pointer = program.ok(format!("alloc {bytes}"))[0];
+        assert_eq!(program.call("alloc 1"), "err 2");
+        program.ok(format!("free {pointer}"));
+    }
+    assert_eq!(program.call(format!("alloc {}", QUOTA + 1)), "err 2");
+    container.wait_for("three denials", |usage| usage.denied == 3);
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn a_program_sees_a_gpu_of_its_quota_and_what_its_siblings_use() {
+    let container = Container::with_quota(QUOTA);
+    let (mut first, mut second) = (container.program(), container.program());
+    assert_eq!(first.ok("info"), [QUOTA, QUOTA]);
+    assert_eq!(first.ok("total"), [QUOTA]);
+    let pointer = second.ok(format!("alloc {}", 100 * MIB))[0];
+    assert_eq!(first.ok("info"), [QUOTA - 100 * MIB, QUOTA]);
+    assert_eq!(second.ok("info"), [QUOTA - 100 * MIB, QUOTA]);
+    second.ok(format!("free {pointer}"));
+    assert_eq!(first.ok("info"), [QUOTA, QUOTA]);
+}
+
+#[test]
+fn processes_that_race_for_the_last_bytes_get_exactly_those_that_fit() {
+    let container = Container::with_quota(QUOTA);
+    let mut programs: Vec<_> = (0..6).map(|_| container.program()).collect();
+    for chunk in [MIB, 3 * MIB + 4096] {
+        programs
+            .iter_mut()
+            .for_each(|program| program.send(&format!("greedy {chunk}")));
+        let answers: Vec<_> = programs.iter_mut().map(|program| program.read()).collect();
+        let got: u64 = answers
+            .iter()
+            .map(|answer| {
+                let words: Vec<_> = answer.split_whitespace().collect();
+                assert_eq!(words[2], "2", "{answer}");
+                words[1].parse::<u64>().unwrap()
+            })
+            .sum();
+        assert_eq!(got, QUOTA / chunk);
+        let usage = container.usage();
+        assert!(usage.granted.0 + usage.retired.0 <= QUOTA, "{usage:?}");
+        programs.drain(..).for_each(support::Client::kill);
+        container.wait_for("everything is free again", |usage| {
+            usage.retired.0 == 0 && usage.processes == 0
+        });
+        programs.extend((0..6).map(|_| container.program()));
+    }
+}
+
+#[test]
+fn a_killed_program_leaves_nothing_charged() {
+    let container = Container::with_quota(QUOTA);
+    for _ in 0..5 {
+        let mut program = container.program();
+        program.ok(format!("alloc {QUOTA}"));
+        program.kill();
+        container.wait_for("the memory is free", |usage| {
+            usage.granted.0 == 0 && usage.retired.0 == 0
+        });
+    }
+}
+
+#[test]
+fn an_exec_starts_with_the_whole_quota_again() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    program.ok(format!("alloc {QUOTA}"));
+    assert_eq!(program.call("exec"), "ready");
+    assert_eq!(program.ok("info")[1], QUOTA);
+    container.wait_for("the old image's memory is free", |usage| {
+        usage.retired.0 == 0
+    });
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn without_the_agent_what_is_granted_stays_usable_and_more_is_refused_at_once() {
+    let mut container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let pointer = program.ok(format!("alloc {}", 128 * MIB))[0];
+    container.stop_agent();
+    let begun = Instant::now();
+    program.ok(format!("free {pointer}"));
+    let again = program.ok(format!("alloc {}", 128 * MIB))[0];
+    assert_eq!(program.call(format!("alloc {}", 128 * MIB)), "err 2");
+    assert!(
+        begun.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        begun.elapsed()
+    );
+
+    container.start_agent();
+    assert_eq!(program.call(format!("alloc {}", 129 * MIB)), "err 2");
+    program.ok(format!("alloc {}", 128 * MIB));
+    program.ok(format!("free {again}"));
+    program.ok(format!("alloc {}", 128 * MIB));
+    assert_eq!(program.call("alloc 1"), "err 2");
+}
+
+#[test]
+fn a_restarted_agent_gives_nobody_what_a_silent_process_holds() {
+    let mut container = Container::with_quota(QUOTA);
+    let mut silent = container.program();
+    silent.ok(format!("alloc {}", 200 * MIB));
+    for _ in 0..3 {
+        container.stop_agent();
+        container.start_agent();
+        let mut other = container.program();
+        // Credit that the silent process has idle stays its own until it speaks again.
+        assert!(other.ok("info")[0] <= 56 * MIB);
+        let before = other.ok(format!("greedy {MIB}"))[0];
+        assert_eq!(silent.call(format!("alloc {}", 57 * MIB)), "err 2");
+        let after = other.ok(format!("greedy {MIB}"))[0];
+        assert_eq!(before + after, 56);
+        assert_eq!(silent.ok("info"), [0, QUOTA]);
+        other.kill();
+        container.wait_for("the other is gone", |usage| usage.retired.0 == 0);
+    }
+    container.stop_agent();
+    silent.kill();
+    container.start_agent();
+    container.wait_for("the dead is noticed", |usage| {
+        usage.retired.0 == 0 && usage.granted.0 == 0
+    });
+    container.program().ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn an_agent_that_accepts_and_never_answers_costs_a_bounded_wait() {
+    let mut container = Container::with_quota(QUOTA);
+    container.stop_agent();
+    std::fs::remove_file(container.socket()).unwrap();
+    let _mute = std::os::unix::net::UnixListener::bind(container.socket()).unwrap();
+    let mut program = container.program();
+    let begun = Instant::now();
+    assert_eq!(program.call("alloc 4096"), "err 2");
+    assert!(
+        begun.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        begun.elapsed()
+    );
+    let begun = Instant::now();
+    assert_eq!(program.call("alloc 4096"), "err 2");
+    assert!(
+        begun.elapsed() < Duration::from_millis(500),
+        "the second does not wait: {:?}",
+        begun.elapsed()
+    );
+}
+
+#[test]
+fn garbage_on_the_socket_does_not_slow_a_program_down() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let hostile: Vec<_> = (0..50)
+        .map(|number: u8| {
+            let mut stream = UnixStream::connect(container.socket()).unwrap();
+            let _ = stream.write_all(&[number; 300]);
+            stream
+        })
+        .collect();
+    let begun = Instant::now();
+    assert_eq!(program.ok(format!("greedy {MIB}")), [256, 2]);
+    assert!(
+        begun.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        begun.elapsed()
+    );
+    drop(hostile);
+}
+
+#[test]
+fn managed_memory_has_a_quota_of_its_own_and_none_by_default() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    assert_eq!(program.call(format!("managed {MIB}")), "err 2");
+    container.resize(&Account::Managed, Bytes(64 * MIB));
+    let answer = program.call(format!("managed {}", 64 * MIB));
+    // The simulated driver may not know managed memory: it is asked, and its answer is the program's.
+    assert!(answer.starts_with("ok") || answer == "err 801", "{answer}");
+    if answer.starts_with("ok") {
+        assert_eq!(program.call("managed 1"), "err 2");
+    }
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
+fn a_pitched_allocation_is_charged_with_the_drivers_own_pitch() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let pointer = program.ok("pitch 1000 1024")[0];
+    let used = container.usage().used.0;
+    assert!((1000 * 1024..=1024 * 1024).contains(&used), "{used}");
+    program.ok(format!("free {pointer}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
+fn a_function_that_the_driver_lacks_is_an_error_and_no_crash() {
+    let container = Container::with_quota(QUOTA);
+    assert_eq!(container.program().call("missing"), "err 801");
+}
+
+#[test]
+fn a_forked_child_neither_crashes_nor_uses_its_parents_credit() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    program.ok(format!("alloc {MIB}"));
+    assert_eq!(program.ok("fork"), [3], "the driver says NOT_INITIALIZED");
+    program.ok(format!("alloc {MIB}"));
+    assert_eq!(container.usage().used, Bytes(2 * MIB));
+}
+
+#[test]
+fn a_free_that_the_driver_refuses_stays_charged_and_a_second_free_changes_nothing() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let pointer = program.ok(format!("alloc {MIB}"))[0];
+    assert!(
+        program
+            .call(format!("free {}", pointer + 512))
+            .starts_with("err")
+    );
+    assert_eq!(container.usage().used, Bytes(MIB));
+    program.ok(format!("free {pointer}"));
+    assert!(program.call(format!("free {pointer}")).starts_with("err"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}

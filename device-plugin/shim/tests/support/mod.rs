@@ -1,0 +1,264 @@
+//! A container as the agent makes one, without a cluster: its own mounts, the shim where the
+//! loader finds it, the simulated driver where the shim finds it, and the agent's socket.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use bursar_device_plugin::sessions::{
+    Account, Cgroups, DriverCharges, Membership, Process, Served, Sessions, Usage,
+};
+use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_sim_state::{Folder, Sim};
+
+pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
+pub const MIB: u64 = 1 << 20;
+
+/// Where cargo puts this workspace's libraries; they are built once.
+fn built() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let test = std::env::current_exe().expect("a test has a file");
+        let profile = test
+            .parent()
+            .and_then(Path::parent)
+            .expect("target/<profile>/deps/<test>")
+            .to_owned();
+        let mut build = Command::new(env!("CARGO"));
+        build.args([
+            "build",
+            "--quiet",
+            "-p",
+            "bursar-sim-cuda",
+            "-p",
+            "bursar-shim",
+            "--lib",
+        ]);
+        if profile.ends_with("release") {
+            build.arg("--release");
+        }
+        assert!(build.status().expect("cargo runs").success());
+        profile
+    })
+}
+
+/// Every process is in the container: cgroups have tests of their own.
+struct Everyone;
+
+impl Membership for Everyone {
+    fn process(&self, pid: u32) -> Option<Process> {
+        Cgroups::new("/proc".into()).process(pid)
+    }
+
+    fn container(&self, _pid: u32, _pod: &PodUid) -> Option<String> {
+        Some("here".to_owned())
+    }
+}
+
+/// What the simulated driver charges.
+struct SimCharges(PathBuf);
+
+impl DriverCharges for SimCharges {
+    fn charged(&self, gpu: &GpuUuid, pid: u32) -> Option<Bytes> {
+        let sim = Sim::open(&self.0).ok()?;
+        let unit = sim.gpu_unit(sim.find_gpu(gpu.as_str())?);
+        let processes = sim.usage(unit).processes;
+        Some(Bytes(
+            processes
+                .iter()
+                .filter(|process| process.pid == pid)
+                .map(|process| process.bytes)
+                .sum(),
+        ))
+    }
+}
+
+/// One container with a quota on a simulated GPU of 16 GiB.
+pub struct Container {
+    folder: tempfile::TempDir,
+    served: Served,
+    runtime: tokio::runtime::Runtime,
+    sessions: Option<Sessions>,
+}
+
+impl Container {
+    /// Makes the GPU, and serves the container.
+    pub fn with_quota(quota: u64) -> Container {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("sim.toml");
+        let gpu = format!(
+            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"16Gi\"\nminor = 0\n"
+        );
+        std::fs::write(&config, gpu).unwrap();
+        Folder::at(folder.path().join("sim"))
+            .init(&config, &[])
+            .unwrap();
+        let served = Served {
+            allocation: AllocationId::from_bits(7),
+            pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+            gpus: vec![(GPU.parse().unwrap(), Bytes(quota))],
+            managed: Bytes::ZERO,
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
+        let mut container = Container {
+            folder,
+            served,
+            runtime,
+            sessions: None,
+        };
+        container.start_agent();
+        container
+    }
+
+    pub fn start_agent(&mut self) {
+        let charges = Arc::new(SimCharges(self.folder.path().join("sim")));
+        let sessions = Sessions::new(self.folder.path().join("run"), charges, Arc::new(Everyone));
+        self.runtime
+            .block_on(sessions.serve(self.served.clone()))
+            .unwrap();
+        self.sessions = Some(sessions);
+    }
+
+    pub fn stop_agent(&mut self) {
+        let _entered = self.runtime.enter();
+        self.sessions = None;
+        // The tasks end at their next step.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+
+    pub fn resize(&self, account: &Account, quota: Bytes) {
+        self.sessions
+            .as_ref()
+            .unwrap()
+            .resize(&self.served.allocation, account, quota)
+            .unwrap();
+    }
+
+    /// The GPU's account.
+    pub fn usage(&self) -> Usage {
+        self.sessions.as_ref().unwrap().usage().remove(0)
+    }
+
+    /// Waits until the GPU's account is as told.
+    pub fn wait_for(&self, what: &str, is_so: impl Fn(&Usage) -> bool) {
+        let begun = Instant::now();
+        while !is_so(&self.usage()) {
+            assert!(
+                begun.elapsed() < Duration::from_secs(5),
+                "{what}: {:?}",
+                self.usage()
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The socket as the agent made it.
+    pub fn socket(&self) -> PathBuf {
+        self.alloc_dir().join("agent.sock")
+    }
+
+    fn alloc_dir(&self) -> PathBuf {
+        Sessions::alloc_dir(&self.folder.path().join("run"))
+            .join(self.served.allocation.to_string())
+    }
+
+    /// Starts a program in the container.
+    pub fn program(&self) -> Client {
+        self.start("libbursar_shim.so", "/opt/bursar/drv/cuda.so.1")
+    }
+
+    /// Starts a program beside it, on the bare driver: what the benchmark compares with.
+    #[allow(dead_code)]
+    pub fn bare_program(&self) -> Client {
+        self.start("libbursar_sim_cuda.so", "/opt/bursar/drv/unused")
+    }
+
+    fn start(&self, library: &str, driver: &str) -> Client {
+        // Namespaces of its own, as any user may make them: mounts are private to the program.
+        let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
+            for f in lib/libcuda.so.1:$LIBRARY ${DRIVER#/opt/bursar/}:$REAL; do \
+            touch /opt/bursar/${f%%:*}; mount --bind ${f#*:} /opt/bursar/${f%%:*}; done; \
+            mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; exec $CLIENT";
+        let mut command = Command::new("unshare");
+        command.arg("--mount");
+        // SAFETY: asks for a number.
+        if unsafe { libc::geteuid() } != 0 {
+            command.args(["--user", "--map-root-user"]);
+        }
+        let sim = self.folder.path().join("sim");
+        command
+            .args(["sh", "-c", script])
+            .env("LIBRARY", built().join(library))
+            .env("DRIVER", driver)
+            .env("REAL", built().join("libbursar_sim_cuda.so"))
+            .env("ALLOC", self.alloc_dir())
+            .env("CLIENT", env!("CARGO_BIN_EXE_quota-client"))
+            .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
+            .env("SIMGPU_DEV", sim.join("dev"))
+            .env("SIMGPU_DIR", sim)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut client = Client {
+            child,
+            input,
+            output,
+        };
+        assert_eq!(client.read(), "ready");
+        client
+    }
+}
+
+/// A program in the container.
+pub struct Client {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Client {
+    pub fn send(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+    }
+
+    pub fn read(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// One call and its answer.
+    pub fn call(&mut self, line: impl AsRef<str>) -> String {
+        self.send(line.as_ref());
+        self.read()
+    }
+
+    /// A call that succeeds; its numbers.
+    pub fn ok(&mut self, line: impl AsRef<str>) -> Vec<u64> {
+        let answer = self.call(line.as_ref());
+        let mut words = answer.split_whitespace();
+        assert_eq!(words.next(), Some("ok"), "{}: {answer}", line.as_ref());
+        words.map(|word| word.parse().unwrap()).collect()
+    }
+
+    /// SIGKILL.
+    pub fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
