@@ -3,6 +3,10 @@
     unreachable_pub,
     reason = "KubeSchema copies each struct into a function, `pub` included"
 )]
+#![expect(
+    clippy::duplicated_attributes,
+    reason = "each printcolumn is a list of its own, so that two may have the same type or priority"
+)]
 
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};

@@ -41,8 +41,9 @@ fn check(file: &str, crd: &CustomResourceDefinition) {
         .join(file);
     let wanted = template(crd);
     if std::env::var_os("BURSAR_UPDATE").is_some() {
-        std::fs::create_dir_all(path.parent().expect("the file is in a folder")).unwrap();
-        std::fs::write(&path, &wanted).unwrap();
+        std::fs::create_dir_all(path.parent().expect("the file is in a folder"))
+            .expect("the templates' folder can be made");
+        std::fs::write(&path, &wanted).expect("the template can be written");
     }
     let found = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(found == wanted, "{} is stale: run `{HOW}`", path.display());
