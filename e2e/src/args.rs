@@ -1,6 +1,8 @@
 //! The command line.
 
 use bursar_e2e::verify::VerifyArgs;
+use std::path::PathBuf;
+
 use clap::{Parser, Subcommand};
 
 /// A real Kubernetes on this machine with Bursar on it.
@@ -15,10 +17,15 @@ pub(crate) struct Args {
 pub(crate) enum Command {
     /// Build Kubernetes and what it stands on, once, into the cache.
     Build,
-    /// Start a cluster and leave it running.
+    /// Start a cluster with Bursar on it and leave it running.
     Up {
         #[command(flatten)]
         cluster: Name,
+        /// Kubernetes only.
+        #[arg(long)]
+        bare: bool,
+        #[command(flatten)]
+        bursar: Bursar,
     },
     /// Take a cluster down.
     Down {
@@ -40,4 +47,15 @@ pub(crate) struct Name {
     /// The cluster's name; clusters of different names can run side by side.
     #[arg(long, default_value = "demo")]
     pub(crate) name: String,
+}
+
+/// What of Bursar is put on the cluster.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Bursar {
+    /// The chart's folder; this repository's unless given.
+    #[arg(long)]
+    pub(crate) chart: Option<PathBuf>,
+    /// Compile as users get it, not as the tests are.
+    #[arg(long)]
+    pub(crate) release: bool,
 }

@@ -4,14 +4,18 @@ use std::future::Future;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use bursar_e2e::cluster::{self, Local, Options, RunFolder};
+use bursar_e2e::chart::Chart;
+use bursar_e2e::scene::Scene;
+use bursar_e2e::supplies::Supplies;
+use bursar_e2e::workspace::Profile;
+use bursar_e2e::cluster::{self, Cluster, Local, Options, RunFolder};
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::verify;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::args::{Args, Command};
+use crate::args::{Args, Bursar, Command};
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let progress = Progress::start();
@@ -23,7 +27,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             kube::build(&progress)?;
             progress.say("Kubernetes is built");
         }
-        Command::Up { cluster } => interruptible(up(cluster.name, progress))?,
+        Command::Up { cluster, bare, bursar } => interruptible(up(cluster.name, bare, bursar, progress))?,
         Command::Down { cluster } => {
             interruptible(async move { Ok(cluster::down(&cluster.name).await?) })?
         }
@@ -45,19 +49,29 @@ fn interruptible<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Re
     })
 }
 
-async fn up(name: String, progress: Progress) -> anyhow::Result<()> {
-    let toolbox = kube::build(&progress)?;
+async fn up(name: String, bare: bool, bursar: Bursar, progress: Progress) -> anyhow::Result<()> {
     let harness = std::env::current_exe().context("this program's path")?;
-    let cluster = Local::up(
-        Options {
-            name,
-            harness,
-            toolbox,
-        },
-        &progress,
-    )
-    .await?;
-    let folder = cluster.keep().await?;
+    let local = if bare {
+        let toolbox = kube::build(&progress)?;
+        Local::up(Options { name, harness, toolbox }, &progress).await?
+    } else {
+        let supplies = supplies(bursar, &progress)?;
+        match Scene::start(&supplies, &name, &progress).await?.cluster {
+            Cluster::Ours(local) => *local,
+            Cluster::Yours { .. } => anyhow::bail!("`up` starts a cluster of its own; unset KUBECONFIG"),
+        }
+    };
+    let folder = local.keep().await?;
     println!("export KUBECONFIG={}", folder.kubeconfig().display());
     Ok(())
+}
+
+fn supplies(bursar: Bursar, progress: &Progress) -> anyhow::Result<Supplies> {
+    let harness = std::env::current_exe().context("this program's path")?;
+    let profile = if bursar.release { Profile::Release } else { Profile::Dev };
+    let mut supplies = Supplies::from_workspace(profile, harness, progress)?;
+    if let (Some(chosen), Chart::Helm { folder, .. }) = (bursar.chart, &mut supplies.chart) {
+        *folder = chosen;
+    }
+    Ok(supplies)
 }

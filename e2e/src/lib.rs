@@ -2,6 +2,7 @@
 //! that both hold.
 
 pub mod cache;
+pub mod chart;
 pub mod cluster;
 pub mod folders;
 pub mod images;
@@ -9,6 +10,7 @@ pub mod kube;
 pub mod node;
 pub mod pods;
 pub mod progress;
+pub mod scene;
 pub mod sim;
 pub mod supplies;
 pub mod verify;

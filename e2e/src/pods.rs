@@ -92,7 +92,7 @@ impl PodPlan {
     fn pod(&self) -> Pod {
         let init = self
             .init_gib
-            .map(|gib| vec![self.container("init", vec!["show".to_owned()], Some(gib))]);
+            .map(|gib| vec![self.container("init", vec!["report".to_owned()], Some(gib))]);
         Pod {
             metadata: ObjectMeta {
                 name: Some(self.name.clone()),

@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use crate::cache::CacheError;
+use crate::chart::Chart;
+use crate::folders;
 use crate::images::{self, Archive, ImageError};
 use crate::kube::{self, BuildError, Toolbox};
 use crate::progress::Progress;
@@ -21,6 +23,8 @@ pub struct Supplies {
     pub images: BTreeMap<&'static str, Archive>,
     /// The simulated driver.
     pub driver: sim::Driver,
+    /// The chart.
+    pub chart: Chart,
 }
 
 /// Why there are no supplies.
@@ -63,11 +67,16 @@ impl Supplies {
             .map(|folder| folder.join("bursar-images"))
             .unwrap_or_default();
         let images = images::write_all(&binaries, &folder)?;
+        let chart = Chart::Helm {
+            helm: toolbox.program("helm"),
+            folder: folders::repository().join("charts/bursar"),
+        };
         Ok(Self {
             toolbox,
             harness,
             images,
             driver: simulator(&binaries)?,
+            chart,
         })
     }
 

@@ -8,9 +8,8 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use k8s_openapi::api::core::v1::{Node, ServiceAccount};
+use kube::Client;
 use kube::api::Api;
-use kube::config::{KubeConfigOptions, Kubeconfig};
-use kube::{Client, Config};
 
 use super::components::{CONTAINERD_SOCKET, Component, Layout, NODE};
 use super::control::Control;
@@ -65,14 +64,6 @@ pub enum LocalError {
         log: PathBuf,
         /// Its last lines.
         tail: String,
-    },
-    /// A request to the API server failed.
-    #[error("{step}: {source}")]
-    Api {
-        /// What was being done.
-        step: String,
-        /// What the server said.
-        source: Box<kube::Error>,
     },
     /// A program that acts on the cluster failed.
     #[error("{program} failed ({status}): {stderr}")]
@@ -477,13 +468,8 @@ impl Start {
     }
 
     async fn client(&self) -> Result<Client, LocalError> {
-        let path = self.layout.folder.kubeconfig();
-        let failed = |error: String| step("kubeconfig")(io::Error::other(error));
-        let kubeconfig = Kubeconfig::read_from(&path).map_err(|error| failed(error.to_string()))?;
-        let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default())
-            .await
-            .map_err(|error| failed(error.to_string()))?;
-        Client::try_from(config).map_err(|error| failed(error.to_string()))
+        let client = super::client(&self.layout.folder.kubeconfig()).await;
+        client.map_err(|error| step("kubeconfig")(io::Error::other(error)))
     }
 
     async fn ready(&mut self, client: &Client, progress: &Progress) -> Result<(), LocalError> {

@@ -6,5 +6,86 @@ mod control;
 mod local;
 mod run_folder;
 
+use std::path::{Path, PathBuf};
+
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+
 pub use local::{Local, LocalError, Options, down};
 pub use run_folder::{RunFolder, RunFolderError};
+
+/// Where scenarios run.
+pub enum Cluster {
+    /// On a cluster of our own.
+    Ours(Box<Local>),
+    /// On the user's.
+    Yours {
+        /// A client with the user's rights.
+        client: Client,
+        /// The file that `KUBECONFIG` names.
+        kubeconfig: PathBuf,
+    },
+}
+
+/// The user's cluster cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("KUBECONFIG={path}: {why}")]
+pub struct KubeconfigError {
+    path: PathBuf,
+    why: String,
+}
+
+impl Cluster {
+    /// The user's cluster.
+    ///
+    /// # Errors
+    /// When the file cannot be read or used.
+    pub async fn yours(kubeconfig: PathBuf) -> Result<Self, KubeconfigError> {
+        let client = client(&kubeconfig).await?;
+        Ok(Self::Yours { client, kubeconfig })
+    }
+
+    /// A client with all rights.
+    pub fn client(&self) -> Client {
+        match self {
+            Self::Ours(local) => local.client(),
+            Self::Yours { client, .. } => client.clone(),
+        }
+    }
+
+    /// The kubeconfig file for other programs.
+    pub fn kubeconfig(&self) -> PathBuf {
+        match self {
+            Self::Ours(local) => local.kubeconfig(),
+            Self::Yours { kubeconfig, .. } => kubeconfig.clone(),
+        }
+    }
+
+    /// Our own cluster, whose node can be operated on.
+    pub fn ours(&self) -> Option<&Local> {
+        match self {
+            Self::Ours(local) => Some(local),
+            Self::Yours { .. } => None,
+        }
+    }
+
+    /// As [`Self::ours`].
+    pub fn ours_mut(&mut self) -> Option<&mut Local> {
+        match self {
+            Self::Ours(local) => Some(local),
+            Self::Yours { .. } => None,
+        }
+    }
+}
+
+/// A client by a kubeconfig file.
+async fn client(path: &Path) -> Result<Client, KubeconfigError> {
+    let failed = |why: String| KubeconfigError {
+        path: path.to_path_buf(),
+        why,
+    };
+    let kubeconfig = Kubeconfig::read_from(path).map_err(|error| failed(error.to_string()))?;
+    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default());
+    let config = config.await.map_err(|error| failed(error.to_string()))?;
+    Client::try_from(config).map_err(|error| failed(error.to_string()))
+}

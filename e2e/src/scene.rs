@@ -1,0 +1,218 @@
+//! A cluster with GPUs and Bursar on it, ready for pods.
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::Path;
+use std::time::Duration;
+
+use k8s_openapi::api::core::v1::{Node, Pod};
+use kube::api::{Api, ListParams, LogParams};
+
+use crate::chart::{self, Chart, ChartError};
+use crate::cluster::{Cluster, KubeconfigError, Local, LocalError, Options};
+use crate::pods::{GPU_MEMORY, PodError};
+use crate::progress::Progress;
+use crate::sim::{self, SimError, SimulatedGpus};
+use crate::supplies::Supplies;
+use crate::wait::{self, Look, TimedOut};
+
+/// Bound of the chart's start: images are local, or pulled once.
+const BOUND: Duration = Duration::from_secs(180);
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// The simulated GPUs of a scene: how many, and GiB of each.
+pub const SIMULATED: (u32, u32) = (2, 16);
+
+/// A cluster with Bursar on it.
+pub struct Scene {
+    /// Where it is.
+    pub cluster: Cluster,
+    /// The simulated GPUs, unless the GPUs are real.
+    pub gpus: Option<SimulatedGpus>,
+    /// The image of the CUDA program that pods run.
+    pub probe: String,
+}
+
+/// Why there is no scene.
+#[derive(Debug, thiserror::Error)]
+pub enum SceneError {
+    /// Our cluster did not start.
+    #[error(transparent)]
+    Local(#[from] LocalError),
+    /// The user's cluster cannot be used.
+    #[error(transparent)]
+    Kubeconfig(#[from] KubeconfigError),
+    /// The simulated GPUs could not be laid out.
+    #[error(transparent)]
+    Sim(#[from] SimError),
+    /// The chart could not be installed.
+    #[error(transparent)]
+    Chart(#[from] ChartError),
+    /// A pod could not be handled.
+    #[error(transparent)]
+    Pod(#[from] PodError),
+    /// Bursar does not come up.
+    #[error("{source}\n{state}")]
+    NotUp {
+        /// What was waited for.
+        source: TimedOut,
+        /// The pods of Bursar, with the ends of their logs.
+        state: String,
+    },
+}
+
+/// This machine has an NVIDIA driver that answers.
+pub fn has_driver() -> bool {
+    Path::new("/proc/driver/nvidia/version").exists() && Path::new("/dev/nvidiactl").exists()
+}
+
+impl Scene {
+    /// Starts a cluster called `name` with the real GPUs of this machine, or simulated ones, and
+    /// puts Bursar on it.
+    ///
+    /// # Errors
+    /// When a step fails or outlasts its bound; the cluster is taken down again.
+    pub async fn start(
+        supplies: &Supplies,
+        name: &str,
+        progress: &Progress,
+    ) -> Result<Self, SceneError> {
+        let options = Options {
+            name: name.to_owned(),
+            harness: supplies.harness.clone(),
+            toolbox: supplies.toolbox.clone(),
+        };
+        let local = Local::up(options, progress).await?;
+        for archive in supplies.images.values() {
+            local.import(&archive.path).await?;
+        }
+        progress.say(format_args!(
+            "{} images are imported",
+            supplies.images.len()
+        ));
+        let gpus = if has_driver() {
+            None
+        } else {
+            let (count, gib) = SIMULATED;
+            let folder = local.host_path(sim::FOLDER);
+            let gpus = SimulatedGpus::lay_out(
+                supplies.driver.clone(),
+                folder,
+                &local.folder().configs(),
+                count,
+                gib,
+            )?;
+            progress.say(format_args!(
+                "{count} simulated GPUs of {gib} GiB are laid out"
+            ));
+            Some(gpus)
+        };
+        let scene = Self {
+            cluster: Cluster::Ours(Box::new(local)),
+            gpus,
+            probe: supplies.reference("probe").to_owned(),
+        };
+        scene.install(supplies, progress).await?;
+        Ok(scene)
+    }
+
+    async fn install(&self, supplies: &Supplies, progress: &Progress) -> Result<(), SceneError> {
+        let (agent, operator) = (supplies.reference("agent"), supplies.reference("operator"));
+        let values = chart::values(agent, operator, self.gpus.is_some());
+        supplies
+            .chart
+            .install(&self.cluster.kubeconfig(), &values)
+            .await?;
+        progress.say("the chart is installed");
+        let total = self.until_allocatable(|quanta| quanta > 0, BOUND).await?;
+        progress.say(format_args!("nodes offer {total} x {GPU_MEMORY}"));
+        Ok(())
+    }
+
+    /// Waits until the sum over all nodes of the allocatable GPU memory, in quanta, is as wanted.
+    ///
+    /// # Errors
+    /// After `bound`, with the state of Bursar's pods.
+    pub async fn until_allocatable(
+        &self,
+        wanted: impl Fn(i64) -> bool,
+        bound: Duration,
+    ) -> Result<i64, SceneError> {
+        let nodes: Api<Node> = Api::all(self.cluster.client());
+        let look = async || match nodes.list(&ListParams::default()).await {
+            Ok(list) => {
+                let total = list.items.iter().map(allocatable).sum();
+                if wanted(total) {
+                    Look::Found(total)
+                } else {
+                    Look::NotYet(format!("they offer {total}"))
+                }
+            }
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        match wait::until(
+            "the nodes to offer GPU memory as wanted",
+            bound,
+            PAUSE,
+            look,
+        )
+        .await
+        {
+            Ok(total) => Ok(total),
+            Err(source) => Err(SceneError::NotUp {
+                source,
+                state: self.bursars_pods().await,
+            }),
+        }
+    }
+
+    /// Bursar's own pods and the ends of their logs, for an error message.
+    async fn bursars_pods(&self) -> String {
+        let pods: Api<Pod> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
+        let mut text = String::new();
+        let list = pods
+            .list(&ListParams::default())
+            .await
+            .map(|list| list.items)
+            .unwrap_or_default();
+        for pod in list {
+            let name = pod.metadata.name.clone().unwrap_or_default();
+            let state = crate::pods::State::of(&pod);
+            let params = LogParams {
+                tail_lines: Some(12),
+                ..LogParams::default()
+            };
+            let log = pods.logs(&name, &params).await.unwrap_or_default();
+            // Writing to a string cannot fail.
+            let _ = writeln!(text, "--- {name}: {} {}\n{log}", state.phase, state.waiting);
+        }
+        text
+    }
+
+    /// Allocatable GPU memory by node, in quanta.
+    ///
+    /// # Errors
+    /// When the API server refuses.
+    pub async fn allocatable(&self) -> Result<BTreeMap<String, i64>, kube::Error> {
+        let nodes: Api<Node> = Api::all(self.cluster.client());
+        let list = nodes.list(&ListParams::default()).await?;
+        let entry = |node: &Node| {
+            (
+                node.metadata.name.clone().unwrap_or_default(),
+                allocatable(node),
+            )
+        };
+        Ok(list.items.iter().map(entry).collect())
+    }
+}
+
+fn allocatable(node: &Node) -> i64 {
+    let amounts = node
+        .status
+        .as_ref()
+        .and_then(|status| status.allocatable.as_ref());
+    amounts
+        .and_then(|amounts| amounts.get(GPU_MEMORY))
+        .and_then(|quantity| quantity.0.parse().ok())
+        .unwrap_or(0)
+}
