@@ -62,26 +62,23 @@ impl Image {
     /// # Errors
     /// When a file cannot be read or the archive cannot be written.
     pub fn write(&self, out: &Path) -> io::Result<()> {
-        let layer = self.layer()?;
-        let layer_digest = digest(&layer);
+        let layer = Blob::new(self.layer()?);
         let architecture = match std::env::consts::ARCH {
             "x86_64" => "amd64",
             "aarch64" => "arm64",
             other => other,
         };
-        let config = json!({
+        let config = Blob::new(serde_json::to_vec(&json!({
             "architecture": architecture, "os": "linux",
             "config": {"Entrypoint": self.entrypoint, "Env": ["PATH=/usr/local/bin:/usr/bin"], "WorkingDir": "/"},
-            "rootfs": {"type": "layers", "diff_ids": [layer_digest]},
-        });
-        let config = serde_json::to_vec(&config)?;
-        let descriptor = |media: &str, blob: &[u8]| json!({"mediaType": format!("application/vnd.oci.image.{media}"), "digest": digest(blob), "size": blob.len()});
-        let manifest = serde_json::to_vec(&json!({
+            "rootfs": {"type": "layers", "diff_ids": [layer.digest]},
+        }))?);
+        let manifest = Blob::new(serde_json::to_vec(&json!({
             "schemaVersion": 2, "mediaType": "application/vnd.oci.image.manifest.v1+json",
-            "config": descriptor("config.v1+json", &config),
-            "layers": [descriptor("layer.v1.tar", &layer)],
-        }))?;
-        let mut entry: Value = descriptor("manifest.v1+json", &manifest);
+            "config": config.descriptor("config.v1+json"),
+            "layers": [layer.descriptor("layer.v1.tar")],
+        }))?);
+        let mut entry = manifest.descriptor("manifest.v1+json");
         entry["annotations"] = json!({
             "io.containerd.image.name": self.reference,
             "org.opencontainers.image.ref.name": self.reference,
@@ -97,11 +94,8 @@ impl Image {
         )?;
         add(&mut archive, "index.json", &index)?;
         for blob in [&config, &manifest, &layer] {
-            add(
-                &mut archive,
-                &format!("blobs/{}", digest(blob).replace(':', "/")),
-                blob,
-            )?;
+            let path = format!("blobs/{}", blob.digest.replace(':', "/"));
+            add(&mut archive, &path, &blob.data)?;
         }
         archive.into_inner()?.flush()?;
         fs::rename(half, out)
@@ -148,6 +142,24 @@ impl Image {
             }
         }
         layer.into_inner()
+    }
+}
+
+/// Content that is named by its digest.
+struct Blob {
+    data: Vec<u8>,
+    digest: String,
+}
+
+impl Blob {
+    fn new(data: Vec<u8>) -> Self {
+        let digest = digest(&data);
+        Self { data, digest }
+    }
+
+    fn descriptor(&self, kind: &str) -> Value {
+        let media = format!("application/vnd.oci.image.{kind}");
+        json!({"mediaType": media, "digest": self.digest, "size": self.data.len()})
     }
 }
 
