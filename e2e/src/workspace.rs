@@ -62,7 +62,14 @@ impl Binaries {
 struct Message {
     reason: String,
     #[serde(default)]
+    target: Target,
+    #[serde(default)]
     filenames: Vec<PathBuf>,
+}
+
+#[derive(Default, Deserialize)]
+struct Target {
+    kind: Vec<String>,
 }
 
 /// Compiles everything that runs in a cluster. The compiler's messages go to standard error.
@@ -100,13 +107,14 @@ fn artifacts(messages: &str) -> BTreeMap<String, PathBuf> {
     let messages = messages
         .lines()
         .filter_map(|line| serde_json::from_str::<Message>(line).ok());
+    let linked = |kind: &String| kind == "bin" || kind == "cdylib";
     messages
-        .filter(|message| message.reason == "compiler-artifact")
+        .filter(|message| {
+            message.reason == "compiler-artifact" && message.target.kind.iter().any(linked)
+        })
         .flat_map(|message| message.filenames)
         .filter_map(|path| Some((path.file_name()?.to_str()?.to_owned(), path)))
-        .filter(|(name, _)| {
-            name.starts_with("libbursar") && name.ends_with(".so") || !name.contains('.')
-        })
+        .filter(|(name, _)| name.ends_with(".so") || !name.contains('.'))
         .collect()
 }
 
@@ -117,9 +125,10 @@ mod tests {
     #[test]
     fn programs_and_our_libraries_are_taken_from_cargos_messages() {
         let messages = r#"
-{"reason":"compiler-artifact","filenames":["/t/debug/libbursar_shim.so","/t/debug/libbursar_shim.rlib"]}
-{"reason":"compiler-artifact","filenames":["/t/debug/deps/libserde_derive-1.so"]}
-{"reason":"compiler-artifact","filenames":["/t/debug/bursar-agent"]}
+{"reason":"compiler-artifact","target":{"kind":["cdylib"]},"filenames":["/t/debug/libbursar_shim.so","/t/debug/libbursar_shim.rlib"]}
+{"reason":"compiler-artifact","target":{"kind":["proc-macro"]},"filenames":["/t/debug/deps/libserde_derive-1.so"]}
+{"reason":"compiler-artifact","target":{"kind":["custom-build"]},"filenames":["/t/debug/build/x/build-script-build"]}
+{"reason":"compiler-artifact","target":{"kind":["bin"]},"filenames":["/t/debug/bursar-agent"]}
 {"reason":"build-script-executed","filenames":["/t/debug/other"]}
 {"reason":"build-finished","success":true}"#;
         let found = artifacts(messages);

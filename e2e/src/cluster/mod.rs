@@ -85,7 +85,8 @@ async fn client(path: &Path) -> Result<Client, KubeconfigError> {
         why,
     };
     let kubeconfig = Kubeconfig::read_from(path).map_err(|error| failed(error.to_string()))?;
-    let config = Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default());
+    let options = KubeConfigOptions::default();
+    let config = Config::from_custom_kubeconfig(kubeconfig, &options);
     let config = config.await.map_err(|error| failed(error.to_string()))?;
     Client::try_from(config).map_err(|error| failed(error.to_string()))
 }

@@ -24,11 +24,6 @@ impl Package {
         name: "libseccomp-dev",
         proof: "/usr/include/seccomp.h",
     };
-    /// The compressor that `pack` calls.
-    pub(crate) const XZ: Self = Self {
-        name: "xz-utils",
-        proof: "/usr/bin/xz",
-    };
 }
 
 /// Why a package is still missing.
