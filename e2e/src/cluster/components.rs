@@ -227,6 +227,9 @@ impl Layout {
             "clusterDNS": [ADDRESS.to_string()], "clusterDomain": "cluster.local",
             "resolvConf": self.path("resolv.conf"),
             "nodeStatusUpdateFrequency": "4s",
+            // Tests kill containers again and again, and would wait for minutes.
+            "featureGates": {"KubeletCrashLoopBackOffMax": true},
+            "crashLoopBackOff": {"maxContainerRestartPeriod": "1s"},
         });
         if !self.cgroup_v2 {
             config["failCgroupV1"] = json!(false);

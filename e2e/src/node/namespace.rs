@@ -23,6 +23,8 @@ const PRIVATE: &[&str] = &[
     "/run/containerd",
     "/run/netns",
     "/run/simgpu",
+    "/var/log/containers",
+    "/var/log/pods",
 ];
 
 /// Kernel settings that the kubelet changes where they differ
@@ -89,7 +91,7 @@ fn mounts(scratch: &Path) -> Result<(), NamespaceError> {
             .map_err(|error| at("mount propagation of /")(error.into()))?;
     }
     tmpfs(scratch)?;
-    for folder in ["/run", "/var/lib"] {
+    for folder in ["/run", "/var/lib", "/var/log"] {
         copy_on_write(scratch, Path::new(folder))?;
     }
     for folder in PRIVATE {
