@@ -27,6 +27,16 @@ pub(crate) enum Command {
         #[command(flatten)]
         bursar: Bursar,
     },
+    /// Show pods of two teams sharing GPUs, on a cluster that is started for it and taken down after.
+    Demo {
+        #[command(flatten)]
+        cluster: Name,
+        /// Leave the cluster running and say how to use it.
+        #[arg(long)]
+        keep: bool,
+        #[command(flatten)]
+        bursar: Bursar,
+    },
     /// Take a cluster down.
     Down {
         #[command(flatten)]

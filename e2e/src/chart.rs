@@ -67,11 +67,18 @@ pub fn values(agent: &str, operator: &str, simulated: bool) -> Value {
         "operator": {"image": image(operator)},
     });
     if simulated {
+        let folder = sim::FOLDER;
         values["driver"] = json!({
-            "root": format!("{}/driver", sim::FOLDER),
-            "devRoot": format!("{}/dev", sim::FOLDER),
-            "extraMounts": [{"hostPath": sim::FOLDER, "containerPath": sim::FOLDER, "readOnly": false}],
+            "root": format!("{folder}/driver"),
+            "devRoot": format!("{folder}/dev"),
+            "extraMounts": [{"hostPath": folder, "containerPath": folder, "readOnly": false}],
         });
+        // The agent's own process opens the simulated driver as well, and sees every GPU.
+        values["agent"]["extraEnv"] =
+            json!([{"name": "SIMGPU_DEV", "value": format!("{folder}/dev")}]);
+        values["agent"]["extraVolumes"] =
+            json!([{"name": "simgpu", "hostPath": {"path": folder, "type": "Directory"}}]);
+        values["agent"]["extraVolumeMounts"] = json!([{"name": "simgpu", "mountPath": folder}]);
     }
     values
 }

@@ -5,14 +5,15 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use bursar_e2e::chart::Chart;
-use bursar_e2e::scene::Scene;
-use bursar_e2e::supplies::Supplies;
-use bursar_e2e::workspace::Profile;
 use bursar_e2e::cluster::{self, Cluster, Local, Options, RunFolder};
+use bursar_e2e::demo;
 use bursar_e2e::kube;
 use bursar_e2e::node;
 use bursar_e2e::progress::Progress;
+use bursar_e2e::scene::Scene;
+use bursar_e2e::supplies::Supplies;
 use bursar_e2e::verify;
+use bursar_e2e::workspace::Profile;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::args::{Args, Bursar, Command};
@@ -27,7 +28,16 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             kube::build(&progress)?;
             progress.say("Kubernetes is built");
         }
-        Command::Up { cluster, bare, bursar } => interruptible(up(cluster.name, bare, bursar, progress))?,
+        Command::Up {
+            cluster,
+            bare,
+            bursar,
+        } => interruptible(up(cluster.name, bare, bursar, progress))?,
+        Command::Demo {
+            cluster,
+            keep,
+            bursar,
+        } => interruptible(demo(cluster.name, keep, bursar, progress))?,
         Command::Down { cluster } => {
             interruptible(async move { Ok(cluster::down(&cluster.name).await?) })?
         }
@@ -53,12 +63,22 @@ async fn up(name: String, bare: bool, bursar: Bursar, progress: Progress) -> any
     let harness = std::env::current_exe().context("this program's path")?;
     let local = if bare {
         let toolbox = kube::build(&progress)?;
-        Local::up(Options { name, harness, toolbox }, &progress).await?
+        Local::up(
+            Options {
+                name,
+                harness,
+                toolbox,
+            },
+            &progress,
+        )
+        .await?
     } else {
         let supplies = supplies(bursar, &progress)?;
         match Scene::start(&supplies, &name, &progress).await?.cluster {
             Cluster::Ours(local) => *local,
-            Cluster::Yours { .. } => anyhow::bail!("`up` starts a cluster of its own; unset KUBECONFIG"),
+            Cluster::Yours { .. } => {
+                anyhow::bail!("`up` starts a cluster of its own; unset KUBECONFIG")
+            }
         }
     };
     let folder = local.keep().await?;
@@ -66,9 +86,36 @@ async fn up(name: String, bare: bool, bursar: Bursar, progress: Progress) -> any
     Ok(())
 }
 
+async fn demo(name: String, keep: bool, bursar: Bursar, progress: Progress) -> anyhow::Result<()> {
+    let supplies = supplies(bursar, &progress)?;
+    let scene = Scene::start(&supplies, &name, &progress).await?;
+    let table = demo::run(&scene, &progress).await?;
+    println!("\n{table}");
+    match scene.cluster {
+        Cluster::Ours(local) if keep => {
+            let folder = local.keep().await?;
+            let kubectl = supplies.toolbox.program("kubectl");
+            println!("The cluster is left running. To look around, and to end it:\n");
+            println!("  export KUBECONFIG={}", folder.kubeconfig().display());
+            println!("  {} get pods --all-namespaces", kubectl.display());
+            println!("  cargo e2e down --name {name}");
+        }
+        Cluster::Ours(local) => {
+            local.down()?;
+            progress.say("everything is taken down");
+        }
+        Cluster::Yours { .. } => {}
+    }
+    Ok(())
+}
+
 fn supplies(bursar: Bursar, progress: &Progress) -> anyhow::Result<Supplies> {
     let harness = std::env::current_exe().context("this program's path")?;
-    let profile = if bursar.release { Profile::Release } else { Profile::Dev };
+    let profile = if bursar.release {
+        Profile::Release
+    } else {
+        Profile::Dev
+    };
     let mut supplies = Supplies::from_workspace(profile, harness, progress)?;
     if let (Some(chosen), Chart::Helm { folder, .. }) = (bursar.chart, &mut supplies.chart) {
         *folder = chosen;

@@ -4,6 +4,7 @@
 pub mod cache;
 pub mod chart;
 pub mod cluster;
+pub mod demo;
 pub mod folders;
 pub mod images;
 pub mod kube;

@@ -104,8 +104,8 @@ impl PodPlan {
                 priority_class_name: self.priority_class.clone(),
                 restart_policy: Some("Never".to_owned()),
                 automount_service_account_token: Some(false),
-                // A pod's end is not what is tested unless a test says so.
-                termination_grace_period_seconds: Some(0),
+                // Not 0: the API server would forget a deleted pod before the kubelet has ended it.
+                termination_grace_period_seconds: Some(1),
                 ..PodSpec::default()
             }),
             status: None,
@@ -199,6 +199,13 @@ impl State {
         }
     }
 
+    /// It waits and says for what: on its node for a GPU, or for a node.
+    pub fn tells_why(&self) -> bool {
+        self.phase == "Pending"
+            && !self.waiting.is_empty()
+            && !self.waiting.starts_with("ContainerCreating")
+    }
+
     /// One line for errors.
     fn line(&self) -> String {
         format!("{} {}", self.phase, self.waiting)
@@ -265,13 +272,26 @@ impl Pods {
         created.map_err(api(what))
     }
 
-    /// Deletes the pod at once and does not wait for its end.
+    /// Asks for the pod's end and does not wait for it.
     ///
     /// # Errors
     /// When the API server refuses.
     pub async fn delete(&self, name: &str) -> Result<(), PodError> {
+        self.delete_with(name, &DeleteParams::default()).await
+    }
+
+    /// Makes the API server forget the pod at once; its containers end later, by themselves.
+    ///
+    /// # Errors
+    /// When the API server refuses.
+    pub async fn forget(&self, name: &str) -> Result<(), PodError> {
+        self.delete_with(name, &DeleteParams::default().grace_period(0))
+            .await
+    }
+
+    async fn delete_with(&self, name: &str, params: &DeleteParams) -> Result<(), PodError> {
         let what = format!("delete pod {}/{name}", self.namespace);
-        match self.api.delete(name, &DeleteParams::default()).await {
+        match self.api.delete(name, params).await {
             Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
             other => other.map(drop).map_err(api(what)),
         }
@@ -320,6 +340,19 @@ impl Pods {
             .await
             .map_err(api(format!("pod {}/{name}", self.namespace)))?;
         Ok(State::of(&pod))
+    }
+
+    /// The node that the pod is on.
+    ///
+    /// # Errors
+    /// When the API server refuses or does not know it.
+    pub async fn node(&self, name: &str) -> Result<String, PodError> {
+        let pod = self
+            .api
+            .get(name)
+            .await
+            .map_err(api(format!("pod {}/{name}", self.namespace)))?;
+        Ok(pod.spec.and_then(|spec| spec.node_name).unwrap_or_default())
     }
 
     /// Waits until the pod's state is as wanted. A pod that Failed, and is not wanted so, ends the wait.

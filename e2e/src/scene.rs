@@ -5,10 +5,11 @@ use std::fmt::Write as _;
 use std::path::Path;
 use std::time::Duration;
 
+use bursar_crds::GpuNode;
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, ListParams, LogParams};
 
-use crate::chart::{self, Chart, ChartError};
+use crate::chart::{self, ChartError};
 use crate::cluster::{Cluster, KubeconfigError, Local, LocalError, Options};
 use crate::pods::{GPU_MEMORY, PodError};
 use crate::progress::Progress;
@@ -51,6 +52,9 @@ pub enum SceneError {
     /// A pod could not be handled.
     #[error(transparent)]
     Pod(#[from] PodError),
+    /// The API server refused.
+    #[error("API server: {0}")]
+    Api(#[from] kube::Error),
     /// Bursar does not come up.
     #[error("{source}\n{state}")]
     NotUp {
@@ -161,13 +165,13 @@ impl Scene {
             Ok(total) => Ok(total),
             Err(source) => Err(SceneError::NotUp {
                 source,
-                state: self.bursars_pods().await,
+                state: self.state().await,
             }),
         }
     }
 
     /// Bursar's own pods and the ends of their logs, for an error message.
-    async fn bursars_pods(&self) -> String {
+    pub async fn state(&self) -> String {
         let pods: Api<Pod> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
         let mut text = String::new();
         let list = pods
@@ -187,6 +191,28 @@ impl Scene {
             let _ = writeln!(text, "--- {name}: {} {}\n{log}", state.phase, state.waiting);
         }
         text
+    }
+
+    /// Sizes of the healthy GPUs, in quanta, the largest first: as laid out, or as agents report.
+    ///
+    /// # Errors
+    /// When the API server refuses.
+    pub async fn gpu_sizes(&self) -> Result<Vec<u32>, SceneError> {
+        if let Some((count, gib)) = self.gpus.as_ref().map(|_| SIMULATED) {
+            return Ok(vec![gib; count as usize]);
+        }
+        let nodes: Api<GpuNode> = Api::all(self.cluster.client());
+        let list = nodes.list(&ListParams::default()).await?;
+        let gpus = list
+            .items
+            .iter()
+            .flat_map(|node| node.status.iter().flat_map(|status| &status.gpus));
+        let mut sizes: Vec<u32> = gpus
+            .filter_map(|gpu| u32::try_from(gpu.capacity).ok())
+            .filter(|gib| *gib > 0)
+            .collect();
+        sizes.sort_unstable_by(|a, b| b.cmp(a));
+        Ok(sizes)
     }
 
     /// Allocatable GPU memory by node, in quanta.

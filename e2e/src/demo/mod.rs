@@ -1,0 +1,147 @@
+//! The demo: two teams' pods on the GPUs of a cluster, and what each of them sees.
+//!
+//! ```text
+//! budgets -> big pods, one a GPU -> small pods (one of them greedy) -> one that finds no GPU with room
+//!         -> what each sees -> a big pod ends -> the waiting one runs -> the table
+//! ```
+
+mod cast;
+mod table;
+mod view;
+
+use std::time::{Duration, Instant};
+
+use bursar_crds::GpuMemoryBudget;
+use kube::api::{Api, Patch, PatchParams};
+use serde_json::json;
+
+use self::cast::{Cast, Role};
+use self::table::Row;
+use self::view::View;
+use crate::pods::{PodError, Pods};
+use crate::progress::Progress;
+use crate::scene::{Scene, SceneError};
+
+/// Bound of one pod's start; images are on the node, or pulled once.
+const BOUND: Duration = Duration::from_secs(120);
+
+/// Why the demo did not come to its table.
+#[derive(Debug, thiserror::Error)]
+pub enum DemoError {
+    /// A pod did not do what it was meant to.
+    #[error(transparent)]
+    Pod(#[from] PodError),
+    /// The cluster did not answer.
+    #[error(transparent)]
+    Scene(#[from] SceneError),
+    /// A budget was refused.
+    #[error("budget of {namespace}: {source}")]
+    Budget {
+        /// Its namespace.
+        namespace: String,
+        /// What the API server said.
+        source: Box<kube::Error>,
+    },
+    /// The nodes offer too little.
+    #[error("the demo needs a node with at least 8 GiB on a GPU; the nodes offer {0}")]
+    TooSmall(String),
+}
+
+/// Runs the demo on `scene` and answers its table.
+///
+/// # Errors
+/// When a pod does not do what it is meant to within its bound.
+pub async fn run(scene: &Scene, progress: &Progress) -> Result<String, DemoError> {
+    let cast = Cast::of(scene).await?;
+    let client = scene.cluster.client();
+    for (namespace, gib) in cast.budgets() {
+        Pods::in_namespace(&client, namespace).await?;
+        budget(scene, namespace, gib).await?;
+        progress.say(format_args!(
+            "namespace {namespace} has a budget of {gib} GiB"
+        ));
+    }
+    let mut rows = Vec::new();
+    for role in &cast.running {
+        let pods = Pods::in_namespace(&client, role.namespace).await?;
+        pods.create(&role.plan(&scene.probe)).await?;
+        pods.until_running(&role.name, BOUND).await?;
+        let view = pods.until_logged(&role.name, BOUND, View::parse).await?;
+        progress.say(format_args!(
+            "{}/{} asked for {} GiB and {}",
+            role.namespace,
+            role.name,
+            role.gib,
+            view.sentence()
+        ));
+        rows.push(Row::new(role, &pods.node(&role.name).await?, &view));
+    }
+    rows.push(late(scene, &cast, progress).await?);
+    Ok(table::render(&rows))
+}
+
+/// The pod that finds no GPU with room, waits with the reason, and runs when a big one has ended.
+async fn late(scene: &Scene, cast: &Cast, progress: &Progress) -> Result<Row, DemoError> {
+    let client = scene.cluster.client();
+    let role: &Role = &cast.late;
+    let pods = Pods::in_namespace(&client, role.namespace).await?;
+    pods.create(&role.plan(&scene.probe)).await?;
+    progress.say(format_args!(
+        "{}/{} asks for {} GiB: no GPU has as much free",
+        role.namespace, role.name, role.gib
+    ));
+    let waits = pods
+        .until(&role.name, "to tell why it waits", BOUND, |state| {
+            state.tells_why()
+        })
+        .await?;
+    let place = if waits.scheduled {
+        "on its node"
+    } else {
+        "for a node"
+    };
+    progress.say(format_args!("it waits {place}: {}", waits.waiting));
+
+    let leaving = &cast.running[cast.leaves];
+    let theirs = Pods::in_namespace(&client, leaving.namespace).await?;
+    let start = Instant::now();
+    theirs.delete(&leaving.name).await?;
+    progress.say(format_args!(
+        "{}/{} is deleted to make room",
+        leaving.namespace, leaving.name
+    ));
+    pods.until_running(&role.name, BOUND).await?;
+    let took = start.elapsed().as_secs_f64();
+    let view = pods.until_logged(&role.name, BOUND, View::parse).await?;
+    progress.say(format_args!(
+        "{}/{} runs, {took:.1} s later",
+        role.namespace, role.name
+    ));
+    let mut row = Row::new(role, &pods.node(&role.name).await?, &view);
+    row.note = format!(
+        "waited: {}; ran {took:.1} s after {} was deleted",
+        waits.waiting, leaving.name
+    );
+    Ok(row)
+}
+
+async fn budget(scene: &Scene, namespace: &str, gib: u32) -> Result<(), DemoError> {
+    let budget = json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+        "metadata": {"name": "default"},
+        "spec": {"deviceMemory": {"guaranteed": format!("{gib}Gi")}},
+    });
+    let api: Api<GpuMemoryBudget> = Api::namespaced(scene.cluster.client(), namespace);
+    let applied = api
+        .patch(
+            "default",
+            &PatchParams::apply("bursar-demo").force(),
+            &Patch::Apply(&budget),
+        )
+        .await;
+    let refused = |source| DemoError::Budget {
+        namespace: namespace.to_owned(),
+        source: Box::new(source),
+    };
+    applied.map(drop).map_err(refused)
+}

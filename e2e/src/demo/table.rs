@@ -1,0 +1,85 @@
+//! The demo's table.
+
+use super::cast::Role;
+use super::view::{View, gib};
+
+/// One pod's line.
+#[derive(Debug, Clone)]
+pub(super) struct Row {
+    node: String,
+    gpu: String,
+    pod: String,
+    quota: String,
+    sees: String,
+    took: String,
+    pub(super) note: String,
+}
+
+impl Row {
+    pub(super) fn new(role: &Role, node: &str, view: &View) -> Self {
+        let told = view
+            .refused
+            .as_ref()
+            .map(|refused| format!("wanted more: {}", refused.name));
+        Self {
+            node: node.to_owned(),
+            gpu: view.device.uuid.clone(),
+            pod: format!("{}/{}", role.namespace, role.name),
+            quota: format!("{} GiB", role.gib),
+            sees: format!(
+                "{} GiB, {} free",
+                gib(view.device.total),
+                gib(view.device.free)
+            ),
+            took: format!("{} GiB", gib(view.got)),
+            note: told.unwrap_or_default(),
+        }
+    }
+
+    fn cells(&self) -> [&str; 7] {
+        [
+            &self.node,
+            &self.gpu,
+            &self.pod,
+            &self.quota,
+            &self.sees,
+            &self.took,
+            &self.note,
+        ]
+    }
+}
+
+const HEAD: [&str; 7] = [
+    "NODE",
+    "GPU",
+    "POD",
+    "QUOTA",
+    "SEES (cuMemGetInfo)",
+    "TOOK",
+    "WHAT IT WAS TOLD",
+];
+
+/// The table as text.
+pub(super) fn render(rows: &[Row]) -> String {
+    let lines: Vec<[&str; 7]> = std::iter::once(HEAD)
+        .chain(rows.iter().map(Row::cells))
+        .collect();
+    let width = |column: usize| {
+        lines
+            .iter()
+            .map(|line| line[column].len())
+            .max()
+            .unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..HEAD.len()).map(width).collect();
+    let mut text = String::new();
+    for line in lines {
+        let cells = line
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:width$}"));
+        text.push_str(cells.collect::<Vec<_>>().join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}
