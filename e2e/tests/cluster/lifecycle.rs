@@ -12,6 +12,8 @@ use bursar_e2e::pods::{PodPlan, Pods};
 use bursar_e2e::progress::Progress;
 use libtest_mimic::{Failed, Trial};
 
+use crate::stage;
+
 const BOUND: Duration = Duration::from_secs(60);
 const REAPING: Duration = Duration::from_secs(5);
 
@@ -46,6 +48,8 @@ pub(crate) fn trials() -> Vec<Trial> {
 
 /// Starts a cluster, runs a pod, and ends it by `end`; twice, comparing the machine before and after.
 fn twice(end: impl Fn(Local) -> Result<(), Failed>) -> Result<(), Failed> {
+    // The machine must be quiet to be compared with itself.
+    stage::take_down();
     let progress = Progress::start();
     let toolbox = kube::build(&progress)?;
     let runtime = tokio::runtime::Runtime::new()?;
@@ -68,7 +72,8 @@ fn twice(end: impl Fn(Local) -> Result<(), Failed>) -> Result<(), Failed> {
             std::thread::sleep(Duration::from_millis(50));
             after = Traces::now("life")?;
         }
-        assert_eq!(before, after);
+        let left = after.beyond(&before);
+        assert!(left.is_empty(), "changed by the cluster: {left:#?}");
     }
     Ok(())
 }
@@ -91,7 +96,8 @@ struct Traces {
     cgroups: BTreeSet<String>,
     processes: BTreeSet<String>,
     folders: BTreeSet<String>,
-    settings: Vec<String>,
+    logs: BTreeSet<String>,
+    settings: BTreeSet<String>,
 }
 
 impl Traces {
@@ -122,11 +128,45 @@ impl Traces {
                 .filter(|path| path.exists())
                 .map(|path| path.display().to_string())
                 .collect(),
+            logs: names("/var/log/containers").unwrap_or_default(),
             settings: settings
                 .iter()
-                .filter_map(|name| fs::read_to_string(format!("/proc/sys/{name}")).ok())
+                .filter_map(|name| {
+                    let value = fs::read_to_string(format!("/proc/sys/{name}")).ok()?;
+                    Some(format!("{name} = {}", value.trim_end()))
+                })
                 .collect(),
         })
+    }
+}
+
+impl Traces {
+    /// What is different from `before`, with a `+` or a `-`.
+    fn beyond(&self, before: &Self) -> Vec<String> {
+        let Self {
+            mounts,
+            links,
+            cgroups,
+            processes,
+            folders,
+            logs,
+            settings,
+        } = self;
+        let pairs = [
+            (mounts, &before.mounts),
+            (links, &before.links),
+            (cgroups, &before.cgroups),
+            (processes, &before.processes),
+            (folders, &before.folders),
+            (logs, &before.logs),
+            (settings, &before.settings),
+        ];
+        let mut found = Vec::new();
+        for (now, then) in pairs {
+            found.extend(now.difference(then).map(|new| format!("+ {new}")));
+            found.extend(then.difference(now).map(|lost| format!("- {lost}")));
+        }
+        found
     }
 }
 

@@ -2,7 +2,17 @@
 //!
 //! With `KUBECONFIG` set they use that cluster; those that operate on the node itself are ignored then.
 
+mod budgets;
+mod churn;
+mod health;
+mod input;
 mod lifecycle;
+mod on_node;
+mod placement;
+mod quota;
+mod restarts;
+mod stage;
+mod witness;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -17,6 +27,17 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let trials: Vec<Trial> = lifecycle::trials();
-    libtest_mimic::run(&arguments, trials).exit_code()
+    let groups: [Vec<Trial>; 8] = [
+        quota::trials(),
+        placement::trials(),
+        budgets::trials(),
+        input::trials(),
+        churn::trials(),
+        restarts::trials(),
+        health::trials(),
+        lifecycle::trials(),
+    ];
+    let conclusion = libtest_mimic::run(&arguments, groups.into_iter().flatten().collect());
+    stage::take_down();
+    conclusion.exit_code()
 }

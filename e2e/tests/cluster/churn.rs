@@ -1,0 +1,88 @@
+//! Pods of random sizes come and go in every state, and nothing of them stays.
+
+use std::time::{Duration, Instant};
+
+use bursar_e2e::pods::{PodPlan, Pods};
+use futures::future::try_join_all;
+use libtest_mimic::{Failed, Trial};
+
+use crate::stage::{CLEARED, SOON, Stage, node_trial};
+
+const CYCLES: u64 = 200;
+/// Cycles at a time: with a mean size of 6, more than the node has room for.
+const AT_ONCE: u64 = 8;
+/// The same sizes and lives in every run.
+const SEED: u64 = 0x0b75_a12f_4c0f_fee5;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![node_trial(
+        "after_200_random_creates_and_deletes_no_pod_was_failed_and_nothing_is_held",
+        churn,
+    )]
+}
+
+/// SplitMix64 (Steele, Lea, Flood 2014).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, bound: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % bound
+    }
+}
+
+async fn churn(stage: &mut Stage) -> Result<(), Failed> {
+    let begin = Instant::now();
+    let workers = (0..AT_ONCE).map(|worker| {
+        let (pods, probe) = (stage.pods.clone(), stage.scene.probe.clone());
+        come_and_go(worker, pods, probe)
+    });
+    try_join_all(workers).await?;
+    stage.progress.say(format_args!(
+        "{CYCLES} creates and deletes took {:.1?}",
+        begin.elapsed()
+    ));
+    let lives = stage.witness.lives();
+    let ran = lives.iter().filter(|life| life.ran).count();
+    let never = lives.len() - ran;
+    stage.progress.say(format_args!(
+        "{ran} pods ran, {never} were deleted before they could"
+    ));
+    stage.witness.nobody_failed_or_restarted()?;
+    assert_eq!(lives.len() as u64, CYCLES, "pods that were seen");
+    assert!(ran as u64 > CYCLES / 4, "only {ran} pods ran");
+    let end = Instant::now();
+    stage.on_node()?.until_nothing_is_held(CLEARED).await?;
+    stage.progress.say(format_args!(
+        "nothing is held {:.1?} after the last pod's end",
+        end.elapsed()
+    ));
+    Ok(())
+}
+
+/// One worker's share of the cycles: a pod of a random size, deleted after a random time.
+async fn come_and_go(worker: u64, pods: Pods, probe: String) -> Result<(), Failed> {
+    let mut random = Random(SEED ^ worker);
+    for cycle in 0..CYCLES / AT_ONCE {
+        let name = format!("churn-{worker}-{cycle}");
+        // Mostly small; one in eight is as big as a GPU.
+        let most = if random.below(8) == 0 { 16 } else { 10 };
+        let gib = u32::try_from(1 + random.below(most)).unwrap_or(1);
+        let plan = PodPlan::new(&name, &probe)
+            .arguments(&["hold", "--bytes=512Mi"])
+            .gib(gib);
+        pods.create(&plan).await?;
+        tokio::time::sleep(Duration::from_millis(random.below(3_000))).await;
+        // One in four leaves its containers behind, and the next comes while they still end.
+        if random.below(4) == 0 {
+            pods.forget(&name).await?;
+        } else {
+            pods.delete(&name).await?;
+        }
+        pods.until_gone(&name, SOON).await?;
+    }
+    Ok(())
+}

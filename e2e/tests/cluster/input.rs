@@ -1,0 +1,96 @@
+//! A configuration that makes no sense ends the agent, and its log says which field it is.
+
+use std::collections::BTreeMap;
+
+use bursar_e2e::chart;
+use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::core::v1::{ConfigMap, Pod};
+use kube::api::{Api, ListParams, PostParams};
+use kube::{Client, ResourceExt};
+use libtest_mimic::{Failed, Trial};
+use serde_json::json;
+
+use crate::stage::{NAMESPACE, SOON, Stage, trial};
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![trial(
+        "an_agent_with_a_bad_configuration_ends_and_its_log_names_the_field",
+        bad_configurations,
+    )]
+}
+
+async fn bad_configurations(stage: &mut Stage) -> Result<(), Failed> {
+    let client = stage.scene.cluster.client();
+    let image = agents_image(&client).await?;
+    let cases = [
+        (
+            "quantum-0",
+            "[resources]\nquantum = \"0\"\n",
+            "resources.quantum",
+        ),
+        (
+            "unknown-field",
+            "[resources]\nquanta = \"1Gi\"\n",
+            "unknown field `quanta`",
+        ),
+        ("no-toml", "quantum: 1Gi\n", "agent.toml"),
+    ];
+    for (name, config, said) in cases {
+        run_agent(&client, name, &image, config).await?;
+        let ended = stage
+            .pods
+            .until(name, "to fail", SOON, |state| state.phase == "Failed")
+            .await?;
+        let log = stage.pods.log(name).await?;
+        assert!(log.contains(said), "{name} ({ended:?}) said: {log}");
+        stage
+            .progress
+            .say(format_args!("{name}: {}", log.trim().replace('\n', " ")));
+    }
+    Ok(())
+}
+
+/// The image that the agent's DaemonSet runs.
+async fn agents_image(client: &Client) -> Result<String, Failed> {
+    let api: Api<DaemonSet> = Api::namespaced(client.clone(), chart::NAMESPACE);
+    let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
+    let list = api.list(&agents).await?;
+    let template = list
+        .items
+        .into_iter()
+        .find_map(|set| set.spec?.template.spec);
+    let container = template.and_then(|spec| spec.containers.into_iter().next());
+    Ok(container
+        .and_then(|container| container.image)
+        .ok_or("the agent's DaemonSet has no image")?)
+}
+
+/// A pod of the agent's image, beside the real one, with this configuration. It touches nothing of the
+/// node: the configuration is read first.
+async fn run_agent(client: &Client, name: &str, image: &str, config: &str) -> Result<(), Failed> {
+    let maps: Api<ConfigMap> = Api::namespaced(client.clone(), NAMESPACE);
+    let map = ConfigMap {
+        data: Some(BTreeMap::from([(
+            "agent.toml".to_owned(),
+            config.to_owned(),
+        )])),
+        ..serde_json::from_value(json!({"metadata": {"name": name}}))?
+    };
+    maps.create(&PostParams::default(), &map).await?;
+    let pod: Pod = serde_json::from_value(json!({
+        "metadata": {"name": name},
+        "spec": {
+            "restartPolicy": "Never", "automountServiceAccountToken": false, "terminationGracePeriodSeconds": 0,
+            "volumes": [{"name": "config", "configMap": {"name": name}}],
+            "containers": [{
+                "name": "agent", "image": image, "args": ["--config=/etc/bursar/agent.toml"],
+                "env": [{"name": "NODE_NAME", "value": "nowhere"}],
+                "volumeMounts": [{"name": "config", "mountPath": "/etc/bursar", "readOnly": true}],
+            }],
+        },
+    }))?;
+    let pods: Api<Pod> = Api::namespaced(client.clone(), NAMESPACE);
+    let created = pods.create(&PostParams::default(), &pod).await?;
+    assert_eq!(created.name_any(), name);
+    Ok(())
+}

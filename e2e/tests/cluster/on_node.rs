@@ -1,0 +1,148 @@
+//! What Bursar has on the node: its files, as the node sees them.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use bursar_e2e::cluster::Local;
+use bursar_e2e::wait::{self, Look, TimedOut};
+use serde_json::Value;
+
+const CDI: &str = "/run/cdi";
+const ALLOCATIONS: &str = "/run/bursar/alloc";
+const CHECKPOINT: &str = "/run/bursar/checkpoint.json";
+const PLUGINS: &str = "/var/lib/kubelet/device-plugins";
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// The node's files.
+#[derive(Debug, Clone)]
+pub(crate) struct OnNode {
+    /// The node's root folder, as this process can open it.
+    root: PathBuf,
+}
+
+/// What stands for pods with GPU memory.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Holdings {
+    /// CDI files.
+    cdi: BTreeSet<String>,
+    /// Folders of allocations, with their sockets.
+    allocations: BTreeSet<String>,
+    /// Bookings in the checkpoint.
+    bookings: BTreeSet<String>,
+    /// Claims in the checkpoint.
+    claims: usize,
+}
+
+impl OnNode {
+    pub(crate) fn of(local: &Local) -> Self {
+        Self {
+            root: local.host_path("/"),
+        }
+    }
+
+    fn path(&self, path: &str) -> PathBuf {
+        self.root.join(path.trim_start_matches('/'))
+    }
+
+    /// Bursar's CDI files with what is in them: each holds the binding of one container.
+    ///
+    /// # Errors
+    /// When one cannot be read.
+    pub(crate) fn cdi(&self) -> io::Result<BTreeMap<String, String>> {
+        let folder = self.path(CDI);
+        let ours = names(&folder)?
+            .into_iter()
+            .filter(|name| name.starts_with("bursar"));
+        ours.map(|name| Ok((name.clone(), fs::read_to_string(folder.join(name))?)))
+            .collect()
+    }
+
+    /// Everything that stands for a pod.
+    ///
+    /// # Errors
+    /// When something cannot be read, such as a file that is being replaced.
+    pub(crate) fn holdings(&self) -> io::Result<Holdings> {
+        let text = fs::read_to_string(self.path(CHECKPOINT))?;
+        let checkpoint: Value = serde_json::from_str(&text)?;
+        let ledger = &checkpoint["data"]["ledger"];
+        let (Value::Array(bookings), Value::Array(claims)) =
+            (&ledger["bookings"], &ledger["claims"])
+        else {
+            return Err(io::Error::other("the checkpoint has no ledger"));
+        };
+        Ok(Holdings {
+            cdi: self.cdi()?.into_keys().collect(),
+            allocations: names(&self.path(ALLOCATIONS))?,
+            bookings: bookings
+                .iter()
+                .map(|booking| booking[0].as_str().unwrap_or_default().to_owned())
+                .collect(),
+            claims: claims.len(),
+        })
+    }
+
+    /// Waits until nothing stands for a pod.
+    ///
+    /// # Errors
+    /// After `bound`, with what is left.
+    pub(crate) async fn until_nothing_is_held(&self, bound: Duration) -> Result<(), TimedOut> {
+        let look = async || match self.holdings() {
+            Ok(holdings) if holdings == Holdings::default() => Look::Found(()),
+            Ok(holdings) => Look::NotYet(format!("{holdings:?}")),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        wait::until("nothing to be held on the node", bound, PAUSE, look).await
+    }
+
+    /// Removes the agent's checkpoint.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub(crate) fn remove_checkpoint(&self) -> io::Result<()> {
+        fs::remove_file(self.path(CHECKPOINT))
+    }
+
+    /// Removes what plugins put in the kubelet's plugin folder: all but what is the kubelet's own.
+    ///
+    /// # Errors
+    /// When there is nothing to remove.
+    pub(crate) fn wipe_plugins(&self) -> io::Result<()> {
+        let folder = self.path(PLUGINS);
+        let theirs = names(&folder)?
+            .into_iter()
+            .filter(|name| !name.starts_with("kubelet"));
+        let mut removed = 0;
+        for name in theirs {
+            fs::remove_file(folder.join(name))?;
+            removed += 1;
+        }
+        if removed == 0 {
+            return Err(io::Error::other("no plugin has a socket there"));
+        }
+        Ok(())
+    }
+
+    /// When the kubelet's registration socket was made.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub(crate) fn kubelet_socket_made(&self) -> io::Result<std::time::SystemTime> {
+        self.path(PLUGINS)
+            .join("kubelet.sock")
+            .symlink_metadata()?
+            .modified()
+    }
+}
+
+fn names(folder: &Path) -> io::Result<BTreeSet<String>> {
+    match fs::read_dir(folder) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeSet::new()),
+        other => Ok(other?
+            .flatten()
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect()),
+    }
+}

@@ -1,0 +1,91 @@
+//! The node has room in all, and no GPU has: a pod waits, is never Failed, and starts when there is room.
+
+use std::time::{Duration, Instant};
+
+use bursar_e2e::pods::{PodPlan, State};
+use libtest_mimic::{Failed, Trial};
+
+use crate::stage::{SOON, Stage, trial};
+
+/// A waiting pod runs this soon after the end of the pod that made room.
+const STARTED: Duration = Duration::from_secs(15);
+/// The reason is in the status after one attempt of the agent (25 s) and the kubelet's status update.
+const REASON: Duration = Duration::from_secs(60);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial(
+            "an_8_beside_two_10s_waits_with_the_reason_and_runs_within_15_s_of_a_10s_end",
+            an_8_waits,
+        ),
+        trial(
+            "two_12s_and_two_4s_run_and_a_further_5_is_not_scheduled",
+            two_12s_and_two_4s,
+        ),
+    ]
+}
+
+/// A pod that holds 1 GiB of the memory that it asks for.
+pub(crate) fn holder(stage: &Stage, name: &str, gib: u32) -> PodPlan {
+    PodPlan::new(name, &stage.scene.probe)
+        .arguments(&["hold", "--bytes=1Gi"])
+        .gib(gib)
+}
+
+/// Creates holders one after another, each once the one before it runs.
+pub(crate) async fn run_each(stage: &Stage, holders: &[(&str, u32)]) -> Result<(), Failed> {
+    for (name, gib) in holders {
+        stage.pods.create(&holder(stage, name, *gib)).await?;
+        stage.pods.until_running(name, SOON).await?;
+    }
+    Ok(())
+}
+
+async fn an_8_waits(stage: &mut Stage) -> Result<(), Failed> {
+    run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
+    let pods = stage.pods.clone();
+    pods.create(&holder(stage, "eight", 8)).await?;
+    let created = Instant::now();
+    let state = pods
+        .until_waiting("eight", "waiting for 8 GiB on one GPU", REASON)
+        .await?;
+    stage.progress.say(format_args!(
+        "after {:.1?} the 8's status says {:?}",
+        created.elapsed(),
+        state.waiting
+    ));
+    assert!(
+        state.waiting.contains("largest free 6 GiB"),
+        "{}",
+        state.waiting
+    );
+    pods.delete("ten-a").await?;
+    pods.until_gone("ten-a", SOON).await?;
+    let room = Instant::now();
+    pods.until_running("eight", STARTED).await?;
+    stage.progress.say(format_args!(
+        "the 8 runs {:.1?} after the 10's end",
+        room.elapsed()
+    ));
+    stage.witness.nobody_failed_or_restarted()
+}
+
+async fn two_12s_and_two_4s(stage: &mut Stage) -> Result<(), Failed> {
+    let all = [("12-a", 12), ("12-b", 12), ("4-a", 4), ("4-b", 4)];
+    run_each(stage, &all).await?;
+    let pods = stage.pods.clone();
+    pods.create(&holder(stage, "five", 5)).await?;
+    let unscheduled = |state: &State| state.waiting.contains("Insufficient");
+    let state = pods
+        .until("five", "to be unscheduled", SOON, unscheduled)
+        .await?;
+    assert!(!state.scheduled, "{state:?}");
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let state = pods.state("five").await?;
+    assert_eq!((state.phase.as_str(), state.scheduled), ("Pending", false));
+    for (name, _) in all {
+        let state = pods.state(name).await?;
+        assert!(state.running && state.restarts == 0, "{name}: {state:?}");
+    }
+    stage.witness.nobody_failed_or_restarted()
+}

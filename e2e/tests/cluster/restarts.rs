@@ -1,0 +1,198 @@
+//! Everything that pods do not depend on ends and comes back, and they notice nothing.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, SystemTime};
+
+use bursar_e2e::chart;
+use bursar_e2e::pods::GPU_MEMORY;
+use bursar_e2e::wait::{self, Look};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use kube::ResourceExt;
+use kube::api::{Api, ListParams, LogParams};
+use libtest_mimic::{Failed, Trial};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+use crate::placement::{holder, run_each};
+use crate::stage::{SOON, Stage, node_trial};
+
+const ROUNDS: usize = 10;
+/// The agent is registered again this soon after it can be.
+const REGISTERED: f64 = 2.0;
+/// As in [`crate::placement`].
+const STARTED: Duration = Duration::from_secs(15);
+const PAUSE: Duration = Duration::from_millis(50);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![node_trial(
+        "bindings_survive_restarts_of_kubelet_and_agent_a_wiped_plugin_folder_and_a_lost_checkpoint",
+        restarts,
+    )]
+}
+
+/// What is done to the node.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Blow {
+    KubeletRestarted,
+    PluginFolderWiped,
+    AgentKilled,
+    CheckpointLost,
+}
+
+/// The agent's registrations, in seconds after they became possible, by what came before.
+type Delays = BTreeMap<Blow, Vec<f64>>;
+
+async fn restarts(stage: &mut Stage) -> Result<(), Failed> {
+    run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
+    let pods = stage.pods.clone();
+    pods.create(&holder(stage, "eight", 8)).await?;
+    let scheduled = |state: &bursar_e2e::pods::State| state.scheduled;
+    pods.until("eight", "to be scheduled", SOON, scheduled)
+        .await?;
+    let before = stage.on_node()?.cdi()?;
+    assert_eq!(before.len(), 2, "{before:?}");
+
+    let blows = [
+        Blow::KubeletRestarted,
+        Blow::PluginFolderWiped,
+        Blow::AgentKilled,
+        Blow::CheckpointLost,
+    ];
+    let mut delays = Delays::new();
+    for round in 0..ROUNDS {
+        for blow in blows {
+            let delay = strike(stage, blow).await?;
+            delays.entry(blow).or_default().push(delay);
+            let after = stage.on_node()?.cdi()?;
+            assert_eq!(before, after, "bindings after {blow:?}, round {round}");
+            stage.witness.nobody_failed_or_restarted()?;
+        }
+    }
+    let mut late = Vec::new();
+    for (blow, mut seconds) in delays {
+        seconds.sort_by(f64::total_cmp);
+        let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
+        stage.progress.say(format_args!(
+            "{blow:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99)"
+        ));
+        if p99 >= REGISTERED {
+            late.push((blow, seconds));
+        }
+    }
+    assert!(late.is_empty(), "too late: {late:?}");
+
+    assert!(!pods.state("eight").await?.running);
+    pods.delete("ten-a").await?;
+    pods.until_gone("ten-a", SOON).await?;
+    pods.until_running("eight", STARTED).await?;
+    stage.witness.nobody_failed_or_restarted()
+}
+
+/// The value that `percent` of the sorted values do not exceed.
+fn percentile(sorted: &[f64], percent: usize) -> f64 {
+    let rank = (sorted.len() * percent).div_ceil(100);
+    sorted
+        .get(rank.saturating_sub(1))
+        .copied()
+        .unwrap_or(f64::NAN)
+}
+
+/// Does it, waits until the agent is registered again, and answers the seconds from when it could.
+async fn strike(stage: &mut Stage, blow: Blow) -> Result<f64, Failed> {
+    let node = stage.on_node()?;
+    let now = Timestamp::now();
+    let line = match blow {
+        Blow::KubeletRestarted => {
+            stage.local()?.restart_kubelet(false).await?;
+            registered(stage, now).await?
+        }
+        Blow::PluginFolderWiped => {
+            node.wipe_plugins()?;
+            registered(stage, now).await?
+        }
+        Blow::AgentKilled => {
+            kill_agent(stage)?;
+            registered(stage, now).await?
+        }
+        Blow::CheckpointLost => {
+            // A running agent writes it again at the next change; a dead one does not.
+            node.remove_checkpoint()?;
+            kill_agent(stage)?;
+            registered(stage, now).await?
+        }
+    };
+    let possible = match blow {
+        Blow::KubeletRestarted => timestamp(node.kubelet_socket_made()?)?,
+        Blow::PluginFolderWiped => now,
+        Blow::AgentKilled | Blow::CheckpointLost => line.first,
+    };
+    Ok(line.registered.duration_since(possible).as_secs_f64())
+}
+
+fn timestamp(time: SystemTime) -> Result<Timestamp, Failed> {
+    Ok(Timestamp::try_from(time)?)
+}
+
+fn kill_agent(stage: &mut Stage) -> Result<(), Failed> {
+    let agents = stage.local()?.processes_named("bursar-agent");
+    let [agent] = agents[..] else {
+        return Err(format!("processes of the agent: {agents:?}").into());
+    };
+    let pid = Pid::from_raw(agent).ok_or("no pid")?;
+    Ok(kill_process(pid, Signal::KILL)?)
+}
+
+/// Moments in the log of the agent that runs.
+struct Lines {
+    /// Its first line.
+    first: Timestamp,
+    /// Its last registration.
+    registered: Timestamp,
+}
+
+/// Waits until the agent's log has a registration after `since`.
+async fn registered(stage: &Stage, since: Timestamp) -> Result<Lines, Failed> {
+    let client = stage.scene.cluster.client();
+    let api: Api<Pod> = Api::namespaced(client, chart::NAMESPACE);
+    let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
+    let look = async || {
+        let list = match api.list(&agents).await {
+            Ok(list) => list,
+            Err(error) => return Look::NotYet(error.to_string()),
+        };
+        let Some(agent) = list.items.first() else {
+            return Look::NotYet("there is no agent".to_owned());
+        };
+        match api.logs(&agent.name_any(), &LogParams::default()).await {
+            Ok(log) => match lines(&log) {
+                Some(lines) if lines.registered > since => Look::Found(lines),
+                _ => Look::NotYet(format!("its log ends with {:?}", log.lines().last())),
+            },
+            Err(error) => Look::NotYet(error.to_string()),
+        }
+    };
+    Ok(wait::until("the agent to register again", SOON, PAUSE, look).await?)
+}
+
+fn lines(log: &str) -> Option<Lines> {
+    let lines = log
+        .lines()
+        .filter_map(|line| serde_json::from_str::<Value>(line).ok());
+    let mut first = None;
+    let mut registered = None;
+    for line in lines {
+        let time: Option<Timestamp> = line["timestamp"]
+            .as_str()
+            .and_then(|text| text.parse().ok());
+        first = first.or(time);
+        let fields = &line["fields"];
+        if fields["message"] == "registered" && fields["resource"] == GPU_MEMORY {
+            registered = time;
+        }
+    }
+    Some(Lines {
+        first: first?,
+        registered: registered?,
+    })
+}

@@ -1,0 +1,201 @@
+//! The cluster that the trials share: started by the first that needs it, taken down after the last.
+//!
+//! A trial that panics is caught, so the end of `main` is always reached. Where this process is
+//! killed, the node process takes the cluster down: its owner's connection has closed.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use bursar_e2e::cluster::Local;
+use bursar_e2e::pods::Pods;
+use bursar_e2e::progress::Progress;
+use bursar_e2e::scene::Scene;
+use bursar_e2e::supplies::Supplies;
+use bursar_e2e::workspace::Profile;
+use futures::FutureExt;
+use libtest_mimic::{Failed, Trial};
+use tokio::runtime::Runtime;
+
+use crate::on_node::OnNode;
+use crate::witness::Witness;
+
+/// The cluster's name.
+const CLUSTER: &str = "checks";
+/// The namespace of the trials' pods.
+pub(crate) const NAMESPACE: &str = "trials";
+/// The probe in its image.
+const PROBE: &str = "/usr/local/bin/bursar-probe";
+/// No trial may take longer.
+const BOUND: Duration = Duration::from_secs(300);
+/// A pod that has room runs within this time, on a loaded machine.
+pub(crate) const SOON: Duration = Duration::from_secs(60);
+/// A booking that never became a container is collected after two looks of the agent, 30 s apart, when it
+/// is at least 60 s old. Others are released when the pod's cgroup is gone.
+pub(crate) const CLEARED: Duration = Duration::from_secs(150);
+
+/// What a trial works with.
+pub(crate) struct Stage {
+    /// The cluster with Bursar on it.
+    pub(crate) scene: Scene,
+    /// What it was made from.
+    pub(crate) supplies: Supplies,
+    /// The trial's pods. None is there when a trial begins.
+    pub(crate) pods: Pods,
+    /// Sees every one of them from the trial's beginning.
+    pub(crate) witness: Witness,
+    /// Tells what was measured.
+    pub(crate) progress: Progress,
+}
+
+enum State {
+    /// Nothing was started.
+    Dark,
+    Up(Box<(Runtime, Stage)>),
+    /// The start failed, with this.
+    Broken(String),
+}
+
+static STATE: Mutex<State> = Mutex::new(State::Dark);
+
+/// A trial on the shared cluster.
+pub(crate) fn trial(
+    name: &'static str,
+    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed> + Send + 'static,
+) -> Trial {
+    Trial::test(name, move || {
+        let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+        if let State::Dark = *state {
+            *state = start().unwrap_or_else(|failed| {
+                State::Broken(failed.message().unwrap_or("no reason").to_owned())
+            });
+        }
+        match &mut *state {
+            State::Up(up) => {
+                let (runtime, stage) = &mut **up;
+                runtime.block_on(stage.play(name, act))
+            }
+            State::Broken(why) => Err(format!("no cluster to try it on: {why}").into()),
+            State::Dark => unreachable!("it was just started"),
+        }
+    })
+}
+
+/// As [`trial`], for what touches the node's own files and processes.
+pub(crate) fn node_trial(
+    name: &'static str,
+    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed> + Send + 'static,
+) -> Trial {
+    trial(name, act).with_ignored_flag(std::env::var_os("KUBECONFIG").is_some())
+}
+
+/// Takes the cluster down, if there is one.
+pub(crate) fn take_down() {
+    let mut state = STATE.lock().unwrap_or_else(PoisonError::into_inner);
+    *state = State::Dark;
+}
+
+fn start() -> Result<State, Failed> {
+    let runtime = Runtime::new()?;
+    let progress = Progress::start();
+    let supplies = Supplies::from_workspace(Profile::Dev, crate::harness(), &progress)?;
+    let stage = runtime.block_on(async {
+        let scene = Scene::start(&supplies, CLUSTER, &progress).await?;
+        let client = scene.cluster.client();
+        let pods = Pods::in_namespace(&client, NAMESPACE).await?;
+        let witness = Witness::of(&client, NAMESPACE);
+        Ok::<_, Failed>(Stage {
+            scene,
+            supplies,
+            pods,
+            witness,
+            progress: progress.clone(),
+        })
+    })?;
+    Ok(State::Up(Box::new((runtime, stage))))
+}
+
+impl Stage {
+    async fn play(
+        &mut self,
+        name: &str,
+        act: impl AsyncFnOnce(&mut Self) -> Result<(), Failed>,
+    ) -> Result<(), Failed> {
+        let begin = Instant::now();
+        self.witness = Witness::of(&self.scene.cluster.client(), NAMESPACE);
+        let acted = AssertUnwindSafe(tokio::time::timeout(BOUND, act(self))).catch_unwind();
+        let outcome = match acted.await {
+            Ok(Ok(outcome)) => outcome,
+            Ok(Err(_)) => Err(format!("it took longer than {BOUND:?}").into()),
+            Err(panic) => Err(message_of(&*panic).into()),
+        };
+        let outcome = match outcome {
+            Ok(()) => Ok(()),
+            Err(failed) => Err(self.with_what_was_seen(&failed).await),
+        };
+        let cleared = self.clear().await;
+        self.progress
+            .say(format_args!("{:.1?} for {name}", begin.elapsed()));
+        outcome.and(cleared)
+    }
+
+    /// Leaves nothing of this trial to the next.
+    async fn clear(&mut self) -> Result<(), Failed> {
+        self.pods.clear().await?;
+        if self.scene.cluster.ours().is_some() {
+            self.on_node()?.until_nothing_is_held(CLEARED).await?;
+        }
+        Ok(())
+    }
+
+    async fn with_what_was_seen(&self, failed: &Failed) -> Failed {
+        let why = failed.message().unwrap_or("no reason");
+        let told = self.witness.tell();
+        let bursar = self.scene.state().await;
+        format!("{why}\n--- pods of the trial:\n{told}\n{bursar}").into()
+    }
+
+    /// Runs the probe with these arguments in the container of a pod that runs it; what it printed.
+    ///
+    /// # Errors
+    /// When it does not succeed.
+    pub(crate) async fn exec(&self, pod: &str, arguments: &[&str]) -> Result<String, Failed> {
+        let exec = ["exec", pod, "--namespace", NAMESPACE, "--", PROBE];
+        let output = tokio::process::Command::new(self.supplies.toolbox.program("kubectl"))
+            .args(exec)
+            .args(arguments)
+            .env("KUBECONFIG", self.scene.cluster.kubeconfig())
+            .kill_on_drop(true)
+            .output();
+        let output = tokio::time::timeout(SOON, output).await??;
+        let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+        if output.status.success() {
+            return Ok(printed);
+        }
+        let said = String::from_utf8_lossy(&output.stderr);
+        Err(format!("{arguments:?} in {pod}: {printed} {said}").into())
+    }
+
+    /// Our own cluster.
+    ///
+    /// # Errors
+    /// When it is the user's: the trial should have been ignored.
+    pub(crate) fn local(&mut self) -> Result<&mut Local, Failed> {
+        let none = "this needs a cluster of our own";
+        Ok(self.scene.cluster.ours_mut().ok_or(none)?)
+    }
+
+    /// What Bursar has on our cluster's node.
+    ///
+    /// # Errors
+    /// As [`Self::local`].
+    pub(crate) fn on_node(&mut self) -> Result<OnNode, Failed> {
+        Ok(OnNode::of(self.local()?))
+    }
+}
+
+fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
+    let text = panic.downcast_ref::<String>().map(String::as_str);
+    let text = text.or_else(|| panic.downcast_ref::<&str>().copied());
+    format!("panicked: {}", text.unwrap_or("no message"))
+}

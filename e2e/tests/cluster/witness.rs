@@ -1,0 +1,125 @@
+//! Sees every state of every pod of a namespace, also of those that are gone.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use bursar_e2e::pods::State;
+use futures::StreamExt;
+use k8s_openapi::api::core::v1::Pod;
+use kube::api::Api;
+use kube::runtime::watcher::{self, Event};
+use kube::{Client, ResourceExt};
+use libtest_mimic::Failed;
+use tokio::task::JoinHandle;
+
+/// A running watch. Dropping it ends it.
+pub(crate) struct Witness {
+    lives: Arc<Mutex<BTreeMap<String, Life>>>,
+    watch: JoinHandle<()>,
+}
+
+/// What was seen of one pod.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Life {
+    /// Its name, without what the server added.
+    pub(crate) name: String,
+    /// Its message when it was Failed.
+    pub(crate) failed: Option<String>,
+    /// Each container that ran, by the runtime's id: more than one is a restart.
+    pub(crate) containers: BTreeSet<String>,
+    /// It ran at some time.
+    pub(crate) ran: bool,
+    /// Its last state, in words.
+    pub(crate) last: String,
+}
+
+impl Life {
+    fn see(&mut self, pod: &Pod) {
+        let state = State::of(pod);
+        let status = pod.status.clone().unwrap_or_default();
+        self.name = pod.name_any();
+        self.ran |= state.running;
+        if state.phase == "Failed" {
+            let reason = status.reason.unwrap_or_default();
+            let message = status.message.unwrap_or_default();
+            self.failed = Some(format!("{reason} {message} {}", state.waiting));
+        }
+        let containers = status.container_statuses.unwrap_or_default();
+        self.containers
+            .extend(containers.into_iter().filter_map(|one| one.container_id));
+        let gone = if pod.metadata.deletion_timestamp.is_some() {
+            ", being deleted"
+        } else {
+            ""
+        };
+        self.last = format!(
+            "{} {}, {} restarts{gone}",
+            state.phase, state.waiting, state.restarts
+        );
+    }
+}
+
+impl Witness {
+    /// Watches the pods of `namespace` from now on.
+    pub(crate) fn of(client: &Client, namespace: &str) -> Self {
+        let lives = Arc::default();
+        let api: Api<Pod> = Api::namespaced(client.clone(), namespace);
+        let watch = tokio::spawn(watch(api, Arc::clone(&lives)));
+        Self { lives, watch }
+    }
+
+    /// Every pod that was seen.
+    pub(crate) fn lives(&self) -> Vec<Life> {
+        let lives = self.lives.lock().unwrap_or_else(PoisonError::into_inner);
+        lives.values().cloned().collect()
+    }
+
+    /// Checks that no pod was ever Failed, and that no container was started twice.
+    ///
+    /// # Errors
+    /// With the pods of which this is not so.
+    pub(crate) fn nobody_failed_or_restarted(&self) -> Result<(), Failed> {
+        let bad = |life: &Life| life.failed.is_some() || life.containers.len() > 1;
+        let bad: Vec<Life> = self.lives().into_iter().filter(bad).collect();
+        if bad.is_empty() {
+            return Ok(());
+        }
+        Err(format!("Failed or restarted pods: {bad:#?}").into())
+    }
+
+    /// A line a pod.
+    pub(crate) fn tell(&self) -> String {
+        let mut text = String::new();
+        for life in self.lives() {
+            let failed = life.failed.map(|why| format!("; was Failed: {why}"));
+            // Writing to a string cannot fail.
+            let _ = writeln!(
+                text,
+                "{}: {}{}",
+                life.name,
+                life.last,
+                failed.unwrap_or_default()
+            );
+        }
+        text
+    }
+}
+
+impl Drop for Witness {
+    fn drop(&mut self) {
+        self.watch.abort();
+    }
+}
+
+async fn watch(api: Api<Pod>, lives: Arc<Mutex<BTreeMap<String, Life>>>) {
+    // The watcher tries again after errors by itself.
+    let mut events = Box::pin(watcher::watcher(api, watcher::Config::default()));
+    while let Some(event) = events.next().await {
+        if let Ok(Event::Apply(pod) | Event::InitApply(pod) | Event::Delete(pod)) = event {
+            let mut lives = lives.lock().unwrap_or_else(PoisonError::into_inner);
+            let uid = pod.uid().unwrap_or_default();
+            lives.entry(uid).or_default().see(&pod);
+        }
+    }
+}
