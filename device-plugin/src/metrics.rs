@@ -1,0 +1,376 @@
+//! What the agent measures, in the OpenMetrics text format.
+//!
+//! Names, labels and units stand in `docs/metrics.md`; a test holds the two against each other.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use prometheus_client::encoding::EncodeLabelSet;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::Gauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use crate::status::report::{GpuHealth, NodeReport};
+use crate::units::{Quanta, QuantumSize, Resource};
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfResource {
+    resource: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfGpu {
+    gpu: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfGpuState {
+    gpu: String,
+    state: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfResult {
+    result: &'static str,
+}
+
+/// How a container's start ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BindResult {
+    /// It was bound, at once or after a wait.
+    Bound,
+    /// No room came in time; the kubelet tries again.
+    NoRoom,
+    /// Something else was in the way.
+    Failed,
+}
+
+impl BindResult {
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Bound => "bound",
+            Self::NoRoom => "no-room",
+            Self::Failed => "failed",
+        }
+    }
+}
+
+/// What the ledger holds of one resource, in numbers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Counts {
+    /// Allocations booked and not bound.
+    pub booked: usize,
+    /// Allocations bound.
+    pub bound: usize,
+    /// Containers waiting for room.
+    pub waiting: usize,
+}
+
+/// The agent's metrics. Cheap to clone; every clone counts into the same numbers.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    tokens: Family<OfResource, Gauge>,
+    booked: Family<OfResource, Gauge>,
+    bound: Family<OfResource, Gauge>,
+    waiting: Family<OfResource, Gauge>,
+    allocate_seconds: Histogram,
+    bind_seconds: Family<OfResult, Histogram>,
+    releases: Counter,
+    collected: Counter,
+    registrations: Family<OfResource, Counter>,
+    gpu_memory: Family<OfGpuState, Gauge>,
+    gpu_healthy: Family<OfGpu, Gauge>,
+    gpu_node_writes: Family<OfResult, Counter>,
+    events_dropped: Counter,
+}
+
+/// From 50 us, an answer without a wait, to 50 s, twice the longest wait.
+const SECONDS: [f64; 13] = [
+    0.000_05, 0.000_1, 0.000_25, 0.000_5, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0, 25.0, 50.0,
+];
+
+fn seconds() -> Histogram {
+    Histogram::new(SECONDS)
+}
+
+/// A registry that a metric is put into and handed back from.
+trait Registering {
+    fn with<M>(&mut self, name: &str, help: &str, metric: M) -> M
+    where
+        M: prometheus_client::registry::Metric + Clone;
+}
+
+impl Registering for Registry {
+    fn with<M>(&mut self, name: &str, help: &str, metric: M) -> M
+    where
+        M: prometheus_client::registry::Metric + Clone,
+    {
+        self.register(name, help, metric.clone());
+        metric
+    }
+}
+
+impl Metrics {
+    /// All at zero.
+    pub fn new() -> Self {
+        let mut registry = Registry::default();
+        registry.register(
+            "bursar_agent_build",
+            "The agent's version",
+            Info::new([("version", env!("CARGO_PKG_VERSION"))]),
+        );
+        let r = &mut registry;
+        Self {
+            tokens: r.with(
+                "bursar_agent_tokens",
+                "Healthy tokens told to the kubelet",
+                Family::default(),
+            ),
+            booked: r.with(
+                "bursar_agent_booked",
+                "Allocations booked and not bound",
+                Family::default(),
+            ),
+            bound: r.with("bursar_agent_bound", "Allocations bound", Family::default()),
+            waiting: r.with(
+                "bursar_agent_waiting",
+                "Containers waiting on this node for room",
+                Family::default(),
+            ),
+            allocate_seconds: r.with(
+                "bursar_agent_allocate_seconds",
+                "Time of Allocate",
+                seconds(),
+            ),
+            bind_seconds: r.with(
+                "bursar_agent_bind_seconds",
+                "Time of PreStartContainer, waiting included",
+                Family::new_with_constructor(seconds as fn() -> Histogram),
+            ),
+            releases: r.with(
+                "bursar_agent_releases",
+                "Pods whose memory was taken back at their end",
+                Counter::default(),
+            ),
+            collected: r.with(
+                "bursar_agent_bookings_collected",
+                "Bookings dropped for never becoming a container",
+                Counter::default(),
+            ),
+            registrations: r.with(
+                "bursar_agent_registrations",
+                "Registrations with the kubelet",
+                Family::default(),
+            ),
+            gpu_memory: r.with(
+                "bursar_gpu_memory_bytes",
+                "Memory of a GPU by state: total, capacity, bound, free",
+                Family::default(),
+            ),
+            gpu_healthy: r.with(
+                "bursar_gpu_healthy",
+                "1 while the GPU is given to new pods",
+                Family::default(),
+            ),
+            gpu_node_writes: r.with(
+                "bursar_agent_gpu_node_writes",
+                "Writes of this node's GpuNode",
+                Family::default(),
+            ),
+            events_dropped: r.with(
+                "bursar_agent_events_dropped",
+                "Events not sent: too many, repeated, or refused",
+                Counter::default(),
+            ),
+            registry: Arc::new(registry),
+        }
+    }
+
+    /// The numbers as they stand, in the OpenMetrics text format.
+    pub fn encode(&self) -> String {
+        let mut text = String::new();
+        encode(&mut text, &self.registry).expect("a String takes any text");
+        text
+    }
+
+    /// An Allocate was answered after `took`.
+    pub fn allocated(&self, took: Duration) {
+        self.allocate_seconds.observe(took.as_secs_f64());
+    }
+
+    /// A PreStartContainer was answered after `took`.
+    pub fn started(&self, result: BindResult, took: Duration) {
+        let result = result.as_str();
+        self.bind_seconds
+            .get_or_create(&OfResult { result })
+            .observe(took.as_secs_f64());
+    }
+
+    /// A pod ended and its memory was taken back.
+    pub fn released(&self) {
+        self.releases.inc();
+    }
+
+    /// Bookings that never became a container were dropped.
+    pub fn collected(&self, bookings: usize) {
+        self.collected.inc_by(bookings as u64);
+    }
+
+    /// The kubelet accepted a registration.
+    pub fn registered(&self, resource: Resource) {
+        self.registrations
+            .get_or_create(&of_resource(resource))
+            .inc();
+    }
+
+    /// What the ledger holds of `resource`.
+    pub fn set_counts(&self, resource: Resource, counts: Counts) {
+        let Counts {
+            booked,
+            bound,
+            waiting,
+        } = counts;
+        let label = of_resource(resource);
+        self.booked.get_or_create(&label).set(number(booked));
+        self.bound.get_or_create(&label).set(number(bound));
+        self.waiting.get_or_create(&label).set(number(waiting));
+    }
+
+    /// The node as it stands: tokens, and each GPU's memory and health. A GPU that is no longer in the
+    /// report is no longer in the metrics.
+    pub fn set_report(&self, report: &NodeReport) {
+        let tokens = [
+            (Resource::DeviceMemory, report.device_memory),
+            (Resource::ManagedMemory, report.managed_memory),
+        ];
+        for (resource, memory) in tokens {
+            self.tokens
+                .get_or_create(&of_resource(resource))
+                .set(memory.allocatable.0.into());
+        }
+        self.gpu_memory.clear();
+        self.gpu_healthy.clear();
+        for gpu in &report.gpus {
+            let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
+            let states = [
+                ("total", gpu.memory.0),
+                ("capacity", bytes(gpu.capacity)),
+                ("free", bytes(gpu.free)),
+                ("bound", bytes(gpu.capacity.saturating_sub(gpu.free))),
+            ];
+            for (state, amount) in states {
+                let label = OfGpuState {
+                    gpu: gpu.uuid.to_string(),
+                    state,
+                };
+                self.gpu_memory
+                    .get_or_create(&label)
+                    .set(i64::try_from(amount).unwrap_or(i64::MAX));
+            }
+            let label = OfGpu {
+                gpu: gpu.uuid.to_string(),
+            };
+            self.gpu_healthy
+                .get_or_create(&label)
+                .set((gpu.health == GpuHealth::Healthy).into());
+        }
+    }
+
+    /// This node's `GpuNode` was written, or could not be.
+    pub fn gpu_node_written(&self, ok: bool) {
+        let result = if ok { "ok" } else { "error" };
+        self.gpu_node_writes
+            .get_or_create(&OfResult { result })
+            .inc();
+    }
+
+    /// An Event was not sent.
+    pub fn event_dropped(&self) {
+        self.events_dropped.inc();
+    }
+}
+
+impl Default for Metrics {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+fn of_resource(resource: Resource) -> OfResource {
+    OfResource {
+        resource: match resource {
+            Resource::DeviceMemory => "gpu-memory",
+            Resource::ManagedMemory => "managed-memory",
+        },
+    }
+}
+
+fn quantum_bytes(quantum: QuantumSize, quanta: Quanta) -> u64 {
+    quantum.times(quanta).0
+}
+
+fn number(count: usize) -> i64 {
+    i64::try_from(count).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::testing::report;
+
+    #[test]
+    fn each_gpu_has_its_memory_by_state_and_goes_with_the_report() {
+        let metrics = Metrics::new();
+        let mut report = report();
+        report.gpus[0].free = Quanta(6);
+        metrics.set_report(&report);
+        let text = metrics.encode();
+        assert!(
+            text.contains(
+                r#"bursar_gpu_memory_bytes{gpu="GPU-00000000",state="bound"} 10737418240"#
+            ),
+            "{text}"
+        );
+        assert!(text.contains(r#"bursar_agent_tokens{resource="gpu-memory"} 32"#));
+        report.gpus.clear();
+        metrics.set_report(&report);
+        assert!(!metrics.encode().contains("GPU-0"));
+    }
+
+    #[test]
+    fn a_bind_is_counted_by_its_end() {
+        let metrics = Metrics::new();
+        metrics.started(BindResult::NoRoom, Duration::from_secs(25));
+        let text = metrics.encode();
+        assert!(
+            text.contains(r#"bursar_agent_bind_seconds_count{result="no-room"} 1"#),
+            "{text}"
+        );
+        assert!(text.contains(r#"bursar_agent_bind_seconds_bucket{le="25.0",result="no-room"} 1"#));
+    }
+
+    #[test]
+    fn every_metric_is_documented_and_every_documented_metric_exists() {
+        let docs = include_str!("../../docs/metrics.md");
+        let agent = docs
+            .split("## Operator")
+            .next()
+            .expect("the agent's table comes first");
+        let documented: std::collections::BTreeSet<&str> = agent
+            .lines()
+            .filter_map(|line| line.strip_prefix("| `")?.split('`').next())
+            .map(|name| name.trim_end_matches("_total").trim_end_matches("_info"))
+            .collect();
+        let text = Metrics::new().encode();
+        let registered: std::collections::BTreeSet<&str> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next())
+            .collect();
+        assert_eq!(documented, registered);
+    }
+}

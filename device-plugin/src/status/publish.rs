@@ -1,0 +1,305 @@
+//! Writes the node's report to its `GpuNode` when it changed, at a bounded rate.
+//!
+//! ```text
+//!   a new report --> gather (more may follow) --> render --> same as what is there: nothing
+//!                         ^                           \--> write --> ok: quiet for `between`
+//!                         |                                     \--> failed: back off, then the newest report
+//!                         +------------------------------------------+
+//! ```
+
+use std::time::Duration;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use kube::Client;
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::object::{ApiObject, Known, Object, ObjectError};
+use super::render::{render, seconds};
+use super::report::NodeReport;
+use crate::metrics::Metrics;
+
+/// How often the object may be written.
+#[derive(Clone, Copy, Debug)]
+pub struct Rate {
+    /// How long a change waits for others to come with it.
+    pub gather: Duration,
+    /// From one write to the next.
+    pub between: Duration,
+    /// The first wait after a failure; doubled from then on.
+    pub retry_first: Duration,
+    /// The longest wait after a failure.
+    pub retry_most: Duration,
+}
+
+impl Default for Rate {
+    /// One write a second at most: 1,000 nodes in uproar cost the API server 10 s of work (10 ms each).
+    fn default() -> Self {
+        Self {
+            gather: Duration::from_millis(100),
+            between: Duration::from_secs(1),
+            retry_first: Duration::from_millis(500),
+            retry_most: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Keeps the `GpuNode` of `node` at what `reports` says, until `shutdown` or until there are no more
+/// reports. The API server being away is waited out.
+pub async fn run(
+    client: Client,
+    node: String,
+    reports: watch::Receiver<NodeReport>,
+    metrics: Metrics,
+    shutdown: CancellationToken,
+) {
+    let object = ApiObject::new(client, node);
+    publish(&object, reports, Rate::default(), &metrics, shutdown).await;
+}
+
+/// [`run`] over any [`Object`], at any rate.
+pub async fn publish(
+    object: &impl Object,
+    mut reports: watch::Receiver<NodeReport>,
+    rate: Rate,
+    metrics: &Metrics,
+    shutdown: CancellationToken,
+) {
+    let mut known = None;
+    let mut failures = 0;
+    let mut next_write = Instant::now();
+    reports.mark_changed();
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            changed = reports.changed() => if changed.is_err() { return },
+        }
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            () = async { sleep(rate.gather).await; sleep_until(next_write).await } => {}
+        }
+        let report = reports.borrow_and_update().clone();
+        let outcome = tokio::select! {
+            () = shutdown.cancelled() => return,
+            outcome = bring_up(object, &mut known, &report) => outcome,
+        };
+        match outcome {
+            Ok(false) => {}
+            Ok(true) => {
+                if failures > 0 {
+                    info!(failures, "GpuNode is written again");
+                }
+                failures = 0;
+                metrics.gpu_node_written(true);
+                next_write = Instant::now() + rate.between;
+            }
+            Err(error) => {
+                // What the API server has is unknown after a failure: a write may have arrived.
+                known = None;
+                metrics.gpu_node_written(false);
+                if failures == 0 {
+                    warn!(
+                        error = &error as &dyn std::error::Error,
+                        "GpuNode is not written"
+                    );
+                }
+                next_write = Instant::now() + backoff(rate, failures);
+                failures += 1;
+                reports.mark_changed();
+            }
+        }
+    }
+}
+
+/// Writes `report` if the object says something else. True if it wrote.
+async fn bring_up(
+    object: &impl Object,
+    known: &mut Option<Known>,
+    report: &NodeReport,
+) -> Result<bool, ObjectError> {
+    let before = match known.take() {
+        Some(known) => known,
+        None => object.ensure().await?,
+    };
+    let now: Time = seconds(jiff::Timestamp::now());
+    let status = render(report, &before.status, before.generation, &now);
+    let same = status == before.status;
+    *known = Some(match same {
+        true => before,
+        false => object.write(&status).await?,
+    });
+    Ok(!same)
+}
+
+/// Doubles from `retry_first` to `retry_most`, spread over half of it: nodes that lost the API server
+/// together must not come back together.
+fn backoff(rate: Rate, failures: u32) -> Duration {
+    let full = rate
+        .retry_first
+        .saturating_mul(2_u32.saturating_pow(failures.min(16)))
+        .min(rate.retry_most);
+    full.mul_f64(rand::random_range(0.5..1.0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::testing::report;
+    use bursar_crds::GpuNodeStatus;
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    /// An API server in memory that can be away.
+    #[derive(Default)]
+    struct Fake {
+        kept: Mutex<Known>,
+        reads: AtomicUsize,
+        writes: AtomicUsize,
+        fail_next: AtomicUsize,
+    }
+
+    impl Fake {
+        fn answer(&self) -> Result<(), ObjectError> {
+            let left = self.fail_next.load(Ordering::SeqCst);
+            if left > 0 {
+                self.fail_next.store(left - 1, Ordering::SeqCst);
+                return Err(ObjectError::Gone { node: "n".into() });
+            }
+            Ok(())
+        }
+
+        fn writes(&self) -> usize {
+            self.writes.load(Ordering::SeqCst)
+        }
+    }
+
+    impl Object for Fake {
+        async fn ensure(&self) -> Result<Known, ObjectError> {
+            self.answer()?;
+            self.reads.fetch_add(1, Ordering::SeqCst);
+            Ok(self.kept.lock().unwrap().clone())
+        }
+
+        async fn write(&self, status: &GpuNodeStatus) -> Result<Known, ObjectError> {
+            self.answer()?;
+            self.writes.fetch_add(1, Ordering::SeqCst);
+            let mut kept = self.kept.lock().unwrap();
+            kept.status = status.clone();
+            Ok(kept.clone())
+        }
+    }
+
+    const FAST: Rate = Rate {
+        gather: Duration::from_millis(20),
+        between: Duration::from_millis(50),
+        retry_first: Duration::from_millis(5),
+        retry_most: Duration::from_millis(20),
+    };
+
+    /// Publishes while `act` goes on.
+    async fn during<F: Future<Output = ()>>(
+        fake: &Fake,
+        act: impl FnOnce(watch::Sender<NodeReport>) -> F,
+    ) {
+        let (sender, receiver) = watch::channel(report());
+        let shutdown = CancellationToken::new();
+        let metrics = Metrics::new();
+        let publishing = publish(fake, receiver, FAST, &metrics, shutdown.clone());
+        let acting = async {
+            act(sender).await;
+            shutdown.cancel();
+        };
+        tokio::join!(publishing, acting);
+    }
+
+    fn set_free(reports: &watch::Sender<NodeReport>, free: u32) {
+        reports.send_modify(|report| report.device_memory.free.0 = free);
+    }
+
+    /// Waits until the API server has `free`.
+    async fn seen(fake: &Fake, free: i32) {
+        let arrived = async {
+            while fake.kept.lock().unwrap().status.device_memory.free != free {
+                sleep(Duration::from_millis(1)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), arrived)
+            .await
+            .expect("the newest report arrives");
+    }
+
+    #[tokio::test]
+    async fn a_burst_of_changes_is_one_write() {
+        let fake = Fake::default();
+        during(&fake, async |reports| {
+            for free in 0..100 {
+                set_free(&reports, free);
+            }
+            seen(&fake, 99).await;
+        })
+        .await;
+        assert_eq!(fake.writes(), 1);
+    }
+
+    #[tokio::test]
+    async fn a_report_that_says_nothing_new_is_not_written() {
+        let fake = Fake::default();
+        during(&fake, async |reports| {
+            seen(&fake, 32).await;
+            for _ in 0..20 {
+                reports.send_modify(|_| {});
+                sleep(Duration::from_millis(10)).await;
+            }
+        })
+        .await;
+        assert_eq!(fake.writes(), 1);
+        assert_eq!(fake.reads.load(Ordering::SeqCst), 1);
+    }
+
+    #[tokio::test]
+    async fn constant_change_is_written_no_faster_than_the_rate() {
+        let fake = Fake::default();
+        let start = Instant::now();
+        during(&fake, async |reports| {
+            for free in 0..200 {
+                set_free(&reports, free);
+                sleep(Duration::from_millis(2)).await;
+            }
+            seen(&fake, 199).await;
+        })
+        .await;
+        let most = start.elapsed().as_millis() / FAST.between.as_millis() + 1;
+        assert!(
+            (fake.writes() as u128) <= most,
+            "{} > {most}",
+            fake.writes()
+        );
+    }
+
+    #[tokio::test]
+    async fn an_api_server_that_was_away_gets_the_newest_report() {
+        let fake = Fake::default();
+        fake.fail_next.store(5, Ordering::SeqCst);
+        during(&fake, async |reports| {
+            while fake.fail_next.load(Ordering::SeqCst) > 2 {
+                sleep(Duration::from_millis(1)).await;
+            }
+            set_free(&reports, 7);
+            seen(&fake, 7).await;
+        })
+        .await;
+        assert_eq!(fake.fail_next.load(Ordering::SeqCst), 0);
+    }
+
+    #[test]
+    fn waiting_after_failures_grows_to_its_bound() {
+        let rate = Rate::default();
+        for failures in 0..100 {
+            let wait = backoff(rate, failures);
+            assert!(wait >= rate.retry_first / 2 && wait <= rate.retry_most);
+        }
+        assert!(backoff(rate, 20) >= rate.retry_most / 2);
+    }
+}

@@ -1,0 +1,230 @@
+//! The `GpuNode` status that a report comes to: pure.
+
+use bursar_crds::Amount;
+use bursar_crds::conditions::{self, Statement, gpu_node as names};
+use bursar_crds::gpu_node::{
+    GpuNodeStatus, GpuStatus, Health, HealthStatus, MAX_GPUS, MAX_WAITING, NodeMemory, Waiting,
+};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+
+use super::report::{GpuHealth, GpuReport, Memory, NodeReport, WaitingReport};
+use crate::units::Quanta;
+
+/// The status to write for `report`, after `before` was written. Times of what stays as it was stay.
+///
+/// `generation` is the object's `metadata.generation`, as far as it is known.
+pub fn render(
+    report: &NodeReport,
+    before: &GpuNodeStatus,
+    generation: Option<i64>,
+    now: &Time,
+) -> GpuNodeStatus {
+    let NodeReport {
+        boot_id,
+        driver_version,
+        quantum,
+        device_memory,
+        managed_memory,
+        gpus,
+        waiting,
+        conditions,
+    } = report;
+    let mut statements = vec![ready(conditions)];
+    statements.extend_from_slice(conditions);
+    GpuNodeStatus {
+        observed_generation: generation,
+        boot_id: Some(boot_id.clone()),
+        agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
+        driver_version: driver_version.clone(),
+        quantum: Some(Amount::from_bytes(quantum.bytes().0)),
+        device_memory: memory(device_memory),
+        managed_memory: memory(managed_memory),
+        gpus: gpus
+            .iter()
+            .take(MAX_GPUS)
+            .map(|gpu| gpu_status(gpu, before, now))
+            .collect(),
+        waiting: waiting.iter().take(MAX_WAITING).map(waiter).collect(),
+        faults: before.faults.clone(),
+        conditions: conditions::merge(&before.conditions, &statements, generation, now),
+    }
+}
+
+/// `Ready` is the sum of the others; the first that does not hold gives the message.
+fn ready(others: &[Statement]) -> Statement {
+    match others.iter().find(|said| said.holds != Some(true)) {
+        None if others.is_empty() => Statement {
+            type_: names::READY,
+            holds: None,
+            reason: names::PENDING,
+            message: "the agent is starting".to_owned(),
+        },
+        None => Statement::new(names::READY, true, names::OK, "pods are given GPU memory"),
+        Some(amiss) => Statement {
+            type_: names::READY,
+            holds: amiss.holds,
+            reason: match amiss.holds {
+                Some(_) => names::NOT_READY,
+                None => names::PENDING,
+            },
+            message: format!("{}: {}", amiss.type_, amiss.message),
+        },
+    }
+}
+
+fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus {
+    let GpuReport {
+        uuid,
+        index,
+        model,
+        memory,
+        state,
+        generation,
+        health,
+        capacity,
+        free,
+        largest_free,
+        held_for,
+    } = gpu;
+    let (status, reason) = match health {
+        GpuHealth::Healthy => (HealthStatus::Healthy, "Ok"),
+        GpuHealth::Unhealthy { reason } => (HealthStatus::Unhealthy, reason.as_str()),
+    };
+    let since = before
+        .gpus
+        .iter()
+        .find(|old| old.uuid == uuid.as_str() && old.health.status == status)
+        .and_then(|old| old.health.since.clone())
+        .unwrap_or_else(|| now.clone());
+    GpuStatus {
+        uuid: uuid.as_str().to_owned(),
+        index: i32::try_from(*index).unwrap_or(i32::MAX),
+        model: model.clone(),
+        memory: Amount::from_bytes(memory.0),
+        state: *state,
+        generation: i64::try_from(*generation).unwrap_or(i64::MAX),
+        health: Health {
+            status,
+            reason: reason.to_owned(),
+            since: Some(since),
+        },
+        capacity: count(*capacity),
+        free: count(*free),
+        largest_free: count(*largest_free),
+        held_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
+    }
+}
+
+fn memory(memory: &Memory) -> NodeMemory {
+    let Memory {
+        allocatable,
+        free,
+        largest_free,
+    } = memory;
+    NodeMemory {
+        allocatable: count(*allocatable),
+        free: count(*free),
+        largest_free: count(*largest_free),
+    }
+}
+
+fn waiter(waiting: &WaitingReport) -> Waiting {
+    let WaitingReport {
+        pod_uid,
+        namespace,
+        pod,
+        container,
+        quanta,
+        since,
+    } = waiting;
+    Waiting {
+        pod_uid: pod_uid.as_str().to_owned(),
+        namespace: namespace.clone(),
+        pod: pod.clone(),
+        container: container.clone(),
+        quanta: count(*quanta),
+        // The API keeps whole seconds; what is read back must equal what was written.
+        since: seconds(*since),
+    }
+}
+
+/// The API has signed integers only.
+fn count(quanta: Quanta) -> i32 {
+    i32::try_from(quanta.0).unwrap_or(i32::MAX)
+}
+
+/// `at` in the precision that the API keeps.
+pub fn seconds(at: jiff::Timestamp) -> Time {
+    Time(jiff::Timestamp::from_second(at.as_second()).unwrap_or(at))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::status::testing::{at, report};
+
+    #[test]
+    fn an_unchanged_report_renders_to_what_is_there_whatever_the_time() {
+        let first = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
+        assert_eq!(render(&report(), &first, Some(1), &at(500)), first);
+    }
+
+    #[test]
+    fn what_the_api_server_returns_equals_what_was_written() {
+        let mut report = report();
+        report.waiting.push(WaitingReport {
+            pod_uid: "0f".parse().unwrap(),
+            namespace: "team".into(),
+            pod: "p".into(),
+            container: "c".into(),
+            quanta: Quanta(8),
+            since: "2026-01-02T03:04:05.678Z".parse().unwrap(),
+        });
+        let written = render(&report, &GpuNodeStatus::default(), Some(1), &at(10));
+        let read: GpuNodeStatus =
+            serde_json::from_value(serde_json::to_value(&written).unwrap()).unwrap();
+        assert_eq!(read, written);
+        assert_eq!(render(&report, &read, Some(1), &at(60)), written);
+    }
+
+    #[test]
+    fn a_gpu_that_fell_ill_says_since_when_and_why() {
+        let before = render(&report(), &GpuNodeStatus::default(), Some(1), &at(10));
+        let mut ill = report();
+        ill.gpus[0].health = GpuHealth::Unhealthy {
+            reason: "Xid79".into(),
+        };
+        let after = render(&ill, &before, Some(1), &at(60));
+        assert_eq!(after.gpus[0].health.reason, "Xid79");
+        assert_eq!(after.gpus[0].health.since, Some(at(60)));
+        assert_eq!(after.gpus[1].health.since, Some(at(10)));
+    }
+
+    #[test]
+    fn ready_names_the_condition_that_does_not_hold() {
+        let mut broken = report();
+        broken.conditions[0] = Statement::new(
+            names::GPUS_FOUND,
+            false,
+            names::NO_GPUS,
+            "the driver has no GPU",
+        );
+        let status = render(&broken, &GpuNodeStatus::default(), None, &at(1));
+        let ready = &status.conditions[0];
+        assert_eq!(
+            (ready.type_.as_str(), ready.status.as_str()),
+            ("Ready", "False")
+        );
+        assert_eq!(ready.message, "GpusFound: the driver has no GPU");
+    }
+
+    #[test]
+    fn the_object_stays_small_with_the_most_that_it_may_hold() {
+        let mut full = report();
+        let gpu = full.gpus[0].clone();
+        full.gpus = vec![gpu; 300];
+        let status = render(&full, &GpuNodeStatus::default(), Some(1), &at(1));
+        assert_eq!(status.gpus.len(), MAX_GPUS);
+        assert!(serde_json::to_vec(&status).unwrap().len() < 64 << 10);
+    }
+}

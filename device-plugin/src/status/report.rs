@@ -1,0 +1,98 @@
+//! What the agent knows of its node, in its own types.
+
+use bursar_crds::conditions::Statement;
+use bursar_crds::gpu_node::GpuState;
+use jiff::Timestamp;
+
+use crate::units::{Bytes, GpuUuid, PodUid, Quanta, QuantumSize};
+
+/// The node as the agent sees it. Two equal reports make no write.
+///
+/// It should hold nothing that changes all the time: use belongs in the metrics.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NodeReport {
+    /// This boot (`/proc/sys/kernel/random/boot_id`).
+    pub boot_id: String,
+    /// The NVIDIA driver's version, while it answers.
+    pub driver_version: Option<String>,
+    /// How much one token stands for.
+    pub quantum: QuantumSize,
+    /// Device memory of the healthy GPUs together.
+    pub device_memory: Memory,
+    /// Managed memory; all zero where none is offered.
+    pub managed_memory: Memory,
+    /// The GPUs, in NVML's order, lost ones included.
+    pub gpus: Vec<GpuReport>,
+    /// Containers that wait for room, the longest waiting first. More than 16 are cut off.
+    pub waiting: Vec<WaitingReport>,
+    /// One statement per condition type of [`bursar_crds::conditions::gpu_node`], but for `Ready`, which
+    /// [`render`](super::render) concludes from them.
+    pub conditions: Vec<Statement>,
+}
+
+/// Memory of the node.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Memory {
+    /// What the kubelet is told there is.
+    pub allocatable: Quanta,
+    /// What nothing is bound to.
+    pub free: Quanta,
+    /// The most that one newcomer can be bound to now.
+    pub largest_free: Quanta,
+}
+
+/// One GPU or MIG instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuReport {
+    /// NVML's UUID.
+    pub uuid: GpuUuid,
+    /// The number of its device node; a MIG instance has its parent's.
+    pub index: u32,
+    /// The model's name.
+    pub model: String,
+    /// All of its memory.
+    pub memory: Bytes,
+    /// What becomes of new pods on it.
+    pub state: GpuState,
+    /// G, the generation of its memory.
+    pub generation: u64,
+    /// Whether it works.
+    pub health: GpuHealth,
+    /// What pods can be given; zero while it is unhealthy.
+    pub capacity: Quanta,
+    /// What nothing is bound to.
+    pub free: Quanta,
+    /// `free`, less what is held for others.
+    pub largest_free: Quanta,
+    /// The pod that it is held for by a reservation of the operator.
+    pub held_for: Option<PodUid>,
+}
+
+/// Whether a GPU works.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum GpuHealth {
+    /// It does.
+    Healthy,
+    /// It does not.
+    Unhealthy {
+        /// One word: `GpuLost`, `NoAnswer`, `Xid79`.
+        reason: String,
+    },
+}
+
+/// A container that waits for room.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct WaitingReport {
+    /// Its pod.
+    pub pod_uid: PodUid,
+    /// Its pod's namespace.
+    pub namespace: String,
+    /// Its pod's name.
+    pub pod: String,
+    /// Its name.
+    pub container: String,
+    /// What it waits for.
+    pub quanta: Quanta,
+    /// Since when.
+    pub since: Timestamp,
+}
