@@ -1,33 +1,44 @@
 //! The agent's life: starts its parts, and ends when it is told to or when one of them ends.
 
+mod reporter;
+
 use std::path::PathBuf;
 use std::sync::Arc;
 
 use kube::Client;
+use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
+use crate::checkpoint::Checkpoint;
 use crate::config::Config;
+use crate::http::{self, Sources};
 use crate::inventory::health::Policy;
 use crate::inventory::nvml::{self, Pace};
 use crate::kubelet::devices::Devices;
-use crate::kubelet::lifecycle::Lifecycle;
+use crate::kubelet::lifecycle::{Lifecycle, Registration};
 use crate::kubelet::pod_resources::PodResourcesClient;
 use crate::kubelet::server::Service;
-use crate::node::actor::{Node, actor};
+use crate::metrics::Metrics;
+use crate::node::actor::{Node, Offers, Voice, actor};
 use crate::node::clock;
 use crate::node::core::Core;
+use crate::node::generations::Generations;
 use crate::node::host::{HostError, OsHost, find_driver};
 use crate::node::identity::Identities;
 use crate::pods::Pods;
 use crate::sessions::{Cgroups, Sessions};
+use crate::status::Events;
 use crate::units::Resource;
+use reporter::Reporter;
 
 /// What the agent is run with besides its configuration.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Surroundings {
+    /// This node's name in Kubernetes.
+    pub node: String,
     /// The API server; without one everything but the status works.
     pub client: Option<Client>,
     /// How often NVML is asked.
@@ -36,15 +47,35 @@ pub struct Surroundings {
     pub health: Policy,
 }
 
+impl Surroundings {
+    /// As in production, on the node of this name.
+    pub fn new(node: String, client: Option<Client>) -> Self {
+        Self {
+            node,
+            client,
+            pace: Pace::default(),
+            health: Policy::default(),
+        }
+    }
+}
+
 /// Why the agent ended other than by request.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
-    /// The run folder or the CDI folder cannot be used.
+    /// The run folder cannot be used.
     #[error(transparent)]
     Host(#[from] HostError),
     /// A thread could not be started.
     #[error("start the nvml thread: {0}")]
     Thread(#[source] std::io::Error),
+    /// Nobody could be answered about metrics and health.
+    #[error("http.listen = {address}: {source}")]
+    Listen {
+        /// The configured address.
+        address: std::net::SocketAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// A part ended early.
     #[error("the {0} ended early")]
     Ended(&'static str),
@@ -53,101 +84,202 @@ pub enum AgentError {
     Failed(#[from] tokio::task::JoinError),
 }
 
+/// The parts that live as long as the agent.
+struct Parts {
+    running: JoinSet<&'static str>,
+    stop: CancellationToken,
+}
+
 /// Runs the agent until `shutdown`.
 pub async fn run(
     config: Config,
     around: Surroundings,
     shutdown: CancellationToken,
 ) -> Result<(), AgentError> {
+    let Surroundings {
+        node,
+        client,
+        pace,
+        health,
+    } = around;
     let driver = config.driver.clone();
     let library = Box::new(move || -> Result<PathBuf, String> {
         find_driver(&driver)
             .map(|driver| driver.libnvml.path)
             .map_err(|error| error.to_string())
     });
-    let (inventory, nvml) =
-        nvml::start(library, around.pace, around.health).map_err(AgentError::Thread)?;
-    let names = names(&config);
-    let identities = Identities {
-        device_plugin_dir: config.kubelet.device_plugin_dir.clone(),
-        names: names.clone(),
-        pod_resources: PodResourcesClient::new(&config.kubelet.pod_resources_socket),
-        client: around.client,
+    let (inventory, nvml) = nvml::start(library, pace, health).map_err(AgentError::Thread)?;
+    let metrics = Metrics::new();
+    let (events, outbox) = Events::new(metrics.clone());
+    let identities = identities(&config, client.clone());
+    let sessions = sessions(&config, nvml);
+    let core = recovered(&config, &identities, sessions, metrics.clone()).await?;
+    let generations = Checkpoint::new(config.paths.state_dir.join("generations.json"));
+    let generations = Generations::load(generations, clock::boot_id());
+    let voice = Voice {
+        events: events.clone(),
+        metrics: metrics.clone(),
     };
-    let membership = Arc::new(Cgroups::new(PathBuf::from("/proc")));
-    let sessions = Arc::new(Sessions::new(
-        config.paths.run_dir.clone(),
-        Arc::new(nvml),
-        membership,
-    ));
-    let core = recovered(&config, &identities, sessions).await?;
-    let (actor, node, offers, _snapshots) = actor(
+    let (actor, allocator, offers, snapshots) = actor(
         core,
         config.resources,
         identities,
         config.bind_wait,
         inventory,
+        generations,
+        voice,
     );
-    let mut parts = JoinSet::new();
     let stop = shutdown.child_token();
-    parts.spawn(part("node", actor.run(stop.clone())));
-    let node = Arc::new(node);
-    for (resource, name) in names {
-        let devices = match resource {
-            Resource::DeviceMemory => offers.device.clone(),
-            Resource::ManagedMemory => offers.managed.clone(),
-        };
-        let registered = register(
-            config.kubelet.device_plugin_dir.clone(),
-            resource,
-            name,
-            node.clone(),
-            devices,
-            stop.clone(),
+    let mut parts = Parts {
+        running: JoinSet::new(),
+        stop: stop.clone(),
+    };
+    parts.start("node", actor.run());
+    let registration = parts.register(&config, allocator, offers, &metrics);
+    let reporter = Reporter {
+        config: config.resources,
+        boot: clock::boot_id(),
+        snapshots,
+        registration,
+        node: node.clone(),
+        client: client.clone(),
+        events,
+        metrics: metrics.clone(),
+    };
+    let (reporting, reports, readiness, health) = reporter.start(stop.clone());
+    parts.start("reporter", reporting);
+    parts
+        .serve(
+            &config,
+            Sources {
+                metrics: metrics.clone(),
+                health,
+                readiness,
+            },
+        )
+        .await?;
+    if let Some(client) = client {
+        parts.start(
+            "events",
+            outbox.run(client.clone(), node.clone(), metrics.clone(), stop.clone()),
         );
-        parts.spawn(part("registration", registered));
+        parts.start(
+            "status",
+            crate::status::run(client, node, reports, metrics, stop),
+        );
     }
-    drop((node, offers));
-    supervise(parts, shutdown, stop).await
+    parts.supervise(shutdown).await
 }
 
-/// Awaits the first part's end; where nobody asked for it, all parts end and it is an error.
-async fn supervise(
-    mut parts: JoinSet<&'static str>,
-    shutdown: CancellationToken,
-    stop: CancellationToken,
-) -> Result<(), AgentError> {
-    let mut result = Ok(());
-    while let Some(ended) = parts.join_next().await {
-        if !shutdown.is_cancelled() && result.is_ok() {
-            result = match ended {
-                Ok(name) => Err(AgentError::Ended(name)),
-                Err(error) => Err(AgentError::Failed(error)),
+impl Parts {
+    fn start(&mut self, name: &'static str, life: impl Future<Output = ()> + Send + 'static) {
+        self.running.spawn(async move {
+            life.await;
+            name
+        });
+    }
+
+    /// Registers both resources, each once it has a token; what the kubelet thinks of device memory.
+    fn register(
+        &mut self,
+        config: &Config,
+        node: Node,
+        offers: Offers,
+        metrics: &Metrics,
+    ) -> watch::Receiver<Registration> {
+        let Offers { device, managed } = offers;
+        let node = Arc::new(node);
+        let mut life = |resource: Resource, devices: watch::Receiver<Devices>| {
+            let name = resource.name(config.resources.quantum);
+            let service = Service {
+                resource,
+                allocator: node.clone(),
+                devices: devices.clone(),
             };
-        }
-        stop.cancel();
+            let (lifecycle, registration) =
+                Lifecycle::new(&config.kubelet.device_plugin_dir, name, service);
+            self.start(
+                "registration",
+                register(lifecycle, devices, self.stop.clone()),
+            );
+            self.start(
+                "registration counter",
+                count(
+                    registration.clone(),
+                    resource,
+                    metrics.clone(),
+                    self.stop.clone(),
+                ),
+            );
+            registration
+        };
+        life(Resource::ManagedMemory, managed);
+        life(Resource::DeviceMemory, device)
     }
-    info!("stopped");
-    result
+
+    /// Serves metrics and health.
+    async fn serve(&mut self, config: &Config, sources: Sources) -> Result<(), AgentError> {
+        let address = config.http_listen;
+        let listener = TcpListener::bind(address)
+            .await
+            .map_err(|source| AgentError::Listen { address, source })?;
+        if let Ok(address) = listener.local_addr() {
+            info!(%address, "metrics and probes");
+        }
+        let stop = self.stop.clone();
+        self.start("http server", async move {
+            if let Err(error) = http::serve(listener, sources, stop).await {
+                error!(%error, "http");
+            }
+        });
+        Ok(())
+    }
+
+    /// Awaits the first part's end; where nobody asked for it, all parts end and it is an error.
+    async fn supervise(mut self, shutdown: CancellationToken) -> Result<(), AgentError> {
+        let mut result = Ok(());
+        while let Some(ended) = self.running.join_next().await {
+            if !shutdown.is_cancelled() && result.is_ok() {
+                result = match ended {
+                    Ok(name) => Err(AgentError::Ended(name)),
+                    Err(error) => Err(AgentError::Failed(error)),
+                };
+            }
+            self.stop.cancel();
+        }
+        info!("stopped");
+        result
+    }
 }
 
-async fn part(name: &'static str, life: impl Future<Output = ()>) -> &'static str {
-    life.await;
-    name
-}
-
-/// Our resources under the names that pods ask for.
-fn names(config: &Config) -> Vec<(Resource, String)> {
+/// Our resources under the names that pods ask for, and whom to ask about their holders.
+fn identities(config: &Config, client: Option<Client>) -> Identities {
     let quantum = config.resources.quantum;
-    [Resource::DeviceMemory, Resource::ManagedMemory]
-        .map(|resource| (resource, resource.name(quantum)))
-        .to_vec()
+    let named = |resource: Resource| (resource, resource.name(quantum));
+    Identities {
+        device_plugin_dir: config.kubelet.device_plugin_dir.clone(),
+        names: [Resource::DeviceMemory, Resource::ManagedMemory]
+            .map(named)
+            .to_vec(),
+        pod_resources: PodResourcesClient::new(&config.kubelet.pod_resources_socket),
+        client,
+    }
+}
+
+fn sessions(config: &Config, nvml: nvml::NvmlHandle) -> Arc<Sessions> {
+    let membership = Arc::new(Cgroups::new(PathBuf::from("/proc")));
+    Arc::new(Sessions::new(
+        config.paths.run_dir.clone(),
+        Arc::new(nvml),
+        membership,
+    ))
 }
 
 async fn recovered(
     config: &Config,
     identities: &Identities,
     sessions: Arc<Sessions>,
+    metrics: Metrics,
 ) -> Result<Core<OsHost>, HostError> {
     let host = OsHost::new(config, sessions)?;
     let found = host.survey();
@@ -156,17 +288,14 @@ async fn recovered(
         Default::default()
     });
     let pods = Pods::new(config.paths.cgroup_root.clone());
-    let mut core = Core::new(config.resources, clock::boot_id(), host, pods);
+    let mut core = Core::new(config.resources, clock::boot_id(), host, pods, metrics);
     core.recover(found, &kubelet.held, clock::now()).await;
     Ok(core)
 }
 
 /// Registers a resource once it has a token, for as long as the agent lives.
 async fn register(
-    dir: PathBuf,
-    resource: Resource,
-    name: String,
-    allocator: Arc<Node>,
+    lifecycle: Lifecycle<Node>,
     mut devices: watch::Receiver<Devices>,
     stop: CancellationToken,
 ) {
@@ -175,14 +304,24 @@ async fn register(
         () = stop.cancelled() => false,
     };
     if first {
-        let service = Service {
-            resource,
-            allocator,
-            devices,
-        };
-        let (lifecycle, _registration) = Lifecycle::new(&dir, name, service);
         lifecycle.run(stop).await;
     }
+}
+
+/// Counts the times that the kubelet accepted a resource.
+async fn count(
+    mut registration: watch::Receiver<Registration>,
+    resource: Resource,
+    metrics: Metrics,
+    stop: CancellationToken,
+) {
+    while let Some(Ok(())) = stop.run_until_cancelled(registration.changed()).await {
+        if registration.borrow_and_update().is_registered() {
+            metrics.registered(resource);
+        }
+    }
+    // Its lifecycle may end before the agent is told to: that is the lifecycle's to report.
+    stop.cancelled().await;
 }
 
 /// The API server of the cluster that the agent's pod is in, or that KUBECONFIG names.

@@ -44,19 +44,41 @@ pub struct GpuState {
 pub enum Inventory {
     /// NVML has not answered yet.
     Starting,
-    /// There is no driver to ask, and why. Tried again quietly.
-    NoDriver(String),
+    /// There is no driver that answers. Tried again quietly.
+    NoDriver(NoDriver),
     /// The driver answers, and there is no GPU. Tried again quietly.
     NoGpu,
-    /// In NVML's order. A GPU that went missing stays in the list, Unhealthy.
-    Gpus(Vec<GpuState>),
+    /// There are GPUs.
+    Gpus {
+        /// The driver's version, while it answers.
+        driver: Option<String>,
+        /// In NVML's order. A GPU that went missing stays in the list, Unhealthy.
+        gpus: Vec<GpuState>,
+    },
+}
+
+/// Why there is no driver to ask; the text is for people.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum NoDriver {
+    /// Its files or device nodes are not there.
+    Missing(String),
+    /// It is there and does not work.
+    Failed(String),
+}
+
+impl std::fmt::Display for NoDriver {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Missing(why) | Self::Failed(why) => f.write_str(why),
+        }
+    }
 }
 
 impl Inventory {
     /// The GPUs, where there are any.
     pub fn gpus(&self) -> &[GpuState] {
         match self {
-            Self::Gpus(gpus) => gpus,
+            Self::Gpus { gpus, .. } => gpus,
             Self::Starting | Self::NoDriver(_) | Self::NoGpu => &[],
         }
     }

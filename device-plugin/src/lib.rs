@@ -14,6 +14,7 @@ pub mod ledger;
 pub mod metrics;
 pub mod node;
 pub mod pods;
+pub mod runtime;
 pub mod sessions;
 pub mod shim_files;
 pub mod status;

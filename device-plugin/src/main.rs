@@ -29,15 +29,8 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
     let client = agent::api_server().await;
-    Ok(agent::run(
-        config,
-        Surroundings {
-            client,
-            ..Surroundings::default()
-        },
-        shutdown,
-    )
-    .await?)
+    let around = Surroundings::new(args.node_name.clone(), client);
+    Ok(agent::run(config, around, shutdown).await?)
 }
 
 fn log(args: &Args) -> anyhow::Result<()> {

@@ -9,13 +9,17 @@
 //! | [`identity`] | finds out whose container the kubelet starts |
 //! | [`offer`] | GPUs and config as capacity and tokens: pure |
 //! | [`state`] | what the checkpoint holds |
+//! | [`report`] | what the node says of itself to the API server: pure |
+//! | [`generations`] | how often each GPU's memory was lost |
 //! | [`clock`] | the time since boot |
 
 pub mod actor;
 pub mod clock;
 pub mod core;
+pub mod generations;
 pub mod host;
 pub mod identity;
 pub mod offer;
 mod recover;
+pub mod report;
 pub mod state;

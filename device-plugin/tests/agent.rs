@@ -16,3 +16,5 @@ mod life;
 mod memory;
 #[path = "agent/trouble.rs"]
 mod trouble;
+#[path = "agent/watched.rs"]
+mod watched;

@@ -19,7 +19,7 @@ use tracing::{debug, info, warn};
 
 use super::health::Policy;
 use super::roster::{Probe, Roster};
-use super::{Gpu, Inventory};
+use super::{Gpu, Inventory, NoDriver};
 use crate::sessions::DriverCharges;
 use crate::units::{Bytes, GpuUuid, UnitError};
 
@@ -140,7 +140,7 @@ struct Watcher {
     publish: watch::Sender<Inventory>,
     roster: Roster,
     /// The trouble that was logged last: each is logged once.
-    complaint: Option<String>,
+    complaint: Option<NoDriver>,
 }
 
 /// Every handle is gone: the agent ends.
@@ -153,9 +153,9 @@ impl Watcher {
 
     /// Uses one opening of the library for as long as all is well.
     fn session(&mut self, find: &FindLibrary) -> Result<(), Ended> {
-        let opened = find().and_then(|path| {
+        let opened = find().map_err(NoDriver::Missing).and_then(|path| {
             let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
-            nvml.map_err(|error| format!("{}: {error}", path.display()))
+            nvml.map_err(|error| NoDriver::Failed(format!("{}: {error}", path.display())))
         });
         match opened {
             Err(why) => {
@@ -260,7 +260,9 @@ struct Session<'nvml, 'events> {
 fn probe(nvml: &Nvml) -> Probe {
     let count = match nvml.device_count() {
         Ok(count) => count,
-        Err(error) => return Probe::NoDriver(format!("nvmlDeviceGetCount: {error}")),
+        Err(error) => {
+            return Probe::NoDriver(NoDriver::Failed(format!("nvmlDeviceGetCount: {error}")));
+        }
     };
     let (mut gpus, mut silent) = (Vec::new(), Vec::new());
     // A GPU whose handle or UUID cannot be had is as good as missing: the roster knows it by UUID only.
@@ -275,7 +277,11 @@ fn probe(nvml: &Nvml) -> Probe {
             }
         }
     }
-    Probe::Listed { gpus, silent }
+    Probe::Listed {
+        driver: nvml.sys_driver_version().ok(),
+        gpus,
+        silent,
+    }
 }
 
 /// The GPU itself, or its MIG instances where it is cut.

@@ -3,16 +3,18 @@
 use std::time::Instant;
 
 use super::health::{Monitor, News, Policy};
-use super::{Gpu, GpuState, Inventory};
+use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::units::GpuUuid;
 
 /// What one probe of all GPUs found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Probe {
-    /// NVML cannot be used, and why.
-    NoDriver(String),
+    /// NVML cannot be used.
+    NoDriver(NoDriver),
     /// The GPUs that NVML lists; those that could be found and not read are `silent`.
     Listed {
+        /// The driver's version.
+        driver: Option<String>,
         /// GPUs that answered.
         gpus: Vec<Gpu>,
         /// GPUs that NVML knows and that did not answer.
@@ -27,6 +29,7 @@ pub struct Roster {
     entries: Vec<Entry>,
     /// What stands where there has never been a GPU.
     without: Inventory,
+    driver: Option<String>,
 }
 
 #[derive(Debug)]
@@ -42,6 +45,7 @@ impl Roster {
             policy,
             entries: Vec::new(),
             without: Inventory::Starting,
+            driver: None,
         }
     }
 
@@ -50,10 +54,16 @@ impl Roster {
         match probe {
             Probe::NoDriver(why) => {
                 self.without = Inventory::NoDriver(why);
+                self.driver = None;
                 self.tell_all(&[], &[], now);
             }
-            Probe::Listed { gpus, silent } => {
+            Probe::Listed {
+                driver,
+                gpus,
+                silent,
+            } => {
                 self.without = Inventory::NoGpu;
+                self.driver = driver;
                 self.forget_recut(&gpus);
                 self.tell_all(&gpus, &silent, now);
                 self.add(gpus);
@@ -86,7 +96,10 @@ impl Roster {
             gpu: entry.gpu.clone(),
             health: entry.monitor.health(),
         };
-        Inventory::Gpus(self.entries.iter().map(state).collect())
+        Inventory::Gpus {
+            driver: self.driver.clone(),
+            gpus: self.entries.iter().map(state).collect(),
+        }
     }
 
     fn tell_all(&mut self, gpus: &[Gpu], silent: &[GpuUuid], now: Instant) {
@@ -163,6 +176,7 @@ mod tests {
 
     fn listed(gpus: &[Gpu]) -> Probe {
         Probe::Listed {
+            driver: None,
             gpus: gpus.to_vec(),
             silent: Vec::new(),
         }
@@ -181,10 +195,13 @@ mod tests {
     fn without_a_driver_or_a_gpu_the_inventory_says_which() {
         let mut roster = Roster::new(Policy::default());
         assert_eq!(roster.inventory(), Inventory::Starting);
-        roster.probed(Probe::NoDriver("no libnvidia-ml".into()), Instant::now());
+        roster.probed(
+            Probe::NoDriver(NoDriver::Missing("no libnvidia-ml".into())),
+            Instant::now(),
+        );
         assert_eq!(
             roster.inventory(),
-            Inventory::NoDriver("no libnvidia-ml".into())
+            Inventory::NoDriver(NoDriver::Missing("no libnvidia-ml".into()))
         );
         roster.probed(listed(&[]), Instant::now());
         assert_eq!(roster.inventory(), Inventory::NoGpu);
@@ -216,7 +233,10 @@ mod tests {
     fn a_driver_that_goes_away_takes_every_gpu_with_it() {
         let mut roster = Roster::new(Policy::default());
         roster.probed(listed(&[gpu("GPU-a")]), Instant::now());
-        roster.probed(Probe::NoDriver("unloaded".into()), Instant::now());
+        roster.probed(
+            Probe::NoDriver(NoDriver::Failed("unloaded".into())),
+            Instant::now(),
+        );
         assert_eq!(
             healths(&roster),
             [("GPU-a".into(), Health::Unhealthy(Sickness::Lost))]

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::Ledger;
 use super::claim::{Claim, State};
 use super::time::Moment;
-use super::types::{Binding, GpuView, Health, ManagedView, Placement, View, Waiter};
+use super::types::{Binding, ClaimId, GpuView, Health, ManagedView, Placement, View, Waiter};
 use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Resource};
 
 /// What is bound or held on one GPU.
@@ -107,6 +107,26 @@ impl Ledger {
             .values()
             .flat_map(|claim| claim.allocations.iter().map(|&id| (id, Some(&claim.pod))));
         self.bookings.keys().map(|&id| (id, None)).chain(claimed)
+    }
+
+    /// Allocations of `resource` that are booked and not bound, waiting or not.
+    pub fn booked(&self, resource: Resource) -> usize {
+        let bookings = self
+            .bookings
+            .values()
+            .filter(|booking| booking.resource == resource);
+        let claims = self
+            .claims
+            .values()
+            .filter(|claim| claim.resource == resource);
+        let unbound = claims.filter(|claim| !matches!(claim.state, State::Bound { .. }));
+        bookings.count() + unbound.map(|claim| claim.allocations.len()).sum::<usize>()
+    }
+
+    /// Whether the claim waits for room, with or without an open call.
+    pub fn waits(&self, claim: ClaimId) -> bool {
+        let claim = self.claims.get(&claim);
+        claim.is_some_and(|claim| matches!(claim.state, State::Waiting { .. }))
     }
 
     /// The pods that have a claim: those whose end the agent watches for.

@@ -1,25 +1,27 @@
 //! The task that owns the node's state. Commands come by a channel and are taken one after the other.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio_util::sync::CancellationToken;
 use tracing::{debug, error};
 
 use super::clock;
-use super::core::{Bind, Core, Reply, Troubles};
+use super::core::{Bind, Core, Identity, Reply, Troubles, Wait};
+use super::generations::Generations;
 use super::host::OsHost;
 use super::identity::Identities;
 use super::offer;
-use super::state::Holder;
+use super::state::PodName;
 use crate::config::ResourcesConfig;
 use crate::inventory::Inventory;
 use crate::kubelet::devices::{Devices, DevicesError};
 use crate::kubelet::plugin::{Allocator, NotBooked, NotBound};
-use crate::ledger::{Binding, View};
-use crate::units::{AllocationId, Resource, TokenSet};
+use crate::ledger::View;
+use crate::metrics::{BindResult, Counts, Metrics};
+use crate::status::{Events, PodRef, Reason};
+use crate::units::{AllocationId, GpuUuid, Resource, TokenSet};
 
 /// How often pods' ends and waiters' patience are looked at: most of a release's delay.
 pub const TICK: Duration = Duration::from_millis(250);
@@ -59,21 +61,16 @@ pub struct Snapshot {
     pub inventory: Inventory,
     /// The memory.
     pub view: View,
-    /// Who has it.
-    pub bindings: Vec<Bound>,
+    /// Who waits for it, the longest waiting first.
+    pub waits: Vec<Wait>,
+    /// What the ledger holds of device memory and of managed memory, in numbers.
+    pub counts: [(Resource, Counts); 2],
+    /// G of every GPU that was ever here.
+    pub generations: BTreeMap<GpuUuid, u64>,
     /// What is wrong.
     pub troubles: Troubles,
     /// Why the tokens cannot be advertised.
     pub too_many: Option<DevicesError>,
-}
-
-/// A binding with the names of its holders.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bound {
-    /// The binding.
-    pub binding: Binding,
-    /// The holders of its allocations, in their order, as far as they are known.
-    pub holders: Vec<Holder>,
 }
 
 /// Asks the node; what the kubelet's plugins allocate from.
@@ -82,10 +79,44 @@ pub struct Node {
     commands: mpsc::Sender<Command>,
     identities: Arc<Identities>,
     bind_wait: Duration,
+    voice: Voice,
+}
+
+/// Where the node tells what happened.
+#[derive(Debug, Clone)]
+pub struct Voice {
+    /// Events on pods.
+    pub events: Events,
+    /// Times and counts.
+    pub metrics: Metrics,
+}
+
+impl Voice {
+    /// A PreStartContainer of `pod` ended after `took`.
+    fn started(&self, pod: Option<PodRef>, result: &Result<(), NotBound>, took: Duration) {
+        let (counted, reason, message) = match result {
+            Ok(()) => (
+                BindResult::Bound,
+                Reason::Bound,
+                "GPU memory is bound".to_owned(),
+            ),
+            Err(error @ NotBound::NoRoom(_)) => (
+                BindResult::NoRoom,
+                Reason::WaitingForRoom,
+                error.to_string(),
+            ),
+            Err(error) => (BindResult::Failed, Reason::NotBound, error.to_string()),
+        };
+        self.metrics.started(counted, took);
+        if let Some(pod) = pod {
+            self.events.on_pod(pod, reason, message);
+        }
+    }
 }
 
 impl Allocator for Node {
     async fn book(&self, resource: Resource, tokens: TokenSet) -> Result<AllocationId, NotBooked> {
+        let begun = Instant::now();
         let (reply, booked) = oneshot::channel();
         let command = Command::Book {
             resource,
@@ -96,12 +127,22 @@ impl Allocator for Node {
             .send(command)
             .await
             .map_err(|_| NotBooked::Stopping)?;
-        booked.await.map_err(|_| NotBooked::Stopping)
+        let booked = booked.await.map_err(|_| NotBooked::Stopping);
+        self.voice.metrics.allocated(begun.elapsed());
+        booked
     }
 
     async fn bind(&self, resource: Resource, tokens: TokenSet) -> Result<(), NotBound> {
-        let until = clock::now() + self.bind_wait;
-        let identity = self.identities.find(resource, &tokens).await?;
+        let (begun, until) = (Instant::now(), clock::now() + self.bind_wait);
+        let identity = match self.identities.find(resource, &tokens).await {
+            Ok(identity) => identity,
+            Err(error) => {
+                let result = Err(error.into());
+                self.voice.started(None, &result, begun.elapsed());
+                return result;
+            }
+        };
+        let pod = pod_ref(&identity);
         let (reply, bound) = oneshot::channel();
         let bind = Bind {
             resource,
@@ -113,8 +154,19 @@ impl Allocator for Node {
             .send(Command::Bind { bind, reply })
             .await
             .map_err(|_| NotBound::Stopping)?;
-        bound.await.unwrap_or(Err(NotBound::Stopping))
+        let result = bound.await.unwrap_or(Err(NotBound::Stopping));
+        self.voice.started(pod, &result, begun.elapsed());
+        result
     }
+}
+
+fn pod_ref(identity: &Identity) -> Option<PodRef> {
+    let PodName { namespace, name } = identity.name.clone()?;
+    Some(PodRef {
+        namespace,
+        name,
+        uid: identity.pod.clone(),
+    })
 }
 
 /// The task before it runs.
@@ -129,6 +181,7 @@ pub struct Actor {
     managed: watch::Sender<Devices>,
     snapshot: watch::Sender<Snapshot>,
     too_many: Option<DevicesError>,
+    generations: Generations,
 }
 
 /// Makes the task over a recovered `core`.
@@ -138,6 +191,8 @@ pub fn actor(
     identities: Identities,
     bind_wait: Duration,
     inventory: watch::Receiver<Inventory>,
+    generations: Generations,
+    voice: Voice,
 ) -> (Actor, Node, Offers, watch::Receiver<Snapshot>) {
     let (commands, received) = mpsc::channel(QUEUE);
     let none = |resource| Devices::new(resource, Vec::new()).expect("no token is not too many");
@@ -146,7 +201,9 @@ pub fn actor(
     let first = Snapshot {
         inventory: Inventory::Starting,
         view: core.view(clock::now()),
-        bindings: Vec::new(),
+        waits: Vec::new(),
+        counts: counts(&core),
+        generations: BTreeMap::new(),
         troubles: Troubles::default(),
         too_many: None,
     };
@@ -163,6 +220,7 @@ pub fn actor(
         managed,
         snapshot,
         too_many: None,
+        generations,
     };
     let offers = Offers {
         device: device_offer,
@@ -174,6 +232,7 @@ pub fn actor(
             commands,
             identities,
             bind_wait,
+            voice,
         },
         offers,
         snapshots,
@@ -181,8 +240,9 @@ pub fn actor(
 }
 
 impl Actor {
-    /// Works until `shutdown`, or until nobody can ask any more.
-    pub async fn run(mut self, shutdown: CancellationToken) {
+    /// Works until nobody can ask any more: the kubelet's last calls are still answered while the agent
+    /// stops, for an Allocate that fails fails its pod for ever.
+    pub async fn run(mut self) {
         let mut tick = tokio::time::interval(TICK);
         let mut collect = tokio::time::interval(COLLECT);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -207,7 +267,6 @@ impl Actor {
                     self.core.note_cdi(trouble);
                     self.look_at_the_kubelet();
                 }
-                () = shutdown.cancelled() => return,
             }
         }
     }
@@ -237,6 +296,7 @@ impl Actor {
             return;
         }
         self.core.host_mut().forget_driver();
+        self.generations.see(inventory.gpus());
         self.core
             .set_gpus(inventory.gpus().to_vec(), clock::now())
             .await;
@@ -265,19 +325,13 @@ impl Actor {
         }
     }
 
-    fn publish(&self) {
-        let bound = |binding: Binding| {
-            let holders = binding
-                .allocations
-                .iter()
-                .filter_map(|id| self.core.holder(*id).cloned())
-                .collect();
-            Bound { binding, holders }
-        };
+    fn publish(&mut self) {
         let snapshot = Snapshot {
             inventory: self.inventory.borrow().clone(),
             view: self.core.view(clock::now()),
-            bindings: self.core.bindings().map(bound).collect(),
+            waits: self.core.waits(),
+            counts: counts(&self.core),
+            generations: self.generations.all(),
             troubles: self.core.troubles().clone(),
             too_many: self.too_many.clone(),
         };
@@ -298,6 +352,11 @@ impl Actor {
             }
         });
     }
+}
+
+fn counts(core: &Core<OsHost>) -> [(Resource, Counts); 2] {
+    [Resource::DeviceMemory, Resource::ManagedMemory]
+        .map(|resource| (resource, core.counts(resource)))
 }
 
 fn replace<T: PartialEq>(sender: &watch::Sender<T>, value: T) {

@@ -13,10 +13,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use jiff::Timestamp;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
 
-use super::host::{Host, HostError};
+use super::host::{Concern, Host, HostError};
 use super::offer;
 use super::state::{Holder, PodName, State};
 use crate::cdi;
@@ -27,8 +28,9 @@ use crate::kubelet::plugin::NotBound;
 use crate::ledger::{
     Answer, Binding, ClaimId, Ledger, Moment, Placement, Priority, Shape, Start, Ticket, View,
 };
+use crate::metrics::{Counts, Metrics};
 use crate::pods::{PodCgroup, Pods};
-use crate::units::{AllocationId, GpuUuid, PodUid, Resource, TokenSet};
+use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
 /// Where the answer to a PreStartContainer goes; closed where nobody waits any more.
 pub type Reply = oneshot::Sender<Result<(), NotBound>>;
@@ -70,8 +72,8 @@ pub struct Troubles {
     pub checkpoint: Option<String>,
     /// The checkpoint could not be used at the start and was rebuilt from the host.
     pub rebuilt: Option<String>,
-    /// A binding could not be carried out (CDI folder, driver files, run folder): reason and message.
-    pub host: Option<(&'static str, String)>,
+    /// A binding could not be carried out, or an ended one not withdrawn: what it is about, and what happened.
+    pub host: Option<(Concern, String)>,
     /// The CDI folder cannot be written.
     pub cdi: Option<String>,
 }
@@ -83,6 +85,21 @@ struct Waiter {
     ticket: Ticket,
     until: Moment,
     reply: Reply,
+}
+
+/// A claim that waits for room, whether or not the kubelet is asking at the moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wait {
+    /// The pod.
+    pub pod: PodUid,
+    /// What it waits for.
+    pub resource: Resource,
+    /// How much.
+    pub quanta: Quanta,
+    /// Since when.
+    pub since: Timestamp,
+    /// Who, where it is known.
+    pub holder: Option<Holder>,
 }
 
 /// The node's state, with the host that it is carried out on.
@@ -97,6 +114,9 @@ pub struct Core<H> {
     /// The inventory's GPUs, for their device nodes.
     pub(super) gpus: Vec<GpuState>,
     waiting: BTreeMap<ClaimId, Waiter>,
+    /// Every claim that waits; outlives the kubelet's single calls.
+    waits: BTreeMap<ClaimId, Wait>,
+    metrics: Metrics,
     /// Allocations that could not be withdrawn yet.
     pub(super) leftovers: BTreeSet<AllocationId>,
     /// Bound allocations that lack their socket or CDI file.
@@ -110,7 +130,13 @@ pub struct Core<H> {
 
 impl<H: Host> Core<H> {
     /// A node without GPUs, bookings or bindings.
-    pub fn new(config: ResourcesConfig, boot: String, host: H, pods: Pods) -> Self {
+    pub fn new(
+        config: ResourcesConfig,
+        boot: String,
+        host: H,
+        pods: Pods,
+        metrics: Metrics,
+    ) -> Self {
         let mut ledger = Ledger::new(config.quantum);
         ledger.set_managed_capacity(offer::managed_capacity(&config));
         Self {
@@ -122,6 +148,8 @@ impl<H: Host> Core<H> {
             holders: BTreeMap::new(),
             gpus: Vec::new(),
             waiting: BTreeMap::new(),
+            waits: BTreeMap::new(),
+            metrics,
             leftovers: BTreeSet::new(),
             unfinished: BTreeSet::new(),
             missing: BTreeSet::new(),
@@ -183,6 +211,15 @@ impl<H: Host> Core<H> {
             }
             Answer::Wait(ticket, reason) => {
                 info!(%pod, %resource, %reason, "waiting");
+                self.waits.entry(ticket.claim).or_insert_with(|| Wait {
+                    holder: held
+                        .iter()
+                        .find_map(|entry| self.holders.get(&entry.allocation).cloned()),
+                    pod,
+                    resource,
+                    quanta: tokens.quanta(),
+                    since: Timestamp::now(),
+                });
                 let waiter = Waiter {
                     start,
                     ticket,
@@ -219,7 +256,9 @@ impl<H: Host> Core<H> {
     /// A look at the kubelet's checkpoint, and at the cgroups of pods that are not followed.
     pub async fn collect(&mut self, known: Option<&BTreeSet<AllocationId>>, now: Moment) {
         if let Some(known) = known {
-            for allocation in self.ledger.collect(known, now) {
+            let collected = self.ledger.collect(known, now);
+            self.metrics.collected(collected.len());
+            for allocation in collected {
                 info!(%allocation, "booking without a pod collected");
                 self.unsaved = true;
                 self.holders.remove(&allocation);
@@ -243,14 +282,36 @@ impl<H: Host> Core<H> {
         self.ledger.view(now)
     }
 
+    /// The claims that wait, the longest waiting first.
+    pub fn waits(&mut self) -> Vec<Wait> {
+        self.waits.retain(|claim, _| self.ledger.waits(*claim));
+        let mut waits: Vec<Wait> = self.waits.values().cloned().collect();
+        waits.sort_by(|a, b| (a.since, &a.pod).cmp(&(b.since, &b.pod)));
+        waits
+    }
+
+    /// What the ledger holds of `resource`, in numbers.
+    pub fn counts(&self, resource: Resource) -> Counts {
+        let of_it = |binding: &Binding| binding.resource == resource;
+        Counts {
+            booked: self.ledger.booked(resource),
+            bound: self
+                .ledger
+                .bindings()
+                .filter(of_it)
+                .map(|binding| binding.allocations.len())
+                .sum(),
+            waiting: self
+                .waits
+                .values()
+                .filter(|wait| wait.resource == resource)
+                .count(),
+        }
+    }
+
     /// Every binding.
     pub fn bindings(&self) -> impl Iterator<Item = Binding> {
         self.ledger.bindings()
-    }
-
-    /// Whose an allocation is.
-    pub fn holder(&self, allocation: AllocationId) -> Option<&Holder> {
-        self.holders.get(&allocation)
     }
 
     /// What is wrong.
@@ -274,6 +335,7 @@ impl<H: Host> Core<H> {
         if ended.is_empty() {
             return;
         }
+        self.metrics.released();
         info!(%pod, allocations = ended.len(), "released");
         for (_, waiter) in self
             .waiting
@@ -345,7 +407,7 @@ impl<H: Host> Core<H> {
             }
             Err(error) => {
                 warn!(pod = %binding.pod, reason = error.reason(), %error, "bound, and not ready to start");
-                self.troubles.host = Some((error.reason(), error.to_string()));
+                self.troubles.host = Some((error.concern(), error.to_string()));
             }
         }
         result.map_err(failed)
@@ -416,8 +478,11 @@ impl<H: Host> Core<H> {
                 Ok(()) => self.troubles.host = None,
                 // A GPU that is away takes nothing from the others.
                 Err(HostError::NoGpu(_)) => {}
-                Err(error) => self.troubles.host = Some((error.reason(), error.to_string())),
+                Err(error) => self.troubles.host = Some((error.concern(), error.to_string())),
             }
+        }
+        if self.leftovers.is_empty() && self.unfinished.is_empty() {
+            self.troubles.host = None;
         }
     }
 
@@ -429,7 +494,7 @@ impl<H: Host> Core<H> {
                     self.leftovers.remove(&allocation);
                     self.unfinished.remove(&allocation);
                 }
-                Err(error) => self.troubles.host = Some((error.reason(), error.to_string())),
+                Err(error) => self.troubles.host = Some((error.concern(), error.to_string())),
             }
         }
     }

@@ -49,7 +49,27 @@ pub enum HostError {
     NoGpu(GpuUuid),
 }
 
+/// Which of the node's conditions a failed step is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Concern {
+    /// The agent's own records and sockets.
+    Records,
+    /// The driver and its GPUs.
+    Driver,
+    /// What the container runtime reads.
+    Cdi,
+}
+
 impl HostError {
+    /// What it is about.
+    pub fn concern(&self) -> Concern {
+        match self {
+            Self::Checkpoint(_) | Self::Sessions(_) | Self::Folder { .. } => Concern::Records,
+            Self::Driver(_) | Self::NoGpu(_) => Concern::Driver,
+            Self::Shim(_) | Self::Cdi(_) => Concern::Cdi,
+        }
+    }
+
     /// A bounded name for conditions, events and metrics.
     pub fn reason(&self) -> &'static str {
         match self {

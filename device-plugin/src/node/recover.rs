@@ -186,7 +186,7 @@ impl<H: Host> Core<H> {
                 Ok(()) => {
                     self.unfinished.remove(&device.allocation);
                 }
-                Err(error) => self.troubles.host = Some((error.reason(), error.to_string())),
+                Err(error) => self.troubles.host = Some((error.concern(), error.to_string())),
             }
         }
     }

@@ -8,11 +8,12 @@ use std::time::{Duration, Instant};
 
 use bursar_sim_lab::Lab;
 use tempfile::TempDir;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 use crate::common::kubelet::{FakeKubelet, Phase, Pod};
 use crate::common::{PATIENCE, eventually};
 
-pub const GPU: &str = "bursar.dev/gpu-memory-gib";
+pub(crate) const GPU: &str = "bursar.dev/gpu-memory-gib";
 
 const TWO_GPUS: &str = r#"
 [[gpu]]
@@ -27,16 +28,16 @@ memory = "16Gi"
 minor = 1
 "#;
 
-pub struct Machine {
-    pub lab: Lab,
-    pub kubelet: FakeKubelet,
-    pub root: TempDir,
+pub(crate) struct Machine {
+    pub(crate) lab: Lab,
+    pub(crate) kubelet: FakeKubelet,
+    pub(crate) root: TempDir,
     agent: Option<Child>,
 }
 
 impl Machine {
     /// Two GPUs of 16 GiB, the kubelet running, no agent yet.
-    pub async fn new() -> Self {
+    pub(crate) async fn new() -> Self {
         let (lab, root) = (Lab::new(TWO_GPUS).unwrap(), tempfile::tempdir().unwrap());
         let mut kubelet = FakeKubelet::new(root.path(), 7);
         kubelet.start();
@@ -56,14 +57,14 @@ impl Machine {
     }
 
     /// With the agent registered.
-    pub async fn started() -> Self {
+    pub(crate) async fn started() -> Self {
         let mut machine = Self::new().await;
         machine.start_agent();
         machine.kubelet.until_allocatable(GPU, 32).await;
         machine
     }
 
-    pub fn path(&self, below: &str) -> PathBuf {
+    pub(crate) fn path(&self, below: &str) -> PathBuf {
         self.root.path().join(below)
     }
 
@@ -94,7 +95,7 @@ impl Machine {
         )
     }
 
-    pub fn command(&self) -> Command {
+    pub(crate) fn command(&self) -> Command {
         let mut command = self.lab.command(env!("CARGO_BIN_EXE_bursar-agent"));
         let log = fs::OpenOptions::new()
             .create(true)
@@ -113,25 +114,25 @@ impl Machine {
         command
     }
 
-    pub fn start_agent(&mut self) {
+    pub(crate) fn start_agent(&mut self) {
         assert!(self.agent.is_none(), "running already");
         self.agent = Some(self.command().spawn().unwrap());
     }
 
     /// SIGKILL: the agent gets no chance to do anything.
-    pub fn kill_agent(&mut self) {
+    pub(crate) fn kill_agent(&mut self) {
         let mut agent = self.agent.take().expect("a running agent");
         agent.kill().unwrap();
         agent.wait().unwrap();
     }
 
-    pub async fn restart_agent(&mut self) -> Duration {
+    pub(crate) async fn restart_agent(&mut self) -> Duration {
         self.kill_agent();
         self.come_back().await
     }
 
     /// Starts the agent's successor; how long it took to register.
-    pub async fn come_back(&mut self) -> Duration {
+    pub(crate) async fn come_back(&mut self) -> Duration {
         let before = self.registrations();
         self.start_agent();
         let time = eventually("a registration", || self.registrations() > before).await;
@@ -140,7 +141,7 @@ impl Machine {
     }
 
     /// SIGTERM, and how it ended.
-    pub async fn stop_agent(&mut self) -> ExitStatus {
+    pub(crate) async fn stop_agent(&mut self) -> ExitStatus {
         let agent = self.agent.as_mut().expect("a running agent");
         let pid = rustix::process::Pid::from_child(agent);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
@@ -154,14 +155,30 @@ impl Machine {
         status.expect("it has ended")
     }
 
-    pub fn is_agent_alive(&mut self) -> bool {
+    pub(crate) fn is_agent_alive(&mut self) -> bool {
         self.agent
             .as_mut()
             .is_some_and(|agent| agent.try_wait().unwrap().is_none())
     }
 
-    pub fn log(&self) -> String {
+    pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.path("agent.log")).unwrap_or_default()
+    }
+
+    /// What the agent answers to an HTTP GET of `path`: the status code and the body.
+    pub(crate) async fn get(&self, path: &str) -> (u16, String) {
+        let log = self.log();
+        let started = log.rfind("metrics and probes").expect("it says where");
+        let address = log[started..].split("address=").nth(1).unwrap();
+        let address = address.split_whitespace().next().unwrap().to_owned();
+        let request = format!("GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n");
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        let code = head.split(' ').nth(1).unwrap().parse().unwrap();
+        (code, body.to_owned())
     }
 
     fn registrations(&self) -> usize {
@@ -174,7 +191,7 @@ impl Machine {
     }
 
     /// A pod with one container of `gib`, admitted: its pod has a cgroup.
-    pub async fn admit(&self, name: &str, gib: usize) -> Pod {
+    pub(crate) async fn admit(&self, name: &str, gib: usize) -> Pod {
         let pod = Pod::with(name, GPU, gib);
         self.kubelet.admit(&pod).await.unwrap();
         fs::create_dir_all(self.cgroup(&pod)).unwrap();
@@ -182,24 +199,24 @@ impl Machine {
     }
 
     /// Starts its container once.
-    pub async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
+    pub(crate) async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
         Ok(self.kubelet.start_container(pod, "main").await?.cdi_devices)
     }
 
-    pub async fn run(&self, name: &str, gib: usize) -> Pod {
+    pub(crate) async fn run(&self, name: &str, gib: usize) -> Pod {
         let pod = self.admit(name, gib).await;
         self.start(&pod).await.unwrap();
         pod
     }
 
     /// The pod's last process is gone, and so is its cgroup.
-    pub fn end(&self, pod: &Pod) {
+    pub(crate) fn end(&self, pod: &Pod) {
         self.kubelet.pod_ended(pod, Phase::Succeeded);
         fs::remove_dir(self.cgroup(pod)).unwrap();
     }
 
     /// The kubelet's retries, until the container starts; how long that took.
-    pub async fn until_started(&self, pod: &Pod) -> Duration {
+    pub(crate) async fn until_started(&self, pod: &Pod) -> Duration {
         let start = Instant::now();
         while let Err(error) = self.start(pod).await {
             assert!(start.elapsed() < PATIENCE, "{error}");
@@ -208,7 +225,7 @@ impl Machine {
     }
 
     /// The CDI files: by name, the GPUs and quotas that they give to which pod.
-    pub fn devices(&self) -> BTreeMap<String, String> {
+    pub(crate) fn devices(&self) -> BTreeMap<String, String> {
         let entries = fs::read_dir(self.path("cdi")).unwrap().flatten();
         let binding = |path: &Path| {
             let spec: serde_json::Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
@@ -225,7 +242,7 @@ impl Machine {
     }
 
     /// The sockets that a shim can connect to.
-    pub fn sockets(&self) -> usize {
+    pub(crate) fn sockets(&self) -> usize {
         let folders = fs::read_dir(self.path("run/alloc")).unwrap().flatten();
         folders
             .filter(|folder| {

@@ -4,7 +4,10 @@
 //! (100,000), `BURSAR_SEED` which one alone. A failure prints its seed and its history, cut to the
 //! shortest beginning that fails.
 
-#![allow(clippy::unwrap_used, reason = "a failed unwrap is a failed test, with its place")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed unwrap is a failed test, with its place"
+)]
 
 mod checks;
 mod kubelet;

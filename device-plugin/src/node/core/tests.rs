@@ -130,6 +130,7 @@ fn core(host: &MemoryHost, cgroups: &tempfile::TempDir) -> Core<MemoryHost> {
         "boot-1".into(),
         host.clone(),
         Pods::new(cgroups.path().to_owned()),
+        Metrics::new(),
     )
 }
 

@@ -1,0 +1,317 @@
+//! What the node says of itself to the API server: a snapshot as a [`NodeReport`], and what of it
+//! is worth an event. Pure.
+
+use bursar_crds::conditions::{Statement, gpu_node as names};
+use bursar_crds::gpu_node::GpuState as State;
+
+use super::actor::Snapshot;
+use super::host::Concern;
+use crate::config::ResourcesConfig;
+use crate::inventory::health::{Health, Sickness};
+use crate::inventory::{GpuState, Inventory, NoDriver};
+use crate::kubelet::lifecycle::{NotRegistered, Registration};
+use crate::ledger::{GpuView, View};
+use crate::status::{GpuHealth, GpuReport, Memory, NodeReport, Reason, WaitingReport};
+use crate::units::Quanta;
+
+/// What is known besides the snapshot.
+#[derive(Debug, Clone)]
+pub struct Around {
+    /// What the node offers.
+    pub config: ResourcesConfig,
+    /// This boot.
+    pub boot: String,
+    /// Whether the kubelet follows our device memory.
+    pub registration: Registration,
+    /// Why the container runtime ignores CDI devices.
+    pub runtime: Option<String>,
+}
+
+/// The report.
+pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
+    let Snapshot {
+        inventory,
+        view,
+        waits,
+        generations,
+        ..
+    } = snapshot;
+    let driver_version = match inventory {
+        Inventory::Gpus { driver, .. } => driver.clone(),
+        Inventory::Starting | Inventory::NoDriver(_) | Inventory::NoGpu => None,
+    };
+    let gpu = |state: &GpuState| {
+        gpu(
+            state,
+            view,
+            generations
+                .get(&state.gpu.uuid)
+                .copied()
+                .unwrap_or_default(),
+        )
+    };
+    NodeReport {
+        boot_id: around.boot.clone(),
+        driver_version,
+        quantum: around.config.quantum,
+        device_memory: device_memory(snapshot),
+        managed_memory: managed_memory(snapshot),
+        gpus: inventory.gpus().iter().map(gpu).collect(),
+        waiting: waits.iter().map(waiting).collect(),
+        conditions: vec![
+            gpus_found(snapshot),
+            registered(&around.registration),
+            cdi_ready(snapshot, around.runtime.as_deref()),
+            within_token_limit(snapshot),
+            checkpoint_intact(snapshot),
+        ],
+    }
+}
+
+fn device_memory(snapshot: &Snapshot) -> Memory {
+    let view = &snapshot.view;
+    Memory {
+        allocatable: if snapshot.too_many.is_some() {
+            Quanta::ZERO
+        } else {
+            view.healthy_capacity()
+        },
+        free: view.gpus.iter().map(free).sum(),
+        largest_free: view.largest_free(),
+    }
+}
+
+fn managed_memory(snapshot: &Snapshot) -> Memory {
+    let managed = snapshot.view.managed;
+    Memory {
+        allocatable: if snapshot.too_many.is_some() {
+            Quanta::ZERO
+        } else {
+            managed.capacity
+        },
+        free: managed.free,
+        largest_free: managed.free,
+    }
+}
+
+/// What nothing is bound to, kept for a waiter or not.
+fn free(gpu: &GpuView) -> Quanta {
+    gpu.free + gpu.reserved
+}
+
+fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
+    let of_it = view.gpus.iter().find(|gpu| gpu.uuid == state.gpu.uuid);
+    let healthy = state.health.is_healthy();
+    GpuReport {
+        uuid: state.gpu.uuid.clone(),
+        index: state.gpu.minor,
+        model: state.gpu.model.clone(),
+        memory: state.gpu.memory,
+        state: match state.health {
+            Health::Unhealthy(Sickness::Lost | Sickness::NoAnswer) => State::Lost,
+            Health::Healthy | Health::Unhealthy(Sickness::Xid(_)) => State::Active,
+        },
+        generation,
+        health: match state.health {
+            Health::Healthy => GpuHealth::Healthy,
+            Health::Unhealthy(Sickness::Xid(code)) => GpuHealth::Unhealthy {
+                reason: format!("Xid{code}"),
+            },
+            Health::Unhealthy(why) => GpuHealth::Unhealthy {
+                reason: why.reason().to_owned(),
+            },
+        },
+        capacity: of_it
+            .filter(|_| healthy)
+            .map(|gpu| gpu.capacity)
+            .unwrap_or_default(),
+        free: of_it.map(free).unwrap_or_default(),
+        largest_free: of_it.map(|gpu| gpu.free).unwrap_or_default(),
+        held_for: None,
+    }
+}
+
+fn waiting(wait: &super::core::Wait) -> WaitingReport {
+    let holder = wait.holder.as_ref();
+    let pod = holder.and_then(|holder| holder.pod.as_ref());
+    WaitingReport {
+        pod_uid: wait.pod.clone(),
+        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+        pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
+        container: holder
+            .map(|holder| holder.container.clone())
+            .unwrap_or_default(),
+        quanta: wait.quanta,
+        since: wait.since,
+    }
+}
+
+fn gpus_found(snapshot: &Snapshot) -> Statement {
+    let says =
+        |holds, reason, message: String| Statement::new(names::GPUS_FOUND, holds, reason, message);
+    if let Some((Concern::Driver, message)) = &snapshot.troubles.host {
+        return says(false, names::DRIVER_FAILED, message.clone());
+    }
+    match &snapshot.inventory {
+        Inventory::Starting => pending(names::GPUS_FOUND, "NVML has not answered yet"),
+        Inventory::NoDriver(why @ NoDriver::Missing(_)) => {
+            says(false, names::DRIVER_MISSING, why.to_string())
+        }
+        Inventory::NoDriver(why @ NoDriver::Failed(_)) => {
+            says(false, names::DRIVER_FAILED, why.to_string())
+        }
+        Inventory::NoGpu => says(false, names::NO_GPUS, "the driver lists no GPU".to_owned()),
+        Inventory::Gpus { gpus, .. } => {
+            let healthy = gpus.iter().filter(|gpu| gpu.health.is_healthy()).count();
+            let message = format!("{healthy} of {} GPUs are healthy", gpus.len());
+            match healthy {
+                0 => says(false, names::NO_HEALTHY_GPU, message),
+                _ => says(true, names::OK, message),
+            }
+        }
+    }
+}
+
+fn registered(registration: &Registration) -> Statement {
+    let why = match registration {
+        Registration::Registered => {
+            return Statement::new(
+                names::REGISTERED,
+                true,
+                names::OK,
+                "the kubelet follows this node's tokens",
+            );
+        }
+        Registration::NotRegistered(why) => why,
+    };
+    let reason = match why {
+        NotRegistered::Starting | NotRegistered::Stopped => {
+            return pending(names::REGISTERED, &why.to_string());
+        }
+        NotRegistered::Directory(_) | NotRegistered::CannotServe(_) => names::KUBELET_FOLDER,
+        NotRegistered::NoKubelet(_) | NotRegistered::NoStream => names::KUBELET_UNREACHABLE,
+        NotRegistered::Refused(_) => names::REGISTRATION_REFUSED,
+    };
+    Statement::new(names::REGISTERED, false, reason, why.to_string())
+}
+
+fn cdi_ready(snapshot: &Snapshot, runtime: Option<&str>) -> Statement {
+    let says = |reason, message: &str| Statement::new(names::CDI_READY, false, reason, message);
+    match (&snapshot.troubles.cdi, &snapshot.troubles.host, runtime) {
+        (Some(message), _, _) | (None, Some((Concern::Cdi, message)), _) => {
+            says(names::CDI_FOLDER, message)
+        }
+        (None, _, Some(message)) => says(names::CDI_UNSUPPORTED, message),
+        (None, _, None) => Statement::new(
+            names::CDI_READY,
+            true,
+            names::OK,
+            "CDI files can be written",
+        ),
+    }
+}
+
+fn within_token_limit(snapshot: &Snapshot) -> Statement {
+    match &snapshot.too_many {
+        Some(refused) => Statement::new(
+            names::WITHIN_TOKEN_LIMIT,
+            false,
+            names::TOO_MANY_TOKENS,
+            refused.to_string(),
+        ),
+        None => Statement::new(
+            names::WITHIN_TOKEN_LIMIT,
+            true,
+            names::OK,
+            "the kubelet can handle the tokens",
+        ),
+    }
+}
+
+fn checkpoint_intact(snapshot: &Snapshot) -> Statement {
+    let troubles = &snapshot.troubles;
+    match (&troubles.checkpoint, &troubles.host, &troubles.rebuilt) {
+        (Some(message), _, _) | (None, Some((Concern::Records, message)), _) => Statement::new(
+            names::CHECKPOINT_INTACT,
+            false,
+            names::CHECKPOINT_UNWRITABLE,
+            message.clone(),
+        ),
+        (None, _, Some(why)) => Statement::new(
+            names::CHECKPOINT_INTACT,
+            true,
+            names::CHECKPOINT_REBUILT,
+            format!("rebuilt from the node's CDI files and the kubelet's records: {why}"),
+        ),
+        (None, _, None) => Statement::new(
+            names::CHECKPOINT_INTACT,
+            true,
+            names::OK,
+            "the records are whole",
+        ),
+    }
+}
+
+fn pending(type_: &'static str, message: &str) -> Statement {
+    Statement {
+        type_,
+        holds: None,
+        reason: names::PENDING,
+        message: message.to_owned(),
+    }
+}
+
+/// What changed from `before` to `after` that people should hear of.
+pub fn events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, String)> {
+    let said_before = |statement: &Statement| {
+        before.is_some_and(|before| {
+            let same =
+                |old: &Statement| old.type_ == statement.type_ && old.reason == statement.reason;
+            before.conditions.iter().any(same)
+        })
+    };
+    let news = after
+        .conditions
+        .iter()
+        .filter(|statement| !said_before(statement));
+    let mut events: Vec<_> = news
+        .filter_map(|statement| Some((reason(statement)?, statement.message.clone())))
+        .collect();
+    for gpu in &after.gpus {
+        let old = before.and_then(|before| before.gpus.iter().find(|old| old.uuid == gpu.uuid));
+        match (old.map(|old| &old.health), &gpu.health) {
+            (Some(GpuHealth::Healthy) | None, GpuHealth::Unhealthy { reason }) => {
+                events.push((
+                    Reason::GpuUnhealthy,
+                    format!("{} gets no new pods: {reason}", gpu.uuid),
+                ));
+            }
+            (Some(GpuHealth::Unhealthy { .. }), GpuHealth::Healthy) => {
+                events.push((
+                    Reason::GpuHealthy,
+                    format!("{} gets new pods again", gpu.uuid),
+                ));
+            }
+            _ => {}
+        }
+    }
+    events
+}
+
+/// A kubelet that restarts is no news, so only a refused registration is.
+fn reason(statement: &Statement) -> Option<Reason> {
+    match (statement.type_, statement.reason) {
+        (_, names::CHECKPOINT_REBUILT) => Some(Reason::CheckpointRebuilt),
+        (_, names::CHECKPOINT_UNWRITABLE) => Some(Reason::CheckpointUnwritable),
+        (_, names::TOO_MANY_TOKENS) => Some(Reason::TooManyTokens),
+        (_, names::REGISTRATION_REFUSED | names::KUBELET_FOLDER) => {
+            Some(Reason::RegistrationFailed)
+        }
+        (names::CDI_READY, _) if statement.holds == Some(false) => Some(Reason::CdiUnusable),
+        (names::GPUS_FOUND, _) if statement.holds == Some(false) => Some(Reason::GpusMissing),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests;

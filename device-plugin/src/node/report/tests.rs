@@ -1,0 +1,326 @@
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use super::*;
+use crate::inventory::Gpu;
+use crate::kubelet::devices::{Devices, TokenHealth};
+use crate::ledger::{Health as LedgerHealth, ManagedView};
+use crate::metrics::Counts;
+use crate::node::core::{Troubles, Wait};
+use crate::node::state::{Holder, PodName};
+use crate::units::{Bytes, GpuUuid, QuantumSize, Resource};
+
+fn uuid() -> GpuUuid {
+    "GPU-a".parse().unwrap()
+}
+
+/// One healthy GPU of 16 GiB with 10 bound and 2 kept for a waiter.
+fn snapshot() -> Snapshot {
+    Snapshot {
+        inventory: inventory(Health::Healthy),
+        view: View {
+            gpus: vec![GpuView {
+                uuid: uuid(),
+                health: LedgerHealth::Healthy,
+                capacity: Quanta(16),
+                bound: Quanta(10),
+                free: Quanta(4),
+                reserved: Quanta(2),
+                pods: 1,
+            }],
+            managed: ManagedView::default(),
+            booked: 1,
+            waiting: 1,
+        },
+        waits: vec![Wait {
+            pod: "pod-1".parse().unwrap(),
+            resource: Resource::DeviceMemory,
+            quanta: Quanta(8),
+            since: jiff::Timestamp::from_second(1_000).unwrap(),
+            holder: Some(Holder {
+                container: "main".into(),
+                pod: Some(PodName {
+                    namespace: "team-a".into(),
+                    name: "late".into(),
+                }),
+            }),
+        }],
+        counts: [Resource::DeviceMemory, Resource::ManagedMemory]
+            .map(|resource| (resource, Counts::default())),
+        generations: BTreeMap::from([(uuid(), 3)]),
+        troubles: Troubles::default(),
+        too_many: None,
+    }
+}
+
+fn inventory(health: Health) -> Inventory {
+    let gpu = Gpu {
+        uuid: uuid(),
+        minor: 5,
+        model: "Simulated".into(),
+        memory: Bytes::gib(16),
+        mig_parent: None,
+    };
+    Inventory::Gpus {
+        driver: Some("580.1".into()),
+        gpus: vec![GpuState { gpu, health }],
+    }
+}
+
+fn around() -> Around {
+    Around {
+        config: ResourcesConfig {
+            quantum: QuantumSize::Gib1,
+            managed_capacity: Bytes(0),
+            reserved: Bytes(0),
+        },
+        boot: "boot-1".into(),
+        registration: Registration::Registered,
+        runtime: None,
+    }
+}
+
+fn condition(report: &NodeReport, type_: &str) -> (Option<bool>, &'static str) {
+    let said = report
+        .conditions
+        .iter()
+        .find(|said| said.type_ == type_)
+        .unwrap();
+    (said.holds, said.reason)
+}
+
+#[test]
+fn a_node_at_work_shows_its_gpus_its_room_and_who_waits() {
+    let report = report(&snapshot(), &around());
+    assert!(
+        report
+            .conditions
+            .iter()
+            .all(|said| said.holds == Some(true))
+    );
+    assert_eq!(report.boot_id, "boot-1");
+    assert_eq!(report.driver_version.as_deref(), Some("580.1"));
+    assert_eq!(report.device_memory.allocatable, Quanta(16));
+    assert_eq!(report.device_memory.free, Quanta(6), "kept room is free");
+    assert_eq!(report.device_memory.largest_free, Quanta(4));
+    let gpu = &report.gpus[0];
+    assert_eq!(
+        (gpu.index, gpu.generation, gpu.state),
+        (5, 3, State::Active)
+    );
+    assert_eq!((gpu.free, gpu.largest_free), (Quanta(6), Quanta(4)));
+    let waiting = &report.waiting[0];
+    assert_eq!(waiting.namespace, "team-a");
+    assert_eq!(waiting.pod, "late");
+    assert_eq!(waiting.container, "main");
+    assert_eq!(waiting.quanta, Quanta(8));
+}
+
+#[test]
+fn each_kind_of_missing_gpu_has_its_reason() {
+    for (inventory, holds, reason) in [
+        (Inventory::Starting, None, names::PENDING),
+        (
+            Inventory::NoDriver(NoDriver::Missing("no libcuda".into())),
+            Some(false),
+            names::DRIVER_MISSING,
+        ),
+        (
+            Inventory::NoDriver(NoDriver::Failed("nvmlInit".into())),
+            Some(false),
+            names::DRIVER_FAILED,
+        ),
+        (Inventory::NoGpu, Some(false), names::NO_GPUS),
+        (
+            inventory(Health::Unhealthy(Sickness::Lost)),
+            Some(false),
+            names::NO_HEALTHY_GPU,
+        ),
+    ] {
+        let snapshot = Snapshot {
+            inventory,
+            ..snapshot()
+        };
+        let report = report(&snapshot, &around());
+        assert_eq!(condition(&report, names::GPUS_FOUND), (holds, reason));
+    }
+}
+
+#[test]
+fn a_sick_gpu_offers_nothing_and_says_why() {
+    for (sickness, state, reason) in [
+        (Sickness::Lost, State::Lost, "GpuLost"),
+        (Sickness::Xid(79), State::Active, "Xid79"),
+    ] {
+        let snapshot = Snapshot {
+            inventory: inventory(Health::Unhealthy(sickness)),
+            ..snapshot()
+        };
+        let gpu = &report(&snapshot, &around()).gpus[0];
+        assert_eq!((gpu.state, gpu.capacity), (state, Quanta::ZERO));
+        assert_eq!(
+            gpu.health,
+            GpuHealth::Unhealthy {
+                reason: reason.into()
+            }
+        );
+    }
+}
+
+#[test]
+fn each_way_not_to_be_registered_has_its_reason() {
+    for (why, holds, reason) in [
+        (NotRegistered::Starting, None, names::PENDING),
+        (NotRegistered::Stopped, None, names::PENDING),
+        (
+            NotRegistered::Directory("unreadable".into()),
+            Some(false),
+            names::KUBELET_FOLDER,
+        ),
+        (
+            NotRegistered::CannotServe("full".into()),
+            Some(false),
+            names::KUBELET_FOLDER,
+        ),
+        (
+            NotRegistered::NoKubelet(PathBuf::from("/d")),
+            Some(false),
+            names::KUBELET_UNREACHABLE,
+        ),
+        (
+            NotRegistered::NoStream,
+            Some(false),
+            names::KUBELET_UNREACHABLE,
+        ),
+        (
+            NotRegistered::Refused("version".into()),
+            Some(false),
+            names::REGISTRATION_REFUSED,
+        ),
+    ] {
+        let around = Around {
+            registration: Registration::NotRegistered(why),
+            ..around()
+        };
+        let report = report(&snapshot(), &around);
+        assert_eq!(condition(&report, names::REGISTERED), (holds, reason));
+    }
+}
+
+#[test]
+fn troubles_are_said_under_the_condition_that_they_are_about() {
+    let troubled = |troubles| {
+        let snapshot = Snapshot {
+            troubles,
+            ..snapshot()
+        };
+        report(&snapshot, &around())
+    };
+    let none = Troubles::default();
+    for (troubles, type_, said) in [
+        (
+            Troubles {
+                host: Some((Concern::Driver, "no nvidiactl".into())),
+                ..none.clone()
+            },
+            names::GPUS_FOUND,
+            (Some(false), names::DRIVER_FAILED),
+        ),
+        (
+            Troubles {
+                host: Some((Concern::Cdi, "full".into())),
+                ..none.clone()
+            },
+            names::CDI_READY,
+            (Some(false), names::CDI_FOLDER),
+        ),
+        (
+            Troubles {
+                cdi: Some("read-only".into()),
+                ..none.clone()
+            },
+            names::CDI_READY,
+            (Some(false), names::CDI_FOLDER),
+        ),
+        (
+            Troubles {
+                checkpoint: Some("full".into()),
+                ..none.clone()
+            },
+            names::CHECKPOINT_INTACT,
+            (Some(false), names::CHECKPOINT_UNWRITABLE),
+        ),
+        (
+            Troubles {
+                rebuilt: Some("malformed".into()),
+                ..none.clone()
+            },
+            names::CHECKPOINT_INTACT,
+            (Some(true), names::CHECKPOINT_REBUILT),
+        ),
+    ] {
+        let report = troubled(troubles);
+        assert_eq!(condition(&report, type_), said);
+        let amiss = report
+            .conditions
+            .iter()
+            .filter(|said| said.holds != Some(true));
+        assert!(amiss.count() <= 1, "one trouble is said once");
+    }
+}
+
+#[test]
+fn a_runtime_without_cdi_and_too_many_tokens_are_said() {
+    let around = Around {
+        runtime: Some("containerd 1.7".into()),
+        ..around()
+    };
+    let refused =
+        Devices::new(Resource::DeviceMemory, vec![TokenHealth::Healthy; 5_000]).unwrap_err();
+    let snapshot = Snapshot {
+        too_many: Some(refused),
+        ..snapshot()
+    };
+    let report = report(&snapshot, &around);
+    assert_eq!(
+        condition(&report, names::CDI_READY),
+        (Some(false), names::CDI_UNSUPPORTED)
+    );
+    assert_eq!(
+        condition(&report, names::WITHIN_TOKEN_LIMIT),
+        (Some(false), names::TOO_MANY_TOKENS)
+    );
+    assert_eq!(report.device_memory.allocatable, Quanta::ZERO);
+}
+
+#[test]
+fn an_event_is_told_when_something_changes_and_not_again() {
+    let well = report(&snapshot(), &around());
+    assert_eq!(events(None, &well), []);
+    let sick = Snapshot {
+        inventory: inventory(Health::Unhealthy(Sickness::Xid(79))),
+        ..snapshot()
+    };
+    let sick = report(&sick, &around());
+    let told: Vec<_> = events(Some(&well), &sick)
+        .into_iter()
+        .map(|(reason, _)| reason)
+        .collect();
+    assert_eq!(told, [Reason::GpusMissing, Reason::GpuUnhealthy]);
+    assert_eq!(events(Some(&sick), &sick), []);
+    let told = events(Some(&sick), &well);
+    assert_eq!(
+        told,
+        [(Reason::GpuHealthy, "GPU-a gets new pods again".to_owned())]
+    );
+}
+
+#[test]
+fn a_kubelet_that_restarts_is_no_event() {
+    let well = report(&snapshot(), &around());
+    let gone = Around {
+        registration: Registration::NotRegistered(NotRegistered::NoStream),
+        ..around()
+    };
+    assert_eq!(events(Some(&well), &report(&snapshot(), &gone)), []);
+}

@@ -1,0 +1,55 @@
+//! Tells whether the node's container runtime puts CDI devices into containers.
+//!
+//! The kubelet names it in the Node's status (`nodeInfo.containerRuntimeVersion`, such as
+//! `containerd://2.4.2`) and passes CDI names to any; one that does not know them ignores them, and
+//! the container would start without its GPU.
+
+/// Why it does not, as far as its name tells; none where it does or is not known.
+pub fn without_cdi(version: &str) -> Option<String> {
+    let (name, number) = version.split_once("://")?;
+    let mut parts = number
+        .trim_start_matches('v')
+        .split('.')
+        .map(|part| part.parse::<u32>().ok());
+    let (major, minor) = (parts.next()??, parts.next()??);
+    let (enough, needed) = match name {
+        "containerd" => (major >= 2, "containerd 2.0"),
+        "cri-o" => ((major, minor) >= (1, 28), "CRI-O 1.28"),
+        "docker" => (false, "containerd 2.0 or CRI-O 1.28"),
+        _ => return None,
+    };
+    (!enough)
+        .then(|| format!("the container runtime is {version}: CDI devices need {needed} or later"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runtimes_that_ignore_cdi_devices_are_named_with_what_is_needed() {
+        for version in [
+            "containerd://1.7.27",
+            "containerd://1.6.0",
+            "cri-o://1.27.4",
+            "docker://28.0.1",
+        ] {
+            let why = without_cdi(version).unwrap();
+            assert!(why.contains(version) && why.contains("or later"), "{why}");
+        }
+    }
+
+    #[test]
+    fn runtimes_with_cdi_and_unknown_ones_are_no_trouble() {
+        for version in [
+            "containerd://2.4.2",
+            "containerd://v2.0.0-rc.1",
+            "cri-o://1.34.0",
+            "other://1.0",
+            "",
+            "containerd://x",
+        ] {
+            assert_eq!(without_cdi(version), None, "{version}");
+        }
+    }
+}
