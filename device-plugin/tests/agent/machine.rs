@@ -227,17 +227,17 @@ impl Machine {
     /// The CDI files: by name, the GPUs and quotas that they give to which pod.
     pub(crate) fn devices(&self) -> BTreeMap<String, String> {
         let entries = fs::read_dir(self.path("cdi")).unwrap().flatten();
+        // None where the agent removed the file after it was listed.
         let binding = |path: &Path| {
-            let spec: serde_json::Value = serde_json::from_slice(&fs::read(path).unwrap()).unwrap();
-            spec["annotations"]["bursar.dev/binding"]
-                .as_str()
-                .unwrap()
-                .to_owned()
+            let spec = fs::read(path).ok()?;
+            let spec: serde_json::Value = serde_json::from_slice(&spec).unwrap();
+            let binding = spec["annotations"]["bursar.dev/binding"].as_str();
+            Some(binding.unwrap().to_owned())
         };
         let name = |path: &Path| path.file_name().unwrap().to_str().unwrap().to_owned();
         entries
             .map(|entry| entry.path())
-            .map(|path| (name(&path), binding(&path)))
+            .filter_map(|path| Some((name(&path), binding(&path)?)))
             .collect()
     }
 

@@ -16,6 +16,8 @@ use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Res
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
+use super::PATIENCE;
+
 /// The name under which device memory is registered.
 pub const GPU: &str = "bursar.dev/gpu-memory-gib";
 
@@ -245,8 +247,11 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
+        // A killed process does nothing more: this waits until the last task has ended, on another
+        // thread because a runtime must not end in another's task.
         if let Some(runtime) = self.runtime.take() {
-            runtime.shutdown_background();
+            let end = std::thread::spawn(move || runtime.shutdown_timeout(PATIENCE));
+            let _ended = end.join();
         }
     }
 }

@@ -108,7 +108,8 @@ async fn a_killed_agent_is_followed_by_another_and_its_socket_is_swept() {
     for _ in 0..10 {
         node.restart_agent().await;
     }
-    assert_eq!(sockets(node.kubelet.dir()).len(), 1);
+    let left = sockets(node.kubelet.dir());
+    assert_eq!(left.len(), 1, "{left:?}");
     assert_eq!(node.bound(), [("a-uid".to_owned(), 2)]);
 }
 

@@ -196,14 +196,17 @@ impl FakeKubelet {
 
     /// Removes every file of the plugin directory, `kubelet.sock` and the checkpoint too.
     pub fn wipe_directory(&self) {
-        for entry in std::fs::read_dir(&self.shared.dir).unwrap() {
+        let entries: Vec<_> = std::fs::read_dir(&self.shared.dir).unwrap().collect();
+        for entry in entries {
             let _gone = std::fs::remove_file(entry.unwrap().path());
         }
     }
 
     /// Removes the plugins' sockets and nothing else.
     pub fn wipe_plugin_sockets(&self) {
-        for entry in std::fs::read_dir(&self.shared.dir).unwrap().flatten() {
+        // All are listed before any is removed: the agent is quick to make another.
+        let entries: Vec<_> = std::fs::read_dir(&self.shared.dir).unwrap().collect();
+        for entry in entries.into_iter().flatten() {
             let kind = entry.file_type().unwrap();
             if kind.is_socket() && entry.file_name() != "kubelet.sock" {
                 let _gone = std::fs::remove_file(entry.path());
