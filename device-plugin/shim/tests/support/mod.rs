@@ -1,6 +1,11 @@
 //! A container as the agent makes one, without a cluster: its own mounts, the shim where the
 //! loader finds it, the simulated driver where the shim finds it, and the agent's socket.
 
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};

@@ -587,9 +587,10 @@ async fn a_crash_before_any_step_changes_no_binding() {
         for act in history() {
             bed.act(&act).await;
             done.push(act);
-            let disk = bed.host.disk();
-            let crashed = disk.crash_at.is_some_and(|at| disk.done >= at);
-            drop(disk);
+            let crashed = {
+                let disk = bed.host.disk();
+                disk.crash_at.is_some_and(|at| disk.done >= at)
+            };
             if crashed {
                 bed.restart().await;
                 bed.assert_host_is_true();
