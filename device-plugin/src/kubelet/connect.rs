@@ -2,6 +2,7 @@
 
 use std::io;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
@@ -10,13 +11,28 @@ use tonic::transport::{Channel, Endpoint, Error, Uri};
 
 /// Connects to the socket at `path`; connecting takes at most `limit`.
 pub(super) async fn connect(path: &Path, limit: Duration) -> Result<Channel, Error> {
-    let path = PathBuf::from(path);
-    // gRPC wants an authority; a Unix socket has none, and the kubelet says "localhost" as well.
-    Endpoint::from_static("http://localhost")
-        .connect_timeout(limit)
-        .connect_with_connector(tower::service_fn(move |_: Uri| {
-            let path = path.clone();
-            async move { Ok::<_, io::Error>(TokioIo::new(UnixStream::connect(path).await?)) }
-        }))
+    endpoint(limit)
+        .connect_with_connector(tower::service_fn(dial(path)))
         .await
+}
+
+/// Connects with the first call, and again with the first call after a connection was lost. It needs
+/// a runtime.
+pub(super) fn connect_when_called(path: &Path, limit: Duration) -> Channel {
+    endpoint(limit).connect_with_connector_lazy(tower::service_fn(dial(path)))
+}
+
+/// gRPC wants an authority; a Unix socket has none, and the kubelet says "localhost" as well.
+fn endpoint(limit: Duration) -> Endpoint {
+    Endpoint::from_static("http://localhost").connect_timeout(limit)
+}
+
+type Dialled = Pin<Box<dyn Future<Output = io::Result<TokioIo<UnixStream>>> + Send>>;
+
+fn dial(path: &Path) -> impl Fn(Uri) -> Dialled + Send + use<> {
+    let path = PathBuf::from(path);
+    move |_| {
+        let path = path.clone();
+        Box::pin(async move { Ok(TokioIo::new(UnixStream::connect(path).await?)) })
+    }
 }

@@ -11,7 +11,7 @@ use tonic::transport::Channel;
 
 use super::api::podresources::pod_resources_lister_client::PodResourcesListerClient;
 use super::api::podresources::{GetPodResourcesRequest, ListPodResourcesRequest, PodResources};
-use super::connect::connect;
+use super::connect::connect_when_called;
 use crate::units::{Resource, TokenSet};
 
 /// The most that one question may take.
@@ -23,13 +23,12 @@ const MAX_MESSAGE_BYTES: usize = 16 << 20;
 #[derive(Debug, thiserror::Error)]
 pub enum PodResourcesError {
     /// Nobody answers at the socket.
-    #[error("cannot connect to the kubelet's pod-resources socket {path}")]
-    Connect {
+    #[error("the kubelet's pod-resources socket {path} does not answer: {}", .status.message())]
+    Unreachable {
         /// The socket.
         path: PathBuf,
         /// What the transport said.
-        #[source]
-        source: tonic::transport::Error,
+        status: Box<tonic::Status>,
     },
     /// The kubelet answered with an error.
     #[error("the kubelet does not list pods' resources: {}", .0.message())]
@@ -43,7 +42,7 @@ impl PodResourcesError {
     /// A bounded name for conditions, events and metrics.
     pub fn reason(&self) -> &'static str {
         match self {
-            Self::Connect { .. } => "PodResourcesUnreachable",
+            Self::Unreachable { .. } => "PodResourcesUnreachable",
             Self::Refused(_) => "PodResourcesRefused",
             Self::TimedOut => "PodResourcesTimedOut",
         }
@@ -70,17 +69,23 @@ pub struct Holder {
     pub tokens: TokenSet,
 }
 
-/// The kubelet's PodResources API. It connects for each question: the kubelet may restart between two.
+/// The kubelet's PodResources API, over one connection that is made anew after a kubelet restart.
 #[derive(Debug, Clone)]
 pub struct PodResourcesClient {
     socket: PathBuf,
+    api: PodResourcesListerClient<Channel>,
 }
 
 impl PodResourcesClient {
-    /// A client of the kubelet's pod-resources socket.
+    /// A client of the kubelet's pod-resources socket, which it connects to when it is asked. It
+    /// needs a runtime.
     pub fn new(socket: &Path) -> Self {
+        let channel = connect_when_called(socket, LIMIT);
+        let api =
+            PodResourcesListerClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES);
         Self {
             socket: socket.to_owned(),
+            api,
         }
     }
 
@@ -93,12 +98,12 @@ impl PodResourcesClient {
         resource: Resource,
         name: &str,
     ) -> Result<Vec<Holder>, PodResourcesError> {
-        let pods = in_time(async {
-            let request = ListPodResourcesRequest {};
-            let answer = self.client().await?.list(request).await.map_err(refused)?;
-            Ok(answer.into_inner().pod_resources)
-        })
-        .await?;
+        let pods = self
+            .ask(|mut api| async move {
+                let answer = api.list(ListPodResourcesRequest {}).await?;
+                Ok(answer.into_inner().pod_resources)
+            })
+            .await?;
         Ok(holders(resource, name, &pods))
     }
 
@@ -114,13 +119,12 @@ impl PodResourcesClient {
         resource: Resource,
         name: &str,
     ) -> Result<Vec<Holder>, PodResourcesError> {
-        let got = in_time(async {
+        let got = self.ask(|mut api| async move {
             let request = GetPodResourcesRequest {
                 pod_name: pod.to_owned(),
                 pod_namespace: namespace.to_owned(),
             };
-            let answer = self.client().await?.get(request).await.map_err(refused)?;
-            Ok(answer.into_inner().pod_resources)
+            Ok(api.get(request).await?.into_inner().pod_resources)
         });
         match got.await {
             Ok(pod) => Ok(holders(resource, name, pod.as_slice())),
@@ -133,28 +137,37 @@ impl PodResourcesClient {
         }
     }
 
-    async fn client(&self) -> Result<PodResourcesListerClient<Channel>, PodResourcesError> {
-        let channel =
-            connect(&self.socket, LIMIT)
-                .await
-                .map_err(|source| PodResourcesError::Connect {
+    /// Asks, and once more where the connection turned out to be lost.
+    async fn ask<T, F>(
+        &self,
+        question: impl Fn(PodResourcesListerClient<Channel>) -> F,
+    ) -> Result<T, PodResourcesError>
+    where
+        F: Future<Output = Result<T, tonic::Status>>,
+    {
+        let asked = async {
+            match question(self.api.clone()).await {
+                Err(lost) if is_lost(&lost) => question(self.api.clone()).await,
+                answer => answer,
+            }
+        };
+        let answer = tokio::time::timeout(LIMIT, asked).await;
+        answer
+            .map_err(|_| PodResourcesError::TimedOut)?
+            .map_err(|status| match is_lost(&status) {
+                true => PodResourcesError::Unreachable {
                     path: self.socket.clone(),
-                    source,
-                })?;
-        Ok(PodResourcesListerClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES))
+                    status: Box::new(status),
+                },
+                false => PodResourcesError::Refused(Box::new(status)),
+            })
     }
 }
 
-fn refused(status: tonic::Status) -> PodResourcesError {
-    PodResourcesError::Refused(Box::new(status))
-}
-
-async fn in_time<T>(
-    question: impl Future<Output = Result<T, PodResourcesError>>,
-) -> Result<T, PodResourcesError> {
-    tokio::time::timeout(LIMIT, question)
-        .await
-        .map_err(|_| PodResourcesError::TimedOut)?
+/// Whether the transport failed, and not the kubelet. A connection that is cut under a call is
+/// `Unknown` or `Cancelled` with a source.
+fn is_lost(status: &tonic::Status) -> bool {
+    status.code() == tonic::Code::Unavailable || std::error::Error::source(status).is_some()
 }
 
 /// The containers among `pods` that hold tokens of `resource`. What is not a token of ours is left out.

@@ -146,6 +146,19 @@ async fn pods_are_named_by_the_pod_resources_api_with_and_without_get() {
 }
 
 #[tokio::test]
+async fn pods_are_named_again_at_once_after_each_kubelet_restart() {
+    let mut node = Node::new().await;
+    let pod = Pod::with("a", GPU, 2);
+    node.run(&pod).await;
+    let client = PodResourcesClient::new(node.kubelet.pod_resources_socket());
+    for _ in 0..10 {
+        let listed = client.list(Resource::DeviceMemory, GPU).await.unwrap();
+        assert_eq!(listed.len(), 1);
+        node.restart_kubelet().await;
+    }
+}
+
+#[tokio::test]
 async fn a_kubelet_without_pod_resources_is_an_error_in_time() {
     let mut node = Node::new().await;
     node.kubelet.stop().await;
