@@ -6,6 +6,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("cargo:rerun-if-changed=symbols.txt");
     println!("cargo:rerun-if-changed=build.rs");
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
+    if std::env::var("CARGO_CFG_TARGET_ENV").as_deref() == Ok("gnu") {
+        // Where a glibc before 2.34 has what `old_glibc` binds to.
+        println!(
+            "cargo:rustc-cdylib-link-arg=-Wl,--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,--as-needed"
+        );
+    }
     let table = std::fs::read_to_string("symbols.txt")?;
     let out = std::env::var("OUT_DIR")?;
     std::fs::write(format!("{out}/forwarders.rs"), generate(&table)?)?;

@@ -3,7 +3,6 @@
 //! worse than on a GPU (design F9: 45 us for allocate + free); the difference is what to watch.
 
 #[path = "../tests/support/mod.rs"]
-#[allow(dead_code)]
 mod support;
 
 use support::{Client, Container, MIB};

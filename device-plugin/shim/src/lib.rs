@@ -19,5 +19,6 @@ mod hooks;
 mod ledger;
 mod link;
 mod live;
+mod old_glibc;
 mod real;
 mod state;

@@ -1,6 +1,7 @@
 //! A container as the agent makes one, without a cluster: its own mounts, the shim where the
 //! loader finds it, the simulated driver where the shim finds it, and the agent's socket.
 
+#![allow(dead_code, reason = "each test and benchmark uses a part of it")]
 #![allow(
     clippy::unwrap_used,
     reason = "a failed `unwrap` is a failed test, with its place"
@@ -22,7 +23,7 @@ pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
 
 /// Where cargo puts this workspace's libraries; they are built once.
-fn built() -> &'static Path {
+pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
         let test = std::env::current_exe().expect("a test has a file");

@@ -1,0 +1,76 @@
+//! Binds the library to symbols that a glibc of 2013 has, whatever glibc it is built on.
+//!
+//! Building on a new glibc binds `dlsym`, `stat64` and others to versions of 2.28 to 2.34, and a
+//! container with an older glibc could not load the library, which is preloaded into every program
+//! there. Each function here is hidden and stands before glibc's in this library's own linking; it
+//! goes on to the oldest version of the same function, or to the system call.
+//!
+//! What is left is 2.18 (`__cxa_thread_atexit_impl`, destructors of thread-locals). A test holds the
+//! bound. aarch64 starts at 2.17 and needs the same for 2.33 and 2.34; it is built on an old glibc
+//! until then.
+
+#[cfg(all(target_arch = "x86_64", target_env = "gnu", not(test)))]
+core::arch::global_asm!(
+    // Before 2.34 these were in libdl and libpthread; build.rs keeps both as needed libraries.
+    ".symver bursar_old_dlopen, dlopen@GLIBC_2.2.5",
+    ".symver bursar_old_dlsym, dlsym@GLIBC_2.2.5",
+    ".symver bursar_old_key_create, pthread_key_create@GLIBC_2.2.5",
+    ".symver bursar_old_key_delete, pthread_key_delete@GLIBC_2.2.5",
+    ".symver bursar_old_setspecific, pthread_setspecific@GLIBC_2.2.5",
+    // Before 2.33 stat was a macro over these, with the version of the structure first: 1.
+    ".symver bursar_old_xstat64, __xstat64@GLIBC_2.2.5",
+    ".symver bursar_old_fxstat64, __fxstat64@GLIBC_2.2.5",
+    ".macro bursar_hidden name",
+    ".globl \\name",
+    ".hidden \\name",
+    ".type \\name, @function",
+    "\\name:",
+    ".endm",
+    ".text",
+    "bursar_hidden dlopen",
+    "jmp bursar_old_dlopen@PLT",
+    "bursar_hidden dlsym",
+    "jmp bursar_old_dlsym@PLT",
+    "bursar_hidden pthread_key_create",
+    "jmp bursar_old_key_create@PLT",
+    "bursar_hidden pthread_key_delete",
+    "jmp bursar_old_key_delete@PLT",
+    "bursar_hidden pthread_setspecific",
+    "jmp bursar_old_setspecific@PLT",
+    "bursar_hidden stat64",
+    "mov rdx, rsi",
+    "mov rsi, rdi",
+    "mov edi, 1",
+    "jmp bursar_old_xstat64@PLT",
+    "bursar_hidden fstat",
+    "bursar_hidden fstat64",
+    "mov rdx, rsi",
+    "mov esi, edi",
+    "mov edi, 1",
+    "jmp bursar_old_fxstat64@PLT",
+    "bursar_hidden gettid",
+    "mov eax, 186",
+    "syscall",
+    "ret",
+    "bursar_hidden getrandom",
+    "mov eax, 318",
+    "syscall",
+    "jmp 2f",
+    "bursar_hidden statx",
+    "mov r10, rcx",
+    "mov eax, 332",
+    "syscall",
+    // A system call's error, as glibc gives it.
+    "2:",
+    "cmp rax, -4095",
+    "jae 3f",
+    "ret",
+    "3:",
+    "neg eax",
+    "push rax",
+    "call __errno_location@PLT",
+    "pop rcx",
+    "mov dword ptr [rax], ecx",
+    "mov rax, -1",
+    "ret",
+);

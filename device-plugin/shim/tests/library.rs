@@ -1,0 +1,126 @@
+//! The library as a loader sees it: its names, and what it needs of the C library.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+/// The newest glibc version that the shim may need (`src/old_glibc.rs` says why it is not 2.17).
+const NEWEST_GLIBC: (u32, u32) = (2, 18);
+
+/// Where drivers lie on machines that have one.
+const REAL: &[&str] = &[
+    "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
+    "/usr/lib64/libcuda.so.1",
+    "/usr/local/nvidia/lib64/libcuda.so.1",
+];
+
+/// What binutils' `objdump -T` prints: one dynamic symbol a line.
+fn dynamic_symbols(library: &Path) -> String {
+    let output = Command::new("objdump")
+        .arg("-T")
+        .arg(library)
+        .output()
+        .expect("binutils comes with the linker");
+    assert!(output.status.success());
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn exported(library: &Path) -> BTreeSet<String> {
+    let symbols = dynamic_symbols(library);
+    let defined = symbols
+        .lines()
+        .filter(|line| line.contains(".text") || line.contains(".bss") || line.contains(".data"));
+    defined
+        .filter_map(|line| line.split_whitespace().last())
+        .map(str::to_owned)
+        .collect()
+}
+
+fn table() -> BTreeSet<String> {
+    let lines = include_str!("../symbols.txt").lines();
+    let symbols = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
+    symbols
+        .filter_map(|line| line.split(' ').next())
+        .map(str::to_owned)
+        .collect()
+}
+
+fn shim() -> std::path::PathBuf {
+    support::built().join("libbursar_shim.so")
+}
+
+#[test]
+fn the_library_exports_the_table_and_nothing_else() {
+    let (exported, table) = (exported(&shim()), table());
+    assert_eq!(
+        table.difference(&exported).collect::<Vec<_>>(),
+        Vec::<&String>::new(),
+        "not exported"
+    );
+    assert_eq!(
+        exported.difference(&table).collect::<Vec<_>>(),
+        Vec::<&String>::new(),
+        "not in the table"
+    );
+    assert!(table.len() >= 682 + 25);
+}
+
+#[test]
+fn the_table_has_every_symbol_of_the_driver_on_this_machine() {
+    let Some(real) = REAL.iter().map(Path::new).find(|path| path.exists()) else {
+        println!("no driver here: the table is held against the shim only");
+        return;
+    };
+    let missing: Vec<_> = exported(real).difference(&table()).cloned().collect();
+    assert!(
+        missing.is_empty(),
+        "add these to symbols.txt with their class: {missing:?}"
+    );
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn the_library_needs_no_newer_glibc_than_documented() {
+    let symbols = dynamic_symbols(&shim());
+    let newer: Vec<_> = symbols
+        .lines()
+        .filter(|line| {
+            let version = line
+                .split("GLIBC_")
+                .nth(1)
+                .and_then(|rest| rest.split(')').next())
+                .unwrap_or("0.0");
+            let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+            (parts.next().unwrap_or(0), parts.next().unwrap_or(0)) > NEWEST_GLIBC
+        })
+        .collect();
+    assert!(newer.is_empty(), "{}", newer.join("\n"));
+    assert!(symbols.contains("GLIBC_2.2.5"), "versions were read at all");
+}
+
+#[test]
+fn the_library_is_known_by_the_drivers_name_and_reads_no_environment() {
+    let output = Command::new("readelf")
+        .arg("-d")
+        .arg(shim())
+        .output()
+        .unwrap();
+    let dynamic = String::from_utf8(output.stdout).unwrap();
+    assert!(dynamic.contains("soname: [libcuda.so.1]"), "{dynamic}");
+    for source in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")).unwrap() {
+        let path = source.unwrap().path();
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert!(
+            !text.contains("env::var") && !text.contains("getenv"),
+            "{}",
+            path.display()
+        );
+    }
+}
