@@ -108,13 +108,13 @@ fn default_cohort() -> String {
 pub struct DeviceMemory {
     /// What the namespace's guaranteed pods can always have, such as `64Gi`. It is taken back from
     /// borrowers when it is asked for. `0`: the namespace only borrows.
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei"))]
+    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub guaranteed: Amount,
 
     /// The most that the namespace's pods may ask for together, guaranteed and borrowed. Equal to
     /// `guaranteed` where not given: nothing is borrowed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei"))]
+    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub limit: Option<Amount>,
 }
 
@@ -123,7 +123,7 @@ pub struct DeviceMemory {
 #[serde(rename_all = "camelCase")]
 pub struct ManagedMemory {
     /// The most that the namespace's pods may ask for together.
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei"))]
+    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub limit: Amount,
 }
 
@@ -132,7 +132,7 @@ pub struct ManagedMemory {
 #[serde(rename_all = "camelCase")]
 pub struct PerContainer {
     /// The most device memory that one container may ask for.
-    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei"))]
+    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub max: Amount,
 }
 
@@ -207,6 +207,8 @@ pub struct Override {
     pub pod: String,
     /// The quota of each of its containers, per GPU. A container that asked for less keeps what it
     /// asked for: nothing is ever raised.
+    // No rule that it is whole bytes: 64 of them cost the API server four times what a CRD may. The
+    // operator checks it.
     pub device_memory: Amount,
 }
 

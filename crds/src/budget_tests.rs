@@ -36,7 +36,7 @@ fn a_guarantee_up_to_the_limit_is_accepted() {
         ("64Gi", Some("64Gi")),
         ("65536Mi", Some("64Gi")),
         ("0", Some("160Gi")),
-        ("1.5Gi", Some("1536Mi")),
+        ("1536Mi", Some("1536Mi")),
         ("0", Some("0")),
     ] {
         let result = budget(guaranteed, limit).validate_cel();
