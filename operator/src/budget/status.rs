@@ -1,0 +1,49 @@
+//! The status of a budget.
+
+use bursar_crds::budget::{DeviceMemoryStatus, ManagedMemoryStatus};
+use bursar_crds::conditions::merge;
+use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+
+use super::Terms;
+use super::judge::statements;
+use crate::quanta::Quanta;
+use crate::world::{Facts, Usage};
+
+/// The status that `budget` should have. Equal to the one that it has while nothing changed: only a
+/// condition that changes its status takes the time `now`.
+pub fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryBudgetStatus {
+    let terms = Terms::of(&budget.spec, facts.quantum);
+    let said = statements(&budget.spec.cohort, &terms, facts);
+    let before: &[Condition] = budget
+        .status
+        .as_ref()
+        .map_or(&[], |status| &status.conditions);
+    let generation = budget.metadata.generation;
+    let counted = |quanta: Quanta| quanta.counted(facts.quantum);
+    let allowed = |of: fn(&Terms) -> Quanta| terms.as_ref().map_or(Quanta::ZERO, of);
+    let Usage {
+        pods,
+        borrowed_pods,
+        guaranteed,
+        borrowed,
+        managed,
+    } = facts.usage;
+    GpuMemoryBudgetStatus {
+        observed_generation: generation,
+        quantum: Some(Amount::from_bytes(facts.quantum.bytes())),
+        pods,
+        borrowed_pods,
+        device_memory: DeviceMemoryStatus {
+            guaranteed: counted(allowed(|terms| terms.guaranteed)),
+            limit: counted(allowed(|terms| terms.limit)),
+            requested: counted(guaranteed.plus(borrowed)),
+            borrowed: counted(borrowed),
+        },
+        managed_memory: ManagedMemoryStatus {
+            limit: counted(allowed(|terms| terms.managed)),
+            requested: counted(managed),
+        },
+        conditions: merge(before, &said, generation, now),
+    }
+}

@@ -1,0 +1,135 @@
+//! Reads a budget's spec, in quanta.
+//!
+//! The API server's own rules (CEL in the CRD) refuse most of what is refused here. What they cannot see
+//! is the quantum: an amount that is not a multiple of it is taken as the whole quanta in it, and said.
+
+use bursar_crds::quantity::QuantityError;
+use bursar_crds::{Amount, GpuMemoryBudgetSpec, Quantum};
+
+use crate::quanta::Quanta;
+
+/// Why a spec cannot be acted on.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidSpec {
+    /// An amount is no amount of memory.
+    #[error("spec.{field}: {source}")]
+    Unreadable {
+        /// Its path below `spec`.
+        field: String,
+        /// What is wrong with it.
+        source: QuantityError,
+    },
+    /// One amount is more than another one that bounds it.
+    #[error("spec.{field} is {amount}, more than {bound} ({most}): lower it, or raise {bound}")]
+    Above {
+        /// The path of the greater one below `spec`.
+        field: &'static str,
+        /// How much it is.
+        amount: String,
+        /// The path of the bound.
+        bound: &'static str,
+        /// How much that is.
+        most: String,
+    },
+}
+
+/// What a budget grants.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// Device memory that guaranteed pods may ask for together.
+    pub guaranteed: Quanta,
+    /// Device memory that all pods may ask for together. Never less than `guaranteed`.
+    pub limit: Quanta,
+    /// Managed memory that all pods may ask for together.
+    pub managed: Quanta,
+    /// What counts for less than is written, for people.
+    pub rounded: Vec<String>,
+}
+
+impl Terms {
+    /// The terms of `spec` in whole quanta.
+    pub fn of(spec: &GpuMemoryBudgetSpec, quantum: Quantum) -> Result<Self, InvalidSpec> {
+        let mut reader = Reader {
+            quantum,
+            rounded: Vec::new(),
+        };
+        let device = &spec.device_memory;
+        let guaranteed = reader.quanta("deviceMemory.guaranteed", &device.guaranteed)?;
+        let (limit, bound) = match &device.limit {
+            Some(limit) => (reader.quanta("deviceMemory.limit", limit)?, limit),
+            None => (guaranteed, &device.guaranteed),
+        };
+        at_most(
+            "deviceMemory.guaranteed",
+            &device.guaranteed,
+            "spec.deviceMemory.limit",
+            bound,
+        )?;
+        if let Some(per_container) = &spec.per_container {
+            reader.quanta("perContainer.max", &per_container.max)?;
+            let (name, bound) = match &device.limit {
+                Some(limit) => ("spec.deviceMemory.limit", limit),
+                None => ("spec.deviceMemory.guaranteed", &device.guaranteed),
+            };
+            at_most("perContainer.max", &per_container.max, name, bound)?;
+        }
+        let managed = match &spec.managed_memory {
+            Some(managed) => reader.quanta("managedMemory.limit", &managed.limit)?,
+            None => Quanta::ZERO,
+        };
+        for (index, lowered) in spec.overrides.iter().enumerate() {
+            read(
+                &format!("overrides[{index}].deviceMemory"),
+                &lowered.device_memory,
+            )?;
+        }
+        Ok(Self {
+            guaranteed,
+            limit,
+            managed,
+            rounded: reader.rounded,
+        })
+    }
+}
+
+struct Reader {
+    quantum: Quantum,
+    rounded: Vec<String>,
+}
+
+impl Reader {
+    fn quanta(&mut self, field: &str, amount: &Amount) -> Result<Quanta, InvalidSpec> {
+        let bytes = read(field, amount)?;
+        let quanta = Quanta::new(self.quantum.floor(bytes).unsigned_abs());
+        if quanta.bytes(self.quantum) != bytes {
+            let (written, counted) = (&amount.0.0, quanta.text(self.quantum));
+            self.rounded
+                .push(format!("{field} {written} counts as {counted}"));
+        }
+        Ok(quanta)
+    }
+}
+
+fn read(field: &str, amount: &Amount) -> Result<u64, InvalidSpec> {
+    amount.bytes().map_err(|source| InvalidSpec::Unreadable {
+        field: field.to_owned(),
+        source,
+    })
+}
+
+fn at_most(
+    field: &'static str,
+    amount: &Amount,
+    bound: &'static str,
+    most: &Amount,
+) -> Result<(), InvalidSpec> {
+    if read(field, amount)? <= read(bound, most)? {
+        return Ok(());
+    }
+    Err(InvalidSpec::Above {
+        field,
+        amount: amount.0.0.clone(),
+        bound,
+        most: most.0.0.clone(),
+    })
+}

@@ -1,0 +1,237 @@
+//! What a pod asks for.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::Quantum;
+use bursar_crds::quantity::{QuantityError, parse_bytes};
+use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::Resource;
+use kube::core::ObjectMeta;
+use serde::Deserialize;
+
+use crate::quanta::Quanta;
+
+/// The fields of a Pod that are read here. The rest of it is not even kept while it is parsed.
+#[derive(Resource, Deserialize, Clone, Debug, Default)]
+#[resource(inherit = Pod)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct AskingPod {
+    pub metadata: ObjectMeta,
+    #[serde(default)]
+    pub spec: PodSpec,
+    #[serde(default)]
+    pub status: PodStatus,
+}
+
+/// Of `spec`.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct PodSpec {
+    pub priority_class_name: Option<String>,
+    pub containers: Vec<Container>,
+    pub init_containers: Vec<Container>,
+}
+
+/// Of `status`.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct PodStatus {
+    pub phase: Option<String>,
+}
+
+/// Of a container.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct Container {
+    pub resources: Resources,
+    pub restart_policy: Option<String>,
+}
+
+/// Of a container's resources. The API server fills `requests` in from `limits`.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct Resources {
+    pub requests: BTreeMap<String, Quantity>,
+}
+
+/// A pod's class, given at birth by its PriorityClass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Class {
+    /// It has what it asks for within the namespace's guarantee.
+    Guaranteed,
+    /// It runs on what is idle and makes room when that is asked for.
+    Borrowed,
+}
+
+/// What one pod asks for. Never nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Demand {
+    /// Its class.
+    pub class: Class,
+    /// Device memory.
+    pub device: Quanta,
+    /// Managed memory.
+    pub managed: Quanta,
+}
+
+impl Demand {
+    /// What `pod` asks for in the resources that count in `quantum`. `None` where it asks for nothing,
+    /// or has ended: what a pod held is its namespace's again when its phase says so, and that of a
+    /// deleted pod when it is gone.
+    pub fn of(pod: &AskingPod, quantum: Quantum) -> Option<Self> {
+        if matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed")) {
+            return None;
+        }
+        let borrows = pod.spec.priority_class_name.as_deref() == Some(BORROWED_PRIORITY_CLASS);
+        let demand = Self {
+            class: if borrows {
+                Class::Borrowed
+            } else {
+                Class::Guaranteed
+            },
+            device: asked(&pod.spec, quantum.device_memory()),
+            managed: asked(&pod.spec, quantum.managed_memory()),
+        };
+        let asks = demand.device != Quanta::ZERO || demand.managed != Quanta::ZERO;
+        asks.then_some(demand)
+    }
+}
+
+/// How much of `resource` the scheduler and quotas count for a pod
+/// (`k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`): its containers and
+/// sidecars together, or the most that one init container needs beside the sidecars before it.
+fn asked(spec: &PodSpec, resource: &str) -> Quanta {
+    let of = |container: &Container| {
+        container
+            .resources
+            .requests
+            .get(resource)
+            .map_or(Quanta::ZERO, read)
+    };
+    let (mut sidecars, mut starting) = (Quanta::ZERO, Quanta::ZERO);
+    for container in &spec.init_containers {
+        if container.restart_policy.as_deref() == Some("Always") {
+            sidecars = sidecars.plus(of(container));
+        } else {
+            starting = starting.max(sidecars.plus(of(container)));
+        }
+    }
+    let running = spec.containers.iter().map(of).sum::<Quanta>();
+    starting.max(sidecars.plus(running))
+}
+
+/// A count out of a pod. The API server admits whole numbers only, of any size.
+fn read(count: &Quantity) -> Quanta {
+    match parse_bytes(&count.0) {
+        Ok(count) => Quanta::new(count),
+        Err(QuantityError::TooLarge(_)) => Quanta::MAX,
+        Err(_) => Quanta::ZERO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use serde_json::json;
+
+    const GIB: &str = "bursar.dev/gpu-memory-gib";
+
+    fn container(quanta: u64, sidecar: bool) -> serde_json::Value {
+        let policy = sidecar.then_some("Always");
+        json!({ "name": "c", "restartPolicy": policy, "resources": { "requests": { GIB: quanta.to_string() } } })
+    }
+
+    fn pod(init: &[(u64, bool)], app: &[u64]) -> AskingPod {
+        let init: Vec<_> = init
+            .iter()
+            .map(|(n, sidecar)| container(*n, *sidecar))
+            .collect();
+        let app: Vec<_> = app.iter().map(|n| container(*n, false)).collect();
+        serde_json::from_value(json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": "p", "namespace": "n" },
+            "spec": { "containers": app, "initContainers": init, "nodeName": "elsewhere" },
+            "status": { "phase": "Pending", "qosClass": "BestEffort" },
+        }))
+        .unwrap()
+    }
+
+    fn device(pod: &AskingPod) -> i64 {
+        Demand::of(pod, Quantum::Gib1).map_or(0, |demand| demand.device.count())
+    }
+
+    #[test]
+    fn containers_count_together_and_init_containers_by_the_largest() {
+        assert_eq!(device(&pod(&[], &[4, 8])), 12);
+        assert_eq!(device(&pod(&[(20, false), (6, false)], &[4, 8])), 20);
+        assert_eq!(device(&pod(&[(3, false)], &[4, 8])), 12);
+    }
+
+    #[test]
+    fn a_sidecar_counts_beside_the_containers_and_beside_later_init_containers() {
+        assert_eq!(device(&pod(&[(2, true)], &[4])), 6);
+        assert_eq!(device(&pod(&[(2, true), (8, false)], &[4])), 10);
+        assert_eq!(device(&pod(&[(8, false), (2, true)], &[4])), 8);
+    }
+
+    #[test]
+    fn a_pod_that_ended_or_asks_for_nothing_has_no_demand() {
+        let mut ended = pod(&[], &[4]);
+        for phase in ["Succeeded", "Failed"] {
+            ended.status.phase = Some(phase.to_owned());
+            assert_eq!(Demand::of(&ended, Quantum::Gib1), None);
+        }
+        assert_eq!(Demand::of(&pod(&[], &[0]), Quantum::Gib1), None);
+        assert_eq!(Demand::of(&pod(&[], &[4]), Quantum::Mib512), None);
+    }
+
+    #[test]
+    fn a_borrowed_pod_is_known_by_its_priority_class() {
+        let mut borrowed = pod(&[], &[4]);
+        borrowed.spec.priority_class_name = Some(BORROWED_PRIORITY_CLASS.to_owned());
+        let demand = Demand::of(&borrowed, Quantum::Gib1).unwrap();
+        assert_eq!(demand.class, Class::Borrowed);
+    }
+
+    #[test]
+    fn an_absurd_request_is_the_most_that_is_counted() {
+        for text in ["9E", "9223372036854775807", "1e30"] {
+            assert_eq!(read(&Quantity(text.to_owned())), Quanta::MAX);
+        }
+        assert_eq!(read(&Quantity("1k".to_owned())), Quanta::new(1000));
+    }
+
+    /// `AggregateContainerRequests` word for word, over one resource.
+    fn upstream(init: &[(u64, bool)], app: &[u64]) -> u64 {
+        let mut reqs: u64 = app.iter().sum();
+        let (mut restartable, mut most) = (0, 0);
+        for (asks, sidecar) in init {
+            let during = if *sidecar {
+                reqs += asks;
+                restartable += asks;
+                restartable
+            } else {
+                asks + restartable
+            };
+            most = most.max(during);
+        }
+        reqs.max(most)
+    }
+
+    proptest! {
+        #[test]
+        fn a_pod_counts_as_the_scheduler_counts_it(
+            init in prop::collection::vec((0u64..64, any::<bool>()), 0..6),
+            app in prop::collection::vec(0u64..64, 1..6),
+        ) {
+            let counted = device(&pod(&init, &app));
+            prop_assert_eq!(counted.unsigned_abs(), upstream(&init, &app));
+        }
+    }
+}

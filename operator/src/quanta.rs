@@ -1,0 +1,98 @@
+//! An amount of memory in whole quanta.
+
+use bursar_crds::budget::Counted;
+use bursar_crds::quantity::QuantityError;
+use bursar_crds::{Amount, Quantum};
+
+/// Whole quanta: what a resource limit is written in. Between 0 and [`Quanta::MAX`].
+///
+/// Sums stop at the maximum, for a pod may ask for any number and its status must still be written.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Quanta(i64);
+
+impl Quanta {
+    /// None.
+    pub const ZERO: Self = Self(0);
+
+    /// The most that is counted: with the largest quantum it is the last amount below 8Ei, the end of
+    /// Kubernetes' own arithmetic.
+    pub const MAX: Self = Self((1 << 33) - 1);
+
+    /// `count` quanta, or [`Quanta::MAX`] where it is more.
+    pub fn new(count: u64) -> Self {
+        i64::try_from(count).map_or(Self::MAX, |count| Self(count).min(Self::MAX))
+    }
+
+    /// The whole quanta in `amount`.
+    pub fn within(amount: &Amount, quantum: Quantum) -> Result<Self, QuantityError> {
+        Ok(Self(quantum.floor(amount.bytes()?)).min(Self::MAX))
+    }
+
+    /// How many.
+    pub fn count(self) -> i64 {
+        self.0
+    }
+
+    /// Both together.
+    pub fn plus(self, other: Self) -> Self {
+        Self(self.0 + other.0).min(Self::MAX)
+    }
+
+    /// What is left without `other`, zero at least.
+    pub fn minus(self, other: Self) -> Self {
+        Self(self.0 - other.0).max(Self::ZERO)
+    }
+
+    /// In bytes.
+    pub fn bytes(self, quantum: Quantum) -> u64 {
+        self.0.unsigned_abs() * quantum.bytes()
+    }
+
+    /// As the API counts it.
+    pub fn counted(self, quantum: Quantum) -> Counted {
+        Counted {
+            quanta: self.0,
+            bytes: Amount::from_bytes(self.bytes(quantum)),
+        }
+    }
+
+    /// As people write it, such as `16Gi`.
+    pub fn text(self, quantum: Quantum) -> String {
+        Amount::from_bytes(self.bytes(quantum)).0.0
+    }
+}
+
+impl std::iter::Sum for Quanta {
+    fn sum<I: Iterator<Item = Self>>(amounts: I) -> Self {
+        amounts.fold(Self::ZERO, Self::plus)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_is_still_an_amount_that_kubernetes_can_read() {
+        for quantum in [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1] {
+            let most = Quanta::new(u64::MAX).plus(Quanta::MAX).counted(quantum);
+            assert_eq!(
+                most.bytes.bytes(),
+                Ok(most.quanta.unsigned_abs() * quantum.bytes())
+            );
+        }
+        assert_eq!(Quanta::MAX.counted(Quantum::Gib1).quanta, (1 << 33) - 1);
+    }
+
+    #[test]
+    fn a_part_of_a_quantum_does_not_count() {
+        let amount = Amount::from("1.5Gi");
+        assert_eq!(Quanta::within(&amount, Quantum::Gib1), Ok(Quanta::new(1)));
+        assert_eq!(Quanta::within(&amount, Quantum::Mib512), Ok(Quanta::new(3)));
+    }
+
+    #[test]
+    fn taking_more_than_there_is_leaves_nothing() {
+        assert_eq!(Quanta::new(3).minus(Quanta::new(5)), Quanta::ZERO);
+    }
+}

@@ -1,0 +1,70 @@
+//! What a budget's status is computed from.
+
+use bursar_crds::Quantum;
+
+use crate::demand::{Class, Demand};
+use crate::quanta::Quanta;
+
+/// What the pods of one namespace ask for together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// How many pods ask.
+    pub pods: i64,
+    /// How many of them borrow.
+    pub borrowed_pods: i64,
+    /// Device memory of the guaranteed ones.
+    pub guaranteed: Quanta,
+    /// Device memory of those that borrow.
+    pub borrowed: Quanta,
+    /// Managed memory of all.
+    pub managed: Quanta,
+}
+
+impl<'a> FromIterator<&'a Demand> for Usage {
+    fn from_iter<I: IntoIterator<Item = &'a Demand>>(demands: I) -> Self {
+        let mut sum = Self::default();
+        for Demand {
+            class,
+            device,
+            managed,
+        } in demands
+        {
+            sum.pods += 1;
+            sum.managed = sum.managed.plus(*managed);
+            match class {
+                Class::Guaranteed => sum.guaranteed = sum.guaranteed.plus(*device),
+                Class::Borrowed => {
+                    sum.borrowed_pods += 1;
+                    sum.borrowed = sum.borrowed.plus(*device);
+                }
+            }
+        }
+        sum
+    }
+}
+
+/// The budgets and nodes that share.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Cohort {
+    /// How many budgets.
+    pub budgets: usize,
+    /// What they guarantee together.
+    pub guaranteed: Quanta,
+    /// How many nodes offer memory.
+    pub nodes: usize,
+    /// What they offer together.
+    pub allocatable: Quanta,
+    /// The nodes that count in another quantum, with its size. Their memory is left out.
+    pub other_quantum: Vec<(String, String)>,
+}
+
+/// What a budget's status is computed from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Facts {
+    /// The size of one quantum, of the whole cluster.
+    pub quantum: Quantum,
+    /// What its namespace's pods ask for.
+    pub usage: Usage,
+    /// Its cohort.
+    pub cohort: Cohort,
+}

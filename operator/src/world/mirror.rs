@@ -1,0 +1,231 @@
+//! The objects of one kind as a watch tells them, slimmed to what is used.
+
+use std::collections::BTreeMap;
+
+use kube::ResourceExt;
+use kube::runtime::watcher::Event;
+
+/// What an object is called. The namespace is empty where its kind has none.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    /// Its namespace.
+    pub namespace: String,
+    /// Its name in it.
+    pub name: String,
+}
+
+impl Key {
+    /// The key of `object`.
+    pub fn of(object: &impl ResourceExt) -> Self {
+        Self {
+            namespace: object.namespace().unwrap_or_default(),
+            name: object.name_any(),
+        }
+    }
+}
+
+/// An object of a watch: its key, and what is kept of it. `None`: it is of no interest.
+pub type Entry<V> = (Key, Option<V>);
+
+/// `event` with each object slimmed by `slim`.
+pub fn slimmed<K: ResourceExt, V>(
+    event: Event<K>,
+    slim: impl Fn(&K) -> Option<V>,
+) -> Event<Entry<V>> {
+    let entry = |object: K| (Key::of(&object), slim(&object));
+    match event {
+        Event::Init => Event::Init,
+        Event::InitApply(object) => Event::InitApply(entry(object)),
+        Event::InitDone => Event::InitDone,
+        Event::Apply(object) => Event::Apply(entry(object)),
+        Event::Delete(object) => Event::Delete(entry(object)),
+    }
+}
+
+/// The objects of one kind. While they are listed anew, the old list stays in force.
+#[derive(Debug)]
+pub struct Mirror<V> {
+    live: BTreeMap<Key, V>,
+    arriving: BTreeMap<Key, V>,
+    listed: bool,
+}
+
+impl<V> Default for Mirror<V> {
+    fn default() -> Self {
+        Self {
+            live: BTreeMap::new(),
+            arriving: BTreeMap::new(),
+            listed: false,
+        }
+    }
+}
+
+impl<V: PartialEq> Mirror<V> {
+    /// Takes in one event and says whose value it changed.
+    pub fn apply(&mut self, event: Event<Entry<V>>) -> Vec<Key> {
+        match event {
+            Event::Init => self.arriving.clear(),
+            Event::InitApply((key, Some(value))) => {
+                self.arriving.insert(key, value);
+            }
+            Event::InitApply((_, None)) => {}
+            Event::InitDone => return self.replace(),
+            Event::Apply((key, value)) => return self.set(key, value),
+            Event::Delete((key, _)) => return self.set(key, None),
+        }
+        Vec::new()
+    }
+
+    fn replace(&mut self) -> Vec<Key> {
+        let before = std::mem::replace(&mut self.live, std::mem::take(&mut self.arriving));
+        self.listed = true;
+        let gone = before.keys().filter(|key| !self.live.contains_key(key));
+        let changed = self
+            .live
+            .iter()
+            .filter(|(key, value)| before.get(key) != Some(value));
+        gone.chain(changed.map(|(key, _)| key)).cloned().collect()
+    }
+
+    fn set(&mut self, key: Key, value: Option<V>) -> Vec<Key> {
+        if self.live.get(&key) == value.as_ref() {
+            return Vec::new();
+        }
+        match value {
+            Some(value) => self.live.insert(key.clone(), value),
+            None => self.live.remove(&key),
+        };
+        vec![key]
+    }
+
+    /// Whether all objects have been heard of once.
+    pub fn is_listed(&self) -> bool {
+        self.listed
+    }
+
+    /// Every object.
+    pub fn iter(&self) -> impl Iterator<Item = (&Key, &V)> {
+        self.live.iter()
+    }
+
+    /// One object.
+    pub fn get(&self, key: &Key) -> Option<&V> {
+        self.live.get(key)
+    }
+
+    /// The objects in one namespace.
+    pub fn within<'a>(&'a self, namespace: &'a str) -> impl Iterator<Item = (&'a Key, &'a V)> {
+        let first = Key {
+            namespace: namespace.to_owned(),
+            name: String::new(),
+        };
+        self.live
+            .range(first..)
+            .take_while(move |(key, _)| key.namespace == namespace)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn key(namespace: &str, name: &str) -> Key {
+        Key {
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        }
+    }
+
+    fn entry(name: &str, value: u8) -> Entry<u8> {
+        (key("n", name), Some(value))
+    }
+
+    #[test]
+    fn only_what_changed_is_named() {
+        let mut mirror = Mirror::default();
+        assert_eq!(mirror.apply(Event::Apply(entry("a", 1))), [key("n", "a")]);
+        assert_eq!(mirror.apply(Event::Apply(entry("a", 1))), []);
+        assert_eq!(mirror.apply(Event::Delete(entry("a", 1))), [key("n", "a")]);
+        assert_eq!(mirror.apply(Event::Delete(entry("a", 1))), []);
+    }
+
+    #[test]
+    fn an_object_that_is_no_longer_of_interest_is_dropped() {
+        let mut mirror = Mirror::default();
+        mirror.apply(Event::Apply(entry("a", 1)));
+        assert_eq!(
+            mirror.apply(Event::Apply((key("n", "a"), None))),
+            [key("n", "a")]
+        );
+        assert_eq!(mirror.iter().count(), 0);
+    }
+
+    #[test]
+    fn the_old_list_stays_in_force_until_the_new_one_is_whole() {
+        let mut mirror = Mirror::default();
+        mirror.apply(Event::Apply(entry("old", 1)));
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitApply(entry("new", 1)));
+        assert_eq!(mirror.get(&key("n", "old")), Some(&1));
+        assert!(!mirror.is_listed());
+        assert_eq!(
+            mirror.apply(Event::InitDone),
+            [key("n", "old"), key("n", "new")]
+        );
+        assert!(mirror.is_listed());
+        assert_eq!(mirror.get(&key("n", "old")), None);
+    }
+
+    #[test]
+    fn a_list_that_broke_off_leaves_nothing_behind() {
+        let mut mirror = Mirror::default();
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitApply(entry("gone", 1)));
+        mirror.apply(Event::Init);
+        mirror.apply(Event::InitDone);
+        assert_eq!(mirror.iter().count(), 0);
+    }
+
+    #[test]
+    fn a_namespace_is_not_its_neighbour() {
+        let mut mirror = Mirror::default();
+        for (namespace, name) in [("a", "z"), ("ab", "a"), ("ab", "b"), ("b", "a")] {
+            mirror.apply(Event::Apply((key(namespace, name), Some(1))));
+        }
+        let names: Vec<_> = mirror.within("ab").map(|(key, _)| &key.name).collect();
+        assert_eq!(names, ["a", "b"]);
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_order_events_come_in_the_last_word_on_each_object_holds(
+            words in prop::collection::vec((0u8..6, prop::option::of(0u8..3)), 0..60),
+            relist_at in 0usize..60,
+        ) {
+            let mut mirror = Mirror::default();
+            let mut last = BTreeMap::new();
+            for (at, (name, value)) in words.into_iter().enumerate() {
+                let key = key("n", &name.to_string());
+                let before = mirror.get(&key).copied();
+                let changed = match value {
+                    Some(_) => mirror.apply(Event::Apply((key.clone(), value))),
+                    None => mirror.apply(Event::Delete((key.clone(), Some(0)))),
+                };
+                prop_assert_eq!(changed.is_empty(), before == value);
+                match value {
+                    Some(value) => last.insert(key, value),
+                    None => last.remove(&key),
+                };
+                if at == relist_at {
+                    mirror.apply(Event::Init);
+                    for (key, value) in &last {
+                        mirror.apply(Event::InitApply((key.clone(), Some(*value))));
+                    }
+                    prop_assert!(mirror.apply(Event::InitDone).is_empty());
+                }
+                prop_assert!(mirror.iter().eq(last.iter()));
+            }
+        }
+    }
+}

@@ -1,0 +1,208 @@
+//! What the operator knows of the cluster: a pure index over what its watches tell.
+
+mod entries;
+mod facts;
+mod mirror;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use bursar_crds::{DEFAULT_COHORT, Quantum};
+use kube::runtime::watcher::Event;
+
+pub use entries::{Claim, Offer, cohort_label};
+pub use facts::{Cohort, Facts, Usage};
+pub use mirror::{Entry, Key, Mirror, slimmed};
+
+use crate::demand::Demand;
+use crate::quanta::Quanta;
+
+/// What is watched, as probes, logs and metrics call it.
+pub mod kinds {
+    /// What namespaces may use.
+    pub const BUDGETS: &str = "GpuMemoryBudgets";
+    /// What asks.
+    pub const PODS: &str = "Pods";
+    /// What there is.
+    pub const GPU_NODES: &str = "GpuNodes";
+    /// Which cohort it belongs to.
+    pub const NODES: &str = "Nodes";
+    /// All of them.
+    pub const ALL: [&str; 4] = [BUDGETS, PODS, GPU_NODES, NODES];
+}
+
+/// One event of one watch.
+#[derive(Debug)]
+pub enum Change {
+    /// Of the budgets.
+    Budget(Event<Entry<Claim>>),
+    /// Of the pods.
+    Pod(Event<Entry<Demand>>),
+    /// Of the nodes' GPUs.
+    GpuNode(Event<Entry<Offer>>),
+    /// Of the nodes that have a cohort label.
+    Node(Event<Entry<String>>),
+}
+
+/// The budgets whose status may have changed.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Dirty {
+    all: bool,
+    namespaces: BTreeSet<String>,
+}
+
+impl Dirty {
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        !self.all && self.namespaces.is_empty()
+    }
+
+    /// Adds those of `other`.
+    pub fn add(&mut self, other: Self) {
+        let Self { all, namespaces } = other;
+        self.all |= all;
+        self.namespaces.extend(namespaces);
+    }
+}
+
+/// Everything that is known.
+#[derive(Debug)]
+pub struct World {
+    quantum: Quantum,
+    budgets: Mirror<Claim>,
+    pods: Mirror<Demand>,
+    gpu_nodes: Mirror<Offer>,
+    cohorts: Mirror<String>,
+}
+
+impl World {
+    /// Nothing is known yet.
+    pub fn new(quantum: Quantum) -> Self {
+        Self {
+            quantum,
+            budgets: Mirror::default(),
+            pods: Mirror::default(),
+            gpu_nodes: Mirror::default(),
+            cohorts: Mirror::default(),
+        }
+    }
+
+    /// Takes in one event and says which budgets it may concern.
+    pub fn apply(&mut self, change: Change) -> Dirty {
+        match change {
+            Change::Budget(event) => {
+                let before = self.guarantees();
+                let changed = self.budgets.apply(event);
+                Dirty {
+                    all: !changed.is_empty() && self.guarantees() != before,
+                    namespaces: namespaces(changed),
+                }
+            }
+            Change::Pod(event) => Dirty {
+                all: false,
+                namespaces: namespaces(self.pods.apply(event)),
+            },
+            Change::GpuNode(event) => everything(&self.gpu_nodes.apply(event)),
+            Change::Node(event) => everything(&self.cohorts.apply(event)),
+        }
+    }
+
+    /// The kinds that have not been listed yet. A status is computed only when there are none.
+    pub fn missing(&self) -> Vec<&'static str> {
+        let all = [
+            (kinds::BUDGETS, self.budgets.is_listed()),
+            (kinds::PODS, self.pods.is_listed()),
+            (kinds::GPU_NODES, self.gpu_nodes.is_listed()),
+            (kinds::NODES, self.cohorts.is_listed()),
+        ];
+        let missing = all.into_iter().filter(|(_, listed)| !listed);
+        missing.map(|(kind, _)| kind).collect()
+    }
+
+    /// The budgets that `dirty` means, as far as they exist.
+    pub fn budgets(&self, dirty: &Dirty) -> Vec<Key> {
+        let concerned = |key: &&Key| dirty.all || dirty.namespaces.contains(&key.namespace);
+        self.budgets
+            .iter()
+            .map(|(key, _)| key)
+            .filter(concerned)
+            .cloned()
+            .collect()
+    }
+
+    /// Whether there is a budget called `key`.
+    pub fn has_budget(&self, key: &Key) -> bool {
+        self.budgets.get(key).is_some()
+    }
+
+    /// What the status of the budget of `namespace` is computed from, with the budget in `cohort`.
+    pub fn facts(&self, namespace: &str, cohort: &str) -> Facts {
+        Facts {
+            quantum: self.quantum,
+            usage: self
+                .pods
+                .within(namespace)
+                .map(|(_, demand)| demand)
+                .collect(),
+            cohort: self.cohort(cohort),
+        }
+    }
+
+    fn cohort(&self, name: &str) -> Cohort {
+        let mut cohort = Cohort::default();
+        for (_, claim) in self
+            .budgets
+            .iter()
+            .filter(|(_, claim)| claim.cohort == name)
+        {
+            cohort.budgets += 1;
+            cohort.guaranteed = cohort.guaranteed.plus(claim.guaranteed);
+        }
+        for (node, offer) in self.gpu_nodes.iter() {
+            if self
+                .cohorts
+                .get(node)
+                .map_or(DEFAULT_COHORT, String::as_str)
+                != name
+            {
+                continue;
+            }
+            match offer {
+                Offer::Counted(quanta) => {
+                    cohort.nodes += 1;
+                    cohort.allocatable = cohort.allocatable.plus(*quanta);
+                }
+                Offer::OtherQuantum(size) => {
+                    cohort.other_quantum.push((node.name.clone(), size.clone()));
+                }
+            }
+        }
+        cohort
+    }
+
+    /// Each cohort's budgets and what they guarantee together.
+    fn guarantees(&self) -> BTreeMap<String, (usize, Quanta)> {
+        let mut sums = BTreeMap::new();
+        for (_, claim) in self.budgets.iter() {
+            let (budgets, guaranteed) = sums
+                .entry(claim.cohort.clone())
+                .or_insert((0, Quanta::ZERO));
+            *budgets += 1;
+            *guaranteed = guaranteed.plus(claim.guaranteed);
+        }
+        sums
+    }
+}
+
+fn namespaces(keys: Vec<Key>) -> BTreeSet<String> {
+    keys.into_iter().map(|key| key.namespace).collect()
+}
+
+fn everything(changed: &[Key]) -> Dirty {
+    Dirty {
+        all: !changed.is_empty(),
+        namespaces: BTreeSet::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

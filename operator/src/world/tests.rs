@@ -1,0 +1,188 @@
+use super::*;
+use crate::demand::Class;
+use bursar_crds::GpuNode;
+use proptest::prelude::*;
+use serde_json::json;
+
+fn key(namespace: &str, name: &str) -> Key {
+    Key {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
+    }
+}
+
+fn claim(cohort: &str, guaranteed: u64, version: u64) -> Claim {
+    Claim {
+        cohort: cohort.to_owned(),
+        guaranteed: Quanta::new(guaranteed),
+        version: Some(version.to_string()),
+    }
+}
+
+fn budget(namespace: &str, claim: Claim) -> Change {
+    Change::Budget(Event::Apply((key(namespace, "default"), Some(claim))))
+}
+
+fn pod(namespace: &str, name: &str, class: Class, device: u64) -> Change {
+    let demand = Demand {
+        class,
+        device: Quanta::new(device),
+        managed: Quanta::ZERO,
+    };
+    Change::Pod(Event::Apply((key(namespace, name), Some(demand))))
+}
+
+fn node(name: &str, quanta: u64) -> Change {
+    Change::GpuNode(Event::Apply((
+        key("", name),
+        Some(Offer::Counted(Quanta::new(quanta))),
+    )))
+}
+
+fn label(node: &str, cohort: &str) -> Change {
+    Change::Node(Event::Apply((key("", node), Some(cohort.to_owned()))))
+}
+
+fn world(changes: impl IntoIterator<Item = Change>) -> World {
+    let mut world = World::new(Quantum::Gib1);
+    for change in changes {
+        world.apply(change);
+    }
+    world
+}
+
+fn concerned(world: &World, dirty: &Dirty) -> Vec<String> {
+    let keys = world.budgets(dirty);
+    keys.into_iter().map(|key| key.namespace).collect()
+}
+
+#[test]
+fn a_pod_concerns_the_budget_of_its_namespace_and_no_other() {
+    let mut world = world([budget("a", claim("x", 8, 1)), budget("b", claim("x", 8, 1))]);
+    let dirty = world.apply(pod("a", "p", Class::Guaranteed, 4));
+    assert_eq!(concerned(&world, &dirty), ["a"]);
+    let same = world.apply(pod("a", "p", Class::Guaranteed, 4));
+    assert!(same.is_empty());
+    let without_budget = world.apply(pod("c", "p", Class::Guaranteed, 4));
+    assert!(concerned(&world, &without_budget).is_empty());
+}
+
+#[test]
+fn a_guarantee_concerns_every_budget_and_a_new_status_only_its_own() {
+    let mut world = world([budget("a", claim("x", 8, 1)), budget("b", claim("x", 8, 1))]);
+    let status = world.apply(budget("a", claim("x", 8, 2)));
+    assert_eq!(concerned(&world, &status), ["a"]);
+    let spec = world.apply(budget("a", claim("x", 9, 3)));
+    assert_eq!(concerned(&world, &spec), ["a", "b"]);
+    let gone = world.apply(Change::Budget(Event::Delete((key("a", "default"), None))));
+    assert_eq!(concerned(&world, &gone), ["b"]);
+}
+
+#[test]
+fn a_node_concerns_every_budget_when_its_memory_or_its_cohort_changes() {
+    let mut world = world([budget("a", claim("x", 8, 1)), node("n", 16)]);
+    for change in [node("n", 32), label("n", "x")] {
+        let dirty = world.apply(change);
+        assert_eq!(concerned(&world, &dirty), ["a"]);
+    }
+    assert!(world.apply(node("n", 32)).is_empty());
+}
+
+#[test]
+fn nodes_without_a_label_are_the_default_cohort() {
+    let world = world([node("m", 16), node("n", 32), label("n", "x")]);
+    assert_eq!(
+        world.facts("a", "default").cohort.allocatable,
+        Quanta::new(16)
+    );
+    assert_eq!(world.facts("a", "x").cohort.allocatable, Quanta::new(32));
+    assert_eq!(world.facts("a", "y").cohort, Cohort::default());
+}
+
+#[test]
+fn what_has_not_been_listed_is_named() {
+    let mut world = World::new(Quantum::Gib1);
+    assert_eq!(world.missing().len(), 4);
+    world.apply(Change::Pod(Event::InitDone));
+    world.apply(Change::Node(Event::InitDone));
+    assert_eq!(world.missing(), ["GpuMemoryBudgets", "GpuNodes"]);
+}
+
+#[test]
+fn a_node_that_counts_in_another_quantum_is_left_out_and_named() {
+    let offer = |quantum: &str, allocatable: i32| {
+        let node: GpuNode = serde_json::from_value(json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {},
+            "status": { "quantum": quantum, "deviceMemory": { "allocatable": allocatable, "free": 0, "largestFree": 0 } },
+        }))
+        .unwrap();
+        Offer::of(&node, Quantum::Gib1)
+    };
+    assert_eq!(offer("1Gi", 16), Some(Offer::Counted(Quanta::new(16))));
+    assert_eq!(offer("1024Mi", 16), Some(Offer::Counted(Quanta::new(16))));
+    assert_eq!(
+        offer("512Mi", 16),
+        Some(Offer::OtherQuantum("512Mi".to_owned()))
+    );
+    assert_eq!(offer("1Gi", 0), None);
+    let node = (key("", "n"), offer("512Mi", 16));
+    let world = world([Change::GpuNode(Event::Apply(node))]);
+    let cohort = world.facts("a", "default").cohort;
+    assert_eq!(cohort.other_quantum, [("n".to_owned(), "512Mi".to_owned())]);
+    assert_eq!(cohort.nodes, 0);
+}
+
+proptest! {
+    /// Nothing is kept incrementally, so what is counted is what there is: each quantum once.
+    #[test]
+    fn every_pod_is_counted_once_in_its_namespace_and_its_class(
+        pods in prop::collection::btree_map((0u8..4, 0u8..8), (any::<bool>(), 1u64..100), 0..24),
+    ) {
+        let changes = pods.iter().map(|((namespace, name), (borrows, device))| {
+            let class = if *borrows { Class::Borrowed } else { Class::Guaranteed };
+            pod(&namespace.to_string(), &name.to_string(), class, *device)
+        });
+        let world = world(changes);
+        for namespace in 0..4u8 {
+            let usage = world.facts(&namespace.to_string(), "default").usage;
+            let mine = pods.iter().filter(|((of, _), _)| *of == namespace);
+            let sum = |borrowed: bool| -> u64 {
+                mine.clone().filter(|(_, (b, _))| *b == borrowed).map(|(_, (_, device))| device).sum()
+            };
+            prop_assert_eq!(usage.guaranteed, Quanta::new(sum(false)));
+            prop_assert_eq!(usage.borrowed, Quanta::new(sum(true)));
+            prop_assert_eq!(usage.pods.unsigned_abs() as usize, mine.count());
+        }
+    }
+
+    /// A budget whose facts changed is never left out of the dirty ones.
+    #[test]
+    fn no_change_of_facts_goes_unnoticed(
+        steps in prop::collection::vec((0u8..4, 0u8..3, 0u8..3, 0u64..4), 1..60),
+    ) {
+        let mut world = World::new(Quantum::Gib1);
+        let facts = |world: &World| -> BTreeMap<Key, Facts> {
+            let of = |(key, claim): (&Key, &Claim)| (key.clone(), world.facts(&key.namespace, &claim.cohort));
+            world.budgets.iter().map(of).collect()
+        };
+        for (kind, which, other, amount) in steps {
+            let (name, cohort) = (which.to_string(), ["default", "x", "y"][usize::from(other)]);
+            let change = match (kind, amount) {
+                (0, 0) => Change::Budget(Event::Delete((key(&name, "default"), None))),
+                (0, _) => budget(&name, claim(cohort, amount, amount)),
+                (1, 0) => Change::Pod(Event::Delete((key(&name, "p"), None))),
+                (1, _) => pod(&name, "p", Class::Guaranteed, amount),
+                (2, 0) => Change::GpuNode(Event::Delete((key("", &name), None))),
+                (2, _) => node(&name, amount),
+                (_, 0) => Change::Node(Event::Delete((key("", &name), None))),
+                (_, _) => label(&name, cohort),
+            };
+            let before = facts(&world);
+            let dirty = world.apply(change);
+            let named = world.budgets(&dirty);
+            for (key, now) in facts(&world) {
+                prop_assert!(before.get(&key) == Some(&now) || named.contains(&key));
+            }
+        }
+    }
+}
