@@ -1,2 +1,68 @@
-//! To be written.
-fn main() {}
+//! The operator.
+
+use std::process::ExitCode;
+
+use anyhow::Context as _;
+use bursar_operator::args::{Args, LogFormat};
+use bursar_operator::{observe, operator};
+use clap::Parser;
+use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+use tracing::error;
+use tracing_subscriber::EnvFilter;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    match run(&args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            error!(error = format!("{failure:#}"), "ended");
+            eprintln!("bursar-operator: {failure:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+#[tokio::main]
+async fn run(args: &Args) -> anyhow::Result<()> {
+    log(args)?;
+    let shutdown = CancellationToken::new();
+    stop_on_signals(shutdown.clone())?;
+    let listener = TcpListener::bind(args.listen)
+        .await
+        .with_context(|| format!("cannot listen on {}: choose another --listen", args.listen))?;
+    let client = observe::client().await.context(
+        "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
+    )?;
+    Ok(operator::run(client, listener, args.quantum, shutdown).await?)
+}
+
+fn log(args: &Args) -> anyhow::Result<()> {
+    let filter = EnvFilter::try_new(&args.log).with_context(|| {
+        format!(
+            "--log={}: write directives such as info,kube=warn",
+            args.log
+        )
+    })?;
+    let lines = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr);
+    match args.log_format {
+        LogFormat::Json => lines.json().init(),
+        LogFormat::Text => lines.init(),
+    }
+    Ok(())
+}
+
+fn stop_on_signals(shutdown: CancellationToken) -> std::io::Result<()> {
+    let (mut term, mut int) = (
+        signal(SignalKind::terminate())?,
+        signal(SignalKind::interrupt())?,
+    );
+    tokio::spawn(async move {
+        tokio::select! { _ = term.recv() => {}, _ = int.recv() => {} }
+        shutdown.cancel();
+    });
+    Ok(())
+}

@@ -1,0 +1,269 @@
+//! What the operator measures, in the OpenMetrics text format.
+//!
+//! Names, labels and units stand in `docs/metrics.md`; a test holds the two against each other.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_crds::budget::Counted;
+use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
+use kube::ResourceExt as _;
+use kube::runtime::reflector::Store;
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::text::encode;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric as _};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::family::Family;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::metrics::histogram::Histogram;
+use prometheus_client::metrics::info::Info;
+use prometheus_client::registry::Registry;
+
+use crate::world::kinds;
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfResult {
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfKind {
+    kind: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfAmount {
+    namespace: String,
+    resource: &'static str,
+    amount: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfCondition {
+    namespace: String,
+    condition: String,
+}
+
+/// How a look at a budget ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// Its status says what is true.
+    Unchanged,
+    /// Its status was written.
+    Written,
+}
+
+/// The operator's metrics. Cheap to clone; every clone counts into the same numbers.
+#[derive(Clone, Debug)]
+pub struct Metrics {
+    registry: Arc<Registry>,
+    looks: Family<OfResult, Counter>,
+    look_seconds: Histogram,
+    watch_failures: Family<OfKind, Counter>,
+}
+
+/// From 50 us, a look that changes nothing, to 10 s, the longest write.
+const SECONDS: [f64; 9] = [0.000_05, 0.000_25, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0];
+
+impl Metrics {
+    /// All at zero; what is said of each budget is read from `budgets` when it is asked for.
+    pub fn new(budgets: Store<GpuMemoryBudget>) -> Self {
+        let looks = Family::<OfResult, Counter>::default();
+        let look_seconds = Histogram::new(SECONDS);
+        let watch_failures = Family::<OfKind, Counter>::default();
+        // A counter that is there from the start can be told from one that is missing.
+        for result in ["unchanged", "written", "error"] {
+            drop(looks.get_or_create(&OfResult { result }));
+        }
+        for kind in kinds::ALL {
+            drop(watch_failures.get_or_create(&OfKind { kind }));
+        }
+        let mut registry = Registry::default();
+        registry.register(
+            "bursar_operator_build",
+            "The operator's version",
+            Info::new([("version", env!("CARGO_PKG_VERSION"))]),
+        );
+        registry.register(
+            "bursar_operator_reconciles",
+            "Looks at a budget",
+            looks.clone(),
+        );
+        registry.register(
+            "bursar_operator_reconcile_seconds",
+            "Time of a look at a budget that did not fail, its write included",
+            look_seconds.clone(),
+        );
+        registry.register(
+            "bursar_operator_watch_failures",
+            "Watches that broke off or could not be begun",
+            watch_failures.clone(),
+        );
+        registry.register_collector(Box::new(Published(budgets)));
+        Self {
+            registry: Arc::new(registry),
+            looks,
+            look_seconds,
+            watch_failures,
+        }
+    }
+
+    /// The numbers as they stand, in the OpenMetrics text format.
+    pub fn encode(&self) -> String {
+        let mut text = String::new();
+        encode(&mut text, &self.registry).expect("a String takes any text");
+        text
+    }
+
+    /// A budget was looked at.
+    pub fn looked(&self, outcome: Outcome, took: Duration) {
+        let result = match outcome {
+            Outcome::Unchanged => "unchanged",
+            Outcome::Written => "written",
+        };
+        self.looks.get_or_create(&OfResult { result }).inc();
+        self.look_seconds.observe(took.as_secs_f64());
+    }
+
+    /// A look at a budget ended with an error.
+    pub fn look_failed(&self) {
+        let result = "error";
+        self.looks.get_or_create(&OfResult { result }).inc();
+    }
+
+    /// A watch of `kind` failed.
+    pub fn watch_failed(&self, kind: &'static str) {
+        self.watch_failures.get_or_create(&OfKind { kind }).inc();
+    }
+}
+
+/// The budgets' own statuses as metrics: nothing to keep up, and nothing to forget.
+#[derive(Debug)]
+struct Published(Store<GpuMemoryBudget>);
+
+impl Collector for Published {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let budgets = self.0.state();
+        let mut family = encoder.encode_descriptor(
+            "bursar_budget_memory_bytes",
+            "Memory of a budget: guaranteed, limit, requested, borrowed",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (namespace, status) in statuses(&budgets) {
+            for (resource, amount, counted) in amounts(status) {
+                let bytes = counted.bytes.bytes().unwrap_or(0);
+                let labels = OfAmount {
+                    namespace: namespace.clone(),
+                    resource,
+                    amount,
+                };
+                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+                gauge.encode(family.encode_family(&labels)?)?;
+            }
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_budget_condition",
+            "1 while a condition of a budget is True, 0 while it is False, -1 while it is Unknown",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (namespace, status) in statuses(&budgets) {
+            for condition in &status.conditions {
+                let labels = OfCondition {
+                    namespace: namespace.clone(),
+                    condition: condition.type_.clone(),
+                };
+                let value: i64 = match condition.status.as_str() {
+                    "True" => 1,
+                    "False" => 0,
+                    _ => -1,
+                };
+                ConstGauge::new(value).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn statuses(
+    budgets: &[Arc<GpuMemoryBudget>],
+) -> impl Iterator<Item = (String, &GpuMemoryBudgetStatus)> {
+    budgets
+        .iter()
+        .filter_map(|budget| Some((budget.namespace()?, budget.status.as_ref()?)))
+}
+
+fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &Counted); 6] {
+    let (device, managed) = (&status.device_memory, &status.managed_memory);
+    [
+        ("gpu-memory", "guaranteed", &device.guaranteed),
+        ("gpu-memory", "limit", &device.limit),
+        ("gpu-memory", "requested", &device.requested),
+        ("gpu-memory", "borrowed", &device.borrowed),
+        ("managed-memory", "limit", &managed.limit),
+        ("managed-memory", "requested", &managed.requested),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kube::runtime::reflector;
+    use kube::runtime::watcher::Event;
+    use serde_json::json;
+
+    fn published(status: serde_json::Value) -> String {
+        let (store, mut writer) = reflector::store();
+        let budget: GpuMemoryBudget = serde_json::from_value(json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+            "metadata": { "name": "default", "namespace": "team" },
+            "spec": { "deviceMemory": { "guaranteed": "16Gi" } }, "status": status,
+        }))
+        .unwrap();
+        writer.apply_watcher_event(&Event::Apply(budget));
+        Metrics::new(store).encode()
+    }
+
+    #[test]
+    fn what_is_published_of_a_budget_is_measured() {
+        let text = published(json!({
+            "deviceMemory": { "requested": { "quanta": 4, "bytes": "4Gi" } },
+            "conditions": [{
+                "type": "Exceeded", "status": "True", "reason": "OverLimit", "message": "",
+                "lastTransitionTime": "2026-01-01T00:00:00Z",
+            }],
+        }));
+        for line in [
+            r#"bursar_budget_memory_bytes{namespace="team",resource="gpu-memory",amount="requested"} 4294967296"#,
+            r#"bursar_budget_condition{namespace="team",condition="Exceeded"} 1"#,
+        ] {
+            assert!(text.contains(line), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_budget_without_status_is_not_measured() {
+        assert!(!published(json!(null)).contains("team"));
+    }
+
+    #[test]
+    fn every_metric_is_documented_and_every_documented_metric_exists() {
+        let docs = include_str!("../../docs/metrics.md");
+        let (_, operator) = docs
+            .split_once("## Operator")
+            .expect("the operator has a table");
+        let documented: std::collections::BTreeSet<&str> = operator
+            .lines()
+            .filter_map(|line| line.strip_prefix("| `")?.split('`').next())
+            .map(|name| name.trim_end_matches("_total").trim_end_matches("_info"))
+            .collect();
+        let text = published(json!(null));
+        let registered: std::collections::BTreeSet<&str> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix("# HELP ")?.split(' ').next())
+            .collect();
+        assert_eq!(documented, registered);
+    }
+}

@@ -1,0 +1,193 @@
+//! Turns watches into changes of the world, and those into budgets to look at.
+//!
+//! ```text
+//!   four watches --> world.apply --> dirty, gathered for a while --> one look at each budget concerned
+//! ```
+//!
+//! Gathering bounds the writes: however fast pods come and go, a budget is looked at once per period.
+
+use std::future::ready;
+use std::time::Duration;
+
+use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
+use futures::stream::{BoxStream, Stream, StreamExt, select_all};
+use k8s_openapi::api::core::v1::Node;
+use kube::core::PartialObjectMeta;
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::reflector::ObjectRef;
+use kube::runtime::reflector::store::Writer;
+use kube::runtime::watcher::{self, watcher};
+use kube::{Api, Client, Config};
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::demand::{AskingPod, Demand};
+use crate::metrics::Metrics;
+use crate::world::{Change, Claim, Dirty, Offer, World, cohort_label, kinds, slimmed};
+
+/// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
+/// connection that died in silence is noticed then.
+const WATCH_SECONDS: u32 = 200;
+
+/// How long the API server may be silent within an answer: a watch's time, and some.
+const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 30);
+
+/// How long changes are gathered.
+pub const GATHER: Duration = Duration::from_millis(500);
+
+/// A client by the pod's service account or `KUBECONFIG`, none of whose requests waits for ever.
+pub async fn client() -> Result<Client, kube::Error> {
+    let mut config = Config::infer().await.map_err(kube::Error::InferConfig)?;
+    config.read_timeout = Some(SILENCE);
+    config.reset_reader_on_write = true;
+    Client::try_from(config)
+}
+
+/// What the API server tells of budgets, pods, GPU nodes and nodes, for as long as it is listened to. The
+/// budgets are kept in `budgets` as well. A watch that fails is taken up again, with back-off.
+pub fn changes(
+    client: &Client,
+    quantum: Quantum,
+    budgets: Writer<GpuMemoryBudget>,
+    metrics: &Metrics,
+) -> BoxStream<'static, Change> {
+    let config = || watcher::Config::default().timeout(WATCH_SECONDS);
+    let watches = [
+        {
+            let watch = watcher(Api::<GpuMemoryBudget>::all(client.clone()), config());
+            let watch = watch.default_backoff().reflect(budgets);
+            heard(kinds::BUDGETS, metrics, watch)
+                .map(move |event| {
+                    Change::Budget(slimmed(event, |budget| Some(Claim::of(budget, quantum))))
+                })
+                .boxed()
+        },
+        {
+            let watch = watcher(Api::<AskingPod>::all(client.clone()), config());
+            heard(kinds::PODS, metrics, watch.default_backoff())
+                .map(move |event| Change::Pod(slimmed(event, |pod| Demand::of(pod, quantum))))
+                .boxed()
+        },
+        {
+            let watch = watcher(Api::<GpuNode>::all(client.clone()), config());
+            heard(kinds::GPU_NODES, metrics, watch.default_backoff())
+                .map(move |event| Change::GpuNode(slimmed(event, |node| Offer::of(node, quantum))))
+                .boxed()
+        },
+        {
+            let nodes = Api::<PartialObjectMeta<Node>>::all(client.clone());
+            let watch = watcher(nodes, config());
+            heard(kinds::NODES, metrics, watch.default_backoff())
+                .map(|event| Change::Node(slimmed(event, cohort_label)))
+                .boxed()
+        },
+    ];
+    select_all(watches).boxed()
+}
+
+/// The events of one watch. Its errors are counted, and the first of a row is logged.
+fn heard<T, S>(
+    kind: &'static str,
+    metrics: &Metrics,
+    watch: S,
+) -> impl Stream<Item = watcher::Event<T>> + Send + use<T, S>
+where
+    T: Send,
+    S: Stream<Item = watcher::Result<watcher::Event<T>>> + Send,
+{
+    let metrics = metrics.clone();
+    let mut failures = 0_u32;
+    watch.filter_map(move |item| {
+        let event = match item {
+            Ok(event) => {
+                if failures > 0 && !matches!(event, watcher::Event::Init) {
+                    info!(kind, failures, "watched again");
+                    failures = 0;
+                }
+                Some(event)
+            }
+            Err(error) => {
+                metrics.watch_failed(kind);
+                failures = failures.saturating_add(1);
+                if failures == 1 {
+                    warn!(kind, error = %chain(&error), remedy = remedy(&error), "cannot watch; trying on");
+                }
+                None
+            }
+        };
+        ready(event)
+    })
+}
+
+fn remedy(error: &watcher::Error) -> &'static str {
+    let code = match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchFailed(kube::Error::Api(status))
+        | watcher::Error::WatchError(status) => status.code,
+        _ => 0,
+    };
+    match code {
+        401 | 403 => "give the operator's service account the chart's ClusterRole",
+        404 => "install the chart's CRDs (crds.install)",
+        _ => "none if it passes; else see whether the API server answers",
+    }
+}
+
+/// An error with its sources, in one line.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_text = cause.to_string();
+        if !text.contains(&cause_text) {
+            text = format!("{text}: {cause_text}");
+        }
+        source = cause.source();
+    }
+    text
+}
+
+/// Keeps `world` at what `changes` tell, and names the budgets to look at in `work`, once all kinds have
+/// been listed. Ends with `shutdown`, `changes` or the reader of `work`.
+pub async fn observe(
+    mut changes: impl Stream<Item = Change> + Unpin,
+    world: watch::Sender<World>,
+    work: mpsc::Sender<ObjectRef<GpuMemoryBudget>>,
+    gather: Duration,
+    shutdown: CancellationToken,
+) {
+    let mut dirty = Dirty::default();
+    let mut due = None;
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            change = changes.next() => {
+                let Some(change) = change else { return };
+                world.send_modify(|world| dirty.add(world.apply(change)));
+                if due.is_none() && !dirty.is_empty() && world.borrow().missing().is_empty() {
+                    due = Some(Instant::now() + gather);
+                }
+            }
+            () = until(due) => {
+                due = None;
+                let budgets = world.borrow().budgets(&std::mem::take(&mut dirty));
+                for key in budgets {
+                    let budget = ObjectRef::new(&key.name).within(&key.namespace);
+                    if work.send(budget).await.is_err() {
+                        return;
+                    }
+                }
+            }
+        }
+    }
+}
+
+async fn until(due: Option<Instant>) {
+    match due {
+        Some(due) => sleep_until(due).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,105 @@
+//! The operator's tasks and their end.
+
+use bursar_crds::Quantum;
+use futures::stream::poll_fn;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+use kube::Client;
+use kube::runtime::reflector;
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use crate::http::{self, Sources};
+use crate::metrics::Metrics;
+use crate::observe::{GATHER, changes, observe};
+use crate::publish::Publisher;
+use crate::world::World;
+
+/// Budgets named and not yet taken up; more wait with the watches.
+const WORK: usize = 256;
+
+/// Why the operator ended without being told to.
+#[derive(Debug, thiserror::Error)]
+pub enum OperatorError {
+    /// A task came to its end.
+    #[error("{task} ended unasked")]
+    Ended {
+        /// Which.
+        task: &'static str,
+    },
+    /// The listener failed.
+    #[error("cannot serve metrics and probes")]
+    Serve(#[source] std::io::Error),
+    /// A task panicked.
+    #[error("a task panicked")]
+    Panicked(#[source] tokio::task::JoinError),
+}
+
+/// Runs until `shutdown`; then ends when the writes that were begun are done. Ends early with the first
+/// task that does.
+pub async fn run(
+    client: Client,
+    listener: TcpListener,
+    quantum: Quantum,
+    shutdown: CancellationToken,
+) -> Result<(), OperatorError> {
+    let (budgets, writer) = reflector::store();
+    let metrics = Metrics::new(budgets.clone());
+    let (world_sender, world) = watch::channel(World::new(quantum));
+    let (work_sender, mut work) = mpsc::channel(WORK);
+    let changes = changes(&client, quantum, writer, &metrics);
+    let sources = Sources {
+        metrics: metrics.clone(),
+        world: world.clone(),
+    };
+    let publisher = Publisher::new(client, world, metrics, || Time(Timestamp::now()));
+
+    let mut tasks = JoinSet::new();
+    tasks.spawn({
+        let shutdown = shutdown.clone();
+        async move {
+            let served = http::serve(listener, sources, shutdown).await;
+            served
+                .map_err(OperatorError::Serve)
+                .map(|()| "the web server")
+        }
+    });
+    tasks.spawn({
+        let shutdown = shutdown.clone();
+        async move {
+            observe(changes, world_sender, work_sender, GATHER, shutdown).await;
+            Ok("the watch")
+        }
+    });
+    tasks.spawn(async move {
+        publisher
+            .run(budgets, poll_fn(move |context| work.poll_recv(context)))
+            .await;
+        Ok("the publisher")
+    });
+    info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
+
+    let first = tasks.join_next().await;
+    let asked = shutdown.is_cancelled();
+    shutdown.cancel();
+    let mut result = first.map_or(Ok(()), |ended| outcome(ended, asked));
+    while let Some(ended) = tasks.join_next().await {
+        result = result.and(outcome(ended, true));
+    }
+    info!("stopped");
+    result
+}
+
+/// A task's end: fine where it was asked for.
+fn outcome(
+    ended: Result<Result<&'static str, OperatorError>, tokio::task::JoinError>,
+    asked: bool,
+) -> Result<(), OperatorError> {
+    match ended.map_err(OperatorError::Panicked)?? {
+        _ if asked => Ok(()),
+        task => Err(OperatorError::Ended { task }),
+    }
+}

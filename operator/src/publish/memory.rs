@@ -1,0 +1,84 @@
+//! What is remembered of a budget between two looks at it.
+
+use std::time::Duration;
+
+use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
+use tokio::time::Instant;
+
+/// The first wait after a failure, doubled from then on, and the longest.
+const RETRY_FIRST: Duration = Duration::from_secs(1);
+const RETRY_MOST: Duration = Duration::from_secs(30);
+
+/// What is remembered of one budget.
+#[derive(Debug, Default)]
+pub(super) struct Memory {
+    /// How many writes failed in a row.
+    failures: u32,
+    /// No write before, whatever changes.
+    not_before: Option<Instant>,
+    /// The last write: the version that it was made over, and the status that came of it.
+    written: Option<(String, GpuMemoryBudgetStatus)>,
+}
+
+impl Memory {
+    /// How long a budget whose last write failed has to wait still.
+    pub(super) fn held_back(&self, now: Instant) -> Option<Duration> {
+        let wait = self.not_before?.checked_duration_since(now);
+        wait.filter(|wait| !wait.is_zero())
+    }
+
+    /// The status that was written last, where `budget` is still the version that it was written over.
+    /// A look goes by it then, so that a watch that is late brings no change twice.
+    pub(super) fn newer(&self, budget: &GpuMemoryBudget) -> Option<&GpuMemoryBudgetStatus> {
+        let (over, status) = self.written.as_ref()?;
+        (Some(over) == budget.metadata.resource_version.as_ref()).then_some(status)
+    }
+
+    /// `status` was written over `budget`.
+    pub(super) fn wrote(&mut self, budget: &GpuMemoryBudget, status: GpuMemoryBudgetStatus) {
+        let over = budget.metadata.resource_version.clone();
+        self.written = over.map(|over| (over, status));
+    }
+
+    /// A look failed. Says whether it is the first of a row, and how long to wait.
+    pub(super) fn failed(&mut self, now: Instant) -> (bool, Duration) {
+        self.failures = self.failures.saturating_add(1);
+        let wait = backoff(self.failures);
+        self.not_before = Some(now + wait);
+        (self.failures == 1, wait)
+    }
+
+    /// A look did not fail. Says how many before it did.
+    pub(super) fn succeeded(&mut self) -> u32 {
+        self.not_before = None;
+        std::mem::take(&mut self.failures)
+    }
+}
+
+fn backoff(failures: u32) -> Duration {
+    let doublings = failures.saturating_sub(1).min(16);
+    RETRY_FIRST.saturating_mul(1 << doublings).min(RETRY_MOST)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn waiting_after_failures_doubles_up_to_its_bound() {
+        let waits: Vec<_> = (1..8).map(|failures| backoff(failures).as_secs()).collect();
+        assert_eq!(waits, [1, 2, 4, 8, 16, 30, 30]);
+        assert_eq!(backoff(u32::MAX), RETRY_MOST);
+    }
+
+    #[test]
+    fn a_budget_is_held_back_until_its_time_or_a_success() {
+        let (mut memory, now) = (Memory::default(), Instant::now());
+        assert_eq!(memory.failed(now), (true, RETRY_FIRST));
+        assert_eq!(memory.held_back(now), Some(RETRY_FIRST));
+        assert_eq!(memory.held_back(now + RETRY_FIRST), None);
+        assert_eq!(memory.failed(now), (false, RETRY_FIRST * 2));
+        assert_eq!(memory.succeeded(), 2);
+        assert_eq!(memory.held_back(now), None);
+    }
+}

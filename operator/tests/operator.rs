@@ -1,0 +1,296 @@
+//! The whole operator before an API server in memory.
+
+#[path = "operator/api.rs"]
+mod api;
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use api::Api;
+use axum::http::StatusCode;
+use bursar_crds::Quantum;
+use bursar_operator::operator::{self, OperatorError};
+use serde_json::{Value, json};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+
+const BUDGETS: &str = "gpumemorybudgets";
+
+/// A running operator.
+struct Running {
+    api: Api,
+    address: SocketAddr,
+    shutdown: CancellationToken,
+    task: JoinHandle<Result<(), OperatorError>>,
+}
+
+impl Running {
+    /// Over the objects that `fill` makes.
+    async fn start(fill: impl FnOnce(&Api)) -> Self {
+        let (api, client) = Api::start().await;
+        fill(&api);
+        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
+        let address = listener.local_addr().expect("an address");
+        let shutdown = CancellationToken::new();
+        let task = tokio::spawn(operator::run(
+            client,
+            listener,
+            Quantum::Gib1,
+            shutdown.clone(),
+        ));
+        Self {
+            api,
+            address,
+            shutdown,
+            task,
+        }
+    }
+
+    async fn get(&self, path: &str) -> String {
+        let mut stream = TcpStream::connect(self.address).await.expect("it listens");
+        let request = format!("GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
+        stream
+            .write_all(request.as_bytes())
+            .await
+            .expect("it reads");
+        let mut answer = String::new();
+        stream
+            .read_to_string(&mut answer)
+            .await
+            .expect("it answers");
+        answer
+    }
+
+    /// Waits until the status of the budget of `team` is right.
+    async fn until(&self, what: &str, right: impl Fn(&Value) -> bool) -> Value {
+        let arrived = async {
+            loop {
+                let status = self.api.status(BUDGETS, "team", "default");
+                if right(&status) {
+                    return status;
+                }
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let status = timeout(Duration::from_secs(20), arrived).await;
+        status.unwrap_or_else(|_| {
+            panic!(
+                "{what}; at last: {}",
+                self.api.status(BUDGETS, "team", "default")
+            )
+        })
+    }
+
+    async fn until_requested(&self, quanta: i64) -> Value {
+        let what = format!("{quanta} are requested");
+        self.until(&what, |status| {
+            status["deviceMemory"]["requested"]["quanta"] == quanta
+        })
+        .await
+    }
+
+    /// Stops it, and says how long that took.
+    async fn stop(self) -> Duration {
+        let start = Instant::now();
+        self.shutdown.cancel();
+        let ended = timeout(Duration::from_secs(10), self.task).await;
+        ended
+            .expect("it ends")
+            .expect("without a panic")
+            .expect("without an error");
+        start.elapsed()
+    }
+}
+
+fn budget(namespace: &str, guaranteed: &str) -> Value {
+    json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+        "metadata": { "name": "default", "namespace": namespace, "uid": namespace, "generation": 1 },
+        "spec": { "deviceMemory": { "guaranteed": guaranteed } },
+    })
+}
+
+fn pod(name: &str, quanta: u64) -> Value {
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "team" },
+        "spec": { "containers": [{ "name": "c", "image": "i", "resources": {
+            "limits": { "bursar.dev/gpu-memory-gib": quanta.to_string() },
+            "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } } }] },
+        "status": { "phase": "Running" },
+    })
+}
+
+fn gpu_node(name: &str, quanta: i32) -> Value {
+    json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name }, "spec": {},
+        "status": { "quantum": "1Gi", "deviceMemory": { "allocatable": quanta, "free": quanta, "largestFree": quanta } },
+    })
+}
+
+/// A node of 32, a budget of 16, and a pod of 4 in it.
+fn small(api: &Api) {
+    api.put(
+        "nodes",
+        json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n" }, "spec": {} }),
+    );
+    api.put("gpunodes", gpu_node("n", 32));
+    api.put(BUDGETS, budget("team", "16Gi"));
+    api.put("pods", pod("p", 4));
+}
+
+fn condition<'a>(status: &'a Value, type_: &str) -> &'a Value {
+    let conditions = status["conditions"].as_array().expect("a list");
+    conditions
+        .iter()
+        .find(|condition| condition["type"] == type_)
+        .expect("it is said")
+}
+
+#[tokio::test]
+async fn a_budget_gets_its_status_and_then_nothing_more_is_written() {
+    let running = Running::start(small).await;
+    let status = running.until_requested(4).await;
+    assert_eq!(condition(&status, "Ready")["status"], "True");
+    assert_eq!(status["observedGeneration"], 1);
+    sleep(Duration::from_millis(1500)).await;
+    assert_eq!(running.api.statuses_written(), 1);
+    assert!(running.get("/readyz").await.starts_with("HTTP/1.1 200"));
+    assert!(running.get("/healthz").await.starts_with("HTTP/1.1 200"));
+    let metrics = running.get("/metrics").await;
+    let requested = r#"bursar_budget_memory_bytes{namespace="team",resource="gpu-memory",amount="requested"} 4294967296"#;
+    assert!(metrics.contains(requested), "{metrics}");
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn pods_that_come_end_and_go_are_counted() {
+    let running = Running::start(small).await;
+    running.until_requested(4).await;
+    running.api.put("pods", pod("q", 20));
+    let status = running.until_requested(24).await;
+    assert_eq!(condition(&status, "Exceeded")["status"], "True");
+    let mut ended = pod("q", 20);
+    ended["status"]["phase"] = json!("Succeeded");
+    running.api.put("pods", ended);
+    let status = running.until_requested(4).await;
+    assert_eq!(condition(&status, "Exceeded")["status"], "False");
+    running.api.delete("pods", "team", "p");
+    running.until_requested(0).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn another_budget_and_another_node_change_what_is_covered() {
+    let covered = |wanted: &'static str| {
+        move |status: &Value| !status.is_null() && condition(status, "Covered")["reason"] == wanted
+    };
+    let running = Running::start(small).await;
+    running
+        .until("it is covered", covered("GuaranteesFit"))
+        .await;
+    running.api.put(BUDGETS, budget("other", "24Gi"));
+    running
+        .until("40 do not fit 32", covered("Overcommitted"))
+        .await;
+    running.api.put("gpunodes", gpu_node("m", 8));
+    running.until("40 fit 40", covered("GuaranteesFit")).await;
+    running.api.delete("gpunodes", "", "m");
+    running
+        .until("40 do not fit 32 again", covered("Overcommitted"))
+        .await;
+    running.api.delete(BUDGETS, "other", "default");
+    running.until("16 fit", covered("GuaranteesFit")).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn a_burst_of_pods_is_gathered_into_few_writes() {
+    let running = Running::start(small).await;
+    running.until_requested(4).await;
+    let start = Instant::now();
+    for index in 0..200_u32 {
+        running.api.put("pods", pod(&format!("burst-{index}"), 1));
+        sleep(Duration::from_millis(5)).await;
+    }
+    running.until_requested(204).await;
+    let most = start.elapsed().as_millis() / 500 + 2;
+    let written = running.api.statuses_written() as u128;
+    assert!(written <= most, "{written} writes");
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn a_status_changed_by_another_hand_is_put_right() {
+    let running = Running::start(small).await;
+    running.until_requested(4).await;
+    let mut forged = budget("team", "16Gi");
+    forged["status"] = json!({ "deviceMemory": { "requested": { "quanta": 0, "bytes": "0" } } });
+    running.api.put(BUDGETS, forged);
+    running.until_requested(4).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn a_write_that_fails_is_made_again() {
+    let running = Running::start(|api| {
+        small(api);
+        api.refuse("/status", StatusCode::INTERNAL_SERVER_ERROR, 1);
+        api.refuse("/status", StatusCode::FORBIDDEN, 1);
+    })
+    .await;
+    running.until_requested(4).await;
+    let metrics = running.get("/metrics").await;
+    assert!(
+        metrics.contains(r#"bursar_operator_reconciles_total{result="error"} 2"#),
+        "{metrics}"
+    );
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn a_late_watch_does_not_bring_back_an_old_status() {
+    let running = Running::start(small).await;
+    running.until_requested(4).await;
+    running.api.mute(BUDGETS, true);
+    running.api.put("pods", pod("q", 2));
+    running.until_requested(6).await;
+    running.api.delete("pods", "team", "q");
+    running.until_requested(4).await;
+    running.api.mute(BUDGETS, false);
+    sleep(Duration::from_millis(1200)).await;
+    running.until_requested(4).await;
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn nothing_is_said_before_everything_is_known() {
+    let running = Running::start(|api| {
+        small(api);
+        api.refuse("/pods", StatusCode::FORBIDDEN, 1);
+    })
+    .await;
+    let unready = running.get("/readyz").await;
+    assert!(
+        unready.starts_with("HTTP/1.1 503") && unready.contains("Pods"),
+        "{unready}"
+    );
+    running.until_requested(4).await;
+    assert_eq!(running.api.statuses_written(), 1);
+    let metrics = running.get("/metrics").await;
+    assert!(
+        metrics.contains(r#"bursar_operator_watch_failures_total{kind="Pods"} 1"#),
+        "{metrics}"
+    );
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn it_stops_at_once_with_budgets_to_look_at_later() {
+    let running = Running::start(small).await;
+    running.until_requested(4).await;
+    let took = running.stop().await;
+    assert!(took < Duration::from_secs(3), "{took:?}");
+}
