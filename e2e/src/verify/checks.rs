@@ -5,6 +5,8 @@ use std::process::Command;
 
 use super::tools;
 use crate::folders;
+use crate::kube;
+use crate::progress::Progress;
 
 /// One check: a name `area/what`, what it shows, and how it is run.
 pub(super) struct Check {
@@ -16,6 +18,8 @@ pub(super) struct Check {
 enum How {
     /// `cargo` with these arguments, in the repository.
     Cargo(&'static [&'static str]),
+    /// `cargo test` of these targets, wherever in the workspace they are.
+    Test(&'static [&'static str]),
     /// A function of this program.
     Here(fn() -> anyhow::Result<()>),
 }
@@ -29,6 +33,20 @@ const fn cargo_check(
         name,
         shows,
         how: How::Cargo(arguments),
+    }
+}
+
+/// Tests that these filters choose. All are compiled as one workspace, so that each crate and its
+/// dependencies are compiled once.
+const fn test_check(
+    name: &'static str,
+    shows: &'static str,
+    targets: &'static [&'static str],
+) -> Check {
+    Check {
+        name,
+        shows,
+        how: How::Test(targets),
     }
 }
 
@@ -58,12 +76,69 @@ pub(super) const CHECKS: &[Check] = &[
         shows: "licences, bans and sources of every dependency",
         how: How::Here(deny),
     },
+    Check {
+        name: "main/chart",
+        shows: "helm lints and renders the chart, and its schema refuses bad values",
+        how: How::Here(chart),
+    },
+    test_check(
+        "main/generated",
+        "the CRDs in the chart are those of the types",
+        &["--test", "chart"],
+    ),
+    test_check(
+        "main/unit",
+        "unit and property tests of every crate",
+        &["--lib", "--bins"],
+    ),
+    test_check(
+        "main/binder",
+        "100,000 random histories: nothing over-booked, bound twice, starved or lost in a crash",
+        &["--test", "binder_histories"],
+    ),
+    test_check(
+        "main/simulator",
+        "the simulated driver has the facts of a real one, under random kills too",
+        &[
+            "--test", "facts", "--test", "programs", "--test", "exports", "--test", "chaos",
+        ],
+    ),
+    test_check(
+        "main/kubelet",
+        "the plugin against a fake kubelet, upstream's device plugin cases by name among them",
+        &["--test", "kubelet"],
+    ),
+    test_check(
+        "main/agent",
+        "the whole agent: killed, robbed of its records, full, without driver or GPU",
+        &["--test", "agent"],
+    ),
+    test_check(
+        "operator/operator",
+        "the whole operator against an API server in memory",
+        &["--test", "operator"],
+    ),
+    test_check(
+        "enforcement/quota",
+        "real processes are held to their quota to the byte, past kills and agent restarts",
+        &["--test", "quota"],
+    ),
+    test_check(
+        "enforcement/library",
+        "the shim exports the driver's names and no other, and needs an old glibc only",
+        &["--test", "library"],
+    ),
 ];
 
 impl Check {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         match self.how {
             How::Cargo(arguments) => succeed(Command::new(cargo()).args(arguments)),
+            How::Test(targets) => succeed(
+                Command::new(cargo())
+                    .args(["test", "--quiet", "--locked", "--workspace"])
+                    .args(targets),
+            ),
             How::Here(function) => function(),
         }
     }
@@ -88,4 +163,28 @@ fn deny() -> anyhow::Result<()> {
         Command::new(tools::cargo_deny()?)
             .args(["--locked", "check", "licenses", "bans", "sources"]),
     )
+}
+
+fn chart() -> anyhow::Result<()> {
+    let toolbox = kube::build(&Progress::start())?;
+    let helm = toolbox.program("helm");
+    let chart = folders::repository().join("charts/bursar");
+    succeed(Command::new(&helm).arg("lint").arg("--strict").arg(&chart))?;
+    let template = |values: &str| {
+        let mut command = Command::new(&helm);
+        command.arg("template").arg(&chart).args(["--set", values]);
+        command
+    };
+    let rendered = template("quantum=512Mi").output()?;
+    anyhow::ensure!(rendered.status.success(), "the chart does not render");
+    for refused in ["quantum=3Gi", "driver.extraMount=x", "agent.port=0"] {
+        let output = template(refused).output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        let field = refused.split(['.', '=']).next().unwrap_or_default();
+        anyhow::ensure!(
+            !output.status.success() && said.contains(field),
+            "--set {refused} must be refused by the schema with the field's name, not: {said}"
+        );
+    }
+    Ok(())
 }
