@@ -1,8 +1,10 @@
 //! The command line.
 
-use bursar_e2e::verify::VerifyArgs;
 use std::path::PathBuf;
 
+use bursar_e2e::images::Template;
+use bursar_e2e::verify::VerifyArgs;
+use clap::builder::TypedValueParser;
 use clap::{Parser, Subcommand};
 
 /// A real Kubernetes on this machine with Bursar on it.
@@ -31,11 +33,19 @@ pub(crate) enum Command {
     Demo {
         #[command(flatten)]
         cluster: Name,
-        /// Leave the cluster running and say how to use it.
+        #[command(flatten)]
+        yours: Yours,
+        /// Leave everything running and say how to use it.
         #[arg(long)]
         keep: bool,
         #[command(flatten)]
         bursar: Bursar,
+    },
+    /// Write one archive with everything, for another machine: there, unpack it and say `run demo`.
+    Pack {
+        /// The archive.
+        #[arg(long, default_value = "bursar-e2e.tar.xz")]
+        out: PathBuf,
     },
     /// Take a cluster down.
     Down {
@@ -68,4 +78,15 @@ pub(crate) struct Bursar {
     /// Compile as users get it, not as the tests are.
     #[arg(long)]
     pub(crate) release: bool,
+}
+
+/// A cluster of the user's.
+#[derive(Debug, clap::Args)]
+pub(crate) struct Yours {
+    /// Use this cluster, and start none.
+    #[arg(long, env = "KUBECONFIG", value_parser = clap::builder::NonEmptyStringValueParser::new().map(PathBuf::from))]
+    pub(crate) kubeconfig: Option<PathBuf>,
+    /// Where that cluster's nodes find our images; `{name}` stands for agent, operator and probe.
+    #[arg(long, env = "BURSAR_IMAGES", default_value = concat!("ghcr.io/bursar/{name}:", env!("CARGO_PKG_VERSION")))]
+    pub(crate) images: Template,
 }

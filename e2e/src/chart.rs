@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 
 use serde_json::{Value, json};
 
+use crate::folders;
+use crate::images::Template;
 use crate::sim;
 
 /// The namespace of the operator and the agent.
@@ -22,12 +24,12 @@ pub enum Chart {
         /// The chart's folder.
         folder: PathBuf,
     },
-    /// Rendered manifests for kubectl.
+    /// Manifests for kubectl, rendered for simulated and for real GPUs.
     Rendered {
         /// The kubectl program.
         kubectl: PathBuf,
-        /// The file.
-        manifests: PathBuf,
+        /// The folder with both.
+        folder: PathBuf,
     },
 }
 
@@ -61,10 +63,10 @@ fn image(reference: &str) -> Value {
 }
 
 /// The values for our images, on nodes with simulated GPUs or with a real driver.
-pub fn values(agent: &str, operator: &str, simulated: bool) -> Value {
+fn values(images: &Template, simulated: bool) -> Value {
     let mut values = json!({
-        "agent": {"image": image(agent)},
-        "operator": {"image": image(operator)},
+        "agent": {"image": image(&images.reference("agent"))},
+        "operator": {"image": image(&images.reference("operator"))},
     });
     if simulated {
         let folder = sim::FOLDER;
@@ -84,29 +86,41 @@ pub fn values(agent: &str, operator: &str, simulated: bool) -> Value {
 }
 
 impl Chart {
-    /// Installs or upgrades the chart on the cluster of `kubeconfig`. `values` were given when the
-    /// manifests were rendered, if they were.
+    /// This repository's chart.
+    pub fn of_repository(helm: PathBuf) -> Self {
+        let folder = folders::repository().join("charts/bursar");
+        Self::Helm { helm, folder }
+    }
+
+    /// The chart in this folder instead, if one is given and helm can be used.
+    pub fn replace(&mut self, chosen: Option<PathBuf>) {
+        if let (Some(chosen), Self::Helm { folder, .. }) = (chosen, self) {
+            *folder = chosen;
+        }
+    }
+
+    /// Installs or upgrades the chart, with these images, on the cluster of `kubeconfig`. Rendered
+    /// manifests have the images that they were rendered with.
     ///
     /// # Errors
     /// When helm or kubectl fails; with what it said.
-    pub async fn install(&self, kubeconfig: &Path, values: &Value) -> Result<(), ChartError> {
-        let values = format!("--set-json={}", set_json(values));
+    pub async fn install(
+        &self,
+        kubeconfig: &Path,
+        images: &Template,
+        simulated: bool,
+    ) -> Result<(), ChartError> {
         match self {
             Self::Helm { helm, folder } => {
                 let folder = folder.display().to_string();
-                let arguments = [
-                    "upgrade",
-                    "--install",
-                    RELEASE,
-                    &folder,
-                    "--namespace",
-                    NAMESPACE,
-                    "--create-namespace",
-                    &values,
-                ];
+                let values = set_json(&values(images, simulated));
+                let release = ["upgrade", "--install", RELEASE, &folder];
+                let namespace = ["--namespace", NAMESPACE, "--create-namespace", &values];
+                let arguments = [release, namespace].concat();
                 run(helm, &arguments, kubeconfig).await.map(drop)
             }
-            Self::Rendered { kubectl, manifests } => {
+            Self::Rendered { kubectl, folder } => {
+                let manifests = folder.join(Self::rendered_name(simulated));
                 let file = format!("--filename={}", manifests.display());
                 let apply = ["apply", "--server-side", "--force-conflicts", &file];
                 run(kubectl, &apply, kubeconfig).await.map(drop)
@@ -118,23 +132,21 @@ impl Chart {
     ///
     /// # Errors
     /// When helm fails, or these are manifests already.
-    pub async fn render(&self, values: &Value) -> Result<String, ChartError> {
+    pub async fn render(&self, images: &Template, simulated: bool) -> Result<String, ChartError> {
         let Self::Helm { helm, folder } = self else {
-            let source = io::Error::other("the chart was rendered before");
             return Err(ChartError::Run {
                 program: PathBuf::from("helm"),
-                source,
+                source: io::Error::other("the chart was rendered before"),
             });
         };
-        let values = format!("--set-json={}", set_json(values));
         let folder = folder.display().to_string();
+        let values = set_json(&values(images, simulated));
         let arguments = [
             "template",
             RELEASE,
             &folder,
             "--namespace",
             NAMESPACE,
-            "--include-crds",
             &values,
         ];
         let rendered = run(helm, &arguments, Path::new("/dev/null")).await?;
@@ -142,15 +154,24 @@ impl Chart {
             "apiVersion: v1\nkind: Namespace\nmetadata:\n  name: {NAMESPACE}\n---\n{rendered}"
         ))
     }
+
+    /// The file of manifests for simulated or for real GPUs.
+    pub(crate) fn rendered_name(simulated: bool) -> &'static str {
+        if simulated {
+            "simulated.yaml"
+        } else {
+            "real.yaml"
+        }
+    }
 }
 
-/// `a={...},b={...}`, as helm's `--set-json` takes top-level keys.
+/// `--set-json=a={...},b={...}`, as helm takes top-level keys.
 fn set_json(values: &Value) -> String {
     let entries = values.as_object().into_iter().flatten();
-    entries
+    let entries: Vec<String> = entries
         .map(|(key, value)| format!("{key}={value}"))
-        .collect::<Vec<_>>()
-        .join(",")
+        .collect();
+    format!("--set-json={}", entries.join(","))
 }
 
 async fn run(program: &Path, arguments: &[&str], kubeconfig: &Path) -> Result<String, ChartError> {

@@ -1,14 +1,17 @@
 //! One function a command.
 
 use std::future::Future;
+use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::Context;
-use bursar_e2e::chart::Chart;
+use bursar_e2e::chart::{self, Chart};
 use bursar_e2e::cluster::{self, Cluster, Local, Options, RunFolder};
 use bursar_e2e::demo;
+use bursar_e2e::images::Template;
 use bursar_e2e::kube;
 use bursar_e2e::node;
+use bursar_e2e::pack;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::scene::Scene;
 use bursar_e2e::supplies::Supplies;
@@ -16,7 +19,7 @@ use bursar_e2e::verify;
 use bursar_e2e::workspace::Profile;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::args::{Args, Bursar, Command};
+use crate::args::{Args, Bursar, Command, Name, Yours};
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let progress = Progress::start();
@@ -35,9 +38,28 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         } => interruptible(up(cluster.name, bare, bursar, progress))?,
         Command::Demo {
             cluster,
+            yours:
+                Yours {
+                    kubeconfig: Some(kubeconfig),
+                    images,
+                },
+            keep,
+            bursar,
+        } => {
+            let Name { name: _ } = cluster;
+            block_on(demo_on_yours(kubeconfig, images, keep, bursar, progress))?
+        }
+        Command::Demo {
+            cluster,
+            yours:
+                Yours {
+                    kubeconfig: None,
+                    images: _,
+                },
             keep,
             bursar,
         } => interruptible(demo(cluster.name, keep, bursar, progress))?,
+        Command::Pack { out } => interruptible(pack(out, progress))?,
         Command::Down { cluster } => {
             interruptible(async move { Ok(cluster::down(&cluster.name).await?) })?
         }
@@ -45,44 +67,54 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+fn block_on<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
+    let runtime = tokio::runtime::Runtime::new().context("runtime")?;
+    runtime.block_on(work)
+}
+
 /// Runs `work` until it is done or a signal asks to stop; either way what it holds is dropped,
 /// which takes clusters down.
 fn interruptible<T>(work: impl Future<Output = anyhow::Result<T>>) -> anyhow::Result<T> {
-    let runtime = tokio::runtime::Runtime::new().context("runtime")?;
-    runtime.block_on(async {
-        let mut terminate = signal(SignalKind::terminate()).context("signals")?;
+    block_on(async {
         tokio::select! {
             result = work => result,
-            _ = tokio::signal::ctrl_c() => anyhow::bail!("interrupted; everything is taken down"),
-            _ = terminate.recv() => anyhow::bail!("terminated; everything is taken down"),
+            stop = asked_to_stop() => anyhow::bail!("{}; everything is taken down", stop?),
         }
     })
 }
 
+/// Waits for Ctrl-C or SIGTERM; answers what it was.
+async fn asked_to_stop() -> anyhow::Result<&'static str> {
+    let mut terminate = signal(SignalKind::terminate()).context("signals")?;
+    tokio::select! {
+        pressed = tokio::signal::ctrl_c() => pressed.context("signals").map(|()| "interrupted"),
+        _ = terminate.recv() => Ok("terminated"),
+    }
+}
+
 async fn up(name: String, bare: bool, bursar: Bursar, progress: Progress) -> anyhow::Result<()> {
     let harness = std::env::current_exe().context("this program's path")?;
-    let local = if bare {
+    let (images, local) = if bare {
         let toolbox = kube::build(&progress)?;
-        Local::up(
+        let local = Local::up(
             Options {
                 name,
                 harness,
                 toolbox,
             },
             &progress,
-        )
-        .await?
+        );
+        (None, local.await?)
     } else {
         let supplies = supplies(bursar, &progress)?;
-        match Scene::start(&supplies, &name, &progress).await?.cluster {
-            Cluster::Ours(local) => *local,
-            Cluster::Yours { .. } => {
-                anyhow::bail!("`up` starts a cluster of its own; unset KUBECONFIG")
-            }
-        }
+        let scene = Scene::start(&supplies, &name, &progress).await?;
+        (Some(supplies.template), ours(scene)?)
     };
     let folder = local.keep().await?;
     println!("export KUBECONFIG={}", folder.kubeconfig().display());
+    if let Some(images) = images {
+        println!("export BURSAR_IMAGES='{images}'");
+    }
     Ok(())
 }
 
@@ -91,34 +123,92 @@ async fn demo(name: String, keep: bool, bursar: Bursar, progress: Progress) -> a
     let scene = Scene::start(&supplies, &name, &progress).await?;
     let table = demo::run(&scene, &progress).await?;
     println!("\n{table}");
-    match scene.cluster {
-        Cluster::Ours(local) if keep => {
-            let folder = local.keep().await?;
-            let kubectl = supplies.toolbox.program("kubectl");
-            println!("The cluster is left running. To look around, and to end it:\n");
-            println!("  export KUBECONFIG={}", folder.kubeconfig().display());
-            println!("  {} get pods --all-namespaces", kubectl.display());
-            println!("  cargo e2e down --name {name}");
-        }
-        Cluster::Ours(local) => {
-            local.down()?;
-            progress.say("everything is taken down");
-        }
-        Cluster::Yours { .. } => {}
+    let local = ours(scene)?;
+    if !keep {
+        local.down()?;
+        progress.say("everything is taken down");
+        return Ok(());
     }
+    let folder = local.keep().await?;
+    println!("The cluster is left running. To look around, and to end it:\n");
+    println!("  export KUBECONFIG={}", folder.kubeconfig().display());
+    let kubectl = supplies.toolbox.program("kubectl");
+    println!("  {} get pods --all-namespaces", kubectl.display());
+    let program = std::env::current_exe().context("this program's path")?;
+    let harness = match pack::folder_of(&program) {
+        Some(_) => program.display().to_string(),
+        None => "cargo e2e".to_owned(),
+    };
+    println!("  {harness} down --name {name}");
+    Ok(())
+}
+
+fn ours(scene: Scene) -> anyhow::Result<Local> {
+    match scene.cluster {
+        Cluster::Ours(local) => Ok(*local),
+        Cluster::Yours { .. } => anyhow::bail!("the cluster that was started is not ours"),
+    }
+}
+
+/// The demo on the user's cluster. Its namespaces go when it ends, however that is; Bursar stays.
+async fn demo_on_yours(
+    kubeconfig: PathBuf,
+    images: Template,
+    keep: bool,
+    bursar: Bursar,
+    progress: Progress,
+) -> anyhow::Result<()> {
+    let program = std::env::current_exe().context("this program's path")?;
+    let mut chart = match pack::folder_of(&program) {
+        Some(folder) => pack::open(&folder)?.chart,
+        None => Chart::of_repository(kube::build(&progress)?.program("helm")),
+    };
+    chart.replace(bursar.chart);
+    let scene = Scene::join(kubeconfig, &chart, &images, &progress).await?;
+    let outcome = tokio::select! {
+        outcome = demo::run(&scene, &progress) => outcome.map_err(anyhow::Error::from),
+        stop = asked_to_stop() => Err(anyhow::anyhow!(stop?)),
+    };
+    if let Ok(table) = &outcome {
+        println!("\n{table}");
+    }
+    if keep {
+        println!("Left as they are: {}", demo::NAMESPACES.join(", "));
+    } else {
+        demo::clean_up(&scene).await?;
+        progress.say(format_args!(
+            "the demo's namespaces are deleted; Bursar stays in {}",
+            chart::NAMESPACE
+        ));
+    }
+    outcome.map(drop)
+}
+
+async fn pack(out: PathBuf, progress: Progress) -> anyhow::Result<()> {
+    let supplies = Supplies::for_travel(&progress)?;
+    let bytes = pack::write(&supplies, &out, &progress).await?;
+    let mib = bytes as f64 / f64::from(1 << 20);
+    progress.say(format_args!("{}: {mib:.1} MiB", out.display()));
+    println!("On the other machine, as root:\n");
+    println!(
+        "  tar --extract --file {}",
+        out.file_name().unwrap_or_default().display()
+    );
+    println!("  bursar-e2e/run demo");
     Ok(())
 }
 
 fn supplies(bursar: Bursar, progress: &Progress) -> anyhow::Result<Supplies> {
     let harness = std::env::current_exe().context("this program's path")?;
+    if let Some(folder) = pack::folder_of(&harness) {
+        return Ok(pack::open(&folder)?);
+    }
     let profile = if bursar.release {
         Profile::Release
     } else {
         Profile::Dev
     };
     let mut supplies = Supplies::from_workspace(profile, harness, progress)?;
-    if let (Some(chosen), Chart::Helm { folder, .. }) = (bursar.chart, &mut supplies.chart) {
-        *folder = chosen;
-    }
+    supplies.chart.replace(bursar.chart);
     Ok(supplies)
 }

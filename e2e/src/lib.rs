@@ -9,6 +9,7 @@ pub mod folders;
 pub mod images;
 pub mod kube;
 pub mod node;
+pub mod pack;
 pub mod pods;
 pub mod progress;
 pub mod scene;

@@ -251,6 +251,21 @@ impl Pods {
         })
     }
 
+    /// Deletes the namespace with everything in it, and does not wait for its end.
+    ///
+    /// # Errors
+    /// When the API server refuses.
+    pub async fn delete_namespace(client: &Client, namespace: &str) -> Result<(), PodError> {
+        let namespaces: Api<Namespace> = Api::all(client.clone());
+        let deleted = namespaces.delete(namespace, &DeleteParams::default()).await;
+        match deleted {
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+            other => other
+                .map(drop)
+                .map_err(api(format!("delete namespace {namespace}"))),
+        }
+    }
+
     /// Creates the pod. The namespace's default service account may still be on its way: that is
     /// waited for.
     ///

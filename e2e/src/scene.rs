@@ -2,15 +2,17 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bursar_crds::GpuNode;
+use k8s_openapi::api::apps::v1::DaemonSet;
 use k8s_openapi::api::core::v1::{Node, Pod};
-use kube::api::{Api, ListParams, LogParams};
+use kube::api::{Api, ListParams, LogParams, ObjectList};
 
-use crate::chart::{self, ChartError};
+use crate::chart::{self, Chart, ChartError};
 use crate::cluster::{Cluster, KubeconfigError, Local, LocalError, Options};
+use crate::images::Template;
 use crate::pods::{GPU_MEMORY, PodError};
 use crate::progress::Progress;
 use crate::sim::{self, SimError, SimulatedGpus};
@@ -114,23 +116,81 @@ impl Scene {
         let scene = Self {
             cluster: Cluster::Ours(Box::new(local)),
             gpus,
-            probe: supplies.reference("probe").to_owned(),
+            probe: supplies.template.reference("probe"),
         };
-        scene.install(supplies, progress).await?;
+        scene
+            .install(&supplies.chart, &supplies.template, progress)
+            .await?;
+        scene.until_up(progress).await?;
         Ok(scene)
     }
 
-    async fn install(&self, supplies: &Supplies, progress: &Progress) -> Result<(), SceneError> {
-        let (agent, operator) = (supplies.reference("agent"), supplies.reference("operator"));
-        let values = chart::values(agent, operator, self.gpus.is_some());
-        supplies
-            .chart
-            .install(&self.cluster.kubeconfig(), &values)
+    /// The cluster of `kubeconfig`, whose nodes can pull `images`. Bursar is put on it unless it is
+    /// there.
+    ///
+    /// # Errors
+    /// As [`Self::start`]; nothing is taken down.
+    pub async fn join(
+        kubeconfig: PathBuf,
+        chart: &Chart,
+        images: &Template,
+        progress: &Progress,
+    ) -> Result<Self, SceneError> {
+        let scene = Self {
+            cluster: Cluster::yours(kubeconfig).await?,
+            gpus: None,
+            probe: images.reference("probe"),
+        };
+        if scene.agents().await?.items.is_empty() {
+            scene.install(chart, images, progress).await?;
+        } else {
+            progress.say(format_args!("Bursar is in {} already", chart::NAMESPACE));
+        }
+        scene.until_up(progress).await?;
+        Ok(scene)
+    }
+
+    async fn install(
+        &self,
+        chart: &Chart,
+        images: &Template,
+        progress: &Progress,
+    ) -> Result<(), SceneError> {
+        let kubeconfig = self.cluster.kubeconfig();
+        chart
+            .install(&kubeconfig, images, self.gpus.is_some())
             .await?;
         progress.say("the chart is installed");
+        Ok(())
+    }
+
+    async fn until_up(&self, progress: &Progress) -> Result<(), SceneError> {
         let total = self.until_allocatable(|quanta| quanta > 0, BOUND).await?;
         progress.say(format_args!("nodes offer {total} x {GPU_MEMORY}"));
-        Ok(())
+        let ready = async || match self.agents().await {
+            Ok(list) if list.items.iter().all(is_ready) => Look::Found(()),
+            Ok(_) => Look::NotYet("an agent is not ready".to_owned()),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        let ready = wait::until("the agents to be ready", BOUND, PAUSE, ready).await;
+        self.or_state(ready).await
+    }
+
+    async fn agents(&self) -> Result<ObjectList<DaemonSet>, kube::Error> {
+        let sets: Api<DaemonSet> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
+        sets.list(&ListParams::default().labels("app.kubernetes.io/component=agent"))
+            .await
+    }
+
+    /// An error with the state of Bursar's pods.
+    async fn or_state<T>(&self, waited: Result<T, TimedOut>) -> Result<T, SceneError> {
+        match waited {
+            Ok(value) => Ok(value),
+            Err(source) => Err(SceneError::NotUp {
+                source,
+                state: self.state().await,
+            }),
+        }
     }
 
     /// Waits until the sum over all nodes of the allocatable GPU memory, in quanta, is as wanted.
@@ -154,20 +214,9 @@ impl Scene {
             }
             Err(error) => Look::NotYet(error.to_string()),
         };
-        match wait::until(
-            "the nodes to offer GPU memory as wanted",
-            bound,
-            PAUSE,
-            look,
-        )
-        .await
-        {
-            Ok(total) => Ok(total),
-            Err(source) => Err(SceneError::NotUp {
-                source,
-                state: self.state().await,
-            }),
-        }
+        let what = "the nodes to offer GPU memory as wanted";
+        let waited = wait::until(what, bound, PAUSE, look).await;
+        self.or_state(waited).await
     }
 
     /// Bursar's own pods and the ends of their logs, for an error message.
@@ -230,6 +279,15 @@ impl Scene {
         };
         Ok(list.items.iter().map(entry).collect())
     }
+}
+
+/// Every node that should have an agent has a ready one.
+fn is_ready(agents: &DaemonSet) -> bool {
+    let status = agents.status.as_ref();
+    status.is_some_and(|status| {
+        status.desired_number_scheduled > 0
+            && status.number_ready == status.desired_number_scheduled
+    })
 }
 
 fn allocatable(node: &Node) -> i64 {

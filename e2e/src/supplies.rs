@@ -5,8 +5,7 @@ use std::path::PathBuf;
 
 use crate::cache::CacheError;
 use crate::chart::Chart;
-use crate::folders;
-use crate::images::{self, Archive, ImageError};
+use crate::images::{self, Archive, ImageError, Template};
 use crate::kube::{self, BuildError, Toolbox};
 use crate::progress::Progress;
 use crate::sim;
@@ -19,6 +18,8 @@ pub struct Supplies {
     pub toolbox: Toolbox,
     /// The program whose subcommand `node` is the node process.
     pub harness: PathBuf,
+    /// The references of our images.
+    pub template: Template,
     /// Our images by name: agent, operator, probe, pause.
     pub images: BTreeMap<&'static str, Archive>,
     /// The simulated driver.
@@ -39,16 +40,27 @@ pub enum SuppliesError {
     /// An image cannot be made.
     #[error(transparent)]
     Image(#[from] ImageError),
-    /// The workspace did not build a part of the simulated driver.
+    /// The workspace did not build a program.
     #[error("the workspace does not build {0}")]
-    Simulator(&'static str),
+    NotBuilt(&'static str),
 }
 
 /// The simulated driver's files, as cargo names them.
 pub(crate) const SIMULATOR: [&str; 3] =
     ["simgpu", "libbursar_sim_cuda.so", "libbursar_sim_nvml.so"];
 
+/// The names of our images.
+pub(crate) const IMAGES: [&str; 4] = ["agent", "operator", "pause", "probe"];
+
 impl Supplies {
+    /// Builds everything that travels, as users get it.
+    ///
+    /// # Errors
+    /// When a part cannot be built.
+    pub fn for_travel(progress: &Progress) -> Result<Self, SuppliesError> {
+        Self::build(Profile::Release, None, progress)
+    }
+
     /// Builds everything from this repository.
     ///
     /// # Errors
@@ -58,46 +70,48 @@ impl Supplies {
         harness: PathBuf,
         progress: &Progress,
     ) -> Result<Self, SuppliesError> {
+        Self::build(profile, Some(harness), progress)
+    }
+
+    fn build(
+        profile: Profile,
+        harness: Option<PathBuf>,
+        progress: &Progress,
+    ) -> Result<Self, SuppliesError> {
         let toolbox = kube::build(progress)?;
         progress.say("building Bursar");
-        let binaries = workspace::build(profile)?;
+        let binaries = workspace::build(profile, harness.is_none())?;
+        let harness = match harness {
+            Some(harness) => harness,
+            None => file(&binaries, "bursar-e2e")?,
+        };
         progress.say("writing images");
         let folder = binaries
             .folder()
             .map(|folder| folder.join("bursar-images"))
             .unwrap_or_default();
-        let images = images::write_all(&binaries, &folder)?;
-        let chart = Chart::Helm {
-            helm: toolbox.program("helm"),
-            folder: folders::repository().join("charts/bursar"),
-        };
+        let (template, images) = images::write_all(&binaries, &folder)?;
+        let chart = Chart::of_repository(toolbox.program("helm"));
         Ok(Self {
             toolbox,
             harness,
+            template,
             images,
             driver: simulator(&binaries)?,
             chart,
         })
     }
-
-    /// The reference of the image `name`.
-    pub fn reference(&self, name: &str) -> &str {
-        self.images
-            .get(name)
-            .map_or("", |archive| archive.reference.as_str())
-    }
 }
 
 fn simulator(binaries: &Binaries) -> Result<sim::Driver, SuppliesError> {
-    let file = |name| {
-        binaries
-            .get(name)
-            .map(PathBuf::from)
-            .ok_or(SuppliesError::Simulator(name))
-    };
     let [command, cuda, nvml] = SIMULATOR;
     Ok(sim::Driver {
-        command: file(command)?,
-        libraries: vec![file(cuda)?, file(nvml)?],
+        command: file(binaries, command)?,
+        libraries: vec![file(binaries, cuda)?, file(binaries, nvml)?],
     })
+}
+
+fn file(binaries: &Binaries, name: &'static str) -> Result<PathBuf, SuppliesError> {
+    let built = binaries.get(name).map(PathBuf::from);
+    built.ok_or(SuppliesError::NotBuilt(name))
 }

@@ -20,6 +20,9 @@ const PACKAGES: &[&str] = &[
     "bursar-sim-nvml",
 ];
 
+/// This package.
+const HARNESS: &str = env!("CARGO_PKG_NAME");
+
 /// How programs are compiled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Profile {
@@ -72,11 +75,11 @@ struct Target {
     kind: Vec<String>,
 }
 
-/// Compiles everything that runs in a cluster. The compiler's messages go to standard error.
+/// Compiles everything that runs in a cluster, and the harness if asked to. The compiler's messages go to standard error.
 ///
 /// # Errors
 /// When cargo is missing or something does not compile.
-pub fn build(profile: Profile) -> Result<Binaries, WorkspaceError> {
+pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError> {
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command.args([
@@ -84,7 +87,7 @@ pub fn build(profile: Profile) -> Result<Binaries, WorkspaceError> {
         "--quiet",
         "--message-format=json-render-diagnostics",
     ]);
-    for package in PACKAGES {
+    for package in PACKAGES.iter().chain(harness.then_some(&HARNESS)) {
         command.args(["--package", package]);
     }
     if profile == Profile::Release {

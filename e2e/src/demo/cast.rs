@@ -1,6 +1,6 @@
 //! Who is in the demo: sizes that fit the cluster's GPUs.
 
-use super::DemoError;
+use super::{DemoError, NAMESPACES};
 use crate::pods::PodPlan;
 use crate::scene::Scene;
 
@@ -46,7 +46,7 @@ impl Cast {
         Self::for_gpus(&gpus).ok_or_else(|| DemoError::TooSmall(format!("{gpus:?} GiB")))
     }
 
-    /// On each GPU a pod of 5/8 of it, then one of 3/16 and one of 1/16: no GPU has 1/2 of the
+    /// On each GPU a pod of 5/8 of it, then one of 3/16 and one of 1/16: no GPU has half of the
     /// largest free then, but all together have.
     fn for_gpus(gpus: &[u32]) -> Option<Self> {
         let gib = *gpus.first()?;
@@ -59,13 +59,7 @@ impl Cast {
             gib: gib.max(1),
             greedy,
         };
-        let team = |number: usize| {
-            if number.is_multiple_of(2) {
-                "team-a"
-            } else {
-                "team-b"
-            }
-        };
+        let team = |number: usize| NAMESPACES[number % NAMESPACES.len()];
         let big = |(number, gpu): (usize, &u32)| {
             role(
                 team(number),
@@ -75,12 +69,12 @@ impl Cast {
             )
         };
         let mut running: Vec<Role> = gpus.iter().enumerate().map(big).collect();
-        running.push(role("team-a", "infer-1", gib * 3 / 16, false));
-        running.push(role("team-b", "infer-2", gib / 16, gpus.len() == 1));
+        running.push(role(team(0), "infer-1", gib * 3 / 16, false));
+        running.push(role(team(1), "infer-2", gib / 16, gpus.len() == 1));
         Some(Self {
             running,
             leaves: 0,
-            late: role("team-b", "late", gib / 2, false),
+            late: role(team(1), "late", gib.div_ceil(2), false),
         })
     }
 
@@ -93,7 +87,7 @@ impl Cast {
                 .map(|role| role.gib)
                 .sum()
         };
-        ["team-a", "team-b"]
+        NAMESPACES
             .map(|namespace| (namespace, sum(namespace)))
             .to_vec()
     }

@@ -47,6 +47,20 @@ pub enum DemoError {
     TooSmall(String),
 }
 
+/// The demo's namespaces.
+pub const NAMESPACES: [&str; 2] = ["team-a", "team-b"];
+
+/// Deletes the demo's namespaces, with everything in them.
+///
+/// # Errors
+/// When the API server refuses.
+pub async fn clean_up(scene: &Scene) -> Result<(), DemoError> {
+    for namespace in NAMESPACES {
+        Pods::delete_namespace(&scene.cluster.client(), namespace).await?;
+    }
+    Ok(())
+}
+
 /// Runs the demo on `scene` and answers its table.
 ///
 /// # Errors

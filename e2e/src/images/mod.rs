@@ -98,28 +98,81 @@ const RECIPES: &[Recipe] = &[
     },
 ];
 
-/// The reference of our image `name` as the harness makes it.
-pub fn reference(name: &str, tag: &str) -> String {
-    format!("localhost/bursar-{name}:{tag}")
+/// What stands for an image's name in a template of references.
+const NAME: &str = "{name}";
+
+/// References of our images: a template such as `localhost/bursar-{name}:1`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Template(String);
+
+/// A template that makes one reference of all names.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}: has no {NAME} in it, which stands for agent, operator and probe")]
+pub struct TemplateError(String);
+
+impl std::str::FromStr for Template {
+    type Err = TemplateError;
+
+    fn from_str(text: &str) -> Result<Self, TemplateError> {
+        if text.contains(NAME) {
+            Ok(Self(text.to_owned()))
+        } else {
+            Err(TemplateError(text.to_owned()))
+        }
+    }
 }
 
-/// Writes the archive of every image into `folder`, from what the workspace built. The tag of each
-/// is made of its programs, so that another build is another image.
+impl std::fmt::Display for Template {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl Template {
+    /// The reference of the image `name`.
+    pub fn reference(&self, name: &str) -> String {
+        self.0.replace(NAME, name)
+    }
+
+    /// The references that the harness gives to images with this content.
+    fn of(content: Sha256) -> Self {
+        let digest = content.finalize();
+        let tag: String = digest
+            .iter()
+            .take(6)
+            .map(|byte| format!("{byte:02x}"))
+            .collect();
+        Self(format!("localhost/bursar-{NAME}:{tag}"))
+    }
+}
+
+/// Writes the archive of every image into `folder`, from what the workspace built; answers their
+/// references too. The tag is made of the programs, so that another build is another image.
 ///
 /// # Errors
 /// When something that an image needs is missing, or a file cannot be written.
 pub fn write_all(
     binaries: &Binaries,
     folder: &Path,
-) -> Result<BTreeMap<&'static str, Archive>, ImageError> {
+) -> Result<(Template, BTreeMap<&'static str, Archive>), ImageError> {
     let file = |path: &Path| {
         let path = path.to_path_buf();
         move |source| ImageError::File { path, source }
     };
     fs::create_dir_all(folder).map_err(file(folder))?;
-    let mut archives = BTreeMap::new();
+    let mut content = Sha256::new();
+    let mut files = Vec::new();
     for recipe in RECIPES {
-        let image = recipe.image(binaries)?;
+        files.push((recipe, recipe.files(binaries, &mut content)?));
+    }
+    let template = Template::of(content);
+    let mut archives = BTreeMap::new();
+    for (recipe, files) in files {
+        let image = Image {
+            reference: template.reference(recipe.name),
+            entrypoint: vec![format!("/usr/local/bin/{}", recipe.programs[0])],
+            files,
+        };
         let path = folder.join(format!("{}.tar", recipe.name));
         image.write(&path).map_err(file(&path))?;
         archives.insert(
@@ -131,7 +184,7 @@ pub fn write_all(
         );
     }
     archives.insert("pause", write_pause(folder)?);
-    Ok(archives)
+    Ok((template, archives))
 }
 
 /// Writes the archive of the image that holds pods' namespaces into `folder`.
@@ -152,7 +205,8 @@ pub fn write_pause(folder: &Path) -> Result<Archive, ImageError> {
 }
 
 impl Recipe {
-    fn image(&self, binaries: &Binaries) -> Result<Image, ImageError> {
+    /// What is in the image; `content` takes in what makes it another one.
+    fn files(&self, binaries: &Binaries, content: &mut Sha256) -> Result<Vec<Entry>, ImageError> {
         let built = |file: &str| {
             binaries.get(file).ok_or_else(|| ImageError::NotBuilt {
                 image: self.name,
@@ -161,7 +215,6 @@ impl Recipe {
         };
         let mut files = skeleton();
         let mut libraries = BTreeMap::new();
-        let mut hash = Sha256::new();
         let programs = self
             .programs
             .iter()
@@ -173,22 +226,20 @@ impl Recipe {
         for (name, path) in programs.chain(shared) {
             let source = built(name)?;
             libraries.append(&mut closure::libraries(source)?);
-            let content = fs::read(source).map_err(|error| ImageError::File {
+            let bytes = fs::read(source).map_err(|error| ImageError::File {
                 path: source.to_path_buf(),
                 source: error,
             })?;
-            hash.update(Sha256::digest(&content));
+            content.update(Sha256::digest(&bytes));
             files.push(Entry::File {
                 path: path.into(),
                 source: source.to_path_buf(),
             });
         }
-        let system = libraries
-            .values()
-            .next()
-            .and_then(|path| path.parent())
-            .map(Path::to_path_buf)
-            .unwrap_or_default();
+        // Not beside the loader, which the ABI has in a folder of its own.
+        let libc = libraries.get(GLIBC[0]);
+        let system = libc.and_then(|path| path.parent()).map(Path::to_path_buf);
+        let system = system.unwrap_or_default();
         for name in GLIBC {
             let path = system.join(name);
             if path.exists() {
@@ -199,17 +250,7 @@ impl Recipe {
             path: library_path(&name),
             source,
         }));
-        let tag: String = hash
-            .finalize()
-            .iter()
-            .take(6)
-            .map(|byte| format!("{byte:02x}"))
-            .collect();
-        Ok(Image {
-            reference: reference(self.name, &tag),
-            entrypoint: vec![format!("/usr/local/bin/{}", self.programs[0])],
-            files,
-        })
+        Ok(files)
     }
 }
 
@@ -283,4 +324,16 @@ fn pause(folder: &Path) -> Result<Image, ImageError> {
             source: program,
         }],
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_template_names_each_image() {
+        let template: Template = "host:5000/bursar-{name}:1".parse().unwrap();
+        assert_eq!(template.reference("probe"), "host:5000/bursar-probe:1");
+        assert!("host/bursar:1".parse::<Template>().is_err());
+    }
 }

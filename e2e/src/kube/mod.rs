@@ -5,6 +5,25 @@ mod packages;
 mod parts;
 mod toolbox;
 
+use crate::progress::Progress;
+
 pub use build::{BuildError, build};
 pub use packages::PackageError;
 pub use toolbox::Toolbox;
+
+/// The programs that a node needs, each with its further names. helm stays: charts travel rendered.
+pub(crate) fn travelling() -> impl Iterator<Item = (&'static str, &'static [&'static str])> {
+    let parts = parts::PARTS.iter().filter(|part| part.name != "helm");
+    parts.flat_map(|part| {
+        let names = |number| if number == 0 { part.names } else { &[] };
+        part.programs
+            .iter()
+            .enumerate()
+            .map(move |(number, program)| (*program, names(number)))
+    })
+}
+
+/// Installs `xz` where it is missing.
+pub(crate) fn require_xz(progress: &Progress) -> Result<(), PackageError> {
+    packages::require(&[packages::Package::XZ], progress)
+}

@@ -24,6 +24,11 @@ impl Package {
         name: "libseccomp-dev",
         proof: "/usr/include/seccomp.h",
     };
+    /// The compressor of archives that travel.
+    pub(crate) const XZ: Self = Self {
+        name: "xz-utils",
+        proof: "/usr/bin/xz",
+    };
 }
 
 /// Why a package is still missing.

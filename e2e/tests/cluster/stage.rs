@@ -4,10 +4,13 @@
 //! killed, the node process takes the cluster down: its owner's connection has closed.
 
 use std::panic::AssertUnwindSafe;
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use bursar_e2e::chart::Chart;
 use bursar_e2e::cluster::Local;
+use bursar_e2e::kube;
 use bursar_e2e::pods::Pods;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::scene::Scene;
@@ -38,8 +41,8 @@ pub(crate) const CLEARED: Duration = Duration::from_secs(150);
 pub(crate) struct Stage {
     /// The cluster with Bursar on it.
     pub(crate) scene: Scene,
-    /// What it was made from.
-    pub(crate) supplies: Supplies,
+    /// The kubectl program.
+    kubectl: PathBuf,
     /// The trial's pods. None is there when a trial begins.
     pub(crate) pods: Pods,
     /// Sees every one of them from the trial's beginning.
@@ -86,7 +89,7 @@ pub(crate) fn node_trial(
     name: &'static str,
     act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed> + Send + 'static,
 ) -> Trial {
-    trial(name, act).with_ignored_flag(std::env::var_os("KUBECONFIG").is_some())
+    trial(name, act).with_ignored_flag(kubeconfig().is_some())
 }
 
 /// Takes the cluster down, if there is one.
@@ -98,21 +101,43 @@ pub(crate) fn take_down() {
 fn start() -> Result<State, Failed> {
     let runtime = Runtime::new()?;
     let progress = Progress::start();
-    let supplies = Supplies::from_workspace(Profile::Dev, crate::harness(), &progress)?;
     let stage = runtime.block_on(async {
-        let scene = Scene::start(&supplies, CLUSTER, &progress).await?;
+        let (kubectl, scene) = match kubeconfig() {
+            Some(kubeconfig) => join(kubeconfig, &progress).await?,
+            None => {
+                let supplies = Supplies::from_workspace(Profile::Dev, crate::harness(), &progress)?;
+                let scene = Scene::start(&supplies, CLUSTER, &progress).await?;
+                (supplies.toolbox.program("kubectl"), scene)
+            }
+        };
         let client = scene.cluster.client();
         let pods = Pods::in_namespace(&client, NAMESPACE).await?;
         let witness = Witness::of(&client, NAMESPACE);
         Ok::<_, Failed>(Stage {
             scene,
-            supplies,
+            kubectl,
             pods,
             witness,
             progress: progress.clone(),
         })
     })?;
     Ok(State::Up(Box::new((runtime, stage))))
+}
+
+/// The user's cluster, with the images that `BURSAR_IMAGES` names.
+async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(PathBuf, Scene), Failed> {
+    let images = std::env::var("BURSAR_IMAGES")
+        .map_err(|error| format!("BURSAR_IMAGES ({error}): where do its nodes find our images?"))?;
+    let toolbox = kube::build(progress)?;
+    let chart = Chart::of_repository(toolbox.program("helm"));
+    let scene = Scene::join(kubeconfig, &chart, &images.parse()?, progress).await?;
+    Ok((toolbox.program("kubectl"), scene))
+}
+
+/// The file of the user's cluster.
+fn kubeconfig() -> Option<PathBuf> {
+    let path = std::env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
+    path.map(PathBuf::from)
 }
 
 impl Stage {
@@ -161,7 +186,7 @@ impl Stage {
     /// When it does not succeed.
     pub(crate) async fn exec(&self, pod: &str, arguments: &[&str]) -> Result<String, Failed> {
         let exec = ["exec", pod, "--namespace", NAMESPACE, "--", PROBE];
-        let output = tokio::process::Command::new(self.supplies.toolbox.program("kubectl"))
+        let output = tokio::process::Command::new(&self.kubectl)
             .args(exec)
             .args(arguments)
             .env("KUBECONFIG", self.scene.cluster.kubeconfig())

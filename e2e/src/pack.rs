@@ -1,0 +1,297 @@
+//! One archive with everything of a cluster with Bursar, for a machine that can build nothing.
+//!
+//! ```text
+//! bursar-e2e/run                     the harness: `run demo`, `run up`, `run down`
+//!            images.txt              the references of our images
+//!            programs/               Kubernetes, containerd, runc, CNI
+//!            images/                 our images
+//!            driver/                 the simulated driver
+//!            chart/                  the chart, rendered for simulated and for real GPUs
+//! ```
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use crate::chart::{Chart, ChartError};
+use crate::images::{Archive, PAUSE, Template, TemplateError};
+use crate::kube::{self, PackageError, Toolbox};
+use crate::progress::Progress;
+use crate::sim;
+use crate::supplies::{IMAGES, SIMULATOR, Supplies};
+
+/// An archive may be no bigger: other machines' ways in are narrow.
+pub const MOST: u64 = 60 << 20;
+
+/// The folder that the archive unpacks to.
+const FOLDER: &str = "bursar-e2e";
+/// The harness in it.
+const RUN: &str = "run";
+/// The template of the images' references.
+const REFERENCES: &str = "images.txt";
+
+/// Why an archive could not be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum PackError {
+    /// A file cannot be read or written.
+    #[error("{path}: {source}")]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The compressor is missing.
+    #[error(transparent)]
+    Package(#[from] PackageError),
+    /// The compressor failed.
+    #[error("xz failed ({0})")]
+    Compress(std::process::ExitStatus),
+    /// The chart cannot be rendered.
+    #[error(transparent)]
+    Chart(#[from] ChartError),
+    /// The archive is too big to travel.
+    #[error("the archive has {bytes} bytes; it may have {MOST}")]
+    TooBig {
+        /// Its size.
+        bytes: u64,
+    },
+    /// The unpacked folder's file of references is spoilt.
+    #[error("{path}: {source}")]
+    References {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: TemplateError,
+    },
+}
+
+fn file(path: &Path) -> impl FnOnce(io::Error) -> PackError {
+    let path = path.to_path_buf();
+    move |source| PackError::File { path, source }
+}
+
+/// Writes `supplies`, whose programs are as users get them, to the archive `out`; answers its size.
+///
+/// # Errors
+/// When a file cannot be read or written, or the archive is bigger than [`MOST`].
+pub async fn write(supplies: &Supplies, out: &Path, progress: &Progress) -> Result<u64, PackError> {
+    let mut charts = Vec::new();
+    for simulated in [true, false] {
+        let text = supplies.chart.render(&supplies.template, simulated).await?;
+        charts.push((Chart::rendered_name(simulated), text));
+    }
+    kube::require_xz(progress)?;
+    progress.say("packing (about 3 minutes)");
+    let target = File::create(out).map_err(file(out))?;
+    let mut xz = compressor(target).map_err(file(Path::new("xz")))?;
+    let pipe = xz.stdin.take().map_or_else(
+        || Err(file(Path::new("xz"))(io::Error::other("it has no input"))),
+        Ok,
+    )?;
+    let filled = fill(pipe, supplies, &charts);
+    let status = xz.wait().map_err(file(Path::new("xz")))?;
+    filled?;
+    if !status.success() {
+        return Err(PackError::Compress(status));
+    }
+    let bytes = fs::metadata(out).map_err(file(out))?.len();
+    if bytes > MOST {
+        return Err(PackError::TooBig { bytes });
+    }
+    Ok(bytes)
+}
+
+/// The images' libraries are the same files, far apart: hence a big dictionary and one block.
+fn compressor(target: File) -> io::Result<Child> {
+    Command::new("xz")
+        .args(["--threads=1", "--x86", "--lzma2=preset=6e,dict=128MiB"])
+        .stdin(Stdio::piped())
+        .stdout(target)
+        .spawn()
+}
+
+fn fill(pipe: impl Write, supplies: &Supplies, charts: &[(&str, String)]) -> Result<(), PackError> {
+    let root = Path::new(FOLDER);
+    let mut archive = tar::Builder::new(pipe);
+    let mut add = |from: &Path, to: PathBuf| {
+        archive
+            .append_path_with_name(from, root.join(to))
+            .map_err(file(from))
+    };
+    add(&supplies.harness, RUN.into())?;
+    for (program, _) in kube::travelling() {
+        let from = supplies.toolbox.program(program);
+        add(&from, Path::new("programs").join(program))?;
+    }
+    for (name, image) in &supplies.images {
+        add(&image.path, image_path(name))?;
+    }
+    let driver = &supplies.driver;
+    for (from, name) in std::iter::once(&driver.command)
+        .chain(&driver.libraries)
+        .zip(SIMULATOR)
+    {
+        add(from, Path::new("driver").join(name))?;
+    }
+    for (program, names) in kube::travelling() {
+        for name in names {
+            let mut header = tar::Header::new_gnu();
+            header.set_entry_type(tar::EntryType::Symlink);
+            header.set_size(0);
+            let link = root.join("programs").join(name);
+            archive
+                .append_link(&mut header, &link, program)
+                .map_err(file(&link))?;
+        }
+    }
+    let mut write = |path: PathBuf, text: &str| {
+        let mut header = tar::Header::new_gnu();
+        header.set_mode(0o644);
+        header.set_size(text.len() as u64);
+        let path = root.join(path);
+        archive
+            .append_data(&mut header, &path, text.as_bytes())
+            .map_err(file(&path))
+    };
+    write(REFERENCES.into(), &supplies.template.to_string())?;
+    for (name, text) in charts {
+        write(Path::new("chart").join(name), text)?;
+    }
+    let finished = archive.into_inner().and_then(|mut pipe| pipe.flush());
+    finished.map_err(file(root))
+}
+
+fn image_path(name: &str) -> PathBuf {
+    Path::new("images").join(format!("{name}.tar"))
+}
+
+/// The folder of an unpacked archive, if `program` is its harness.
+pub fn folder_of(program: &Path) -> Option<PathBuf> {
+    let folder = program.parent()?;
+    folder
+        .join(REFERENCES)
+        .exists()
+        .then(|| folder.to_path_buf())
+}
+
+/// What an archive that was unpacked to `folder` has.
+///
+/// # Errors
+/// When its file of references cannot be read.
+pub fn open(folder: &Path) -> Result<Supplies, PackError> {
+    let path = folder.join(REFERENCES);
+    let text = fs::read_to_string(&path).map_err(file(&path))?;
+    let template: Template = text
+        .parse()
+        .map_err(|source| PackError::References { path, source })?;
+    let archive = |name| {
+        let reference = if name == "pause" {
+            PAUSE.to_owned()
+        } else {
+            template.reference(name)
+        };
+        (
+            name,
+            Archive {
+                reference,
+                path: folder.join(image_path(name)),
+            },
+        )
+    };
+    let images = IMAGES.map(archive).into();
+    let toolbox = Toolbox::new(vec![folder.join("programs")]);
+    let [command, cuda, nvml] = SIMULATOR.map(|name| folder.join("driver").join(name));
+    let chart = Chart::Rendered {
+        kubectl: toolbox.program("kubectl"),
+        folder: folder.join("chart"),
+    };
+    Ok(Supplies {
+        toolbox,
+        harness: folder.join(RUN),
+        template,
+        images,
+        driver: sim::Driver {
+            command,
+            libraries: vec![cuda, nvml],
+        },
+        chart,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Supplies of small files in `folder`.
+    fn supplies(folder: &Path) -> Supplies {
+        let make = |name: &str| {
+            let path = folder.join(name);
+            fs::write(&path, name).unwrap();
+            path
+        };
+        for (program, _) in kube::travelling() {
+            make(program);
+        }
+        let images = IMAGES.map(|name| {
+            let (reference, path) = (name.to_owned(), make(&format!("{name}.tar")));
+            (name, Archive { reference, path })
+        });
+        let [command, cuda, nvml] = SIMULATOR.map(make);
+        Supplies {
+            toolbox: Toolbox::new(vec![folder.to_path_buf()]),
+            harness: make("harness"),
+            template: "localhost/bursar-{name}:1".parse().unwrap(),
+            images: images.into(),
+            driver: sim::Driver {
+                command,
+                libraries: vec![cuda, nvml],
+            },
+            chart: Chart::Helm {
+                helm: "helm".into(),
+                folder: "chart".into(),
+            },
+        }
+    }
+
+    #[test]
+    fn what_is_packed_is_found_where_it_is_unpacked() {
+        let (here, there) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let packed = supplies(here.path());
+        let mut bytes = Vec::new();
+        let charts =
+            [true, false].map(|simulated| (Chart::rendered_name(simulated), "text".to_owned()));
+        fill(&mut bytes, &packed, &charts).unwrap();
+        tar::Archive::new(bytes.as_slice())
+            .unpack(there.path())
+            .unwrap();
+
+        let folder = there.path().join(FOLDER);
+        assert_eq!(folder_of(&folder.join(RUN)), Some(folder.clone()));
+        assert_eq!(folder_of(here.path()), None);
+        let found = open(&folder).unwrap();
+        assert_eq!(fs::read_to_string(&found.harness).unwrap(), "harness");
+        assert_eq!(
+            fs::read_to_string(found.toolbox.program("kubelet")).unwrap(),
+            "kubernetes"
+        );
+        assert_eq!(
+            fs::read_to_string(&found.driver.libraries[1]).unwrap(),
+            SIMULATOR[2]
+        );
+        assert_eq!(found.template, packed.template);
+        for name in IMAGES {
+            assert_eq!(
+                fs::read_to_string(&found.images[name].path).unwrap(),
+                format!("{name}.tar")
+            );
+        }
+        assert!(
+            folder
+                .join("chart")
+                .join(Chart::rendered_name(true))
+                .exists()
+        );
+    }
+}
