@@ -3,18 +3,20 @@
 use std::ffi::OsString;
 use std::process::Command;
 
-use super::tools;
+use super::{cluster, tools};
 use crate::folders;
 use crate::kube;
 use crate::progress::Progress;
 
 /// One check: a name `area/what`, what it shows, and how it is run.
+#[derive(Clone, Copy)]
 pub(super) struct Check {
     pub(super) name: &'static str,
     pub(super) shows: &'static str,
     how: How,
 }
 
+#[derive(Clone, Copy)]
 enum How {
     /// `cargo` with these arguments, in the repository.
     Cargo(&'static [&'static str]),
@@ -22,6 +24,8 @@ enum How {
     Test(&'static [&'static str]),
     /// A function of this program.
     Here(fn() -> anyhow::Result<()>),
+    /// A trial on the cluster that all of them share.
+    OnCluster,
 }
 
 const fn cargo_check(
@@ -51,7 +55,7 @@ const fn test_check(
 }
 
 /// Every check, in the order in which they run: what fails fastest comes first.
-pub(super) const CHECKS: &[Check] = &[
+const CHECKS: &[Check] = &[
     cargo_check(
         "main/fmt",
         "the code is formatted",
@@ -130,6 +134,16 @@ pub(super) const CHECKS: &[Check] = &[
     ),
 ];
 
+/// [`CHECKS`], and the trials on the cluster last: they take minutes.
+pub(super) fn all() -> Vec<Check> {
+    let trials = cluster::TRIALS.iter().map(|(name, shows)| Check {
+        name,
+        shows,
+        how: How::OnCluster,
+    });
+    CHECKS.iter().copied().chain(trials).collect()
+}
+
 impl Check {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         match self.how {
@@ -140,7 +154,13 @@ impl Check {
                     .args(targets),
             ),
             How::Here(function) => function(),
+            How::OnCluster => cluster::run(&[self.name]),
         }
+    }
+
+    /// It runs on the cluster that trials share.
+    pub(super) fn on_cluster(&self) -> bool {
+        matches!(self.how, How::OnCluster)
     }
 }
 
@@ -149,7 +169,7 @@ pub(super) fn cargo() -> OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-fn succeed(command: &mut Command) -> anyhow::Result<()> {
+pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
     let shown = format!("{command:?}").replace('"', "");
     let status = command.current_dir(folders::repository()).status()?;
     anyhow::ensure!(status.success(), "{shown}: {status}");

@@ -4,6 +4,7 @@
 //! so that a test runner's closing line is seen where it is said.
 
 mod checks;
+mod cluster;
 mod tools;
 
 use std::process::ExitCode;
@@ -11,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use clap::Args;
 
-use self::checks::{CHECKS, Check};
+pub use self::cluster::TRIALS;
+
+use self::checks::Check;
 use crate::progress::Progress;
 
 /// What `cargo verify` is asked to do.
@@ -38,7 +41,8 @@ pub enum VerifyError {
 /// # Errors
 /// When `args` name a check that is not there.
 pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
-    let chosen = select(CHECKS, &args.only)?;
+    let all = checks::all();
+    let chosen = select(&all, &args.only)?;
     if args.list {
         let width = chosen
             .iter()
@@ -51,10 +55,22 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::start();
-    let outcomes: Vec<Outcome> = chosen
+    let (trials, checks): (Vec<&Check>, Vec<&Check>) =
+        chosen.into_iter().partition(|check| check.on_cluster());
+    let mut outcomes: Vec<Outcome> = checks
         .into_iter()
-        .map(|check| carry_out(check, &progress))
+        .map(|check| carry_out(check.name, check.shows, || check.run(), &progress))
         .collect();
+    let names: Vec<&str> = trials.iter().map(|check| check.name).collect();
+    if !names.is_empty() {
+        let shows = format!("on a real cluster: {}", names.join(", "));
+        outcomes.push(carry_out(
+            "main/cluster",
+            &shows,
+            || cluster::run(&names),
+            &progress,
+        ));
+    }
     Ok(report(&outcomes))
 }
 
@@ -83,12 +99,17 @@ struct Outcome {
     failure: Option<String>,
 }
 
-fn carry_out(check: &Check, progress: &Progress) -> Outcome {
-    progress.say(format_args!("{}: {}", check.name, check.shows));
+fn carry_out(
+    name: &'static str,
+    shows: &str,
+    run: impl FnOnce() -> anyhow::Result<()>,
+    progress: &Progress,
+) -> Outcome {
+    progress.say(format_args!("{name}: {shows}"));
     let start = Instant::now();
-    let failure = check.run().err().map(|error| error.to_string());
+    let failure = run().err().map(|error| error.to_string());
     Outcome {
-        name: check.name,
+        name,
         took: start.elapsed(),
         failure,
     }
@@ -130,7 +151,7 @@ mod tests {
 
     fn names(only: &[&str]) -> Result<Vec<&'static str>, VerifyError> {
         let only: Vec<String> = only.iter().map(|word| (*word).to_owned()).collect();
-        Ok(select(CHECKS, &only)?
+        Ok(select(&checks::all(), &only)?
             .into_iter()
             .map(|check| check.name)
             .collect())

@@ -8,10 +8,7 @@ use serde_json::{Value, json};
 use crate::stage::{NAMESPACE, Stage, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![trial(
-        "a_budget_is_accepted_and_one_that_makes_no_sense_is_refused_with_the_reason",
-        budgets,
-    )]
+    vec![trial("main/cluster/budgets", budgets)]
 }
 
 fn budget(name: &str, spec: &Value) -> Result<GpuMemoryBudget, Failed> {

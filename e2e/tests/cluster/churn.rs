@@ -15,10 +15,7 @@ const AT_ONCE: u64 = 8;
 const SEED: u64 = 0x0b75_a12f_4c0f_fee5;
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![node_trial(
-        "after_200_random_creates_and_deletes_no_pod_was_failed_and_nothing_is_held",
-        churn,
-    )]
+    vec![node_trial("main/cluster/churn", churn)]
 }
 
 /// SplitMix64 (Steele, Lea, Flood 2014).

@@ -16,7 +16,7 @@ const BACK: Duration = Duration::from_secs(60);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial(
-        "a_gpu_that_is_lost_and_restored_is_followed_both_ways_and_pods_on_others_notice_nothing",
+        "main/cluster/health",
         a_gpu_is_lost_and_restored,
     )]
 }

@@ -13,10 +13,7 @@ use serde_json::json;
 use crate::stage::{NAMESPACE, SOON, Stage, trial};
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![trial(
-        "an_agent_with_a_bad_configuration_ends_and_its_log_names_the_field",
-        bad_configurations,
-    )]
+    vec![trial("main/cluster/bad-input", bad_configurations)]
 }
 
 async fn bad_configurations(stage: &mut Stage) -> Result<(), Failed> {

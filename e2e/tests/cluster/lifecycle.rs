@@ -19,30 +19,23 @@ const REAPING: Duration = Duration::from_secs(5);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        Trial::test(
-            "a_cluster_that_ran_a_pod_leaves_nothing_behind_twice",
-            || twice(|local| Ok(local.down()?)),
-        ),
-        Trial::test(
-            "a_cluster_whose_node_process_is_killed_is_swept_at_the_next_start",
-            || {
-                twice(|local| {
-                    let pid = fs::read_to_string(local.folder().pid())?;
-                    let pid = pid
-                        .trim()
-                        .parse()
-                        .ok()
-                        .and_then(rustix::process::Pid::from_raw);
-                    rustix::process::kill_process(
-                        pid.ok_or("no pid")?,
-                        rustix::process::Signal::KILL,
-                    )?;
-                    let folder = local.folder().clone();
-                    drop(local);
-                    Ok(folder.sweep()?)
-                })
-            },
-        ),
+        Trial::test("main/cluster/leaves-nothing", || {
+            twice(|local| Ok(local.down()?))
+        }),
+        Trial::test("main/cluster/swept", || {
+            twice(|local| {
+                let pid = fs::read_to_string(local.folder().pid())?;
+                let pid = pid
+                    .trim()
+                    .parse()
+                    .ok()
+                    .and_then(rustix::process::Pid::from_raw);
+                rustix::process::kill_process(pid.ok_or("no pid")?, rustix::process::Signal::KILL)?;
+                let folder = local.folder().clone();
+                drop(local);
+                Ok(folder.sweep()?)
+            })
+        }),
     ]
 }
 

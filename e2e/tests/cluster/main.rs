@@ -10,6 +10,7 @@ mod lifecycle;
 mod on_node;
 mod placement;
 mod quota;
+mod release;
 mod restarts;
 mod stage;
 mod witness;
@@ -17,6 +18,7 @@ mod witness;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use bursar_e2e::verify::TRIALS;
 use libtest_mimic::{Arguments, Trial};
 
 /// The program whose subcommand `node` a cluster descends from.
@@ -27,17 +29,24 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 8] = [
+    let groups: [Vec<Trial>; 9] = [
         quota::trials(),
         placement::trials(),
         budgets::trials(),
         input::trials(),
+        release::trials(),
         churn::trials(),
         restarts::trials(),
         health::trials(),
         lifecycle::trials(),
     ];
-    let conclusion = libtest_mimic::run(&arguments, groups.into_iter().flatten().collect());
+    let trials: Vec<Trial> = groups.into_iter().flatten().collect();
+    let listed = TRIALS.iter().map(|(name, _)| *name);
+    if !trials.iter().map(Trial::name).eq(listed) {
+        eprintln!("the trials are not those that `cargo verify --list` names, or in another order");
+        return ExitCode::FAILURE;
+    }
+    let conclusion = libtest_mimic::run(&arguments, trials);
     stage::take_down();
     conclusion.exit_code()
 }

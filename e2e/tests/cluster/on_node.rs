@@ -56,8 +56,15 @@ impl OnNode {
         let ours = names(&folder)?
             .into_iter()
             .filter(|name| name.starts_with("bursar"));
-        ours.map(|name| Ok((name.clone(), fs::read_to_string(folder.join(name))?)))
-            .collect()
+        let mut files = BTreeMap::new();
+        for name in ours {
+            match fs::read_to_string(folder.join(&name)) {
+                // It was removed meanwhile.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                text => drop(files.insert(name, text?)),
+            }
+        }
+        Ok(files)
     }
 
     /// Everything that stands for a pod.
@@ -105,6 +112,27 @@ impl OnNode {
         fs::remove_file(self.path(CHECKPOINT))
     }
 
+    /// Cuts the agent's checkpoint in half.
+    ///
+    /// # Errors
+    /// When it is not there.
+    pub(crate) fn spoil_checkpoint(&self) -> io::Result<()> {
+        let path = self.path(CHECKPOINT);
+        let whole = fs::read(&path)?;
+        fs::write(&path, &whole[..whole.len() / 2])
+    }
+
+    /// The cgroups of the pod, one in each hierarchy.
+    pub(crate) fn cgroups(&self, uid: &str) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        below(
+            &self.path("/sys/fs/cgroup"),
+            &format!("pod{uid}"),
+            &mut found,
+        );
+        found
+    }
+
     /// Removes what plugins put in the kubelet's plugin folder: all but what is the kubelet's own.
     ///
     /// # Errors
@@ -134,6 +162,19 @@ impl OnNode {
             .join("kubelet.sock")
             .symlink_metadata()?
             .modified()
+    }
+}
+
+/// Every folder called `name` below `folder`.
+fn below(folder: &Path, name: &str, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        if entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+            if entry.file_name() == name {
+                found.push(entry.path());
+            } else {
+                below(&entry.path(), name, found);
+            }
+        }
     }
 }
 

@@ -14,14 +14,8 @@ const REASON: Duration = Duration::from_secs(60);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
-        trial(
-            "an_8_beside_two_10s_waits_with_the_reason_and_runs_within_15_s_of_a_10s_end",
-            an_8_waits,
-        ),
-        trial(
-            "two_12s_and_two_4s_run_and_a_further_5_is_not_scheduled",
-            two_12s_and_two_4s,
-        ),
+        trial("main/cluster/waiting", an_8_waits),
+        trial("main/cluster/full", two_12s_and_two_4s),
     ]
 }
 

@@ -25,10 +25,7 @@ const STARTED: Duration = Duration::from_secs(15);
 const PAUSE: Duration = Duration::from_millis(50);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![node_trial(
-        "bindings_survive_restarts_of_kubelet_and_agent_a_wiped_plugin_folder_and_a_lost_checkpoint",
-        restarts,
-    )]
+    vec![node_trial("main/cluster/restarts", restarts)]
 }
 
 /// What is done to the node.
@@ -38,10 +35,20 @@ enum Blow {
     PluginFolderWiped,
     AgentKilled,
     CheckpointLost,
+    CheckpointSpoilt,
 }
 
-/// The agent's registrations, in seconds after they became possible, by what came before.
-type Delays = BTreeMap<Blow, Vec<f64>>;
+/// The agent's registrations by what came before.
+type Delays = BTreeMap<Blow, Delay>;
+
+#[derive(Default)]
+struct Delay {
+    /// In seconds after they became possible.
+    possible: Vec<f64>,
+    /// In seconds after the blow: with the time that the kubelet takes to start again, or to start
+    /// the agent again.
+    blow: Vec<f64>,
+}
 
 async fn restarts(stage: &mut Stage) -> Result<(), Failed> {
     run_each(stage, &[("ten-a", 10), ("ten-b", 10)]).await?;
@@ -58,23 +65,30 @@ async fn restarts(stage: &mut Stage) -> Result<(), Failed> {
         Blow::PluginFolderWiped,
         Blow::AgentKilled,
         Blow::CheckpointLost,
+        Blow::CheckpointSpoilt,
     ];
     let mut delays = Delays::new();
     for round in 0..ROUNDS {
         for blow in blows {
-            let delay = strike(stage, blow).await?;
-            delays.entry(blow).or_default().push(delay);
+            let (possible, since) = strike(stage, blow).await?;
+            let delay = delays.entry(blow).or_default();
+            delay.possible.push(possible);
+            delay.blow.push(since);
             let after = stage.on_node()?.cdi()?;
             assert_eq!(before, after, "bindings after {blow:?}, round {round}");
             stage.witness.nobody_failed_or_restarted()?;
         }
     }
     let mut late = Vec::new();
-    for (blow, mut seconds) in delays {
+    for (blow, delay) in delays {
+        let (mut seconds, mut since) = (delay.possible, delay.blow);
         seconds.sort_by(f64::total_cmp);
+        since.sort_by(f64::total_cmp);
         let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
+        let (all, longest) = (percentile(&since, 50), percentile(&since, 99));
         stage.progress.say(format_args!(
-            "{blow:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99)"
+            "{blow:?}, {ROUNDS} times: registered in {median:.3} s (median), {p99:.3} s (p99), \
+             {all:.1} s and {longest:.1} s after the blow"
         ));
         if p99 >= REGISTERED {
             late.push((blow, seconds));
@@ -90,7 +104,7 @@ async fn restarts(stage: &mut Stage) -> Result<(), Failed> {
 }
 
 /// The value that `percent` of the sorted values do not exceed.
-fn percentile(sorted: &[f64], percent: usize) -> f64 {
+pub(crate) fn percentile(sorted: &[f64], percent: usize) -> f64 {
     let rank = (sorted.len() * percent).div_ceil(100);
     sorted
         .get(rank.saturating_sub(1))
@@ -98,8 +112,9 @@ fn percentile(sorted: &[f64], percent: usize) -> f64 {
         .unwrap_or(f64::NAN)
 }
 
-/// Does it, waits until the agent is registered again, and answers the seconds from when it could.
-async fn strike(stage: &mut Stage, blow: Blow) -> Result<f64, Failed> {
+/// Does it, waits until the agent is registered again, and answers the seconds from when it could, and
+/// from the blow.
+async fn strike(stage: &mut Stage, blow: Blow) -> Result<(f64, f64), Failed> {
     let node = stage.on_node()?;
     let now = Timestamp::now();
     let line = match blow {
@@ -121,13 +136,19 @@ async fn strike(stage: &mut Stage, blow: Blow) -> Result<f64, Failed> {
             kill_agent(stage)?;
             registered(stage, now).await?
         }
+        Blow::CheckpointSpoilt => {
+            node.spoil_checkpoint()?;
+            kill_agent(stage)?;
+            registered(stage, now).await?
+        }
     };
     let possible = match blow {
         Blow::KubeletRestarted => timestamp(node.kubelet_socket_made()?)?,
         Blow::PluginFolderWiped => now,
-        Blow::AgentKilled | Blow::CheckpointLost => line.first,
+        Blow::AgentKilled | Blow::CheckpointLost | Blow::CheckpointSpoilt => line.first,
     };
-    Ok(line.registered.duration_since(possible).as_secs_f64())
+    let since = |then| line.registered.duration_since(then).as_secs_f64();
+    Ok((since(possible), since(now)))
 }
 
 fn timestamp(time: SystemTime) -> Result<Timestamp, Failed> {

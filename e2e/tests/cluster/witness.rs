@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bursar_e2e::pods::State;
 use futures::StreamExt;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::api::Api;
 use kube::runtime::watcher::{self, Event};
 use kube::{Client, ResourceExt};
@@ -40,12 +40,16 @@ impl Life {
         let status = pod.status.clone().unwrap_or_default();
         self.name = pod.name_any();
         self.ran |= state.running;
-        if state.phase == "Failed" {
+        let containers = status.container_statuses.unwrap_or_default();
+        let codes: Vec<i32> = containers.iter().filter_map(exit_code).collect();
+        if state.phase == "Failed" && !is_killed_by_its_deletion(pod, &codes) {
             let reason = status.reason.unwrap_or_default();
             let message = status.message.unwrap_or_default();
-            self.failed = Some(format!("{reason} {message} {}", state.waiting));
+            self.failed = Some(format!(
+                "{reason} {message} {}, exit codes {codes:?}",
+                state.waiting
+            ));
         }
-        let containers = status.container_statuses.unwrap_or_default();
         self.containers
             .extend(containers.into_iter().filter_map(|one| one.container_id));
         let gone = if pod.metadata.deletion_timestamp.is_some() {
@@ -58,6 +62,20 @@ impl Life {
             state.phase, state.waiting, state.restarts
         );
     }
+}
+
+fn exit_code(container: &ContainerStatus) -> Option<i32> {
+    let terminated = container.state.as_ref()?.terminated.as_ref()?;
+    Some(terminated.exit_code)
+}
+
+/// A deleted pod that is Failed in its last moment, because its program was too young to hear SIGTERM:
+/// it ends by SIGKILL then, or while it is still runc's, by the exit code of Go programs.
+fn is_killed_by_its_deletion(pod: &Pod, codes: &[i32]) -> bool {
+    const SIGKILL: i32 = 128 + 9;
+    const GO: i32 = 2;
+    let deleted = pod.metadata.deletion_timestamp.is_some();
+    deleted && !codes.is_empty() && codes.iter().all(|code| [0, SIGKILL, GO].contains(code))
 }
 
 impl Witness {

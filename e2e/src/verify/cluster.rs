@@ -1,0 +1,70 @@
+//! The trials on a real cluster: one test program, and one cluster for all that are asked for.
+
+use std::process::Command;
+
+use super::checks;
+
+/// Every trial of `e2e/tests/cluster` by its name, and what it shows. That program refuses to run
+/// when its trials are others.
+pub const TRIALS: &[(&str, &str)] = &[
+    (
+        "main/cluster/quota",
+        "a pod sees one GPU of the size that it asked for",
+    ),
+    (
+        "main/cluster/greedy",
+        "a greedy pod is refused at its quota, and its neighbour on the GPU notices nothing",
+    ),
+    (
+        "main/cluster/waiting",
+        "an 8 beside two 10s waits with the reason, and runs within 15 s of a 10's end",
+    ),
+    (
+        "main/cluster/full",
+        "two 12s and two 4s run, and a further 5 is not scheduled",
+    ),
+    (
+        "main/cluster/budgets",
+        "a budget is accepted, and one that makes no sense is refused with the reason",
+    ),
+    (
+        "main/cluster/bad-input",
+        "an agent with a bad configuration ends, and its log names the field",
+    ),
+    (
+        "main/cluster/release",
+        "a pod's memory is free within 2 s of its end",
+    ),
+    (
+        "main/cluster/churn",
+        "after 200 random creates and deletes no pod was Failed, and nothing is held",
+    ),
+    (
+        "main/cluster/restarts",
+        "bindings survive restarts of kubelet and agent, a wiped plugin folder, and a checkpoint lost or spoilt",
+    ),
+    (
+        "main/cluster/health",
+        "a GPU that is lost and restored is followed both ways, and pods on others notice nothing",
+    ),
+    (
+        "main/cluster/leaves-nothing",
+        "a cluster that ran a pod leaves nothing behind, twice",
+    ),
+    (
+        "main/cluster/swept",
+        "a cluster whose node process is killed is swept at the next start",
+    ),
+];
+
+/// Runs these trials, on one cluster.
+pub(super) fn run(names: &[&str]) -> anyhow::Result<()> {
+    let mut command = Command::new(checks::cargo());
+    command.args(["test", "--quiet", "--locked", "--package", "bursar-e2e"]);
+    command.args(["--test", "cluster", "--", "--exact"]);
+    let others = TRIALS.iter().filter(|(name, _)| !names.contains(name));
+    for (name, _) in others {
+        command.args(["--skip", name]);
+    }
+    checks::succeed(&mut command)
+}

@@ -1,0 +1,128 @@
+//! A pod ends, and its memory is free for the next.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use kube::ResourceExt;
+use libtest_mimic::{Failed, Trial};
+
+use crate::on_node::OnNode;
+use crate::placement::holder;
+use crate::restarts::percentile;
+use crate::stage::{SOON, Stage, node_trial};
+
+const ROUNDS: usize = 5;
+/// Pods that end at the same time: as many 3s as two GPUs of 16 have room for.
+const AT_ONCE: usize = 10;
+/// A pod's memory is free this soon after its cgroup is gone.
+const RELEASED: f64 = 2.0;
+const PAUSE: Duration = Duration::from_millis(10);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![node_trial("main/cluster/release", released)]
+}
+
+async fn released(stage: &mut Stage) -> Result<(), Failed> {
+    let mut seconds = Vec::new();
+    for _ in 0..ROUNDS {
+        seconds.append(&mut round(stage).await?);
+    }
+    seconds.sort_by(f64::total_cmp);
+    let (median, p99) = (percentile(&seconds, 50), percentile(&seconds, 99));
+    stage.progress.say(format_args!(
+        "{} pods: released {median:.3} s (median), {p99:.3} s (p99) after the end of the cgroup",
+        seconds.len()
+    ));
+    assert!(p99 < RELEASED, "too late: {seconds:?}");
+    stage.witness.nobody_failed_or_restarted()
+}
+
+/// A pod that ends.
+struct Ending {
+    uid: String,
+    cgroups: Vec<PathBuf>,
+    /// When its cgroups were gone.
+    gone: Option<Instant>,
+    /// When its CDI file was.
+    released: Option<Instant>,
+}
+
+/// Seconds from each pod's end to the release of its memory.
+async fn round(stage: &mut Stage) -> Result<Vec<f64>, Failed> {
+    let names: Vec<String> = (0..AT_ONCE)
+        .map(|number| format!("three-{number}"))
+        .collect();
+    for name in &names {
+        stage.pods.create(&holder(stage, name, 3)).await?;
+    }
+    for name in &names {
+        stage.pods.until_running(name, SOON).await?;
+    }
+    let node = stage.on_node()?;
+    let pods = stage.pods.list().await?;
+    let mut endings: Vec<Ending> = pods
+        .iter()
+        .filter_map(|pod| pod.uid())
+        .map(|uid| Ending {
+            cgroups: node.cgroups(&uid),
+            uid,
+            gone: None,
+            released: None,
+        })
+        .collect();
+    let unseen = endings
+        .iter()
+        .filter(|ending| ending.cgroups.is_empty())
+        .count();
+    assert_eq!(
+        (endings.len(), unseen),
+        (AT_ONCE, 0),
+        "pods, and those without a cgroup"
+    );
+    for name in &names {
+        stage.pods.delete(name).await?;
+    }
+    let begin = Instant::now();
+    while endings
+        .iter()
+        .any(|ending| ending.gone.is_none() || ending.released.is_none())
+    {
+        if begin.elapsed() > SOON {
+            let left: Vec<&str> = endings
+                .iter()
+                .filter(|ending| ending.released.is_none())
+                .map(|ending| ending.uid.as_str())
+                .collect();
+            return Err(format!("after {SOON:?} these hold their memory: {left:?}").into());
+        }
+        watch(&node, &mut endings)?;
+        tokio::time::sleep(PAUSE).await;
+    }
+    for name in &names {
+        stage.pods.until_gone(name, SOON).await?;
+    }
+    let delay = |ending: &Ending| {
+        Some(
+            ending
+                .released?
+                .saturating_duration_since(ending.gone?)
+                .as_secs_f64(),
+        )
+    };
+    Ok(endings.iter().filter_map(delay).collect())
+}
+
+fn watch(node: &OnNode, endings: &mut [Ending]) -> Result<(), Failed> {
+    let held = node.cdi()?;
+    let now = Instant::now();
+    for ending in endings {
+        if ending.gone.is_none() && !ending.cgroups.iter().any(|path| path.exists()) {
+            ending.gone = Some(now);
+        }
+        let holds = held.values().any(|file| file.contains(&ending.uid));
+        if ending.released.is_none() && !holds {
+            ending.released = Some(now);
+        }
+    }
+    Ok(())
+}
