@@ -2,6 +2,7 @@
 //! that both hold.
 
 pub mod cache;
+mod cargo;
 pub mod chart;
 pub mod cluster;
 pub mod demo;

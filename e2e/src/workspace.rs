@@ -3,10 +3,11 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use serde::Deserialize;
 
+use crate::cargo;
 use crate::folders;
 
 /// The programs and libraries that run in a cluster.
@@ -80,8 +81,7 @@ struct Target {
 /// # Errors
 /// When cargo is missing or something does not compile.
 pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError> {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let mut command = Command::new(cargo);
+    let mut command = cargo::command();
     command.args([
         "build",
         "--quiet",

@@ -1,9 +1,9 @@
 //! The table of checks.
 
-use std::ffi::OsString;
 use std::process::Command;
 
 use super::{cluster, tools};
+use crate::cargo;
 use crate::folders;
 use crate::kube;
 use crate::progress::Progress;
@@ -147,9 +147,9 @@ pub(super) fn all() -> Vec<Check> {
 impl Check {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         match self.how {
-            How::Cargo(arguments) => succeed(Command::new(cargo()).args(arguments)),
+            How::Cargo(arguments) => succeed(cargo::command().args(arguments)),
             How::Test(targets) => succeed(
-                Command::new(cargo())
+                cargo::command()
                     .args(["test", "--quiet", "--locked", "--workspace"])
                     .args(targets),
             ),
@@ -162,11 +162,6 @@ impl Check {
     pub(super) fn on_cluster(&self) -> bool {
         matches!(self.how, How::OnCluster)
     }
-}
-
-/// The cargo that runs us, so that a `+toolchain` on the command line holds for the checks too.
-pub(super) fn cargo() -> OsString {
-    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
 pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {

@@ -1,8 +1,7 @@
 //! The trials on a real cluster: one test program, and one cluster for all that are asked for.
 
-use std::process::Command;
-
 use super::checks;
+use crate::cargo;
 
 /// Every trial of `e2e/tests/cluster` by its name, and what it shows. That program refuses to run
 /// when its trials are others.
@@ -59,8 +58,9 @@ pub const TRIALS: &[(&str, &str)] = &[
 
 /// Runs these trials, on one cluster.
 pub(super) fn run(names: &[&str]) -> anyhow::Result<()> {
-    let mut command = Command::new(checks::cargo());
-    command.args(["test", "--quiet", "--locked", "--package", "bursar-e2e"]);
+    let mut command = cargo::command();
+    // As the other tests are compiled.
+    command.args(["test", "--quiet", "--locked", "--workspace"]);
     command.args(["--test", "cluster", "--", "--exact"]);
     let others = TRIALS.iter().filter(|(name, _)| !names.contains(name));
     for (name, _) in others {

@@ -1,9 +1,9 @@
 //! Programs that checks need and a fresh machine lacks: pinned, built once into the cache.
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use crate::cache::{self, CacheError};
+use crate::cargo;
 use crate::folders;
 
 /// The pinned cargo-deny.
@@ -34,7 +34,7 @@ pub(super) fn cargo_deny() -> Result<PathBuf, CacheError<ToolError>> {
 
 fn install(package: &str, version: &str, out: &Path) -> Result<(), ToolError> {
     let tool = format!("{package}@{version}");
-    let status = Command::new(super::checks::cargo())
+    let status = cargo::command()
         .args(["install", "--quiet", "--locked", "--root"])
         .arg(out)
         .arg(&tool)
