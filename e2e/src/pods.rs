@@ -206,6 +206,14 @@ impl State {
             && !self.waiting.starts_with("ContainerCreating")
     }
 
+    /// Why it waits, in the words of the agent or the scheduler: without what gRPC and the kubelet put
+    /// before them.
+    pub fn reason(&self) -> &str {
+        self.waiting
+            .rsplit_once(" desc = ")
+            .map_or(self.waiting.as_str(), |(_, reason)| reason)
+    }
+
     /// One line for errors.
     fn line(&self) -> String {
         format!("{} {}", self.phase, self.waiting)
@@ -503,10 +511,20 @@ mod tests {
             state.waiting,
             "CreateContainerConfigError: waiting for 8 GiB"
         );
+        assert_eq!(state.reason(), state.waiting);
         assert_eq!(
             (state.running, state.restarts, state.scheduled),
             (false, 2, true)
         );
+    }
+
+    #[test]
+    fn the_agents_words_are_found_behind_the_kubelets() {
+        let message = "device plugin PreStartContainer rpc failed with err: rpc error: code = ResourceExhausted desc = waiting for 8 GiB";
+        let waiting = json!({"reason": "CreateContainerConfigError", "message": message});
+        let status = json!({"phase": "Pending", "containerStatuses": [
+            {"name": "main", "image": "", "imageID": "", "ready": false, "restartCount": 0, "state": {"waiting": waiting}}]});
+        assert_eq!(State::of(&pod(status)).reason(), "waiting for 8 GiB");
     }
 
     #[test]

@@ -91,6 +91,7 @@ pub async fn run(scene: &Scene, progress: &Progress) -> Result<String, DemoError
         rows.push(Row::new(role, &pods.node(&role.name).await?, &view));
     }
     rows.push(late(scene, &cast, progress).await?);
+    rows[cast.leaves].note = "was deleted to make room".to_owned();
     Ok(table::render(&rows))
 }
 
@@ -101,7 +102,7 @@ async fn late(scene: &Scene, cast: &Cast, progress: &Progress) -> Result<Row, De
     let pods = Pods::in_namespace(&client, role.namespace).await?;
     pods.create(&role.plan(&scene.probe)).await?;
     progress.say(format_args!(
-        "{}/{} asks for {} GiB: no GPU has as much free",
+        "{}/{} asks for {} GiB: no GPU has as much free. It waits; its status tells why after 25 s",
         role.namespace, role.name, role.gib
     ));
     let waits = pods
@@ -133,8 +134,9 @@ async fn late(scene: &Scene, cast: &Cast, progress: &Progress) -> Result<Row, De
     ));
     let mut row = Row::new(role, &pods.node(&role.name).await?, &view);
     row.note = format!(
-        "waited: {}; ran {took:.1} s after {} was deleted",
-        waits.waiting, leaving.name
+        "{}; ran {took:.1} s after {} was deleted",
+        waits.reason(),
+        leaving.name
     );
     Ok(row)
 }
