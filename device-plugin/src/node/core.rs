@@ -30,7 +30,7 @@ use crate::ledger::{
 };
 use crate::metrics::{Counts, Metrics};
 use crate::pods::{PodCgroup, Pods};
-use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Resource, TokenSet};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
 /// Where the answer to a PreStartContainer goes; closed where nobody waits any more.
 pub type Reply = oneshot::Sender<Result<(), NotBound>>;
@@ -413,10 +413,12 @@ impl<H: Host> Core<H> {
         result.map_err(failed)
     }
 
-    /// The socket and the CDI file of every allocation of a binding.
+    /// What a binding is on the host: of device memory the socket and the CDI file of every
+    /// allocation, of managed memory its containers' quotas.
     async fn make(&mut self, binding: &Binding) -> Result<(), HostError> {
-        let Placement::Device(shares) = &binding.placement else {
-            return Ok(());
+        let shares = match &binding.placement {
+            Placement::Device(shares) => shares,
+            Placement::Managed(_) => return self.allow_managed(&binding.pod),
         };
         self.unfinished.extend(&binding.allocations);
         for &allocation in &binding.allocations {
@@ -445,11 +447,46 @@ impl<H: Host> Core<H> {
                 tokens: binding.tokens.clone(),
                 gpus,
             };
-            self.host.expose(&device).await?;
+            let managed = self.managed_of(&binding.pod, allocation);
+            self.host.expose(&device, managed).await?;
             self.host.describe(&device)?;
             self.unfinished.remove(&allocation);
         }
         Ok(())
+    }
+
+    /// Tells every container of a pod what managed memory it may use. One without device memory has no
+    /// GPU to use managed memory from.
+    fn allow_managed(&mut self, pod: &PodUid) -> Result<(), HostError> {
+        let exposed: Vec<AllocationId> = self
+            .ledger
+            .bindings()
+            .filter(|binding| binding.pod == *pod && binding.resource == Resource::DeviceMemory)
+            .flat_map(|binding| binding.allocations)
+            .collect();
+        for allocation in exposed {
+            let managed = self.managed_of(pod, allocation);
+            self.host.allow_managed(allocation, managed)?;
+        }
+        Ok(())
+    }
+
+    /// The managed memory that is bound for the container of `pod` that has `allocation`.
+    pub(super) fn managed_of(&self, pod: &PodUid, allocation: AllocationId) -> Bytes {
+        let container = |id: &AllocationId| self.holders.get(id).map(|holder| &holder.container);
+        let quanta = self
+            .ledger
+            .bindings()
+            .filter(|binding| {
+                let mut containers = binding.allocations.iter().map(container);
+                binding.pod == *pod && containers.any(|name| name == container(&allocation))
+            })
+            .map(|binding| match binding.placement {
+                Placement::Managed(quanta) => quanta.0,
+                Placement::Device(_) => 0,
+            })
+            .fold(0_u32, u32::saturating_add);
+        self.config.quantum.times(Quanta(quanta))
     }
 
     fn nodes_of(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {

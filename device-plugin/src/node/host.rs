@@ -14,7 +14,7 @@ use crate::cdi::{self, CdiDir, CdiError};
 use crate::checkpoint::{Checkpoint, LoadError, SaveError};
 use crate::config::{Config, DriverConfig, PathsConfig};
 use crate::driver::{Driver, DriverError};
-use crate::sessions::{Served, Sessions, SessionsError};
+use crate::sessions::{Account, Served, Sessions, SessionsError};
 use crate::shim_files::{self, ShimFilesError};
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
@@ -87,11 +87,15 @@ impl HostError {
 pub trait Host: Send {
     /// Makes `state` what a successor finds.
     fn persist(&mut self, state: &State) -> Result<(), HostError>;
-    /// Makes the allocation's folder and serves its socket there.
+    /// Makes the allocation's folder and serves its socket there; its container may use `managed` memory too.
     fn expose(
         &mut self,
         binding: &cdi::Binding,
+        managed: Bytes,
     ) -> impl Future<Output = Result<(), HostError>> + Send;
+    /// Changes how much managed memory the container of an allocation may use; one that is not exposed yet
+    /// is told then.
+    fn allow_managed(&mut self, allocation: AllocationId, managed: Bytes) -> Result<(), HostError>;
     /// Writes the allocation's CDI file: from now on its container can start.
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError>;
     /// Removes the CDI file, the socket and the folder; what is not there is removed already.
@@ -227,7 +231,7 @@ impl Host for OsHost {
         Ok(self.checkpoint.save(state)?)
     }
 
-    async fn expose(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+    async fn expose(&mut self, binding: &cdi::Binding, managed: Bytes) -> Result<(), HostError> {
         let gpus = binding
             .gpus
             .iter()
@@ -237,9 +241,21 @@ impl Host for OsHost {
             allocation: binding.allocation,
             pod: binding.pod.clone(),
             gpus,
-            managed: Bytes::ZERO,
+            managed,
         };
-        Ok(self.sessions.serve(served).await?)
+        self.sessions.serve(served).await?;
+        // One that was served before goes on with what it was told then.
+        self.allow_managed(binding.allocation, managed)
+    }
+
+    fn allow_managed(&mut self, allocation: AllocationId, managed: Bytes) -> Result<(), HostError> {
+        let resized = self
+            .sessions
+            .resize(&allocation, &Account::Managed, managed);
+        match resized {
+            Ok(()) | Err(SessionsError::Unknown(_)) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {

@@ -6,7 +6,7 @@
 //! 2. The kubelet's device checkpoint gives the bookings that are lacking, of pods that are still there.
 //! 3. Pods whose cgroup is gone are released.
 //! 4. Files that no binding stands for are withdrawn.
-//! 5. The sockets of all bindings are served again. A CDI file that is missing is written once the
+//! 5. The sockets of all bindings are served again, with the managed memory of their containers. A CDI file that is missing is written once the
 //!    GPUs are known; one that is there stays as it is, for its container runs with it.
 
 use std::collections::BTreeSet;
@@ -182,7 +182,8 @@ impl<H: Host> Core<H> {
             if !self.unfinished.contains(&device.allocation) {
                 continue;
             }
-            match self.host.expose(&device).await {
+            let managed = self.managed_of(&device.pod, device.allocation);
+            match self.host.expose(&device, managed).await {
                 Ok(()) => {
                     self.unfinished.remove(&device.allocation);
                 }

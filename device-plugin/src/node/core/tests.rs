@@ -16,7 +16,8 @@ use crate::units::{Bytes, QuantumSize};
 #[derive(Debug, Default)]
 struct Disk {
     checkpoint: Option<State>,
-    sockets: BTreeSet<AllocationId>,
+    /// What is served, with its managed memory.
+    sockets: BTreeMap<AllocationId, Bytes>,
     cdi: BTreeMap<AllocationId, cdi::Binding>,
     /// Steps that were done.
     done: usize,
@@ -54,7 +55,7 @@ impl MemoryHost {
         Found {
             checkpoint: Ok(disk.checkpoint.clone()),
             cdi: disk.cdi.values().cloned().collect(),
-            allocations: disk.sockets.clone(),
+            allocations: disk.sockets.keys().copied().collect(),
         }
     }
 }
@@ -68,9 +69,17 @@ impl Host for MemoryHost {
         })
     }
 
-    async fn expose(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+    async fn expose(&mut self, binding: &cdi::Binding, managed: Bytes) -> Result<(), HostError> {
         self.step("expose", |disk| {
-            disk.sockets.insert(binding.allocation);
+            disk.sockets.insert(binding.allocation, managed);
+        })
+    }
+
+    fn allow_managed(&mut self, allocation: AllocationId, managed: Bytes) -> Result<(), HostError> {
+        self.step("allow managed", |disk| {
+            if let Some(served) = disk.sockets.get_mut(&allocation) {
+                *served = managed;
+            }
         })
     }
 
@@ -279,7 +288,11 @@ impl Bed {
             bound,
             "cdi files"
         );
-        assert_eq!(disk.sockets, bound, "sockets");
+        assert_eq!(
+            disk.sockets.keys().copied().collect::<BTreeSet<_>>(),
+            bound,
+            "sockets"
+        );
         for binding in self.core.bindings().filter(device) {
             let Placement::Device(shares) = &binding.placement else {
                 continue;
@@ -628,6 +641,65 @@ async fn managed_memory_survives_a_deleted_checkpoint_by_the_kubelets_records() 
     bed.host.disk().checkpoint = None;
     bed.restart().await;
     assert_eq!(bed.placements(), before);
+}
+
+#[tokio::test]
+async fn a_container_gets_its_managed_memory_whichever_is_bound_first() {
+    for managed_first in [false, true] {
+        let mut bed = Bed::new().await;
+        let device = bed.admit("a", "main", Resource::DeviceMemory, set(0..4));
+        bed.admit("a", "main", Resource::ManagedMemory, set(0..3));
+        let mut order = [
+            (Resource::DeviceMemory, set(0..4)),
+            (Resource::ManagedMemory, set(0..3)),
+        ];
+        if managed_first {
+            order.reverse();
+        }
+        for (resource, tokens) in order {
+            let mut answer = bed.start("a", resource, tokens).await;
+            assert_eq!(answered(&mut answer), Some(Ok(())));
+        }
+        let served = BTreeMap::from([(device, Bytes::gib(3))]);
+        assert_eq!(
+            bed.host.disk().sockets,
+            served,
+            "managed first: {managed_first}"
+        );
+        for forgotten in [false, true] {
+            // A successor serves all anew.
+            let nothing = BTreeMap::from([(device, Bytes::ZERO)]);
+            bed.host.disk().sockets = nothing;
+            if forgotten {
+                bed.host.disk().checkpoint = None;
+            }
+            bed.restart().await;
+            assert_eq!(
+                bed.host.disk().sockets,
+                served,
+                "after a restart; checkpoint lost: {forgotten}"
+            );
+        }
+    }
+}
+
+#[tokio::test]
+async fn managed_memory_is_its_own_containers_only() {
+    let mut bed = Bed::new().await;
+    let one = bed.admit("a", "one", Resource::DeviceMemory, set(0..2));
+    let two = bed.admit("a", "two", Resource::DeviceMemory, set(2..4));
+    let other = bed.admit("b", "two", Resource::DeviceMemory, set(4..6));
+    bed.admit("a", "two", Resource::ManagedMemory, set(0..3));
+    for (pod, tokens) in [("a", 0..2), ("a", 2..4), ("b", 4..6)] {
+        bed.start_device(pod, tokens).await;
+    }
+    bed.start("a", Resource::ManagedMemory, set(0..3)).await;
+    let served = BTreeMap::from([
+        (one, Bytes::ZERO),
+        (two, Bytes::gib(3)),
+        (other, Bytes::ZERO),
+    ]);
+    assert_eq!(bed.host.disk().sockets, served);
 }
 
 #[tokio::test]
