@@ -5,9 +5,10 @@ use std::process::ExitCode;
 use bursar_device_plugin::agent::{self, Surroundings};
 use bursar_device_plugin::config::{Args, Config, LogFormat};
 use clap::Parser;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tracing::error;
+use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
 
 fn main() -> ExitCode {
@@ -25,6 +26,7 @@ fn main() -> ExitCode {
 #[tokio::main]
 async fn run(args: &Args) -> anyhow::Result<()> {
     log(args)?;
+    raise_descriptors();
     let config = Config::load(&args.config)?;
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
@@ -42,6 +44,19 @@ fn log(args: &Args) -> anyhow::Result<()> {
         LogFormat::Text => lines.init(),
     }
     Ok(())
+}
+
+/// Raises the limit of open files to the most that is allowed: every process of every container
+/// takes some.
+fn raise_descriptors() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        warn!(%error, limit = limit.current, "limit of open files not raised");
+    }
 }
 
 fn stop_on_signals(shutdown: CancellationToken) -> std::io::Result<()> {

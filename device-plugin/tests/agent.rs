@@ -10,6 +10,8 @@ mod common;
 #[path = "agent/machine.rs"]
 mod machine;
 
+#[path = "agent/descriptors.rs"]
+mod descriptors;
 #[path = "agent/life.rs"]
 mod life;
 #[path = "agent/memory.rs"]

@@ -1,0 +1,44 @@
+//! The agent's limit of open files.
+
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// The soft and the hard limit of open files of a process.
+fn limits(pid: u32) -> Option<(String, String)> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/limits")).ok()?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Max open files"))?;
+    let mut words = line.split_whitespace().map(str::to_owned);
+    Some((words.next()?, words.next()?))
+}
+
+#[test]
+fn the_agent_takes_as_many_descriptors_as_it_may() {
+    let folder = tempfile::tempdir().unwrap();
+    // Nobody writes it: the agent waits for its configuration, with nothing else begun.
+    let config = folder.path().join("agent.toml");
+    let made = Command::new("mkfifo").arg(&config).status().unwrap();
+    assert!(made.success());
+    let mut agent = Command::new("sh")
+        .args([
+            "-c",
+            "ulimit -Sn 64; exec \"$0\" --node-name n --config \"$1\"",
+        ])
+        .arg(env!("CARGO_BIN_EXE_bursar-agent"))
+        .arg(&config)
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let begun = Instant::now();
+    let raised = loop {
+        match limits(agent.id()) {
+            Some((soft, hard)) if soft == hard => break true,
+            _ if begun.elapsed() > Duration::from_secs(10) => break false,
+            _ => std::thread::sleep(Duration::from_millis(10)),
+        }
+    };
+    agent.kill().unwrap();
+    agent.wait().unwrap();
+    assert!(raised, "the soft limit stays below the hard one");
+}
