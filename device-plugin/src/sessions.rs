@@ -14,12 +14,15 @@
 //! the agent.
 
 mod allocation;
+mod charges;
 mod container;
 mod conversation;
 mod credit;
 mod life;
+mod pace;
 mod peer;
 mod record;
+mod seats;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -31,7 +34,9 @@ use tokio::task::AbortHandle;
 
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use container::Container;
+use seats::Seats;
 
+pub use charges::{Charges, DriverCharges};
 pub use credit::Credit;
 pub use peer::{Cgroups, Membership, Process};
 
@@ -84,13 +89,6 @@ pub struct Usage {
     pub processes: usize,
 }
 
-/// What the driver charges to processes: NVML, in the agent.
-pub trait DriverCharges: Send + Sync + 'static {
-    /// What the driver charges `pid` on `gpu`: zero when the driver does not list the process,
-    /// `None` when it cannot be told now. It may block.
-    fn charged(&self, gpu: &GpuUuid, pid: u32) -> Option<Bytes>;
-}
-
 /// What went wrong with an allocation's socket.
 #[derive(Debug, thiserror::Error)]
 pub enum SessionsError {
@@ -128,6 +126,7 @@ pub struct Sessions {
     run_dir: PathBuf,
     charges: Arc<dyn DriverCharges>,
     membership: Arc<dyn Membership>,
+    seats: Seats,
     running: Mutex<BTreeMap<AllocationId, Running>>,
 }
 
@@ -143,7 +142,8 @@ impl Drop for Running {
 }
 
 impl Sessions {
-    /// Serves below `run_dir`. Must be dropped inside the runtime that it serves on.
+    /// Serves below `run_dir`, as many processes at the same time as this process's limit of
+    /// descriptors allows. Must be dropped inside the runtime that it serves on.
     pub fn new(
         run_dir: PathBuf,
         charges: Arc<dyn DriverCharges>,
@@ -153,7 +153,17 @@ impl Sessions {
             run_dir,
             charges,
             membership,
+            seats: Seats::of_this_process(),
             running: Mutex::default(),
+        }
+    }
+
+    /// Serves at most `peers` processes of the node at the same time.
+    #[must_use]
+    pub fn limited_to(self, peers: usize) -> Sessions {
+        Sessions {
+            seats: Seats::new(peers),
+            ..self
         }
     }
 
@@ -196,6 +206,7 @@ impl Sessions {
             container: Arc::clone(&container),
             charges: Arc::clone(&self.charges),
             membership: Arc::clone(&self.membership),
+            seats: self.seats.clone(),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
         // A second serve of the same allocation at the same time: the later listener has replaced

@@ -13,7 +13,6 @@
 //!                                     <-  Granted {account, units} | Refused {account, free}
 //!   Refresh                           ->                         (writes the page's `others`)
 //!                                     <-  Refreshed
-//!   Return {account, units}           ->                         (no answer)
 //!   Denied {account, bytes, function} ->                         (no answer)
 //! ```
 #![forbid(unsafe_code)]
@@ -76,13 +75,6 @@ pub enum ToAgent {
         /// The account's index in the welcome.
         account: u8,
         /// How much is missing.
-        units: Units,
-    },
-    /// Says that the process took this much off its granted credit.
-    Return {
-        /// The account's index in the welcome.
-        account: u8,
-        /// How much.
         units: Units,
     },
     /// Reports that an allocation was denied.
@@ -228,10 +220,6 @@ impl Message for ToAgent {
                 out.extend_from_slice(&[2, *account]);
                 put_units(&mut out, *units);
             }
-            ToAgent::Return { account, units } => {
-                out.extend_from_slice(&[3, *account]);
-                put_units(&mut out, *units);
-            }
             ToAgent::Denied {
                 account,
                 bytes,
@@ -261,10 +249,6 @@ impl Message for ToAgent {
                 })?,
             },
             2 => ToAgent::Request {
-                account: fields.slot()?,
-                units: fields.units()?,
-            },
-            3 => ToAgent::Return {
                 account: fields.slot()?,
                 units: fields.units()?,
             },
@@ -495,7 +479,6 @@ mod tests {
             ),
             (slot.clone(), units())
                 .prop_map(|(account, units)| ToAgent::Request { account, units }),
-            (slot.clone(), units()).prop_map(|(account, units)| ToAgent::Return { account, units }),
             (slot, any::<u64>(), "[a-zA-Z0-9_]{0,96}").prop_map(|(account, bytes, function)| {
                 ToAgent::Denied {
                     account,

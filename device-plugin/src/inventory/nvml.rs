@@ -20,7 +20,7 @@ use tracing::{debug, info, warn};
 use super::health::Policy;
 use super::roster::{Probe, Roster};
 use super::{Gpu, Inventory, NoDriver};
-use crate::sessions::DriverCharges;
+use crate::sessions::{Charges, DriverCharges};
 use crate::units::{Bytes, GpuUuid, UnitError};
 
 /// How often the thread looks.
@@ -84,7 +84,7 @@ pub struct NvmlHandle {
 }
 
 impl DriverCharges for NvmlHandle {
-    fn charged(&self, gpu: &GpuUuid, pid: u32) -> Option<Bytes> {
+    fn charged(&self, gpu: &GpuUuid) -> Option<Charges> {
         let (answer, answered) = oneshot::channel();
         let question = Question {
             gpu: gpu.clone(),
@@ -92,12 +92,10 @@ impl DriverCharges for NvmlHandle {
         };
         self.questions.send(question).ok()?;
         let processes = answered.blocking_recv().ok()?.ok()?;
-        let of_it = processes.iter().filter(|charged| charged.pid == pid);
-        // A process of which the driver cannot tell how much it has: nothing can be said.
-        let bytes = of_it
-            .map(|charged| charged.bytes.map(|bytes| bytes.0))
-            .sum::<Option<u64>>()?;
-        Some(Bytes(bytes))
+        let charged = processes
+            .iter()
+            .map(|Charged { pid, bytes }| (*pid, *bytes));
+        Some(charged.collect())
     }
 }
 

@@ -1,14 +1,18 @@
 //! The task of one allocation: accepts its container's processes, and settles the dead.
 
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use tokio::net::UnixListener;
+use bursar_protocol::wire::{Message, Reason, ToShim};
+use tokio::net::{UnixListener, UnixStream};
 use tokio::task::JoinSet;
 
+use super::charges::{Charges, DriverCharges};
 use super::container::{Container, Known};
 use super::conversation::{self, Conversation};
-use super::{DriverCharges, MAX_PROCESSES, Membership, lock};
+use super::pace::{self, Pace};
+use super::seats::{Seat, Seats};
+use super::{MAX_PROCESSES, Membership, lock};
 use crate::units::Bytes;
 
 /// How often the driver is asked about the dead, while there are any. A kill's memory is back
@@ -21,11 +25,18 @@ const SPARE_CONNECTIONS: usize = 64;
 /// How long to wait after a failed accept (out of descriptors, say).
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// Connections that are accepted at once: all of a container's processes may start together.
+const CONNECTION_BURST: u32 = (MAX_PROCESSES + SPARE_CONNECTIONS) as u32;
+
+/// Messages of all processes of a container that are answered at once: two of each.
+const MESSAGE_BURST: u32 = 2 * MAX_PROCESSES as u32;
+
 /// What the task works with.
 pub(super) struct Task {
     pub(super) container: Arc<Mutex<Container>>,
     pub(super) charges: Arc<dyn DriverCharges>,
     pub(super) membership: Arc<dyn Membership>,
+    pub(super) seats: Seats,
 }
 
 impl Task {
@@ -39,23 +50,34 @@ impl Task {
             ended,
         } in known
         {
-            peers.spawn(conversation::mourn(
-                Arc::clone(&self.container),
-                process,
-                image,
-                ended,
-            ));
+            // Its death counts, seat or not.
+            let seat = self.seats.take();
+            let mourn = conversation::mourn(Arc::clone(&self.container), process, image, ended);
+            peers.spawn(async move {
+                mourn.await;
+                drop(seat);
+            });
         }
-        let mut settle = tokio::time::interval(SETTLE_EVERY);
-        settle.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        // A GPU that hangs holds up this task only.
+        let mut settler = JoinSet::new();
+        settler.spawn(settle(
+            Arc::clone(&self.container),
+            Arc::clone(&self.charges),
+        ));
+        let messages = Arc::new(Mutex::new(Pace::new(MESSAGE_BURST)));
+        let mut connections = Pace::new(CONNECTION_BURST);
         loop {
-            let room = peers.len() < MAX_PROCESSES + SPARE_CONNECTIONS;
             tokio::select! {
-                accepted = listener.accept(), if room => match accepted {
+                accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => {
-                        let conversation =
-                            Conversation::new(Arc::clone(&self.container), Arc::clone(&self.membership));
-                        peers.spawn(conversation.run(stream));
+                        let full = peers.len() >= MAX_PROCESSES + SPARE_CONNECTIONS;
+                        match self.seats.take().filter(|_| !full) {
+                            Some(seat) => {
+                                peers.spawn(self.converse(stream, seat, Arc::clone(&messages)));
+                            }
+                            None => refuse(stream),
+                        }
+                        pace::wait(connections.take(Instant::now())).await;
                     }
                     Err(error) => {
                         tracing::warn!(%error, "accept failed");
@@ -63,23 +85,60 @@ impl Task {
                     }
                 },
                 Some(_) = peers.join_next(), if !peers.is_empty() => {}
-                _ = settle.tick() => self.settle().await,
             }
         }
     }
 
-    /// Asks the driver about every image that ended.
-    async fn settle(&self) {
-        let retired = lock(&self.container).retired();
-        for (pid, gpus) in retired {
-            let charges = Arc::clone(&self.charges);
-            let asked = tokio::task::spawn_blocking(move || {
-                gpus.iter()
-                    .map(|gpu| charges.charged(gpu, pid))
-                    .collect::<Option<Vec<Bytes>>>()
-            });
-            if let Ok(Some(charged)) = asked.await {
-                lock(&self.container).settle(pid, &charged);
+    /// One connection's task; its seat is free again when it ends.
+    fn converse(
+        &self,
+        stream: UnixStream,
+        seat: Seat,
+        messages: Arc<Mutex<Pace>>,
+    ) -> impl Future<Output = ()> + use<> {
+        let conversation = Conversation::new(
+            Arc::clone(&self.container),
+            Arc::clone(&self.membership),
+            messages,
+        );
+        async move {
+            conversation.run(stream).await;
+            drop(seat);
+        }
+    }
+}
+
+/// Says that there is no seat: a peer that gets no answer would wait for one.
+fn refuse(stream: UnixStream) {
+    let goodbye = ToShim::Goodbye {
+        reason: Reason::Busy,
+    };
+    // A new socket has room for it.
+    let _ = stream.try_write(&goodbye.frame());
+}
+
+/// Asks the driver about every image that ended, for ever.
+async fn settle(container: Arc<Mutex<Container>>, charges: Arc<dyn DriverCharges>) {
+    let mut every = tokio::time::interval(SETTLE_EVERY);
+    every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        every.tick().await;
+        let retired = lock(&container).retired();
+        if retired.is_empty() {
+            continue;
+        }
+        let (gpus, charges) = (lock(&container).gpus(), Arc::clone(&charges));
+        let asked = tokio::task::spawn_blocking(move || {
+            let lists = gpus.iter().map(|gpu| charges.charged(gpu));
+            lists.collect::<Option<Vec<Charges>>>()
+        });
+        let Ok(Some(lists)) = asked.await else {
+            continue;
+        };
+        for pid in retired {
+            let charged: Option<Vec<Bytes>> = lists.iter().map(|list| list.of(pid)).collect();
+            if let Some(charged) = charged {
+                lock(&container).settle(pid, &charged);
             }
         }
     }

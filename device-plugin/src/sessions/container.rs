@@ -29,7 +29,11 @@ pub(super) struct Container {
     /// The cgroup of the container that its living processes are in.
     home: Option<String>,
     denied: Vec<u64>,
+    make_page: MakePage,
 }
+
+/// Makes a credit page with so many accounts.
+type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 
 /// A process that said hello, or that the record knows.
 struct Member {
@@ -85,6 +89,7 @@ impl Container {
             members: BTreeMap::new(),
             home: None,
             denied,
+            make_page: CreditPage::create,
         };
         for (pid, units) in content.retired {
             container.credit.restore(pid, &to_units(&units));
@@ -143,18 +148,21 @@ impl Container {
             .members
             .get(&pid)
             .is_some_and(|member| (member.process, member.image) == (process, image));
+        if !self.members.contains_key(&pid) && self.members.len() >= MAX_PROCESSES {
+            return Err(Reason::Busy);
+        }
+        // Before anything changes: a process that gets no page stays what it was.
+        let (page, fd) = (self.make_page)(self.accounts.len()).map_err(|error| {
+            tracing::warn!(allocation = %self.served.allocation, pid, %error, "credit page failed");
+            Reason::Busy
+        })?;
         if let Some(before) = self.members.remove(&pid) {
             before.ended.cancel();
             if !known {
                 self.credit.retire(pid);
             }
-        } else if self.members.len() >= MAX_PROCESSES {
-            return Err(Reason::Busy);
         }
-        let (page, fd) = self.page_of(pid, known, holdings).map_err(|error| {
-            tracing::warn!(allocation = %self.served.allocation, pid, %error, "credit page failed");
-            Reason::Busy
-        })?;
+        self.fill(&page, pid, known, holdings);
         self.home = Some(home);
         let ended = CancellationToken::new();
         self.members.insert(
@@ -175,15 +183,9 @@ impl Container {
         })
     }
 
-    /// A new page for a process. What the books say that it was granted counts, not what it says;
+    /// Fills a process's new page. What the books say that it was granted counts, not what it says;
     /// only a process that they don't know is taken at its word, within the quota.
-    fn page_of(
-        &mut self,
-        pid: u32,
-        known: bool,
-        holdings: &[Holding],
-    ) -> Result<(CreditPage, OwnedFd), PageError> {
-        let (page, fd) = CreditPage::create(self.accounts.len())?;
+    fn fill(&mut self, page: &CreditPage, pid: u32, known: bool, holdings: &[Holding]) {
         for (index, account) in self.accounts.iter().enumerate() {
             let Some(slot) = page.slot(index) else {
                 continue;
@@ -203,7 +205,6 @@ impl Container {
                 used: used.0,
             });
         }
-        Ok((page, fd))
     }
 
     fn welcome(&self) -> ToShim {
@@ -250,12 +251,6 @@ impl Container {
         }
     }
 
-    /// A process says that it gave credit back.
-    pub(super) fn returned(&mut self, pid: u32, account: u8, units: Units) {
-        self.credit.give_back(pid, usize::from(account), units);
-        self.write_record();
-    }
-
     /// A process was denied memory.
     pub(super) fn denied(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
         if let Some(count) = self.denied.get_mut(usize::from(account)) {
@@ -276,19 +271,15 @@ impl Container {
         self.write_record();
     }
 
-    /// The images that ended and are still charged, each with the GPUs to ask about it.
-    pub(super) fn retired(&self) -> Vec<(u32, Vec<GpuUuid>)> {
-        let gpus: Vec<_> = self
-            .served
-            .gpus
-            .iter()
-            .map(|(gpu, _)| gpu.clone())
-            .collect();
-        self.credit
-            .retired_pids()
-            .into_iter()
-            .map(|pid| (pid, gpus.clone()))
-            .collect()
+    /// The pids of images that ended and are still charged.
+    pub(super) fn retired(&self) -> Vec<u32> {
+        self.credit.retired_pids()
+    }
+
+    /// The GPUs, in the accounts' order.
+    pub(super) fn gpus(&self) -> Vec<GpuUuid> {
+        let gpus = self.served.gpus.iter();
+        gpus.map(|(gpu, _)| gpu.clone()).collect()
     }
 
     /// The driver says what it charges `pid` on each GPU: where that leaves nothing of the image
@@ -330,27 +321,20 @@ impl Container {
 
     /// Writes into every page what the container's other processes use.
     pub(super) fn refresh(&self) {
+        let siblings = self.members.len().saturating_sub(1) + self.credit.retired_pids().len();
+        let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
         for index in 0..self.accounts.len() {
-            let retired = self.credit.retired(index);
-            let uses: BTreeMap<u32, Units> = self
+            let uses = self
                 .members
                 .iter()
-                .map(|(pid, member)| (*pid, self.used_by(*pid, member, index)))
-                .collect();
-            let siblings = uses.len().saturating_sub(1) + self.credit.retired_pids().len();
-            for (pid, member) in &self.members {
-                let Some(slot) = member.page.as_ref().and_then(|page| page.slot(index)) else {
-                    continue;
-                };
-                let others = uses
-                    .iter()
-                    .filter(|(other, _)| *other != pid)
-                    .map(|(_, used)| *used)
-                    .sum();
-                slot.set_others(
-                    retired.saturating_add(others),
-                    u32::try_from(siblings).unwrap_or(u32::MAX),
-                );
+                .map(|(pid, member)| (member, self.used_by(*pid, member, index)))
+                .collect::<Vec<_>>();
+            let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
+            let all = all.saturating_add(self.credit.retired(index));
+            for (member, used) in uses {
+                if let Some(slot) = member.page.as_ref().and_then(|page| page.slot(index)) {
+                    slot.set_others(all.saturating_sub(used), siblings);
+                }
             }
         }
     }
@@ -407,7 +391,7 @@ impl Container {
     }
 
     /// Whether the record holds what the books say now.
-    fn write_record(&self) -> bool {
+    fn write_record(&mut self) -> bool {
         let units = |accounts: Option<&Vec<Units>>| -> Vec<u32> {
             accounts
                 .map(|accounts| accounts.iter().map(|units| units.0).collect())
@@ -430,7 +414,7 @@ impl Container {
                 .map(|(pid, accounts)| (*pid, units(Some(accounts))))
                 .collect(),
         };
-        let written = self.record.write(&content);
+        let written = self.record.write(content);
         if let Err(error) = &written {
             tracing::warn!(allocation = %self.served.allocation, %error, "session record not written");
         }

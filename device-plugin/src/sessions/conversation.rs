@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_protocol::socket::send_with_fd;
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
@@ -13,6 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::container::{Admitted, Container};
 use super::life::Life;
+use super::pace::{self, Pace};
 use super::{Membership, Process, lock};
 
 /// How long a peer may take to say hello.
@@ -20,6 +21,9 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long a peer may take to make room in its socket for an answer to its hello.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Messages of one process that are answered at once: more than a program's start takes.
+const MESSAGE_BURST: u32 = 64;
 
 /// The oldest version of the protocol that is served.
 const OLDEST_VERSION: u16 = 1;
@@ -43,6 +47,9 @@ enum Hangup {
 pub(super) struct Conversation {
     container: Arc<Mutex<Container>>,
     membership: Arc<dyn Membership>,
+    /// The budget that the container's processes share: each message costs time that grows with
+    /// their number.
+    shared: Arc<Mutex<Pace>>,
 }
 
 /// A peer that said hello.
@@ -57,10 +64,12 @@ impl Conversation {
     pub(super) fn new(
         container: Arc<Mutex<Container>>,
         membership: Arc<dyn Membership>,
+        shared: Arc<Mutex<Pace>>,
     ) -> Conversation {
         Conversation {
             container,
             membership,
+            shared,
         }
     }
 
@@ -147,8 +156,13 @@ impl Conversation {
         stream: &mut UnixStream,
         pid: u32,
     ) -> Result<std::convert::Infallible, Hangup> {
+        let mut own = Pace::new(MESSAGE_BURST);
         loop {
             let message = read(stream).await?;
+            // First its own, so that who floods uses up its own budget and not its siblings'.
+            pace::wait(own.take(Instant::now())).await;
+            let shared = lock(&self.shared).take(Instant::now());
+            pace::wait(shared).await;
             let answer = {
                 let mut container = lock(&self.container);
                 match message {
@@ -158,10 +172,6 @@ impl Conversation {
                     ToAgent::Refresh => {
                         container.refresh();
                         Some(ToShim::Refreshed)
-                    }
-                    ToAgent::Return { account, units } => {
-                        container.returned(pid, account, units);
-                        None
                     }
                     ToAgent::Denied {
                         account,

@@ -15,6 +15,8 @@ use super::Process;
 #[derive(Debug)]
 pub(super) struct Record {
     path: PathBuf,
+    /// What the file holds, where that is known: the same is not written again.
+    written: Option<Content>,
 }
 
 /// The file's content.
@@ -43,7 +45,10 @@ impl Record {
         if let Some(folder) = path.parent() {
             std::fs::create_dir_all(folder)?;
         }
-        Ok(Record { path })
+        Ok(Record {
+            path,
+            written: None,
+        })
     }
 
     /// What was written last; empty when nothing was, or when it cannot be read: NVML's audit is
@@ -63,11 +68,17 @@ impl Record {
         }
     }
 
-    /// Replaces the content.
-    pub(super) fn write(&self, content: &Content) -> io::Result<()> {
-        let text = serde_json::to_vec(content)?;
+    /// Replaces the content; nothing where it is the same.
+    pub(super) fn write(&mut self, content: Content) -> io::Result<()> {
+        if self.written.as_ref() == Some(&content) {
+            return Ok(());
+        }
+        self.written = None;
+        let text = serde_json::to_vec(&content)?;
         let temporary = self.path.with_extension("tmp");
         std::fs::write(&temporary, text)?;
-        std::fs::rename(&temporary, &self.path)
+        std::fs::rename(&temporary, &self.path)?;
+        self.written = Some(content);
+        Ok(())
     }
 }

@@ -1,6 +1,7 @@
 use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::page::CreditPage;
@@ -26,8 +27,25 @@ impl Membership for Everyone {
 struct NothingCharged;
 
 impl DriverCharges for NothingCharged {
-    fn charged(&self, _gpu: &GpuUuid, _pid: u32) -> Option<Bytes> {
-        Some(Bytes::ZERO)
+    fn charged(&self, _gpu: &GpuUuid) -> Option<Charges> {
+        Some(Charges::default())
+    }
+}
+
+/// A driver that charges nothing, answers only once it is let go on, and counts its questions.
+#[derive(Default)]
+struct Hung {
+    asked: AtomicUsize,
+    goes_on: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
+}
+
+impl DriverCharges for Hung {
+    fn charged(&self, _gpu: &GpuUuid) -> Option<Charges> {
+        self.asked.fetch_add(1, Ordering::SeqCst);
+        let held = lock(&self.goes_on).take();
+        // Let go on by a message, or by the end of the test.
+        let _ = held.map(|held| held.recv());
+        Some(Charges::default())
     }
 }
 
@@ -66,12 +84,16 @@ fn receive(stream: &mut UnixStream) -> ToShim {
 }
 
 fn hello(run_dir: &Path) -> (UnixStream, CreditPage) {
+    hello_as(run_dir, 1)
+}
+
+fn hello_as(run_dir: &Path, image: u64) -> (UnixStream, CreditPage) {
     let mut stream = connect(run_dir);
     stream
         .write_all(
             &ToAgent::Hello {
                 version: 1,
-                image: 1,
+                image,
                 holdings: vec![],
             }
             .frame(),
@@ -225,4 +247,103 @@ async fn an_allocation_that_ended_leaves_nothing() {
     }
     let quota = sessions.resize(&AllocationId::from_bits(7), &Account::Managed, Bytes::ZERO);
     assert!(matches!(quota, Err(SessionsError::Unknown(_))));
+}
+
+#[tokio::test]
+async fn a_gpu_that_hangs_keeps_no_new_process_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let (go_on, held) = std::sync::mpsc::channel();
+    let charges = Arc::new(Hung {
+        goes_on: Mutex::new(Some(held)),
+        ..Hung::default()
+    });
+    let sessions = Sessions::new(
+        folder.path().to_owned(),
+        Arc::clone(&charges) as Arc<dyn DriverCharges>,
+        Arc::new(Everyone(true)),
+    );
+    sessions.serve(served()).await.unwrap();
+    beside(folder.path(), move |run_dir| {
+        is_served(run_dir);
+        // An exec: what the image before it had is asked about, without an answer.
+        let _exec = hello_as(run_dir, 2);
+        let begun = Instant::now();
+        while charges.asked.load(Ordering::SeqCst) == 0 {
+            assert!(begun.elapsed() < Duration::from_secs(5), "nobody asks");
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let (mut stream, _page) = hello_as(run_dir, 2);
+        stream.write_all(&ToAgent::Refresh.frame()).unwrap();
+        assert_eq!(receive(&mut stream), ToShim::Refreshed);
+        drop(go_on);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn the_driver_is_asked_once_for_all_the_dead_of_a_gpu() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = folder.path().join("sessions/0000000000000007.json");
+    std::fs::create_dir_all(record.parent().unwrap()).unwrap();
+    let dead: Vec<String> = (4_000_000..4_000_020)
+        .map(|pid| format!("[{pid},[100,0]]"))
+        .collect();
+    let text = format!(r#"{{"processes":[],"retired":[{}]}}"#, dead.join(","));
+    std::fs::write(record, text).unwrap();
+    let charges = Arc::new(Hung::default());
+    let sessions = Sessions::new(
+        folder.path().to_owned(),
+        Arc::clone(&charges) as Arc<dyn DriverCharges>,
+        Arc::new(Everyone(true)),
+    );
+    sessions.serve(served()).await.unwrap();
+    let begun = Instant::now();
+    while sessions.usage()[0].retired > Bytes::ZERO {
+        assert!(begun.elapsed() < Duration::from_secs(5), "never settled");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(charges.asked.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test]
+async fn a_process_that_the_node_has_no_seat_for_is_told_so_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let sessions = sessions(folder.path(), true).limited_to(1);
+    sessions.serve(served()).await.unwrap();
+    beside(folder.path(), |run_dir| {
+        let first = hello(run_dir);
+        let begun = Instant::now();
+        let mut second = connect(run_dir);
+        let busy = ToShim::Goodbye {
+            reason: Reason::Busy,
+        };
+        assert_eq!(receive(&mut second), busy);
+        assert!(
+            begun.elapsed() < Duration::from_secs(1),
+            "{:?}",
+            begun.elapsed()
+        );
+        drop(first);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_process_that_asks_without_end_is_answered_at_a_pace() {
+    let folder = tempfile::tempdir().unwrap();
+    let sessions = sessions(folder.path(), true);
+    sessions.serve(served()).await.unwrap();
+    beside(folder.path(), |run_dir| {
+        let (mut stream, _page) = hello(run_dir);
+        let begun = Instant::now();
+        stream
+            .write_all(&ToAgent::Refresh.frame().repeat(400))
+            .unwrap();
+        for _ in 0..400 {
+            assert_eq!(receive(&mut stream), ToShim::Refreshed);
+        }
+        let took = begun.elapsed();
+        assert!(took > Duration::from_millis(300), "{took:?}");
+    })
+    .await;
 }

@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::sessions::{
-    Account, Cgroups, DriverCharges, Membership, Process, Served, Sessions, Usage,
+    Account, Cgroups, Charges, DriverCharges, Membership, Process, Served, Sessions, Usage,
 };
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sim_state::{Folder, Sim};
@@ -67,17 +67,14 @@ impl Membership for Everyone {
 struct SimCharges(PathBuf);
 
 impl DriverCharges for SimCharges {
-    fn charged(&self, gpu: &GpuUuid, pid: u32) -> Option<Bytes> {
+    fn charged(&self, gpu: &GpuUuid) -> Option<Charges> {
         let sim = Sim::open(&self.0).ok()?;
         let unit = sim.gpu_unit(sim.find_gpu(gpu.as_str())?);
         let processes = sim.usage(unit).processes;
-        Some(Bytes(
-            processes
-                .iter()
-                .filter(|process| process.pid == pid)
-                .map(|process| process.bytes)
-                .sum(),
-        ))
+        let charged = processes
+            .iter()
+            .map(|process| (process.pid, Some(Bytes(process.bytes))));
+        Some(charged.collect())
     }
 }
 

@@ -289,6 +289,59 @@ fn a_container_has_a_bounded_number_of_processes() {
 }
 
 #[test]
+fn a_process_that_gets_no_new_page_stays_what_it_was() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 512 * MIB);
+    let before = container.usage();
+    container.make_page = |_| Err(PageError::NotAPage("out of descriptors"));
+    for image in [7, 8] {
+        assert_eq!(hello(&mut container, 1, image).err(), Some(Reason::Busy));
+        assert_eq!(container.usage(), before, "as image {image}");
+    }
+    container.died(Process { pid: 1, start: 1 }, 7);
+    assert_eq!(container.usage()[0].processes, 0, "its death still counts");
+}
+
+#[test]
+fn a_refresh_takes_time_by_the_number_of_processes_and_not_by_its_square() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let mut quickest = |from: u32, to: u32| {
+        for pid in from..to {
+            hello(&mut container, pid, 1).unwrap();
+        }
+        let time = || {
+            let begun = std::time::Instant::now();
+            container.refresh();
+            begun.elapsed()
+        };
+        (0..50).map(|_| time()).min().unwrap()
+    };
+    let (few, many) = (quickest(0, 32), quickest(32, 512));
+    // 16 times as many processes: 256 times as long if each looked at all others.
+    assert!(many < few * 80, "{few:?} for 32, {many:?} for 512");
+}
+
+#[test]
+fn a_record_that_would_not_change_is_not_written() {
+    let fixture = Fixture::with_quota(Bytes::mib(64));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 64 * MIB);
+    let path = fixture.folder.path().join("record.json");
+    std::fs::remove_file(&path).unwrap();
+    container.request(1, 0, Units::ZERO);
+    container.refresh();
+    assert!(!path.exists());
+    page.slot(0).unwrap().discharge(units(MIB));
+    let other = hello(&mut container, 2, 7).unwrap();
+    use_all(&mut container, &other, 2, MIB);
+    assert_eq!(fixture.restart().0.usage()[0].granted, Bytes::mib(64));
+}
+
+#[test]
 fn a_lower_quota_refuses_until_frees_have_caught_up() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();

@@ -1,0 +1,68 @@
+//! How many peers are served at the same time, on the whole node.
+//!
+//! A peer costs descriptors of the agent: its socket, its pidfd, and for a moment its credit page.
+//! With the agent's limit used up it could not write its own files either, so peers get a part of it.
+
+use std::sync::Arc;
+
+use rustix::process::{Resource, Rlimit};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+/// Peers: one in so many descriptors. Each has at most three, so a quarter stays the agent's own.
+const DESCRIPTORS: u64 = 4;
+
+/// The seats of a node.
+#[derive(Clone, Debug)]
+pub(super) struct Seats(Arc<Semaphore>);
+
+/// Held for as long as a peer has descriptors of the agent.
+#[derive(Debug)]
+pub(super) struct Seat {
+    _permit: OwnedSemaphorePermit,
+}
+
+impl Seats {
+    /// So many seats.
+    pub(super) fn new(count: usize) -> Seats {
+        Seats(Arc::new(Semaphore::new(count.min(Semaphore::MAX_PERMITS))))
+    }
+
+    /// As many as this process's descriptors allow now.
+    pub(super) fn of_this_process() -> Seats {
+        let Rlimit { current, .. } = rustix::process::getrlimit(Resource::Nofile);
+        Seats::new(seats(current))
+    }
+
+    /// A seat, if one is left.
+    pub(super) fn take(&self) -> Option<Seat> {
+        let permit = Arc::clone(&self.0).try_acquire_owned().ok()?;
+        Some(Seat { _permit: permit })
+    }
+}
+
+/// How many peers a limit of descriptors allows; `None` is no limit.
+fn seats(descriptors: Option<u64>) -> usize {
+    descriptors.map_or(usize::MAX, |limit| {
+        usize::try_from(limit / DESCRIPTORS).unwrap_or(usize::MAX)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_quarter_of_the_descriptors_stays_the_agents_own() {
+        assert_eq!(seats(Some(1024)), 256);
+        assert_eq!(seats(None), usize::MAX);
+    }
+
+    #[test]
+    fn a_seat_is_free_again_when_its_peer_is_gone() {
+        let seats = Seats::new(1);
+        let seat = seats.take();
+        assert!(seat.is_some() && seats.take().is_none());
+        drop(seat);
+        assert!(seats.take().is_some());
+    }
+}
