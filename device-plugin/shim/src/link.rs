@@ -4,8 +4,7 @@
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd};
-use std::os::unix::fs::MetadataExt;
+use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::net::UnixStream;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
@@ -132,11 +131,7 @@ fn session(state: &State) -> Option<UnixStream> {
         .load(Ordering::Acquire)
         .checked_sub(1)
         .filter(|fd| *fd >= 0)?;
-    let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
-    // SAFETY: fstat writes the whole structure when it answers zero.
-    let stat = unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
-    let ours = stat.st_mode & libc::S_IFMT == libc::S_IFSOCK
-        && stat.st_ino == state.socket_inode.load(Ordering::Relaxed);
+    let ours = inode(fd) == Some(state.socket_inode.load(Ordering::Relaxed));
     if !ours {
         state.socket.store(0, Ordering::Release);
         return None;
@@ -177,12 +172,12 @@ fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Option<UnixStrea
         return None;
     }
     let stream = open().ok()?;
+    let inode = inode(stream.as_raw_fd())?;
     // Frozen while it moves: nothing is charged to a page that is left.
-    let frozen = freeze(state);
-    match greet(state, &stream, &frozen) {
+    let frozen = Frozen::of(state);
+    match greet(state, &stream, &frozen.words) {
         Ok((page, quotas)) => {
-            let inode = stream_inode(&stream)?;
-            settle_in(state, page, quotas, &frozen, map);
+            settle_in(state, page, quotas, frozen, map);
             state.socket_inode.store(inode, Ordering::Relaxed);
             state
                 .socket
@@ -190,7 +185,7 @@ fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Option<UnixStrea
             Some(stream)
         }
         Err(error) => {
-            thaw(state, &frozen);
+            drop(frozen);
             if is_timeout(&error) {
                 be_quiet(state);
             }
@@ -199,9 +194,12 @@ fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Option<UnixStrea
     }
 }
 
-fn stream_inode(stream: &UnixStream) -> Option<u64> {
-    let copy = std::fs::File::from(stream.as_fd().try_clone_to_owned().ok()?);
-    Some(copy.metadata().ok()?.ino())
+/// The inode of a socket; `None` where the descriptor is none.
+fn inode(fd: i32) -> Option<u64> {
+    let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
+    // SAFETY: fstat writes the whole structure when it answers zero.
+    let stat = unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
+    (stat.st_mode & libc::S_IFMT == libc::S_IFSOCK).then_some(stat.st_ino)
 }
 
 /// A connected socket whose every wait is bounded, the one for room in the agent's backlog too.
@@ -221,23 +219,32 @@ fn open() -> io::Result<UnixStream> {
     Ok(UnixStream::from(socket))
 }
 
-/// The words of the present page, frozen.
-fn freeze(state: &State) -> Vec<Word> {
-    let Some(page) = state.page() else {
-        return Vec::new();
-    };
-    (0..state.accounts().len())
-        .filter_map(|index| page.slot(index))
-        .map(|slot| slot.freeze())
-        .collect()
+/// The present page with its words frozen: usable again when this is dropped, unless the process
+/// has moved to another.
+struct Frozen<'a> {
+    state: &'a State,
+    words: Vec<Word>,
 }
 
-/// Makes the present page usable again.
-fn thaw(state: &State, frozen: &[Word]) {
-    let Some(page) = state.page() else { return };
-    for (index, word) in frozen.iter().enumerate() {
-        if let Some(slot) = page.slot(index) {
-            slot.set(*word);
+impl Frozen<'_> {
+    fn of(state: &State) -> Frozen<'_> {
+        let slots = (0..state.accounts().len()).filter_map(|index| state.page()?.slot(index));
+        let words = slots.map(|slot| slot.freeze()).collect();
+        Frozen { state, words }
+    }
+
+    /// The process has another page: this one stays frozen.
+    fn leave(mut self) {
+        self.words.clear();
+    }
+}
+
+impl Drop for Frozen<'_> {
+    fn drop(&mut self) {
+        for (index, word) in self.words.iter().enumerate() {
+            if let Some(slot) = self.state.page().and_then(|page| page.slot(index)) {
+                slot.set(*word);
+            }
         }
     }
 }
@@ -288,13 +295,13 @@ fn settle_in(
     state: &State,
     page: CreditPage,
     quotas: Vec<wire::Quota>,
-    frozen: &[Word],
+    frozen: Frozen<'_>,
     map: MapDevices,
 ) {
     let accounts: Vec<Account> = quotas.into_iter().map(|quota| quota.account).collect();
     let same = state.accounts() == accounts.as_slice();
     if !same {
-        if frozen.is_empty() {
+        if frozen.words.is_empty() {
             map(&accounts, &mut |device, account| {
                 if let Some(place) = state.devices.get(device).filter(|_| device < MAX_DEVICES) {
                     place.store(account + 1, Ordering::Release);
@@ -313,10 +320,10 @@ fn settle_in(
         } else {
             // Another set of accounts than this process was charged to cannot be followed: what is
             // granted stays usable on the page that it has, and more is refused.
-            thaw(state, frozen);
             return;
         }
     }
+    frozen.leave();
     state.page.store(
         std::ptr::from_ref(page.leak()).cast_mut(),
         Ordering::Release,
@@ -351,5 +358,31 @@ fn read_some(stream: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
     match stream.read(bytes)? {
         0 => Err(io::ErrorKind::UnexpectedEof.into()),
         length => Ok(length),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_move_that_is_given_up_leaves_the_page_usable() {
+        // SAFETY: every field of the state is an atomic, for which zero is a value.
+        let state: State = unsafe { std::mem::zeroed() };
+        let (page, _fd) = CreditPage::create(1).unwrap();
+        let page = page.leak();
+        state
+            .page
+            .store(std::ptr::from_ref(page).cast_mut(), Ordering::Release);
+        let accounts = Box::into_raw(Box::new(vec![Account::Managed]));
+        state.accounts.store(accounts, Ordering::Release);
+        let slot = page.slot(0).unwrap();
+        assert!(slot.grant(Units(10)));
+        let given_up = Frozen::of(&state);
+        assert!(slot.charge(Units(1)).is_err());
+        drop(given_up);
+        assert_eq!(slot.charge(Units(10)), Ok(()));
+        Frozen::of(&state).leave();
+        assert!(slot.charge(Units(0)).is_err(), "it moved away");
     }
 }
