@@ -10,6 +10,7 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::codes::{self, CuResult};
+use crate::contexts;
 use crate::forward::{self, index};
 use crate::ledger::{self, Denied, Kind};
 
@@ -39,6 +40,36 @@ const BY_NAME: &[(&CStr, c_int, *const c_void)] = &[
         cuDeviceTotalMem_v2 as *const c_void,
     ),
     (
+        c"cuCtxDestroy",
+        2000,
+        contexts::cuCtxDestroy as *const c_void,
+    ),
+    (
+        c"cuCtxDestroy",
+        4000,
+        contexts::cuCtxDestroy_v2 as *const c_void,
+    ),
+    (
+        c"cuDevicePrimaryCtxRelease",
+        7000,
+        contexts::cuDevicePrimaryCtxRelease as *const c_void,
+    ),
+    (
+        c"cuDevicePrimaryCtxRelease",
+        11000,
+        contexts::cuDevicePrimaryCtxRelease_v2 as *const c_void,
+    ),
+    (
+        c"cuDevicePrimaryCtxReset",
+        7000,
+        contexts::cuDevicePrimaryCtxReset as *const c_void,
+    ),
+    (
+        c"cuDevicePrimaryCtxReset",
+        11000,
+        contexts::cuDevicePrimaryCtxReset_v2 as *const c_void,
+    ),
+    (
         c"cuGetProcAddress",
         11030,
         cuGetProcAddress as *const c_void,
@@ -59,21 +90,32 @@ thread_local! {
 }
 
 /// Runs a hook's body; a panic in it is an error of the driver's, and the program goes on.
-fn hooked(body: impl FnOnce() -> CuResult) -> CuResult {
+pub(crate) fn hooked(body: impl FnOnce() -> CuResult) -> CuResult {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or(codes::UNKNOWN)
 }
 
 /// Runs `body` unless this thread is inside a hook, and then `plain`.
-fn outermost(body: impl FnOnce() -> CuResult, plain: impl FnOnce() -> CuResult) -> CuResult {
+pub(crate) fn outermost(
+    body: impl FnOnce() -> CuResult,
+    plain: impl FnOnce() -> CuResult,
+) -> CuResult {
     let inside = INSIDE
         .try_with(|inside| inside.replace(true))
         .unwrap_or(true);
     if inside {
         return plain();
     }
-    let answer = body();
-    let _ = INSIDE.try_with(|inside| inside.set(false));
-    answer
+    let _leaves = Leaves;
+    body()
+}
+
+/// Ends the outermost hook of this thread, by a panic too.
+struct Leaves;
+
+impl Drop for Leaves {
+    fn drop(&mut self) {
+        let _ = INSIDE.try_with(|inside| inside.set(false));
+    }
 }
 
 /// Calls the real function; the answer of a missing one is that of its trampoline.
@@ -89,6 +131,7 @@ macro_rules! real {
         }
     };
 }
+pub(crate) use real;
 
 /// The ordinal of the calling thread's current device.
 fn current_device() -> Result<c_int, CuResult> {
@@ -129,12 +172,15 @@ fn allocate(
         Ok(pending) => pending,
         Err(Denied) => return codes::OUT_OF_MEMORY,
     };
+    let context = contexts::current();
     let (pointer, size) = match call() {
         Ok(allocated) => allocated,
         Err(code) => return code,
     };
     // Only a larger size can be denied; a charge that cannot be noted is as good as denied.
-    let settled = pending.settle(size).and_then(|()| pending.keep(pointer));
+    let settled = pending
+        .settle(size)
+        .and_then(|()| pending.keep(pointer, context));
     match settled {
         Ok(()) => codes::SUCCESS,
         Err(Denied) => {
@@ -457,6 +503,15 @@ mod tests {
     #[test]
     fn a_panic_in_a_hook_is_an_answer() {
         assert_eq!(hooked(|| panic!("in a hook")), codes::UNKNOWN);
+    }
+
+    #[test]
+    fn a_panic_in_a_hook_leaves_the_next_one_charging() {
+        assert_eq!(
+            hooked(|| outermost(|| panic!("in a hook"), || 2)),
+            codes::UNKNOWN
+        );
+        assert_eq!(outermost(|| 1, || 2), 1);
     }
 
     #[test]

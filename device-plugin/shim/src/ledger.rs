@@ -52,12 +52,13 @@ impl Pending {
         Ok(())
     }
 
-    /// The allocation succeeded: the charge stays until `pointer` is freed. `Err` when it cannot be
+    /// The allocation succeeded: the charge stays until `pointer` is freed or `context` ends. `Err` when it cannot be
     /// noted; the charge is then given back, and the caller frees the pointer.
-    pub(crate) fn keep(mut self, pointer: u64) -> Result<(), Denied> {
+    pub(crate) fn keep(mut self, pointer: u64, context: u64) -> Result<(), Denied> {
         let charge = Charge {
             slot: self.slot,
             units: self.units.0,
+            context,
         };
         if let Some(before) = LIVE.insert(pointer, charge).map_err(|()| Denied)? {
             discharge(before);

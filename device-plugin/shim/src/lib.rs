@@ -5,7 +5,7 @@
 //! quota before the call and settle it after, in the [`ledger`]: a credit page that the agent fills.
 //!
 //! Charged today: linear memory (`cuMemAlloc`, `cuMemAllocPitch`) against the GPU's quota, managed
-//! memory (`cuMemAllocManaged`) against its own. The table `symbols.txt` lists what else can take
+//! memory (`cuMemAllocManaged`) against its own, until it is freed or its context ends ([`contexts`]). The table `symbols.txt` lists what else can take
 //! memory.
 //!
 //! * Loading the library does nothing: the real one is opened ([`real`]) at the first call.
@@ -14,6 +14,7 @@
 //! * With the agent away, what is granted stays usable and more is refused.
 
 mod codes;
+mod contexts;
 mod forward;
 mod hooks;
 mod ledger;

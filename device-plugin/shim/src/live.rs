@@ -3,7 +3,7 @@
 //! A free has a pointer and needs its size; asking the driver costs more than the whole of this.
 //! A table is an array of slots; a pointer's window is a few neighbouring slots that its hash picks.
 //! A full window leads to the next table, twice as large. A slot is claimed by one compare-and-swap
-//! of its key, and emptied by another, so that nothing is left behind by a thread that dies.
+//! of its key, emptied by another, and by a store between them: whoever claimed it has it alone.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,11 +30,14 @@ pub(crate) struct Charge {
     pub(crate) slot: u8,
     /// How much, in units.
     pub(crate) units: u32,
+    /// The context that the memory ends with; zero where that is not known.
+    pub(crate) context: u64,
 }
 
 struct Table {
     keys: Box<[AtomicU64]>,
     values: Box<[AtomicU64]>,
+    contexts: Box<[AtomicU64]>,
 }
 
 /// The table of tables.
@@ -72,6 +75,15 @@ impl Live {
             .find_map(|table| table.remove(pointer))
     }
 
+    /// Forgets every pointer of a context; what was known about them.
+    pub(crate) fn remove_context(&self, context: u64) -> Vec<(u64, Charge)> {
+        self.tables
+            .iter()
+            .map_while(OnceLock::get)
+            .flat_map(|table| table.remove_context(context))
+            .collect()
+    }
+
     /// Forgets everything: a forked child has none of its parent's memory.
     pub(crate) fn clear(&self) {
         for table in self.tables.iter().map_while(OnceLock::get) {
@@ -94,6 +106,7 @@ impl Table {
         Table {
             keys: slots(()),
             values: slots(()),
+            contexts: slots(()),
         }
     }
 
@@ -114,6 +127,7 @@ impl Table {
                     .is_ok()
             {
                 self.values[place].store(pack(charge), Ordering::Relaxed);
+                self.contexts[place].store(charge.context, Ordering::Relaxed);
                 key.store(pointer, Ordering::Release);
                 return true;
             }
@@ -123,27 +137,55 @@ impl Table {
 
     fn remove(&self, pointer: u64) -> Option<Charge> {
         self.window(pointer).find_map(|place| {
-            let key = &self.keys[place];
-            if key.load(Ordering::Acquire) != pointer {
+            if !self.claim(place, pointer) {
                 return None;
             }
-            let value = self.values[place].load(Ordering::Relaxed);
-            key.compare_exchange(pointer, EMPTY, Ordering::AcqRel, Ordering::Relaxed)
-                .ok()?;
-            Some(unpack(value))
+            let charge = self.charge(place);
+            self.keys[place].store(EMPTY, Ordering::Release);
+            Some(charge)
         })
     }
-}
 
-fn pack(Charge { slot, units }: Charge) -> u64 {
-    u64::from(slot) << 32 | u64::from(units)
-}
-
-fn unpack(value: u64) -> Charge {
-    Charge {
-        slot: (value >> 32) as u8,
-        units: value as u32,
+    fn remove_context(&self, context: u64) -> impl Iterator<Item = (u64, Charge)> {
+        (0..self.keys.len()).filter_map(move |place| {
+            let pointer = self.keys[place].load(Ordering::Acquire);
+            if pointer == EMPTY
+                || pointer == CLAIMED
+                || self.contexts[place].load(Ordering::Relaxed) != context
+                || !self.claim(place, pointer)
+            {
+                return None;
+            }
+            // Meanwhile the pointer may have been freed, and come again from another context.
+            let charge = self.charge(place);
+            let ends = charge.context == context;
+            self.keys[place].store(if ends { EMPTY } else { pointer }, Ordering::Release);
+            ends.then_some((pointer, charge))
+        })
     }
+
+    /// Claims the slot that holds `pointer`.
+    fn claim(&self, place: usize, pointer: u64) -> bool {
+        let key = &self.keys[place];
+        key.load(Ordering::Relaxed) == pointer
+            && key
+                .compare_exchange(pointer, CLAIMED, Ordering::AcqRel, Ordering::Relaxed)
+                .is_ok()
+    }
+
+    /// What a claimed slot says.
+    fn charge(&self, place: usize) -> Charge {
+        let value = self.values[place].load(Ordering::Relaxed);
+        Charge {
+            slot: (value >> 32) as u8,
+            units: value as u32,
+            context: self.contexts[place].load(Ordering::Relaxed),
+        }
+    }
+}
+
+fn pack(charge: Charge) -> u64 {
+    u64::from(charge.slot) << 32 | u64::from(charge.units)
 }
 
 #[cfg(test)]
@@ -151,7 +193,11 @@ mod tests {
     use super::*;
 
     fn charge(units: u32) -> Charge {
-        Charge { slot: 3, units }
+        Charge {
+            slot: 3,
+            units,
+            context: 7,
+        }
     }
 
     #[test]
@@ -169,6 +215,33 @@ mod tests {
         assert_eq!(live.insert(0x1000, charge(2)), Ok(Some(charge(1))));
         assert_eq!(live.remove(0x1000), Some(charge(2)));
         assert_eq!(live.remove(0x1000), None);
+    }
+
+    #[test]
+    fn a_contexts_pointers_are_forgotten_together_and_no_others() {
+        let live = Live::new();
+        let context = |number: u64| number % 3;
+        for number in 1..=10_000 {
+            let charge = Charge {
+                context: context(number),
+                ..charge(1)
+            };
+            live.insert(number * 512, charge).unwrap();
+        }
+        let mut ended: Vec<u64> = live
+            .remove_context(2)
+            .into_iter()
+            .map(|(pointer, _)| pointer / 512)
+            .collect();
+        ended.sort_unstable();
+        let expected: Vec<u64> = (1..=10_000)
+            .filter(|number| context(*number) == 2)
+            .collect();
+        assert_eq!(ended, expected);
+        for number in 1..=10_000 {
+            let known = live.remove(number * 512).is_some();
+            assert_eq!(known, context(number) != 2, "{number}");
+        }
     }
 
     #[test]

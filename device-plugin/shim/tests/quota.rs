@@ -247,3 +247,52 @@ fn a_free_that_the_driver_refuses_stays_charged_and_a_second_free_changes_nothin
     assert!(program.call(format!("free {pointer}")).starts_with("err"));
     assert_eq!(container.usage().used, Bytes::ZERO);
 }
+
+#[test]
+fn a_reset_device_gives_back_what_its_primary_context_had() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    for _ in 0..3 {
+        program.ok(format!("alloc {}", QUOTA / 8 * 5));
+        program.ok("reset");
+        assert_eq!(container.usage().used, Bytes::ZERO);
+    }
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn a_primary_context_gives_back_what_it_had_with_its_last_release_only() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    program.ok("retain");
+    program.ok(format!("alloc {QUOTA}"));
+    program.ok("release");
+    assert_eq!(container.usage().used, Bytes(QUOTA));
+    assert_eq!(program.call("alloc 1"), "err 2");
+    program.ok("release");
+    assert_eq!(container.usage().used, Bytes::ZERO);
+    assert!(program.call("release").starts_with("err"));
+    program.ok("retain");
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn a_destroyed_context_gives_back_what_it_had_and_nothing_of_others() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let first = program.ok(format!("alloc {}", 10 * MIB))[0];
+    let context = program.ok("context")[0];
+    program.ok(format!("alloc {}", QUOTA - 10 * MIB));
+    assert_eq!(program.call("alloc 1"), "err 2");
+    assert!(
+        program
+            .call(format!("destroy {}", context + 1))
+            .starts_with("err")
+    );
+    assert_eq!(container.usage().used, Bytes(QUOTA));
+    program.ok(format!("destroy {context}"));
+    assert_eq!(container.usage().used, Bytes(10 * MIB));
+    program.ok(format!("free {first}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+    program.ok(format!("alloc {QUOTA}"));
+}

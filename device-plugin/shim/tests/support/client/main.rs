@@ -11,6 +11,11 @@
 //! churn N BYTES   -> ok NANOSECONDS        (N times alloc and free)
 //! query N         -> ok NANOSECONDS        (N times a forwarded call)
 //! missing         -> err CODE              (a function that the driver lacks)
+//! reset           -> ok | err CODE         (the primary context, then a new one)
+//! retain          -> ok | err CODE         (the primary context, once more)
+//! release         -> ok | err CODE         (the primary context, once)
+//! context         -> ok HANDLE | err CODE  (a new one, made current)
+//! destroy HANDLE  -> ok | err CODE         (the primary context is current again)
 //! fork            -> ok CODE               (the child's cuMemGetInfo)
 //! exec            -> ready                 (a new image of the same process)
 //! ```
@@ -40,18 +45,23 @@ impl Cuda {
         // SAFETY: the tests put the shim there.
         let cuda = Cuda(unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) });
         assert!(!cuda.0.is_null(), "the shim is in the loader's path");
-        let (mut device, mut context) = (0, 0_u64);
+        let mut device = 0;
         assert_eq!(call!(cuda, c"cuInit", (0 => u32)), 0);
         assert_eq!(
             call!(cuda, c"cuDeviceGet", (&raw mut device => *mut i32, 0 => i32)),
             0
         );
-        assert_eq!(
-            call!(cuda, c"cuDevicePrimaryCtxRetain", (&raw mut context => *mut u64, device => i32)),
-            0
-        );
-        assert_eq!(call!(cuda, c"cuCtxSetCurrent", (context => u64)), 0);
+        assert_eq!(cuda.retain(), 0);
         cuda
+    }
+
+    /// Retains the primary context and makes it current.
+    fn retain(&self) -> i32 {
+        let mut context = 0_u64;
+        match call!(self, c"cuDevicePrimaryCtxRetain", (&raw mut context => *mut u64, 0 => i32)) {
+            0 => call!(self, c"cuCtxSetCurrent", (context => u64)),
+            code => code,
+        }
     }
 
     fn symbol(&self, name: &CStr) -> *mut libc::c_void {
@@ -145,6 +155,25 @@ fn run(cuda: &Cuda, line: &str) -> String {
                 unsafe { query(&raw mut version) };
             }
             format!("ok {}", begun.elapsed().as_nanos())
+        }
+        "reset" => {
+            let code = call!(cuda, c"cuDevicePrimaryCtxReset_v2", (0 => i32));
+            say(answer(code, ()).and_then(|()| answer(cuda.retain(), String::new())))
+        }
+        "retain" => say(answer(cuda.retain(), String::new())),
+        "release" => {
+            let code = call!(cuda, c"cuDevicePrimaryCtxRelease_v2", (0 => i32));
+            say(answer(code, String::new()))
+        }
+        "context" => {
+            let mut context = 0_u64;
+            let code =
+                call!(cuda, c"cuCtxCreate_v2", (&raw mut context => *mut u64, 0 => u32, 0 => i32));
+            say(answer(code, context.to_string()))
+        }
+        "destroy" => {
+            let code = call!(cuda, c"cuCtxDestroy_v2", (number(1) => u64));
+            say(answer(code, String::new()))
         }
         "missing" => format!(
             "err {}",
