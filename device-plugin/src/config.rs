@@ -320,8 +320,8 @@ mod tests {
                 ["binding.wait", "\"-1s\"", "25s"],
             ),
             (
-                "[binding]\nwait = \"1h\"",
-                ["binding.wait", "\"1h\"", "at most"],
+                "[binding]\nwait = \"28s\"",
+                ["binding.wait", "\"28s\"", "at most 27s"],
             ),
             (
                 "[http]\nlisten = \"9400\"",

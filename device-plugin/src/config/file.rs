@@ -11,9 +11,9 @@ use super::{Config, DriverConfig, KubeletConfig, PathsConfig, ResourcesConfig};
 use crate::cdi::HostMount;
 use crate::units::Bytes;
 
-/// The kubelet gives a gRPC call of the plugin no deadline, but a container start that hangs for
-/// minutes looks broken.
-const LONGEST_WAIT: Duration = Duration::from_secs(300);
+/// The kubelet gives up on PreStartContainer after 30 s (`KubeletPreStartContainerRPCTimeoutInSecs`), and
+/// then nobody hears why the container waits.
+const LONGEST_WAIT: Duration = Duration::from_secs(27);
 
 /// A field with a value that makes no sense.
 pub(super) struct Wrong {
@@ -294,7 +294,7 @@ fn wait(value: String) -> Result<Duration, Wrong> {
         Some(_) => Err(Wrong {
             field: "binding.wait",
             value,
-            problem: "must be at most 300s".into(),
+            problem: "must be at most 27s: the kubelet itself waits for 30s".into(),
         }),
         None => Err(Wrong {
             field: "binding.wait",
