@@ -18,7 +18,7 @@ use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, TokenSet};
 pub use dir::{CdiDir, CdiError, Listed};
 pub use spec::{ContainerEdits, Device, DeviceNode, Mount, Spec};
 
-/// The CDI kind of our devices.
+/// The CDI kind of our devices: an Allocate answer for device memory names `<kind>=<allocation>`.
 pub const KIND: &str = "bursar.dev/gpu";
 
 /// The CDI version of our files: the first with annotations. containerd 2.x reads 0.3.0 to 1.1.0.
@@ -97,11 +97,6 @@ pub struct Node {
     pub alloc_dir: PathBuf,
     /// What the admin wants in every container.
     pub extra_mounts: Vec<HostMount>,
-}
-
-/// The name by which a container asks for the device of an allocation: what `Allocate` answers.
-pub fn device_name(allocation: &AllocationId) -> String {
-    format!("{KIND}={allocation}")
 }
 
 /// The CDI file of `binding` on `node`.

@@ -7,7 +7,7 @@
 //! Go types and is not checked here: the rename makes torn files impossible, and a damaged
 //! entry is skipped and counted.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
@@ -49,18 +49,6 @@ pub enum DeviceCheckpointError {
     /// It is not the JSON that kubelets write.
     #[error("the kubelet's device checkpoint is malformed")]
     Malformed(#[source] serde_json::Error),
-}
-
-impl DeviceCheckpointError {
-    /// A bounded name for conditions, events and metrics.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Missing { .. } => "KubeletCheckpointMissing",
-            Self::Unreadable { .. } => "KubeletCheckpointUnreadable",
-            Self::TooLarge => "KubeletCheckpointTooLarge",
-            Self::Malformed(_) => "KubeletCheckpointMalformed",
-        }
-    }
 }
 
 /// One container's allocation of one of our resources, as the kubelet remembers it.
@@ -138,16 +126,6 @@ impl DeviceCheckpoint {
         self.held
             .iter()
             .filter(move |held| held.resource == resource && held.tokens == *tokens)
-    }
-
-    /// The holder of one allocation.
-    pub fn holder_of(&self, allocation: AllocationId) -> Option<&Held> {
-        self.held.iter().find(|held| held.allocation == allocation)
-    }
-
-    /// The pods that hold anything of ours.
-    pub fn pods(&self) -> BTreeSet<&PodUid> {
-        self.held.iter().map(|held| &held.pod).collect()
     }
 }
 
@@ -306,7 +284,10 @@ mod tests {
         let whole = file(&[entry("uid-1", "main", &["m-0001"], 7)]);
         for end in 0..whole.len() {
             let error = parse(&whole[..end]).unwrap_err();
-            assert_eq!(error.reason(), "KubeletCheckpointMalformed", "{end}");
+            assert!(
+                matches!(error, DeviceCheckpointError::Malformed(_)),
+                "{end}"
+            );
         }
     }
 
@@ -316,20 +297,16 @@ mod tests {
         let file = std::fs::File::create(dir.path().join(FILE_NAME)).unwrap();
         file.set_len(1 << 40).unwrap();
         let error = DeviceCheckpoint::read(dir.path(), &names()).unwrap_err();
-        assert_eq!(error.reason(), "KubeletCheckpointTooLarge");
+        assert!(matches!(error, DeviceCheckpointError::TooLarge));
     }
 
     #[test]
     fn a_missing_file_is_told_from_an_unreadable_one() {
         let dir = tempfile::tempdir().unwrap();
-        let reason = || {
-            DeviceCheckpoint::read(dir.path(), &names())
-                .unwrap_err()
-                .reason()
-        };
-        assert_eq!(reason(), "KubeletCheckpointMissing");
+        let error = || DeviceCheckpoint::read(dir.path(), &names()).unwrap_err();
+        assert!(matches!(error(), DeviceCheckpointError::Missing { .. }));
         std::fs::create_dir(dir.path().join(FILE_NAME)).unwrap();
-        assert_eq!(reason(), "KubeletCheckpointUnreadable");
+        assert!(matches!(error(), DeviceCheckpointError::Unreadable { .. }));
     }
 
     #[test]
@@ -346,8 +323,5 @@ mod tests {
             .map(|held| held.container.as_str())
             .collect();
         assert_eq!(names, ["init", "main"]);
-        let eight = checkpoint.holder_of(AllocationId::from_bits(8)).unwrap();
-        assert_eq!(eight.container, "main");
-        assert_eq!(checkpoint.pods().len(), 2);
     }
 }

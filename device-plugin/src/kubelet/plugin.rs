@@ -16,10 +16,9 @@ use tonic::{Request, Response, Status};
 use super::api::deviceplugin as api;
 use super::count::Counter;
 use super::devices::Devices;
+use crate::cdi;
 use crate::units::{AllocationId, Resource, TokenSet, UnitError};
 
-/// Vendor and class of the CDI device that an Allocate answer for device memory names.
-pub const CDI_KIND: &str = "bursar.dev/gpu";
 /// Annotation of the Allocate answer for managed memory; its value is the allocation id.
 pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
 
@@ -56,26 +55,6 @@ pub enum NotBooked {
     /// The agent is about to end; its successor can book.
     #[error("the agent is stopping")]
     Stopping,
-    /// The booking could not be made or kept.
-    #[error("cannot book {quanta} tokens of {resource}: {message}")]
-    Failed {
-        /// What was asked for.
-        resource: Resource,
-        /// How many tokens.
-        quanta: u32,
-        /// What went wrong.
-        message: String,
-    },
-}
-
-impl NotBooked {
-    /// A bounded name for events and metrics.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Stopping => "AgentStopping",
-            Self::Failed { .. } => "BookingFailed",
-        }
-    }
 }
 
 /// Why a booking is not bound; the text stands in the pod's status, and the kubelet tries again.
@@ -98,18 +77,6 @@ pub enum NotBound {
     /// Room was found, but something that the container needs could not be made.
     #[error("{0}")]
     Failed(String),
-}
-
-impl NotBound {
-    /// A bounded name for events and metrics.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::NoRoom(_) => "NoRoom",
-            Self::NotBooked { .. } => "NotBooked",
-            Self::Stopping => "AgentStopping",
-            Self::Failed(_) => "BindingFailed",
-        }
-    }
 }
 
 /// The DevicePlugin service of one resource.
@@ -163,7 +130,6 @@ impl<A: Allocator> Plugin<A> {
             .map_err(|_| Status::deadline_exceeded("booking took longer than 30 s"))?
             .map_err(|error| match error {
                 NotBooked::Stopping => Status::unavailable(error.to_string()),
-                NotBooked::Failed { .. } => Status::internal(bounded(&error.to_string())),
             })?;
         Ok(answer(self.resource, id))
     }
@@ -175,7 +141,7 @@ pub fn answer(resource: Resource, id: AllocationId) -> api::ContainerAllocateRes
     match resource {
         Resource::DeviceMemory => {
             answer.cdi_devices.push(api::CdiDevice {
-                name: format!("{CDI_KIND}={id}"),
+                name: format!("{}={id}", cdi::KIND),
             });
         }
         Resource::ManagedMemory => {
@@ -196,7 +162,7 @@ pub fn allocation_in(
         Resource::DeviceMemory => answer.cdi_devices.iter().find_map(|device| {
             device
                 .name
-                .strip_prefix(CDI_KIND)?
+                .strip_prefix(cdi::KIND)?
                 .strip_prefix('=')?
                 .parse()
                 .ok()

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tonic::transport::Channel;
 
 use super::api::podresources::pod_resources_lister_client::PodResourcesListerClient;
-use super::api::podresources::{GetPodResourcesRequest, ListPodResourcesRequest, PodResources};
+use super::api::podresources::{ListPodResourcesRequest, PodResources};
 use super::connect::connect_when_called;
 use crate::units::{Resource, TokenSet};
 
@@ -36,17 +36,6 @@ pub enum PodResourcesError {
     /// There was no answer in [`LIMIT`].
     #[error("the kubelet's pod-resources API did not answer in {LIMIT:?}")]
     TimedOut,
-}
-
-impl PodResourcesError {
-    /// A bounded name for conditions, events and metrics.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Unreachable { .. } => "PodResourcesUnreachable",
-            Self::Refused(_) => "PodResourcesRefused",
-            Self::TimedOut => "PodResourcesTimedOut",
-        }
-    }
 }
 
 /// A container by its names.
@@ -105,36 +94,6 @@ impl PodResourcesClient {
             })
             .await?;
         Ok(holders(resource, name, &pods))
-    }
-
-    /// The containers of one pod that hold tokens of `resource`. Where the kubelet does not serve Get
-    /// (1.33 and older, or switched off) this asks for the list.
-    ///
-    /// # Errors
-    /// [`PodResourcesError`], in twice [`LIMIT`] at the latest.
-    pub async fn get(
-        &self,
-        namespace: &str,
-        pod: &str,
-        resource: Resource,
-        name: &str,
-    ) -> Result<Vec<Holder>, PodResourcesError> {
-        let got = self.ask(|mut api| async move {
-            let request = GetPodResourcesRequest {
-                pod_name: pod.to_owned(),
-                pod_namespace: namespace.to_owned(),
-            };
-            Ok(api.get(request).await?.into_inner().pod_resources)
-        });
-        match got.await {
-            Ok(pod) => Ok(holders(resource, name, pod.as_slice())),
-            Err(PodResourcesError::Refused(_)) => {
-                let mut holders = self.list(resource, name).await?;
-                holders.retain(|h| h.name.namespace == namespace && h.name.pod == pod);
-                Ok(holders)
-            }
-            Err(error) => Err(error),
-        }
     }
 
     /// Asks, and once more where the connection turned out to be lost.

@@ -37,15 +37,6 @@ pub enum ServeError {
     },
 }
 
-impl ServeError {
-    /// A bounded name for conditions, events and metrics.
-    pub fn reason(&self) -> &'static str {
-        match self {
-            Self::Listen { .. } => "CannotListen",
-        }
-    }
-}
-
 /// What is served: the same for every server of a resource's life.
 #[derive(Debug)]
 pub struct Service<A> {

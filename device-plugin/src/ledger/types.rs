@@ -195,15 +195,6 @@ pub enum StartError {
     },
 }
 
-impl StartError {
-    /// A bounded name for events and metric labels.
-    pub const fn reason(&self) -> &'static str {
-        match self {
-            Self::NotBooked { .. } => "NotBooked",
-        }
-    }
-}
-
 /// A claim in the queue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Waiter {

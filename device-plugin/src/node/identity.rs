@@ -16,7 +16,7 @@ use super::core::Identity;
 use super::state::PodName;
 use crate::kubelet::device_checkpoint::{DeviceCheckpoint, DeviceCheckpointError, Held};
 use crate::kubelet::plugin::NotBound;
-use crate::kubelet::pod_resources::{ContainerName, PodResourcesClient};
+use crate::kubelet::pod_resources::{ContainerName, PodResourcesClient, holder_of};
 use crate::ledger::{Priority, Shape};
 use crate::units::{PodUid, Resource, TokenSet};
 
@@ -115,10 +115,7 @@ impl Identities {
     async fn name(&self, resource: Resource, tokens: &TokenSet) -> Option<ContainerName> {
         let (_, name) = self.names.iter().find(|(named, _)| *named == resource)?;
         match self.pod_resources.list(resource, name).await {
-            Ok(holders) => holders
-                .into_iter()
-                .find(|holder| holder.tokens.overlaps(tokens))
-                .map(|holder| holder.name),
+            Ok(holders) => holder_of(&holders, tokens).cloned(),
             Err(error) => {
                 debug!(%error, "no pod names");
                 None
