@@ -4,6 +4,7 @@ mod reporter;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kube::Client;
 use tokio::net::TcpListener;
@@ -14,7 +15,7 @@ use tracing::{error, info, warn};
 
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
-use crate::http::{self, Sources};
+use crate::http::{self, Pulse, Sources};
 use crate::inventory::health::Policy;
 use crate::inventory::nvml::{self, Pace};
 use crate::kubelet::devices::Devices;
@@ -33,6 +34,9 @@ use crate::sessions::{Cgroups, Sessions};
 use crate::status::Events;
 use crate::units::Resource;
 use reporter::Reporter;
+
+/// How long the API server may be silent within a request. The agent watches nothing.
+const API_SILENCE: Duration = Duration::from_secs(20);
 
 /// What the agent is run with besides its configuration.
 #[derive(Clone)]
@@ -108,19 +112,20 @@ pub async fn run(
             .map(|driver| driver.libnvml.path)
             .map_err(|error| error.to_string())
     });
-    let (inventory, nvml) = nvml::start(library, pace, health).map_err(AgentError::Thread)?;
+    let generations = Checkpoint::new(config.paths.state_dir.join("generations.json"));
+    let generations = Generations::load(generations, clock::boot_id());
+    let (inventory, nvml) =
+        nvml::start(library, pace, health, generations.remembered()).map_err(AgentError::Thread)?;
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
     let identities = identities(&config, client.clone());
     let sessions = sessions(&config, nvml);
     let core = recovered(&config, &identities, sessions, metrics.clone()).await?;
-    let generations = Checkpoint::new(config.paths.state_dir.join("generations.json"));
-    let generations = Generations::load(generations, clock::boot_id());
     let voice = Voice {
         events: events.clone(),
         metrics: metrics.clone(),
     };
-    let (actor, allocator, offers, snapshots) = actor(
+    let (actor, allocator, offers, snapshots, pulse) = actor(
         core,
         config.resources,
         identities,
@@ -146,14 +151,14 @@ pub async fn run(
         events,
         metrics: metrics.clone(),
     };
-    let (reporting, reports, readiness, health) = reporter.start(stop.clone());
+    let (reporting, reports, readiness) = reporter.start(stop.clone());
     parts.start("reporter", reporting);
     parts
         .serve(
             &config,
             Sources {
                 metrics: metrics.clone(),
-                health,
+                health: Pulse(pulse),
                 readiness,
             },
         )
@@ -324,13 +329,46 @@ async fn count(
     stop.cancelled().await;
 }
 
-/// The API server of the cluster that the agent's pod is in, or that KUBECONFIG names.
+/// The API server of the cluster that the agent's pod is in, or that KUBECONFIG names; no request to it waits
+/// for ever.
 pub async fn api_server() -> Option<Client> {
-    match Client::try_default().await {
-        Ok(client) => Some(client),
-        Err(error) => {
-            warn!(%error, "no api server: no status, and every pod has priority 0");
-            None
-        }
+    let client = kube::Config::infer()
+        .await
+        .map_err(kube::Error::InferConfig)
+        .and_then(|config| Client::try_from(hurried(config)));
+    client
+        .inspect_err(
+            |error| warn!(%error, "no api server: no status, and every pod has priority 0"),
+        )
+        .ok()
+}
+
+/// `config` with a deadline for each step of a request.
+fn hurried(mut config: kube::Config) -> kube::Config {
+    config.connect_timeout = Some(API_SILENCE);
+    config.read_timeout = Some(API_SILENCE);
+    config.write_timeout = Some(API_SILENCE);
+    config
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_api_server_that_takes_a_request_and_says_nothing_does_not_hold_it_for_ever() {
+        let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = silent.local_addr().unwrap();
+        let mut config = hurried(kube::Config::new(
+            format!("http://{address}").parse().unwrap(),
+        ));
+        assert!(config.connect_timeout.is_some() && config.write_timeout.is_some());
+        assert_eq!(config.read_timeout, Some(API_SILENCE));
+        // The same way, sooner.
+        config.read_timeout = Some(Duration::from_millis(50));
+        let client = Client::try_from(config).unwrap();
+        let asked = client.apiserver_version();
+        let answer = tokio::time::timeout(Duration::from_secs(10), asked).await;
+        assert!(answer.expect("the request has a deadline").is_err());
     }
 }

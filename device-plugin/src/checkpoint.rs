@@ -4,8 +4,8 @@
 //!   {"sha256":"<64 hex digits>","data":<the value as JSON>}\n
 //! ```
 //!
-//! Written beside its place and renamed over it. It is for a tmpfs: nothing is synced, for what it
-//! holds dies with the boot. Anything that is not exactly what was written (truncated, altered,
+//! Written beside its place and renamed over it. On a tmpfs nothing is synced, for what it holds dies with the
+//! boot; a file that outlives boots is saved durably. Anything that is not exactly what was written (truncated, altered,
 //! longer) is [`LoadError::Malformed`], and the caller moves it aside and rebuilds.
 
 use std::fs;
@@ -37,7 +37,7 @@ pub enum SaveError {
     Io {
         /// The file.
         path: PathBuf,
-        /// `write` or `rename`.
+        /// `write`, `sync` or `rename`.
         step: &'static str,
         /// What the system said.
         source: io::Error,
@@ -84,26 +84,47 @@ impl Checkpoint {
 
     /// Replaces the value. On an error the file is as it was.
     pub fn save<T: Serialize>(&self, value: &T) -> Result<(), SaveError> {
+        self.replace(value, |_| Ok(()))
+    }
+
+    /// [`save`](Self::save) for a disk: a loss of power leaves the old value or the new one.
+    pub fn save_durably<T: Serialize>(&self, value: &T) -> Result<(), SaveError> {
+        self.replace(value, |path| fs::File::open(path)?.sync_all())?;
+        let folder = self.path.parent().unwrap_or(Path::new("."));
+        fs::File::open(folder)
+            .and_then(|folder| folder.sync_all())
+            .map_err(|source| self.failed("sync", source))
+    }
+
+    fn replace<T: Serialize>(
+        &self,
+        value: &T,
+        sync: impl FnOnce(&Path) -> io::Result<()>,
+    ) -> Result<(), SaveError> {
         let data = serde_json::to_string(value).map_err(|source| SaveError::Encode {
             path: self.path.clone(),
             source,
         })?;
         let text = format!("{HEAD}{}{MIDDLE}{data}{TAIL}", digest(&data));
         let beside = self.path.with_extension("new");
-        let failed = |step| {
-            move |source| SaveError::Io {
-                path: self.path.clone(),
-                step,
-                source,
-            }
-        };
         fs::write(&beside, text)
-            .map_err(failed("write"))
-            .and_then(|()| fs::rename(&beside, &self.path).map_err(failed("rename")))
+            .map_err(|source| self.failed("write", source))
+            .and_then(|()| sync(&beside).map_err(|source| self.failed("sync", source)))
+            .and_then(|()| {
+                fs::rename(&beside, &self.path).map_err(|source| self.failed("rename", source))
+            })
             .inspect_err(|_| {
                 // Half a file on a full disk is in the way of the next try.
                 let _ = fs::remove_file(&beside);
             })
+    }
+
+    fn failed(&self, step: &'static str, source: io::Error) -> SaveError {
+        SaveError::Io {
+            path: self.path.clone(),
+            step,
+            source,
+        }
     }
 
     /// The value; none where there is no file.
@@ -177,6 +198,13 @@ mod tests {
         assert_eq!(checkpoint.load().unwrap(), Some(value()));
         let text = fs::read_to_string(checkpoint.path()).unwrap();
         serde_json::from_str::<serde_json::Value>(&text).unwrap();
+    }
+
+    #[test]
+    fn what_is_saved_durably_is_the_same_file() {
+        let (_folder, checkpoint) = bed();
+        checkpoint.save_durably(&value()).unwrap();
+        assert_eq!(checkpoint.load().unwrap(), Some(value()));
     }
 
     #[test]

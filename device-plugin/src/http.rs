@@ -1,5 +1,7 @@
 //! Serves `/metrics`, `/healthz` and `/readyz`.
 
+use std::time::{Duration, Instant};
+
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -20,13 +22,34 @@ pub enum Verdict {
     Unwell(String),
 }
 
+/// The longest time between two beats of a node's task that works.
+const STANDSTILL: Duration = Duration::from_secs(30);
+
+/// The moment of the node task's last turn.
+#[derive(Clone, Debug)]
+pub struct Pulse(pub watch::Receiver<Instant>);
+
+impl Pulse {
+    /// Whether the task works at `now`.
+    fn verdict(&self, now: Instant) -> Verdict {
+        if self.0.has_changed().is_err() {
+            return Verdict::Unwell("the node's task has ended".to_owned());
+        }
+        let still = now.saturating_duration_since(*self.0.borrow());
+        if still > STANDSTILL {
+            return Verdict::Unwell(format!("the node's task stands still for {still:?}"));
+        }
+        Verdict::Well
+    }
+}
+
 /// Where the answers come from. One watch per fact; whoever owns the fact writes it.
 #[derive(Clone, Debug)]
 pub struct Sources {
     /// `/metrics`.
     pub metrics: Metrics,
     /// `/healthz`: the process works; where it does not, the kubelet restarts it.
-    pub health: watch::Receiver<Verdict>,
+    pub health: Pulse,
     /// `/readyz`: pods can be given GPU memory now.
     pub readiness: watch::Receiver<Verdict>,
 }
@@ -57,15 +80,15 @@ async fn metrics(State(sources): State<Sources>) -> impl IntoResponse {
 }
 
 async fn healthz(State(sources): State<Sources>) -> (StatusCode, String) {
-    answer(&sources.health)
+    answer(&sources.health.verdict(Instant::now()))
 }
 
 async fn readyz(State(sources): State<Sources>) -> (StatusCode, String) {
-    answer(&sources.readiness)
+    answer(&sources.readiness.borrow())
 }
 
-fn answer(verdict: &watch::Receiver<Verdict>) -> (StatusCode, String) {
-    match &*verdict.borrow() {
+fn answer(verdict: &Verdict) -> (StatusCode, String) {
+    match verdict {
         Verdict::Well => (StatusCode::OK, "ok\n".to_owned()),
         Verdict::Unwell(reason) => (StatusCode::SERVICE_UNAVAILABLE, format!("{reason}\n")),
     }
@@ -90,11 +113,11 @@ mod tests {
     async fn probes_follow_their_watches_and_metrics_are_served() {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (_alive, health) = watch::channel(Verdict::Well);
+        let (alive, health) = watch::channel(Instant::now());
         let (ready, readiness) = watch::channel(Verdict::Unwell("not registered".into()));
         let sources = Sources {
             metrics: Metrics::new(),
-            health,
+            health: Pulse(health),
             readiness,
         };
         let shutdown = CancellationToken::new();
@@ -106,8 +129,19 @@ mod tests {
         ready.send_replace(Verdict::Well);
         assert!(ask(address, "/readyz").await.starts_with("HTTP/1.1 200"));
         assert!(ask(address, "/metrics").await.contains("# EOF"));
+        drop(alive);
+        assert!(ask(address, "/healthz").await.starts_with("HTTP/1.1 503"));
 
         shutdown.cancel();
         server.await.unwrap().unwrap();
+    }
+
+    #[test]
+    fn a_task_that_stands_still_for_half_a_minute_is_unwell() {
+        let beat = Instant::now();
+        let (_alive, pulse) = watch::channel(beat);
+        let after = |seconds| Pulse(pulse.clone()).verdict(beat + Duration::from_secs(seconds));
+        assert_eq!(after(30), Verdict::Well);
+        assert!(matches!(after(31), Verdict::Unwell(why) if why.contains("stands still")));
     }
 }

@@ -13,7 +13,7 @@ pub mod roster;
 pub mod xid;
 
 use crate::units::{Bytes, GpuUuid};
-use health::Health;
+use health::{Health, Memory};
 
 /// A GPU, or a MIG instance, which is a GPU to its programs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,6 +37,8 @@ pub struct GpuState {
     pub gpu: Gpu,
     /// Whether new pods may get it.
     pub health: Health,
+    /// What of its health outlives the agent.
+    pub memory: Memory,
 }
 
 /// The node's GPUs as they stand.

@@ -1,4 +1,4 @@
-//! Keeps the outside told: status, events, metrics, readiness and health, from what the node shows.
+//! Keeps the outside told: status, events, metrics and readiness, from what the node shows.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ pub(super) struct Reporter {
 }
 
 impl Reporter {
-    /// The part to run, with the reports, the readiness and the health that it keeps.
+    /// The part to run, with the reports and the readiness that it keeps.
     pub(super) fn start(
         self,
         stop: CancellationToken,
@@ -44,25 +44,17 @@ impl Reporter {
         impl Future<Output = ()> + Send,
         watch::Receiver<NodeReport>,
         watch::Receiver<Verdict>,
-        watch::Receiver<Verdict>,
     ) {
         let first = report(&self.snapshots.borrow(), &self.around(None));
         let (readiness, ready) = watch::channel(verdict(&first));
-        let (health, healthy) = watch::channel(Verdict::Well);
         let (reports, reported) = watch::channel(first);
-        (
-            self.run(reports, readiness, health, stop),
-            reported,
-            ready,
-            healthy,
-        )
+        (self.run(reports, readiness, stop), reported, ready)
     }
 
     async fn run(
         mut self,
         reports: watch::Sender<NodeReport>,
         readiness: watch::Sender<Verdict>,
-        health: watch::Sender<Verdict>,
         stop: CancellationToken,
     ) {
         let mut runtime = None;
@@ -81,7 +73,6 @@ impl Reporter {
             });
             tokio::select! {
                 changed = self.snapshots.changed() => if changed.is_err() {
-                    health.send_replace(Verdict::Unwell("the node's task has ended".to_owned()));
                     break;
                 },
                 Ok(()) = self.registration.changed() => drop(self.registration.borrow_and_update()),

@@ -8,10 +8,15 @@
 //!      +---------------------------------------------------------------+ <+
 //! ```
 //!
+//! After an XID whose remedy is a reset, good probes mean nothing by themselves: the GPU must have been away
+//! since, as every reset takes it away, or the node must have booted ([`Memory`] outlives the agent).
+//!
 //! A GPU that falls sick again soon after a recovery must stay quiet twice as long, up to a
-//! bound: so a flapping GPU settles, and none is Unhealthy for ever. Pure: time comes in as an argument.
+//! bound: so a flapping GPU settles. Pure: time comes in as an argument.
 
 use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
 
 use super::xid::{Verdict, verdict};
 
@@ -103,11 +108,24 @@ impl Default for Policy {
     }
 }
 
+/// What of a GPU's health a successor in the same boot must know.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, rename_all = "kebab-case")]
+pub struct Memory {
+    /// Whether the GPU is away: missing, or without an answer for long. Its memory is lost when it is back.
+    pub away: bool,
+    /// The XID that only a reset cures, until the GPU was away.
+    pub awaits_reset: Option<u64>,
+}
+
 /// What is known of one GPU's health.
 #[derive(Debug, Clone)]
 pub struct Monitor {
     policy: Policy,
     state: State,
+    memory: Memory,
+    /// Failed probes in a row.
+    failures: u32,
     /// The quiet time that the next recovery takes.
     quiet: Duration,
     recovered: Option<Instant>,
@@ -115,9 +133,7 @@ pub struct Monitor {
 
 #[derive(Debug, Clone, Copy)]
 enum State {
-    Healthy {
-        failures: u32,
-    },
+    Healthy,
     Unhealthy {
         why: Sickness,
         bad_news: Instant,
@@ -126,58 +142,89 @@ enum State {
 }
 
 impl Monitor {
-    /// A GPU that NVML listed just now: healthy until there is news.
-    pub fn new(policy: Policy) -> Self {
-        Self {
+    /// A GPU that NVML listed just now: healthy until there is news, unless a predecessor in the same boot
+    /// left it waiting for a reset.
+    pub fn new(policy: Policy, memory: Memory, now: Instant) -> Self {
+        let mut monitor = Self {
             policy,
-            state: State::Healthy { failures: 0 },
+            state: State::Healthy,
+            memory,
+            failures: 0,
             quiet: policy.quiet,
             recovered: None,
+        };
+        monitor.is_here();
+        if let Some(code) = monitor.memory.awaits_reset {
+            monitor.state = monitor.fall(Sickness::Xid(code), now);
         }
+        monitor
     }
 
     /// The present verdict.
     pub fn health(&self) -> Health {
         match self.state {
-            State::Healthy { .. } => Health::Healthy,
+            State::Healthy => Health::Healthy,
             State::Unhealthy { why, .. } => Health::Unhealthy(why),
         }
     }
 
+    /// What a successor must know.
+    pub fn memory(&self) -> Memory {
+        self.memory
+    }
+
     /// Takes one piece of news in.
     pub fn hear(&mut self, news: News, now: Instant) {
-        let bad = match news {
-            News::Xid(code) if verdict(code) == Verdict::Gpu => Some(Sickness::Xid(code)),
-            News::Xid(_) => return,
-            News::Missing => Some(Sickness::Lost),
-            News::Silent => Some(Sickness::NoAnswer),
-            News::Answered => None,
-        };
-        self.state = match (self.state, bad) {
-            (State::Healthy { .. }, None) => State::Healthy { failures: 0 },
-            (State::Healthy { failures }, Some(Sickness::NoAnswer))
-                if failures + 1 < self.policy.failures =>
-            {
-                State::Healthy {
-                    failures: failures + 1,
+        match news {
+            News::Answered => {
+                self.is_here();
+                self.improve(now);
+            }
+            News::Silent => {
+                self.failures = self.failures.saturating_add(1);
+                if self.failures >= self.policy.failures {
+                    self.memory.away = true;
+                    self.worsen(Sickness::NoAnswer, now);
+                } else if let State::Unhealthy { why, .. } = self.state {
+                    self.worsen(why, now);
                 }
             }
-            (State::Healthy { .. }, Some(why)) => self.fall(why, now),
-            // The first cause stands: what follows an XID 79 is its consequence.
-            (State::Unhealthy { why, .. }, Some(_)) => State::Unhealthy {
-                why,
-                bad_news: now,
-                probes: 0,
+            News::Missing => {
+                self.memory.away = true;
+                self.worsen(Sickness::Lost, now);
+            }
+            News::Xid(code) => match verdict(code) {
+                Verdict::Application => {}
+                Verdict::Transient => self.worsen(Sickness::Xid(code), now),
+                Verdict::Reset => self.need_reset(code, now),
             },
-            (
-                State::Unhealthy {
-                    why,
-                    bad_news,
-                    probes,
-                },
-                None,
-            ) => self.improve(why, bad_news, probes + 1, now),
+        }
+    }
+
+    /// Whatever took it away is over.
+    fn is_here(&mut self) {
+        self.failures = 0;
+        if std::mem::take(&mut self.memory.away) {
+            self.memory.awaits_reset = None;
+        }
+    }
+
+    /// The first cause stands: what follows an XID 79 is its consequence.
+    fn worsen(&mut self, why: Sickness, now: Instant) {
+        self.state = match self.state {
+            State::Healthy => self.fall(why, now),
+            State::Unhealthy { why: first, .. } => unhealthy(first, now),
         };
+    }
+
+    /// The cause that asks for a reset is the one to tell, unless the GPU is away already.
+    fn need_reset(&mut self, code: u64, now: Instant) {
+        let first = self.memory.awaits_reset.is_none();
+        self.worsen(Sickness::Xid(code), now);
+        if first && !self.memory.away {
+            self.state = unhealthy(Sickness::Xid(code), now);
+        }
+        self.memory.awaits_reset.get_or_insert(code);
     }
 
     fn fall(&mut self, why: Sickness, now: Instant) -> State {
@@ -189,25 +236,31 @@ impl Monitor {
         } else {
             self.policy.quiet
         };
-        State::Unhealthy {
-            why,
-            bad_news: now,
-            probes: 0,
-        }
+        unhealthy(why, now)
     }
 
-    fn improve(&mut self, why: Sickness, bad_news: Instant, probes: u32, now: Instant) -> State {
-        let quiet = now.saturating_duration_since(bad_news);
-        if probes >= self.policy.probes && quiet >= self.quiet {
+    fn improve(&mut self, now: Instant) {
+        let State::Unhealthy {
+            bad_news, probes, ..
+        } = &mut self.state
+        else {
+            return;
+        };
+        *probes = probes.saturating_add(1);
+        let quiet = now.saturating_duration_since(*bad_news) >= self.quiet;
+        if *probes >= self.policy.probes && quiet && self.memory.awaits_reset.is_none() {
             self.recovered = Some(now);
-            State::Healthy { failures: 0 }
-        } else {
-            State::Unhealthy {
-                why,
-                bad_news,
-                probes,
-            }
+            self.state = State::Healthy;
         }
+    }
+}
+
+/// Unfit since now.
+fn unhealthy(why: Sickness, now: Instant) -> State {
+    State::Unhealthy {
+        why,
+        bad_news: now,
+        probes: 0,
     }
 }
 
@@ -223,9 +276,15 @@ mod tests {
 
     impl Bed {
         fn new() -> Self {
+            Self::after(Memory::default())
+        }
+
+        /// With what a predecessor left.
+        fn after(memory: Memory) -> Self {
+            let start = Instant::now();
             Self {
-                monitor: Monitor::new(Policy::default()),
-                start: Instant::now(),
+                monitor: Monitor::new(Policy::default(), memory, start),
+                start,
             }
         }
 
@@ -297,7 +356,7 @@ mod tests {
         let mut bed = Bed::new();
         let (mut at, mut waits) = (0, Vec::new());
         for _ in 0..7 {
-            bed.hear(at, News::Xid(79));
+            bed.hear(at, News::Xid(74));
             let well = bed.recovery(at + 1);
             waits.push(well - at);
             at = well + 1;
@@ -308,9 +367,62 @@ mod tests {
     #[test]
     fn a_relapse_long_after_a_recovery_is_a_first_fault_again() {
         let mut bed = Bed::new();
-        bed.hear(0, News::Xid(79));
+        bed.hear(0, News::Xid(74));
         let well = bed.recovery(1);
-        bed.hear(well + 1_000, News::Xid(79));
+        bed.hear(well + 1_000, News::Xid(74));
         assert_eq!(bed.recovery(well + 1_001), well + 1_010);
+    }
+
+    #[test]
+    fn after_an_xid_that_asks_for_a_reset_good_probes_do_not_make_it_healthy_until_it_was_away() {
+        for gone in [News::Missing, News::Silent] {
+            let mut bed = Bed::new();
+            bed.hear(0, News::Xid(48));
+            for second in 1..1_000 {
+                assert!(!bed.hear(second, News::Answered).is_healthy());
+            }
+            for second in 1_000..1_003 {
+                bed.hear(second, gone);
+            }
+            assert_eq!(bed.recovery(1_003), 1_012);
+        }
+    }
+
+    #[test]
+    fn one_failed_probe_is_not_taken_for_the_reset() {
+        let mut bed = Bed::new();
+        bed.hear(0, News::Xid(119));
+        bed.hear(1, News::Silent);
+        for second in 2..100 {
+            assert!(!bed.hear(second, News::Answered).is_healthy());
+        }
+    }
+
+    #[test]
+    fn a_cause_that_asks_for_a_reset_is_told_before_one_that_does_not() {
+        let mut bed = Bed::new();
+        bed.hear(0, News::Xid(74));
+        let sick = bed.hear(1, News::Xid(48));
+        assert_eq!(sick, Health::Unhealthy(Sickness::Xid(48)));
+    }
+
+    #[test]
+    fn a_successor_knows_that_a_reset_is_due_and_one_that_finds_the_gpu_back_does_not_ask_again() {
+        let mut before = Bed::new();
+        before.hear(0, News::Xid(95));
+        let mut after = Bed::after(before.monitor.memory());
+        let sick = Health::Unhealthy(Sickness::Xid(95));
+        assert_eq!(after.hear(60, News::Answered), sick);
+        before.hear(1, News::Missing);
+        let back = Bed::after(before.monitor.memory());
+        assert!(back.monitor.health().is_healthy());
+    }
+
+    #[test]
+    fn an_xid_that_is_heard_after_its_gpu_is_gone_asks_for_no_second_absence() {
+        let mut bed = Bed::new();
+        bed.hear(0, News::Missing);
+        bed.hear(0, News::Xid(79));
+        assert_eq!(bed.recovery(1), 10);
     }
 }

@@ -1,10 +1,11 @@
 //! The one thread that talks to NVML: its calls block, some for seconds on a sick GPU.
 //!
 //! It probes every GPU each [`Pace::poll`], drains XID events in between, answers questions about
-//! processes, and publishes what changed. While NVML cannot be used, or a GPU ails, it opens the
-//! library afresh for each probe: after a reset, or an update of the driver, old handles stay
-//! broken for ever.
+//! processes, and publishes what changed. After a reset, or an update of the driver, old handles stay broken for
+//! ever: while NVML cannot be used it opens the library afresh for each probe, and while a GPU ails each
+//! [`Pace::reopen`], for XIDs of the other GPUs are lost in between.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use nvml_wrapper::{Device, EventSet, Nvml};
 use tokio::sync::{oneshot, watch};
 use tracing::{debug, info, warn};
 
-use super::health::Policy;
+use super::health::{Memory, Policy};
 use super::roster::{Probe, Roster};
 use super::{Gpu, Inventory, NoDriver};
 use crate::sessions::{Charges, DriverCharges};
@@ -30,6 +31,8 @@ pub struct Pace {
     pub poll: Duration,
     /// Between two probes while a GPU ails or there is none.
     pub poll_ailing: Duration,
+    /// How long one opening of the library is used while a GPU ails.
+    pub reopen: Duration,
     /// Between two looks for XID events; the longest time that an XID goes unseen.
     pub events: Duration,
 }
@@ -39,6 +42,7 @@ impl Default for Pace {
         Self {
             poll: Duration::from_secs(5),
             poll_ailing: Duration::from_secs(2),
+            reopen: Duration::from_secs(30),
             events: Duration::from_millis(250),
         }
     }
@@ -99,22 +103,13 @@ impl DriverCharges for NvmlHandle {
     }
 }
 
-impl NvmlHandle {
-    /// The processes that NVML charges memory of `gpu` to, compute and graphics, by pid.
-    pub async fn processes(&self, gpu: GpuUuid) -> Result<Vec<Charged>, QueryError> {
-        let (answer, answered) = oneshot::channel();
-        self.questions
-            .send(Question { gpu, answer })
-            .map_err(|_| QueryError::NotAvailable)?;
-        answered.await.unwrap_or(Err(QueryError::NotAvailable))
-    }
-}
-
-/// Starts the thread. `find` says where the driver's library is.
+/// Starts the thread. `find` says where the driver's library is; `remembered` is what a predecessor in the same
+/// boot knew of its GPUs' health.
 pub fn start(
     find: FindLibrary,
     pace: Pace,
     policy: Policy,
+    remembered: BTreeMap<GpuUuid, Memory>,
 ) -> std::io::Result<(watch::Receiver<Inventory>, NvmlHandle)> {
     let (questions, asked) = mpsc::channel();
     let (publish, inventory) = watch::channel(Inventory::Starting);
@@ -122,7 +117,7 @@ pub fn start(
         pace,
         asked,
         publish,
-        roster: Roster::new(policy),
+        roster: Roster::new(policy, remembered),
         complaint: None,
     };
     std::thread::Builder::new()
@@ -165,21 +160,35 @@ impl Watcher {
     }
 
     fn use_library(&mut self, nvml: &Nvml) -> Result<(), Ended> {
-        let mut events = Vec::new();
+        let (opened, mut events) = (Instant::now(), Vec::new());
+        let mut ailed = self.roster.is_ailing();
         loop {
+            // Before the probe, which takes its time where a GPU is sick, and after it for what it found.
+            register_new(nvml, &mut events, &self.roster.inventory());
             let probe = probe(nvml);
             let broken = matches!(probe, Probe::NoDriver(_));
             self.take(probe);
-            register_new(nvml, &mut events, &self.roster.inventory());
+            let inventory = self.roster.inventory();
+            register_new(nvml, &mut events, &inventory);
             let session = Session {
                 nvml,
                 events: &events,
             };
-            if broken || self.roster.is_ailing() || self.roster.inventory().gpus().is_empty() {
+            if broken || inventory.gpus().is_empty() {
                 return self.idle(Some(session), self.pace.poll_ailing);
             }
-            self.idle(Some(session), self.pace.poll)?;
-            if self.roster.is_ailing() {
+            let ailing = self.roster.is_ailing();
+            if std::mem::replace(&mut ailed, ailing) && !ailing {
+                // The event set of a GPU that was away may be broken as well.
+                return Ok(());
+            }
+            let pause = if ailing {
+                self.pace.poll_ailing
+            } else {
+                self.pace.poll
+            };
+            self.idle(Some(session), pause)?;
+            if self.roster.is_ailing() && opened.elapsed() >= self.pace.reopen {
                 return Ok(());
             }
         }
@@ -262,13 +271,22 @@ fn probe(nvml: &Nvml) -> Probe {
             return Probe::NoDriver(NoDriver::Failed(format!("nvmlDeviceGetCount: {error}")));
         }
     };
-    let (mut gpus, mut silent) = (Vec::new(), Vec::new());
-    // A GPU whose handle or UUID cannot be had is as good as missing: the roster knows it by UUID only.
-    for device in (0..count).filter_map(|index| nvml.device_by_index(index).ok()) {
-        let Ok(uuid) = uuid_of(&device) else { continue };
-        match describe(&device, uuid.clone()) {
+    let (mut gpus, mut silent, mut lost, mut complete) = (Vec::new(), Vec::new(), Vec::new(), true);
+    for index in 0..count {
+        let named = nvml.device_by_index(index).map_err(GpuError::Nvml);
+        let (device, uuid) = match named.and_then(|device| Ok((uuid_of(&device)?, device))) {
+            Ok((uuid, device)) => (device, uuid),
+            // Then the one that is not listed is the one that is lost.
+            Err(GpuError::Nvml(NvmlError::GpuLost)) => continue,
+            Err(error) => {
+                debug!(index, %error, "gpu without a name");
+                complete = false;
+                continue;
+            }
+        };
+        match describe(&device, &uuid) {
             Ok(found) => gpus.extend(found),
-            Err(NvmlError::GpuLost) => {}
+            Err(GpuError::Nvml(NvmlError::GpuLost)) => lost.push(uuid),
             Err(error) => {
                 debug!(gpu = %uuid, %error, "gpu does not answer");
                 silent.push(uuid);
@@ -279,23 +297,32 @@ fn probe(nvml: &Nvml) -> Probe {
         driver: nvml.sys_driver_version().ok(),
         gpus,
         silent,
+        lost,
+        complete,
     }
 }
 
 /// The GPU itself, or its MIG instances where it is cut.
-fn describe(device: &Device<'_>, uuid: GpuUuid) -> Result<Vec<Gpu>, NvmlError> {
+fn describe(device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>, GpuError> {
     let minor = device.minor_number()?;
     // GPUs without MIG answer NotSupported, old drivers FunctionNotFound.
     let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
     if !cut {
-        return Ok(vec![gpu(device, uuid, minor, None)?]);
+        return Ok(vec![gpu(device, uuid.clone(), minor, None)?]);
     }
-    let instances =
-        (0..device.mig_device_count()?).filter_map(|index| device.mig_device_by_index(index).ok());
-    instances
-        .filter_map(|instance| Some((uuid_of(&instance).ok()?, instance)))
-        .map(|(name, instance)| gpu(&instance, name, minor, Some(uuid.clone())))
-        .collect()
+    let mut instances = Vec::new();
+    for index in 0..device.mig_device_count()? {
+        match device.mig_device_by_index(index) {
+            Ok(instance) => {
+                let name = uuid_of(&instance)?;
+                instances.push(gpu(&instance, name, minor, Some(uuid.clone()))?);
+            }
+            // The count is what the GPU can be cut into at most.
+            Err(NvmlError::NotFound) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(instances)
 }
 
 fn gpu(
@@ -314,16 +341,16 @@ fn gpu(
     })
 }
 
-/// Why a GPU has no name.
+/// Why a GPU cannot be told of.
 #[derive(Debug, thiserror::Error)]
-enum UuidError {
+enum GpuError {
     #[error(transparent)]
     Nvml(#[from] NvmlError),
     #[error(transparent)]
     Unit(#[from] UnitError),
 }
 
-fn uuid_of(device: &Device<'_>) -> Result<GpuUuid, UuidError> {
+fn uuid_of(device: &Device<'_>) -> Result<GpuUuid, GpuError> {
     Ok(device.uuid()?.parse()?)
 }
 

@@ -1,31 +1,63 @@
 //! Keeps the GPUs that NVML listed since the agent started, each with its health.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
-use super::health::{Monitor, News, Policy};
+use super::health::{Memory, Monitor, News, Policy};
 use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::units::GpuUuid;
 
 /// What one probe of all GPUs found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Probe {
-    /// NVML cannot be used.
+    /// NVML cannot be used. Says nothing about the GPUs that were there.
     NoDriver(NoDriver),
-    /// The GPUs that NVML lists; those that could be found and not read are `silent`.
+    /// The GPUs that NVML lists.
     Listed {
         /// The driver's version.
         driver: Option<String>,
         /// GPUs that answered.
         gpus: Vec<Gpu>,
-        /// GPUs that NVML knows and that did not answer.
+        /// GPUs that NVML knows and that did not answer; for MIG instances, the GPU that they are cut from.
         silent: Vec<GpuUuid>,
+        /// GPUs that NVML knows and calls lost, in the same way.
+        lost: Vec<GpuUuid>,
+        /// False where NVML could not name some GPU: one that is not listed may be that one.
+        complete: bool,
     },
+}
+
+impl Probe {
+    /// The news of `gpu`, with what was found of it.
+    fn news(&self, gpu: &Gpu) -> (News, Option<&Gpu>) {
+        let Self::Listed {
+            gpus,
+            silent,
+            lost,
+            complete,
+            driver: _,
+        } = self
+        else {
+            return (News::Silent, None);
+        };
+        let is_in = |list: &[GpuUuid]| {
+            list.contains(&gpu.uuid) || gpu.mig_parent.as_ref().is_some_and(|p| list.contains(p))
+        };
+        match gpus.iter().find(|found| found.uuid == gpu.uuid) {
+            Some(found) => (News::Answered, Some(found)),
+            None if is_in(lost) => (News::Missing, None),
+            None if is_in(silent) || !complete => (News::Silent, None),
+            None => (News::Missing, None),
+        }
+    }
 }
 
 /// Every GPU since the start.
 #[derive(Debug)]
 pub struct Roster {
     policy: Policy,
+    /// What a predecessor in the same boot left, of GPUs that have not been listed yet.
+    remembered: BTreeMap<GpuUuid, Memory>,
     entries: Vec<Entry>,
     /// What stands where there has never been a GPU.
     without: Inventory,
@@ -39,10 +71,11 @@ struct Entry {
 }
 
 impl Roster {
-    /// No GPU yet.
-    pub fn new(policy: Policy) -> Self {
+    /// No GPU yet; of those that come, what is `remembered` from earlier in this boot.
+    pub fn new(policy: Policy, remembered: BTreeMap<GpuUuid, Memory>) -> Self {
         Self {
             policy,
+            remembered,
             entries: Vec::new(),
             without: Inventory::Starting,
             driver: None,
@@ -51,23 +84,26 @@ impl Roster {
 
     /// Takes a probe in.
     pub fn probed(&mut self, probe: Probe, now: Instant) {
-        match probe {
+        match &probe {
             Probe::NoDriver(why) => {
-                self.without = Inventory::NoDriver(why);
+                self.without = Inventory::NoDriver(why.clone());
                 self.driver = None;
-                self.tell_all(&[], &[], now);
             }
-            Probe::Listed {
-                driver,
-                gpus,
-                silent,
-            } => {
+            Probe::Listed { driver, gpus, .. } => {
                 self.without = Inventory::NoGpu;
-                self.driver = driver;
-                self.forget_recut(&gpus);
-                self.tell_all(&gpus, &silent, now);
-                self.add(gpus);
+                self.driver.clone_from(driver);
+                self.forget_recut(gpus);
             }
+        }
+        for entry in &mut self.entries {
+            let (news, found) = probe.news(&entry.gpu);
+            if let Some(found) = found {
+                entry.gpu = found.clone();
+            }
+            entry.monitor.hear(news, now);
+        }
+        if let Probe::Listed { gpus, .. } = probe {
+            self.add(gpus, now);
         }
     }
 
@@ -95,6 +131,7 @@ impl Roster {
         let state = |entry: &Entry| GpuState {
             gpu: entry.gpu.clone(),
             health: entry.monitor.health(),
+            memory: entry.monitor.memory(),
         };
         Inventory::Gpus {
             driver: self.driver.clone(),
@@ -102,26 +139,13 @@ impl Roster {
         }
     }
 
-    fn tell_all(&mut self, gpus: &[Gpu], silent: &[GpuUuid], now: Instant) {
-        for entry in &mut self.entries {
-            let news = if let Some(found) = gpus.iter().find(|gpu| gpu.uuid == entry.gpu.uuid) {
-                entry.gpu = found.clone();
-                News::Answered
-            } else if silent.contains(&entry.gpu.uuid) {
-                News::Silent
-            } else {
-                News::Missing
-            };
-            entry.monitor.hear(news, now);
-        }
-    }
-
-    fn add(&mut self, gpus: Vec<Gpu>) {
+    fn add(&mut self, gpus: Vec<Gpu>, now: Instant) {
         for gpu in gpus {
             if !self.entries.iter().any(|entry| entry.gpu.uuid == gpu.uuid) {
+                let memory = self.remembered.remove(&gpu.uuid).unwrap_or_default();
                 self.entries.push(Entry {
                     gpu,
-                    monitor: Monitor::new(self.policy),
+                    monitor: Monitor::new(self.policy, memory, now),
                 });
             }
         }
@@ -153,6 +177,10 @@ mod tests {
     use super::*;
     use crate::units::Bytes;
 
+    fn roster() -> Roster {
+        Roster::new(Policy::default(), BTreeMap::new())
+    }
+
     fn uuid(name: &str) -> GpuUuid {
         name.parse().unwrap()
     }
@@ -179,6 +207,8 @@ mod tests {
             driver: None,
             gpus: gpus.to_vec(),
             silent: Vec::new(),
+            lost: Vec::new(),
+            complete: true,
         }
     }
 
@@ -193,7 +223,7 @@ mod tests {
 
     #[test]
     fn without_a_driver_or_a_gpu_the_inventory_says_which() {
-        let mut roster = Roster::new(Policy::default());
+        let mut roster = roster();
         assert_eq!(roster.inventory(), Inventory::Starting);
         roster.probed(
             Probe::NoDriver(NoDriver::Missing("no libnvidia-ml".into())),
@@ -211,7 +241,7 @@ mod tests {
 
     #[test]
     fn a_gpu_that_goes_missing_stays_listed_as_unhealthy_and_comes_back() {
-        let (mut roster, start) = (Roster::new(Policy::default()), Instant::now());
+        let (mut roster, start) = (roster(), Instant::now());
         roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), start);
         roster.probed(listed(&[gpu("GPU-b")]), start);
         assert!(roster.is_ailing());
@@ -229,23 +259,88 @@ mod tests {
         assert!(!roster.is_ailing());
     }
 
+    /// Which of `gpus` are well after each of `looks`.
+    fn well_after(gpus: &[Gpu], looks: &[Probe]) -> Vec<usize> {
+        let mut roster = roster();
+        roster.probed(listed(gpus), Instant::now());
+        let well = |look: &Probe| {
+            roster.probed(look.clone(), Instant::now());
+            let healthy = |(_, health): &(String, Health)| health.is_healthy();
+            healths(&roster).iter().filter(|gpu| healthy(gpu)).count()
+        };
+        looks.iter().map(well).collect()
+    }
+
     #[test]
-    fn a_driver_that_goes_away_takes_every_gpu_with_it() {
-        let mut roster = Roster::new(Policy::default());
-        roster.probed(listed(&[gpu("GPU-a")]), Instant::now());
-        roster.probed(
-            Probe::NoDriver(NoDriver::Failed("unloaded".into())),
-            Instant::now(),
-        );
+    fn a_driver_that_goes_away_takes_every_gpu_with_it_and_one_that_hesitates_takes_none() {
+        let away = Probe::NoDriver(NoDriver::Failed("nvmlDeviceGetCount: unknown".into()));
+        let two = [gpu("GPU-a"), gpu("GPU-b")];
+        let looks = [away.clone(), away.clone(), listed(&two), away.clone()];
+        assert_eq!(well_after(&two, &looks), [2, 2, 2, 2]);
         assert_eq!(
-            healths(&roster),
-            [("GPU-a".into(), Health::Unhealthy(Sickness::Lost))]
+            well_after(&two, &[away.clone(), away.clone(), away]),
+            [2, 2, 0]
         );
     }
 
     #[test]
+    fn a_gpu_that_nvml_cannot_name_may_be_any_that_is_not_listed_and_is_lost_only_after_a_while() {
+        let unnamed = Probe::Listed {
+            driver: None,
+            gpus: vec![gpu("GPU-b")],
+            silent: Vec::new(),
+            lost: Vec::new(),
+            complete: false,
+        };
+        let looks = [unnamed.clone(), unnamed.clone(), unnamed];
+        assert_eq!(well_after(&[gpu("GPU-a"), gpu("GPU-b")], &looks), [2, 2, 1]);
+    }
+
+    #[test]
+    fn a_gpu_that_nvml_calls_lost_is_lost_at_once() {
+        let lost = Probe::Listed {
+            driver: None,
+            gpus: vec![gpu("GPU-b")],
+            silent: Vec::new(),
+            lost: vec![uuid("GPU-a")],
+            complete: false,
+        };
+        assert_eq!(well_after(&[gpu("GPU-a"), gpu("GPU-b")], &[lost]), [1]);
+    }
+
+    #[test]
+    fn mig_instances_of_a_silent_gpu_are_silent_with_it_and_not_missing() {
+        let silent = Probe::Listed {
+            driver: None,
+            gpus: Vec::new(),
+            silent: vec![uuid("GPU-a")],
+            lost: Vec::new(),
+            complete: true,
+        };
+        let instances = [mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a")];
+        let looks = [silent.clone(), silent.clone(), silent];
+        assert_eq!(well_after(&instances, &looks), [2, 2, 0]);
+    }
+
+    #[test]
+    fn a_gpu_that_awaits_a_reset_still_does_after_an_agents_restart() {
+        let awaits = Memory {
+            away: false,
+            awaits_reset: Some(48),
+        };
+        let mut roster = Roster::new(Policy::default(), BTreeMap::from([(uuid("GPU-a"), awaits)]));
+        roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
+        let sick = Health::Unhealthy(Sickness::Xid(48));
+        assert_eq!(
+            healths(&roster),
+            [("GPU-a".into(), sick), ("GPU-b".into(), Health::Healthy)]
+        );
+        assert_eq!(roster.inventory().gpus()[0].memory, awaits);
+    }
+
+    #[test]
     fn an_xid_of_a_gpu_hits_its_mig_instances_and_no_other_gpu() {
-        let mut roster = Roster::new(Policy::default());
+        let mut roster = roster();
         roster.probed(
             listed(&[mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a"), gpu("GPU-b")]),
             Instant::now(),
@@ -264,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_gpu_that_was_recut_is_forgotten_in_its_old_shape() {
-        let mut roster = Roster::new(Policy::default());
+        let mut roster = roster();
         roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
         roster.probed(
             listed(&[mig("MIG-1", "GPU-a"), gpu("GPU-b")]),

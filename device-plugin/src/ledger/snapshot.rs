@@ -37,8 +37,8 @@ pub enum RestoreError {
     /// An allocation stands in it twice.
     #[error("allocation {0} occurs twice")]
     Twice(AllocationId),
-    /// A claim without an allocation, with a placement of the other resource or of another size,
-    /// or with a number that is still to be given.
+    /// A claim without an allocation, with a placement of the other resource or of nothing, or with a
+    /// number that is still to be given.
     #[error("claim of pod {pod} on tokens {tokens} contradicts itself")]
     Claim {
         /// The claim's pod.
@@ -46,17 +46,6 @@ pub enum RestoreError {
         /// The claim's tokens.
         tokens: crate::units::TokenSet,
     },
-}
-
-impl RestoreError {
-    /// A bounded name for events, conditions and metric labels.
-    pub const fn reason(&self) -> &'static str {
-        match self {
-            Self::Quantum { .. } => "QuantumChanged",
-            Self::Twice(_) => "AllocationTwice",
-            Self::Claim { .. } => "ClaimContradiction",
-        }
-    }
 }
 
 impl Ledger {
@@ -147,15 +136,13 @@ fn check(snapshot: &Snapshot, expected: QuantumSize) -> Result<(), RestoreError>
     }
 }
 
+/// A placement need not be of the tokens' size: one that the host told of may be of another quantum's time, and
+/// what is, is.
 fn is_sound(claim: &Claim) -> bool {
     let placed = match (claim.placement(), claim.resource) {
-        (None, _) => true,
-        (Some(Placement::Managed(quanta)), Resource::ManagedMemory) => {
-            *quanta == claim.tokens.quanta()
-        }
+        (None, _) | (Some(Placement::Managed(_)), Resource::ManagedMemory) => true,
         (Some(Placement::Device(shares)), Resource::DeviceMemory) => {
-            shares.iter().map(|share| share.quanta).sum::<Quanta>() == claim.tokens.quanta()
-                && shares.iter().all(|share| share.quanta > Quanta::ZERO)
+            shares.iter().all(|share| share.quanta > Quanta::ZERO)
         }
         (Some(_), _) => false,
     };

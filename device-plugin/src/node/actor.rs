@@ -180,6 +180,8 @@ pub struct Actor {
     device: watch::Sender<Devices>,
     managed: watch::Sender<Devices>,
     snapshot: watch::Sender<Snapshot>,
+    /// The moment of the last tick.
+    pulse: watch::Sender<Instant>,
     too_many: Option<DevicesError>,
     generations: Generations,
 }
@@ -193,7 +195,13 @@ pub fn actor(
     inventory: watch::Receiver<Inventory>,
     generations: Generations,
     voice: Voice,
-) -> (Actor, Node, Offers, watch::Receiver<Snapshot>) {
+) -> (
+    Actor,
+    Node,
+    Offers,
+    watch::Receiver<Snapshot>,
+    watch::Receiver<Instant>,
+) {
     let (commands, received) = mpsc::channel(QUEUE);
     let none = |resource| Devices::new(resource, Vec::new()).expect("no token is not too many");
     let (device, device_offer) = watch::channel(none(Resource::DeviceMemory));
@@ -208,6 +216,7 @@ pub fn actor(
         too_many: None,
     };
     let (snapshot, snapshots) = watch::channel(first);
+    let (pulse, beats) = watch::channel(Instant::now());
     let identities = Arc::new(identities);
     let actor = Actor {
         core,
@@ -219,6 +228,7 @@ pub fn actor(
         device,
         managed,
         snapshot,
+        pulse,
         too_many: None,
         generations,
     };
@@ -236,6 +246,7 @@ pub fn actor(
         },
         offers,
         snapshots,
+        beats,
     )
 }
 
@@ -261,10 +272,13 @@ impl Actor {
                 _ = tick.tick() => {
                     self.core.tick(clock::now()).await;
                     self.publish();
+                    self.pulse.send_replace(Instant::now());
                 }
                 _ = collect.tick() => {
                     let trouble = self.core.host_mut().cdi_trouble();
                     self.core.note_cdi(trouble);
+                    // For what could not be read or written before.
+                    self.generations.see(self.inventory.borrow().gpus());
                     self.look_at_the_kubelet();
                 }
             }

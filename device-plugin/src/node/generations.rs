@@ -1,75 +1,129 @@
 //! G of each GPU: how often its memory was lost (design, section 8). It only grows, and outlives boots.
 //!
-//! It grows when nothing on the GPU can have survived: with every boot, and when a GPU is healthy again
-//! after it was not, for only a reset or a return to the bus ends that.
+//! It grows when nothing on the GPU can have survived: with every boot, and when a GPU is back that was away,
+//! for a reset or a return to the bus is the end of what was in it. A recovery without that is none.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-use crate::checkpoint::Checkpoint;
+use crate::checkpoint::{Checkpoint, LoadError};
 use crate::inventory::GpuState;
+use crate::inventory::health::Memory;
 use crate::units::GpuUuid;
 
-/// One GPU's entry.
+/// One GPU's entry. Fields that it does not know are left alone: numbers that start again are worse.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(rename_all = "kebab-case")]
 struct Entry {
     generation: u64,
     /// The boot that it was last seen in.
     boot: String,
-    /// Whether it was healthy when it was last seen.
-    healthy: bool,
+    /// What was known of its health then.
+    #[serde(default)]
+    memory: Memory,
 }
+
+type Entries = BTreeMap<GpuUuid, Entry>;
 
 /// The generations of every GPU that was ever on this node, with the file that keeps them.
 #[derive(Debug)]
 pub struct Generations {
     file: Checkpoint,
     boot: String,
-    entries: BTreeMap<GpuUuid, Entry>,
+    entries: Entries,
+    /// The file could not be read so far: it is not written before its numbers are known.
+    unread: bool,
+    /// The file lacks something.
+    unsaved: bool,
 }
 
 impl Generations {
-    /// Reads `file`. One that makes no sense is moved aside: the numbers start again at 1.
+    /// Reads `file`. One that makes no sense is moved aside: the numbers start again at 1. One that
+    /// cannot be read now is tried again with every [`see`](Self::see).
     pub fn load(file: Checkpoint, boot: String) -> Self {
-        let entries = file.load().unwrap_or_else(|error| {
-            warn!(%error, "generations of GPUs start again");
-            // It is in the way of nothing: the next save replaces it.
-            let _ = file.set_aside();
-            None
-        });
-        Self {
+        let mut generations = Self {
             file,
             boot,
-            entries: entries.unwrap_or_default(),
+            entries: Entries::new(),
+            unread: true,
+            unsaved: false,
+        };
+        if let Err(error) = generations.read() {
+            warn!(%error, "generations of GPUs not known yet");
         }
+        generations
     }
 
-    /// Takes in the GPUs as they are now. What cannot be written is written with the next change.
+    /// What a predecessor in this boot knew of its GPUs' health.
+    pub fn remembered(&self) -> BTreeMap<GpuUuid, Memory> {
+        let of_this_boot = self
+            .entries
+            .iter()
+            .filter(|(_, entry)| entry.boot == self.boot);
+        of_this_boot
+            .map(|(uuid, entry)| (uuid.clone(), entry.memory))
+            .collect()
+    }
+
+    fn read(&mut self) -> Result<(), LoadError> {
+        let read: Entries = match self.file.load() {
+            Ok(read) => read.unwrap_or_default(),
+            Err(error @ LoadError::Read { .. }) => return Err(error),
+            Err(error @ LoadError::Malformed { .. }) => {
+                warn!(%error, "generations of GPUs start again");
+                // It is in the way of nothing: the next save replaces it.
+                let _ = self.file.set_aside();
+                Entries::new()
+            }
+        };
+        self.unread = false;
+        for (uuid, read) in read {
+            // What was seen meanwhile started at 1: it goes on from what is on record.
+            let meanwhile = self.entries.remove(&uuid);
+            let mut entry = read;
+            if let Some(seen) = meanwhile {
+                let of_before = entry.boot != self.boot || (entry.memory.away && !seen.memory.away);
+                entry.generation += seen.generation - 1 + u64::from(of_before);
+                entry.boot = seen.boot;
+                entry.memory = seen.memory;
+            }
+            self.entries.insert(uuid, entry);
+        }
+        Ok(())
+    }
+
+    /// Takes in the GPUs as they are now. What cannot be written is written with the next call.
     pub fn see(&mut self, gpus: &[GpuState]) {
+        if self.unread {
+            // Said once, when it was loaded.
+            let _ = self.read();
+        }
         let before = self.entries.clone();
         for state in gpus {
-            let healthy = state.health.is_healthy();
             let entry = self
                 .entries
                 .entry(state.gpu.uuid.clone())
                 .or_insert_with(|| Entry {
                     generation: 1,
                     boot: self.boot.clone(),
-                    healthy,
+                    memory: state.memory,
                 });
-            if entry.boot != self.boot || (healthy && !entry.healthy) {
+            if entry.boot != self.boot || (entry.memory.away && !state.memory.away) {
                 entry.generation += 1;
             }
             entry.boot.clone_from(&self.boot);
-            entry.healthy = healthy;
+            entry.memory = state.memory;
         }
-        if self.entries != before
-            && let Err(error) = self.file.save(&self.entries)
-        {
-            warn!(%error, "generations not written");
+        let changed = self.entries != before;
+        self.unsaved |= changed;
+        if self.unsaved && !self.unread {
+            match self.file.save_durably(&self.entries) {
+                Ok(()) => self.unsaved = false,
+                Err(error) if changed => warn!(%error, "generations not written"),
+                Err(_) => {}
+            }
         }
     }
 
@@ -89,7 +143,20 @@ mod tests {
     use crate::inventory::health::{Health, Sickness};
     use crate::units::Bytes;
 
-    fn state(health: Health) -> Vec<GpuState> {
+    const WELL: Memory = Memory {
+        away: false,
+        awaits_reset: None,
+    };
+    const AWAY: Memory = Memory {
+        away: true,
+        awaits_reset: None,
+    };
+    const AWAITS_RESET: Memory = Memory {
+        away: false,
+        awaits_reset: Some(48),
+    };
+
+    fn state(memory: Memory) -> Vec<GpuState> {
         let uuid = "GPU-a".parse().unwrap();
         let gpu = Gpu {
             uuid,
@@ -98,45 +165,101 @@ mod tests {
             memory: Bytes::gib(1),
             mig_parent: None,
         };
-        vec![GpuState { gpu, health }]
+        let health = if memory == WELL {
+            Health::Healthy
+        } else {
+            Health::Unhealthy(Sickness::Lost)
+        };
+        vec![GpuState {
+            gpu,
+            health,
+            memory,
+        }]
     }
 
     fn g(generations: &Generations) -> u64 {
         generations.all()[&"GPU-a".parse().unwrap()]
     }
 
+    struct Bed(tempfile::TempDir);
+
+    impl Bed {
+        fn new() -> Self {
+            Self(tempfile::tempdir().unwrap())
+        }
+
+        fn path(&self) -> std::path::PathBuf {
+            self.0.path().join("generations.json")
+        }
+
+        fn agent(&self, boot: &str) -> Generations {
+            Generations::load(Checkpoint::new(self.path()), boot.into())
+        }
+    }
+
     #[test]
-    fn a_generation_grows_with_each_boot_and_each_recovery_and_with_nothing_else() {
-        let folder = tempfile::tempdir().unwrap();
-        let load = |boot: &str| {
-            Generations::load(
-                Checkpoint::new(folder.path().join("generations.json")),
-                boot.into(),
-            )
-        };
-        let mut agent = load("boot-1");
-        agent.see(&state(Health::Healthy));
-        agent.see(&state(Health::Healthy));
+    fn a_generation_grows_with_each_boot_and_each_return_and_with_nothing_else() {
+        let bed = Bed::new();
+        let mut agent = bed.agent("boot-1");
+        agent.see(&state(WELL));
+        agent.see(&state(WELL));
         assert_eq!(g(&agent), 1);
-        agent.see(&state(Health::Unhealthy(Sickness::Lost)));
+        agent.see(&state(AWAY));
         assert_eq!(g(&agent), 1);
-        let mut agent = load("boot-1");
-        agent.see(&state(Health::Healthy));
-        assert_eq!(g(&agent), 2, "a recovery while no agent ran");
-        let mut agent = load("boot-2");
-        agent.see(&state(Health::Healthy));
-        agent.see(&state(Health::Healthy));
+        let mut agent = bed.agent("boot-1");
+        agent.see(&state(WELL));
+        assert_eq!(g(&agent), 2, "a return while no agent ran");
+        let mut agent = bed.agent("boot-2");
+        agent.see(&state(WELL));
+        agent.see(&state(WELL));
         assert_eq!(g(&agent), 3);
     }
 
     #[test]
-    fn a_malformed_file_is_moved_aside() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("generations.json");
-        std::fs::write(&path, "{").unwrap();
-        let mut agent = Generations::load(Checkpoint::new(path), "boot-1".into());
-        agent.see(&state(Health::Healthy));
+    fn a_gpu_that_recovers_without_having_been_away_keeps_its_generation() {
+        let mut agent = Bed::new().agent("boot-1");
+        let mut sick = state(WELL);
+        sick[0].health = Health::Unhealthy(Sickness::Xid(74));
+        agent.see(&sick);
+        agent.see(&state(WELL));
         assert_eq!(g(&agent), 1);
-        assert!(folder.path().join("generations.malformed").exists());
+    }
+
+    #[test]
+    fn a_reset_that_is_due_is_remembered_within_the_boot() {
+        let bed = Bed::new();
+        bed.agent("boot-1").see(&state(AWAITS_RESET));
+        let uuid = "GPU-a".parse().unwrap();
+        assert_eq!(bed.agent("boot-1").remembered()[&uuid], AWAITS_RESET);
+        assert!(bed.agent("boot-2").remembered().is_empty());
+    }
+
+    #[test]
+    fn a_malformed_file_is_moved_aside() {
+        let bed = Bed::new();
+        std::fs::write(bed.path(), "{").unwrap();
+        let mut agent = bed.agent("boot-1");
+        agent.see(&state(WELL));
+        assert_eq!(g(&agent), 1);
+        assert!(bed.path().with_extension("malformed").exists());
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_read_for_a_while_is_neither_moved_nor_replaced() {
+        let bed = Bed::new();
+        bed.agent("boot-1").see(&state(WELL));
+        bed.agent("boot-2").see(&state(WELL));
+        let away = bed.path().with_extension("away");
+        std::fs::rename(bed.path(), &away).unwrap();
+        // A folder in its place: reading it is an error of the system.
+        std::fs::create_dir(bed.path()).unwrap();
+        let mut agent = bed.agent("boot-3");
+        agent.see(&state(WELL));
+        assert!(bed.path().is_dir());
+        std::fs::remove_dir(bed.path()).unwrap();
+        std::fs::rename(&away, bed.path()).unwrap();
+        agent.see(&state(WELL));
+        assert_eq!(g(&agent), 3);
+        assert_eq!(g(&bed.agent("boot-3")), 3);
     }
 }

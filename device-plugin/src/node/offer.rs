@@ -72,7 +72,7 @@ fn capacity(state: &GpuState, config: &ResourcesConfig) -> Quanta {
 mod tests {
     use super::*;
     use crate::inventory::Gpu;
-    use crate::inventory::health::{Health, Sickness};
+    use crate::inventory::health::{Health, Memory, Sickness};
     use crate::units::QuantumSize;
 
     fn gpu(name: &str, memory: Bytes, health: Health) -> GpuState {
@@ -83,7 +83,11 @@ mod tests {
             memory,
             mig_parent: None,
         };
-        GpuState { gpu, health }
+        GpuState {
+            gpu,
+            health,
+            memory: Memory::default(),
+        }
     }
 
     fn config(quantum: QuantumSize, managed_capacity: Bytes, reserved: Bytes) -> ResourcesConfig {

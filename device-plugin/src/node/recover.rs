@@ -47,7 +47,13 @@ impl<H: Host> Core<H> {
         if let Err(why) = self.restore(checkpoint, now) {
             self.rebuild(&cdi, kubelet, now);
             let bindings = self.ledger.bindings().count();
-            if bindings > 0 || matches!(why, NoState::Load(_) | NoState::Restore(_)) {
+            // A new boot is no loss: nothing of the old one lives.
+            let lost = match why {
+                NoState::OtherBoot => false,
+                NoState::Missing => bindings > 0,
+                NoState::Load(_) | NoState::Restore(_) => true,
+            };
+            if lost {
                 warn!(%why, bindings, "checkpoint not used: rebuilt from the host");
                 self.troubles.rebuilt = Some(why.to_string());
             }

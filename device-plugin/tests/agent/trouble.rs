@@ -59,6 +59,36 @@ async fn a_lost_gpu_takes_its_tokens_and_brings_them_back_and_running_pods_stay(
 }
 
 #[tokio::test]
+async fn a_gpu_that_needs_a_reset_is_offered_again_only_after_it_was_away_though_the_agent_restarts()
+ {
+    let mut machine = Machine::started().await;
+    machine.lab.simgpu(&["xid", "0", "48"]).unwrap();
+    machine.kubelet.until_allocatable(GPU, 16).await;
+    machine.stop_agent().await;
+    machine.start_agent();
+    // Longer than good probes take to make a GPU healthy.
+    tokio::time::sleep(Duration::from_secs(14)).await;
+    assert_eq!(
+        machine.kubelet.capacity(GPU).map(|c| c.allocatable),
+        Some(16)
+    );
+    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    machine.lab.simgpu(&["restore", "0"]).unwrap();
+    machine.kubelet.until_allocatable(GPU, 32).await;
+}
+
+#[tokio::test]
+async fn an_xid_of_a_well_gpu_is_heard_while_another_one_ails() {
+    let machine = Machine::started().await;
+    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    machine.kubelet.until_allocatable(GPU, 16).await;
+    tokio::time::sleep(Duration::from_secs(5)).await;
+    machine.lab.simgpu(&["xid", "1", "48"]).unwrap();
+    machine.kubelet.until_allocatable(GPU, 0).await;
+}
+
+#[tokio::test]
 async fn without_a_driver_it_waits_quietly_and_registers_when_there_is_one() {
     let mut machine = Machine::new().await;
     let (driver, away) = (

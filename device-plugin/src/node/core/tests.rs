@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::sync::oneshot;
 
 use super::*;
-use crate::inventory::health::{Health, Sickness};
+use crate::inventory::health::{Health, Memory, Sickness};
 use crate::inventory::{Gpu, GpuState};
 use crate::node::host::Found;
 use crate::units::{Bytes, QuantumSize};
@@ -118,7 +118,11 @@ fn gpu(name: &str, minor: u32, health: Health) -> GpuState {
         memory: Bytes::gib(16),
         mig_parent: None,
     };
-    GpuState { gpu, health }
+    GpuState {
+        gpu,
+        health,
+        memory: Memory::default(),
+    }
 }
 
 fn two_gpus() -> Vec<GpuState> {
@@ -249,8 +253,15 @@ impl Bed {
 
     /// The agent is gone, without a chance to do anything; the next one comes.
     async fn restart(&mut self) {
+        self.restart_with(QuantumSize::Gib1).await;
+    }
+
+    /// The next one is configured with another quantum.
+    async fn restart_with(&mut self, quantum: QuantumSize) {
         self.host.disk().crash_at = None;
         self.core = core(&self.host, &self.cgroups);
+        self.core.config.quantum = quantum;
+        self.core.ledger = Ledger::new(quantum);
         self.core
             .recover(self.host.found(), &self.kubelet, self.now)
             .await;
@@ -714,6 +725,32 @@ async fn a_checkpoint_of_another_boot_gives_no_binding_to_pods_that_died_with_it
     bed.restart().await;
     assert!(bed.placements().is_empty());
     bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn a_reboot_is_not_told_as_a_lost_checkpoint() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    if let Some(state) = &mut bed.host.disk().checkpoint {
+        state.boot = "boot-0".into();
+    }
+    bed.restart().await;
+    assert_eq!(bed.core.troubles().rebuilt, None);
+}
+
+#[tokio::test]
+async fn after_a_change_of_the_quantum_only_the_first_restart_rebuilds() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    bed.restart_with(QuantumSize::Mib512).await;
+    assert!(bed.core.troubles().rebuilt.is_some());
+    let rebuilt = bed.placements();
+    assert_eq!(rebuilt["a/0-9"], [("GPU-a".to_owned(), 20)]);
+    bed.restart_with(QuantumSize::Mib512).await;
+    assert_eq!(bed.core.troubles().rebuilt, None);
+    assert_eq!(bed.placements(), rebuilt);
 }
 
 #[tokio::test]

@@ -63,7 +63,11 @@ fn inventory(health: Health) -> Inventory {
     };
     Inventory::Gpus {
         driver: Some("580.1".into()),
-        gpus: vec![GpuState { gpu, health }],
+        gpus: vec![GpuState {
+            gpu,
+            health,
+            memory: Default::default(),
+        }],
     }
 }
 
