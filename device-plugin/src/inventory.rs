@@ -4,10 +4,12 @@
 //! |---|---|
 //! | [`health`] | decides whether one GPU is fit: pure |
 //! | [`roster`] | keeps the GPUs that NVML listed, with their health: pure |
+//! | [`mig`] | finds the capability nodes of a MIG instance |
 //! | [`nvml`] | the one thread that talks to NVML |
 //! | [`xid`] | which XIDs condemn a whole GPU: a table |
 
 pub mod health;
+pub mod mig;
 pub mod nvml;
 pub mod roster;
 pub mod xid;
@@ -28,6 +30,8 @@ pub struct Gpu {
     pub memory: Bytes,
     /// The GPU that a MIG instance is cut from.
     pub mig_parent: Option<GpuUuid>,
+    /// The numbers of a MIG instance's capability nodes (`/dev/nvidia-caps/nvidia-cap<N>`).
+    pub capabilities: Vec<u32>,
 }
 
 /// A GPU as it stands.

@@ -6,7 +6,7 @@
 //! [`Pace::reopen`], for XIDs of the other GPUs are lost in between.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use tokio::sync::{oneshot, watch};
 use tracing::{debug, info, warn};
 
 use super::health::{Memory, Policy};
+use super::mig::{CAPABILITIES, Instance};
 use super::roster::{Probe, Roster};
 use super::{Gpu, Inventory, NoDriver};
 use crate::sessions::{Charges, DriverCharges};
@@ -284,7 +285,7 @@ fn probe(nvml: &Nvml) -> Probe {
                 continue;
             }
         };
-        match describe(&device, &uuid) {
+        match describe(nvml, &device, &uuid) {
             Ok(found) => gpus.extend(found),
             Err(GpuError::Nvml(NvmlError::GpuLost)) => lost.push(uuid),
             Err(error) => {
@@ -303,19 +304,27 @@ fn probe(nvml: &Nvml) -> Probe {
 }
 
 /// The GPU itself, or its MIG instances where it is cut.
-fn describe(device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>, GpuError> {
+fn describe(nvml: &Nvml, device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>, GpuError> {
     let minor = device.minor_number()?;
     // GPUs without MIG answer NotSupported, old drivers FunctionNotFound.
     let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
     if !cut {
-        return Ok(vec![gpu(device, uuid.clone(), minor, None)?]);
+        return Ok(vec![gpu(device, uuid.clone(), minor)?]);
     }
     let mut instances = Vec::new();
     for index in 0..device.mig_device_count()? {
         match device.mig_device_by_index(index) {
             Ok(instance) => {
                 let name = uuid_of(&instance)?;
-                instances.push(gpu(&instance, name, minor, Some(uuid.clone()))?);
+                let numbers = Instance::of(nvml, &instance);
+                let capabilities = numbers
+                    .map(|numbers| numbers.capabilities(Path::new(CAPABILITIES), minor))
+                    .unwrap_or_default();
+                instances.push(Gpu {
+                    mig_parent: Some(uuid.clone()),
+                    capabilities,
+                    ..gpu(&instance, name, minor)?
+                });
             }
             // The count is what the GPU can be cut into at most.
             Err(NvmlError::NotFound) => {}
@@ -325,19 +334,15 @@ fn describe(device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>, GpuError> {
     Ok(instances)
 }
 
-fn gpu(
-    device: &Device<'_>,
-    uuid: GpuUuid,
-    minor: u32,
-    mig_parent: Option<GpuUuid>,
-) -> Result<Gpu, NvmlError> {
+fn gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError> {
     let memory = device.memory_info()?;
     Ok(Gpu {
         uuid,
         minor,
         model: device.name()?,
         memory: Bytes(memory.total.saturating_sub(memory.reserved)),
-        mig_parent,
+        mig_parent: None,
+        capabilities: Vec::new(),
     })
 }
 

@@ -192,6 +192,7 @@ mod tests {
             model: "T".into(),
             memory: Bytes::gib(16),
             mig_parent: None,
+            capabilities: Vec::new(),
         }
     }
 

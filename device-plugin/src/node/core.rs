@@ -491,10 +491,12 @@ impl<H: Host> Core<H> {
 
     fn nodes_of(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {
         let state = self.gpus.iter().find(|state| state.gpu.uuid == *uuid);
-        let minor = state
-            .map(|state| state.gpu.minor)
-            .ok_or_else(|| HostError::NoGpu(uuid.clone()))?;
-        Ok(vec![format!("nvidia{minor}")])
+        let gpu = &state.ok_or_else(|| HostError::NoGpu(uuid.clone()))?.gpu;
+        let capability = |number: &u32| format!("nvidia-caps/nvidia-cap{number}");
+        let nodes = [format!("nvidia{}", gpu.minor)].into_iter();
+        Ok(nodes
+            .chain(gpu.capabilities.iter().map(capability))
+            .collect())
     }
 
     /// Tries again what failed before.

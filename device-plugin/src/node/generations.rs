@@ -164,6 +164,7 @@ mod tests {
             model: "T".into(),
             memory: Bytes::gib(1),
             mig_parent: None,
+            capabilities: Vec::new(),
         };
         let health = if memory == WELL {
             Health::Healthy

@@ -82,6 +82,7 @@ mod tests {
             model: "T".into(),
             memory,
             mig_parent: None,
+            capabilities: Vec::new(),
         };
         GpuState {
             gpu,

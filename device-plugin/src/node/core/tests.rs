@@ -117,6 +117,7 @@ fn gpu(name: &str, minor: u32, health: Health) -> GpuState {
         model: "T".into(),
         memory: Bytes::gib(16),
         mig_parent: None,
+        capabilities: Vec::new(),
     };
     GpuState {
         gpu,
@@ -349,6 +350,25 @@ async fn a_container_is_bound_to_one_gpu_and_its_cdi_file_says_so() {
     );
     assert_eq!(binding.gpus[0].quota, Bytes::gib(10));
     assert_eq!(binding.gpus[0].nodes, ["nvidia0"]);
+}
+
+#[tokio::test]
+async fn a_mig_instance_comes_with_its_capability_nodes() {
+    let mut bed = Bed::new().await;
+    let mut instance = gpu("MIG-1", 3, Health::Healthy);
+    instance.gpu.mig_parent = Some("GPU-c".parse().unwrap());
+    instance.gpu.capabilities = vec![30, 32];
+    bed.core.set_gpus(vec![instance], bed.now).await;
+    let allocation = bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    assert_eq!(
+        bed.host.disk().cdi[&allocation].gpus[0].nodes,
+        [
+            "nvidia3",
+            "nvidia-caps/nvidia-cap30",
+            "nvidia-caps/nvidia-cap32"
+        ]
+    );
 }
 
 #[tokio::test]

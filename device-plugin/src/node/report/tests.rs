@@ -60,6 +60,7 @@ fn inventory(health: Health) -> Inventory {
         model: "Simulated".into(),
         memory: Bytes::gib(16),
         mig_parent: None,
+        capabilities: Vec::new(),
     };
     Inventory::Gpus {
         driver: Some("580.1".into()),

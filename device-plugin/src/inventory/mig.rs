@@ -1,0 +1,106 @@
+//! Which capability nodes open a MIG instance: `/dev/nvidia-caps/nvidia-cap<N>`, one for the GPU instance and one
+//! for the compute instance.
+//!
+//! The driver gives each capability a number in `/proc/driver/nvidia/capabilities`, in the line
+//! `DeviceFileMinor: <N>` (NVIDIA's MIG user guide, "Device Nodes and Capabilities").
+
+use std::path::Path;
+
+use nvml_wrapper::{Device, Nvml};
+
+/// Where the driver tells its capabilities.
+pub const CAPABILITIES: &str = "/proc/driver/nvidia/capabilities";
+
+/// A MIG instance by NVML's numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Instance {
+    /// The GPU instance.
+    pub gpu: u32,
+    /// The compute instance in it.
+    pub compute: u32,
+}
+
+impl Instance {
+    /// The instance that `device` is; none where the driver does not tell.
+    #[expect(unsafe_code, reason = "nvml-wrapper has no call for the two numbers")]
+    pub fn of(nvml: &Nvml, device: &Device<'_>) -> Option<Self> {
+        let library = nvml.lib();
+        let (of_gpu, of_compute) = (
+            library.nvmlDeviceGetGpuInstanceId.as_ref().ok()?,
+            library.nvmlDeviceGetComputeInstanceId.as_ref().ok()?,
+        );
+        let (mut gpu, mut compute) = (0, 0);
+        // SAFETY: the handle is used within this block only, while `device` borrows the library that it came
+        // from; both functions take it and write one number, to a place that lives on this stack.
+        let told = unsafe {
+            let handle = device.handle();
+            of_gpu(handle, &mut gpu) == 0 && of_compute(handle, &mut compute) == 0
+        };
+        told.then_some(Self { gpu, compute })
+    }
+
+    /// The numbers of its capability nodes, on the GPU of this minor number; empty where the driver has none,
+    /// as without MIG's own device nodes.
+    pub fn capabilities(self, folder: &Path, minor: u32) -> Vec<u32> {
+        let Self { gpu, compute } = self;
+        let instance = folder.join(format!("gpu{minor}/mig/gi{gpu}"));
+        let files = [
+            instance.join("access"),
+            instance.join(format!("ci{compute}/access")),
+        ];
+        let numbers = files.iter().map(|file| {
+            let text = std::fs::read_to_string(file).ok()?;
+            node(&text)
+        });
+        // One without the other opens nothing.
+        numbers.collect::<Option<_>>().unwrap_or_default()
+    }
+}
+
+/// The number in the text of an `access` file.
+fn node(text: &str) -> Option<u32> {
+    let minor = text
+        .lines()
+        .find_map(|line| line.strip_prefix("DeviceFileMinor:"))?;
+    minor.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn capabilities(files: &[(&str, &str)]) -> Vec<u32> {
+        let folder = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = folder.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        let instance = Instance { gpu: 3, compute: 1 };
+        instance.capabilities(folder.path(), 2)
+    }
+
+    const OF_GPU: (&str, &str) = (
+        "gpu2/mig/gi3/access",
+        "DeviceFileMinor: 30\nDeviceFileMode: 292\nDeviceFileModify: 1\n",
+    );
+    const OF_COMPUTE: (&str, &str) = (
+        "gpu2/mig/gi3/ci1/access",
+        "DeviceFileMinor: 32\nDeviceFileMode: 292\nDeviceFileModify: 1\n",
+    );
+
+    #[test]
+    fn an_instance_has_the_node_of_its_gpu_instance_and_of_its_compute_instance() {
+        assert_eq!(capabilities(&[OF_GPU, OF_COMPUTE]), [30, 32]);
+    }
+
+    #[test]
+    fn a_driver_without_capability_files_gives_none() {
+        assert_eq!(capabilities(&[]), [0_u32; 0]);
+        assert_eq!(capabilities(&[OF_GPU]), [0_u32; 0]);
+        assert_eq!(
+            capabilities(&[OF_GPU, (OF_COMPUTE.0, "garbage")]),
+            [0_u32; 0]
+        );
+    }
+}
