@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bursar_crds::GpuNode;
-use k8s_openapi::api::apps::v1::DaemonSet;
+use k8s_openapi::api::apps::v1::{DaemonSet, Deployment};
 use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, ListParams, LogParams, ObjectList};
 
@@ -173,6 +173,15 @@ impl Scene {
             Err(error) => Look::NotYet(error.to_string()),
         };
         let ready = wait::until("the agents to be ready", BOUND, PAUSE, ready).await;
+        self.or_state(ready).await?;
+        let operators: Api<Deployment> = Api::namespaced(self.cluster.client(), chart::NAMESPACE);
+        let operator = ListParams::default().labels("app.kubernetes.io/component=operator");
+        let ready = async || match operators.list(&operator).await {
+            Ok(list) if list.items.iter().any(has_a_replica) => Look::Found(()),
+            Ok(_) => Look::NotYet("it has no ready replica".to_owned()),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        let ready = wait::until("the operator to be ready", BOUND, PAUSE, ready).await;
         self.or_state(ready).await
     }
 
@@ -279,6 +288,11 @@ impl Scene {
         };
         Ok(list.items.iter().map(entry).collect())
     }
+}
+
+fn has_a_replica(deployment: &Deployment) -> bool {
+    let status = deployment.status.as_ref();
+    status.is_some_and(|status| status.ready_replicas.unwrap_or(0) > 0)
 }
 
 /// Every node that should have an agent has a ready one.

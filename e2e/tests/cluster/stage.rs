@@ -134,8 +134,8 @@ async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(PathBuf, Scen
     Ok((toolbox.program("kubectl"), scene))
 }
 
-/// The file of the user's cluster.
-fn kubeconfig() -> Option<PathBuf> {
+/// The file of the user's cluster, if the trials are to use that.
+pub(crate) fn kubeconfig() -> Option<PathBuf> {
     let path = std::env::var_os("KUBECONFIG").filter(|path| !path.is_empty());
     path.map(PathBuf::from)
 }
