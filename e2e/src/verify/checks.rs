@@ -165,9 +165,12 @@ impl Check {
 }
 
 pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
-    let shown = format!("{command:?}").replace('"', "");
     let status = command.current_dir(folders::repository()).status()?;
-    anyhow::ensure!(status.success(), "{shown}: {status}");
+    let words: Vec<_> = std::iter::once(command.get_program())
+        .chain(command.get_args())
+        .map(|word| word.to_string_lossy())
+        .collect();
+    anyhow::ensure!(status.success(), "{}: {status}", words.join(" "));
     Ok(())
 }
 
