@@ -11,7 +11,7 @@ pub const BORROWED_PRIORITY_CLASS: &str = "bursar-borrowed";
 /// The amount of memory that one token stands for. One quantum serves the whole cluster.
 ///
 /// It is part of the resources' names, so that a pod's request means the same on every node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Quantum {
     /// 256 MiB, for cards of 8 GiB and less.
     #[serde(rename = "256Mi")]
@@ -20,6 +20,7 @@ pub enum Quantum {
     #[serde(rename = "512Mi")]
     Mib512,
     /// 1 GiB, the default.
+    #[default]
     #[serde(rename = "1Gi")]
     Gib1,
 }
@@ -31,7 +32,7 @@ pub struct UnknownQuantum(String);
 
 impl Quantum {
     /// Its size in bytes.
-    pub fn bytes(self) -> u64 {
+    pub const fn bytes(self) -> u64 {
         match self {
             Self::Mib256 => 256 << 20,
             Self::Mib512 => 512 << 20,
@@ -71,7 +72,7 @@ impl std::str::FromStr for Quantum {
         match text {
             "256Mi" => Ok(Self::Mib256),
             "512Mi" => Ok(Self::Mib512),
-            "1Gi" => Ok(Self::Gib1),
+            "1Gi" | "1024Mi" => Ok(Self::Gib1),
             other => Err(UnknownQuantum(other.to_owned())),
         }
     }
@@ -99,7 +100,9 @@ mod tests {
             assert_eq!(parse_bytes(&text), Ok(quantum.bytes()));
             assert_eq!(text.parse(), Ok(quantum));
         }
-        assert_eq!("2Gi".parse::<Quantum>(), Err(UnknownQuantum("2Gi".into())));
+        for bad in ["0", "2Gi", "1GiB", "", "1gi"] {
+            assert_eq!(bad.parse::<Quantum>(), Err(UnknownQuantum(bad.into())));
+        }
     }
 
     #[test]

@@ -12,7 +12,7 @@ mod common;
 
 use std::collections::VecDeque;
 use std::error::Error;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
@@ -24,7 +24,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tonic::transport::{Channel, Endpoint};
 
-use common::agent::GPU;
+use common::agent::{GPU, config};
 use common::kubelet::{Call, FakeKubelet, Pod};
 
 const GPUS: usize = 8;
@@ -61,30 +61,6 @@ struct Node {
     random: StdRng,
     _lab: Lab,
     _root: tempfile::TempDir,
-}
-
-/// The agent's configuration for a node whose every folder is under `root`.
-fn config(root: &Path, lab: &Path) -> String {
-    let (root, lab) = (root.display(), lab.display());
-    format!(
-        r#"
-[kubelet]
-device-plugin-dir = "{root}/device-plugins"
-pod-resources-socket = "{root}/pod-resources/kubelet.sock"
-[driver]
-root = "{lab}/driver"
-host-root = "{lab}/driver"
-dev-root = "{lab}/dev"
-[paths]
-state-dir = "{root}/state"
-run-dir = "{root}/run"
-cdi-dir = "{root}/cdi"
-cgroup-root = "{root}/cgroup"
-shim-dir = "{root}/shim"
-[http]
-listen = "127.0.0.1:0"
-"#
-    )
 }
 
 fn gpus(count: usize, quanta: usize) -> String {

@@ -195,7 +195,7 @@ impl Parts {
         let Offers { device, managed } = offers;
         let node = Arc::new(node);
         let mut life = |resource: Resource, devices: watch::Receiver<Devices>| {
-            let name = resource.name(config.resources.quantum);
+            let name = resource.name(config.resources.quantum).to_owned();
             let service = Service {
                 resource,
                 allocator: node.clone(),
@@ -260,7 +260,7 @@ impl Parts {
 /// Our resources under the names that pods ask for, and whom to ask about their holders.
 fn identities(config: &Config, client: Option<Client>) -> Identities {
     let quantum = config.resources.quantum;
-    let named = |resource: Resource| (resource, resource.name(quantum));
+    let named = |resource: Resource| (resource, resource.name(quantum).to_owned());
     Identities {
         device_plugin_dir: config.kubelet.device_plugin_dir.clone(),
         names: [Resource::DeviceMemory, Resource::ManagedMemory]

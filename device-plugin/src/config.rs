@@ -12,7 +12,7 @@ use std::time::Duration;
 use clap::Parser;
 
 use crate::cdi::HostMount;
-use crate::units::{Bytes, QuantumSize};
+use crate::units::{Bytes, Quantum};
 
 /// The agent's arguments. Nothing else in the agent reads the environment.
 #[derive(Debug, Clone, Parser)]
@@ -71,7 +71,7 @@ pub struct Config {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ResourcesConfig {
     /// The memory that one token stands for.
-    pub quantum: QuantumSize,
+    pub quantum: Quantum,
     /// Managed memory of the whole node; zero is off.
     pub managed_capacity: Bytes,
     /// Memory held back on every GPU.
@@ -197,7 +197,7 @@ mod tests {
     #[test]
     fn an_empty_file_is_every_default() {
         let config = parse("").unwrap();
-        assert_eq!(config.resources.quantum, QuantumSize::Gib1);
+        assert_eq!(config.resources.quantum, Quantum::Gib1);
         assert_eq!(config.resources.managed_capacity, Bytes::ZERO);
         assert_eq!(
             config.kubelet.device_plugin_dir,
@@ -243,7 +243,7 @@ mod tests {
         };
         let expected = Config {
             resources: ResourcesConfig {
-                quantum: QuantumSize::Mib512,
+                quantum: Quantum::Mib512,
                 managed_capacity: Bytes::gib(64),
                 reserved: Bytes::mib(1536),
             },

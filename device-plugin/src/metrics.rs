@@ -15,7 +15,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use crate::status::report::{GpuHealth, NodeReport};
-use crate::units::{Quanta, QuantumSize, Resource};
+use crate::units::{Quanta, Quantum, Resource};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfResource {
@@ -310,8 +310,8 @@ fn of_resource(resource: Resource) -> OfResource {
     }
 }
 
-fn quantum_bytes(quantum: QuantumSize, quanta: Quanta) -> u64 {
-    quantum.times(quanta).0
+fn quantum_bytes(quantum: Quantum, quanta: Quanta) -> u64 {
+    quanta.bytes(quantum).0
 }
 
 fn number(count: usize) -> i64 {

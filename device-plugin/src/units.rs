@@ -4,16 +4,14 @@ mod amount;
 mod identity;
 mod token;
 
-pub use amount::{Bytes, Quanta, QuantumSize};
+pub use amount::{Bytes, Quanta};
+pub use bursar_crds::Quantum;
 pub use identity::{AllocationId, GpuUuid, PodUid};
 pub use token::{MAX_TOKENS, Resource, TokenId, TokenSet};
 
 /// Why a value from outside is not one of this module's units.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
-    /// A quantum that is not one of the three sizes of [`QuantumSize`].
-    #[error("quantum {0:?} is not one of 256Mi, 512Mi, 1Gi")]
-    Quantum(String),
     /// A GPU name that is not NVML's `GPU-...` or `MIG-...`.
     #[error("GPU UUID {0:?} does not look like GPU-... or MIG-...")]
     Gpu(String),

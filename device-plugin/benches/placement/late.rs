@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, BinaryHeap, HashMap};
 use bursar_device_plugin::ledger::{
     Answer, Binding, ClaimId, Gpu, Health, Ledger, Moment, Priority, Shape, Start, Ticket,
 };
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenSet};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
 
 use crate::Outcome;
 use crate::workload::{GPU_GIB, GPUS, Pod, Workload};
@@ -50,7 +50,7 @@ struct Node<'a> {
 }
 
 pub(crate) fn run(work: &Workload, steered: bool) -> Outcome {
-    let mut ledger = Ledger::new(QuantumSize::Gib1);
+    let mut ledger = Ledger::new(Quantum::Gib1);
     ledger.set_gpus((0..GPUS).map(|i| Gpu {
         uuid: format!("GPU-{i}").parse().expect("a GPU's name"),
         capacity: Quanta(GPU_GIB),

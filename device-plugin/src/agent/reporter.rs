@@ -63,7 +63,7 @@ impl Reporter {
         loop {
             let around = self.around(runtime.clone());
             let after = report(&self.snapshots.borrow_and_update(), &around);
-            self.tell(&after, told.then(|| reports.borrow().clone()).as_ref());
+            self.tell(&after, told.then(|| reports.borrow()).as_deref());
             told = true;
             readiness.send_replace(verdict(&after));
             reports.send_if_modified(|before| {

@@ -68,11 +68,9 @@ impl Ledger {
         };
         WaitReason {
             resource: claim.resource,
-            needed: self.quantum.times(claim.tokens.quanta()),
+            needed: claim.tokens.quanta().bytes(self.quantum),
             gpus,
-            largest_free: self
-                .quantum
-                .times(Quanta(largest.map_or(0, |i| bins[i].free))),
+            largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
             largest_free_gpu,
             ahead: queue.iter().take_while(|&&other| other != id).count(),
         }

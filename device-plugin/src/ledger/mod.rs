@@ -44,7 +44,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, QuantumSize, Resource, TokenSet};
+use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
 use claim::{Booking, Claim, State};
 
 pub use claim::{HOLD, LATE, SENIORITY};
@@ -60,7 +60,7 @@ pub use types::{
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ledger {
     /// What a token stands for; fixed for the ledger's life.
-    quantum: QuantumSize,
+    quantum: Quantum,
     /// The GPUs of the inventory, and those that left it with memory still bound.
     gpus: BTreeMap<GpuUuid, GpuState>,
     /// The managed memory that may be bound in all.
@@ -80,7 +80,7 @@ struct GpuState {
 
 impl Ledger {
     /// An empty ledger of a node without GPUs.
-    pub fn new(quantum: QuantumSize) -> Self {
+    pub fn new(quantum: Quantum) -> Self {
         Self {
             quantum,
             gpus: BTreeMap::new(),
@@ -92,7 +92,7 @@ impl Ledger {
     }
 
     /// What a token stands for.
-    pub fn quantum(&self) -> QuantumSize {
+    pub fn quantum(&self) -> Quantum {
         self.quantum
     }
 

@@ -8,14 +8,14 @@ use super::claim::{Booking, Call, Claim, State};
 use super::time::Moment;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
-use crate::units::{AllocationId, GpuUuid, Quanta, QuantumSize, Resource};
+use crate::units::{AllocationId, GpuUuid, Quanta, Quantum, Resource};
 
 /// A ledger at rest. Its GPUs are part of it, so that a restarted agent accounts for a GPU that
 /// has vanished meanwhile.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 pub struct Snapshot {
-    quantum: QuantumSize,
+    quantum: Quantum,
     gpus: Vec<(GpuUuid, GpuState)>,
     managed: Quanta,
     bookings: Vec<(AllocationId, Booking)>,
@@ -30,9 +30,9 @@ pub enum RestoreError {
     #[error("snapshot counts in {found}, this node in {expected}")]
     Quantum {
         /// The snapshot's.
-        found: QuantumSize,
+        found: Quantum,
         /// The node's.
-        expected: QuantumSize,
+        expected: Quantum,
     },
     /// An allocation stands in it twice.
     #[error("allocation {0} occurs twice")]
@@ -75,7 +75,7 @@ impl Ledger {
     /// [`RestoreError`] where the snapshot contradicts this node or itself.
     pub fn restore(
         snapshot: Snapshot,
-        quantum: QuantumSize,
+        quantum: Quantum,
         now: Moment,
     ) -> Result<Self, RestoreError> {
         check(&snapshot, quantum)?;
@@ -105,7 +105,7 @@ impl Ledger {
     }
 }
 
-fn check(snapshot: &Snapshot, expected: QuantumSize) -> Result<(), RestoreError> {
+fn check(snapshot: &Snapshot, expected: Quantum) -> Result<(), RestoreError> {
     if snapshot.quantum != expected {
         return Err(RestoreError::Quantum {
             found: snapshot.quantum,

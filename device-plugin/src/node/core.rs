@@ -428,7 +428,7 @@ impl<H: Host> Core<H> {
                 .iter()
                 .map(|share| {
                     let nodes = self.nodes_of(&share.gpu)?;
-                    let quota = self.config.quantum.times(share.quanta);
+                    let quota = share.quanta.bytes(self.config.quantum);
                     Ok(cdi::BoundGpu {
                         uuid: share.gpu.clone(),
                         quota,
@@ -486,7 +486,7 @@ impl<H: Host> Core<H> {
                 Placement::Device(_) => 0,
             })
             .fold(0_u32, u32::saturating_add);
-        self.config.quantum.times(Quanta(quanta))
+        Quanta(quanta).bytes(self.config.quantum)
     }
 
     fn nodes_of(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {

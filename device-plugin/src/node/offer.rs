@@ -26,7 +26,7 @@ pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::G
 
 /// The node's managed memory in whole quanta.
 pub fn managed_capacity(config: &ResourcesConfig) -> Quanta {
-    config.quantum.floor(config.managed_capacity)
+    config.managed_capacity.whole(config.quantum)
 }
 
 /// What the kubelet is told: device memory, then managed memory.
@@ -63,9 +63,7 @@ fn sum<'a>(gpus: impl Iterator<Item = &'a GpuState>, config: &ResourcesConfig) -
 }
 
 fn capacity(state: &GpuState, config: &ResourcesConfig) -> Quanta {
-    config
-        .quantum
-        .floor(Bytes(state.gpu.memory.0.saturating_sub(config.reserved.0)))
+    Bytes(state.gpu.memory.0.saturating_sub(config.reserved.0)).whole(config.quantum)
 }
 
 #[cfg(test)]
@@ -73,7 +71,7 @@ mod tests {
     use super::*;
     use crate::inventory::Gpu;
     use crate::inventory::health::{Health, Memory, Sickness};
-    use crate::units::QuantumSize;
+    use crate::units::Quantum;
 
     fn gpu(name: &str, memory: Bytes, health: Health) -> GpuState {
         let gpu = Gpu {
@@ -91,7 +89,7 @@ mod tests {
         }
     }
 
-    fn config(quantum: QuantumSize, managed_capacity: Bytes, reserved: Bytes) -> ResourcesConfig {
+    fn config(quantum: Quantum, managed_capacity: Bytes, reserved: Bytes) -> ResourcesConfig {
         ResourcesConfig {
             quantum,
             managed_capacity,
@@ -105,7 +103,7 @@ mod tests {
     fn a_gpu_offers_its_whole_quanta_less_the_reserve() {
         let gpus = [gpu("GPU-a", Bytes::mib(16_000), Health::Healthy)];
         let offered = |reserved| {
-            ledger_gpus(&gpus, &config(QuantumSize::Gib1, Bytes::ZERO, reserved))[0].capacity
+            ledger_gpus(&gpus, &config(Quantum::Gib1, Bytes::ZERO, reserved))[0].capacity
         };
         assert_eq!(offered(Bytes::ZERO), Quanta(15));
         assert_eq!(offered(Bytes::gib(1)), Quanta(14));
@@ -114,7 +112,7 @@ mod tests {
 
     #[test]
     fn the_tokens_of_a_dead_gpu_are_the_highest_ids_and_none_is_renumbered() {
-        let config = config(QuantumSize::Gib1, Bytes::ZERO, Bytes::ZERO);
+        let config = config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO);
         let count = |gpus: &[GpuState]| {
             devices(gpus, &config).map(|[device, _]| (device.len(), device.healthy()))
         };
@@ -148,7 +146,7 @@ mod tests {
     #[test]
     fn both_resources_together_stay_within_the_kubelets_limit() {
         let gpus = [gpu("GPU-a", Bytes::gib(1_000), Health::Healthy)];
-        let with = |managed| devices(&gpus, &config(QuantumSize::Mib256, managed, Bytes::ZERO));
+        let with = |managed| devices(&gpus, &config(Quantum::Mib256, managed, Bytes::ZERO));
         assert!(with(Bytes::gib(24)).is_ok());
         assert_eq!(
             with(Bytes::gib(25)),
@@ -158,8 +156,7 @@ mod tests {
 
     #[test]
     fn managed_memory_is_off_until_a_capacity_is_given() {
-        let [_, managed] =
-            devices(&[], &config(QuantumSize::Gib1, Bytes::ZERO, Bytes::ZERO)).unwrap();
+        let [_, managed] = devices(&[], &config(Quantum::Gib1, Bytes::ZERO, Bytes::ZERO)).unwrap();
         assert!(managed.is_empty());
     }
 }

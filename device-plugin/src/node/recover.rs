@@ -21,7 +21,7 @@ use crate::checkpoint::LoadError;
 use crate::kubelet::device_checkpoint::Held;
 use crate::ledger::{Ledger, Moment, Placement, RestoreError, Share};
 use crate::pods::PodCgroup;
-use crate::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource};
+use crate::units::{AllocationId, PodUid, Quanta, Quantum, Resource};
 
 /// Why the checkpoint is not gone on with.
 #[derive(Debug, thiserror::Error)]
@@ -200,10 +200,10 @@ impl<H: Host> Core<H> {
 }
 
 /// Where a CDI file says that memory is. Its quotas may count in another quantum than this node's now.
-fn placement(gpus: &[cdi::BoundGpu], quantum: QuantumSize) -> Placement {
+fn placement(gpus: &[cdi::BoundGpu], quantum: Quantum) -> Placement {
     let share = |gpu: &cdi::BoundGpu| Share {
         gpu: gpu.uuid.clone(),
-        quanta: Quanta(u32::try_from(gpu.quota.0.div_ceil(quantum.bytes().0)).unwrap_or(u32::MAX)),
+        quanta: Quanta(u32::try_from(gpu.quota.0.div_ceil(quantum.bytes())).unwrap_or(u32::MAX)),
     };
     Placement::Device(gpus.iter().map(share).collect())
 }

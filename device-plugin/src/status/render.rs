@@ -36,7 +36,7 @@ pub fn render(
         boot_id: Some(boot_id.clone()),
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         driver_version: driver_version.clone(),
-        quantum: Some(Amount::from_bytes(quantum.bytes().0)),
+        quantum: Some(Amount::from_bytes(quantum.bytes())),
         device_memory: memory(device_memory),
         managed_memory: memory(managed_memory),
         gpus: gpus

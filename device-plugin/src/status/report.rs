@@ -4,7 +4,7 @@ use bursar_crds::conditions::Statement;
 use bursar_crds::gpu_node::GpuState;
 use jiff::Timestamp;
 
-use crate::units::{Bytes, GpuUuid, PodUid, Quanta, QuantumSize};
+use crate::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
 
 /// The node as the agent sees it. Two equal reports make no write.
 ///
@@ -16,7 +16,7 @@ pub struct NodeReport {
     /// The NVIDIA driver's version, while it answers.
     pub driver_version: Option<String>,
     /// How much one token stands for.
-    pub quantum: QuantumSize,
+    pub quantum: Quantum,
     /// Device memory of the healthy GPUs together.
     pub device_memory: Memory,
     /// Managed memory; all zero where none is offered.

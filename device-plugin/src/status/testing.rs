@@ -5,7 +5,7 @@ use bursar_crds::gpu_node::GpuState;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::report::{GpuHealth, GpuReport, Memory, NodeReport};
-use crate::units::{Bytes, Quanta, QuantumSize};
+use crate::units::{Bytes, Quanta, Quantum};
 
 pub(crate) fn at(second: i64) -> Time {
     Time(jiff::Timestamp::from_second(second).unwrap())
@@ -16,7 +16,7 @@ pub(crate) fn report() -> NodeReport {
     NodeReport {
         boot_id: "b007".into(),
         driver_version: Some("580.1".into()),
-        quantum: QuantumSize::Gib1,
+        quantum: Quantum::Gib1,
         device_memory: Memory {
             allocatable: Quanta(32),
             free: Quanta(32),

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::{Quanta, QuantumSize, UnitError, serde_as_str};
+use super::{Quanta, Quantum, UnitError, serde_as_str};
 
 /// The most tokens of one resource that a node registers.
 pub const MAX_TOKENS: u16 = 4096;
@@ -26,12 +26,11 @@ pub enum Resource {
 
 impl Resource {
     /// The extended resource's name, such as `bursar.dev/gpu-memory-gib`.
-    pub fn name(self, quantum: QuantumSize) -> String {
-        let stem = match self {
-            Self::DeviceMemory => "gpu-memory",
-            Self::ManagedMemory => "managed-memory",
-        };
-        format!("bursar.dev/{stem}-{}", quantum.suffix())
+    pub fn name(self, quantum: Quantum) -> &'static str {
+        match self {
+            Self::DeviceMemory => quantum.device_memory(),
+            Self::ManagedMemory => quantum.managed_memory(),
+        }
     }
 
     /// The first letter of its tokens, which keeps ids unique across our resources.
@@ -257,11 +256,8 @@ mod tests {
     #[test]
     fn a_resource_is_named_after_its_quantum() {
         let device = Resource::DeviceMemory;
-        assert_eq!(device.name(QuantumSize::Gib1), "bursar.dev/gpu-memory-gib");
-        assert_eq!(
-            device.name(QuantumSize::Mib256),
-            "bursar.dev/gpu-memory-256mib"
-        );
+        assert_eq!(device.name(Quantum::Gib1), "bursar.dev/gpu-memory-gib");
+        assert_eq!(device.name(Quantum::Mib256), "bursar.dev/gpu-memory-256mib");
     }
 
     proptest! {

@@ -10,10 +10,10 @@ use bursar_sim_lab::Lab;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
+pub(crate) use crate::common::agent::GPU;
+use crate::common::agent::config;
 use crate::common::kubelet::{FakeKubelet, Phase, Pod};
 use crate::common::{PATIENCE, eventually};
-
-pub(crate) const GPU: &str = "bursar.dev/gpu-memory-gib";
 
 const TWO_GPUS: &str = r#"
 [[gpu]]
@@ -52,7 +52,8 @@ impl Machine {
             root,
             agent: None,
         };
-        fs::write(machine.path("agent.toml"), machine.config()).unwrap();
+        let config = config(machine.root.path(), machine.lab.path()) + "[binding]\nwait = \"1s\"\n";
+        fs::write(machine.path("agent.toml"), config).unwrap();
         machine
     }
 
@@ -66,33 +67,6 @@ impl Machine {
 
     pub(crate) fn path(&self, below: &str) -> PathBuf {
         self.root.path().join(below)
-    }
-
-    fn config(&self) -> String {
-        let (root, lab) = (self.root.path().display(), self.lab.path().display());
-        format!(
-            r#"
-            [kubelet]
-            device-plugin-dir = "{}"
-            pod-resources-socket = "{}"
-            [driver]
-            root = "{lab}/driver"
-            host-root = "{lab}/driver"
-            dev-root = "{lab}/dev"
-            [paths]
-            state-dir = "{root}/state"
-            run-dir = "{root}/run"
-            cdi-dir = "{root}/cdi"
-            cgroup-root = "{root}/cgroup"
-            shim-dir = "{root}/shim"
-            [binding]
-            wait = "1s"
-            [http]
-            listen = "127.0.0.1:0"
-            "#,
-            self.kubelet.dir().display(),
-            self.kubelet.pod_resources_socket().display(),
-        )
     }
 
     pub(crate) fn command(&self) -> Command {

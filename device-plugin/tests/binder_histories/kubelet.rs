@@ -7,7 +7,7 @@ use std::time::Duration;
 use bursar_device_plugin::ledger::{
     Answer, Gpu, Health, LATE, Ledger, Moment, Priority, Shape, Start,
 };
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenSet};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};
@@ -130,7 +130,7 @@ pub(crate) fn shape(gpus: u16) -> Shape {
 pub(crate) fn stream_against_a_large_pod(seed: u64) {
     const LIFE_S: u64 = 20;
     let mut random = StdRng::seed_from_u64(seed);
-    let mut ledger = Ledger::new(QuantumSize::Gib1);
+    let mut ledger = Ledger::new(Quantum::Gib1);
     ledger.set_gpus(["GPU-a", "GPU-b"].map(|name| Gpu {
         uuid: name.parse().unwrap(),
         capacity: Quanta(16),

@@ -8,7 +8,7 @@ use bursar_device_plugin::ledger::{
     Answer, Binding, ClaimId, Gpu, HOLD, Health, Ledger, Moment, Placement, Priority, SENIORITY,
     Shape, Ticket,
 };
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenId};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenId};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -125,7 +125,7 @@ impl Node {
             })
             .collect();
         let tokens: u32 = gpus.iter().map(|gpu| gpu.capacity.0).sum();
-        let mut ledger = Ledger::new(QuantumSize::Gib1);
+        let mut ledger = Ledger::new(Quantum::Gib1);
         ledger.set_gpus(gpus.clone());
         ledger.set_managed_capacity(Quanta(MANAGED));
         let crashes = match seed % 16 {
@@ -402,10 +402,7 @@ impl Node {
             }
             Answer::Wait(ticket, reason) => {
                 self.seen.waited += 1;
-                assert_eq!(
-                    reason.needed,
-                    QuantumSize::Gib1.times(start.tokens.quanta())
-                );
+                assert_eq!(reason.needed, start.tokens.quanta().bytes(Quantum::Gib1));
                 if let Some(stale) = self.calls.insert(ticket.claim, ticket) {
                     let before = self.ledger.clone();
                     self.ledger.stop_waiting(stale, self.now);
@@ -589,7 +586,7 @@ impl Node {
             snapshot = serde_json::from_str(&text).unwrap();
         }
         let bindings: Vec<_> = self.ledger.bindings().collect();
-        self.ledger = Ledger::restore(snapshot, QuantumSize::Gib1, self.now).unwrap();
+        self.ledger = Ledger::restore(snapshot, Quantum::Gib1, self.now).unwrap();
         assert!(
             self.ledger.bindings().eq(bindings),
             "the restart changed a binding"

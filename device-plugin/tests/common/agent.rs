@@ -12,7 +12,7 @@ use bursar_device_plugin::kubelet::server::Service;
 use bursar_device_plugin::ledger::{
     Answer, Binding, Gpu, Health, Ledger, Moment, Priority, Shape, Start, Ticket,
 };
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, QuantumSize, Resource, TokenSet};
+use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
 use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
@@ -23,7 +23,7 @@ pub const GPU: &str = "bursar.dev/gpu-memory-gib";
 
 /// A ledger with GPUs of so many quanta each.
 pub fn ledger(gpus: &[u32]) -> Ledger {
-    let mut ledger = Ledger::new(QuantumSize::Gib1);
+    let mut ledger = Ledger::new(Quantum::Gib1);
     ledger.set_gpus(gpus.iter().enumerate().map(|(i, quanta)| Gpu {
         uuid: format!("GPU-{i:04}").parse().unwrap(),
         capacity: Quanta(*quanta),
@@ -42,6 +42,31 @@ pub fn devices(healthy: usize, all: usize) -> Devices {
         }
     };
     Devices::new(Resource::DeviceMemory, (0..all).map(health).collect()).unwrap()
+}
+
+/// The agent's configuration for a node whose every folder is under `root`, the fake kubelet's too,
+/// with the driver of the lab at `lab`.
+pub fn config(root: &Path, lab: &Path) -> String {
+    let (root, lab) = (root.display(), lab.display());
+    format!(
+        r#"
+[kubelet]
+device-plugin-dir = "{root}/device-plugins"
+pod-resources-socket = "{root}/pod-resources/kubelet.sock"
+[driver]
+root = "{lab}/driver"
+host-root = "{lab}/driver"
+dev-root = "{lab}/dev"
+[paths]
+state-dir = "{root}/state"
+run-dir = "{root}/run"
+cdi-dir = "{root}/cdi"
+cgroup-root = "{root}/cgroup"
+shim-dir = "{root}/shim"
+[http]
+listen = "127.0.0.1:0"
+"#
+    )
 }
 
 /// Books and binds over a ledger; pods come from the kubelet's checkpoint.

@@ -10,7 +10,7 @@ use super::*;
 use crate::inventory::health::{Health, Memory, Sickness};
 use crate::inventory::{Gpu, GpuState};
 use crate::node::host::Found;
-use crate::units::{Bytes, QuantumSize};
+use crate::units::{Bytes, Quantum};
 
 /// What is on the host: it outlives the agent.
 #[derive(Debug, Default)]
@@ -135,7 +135,7 @@ fn two_gpus() -> Vec<GpuState> {
 
 fn core(host: &MemoryHost, cgroups: &tempfile::TempDir) -> Core<MemoryHost> {
     let config = ResourcesConfig {
-        quantum: QuantumSize::Gib1,
+        quantum: Quantum::Gib1,
         managed_capacity: Bytes::gib(8),
         reserved: Bytes::ZERO,
     };
@@ -254,11 +254,11 @@ impl Bed {
 
     /// The agent is gone, without a chance to do anything; the next one comes.
     async fn restart(&mut self) {
-        self.restart_with(QuantumSize::Gib1).await;
+        self.restart_with(Quantum::Gib1).await;
     }
 
     /// The next one is configured with another quantum.
-    async fn restart_with(&mut self, quantum: QuantumSize) {
+    async fn restart_with(&mut self, quantum: Quantum) {
         self.host.disk().crash_at = None;
         self.core = core(&self.host, &self.cgroups);
         self.core.config.quantum = quantum;
@@ -317,7 +317,7 @@ impl Bed {
                     .collect();
                 let true_: Vec<_> = shares
                     .iter()
-                    .map(|s| (&s.gpu, QuantumSize::Gib1.times(s.quanta)))
+                    .map(|s| (&s.gpu, s.quanta.bytes(Quantum::Gib1)))
                     .collect();
                 assert_eq!(told, true_);
             }
@@ -764,11 +764,11 @@ async fn after_a_change_of_the_quantum_only_the_first_restart_rebuilds() {
     let mut bed = Bed::new().await;
     bed.device("a", 0..10);
     bed.start_device("a", 0..10).await;
-    bed.restart_with(QuantumSize::Mib512).await;
+    bed.restart_with(Quantum::Mib512).await;
     assert!(bed.core.troubles().rebuilt.is_some());
     let rebuilt = bed.placements();
     assert_eq!(rebuilt["a/0-9"], [("GPU-a".to_owned(), 20)]);
-    bed.restart_with(QuantumSize::Mib512).await;
+    bed.restart_with(Quantum::Mib512).await;
     assert_eq!(bed.core.troubles().rebuilt, None);
     assert_eq!(bed.placements(), rebuilt);
 }

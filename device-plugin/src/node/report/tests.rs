@@ -8,7 +8,7 @@ use crate::ledger::{Health as LedgerHealth, ManagedView};
 use crate::metrics::Counts;
 use crate::node::core::{Troubles, Wait};
 use crate::node::state::{Holder, PodName};
-use crate::units::{Bytes, GpuUuid, QuantumSize, Resource};
+use crate::units::{Bytes, GpuUuid, Quantum, Resource};
 
 fn uuid() -> GpuUuid {
     "GPU-a".parse().unwrap()
@@ -75,7 +75,7 @@ fn inventory(health: Health) -> Inventory {
 fn around() -> Around {
     Around {
         config: ResourcesConfig {
-            quantum: QuantumSize::Gib1,
+            quantum: Quantum::Gib1,
             managed_capacity: Bytes(0),
             reserved: Bytes(0),
         },
