@@ -52,6 +52,7 @@ pub struct Slot {
     quota: AtomicU32,
     others: AtomicU32,
     siblings: AtomicU32,
+    exported: AtomicU32,
 }
 
 impl Slot {
@@ -133,6 +134,28 @@ impl Slot {
     pub fn set_others(&self, others: Units, siblings: u32) {
         self.others.store(others.0, Ordering::Release);
         self.siblings.store(siblings, Ordering::Release);
+    }
+
+    /// What of the process's use it has exported, as the process says: memory that descriptors or
+    /// other processes may keep after its death (design F4, F13).
+    pub fn exported(&self) -> Units {
+        Units(self.exported.load(Ordering::Acquire)).min(Units::MAX)
+    }
+
+    /// Counts `n` more units as exported, before anybody else can hold them (the process).
+    pub fn export(&self, n: Units) {
+        self.update_exported(|exported| exported.saturating_add(n));
+    }
+
+    /// Counts `n` units as exported no more: nobody else can hold them (the process).
+    pub fn unexport(&self, n: Units) {
+        self.update_exported(|exported| exported.saturating_sub(n));
+    }
+
+    fn update_exported(&self, step: impl Fn(Units) -> Units) {
+        let step = |bits| step(Units(bits).min(Units::MAX)).0;
+        self.exported
+            .update(Ordering::AcqRel, Ordering::Relaxed, step);
     }
 
     /// Replaces the word by what `step` makes of it; the word before, or `None` if `step` had none.
@@ -304,6 +327,28 @@ mod tests {
         assert_eq!(slot.charge(Units(1)), Err(NoCredit::Short(1)));
         assert!(slot.discharge(Units(7)));
         assert!(shim.slot(2).is_none());
+    }
+
+    #[test]
+    fn what_is_exported_is_counted_beside_the_word_and_never_below_nothing() {
+        let (agent, fd) = CreditPage::create(1).unwrap();
+        let shim = CreditPage::open(&fd).unwrap();
+        let slot = shim.slot(0).unwrap();
+        slot.export(Units(7));
+        assert_eq!(agent.slot(0).unwrap().exported(), Units(7));
+        slot.unexport(Units(3));
+        assert_eq!(agent.slot(0).unwrap().exported(), Units(4));
+        slot.unexport(Units(9));
+        assert_eq!(agent.slot(0).unwrap().exported(), Units::ZERO);
+        slot.export(Units(u32::MAX));
+        assert_eq!(agent.slot(0).unwrap().exported(), Units::MAX);
+        assert_eq!(
+            agent.slot(0).unwrap().word(),
+            Word {
+                granted: 0,
+                used: 0
+            }
+        );
     }
 
     #[test]

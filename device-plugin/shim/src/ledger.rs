@@ -103,6 +103,27 @@ pub(crate) fn discharge(charge: Charge) {
     }
 }
 
+/// Counts a charge as exported, before any other process can hold its memory: it then stays charged
+/// to the pod after this process's death until it is free (design F4, F13). `Err` when that cannot
+/// be told to the agent.
+#[allow(dead_code, reason = "exports call it")]
+pub(crate) fn export(charge: Charge) -> Result<(), Denied> {
+    with_slot(charge.slot, |slot| slot.export(Units(charge.units))).ok_or(Denied)
+}
+
+/// Counts a charge as exported no more: nobody else can hold its memory.
+#[allow(dead_code, reason = "exports call it")]
+pub(crate) fn unexport(charge: Charge) {
+    with_slot(charge.slot, |slot| slot.unexport(Units(charge.units)));
+}
+
+/// Changes a slot of the present page; the lock keeps the process from moving to another meanwhile.
+fn with_slot(index: u8, change: impl FnOnce(&Slot)) -> Option<()> {
+    let state = state::state()?;
+    let _held = state.hold()?;
+    slot(state, index).map(change)
+}
+
 /// What the container may still use of a device and its quota, in bytes; `None` without a session.
 pub(crate) fn room(device: i32) -> Option<(u64, u64)> {
     let state = state::state()?;

@@ -323,11 +323,17 @@ fn settle_in(
             return;
         }
     }
+    let page = page.leak();
+    for index in 0..frozen.words.len() {
+        let before = state.page().and_then(|page| page.slot(index));
+        if let (Some(before), Some(after)) = (before, page.slot(index)) {
+            after.export(before.exported());
+        }
+    }
     frozen.leave();
-    state.page.store(
-        std::ptr::from_ref(page.leak()).cast_mut(),
-        Ordering::Release,
-    );
+    state
+        .page
+        .store(std::ptr::from_ref(page).cast_mut(), Ordering::Release);
     state.welcomed.store(true, Ordering::Release);
 }
 
