@@ -199,6 +199,16 @@ impl<const N: usize> Variable<N> {
 // SAFETY: no code here reads or writes it.
 unsafe impl<const N: usize> Sync for Variable<N> {}
 
+/// A function that answers NOT_SUPPORTED: the table says why.
+macro_rules! refuse {
+    ($name:ident) => {
+        #[unsafe(no_mangle)]
+        extern "C" fn $name() -> codes::CuResult {
+            codes::NOT_SUPPORTED
+        }
+    };
+}
+
 #[allow(non_snake_case, non_upper_case_globals)]
 mod generated {
     use super::*;

@@ -7,6 +7,7 @@ use bursar_protocol::units::Units;
 use bursar_protocol::wire::Account;
 use bursar_protocol::word::NoCredit;
 
+use crate::codes::{self, CuResult};
 use crate::link::{self, Answer};
 use crate::live::{Charge, Live};
 use crate::state::{self, State};
@@ -122,6 +123,20 @@ fn with_slot(index: u8, change: impl FnOnce(&Slot)) -> Option<()> {
     let state = state::state()?;
     let _held = state.hold()?;
     slot(state, index).map(change)
+}
+
+/// Frees what a program hands back, by `call`. It is forgotten first: once it is freed, another thread
+/// may be given the same address.
+pub(crate) fn free(pointer: u64, call: impl FnOnce() -> CuResult) -> CuResult {
+    let known = state::state().and_then(|_| LIVE.remove(pointer));
+    let answer = call();
+    match (known, answer) {
+        (Some(charge), codes::SUCCESS) => discharge(charge),
+        // Not freed, so still there.
+        (Some(charge), _) => drop(LIVE.insert(pointer, charge)),
+        (None, _) => {}
+    }
+    answer
 }
 
 /// What the container may still use of a device and its quota, in bytes; `None` without a session.

@@ -4,9 +4,9 @@
 //! ([`forward`]), but for those that take or report memory ([`hooks`]). These charge the container's
 //! quota before the call and settle it after, in the [`ledger`]: a credit page that the agent fills.
 //!
-//! Charged today: linear memory (`cuMemAlloc`, `cuMemAllocPitch`) against the GPU's quota, managed
-//! memory (`cuMemAllocManaged`) against its own, until it is freed or its context ends ([`contexts`]). The table `symbols.txt` lists what else can take
-//! memory.
+//! Charged today: linear memory and arrays against the GPU's quota, managed memory against its own,
+//! until it is freed or its context ends ([`hooks::contexts`]). The table `symbols.txt` lists what else
+//! can take memory.
 //!
 //! * Loading the library does nothing: the real one is opened ([`real`]) at the first call.
 //! * No environment variable is read, no panic crosses the ABI, nothing waits without a bound.
@@ -14,7 +14,6 @@
 //! * With the agent away, what is granted stays usable and more is refused.
 
 mod codes;
-mod contexts;
 mod forward;
 mod hooks;
 mod ledger;

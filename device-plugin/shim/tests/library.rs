@@ -6,10 +6,15 @@
 )]
 
 mod support;
+#[path = "../table.rs"]
+#[allow(dead_code, reason = "the build script uses all of it")]
+mod table;
 
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use table::Symbol;
 
 /// The newest glibc version that the shim may need (`src/old_glibc.rs` says why it is not 2.17).
 const NEWEST_GLIBC: (u32, u32) = (2, 18);
@@ -43,22 +48,22 @@ fn exported(library: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-fn table() -> BTreeSet<String> {
-    let lines = include_str!("../symbols.txt").lines();
-    let symbols = lines.filter(|line| !line.is_empty() && !line.starts_with('#'));
-    symbols
-        .filter_map(|line| line.split(' ').next())
-        .map(str::to_owned)
-        .collect()
+fn symbols() -> BTreeSet<String> {
+    let symbols = table::parse(include_str!("../symbols.txt")).unwrap();
+    let names = symbols.iter().map(|symbol| match symbol {
+        Symbol::Function(function) => function.name,
+        Symbol::Variable(name, _) => name,
+    });
+    names.map(str::to_owned).collect()
 }
 
-fn shim() -> std::path::PathBuf {
+fn shim() -> PathBuf {
     support::built().join("libbursar_shim.so")
 }
 
 #[test]
 fn the_library_exports_the_table_and_nothing_else() {
-    let (exported, table) = (exported(&shim()), table());
+    let (exported, table) = (exported(&shim()), symbols());
     assert_eq!(
         table.difference(&exported).collect::<Vec<_>>(),
         Vec::<&String>::new(),
@@ -78,7 +83,7 @@ fn the_table_has_every_symbol_of_the_driver_on_this_machine() {
         println!("no driver here: the table is held against the shim only");
         return;
     };
-    let missing: Vec<_> = exported(real).difference(&table()).cloned().collect();
+    let missing: Vec<_> = exported(real).difference(&symbols()).cloned().collect();
     assert!(
         missing.is_empty(),
         "add these to symbols.txt with their class: {missing:?}"
@@ -114,8 +119,7 @@ fn the_library_is_known_by_the_drivers_name_and_reads_no_environment() {
         .unwrap();
     let dynamic = String::from_utf8(output.stdout).unwrap();
     assert!(dynamic.contains("soname: [libcuda.so.1]"), "{dynamic}");
-    for source in std::fs::read_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("src")).unwrap() {
-        let path = source.unwrap().path();
+    for path in sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src")) {
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(
             !text.contains("env::var") && !text.contains("getenv"),
@@ -123,4 +127,35 @@ fn the_library_is_known_by_the_drivers_name_and_reads_no_environment() {
             path.display()
         );
     }
+}
+
+/// Every file below a folder.
+fn sources(folder: &Path) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).unwrap();
+    let paths = entries.map(|entry| entry.unwrap().path());
+    paths
+        .flat_map(|path| {
+            if path.is_dir() {
+                sources(&path)
+            } else {
+                vec![path]
+            }
+        })
+        .collect()
+}
+
+#[test]
+fn no_other_library_can_take_the_place_of_a_hook_inside_the_shim() {
+    let output = Command::new("objdump")
+        .arg("-R")
+        .arg(shim())
+        .output()
+        .unwrap();
+    let relocations = String::from_utf8(output.stdout).unwrap();
+    assert!(relocations.contains("R_"), "relocations were read at all");
+    let by_name: Vec<_> = relocations
+        .lines()
+        .filter(|line| line.contains(" cu"))
+        .collect();
+    assert!(by_name.is_empty(), "{}", by_name.join("\n"));
 }

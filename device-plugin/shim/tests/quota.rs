@@ -44,7 +44,8 @@ fn a_program_sees_a_gpu_of_its_quota_and_what_its_siblings_use() {
 fn processes_that_race_for_the_last_bytes_get_exactly_those_that_fit() {
     let container = Container::with_quota(QUOTA);
     let mut programs: Vec<_> = (0..6).map(|_| container.program()).collect();
-    for chunk in [MIB, 3 * MIB + 4096] {
+    // What the driver takes for each: whole chunks of 2 MiB above 1 MiB.
+    for (chunk, taken) in [(MIB, MIB), (3 * MIB + 4096, 4 * MIB)] {
         programs
             .iter_mut()
             .for_each(|program| program.send(&format!("greedy {chunk}")));
@@ -57,7 +58,7 @@ fn processes_that_race_for_the_last_bytes_get_exactly_those_that_fit() {
                 words[1].parse::<u64>().unwrap()
             })
             .sum();
-        assert_eq!(got, QUOTA / chunk);
+        assert_eq!(got, QUOTA / taken);
         let usage = container.usage();
         assert!(usage.granted.0 + usage.retired.0 <= QUOTA, "{usage:?}");
         programs.drain(..).for_each(support::Client::kill);

@@ -128,9 +128,22 @@ const CHECKS: &[Check] = &[
         &["--test", "quota"],
     ),
     test_check(
+        "enforcement/classes",
+        "each class of call is charged what the driver takes, up to the last byte of the quota",
+        &["--test", "classes"],
+    ),
+    test_check(
         "enforcement/library",
-        "the shim exports the driver's names and no other, and needs an old glibc only",
-        &["--test", "library"],
+        "the shim exports the driver's names and no other, hands out its own hooks, knows the \
+         published headers, and needs an old glibc only",
+        &[
+            "--test",
+            "library",
+            "--test",
+            "proc_address",
+            "--test",
+            "headers",
+        ],
     ),
 ];
 

@@ -143,6 +143,12 @@ impl Container {
             .unwrap();
     }
 
+    /// What the driver has taken of the GPU.
+    pub fn taken(&self) -> u64 {
+        let sim = Sim::open(&self.folder.path().join("sim")).unwrap();
+        sim.used(0)
+    }
+
     /// The GPU's account.
     pub fn usage(&self) -> Usage {
         self.sessions.as_ref().unwrap().usage().remove(0)

@@ -139,6 +139,7 @@ impl Process {
             .ok_or(Code::INVALID_CONTEXT)?;
         let _ = self.wait_for_context(id);
         self.free_context_memory(id);
+        self.free_context_arrays(id);
         lock(&self.streams).forget_context(id);
         let bytes = self.sim.config.context + self.stack_bytes(context.device, context.stack);
         Ok(self

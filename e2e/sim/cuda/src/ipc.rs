@@ -6,7 +6,7 @@
 use crate::abi::{Answer, Code, Out};
 use crate::context::current;
 use crate::entry::exports;
-use crate::memory::{Allocation, Kind, bytes, map, unmap};
+use crate::memory::{Allocation, Kind, bytes, map, taken, unmap};
 use crate::process::{Process, lock};
 use bursar_sim_state::{Charge, object::Object};
 
@@ -29,11 +29,12 @@ impl Process {
             Kind::Linear => {}
             _ => return Err(Code::INVALID_VALUE),
         }
-        self.image.release(found.unit, Charge::Memory, found.len)?;
-        let made = Object::create_for_ipc(&self.sim, &self.image, found.unit, found.len);
+        let size = taken(found.len);
+        self.image.release(found.unit, Charge::Memory, size)?;
+        let made = Object::create_for_ipc(&self.sim, &self.image, found.unit, size);
         let (object, _hold) = made.map_err(|error| {
             // The bytes were ours a moment ago; where somebody else was quicker, they are owed.
-            let _ = self.image.charge(found.unit, Charge::Memory, found.len);
+            let _ = self.image.charge(found.unit, Charge::Memory, size);
             Code::from(error)
         })?;
         let aside = map(found.len)?;

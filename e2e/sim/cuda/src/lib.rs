@@ -2,6 +2,7 @@
 #![allow(non_snake_case)]
 
 mod abi;
+mod array;
 mod context;
 mod copy;
 mod device;

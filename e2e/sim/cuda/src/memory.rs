@@ -80,15 +80,27 @@ impl Space {
     }
 }
 
-/// Charged sizes are multiples of this. (The real driver takes 2 MiB at a time and cuts small requests from
-/// them; here a small request costs what it asks for.)
+/// Sizes are multiples of this.
 const GRAIN: u64 = 512;
+/// What the driver takes of a GPU at a time.
+const CHUNK: u64 = 2 << 20;
 const PAGE: u64 = 4096;
 
 pub(crate) fn rounded(bytes: u64) -> Result<u64, Code> {
     bytes
         .checked_next_multiple_of(GRAIN)
         .ok_or(Code::OUT_OF_MEMORY)
+}
+
+/// What a request of whole grains takes of its GPU: above 1 MiB whole chunks, below a share of one. (The real
+/// driver keeps a chunk while a piece of it lives; here each piece comes and goes alone.)
+pub(crate) fn taken(len: u64) -> u64 {
+    if len > CHUNK / 2 {
+        len.checked_next_multiple_of(CHUNK).unwrap_or(u64::MAX)
+    } else {
+        let pieces = CHUNK / len.max(GRAIN);
+        (CHUNK / pieces).next_multiple_of(GRAIN)
+    }
 }
 
 /// Address space of the process that takes no memory before it is touched.
@@ -160,10 +172,13 @@ impl Process {
             return Err(Code::INVALID_VALUE);
         }
         let len = rounded(len)?;
-        self.image.charge(current.unit(), Charge::Memory, len)?;
+        self.image
+            .charge(current.unit(), Charge::Memory, taken(len))?;
         self.make(current, len, Kind::Linear).inspect_err(|_| {
             // It was charged two lines above.
-            let _ = self.image.release(current.unit(), Charge::Memory, len);
+            let _ = self
+                .image
+                .release(current.unit(), Charge::Memory, taken(len));
         })
     }
 
@@ -194,7 +209,10 @@ impl Process {
         }
         match gone.kind {
             // Collected means: given back already.
-            Kind::Linear => drop(self.image.release(gone.unit, Charge::Memory, gone.len)),
+            Kind::Linear => drop(
+                self.image
+                    .release(gone.unit, Charge::Memory, taken(gone.len)),
+            ),
             Kind::Pool(pool) => self.return_to_pool(pool, gone.len),
             Kind::Shared(object) | Kind::Opened(object) | Kind::Mapped(object) => {
                 object.let_go(&self.sim)

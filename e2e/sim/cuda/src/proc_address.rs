@@ -10,6 +10,7 @@ fn all() -> impl Iterator<Item = &'static Export> {
         crate::device::EXPORTS,
         crate::context::EXPORTS,
         crate::memory::EXPORTS,
+        crate::array::EXPORTS,
         crate::pool::EXPORTS,
         crate::vmm::EXPORTS,
         crate::host::EXPORTS,

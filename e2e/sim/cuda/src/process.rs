@@ -1,6 +1,7 @@
 //! This process image's side of the simulated driver: what `cuInit` makes, and what `execve` ends.
 
 use crate::abi::Code;
+use crate::array::Arrays;
 use crate::memory::Space;
 use crate::{
     context::Contexts, device::Device, module::Modules, pool::Pools, stream::Streams, vmm::Vmm,
@@ -18,6 +19,7 @@ pub(crate) struct Process {
     pub(crate) devices: Vec<Device>,
     pub(crate) contexts: Mutex<Contexts>,
     pub(crate) space: Mutex<Space>,
+    pub(crate) arrays: Mutex<Arrays>,
     pub(crate) streams: Mutex<Streams>,
     pub(crate) pools: Mutex<Pools>,
     pub(crate) vmm: Mutex<Vmm>,
@@ -96,6 +98,7 @@ impl Process {
             pools: Mutex::new(Pools::new(devices.len())),
             contexts: Mutex::new(Contexts::new(devices.len())),
             space: Mutex::default(),
+            arrays: Mutex::default(),
             streams: Mutex::default(),
             vmm: Mutex::default(),
             modules: Mutex::default(),

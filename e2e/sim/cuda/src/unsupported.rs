@@ -32,8 +32,7 @@ macro_rules! unsupported {
 }
 
 unsupported! {
-    cuArray3DCreate_v2, cuArray3DGetDescriptor_v2, cuArrayCreate_v2, cuArrayDestroy, cuArrayGetDescriptor_v2,
-    cuArrayGetMemoryRequirements, cuArrayGetPlane, cuArrayGetSparseProperties,
+        cuArrayGetPlane, cuArrayGetSparseProperties,
     cuCoredumpDeregisterCompleteCallback, cuCoredumpDeregisterStartCallback, cuCoredumpGetAttribute,
     cuCoredumpGetAttributeGlobal, cuCoredumpRegisterCompleteCallback, cuCoredumpRegisterStartCallback,
     cuCoredumpSetAttribute, cuCoredumpSetAttributeGlobal, cuCtxAttach, cuCtxDetach, cuCtxFromGreenCtx,
@@ -102,8 +101,7 @@ unsupported! {
     cuMemcpyAtoD_v2, cuMemcpyAtoHAsync_v2, cuMemcpyAtoH_v2, cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2,
     cuMemcpyDtoA_v2, cuMemcpyHtoAAsync_v2, cuMemcpyHtoA_v2, cuMemcpyWithAttributesAsync, cuMemsetD2D16Async,
     cuMemsetD2D16_v2, cuMemsetD2D32Async, cuMemsetD2D32_v2, cuMemsetD2D8Async, cuMemsetD2D8_v2,
-    cuMipmappedArrayCreate, cuMipmappedArrayDestroy, cuMipmappedArrayGetLevel,
-    cuMipmappedArrayGetMemoryRequirements, cuMipmappedArrayGetSparseProperties, cuModuleEnumerateFunctions,
+        cuMipmappedArrayGetSparseProperties, cuModuleEnumerateFunctions,
     cuModuleGetFunctionCount, cuModuleGetLoadingMode, cuModuleGetSurfRef, cuModuleGetTexRef,
     cuMulticastAddDevice, cuMulticastBindAddr, cuMulticastBindAddr_v2, cuMulticastBindMem,
     cuMulticastBindMem_v2, cuMulticastCreate, cuMulticastGetGranularity, cuMulticastUnbind,

@@ -7,15 +7,21 @@
 //! total           -> ok BYTES | err CODE
 //! managed BYTES   -> ok POINTER | err CODE
 //! pitch W H       -> ok POINTER | err CODE
+//! array W H D FLAGS  -> ok HANDLE | err CODE  (of 32-bit floats; flat where D and FLAGS are zero)
+//! mipmap W H D LEVELS -> ok HANDLE | err CODE
+//! unarray HANDLE, unmipmap HANDLE -> ok | err CODE
 //! greedy BYTES    -> ok COUNT CODE
 //! churn N BYTES   -> ok NANOSECONDS        (N times alloc and free)
 //! query N         -> ok NANOSECONDS        (N times a forwarded call)
+//! bare NAME       -> ok | err CODE         (a function, with null arguments)
 //! missing         -> err CODE              (a function that the driver lacks)
 //! reset           -> ok | err CODE         (the primary context, then a new one)
 //! retain          -> ok | err CODE         (the primary context, once more)
 //! release         -> ok | err CODE         (the primary context, once)
 //! context         -> ok HANDLE | err CODE  (a new one, made current)
 //! destroy HANDLE  -> ok | err CODE         (the primary context is current again)
+//! address NAME VERSION FLAGS -> ok 0|1 SYMBOL | err CODE  (whether cuGetProcAddress gave one of
+//!                                          the library's own functions, and which)
 //! fork            -> ok CODE               (the child's cuMemGetInfo)
 //! exec            -> ready                 (a new image of the same process)
 //! ```
@@ -29,7 +35,7 @@ use std::time::Instant;
 struct Cuda(*mut libc::c_void);
 
 macro_rules! call {
-    ($cuda:expr, $name:literal, ($($argument:expr => $kind:ty),*)) => {{
+    ($cuda:expr, $name:expr, ($($argument:expr => $kind:ty),*)) => {{
         // SAFETY: the prototype is that of cuda.h.
         unsafe {
             let function = std::mem::transmute::<*mut libc::c_void, unsafe extern "C" fn($($kind),*) -> i32>(
@@ -71,12 +77,44 @@ impl Cuda {
         address
     }
 
+    /// Whether an address is in the same file as `cuInit`, and the symbol there.
+    fn owner(&self, address: *mut libc::c_void) -> String {
+        let asked = |address: *mut libc::c_void| {
+            let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
+            // SAFETY: dladdr writes the structure, for which all zeros is a value.
+            unsafe {
+                libc::dladdr(address, info.as_mut_ptr());
+                info.assume_init()
+            }
+        };
+        let (info, own) = (asked(address), asked(self.symbol(c"cuInit")));
+        let name = if info.dli_sname.is_null() {
+            "?".into()
+        } else {
+            // SAFETY: a string of the library's symbol table.
+            unsafe { CStr::from_ptr(info.dli_sname) }.to_string_lossy()
+        };
+        format!("{} {name}", i32::from(info.dli_fbase == own.dli_fbase))
+    }
+
     fn alloc(&self, bytes: u64) -> Result<u64, i32> {
         let mut pointer = 0;
         answer(
             call!(self, c"cuMemAlloc_v2", (&raw mut pointer => *mut u64, bytes => u64)),
             pointer,
         )
+    }
+
+    fn array(&self, width: u64, height: u64, depth: u64, flags: u32) -> Result<u64, i32> {
+        let mut array = 0;
+        let shape = shape(width, height, depth, flags);
+        let code = if depth == 0 && flags == 0 {
+            let flat = Flat(width, height, FLOAT, 1);
+            call!(self, c"cuArrayCreate_v2", (&raw mut array => *mut u64, &raw const flat => *const Flat))
+        } else {
+            call!(self, c"cuArray3DCreate_v2", (&raw mut array => *mut u64, &raw const shape => *const Shape))
+        };
+        answer(code, array)
     }
 
     fn free(&self, pointer: u64) -> i32 {
@@ -88,6 +126,21 @@ impl Cuda {
         let code = call!(self, c"cuMemGetInfo_v2", (&raw mut free => *mut u64, &raw mut total => *mut u64));
         answer(code, (free, total))
     }
+}
+
+/// `CU_AD_FORMAT_FLOAT`.
+const FLOAT: u32 = 0x20;
+
+/// `CUDA_ARRAY_DESCRIPTOR`: width, height, format, channels.
+#[repr(C)]
+struct Flat(u64, u64, u32, u32);
+
+/// `CUDA_ARRAY3D_DESCRIPTOR`: width, height, depth, format, channels, flags.
+#[repr(C)]
+struct Shape(u64, u64, u64, u32, u32, u32);
+
+fn shape(width: u64, height: u64, depth: u64, flags: u32) -> Shape {
+    Shape(width, height, depth, FLOAT, 1, flags)
 }
 
 fn answer<T>(code: i32, value: T) -> Result<T, i32> {
@@ -125,6 +178,25 @@ fn run(cuda: &Cuda, line: &str) -> String {
             ));
             say(answer(code, pointer.to_string()))
         }
+        "array" => say(cuda
+            .array(number(1), number(2), number(3), number(4) as u32)
+            .map(|array| array.to_string())),
+        "mipmap" => {
+            let shape = shape(number(1), number(2), number(3), 0);
+            let mut array = 0_u64;
+            let code = call!(cuda, c"cuMipmappedArrayCreate", (
+                &raw mut array => *mut u64, &raw const shape => *const Shape, number(4) as u32 => u32
+            ));
+            say(answer(code, array.to_string()))
+        }
+        "unarray" => say(answer(
+            call!(cuda, c"cuArrayDestroy", (number(1) => u64)),
+            String::new(),
+        )),
+        "unmipmap" => say(answer(
+            call!(cuda, c"cuMipmappedArrayDestroy", (number(1) => u64)),
+            String::new(),
+        )),
         "greedy" => {
             let mut count = 0;
             loop {
@@ -173,6 +245,21 @@ fn run(cuda: &Cuda, line: &str) -> String {
         }
         "destroy" => {
             let code = call!(cuda, c"cuCtxDestroy_v2", (number(1) => u64));
+            say(answer(code, String::new()))
+        }
+        "address" => {
+            let name = std::ffi::CString::new(words[1]).expect("no zero in a name");
+            let mut found = std::ptr::null_mut::<libc::c_void>();
+            let code = call!(cuda, c"cuGetProcAddress_v2", (
+                name.as_ptr() => *const libc::c_char, &raw mut found => *mut *mut libc::c_void,
+                number(2) as i32 => i32, number(3) => u64, std::ptr::null_mut() => *mut i32
+            ));
+            say(answer(code, ()).map(|()| cuda.owner(found)))
+        }
+        "bare" => {
+            let name = std::ffi::CString::new(words[1]).expect("no zero in a name");
+            let code =
+                call!(cuda, name.as_c_str(), (0 => u64, 0 => u64, 0 => u64, 0 => u64, 0 => u64));
             say(answer(code, String::new()))
         }
         "missing" => format!(

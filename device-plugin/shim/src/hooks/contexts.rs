@@ -4,11 +4,11 @@
 //! cuMemAlloc(), cuMemAllocHost(), cuMemAllocManaged() and cuMemAllocPitch()".
 #![allow(non_snake_case)]
 
-use std::ffi::{c_int, c_uint, c_void};
+use std::ffi::{c_int, c_uint};
 
+use super::{hooks, real};
 use crate::codes::{self, CuResult};
 use crate::forward::{self, index};
-use crate::hooks::{hooked, outermost, real};
 use crate::ledger::{self, LIVE};
 
 /// The calling thread's context; zero where there is none.
@@ -94,25 +94,19 @@ fn releasing(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
     answer
 }
 
-/// Declares the hooks of both forms of a function that ends contexts.
-macro_rules! ends {
-    ($($name:ident($argument:ident: $kind:ty) = $around:expr;)*) => {$(
-        #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name($argument: $kind) -> CuResult {
-            let plain = || real!($name($argument => $kind));
-            let around: fn($kind, &dyn Fn() -> CuResult) -> CuResult = $around;
-            hooked(|| outermost(|| around($argument, &plain), plain))
-        }
-    )*};
-}
-
-ends! {
-    cuCtxDestroy(context: u64) = |context, call| ending(named(context), call);
-    cuCtxDestroy_v2(context: u64) = |context, call| ending(named(context), call);
-    cuDevicePrimaryCtxRelease(device: c_int) = |device, call| releasing(device, call);
-    cuDevicePrimaryCtxRelease_v2(device: c_int) = |device, call| releasing(device, call);
-    cuDevicePrimaryCtxReset(device: c_int) = |device, call| ending(primary(device), call);
-    cuDevicePrimaryCtxReset_v2(device: c_int) = |device, call| ending(primary(device), call);
+hooks! {
+    /// `cuCtxDestroy` (CUDA 2.0).
+    fn cuCtxDestroy(context: u64) = |plain| ending(named(context), || plain(context));
+    /// `cuCtxDestroy` (CUDA 4.0).
+    fn cuCtxDestroy_v2(context: u64) = |plain| ending(named(context), || plain(context));
+    /// `cuDevicePrimaryCtxRelease` (CUDA 7.0).
+    fn cuDevicePrimaryCtxRelease(device: c_int) = |plain| releasing(device, || plain(device));
+    /// `cuDevicePrimaryCtxRelease` (CUDA 11.0).
+    fn cuDevicePrimaryCtxRelease_v2(device: c_int) = |plain| releasing(device, || plain(device));
+    /// `cuDevicePrimaryCtxReset` (CUDA 7.0).
+    fn cuDevicePrimaryCtxReset(device: c_int) = |plain| ending(primary(device), || plain(device));
+    /// `cuDevicePrimaryCtxReset` (CUDA 11.0).
+    fn cuDevicePrimaryCtxReset_v2(device: c_int) = |plain| ending(primary(device), || plain(device));
 }
 
 /// The name of a context that a program hands over; of no context where that is null.

@@ -1,0 +1,245 @@
+//! Arrays and mipmapped arrays: the driver chooses their layout, and so their size.
+//!
+//! The driver tells the size of an array whose memory is mapped later (`CUDA_ARRAY3D_DEFERRED_MAPPING`), and
+//! only of such (`cuArrayGetMemoryRequirements` in cuda.h). So the size of an array is asked of a twin that
+//! takes no memory, before the array itself is made. Sparse and deferred arrays take none: what is mapped
+//! into them later was charged when it was created.
+#![allow(non_snake_case)]
+
+use std::ffi::{c_int, c_uint};
+
+use super::sizes::taken;
+use super::{allocate, current_device, hooks, real};
+use crate::codes::{self, CuResult};
+use crate::ledger::{self, Kind};
+
+/// `CUDA_ARRAY_DESCRIPTOR` (CUDA 3.2).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Flat {
+    width: usize,
+    height: usize,
+    format: c_uint,
+    channels: c_uint,
+}
+
+/// `CUDA_ARRAY3D_DESCRIPTOR` (CUDA 3.2).
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    width: usize,
+    height: usize,
+    depth: usize,
+    format: c_uint,
+    channels: c_uint,
+    flags: c_uint,
+}
+
+/// `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
+#[repr(C)]
+#[derive(Default)]
+struct Requirements {
+    size: usize,
+    alignment: usize,
+    reserved: [c_uint; 4],
+}
+
+/// `CUDA_ARRAY3D_LAYERED`.
+const LAYERED: c_uint = 0x01;
+/// `CUDA_ARRAY3D_SPARSE`.
+const SPARSE: c_uint = 0x40;
+/// `CUDA_ARRAY3D_DEFERRED_MAPPING`.
+const DEFERRED: c_uint = 0x80;
+
+/// What is asked of a twin where the driver cannot tell (before CUDA 11.6).
+fn estimate(shape: Shape, levels: c_uint) -> Option<u64> {
+    (0..levels.clamp(1, u64::BITS)).try_fold(0_u64, |sum, level| {
+        let half = |side: usize| ((side as u64) >> level).max(1);
+        let depth = match shape.flags & LAYERED {
+            0 => half(shape.depth),
+            _ => shape.depth.max(1) as u64,
+        };
+        sum.checked_add(blocks(
+            half(shape.width).checked_mul(element(shape.format, shape.channels))?,
+            half(shape.height),
+            depth,
+        )?)
+    })
+}
+
+/// Bytes of a layout in blocks, as measured: rows in multiples of 64 bytes, 8 to 128 rows and 1 to 16
+/// slices a block.
+fn blocks(row: u64, height: u64, depth: u64) -> Option<u64> {
+    let (rows, slices) = (
+        height.next_power_of_two().clamp(8, 128),
+        depth.next_power_of_two().clamp(1, 16),
+    );
+    row.checked_next_multiple_of(64)?
+        .checked_mul(height.checked_next_multiple_of(rows)?)?
+        .checked_mul(depth.checked_next_multiple_of(slices)?)
+}
+
+/// Bytes of an element (`CUarray_format`): a format that is not known is taken for one of the largest.
+fn element(format: c_uint, channels: c_uint) -> u64 {
+    let channel = match format {
+        0x01 | 0x08 => 1,
+        0x02 | 0x09 | 0x10 => 2,
+        _ => 4,
+    };
+    channel * u64::from(channels.max(1))
+}
+
+/// The size that the driver tells of a twin of an array without levels.
+fn ask(twin: Shape, device: c_int) -> Option<u64> {
+    let (mut array, mut needs) = (0, Requirements::default());
+    if real!(cuArray3DCreate_v2(&raw mut array => *mut u64, &raw const twin => *const Shape))
+        != codes::SUCCESS
+    {
+        return None;
+    }
+    let code = real!(cuArrayGetMemoryRequirements(
+        &raw mut needs => *mut Requirements, array => u64, device => c_int,
+    ));
+    let _ = real!(cuArrayDestroy(array => u64));
+    (code == codes::SUCCESS).then_some(needs.size as u64)
+}
+
+/// As [`ask`], of a mipmapped array.
+fn ask_mipmapped(twin: Shape, levels: c_uint, device: c_int) -> Option<u64> {
+    let (mut array, mut needs) = (0, Requirements::default());
+    if real!(cuMipmappedArrayCreate(
+        &raw mut array => *mut u64, &raw const twin => *const Shape, levels => c_uint,
+    )) != codes::SUCCESS
+    {
+        return None;
+    }
+    let code = real!(cuMipmappedArrayGetMemoryRequirements(
+        &raw mut needs => *mut Requirements, array => u64, device => c_int,
+    ));
+    let _ = real!(cuMipmappedArrayDestroy(array => u64));
+    (code == codes::SUCCESS).then_some(needs.size as u64)
+}
+
+/// Charges and makes an array; `levels` is zero for one without.
+fn create(
+    function: &str,
+    out: *mut u64,
+    shape: Shape,
+    levels: c_uint,
+    call: impl Fn(*mut u64) -> CuResult,
+) -> CuResult {
+    if shape.flags & (SPARSE | DEFERRED) != 0 {
+        return call(out);
+    }
+    let device = match current_device() {
+        Ok(device) => device,
+        Err(code) => return code,
+    };
+    let twin = Shape {
+        flags: shape.flags | DEFERRED,
+        ..shape
+    };
+    let told = match levels {
+        0 => ask(twin, device),
+        _ => ask_mipmapped(twin, levels, device),
+    };
+    let Some(bytes) = told.or_else(|| estimate(shape, levels)).and_then(taken) else {
+        return codes::OUT_OF_MEMORY;
+    };
+    let mut array = 0;
+    let answer = allocate(
+        Kind::Device(device),
+        bytes,
+        function,
+        || match call(&raw mut array) {
+            codes::SUCCESS => Ok((array, bytes)),
+            code => Err(code),
+        },
+        |array| match levels {
+            0 => real!(cuArrayDestroy(array => u64)),
+            _ => real!(cuMipmappedArrayDestroy(array => u64)),
+        },
+    );
+    if answer == codes::SUCCESS {
+        // SAFETY: not null, and the program says that it is a handle's place.
+        unsafe { out.write(array) };
+    }
+    answer
+}
+
+hooks! {
+    /// `cuArrayCreate` (CUDA 3.2): one or two dimensions.
+    fn cuArrayCreate_v2(array: *mut u64, flat: *const Flat) = |plain| {
+        if array.is_null() || flat.is_null() {
+            return plain(array, flat);
+        }
+        // SAFETY: not null, and the program says that it is a descriptor.
+        let Flat { width, height, format, channels } = unsafe { flat.read() };
+        let shape = Shape { width, height, depth: 0, format, channels, flags: 0 };
+        create("cuArrayCreate_v2", array, shape, 0, |array| plain(array, flat))
+    };
+
+    /// `cuArray3DCreate` (CUDA 3.2): also layered, cubemap and sparse arrays.
+    fn cuArray3DCreate_v2(array: *mut u64, shape: *const Shape) = |plain| {
+        if array.is_null() || shape.is_null() {
+            return plain(array, shape);
+        }
+        // SAFETY: not null, and the program says that it is a descriptor.
+        let wanted = unsafe { shape.read() };
+        create("cuArray3DCreate_v2", array, wanted, 0, |array| plain(array, shape))
+    };
+
+    /// `cuMipmappedArrayCreate` (CUDA 5.0).
+    fn cuMipmappedArrayCreate(array: *mut u64, shape: *const Shape, levels: c_uint) = |plain| {
+        if array.is_null() || shape.is_null() || levels == 0 {
+            return plain(array, shape, levels);
+        }
+        // SAFETY: not null, and the program says that it is a descriptor.
+        let wanted = unsafe { shape.read() };
+        create("cuMipmappedArrayCreate", array, wanted, levels, |array| plain(array, shape, levels))
+    };
+
+    /// `cuArrayDestroy` (CUDA 2.0).
+    fn cuArrayDestroy(array: u64) = |plain| ledger::free(array, || plain(array));
+
+    /// `cuMipmappedArrayDestroy` (CUDA 5.0).
+    fn cuMipmappedArrayDestroy(array: u64) = |plain| ledger::free(array, || plain(array));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn shape(width: usize, height: usize, depth: usize, flags: c_uint) -> Shape {
+        Shape {
+            width,
+            height,
+            depth,
+            format: 0x20,
+            channels: 1,
+            flags,
+        }
+    }
+
+    #[test]
+    fn the_estimate_is_what_was_measured() {
+        assert_eq!(estimate(shape(65536, 1, 0, 0), 0), Some(2 * MIB));
+        assert_eq!(estimate(shape(2048, 2048, 17, 0), 0), Some(512 * MIB));
+    }
+
+    #[test]
+    fn the_estimate_of_levels_is_their_sum() {
+        let one = estimate(shape(256, 256, 0, 0), 1).unwrap();
+        let two = estimate(shape(128, 128, 0, 0), 1).unwrap();
+        assert_eq!(estimate(shape(256, 256, 0, 0), 2), Some(one + two));
+        assert!(estimate(shape(256, 256, 0, 0), u32::MAX).is_some());
+    }
+
+    #[test]
+    fn an_array_beyond_all_numbers_has_no_estimate() {
+        assert_eq!(estimate(shape(usize::MAX, usize::MAX, 1, 0), 0), None);
+        assert_eq!(estimate(shape(usize::MAX, 1, 1, 0), 0), None);
+    }
+}

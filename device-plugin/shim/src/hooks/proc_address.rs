@@ -1,0 +1,284 @@
+//! `cuGetProcAddress`: programs get the shim's functions from it, not the driver's.
+//!
+//! What the driver is asked for is a base name, a CUDA version and a kind of default stream; which form of
+//! a function that means is the driver's to say. So the driver answers first. Where it answered with a
+//! function that is exported too, its address names the form; where not, the table does ([`SUBSTITUTES`]).
+//! A name that a newer driver knows and the table does not is handed out only if nothing about it looks
+//! like memory.
+#![allow(non_snake_case)]
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+use super::{hooked, real};
+use crate::codes::{self, CuResult};
+use crate::forward::{self, index};
+
+/// A function of ours that programs get for one of the driver's.
+struct Substitute {
+    /// What `cuGetProcAddress` is asked for.
+    base: &'static CStr,
+    /// The exported name.
+    symbol: &'static CStr,
+    /// The CUDA version that this form came with.
+    since: c_int,
+    /// Whether it is the form for a default stream of each thread.
+    per_thread: bool,
+    /// The driver's function.
+    index: usize,
+    ours: *const c_void,
+}
+
+// SAFETY: addresses of functions, which never change.
+unsafe impl Sync for Substitute {}
+
+include!(concat!(env!("OUT_DIR"), "/substitutes.rs"));
+
+/// `CU_GET_PROC_ADDRESS_LEGACY_STREAM`.
+const LEGACY_STREAM: u64 = 1;
+/// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`.
+const PER_THREAD_STREAM: u64 = 2;
+/// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
+const SYMBOL_NOT_FOUND: c_int = 1;
+
+/// Parts of names that take, import or hand out memory in the forms known so far.
+const SUSPICIOUS: [&str; 12] = [
+    "Alloc", "Create", "Import", "Reserve", "Pool", "Malloc", "Map", "Limit", "Load", "Export",
+    "Open", "Register",
+];
+
+/// What a program asked for.
+#[derive(Clone, Copy)]
+struct Question<'a> {
+    name: &'a CStr,
+    version: c_int,
+    per_thread: bool,
+}
+
+macro_rules! first {
+    ($first:expr $(, $rest:expr)?) => {
+        $first
+    };
+}
+
+/// Declares the forms of `cuGetProcAddress`, the later with a place for why a name was not found.
+/// The `_ptsz` forms are for programs that were compiled for a default stream of each thread.
+macro_rules! get_proc_address {
+    ($($name:ident(per_thread: $per_thread:expr $(, $status:ident)?);)*) => {$(
+        #[unsafe(no_mangle)]
+        unsafe extern "C" fn $name(
+            symbol: *const c_char,
+            function: *mut *const c_void,
+            version: c_int,
+            flags: u64,
+            $($status: *mut c_int,)?
+        ) -> CuResult {
+            hooked(|| {
+                let answer = real!($name(
+                    symbol => *const c_char, function => *mut *const c_void, version => c_int,
+                    flags => u64, $($status => *mut c_int,)?
+                ));
+                let per_thread = match flags & (LEGACY_STREAM | PER_THREAD_STREAM) {
+                    0 => $per_thread,
+                    mode => mode == PER_THREAD_STREAM,
+                };
+                let status = first!($($status,)? std::ptr::null_mut());
+                // SAFETY: the driver has just read the name and written address and status.
+                unsafe { substitute(answer, symbol, function, version, per_thread, status) }
+            })
+        }
+    )*};
+}
+
+get_proc_address! {
+    cuGetProcAddress(per_thread: false);
+    cuGetProcAddress_ptsz(per_thread: true);
+    cuGetProcAddress_v2(per_thread: false, status);
+    cuGetProcAddress_v2_ptsz(per_thread: true, status);
+}
+
+/// Puts our function in the place of the driver's, where we have one and the driver too, and takes back
+/// what should not be handed out. The answer for the program.
+///
+/// # Safety
+/// If `answer` is success, `symbol` is a string that ends with a zero and `function` can be written;
+/// `status` is null or can be written.
+unsafe fn substitute(
+    answer: CuResult,
+    symbol: *const c_char,
+    function: *mut *const c_void,
+    version: c_int,
+    per_thread: bool,
+    status: *mut c_int,
+) -> CuResult {
+    if answer != codes::SUCCESS || symbol.is_null() || function.is_null() {
+        return answer;
+    }
+    // SAFETY: the caller's promise.
+    let (name, found) = unsafe { (CStr::from_ptr(symbol), *function) };
+    if found.is_null() {
+        return answer;
+    }
+    let question = Question {
+        name,
+        version,
+        per_thread,
+    };
+    if let Some(ours) = substitute_for(question, |index| {
+        forward::real(index).is_some_and(|real| std::ptr::eq(real, found))
+    }) {
+        // SAFETY: the caller's promise.
+        unsafe { *function = ours.ours };
+    } else if is_suspicious(name) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            *function = std::ptr::null();
+            if !status.is_null() {
+                *status = SYMBOL_NOT_FOUND;
+            }
+        }
+        return codes::NOT_FOUND;
+    }
+    answer
+}
+
+/// Our function for what a program asked for. `is_found` tells whether the driver answered with its
+/// function of that index.
+fn substitute_for(
+    question: Question<'_>,
+    is_found: impl Fn(usize) -> bool,
+) -> Option<&'static Substitute> {
+    let Question {
+        name,
+        version,
+        per_thread,
+    } = question;
+    let mut forms = SUBSTITUTES
+        .iter()
+        .filter(|form| form.base == name || form.symbol == name)
+        .peekable();
+    if forms.peek().is_none() {
+        // A name that only this driver has may stand for a function that others have too.
+        return (!is_known(name))
+            .then(|| SUBSTITUTES.iter().find(|form| is_found(form.index)))
+            .flatten();
+    }
+    let by_address = forms.clone().find(|form| is_found(form.index));
+    by_address
+        .or_else(|| {
+            forms
+                .clone()
+                .find(|form| form.symbol == name && form.base != name)
+        })
+        .or_else(|| {
+            forms
+                .filter(|form| form.since <= version && (per_thread || !form.per_thread))
+                .max_by_key(|form| (form.per_thread, form.since))
+        })
+}
+
+fn is_known(name: &CStr) -> bool {
+    KNOWN.binary_search(&name).is_ok() || forward::NAMES.contains(&name)
+}
+
+/// Whether a name is one that the table does not know, and may take memory.
+fn is_suspicious(name: &CStr) -> bool {
+    let text = name.to_str().unwrap_or("Alloc");
+    SUSPICIOUS.iter().any(|part| text.contains(part)) && !is_known(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn symbol(name: &CStr, version: c_int, per_thread: bool) -> Option<&'static str> {
+        let question = Question {
+            name,
+            version,
+            per_thread,
+        };
+        substitute_for(question, |_| false).map(|form| form.symbol.to_str().unwrap_or("?"))
+    }
+
+    #[test]
+    fn the_table_gives_the_form_of_the_version_that_was_asked_for() {
+        assert_eq!(symbol(c"cuMemAlloc", 12040, false), Some("cuMemAlloc_v2"));
+        assert_eq!(symbol(c"cuMemAlloc", 3010, false), Some("cuMemAlloc"));
+        assert_eq!(
+            symbol(c"cuGetProcAddress", 11080, false),
+            Some("cuGetProcAddress")
+        );
+        assert_eq!(
+            symbol(c"cuGetProcAddress", 13000, false),
+            Some("cuGetProcAddress_v2")
+        );
+        assert_eq!(symbol(c"cuMemAllocManaged", 5000, false), None);
+        assert_eq!(symbol(c"cuLaunchHostFunc", 13000, false), None);
+    }
+
+    #[test]
+    fn the_table_gives_the_form_for_a_default_stream_of_each_thread_where_there_is_one() {
+        assert_eq!(
+            symbol(c"cuGetProcAddress", 13000, true),
+            Some("cuGetProcAddress_v2_ptsz")
+        );
+        assert_eq!(
+            symbol(c"cuGetProcAddress", 11030, true),
+            Some("cuGetProcAddress_ptsz")
+        );
+        assert_eq!(symbol(c"cuMemAlloc", 13000, true), Some("cuMemAlloc_v2"));
+    }
+
+    #[test]
+    fn an_exported_name_means_itself() {
+        assert_eq!(symbol(c"cuMemAlloc_v2", 2000, false), Some("cuMemAlloc_v2"));
+        assert_eq!(
+            symbol(c"cuGetProcAddress_v2", 11030, false),
+            Some("cuGetProcAddress_v2")
+        );
+    }
+
+    #[test]
+    fn the_address_that_the_driver_gave_outweighs_the_table() {
+        let asked = |name, found| {
+            let question = Question {
+                name,
+                version: 13000,
+                per_thread: false,
+            };
+            substitute_for(question, |index| index == found).map(|form| form.symbol)
+        };
+        assert_eq!(asked(c"cuMemAlloc", index::cuMemAlloc), Some(c"cuMemAlloc"));
+        // A new name of a hooked function, and a known one that happens to share its address.
+        assert_eq!(
+            asked(c"cuNewNameForMemory", index::cuMemAlloc_v2),
+            Some(c"cuMemAlloc_v2")
+        );
+        assert_eq!(asked(c"cuLaunchHostFunc", index::cuMemAlloc_v2), None);
+    }
+
+    #[test]
+    fn a_name_that_only_a_newer_driver_knows_is_kept_back_if_it_may_take_memory() {
+        for name in [
+            c"cuMemAllocTiered",
+            c"cuMemCreateBatch",
+            c"cuMemPoolSomething",
+            c"cuFabricImport",
+        ] {
+            assert!(is_suspicious(name), "{name:?}");
+        }
+        for name in [
+            c"cuMemAlloc",
+            c"cuMemAlloc_v2",
+            c"cuStreamCreate",
+            c"cuNothingOfThat",
+        ] {
+            assert!(!is_suspicious(name), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn the_known_names_are_sorted_for_the_search() {
+        assert!(KNOWN.is_sorted());
+        assert!(is_known(c"cuArray3DCreate") && is_known(c"cuWGLGetDevice"));
+    }
+}

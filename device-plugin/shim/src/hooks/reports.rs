@@ -1,0 +1,41 @@
+//! How much memory there is: the quota.
+#![allow(non_snake_case)]
+
+use std::ffi::c_int;
+
+use super::{current_device, hooks};
+use crate::codes;
+use crate::ledger;
+
+hooks! {
+    /// `cuMemGetInfo` (CUDA 3.2): the quota, and what the container can still take of it.
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) = |plain| {
+        let answer = plain(free, total);
+        if answer != codes::SUCCESS || free.is_null() || total.is_null() {
+            return answer;
+        }
+        let device = match current_device() {
+            Ok(device) => device,
+            Err(code) => return code,
+        };
+        // Nothing can be taken without a session.
+        let (room, quota) = ledger::room(device).unwrap_or((0, 0));
+        // SAFETY: neither is null, and the driver has just written both.
+        unsafe {
+            *free = (*free).min(usize::try_from(room).unwrap_or(usize::MAX));
+            *total = usize::try_from(quota).unwrap_or(usize::MAX);
+        }
+        answer
+    };
+
+    /// `cuDeviceTotalMem` (CUDA 3.2): the quota.
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) = |plain| {
+        let answer = plain(bytes, device);
+        if answer == codes::SUCCESS && !bytes.is_null() {
+            let (_, quota) = ledger::room(device).unwrap_or((0, 0));
+            // SAFETY: not null, and the driver has just written it.
+            unsafe { *bytes = usize::try_from(quota).unwrap_or(usize::MAX) };
+        }
+        answer
+    };
+}

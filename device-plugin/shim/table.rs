@@ -1,0 +1,126 @@
+//! Reads `symbols.txt`: for the build script, and for the tests that hold the table against libraries and headers.
+
+/// A line of the table.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Symbol<'a> {
+    /// A function.
+    Function(Function<'a>),
+    /// A variable, with its size in bytes.
+    Variable(&'a str, usize),
+}
+
+/// A function of the driver.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Function<'a> {
+    /// Its symbol.
+    pub name: &'a str,
+    /// Why it matters: one of [`CLASSES`].
+    pub class: &'a str,
+    /// What the shim does instead of forwarding it.
+    pub own: Option<Own>,
+    /// How `cuGetProcAddress` knows it, where headers give it a type for that.
+    pub proc: Option<Proc<'a>>,
+}
+
+/// What the shim does with a function that it does not forward.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Own {
+    /// The crate has a function of this name.
+    Hook,
+    /// It answers NOT_SUPPORTED.
+    Refused,
+}
+
+/// What `cuGetProcAddress` is asked for a function.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Proc<'a> {
+    /// The name without suffixes.
+    pub base: &'a str,
+    /// The CUDA version that this form came with: 12040 is 12.4.
+    pub since: u32,
+    /// `ptds` or `ptsz`: the form for a default stream of each thread.
+    pub per_thread: Option<&'a str>,
+}
+
+/// The classes, as the head of the table explains them.
+pub const CLASSES: [&str; 7] = [
+    "allocates",
+    "frees",
+    "imports",
+    "exports",
+    "limits",
+    "reports",
+    "neutral",
+];
+
+/// The table's symbols, in its order.
+///
+/// # Errors
+/// The first line that is not one of the table's forms.
+pub fn parse(table: &str) -> Result<Vec<Symbol<'_>>, String> {
+    table
+        .lines()
+        .filter(|line| !line.is_empty() && !line.starts_with('#'))
+        .map(|line| symbol(line).ok_or_else(|| format!("symbols.txt: {line:?} is no symbol")))
+        .collect()
+}
+
+fn symbol(line: &str) -> Option<Symbol<'_>> {
+    let mut fields = line.split(' ');
+    let (name, class) = (fields.next()?, fields.next()?);
+    if class == "data" {
+        let size = fields.next()?.parse().ok()?;
+        return fields
+            .next()
+            .is_none()
+            .then_some(Symbol::Variable(name, size));
+    }
+    let (mut own, mut proc) = (None, None);
+    for field in fields {
+        match field.strip_prefix("proc=") {
+            Some(text) if proc.is_none() => proc = Some(parse_proc(text)?),
+            None if own.is_none() && proc.is_none() => {
+                own = Some(match field {
+                    "hook" => Own::Hook,
+                    "refused" => Own::Refused,
+                    _ => return None,
+                });
+            }
+            _ => return None,
+        }
+    }
+    CLASSES
+        .contains(&class)
+        .then_some(Symbol::Function(Function {
+            name,
+            class,
+            own,
+            proc,
+        }))
+}
+
+fn parse_proc(text: &str) -> Option<Proc<'_>> {
+    let (base, rest) = text.split_once('@')?;
+    let (since, per_thread) = match rest.split_once('/') {
+        Some((since, mode @ ("ptds" | "ptsz"))) => (since, Some(mode)),
+        Some(_) => return None,
+        None => (rest, None),
+    };
+    Some(Proc {
+        base,
+        since: since.parse().ok()?,
+        per_thread,
+    })
+}
+
+/// A symbol without the suffixes of its form: what `cuGetProcAddress` is asked for.
+pub fn base(symbol: &str) -> &str {
+    let plain = symbol
+        .strip_suffix("_ptds")
+        .or_else(|| symbol.strip_suffix("_ptsz"))
+        .unwrap_or(symbol);
+    match plain.rsplit_once("_v") {
+        Some((base, version)) if version.parse::<u32>().is_ok() => base,
+        _ => plain,
+    }
+}

@@ -1,0 +1,96 @@
+//! The table against the published headers (`headers.txt`, which `headers.sh` writes).
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+#[path = "../table.rs"]
+#[allow(dead_code, reason = "the build script uses all of it")]
+mod table;
+
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::process::Command;
+
+use table::{Function, Proc, Symbol};
+
+const HEADERS: &str = include_str!("../headers.txt");
+
+/// Forms that cuda.h makes by a macro, and that have no type in cudaTypedefs.h.
+const WITHOUT_TYPE: [&str; 2] = ["cuGetProcAddress@11030/ptsz", "cuGetProcAddress@12000/ptsz"];
+
+fn functions() -> Vec<Function<'static>> {
+    let symbols = table::parse(include_str!("../symbols.txt")).unwrap();
+    let functions = symbols.into_iter().filter_map(|symbol| match symbol {
+        Symbol::Function(function) => Some(function),
+        Symbol::Variable(..) => None,
+    });
+    functions.collect()
+}
+
+/// What the headers declare: symbols, and questions to `cuGetProcAddress` (with an `@`).
+fn declared() -> BTreeSet<&'static str> {
+    let lines = HEADERS.lines().filter(|line| !line.starts_with('#'));
+    lines.map(|line| line.split(' ').next().unwrap()).collect()
+}
+
+fn question(proc: Proc<'_>) -> String {
+    let mode = proc.per_thread.map(|mode| format!("/{mode}"));
+    format!("{}@{}{}", proc.base, proc.since, mode.unwrap_or_default())
+}
+
+#[test]
+fn every_function_that_a_header_declares_is_in_the_table() {
+    let functions = functions();
+    let known: BTreeSet<String> = functions
+        .iter()
+        .flat_map(|function| [Some(function.name.to_owned()), function.proc.map(question)])
+        .flatten()
+        .collect();
+    let declared = declared();
+    assert!(declared.len() > 1300 && declared.contains("cuMemAlloc@3020"));
+    let missing: Vec<_> = declared
+        .iter()
+        .filter(|name| !known.contains(**name))
+        .collect();
+    assert!(
+        missing.is_empty(),
+        "add these to symbols.txt with their class: {missing:?}"
+    );
+}
+
+#[test]
+fn every_question_to_get_proc_address_in_the_table_is_one_of_the_headers() {
+    let declared = declared();
+    for proc in functions().into_iter().filter_map(|function| function.proc) {
+        let asked = question(proc);
+        assert!(
+            declared.contains(asked.as_str()) || WITHOUT_TYPE.contains(&asked.as_str()),
+            "{asked}"
+        );
+    }
+}
+
+#[test]
+fn a_question_to_get_proc_address_names_the_symbol_it_stands_with() {
+    for function in functions() {
+        let Some(proc) = function.proc else { continue };
+        assert_eq!(proc.base, table::base(function.name));
+        let suffix = proc.per_thread.map(|mode| format!("_{mode}"));
+        assert_eq!(
+            suffix.is_some(),
+            function.name.ends_with("_ptds") || function.name.ends_with("_ptsz")
+        );
+        assert!(function.name.ends_with(&suffix.unwrap_or_default()));
+    }
+}
+
+#[test]
+#[ignore = "needs the network and pip: run it when headers.sh changes"]
+fn the_list_of_the_headers_is_what_its_script_writes() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("headers.sh");
+    let output = Command::new(script).output().unwrap();
+    assert!(output.status.success());
+    assert_eq!(String::from_utf8(output.stdout).unwrap(), HEADERS);
+}

@@ -1,0 +1,81 @@
+//! What `cuGetProcAddress` hands out, on the simulated driver.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod support;
+#[path = "../table.rs"]
+#[allow(dead_code, reason = "the build script uses all of it")]
+mod table;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use support::{Container, MIB};
+use table::{Function, Symbol};
+
+/// CUDA versions around those in which forms of functions came.
+const VERSIONS: [u32; 8] = [2000, 3020, 7000, 11000, 11030, 11080, 12000, 13000];
+
+/// `CU_GET_PROC_ADDRESS_DEFAULT`, `..._LEGACY_STREAM`, `..._PER_THREAD_DEFAULT_STREAM`.
+const FLAGS: [u32; 3] = [0, 1, 2];
+
+fn functions() -> Vec<Function<'static>> {
+    let symbols = table::parse(include_str!("../symbols.txt")).unwrap();
+    let functions = symbols.into_iter().filter_map(|symbol| match symbol {
+        Symbol::Function(function) => Some(function),
+        Symbol::Variable(..) => None,
+    });
+    functions.collect()
+}
+
+#[test]
+fn an_address_that_the_driver_gives_for_a_hooked_name_is_always_replaced() {
+    let container = Container::with_quota(MIB);
+    let mut program = container.program();
+    let mut forms = BTreeMap::<_, BTreeSet<_>>::new();
+    for function in functions() {
+        forms
+            .entry(table::base(function.name))
+            .or_default()
+            .insert((function.name, function.own.is_some()));
+    }
+    let mut replaced = 0;
+    for (base, forms) in forms {
+        let ours: BTreeSet<_> = forms
+            .iter()
+            .filter(|form| form.1)
+            .map(|form| form.0)
+            .collect();
+        for (version, flags) in VERSIONS
+            .iter()
+            .flat_map(|version| FLAGS.map(|flags| (version, flags)))
+        {
+            let answer = program.call(format!("address {base} {version} {flags}"));
+            let Some(found) = answer.strip_prefix("ok ") else {
+                continue;
+            };
+            let (own, symbol) = found.split_once(' ').unwrap();
+            assert_eq!(
+                own == "1",
+                ours.contains(symbol),
+                "{base} {version} {flags}: {answer}"
+            );
+            // The driver's own form that the table has no function of ours for.
+            assert!(
+                own == "1" || forms.contains(&(symbol, false)),
+                "{base} {version} {flags}: {answer}"
+            );
+            replaced += usize::from(own == "1");
+        }
+    }
+    assert!(replaced > 100, "{replaced}");
+}
+
+#[test]
+fn a_name_that_the_driver_lacks_is_not_found() {
+    let container = Container::with_quota(MIB);
+    let mut program = container.program();
+    assert_eq!(program.call("address cuMemAllocTiered 13000 0"), "err 500");
+}

@@ -1,0 +1,219 @@
+//! Arrays and mipmapped arrays: opaque layouts whose sizes follow what was measured on an H200.
+
+use crate::abi::{Answer, Code, In, Out};
+use crate::context::{Current, current};
+use crate::entry::exports;
+use crate::memory::taken;
+use crate::process::{Process, lock};
+use bursar_sim_state::Charge;
+use std::collections::BTreeMap;
+
+/// `CUDA_ARRAY_DESCRIPTOR`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Flat {
+    width: u64,
+    height: u64,
+    format: u32,
+    channels: u32,
+}
+
+/// `CUDA_ARRAY3D_DESCRIPTOR`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Shape {
+    width: u64,
+    height: u64,
+    depth: u64,
+    format: u32,
+    channels: u32,
+    flags: u32,
+}
+
+/// `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Requirements {
+    size: u64,
+    alignment: u64,
+    reserved: [u32; 4],
+}
+
+const LAYERED: u32 = 0x01;
+const SPARSE: u32 = 0x40;
+const DEFERRED: u32 = 0x80;
+
+/// An array of this image.
+#[derive(Debug, Clone, Copy)]
+struct Array {
+    shape: Shape,
+    /// Zero for an array without levels.
+    levels: u32,
+    /// Bytes of its layout.
+    size: u64,
+    unit: usize,
+    context: u64,
+}
+
+/// All arrays of this image, by handle.
+#[derive(Debug, Default)]
+pub(crate) struct Arrays {
+    live: BTreeMap<u64, Array>,
+    made: u64,
+}
+
+const FIRST: u64 = 0x51a7_0000_0000;
+const STEP: u64 = 0x100;
+/// A level's handle is its array's, this much further on for each level.
+const LEVEL: u64 = 0x8;
+
+impl Shape {
+    /// Bytes of the layout: rows in multiples of 64 bytes, blocks of 8 to 128 rows and 1 to 16 slices.
+    fn size(&self, level: u32) -> Result<u64, Code> {
+        let element = match self.format {
+            0x01 | 0x08 => 1,
+            0x02 | 0x09 | 0x10 => 2,
+            0x03 | 0x0a | 0x20 => 4,
+            _ => return Err(Code::NOT_SUPPORTED),
+        };
+        let half = |side: u64| (side >> level).max(1);
+        let (width, height) = (half(self.width), half(self.height));
+        let rows = height.next_power_of_two().clamp(8, 128);
+        let deep = if self.flags & LAYERED != 0 {
+            self.depth.max(1)
+        } else {
+            let depth = half(self.depth);
+            depth.next_multiple_of(depth.next_power_of_two().min(16))
+        };
+        width
+            .checked_mul(element * u64::from(self.channels))
+            .and_then(|row| row.checked_next_multiple_of(64))
+            .and_then(|row| row.checked_mul(height.next_multiple_of(rows)))
+            .and_then(|slice| slice.checked_mul(deep))
+            .ok_or(Code::INVALID_VALUE)
+    }
+}
+
+impl Array {
+    /// What it takes of its GPU: nothing where memory is mapped into it later.
+    fn taken(&self) -> u64 {
+        match self.shape.flags & (SPARSE | DEFERRED) {
+            0 => taken(self.size),
+            _ => 0,
+        }
+    }
+}
+
+impl Process {
+    fn create_array(&self, current: &Current, shape: Shape, levels: u32) -> Result<u64, Code> {
+        if shape.width == 0 || ![1, 2, 4].contains(&shape.channels) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let mut size = 0_u64;
+        for level in 0..levels.max(1) {
+            size = size
+                .checked_add(shape.size(level)?)
+                .ok_or(Code::INVALID_VALUE)?;
+        }
+        let array = Array {
+            shape,
+            levels,
+            size,
+            unit: current.unit(),
+            context: current.context,
+        };
+        self.image
+            .charge(array.unit, Charge::Memory, array.taken())?;
+        let mut arrays = lock(&self.arrays);
+        arrays.made += 1;
+        let handle = FIRST + arrays.made * STEP;
+        arrays.live.insert(handle, array);
+        Ok(handle)
+    }
+
+    fn destroy_array(&self, handle: u64, mipmapped: bool) -> Answer {
+        let mut arrays = lock(&self.arrays);
+        let known = arrays
+            .live
+            .get(&handle)
+            .filter(|array| (array.levels > 0) == mipmapped);
+        let array = *known.ok_or(Code::INVALID_HANDLE)?;
+        arrays.live.remove(&handle);
+        Ok(self
+            .image
+            .release(array.unit, Charge::Memory, array.taken())?)
+    }
+
+    /// Frees what a context leaves behind.
+    pub(crate) fn free_context_arrays(&self, context: u64) {
+        let mut arrays = lock(&self.arrays);
+        let (gone, left) = std::mem::take(&mut arrays.live)
+            .into_iter()
+            .partition::<BTreeMap<_, _>, _>(|(_, array)| array.context == context);
+        arrays.live = left;
+        for array in gone.into_values() {
+            // Collected means: given back already.
+            let _ = self
+                .image
+                .release(array.unit, Charge::Memory, array.taken());
+        }
+    }
+}
+
+fn create(out: &Out<u64>, shape: Shape, levels: u32) -> Answer {
+    let current = current()?;
+    if out.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    out.set(current.process.create_array(&current, shape, levels)?)
+}
+
+/// An array as it was made, or a level of a mipmapped one.
+fn find(handle: u64) -> Result<Array, Code> {
+    let current = current()?;
+    let found = lock(&current.process.arrays)
+        .live
+        .get(&(handle - handle % STEP))
+        .copied();
+    found.ok_or(Code::INVALID_HANDLE)
+}
+
+fn requirements(out: &Out<Requirements>, handle: u64, mipmapped: bool) -> Answer {
+    let array = find(handle)?;
+    if (array.levels > 0) != mipmapped || array.shape.flags & DEFERRED == 0 {
+        return Err(Code::INVALID_VALUE);
+    }
+    out.set(Requirements {
+        size: array.size,
+        alignment: 64 << 10,
+        reserved: [0; 4],
+    })
+}
+
+exports! {
+    fn cuArrayCreate_v2(array: Out<u64>, flat: In<Flat>) = {
+        let Flat { width, height, format, channels } = flat.get()?;
+        create(&array, Shape { width, height, depth: 0, format, channels, flags: 0 }, 0)
+    };
+    fn cuArray3DCreate_v2(array: Out<u64>, shape: In<Shape>) = create(&array, shape.get()?, 0);
+    fn cuMipmappedArrayCreate(array: Out<u64>, shape: In<Shape>, levels: u32) = {
+        create(&array, shape.get()?, levels.clamp(1, 31))
+    };
+    fn cuArrayDestroy(array: u64) = current()?.process.destroy_array(array, false);
+    fn cuMipmappedArrayDestroy(array: u64) = current()?.process.destroy_array(array, true);
+    fn cuArrayGetDescriptor_v2(flat: Out<Flat>, array: u64) = {
+        let Shape { width, height, format, channels, .. } = find(array)?.shape;
+        flat.set(Flat { width, height, format, channels })
+    };
+    fn cuArray3DGetDescriptor_v2(shape: Out<Shape>, array: u64) = shape.set(find(array)?.shape);
+    fn cuMipmappedArrayGetLevel(level: Out<u64>, array: u64, number: u32) = {
+        if number >= find(array)?.levels {
+            return Err(Code::INVALID_VALUE);
+        }
+        level.set(array + u64::from(number) * LEVEL)
+    };
+    fn cuArrayGetMemoryRequirements(needs: Out<Requirements>, array: u64, _device: i32) = requirements(&needs, array, false);
+    fn cuMipmappedArrayGetMemoryRequirements(needs: Out<Requirements>, array: u64, _device: i32) = {
+        requirements(&needs, array, true)
+    };
+}
