@@ -9,8 +9,10 @@
 //! * [`word`] is the arithmetic of one credit word, without memory or atomics
 //! * [`page`] is the shared page of such words; the only module here with `unsafe`
 //! * [`wire`] is the messages, their encoding and a total parser
+//! * [`dial`] reaches the agent from inside a container
 //! * [`socket`] passes a page's file descriptor beside a message
 
+pub mod dial;
 pub mod page;
 pub mod socket;
 pub mod units;

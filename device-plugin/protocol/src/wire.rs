@@ -14,6 +14,9 @@
 //!   Refresh                           ->                         (writes the page's `others`)
 //!                                     <-  Refreshed
 //!   Denied {account, bytes, function} ->                         (no answer)
+//!
+//!   Query {version, account}          ->                         (a connection of its own, and all of it)
+//!                                     <-  Usage {quota, used, processes} or Goodbye {reason}
 //! ```
 #![forbid(unsafe_code)]
 
@@ -28,6 +31,9 @@ pub const HEADER: usize = 2;
 
 /// The longest name (a UUID, a function) in a message. `MIG-GPU-<uuid>/<gi>/<ci>` is below 64.
 pub const MAX_NAME: usize = 96;
+
+/// The most processes that one usage lists: more than a container can have sessions.
+pub const MAX_LISTED: usize = 512;
 
 /// What memory an account counts.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -58,10 +64,19 @@ pub struct Holding {
     pub used: Units,
 }
 
+/// What one process uses of an account.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Listed {
+    /// The process as who asked sees it, in its own pid namespace.
+    pub pid: u32,
+    /// How much it uses, in bytes.
+    pub bytes: u64,
+}
+
 /// What a process says.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ToAgent {
-    /// The first message of every connection.
+    /// The first message of a session.
     Hello {
         /// The highest version that the process speaks.
         version: u16,
@@ -88,6 +103,14 @@ pub enum ToAgent {
     },
     /// Asks the agent to write what the container's other processes use into the page.
     Refresh,
+    /// Asks what the container uses of an account: first and only message of a connection that is no
+    /// session. Reports (NVML) are made of its answer.
+    Query {
+        /// The highest version that the process speaks.
+        version: u16,
+        /// Which memory.
+        account: Account,
+    },
 }
 
 /// What the agent says.
@@ -116,6 +139,15 @@ pub enum ToShim {
     },
     /// The page holds what the others use.
     Refreshed,
+    /// Answers a query.
+    Usage {
+        /// What the container may use, in bytes.
+        quota: u64,
+        /// What it uses, in bytes: its processes, and what dead ones left that is not free yet.
+        used: u64,
+        /// The processes that use any of it and that who asked can see; at most [`MAX_LISTED`].
+        processes: Vec<Listed>,
+    },
     /// The agent will not talk to this peer.
     Goodbye {
         /// Why.
@@ -132,6 +164,8 @@ pub enum Reason {
     Identity,
     /// The container has too many sessions.
     Busy,
+    /// The container has no such account.
+    Account,
 }
 
 /// Why bytes are not a message.
@@ -156,8 +190,8 @@ pub enum WireError {
 
 /// A message that can be sent: its payload, without the frame's header.
 pub trait Message: Sized {
-    /// Writes the payload. Names beyond [`MAX_NAME`] are cut, lists beyond [`MAX_SLOTS`] too: an
-    /// encoder that cannot fail has no error to lose.
+    /// Writes the payload. Names beyond [`MAX_NAME`] are cut, lists beyond [`MAX_SLOTS`] and
+    /// [`MAX_LISTED`] too: an encoder that cannot fail has no error to lose.
     fn payload(&self) -> Vec<u8>;
 
     /// Reads a payload.
@@ -230,6 +264,11 @@ impl Message for ToAgent {
                 put_name(&mut out, function);
             }
             ToAgent::Refresh => out.push(5),
+            ToAgent::Query { version, account } => {
+                out.push(7);
+                out.extend_from_slice(&version.to_le_bytes());
+                put_account(&mut out, account);
+            }
         }
         out
     }
@@ -258,6 +297,10 @@ impl Message for ToAgent {
                 function: fields.name()?,
             },
             5 => ToAgent::Refresh,
+            7 => ToAgent::Query {
+                version: fields.u16()?,
+                account: fields.account()?,
+            },
             other => return Err(WireError::UnknownMessage(other)),
         };
         fields.end(message)
@@ -285,11 +328,27 @@ impl Message for ToShim {
                 put_units(&mut out, *free);
             }
             ToShim::Refreshed => out.push(4),
+            ToShim::Usage {
+                quota,
+                used,
+                processes,
+            } => {
+                let processes = &processes[..processes.len().min(MAX_LISTED)];
+                out.push(7);
+                out.extend_from_slice(&quota.to_le_bytes());
+                out.extend_from_slice(&used.to_le_bytes());
+                out.extend_from_slice(&(processes.len() as u16).to_le_bytes());
+                for Listed { pid, bytes } in processes {
+                    out.extend_from_slice(&pid.to_le_bytes());
+                    out.extend_from_slice(&bytes.to_le_bytes());
+                }
+            }
             ToShim::Goodbye { reason } => {
                 let reason = match reason {
                     Reason::Version => 1,
                     Reason::Identity => 2,
                     Reason::Busy => 3,
+                    Reason::Account => 4,
                 };
                 out.extend_from_slice(&[5, reason]);
             }
@@ -318,11 +377,17 @@ impl Message for ToShim {
                 free: fields.units()?,
             },
             4 => ToShim::Refreshed,
+            7 => ToShim::Usage {
+                quota: fields.u64()?,
+                used: fields.u64()?,
+                processes: fields.processes()?,
+            },
             5 => ToShim::Goodbye {
                 reason: match fields.u8()? {
                     1 => Reason::Version,
                     2 => Reason::Identity,
                     3 => Reason::Busy,
+                    4 => Reason::Account,
                     _ => return Err(WireError::BadValue("reason")),
                 },
             },
@@ -385,12 +450,16 @@ impl<'a> Fields<'a> {
         self.array().map(u16::from_le_bytes)
     }
 
+    fn u32(&mut self) -> Result<u32, WireError> {
+        self.array().map(u32::from_le_bytes)
+    }
+
     fn u64(&mut self) -> Result<u64, WireError> {
         self.array().map(u64::from_le_bytes)
     }
 
     fn units(&mut self) -> Result<Units, WireError> {
-        let units = Units(self.array().map(u32::from_le_bytes)?);
+        let units = Units(self.u32()?);
         if units <= Units::MAX {
             Ok(units)
         } else {
@@ -435,6 +504,20 @@ impl<'a> Fields<'a> {
             return Err(WireError::TooLong("list"));
         }
         (0..length).map(|_| item(self)).collect()
+    }
+
+    fn processes(&mut self) -> Result<Vec<Listed>, WireError> {
+        let length = usize::from(self.u16()?);
+        if length > MAX_LISTED {
+            return Err(WireError::TooLong("list of processes"));
+        }
+        let process = |_| {
+            Ok(Listed {
+                pid: self.u32()?,
+                bytes: self.u64()?,
+            })
+        };
+        (0..length).map(process).collect()
     }
 
     fn end<T>(self, message: T) -> Result<T, WireError> {
@@ -487,16 +570,20 @@ mod tests {
                 }
             }),
             Just(ToAgent::Refresh),
+            (any::<u16>(), account())
+                .prop_map(|(version, account)| ToAgent::Query { version, account }),
         ]
     }
 
     fn to_shim() -> impl Strategy<Value = ToShim> {
         let slot = 0..MAX_SLOTS as u8;
         let quota = (account(), any::<u64>()).prop_map(|(account, bytes)| Quota { account, bytes });
+        let process = (any::<u32>(), any::<u64>()).prop_map(|(pid, bytes)| Listed { pid, bytes });
         let reason = prop_oneof![
             Just(Reason::Version),
             Just(Reason::Identity),
-            Just(Reason::Busy)
+            Just(Reason::Busy),
+            Just(Reason::Account)
         ];
         prop_oneof![
             (any::<u16>(), vec(quota, 0..=MAX_SLOTS))
@@ -504,6 +591,13 @@ mod tests {
             (slot.clone(), units()).prop_map(|(account, units)| ToShim::Granted { account, units }),
             (slot, units()).prop_map(|(account, free)| ToShim::Refused { account, free }),
             Just(ToShim::Refreshed),
+            (any::<u64>(), any::<u64>(), vec(process, 0..=MAX_LISTED)).prop_map(
+                |(quota, used, processes)| ToShim::Usage {
+                    quota,
+                    used,
+                    processes
+                }
+            ),
             reason.prop_map(|reason| ToShim::Goodbye { reason }),
         ]
     }

@@ -10,12 +10,13 @@ use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use bursar_protocol::VERSION;
+use bursar_protocol::dial::{dial, read};
 use bursar_protocol::page::CreditPage;
 use bursar_protocol::socket::receive_with_fd;
 use bursar_protocol::units::Units;
 use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim};
 use bursar_protocol::word::Word;
-use bursar_protocol::{CONTAINER_RUN_DIR, SOCKET_NAME, VERSION};
 
 use crate::state::{Held, MAX_DEVICES, State};
 
@@ -171,7 +172,7 @@ fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Option<UnixStrea
     if now() < state.quiet_until.load(Ordering::Relaxed) {
         return None;
     }
-    let stream = open().ok()?;
+    let stream = dial(ANSWER_TIMEOUT).ok()?;
     let inode = inode(stream.as_raw_fd())?;
     // Frozen while it moves: nothing is charged to a page that is left.
     let frozen = Frozen::of(state);
@@ -200,23 +201,6 @@ fn inode(fd: i32) -> Option<u64> {
     // SAFETY: fstat writes the whole structure when it answers zero.
     let stat = unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
     (stat.st_mode & libc::S_IFMT == libc::S_IFSOCK).then_some(stat.st_ino)
-}
-
-/// A connected socket whose every wait is bounded, the one for room in the agent's backlog too.
-fn open() -> io::Result<UnixStream> {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::STREAM,
-        SocketFlags::CLOEXEC,
-        None,
-    )?;
-    for direction in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
-        sockopt::set_socket_timeout(&socket, direction, Some(ANSWER_TIMEOUT))?;
-    }
-    let address = SocketAddrUnix::new(format!("{CONTAINER_RUN_DIR}/{SOCKET_NAME}"))?;
-    rustix::net::connect(&socket, &address)?;
-    Ok(UnixStream::from(socket))
 }
 
 /// The present page with its words frozen: usable again when this is dropped, unless the process
@@ -350,14 +334,6 @@ fn image(state: &State) -> u64 {
     let drawn = hasher.finish() | 1;
     state.image.store(drawn, Ordering::Relaxed);
     drawn
-}
-
-fn read(stream: &mut UnixStream) -> io::Result<ToShim> {
-    let mut header = [0; wire::HEADER];
-    stream.read_exact(&mut header)?;
-    let mut payload = vec![0; wire::payload_length(header).map_err(io::Error::other)?];
-    stream.read_exact(&mut payload)?;
-    ToShim::parse(&payload).map_err(io::Error::other)
 }
 
 fn read_some(stream: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {

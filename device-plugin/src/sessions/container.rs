@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 
 use bursar_protocol::page::{CreditPage, PageError};
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{self, Holding, Quota, Reason, ToShim};
+use bursar_protocol::wire::{self, Holding, Listed, Quota, Reason, ToShim};
 use bursar_protocol::word::Word;
 use tokio_util::sync::CancellationToken;
 
@@ -32,6 +32,8 @@ pub(super) struct Container {
     make_page: MakePage,
 }
 
+const _: () = assert!(MAX_PROCESSES <= wire::MAX_LISTED);
+
 /// Makes a credit page with so many accounts.
 type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 
@@ -39,6 +41,8 @@ type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 struct Member {
     process: Process,
     image: u64,
+    /// What it is called in each pid namespace around it: fixed when it began.
+    pids: Vec<u32>,
     /// None until it says hello again to a restarted agent.
     page: Option<CreditPage>,
     /// Ends the task that looks after it, when another takes over.
@@ -118,6 +122,7 @@ impl Container {
                 Member {
                     process,
                     image,
+                    pids: membership.pids(process.pid),
                     page: None,
                     ended,
                 },
@@ -136,14 +141,7 @@ impl Container {
         membership: &dyn Membership,
     ) -> Result<Admitted, Reason> {
         let pid = process.pid;
-        let home = membership
-            .container(pid, &self.served.pod)
-            .ok_or(Reason::Identity)?;
-        if self.members.keys().any(|member| *member != pid)
-            && self.home.as_ref().is_some_and(|here| *here != home)
-        {
-            return Err(Reason::Identity);
-        }
+        let home = self.home_of(pid, membership)?;
         let known = self
             .members
             .get(&pid)
@@ -170,6 +168,7 @@ impl Container {
             Member {
                 process,
                 image,
+                pids: membership.pids(pid),
                 page: Some(page),
                 ended: ended.clone(),
             },
@@ -180,6 +179,53 @@ impl Container {
             welcome: self.welcome(),
             page: fd,
             ended,
+        })
+    }
+
+    /// The cgroup of a process, if that is this container's.
+    fn home_of(&self, pid: u32, membership: &dyn Membership) -> Result<String, Reason> {
+        let home = membership
+            .container(pid, &self.served.pod)
+            .ok_or(Reason::Identity)?;
+        let others = self.members.keys().any(|member| *member != pid);
+        match &self.home {
+            Some(here) if others && *here != home => Err(Reason::Identity),
+            _ => Ok(home),
+        }
+    }
+
+    /// What the container uses of an account, told to one of its processes: each process by the pid
+    /// that it has in the pid namespace of who asks, and only those that it has one in.
+    pub(super) fn query(
+        &self,
+        pid: u32,
+        account: &wire::Account,
+        membership: &dyn Membership,
+    ) -> Result<ToShim, Reason> {
+        self.home_of(pid, membership)?;
+        let index = self
+            .accounts
+            .iter()
+            .position(|here| on_wire(here) == *account)
+            .ok_or(Reason::Account)?;
+        let depth = membership.pids(pid).len();
+        let mut used = self.credit.retired(index);
+        let mut processes = Vec::new();
+        for (pid, member) in &self.members {
+            let units = self.used_by(*pid, member, index);
+            used = used.saturating_add(units);
+            let seen = depth.checked_sub(1).and_then(|own| member.pids.get(own));
+            if let Some(pid) = seen.filter(|_| units > Units::ZERO) {
+                processes.push(Listed {
+                    pid: *pid,
+                    bytes: units.bytes(),
+                });
+            }
+        }
+        Ok(ToShim::Usage {
+            quota: self.credit.quota(index).bytes(),
+            used: used.bytes(),
+            processes,
         })
     }
 

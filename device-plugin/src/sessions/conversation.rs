@@ -1,4 +1,5 @@
-//! One process's connection: hello, then requests, until the process is dead or says hello anew.
+//! One process's connection: hello, then requests, until the process is dead or says hello anew; or
+//! one query.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -76,7 +77,8 @@ impl Conversation {
     /// Serves one connection.
     pub(super) async fn run(self, mut stream: UnixStream) {
         let session = match self.greet(&mut stream).await {
-            Ok(session) => session,
+            Ok(Some(session)) => session,
+            Ok(None) => return,
             Err(error) => return tracing::debug!(%error, "peer turned away"),
         };
         tokio::select! {
@@ -98,22 +100,26 @@ impl Conversation {
         lock(&self.container).died(session.process, session.image);
     }
 
-    /// From the connection to the welcome.
-    async fn greet(&self, stream: &mut UnixStream) -> Result<Session, Hangup> {
+    /// From the connection to the welcome; no session where the peer only asked a question.
+    async fn greet(&self, stream: &mut UnixStream) -> Result<Option<Session>, Hangup> {
         let (process, life) = match self.peer(stream) {
             Some(peer) => peer,
             None => return goodbye(stream, Reason::Identity).await,
         };
-        let hello = tokio::time::timeout(HELLO_TIMEOUT, read(stream))
+        let first = tokio::time::timeout(HELLO_TIMEOUT, read(stream))
             .await
             .map_err(|_| Hangup::Silent)??;
-        let ToAgent::Hello {
-            version,
-            image,
-            holdings,
-        } = hello
-        else {
-            return Err(Hangup::OutOfOrder);
+        let (version, image, holdings) = match first {
+            ToAgent::Hello {
+                version,
+                image,
+                holdings,
+            } => (version, image, holdings),
+            ToAgent::Query { version, account } => {
+                self.report(stream, process.pid, version, &account).await?;
+                return Ok(None);
+            }
+            _ => return Err(Hangup::OutOfOrder),
         };
         if version < OLDEST_VERSION {
             return goodbye(stream, Reason::Version).await;
@@ -139,7 +145,31 @@ impl Conversation {
         if !matches!(sent, Ok(Ok(()))) {
             tracing::debug!(pid = process.pid, "welcome not taken");
         }
-        Ok(session)
+        Ok(Some(session))
+    }
+
+    /// Answers a query.
+    async fn report(
+        &self,
+        stream: &mut UnixStream,
+        pid: u32,
+        version: u16,
+        account: &wire::Account,
+    ) -> Result<(), Hangup> {
+        if version < OLDEST_VERSION {
+            return goodbye(stream, Reason::Version).await;
+        }
+        let shared = lock(&self.shared).take(Instant::now());
+        pace::wait(shared).await;
+        let asked = lock(&self.container).query(pid, account, self.membership.as_ref());
+        match asked {
+            Ok(usage) => {
+                let frame = usage.frame();
+                let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
+                Ok(())
+            }
+            Err(reason) => goodbye(stream, reason).await,
+        }
     }
 
     /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
@@ -181,7 +211,9 @@ impl Conversation {
                         container.denied(pid, account, bytes, &function);
                         None
                     }
-                    ToAgent::Hello { .. } => return Err(Hangup::OutOfOrder),
+                    ToAgent::Hello { .. } | ToAgent::Query { .. } => {
+                        return Err(Hangup::OutOfOrder);
+                    }
                 }
             };
             if let Some(answer) = answer {

@@ -21,6 +21,12 @@ pub trait Membership: Send + Sync + 'static {
     /// A name of the container of `pod` that the process runs in, the same for all of its
     /// processes; `None` when it is no process of that pod.
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String>;
+
+    /// What a process is called in the agent's pid namespace and in each one nested in that, down
+    /// to its own. Nothing when that cannot be told; the pid alone where none is nested.
+    fn pids(&self, pid: u32) -> Vec<u32> {
+        vec![pid]
+    }
 }
 
 /// Membership by `/proc/<pid>/cgroup`, whose path no tenant can choose.
@@ -50,6 +56,12 @@ impl Membership for Cgroups {
             std::fs::read_to_string(self.proc.join(pid.to_string()).join("cgroup")).ok()?;
         container_of(&cgroup, pod)
     }
+
+    fn pids(&self, pid: u32) -> Vec<u32> {
+        std::fs::read_to_string(self.proc.join(pid.to_string()).join("status"))
+            .map(|status| pids_of(&status))
+            .unwrap_or_default()
+    }
 }
 
 /// The container's folder below the pod's in a `/proc/<pid>/cgroup`: `<hierarchy>:<controllers>:<path>`
@@ -66,6 +78,18 @@ fn container_of(cgroup: &str, pod: &PodUid) -> Option<String> {
             .filter(|part| !part.is_empty())
             .map(str::to_owned)
     })
+}
+
+/// The line `NSpid:` of `/proc/<pid>/status` (proc(5), Linux 4.1). The name of a process stands in a
+/// line before it, with its line breaks escaped.
+fn pids_of(status: &str) -> Vec<u32> {
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("NSpid:"))
+        .unwrap_or_default();
+    line.split_whitespace()
+        .map_while(|pid| pid.parse().ok())
+        .collect()
 }
 
 /// Field 22 of `/proc/<pid>/stat` (proc(5)). The second field, the name, may hold anything: what
@@ -126,9 +150,17 @@ mod tests {
     }
 
     #[test]
+    fn a_process_has_a_pid_in_each_namespace_around_it() {
+        let status = "Name:\tNSpid:\\n9\nPid:\t4711\nNStgid:\t4711\t17\t1\nNSpid:\t4711\t17\t1\n";
+        assert_eq!(pids_of(status), [4711, 17, 1]);
+        assert_eq!(pids_of("Name:\tx\n"), Vec::<u32>::new());
+    }
+
+    #[test]
     fn this_process_has_a_start_time_and_no_pod() {
         let cgroups = Cgroups::new("/proc".into());
         let me = std::process::id();
+        assert_eq!(cgroups.pids(me).first(), Some(&me));
         assert_eq!(cgroups.process(me).map(|process| process.pid), Some(me));
         assert_eq!(cgroups.container(me, &UID.parse().unwrap()), None);
     }

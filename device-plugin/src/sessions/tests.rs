@@ -329,6 +329,46 @@ async fn a_process_that_the_node_has_no_seat_for_is_told_so_at_once() {
 }
 
 #[tokio::test]
+async fn a_query_needs_no_session_and_ends_its_connection() {
+    let folder = tempfile::tempdir().unwrap();
+    let sessions = sessions(folder.path(), true);
+    sessions.serve(served()).await.unwrap();
+    beside(folder.path(), |run_dir| {
+        let query = |version| ToAgent::Query {
+            version,
+            account: wire::Account::Device("GPU-aaaa".to_owned()),
+        };
+        let answer = |version| {
+            let mut stream = connect(run_dir);
+            stream.write_all(&query(version).frame()).unwrap();
+            let answer = receive(&mut stream);
+            assert_eq!(stream.read(&mut [0]).unwrap(), 0, "it hangs up");
+            answer
+        };
+        let empty = ToShim::Usage {
+            quota: 1 << 30,
+            used: 0,
+            processes: vec![],
+        };
+        assert_eq!(answer(1), empty);
+        assert_eq!(
+            answer(u16::MAX),
+            empty,
+            "a newer one is answered as this one"
+        );
+        let goodbye = ToShim::Goodbye {
+            reason: Reason::Version,
+        };
+        assert_eq!(answer(0), goodbye);
+        let (mut session, _page) = hello(run_dir);
+        session.write_all(&query(1).frame()).unwrap();
+        assert_eq!(session.read(&mut [0]).unwrap(), 0, "not within a session");
+    })
+    .await;
+    assert_eq!(sessions.usage()[0].processes, 1);
+}
+
+#[tokio::test]
 async fn a_process_that_asks_without_end_is_answered_at_a_pace() {
     let folder = tempfile::tempdir().unwrap();
     let sessions = sessions(folder.path(), true);

@@ -18,6 +18,14 @@ impl Membership for Host {
             _ => None,
         }
     }
+
+    /// Those below 100 are in no namespace but the host's.
+    fn pids(&self, pid: u32) -> Vec<u32> {
+        match pid {
+            0..100 => vec![pid],
+            _ => vec![pid, pid % 100],
+        }
+    }
 }
 
 struct Fixture {
@@ -275,6 +283,60 @@ fn processes_of_other_pods_and_of_sibling_containers_are_not_admitted() {
     assert_eq!(hello(&mut container, 1001, 1).err(), Some(Reason::Identity));
     container.died(Process { pid: 1, start: 1 }, 7);
     hello(&mut container, 1001, 1).expect("the container was restarted under another id");
+}
+
+#[test]
+fn a_query_tells_what_the_container_uses_with_the_pids_that_the_asker_sees() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for (pid, mib) in [(101, 100), (102, 20), (3, 3), (104, 4)] {
+        let page = hello(&mut container, pid, 7).unwrap();
+        use_all(&mut container, &page, pid, mib * MIB);
+    }
+    hello(&mut container, 105, 7).unwrap();
+    container.died(Process { pid: 104, start: 1 }, 7);
+    let gpu = wire::Account::Device("GPU-aaaa".to_owned());
+    let ToShim::Usage {
+        quota,
+        used,
+        processes,
+    } = container.query(199, &gpu, &Host).unwrap()
+    else {
+        panic!("not a usage");
+    };
+    let retired = container.usage()[0].retired.0;
+    assert!(retired >= 4 * MIB);
+    assert_eq!((quota, used), (1 << 30, 123 * MIB + retired));
+    let listed: Vec<_> = processes
+        .iter()
+        .map(|process| (process.pid, process.bytes / MIB))
+        .collect();
+    assert_eq!(listed, [(1, 100), (2, 20)], "by the pids inside");
+    let Ok(ToShim::Usage { processes, .. }) = container.query(50, &gpu, &Host) else {
+        panic!("not a usage");
+    };
+    let pids: Vec<_> = processes.iter().map(|process| process.pid).collect();
+    assert_eq!(pids, [3, 101, 102], "by the host's");
+}
+
+#[test]
+fn a_query_is_answered_to_the_containers_own_processes_about_its_own_accounts_only() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let gpu = wire::Account::Device("GPU-aaaa".to_owned());
+    assert!(
+        container.query(1001, &gpu, &Host).is_ok(),
+        "nobody is here yet"
+    );
+    hello(&mut container, 1, 7).unwrap();
+    for stranger in [1001, 5000] {
+        assert_eq!(
+            container.query(stranger, &gpu, &Host),
+            Err(Reason::Identity)
+        );
+    }
+    let other = wire::Account::Device("GPU-bbbb".to_owned());
+    assert_eq!(container.query(2, &other, &Host), Err(Reason::Account));
 }
 
 #[test]

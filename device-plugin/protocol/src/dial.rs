@@ -1,0 +1,61 @@
+//! Reaches the agent from inside a container, every wait bounded.
+#![forbid(unsafe_code)]
+
+use std::io::{self, Read};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+
+use crate::wire::{self, Message};
+use crate::{CONTAINER_RUN_DIR, SOCKET_NAME};
+
+/// A connection to the agent that serves this container. No step on it, the one for room in the
+/// agent's backlog neither, takes longer than `timeout`.
+///
+/// # Errors
+/// What the system answers: refused while the agent is away, `EAGAIN` when it took too long.
+pub fn dial(timeout: Duration) -> io::Result<UnixStream> {
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::STREAM,
+        SocketFlags::CLOEXEC,
+        None,
+    )?;
+    for direction in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
+        sockopt::set_socket_timeout(&socket, direction, Some(timeout))?;
+    }
+    let address = SocketAddrUnix::new(format!("{CONTAINER_RUN_DIR}/{SOCKET_NAME}"))?;
+    rustix::net::connect(&socket, &address)?;
+    Ok(UnixStream::from(socket))
+}
+
+/// Reads one message.
+///
+/// # Errors
+/// The connection ended or took too long, or what came is no message ([`wire::WireError`] inside).
+pub fn read<M: Message>(stream: &mut impl Read) -> io::Result<M> {
+    let mut header = [0; wire::HEADER];
+    stream.read_exact(&mut header)?;
+    let mut payload = vec![0; wire::payload_length(header).map_err(io::Error::other)?];
+    stream.read_exact(&mut payload)?;
+    M::parse(&payload).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::{Reason, ToShim};
+
+    #[test]
+    fn one_message_is_read_and_no_byte_of_the_next() {
+        let first = ToShim::Goodbye {
+            reason: Reason::Busy,
+        };
+        let bytes = [first.frame(), ToShim::Refreshed.frame()].concat();
+        let mut stream = bytes.as_slice();
+        assert_eq!(read::<ToShim>(&mut stream).unwrap(), first);
+        assert_eq!(read::<ToShim>(&mut stream).unwrap(), ToShim::Refreshed);
+        assert!(read::<ToShim>(&mut stream).is_err());
+    }
+}
