@@ -5,15 +5,17 @@ FROM rust:1.95.0-bookworm@sha256:6258907abe69656e41cd992e0b705cdcfabcbbe3db374f9
 WORKDIR /src
 COPY . .
 RUN cargo build --release --locked \
-      --package bursar-device-plugin --package bursar-shim --package bursar-operator
+      --package bursar-device-plugin --package bursar-operator \
+      --package bursar-shim --package bursar-nvml-shim
 
 FROM debian:bookworm-slim@sha256:7b140f374b289a7c2befc338f42ebe6441b7ea838a042bbd5acbfca6ec875818 AS base
 
 FROM base AS agent
 COPY --from=build /src/target/release/bursar-agent /usr/local/bin/bursar-agent
-# The agent copies it to the node, and containers get it from there: an upgrade of this image never
+# The agent copies them to the node, and containers get them from there: an upgrade of this image never
 # touches a file that a program has mapped.
 COPY --from=build /src/target/release/libbursar_shim.so /opt/bursar/shim/libcuda.so.1
+COPY --from=build /src/target/release/libbursar_nvml_shim.so /opt/bursar/shim/libnvidia-ml.so.1
 ENTRYPOINT ["/usr/local/bin/bursar-agent"]
 
 FROM base AS operator

@@ -14,6 +14,7 @@ use crate::folders;
 const PACKAGES: &[&str] = &[
     "bursar-device-plugin",
     "bursar-shim",
+    "bursar-nvml-shim",
     "bursar-operator",
     "bursar-probe",
     "bursar-sim-state",

@@ -1,4 +1,5 @@
-//! A trampoline for every function that the shim does not hook.
+//! A trampoline for every function that the shim does not hook: of libcuda's, and of NVML's, whose shim
+//! has this module too.
 //!
 //! Each is two instructions: its index into a scratch register that the calling convention gives to
 //! linkage code, and a jump through its slot. A slot leads to [`lazy`] until the first call, which
@@ -44,15 +45,14 @@ extern "C" fn resolve(index: usize) -> *mut c_void {
     found
 }
 
-/// A function that this driver lacks: the answer of `cuGetProcAddress` for it would be "not found",
-/// and of a driver that knows and does not offer it, this.
-extern "C" fn missing() -> codes::CuResult {
-    codes::NOT_SUPPORTED
+/// A function that this driver lacks.
+extern "C" fn missing() -> codes::Code {
+    codes::MISSING
 }
 
 /// Any function while the real library cannot be opened.
-extern "C" fn unloadable() -> codes::CuResult {
-    codes::SHARED_OBJECT_INIT_FAILED
+extern "C" fn unloadable() -> codes::Code {
+    codes::UNLOADABLE
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::args::{Args, Command, Take, Then};
 use crate::cuda::{self, Refusal};
+use crate::nvml;
 
 /// Runs the command; returns only when nothing is held.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
@@ -42,9 +43,10 @@ fn hold(bytes: u64, take: &Take) -> anyhow::Result<ExitCode> {
         got += chunk;
     }
     let device = cuda::describe(take.device)?;
+    let nvml = nvml::look(&device.uuid);
     println!(
         "{}",
-        json!({ "event": "holding", "got": got, "device": device })
+        json!({ "event": "holding", "got": got, "device": device, "nvml": nvml })
     );
     Ok(finish(take.then))
 }

@@ -84,7 +84,13 @@ const RECIPES: &[Recipe] = &[
     Recipe {
         name: "agent",
         programs: &["bursar-agent"],
-        libraries: &[("libbursar_shim.so", "opt/bursar/shim/libcuda.so.1")],
+        libraries: &[
+            ("libbursar_shim.so", "opt/bursar/shim/libcuda.so.1"),
+            (
+                "libbursar_nvml_shim.so",
+                "opt/bursar/shim/libnvidia-ml.so.1",
+            ),
+        ],
     },
     Recipe {
         name: "operator",

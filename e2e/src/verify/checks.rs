@@ -133,6 +133,11 @@ const CHECKS: &[Check] = &[
         &["--test", "classes"],
     ),
     test_check(
+        "enforcement/nvml",
+        "NVML shows a container its quota and its own processes, past an agent restart",
+        &["--test", "nvml", "--test", "nvml_library"],
+    ),
+    test_check(
         "enforcement/library",
         "the shim exports the driver's names and no other, hands out its own hooks, knows the \
          published headers, and needs an old glibc only",

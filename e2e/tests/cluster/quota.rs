@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bursar_e2e::pods::PodPlan;
 use libtest_mimic::{Failed, Trial};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::stage::{SOON, Stage, trial};
 
@@ -64,6 +64,13 @@ async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
     let holding = pods
         .until_logged("neighbour", SOON, event("holding"))
         .await?;
+    // Through NVML, `nvidia-smi`'s view, it is the same: the quota, and itself as process 1.
+    let seen = &holding["nvml"]["seen"];
+    assert_eq!(seen["total"], 8 * GIB, "{holding}");
+    let used = seen["used"].as_u64().unwrap_or_default();
+    assert!((5 * GIB..6 * GIB).contains(&used), "{holding}");
+    let alone = json!([{ "pid": 1, "bytes": used }]);
+    assert_eq!(seen["processes"], alone, "{holding}");
     let greedy = PodPlan::new("greedy", &probe)
         .arguments(&["greedy", "--chunk=256Mi"])
         .gib(6);

@@ -177,13 +177,18 @@ fn a_call_that_is_not_supported_says_so_and_is_logged() {
 }
 
 #[test]
-fn a_container_process_has_the_hosts_pid_on_the_hosts_list_and_sees_no_list_itself() {
+fn a_container_process_has_the_hosts_pid_on_the_hosts_list_and_its_own_on_that_of_its_namespace() {
     let lab = Lab::new(ONE_GPU).unwrap();
     let (mut contained, mut observer) =
         (lab.actor_in_pid_namespace().unwrap(), lab.actor().unwrap());
     contained.ask("context 0").unwrap();
     assert_eq!(contained.ask("pid"), Ok("1".to_owned()));
-    assert_eq!(contained.ask("nvml-processes 0"), Ok(String::new()));
+    assert_eq!(
+        contained.ask("nvml-processes 0"),
+        Ok(format!("1:{CONTEXT}"))
+    );
+    let mut elsewhere = lab.actor_in_pid_namespace().unwrap();
+    assert_eq!(elsewhere.ask("nvml-processes 0"), Ok(String::new()));
     let listed = observer.ask("nvml-processes 0").unwrap();
     let (pid, bytes) = listed.split_once(':').unwrap();
     assert_eq!(bytes.parse(), Ok(CONTEXT));

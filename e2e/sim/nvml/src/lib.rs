@@ -9,3 +9,4 @@ mod memory;
 mod mig;
 mod processes;
 mod system;
+mod utilization;

@@ -22,11 +22,35 @@ pub(crate) struct ProcessV2 {
     compute_instance: u32,
 }
 
+/// `nvmlProcessDetail_v1_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Detail {
+    process: ProcessV2,
+    protected: u64,
+}
+
+/// `nvmlProcessDetailList_v1_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Details {
+    version: u32,
+    mode: u32,
+    count: u32,
+    places: u64,
+}
+
+const DETAILS_1: u32 = size_of::<Details>() as u32 | 1 << 24;
+
+/// `nvmlProcessMode_t`.
+const COMPUTE: u32 = 0;
+const ALL: u32 = 3;
+
 /// Not a MIG instance.
 const NO_INSTANCE: u32 = u32::MAX;
 
 /// The processes of a device with the instance that they run in; a GPU in MIG mode lists its instances'.
-fn listed(device: &Device) -> Vec<(ProcessUsage, u32)> {
+pub(crate) fn listed(device: &Device) -> Vec<(ProcessUsage, u32)> {
     let sim = &device.library.sim;
     let parts = sim.units.iter().filter(|unit| match device.unit.mig {
         Some(_) => unit.index == device.unit.index,
@@ -83,6 +107,31 @@ fn v2((process, instance): (ProcessUsage, u32)) -> ProcessV2 {
     }
 }
 
+fn details(device: u64, list: &Out<Details>) -> Answer {
+    let mut details = list.get()?;
+    if details.version != DETAILS_1 {
+        return Err(Code::ARGUMENT_VERSION_MISMATCH);
+    }
+    let processes = match details.mode {
+        COMPUTE | ALL => listed(&present(device)?),
+        mode if mode < ALL => Vec::new(),
+        _ => return Err(Code::INVALID_ARGUMENT),
+    };
+    let room = std::mem::replace(&mut details.count, processes.len() as u32);
+    list.set(details)?;
+    if details.count > room {
+        return Err(Code::INSUFFICIENT_SIZE);
+    }
+    if processes.is_empty() {
+        return Ok(());
+    }
+    let detail = |process| Detail {
+        process: v2(process),
+        protected: 0,
+    };
+    Out::at_address(details.places).set_all(processes.into_iter().map(detail))
+}
+
 /// Nobody draws here.
 fn none(device: u64, count: &Out<u32>) -> Answer {
     present(device)?;
@@ -96,6 +145,7 @@ exports! {
     fn nvmlDeviceGetGraphicsRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = none(device, &count);
     fn nvmlDeviceGetGraphicsRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
     fn nvmlDeviceGetGraphicsRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
+    fn nvmlDeviceGetRunningProcessDetailList(device: u64, list: Out<Details>) = details(device, &list);
     fn nvmlDeviceGetMPSComputeRunningProcesses(device: u64, count: Out<u32>, _places: Out<Process>) = none(device, &count);
     fn nvmlDeviceGetMPSComputeRunningProcesses_v2(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);
     fn nvmlDeviceGetMPSComputeRunningProcesses_v3(device: u64, count: Out<u32>, _places: Out<ProcessV2>) = none(device, &count);

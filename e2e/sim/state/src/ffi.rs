@@ -14,6 +14,11 @@ pub struct NullPointer;
 pub struct Out<T, E>(*mut T, PhantomData<E>);
 
 impl<T, E: From<NullPointer>> Out<T, E> {
+    /// A pointer that the caller put into memory.
+    pub fn at_address(address: u64) -> Out<T, E> {
+        Out(address as *mut T, PhantomData)
+    }
+
     /// Whether the caller did not ask.
     pub fn is_null(&self) -> bool {
         self.0.is_null()

@@ -23,7 +23,7 @@ pub struct Usage {
     pub used: u64,
     /// Bytes of the unit.
     pub total: u64,
-    /// Empty in a pid namespace other than the host's, as with the real NVML.
+    /// In a pid namespace other than the host's only those of that one, as with the real NVML.
     pub processes: Vec<ProcessUsage>,
 }
 
@@ -60,11 +60,10 @@ impl Sim {
     }
 
     fn processes(&self, books: &Books<'_>, unit: usize) -> Vec<ProcessUsage> {
-        if books.raw().host_namespace.load(Relaxed) != self.namespace {
-            return Vec::new();
-        }
+        let on_host = books.raw().host_namespace.load(Relaxed) == self.namespace;
         let mut bytes: BTreeMap<usize, u64> = books
             .images()
+            .filter(|(_, image)| on_host || image.namespace.load(Relaxed) == self.namespace)
             .filter(|(_, image)| image.charges[unit][Charge::Context as usize].load(Relaxed) != 0)
             .map(|(number, image)| {
                 (

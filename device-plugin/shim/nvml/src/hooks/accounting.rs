@@ -1,0 +1,35 @@
+//! Accounting: off, for a container. It is the driver's list of who used a device, of all containers and past ones.
+
+use std::ffi::c_void;
+
+use super::{Device, given, hooked, real, succeeded};
+use crate::codes::{self, Code};
+
+/// `NVML_FEATURE_DISABLED`.
+const DISABLED: u32 = 0;
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetAccountingMode(device: Device, mode: *mut u32) -> Code {
+    hooked(|| {
+        succeeded(real!(nvmlDeviceGetAccountingMode(device => Device, mode => *mut u32)))?;
+        *given(mode)? = DISABLED;
+        Ok(())
+    })
+}
+
+// What NVML answers while accounting is off.
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetAccountingPids(_: Device, _: *mut u32, _: *mut u32) -> Code {
+    codes::NOT_SUPPORTED
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetAccountingStats(_: Device, _: u32, _: *mut c_void) -> Code {
+    codes::NOT_SUPPORTED
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetAccountingStats_v2(_: Device, _: *mut c_void) -> Code {
+    codes::NOT_SUPPORTED
+}

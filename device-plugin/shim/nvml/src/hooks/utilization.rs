@@ -1,0 +1,129 @@
+//! How busy each process keeps a device: what the driver says of the container's own, and of no other.
+//!
+//! The driver names processes by the pids of the caller's pid namespace. Samples are thrown out where the caller had
+//! them put, for a buffer of the shim's own would hide nothing from a program that means to see them.
+
+use super::{Answer, Device, given, hooked, real, succeeded, usage};
+use crate::codes::{self, Code};
+
+/// `nvmlProcessUtilizationSample_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Sample {
+    pid: u32,
+    time: u64,
+    engines: [u32; 4],
+}
+
+/// `nvmlProcessUtilizationInfo_v1_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Info {
+    time: u64,
+    pid: u32,
+    engines: [u32; 6],
+}
+
+/// `nvmlProcessesUtilizationInfo_v1_t`.
+#[repr(C)]
+#[derive(Debug)]
+struct Infos {
+    version: u32,
+    count: u32,
+    last_seen: u64,
+    places: *mut Info,
+}
+
+const INFOS_1: u32 = size_of::<Infos>() as u32 | 1 << 24;
+
+/// Keeps those of `count` places whose pid is the container's, in front; how many they are.
+fn keep_own<T: Copy>(
+    device: Device,
+    count: &mut u32,
+    places: *mut T,
+    pid: impl Fn(&T) -> u32,
+) -> Answer {
+    let written = *count as usize;
+    *count = 0;
+    if written == 0 {
+        return Err(codes::NOT_FOUND);
+    }
+    given(places)?;
+    // SAFETY: the real library has just written as many there.
+    let places = unsafe { std::slice::from_raw_parts_mut(places, written) };
+    let own = usage(device)?.processes;
+    let kept = to_front(places, |place| {
+        own.iter().any(|process| process.pid == pid(place))
+    });
+    *count = u32::try_from(kept).map_err(|_| codes::UNKNOWN)?;
+    if kept == 0 {
+        Err(codes::NOT_FOUND)
+    } else {
+        Ok(())
+    }
+}
+
+/// Moves what is wanted to the front, in order; how much that is.
+fn to_front<T: Copy>(places: &mut [T], wanted: impl Fn(&T) -> bool) -> usize {
+    let mut kept = 0;
+    for index in 0..places.len() {
+        if wanted(&places[index]) {
+            places[kept] = places[index];
+            kept += 1;
+        }
+    }
+    kept
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetProcessUtilization(
+    device: Device,
+    places: *mut Sample,
+    count: *mut u32,
+    last_seen: u64,
+) -> Code {
+    hooked(|| {
+        succeeded(real!(nvmlDeviceGetProcessUtilization(
+            device => Device,
+            places => *mut Sample,
+            count => *mut u32,
+            last_seen => u64,
+        )))?;
+        keep_own(device, given(count)?, places, |sample| sample.pid)
+    })
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn nvmlDeviceGetProcessesUtilizationInfo(device: Device, list: *mut Infos) -> Code {
+    hooked(|| {
+        let infos = given(list)?;
+        if infos.version != INFOS_1 {
+            return Err(codes::ARGUMENT_VERSION_MISMATCH);
+        }
+        succeeded(real!(nvmlDeviceGetProcessesUtilizationInfo(
+            device => Device,
+            &raw mut *infos => *mut Infos,
+        )))?;
+        keep_own(device, &mut infos.count, infos.places, |info| info.pid)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_wanted_stands_in_front_in_its_order() {
+        let mut places = [1, 2, 3, 4, 5];
+        assert_eq!(to_front(&mut places, |place| place % 2 == 1), 3);
+        assert_eq!(places[..3], [1, 3, 5]);
+        assert_eq!(to_front(&mut places, |_| false), 0);
+        assert_eq!(to_front(&mut [] as &mut [u8], |_| true), 0);
+    }
+
+    #[test]
+    fn the_structures_have_the_headers_sizes() {
+        let sizes = [size_of::<Sample>(), size_of::<Info>(), size_of::<Infos>()];
+        assert_eq!(sizes, [32, 40, 24]);
+    }
+}

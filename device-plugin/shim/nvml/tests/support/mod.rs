@@ -1,0 +1,265 @@
+//! A node as the agent makes one, without a cluster: a simulated GPU, the agent's sockets, and containers that have
+//! both shims where the loader finds them.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+use bursar_device_plugin::sessions::{
+    Account, Cgroups, Charges, DriverCharges, Membership, Process, Served, Sessions,
+};
+use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_sim_state::{Folder, Sim};
+
+pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
+pub const MIB: u64 = 1 << 20;
+
+/// A little longer than the shim shows what it knows.
+const FRESH: Duration = Duration::from_millis(120);
+
+/// Where cargo puts this workspace's libraries; they are built once.
+pub fn built() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let test = std::env::current_exe().expect("a test has a file");
+        let profile = test
+            .parent()
+            .and_then(Path::parent)
+            .expect("target/<profile>/deps/<test>")
+            .to_owned();
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "--quiet", "--lib"]);
+        for package in [
+            "bursar-sim-cuda",
+            "bursar-sim-nvml",
+            "bursar-shim",
+            "bursar-nvml-shim",
+        ] {
+            build.args(["-p", package]);
+        }
+        if profile.ends_with("release") {
+            build.arg("--release");
+        }
+        assert!(build.status().expect("cargo runs").success());
+        profile
+    })
+}
+
+/// Every process is in every container: cgroups have tests of their own.
+struct Everyone(Cgroups);
+
+impl Membership for Everyone {
+    fn process(&self, pid: u32) -> Option<Process> {
+        self.0.process(pid)
+    }
+
+    fn container(&self, _pid: u32, _pod: &PodUid) -> Option<String> {
+        Some("here".to_owned())
+    }
+
+    fn pids(&self, pid: u32) -> Vec<u32> {
+        self.0.pids(pid)
+    }
+}
+
+/// What the simulated driver charges.
+struct SimCharges(PathBuf);
+
+impl DriverCharges for SimCharges {
+    fn charged(&self, gpu: &GpuUuid) -> Option<Charges> {
+        let sim = Sim::open(&self.0).ok()?;
+        let unit = sim.gpu_unit(sim.find_gpu(gpu.as_str())?);
+        let processes = sim.usage(unit).processes;
+        let charged = processes
+            .iter()
+            .map(|process| (process.pid, Some(Bytes(process.bytes))));
+        Some(charged.collect())
+    }
+}
+
+/// A node with one GPU of 16 GiB, and a container for each quota.
+pub struct Node {
+    folder: tempfile::TempDir,
+    served: Vec<Served>,
+    runtime: tokio::runtime::Runtime,
+    sessions: Option<Sessions>,
+}
+
+/// Whose pid namespace a program is in.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Pids {
+    /// Its own: it is process 1 there.
+    Own,
+    /// The host's, as with `hostPID`.
+    Host,
+}
+
+impl Node {
+    pub fn with_quotas(quotas: &[u64]) -> Node {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("sim.toml");
+        let gpu = format!(
+            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"16Gi\"\nminor = 0\n"
+        );
+        std::fs::write(&config, gpu).unwrap();
+        Folder::at(folder.path().join("sim"))
+            .init(&config, &[])
+            .unwrap();
+        let served = |(number, quota): (u64, &u64)| Served {
+            allocation: AllocationId::from_bits(number),
+            pod: format!("8b2e3f0a-1f5c-4c41-9d53-{number:012}")
+                .parse()
+                .unwrap(),
+            gpus: vec![(GPU.parse().unwrap(), Bytes(*quota))],
+            managed: Bytes::ZERO,
+        };
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(2)
+            .enable_all()
+            .build()
+            .unwrap();
+        let mut node = Node {
+            folder,
+            served: (0..).zip(quotas).map(served).collect(),
+            runtime,
+            sessions: None,
+        };
+        node.start_agent();
+        node
+    }
+
+    pub fn start_agent(&mut self) {
+        let charges = Arc::new(SimCharges(self.folder.path().join("sim")));
+        let everyone = Arc::new(Everyone(Cgroups::new("/proc".into())));
+        let sessions = Sessions::new(self.folder.path().join("run"), charges, everyone);
+        for served in &self.served {
+            self.runtime
+                .block_on(sessions.serve(served.clone()))
+                .unwrap();
+        }
+        self.sessions = Some(sessions);
+    }
+
+    pub fn stop_agent(&mut self) {
+        let _entered = self.runtime.enter();
+        self.sessions = None;
+        // The tasks end at their next step.
+        std::thread::sleep(Duration::from_millis(50));
+    }
+
+    pub fn resize(&self, container: usize, quota: u64) {
+        let account = Account::Gpu(GPU.parse().unwrap());
+        let sessions = self.sessions.as_ref().unwrap();
+        sessions
+            .resize(&self.served[container].allocation, &account, Bytes(quota))
+            .unwrap();
+    }
+
+    /// Starts a program in a container, in a pid namespace of its own.
+    pub fn program(&self, container: usize) -> Client {
+        self.start(container, Pids::Own, "/opt/bursar/drv/nvidia-ml.so.1")
+    }
+
+    /// Starts a program in a container whose pod shares the host's pid namespace.
+    pub fn program_among_the_hosts(&self, container: usize) -> Client {
+        self.start(container, Pids::Host, "/opt/bursar/drv/nvidia-ml.so.1")
+    }
+
+    /// Starts a program in a container that the driver is missing from.
+    pub fn program_without_driver(&self, container: usize) -> Client {
+        self.start(container, Pids::Own, "/opt/bursar/drv/unused")
+    }
+
+    fn start(&self, container: usize, pids: Pids, driver: &str) -> Client {
+        // Namespaces of its own, as any user may make them: mounts are private to the program.
+        let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
+            for f in lib/libcuda.so.1:$BUILT/libbursar_shim.so lib/libnvidia-ml.so.1:$BUILT/libbursar_nvml_shim.so \
+            drv/cuda.so.1:$BUILT/libbursar_sim_cuda.so ${DRIVER#/opt/bursar/}:$BUILT/libbursar_sim_nvml.so; do \
+            touch /opt/bursar/${f%%:*}; mount --bind ${f#*:} /opt/bursar/${f%%:*}; done; \
+            mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; exec $CLIENT";
+        let mut command = Command::new("unshare");
+        command.arg("--mount");
+        if pids == Pids::Own {
+            command.args(["--pid", "--fork", "--kill-child", "--mount-proc"]);
+        }
+        // SAFETY: asks for a number.
+        if unsafe { libc::geteuid() } != 0 {
+            command.args(["--user", "--map-root-user"]);
+        }
+        let sim = self.folder.path().join("sim");
+        let alloc = Sessions::alloc_dir(&self.folder.path().join("run"))
+            .join(self.served[container].allocation.to_string());
+        let mut child = command
+            .args(["sh", "-c", script])
+            .env("BUILT", built())
+            .env("DRIVER", driver)
+            .env("ALLOC", alloc)
+            .env("CLIENT", env!("CARGO_BIN_EXE_nvml-client"))
+            .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
+            .env("SIMGPU_DEV", sim.join("dev"))
+            .env("SIMGPU_DIR", sim)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut client = Client {
+            child,
+            input,
+            output,
+        };
+        assert_eq!(client.read(), "ready");
+        client
+    }
+}
+
+/// A program in a container.
+pub struct Client {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Client {
+    fn read(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// One call and its answer.
+    pub fn call(&mut self, line: impl AsRef<str>) -> String {
+        writeln!(self.input, "{}", line.as_ref()).unwrap();
+        self.read()
+    }
+
+    /// A call that succeeds; its numbers.
+    pub fn ok(&mut self, line: impl AsRef<str>) -> Vec<u64> {
+        let answer = self.call(line.as_ref());
+        let mut words = answer.split_whitespace();
+        assert_eq!(words.next(), Some("ok"), "{}: {answer}", line.as_ref());
+        words.map(|word| word.parse().unwrap()).collect()
+    }
+
+    /// A call, once nothing that was said before is shown again.
+    pub fn fresh(&mut self, line: impl AsRef<str>) -> Vec<u64> {
+        std::thread::sleep(FRESH);
+        self.ok(line)
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
