@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use k8s_openapi::api::core::v1::{Container, Namespace, Pod, PodSpec, ResourceRequirements};
+use k8s_openapi::api::core::v1::{
+    Capabilities, Container, Namespace, Pod, PodSpec, ResourceRequirements, SeccompProfile,
+    SecurityContext,
+};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
 use kube::Client;
@@ -26,6 +29,8 @@ pub struct PodPlan {
     gib: Option<u32>,
     init_gib: Option<u32>,
     priority_class: Option<String>,
+    restricted: bool,
+    user_namespace: bool,
 }
 
 impl PodPlan {
@@ -38,6 +43,8 @@ impl PodPlan {
             gib: None,
             init_gib: None,
             priority_class: None,
+            restricted: false,
+            user_namespace: false,
         }
     }
 
@@ -69,6 +76,19 @@ impl PodPlan {
         self
     }
 
+    /// It runs as Kubernetes' restricted profile asks, with a root file system that it can only read:
+    /// no root, no capabilities.
+    pub fn restricted(mut self) -> Self {
+        self.restricted = true;
+        self
+    }
+
+    /// Its users are not the host's (`hostUsers: false`).
+    pub fn user_namespace(mut self) -> Self {
+        self.user_namespace = true;
+        self
+    }
+
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
@@ -85,6 +105,7 @@ impl PodPlan {
                 limits,
                 ..ResourceRequirements::default()
             }),
+            security_context: self.restricted.then(restricted),
             ..Container::default()
         }
     }
@@ -106,10 +127,31 @@ impl PodPlan {
                 automount_service_account_token: Some(false),
                 // Not 0: the API server would forget a deleted pod before the kubelet has ended it.
                 termination_grace_period_seconds: Some(1),
+                host_users: self.user_namespace.then_some(false),
                 ..PodSpec::default()
             }),
             status: None,
         }
+    }
+}
+
+/// What Kubernetes' restricted profile asks for, and a root file system that cannot be written.
+fn restricted() -> SecurityContext {
+    SecurityContext {
+        run_as_user: Some(1000),
+        run_as_group: Some(1000),
+        run_as_non_root: Some(true),
+        read_only_root_filesystem: Some(true),
+        allow_privilege_escalation: Some(false),
+        capabilities: Some(Capabilities {
+            drop: Some(vec!["ALL".to_owned()]),
+            ..Capabilities::default()
+        }),
+        seccomp_profile: Some(SeccompProfile {
+            type_: "RuntimeDefault".to_owned(),
+            ..SeccompProfile::default()
+        }),
+        ..SecurityContext::default()
     }
 }
 

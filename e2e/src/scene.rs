@@ -15,7 +15,7 @@ use crate::cluster::{Cluster, KubeconfigError, Local, LocalError, Options};
 use crate::images::Template;
 use crate::pods::{GPU_MEMORY, PodError};
 use crate::progress::Progress;
-use crate::sim::{self, SimError, SimulatedGpus};
+use crate::sim::{SimError, SimulatedGpus};
 use crate::supplies::Supplies;
 use crate::wait::{self, Look, TimedOut};
 
@@ -100,10 +100,9 @@ impl Scene {
             None
         } else {
             let (count, gib) = SIMULATED;
-            let folder = local.host_path(sim::FOLDER);
             let gpus = SimulatedGpus::lay_out(
                 supplies.driver.clone(),
-                folder,
+                &local.host_path("/"),
                 &local.folder().configs(),
                 count,
                 gib,

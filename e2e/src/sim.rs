@@ -2,8 +2,12 @@
 
 use std::fmt::Write as _;
 use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::io::Errno;
 
 /// The folder of the simulated machine, on its node.
 pub const FOLDER: &str = "/run/simgpu";
@@ -66,14 +70,14 @@ pub fn uuid(gpu: u32) -> String {
 }
 
 impl SimulatedGpus {
-    /// Lays out `count` GPUs of `gib` GiB in `folder`, which is the node's [`FOLDER`] as this
+    /// Lays out `count` GPUs of `gib` GiB in [`FOLDER`] of the node whose root folder is `root`, as this
     /// process can open it. `configs` is a folder for the configuration file.
     ///
     /// # Errors
-    /// When `simgpu` refuses.
+    /// When `simgpu` refuses, or a device node cannot be made.
     pub fn lay_out(
         driver: Driver,
-        folder: PathBuf,
+        root: &Path,
         configs: &Path,
         count: u32,
         gib: u32,
@@ -83,6 +87,7 @@ impl SimulatedGpus {
             path: path.clone(),
             source,
         })?;
+        let folder = root.join(FOLDER.trim_start_matches('/'));
         let gpus = Self { driver, folder };
         let mut arguments = vec!["init".to_owned(), format!("--config={}", path.display())];
         arguments.extend(
@@ -92,7 +97,34 @@ impl SimulatedGpus {
                 .map(|library| format!("--lib={}", library.display())),
         );
         gpus.run(&arguments)?;
+        let dev = root.join("dev");
+        gpus.device_nodes_in(&dev)
+            .map_err(|source| SimError::File { path: dev, source })?;
         Ok(gpus)
+    }
+
+    /// Makes the GPUs' device nodes in the node's own `/dev` too. For a pod with users of its own, runc binds
+    /// the node that the host has at the container's path, wherever CDI says that it is.
+    fn device_nodes_in(&self, dev: &Path) -> io::Result<()> {
+        for entry in std::fs::read_dir(self.folder.join("dev"))? {
+            let entry = entry?;
+            let node = entry.metadata()?;
+            if !node.file_type().is_char_device() {
+                continue;
+            }
+            let made = mknodat(
+                CWD,
+                dev.join(entry.file_name()),
+                FileType::CharacterDevice,
+                Mode::from_raw_mode(0o666),
+                node.rdev(),
+            );
+            match made {
+                Err(error) if error != Errno::EXIST => return Err(error.into()),
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     /// Takes a GPU off the bus, as XID 79 does.

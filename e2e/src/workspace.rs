@@ -55,6 +55,13 @@ impl Binaries {
         self.0.get(name).map(PathBuf::as_path)
     }
 
+    /// The same, with another file of this name.
+    #[must_use]
+    pub fn with(mut self, name: &str, path: PathBuf) -> Self {
+        self.0.insert(name.to_owned(), path);
+        self
+    }
+
     /// The folder that cargo put the programs in.
     pub fn folder(&self) -> Option<&Path> {
         self.0.values().next().and_then(|path| path.parent())

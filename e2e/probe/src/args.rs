@@ -28,6 +28,15 @@ pub(crate) enum Command {
         #[command(flatten)]
         take: Take,
     },
+    /// Allocate an amount and free it, again and again until SIGTERM; ends when the driver refuses
+    Churn {
+        /// How much, as 6Gi
+        #[arg(long, value_parser = bytes)]
+        bytes: u64,
+        /// How much one allocation asks for
+        #[arg(long, value_parser = bytes, default_value = "256Mi")]
+        chunk: u64,
+    },
 }
 
 /// How memory is taken, and what comes after.

@@ -2,6 +2,7 @@
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;
+use std::time::{Duration, Instant};
 
 use serde_json::json;
 
@@ -16,6 +17,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Report => report(),
         Command::Hold { bytes, take } => hold(*bytes, take),
         Command::Greedy { take } => greedy(take),
+        Command::Churn { bytes, chunk } => churn(*bytes, *chunk),
     }
 }
 
@@ -56,11 +58,45 @@ fn greedy(take: &Take) -> anyhow::Result<ExitCode> {
     let mut got: u64 = 0;
     loop {
         match cuda::allocate(take.chunk) {
-            Ok(()) => got = got.saturating_add(take.chunk),
+            Ok(_) => got = got.saturating_add(take.chunk),
             Err(refusal) => {
                 refused(got, take.chunk, &refusal, take)?;
                 return Ok(finish(take.then));
             }
+        }
+    }
+}
+
+/// How often a program that churns says that it does.
+const TELL: Duration = Duration::from_millis(500);
+
+fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
+    cuda::use_device(0)?;
+    let (mut rounds, mut told) = (0_u64, Instant::now());
+    loop {
+        let mut held = Vec::new();
+        let mut got = 0;
+        while got < bytes {
+            let asked = chunk.min(bytes - got);
+            match cuda::allocate(asked) {
+                Ok(allocation) => held.push(allocation),
+                Err(refusal) => {
+                    println!(
+                        "{}",
+                        json!({ "event": "refused", "got": got, "asked": asked, "refused": refusal, "rounds": rounds })
+                    );
+                    return Ok(ExitCode::FAILURE);
+                }
+            }
+            got += asked;
+        }
+        for allocation in held {
+            cuda::free(allocation)?;
+        }
+        rounds += 1;
+        if rounds == 1 || told.elapsed() >= TELL {
+            println!("{}", json!({ "event": "churning", "rounds": rounds }));
+            told = Instant::now();
         }
     }
 }

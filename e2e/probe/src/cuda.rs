@@ -91,8 +91,12 @@ pub(crate) fn describe(ordinal: i32) -> Result<Device, CudaError> {
     })
 }
 
-/// Allocates linear memory on the current device; it is held until the process ends.
-pub(crate) fn allocate(bytes: u64) -> Result<(), Refusal> {
+/// Linear memory, held until it is freed or the process ends.
+#[derive(Debug)]
+pub(crate) struct Allocation(sys::CUdeviceptr);
+
+/// Allocates linear memory on the current device.
+pub(crate) fn allocate(bytes: u64) -> Result<Allocation, Refusal> {
     let refused = |error: DriverError| Refusal {
         code: error.0 as u32,
         name: name(&error),
@@ -101,8 +105,14 @@ pub(crate) fn allocate(bytes: u64) -> Result<(), Refusal> {
         .map_err(|_| refused(DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE)))?;
     // SAFETY: a context is current, and nobody reads the memory.
     unsafe { result::malloc_sync(bytes) }
-        .map(drop)
+        .map(Allocation)
         .map_err(refused)
+}
+
+/// Gives it back.
+pub(crate) fn free(allocation: Allocation) -> Result<(), CudaError> {
+    // SAFETY: it is from `malloc_sync`, and freed once: it is consumed.
+    unsafe { result::free_sync(allocation.0) }.map_err(failed("cuMemFree"))
 }
 
 fn failed(call: &'static str) -> impl FnOnce(DriverError) -> CudaError {

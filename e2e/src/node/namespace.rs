@@ -10,6 +10,7 @@ use rustix::mount::{
 use rustix::thread::UnshareFlags;
 
 use super::netlink;
+use crate::scene::has_driver;
 
 /// Folders that are empty and private in the node, whatever the host has there.
 const PRIVATE: &[&str] = &[
@@ -26,6 +27,9 @@ const PRIVATE: &[&str] = &[
     "/var/log/containers",
     "/var/log/pods",
 ];
+
+/// File systems that are mounted in `/dev`.
+const IN_DEV: &[&str] = &["/dev/pts", "/dev/shm"];
 
 /// Kernel settings that the kubelet changes where they differ
 /// (kubernetes `pkg/kubelet/cm/container_manager_linux.go`, `setupKernelTunables`). It is shown
@@ -101,7 +105,38 @@ fn mounts(scratch: &Path) -> Result<(), NamespaceError> {
     for (path, value) in TUNABLES {
         show(scratch, Path::new(path), value)?;
     }
+    whole_proc(scratch)?;
+    if has_driver() {
+        return Ok(());
+    }
+    private_dev(scratch)
+}
+
+/// A `/dev` that simulated GPUs can have device nodes in, and the host's has none of them.
+fn private_dev(scratch: &Path) -> Result<(), NamespaceError> {
+    let bind = |from: &Path, to: &Path| {
+        let step = || format!("bind {} to {}", from.display(), to.display());
+        mount_bind(from, to).map_err(|error| at(step())(error.into()))
+    };
+    let kept = |folder: &str| scratch.join(folder.replace('/', "_"));
+    for folder in IN_DEV {
+        fs::create_dir_all(kept(folder)).map_err(at(*folder))?;
+        bind(Path::new(folder), &kept(folder))?;
+    }
+    copy_on_write(scratch, Path::new("/dev"))?;
+    for folder in IN_DEV {
+        bind(&kept(folder), Path::new(folder))?;
+    }
     Ok(())
+}
+
+/// Mounts a `/proc` that nothing is bound over. In a user namespace the kernel lets nobody mount one
+/// (`fs/namespace.c`, `mount_too_revealing`) unless a whole one is there already.
+fn whole_proc(scratch: &Path) -> Result<(), NamespaceError> {
+    let folder = scratch.join("proc");
+    fs::create_dir_all(&folder).map_err(at(folder.display().to_string()))?;
+    mount("proc", &folder, "proc", MountFlags::empty(), None)
+        .map_err(|error| at(format!("proc on {}", folder.display()))(error.into()))
 }
 
 fn tmpfs(folder: &Path) -> Result<(), NamespaceError> {

@@ -47,6 +47,14 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a GPU that is lost and restored is followed both ways, and pods on others notice nothing",
     ),
     (
+        "enforcement/cluster/users",
+        "pods without root, with a read-only root file system, and with users of their own are held to their quota",
+    ),
+    (
+        "enforcement/cluster/upgrade",
+        "the agent is replaced by another build under load: no pod restarts, and quotas hold before, during and after",
+    ),
+    (
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind, twice",
     ),

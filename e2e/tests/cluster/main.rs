@@ -4,6 +4,7 @@
 
 mod budgets;
 mod churn;
+mod enforcement;
 mod health;
 mod input;
 mod lifecycle;
@@ -29,7 +30,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 9] = [
+    let groups: [Vec<Trial>; 10] = [
         quota::trials(),
         placement::trials(),
         budgets::trials(),
@@ -38,6 +39,7 @@ fn main() -> ExitCode {
         churn::trials(),
         restarts::trials(),
         health::trials(),
+        enforcement::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();

@@ -1,0 +1,248 @@
+//! Quotas hold for pods of every kind, and while the agent is replaced.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::Write as _;
+use std::time::{Duration, Instant};
+
+use bursar_e2e::chart;
+use bursar_e2e::images;
+use bursar_e2e::pods::PodPlan;
+use bursar_e2e::wait::{self, Look};
+use bursar_e2e::workspace::{self, Profile};
+use k8s_openapi::api::apps::v1::DaemonSet;
+use kube::ResourceExt;
+use kube::api::{Api, ListParams, Patch, PatchParams};
+use libtest_mimic::{Failed, Trial};
+use serde_json::{Value, json};
+
+use crate::quota::event;
+use crate::stage::{SOON, Stage, node_trial, trial};
+
+const GIB: u64 = 1 << 30;
+/// Pods that allocate and free without end.
+const CHURNING: [&str; 2] = ["churns-a", "churns-b"];
+/// A pod that holds half of its quota.
+const HALF: &str = "half";
+/// What a context may take of a quota, with room to spare.
+const CONTEXT: u64 = GIB;
+/// The kubelet ends the old agent within its grace period of 30 s, and starts the new one.
+const REPLACED: Duration = Duration::from_secs(90);
+const PAUSE: Duration = Duration::from_millis(100);
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("enforcement/cluster/users", pods_of_every_user_are_held),
+        node_trial(
+            "enforcement/cluster/upgrade",
+            quotas_hold_while_the_agent_is_replaced,
+        ),
+    ]
+}
+
+async fn pods_of_every_user_are_held(stage: &mut Stage) -> Result<(), Failed> {
+    let probe = stage.scene.probe.clone();
+    let greedy = |name: &str| {
+        PodPlan::new(name, &probe)
+            .arguments(&["greedy", "--chunk=64Mi"])
+            .gib(4)
+    };
+    let plans = [
+        greedy("restricted").restricted(),
+        greedy("namespaced").user_namespace(),
+        greedy("both").restricted().user_namespace(),
+    ];
+    for plan in &plans {
+        stage.pods.create(plan).await?;
+    }
+    for plan in &plans {
+        let refused = stage
+            .pods
+            .until_logged(plan.name(), SOON, event("refused"))
+            .await?;
+        is_held(&refused, 4);
+    }
+    stage.witness.nobody_failed_or_restarted()
+}
+
+/// A greedy program saw its quota, got all of it but for a context, and was told that memory is out.
+fn is_held(refused: &Value, gib: u64) {
+    let quota = gib * GIB;
+    assert_eq!(refused["refused"]["code"], 2, "{refused}");
+    assert_eq!(refused["device"]["total"], quota, "{refused}");
+    let got = refused["got"].as_u64().unwrap_or(u64::MAX);
+    assert!(
+        got <= quota && got + CONTEXT >= quota,
+        "not its quota: {refused}"
+    );
+}
+
+async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<(), Failed> {
+    let before = agent_image(stage).await?;
+    let folder = tempfile::tempdir()?;
+    let after = another_build(stage, folder.path()).await?;
+    assert_ne!(before, after);
+
+    let probe = stage.scene.probe.clone();
+    let pods = stage.pods.clone();
+    for name in CHURNING {
+        let plan = PodPlan::new(name, &probe)
+            .arguments(&["churn", "--bytes=4Gi"])
+            .gib(6);
+        pods.create(&plan).await?;
+        pods.until_logged(name, SOON, event("churning")).await?;
+    }
+    let plan = PodPlan::new(HALF, &probe)
+        .arguments(&["hold", "--bytes=2Gi"])
+        .gib(4);
+    pods.create(&plan).await?;
+    pods.until_logged(HALF, SOON, event("holding")).await?;
+    assert_eq!(shims(stage)?.len(), 1);
+
+    for (round, image) in [&after, &before].into_iter().enumerate() {
+        quota_holds(stage).await?;
+        let begun = Instant::now();
+        replace_agent(stage, image).await?;
+        // The old agent goes, the new one comes: from here to there nobody may take more.
+        let mut tried = 0;
+        loop {
+            quota_holds(stage).await?;
+            tried += 1;
+            if is_replaced(stage, image).await? {
+                break;
+            }
+            assert!(begun.elapsed() < REPLACED, "no agent of {image} is ready");
+        }
+        stage.progress.say(format_args!(
+            "the agent of another build is ready after {:.1?}; meanwhile {tried} greedy programs were held",
+            begun.elapsed()
+        ));
+        quota_holds(stage).await?;
+        let newcomer = format!("newcomer-{round}");
+        let plan = PodPlan::new(&newcomer, &probe)
+            .arguments(&["greedy", "--chunk=64Mi"])
+            .gib(4);
+        pods.create(&plan).await?;
+        let refused = pods.until_logged(&newcomer, SOON, event("refused")).await?;
+        is_held(&refused, 4);
+    }
+    // The newcomer of the other build runs by the other build's library, all else by the first one's.
+    assert_eq!(shims(stage)?.len(), 2);
+    for name in CHURNING {
+        goes_on(stage, name).await?;
+        let log = pods.log(name).await?;
+        assert!(!log.contains("refused"), "{name} was refused: {log}");
+    }
+    stage.witness.nobody_failed_or_restarted()
+}
+
+/// A greedy program beside the one that holds 2 of the pod's 4 GiB gets what is left at most, or nothing
+/// while the agent is away.
+async fn quota_holds(stage: &Stage) -> Result<(), Failed> {
+    let said = stage
+        .exec(HALF, &["greedy", "--chunk=64Mi", "--then=exit"])
+        .await?;
+    let refused = said
+        .lines()
+        .find_map(event("refused"))
+        .ok_or_else(|| format!("not refused: {said}"))?;
+    assert_eq!(refused["refused"]["code"], 2, "{refused}");
+    let got = refused["got"].as_u64().unwrap_or(u64::MAX);
+    assert!(got <= 2 * GIB, "more than the quota: {refused}");
+    Ok(())
+}
+
+/// The program in the pod still takes and frees memory.
+async fn goes_on(stage: &Stage, pod: &str) -> Result<(), Failed> {
+    let rounds = |log: &str| log.lines().filter_map(event("churning")).count();
+    let seen = rounds(&stage.pods.log(pod).await?);
+    let look = async || match stage.pods.log(pod).await {
+        Ok(log) if rounds(&log) > seen => Look::Found(()),
+        Ok(log) => Look::NotYet(format!("{} lines", rounds(&log))),
+        Err(error) => Look::NotYet(error.to_string()),
+    };
+    let what = format!("{pod} to go on");
+    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+}
+
+/// The images of our programs with one byte more in the shim, on the node; the reference of the agent's.
+async fn another_build(stage: &mut Stage, folder: &std::path::Path) -> Result<String, Failed> {
+    const SHIM: &str = "libbursar_shim.so";
+    let binaries = workspace::build(Profile::Dev, false)?;
+    let built = binaries.get(SHIM).ok_or("no shim was built")?;
+    let shim = folder.join(SHIM);
+    fs::copy(built, &shim)?;
+    // Behind the last section, where no loader looks.
+    fs::OpenOptions::new()
+        .append(true)
+        .open(&shim)?
+        .write_all(b"2")?;
+    let (_, archives) = images::write_all(&binaries.with(SHIM, shim), folder)?;
+    let agent = archives.get("agent").ok_or("no image of the agent")?;
+    stage.local()?.import(&agent.path).await?;
+    Ok(agent.reference.clone())
+}
+
+/// The folders of shims that containers on the node were given.
+fn shims(stage: &mut Stage) -> Result<BTreeSet<String>, Failed> {
+    let mut found = BTreeSet::new();
+    for text in stage.on_node()?.cdi()?.values() {
+        let spec: Value = serde_json::from_str(text)?;
+        let mounts = &spec["devices"][0]["containerEdits"]["mounts"];
+        let shim = mounts.as_array().into_iter().flatten().find_map(|mount| {
+            (mount["containerPath"] == "/opt/bursar/lib").then(|| mount["hostPath"].to_string())
+        });
+        found.extend(shim);
+    }
+    Ok(found)
+}
+
+fn agents(stage: &Stage) -> Api<DaemonSet> {
+    Api::namespaced(stage.scene.cluster.client(), chart::NAMESPACE)
+}
+
+async fn agent_set(stage: &Stage) -> Result<DaemonSet, Failed> {
+    let ours = ListParams::default().labels("app.kubernetes.io/component=agent");
+    let sets = agents(stage).list(&ours).await?.items;
+    Ok(sets.into_iter().next().ok_or("there is no agent")?)
+}
+
+async fn agent_image(stage: &Stage) -> Result<String, Failed> {
+    let set = agent_set(stage).await?;
+    let pod = set.spec.and_then(|spec| spec.template.spec);
+    let image = pod.and_then(|pod| pod.containers.into_iter().next()?.image);
+    Ok(image.ok_or("the agent has no image")?)
+}
+
+/// Asks for agents of another image, as `helm upgrade` does.
+async fn replace_agent(stage: &Stage, image: &str) -> Result<(), Failed> {
+    let set = agent_set(stage).await?;
+    let pod = set
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.template.spec.as_ref());
+    let container = pod
+        .and_then(|pod| pod.containers.first())
+        .ok_or("no container")?;
+    let patch = json!({"spec": {"template": {"spec": {"containers": [{"name": container.name, "image": image}]}}}});
+    agents(stage)
+        .patch(
+            &set.name_any(),
+            &PatchParams::default(),
+            &Patch::Strategic(patch),
+        )
+        .await?;
+    Ok(())
+}
+
+/// Every agent is ready, and of this image.
+async fn is_replaced(stage: &Stage, image: &str) -> Result<bool, Failed> {
+    let set = agent_set(stage).await?;
+    let Some(status) = set.status else {
+        return Ok(false);
+    };
+    let seen = status.observed_generation == set.metadata.generation;
+    let wanted = status.desired_number_scheduled;
+    let current = status.updated_number_scheduled == Some(wanted) && status.number_ready == wanted;
+    Ok(seen && current && agent_image(stage).await? == image)
+}
