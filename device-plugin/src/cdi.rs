@@ -12,7 +12,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::driver::{Driver, LIBCUDA};
+use crate::driver::{Driver, DriverFile, LIBCUDA};
+use crate::shim_files::{PRELOAD_FILE, SHIMS};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, TokenSet};
 
 pub use dir::{CdiDir, CdiError, Listed};
@@ -34,13 +35,16 @@ pub const CONTAINER_LIB_DIR: &str = "/opt/bursar/lib";
 /// `ldconfig` takes none of them for a library.
 pub const CONTAINER_DRIVER_DIR: &str = "/opt/bursar/drv";
 
-/// Where a container's loader looks by default: Debian's folder and Red Hat's.
+/// Where a container's loader looks by default: Debian's folder, Red Hat's, and Arch's, which musl has too.
+/// A preloaded library is found before any of them; they are for loaders that preload nothing (musl's, a static
+/// program's, `dlmopen`'s new namespace) and for programs that name a file.
 pub const CONTAINER_DEFAULT_DIRS: &[&str] = &[
     #[cfg(target_arch = "x86_64")]
     "/usr/lib/x86_64-linux-gnu",
     #[cfg(target_arch = "aarch64")]
     "/usr/lib/aarch64-linux-gnu",
     "/usr/lib64",
+    "/usr/lib",
 ];
 
 /// The loader's own list of libraries that every program gets.
@@ -136,13 +140,9 @@ fn device_nodes(driver: &Driver, binding: &Binding) -> Vec<DeviceNode> {
 }
 
 fn mounts(node: &Node, binding: &Binding) -> Vec<Mount> {
-    let shim = node.shim_dir.join(LIBCUDA);
     let mut mounts = vec![
         Mount::read_only(&node.shim_dir, CONTAINER_LIB_DIR),
-        Mount::read_only(
-            &node.shim_dir.join(crate::shim_files::PRELOAD_FILE),
-            PRELOAD,
-        ),
+        Mount::read_only(&node.shim_dir.join(PRELOAD_FILE), PRELOAD),
         Mount::read_only(
             &node.alloc_dir.join(binding.allocation.to_string()),
             bursar_protocol::CONTAINER_RUN_DIR,
@@ -155,13 +155,14 @@ fn mounts(node: &Node, binding: &Binding) -> Vec<Mount> {
             Path::new(CONTAINER_DRIVER_DIR).join(hidden),
         ));
     }
+    let has_shim = |file: &&DriverFile| SHIMS.contains(&file.soname.as_str());
     for dir in CONTAINER_DEFAULT_DIRS.iter().map(Path::new) {
-        mounts.push(Mount::read_only(&shim, dir.join(LIBCUDA)));
-        mounts.push(Mount::read_only(&shim, dir.join("libcuda.so")));
-        for file in [&node.driver.libnvml]
-            .into_iter()
-            .chain(&node.driver.helpers)
-        {
+        for shim in SHIMS {
+            mounts.push(Mount::read_only(&node.shim_dir.join(shim), dir.join(shim)));
+        }
+        let cuda = node.shim_dir.join(LIBCUDA);
+        mounts.push(Mount::read_only(&cuda, dir.join("libcuda.so")));
+        for file in node.driver.files().filter(|file| !has_shim(file)) {
             mounts.push(Mount::read_only(&file.host_path, dir.join(&file.soname)));
         }
     }

@@ -7,54 +7,72 @@
 
 mod rooted;
 
+/// A folder with the architecture's name in it.
+macro_rules! arch_dir {
+    ($before:literal, $after:literal) => {
+        if cfg!(target_arch = "x86_64") {
+            concat!($before, "x86_64", $after)
+        } else {
+            concat!($before, "aarch64", $after)
+        }
+    };
+}
+
 use std::path::{Path, PathBuf};
 
 /// Where a driver's libraries are looked for below the driver's root, in this order.
 ///
 /// | folder | who puts it there |
 /// |---|---|
-/// | `usr/lib/<arch>-linux-gnu` | Debian, Ubuntu |
+/// | `usr/lib/<arch>-linux-gnu`, `.../nvidia/current` | Debian (links through its alternatives), Ubuntu |
 /// | `usr/lib64` | RHEL, SUSE, Amazon Linux |
-/// | `run/nvidia/driver/...` | NVIDIA's GPU operator, as a container on the host |
+/// | `run/nvidia/driver/...` | NVIDIA's GPU operator: a driver container's root, mounted on the host |
 /// | `home/kubernetes/bin/nvidia/lib64` | Google's Container-Optimized OS |
-/// | `usr/lib/nvidia/tesla`, `<arch>-bottlerocket-linux-gnu/...` | Bottlerocket |
-/// | `usr/lib`, `usr/local/nvidia/lib64` | Arch Linux; images of cloud vendors |
+/// | `<arch>-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla`, `.../usr/lib` | Bottlerocket, before and since driver 580 |
+/// | `usr/lib/nvidia/tesla`, `usr/lib` | the same seen through its `/usr`; Arch Linux |
+/// | `usr/local/nvidia/lib64` | images of cloud vendors |
+///
+/// Sources: nvidia-container-toolkit `pkg/lookup/library.go`; k8s-device-plugin issue 632 (COS);
+/// bottlerocket-kernel-kit pull requests 425 and 473.
 pub const LIBRARY_DIRS: &[&str] = &[
-    #[cfg(target_arch = "x86_64")]
-    "usr/lib/x86_64-linux-gnu",
-    #[cfg(target_arch = "aarch64")]
-    "usr/lib/aarch64-linux-gnu",
+    arch_dir!("usr/lib/", "-linux-gnu"),
+    arch_dir!("usr/lib/", "-linux-gnu/nvidia/current"),
     "usr/lib64",
-    #[cfg(target_arch = "x86_64")]
-    "run/nvidia/driver/usr/lib/x86_64-linux-gnu",
-    #[cfg(target_arch = "aarch64")]
-    "run/nvidia/driver/usr/lib/aarch64-linux-gnu",
+    arch_dir!("run/nvidia/driver/usr/lib/", "-linux-gnu"),
     "run/nvidia/driver/usr/lib64",
     "home/kubernetes/bin/nvidia/lib64",
+    arch_dir!("", "-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla"),
+    arch_dir!("", "-bottlerocket-linux-gnu/sys-root/usr/lib"),
     "usr/lib/nvidia/tesla",
-    #[cfg(target_arch = "x86_64")]
-    "x86_64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",
-    #[cfg(target_arch = "aarch64")]
-    "aarch64-bottlerocket-linux-gnu/sys-root/usr/lib/nvidia/tesla",
     "usr/lib",
     "usr/local/nvidia/lib64",
 ];
+
+/// The root of the GPU operator's driver container; it has device nodes of its own, and the host may have none.
+const DRIVER_CONTAINER: &str = "run/nvidia/driver";
 
 /// The driver API library.
 pub const LIBCUDA: &str = "libcuda.so.1";
 /// The management library.
 pub const LIBNVML: &str = "libnvidia-ml.so.1";
 
-/// Libraries that `libcuda` loads by name when it has to: the JIT compilers and the debugger's
-/// back end. Older drivers lack some of them.
+/// Libraries that `libcuda` loads by name when it has to: the JIT compilers (the second for GPUs before
+/// Blackwell, from driver 580 on) and the debugger's back end. Older drivers lack some of them.
 const HELPERS: &[&str] = &[
     "libnvidia-ptxjitcompiler.so.1",
     "libnvidia-nvvm.so.4",
+    "libnvidia-nvvm70.so.4",
     "libcudadebugger.so.1",
 ];
 
-/// Libraries whose file name carries the driver's version.
-const VERSIONED_HELPERS: &[&str] = &["libnvidia-gpucomp.so"];
+/// The same, of libraries whose file name carries the driver's version: compilers, and what confidential computing
+/// needs.
+const VERSIONED_HELPERS: &[&str] = &[
+    "libnvidia-gpucomp.so",
+    "libnvidia-tileiras.so",
+    "libnvidia-pkcs11.so",
+    "libnvidia-pkcs11-openssl3.so",
+];
 
 /// Device nodes that every GPU container needs, whatever its GPUs.
 const CONTROL_NODES: &[&str] = &["nvidiactl", "nvidia-uvm"];
@@ -75,7 +93,7 @@ pub struct Driver {
     pub version: Option<String>,
     /// Names of the device nodes that every GPU container gets, below `dev_root`.
     pub control_nodes: Vec<String>,
-    /// The folder of the device nodes.
+    /// The folder of the device nodes, as the container runtime sees it.
     pub dev_root: PathBuf,
 }
 
@@ -143,7 +161,7 @@ impl DriverError {
 
 impl Driver {
     /// Finds the driver below `root`, which the container runtime knows as `host_root`, with its
-    /// device nodes in `dev_root`.
+    /// device nodes in `dev_root`, or else those of the driver's own container.
     ///
     /// # Errors
     /// [`DriverError`] when a library or a control device node is not there.
@@ -151,32 +169,27 @@ impl Driver {
         let search = Search { root, host_root };
         let (dir, libcuda) = search.driver_dir()?;
         let version = version_of(&libcuda);
-        let required = |soname: &str| {
-            let missing = || DriverError::MissingFile {
-                path: root.join(dir).join(soname),
-            };
-            search.file(dir, soname)?.ok_or_else(missing)
-        };
         let versioned = VERSIONED_HELPERS.iter().filter_map(|stem| {
             version
                 .as_deref()
                 .map(|version| format!("{stem}.{version}"))
         });
+        let names = HELPERS.iter().map(|soname| (*soname).to_owned());
         let mut helpers = Vec::new();
-        for soname in HELPERS
-            .iter()
-            .map(|soname| (*soname).to_owned())
-            .chain(versioned)
-        {
-            helpers.extend(search.file(dir, &soname)?);
+        for soname in names.chain(versioned) {
+            helpers.extend(search.beside(dir, &libcuda, &soname)?);
         }
+        let missing = || DriverError::MissingFile {
+            path: root.join(dir).join(LIBNVML),
+        };
+        let (control_nodes, dev_root) = search.nodes(dir, dev_root)?;
         Ok(Driver {
-            libnvml: required(LIBNVML)?,
+            libnvml: search.beside(dir, &libcuda, LIBNVML)?.ok_or_else(missing)?,
             libcuda,
             helpers,
             version,
-            control_nodes: control_nodes(dev_root)?,
-            dev_root: dev_root.to_owned(),
+            control_nodes,
+            dev_root,
         })
     }
 
@@ -238,9 +251,37 @@ impl Search<'_> {
         })
     }
 
+    /// The file `soname` in `dir`, or where `libcuda` itself lies: `dir` may hold links to it.
+    fn beside(
+        &self,
+        dir: &str,
+        libcuda: &DriverFile,
+        soname: &str,
+    ) -> Result<Option<DriverFile>, DriverError> {
+        if let Some(found) = self.file(dir, soname)? {
+            return Ok(Some(found));
+        }
+        let own = libcuda.path.parent().unwrap_or(self.root);
+        let inside = own.strip_prefix(self.root).unwrap_or(own);
+        self.file(inside, soname)
+    }
+
+    /// The control nodes, and the folder that has them as the container runtime sees it.
+    fn nodes(&self, dir: &str, dev_root: &Path) -> Result<(Vec<String>, PathBuf), DriverError> {
+        let own = Path::new(DRIVER_CONTAINER).join("dev");
+        match control_nodes(dev_root) {
+            Err(DriverError::NoDeviceNode { path }) if dir.starts_with(DRIVER_CONTAINER) => {
+                let nodes = control_nodes(&self.root.join(&own));
+                let nodes = nodes.map_err(|_| DriverError::NoDeviceNode { path })?;
+                Ok((nodes, self.host_root.join(own)))
+            }
+            found => Ok((found?, dev_root.to_owned())),
+        }
+    }
+
     /// The file `soname` in `dir`, if it is there.
-    fn file(&self, dir: &str, soname: &str) -> Result<Option<DriverFile>, DriverError> {
-        let inside = Path::new(dir).join(soname);
+    fn file(&self, dir: impl AsRef<Path>, soname: &str) -> Result<Option<DriverFile>, DriverError> {
+        let inside = dir.as_ref().join(soname);
         let found = rooted::resolve(self.root, &inside).map_err(|source| DriverError::Read {
             path: self.root.join(&inside),
             source,

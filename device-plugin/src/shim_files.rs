@@ -1,9 +1,19 @@
-//! Puts the shim's files where containers can map them: once per build, never over a file in use.
+//! Puts the shims' files where containers can map them: once per build and driver, never over a file in use.
 //!
-//! A container maps `<state-dir>/shim/<id>/libcuda.so.1` for as long as it runs. So a build has a
-//! folder of its own, named after its content; an upgrade adds a folder and touches no other. It is on disk
-//! before it has its name, and one that is not what was written, after a loss of power or by hand, is mended
+//! A container maps `<state-dir>/shim/<id>/libcuda.so.1` for as long as it runs. So what is written has a
+//! folder of its own, named after its content; an upgrade of shim or driver adds a folder and touches no other. It is
+//! on disk before it has its name, and one that is not what was written, after a loss of power or by hand, is mended
 //! file by file: who has a file mapped keeps the one that he has.
+//!
+//! | file | what |
+//! |---|---|
+//! | `libcuda.so.1`, ... ([`SHIMS`]) | the shims, without the names that this node's driver lacks ([`symbols`]) |
+//! | `libcuda.so` | a link to the shim, for compilers (`-lcuda`) |
+//! | `cuda-stub.so` | the name `libcuda.so` for loaders ([`stub`]) |
+//! | `ld.so.preload` | the loader's list of them, a container's `/etc/ld.so.preload` |
+
+mod stub;
+mod symbols;
 
 use std::fs::{self, File, Permissions};
 use std::io;
@@ -14,13 +24,19 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use crate::cdi::CONTAINER_LIB_DIR;
-use crate::driver::LIBCUDA;
+use crate::driver::{Driver, LIBCUDA};
 
 /// The loader's list, beside the shim; mounted as the container's `/etc/ld.so.preload`.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
 
+/// The libraries of the driver that a container gets a shim for.
+pub const SHIMS: &[&str] = &[LIBCUDA];
+
 /// The developer's name for the shim, beside it.
 const LINK: &str = "libcuda.so";
+
+/// The stub's file: its name is none that `ldconfig` takes for a library.
+const STUB: &str = "cuda-stub.so";
 
 /// How old a temporary folder is whose agent has certainly died.
 const STALE: Duration = Duration::from_secs(3600);
@@ -36,6 +52,14 @@ pub enum ShimFilesError {
         /// What the system said.
         source: io::Error,
     },
+    /// The names that a library has could not be read.
+    #[error("read the symbols of {}: {source}", path.display())]
+    Symbols {
+        /// The shim, or the driver's library.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: io::Error,
+    },
     /// The folder of this build could not be made.
     #[error("install the shim in {}: {source}", path.display())]
     Install {
@@ -46,30 +70,82 @@ pub enum ShimFilesError {
     },
 }
 
-/// Copies the shim of `shim_dir` to its folder below `state_dir` unless it is there as it should be, and
-/// returns that folder. Two agents that do so at the same time both end with the one folder.
+/// A file of the folder.
+struct Content {
+    name: &'static str,
+    bytes: Vec<u8>,
+    mode: u32,
+}
+
+/// Copies the shims of `shim_dir` to a folder below `state_dir` unless they are there as they should be for `driver`,
+/// and returns that folder. Two agents that do so at the same time both end with the one folder.
 ///
 /// # Errors
 /// [`ShimFilesError`].
-pub fn install(shim_dir: &Path, state_dir: &Path) -> Result<PathBuf, ShimFilesError> {
-    let source_path = shim_dir.join(LIBCUDA);
-    let library = fs::read(&source_path).map_err(|source| ShimFilesError::Read {
-        path: source_path,
-        source,
-    })?;
+pub fn install(
+    shim_dir: &Path,
+    driver: &Driver,
+    state_dir: &Path,
+) -> Result<PathBuf, ShimFilesError> {
+    let files = contents(shim_dir, driver)?;
     let builds = state_dir.join("shim");
-    let path = builds.join(build_id(&library));
+    let path = builds.join(build_id(&files));
     let installed = fs::create_dir_all(&builds).and_then(|()| {
         remove_stale(&builds);
         match path.is_dir() {
-            true => mend(&path, &library),
-            false => make(&path, &library),
+            true => mend(&path, &files),
+            false => make(&path, &files),
         }
     });
     match installed {
         Ok(()) => Ok(path),
         Err(source) => Err(ShimFilesError::Install { path, source }),
     }
+}
+
+fn contents(shim_dir: &Path, driver: &Driver) -> Result<Vec<Content>, ShimFilesError> {
+    let mut files = Vec::new();
+    for name in SHIMS {
+        let bytes = shim(&shim_dir.join(name), driver, name)?;
+        files.push(Content {
+            name,
+            bytes,
+            mode: 0o755,
+        });
+    }
+    let preload: String = SHIMS
+        .iter()
+        .chain([&STUB])
+        .map(|name| format!("{CONTAINER_LIB_DIR}/{name}\n"))
+        .collect();
+    files.push(Content {
+        name: STUB,
+        bytes: stub::stub(LINK, LIBCUDA),
+        mode: 0o755,
+    });
+    files.push(Content {
+        name: PRELOAD_FILE,
+        bytes: preload.into_bytes(),
+        mode: 0o644,
+    });
+    Ok(files)
+}
+
+/// The shim of `path` without the names that the driver's library lacks.
+fn shim(path: &Path, driver: &Driver, name: &str) -> Result<Vec<u8>, ShimFilesError> {
+    let symbols = |path: &Path| {
+        let path = path.to_owned();
+        move |source| ShimFilesError::Symbols { path, source }
+    };
+    let mut library = fs::read(path).map_err(|source| ShimFilesError::Read {
+        path: path.to_owned(),
+        source,
+    })?;
+    if let Some(real) = driver.files().find(|file| file.soname == name) {
+        let kept = symbols::exported(&real.path).map_err(symbols(&real.path))?;
+        symbols::hide(&mut library, &kept).map_err(symbols(path))?;
+    }
+    Ok(library)
 }
 
 /// A name beside `path` that no other agent has, and that no container is given.
@@ -79,12 +155,12 @@ fn beside(path: &Path) -> PathBuf {
 }
 
 /// A new folder, whole and on disk before it has its name.
-fn make(path: &Path, library: &[u8]) -> io::Result<()> {
+fn make(path: &Path, files: &[Content]) -> io::Result<()> {
     let temporary = beside(path);
     remove_if_there(&temporary)?;
     fs::create_dir(&temporary)?;
     readable(&temporary, 0o755)?;
-    mend(&temporary, library)?;
+    mend(&temporary, files)?;
     match fs::rename(&temporary, path) {
         Err(_) if path.is_dir() => fs::remove_dir_all(&temporary),
         renamed => renamed,
@@ -93,17 +169,12 @@ fn make(path: &Path, library: &[u8]) -> io::Result<()> {
 }
 
 /// Writes what is not in `folder` as it should be; nothing where all is.
-fn mend(folder: &Path, library: &[u8]) -> io::Result<()> {
-    let preload = format!("{CONTAINER_LIB_DIR}/{LIBCUDA}\n");
-    let files = [
-        (LIBCUDA, library, 0o755),
-        (PRELOAD_FILE, preload.as_bytes(), 0o644),
-    ];
+fn mend(folder: &Path, files: &[Content]) -> io::Result<()> {
     let mut mended = false;
-    for (name, content, mode) in files {
+    for Content { name, bytes, mode } in files {
         let path = folder.join(name);
-        if !holds(&path, content) {
-            replace(&path, |temporary| write_readable(temporary, content, mode))?;
+        if !holds(&path, bytes) {
+            replace(&path, |temporary| write_readable(temporary, bytes, *mode))?;
             mended = true;
         }
     }
@@ -146,10 +217,15 @@ fn sync(path: &Path) -> io::Result<()> {
     File::open(path)?.sync_all()
 }
 
-/// The first 16 hex digits of the content's SHA-256.
-fn build_id(library: &[u8]) -> String {
-    Sha256::digest(library)
-        .iter()
+/// The first 16 hex digits of a SHA-256 of all names and contents.
+fn build_id(files: &[Content]) -> String {
+    let mut id = Sha256::new();
+    for Content { name, bytes, .. } in files {
+        id.update(name);
+        id.update(Sha256::digest(bytes));
+    }
+    let id = id.finalize();
+    id.iter()
         .take(8)
         .map(|byte| format!("{byte:02x}"))
         .collect()
@@ -174,95 +250,4 @@ fn remove_if_there(folder: &Path) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::os::unix::fs::MetadataExt;
-
-    fn image(content: &str) -> tempfile::TempDir {
-        let image = tempfile::tempdir().unwrap();
-        std::fs::write(image.path().join(LIBCUDA), content).unwrap();
-        image
-    }
-
-    #[test]
-    fn a_second_start_of_the_same_build_touches_nothing() {
-        let (image, state) = (image("build 1"), tempfile::tempdir().unwrap());
-        let first = install(image.path(), state.path()).unwrap();
-        let inode = first.join(LIBCUDA).metadata().unwrap().ino();
-        assert_eq!(install(image.path(), state.path()).unwrap(), first);
-        assert_eq!(first.join(LIBCUDA).metadata().unwrap().ino(), inode);
-        assert_eq!(
-            std::fs::read_dir(state.path().join("shim"))
-                .unwrap()
-                .count(),
-            1
-        );
-    }
-
-    #[test]
-    fn an_upgrade_leaves_the_files_that_containers_have_mapped() {
-        let state = tempfile::tempdir().unwrap();
-        let old = install(image("build 1").path(), state.path()).unwrap();
-        let new = install(image("build 2").path(), state.path()).unwrap();
-        assert_ne!(old, new);
-        assert_eq!(std::fs::read(old.join(LIBCUDA)).unwrap(), b"build 1");
-        assert_eq!(std::fs::read(new.join("libcuda.so")).unwrap(), b"build 2");
-    }
-
-    #[test]
-    fn any_user_can_read_the_files_and_the_loaders_list_names_the_shim() {
-        let (image, state) = (image("build"), tempfile::tempdir().unwrap());
-        let build = install(image.path(), state.path()).unwrap();
-        assert_eq!(
-            build.join(LIBCUDA).metadata().unwrap().mode() & 0o777,
-            0o755
-        );
-        assert_eq!(build.metadata().unwrap().mode() & 0o777, 0o755);
-        assert_eq!(
-            std::fs::read_to_string(build.join(PRELOAD_FILE)).unwrap(),
-            "/opt/bursar/lib/libcuda.so.1\n"
-        );
-    }
-
-    #[test]
-    fn an_image_without_the_shim_is_told_which_file_is_missing() {
-        let empty = tempfile::tempdir().unwrap();
-        let error = install(empty.path(), empty.path()).unwrap_err().to_string();
-        assert!(
-            error.contains("libcuda.so.1") && error.contains("paths.shim-dir"),
-            "{error}"
-        );
-    }
-
-    #[test]
-    fn a_damaged_build_is_mended_and_who_has_it_mapped_keeps_his_file() {
-        let (image, state) = (image("build"), tempfile::tempdir().unwrap());
-        let build = install(image.path(), state.path()).unwrap();
-        for damage in ["", "bui", "BUILD"] {
-            let mapped = File::open(build.join(LIBCUDA)).unwrap();
-            fs::write(build.join(LIBCUDA), damage).unwrap();
-            fs::remove_file(build.join(PRELOAD_FILE)).unwrap();
-            fs::remove_file(build.join(LINK)).unwrap();
-            assert_eq!(install(image.path(), state.path()).unwrap(), build);
-            assert_eq!(fs::read(build.join("libcuda.so")).unwrap(), b"build");
-            assert!(build.join(PRELOAD_FILE).is_file());
-            assert_eq!(mapped.metadata().unwrap().len(), damage.len() as u64);
-            assert_eq!(fs::read_dir(&build).unwrap().count(), 3);
-        }
-    }
-
-    #[test]
-    fn what_an_agent_that_died_left_half_done_is_removed_and_what_another_does_now_is_not() {
-        let (image, state) = (image("build"), tempfile::tempdir().unwrap());
-        let builds = state.path().join("shim");
-        for name in [".old.1", ".new.2"] {
-            fs::create_dir_all(builds.join(name)).unwrap();
-        }
-        let long_ago = std::time::SystemTime::now() - 2 * STALE;
-        File::open(builds.join(".old.1"))
-            .and_then(|folder| folder.set_modified(long_ago))
-            .unwrap();
-        install(image.path(), state.path()).unwrap();
-        assert!(!builds.join(".old.1").exists() && builds.join(".new.2").exists());
-    }
-}
+mod tests;

@@ -14,6 +14,7 @@
 //! * With the agent away, what is granted stays usable and more is refused.
 
 mod codes;
+mod compat;
 mod forward;
 mod hooks;
 mod ledger;

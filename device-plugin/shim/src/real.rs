@@ -1,7 +1,9 @@
-//! The real driver's library, opened at the first call.
+//! The real driver's library, opened at the first call: the host's, or by NVIDIA's rule the image's ([`compat`]).
 
 use std::ffi::{CStr, c_void};
 use std::sync::OnceLock;
+
+use crate::compat;
 
 /// Where the agent mounts the real library (the CDI device's `/opt/bursar/drv`): a name that does
 /// not start with `lib`, so that `ldconfig` does not take it for one.
@@ -29,10 +31,23 @@ impl Library {
 pub(crate) fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY
-        .get_or_init(|| {
-            // SAFETY: opening the driver runs its constructors, as linking with it would.
-            let handle = unsafe { libc::dlopen(PATH.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
-            (!handle.is_null()).then_some(Library(handle))
-        })
+        .get_or_init(|| images().or_else(|| open(PATH)))
         .as_ref()
+}
+
+/// The image's own. What it opens by name must be of its version: a loader that has a library of that
+/// name looks for no other.
+fn images() -> Option<Library> {
+    let (library, helpers) = compat::library()?;
+    for helper in helpers {
+        // One that does not open was not needed, or is missed by the library itself.
+        let _ = open(&helper);
+    }
+    open(&library)
+}
+
+fn open(path: &CStr) -> Option<Library> {
+    // SAFETY: opening the driver runs its constructors, as linking with it would.
+    let handle = unsafe { libc::dlopen(path.as_ptr(), libc::RTLD_NOW | libc::RTLD_LOCAL) };
+    (!handle.is_null()).then_some(Library(handle))
 }

@@ -43,10 +43,13 @@ impl Host {
     }
 
     fn nodes(self) -> Host {
-        self.file("dev/nvidiactl")
-            .file("dev/nvidia-uvm")
-            .file("dev/nvidia-uvm-tools")
-            .file("dev/nvidia0")
+        self.nodes_in("dev")
+    }
+
+    fn nodes_in(self, dir: &str) -> Host {
+        ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia0"]
+            .iter()
+            .fold(self, |host, name| host.file(&format!("{dir}/{name}")))
     }
 
     fn find(&self) -> Result<Driver, DriverError> {
@@ -86,6 +89,140 @@ fn the_driver_is_found_in_every_folder_of_the_list() {
             ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"]
         );
     }
+}
+
+/// Where everything was found: libcuda, the version, what helpers there are, and the device nodes' folder.
+fn found(host: &Host) -> (PathBuf, Option<String>, Vec<PathBuf>, PathBuf) {
+    let driver = host.find().unwrap();
+    assert_eq!(
+        driver.libnvml.host_path.parent(),
+        driver.libcuda.host_path.parent()
+    );
+    let helpers = driver.helpers.into_iter().map(|file| file.host_path);
+    (
+        driver.libcuda.host_path,
+        driver.version,
+        helpers.collect(),
+        driver.dev_root,
+    )
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn debians_alternatives_are_followed_to_the_driver_and_to_what_lies_beside_it_only() {
+    let (multiarch, current) = (
+        "usr/lib/x86_64-linux-gnu",
+        "usr/lib/x86_64-linux-gnu/nvidia/current",
+    );
+    let mut host = Host::new().driver_in(current).nodes();
+    for soname in [LIBCUDA, LIBNVML] {
+        let alternative = format!("etc/alternatives/glx--{soname}-x86_64-linux-gnu");
+        host = host
+            .link(&format!("{multiarch}/{soname}"), &format!("/{alternative}"))
+            .link(&alternative, &format!("/{current}/{soname}"));
+    }
+    let at = |name: &str| Path::new("/host").join(current).join(name);
+    assert_eq!(
+        found(&host),
+        (
+            at("libcuda.so.580.95.05"),
+            Some("580.95.05".to_owned()),
+            vec![
+                at("libnvidia-ptxjitcompiler.so.1"),
+                at("libnvidia-gpucomp.so.580.95.05")
+            ],
+            host.root().join("dev"),
+        )
+    );
+}
+
+#[test]
+fn red_hats_folder_has_the_driver_on_a_host_with_32_bit_libraries_too() {
+    let host = Host::new()
+        .driver_in("usr/lib64")
+        .file("usr/lib/libcuda.so.1")
+        .link("lib64", "usr/lib64")
+        .nodes();
+    assert_eq!(
+        found(&host).0,
+        Path::new("/host/usr/lib64/libcuda.so.580.95.05")
+    );
+}
+
+#[test]
+fn the_gpu_operators_driver_container_has_libraries_and_device_nodes() {
+    let dir = "run/nvidia/driver/usr/lib64";
+    let host = Host::new().driver_in(dir).nodes();
+    assert_eq!(
+        found(&host).3,
+        host.root().join("dev"),
+        "the host's come first"
+    );
+    let host = Host::new().driver_in(dir).nodes_in("run/nvidia/driver/dev");
+    let (libcuda, _, _, nodes) = found(&host);
+    assert_eq!(
+        libcuda,
+        Path::new("/host").join(dir).join("libcuda.so.580.95.05")
+    );
+    assert_eq!(nodes, Path::new("/host/run/nvidia/driver/dev"));
+    let elsewhere = Host::new()
+        .driver_in("usr/lib64")
+        .nodes_in("run/nvidia/driver/dev");
+    assert_eq!(elsewhere.find().unwrap_err().reason(), "DeviceNodeMissing");
+}
+
+#[test]
+fn the_driver_containers_own_root_can_be_the_root() {
+    let host = Host::new().driver_in("usr/lib64").nodes();
+    let driver = Driver::find(
+        host.root(),
+        Path::new("/run/nvidia/driver"),
+        &host.root().join("dev"),
+    );
+    assert_eq!(
+        driver.unwrap().libcuda.host_path,
+        Path::new("/run/nvidia/driver/usr/lib64/libcuda.so.580.95.05")
+    );
+}
+
+#[test]
+fn container_optimized_os_has_the_driver_in_the_kubelets_folder() {
+    let dir = "home/kubernetes/bin/nvidia/lib64";
+    let host = Host::new()
+        .driver_in(dir)
+        .file("usr/lib64/libc.so.6")
+        .nodes();
+    assert_eq!(
+        found(&host).0,
+        Path::new("/host").join(dir).join("libcuda.so.580.95.05")
+    );
+}
+
+#[test]
+#[cfg(target_arch = "x86_64")]
+fn bottlerocket_has_the_driver_in_its_sys_root_before_and_since_driver_580() {
+    let sys_root = "x86_64-bottlerocket-linux-gnu/sys-root/usr/lib";
+    let old = format!("{sys_root}/nvidia/tesla");
+    let host = Host::new().driver_in(&old).nodes();
+    assert_eq!(
+        found(&host).0,
+        Path::new("/host").join(&old).join("libcuda.so.580.95.05")
+    );
+    let mut host = Host::new()
+        .driver_in(sys_root)
+        .link("usr", "x86_64-bottlerocket-linux-gnu/sys-root/usr")
+        .nodes();
+    for name in ["libcuda.so.1", "libcuda.so.580.95.05"] {
+        host = host.link(&format!("{old}/{name}"), &format!("../../{name}"));
+    }
+    let (libcuda, _, helpers, _) = found(&host);
+    let at = Path::new("/host").join(sys_root);
+    assert_eq!(libcuda, at.join("libcuda.so.580.95.05"));
+    assert_eq!(
+        helpers.len(),
+        2,
+        "found beside the library that the link leads to"
+    );
 }
 
 #[test]

@@ -192,12 +192,16 @@ impl OsHost {
     fn node(&mut self) -> Result<&cdi::Node, HostError> {
         let node = match self.node.take() {
             Some(node) => node,
-            None => cdi::Node {
-                driver: find_driver(&self.driver)?,
-                shim_dir: shim_files::install(&self.paths.shim_dir, &self.paths.state_dir)?,
-                alloc_dir: Sessions::alloc_dir(&self.paths.run_dir),
-                extra_mounts: self.driver.extra_mounts.clone(),
-            },
+            None => {
+                let driver = find_driver(&self.driver)?;
+                let (shim, state) = (&self.paths.shim_dir, &self.paths.state_dir);
+                cdi::Node {
+                    shim_dir: shim_files::install(shim, &driver, state)?,
+                    driver,
+                    alloc_dir: Sessions::alloc_dir(&self.paths.run_dir),
+                    extra_mounts: self.driver.extra_mounts.clone(),
+                }
+            }
         };
         Ok(self.node.insert(node))
     }

@@ -45,7 +45,11 @@ impl Machine {
         for folder in ["cgroup/kubepods", "shim", "cdi", "run", "state"] {
             fs::create_dir_all(root.path().join(folder)).unwrap();
         }
-        fs::write(root.path().join("shim/libcuda.so.1"), "a shim").unwrap();
+        let (library, shim) = (
+            lab.library("libcuda.so.1"),
+            root.path().join("shim/libcuda.so.1"),
+        );
+        fs::copy(library, shim).unwrap();
         let machine = Self {
             lab,
             kubelet,

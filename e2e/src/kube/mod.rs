@@ -23,6 +23,15 @@ pub(crate) fn travelling() -> impl Iterator<Item = (&'static str, &'static [&'st
     })
 }
 
+/// Installs the C compilers of the loader's tests where they are missing.
+pub(crate) fn require_compilers(progress: &Progress) -> Result<(), PackageError> {
+    use packages::Package;
+    packages::require(
+        &[Package::GCC, Package::GCC_MULTILIB, Package::MUSL],
+        progress,
+    )
+}
+
 /// Installs `xz` where it is missing.
 pub(crate) fn require_xz(progress: &Progress) -> Result<(), PackageError> {
     packages::require(&[packages::Package::XZ], progress)

@@ -24,6 +24,16 @@ impl Package {
         name: "libseccomp-dev",
         proof: "/usr/include/seccomp.h",
     };
+    /// The C compiler for 32-bit programs.
+    pub(crate) const GCC_MULTILIB: Self = Self {
+        name: "gcc-multilib",
+        proof: "/usr/lib32/libc.so.6",
+    };
+    /// The C compiler for programs over musl.
+    pub(crate) const MUSL: Self = Self {
+        name: "musl-tools",
+        proof: "/usr/bin/musl-gcc",
+    };
     /// The compressor of archives that travel.
     pub(crate) const XZ: Self = Self {
         name: "xz-utils",

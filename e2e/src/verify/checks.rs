@@ -150,6 +150,11 @@ const CHECKS: &[Check] = &[
             "headers",
         ],
     ),
+    Check {
+        name: "enforcement/loader",
+        shows: "every way to find a driver library, in every kind of image: held, none, or detected",
+        how: How::Here(loader),
+    },
 ];
 
 /// [`CHECKS`], and the trials on the cluster last: they take minutes.
@@ -166,11 +171,7 @@ impl Check {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         match self.how {
             How::Cargo(arguments) => succeed(cargo::command().args(arguments)),
-            How::Test(targets) => succeed(
-                cargo::command()
-                    .args(["test", "--quiet", "--locked", "--workspace"])
-                    .args(targets),
-            ),
+            How::Test(targets) => test(targets),
             How::Here(function) => function(),
             How::OnCluster => cluster::run(&[self.name]),
         }
@@ -192,6 +193,14 @@ pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
+fn test(targets: &[&str]) -> anyhow::Result<()> {
+    succeed(
+        cargo::command()
+            .args(["test", "--quiet", "--locked", "--workspace"])
+            .args(targets),
+    )
+}
+
 fn deny() -> anyhow::Result<()> {
     // The advisory database is a git repository of its own: `cargo deny check advisories`, where
     // there is a network.
@@ -199,6 +208,11 @@ fn deny() -> anyhow::Result<()> {
         Command::new(tools::cargo_deny()?)
             .args(["--locked", "check", "licenses", "bans", "sources"]),
     )
+}
+
+fn loader() -> anyhow::Result<()> {
+    kube::require_compilers(&Progress::start())?;
+    test(&["--test", "loader"])
 }
 
 fn chart() -> anyhow::Result<()> {

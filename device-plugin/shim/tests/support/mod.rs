@@ -172,7 +172,13 @@ impl Container {
         self.alloc_dir().join("agent.sock")
     }
 
-    fn alloc_dir(&self) -> PathBuf {
+    /// The simulated machine's folder.
+    pub fn sim(&self) -> PathBuf {
+        self.folder.path().join("sim")
+    }
+
+    /// What the container sees as its folder with the agent's socket.
+    pub fn alloc_dir(&self) -> PathBuf {
         Sessions::alloc_dir(&self.folder.path().join("run"))
             .join(self.served.allocation.to_string())
     }

@@ -1,0 +1,178 @@
+//! A node with one GPU and one container's quota: the driver on a host's folder, the agent's files, sessions and CDI
+//! device, as the product makes them.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+
+use bursar_device_plugin::cdi::{self, Binding, BoundGpu, ContainerEdits, HostMount};
+use bursar_device_plugin::driver::{Driver, LIBCUDA, LIBNVML};
+use bursar_device_plugin::shim_files;
+use bursar_device_plugin::units::{AllocationId, Bytes};
+use bursar_sim_state::Sim;
+
+use crate::container::{Container, Running};
+use crate::images::{self, Base, Compat, DRIVER};
+use crate::support::{self, GPU, MIB};
+
+/// The container's quota: most of the GPU, so that what programs that have just ended held is not missed.
+pub const QUOTA: u64 = 12 << 10 << 20;
+
+/// The node.
+pub struct Machine {
+    agent: support::Container,
+    folder: tempfile::TempDir,
+    edits: ContainerEdits,
+    seen: std::cell::RefCell<BTreeSet<PathBuf>>,
+}
+
+impl Machine {
+    /// With the agent running.
+    pub fn new() -> Machine {
+        let agent = support::Container::with_quota(QUOTA);
+        let folder = tempfile::tempdir().unwrap();
+        let edits = edits(folder.path(), &agent);
+        write(
+            folder.path(),
+            "kernel/nvidia/version",
+            &format!(
+                "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {DRIVER}  Release Build\n"
+            ),
+        );
+        write(
+            folder.path(),
+            "kernel/nvidia/gpus/0000:01:00.0/information",
+            "Model: \t\t NVIDIA H200\nIRQ:   \t\t 16\n",
+        );
+        Machine {
+            agent,
+            folder,
+            edits,
+            seen: Default::default(),
+        }
+    }
+
+    /// The folder of an image, laid out at its first use.
+    pub fn image(&self, base: Base, compat: Compat) -> PathBuf {
+        let root = self.folder.path().join(format!("{base:?}-{compat:?}"));
+        if self.seen.borrow_mut().insert(root.clone()) {
+            images::lay_out(&root, base, compat);
+        }
+        root
+    }
+
+    /// A container of that image.
+    pub fn container(&self, base: Base, compat: Compat) -> Container {
+        let kernel = self.folder.path().join("kernel");
+        Container::new(&self.image(base, compat), &self.edits, &kernel)
+    }
+
+    /// What became of a program that took 1 MiB and then as much as the whole quota.
+    pub fn outcome(&self, program: &Running) -> Result<Outcome, String> {
+        let shim = program.has_mapped("/opt/bursar/lib/libcuda.so.1")
+            || cdi::CONTAINER_DEFAULT_DIRS.iter().any(|dir| {
+                let dir = dir.to_string();
+                program.has_mapped(&format!("{dir}/{LIBCUDA}"))
+            });
+        match (program.said("none"), program.said("alloc")) {
+            (Some(_), None) => Ok(Outcome::NoDriver),
+            (None, None) if !program.whole => Ok(Outcome::NoDriver),
+            (None, Some("0 2")) if shim => Ok(match program.has_mapped("/usr/local/cuda/compat") {
+                true => Outcome::HeldOverImages,
+                false => Outcome::Held,
+            }),
+            (None, Some("0 0")) => match self.is_found(program.pid()) {
+                true => Ok(Outcome::Detected),
+                false => Err(format!("silent: {:?}", program.lines)),
+            },
+            _ => Err(format!("unexpected: {:?}", program.lines)),
+        }
+    }
+
+    /// Whether the driver's own figure shows more than the quota, which is what the agent's audit looks for.
+    fn is_found(&self, pid: u32) -> bool {
+        let sim = Sim::open(&self.agent.sim()).unwrap();
+        let unit = sim.gpu_unit(sim.find_gpu(GPU).unwrap());
+        let charged = sim.usage(unit).processes.into_iter();
+        let charged: u64 = charged
+            .filter(|process| process.pid == pid)
+            .map(|process| process.bytes)
+            .sum();
+        charged > QUOTA + MIB
+    }
+}
+
+/// What became of a program that would take more than its quota.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// The shim refused, over the host's driver.
+    Held,
+    /// The shim refused, over the image's own driver library.
+    HeldOverImages,
+    /// It found no driver that it could use.
+    NoDriver,
+    /// It took it, and the audit sees it.
+    Detected,
+}
+
+impl Outcome {
+    /// In the table.
+    pub fn word(self) -> &'static str {
+        match self {
+            Outcome::Held => "held",
+            Outcome::HeldOverImages => "held (image's)",
+            Outcome::NoDriver => "no driver",
+            Outcome::Detected => "detected",
+        }
+    }
+}
+
+fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
+    let library = support::built().join("libbursar_sim_cuda.so");
+    let host = folder.join("host");
+    fs::create_dir_all(host.join("usr/lib64")).unwrap();
+    for soname in [LIBCUDA, LIBNVML] {
+        let stem = soname.trim_end_matches('1');
+        let file = format!("{stem}{DRIVER}");
+        fs::copy(&library, host.join("usr/lib64").join(&file)).unwrap();
+        symlink(file, host.join("usr/lib64").join(soname)).unwrap();
+    }
+    let driver = Driver::find(&host, &host, &agent.sim().join("dev")).unwrap();
+    let image = folder.join("shim");
+    fs::create_dir(&image).unwrap();
+    fs::copy(
+        support::built().join("libbursar_shim.so"),
+        image.join(LIBCUDA),
+    )
+    .unwrap();
+    let node = cdi::Node {
+        shim_dir: shim_files::install(&image, &driver, &folder.join("state")).unwrap(),
+        driver,
+        alloc_dir: agent.alloc_dir().parent().unwrap().to_owned(),
+        extra_mounts: vec![HostMount {
+            host_path: agent.sim(),
+            container_path: "/run/simgpu".into(),
+            read_only: false,
+        }],
+    };
+    let binding = Binding {
+        allocation: AllocationId::from_bits(7),
+        pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+        container: "main".to_owned(),
+        tokens: "0-11".parse().unwrap(),
+        gpus: vec![BoundGpu {
+            uuid: GPU.parse().unwrap(),
+            quota: Bytes(QUOTA),
+            nodes: vec!["nvidia0".to_owned()],
+        }],
+    };
+    let mut spec = cdi::spec(&node, &binding);
+    spec.devices.remove(0).container_edits
+}
+
+fn write(folder: &Path, path: &str, text: &str) {
+    let path = folder.join(path);
+    fs::create_dir_all(path.parent().unwrap()).unwrap();
+    fs::write(path, text).unwrap();
+}

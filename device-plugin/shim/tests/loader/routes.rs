@@ -1,0 +1,238 @@
+//! Ways around the shim: what each comes to. Some are tried here; of the others, the test that shows it is named.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::Path;
+
+use crate::container::Container;
+use crate::images::{Base, Compat};
+use crate::machine::{Machine, Outcome, QUOTA};
+use crate::programs::COMPAT;
+
+/// A way that is tried here: what is done, and the program's command line and variables.
+struct Tried {
+    route: &'static str,
+    command: &'static [&'static str],
+    env: &'static [(&'static str, &'static str)],
+}
+
+/// A word of a command that stands for the quota's bytes.
+const BYTES: &str = "<bytes>";
+const CLIENT: &str = "/usr/bin/client";
+const LOADER: &str = match cfg!(target_arch = "x86_64") {
+    true => "/lib64/ld-linux-x86-64.so.2",
+    false => "/lib/ld-linux-aarch64.so.1",
+};
+/// The image's loader, changed so that it reads another file than `/etc/ld.so.preload`.
+const OWN_LOADER: &str = "/usr/bin/own-loader";
+const OWN: &str = "/usr/local/cuda/compat/libcuda.so.1";
+
+const fn tried(
+    route: &'static str,
+    command: &'static [&'static str],
+    env: &'static [(&'static str, &'static str)],
+) -> Tried {
+    Tried {
+        route,
+        command,
+        env,
+    }
+}
+
+const TRIED: &[Tried] = &[
+    tried(
+        "every variable unset (`env -i`)",
+        &[CLIENT, BYTES, "open", "libcuda.so.1"],
+        &[],
+    ),
+    tried(
+        "`LD_PRELOAD` of another library",
+        &[CLIENT, BYTES, "open", "libcuda.so.1"],
+        &[("LD_PRELOAD", "libm.so.6")],
+    ),
+    tried(
+        "`LD_PRELOAD` of the image's own libcuda",
+        &[CLIENT, BYTES, "open", "libcuda.so.1"],
+        &[("LD_PRELOAD", OWN)],
+    ),
+    tried(
+        "the loader run by hand",
+        &[LOADER, CLIENT, BYTES, "open", "libcuda.so.1"],
+        &[],
+    ),
+    tried(
+        "the same with `--library-path` to the image's own libcuda, `--inhibit-cache`",
+        &[
+            LOADER,
+            "--library-path",
+            COMPAT,
+            "--inhibit-cache",
+            CLIENT,
+            BYTES,
+            "open",
+            "libcuda.so.1",
+        ],
+        &[],
+    ),
+    tried(
+        "the same with `--preload` of the image's own libcuda",
+        &[
+            LOADER,
+            "--preload",
+            OWN,
+            CLIENT,
+            BYTES,
+            "open",
+            "libcuda.so.1",
+        ],
+        &[],
+    ),
+    tried(
+        "a loader of the image's own, which preloads nothing",
+        &[
+            OWN_LOADER,
+            "--library-path",
+            COMPAT,
+            CLIENT,
+            BYTES,
+            "open",
+            "libcuda.so.1",
+        ],
+        &[],
+    ),
+    tried(
+        "the same, and the driver's file opened by its path",
+        &[
+            OWN_LOADER,
+            CLIENT,
+            BYTES,
+            "open",
+            "/opt/bursar/drv/cuda.so.1",
+        ],
+        &[],
+    ),
+    tried(
+        "the driver's file opened by its path, beside the shim",
+        &[CLIENT, BYTES, "open", "/opt/bursar/drv/cuda.so.1"],
+        &[],
+    ),
+    tried(
+        "exec of a program with another C library",
+        &["/usr/bin/client-musl", BYTES, "open", "libcuda.so.1"],
+        &[],
+    ),
+    tried(
+        "the session's socket closed",
+        &[CLIENT, BYTES, "close", "libcuda.so.1"],
+        &[],
+    ),
+];
+
+/// A way that a test elsewhere shows: what is done, what it comes to, the test's file and name.
+struct Cited {
+    route: &'static str,
+    comes_to: &'static str,
+    file: &'static str,
+    test: &'static str,
+}
+
+const CITED: &[Cited] = &[Cited {
+    route: "a forked child uses its parent's driver",
+    comes_to: "prevented",
+    file: "device-plugin/shim/tests/quota.rs",
+    test: "a_forked_child_neither_crashes_nor_uses_its_parents_credit",
+}];
+
+/// Tries every route; the table as text.
+pub fn table(machine: &Machine) -> Result<String, String> {
+    let image = machine.image(Base::Glibc, Compat::Configured);
+    own_loader(&image);
+    musl_loader(&image);
+    let container = machine.container(Base::Glibc, Compat::Configured);
+    let mut text = String::from("| route | comes to | shown by |\n|---|---|---|\n");
+    let mut silent = String::new();
+    for Tried {
+        route,
+        command,
+        env,
+    } in TRIED
+    {
+        match outcome(machine, &container, command, env) {
+            Ok(word) => {
+                let _ = writeln!(
+                    text,
+                    "| {route} | {word} | `cargo test -p bursar-shim --test loader` |"
+                );
+            }
+            Err(why) => {
+                let _ = writeln!(silent, "{route}: {why}");
+            }
+        }
+    }
+    for Cited {
+        route,
+        comes_to,
+        file,
+        test,
+    } in CITED
+    {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR"))
+            .join("../..")
+            .join(file);
+        let source = fs::read_to_string(source).unwrap_or_default();
+        if !source.contains(&format!("fn {test}()")) {
+            let _ = writeln!(silent, "{route}: {file} has no test {test}");
+        }
+        let _ = writeln!(text, "| {route} | {comes_to} | `{test}` in `{file}` |");
+    }
+    if silent.is_empty() {
+        Ok(text)
+    } else {
+        Err(silent)
+    }
+}
+
+fn outcome(
+    machine: &Machine,
+    container: &Container,
+    command: &[&str],
+    env: &[(&str, &str)],
+) -> Result<&'static str, String> {
+    let bytes = QUOTA.to_string();
+    let command: Vec<&str> = command
+        .iter()
+        .map(|word| if *word == BYTES { &bytes } else { *word })
+        .collect();
+    let running = container.start_bare(&command, env);
+    Ok(match machine.outcome(&running)? {
+        Outcome::Held | Outcome::HeldOverImages => "prevented: held",
+        Outcome::NoDriver => "prevented: no driver",
+        Outcome::Detected => "detected",
+    })
+}
+
+/// As anybody can make one who builds an image.
+fn own_loader(image: &Path) {
+    let list = b"/etc/ld.so.preload";
+    let mut loader = fs::read(image.join(format!(
+        "usr/lib/{}-linux-gnu/{}",
+        std::env::consts::ARCH,
+        LOADER.rsplit('/').next().unwrap_or_default()
+    )))
+    .unwrap();
+    let at = loader.windows(list.len()).position(|part| part == list);
+    loader[at.expect("a loader has the list's name")..][..list.len()]
+        .copy_from_slice(b"/etc/no.so.preload");
+    let path = image.join(OWN_LOADER.trim_start_matches('/'));
+    fs::copy(image.join("usr/bin/client"), &path).unwrap();
+    fs::write(path, loader).unwrap();
+}
+
+fn musl_loader(image: &Path) {
+    let loader = format!("ld-musl-{}.so.1", std::env::consts::ARCH);
+    fs::copy(
+        Path::new("/lib").join(&loader),
+        image.join("usr/lib").join(loader),
+    )
+    .unwrap();
+}
