@@ -82,10 +82,9 @@ impl Node {
         for dir in ["cgroup/kubepods", "state", "run", "cdi", "shim"] {
             std::fs::create_dir_all(root.path().join(dir))?;
         }
-        std::fs::copy(
-            lab.library("libcuda.so.1"),
-            root.path().join("shim/libcuda.so.1"),
-        )?;
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            std::fs::copy(lab.library(name), root.path().join("shim").join(name))?;
+        }
         let file = root.path().join("agent.toml");
         std::fs::write(&file, config(root.path(), lab.path()))?;
         let mut kubelet = FakeKubelet::new(root.path(), 7);

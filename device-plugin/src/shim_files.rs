@@ -7,7 +7,7 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `libcuda.so.1`, ... ([`SHIMS`]) | the shims, without the names that this node's driver lacks ([`symbols`]) |
+//! | `libcuda.so.1`, `libnvidia-ml.so.1` | the shims, without the names that this node's driver lacks ([`symbols`]) |
 //! | `libcuda.so` | a link to the shim, for compilers (`-lcuda`) |
 //! | `cuda-stub.so` | the name `libcuda.so` for loaders ([`stub`]) |
 //! | `ld.so.preload` | the loader's list of them, a container's `/etc/ld.so.preload` |
@@ -24,13 +24,13 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 use crate::cdi::CONTAINER_LIB_DIR;
-use crate::driver::{Driver, LIBCUDA};
+use crate::driver::{Driver, LIBCUDA, LIBNVML};
 
 /// The loader's list, beside the shim; mounted as the container's `/etc/ld.so.preload`.
 pub const PRELOAD_FILE: &str = "ld.so.preload";
 
 /// The libraries of the driver that a container gets a shim for.
-pub const SHIMS: &[&str] = &[LIBCUDA];
+pub const SHIMS: &[&str] = &[LIBCUDA, LIBNVML];
 
 /// The developer's name for the shim, beside it.
 const LINK: &str = "libcuda.so";

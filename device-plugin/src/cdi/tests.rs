@@ -80,7 +80,11 @@ fn the_shim_stands_wherever_a_loader_looks_for_the_driver() {
         assert_eq!(source_of(&format!("{dir}/libcuda.so")), shim);
         assert_eq!(
             source_of(&format!("{dir}/libnvidia-ml.so.1")),
-            Some("/usr/lib64/libnvidia-ml.so.1".into())
+            Some("/var/lib/bursar/shim/0123456789abcdef/libnvidia-ml.so.1".into())
+        );
+        assert_eq!(
+            source_of(&format!("{dir}/libnvidia-ptxjitcompiler.so.1")),
+            Some("/usr/lib64/libnvidia-ptxjitcompiler.so.1".into())
         );
     }
     assert_eq!(

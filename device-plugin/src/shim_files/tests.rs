@@ -38,7 +38,9 @@ impl Machine {
             fs::create_dir(machine.path(name)).unwrap();
         }
         library(&machine.path("image/libcuda.so.1"), FUNCTIONS);
+        library(&machine.path("image/libnvidia-ml.so.1"), &["nvmlInit_v2"]);
         library(&machine.path("driver.so"), driver);
+        library(&machine.path("nvml.so"), &["nvmlInit_v2"]);
         machine
     }
 
@@ -47,14 +49,14 @@ impl Machine {
     }
 
     fn install(&self) -> Result<PathBuf, ShimFilesError> {
-        let file = |soname: &str| DriverFile {
+        let file = |soname: &str, path: &str| DriverFile {
             soname: soname.to_owned(),
-            path: self.path("driver.so"),
-            host_path: self.path("driver.so"),
+            path: self.path(path),
+            host_path: self.path(path),
         };
         let driver = Driver {
-            libcuda: file(LIBCUDA),
-            libnvml: file(LIBNVML),
+            libcuda: file(LIBCUDA, "driver.so"),
+            libnvml: file(LIBNVML, "nvml.so"),
             helpers: vec![],
             version: None,
             control_nodes: vec![],
@@ -133,17 +135,22 @@ fn a_driver_that_is_no_library_is_named() {
 }
 
 #[test]
-fn any_user_can_read_the_files_and_the_loaders_list_names_shim_and_stub() {
+fn any_user_can_read_the_files_and_the_loaders_list_names_shims_and_stub() {
     let machine = Machine::new(FUNCTIONS);
     let build = machine.install().unwrap();
-    for (name, mode) in [(LIBCUDA, 0o755), (STUB, 0o755), (PRELOAD_FILE, 0o644)] {
+    for (name, mode) in [
+        (LIBCUDA, 0o755),
+        (LIBNVML, 0o755),
+        (STUB, 0o755),
+        (PRELOAD_FILE, 0o644),
+    ] {
         let file = build.join(name).metadata().unwrap();
         assert_eq!(file.mode() & 0o777, mode, "{name}");
     }
     assert_eq!(build.metadata().unwrap().mode() & 0o777, 0o755);
     assert_eq!(
         fs::read_to_string(build.join(PRELOAD_FILE)).unwrap(),
-        "/opt/bursar/lib/libcuda.so.1\n/opt/bursar/lib/cuda-stub.so\n"
+        "/opt/bursar/lib/libcuda.so.1\n/opt/bursar/lib/libnvidia-ml.so.1\n/opt/bursar/lib/cuda-stub.so\n"
     );
     assert_eq!(
         fs::read_link(build.join("libcuda.so")).unwrap(),

@@ -45,11 +45,9 @@ impl Machine {
         for folder in ["cgroup/kubepods", "shim", "cdi", "run", "state"] {
             fs::create_dir_all(root.path().join(folder)).unwrap();
         }
-        let (library, shim) = (
-            lab.library("libcuda.so.1"),
-            root.path().join("shim/libcuda.so.1"),
-        );
-        fs::copy(library, shim).unwrap();
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            fs::copy(lab.library(name), root.path().join("shim").join(name)).unwrap();
+        }
         let machine = Self {
             lab,
             kubelet,

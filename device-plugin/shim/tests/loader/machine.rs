@@ -14,6 +14,7 @@ use bursar_sim_state::Sim;
 
 use crate::container::{Container, Running};
 use crate::images::{self, Base, Compat, DRIVER};
+use crate::programs;
 use crate::support::{self, GPU, MIB};
 
 /// The container's quota: most of the GPU, so that what programs that have just ended held is not missed.
@@ -129,23 +130,25 @@ impl Outcome {
 }
 
 fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
-    let library = support::built().join("libbursar_sim_cuda.so");
-    let host = folder.join("host");
+    programs::build(&["bursar-sim-nvml", "bursar-nvml-shim"]);
+    let (host, image) = (folder.join("host"), folder.join("shim"));
     fs::create_dir_all(host.join("usr/lib64")).unwrap();
-    for soname in [LIBCUDA, LIBNVML] {
+    fs::create_dir(&image).unwrap();
+    for (soname, driver, shim) in [
+        (LIBCUDA, "libbursar_sim_cuda.so", "libbursar_shim.so"),
+        (LIBNVML, "libbursar_sim_nvml.so", "libbursar_nvml_shim.so"),
+    ] {
         let stem = soname.trim_end_matches('1');
         let file = format!("{stem}{DRIVER}");
-        fs::copy(&library, host.join("usr/lib64").join(&file)).unwrap();
+        fs::copy(
+            support::built().join(driver),
+            host.join("usr/lib64").join(&file),
+        )
+        .unwrap();
         symlink(file, host.join("usr/lib64").join(soname)).unwrap();
+        fs::copy(support::built().join(shim), image.join(soname)).unwrap();
     }
     let driver = Driver::find(&host, &host, &agent.sim().join("dev")).unwrap();
-    let image = folder.join("shim");
-    fs::create_dir(&image).unwrap();
-    fs::copy(
-        support::built().join("libbursar_shim.so"),
-        image.join(LIBCUDA),
-    )
-    .unwrap();
     let node = cdi::Node {
         shim_dir: shim_files::install(&image, &driver, &folder.join("state")).unwrap(),
         driver,
