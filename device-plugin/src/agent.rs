@@ -273,11 +273,9 @@ fn identities(config: &Config, client: Option<Client>) -> Identities {
 
 fn sessions(config: &Config, nvml: nvml::NvmlHandle) -> Arc<Sessions> {
     let membership = Arc::new(Cgroups::new(PathBuf::from("/proc")));
-    Arc::new(Sessions::new(
-        config.paths.run_dir.clone(),
-        Arc::new(nvml),
-        membership,
-    ))
+    let sessions = Sessions::new(config.paths.run_dir.clone(), Arc::new(nvml), membership);
+    // Kept over a reboot: what a context takes is the GPU's and the driver's.
+    Arc::new(sessions.charging_contexts(config.paths.state_dir.join("contexts.json")))
 }
 
 async fn recovered(

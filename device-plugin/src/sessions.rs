@@ -16,6 +16,7 @@
 mod allocation;
 mod charges;
 mod container;
+mod contexts;
 mod conversation;
 mod credit;
 mod life;
@@ -34,6 +35,7 @@ use tokio::task::AbortHandle;
 
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use container::Container;
+use contexts::ContextSizes;
 use seats::Seats;
 
 pub use charges::{Charges, DriverCharges};
@@ -127,6 +129,8 @@ pub struct Sessions {
     charges: Arc<dyn DriverCharges>,
     membership: Arc<dyn Membership>,
     seats: Seats,
+    /// None where contexts are not charged.
+    contexts: Option<Arc<ContextSizes>>,
     running: Mutex<BTreeMap<AllocationId, Running>>,
 }
 
@@ -154,7 +158,18 @@ impl Sessions {
             charges,
             membership,
             seats: Seats::of_this_process(),
+            contexts: None,
             running: Mutex::default(),
+        }
+    }
+
+    /// Charges each CUDA context what one takes of its GPU, which is measured and kept in a file at
+    /// `path`.
+    #[must_use]
+    pub fn charging_contexts(self, path: PathBuf) -> Sessions {
+        Sessions {
+            contexts: Some(Arc::new(ContextSizes::at(path))),
+            ..self
         }
     }
 
@@ -200,7 +215,10 @@ impl Sessions {
                 source,
             }
         })?;
-        let (container, known) = Container::restore(served, record, self.membership.as_ref());
+        let (mut container, known) = Container::restore(served, record, self.membership.as_ref());
+        if let Some(sizes) = &self.contexts {
+            container.charge_contexts(Arc::clone(sizes));
+        }
         let container = Arc::new(Mutex::new(container));
         let task = allocation::Task {
             container: Arc::clone(&container),

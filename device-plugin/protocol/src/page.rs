@@ -53,6 +53,7 @@ pub struct Slot {
     others: AtomicU32,
     siblings: AtomicU32,
     exported: AtomicU32,
+    context: AtomicU32,
 }
 
 impl Slot {
@@ -134,6 +135,17 @@ impl Slot {
     pub fn set_others(&self, others: Units, siblings: u32) {
         self.others.store(others.0, Ordering::Release);
         self.siblings.store(siblings, Ordering::Release);
+    }
+
+    /// What a context of this GPU is charged before its size is known for certain. Zero: contexts are
+    /// not charged.
+    pub fn context(&self) -> Units {
+        Units(self.context.load(Ordering::Acquire)).min(Units::MAX)
+    }
+
+    /// Writes what a context is charged (the agent).
+    pub fn set_context(&self, units: Units) {
+        self.context.store(units.0, Ordering::Release);
     }
 
     /// What of the process's use it has exported, as the process says: memory that descriptors or

@@ -14,6 +14,8 @@
 //!   Refresh                           ->                         (writes the page's `others`)
 //!                                     <-  Refreshed
 //!   Denied {account, bytes, function} ->                         (no answer)
+//!   ContextMade {account}             ->                         (asks the driver)
+//!                                     <-  ContextSize {account, units}
 //!
 //!   Query {version, account}          ->                         (a connection of its own, and all of it)
 //!                                     <-  Usage {quota, used, processes} or Goodbye {reason}
@@ -111,6 +113,11 @@ pub enum ToAgent {
         /// Which memory.
         account: Account,
     },
+    /// A context was made, and charged what the page says that one takes.
+    ContextMade {
+        /// The account's index in the welcome.
+        account: u8,
+    },
 }
 
 /// What the agent says.
@@ -147,6 +154,13 @@ pub enum ToShim {
         used: u64,
         /// The processes that use any of it and that who asked can see; at most [`MAX_LISTED`].
         processes: Vec<Listed>,
+    },
+    /// What a context takes of this GPU, as far as it was measured by now.
+    ContextSize {
+        /// The account that was named.
+        account: u8,
+        /// The size.
+        units: Units,
     },
     /// The agent will not talk to this peer.
     Goodbye {
@@ -269,6 +283,7 @@ impl Message for ToAgent {
                 out.extend_from_slice(&version.to_le_bytes());
                 put_account(&mut out, account);
             }
+            ToAgent::ContextMade { account } => out.extend_from_slice(&[6, *account]),
         }
         out
     }
@@ -300,6 +315,9 @@ impl Message for ToAgent {
             7 => ToAgent::Query {
                 version: fields.u16()?,
                 account: fields.account()?,
+            },
+            6 => ToAgent::ContextMade {
+                account: fields.slot()?,
             },
             other => return Err(WireError::UnknownMessage(other)),
         };
@@ -352,6 +370,10 @@ impl Message for ToShim {
                 };
                 out.extend_from_slice(&[5, reason]);
             }
+            ToShim::ContextSize { account, units } => {
+                out.extend_from_slice(&[6, *account]);
+                put_units(&mut out, *units);
+            }
         }
         out
     }
@@ -390,6 +412,10 @@ impl Message for ToShim {
                     4 => Reason::Account,
                     _ => return Err(WireError::BadValue("reason")),
                 },
+            },
+            6 => ToShim::ContextSize {
+                account: fields.slot()?,
+                units: fields.units()?,
             },
             other => return Err(WireError::UnknownMessage(other)),
         };
@@ -562,6 +588,8 @@ mod tests {
             ),
             (slot.clone(), units())
                 .prop_map(|(account, units)| ToAgent::Request { account, units }),
+            slot.clone()
+                .prop_map(|account| ToAgent::ContextMade { account }),
             (slot, any::<u64>(), "[a-zA-Z0-9_]{0,96}").prop_map(|(account, bytes, function)| {
                 ToAgent::Denied {
                     account,
@@ -589,6 +617,8 @@ mod tests {
             (any::<u16>(), vec(quota, 0..=MAX_SLOTS))
                 .prop_map(|(version, quotas)| ToShim::Welcome { version, quotas }),
             (slot.clone(), units()).prop_map(|(account, units)| ToShim::Granted { account, units }),
+            (slot.clone(), units())
+                .prop_map(|(account, units)| ToShim::ContextSize { account, units }),
             (slot, units()).prop_map(|(account, free)| ToShim::Refused { account, free }),
             Just(ToShim::Refreshed),
             (any::<u64>(), any::<u64>(), vec(process, 0..=MAX_LISTED)).prop_map(

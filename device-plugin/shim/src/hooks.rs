@@ -7,12 +7,16 @@
 //! * [`linear`] linear, pitched and managed memory
 //! * [`arrays`] arrays and mipmapped arrays
 //! * [`sizes`] what the driver takes for a request
-//! * [`contexts`] the ends of contexts
+//! * [`contexts`] what contexts take, and what ends with them; [`known`] which there are
+//! * [`limits`] and [`functions`] stacks and kernels' local memory
 //! * [`reports`] how much memory there is
 //! * [`proc_address`] the addresses that `cuGetProcAddress` hands out
 
 mod arrays;
 pub(crate) mod contexts;
+mod functions;
+mod known;
+mod limits;
 mod linear;
 mod proc_address;
 mod reports;

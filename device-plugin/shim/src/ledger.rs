@@ -67,6 +67,16 @@ impl Pending {
         self.kept = true;
         Ok(())
     }
+
+    /// The charge stays until it is given back by [`discharge`].
+    pub(crate) fn hold(mut self) -> Charge {
+        self.kept = true;
+        Charge {
+            slot: self.slot,
+            units: self.units.0,
+            context: 0,
+        }
+    }
 }
 
 impl Drop for Pending {
@@ -137,6 +147,24 @@ pub(crate) fn free(pointer: u64, call: impl FnOnce() -> CuResult) -> CuResult {
         (None, _) => {}
     }
     answer
+}
+
+/// What a context of a device is charged, in bytes; zero where contexts are not charged.
+///
+/// # Errors
+/// There is no session, or the container has no such device.
+pub(crate) fn context_size(device: i32) -> Result<u64, Denied> {
+    let state = state::state().ok_or(Denied)?;
+    let index = account_of(state, Kind::Device(device)).ok_or(Denied)?;
+    Ok(slot(state, index).ok_or(Denied)?.context().bytes())
+}
+
+/// Tells the agent that a context was made; what one takes, in bytes, as far as it was measured.
+pub(crate) fn context_made(device: i32) -> Option<u64> {
+    let state = state::state()?;
+    let index = account_of(state, Kind::Device(device))?;
+    let held = state.hold()?;
+    link::context_made(state, &held, map_devices, index).map(Units::bytes)
 }
 
 /// What the container may still use of a device and its quota, in bytes; `None` without a session.

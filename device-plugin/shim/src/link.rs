@@ -73,6 +73,25 @@ pub(crate) fn refresh(state: &State, held: &Held<'_>, map: MapDevices) {
     }
 }
 
+/// Tells that a context was made; what one takes, if the agent knows.
+pub(crate) fn context_made(
+    state: &State,
+    held: &Held<'_>,
+    map: MapDevices,
+    account: u8,
+) -> Option<Units> {
+    match exchange(state, held, map, &ToAgent::ContextMade { account })? {
+        ToShim::ContextSize {
+            account: got,
+            units,
+        } if got == account => Some(units).filter(|units| *units > Units::ZERO),
+        _ => {
+            forget(state);
+            None
+        }
+    }
+}
+
 /// Reports a denial, if there is a session: it is news, not a request.
 pub(crate) fn denied(state: &State, _held: &Held<'_>, account: u8, bytes: u64, function: &str) {
     let message = ToAgent::Denied {

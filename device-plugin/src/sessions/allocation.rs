@@ -98,6 +98,7 @@ impl Task {
     ) -> impl Future<Output = ()> + use<> {
         let conversation = Conversation::new(
             Arc::clone(&self.container),
+            Arc::clone(&self.charges),
             Arc::clone(&self.membership),
             messages,
         );

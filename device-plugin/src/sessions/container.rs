@@ -2,8 +2,11 @@
 //!
 //! Nothing here waits: every call is a few memory operations and at most one small write to tmpfs.
 
+mod contexts;
+
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 
 use bursar_protocol::page::{CreditPage, PageError};
 use bursar_protocol::units::Units;
@@ -11,6 +14,7 @@ use bursar_protocol::wire::{self, Holding, Listed, Quota, Reason, ToShim};
 use bursar_protocol::word::Word;
 use tokio_util::sync::CancellationToken;
 
+use super::contexts::ContextSizes;
 use super::record::{Content, Entry, Record};
 use super::{Account, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
 use crate::units::{Bytes, GpuUuid};
@@ -29,6 +33,8 @@ pub(super) struct Container {
     /// The cgroup of the container that its living processes are in.
     home: Option<String>,
     denied: Vec<u64>,
+    /// None where contexts are not charged.
+    contexts: Option<Arc<ContextSizes>>,
     make_page: MakePage,
 }
 
@@ -93,6 +99,7 @@ impl Container {
             members: BTreeMap::new(),
             home: None,
             denied,
+            contexts: None,
             make_page: CreditPage::create,
         };
         for (pid, units) in content.retired {
@@ -246,6 +253,7 @@ impl Container {
                 self.credit.admit(pid, index, claimed)
             };
             slot.set_quota(self.credit.quota(index));
+            slot.set_context(self.context_of(account));
             slot.set(Word {
                 granted: granted.0,
                 used: used.0,

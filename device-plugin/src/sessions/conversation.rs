@@ -15,7 +15,8 @@ use tokio_util::sync::CancellationToken;
 use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
-use super::{Membership, Process, lock};
+use super::{DriverCharges, Membership, Process, lock};
+use crate::units::Bytes;
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -25,6 +26,9 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Messages of one process that are answered at once: more than a program's start takes.
 const MESSAGE_BURST: u32 = 64;
+
+/// How long the driver may take to say what it charges a process that made a context.
+const DRIVER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The oldest version of the protocol that is served.
 const OLDEST_VERSION: u16 = 1;
@@ -47,6 +51,7 @@ enum Hangup {
 /// A conversation to be had.
 pub(super) struct Conversation {
     container: Arc<Mutex<Container>>,
+    charges: Arc<dyn DriverCharges>,
     membership: Arc<dyn Membership>,
     /// The budget that the container's processes share: each message costs time that grows with
     /// their number.
@@ -64,11 +69,13 @@ struct Session {
 impl Conversation {
     pub(super) fn new(
         container: Arc<Mutex<Container>>,
+        charges: Arc<dyn DriverCharges>,
         membership: Arc<dyn Membership>,
         shared: Arc<Mutex<Pace>>,
     ) -> Conversation {
         Conversation {
             container,
+            charges,
             membership,
             shared,
         }
@@ -193,6 +200,11 @@ impl Conversation {
             pace::wait(own.take(Instant::now())).await;
             let shared = lock(&self.shared).take(Instant::now());
             pace::wait(shared).await;
+            // Before the lock: the driver may take its time.
+            let charged = match message {
+                ToAgent::ContextMade { account } => self.charged(pid, account).await,
+                _ => None,
+            };
             let answer = {
                 let mut container = lock(&self.container);
                 match message {
@@ -211,6 +223,9 @@ impl Conversation {
                         container.denied(pid, account, bytes, &function);
                         None
                     }
+                    ToAgent::ContextMade { account } => {
+                        Some(container.context_made(pid, account, charged))
+                    }
                     ToAgent::Hello { .. } | ToAgent::Query { .. } => {
                         return Err(Hangup::OutOfOrder);
                     }
@@ -220,6 +235,19 @@ impl Conversation {
                 stream.write_all(&answer.frame()).await?;
             }
         }
+    }
+}
+
+impl Conversation {
+    /// What the driver charges a process on an account's GPU, if it can tell in time.
+    async fn charged(&self, pid: u32, account: u8) -> Option<Bytes> {
+        let gpu = lock(&self.container).gpu(account)?;
+        let charges = Arc::clone(&self.charges);
+        let asked = tokio::task::spawn_blocking(move || charges.charged(&gpu)?.of(pid));
+        tokio::time::timeout(DRIVER_TIMEOUT, asked)
+            .await
+            .ok()?
+            .ok()?
     }
 }
 

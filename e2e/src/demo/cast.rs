@@ -10,7 +10,7 @@ pub(super) struct Role {
     pub(super) namespace: &'static str,
     pub(super) name: String,
     pub(super) gib: u32,
-    /// It takes until it is refused; others take half of what they asked for.
+    /// It takes until it is refused; others take a quarter of what they asked for, beside their context.
     pub(super) greedy: bool,
 }
 
@@ -20,8 +20,8 @@ impl Role {
         if self.greedy {
             return plan.arguments(&["greedy"]);
         }
-        let half = format!("{}Mi", self.gib * 512);
-        plan.arguments(&["hold", "--bytes", &half])
+        let quarter = format!("{}Mi", self.gib * 256);
+        plan.arguments(&["hold", "--bytes", &quarter])
     }
 }
 

@@ -68,8 +68,9 @@ async fn come_and_go(worker: u64, pods: Pods, probe: String) -> Result<(), Faile
         // Mostly small; one in eight is as big as a GPU.
         let most = if random.below(8) == 0 { 16 } else { 10 };
         let gib = u32::try_from(1 + random.below(most)).unwrap_or(1);
+        // Beside its context in the smallest of them.
         let plan = PodPlan::new(&name, &probe)
-            .arguments(&["hold", "--bytes=512Mi"])
+            .arguments(&["hold", "--bytes=256Mi"])
             .gib(gib);
         pods.create(&plan).await?;
         tokio::time::sleep(Duration::from_millis(random.below(3_000))).await;

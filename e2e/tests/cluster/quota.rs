@@ -58,7 +58,7 @@ async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
     let probe = stage.scene.probe.clone();
     let pods = stage.pods.clone();
     let neighbour = PodPlan::new("neighbour", &probe)
-        .arguments(&["hold", "--bytes=5Gi"])
+        .arguments(&["hold", "--bytes=4Gi"])
         .gib(8);
     pods.create(&neighbour).await?;
     let holding = pods
@@ -91,8 +91,8 @@ async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
         refused["device"]["uuid"], holding["device"]["uuid"],
         "{refused} {holding}"
     );
-    // The greedy one holds all that it got; the neighbour still gets the rest of its own. (8 + 6 leave
-    // 2 GiB of the GPU to the three processes' contexts, which take 518 MiB each.)
+    // The greedy one holds all that it got; the neighbour still gets of its own what it asks for. (Its
+    // two processes' contexts take 518 MiB each of its 8 GiB.)
     let more = stage
         .exec("neighbour", &["hold", "--bytes=2Gi", "--then=exit"])
         .await?;

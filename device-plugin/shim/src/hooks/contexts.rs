@@ -1,15 +1,20 @@
-//! The ends of contexts: the driver frees what was allocated in them, and so does the ledger.
+//! Contexts: what one takes is charged before it is made, and given back with all that was allocated in
+//! it when it ends.
+//!
+//! What a context takes is measured by the agent and stands in the page; the first context of a process
+//! measures it again. A primary context is charged by whatever makes it active first.
 //!
 //! Source: `cuCtxDestroy` in cuda.h, "these resources also include memory allocations by
 //! cuMemAlloc(), cuMemAllocHost(), cuMemAllocManaged() and cuMemAllocPitch()".
 #![allow(non_snake_case)]
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::{Mutex, PoisonError};
 
-use super::{hooks, real};
+use super::{allocate, device_count, hooks, known, real};
 use crate::codes::{self, CuResult};
 use crate::forward::{self, index};
-use crate::ledger::{self, LIVE};
+use crate::ledger::{self, Denied, Kind, LIVE, Pending};
 
 /// The calling thread's context; zero where there is none.
 pub(crate) fn current() -> u64 {
@@ -32,14 +37,20 @@ fn name_of(handle: u64) -> Option<u64> {
     (code == codes::SUCCESS && name != 0).then_some(name)
 }
 
-/// The primary context of a device, if it lives. Whoever retained it, it cannot end while it is
-/// asked for its name.
-fn primary(device: c_int) -> Option<u64> {
-    let (mut flags, mut active, mut handle) = (0, 0, 0);
+/// Whether a device's primary context lives.
+fn is_active(device: c_int) -> bool {
+    let (mut flags, mut active) = (0, 0);
     let code = real!(cuDevicePrimaryCtxGetState(
         device => c_int, &raw mut flags => *mut c_uint, &raw mut active => *mut c_int,
     ));
-    if code != codes::SUCCESS || active == 0 {
+    code == codes::SUCCESS && active != 0
+}
+
+/// The primary context of a device, if it lives. Whoever retained it, it cannot end while it is
+/// asked for its name.
+fn primary(device: c_int) -> Option<u64> {
+    let mut handle = 0;
+    if !is_active(device) {
         return None;
     }
     if real!(cuDevicePrimaryCtxRetain(&raw mut handle => *mut u64, device => c_int))
@@ -66,9 +77,14 @@ fn ending(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
     let Some(context) = context.filter(|_| crate::state::state().is_some()) else {
         return call();
     };
-    let known = LIVE.remove_context(context);
+    let (pointers, itself) = (LIVE.remove_context(context), known::ended(context));
     let answer = call();
-    for (pointer, charge) in known {
+    match itself {
+        Some(itself) if answer == codes::SUCCESS => itself.discharge(),
+        Some(itself) => known::lives(itself),
+        None => {}
+    }
+    for (pointer, charge) in pointers {
         if answer == codes::SUCCESS {
             ledger::discharge(charge);
         } else {
@@ -90,11 +106,145 @@ fn releasing(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
         for (_, charge) in LIVE.remove_context(context) {
             ledger::discharge(charge);
         }
+        if let Some(itself) = known::ended(context) {
+            itself.discharge();
+        }
+    }
+    answer
+}
+
+/// What a green context takes of its own, as measured on an H200.
+const GREEN_CONTEXT: u64 = 6 << 20;
+
+/// Charges a context that is about to be made; nothing where contexts are not charged.
+fn begin(device: c_int, function: &str) -> Result<Option<Pending>, Denied> {
+    match ledger::context_size(device)? {
+        0 => Ok(None),
+        bytes => ledger::charge(Kind::Device(device), bytes, function).map(Some),
+    }
+}
+
+/// Settles the charge of a context that was made.
+fn settle(name: u64, device: c_int, mut own: Option<Pending>) -> Result<(), Denied> {
+    if let Some(own) = &mut own
+        && let Some(bytes) = ledger::context_made(device)
+    {
+        own.settle(bytes)?;
+    }
+    known::made(name, device, own)
+}
+
+/// Whether the driver has that device. Without it, the driver answers.
+fn exists(device: c_int) -> bool {
+    (0..device_count()).contains(&device)
+}
+
+/// Charges and makes a context.
+fn making(
+    out: *mut u64,
+    device: c_int,
+    function: &str,
+    call: impl Fn(*mut u64) -> CuResult,
+) -> CuResult {
+    if out.is_null() || !exists(device) {
+        return call(out);
+    }
+    let Ok(own) = begin(device, function) else {
+        return codes::OUT_OF_MEMORY;
+    };
+    let mut handle = 0;
+    match call(&raw mut handle) {
+        codes::SUCCESS => {}
+        code => return code,
+    }
+    let settled = name_of(handle).map_or(Ok(()), |name| settle(name, device, own));
+    if settled.is_err() {
+        let _ = real!(cuCtxDestroy_v2(handle => u64));
+        return codes::OUT_OF_MEMORY;
+    }
+    // SAFETY: not null, and the program says that it is a handle's place.
+    unsafe { out.write(handle) };
+    codes::SUCCESS
+}
+
+/// Calls what makes a device's primary context active, unless it is; `undo` takes the call back.
+fn activating(
+    device: c_int,
+    function: &str,
+    call: impl Fn() -> CuResult,
+    undo: impl Fn() -> CuResult,
+) -> CuResult {
+    /// So that of threads that start together one is charged.
+    static ONE: Mutex<()> = Mutex::new(());
+    if !exists(device) || is_active(device) {
+        return call();
+    }
+    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    if is_active(device) {
+        return call();
+    }
+    let Ok(own) = begin(device, function) else {
+        return codes::OUT_OF_MEMORY;
+    };
+    let answer = call();
+    if answer != codes::SUCCESS {
+        return answer;
+    }
+    let settled = primary(device).map_or(Ok(()), |name| settle(name, device, own));
+    if settled.is_err() {
+        let _ = undo();
+        return codes::OUT_OF_MEMORY;
     }
     answer
 }
 
 hooks! {
+    /// `cuCtxCreate` (CUDA 2.0).
+    fn cuCtxCreate(out: *mut u64, flags: c_uint, device: c_int) = |plain| {
+        making(out, device, "cuCtxCreate", |out| plain(out, flags, device))
+    };
+    /// `cuCtxCreate` (CUDA 3.2).
+    fn cuCtxCreate_v2(out: *mut u64, flags: c_uint, device: c_int) = |plain| {
+        making(out, device, "cuCtxCreate_v2", |out| plain(out, flags, device))
+    };
+    /// `cuCtxCreate` (CUDA 11.4), with execution affinities.
+    fn cuCtxCreate_v3(
+        out: *mut u64,
+        affinities: *mut c_void,
+        count: c_int,
+        flags: c_uint,
+        device: c_int,
+    ) = |plain| {
+        making(out, device, "cuCtxCreate_v3", |out| plain(out, affinities, count, flags, device))
+    };
+    /// `cuCtxCreate` (CUDA 12.5), with parameters.
+    fn cuCtxCreate_v4(out: *mut u64, parameters: *mut c_void, flags: c_uint, device: c_int) = |plain| {
+        making(out, device, "cuCtxCreate_v4", |out| plain(out, parameters, flags, device))
+    };
+    /// `cuDevicePrimaryCtxRetain` (CUDA 7.0).
+    fn cuDevicePrimaryCtxRetain(out: *mut u64, device: c_int) = |plain| {
+        let undo = || release(device);
+        activating(device, "cuDevicePrimaryCtxRetain", || plain(out, device), undo)
+    };
+    /// `cuGreenCtxCreate` (CUDA 12.4): it lives in the device's primary context.
+    fn cuGreenCtxCreate(out: *mut u64, resources: u64, device: c_int, flags: c_uint) = |plain| {
+        if out.is_null() || !exists(device) {
+            return plain(out, resources, device, flags);
+        }
+        let destroy = |green: u64| real!(cuGreenCtxDestroy(green => u64));
+        let make = || match plain(out, resources, device, flags) {
+            // SAFETY: not null, and the driver has just written it.
+            codes::SUCCESS => Ok((unsafe { out.read() }, GREEN_CONTEXT)),
+            code => Err(code),
+        };
+        let call = || allocate(Kind::Device(device), GREEN_CONTEXT, "cuGreenCtxCreate", make, destroy);
+        // SAFETY: not null, and written if the call before succeeded.
+        let made = || unsafe { out.read() };
+        let undo = || ledger::free(made(), || destroy(made()));
+        activating(device, "cuGreenCtxCreate", call, undo)
+    };
+    /// `cuGreenCtxDestroy` (CUDA 12.4).
+    fn cuGreenCtxDestroy(green: u64) = |plain| ledger::free(green, || plain(green));
     /// `cuCtxDestroy` (CUDA 2.0).
     fn cuCtxDestroy(context: u64) = |plain| ending(named(context), || plain(context));
     /// `cuCtxDestroy` (CUDA 4.0).

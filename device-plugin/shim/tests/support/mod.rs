@@ -84,15 +84,26 @@ pub struct Container {
     served: Served,
     runtime: tokio::runtime::Runtime,
     sessions: Option<Sessions>,
+    /// Whether contexts are charged, as the agent does it.
+    contexts: bool,
 }
 
 impl Container {
-    /// Makes the GPU, and serves the container.
+    /// Makes the GPU, and serves the container; contexts are free, so that other memory is all that counts.
     pub fn with_quota(quota: u64) -> Container {
+        Container::new(quota, "16Gi", false)
+    }
+
+    /// As the agent does it: contexts are charged. The GPU is an H200.
+    pub fn charging_contexts(quota: u64) -> Container {
+        Container::new(quota, "141Gi", true)
+    }
+
+    fn new(quota: u64, memory: &str, contexts: bool) -> Container {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("sim.toml");
         let gpu = format!(
-            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"16Gi\"\nminor = 0\n"
+            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"{memory}\"\nminor = 0\n"
         );
         std::fs::write(&config, gpu).unwrap();
         Folder::at(folder.path().join("sim"))
@@ -114,6 +125,7 @@ impl Container {
             served,
             runtime,
             sessions: None,
+            contexts,
         };
         container.start_agent();
         container
@@ -122,6 +134,10 @@ impl Container {
     pub fn start_agent(&mut self) {
         let charges = Arc::new(SimCharges(self.folder.path().join("sim")));
         let sessions = Sessions::new(self.folder.path().join("run"), charges, Arc::new(Everyone));
+        let sessions = match self.contexts {
+            true => sessions.charging_contexts(self.folder.path().join("contexts.json")),
+            false => sessions,
+        };
         self.runtime
             .block_on(sessions.serve(self.served.clone()))
             .unwrap();

@@ -39,8 +39,13 @@ struct Primary {
 pub(crate) struct Contexts {
     primaries: Vec<Primary>,
     live: BTreeMap<u64, Context>,
+    /// Green contexts, by the device whose primary context they live in.
+    green: BTreeMap<u64, usize>,
     made: u64,
 }
+
+/// Bytes that a green context takes of its GPU.
+const GREEN: u64 = 6 << 20;
 
 thread_local! {
     static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
@@ -51,6 +56,7 @@ impl Contexts {
         Contexts {
             primaries: vec![Primary::default(); devices],
             live: BTreeMap::new(),
+            green: BTreeMap::new(),
             made: 0,
         }
     }
@@ -199,6 +205,29 @@ impl Process {
         context.map_or(Ok(()), |id| self.destroy_context(id))
     }
 
+    /// A green context keeps its device's primary context active.
+    fn create_green(&self, device: usize) -> Result<u64, Code> {
+        self.retain_primary(device)?;
+        let unit = self.devices[device].unit;
+        if let Err(error) = self.image.charge(unit, Charge::Context, GREEN) {
+            self.release_primary(device)?;
+            return Err(error.into());
+        }
+        let mut contexts = lock(&self.contexts);
+        contexts.made += 1;
+        let handle = 0x5157_0000_0000 + contexts.made * 0x100;
+        contexts.green.insert(handle, device);
+        Ok(handle)
+    }
+
+    fn destroy_green(&self, handle: u64) -> Answer {
+        let known = lock(&self.contexts).green.remove(&handle);
+        let device = known.ok_or(Code::INVALID_CONTEXT)?;
+        let unit = self.devices[device].unit;
+        self.image.release(unit, Charge::Context, GREEN)?;
+        self.release_primary(device)
+    }
+
     fn stack_bytes(&self, device: usize, per_thread: u64) -> u64 {
         let threads = u64::from(self.card(device).multiprocessors) * THREADS;
         threads.saturating_mul(per_thread.saturating_sub(FIRST_STACK))
@@ -284,6 +313,14 @@ exports! {
     fn cuCtxCreate_v2(context: Out<u64>, flags: u32, device: i32) = create(&context, flags, device);
     fn cuCtxCreate_v3(context: Out<u64>, _affinity: u64, _count: i32, flags: u32, device: i32) = create(&context, flags, device);
     fn cuCtxCreate_v4(context: Out<u64>, _parameters: u64, flags: u32, device: i32) = create(&context, flags, device);
+    fn cuGreenCtxCreate(green: Out<u64>, _resources: u64, device: i32, _flags: u32) = {
+        if green.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let process = process()?;
+        green.set(process.create_green(process.device(device)?)?)
+    };
+    fn cuGreenCtxDestroy(green: u64) = process()?.destroy_green(green);
     fn cuCtxDestroy_v2(context: u64) = {
         process()?.destroy_context(context)?;
         STACK.with_borrow_mut(|stack| if stack.last() == Some(&context) { stack.pop(); });

@@ -11,6 +11,7 @@ mod host;
 mod init;
 mod ipc;
 mod kernel;
+mod library;
 mod memory;
 mod module;
 mod pointer;

@@ -41,7 +41,18 @@ pub(crate) fn kernel(handle: u64) -> Result<&'static Kernel, Code> {
     found.map(|(_, kernel)| kernel).ok_or(Code::INVALID_HANDLE)
 }
 
-fn attribute(handle: u64, attribute: i32) -> Result<i32, Code> {
+/// The function of that name.
+pub(crate) fn named(name: &str) -> Result<u64, Code> {
+    let place = KERNELS.iter().position(|kernel| kernel.name == name);
+    place.map(function).ok_or(Code::NOT_FOUND)
+}
+
+/// Every function of a module.
+pub(crate) fn functions() -> impl Iterator<Item = u64> {
+    (0..KERNELS.len()).map(function)
+}
+
+pub(crate) fn attribute(handle: u64, attribute: i32) -> Result<i32, Code> {
     let kernel = kernel(handle)?;
     Ok(match attribute {
         0 => 1024, // threads per block
@@ -52,6 +63,16 @@ fn attribute(handle: u64, attribute: i32) -> Result<i32, Code> {
         1..=14 => 0,
         _ => return Err(Code::INVALID_VALUE),
     })
+}
+
+/// Fails when no such module is loaded.
+fn check(module: u64) -> Answer {
+    let known = lock(&healthy()?.modules).loaded.contains(&module);
+    if known {
+        Ok(())
+    } else {
+        Err(Code::INVALID_HANDLE)
+    }
 }
 
 exports! {
@@ -76,12 +97,16 @@ exports! {
         if known { Ok(()) } else { Err(Code::INVALID_HANDLE) }
     };
     fn cuModuleGetFunction(out: Out<u64>, module: u64, name: Text) = {
-        if !lock(&healthy()?.modules).loaded.contains(&module) {
-            return Err(Code::INVALID_HANDLE);
-        }
-        let name = name.get()?;
-        let place = KERNELS.iter().position(|kernel| kernel.name == name).ok_or(Code::NOT_FOUND)?;
-        out.set(function(place))
+        check(module)?;
+        out.set(named(&name.get()?)?)
+    };
+    fn cuModuleGetFunctionCount(count: Out<u32>, module: u64) = {
+        check(module)?;
+        count.set(u32::try_from(KERNELS.len()).map_err(|_| Code::UNKNOWN)?)
+    };
+    fn cuModuleEnumerateFunctions(out: Out<u64>, room: u32, module: u64) = {
+        check(module)?;
+        out.set_all(functions().take(room as usize))
     };
     fn cuModuleGetGlobal_v2(_address: Out<u64>, _len: Out<u64>, module: u64, _name: Text) = {
         let known = lock(&healthy()?.modules).loaded.contains(&module);

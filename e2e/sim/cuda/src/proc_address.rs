@@ -19,6 +19,7 @@ fn all() -> impl Iterator<Item = &'static Export> {
         crate::copy::EXPORTS,
         crate::stream::EXPORTS,
         crate::module::EXPORTS,
+        crate::library::EXPORTS,
         crate::kernel::EXPORTS,
         EXPORTS,
         crate::unsupported::EXPORTS,

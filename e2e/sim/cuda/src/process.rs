@@ -4,7 +4,8 @@ use crate::abi::Code;
 use crate::array::Arrays;
 use crate::memory::Space;
 use crate::{
-    context::Contexts, device::Device, module::Modules, pool::Pools, stream::Streams, vmm::Vmm,
+    context::Contexts, device::Device, library::Libraries, module::Modules, pool::Pools,
+    stream::Streams, vmm::Vmm,
 };
 use bursar_sim_state::{Image, Sim, xid::Xid};
 use std::path::PathBuf;
@@ -24,6 +25,7 @@ pub(crate) struct Process {
     pub(crate) pools: Mutex<Pools>,
     pub(crate) vmm: Mutex<Vmm>,
     pub(crate) modules: Mutex<Modules>,
+    pub(crate) libraries: Mutex<Libraries>,
     pid: u32,
     /// The code that poisoned this image; 0 for none. Nothing but `execve` takes it back (F1).
     sticky: AtomicI32,
@@ -102,6 +104,7 @@ impl Process {
             streams: Mutex::default(),
             vmm: Mutex::default(),
             modules: Mutex::default(),
+            libraries: Mutex::default(),
             pid: std::process::id(),
             sticky: AtomicI32::new(0),
             sim,

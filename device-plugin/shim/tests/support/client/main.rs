@@ -22,6 +22,12 @@
 //! destroy HANDLE  -> ok | err CODE         (the primary context is current again)
 //! address NAME VERSION FLAGS -> ok 0|1 SYMBOL | err CODE  (whether cuGetProcAddress gave one of
 //!                                          the library's own functions, and which)
+//! limit BYTES     -> ok BYTES | err CODE   (the stack's; what it is then)
+//! function NAME, kernel NAME -> ok HANDLE | err CODE  (of the simulated driver's kernels)
+//! functions, kernels -> ok COUNT | err CODE  (all of them)
+//! launch HANDLE   -> ok | err CODE         (a kernel without arguments)
+//! green, ungreen HANDLE -> ok HANDLE, ok | err CODE
+//! retains N       -> ok CODES              (N threads retain the primary context at once)
 //! fork            -> ok CODE               (the child's cuMemGetInfo)
 //! exec            -> ready                 (a new image of the same process)
 //! ```
@@ -33,6 +39,9 @@ use std::time::Instant;
 
 /// The driver that the loader finds.
 struct Cuda(*mut libc::c_void);
+
+// SAFETY: a handle of dlopen belongs to the process, not to a thread.
+unsafe impl Sync for Cuda {}
 
 macro_rules! call {
     ($cuda:expr, $name:expr, ($($argument:expr => $kind:ty),*)) => {{
@@ -57,7 +66,8 @@ impl Cuda {
             call!(cuda, c"cuDeviceGet", (&raw mut device => *mut i32, 0 => i32)),
             0
         );
-        assert_eq!(cuda.retain(), 0);
+        // Where it is denied, what the program is told to do next says so.
+        cuda.retain();
         cuda
     }
 
@@ -95,6 +105,49 @@ impl Cuda {
             unsafe { CStr::from_ptr(info.dli_sname) }.to_string_lossy()
         };
         format!("{} {name}", i32::from(info.dli_fbase == own.dli_fbase))
+    }
+
+    /// A library or module, of any image.
+    fn load(&self, library: bool) -> Result<u64, i32> {
+        let (mut handle, image) = (0, 0_u8);
+        let code = if library {
+            call!(self, c"cuLibraryLoadData", (
+                &raw mut handle => *mut u64, &raw const image => *const u8, 0 => u64, 0 => u64, 0 => u32, 0 => u64,
+                0 => u64, 0 => u32
+            ))
+        } else {
+            call!(self, c"cuModuleLoadData", (&raw mut handle => *mut u64, &raw const image => *const u8))
+        };
+        answer(code, handle)
+    }
+
+    /// A kernel's handle by its name, from a library or a module.
+    fn kernel(&self, library: bool, name: &str) -> Result<u64, i32> {
+        let from = self.load(library)?;
+        let name = std::ffi::CString::new(name).expect("no zero in a name");
+        let get = if library {
+            c"cuLibraryGetKernel"
+        } else {
+            c"cuModuleGetFunction"
+        };
+        let mut handle = 0;
+        let code = call!(self, get, (
+            &raw mut handle => *mut u64, from => u64, name.as_ptr() => *const libc::c_char
+        ));
+        answer(code, handle)
+    }
+
+    /// How many kernels a library or module has, all of them in hand.
+    fn kernels(&self, library: bool) -> Result<usize, i32> {
+        let from = self.load(library)?;
+        let all = if library {
+            c"cuLibraryEnumerateKernels"
+        } else {
+            c"cuModuleEnumerateFunctions"
+        };
+        let mut handles = [0_u64; 64];
+        let code = call!(self, all, (handles.as_mut_ptr() => *mut u64, 64 => u32, from => u64));
+        answer(code, handles.iter().filter(|handle| **handle != 0).count())
     }
 
     fn alloc(&self, bytes: u64) -> Result<u64, i32> {
@@ -261,6 +314,48 @@ fn run(cuda: &Cuda, line: &str) -> String {
             let code =
                 call!(cuda, name.as_c_str(), (0 => u64, 0 => u64, 0 => u64, 0 => u64, 0 => u64));
             say(answer(code, String::new()))
+        }
+        "limit" => {
+            let mut now = 0_u64;
+            let code = call!(cuda, c"cuCtxSetLimit", (0 => i32, number(1) => u64));
+            call!(cuda, c"cuCtxGetLimit", (&raw mut now => *mut u64, 0 => i32));
+            say(answer(code, now.to_string()))
+        }
+        "function" => say(cuda
+            .kernel(false, words[1])
+            .map(|handle| handle.to_string())),
+        "kernel" => say(cuda.kernel(true, words[1]).map(|handle| handle.to_string())),
+        "functions" => say(cuda.kernels(false).map(|count| count.to_string())),
+        "kernels" => say(cuda.kernels(true).map(|count| count.to_string())),
+        "launch" => {
+            let code = call!(cuda, c"cuLaunchKernel", (
+                number(1) => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64,
+                0 => u64, 0 => u64
+            ));
+            say(answer(code, String::new()))
+        }
+        "green" => {
+            let mut green = 0_u64;
+            let code = call!(cuda, c"cuGreenCtxCreate", (
+                &raw mut green => *mut u64, 0 => u64, 0 => i32, 1 => u32
+            ));
+            say(answer(code, green.to_string()))
+        }
+        "ungreen" => say(answer(
+            call!(cuda, c"cuGreenCtxDestroy", (number(1) => u64)),
+            String::new(),
+        )),
+        "retains" => {
+            let codes: Vec<String> = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..number(1))
+                    .map(|_| scope.spawn(|| cuda.retain()))
+                    .collect();
+                let joined = threads
+                    .into_iter()
+                    .map(|thread| thread.join().expect("no panic"));
+                joined.map(|code| code.to_string()).collect()
+            });
+            format!("ok {}", codes.join(" "))
         }
         "missing" => format!(
             "err {}",
