@@ -8,6 +8,7 @@
 //! * [`arrays`] arrays and mipmapped arrays
 //! * [`sizes`] what the driver takes for a request
 //! * [`contexts`] what contexts take, and what ends with them; [`known`] which there are
+//! * [`graphs`] graphs with memory nodes
 //! * [`limits`] and [`functions`] stacks and kernels' local memory
 //! * [`reports`] how much memory there is
 //! * [`proc_address`] the addresses that `cuGetProcAddress` hands out
@@ -15,6 +16,7 @@
 mod arrays;
 pub(crate) mod contexts;
 mod functions;
+mod graphs;
 mod known;
 mod limits;
 mod linear;
@@ -141,6 +143,10 @@ pub(crate) fn allocate(
 ) -> CuResult {
     let mut pending = match ledger::charge(kind, bytes, function) {
         Ok(pending) => pending,
+        Err(Denied) if crate::graphs::reclaim() => match ledger::charge(kind, bytes, function) {
+            Ok(pending) => pending,
+            Err(Denied) => return codes::OUT_OF_MEMORY,
+        },
         Err(Denied) => return codes::OUT_OF_MEMORY,
     };
     let context = contexts::current();

@@ -16,6 +16,7 @@
 mod codes;
 mod compat;
 mod forward;
+mod graphs;
 mod hooks;
 mod ledger;
 mod link;

@@ -130,7 +130,9 @@ const CHECKS: &[Check] = &[
     test_check(
         "enforcement/classes",
         "each class of call is charged what the driver takes, up to the last byte of the quota",
-        &["--test", "classes", "--test", "contexts"],
+        &[
+            "--test", "classes", "--test", "contexts", "--test", "graphs",
+        ],
     ),
     test_check(
         "enforcement/nvml",

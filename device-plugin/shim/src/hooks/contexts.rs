@@ -14,6 +14,7 @@ use std::sync::{Mutex, PoisonError};
 use super::{allocate, device_count, hooks, known, real};
 use crate::codes::{self, CuResult};
 use crate::forward::{self, index};
+use crate::graphs;
 use crate::ledger::{self, Denied, Kind, LIVE, Pending};
 
 /// The calling thread's context; zero where there is none.
@@ -78,7 +79,7 @@ fn ending(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
         return call();
     };
     let (pointers, itself) = (LIVE.remove_context(context), known::ended(context));
-    let answer = call();
+    let answer = graphs::trimming(call);
     match itself {
         Some(itself) if answer == codes::SUCCESS => itself.discharge(),
         Some(itself) => known::lives(itself),
@@ -98,7 +99,7 @@ fn ending(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
 /// Calls what ends a primary context if nobody else has retained it.
 fn releasing(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
     let before = primary(device);
-    let answer = call();
+    let answer = graphs::trimming(call);
     if let (codes::SUCCESS, Some(context)) = (answer, before)
         && crate::state::state().is_some()
         && primary(device) != Some(context)

@@ -146,6 +146,7 @@ impl Process {
         let _ = self.wait_for_context(id);
         self.free_context_memory(id);
         self.free_context_arrays(id);
+        self.trim_graphs(context.device);
         lock(&self.streams).forget_context(id);
         let bytes = self.sim.config.context + self.stack_bytes(context.device, context.stack);
         Ok(self

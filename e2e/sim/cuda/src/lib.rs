@@ -7,6 +7,7 @@ mod context;
 mod copy;
 mod device;
 mod entry;
+mod graph;
 mod host;
 mod init;
 mod ipc;

@@ -20,6 +20,7 @@ fn all() -> impl Iterator<Item = &'static Export> {
         crate::stream::EXPORTS,
         crate::module::EXPORTS,
         crate::library::EXPORTS,
+        crate::graph::EXPORTS,
         crate::kernel::EXPORTS,
         EXPORTS,
         crate::unsupported::EXPORTS,
@@ -29,6 +30,12 @@ fn all() -> impl Iterator<Item = &'static Export> {
 
 /// Functions whose newest form has other arguments, with the first CUDA version that means that form.
 const CHANGED: &[(&str, i32, &str, &str)] = &[
+    (
+        "cuGraphInstantiate",
+        12_000,
+        "cuGraphInstantiate_v2",
+        "cuGraphInstantiateWithFlags",
+    ),
     ("cuCtxCreate", 13_000, "cuCtxCreate_v2", "cuCtxCreate_v4"),
     ("cuMemAdvise", 13_000, "cuMemAdvise", "cuMemAdvise_v2"),
     (

@@ -2,6 +2,7 @@
 
 use crate::abi::Code;
 use crate::array::Arrays;
+use crate::graph::Graphs;
 use crate::memory::Space;
 use crate::{
     context::Contexts, device::Device, library::Libraries, module::Modules, pool::Pools,
@@ -21,6 +22,7 @@ pub(crate) struct Process {
     pub(crate) contexts: Mutex<Contexts>,
     pub(crate) space: Mutex<Space>,
     pub(crate) arrays: Mutex<Arrays>,
+    pub(crate) graphs: Mutex<Graphs>,
     pub(crate) streams: Mutex<Streams>,
     pub(crate) pools: Mutex<Pools>,
     pub(crate) vmm: Mutex<Vmm>,
@@ -101,6 +103,7 @@ impl Process {
             contexts: Mutex::new(Contexts::new(devices.len())),
             space: Mutex::default(),
             arrays: Mutex::default(),
+            graphs: Mutex::default(),
             streams: Mutex::default(),
             vmm: Mutex::default(),
             modules: Mutex::default(),

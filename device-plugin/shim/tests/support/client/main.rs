@@ -27,6 +27,9 @@
 //! functions, kernels -> ok COUNT | err CODE  (all of them)
 //! launch HANDLE   -> ok | err CODE         (a kernel without arguments)
 //! green, ungreen HANDLE -> ok HANDLE, ok | err CODE
+//! graph BYTES [CHILD] -> ok HANDLE | err CODE  (allocates and frees; zero: an empty node)
+//! instantiate GRAPH, instantiateupload GRAPH -> ok HANDLE | err CODE
+//! launchgraph HANDLE, upload HANDLE, ungraph HANDLE, trim -> ok | err CODE
 //! retains N       -> ok CODES              (N threads retain the primary context at once)
 //! fork            -> ok CODE               (the child's cuMemGetInfo)
 //! exec            -> ready                 (a new image of the same process)
@@ -105,6 +108,33 @@ impl Cuda {
             unsafe { CStr::from_ptr(info.dli_sname) }.to_string_lossy()
         };
         format!("{} {name}", i32::from(info.dli_fbase == own.dli_fbase))
+    }
+
+    /// A graph that allocates and frees, beside a graph in it.
+    fn graph(&self, bytes: u64, child: Option<u64>) -> Result<u64, i32> {
+        let (mut graph, mut node) = (0_u64, 0_u64);
+        let mut code = call!(self, c"cuGraphCreate", (&raw mut graph => *mut u64, 0 => u32));
+        if bytes == 0 {
+            code |= call!(self, c"cuGraphAddEmptyNode", (
+                &raw mut node => *mut u64, graph => u64, 0 => u64, 0 => u64
+            ));
+        } else {
+            // `CUDA_MEM_ALLOC_NODE_PARAMS`: pinned, of device 0; its size and then its address.
+            let mut wanted = [0_u64; 15];
+            (wanted[0], wanted[1], wanted[13]) = (1, 1, bytes);
+            code |= call!(self, c"cuGraphAddMemAllocNode", (
+                &raw mut node => *mut u64, graph => u64, 0 => u64, 0 => u64, wanted.as_mut_ptr() => *mut u64
+            ));
+            code |= call!(self, c"cuGraphAddMemFreeNode", (
+                &raw mut node => *mut u64, graph => u64, 0 => u64, 0 => u64, wanted[14] => u64
+            ));
+        }
+        if let Some(child) = child {
+            code |= call!(self, c"cuGraphAddChildGraphNode", (
+                &raw mut node => *mut u64, graph => u64, 0 => u64, 0 => u64, child => u64
+            ));
+        }
+        answer(code, graph)
     }
 
     /// A library or module, of any image.
@@ -343,6 +373,40 @@ fn run(cuda: &Cuda, line: &str) -> String {
         }
         "ungreen" => say(answer(
             call!(cuda, c"cuGreenCtxDestroy", (number(1) => u64)),
+            String::new(),
+        )),
+        "graph" => say(cuda
+            .graph(number(1), words.get(2).map(|_| number(2)))
+            .map(|graph| graph.to_string())),
+        "instantiate" => {
+            let mut executable = 0_u64;
+            let code = call!(cuda, c"cuGraphInstantiateWithFlags", (
+                &raw mut executable => *mut u64, number(1) => u64, 0 => u64
+            ));
+            say(answer(code, executable.to_string()))
+        }
+        "instantiateupload" => {
+            // `CUDA_GRAPH_INSTANTIATE_PARAMS` with `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+            let (mut executable, mut parameters) = (0_u64, [2_u64, 0, 0, 0]);
+            let code = call!(cuda, c"cuGraphInstantiateWithParams", (
+                &raw mut executable => *mut u64, number(1) => u64, parameters.as_mut_ptr() => *mut u64
+            ));
+            say(answer(code, executable.to_string()))
+        }
+        "launchgraph" => {
+            let code = call!(cuda, c"cuGraphLaunch", (number(1) => u64, 0 => u64));
+            say(answer(code, String::new()))
+        }
+        "upload" => {
+            let code = call!(cuda, c"cuGraphUpload", (number(1) => u64, 0 => u64));
+            say(answer(code, String::new()))
+        }
+        "ungraph" => say(answer(
+            call!(cuda, c"cuGraphExecDestroy", (number(1) => u64)),
+            String::new(),
+        )),
+        "trim" => say(answer(
+            call!(cuda, c"cuDeviceGraphMemTrim", (0 => i32)),
             String::new(),
         )),
         "retains" => {

@@ -1,0 +1,244 @@
+//! Memory nodes of graphs: charged by what each device's graph pool has reserved.
+//!
+//! Measured on an H200: making a graph executable takes nothing; its upload or first launch takes the
+//! sum of its allocations in steps of 32 MiB, and the pool keeps them, past the graph's end too, until it
+//! is trimmed. So an executable graph with memory nodes is noted with its sum. Before it may take memory
+//! the sum is charged, after it the pool is settled. A launch since the last trim takes nothing new.
+//!
+//! A process without such graphs pays one load a launch.
+
+use std::collections::BTreeMap;
+use std::ffi::c_int;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use bursar_protocol::units::UNIT;
+
+use crate::codes::{self, CuResult};
+use crate::hooks::real;
+use crate::ledger::{self, Denied, Kind, Pending};
+use crate::live::Charge;
+
+/// The graph pool takes memory in multiples of this (design F15).
+const STEP: u64 = 32 << 20;
+
+/// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
+const RESERVED: c_int = 2;
+
+/// What an executable graph's memory nodes allocate, by device.
+pub(crate) type Needs = BTreeMap<c_int, u64>;
+
+/// An executable graph with memory nodes.
+struct Executable {
+    needs: Needs,
+    /// [`Graphs::trims`] when it last took its memory; `None` before.
+    placed: Option<u64>,
+}
+
+struct Graphs {
+    executables: BTreeMap<u64, Executable>,
+    /// What each device's graph pool is charged.
+    pools: BTreeMap<c_int, Charge>,
+    /// How often pools were trimmed, and gave up memory that graphs will take again.
+    trims: u64,
+}
+
+/// Whether there ever was an executable graph with memory nodes.
+static ANY: AtomicBool = AtomicBool::new(false);
+
+static GRAPHS: Mutex<Graphs> = Mutex::new(Graphs {
+    executables: BTreeMap::new(),
+    pools: BTreeMap::new(),
+    trims: 0,
+});
+
+fn graphs() -> MutexGuard<'static, Graphs> {
+    GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether there may be graph memory to look after.
+pub(crate) fn any() -> bool {
+    ANY.load(Ordering::Relaxed)
+}
+
+/// Notes an executable graph; one that had its handle before is gone.
+pub(crate) fn instantiated(executable: u64, needs: Needs) {
+    let mut graphs = graphs();
+    graphs.executables.remove(&executable);
+    if !needs.is_empty() {
+        graphs.executables.insert(
+            executable,
+            Executable {
+                needs,
+                placed: None,
+            },
+        );
+        ANY.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Forgets an executable graph: it was destroyed.
+pub(crate) fn destroyed(executable: u64) {
+    graphs().executables.remove(&executable);
+}
+
+/// Makes a call that gives a graph its memory, charged for it.
+pub(crate) fn placing(
+    executable: u64,
+    function: &str,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    let mut graphs = graphs();
+    let Some(graph) = graphs.executables.get(&executable) else {
+        drop(graphs);
+        return call();
+    };
+    let needs = graph.needs.clone();
+    if graph.placed == Some(graphs.trims) {
+        let answer = call();
+        graphs.settle(&needs, Vec::new());
+        return answer;
+    }
+    let answer = graphs.charged(&needs, function, call);
+    let trims = graphs.trims;
+    if let (codes::SUCCESS, Some(graph)) = (answer, graphs.executables.get_mut(&executable)) {
+        graph.placed = Some(trims);
+    }
+    answer
+}
+
+/// As [`placing`], for a graph that has no handle yet.
+pub(crate) fn placing_first(
+    needs: &Needs,
+    function: &str,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    graphs().charged(needs, function, call)
+}
+
+/// Makes a call that gives graph memory back: a trim, or the end of a context.
+pub(crate) fn trimming(call: impl FnOnce() -> CuResult) -> CuResult {
+    if !any() {
+        return call();
+    }
+    let mut graphs = graphs();
+    let answer = call();
+    graphs.trimmed();
+    answer
+}
+
+/// Gives back what no graph uses now; whether that was anything. Nothing while another thread is at it.
+pub(crate) fn reclaim() -> bool {
+    any() && GRAPHS.try_lock().is_ok_and(|mut graphs| graphs.reclaim())
+}
+
+impl Graphs {
+    /// Makes a call that may take `needs`.
+    fn charged(
+        &mut self,
+        needs: &Needs,
+        function: &str,
+        call: impl FnOnce() -> CuResult,
+    ) -> CuResult {
+        self.settle(needs, Vec::new());
+        let charge = || -> Result<Vec<(c_int, Pending)>, Denied> {
+            let charge = |(device, bytes): (&c_int, &u64)| {
+                let step = bytes.checked_next_multiple_of(STEP).ok_or(Denied)?;
+                let pending = ledger::charge(Kind::Device(*device), step, function)?;
+                Ok((*device, pending))
+            };
+            needs.iter().map(charge).collect()
+        };
+        let charged = match charge() {
+            Err(Denied) if self.reclaim() => charge(),
+            first => first,
+        };
+        let Ok(charged) = charged else {
+            return codes::OUT_OF_MEMORY;
+        };
+        let answer = call();
+        self.settle(needs, charged);
+        answer
+    }
+
+    /// Makes what the devices' pools are charged what they have reserved, using up `charged`.
+    fn settle(&mut self, needs: &Needs, mut charged: Vec<(c_int, Pending)>) {
+        for device in needs.keys() {
+            let Some(reserved) = reserved(*device) else {
+                // Not known: what was charged stays.
+                continue;
+            };
+            let place = charged.iter().position(|(charged, _)| charged == device);
+            let growth = match self.pools.get(device) {
+                Some(before) => reserved.saturating_sub(bytes(before)),
+                None => reserved,
+            };
+            if growth > 0 {
+                let pending = place.map(|place| charged.swap_remove(place).1);
+                self.grow(*device, growth, pending);
+            } else {
+                self.shrink(*device, reserved);
+            }
+        }
+    }
+
+    fn grow(&mut self, device: c_int, growth: u64, pending: Option<Pending>) {
+        let pending = match pending {
+            Some(mut pending) => {
+                // More than was asked for is charged if that can be; otherwise the audit sees it.
+                let _ = pending.settle(growth);
+                Ok(pending)
+            }
+            None => ledger::charge(Kind::Device(device), growth, "cuGraphLaunch"),
+        };
+        let Ok(more) = pending.map(Pending::hold) else {
+            return;
+        };
+        self.pools
+            .entry(device)
+            .and_modify(|charge| charge.units = charge.units.saturating_add(more.units))
+            .or_insert(more);
+    }
+
+    fn shrink(&mut self, device: c_int, reserved: u64) {
+        if let Some(charge) = self.pools.get_mut(&device) {
+            let kept = u32::try_from(reserved.div_ceil(UNIT)).unwrap_or(u32::MAX);
+            let less = charge.units.saturating_sub(kept);
+            charge.units -= less;
+            ledger::discharge(Charge {
+                units: less,
+                ..*charge
+            });
+        }
+    }
+
+    /// Every graph may have to take its memory again.
+    fn trimmed(&mut self) {
+        self.trims += 1;
+        let devices = self.pools.keys().map(|device| (*device, 0)).collect();
+        self.settle(&devices, Vec::new());
+    }
+
+    /// Trims every pool; whether that gave anything back.
+    fn reclaim(&mut self) -> bool {
+        let before: u64 = self.pools.values().map(bytes).sum();
+        for device in self.pools.keys() {
+            let _ = real!(cuDeviceGraphMemTrim(*device => c_int));
+        }
+        self.trimmed();
+        self.pools.values().map(bytes).sum::<u64>() < before
+    }
+}
+
+fn bytes(charge: &Charge) -> u64 {
+    u64::from(charge.units) * UNIT
+}
+
+/// What a device's graph pool has reserved.
+fn reserved(device: c_int) -> Option<u64> {
+    let mut bytes = 0_u64;
+    let code = real!(cuDeviceGetGraphMemAttribute(
+        device => c_int, RESERVED => c_int, &raw mut bytes => *mut u64,
+    ));
+    (code == codes::SUCCESS).then_some(bytes)
+}

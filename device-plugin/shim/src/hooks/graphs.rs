@@ -1,0 +1,200 @@
+//! Graphs: made executable, uploaded, launched and destroyed.
+#![allow(non_snake_case)]
+
+use std::ffi::{c_char, c_int};
+
+use super::{hooks, real};
+use crate::codes::{self, CuResult};
+use crate::graphs::{self, Needs};
+
+/// `CU_GRAPH_NODE_TYPE_GRAPH`.
+const CHILD: c_int = 4;
+/// `CU_GRAPH_NODE_TYPE_MEM_ALLOC`.
+const ALLOCATION: c_int = 10;
+/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+const ON_DEVICE: c_int = 1;
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+const UPLOAD: u64 = 2;
+
+/// Graphs in graphs that are looked into: more than a program nests.
+const DEPTH: usize = 16;
+
+/// Allocations are placed at multiples of this.
+const GRAIN: u64 = 512;
+
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`: `CUmemPoolProps`, access descriptions and their number, size, address.
+#[repr(C)]
+#[derive(Default)]
+struct Allocation {
+    kind: c_int,
+    handle_types: c_int,
+    location_kind: c_int,
+    location: c_int,
+    rest: [u64; 9],
+    access: u64,
+    accesses: usize,
+    bytes: usize,
+    address: u64,
+}
+
+const _: () = assert!(size_of::<Allocation>() == 120);
+
+/// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
+#[repr(C)]
+pub(crate) struct Parameters {
+    flags: u64,
+    stream: u64,
+    failed_node: u64,
+    result: c_int,
+}
+
+/// What a graph's memory nodes allocate on devices.
+fn needs(graph: u64) -> Needs {
+    let mut needs = Needs::new();
+    add_needs(graph, DEPTH, &mut needs);
+    needs
+}
+
+fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
+    for node in nodes(graph) {
+        let mut kind = 0;
+        if real!(cuGraphNodeGetType(node => u64, &raw mut kind => *mut c_int)) != codes::SUCCESS {
+            continue;
+        }
+        match kind {
+            ALLOCATION => {
+                let mut found = Allocation::default();
+                let code = real!(cuGraphMemAllocNodeGetParams(
+                    node => u64, &raw mut found => *mut Allocation,
+                ));
+                if code == codes::SUCCESS && found.location_kind == ON_DEVICE {
+                    let bytes = (found.bytes as u64).checked_next_multiple_of(GRAIN);
+                    let sum = needs.entry(found.location).or_default();
+                    *sum = sum.saturating_add(bytes.unwrap_or(u64::MAX));
+                }
+            }
+            CHILD if depth > 0 => {
+                let mut child = 0;
+                let code = real!(cuGraphChildGraphNodeGetGraph(
+                    node => u64, &raw mut child => *mut u64,
+                ));
+                if code == codes::SUCCESS {
+                    add_needs(child, depth - 1, needs);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+fn nodes(graph: u64) -> Vec<u64> {
+    let mut count = 0_usize;
+    let none = std::ptr::null_mut::<u64>();
+    let code = real!(cuGraphGetNodes(
+        graph => u64, none => *mut u64, &raw mut count => *mut usize,
+    ));
+    if code != codes::SUCCESS || count == 0 {
+        return Vec::new();
+    }
+    let mut nodes = vec![0; count];
+    let code = real!(cuGraphGetNodes(
+        graph => u64, nodes.as_mut_ptr() => *mut u64, &raw mut count => *mut usize,
+    ));
+    if code != codes::SUCCESS {
+        return Vec::new();
+    }
+    nodes.truncate(count);
+    nodes
+}
+
+/// Notes what a graph that was just made executable will take.
+fn noted(answer: CuResult, executable: *mut u64, graph: u64) -> CuResult {
+    if answer == codes::SUCCESS && !executable.is_null() {
+        // SAFETY: not null, and the driver has just written it.
+        graphs::instantiated(unsafe { executable.read() }, needs(graph));
+    }
+    answer
+}
+
+/// As [`noted`], where the call may upload the graph too.
+fn with_parameters(
+    executable: *mut u64,
+    graph: u64,
+    parameters: *const Parameters,
+    function: &str,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    // SAFETY: the program says that it points to parameters.
+    let uploads = !parameters.is_null() && unsafe { (*parameters).flags } & UPLOAD != 0;
+    let answer = match uploads {
+        true => {
+            let needs = needs(graph);
+            match needs.is_empty() {
+                true => call(),
+                false => graphs::placing_first(&needs, function, call),
+            }
+        }
+        false => call(),
+    };
+    noted(answer, executable, graph)
+}
+
+/// A launch or an upload.
+fn placing(executable: u64, function: &str, call: impl FnOnce() -> CuResult) -> CuResult {
+    if graphs::any() {
+        graphs::placing(executable, function, call)
+    } else {
+        call()
+    }
+}
+
+hooks! {
+    /// `cuGraphInstantiate` (CUDA 10.0).
+    fn cuGraphInstantiate(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |plain| {
+        noted(plain(out, graph, node, log, len), out, graph)
+    };
+    /// `cuGraphInstantiate` (CUDA 11.0).
+    fn cuGraphInstantiate_v2(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |plain| {
+        noted(plain(out, graph, node, log, len), out, graph)
+    };
+    /// `cuGraphInstantiateWithFlags` (CUDA 11.4), since 12.0 `cuGraphInstantiate`.
+    fn cuGraphInstantiateWithFlags(out: *mut u64, graph: u64, flags: u64) = |plain| {
+        noted(plain(out, graph, flags), out, graph)
+    };
+    /// `cuGraphInstantiateWithParams` (CUDA 12.0).
+    fn cuGraphInstantiateWithParams(out: *mut u64, graph: u64, parameters: *mut Parameters) = |plain| {
+        let call = || plain(out, graph, parameters);
+        with_parameters(out, graph, parameters, "cuGraphInstantiateWithParams", call)
+    };
+    /// `cuGraphInstantiateWithParams` for a default stream of each thread.
+    fn cuGraphInstantiateWithParams_ptsz(out: *mut u64, graph: u64, parameters: *mut Parameters) = |plain| {
+        let call = || plain(out, graph, parameters);
+        with_parameters(out, graph, parameters, "cuGraphInstantiateWithParams", call)
+    };
+    /// `cuGraphUpload` (CUDA 11.1).
+    fn cuGraphUpload(graph: u64, stream: u64) = |plain| {
+        placing(graph, "cuGraphUpload", || plain(graph, stream))
+    };
+    /// `cuGraphUpload` for a default stream of each thread.
+    fn cuGraphUpload_ptsz(graph: u64, stream: u64) = |plain| {
+        placing(graph, "cuGraphUpload", || plain(graph, stream))
+    };
+    /// `cuGraphLaunch` (CUDA 10.0).
+    fn cuGraphLaunch(graph: u64, stream: u64) = |plain| {
+        placing(graph, "cuGraphLaunch", || plain(graph, stream))
+    };
+    /// `cuGraphLaunch` for a default stream of each thread.
+    fn cuGraphLaunch_ptsz(graph: u64, stream: u64) = |plain| {
+        placing(graph, "cuGraphLaunch", || plain(graph, stream))
+    };
+    /// `cuGraphExecDestroy` (CUDA 10.0). Its memory stays in the graph pool.
+    fn cuGraphExecDestroy(graph: u64) = |plain| {
+        // Forgotten first: another thread may be given the same handle.
+        if graphs::any() {
+            graphs::destroyed(graph);
+        }
+        plain(graph)
+    };
+    /// `cuDeviceGraphMemTrim` (CUDA 11.4).
+    fn cuDeviceGraphMemTrim(device: c_int) = |plain| graphs::trimming(|| plain(device));
+}

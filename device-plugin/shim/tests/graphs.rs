@@ -1,0 +1,125 @@
+//! Memory nodes of graphs, charged when a graph gets its memory.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod support;
+
+use support::{Container, MIB};
+
+const QUOTA: u64 = 256 * MIB;
+
+/// What is charged, and that the driver took as much besides its context, which is free here.
+#[track_caller]
+fn charged(container: &Container) -> u64 {
+    let used = container.usage().used.0;
+    assert_eq!(used, container.taken() - 518 * MIB);
+    used
+}
+
+#[test]
+fn a_graph_is_charged_when_it_is_launched_and_until_its_memory_is_trimmed() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    for place in ["launchgraph", "upload"] {
+        let graph = program.ok(format!("graph {}", 100 * MIB))[0];
+        let executable = program.ok(format!("instantiate {graph}"))[0];
+        assert_eq!(charged(&container), 0);
+        for _ in 0..3 {
+            program.ok(format!("{place} {executable}"));
+            assert_eq!(charged(&container), 128 * MIB);
+        }
+        program.ok(format!("ungraph {executable}"));
+        assert_eq!(charged(&container), 128 * MIB, "the pool keeps it");
+        program.ok("trim");
+        assert_eq!(charged(&container), 0);
+    }
+}
+
+#[test]
+fn a_graph_of_the_whole_quota_fits_and_one_byte_more_is_out_of_memory_at_its_launch() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    for bytes in [QUOTA - 1, QUOTA] {
+        let graph = program.ok(format!("graph {bytes}"))[0];
+        let executable = program.ok(format!("instantiate {graph}"))[0];
+        program.ok(format!("launchgraph {executable}"));
+        assert_eq!(charged(&container), QUOTA);
+        program.ok(format!("launchgraph {executable}"));
+        program.ok(format!("ungraph {executable}"));
+        program.ok("trim");
+    }
+    let graph = program.ok(format!("graph {}", QUOTA + 1))[0];
+    let executable = program.ok(format!("instantiate {graph}"))[0];
+    assert_eq!(program.call(format!("launchgraph {executable}")), "err 2");
+    assert_eq!(program.call(format!("upload {executable}")), "err 2");
+    assert_eq!(program.call(format!("instantiateupload {graph}")), "err 2");
+    assert_eq!(charged(&container), 0);
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn a_graph_that_is_uploaded_as_it_is_made_executable_is_charged_then() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let graph = program.ok(format!("graph {}", 40 * MIB))[0];
+    let executable = program.ok(format!("instantiateupload {graph}"))[0];
+    assert_eq!(charged(&container), 64 * MIB);
+    program.ok(format!("launchgraph {executable}"));
+    assert_eq!(charged(&container), 64 * MIB);
+}
+
+#[test]
+fn graphs_in_a_graph_count_and_one_without_memory_takes_none() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let inner = program.ok(format!("graph {}", 40 * MIB))[0];
+    let outer = program.ok(format!("graph {} {inner}", 40 * MIB))[0];
+    let plain = program.ok("graph 0")[0];
+    let (outer, plain) = (
+        program.ok(format!("instantiate {outer}"))[0],
+        program.ok(format!("instantiate {plain}"))[0],
+    );
+    program.ok(format!("launchgraph {plain}"));
+    assert_eq!(charged(&container), 0);
+    program.ok(format!("launchgraph {outer}"));
+    assert_eq!(charged(&container), 96 * MIB);
+}
+
+#[test]
+fn memory_that_no_graph_needs_now_is_given_back_before_a_program_is_refused() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let executables = [200 * MIB, 100 * MIB].map(|bytes| {
+        let graph = program.ok(format!("graph {bytes}"))[0];
+        program.ok(format!("instantiate {graph}"))[0]
+    });
+    for _ in 0..2 {
+        for executable in executables {
+            program.ok(format!("launchgraph {executable}"));
+        }
+    }
+    assert_eq!(charged(&container), 128 * MIB);
+    let pointer = program.ok(format!("alloc {QUOTA}"))[0];
+    assert_eq!(charged(&container), QUOTA);
+    assert_eq!(
+        program.call(format!("launchgraph {}", executables[0])),
+        "err 2"
+    );
+    program.ok(format!("free {pointer}"));
+    program.ok(format!("launchgraph {}", executables[0]));
+}
+
+#[test]
+fn a_reset_device_gives_back_its_graph_memory() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let graph = program.ok(format!("graph {QUOTA}"))[0];
+    let executable = program.ok(format!("instantiate {graph}"))[0];
+    program.ok(format!("launchgraph {executable}"));
+    program.ok("reset");
+    assert_eq!(charged(&container), 0);
+    program.ok(format!("alloc {QUOTA}"));
+}

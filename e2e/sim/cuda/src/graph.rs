@@ -1,0 +1,273 @@
+//! Graphs, as far as memory is concerned: nodes that allocate and free, and graphs in graphs.
+//!
+//! Making a graph executable takes nothing. Its upload or first launch takes the sum of its allocations in
+//! steps of 32 MiB from the device's graph pool, which keeps them until it is trimmed, past the graph's end
+//! too, as measured on an H200. (The real driver lets graphs share; here each has its own.) A launch
+//! allocates and frees at once: no other node does anything.
+
+use crate::abi::{Answer, Code, In, Out};
+use crate::context::current;
+use crate::entry::exports;
+use crate::memory::rounded;
+use crate::process::{Process, healthy, lock};
+use bursar_sim_state::Charge;
+use std::collections::BTreeMap;
+
+/// A graph pool takes memory of its GPU in multiples of this.
+const STEP: u64 = 32 << 20;
+
+/// Node types of cuda.h.
+const CHILD: i32 = 4;
+const EMPTY: i32 = 5;
+const ALLOCATION: i32 = 10;
+const RELEASE: i32 = 11;
+
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Allocation {
+    kind: i32,
+    handle_types: i32,
+    location_kind: i32,
+    location: i32,
+    rest: [u64; 9],
+    access: u64,
+    accesses: u64,
+    bytes: u64,
+    address: u64,
+}
+
+/// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Parameters {
+    flags: u64,
+    stream: u64,
+    failed_node: u64,
+    result: i32,
+}
+
+/// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
+const UPLOAD: u64 = 2;
+
+#[derive(Debug, Clone, Copy)]
+enum Node {
+    Allocation(Allocation),
+    Release,
+    Child(u64),
+    Empty,
+}
+
+#[derive(Debug, Clone)]
+struct Executable {
+    /// Bytes of each device.
+    needs: BTreeMap<usize, u64>,
+    /// Whether the pools hold them for it.
+    placed: bool,
+}
+
+/// A device's graph pool.
+#[derive(Debug, Clone, Copy, Default)]
+struct Pool {
+    reserved: u64,
+    high: u64,
+}
+
+/// All graphs of this image, by handle.
+#[derive(Debug, Default)]
+pub(crate) struct Graphs {
+    graphs: BTreeMap<u64, Vec<u64>>,
+    nodes: BTreeMap<u64, Node>,
+    executables: BTreeMap<u64, Executable>,
+    pools: BTreeMap<usize, Pool>,
+    made: u64,
+}
+
+impl Graphs {
+    fn handle(&mut self) -> u64 {
+        self.made += 1;
+        0x51b7_0000_0000 + self.made * 0x100
+    }
+
+    fn add(&mut self, graph: u64, node: Node) -> Result<u64, Code> {
+        let handle = self.handle();
+        self.graphs
+            .get_mut(&graph)
+            .ok_or(Code::INVALID_VALUE)?
+            .push(handle);
+        self.nodes.insert(handle, node);
+        Ok(handle)
+    }
+
+    fn needs(&self, graph: u64, needs: &mut BTreeMap<usize, u64>) -> Answer {
+        for node in self.graphs.get(&graph).ok_or(Code::INVALID_VALUE)? {
+            match self.nodes.get(node) {
+                Some(Node::Allocation(wanted)) => {
+                    *needs.entry(wanted.location as usize).or_default() += rounded(wanted.bytes)?;
+                }
+                Some(Node::Child(child)) => self.needs(*child, needs)?,
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Process {
+    fn instantiate(&self, graph: u64) -> Result<u64, Code> {
+        let mut graphs = lock(&self.graphs);
+        let mut needs = BTreeMap::new();
+        graphs.needs(graph, &mut needs)?;
+        let handle = graphs.handle();
+        let placed = needs.is_empty();
+        graphs
+            .executables
+            .insert(handle, Executable { needs, placed });
+        Ok(handle)
+    }
+
+    /// What an upload and a launch do.
+    fn place(&self, executable: u64) -> Answer {
+        let mut graphs = lock(&self.graphs);
+        let found = graphs.executables.get(&executable).cloned();
+        let found = found.ok_or(Code::INVALID_VALUE)?;
+        if found.placed {
+            return Ok(());
+        }
+        for (device, bytes) in found.needs {
+            let growth = bytes.next_multiple_of(STEP);
+            let unit = self.devices[device].unit;
+            self.image.charge(unit, Charge::Memory, growth)?;
+            let pool = graphs.pools.entry(device).or_default();
+            pool.reserved += growth;
+            pool.high = pool.high.max(pool.reserved);
+        }
+        if let Some(found) = graphs.executables.get_mut(&executable) {
+            found.placed = true;
+        }
+        Ok(())
+    }
+
+    /// Gives a device's graph memory back; graphs take it again when they are launched.
+    pub(crate) fn trim_graphs(&self, device: usize) {
+        let mut graphs = lock(&self.graphs);
+        let reserved = graphs
+            .pools
+            .get_mut(&device)
+            .map_or(0, |pool| std::mem::take(&mut pool.reserved));
+        // Collected means: given back already.
+        let _ = self
+            .image
+            .release(self.devices[device].unit, Charge::Memory, reserved);
+        for executable in graphs.executables.values_mut() {
+            executable.placed &= !executable.needs.contains_key(&device);
+        }
+    }
+}
+
+fn add(out: &Out<u64>, graph: u64, node: Node) -> Answer {
+    let handle = lock(&healthy()?.graphs).add(graph, node)?;
+    out.set(handle)
+}
+
+fn node(handle: u64) -> Result<Node, Code> {
+    let found = lock(&healthy()?.graphs).nodes.get(&handle).copied();
+    found.ok_or(Code::INVALID_VALUE)
+}
+
+exports! {
+    fn cuGraphCreate(out: Out<u64>, _flags: u32) = {
+        let mut graphs = lock(&healthy()?.graphs);
+        let handle = graphs.handle();
+        graphs.graphs.insert(handle, Vec::new());
+        out.set(handle)
+    };
+    fn cuGraphDestroy(graph: u64) = {
+        let gone = lock(&healthy()?.graphs).graphs.remove(&graph);
+        gone.map(|_| ()).ok_or(Code::INVALID_VALUE)
+    };
+    fn cuGraphAddEmptyNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64) = add(&out, graph, Node::Empty);
+    fn cuGraphAddMemAllocNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, wanted: Out<Allocation>) = {
+        let (process, mut found) = (healthy()?, wanted.get()?);
+        // Pinned memory on a device: the only kind there is here.
+        if (found.kind, found.location_kind) != (1, 1) || found.bytes == 0 {
+            return Err(Code::INVALID_VALUE);
+        }
+        process.device(found.location)?;
+        // Nobody reaches it: a launch allocates and frees at once.
+        found.address = 0x7600_0000_0000;
+        wanted.set(found)?;
+        add(&out, graph, Node::Allocation(found))
+    };
+    fn cuGraphAddMemFreeNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, _address: u64) = {
+        add(&out, graph, Node::Release)
+    };
+    fn cuGraphAddChildGraphNode(out: Out<u64>, graph: u64, _before: In<u64>, _count: u64, child: u64) = {
+        add(&out, graph, Node::Child(child))
+    };
+    fn cuGraphGetNodes(graph: u64, out: Out<u64>, count: Out<u64>) = {
+        let found = lock(&healthy()?.graphs).graphs.get(&graph).cloned();
+        let found = found.ok_or(Code::INVALID_VALUE)?;
+        if !out.is_null() {
+            out.set_all(found.iter().copied().take(count.get()? as usize))?;
+        }
+        count.set(found.len() as u64)
+    };
+    fn cuGraphNodeGetType(handle: u64, out: Out<i32>) = {
+        out.set(match node(handle)? {
+            Node::Allocation(_) => ALLOCATION,
+            Node::Release => RELEASE,
+            Node::Child(_) => CHILD,
+            Node::Empty => EMPTY,
+        })
+    };
+    fn cuGraphMemAllocNodeGetParams(handle: u64, out: Out<Allocation>) = match node(handle)? {
+        Node::Allocation(found) => out.set(found),
+        _ => Err(Code::INVALID_VALUE),
+    };
+    fn cuGraphChildGraphNodeGetGraph(handle: u64, out: Out<u64>) = match node(handle)? {
+        Node::Child(child) => out.set(child),
+        _ => Err(Code::INVALID_VALUE),
+    };
+    fn cuGraphInstantiateWithFlags(out: Out<u64>, graph: u64, _flags: u64) = {
+        out.set(healthy()?.instantiate(graph)?)
+    };
+    fn cuGraphInstantiateWithParams(out: Out<u64>, graph: u64, parameters: In<Parameters>) = {
+        let (process, parameters) = (healthy()?, parameters.get()?);
+        let handle = process.instantiate(graph)?;
+        if parameters.flags & UPLOAD != 0 {
+            process.place(handle)?;
+        }
+        out.set(handle)
+    };
+    fn cuGraphExecDestroy(executable: u64) = {
+        let gone = lock(&healthy()?.graphs).executables.remove(&executable);
+        gone.map(|_| ()).ok_or(Code::INVALID_VALUE)
+    };
+    fn cuGraphUpload(executable: u64, stream: u64) = {
+        let current = current()?;
+        current.check_stream(stream)?;
+        current.process.place(executable)
+    };
+    fn cuGraphLaunch(executable: u64, stream: u64) = {
+        let current = current()?;
+        current.check_stream(stream)?;
+        current.process.place(executable)
+    };
+    fn cuDeviceGetGraphMemAttribute(device: i32, attribute: i32, value: Out<u64>) = {
+        let process = healthy()?;
+        let device = process.device(device)?;
+        let pool = lock(&process.graphs).pools.get(&device).copied().unwrap_or_default();
+        match attribute {
+            0 | 1 => value.set(0),
+            2 => value.set(pool.reserved),
+            3 => value.set(pool.high),
+            _ => Err(Code::INVALID_VALUE),
+        }
+    };
+    fn cuDeviceGraphMemTrim(device: i32) = {
+        let process = healthy()?;
+        process.trim_graphs(process.device(device)?);
+        Ok(())
+    };
+}
