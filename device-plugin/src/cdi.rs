@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::driver::{Driver, DriverFile, LIBCUDA};
+use crate::driver::{Driver, DriverFile, LIBCUDA, SMI};
 use crate::shim_files::{PRELOAD_FILE, SHIMS};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, TokenSet};
 
@@ -46,6 +46,9 @@ pub const CONTAINER_DEFAULT_DIRS: &[&str] = &[
     "/usr/lib64",
     "/usr/lib",
 ];
+
+/// Where programs look for NVIDIA's tool.
+const TOOLS_DIR: &str = "/usr/bin";
 
 /// The loader's own list of libraries that every program gets.
 const PRELOAD: &str = "/etc/ld.so.preload";
@@ -165,6 +168,12 @@ fn mounts(node: &Node, binding: &Binding) -> Vec<Mount> {
         for file in node.driver.files().filter(|file| !has_shim(file)) {
             mounts.push(Mount::read_only(&file.host_path, dir.join(&file.soname)));
         }
+    }
+    if let Some(smi) = &node.driver.smi {
+        mounts.push(Mount::read_only(
+            &smi.host_path,
+            Path::new(TOOLS_DIR).join(SMI),
+        ));
     }
     mounts.extend(node.extra_mounts.iter().map(Mount::of));
     mounts

@@ -74,6 +74,9 @@ const VERSIONED_HELPERS: &[&str] = &[
     "libnvidia-pkcs11-openssl3.so",
 ];
 
+/// NVIDIA's tool that shows a device, in the `bin` beside the libraries' folder.
+pub const SMI: &str = "nvidia-smi";
+
 /// Device nodes that every GPU container needs, whatever its GPUs.
 const CONTROL_NODES: &[&str] = &["nvidiactl", "nvidia-uvm"];
 
@@ -89,6 +92,8 @@ pub struct Driver {
     pub libnvml: DriverFile,
     /// Libraries that the driver loads by name.
     pub helpers: Vec<DriverFile>,
+    /// [`SMI`], where the driver came with it.
+    pub smi: Option<DriverFile>,
     /// The driver's version (`580.95.05`), where the library's file name carries it.
     pub version: Option<String>,
     /// Names of the device nodes that every GPU container gets, below `dev_root`.
@@ -97,7 +102,7 @@ pub struct Driver {
     pub dev_root: PathBuf,
 }
 
-/// One library of the driver.
+/// One file of the driver.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DriverFile {
     /// The name by which programs ask for it.
@@ -187,13 +192,14 @@ impl Driver {
             libnvml: search.beside(dir, &libcuda, LIBNVML)?.ok_or_else(missing)?,
             libcuda,
             helpers,
+            smi: search.file(tools_dir(dir), SMI)?,
             version,
             control_nodes,
             dev_root,
         })
     }
 
-    /// Every file, the driver API library first.
+    /// Every library, the driver API library first.
     pub fn files(&self) -> impl Iterator<Item = &DriverFile> {
         [&self.libcuda, &self.libnvml]
             .into_iter()
@@ -224,6 +230,15 @@ fn exists(path: &Path) -> Result<bool, DriverError> {
         path: path.to_owned(),
         source,
     })
+}
+
+/// The folder of programs beside that of libraries: `usr/bin` for `usr/lib64`, and for `usr/lib/<arch>-linux-gnu`.
+fn tools_dir(dir: &str) -> PathBuf {
+    let above = Path::new(dir).iter();
+    let above: PathBuf = above
+        .take_while(|part| !part.as_encoded_bytes().starts_with(b"lib"))
+        .collect();
+    above.join("bin")
 }
 
 /// `580.95.05` of `libcuda.so.580.95.05`.

@@ -1,5 +1,5 @@
 use super::*;
-use crate::driver::{DriverFile, LIBNVML};
+use crate::driver::{LIBNVML, SMI};
 
 fn file(soname: &str) -> DriverFile {
     DriverFile {
@@ -15,6 +15,7 @@ fn node() -> Node {
             libcuda: file(LIBCUDA),
             libnvml: file(LIBNVML),
             helpers: vec![file("libnvidia-ptxjitcompiler.so.1")],
+            smi: Some(file(SMI)),
             version: None,
             control_nodes: vec!["nvidiactl".to_owned(), "nvidia-uvm".to_owned()],
             dev_root: "/host/dev".into(),
@@ -98,10 +99,22 @@ fn the_shim_stands_wherever_a_loader_looks_for_the_driver() {
 }
 
 #[test]
+fn nvidia_smi_stands_where_programs_look_for_it() {
+    assert_eq!(
+        source_of("/usr/bin/nvidia-smi"),
+        Some("/usr/lib64/nvidia-smi".into())
+    );
+}
+
+#[test]
 fn the_real_driver_hides_under_names_that_ldconfig_passes_over() {
     assert_eq!(
         source_of("/opt/bursar/drv/cuda.so.1"),
         Some("/usr/lib64/libcuda.so.1".into())
+    );
+    assert_eq!(
+        source_of("/opt/bursar/drv/nvidia-ml.so.1"),
+        Some("/usr/lib64/libnvidia-ml.so.1".into())
     );
     for mount in edits().mounts {
         if mount.container_path.starts_with(CONTAINER_DRIVER_DIR) {

@@ -226,6 +226,30 @@ fn bottlerocket_has_the_driver_in_its_sys_root_before_and_since_driver_580() {
 }
 
 #[test]
+fn nvidia_smi_is_taken_from_beside_the_libraries_and_its_absence_is_no_error() {
+    for (libraries, tools) in [
+        ("usr/lib64", "usr/bin"),
+        ("run/nvidia/driver/usr/lib64", "run/nvidia/driver/usr/bin"),
+        (
+            "home/kubernetes/bin/nvidia/lib64",
+            "home/kubernetes/bin/nvidia/bin",
+        ),
+        ("usr/lib/nvidia/tesla", "usr/bin"),
+        ("usr/local/nvidia/lib64", "usr/local/nvidia/bin"),
+    ] {
+        let host = Host::new().driver_in(libraries).nodes();
+        assert_eq!(host.find().unwrap().smi, None, "{libraries}");
+        let smi = host
+            .file(&format!("{tools}/nvidia-smi"))
+            .find()
+            .unwrap()
+            .smi;
+        let at = Path::new("/host").join(tools).join("nvidia-smi");
+        assert_eq!(smi.map(|smi| smi.host_path), Some(at), "{libraries}");
+    }
+}
+
+#[test]
 fn an_absolute_link_leads_below_the_root_and_not_to_the_agents_own_files() {
     let host = Host::new()
         .file("opt/driver/libcuda.so.1")

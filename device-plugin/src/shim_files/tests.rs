@@ -58,6 +58,7 @@ impl Machine {
             libcuda: file(LIBCUDA, "driver.so"),
             libnvml: file(LIBNVML, "nvml.so"),
             helpers: vec![],
+            smi: None,
             version: None,
             control_nodes: vec![],
             dev_root: "/dev".into(),

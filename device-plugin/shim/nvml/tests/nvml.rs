@@ -147,6 +147,22 @@ fn processes_of_one_container_see_each_other() {
 }
 
 #[test]
+fn in_a_container_of_a_mig_instance_the_gpu_around_it_tells_nothing() {
+    let node = Node::with_quota_of_an_instance(2 * GIB);
+    let mut program = node.program(0);
+    program.ok("init");
+    let no_permission = "err 4";
+    assert_eq!(program.call("memory"), no_permission);
+    assert_eq!(program.call("list Compute 3 9"), "err 4 9");
+    program.ok("instance");
+    assert_eq!(program.ok("memory"), [2 * GIB, 2 * GIB, 0]);
+    program.ok("start");
+    program.ok(format!("alloc {}", 100 * MIB));
+    let used = program.fresh("memory")[2];
+    assert_eq!(program.ok("list Compute 3 9"), [1, 1, used]);
+}
+
+#[test]
 fn a_resized_quota_is_shown_and_never_less_than_nothing_is_free() {
     let node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program(0);

@@ -5,6 +5,7 @@
 //! alloc BYTES         -> ok POINTER | err CODE       (CUDA)
 //! info                -> ok TOTAL FREE | err CODE    (CUDA)
 //! init                -> ok | err CODE               (NVML)
+//! instance            -> ok | err CODE               (from here on the device is its first MIG instance)
 //! memory              -> ok TOTAL FREE USED | err CODE
 //! memory2 VERSION     -> ok TOTAL FREE USED RESERVED | err CODE
 //! list KIND VERSION ROOM -> ok COUNT [PID BYTES]... | err CODE COUNT
@@ -70,6 +71,8 @@ fn start_cuda(cuda: &Library) {
 struct Nvml<'a> {
     library: &'a Library,
     device: u64,
+    /// The GPU instance and compute instance of its processes.
+    instances: [u32; 2],
 }
 
 #[repr(C)]
@@ -209,12 +212,9 @@ impl Nvml<'_> {
             };
             let mut places = vec![place; room];
             self.fill(&name, &mut places, |place| {
-                let instances = if place.process.pid == UNTOUCHED {
-                    0
-                } else {
-                    u32::MAX
-                };
-                assert_eq!(place.instances, [instances; 2], "no MIG here");
+                let untouched = place.process.pid == UNTOUCHED;
+                let expected = if untouched { [0; 2] } else { self.instances };
+                assert_eq!(place.instances, expected);
                 place.process
             })
         }
@@ -327,6 +327,19 @@ fn run(cuda: &Library, nvml: &mut Nvml<'_>, line: &str) -> String {
             let code = call!(nvml.library, c"nvmlDeviceGetHandleByIndex_v2", (0 => u32, &raw mut nvml.device => *mut u64));
             answer(code, String::new())
         }
+        "instance" => {
+            let (mut instance, mut number) = (0_u64, 0_u32);
+            let code = call!(nvml.library, c"nvmlDeviceGetMigDeviceHandleByIndex", (
+                nvml.device => u64, 0 => u32, &raw mut instance => *mut u64
+            ));
+            if code != 0 {
+                return format!("err {code}");
+            }
+            nvml.device = instance;
+            let code = call!(nvml.library, c"nvmlDeviceGetGpuInstanceId", (instance => u64, &raw mut number => *mut u32));
+            nvml.instances = [number, 0];
+            answer(code, String::new())
+        }
         "memory" => nvml.memory(),
         "memory2" => nvml.memory_2(number(1) as u32),
         "list" => nvml.list(words[1], number(2) as u32, number(3) as usize),
@@ -407,6 +420,7 @@ fn main() {
     let mut nvml = Nvml {
         library: &library,
         device: 0,
+        instances: [u32::MAX; 2],
     };
     println!("ready");
     for line in std::io::stdin().lock().lines().map_while(Result::ok) {

@@ -20,6 +20,7 @@ use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sim_state::{Folder, Sim};
 
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
+pub const INSTANCE: &str = "MIG-5e000000-0000-0000-0000-000000000002";
 pub const MIB: u64 = 1 << 20;
 
 /// A little longer than the shim shows what it knows.
@@ -103,11 +104,23 @@ pub enum Pids {
 }
 
 impl Node {
+    /// Containers with so much of the GPU each.
     pub fn with_quotas(quotas: &[u64]) -> Node {
+        Node::new(GPU, "", quotas)
+    }
+
+    /// The GPU is in MIG mode, with one instance; a container has so much of that.
+    pub fn with_quota_of_an_instance(quota: u64) -> Node {
+        let instance =
+            format!("[[gpu.mig]]\nprofile = \"1g.8gb\"\nuuid = \"{INSTANCE}\"\nmemory = \"8Gi\"\n");
+        Node::new(INSTANCE, &instance, &[quota])
+    }
+
+    fn new(device: &str, instances: &str, quotas: &[u64]) -> Node {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("sim.toml");
         let gpu = format!(
-            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"16Gi\"\nminor = 0\n"
+            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"16Gi\"\nminor = 0\n{instances}"
         );
         std::fs::write(&config, gpu).unwrap();
         Folder::at(folder.path().join("sim"))
@@ -118,7 +131,7 @@ impl Node {
             pod: format!("8b2e3f0a-1f5c-4c41-9d53-{number:012}")
                 .parse()
                 .unwrap(),
-            gpus: vec![(GPU.parse().unwrap(), Bytes(*quota))],
+            gpus: vec![(device.parse().unwrap(), Bytes(*quota))],
             managed: Bytes::ZERO,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()
