@@ -1,9 +1,10 @@
 //! Memory nodes of graphs: charged by what each device's graph pool has reserved.
 //!
-//! Measured on an H200: making a graph executable takes nothing; its upload or first launch takes the
-//! sum of its allocations in steps of 32 MiB, and the pool keeps them, past the graph's end too, until it
-//! is trimmed. So an executable graph with memory nodes is noted with its sum. Before it may take memory
-//! the sum is charged, after it the pool is settled. A launch since the last trim takes nothing new.
+//! Measured on an H200: making a graph executable takes nothing; its upload or first launch takes its
+//! allocations in steps of 32 MiB (one of 40 MiB takes 64, two take 128, small ones share a step), and
+//! the pool keeps them, past the graph's end too, until it is trimmed. So an executable graph with memory
+//! nodes is noted with its needs. Before it may take memory they are charged, after it the pool is
+//! settled. A launch since the last trim takes nothing new.
 //!
 //! A process without such graphs pays one load a launch.
 
@@ -25,8 +26,39 @@ const STEP: u64 = 32 << 20;
 /// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
 const RESERVED: c_int = 2;
 
-/// What an executable graph's memory nodes allocate, by device.
-pub(crate) type Needs = BTreeMap<c_int, u64>;
+/// What an executable graph's memory nodes take at most, by device.
+pub(crate) type Needs = BTreeMap<c_int, Need>;
+
+/// What allocations take at most: those that no other fits beside, in steps, and the sum of others.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Need {
+    large: u64,
+    small: u64,
+}
+
+impl Need {
+    /// With one more allocation.
+    pub(crate) fn add(&mut self, bytes: u64) {
+        let (sum, part) = if bytes > STEP / 2 {
+            let steps = bytes.checked_next_multiple_of(STEP);
+            (&mut self.large, steps.unwrap_or(u64::MAX))
+        } else {
+            (&mut self.small, bytes)
+        };
+        *sum = sum.saturating_add(part);
+    }
+
+    /// Bytes, in steps. However small allocations are placed, no two steps are half empty.
+    fn bytes(self) -> Option<u64> {
+        let small = match self.small {
+            0..=STEP => self.small,
+            more => more.checked_mul(2)?,
+        };
+        small
+            .checked_next_multiple_of(STEP)?
+            .checked_add(self.large)
+    }
+}
 
 /// An executable graph with memory nodes.
 struct Executable {
@@ -96,7 +128,7 @@ pub(crate) fn placing(
     let needs = graph.needs.clone();
     if graph.placed == Some(graphs.trims) {
         let answer = call();
-        graphs.settle(&needs, Vec::new());
+        graphs.settle(needs.keys(), Vec::new());
         return answer;
     }
     let answer = graphs.charged(&needs, function, call);
@@ -140,11 +172,11 @@ impl Graphs {
         function: &str,
         call: impl FnOnce() -> CuResult,
     ) -> CuResult {
-        self.settle(needs, Vec::new());
+        self.settle(needs.keys(), Vec::new());
         let charge = || -> Result<Vec<(c_int, Pending)>, Denied> {
-            let charge = |(device, bytes): (&c_int, &u64)| {
-                let step = bytes.checked_next_multiple_of(STEP).ok_or(Denied)?;
-                let pending = ledger::charge(Kind::Device(*device), step, function)?;
+            let charge = |(device, need): (&c_int, &Need)| {
+                let bytes = need.bytes().ok_or(Denied)?;
+                let pending = ledger::charge(Kind::Device(*device), bytes, function)?;
                 Ok((*device, pending))
             };
             needs.iter().map(charge).collect()
@@ -157,13 +189,17 @@ impl Graphs {
             return codes::OUT_OF_MEMORY;
         };
         let answer = call();
-        self.settle(needs, charged);
+        self.settle(needs.keys(), charged);
         answer
     }
 
     /// Makes what the devices' pools are charged what they have reserved, using up `charged`.
-    fn settle(&mut self, needs: &Needs, mut charged: Vec<(c_int, Pending)>) {
-        for device in needs.keys() {
+    fn settle<'a>(
+        &mut self,
+        devices: impl IntoIterator<Item = &'a c_int>,
+        mut charged: Vec<(c_int, Pending)>,
+    ) {
+        for device in devices {
             let Some(reserved) = reserved(*device) else {
                 // Not known: what was charged stays.
                 continue;
@@ -215,7 +251,7 @@ impl Graphs {
     /// Every graph may have to take its memory again.
     fn trimmed(&mut self) {
         self.trims += 1;
-        let devices = self.pools.keys().map(|device| (*device, 0)).collect();
+        let devices: Vec<c_int> = self.pools.keys().copied().collect();
         self.settle(&devices, Vec::new());
     }
 
@@ -241,4 +277,34 @@ fn reserved(device: c_int) -> Option<u64> {
         device => c_int, RESERVED => c_int, &raw mut bytes => *mut u64,
     ));
     (code == codes::SUCCESS).then_some(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: u64 = 1 << 20;
+
+    fn need(allocations: &[u64]) -> Option<u64> {
+        let mut need = Need::default();
+        allocations.iter().for_each(|bytes| need.add(*bytes));
+        need.bytes()
+    }
+
+    #[test]
+    fn allocations_take_at_most_what_was_measured() {
+        assert_eq!(need(&[1]), Some(32 * MIB));
+        assert_eq!(need(&[1, 1]), Some(32 * MIB));
+        assert_eq!(need(&[40 * MIB]), Some(64 * MIB));
+        assert_eq!(need(&[40 * MIB; 2]), Some(128 * MIB));
+        assert_eq!(need(&[100 * MIB]), Some(128 * MIB));
+    }
+
+    #[test]
+    fn small_allocations_leave_no_two_steps_half_empty() {
+        // Three fit in a step: ten take four.
+        assert!(need(&[10 * MIB; 10]) >= Some(128 * MIB));
+        assert_eq!(need(&[16 * MIB; 2]), Some(32 * MIB));
+        assert_eq!(need(&[u64::MAX; 2]), Some(u64::MAX), "no quota has that");
+    }
 }

@@ -130,7 +130,7 @@ fn a_stack_is_charged_when_its_limit_is_set_and_given_back_when_it_is_lowered() 
     }
     program.ok("limit 16384");
     assert_eq!(program.call("alloc 1"), "err 2");
-    assert_eq!(program.call("limit 16400"), "err 2");
+    assert_eq!(program.call("limit 16385"), "err 2");
     assert_eq!(charged(&container), CONTEXT + STACK);
     program.ok("limit 1024");
     assert_eq!(charged(&container), CONTEXT);

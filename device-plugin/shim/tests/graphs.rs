@@ -85,7 +85,12 @@ fn graphs_in_a_graph_count_and_one_without_memory_takes_none() {
     program.ok(format!("launchgraph {plain}"));
     assert_eq!(charged(&container), 0);
     program.ok(format!("launchgraph {outer}"));
-    assert_eq!(charged(&container), 96 * MIB);
+    assert_eq!(charged(&container), 128 * MIB);
+    let small = program.ok(format!("graph {}", 10 * MIB))[0];
+    let several = program.ok(format!("graph {} {small}", 10 * MIB))[0];
+    let several = program.ok(format!("instantiate {several}"))[0];
+    program.ok(format!("launchgraph {several}"));
+    assert_eq!(charged(&container), 160 * MIB, "small ones share a step");
 }
 
 #[test]

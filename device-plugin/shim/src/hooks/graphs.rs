@@ -69,8 +69,8 @@ fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
                 ));
                 if code == codes::SUCCESS && found.location_kind == ON_DEVICE {
                     let bytes = (found.bytes as u64).checked_next_multiple_of(GRAIN);
-                    let sum = needs.entry(found.location).or_default();
-                    *sum = sum.saturating_add(bytes.unwrap_or(u64::MAX));
+                    let need = needs.entry(found.location).or_default();
+                    need.add(bytes.unwrap_or(u64::MAX));
                 }
             }
             CHILD if depth > 0 => {

@@ -23,6 +23,9 @@ use crate::state::MAX_DEVICES;
 /// Bytes of stack that a thread has in a fresh context.
 const FIRST_STACK: u64 = 1024;
 
+/// The driver rounds limits up to multiples of this.
+const GRAIN: u64 = 16;
+
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
 const MULTIPROCESSORS: c_int = 16;
 /// `CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR`.
@@ -95,6 +98,7 @@ pub(crate) fn limit(name: u64, device: c_int, bytes: u64) -> Result<(), Denied> 
     let mut known = known();
     let locals = known.locals(device);
     let context = known.context(name, device);
+    let bytes = bytes.checked_next_multiple_of(GRAIN).ok_or(Denied)?;
     let wanted = bytes.max(context.limit).max(locals);
     context.fit(wanted, "cuCtxSetLimit")
 }

@@ -2,7 +2,8 @@
 //!
 //! What the driver is asked for is a base name, a CUDA version and a kind of default stream; which form of
 //! a function that means is the driver's to say. So the driver answers first. Where it answered with a
-//! function that is exported too, its address names the form; where not, the table does ([`SUBSTITUTES`]).
+//! function that is exported too, its address names the form (driver 580 does so for every name, version
+//! and mode, and has no two names for one address); where not, the table does ([`SUBSTITUTES`]).
 //! A name that a newer driver knows and the table does not is handed out only if nothing about it looks
 //! like memory.
 #![allow(non_snake_case)]

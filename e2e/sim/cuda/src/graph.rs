@@ -1,7 +1,7 @@
 //! Graphs, as far as memory is concerned: nodes that allocate and free, and graphs in graphs.
 //!
-//! Making a graph executable takes nothing. Its upload or first launch takes the sum of its allocations in
-//! steps of 32 MiB from the device's graph pool, which keeps them until it is trimmed, past the graph's end
+//! Making a graph executable takes nothing. Its upload or first launch takes its allocations in steps of
+//! 32 MiB from the device's graph pool (small ones share steps), which keeps them until it is trimmed, past the graph's end
 //! too, as measured on an H200. (The real driver lets graphs share; here each has its own.) A launch
 //! allocates and frees at once: no other node does anything.
 
@@ -60,8 +60,8 @@ enum Node {
 
 #[derive(Debug, Clone)]
 struct Executable {
-    /// Bytes of each device.
-    needs: BTreeMap<usize, u64>,
+    /// What its large allocations take of each device, and the sum of its small ones.
+    needs: BTreeMap<usize, (u64, u64)>,
     /// Whether the pools hold them for it.
     placed: bool,
 }
@@ -99,11 +99,15 @@ impl Graphs {
         Ok(handle)
     }
 
-    fn needs(&self, graph: u64, needs: &mut BTreeMap<usize, u64>) -> Answer {
+    fn needs(&self, graph: u64, needs: &mut BTreeMap<usize, (u64, u64)>) -> Answer {
         for node in self.graphs.get(&graph).ok_or(Code::INVALID_VALUE)? {
             match self.nodes.get(node) {
                 Some(Node::Allocation(wanted)) => {
-                    *needs.entry(wanted.location as usize).or_default() += rounded(wanted.bytes)?;
+                    let (large, small) = needs.entry(wanted.location as usize).or_default();
+                    match rounded(wanted.bytes)? {
+                        bytes if bytes > STEP / 2 => *large += bytes.next_multiple_of(STEP),
+                        bytes => *small += bytes,
+                    }
                 }
                 Some(Node::Child(child)) => self.needs(*child, needs)?,
                 _ => {}
@@ -134,8 +138,8 @@ impl Process {
         if found.placed {
             return Ok(());
         }
-        for (device, bytes) in found.needs {
-            let growth = bytes.next_multiple_of(STEP);
+        for (device, (large, small)) in found.needs {
+            let growth = large + small.next_multiple_of(STEP);
             let unit = self.devices[device].unit;
             self.image.charge(unit, Charge::Memory, growth)?;
             let pool = graphs.pools.entry(device).or_default();
