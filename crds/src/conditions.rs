@@ -51,6 +51,8 @@ pub mod gpu_node {
     pub const WITHIN_TOKEN_LIMIT: &str = "WithinTokenLimit";
     /// The agent's record of bookings and bindings is whole and can be written.
     pub const CHECKPOINT_INTACT: &str = "CheckpointIntact";
+    /// What programs have of each GPU is set against the ledger every second.
+    pub const AUDITED: &str = "Audited";
 
     /// It holds.
     pub const OK: &str = "Ok";
@@ -82,6 +84,8 @@ pub mod gpu_node {
     pub const CHECKPOINT_REBUILT: &str = "CheckpointRebuilt";
     /// The checkpoint cannot be written (full disk, read-only).
     pub const CHECKPOINT_UNWRITABLE: &str = "CheckpointUnwritable";
+    /// NVML has not told for a while what programs have.
+    pub const AUDIT_STALE: &str = "AuditStale";
 }
 
 /// What a condition says of its object, before it is set against what was said before.

@@ -21,6 +21,10 @@ pub const MAX_GPUS: usize = 112;
 pub const MAX_FAULTS: usize = 16;
 /// The most waiting containers in one object, the longest waiting first.
 pub const MAX_WAITING: usize = 16;
+/// The most containers that are not held to their quota in one object.
+pub const MAX_NOT_ENFORCED: usize = 16;
+/// The most lowered quotas in one object.
+pub const MAX_QUOTAS: usize = 64;
 
 /// A node's GPUs. Named as the node; the agent owns the status, the operator the spec.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -91,6 +95,39 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = 112))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["gpu".to_owned()]))]
     pub reservations: Vec<Reservation>,
+    /// Quotas of running containers that are lowered below what they asked for; without an entry a container has
+    /// what it asked for. An entry above that changes nothing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
+    pub quotas: Vec<QuotaOrder>,
+}
+
+/// The quota of one account of a running container.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct QuotaOrder {
+    /// The pod's UID.
+    #[schemars(length(min = 1, max = 64))]
+    pub pod_uid: String,
+    /// The container's name.
+    #[schemars(length(min = 1, max = 63))]
+    pub container: String,
+    /// Which memory: `device`, spread evenly over its GPUs; one GPU's, by its UUID; or `managed`.
+    #[serde(default = "device")]
+    #[schemars(length(min = 1, max = 96))]
+    pub account: String,
+    /// What it may use.
+    pub quota: Amount,
+}
+
+/// [`QuotaOrder::account`] of device memory.
+pub const DEVICE: &str = "device";
+/// [`QuotaOrder::account`] of managed memory.
+pub const MANAGED: &str = "managed";
+
+fn device() -> String {
+    DEVICE.to_owned()
 }
 
 /// A GPU held for one pod that waits on this node.
@@ -113,7 +150,7 @@ pub struct Reservation {
 #[serde(rename_all = "camelCase", default)]
 #[schemars(transform = schema::without_defaults)]
 pub struct GpuNodeStatus {
-    /// The metadata.generation whose reservations the agent has seen.
+    /// The metadata.generation whose quotas the agent has seen.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub observed_generation: Option<i64>,
     /// The boot that the rest belongs to (`/proc/sys/kernel/random/boot_id`).
@@ -138,11 +175,20 @@ pub struct GpuNodeStatus {
     /// Containers that wait for room on one GPU, the longest waiting first; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
     pub waiting: Vec<Waiting>,
+    /// How many containers are not held to their quota.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub not_enforced_count: i32,
+    /// Containers that are not held to their quota, and why; at most 16.
+    #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "atomic"))]
+    pub not_enforced: Vec<NotEnforced>,
+    /// What became of `spec.quotas`.
+    #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
+    pub quotas: Vec<QuotaStatus>,
     /// Faults that nobody has dealt with, the oldest first; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
     /// What the agent says of the node: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
-    /// CheckpointIntact.
+    /// CheckpointIntact, Audited.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }
@@ -246,6 +292,62 @@ pub struct Waiting {
     /// Since when.
     #[schemars(schema_with = "schema::time")]
     pub since: Time,
+}
+
+/// A container that is not held to its quota.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NotEnforced {
+    /// The pod's UID.
+    pub pod_uid: String,
+    /// The pod's namespace.
+    pub namespace: String,
+    /// The pod's name.
+    pub pod: String,
+    /// The container's name.
+    pub container: String,
+    /// Why, in one word: `Privileged`, `MountMissing`, `MountedOver`, `ForeignDriver`, `DriverWithoutShim`,
+    /// `OtherGpus`.
+    #[schemars(length(min = 1, max = 64))]
+    pub reason: String,
+    /// Why, for people.
+    #[schemars(length(max = 512))]
+    pub message: String,
+}
+
+/// What became of an order in `spec.quotas`.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct QuotaStatus {
+    /// The pod's UID, as ordered.
+    pub pod_uid: String,
+    /// The container's name, as ordered.
+    pub container: String,
+    /// Which memory, as ordered.
+    pub account: String,
+    /// What became of it.
+    pub state: QuotaState,
+    /// The quota that is in force, at most what the container asked for. Absent where there is no such container.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quota: Option<Amount>,
+    /// What is used, while that is above the quota.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub used: Option<Amount>,
+}
+
+/// What became of an ordered quota.
+#[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum QuotaState {
+    /// It is in force, and no more than it is used.
+    Applied,
+    /// It is in force, and more than it is used: nothing more is granted until frees have caught up.
+    Pending,
+    /// No such container has memory of that kind here.
+    NotFound,
+}
+
+fn is_zero(count: &i32) -> bool {
+    *count == 0
 }
 
 /// A fault of a context or a GPU that nobody has dealt with.

@@ -13,6 +13,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
+use crate::audit::Auditor;
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
 use crate::http::{self, Pulse, Sources};
@@ -30,8 +31,9 @@ use crate::node::generations::Generations;
 use crate::node::host::{HostError, OsHost, find_driver};
 use crate::node::identity::Identities;
 use crate::pods::Pods;
+use crate::resize::{self, Ordered};
 use crate::sessions::{Cgroups, Sessions};
-use crate::status::Events;
+use crate::status::{Events, orders};
 use crate::units::Resource;
 use reporter::Reporter;
 
@@ -119,8 +121,8 @@ pub async fn run(
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
     let identities = identities(&config, client.clone());
-    let sessions = sessions(&config, nvml);
-    let core = recovered(&config, &identities, sessions, metrics.clone()).await?;
+    let sessions = sessions(&config, nvml.clone());
+    let core = recovered(&config, &identities, sessions.clone(), metrics.clone()).await?;
     let voice = Voice {
         events: events.clone(),
         metrics: metrics.clone(),
@@ -140,12 +142,27 @@ pub async fn run(
         stop: stop.clone(),
     };
     parts.start("node", actor.run());
+    let (auditor, audited) = Auditor::new(
+        &config,
+        nvml,
+        sessions.clone(),
+        snapshots.clone(),
+        events.clone(),
+        metrics.clone(),
+    );
+    parts.start("audit", auditor.run(config.clone(), stop.clone()));
+    let (orders, told) = watch::channel(None);
+    let (acknowledge, ordered) = watch::channel(Ordered::default());
+    let resize = resize::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
+    parts.start("resize", resize);
     let registration = parts.register(&config, allocator, offers, &metrics);
     let reporter = Reporter {
         config: config.resources,
         boot: clock::boot_id(),
         snapshots,
         registration,
+        audited,
+        ordered,
         node: node.clone(),
         client: client.clone(),
         events,
@@ -167,6 +184,10 @@ pub async fn run(
         parts.start(
             "events",
             outbox.run(client.clone(), node.clone(), metrics.clone(), stop.clone()),
+        );
+        parts.start(
+            "orders",
+            orders::run(client.clone(), node.clone(), orders, stop.clone()),
         );
         parts.start(
             "status",
@@ -272,7 +293,7 @@ fn identities(config: &Config, client: Option<Client>) -> Identities {
 }
 
 fn sessions(config: &Config, nvml: nvml::NvmlHandle) -> Arc<Sessions> {
-    let membership = Arc::new(Cgroups::new(PathBuf::from("/proc")));
+    let membership = Arc::new(Cgroups::new(config.paths.proc.clone()));
     let sessions = Sessions::new(config.paths.run_dir.clone(), Arc::new(nvml), membership);
     // Kept over a reboot: what a context takes is the GPU's and the driver's.
     Arc::new(sessions.charging_contexts(config.paths.state_dir.join("contexts.json")))

@@ -63,6 +63,8 @@ pub struct Config {
     pub paths: PathsConfig,
     /// How long `PreStartContainer` waits for room before it fails and the kubelet tries again.
     pub bind_wait: Duration,
+    /// How programs are audited.
+    pub audit: AuditConfig,
     /// Where metrics and health are served.
     pub http_listen: SocketAddr,
 }
@@ -113,6 +115,31 @@ pub struct PathsConfig {
     pub cgroup_root: PathBuf,
     /// The image's shim files.
     pub shim_dir: PathBuf,
+    /// The host's process file system.
+    pub proc: PathBuf,
+}
+
+/// How programs are audited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AuditConfig {
+    /// What becomes of a container that takes more than its quota, or takes memory unseen.
+    pub policy: AuditPolicy,
+    /// What a container may have above its quota before that is a finding.
+    pub tolerance: Bytes,
+    /// What each of its processes may have besides, that no quota pays for: the code that it loads, and the
+    /// device's own heaps.
+    pub process_allowance: Bytes,
+    /// In how many audits in a row a finding must stand before a process is killed for it.
+    pub kill_after: u32,
+}
+
+/// What becomes of a container that takes more than its quota, or takes memory unseen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AuditPolicy {
+    /// It is reported.
+    Report,
+    /// It is reported, and its processes that are at fault are killed.
+    Kill,
 }
 
 /// Why there is no [`Config`].
@@ -205,6 +232,7 @@ mod tests {
         );
         assert_eq!(config.bind_wait, Duration::from_secs(25));
         assert_eq!(config.http_listen.port(), 9400);
+        assert_eq!(config.audit.policy, AuditPolicy::Report);
     }
 
     #[test]
@@ -229,8 +257,14 @@ mod tests {
             cdi-dir = "/c"
             cgroup-root = "/g"
             shim-dir = "/h"
+            proc = "/p"
             [binding]
             wait = "2s 500ms"
+            [audit]
+            policy = "kill"
+            tolerance = "128Mi"
+            process-allowance = "512Mi"
+            kill-after = 5
             [http]
             listen = "[::1]:9"
             "#,
@@ -263,8 +297,15 @@ mod tests {
                 cdi_dir: "/c".into(),
                 cgroup_root: "/g".into(),
                 shim_dir: "/h".into(),
+                proc: "/p".into(),
             },
             bind_wait: Duration::from_millis(2_500),
+            audit: AuditConfig {
+                policy: AuditPolicy::Kill,
+                tolerance: Bytes::mib(128),
+                process_allowance: Bytes::mib(512),
+                kill_after: 5,
+            },
             http_listen: "[::1]:9".parse().unwrap(),
         };
         assert_eq!(config, expected);
@@ -322,6 +363,14 @@ mod tests {
             (
                 "[binding]\nwait = \"28s\"",
                 ["binding.wait", "\"28s\"", "at most 27s"],
+            ),
+            (
+                "[audit]\npolicy = \"warn\"",
+                ["audit.policy", "\"warn\"", "report, kill"],
+            ),
+            (
+                "[audit]\nkill-after = 0",
+                ["audit.kill-after", "\"0\"", "1 or more"],
             ),
             (
                 "[http]\nlisten = \"9400\"",

@@ -3,6 +3,8 @@
 //! A request's way: the kubelet asks, the ledger decides, the node carries out.
 
 pub mod agent;
+pub mod attest;
+pub mod audit;
 pub mod cdi;
 pub mod checkpoint;
 pub mod config;
@@ -14,6 +16,8 @@ pub mod ledger;
 pub mod metrics;
 pub mod node;
 pub mod pods;
+pub mod proc;
+pub mod resize;
 pub mod runtime;
 pub mod sessions;
 pub mod shim_files;

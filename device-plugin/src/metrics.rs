@@ -2,6 +2,8 @@
 //!
 //! Names, labels and units stand in `docs/metrics.md`; a test holds the two against each other.
 
+mod audited;
+
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +18,8 @@ use prometheus_client::registry::Registry;
 
 use crate::status::report::{GpuHealth, NodeReport};
 use crate::units::{Quanta, Quantum, Resource};
+
+pub use audited::ContainerFigures;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfResource {
@@ -87,6 +91,7 @@ pub struct Metrics {
     gpu_healthy: Family<OfGpu, Gauge>,
     gpu_node_writes: Family<OfResult, Counter>,
     events_dropped: Counter,
+    audited: audited::Audited,
 }
 
 /// From 50 us, an answer without a wait, to 50 s, twice the longest wait.
@@ -187,6 +192,7 @@ impl Metrics {
                 "Events not sent: too many, repeated, or refused",
                 Counter::default(),
             ),
+            audited: audited::Audited::new(r),
             registry: Arc::new(registry),
         }
     }
@@ -321,7 +327,13 @@ fn number(count: usize) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attest::Reason;
+    use crate::audit::judge::{Finding, Verdict};
+    use crate::node::core::BoundContainer;
+    use crate::node::state::{Holder, PodName};
+    use crate::sessions::{Account, AccountBooks, Books};
     use crate::status::testing::report;
+    use crate::units::Bytes;
 
     #[test]
     fn each_gpu_has_its_memory_by_state_and_goes_with_the_report() {
@@ -362,7 +374,88 @@ mod tests {
         metrics.started(BindResult::Bound, Duration::ZERO);
         metrics.registered(Resource::DeviceMemory);
         metrics.gpu_node_written(true);
+        audited(&metrics);
         metrics
+    }
+
+    /// One container that was denied something, on a GPU with a process too many.
+    fn audited(metrics: &Metrics) {
+        let gpu: crate::units::GpuUuid = "GPU-a".parse().unwrap();
+        let allocation = crate::units::AllocationId::from_bits(1);
+        let container = BoundContainer {
+            allocation,
+            pod: "pod-uid".parse().unwrap(),
+            holder: Some(Holder {
+                container: "main".into(),
+                pod: Some(PodName {
+                    namespace: "team".into(),
+                    name: "train".into(),
+                }),
+            }),
+            cgroup: None,
+        };
+        let account = AccountBooks {
+            account: Account::Gpu(gpu.clone()),
+            quota: Bytes::gib(4),
+            granted: Bytes::gib(2),
+            used: Bytes::gib(1),
+            retired: Bytes::ZERO,
+            outside: Bytes::ZERO,
+            peak: Bytes::gib(3),
+        };
+        let books = Books {
+            allocation,
+            pod: container.pod.clone(),
+            home: None,
+            accounts: vec![account],
+            members: Vec::new(),
+            retired: Vec::new(),
+            requests: 5,
+            denied: vec![("cuMemAlloc_v2".into(), 2)],
+        };
+        let verdict = Verdict {
+            drift: [((allocation, gpu.clone()), -7)].into(),
+            residual: [(gpu.clone(), 8)].into(),
+            intruders: [(gpu.clone(), 1)].into(),
+            ..Verdict::default()
+        };
+        let figures = ContainerFigures {
+            container: &container,
+            books: &books,
+            attested: Some(Some(Reason::MountedOver)),
+        };
+        let gpus = std::collections::BTreeSet::from([gpu.clone()]);
+        metrics.set_audit(&[figures], &verdict, &gpus, &gpus);
+        let bytes = Bytes::gib(1);
+        metrics.found(&Finding::Unaccounted { gpu, bytes });
+    }
+
+    #[test]
+    fn a_container_has_its_amounts_and_goes_with_the_audit_that_lacks_it() {
+        let metrics = Metrics::new();
+        audited(&metrics);
+        audited(&metrics);
+        let text = metrics.encode();
+        let of = r#"namespace="team",pod="train",container="main""#;
+        for line in [
+            format!(
+                r#"bursar_container_memory_bytes{{{of},account="GPU-a",amount="peak"}} 3221225472"#
+            ),
+            format!(r#"bursar_container_drift_bytes{{{of},account="GPU-a"}} -7"#),
+            format!(r#"bursar_container_denied_total{{{of},function="cuMemAlloc_v2"}} 2"#),
+            format!(r#"bursar_container_credit_requests_total{{{of}}} 5"#),
+            format!(r#"bursar_container_enforced{{{of},reason="MountedOver"}} 0"#),
+            r#"bursar_gpu_audit_stale{gpu="GPU-a"} 1"#.to_owned(),
+            r#"bursar_agent_findings_total{finding="unaccounted"} 2"#.to_owned(),
+        ] {
+            assert!(
+                text.lines().any(|shown| shown == line),
+                "{line} is missing in {text}"
+            );
+        }
+        let none = std::collections::BTreeSet::new();
+        metrics.set_audit(&[], &Verdict::default(), &none, &none);
+        assert!(!metrics.encode().contains("team"));
     }
 
     #[test]

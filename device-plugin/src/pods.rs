@@ -71,6 +71,11 @@ impl Pods {
         ended.map(|(pod, _)| pod).collect()
     }
 
+    /// The cgroup of a pod that is followed.
+    pub fn folder(&self, pod: &PodUid) -> Option<&Path> {
+        self.alive.get(pod).map(PathBuf::as_path)
+    }
+
     fn find(&mut self, pod: &PodUid) -> PodCgroup {
         if let Some(path) = self.trees.iter().find_map(|tree| in_tree(tree, pod)) {
             return PodCgroup::At(path);
@@ -149,6 +154,33 @@ fn name(folder: &Path) -> &str {
         .unwrap_or_default()
 }
 
+/// How deep in a container's cgroup its processes are looked for: a container may make cgroups of its own.
+const CONTAINER_DEPTH: usize = 8;
+/// The most cgroups of one container that are looked into.
+const MOST_CGROUPS: usize = 1_000;
+
+/// The cgroups of a pod's containers, its sandbox's among them.
+pub fn container_folders(pod: &Path) -> Vec<PathBuf> {
+    subfolders(pod)
+}
+
+/// The processes of a container, those in cgroups of its own included; a cgroup that ended has none.
+pub fn processes_in(container: &Path) -> Vec<u32> {
+    let (mut pids, mut level, mut seen) = (Vec::new(), vec![container.to_owned()], 0);
+    for _ in 0..CONTAINER_DEPTH {
+        for folder in &level {
+            let text = std::fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
+            pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
+        }
+        seen += level.len();
+        if seen > MOST_CGROUPS {
+            break;
+        }
+        level = level.iter().flat_map(|folder| subfolders(folder)).collect();
+    }
+    pids
+}
+
 /// Folders that cannot be listed have none: cgroups come and go while they are walked.
 fn subfolders(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -211,6 +243,22 @@ mod tests {
             pods.follow(&UID.parse().unwrap()),
             PodCgroup::At(_)
         ));
+    }
+
+    #[test]
+    fn a_containers_processes_are_found_in_the_cgroups_that_it_made_itself_too() {
+        let folder = format!("kubepods/pod{UID}");
+        let (root, _) = host(&[
+            &format!("{folder}/c0ffee/inner"),
+            &format!("{folder}/pause"),
+        ]);
+        let pod = root.path().join(folder);
+        std::fs::write(pod.join("c0ffee/cgroup.procs"), "12\n7\n").unwrap();
+        std::fs::write(pod.join("c0ffee/inner/cgroup.procs"), "8\n").unwrap();
+        let containers = container_folders(&pod);
+        assert_eq!(containers, [pod.join("c0ffee"), pod.join("pause")]);
+        assert_eq!(processes_in(&containers[0]), [12, 7, 8]);
+        assert_eq!(processes_in(&containers[1]), [0_u32; 0]);
     }
 
     #[test]

@@ -14,6 +14,7 @@
 //! the agent.
 
 mod allocation;
+mod books;
 mod charges;
 mod container;
 mod contexts;
@@ -38,6 +39,7 @@ use container::Container;
 use contexts::ContextSizes;
 use seats::Seats;
 
+pub use books::{AccountBooks, Books, MemberBooks};
 pub use charges::{Charges, DriverCharges};
 pub use credit::Credit;
 pub use peer::{Cgroups, Membership, Process};
@@ -255,8 +257,8 @@ impl Sessions {
         Ok(())
     }
 
-    /// Sets an account's quota while the container runs. Below what is granted nothing is taken
-    /// away; nothing more is granted until frees have caught up.
+    /// Sets what an account is given at birth, which may become known while the container runs. Of what is used
+    /// above it nothing is taken away; nothing more is granted until frees have caught up.
     ///
     /// # Errors
     /// [`SessionsError::Unknown`].
@@ -266,11 +268,62 @@ impl Sessions {
         account: &Account,
         quota: Bytes,
     ) -> Result<(), SessionsError> {
+        self.with(allocation, |container| container.resize(account, quota))
+    }
+
+    /// Lowers an account of a running container below what it was given at birth; none lifts that again. It
+    /// outlives the agent. What is used above it stays; see [`Sessions::reclaim`].
+    ///
+    /// # Errors
+    /// [`SessionsError::Unknown`].
+    pub fn order(
+        &self,
+        allocation: &AllocationId,
+        account: &Account,
+        bytes: Option<Bytes>,
+    ) -> Result<(), SessionsError> {
+        self.with(allocation, |container| container.order(account, bytes))
+    }
+
+    /// Takes credit that lies idle above a quota that was made smaller.
+    pub fn reclaim(&self) {
+        for running in lock(&self.running).values() {
+            lock(&running.container).reclaim();
+        }
+    }
+
+    /// Charges what processes without a session have of an account of a container, by pid; it replaces what was
+    /// told before. An allocation that has ended is nobody's.
+    pub fn set_outside(
+        &self,
+        allocation: &AllocationId,
+        account: &Account,
+        charged: BTreeMap<u32, Bytes>,
+    ) {
+        let _ = self.with(allocation, |container| {
+            container.set_outside(account, charged)
+        });
+    }
+
+    /// The books of every allocation that is served.
+    pub fn books(&self) -> Vec<Books> {
+        let running = lock(&self.running);
+        running
+            .values()
+            .map(|running| lock(&running.container).books())
+            .collect()
+    }
+
+    fn with(
+        &self,
+        allocation: &AllocationId,
+        act: impl FnOnce(&mut Container),
+    ) -> Result<(), SessionsError> {
         let running = lock(&self.running);
         let running = running
             .get(allocation)
             .ok_or(SessionsError::Unknown(*allocation))?;
-        lock(&running.container).resize(account, quota);
+        act(&mut lock(&running.container));
         Ok(())
     }
 

@@ -9,12 +9,14 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
+use crate::audit::Audited;
 use crate::config::ResourcesConfig;
 use crate::http::Verdict;
 use crate::kubelet::lifecycle::Registration;
 use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
 use crate::node::report::{Around, events, report};
+use crate::resize::Ordered;
 use crate::runtime;
 use crate::status::{Events, NodeReport};
 
@@ -29,6 +31,8 @@ pub(super) struct Reporter {
     pub(super) boot: String,
     pub(super) snapshots: watch::Receiver<Snapshot>,
     pub(super) registration: watch::Receiver<Registration>,
+    pub(super) audited: watch::Receiver<Audited>,
+    pub(super) ordered: watch::Receiver<Ordered>,
     pub(super) node: String,
     pub(super) client: Option<Client>,
     pub(super) events: Events,
@@ -76,6 +80,8 @@ impl Reporter {
                     break;
                 },
                 Ok(()) = self.registration.changed() => drop(self.registration.borrow_and_update()),
+                Ok(()) = self.audited.changed() => drop(self.audited.borrow_and_update()),
+                Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 (answer, again) = &mut ask => {
                     runtime = answer;
                     ask = Box::pin(self.runtime(again));
@@ -92,6 +98,8 @@ impl Reporter {
             boot: self.boot.clone(),
             registration: self.registration.borrow().clone(),
             runtime,
+            audited: self.audited.borrow().clone(),
+            ordered: self.ordered.borrow().clone(),
         }
     }
 

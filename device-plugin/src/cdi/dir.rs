@@ -3,7 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
-use super::{Binding, Node, Spec, spec};
+use super::{Binding, ContainerEdits, Node, Spec, spec};
 use crate::units::AllocationId;
 
 const PREFIX: &str = "bursar.dev-gpu-";
@@ -96,6 +96,13 @@ impl CdiDir {
             let _ = std::fs::remove_file(&temporary);
             CdiError::Write { path, source }
         })
+    }
+
+    /// What the file of `allocation` does to its container; none where it is not there or not ours.
+    pub fn edits(&self, allocation: &AllocationId) -> Option<ContainerEdits> {
+        let text = std::fs::read(self.file(allocation)).ok()?;
+        let spec: Spec = serde_json::from_slice(&text).ok()?;
+        Some(spec.devices.into_iter().next()?.container_edits)
     }
 
     /// Removes the file of `allocation`; one that is not there is removed already.

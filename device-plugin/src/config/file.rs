@@ -7,7 +7,9 @@ use bursar_crds::quantity;
 use jiff::SignedDuration;
 use serde::Deserialize;
 
-use super::{Config, DriverConfig, KubeletConfig, PathsConfig, ResourcesConfig};
+use super::{
+    AuditConfig, AuditPolicy, Config, DriverConfig, KubeletConfig, PathsConfig, ResourcesConfig,
+};
 use crate::cdi::HostMount;
 use crate::units::Bytes;
 
@@ -30,6 +32,7 @@ pub(super) struct File {
     driver: Driver,
     paths: Paths,
     binding: Binding,
+    audit: Audit,
     http: Http,
 }
 
@@ -79,12 +82,22 @@ struct Paths {
     cdi_dir: PathBuf,
     cgroup_root: PathBuf,
     shim_dir: PathBuf,
+    proc: PathBuf,
 }
 
 #[derive(Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 struct Binding {
     wait: String,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Audit {
+    policy: String,
+    tolerance: String,
+    process_allowance: String,
+    kill_after: u32,
 }
 
 #[derive(Deserialize)]
@@ -131,6 +144,7 @@ impl Default for Paths {
             cdi_dir: "/var/run/cdi".into(),
             cgroup_root: "/sys/fs/cgroup".into(),
             shim_dir: "/opt/bursar/shim".into(),
+            proc: "/proc".into(),
         }
     }
 }
@@ -138,6 +152,20 @@ impl Default for Paths {
 impl Default for Binding {
     fn default() -> Self {
         Self { wait: "25s".into() }
+    }
+}
+
+/// Contexts are charged; the kernels that a program loads, and printf's and malloc's heaps on the device, are not: a
+/// PyTorch with all of its libraries loads some hundred MiB. The driver's rounding and its small allocations stay
+/// below 64 MiB.
+impl Default for Audit {
+    fn default() -> Self {
+        Self {
+            policy: "report".into(),
+            tolerance: "64Mi".into(),
+            process_allowance: "512Mi".into(),
+            kill_after: 3,
+        }
     }
 }
 
@@ -158,6 +186,7 @@ impl File {
             driver,
             paths,
             binding,
+            audit,
             http,
         } = self;
         Ok(Config {
@@ -166,6 +195,7 @@ impl File {
             driver: driver.resolve()?,
             paths: paths.resolve()?,
             bind_wait: wait(binding.wait)?,
+            audit: audit.resolve()?,
             http_listen: http.listen.parse().map_err(|_| Wrong {
                 field: "http.listen",
                 value: http.listen,
@@ -251,6 +281,7 @@ impl Paths {
             cdi_dir,
             cgroup_root,
             shim_dir,
+            proc,
         } = self;
         Ok(PathsConfig {
             state_dir: absolute("paths.state-dir", state_dir)?,
@@ -258,6 +289,39 @@ impl Paths {
             cdi_dir: absolute("paths.cdi-dir", cdi_dir)?,
             cgroup_root: absolute("paths.cgroup-root", cgroup_root)?,
             shim_dir: absolute("paths.shim-dir", shim_dir)?,
+            proc: absolute("paths.proc", proc)?,
+        })
+    }
+}
+
+impl Audit {
+    fn resolve(self) -> Result<AuditConfig, Wrong> {
+        let Self {
+            policy,
+            tolerance,
+            process_allowance,
+            kill_after,
+        } = self;
+        let wrong = |field, value: String, problem: &str| Wrong {
+            field,
+            value,
+            problem: problem.to_owned(),
+        };
+        Ok(AuditConfig {
+            policy: match policy.as_str() {
+                "report" => AuditPolicy::Report,
+                "kill" => AuditPolicy::Kill,
+                _ => return Err(wrong("audit.policy", policy, "is not one of report, kill")),
+            },
+            tolerance: bytes("audit.tolerance", tolerance)?,
+            process_allowance: bytes("audit.process-allowance", process_allowance)?,
+            kill_after: match kill_after {
+                0 => {
+                    let value = kill_after.to_string();
+                    return Err(wrong("audit.kill-after", value, "must be 1 or more"));
+                }
+                kill_after => kill_after,
+            },
         })
     }
 }

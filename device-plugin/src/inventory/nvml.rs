@@ -77,9 +77,24 @@ pub struct Charged {
     pub bytes: Option<Bytes>,
 }
 
+/// A GPU's memory and its processes at a moment.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Look {
+    /// What is in use, whoever has it.
+    pub used: Bytes,
+    /// The processes, each once.
+    pub processes: Vec<Charged>,
+}
+
 struct Question {
     gpu: GpuUuid,
-    answer: oneshot::Sender<Result<Vec<Charged>, QueryError>>,
+    answer: Answer,
+}
+
+/// Where an answer goes, and so what is asked.
+enum Answer {
+    Processes(oneshot::Sender<Result<Vec<Charged>, QueryError>>),
+    Look(oneshot::Sender<Result<Look, QueryError>>),
 }
 
 /// Asks the NVML thread; the thread ends when the last handle is dropped.
@@ -93,7 +108,7 @@ impl DriverCharges for NvmlHandle {
         let (answer, answered) = oneshot::channel();
         let question = Question {
             gpu: gpu.clone(),
-            answer,
+            answer: Answer::Processes(answer),
         };
         self.questions.send(question).ok()?;
         let processes = answered.blocking_recv().ok()?.ok()?;
@@ -101,6 +116,21 @@ impl DriverCharges for NvmlHandle {
             .iter()
             .map(|Charged { pid, bytes }| (*pid, *bytes));
         Some(charged.collect())
+    }
+}
+
+impl NvmlHandle {
+    /// Asks for a GPU's memory and processes. The answer comes when NVML gives it, which for a sick GPU may be
+    /// never: who asks has a deadline of their own.
+    pub fn look(&self, gpu: &GpuUuid) -> oneshot::Receiver<Result<Look, QueryError>> {
+        let (answer, answered) = oneshot::channel();
+        let question = Question {
+            gpu: gpu.clone(),
+            answer: Answer::Look(answer),
+        };
+        // The thread has ended with the agent: the receiver finds that out.
+        let _ = self.questions.send(question);
+        answered
     }
 }
 
@@ -384,14 +414,42 @@ fn register_new<'nvml>(
 }
 
 fn answer(session: Option<&Session<'_, '_>>, Question { gpu, answer }: Question) {
-    let result = match session {
-        None => Err(QueryError::NotAvailable),
-        Some(session) => {
-            processes(session.nvml, &gpu).map_err(|source| QueryError::Nvml { gpu, source })
+    match answer {
+        Answer::Processes(answer) => {
+            // Who asked may have given up.
+            let _ = answer.send(ask(session, gpu, processes));
         }
-    };
-    // Who asked may have given up.
-    let _ = answer.send(result);
+        // Asked again each second: nobody waits any more, so NVML need not be asked.
+        Answer::Look(answer) if answer.is_closed() => {}
+        Answer::Look(answer) => {
+            let _ = answer.send(ask(session, gpu, look));
+        }
+    }
+}
+
+fn ask<T>(
+    session: Option<&Session<'_, '_>>,
+    gpu: GpuUuid,
+    what: impl FnOnce(&Nvml, &GpuUuid) -> Result<T, NvmlError>,
+) -> Result<T, QueryError> {
+    let session = session.ok_or(QueryError::NotAvailable)?;
+    what(session.nvml, &gpu).map_err(|source| QueryError::Nvml { gpu, source })
+}
+
+/// The memory first: a process that is in it is listed then, unless it has ended.
+fn look(nvml: &Nvml, gpu: &GpuUuid) -> Result<Look, NvmlError> {
+    let used = nvml.device_by_uuid(gpu.as_str())?.memory_info()?.used;
+    let mut by_pid: BTreeMap<u32, Option<Bytes>> = BTreeMap::new();
+    // One that computes and draws is in both lists, each with all that it has.
+    for Charged { pid, bytes } in processes(nvml, gpu)? {
+        let slot = by_pid.entry(pid).or_insert(bytes);
+        *slot = bytes.max(*slot);
+    }
+    let charged = by_pid.into_iter();
+    Ok(Look {
+        used: Bytes(used),
+        processes: charged.map(|(pid, bytes)| Charged { pid, bytes }).collect(),
+    })
 }
 
 fn processes(nvml: &Nvml, gpu: &GpuUuid) -> Result<Vec<Charged>, NvmlError> {

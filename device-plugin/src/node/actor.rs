@@ -8,7 +8,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, error};
 
 use super::clock;
-use super::core::{Bind, Core, Identity, Reply, Troubles, Wait};
+use super::core::{Bind, BoundContainer, Core, Identity, Reply, Troubles, Wait};
 use super::generations::Generations;
 use super::host::OsHost;
 use super::identity::Identities;
@@ -71,6 +71,8 @@ pub struct Snapshot {
     pub troubles: Troubles,
     /// Why the tokens cannot be advertised.
     pub too_many: Option<DevicesError>,
+    /// The containers that have device memory.
+    pub containers: Vec<BoundContainer>,
 }
 
 /// Asks the node; what the kubelet's plugins allocate from.
@@ -214,6 +216,7 @@ pub fn actor(
         generations: BTreeMap::new(),
         troubles: Troubles::default(),
         too_many: None,
+        containers: core.containers(),
     };
     let (snapshot, snapshots) = watch::channel(first);
     let (pulse, beats) = watch::channel(Instant::now());
@@ -348,6 +351,7 @@ impl Actor {
             generations: self.generations.all(),
             troubles: self.core.troubles().clone(),
             too_many: self.too_many.clone(),
+            containers: self.core.containers(),
         };
         replace(&self.snapshot, snapshot);
     }

@@ -102,6 +102,19 @@ pub struct Wait {
     pub holder: Option<Holder>,
 }
 
+/// A container that device memory is bound for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BoundContainer {
+    /// What it was given.
+    pub allocation: AllocationId,
+    /// Its pod.
+    pub pod: PodUid,
+    /// Its name and its pod's, as far as they are known.
+    pub holder: Option<Holder>,
+    /// Its pod's cgroup, once that was found.
+    pub cgroup: Option<std::path::PathBuf>,
+}
+
 /// The node's state, with the host that it is carried out on.
 #[derive(Debug)]
 pub struct Core<H> {
@@ -312,6 +325,31 @@ impl<H: Host> Core<H> {
     /// Every binding.
     pub fn bindings(&self) -> impl Iterator<Item = Binding> {
         self.ledger.bindings()
+    }
+
+    /// Every container that device memory is bound for.
+    pub fn containers(&self) -> Vec<BoundContainer> {
+        let of_device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
+        let of_binding = |binding: Binding| {
+            let pod = binding.pod;
+            binding
+                .allocations
+                .into_iter()
+                .map(move |allocation| (allocation, pod.clone()))
+        };
+        let bound = self
+            .ledger
+            .bindings()
+            .filter(of_device)
+            .flat_map(of_binding);
+        bound
+            .map(|(allocation, pod)| BoundContainer {
+                allocation,
+                holder: self.holders.get(&allocation).cloned(),
+                cgroup: self.pods.folder(&pod).map(Into::into),
+                pod,
+            })
+            .collect()
     }
 
     /// What is wrong.

@@ -5,13 +5,19 @@ use bursar_crds::conditions::{Statement, gpu_node as names};
 use bursar_crds::gpu_node::GpuState as State;
 
 use super::actor::Snapshot;
+use super::core::BoundContainer;
 use super::host::Concern;
+use crate::attest::Lack;
+use crate::audit::Audited;
 use crate::config::ResourcesConfig;
 use crate::inventory::health::{Health, Sickness};
 use crate::inventory::{GpuState, Inventory, NoDriver};
 use crate::kubelet::lifecycle::{NotRegistered, Registration};
 use crate::ledger::{GpuView, View};
-use crate::status::{GpuHealth, GpuReport, Memory, NodeReport, Reason, WaitingReport};
+use crate::resize::Ordered;
+use crate::status::{
+    GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
+};
 use crate::units::Quanta;
 
 /// What is known besides the snapshot.
@@ -25,6 +31,10 @@ pub struct Around {
     pub registration: Registration,
     /// Why the container runtime ignores CDI devices.
     pub runtime: Option<String>,
+    /// What the audit found.
+    pub audited: Audited,
+    /// What became of the quotas that were ordered.
+    pub ordered: Ordered,
 }
 
 /// The report.
@@ -58,12 +68,15 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
         managed_memory: managed_memory(snapshot),
         gpus: inventory.gpus().iter().map(gpu).collect(),
         waiting: waits.iter().map(waiting).collect(),
+        not_enforced: around.audited.not_enforced.iter().map(lacking).collect(),
+        ordered: around.ordered.clone(),
         conditions: vec![
             gpus_found(snapshot),
             registered(&around.registration),
             cdi_ready(snapshot, around.runtime.as_deref()),
             within_token_limit(snapshot),
             checkpoint_intact(snapshot),
+            audited(&around.audited),
         ],
     }
 }
@@ -143,6 +156,37 @@ fn waiting(wait: &super::core::Wait) -> WaitingReport {
             .unwrap_or_default(),
         quanta: wait.quanta,
         since: wait.since,
+    }
+}
+
+fn lacking((container, lack): &(BoundContainer, Lack)) -> NotEnforcedReport {
+    let holder = container.holder.as_ref();
+    let pod = holder.and_then(|holder| holder.pod.as_ref());
+    NotEnforcedReport {
+        pod_uid: container.pod.clone(),
+        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+        pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
+        container: holder
+            .map(|holder| holder.container.clone())
+            .unwrap_or_default(),
+        reason: lack.reason.as_str(),
+        message: lack.to_string(),
+    }
+}
+
+fn audited(audited: &Audited) -> Statement {
+    let Audited { begun, stale, .. } = audited;
+    if !begun {
+        return pending(names::AUDITED, "no audit yet");
+    }
+    let says = |holds, reason, message| Statement::new(names::AUDITED, holds, reason, message);
+    match stale.len() {
+        0 => says(true, names::OK, "what programs have is known".to_owned()),
+        _ => {
+            let gpus: Vec<&str> = stale.iter().map(crate::units::GpuUuid::as_str).collect();
+            let message = format!("NVML does not tell who uses {}", gpus.join(", "));
+            says(false, names::AUDIT_STALE, message)
+        }
     }
 }
 

@@ -3,6 +3,7 @@
 //! Nothing here waits: every call is a few memory operations and at most one small write to tmpfs.
 
 mod contexts;
+mod oversight;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -35,6 +36,12 @@ pub(super) struct Container {
     denied: Vec<u64>,
     /// None where contexts are not charged.
     contexts: Option<Arc<ContextSizes>>,
+    denied_by: BTreeMap<String, u64>,
+    requests: u64,
+    /// What each account was given at birth.
+    ceilings: Vec<Units>,
+    /// What accounts were lowered to since.
+    orders: Vec<Option<Units>>,
     make_page: MakePage,
 }
 
@@ -88,9 +95,16 @@ impl Container {
             .iter()
             .map(|(_, quota)| quota)
             .chain([&served.managed]);
-        let credit = Credit::new(quotas.map(|quota| Units::within(quota.0)).collect());
+        let ceilings: Vec<_> = quotas.map(|quota| Units::within(quota.0)).collect();
+        let credit = Credit::new(ceilings.clone());
         let denied = vec![0; accounts.len()];
         let content = record.read();
+        let mut orders: Vec<_> = content
+            .orders
+            .iter()
+            .map(|units| units.map(Units))
+            .collect();
+        orders.resize(accounts.len(), None);
         let mut container = Container {
             served,
             accounts,
@@ -100,8 +114,15 @@ impl Container {
             home: None,
             denied,
             contexts: None,
+            denied_by: BTreeMap::new(),
+            requests: 0,
+            ceilings,
+            orders,
             make_page: CreditPage::create,
         };
+        for index in 0..container.accounts.len() {
+            container.apply_quota(index);
+        }
         for (pid, units) in content.retired {
             container.credit.restore(pid, &to_units(&units));
             container.credit.retire(pid);
@@ -167,6 +188,7 @@ impl Container {
                 self.credit.retire(pid);
             }
         }
+        self.credit.has_session(pid);
         self.fill(&page, pid, known, holdings);
         self.home = Some(home);
         let ended = CancellationToken::new();
@@ -275,6 +297,7 @@ impl Container {
     /// Answers a request for credit: from what is free, then from what other processes have idle.
     pub(super) fn request(&mut self, pid: u32, account: u8, need: Units) -> ToShim {
         let index = usize::from(account);
+        self.requests = self.requests.saturating_add(1);
         if self.credit.free(index) < need {
             let missing = need.saturating_sub(self.credit.free(index));
             // Taking idle credit only helps if it is enough.
@@ -310,6 +333,7 @@ impl Container {
         if let Some(count) = self.denied.get_mut(usize::from(account)) {
             *count = count.saturating_add(1);
         }
+        self.count_denial(function);
         tracing::debug!(allocation = %self.served.allocation, pid, bytes, function, "allocation denied");
     }
 
@@ -358,19 +382,15 @@ impl Container {
         }
     }
 
-    /// Changes an account's quota.
+    /// Changes what an account was given at birth.
     pub(super) fn resize(&mut self, account: &Account, quota: Bytes) {
         let Some(index) = self.accounts.iter().position(|here| here == account) else {
             return;
         };
-        self.credit.set_quota(index, Units::within(quota.0));
-        for slot in self
-            .members
-            .values()
-            .filter_map(|member| member.page.as_ref()?.slot(index))
-        {
-            slot.set_quota(self.credit.quota(index));
+        if let Some(ceiling) = self.ceilings.get_mut(index) {
+            *ceiling = Units::within(quota.0);
         }
+        self.apply_quota(index);
     }
 
     /// Writes into every page what the container's other processes use.
@@ -385,6 +405,7 @@ impl Container {
                 .collect::<Vec<_>>();
             let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
             let all = all.saturating_add(self.credit.retired(index));
+            let all = all.saturating_add(self.credit.outside(index));
             for (member, used) in uses {
                 if let Some(slot) = member.page.as_ref().and_then(|page| page.slot(index)) {
                     slot.set_others(all.saturating_sub(used), siblings);
@@ -466,6 +487,11 @@ impl Container {
                 .retirements()
                 .iter()
                 .map(|(pid, accounts)| (*pid, units(Some(accounts))))
+                .collect(),
+            orders: self
+                .orders
+                .iter()
+                .map(|order| order.map(|units| units.0))
                 .collect(),
         };
         let written = self.record.write(content);

@@ -26,6 +26,8 @@ pub struct Credit {
     quotas: Vec<Units>,
     granted: Books,
     retired: Books,
+    /// By account, what processes without a session have, by pid: the driver's figures.
+    outside: Vec<BTreeMap<u32, Units>>,
     peaks: Vec<Units>,
 }
 
@@ -34,6 +36,7 @@ impl Credit {
     pub fn new(quotas: Vec<Units>) -> Credit {
         let peaks = vec![Units::ZERO; quotas.len()];
         Credit {
+            outside: vec![BTreeMap::new(); quotas.len()],
             quotas,
             peaks,
             ..Credit::default()
@@ -75,7 +78,28 @@ impl Credit {
     /// What can still be granted.
     pub fn free(&self, account: usize) -> Units {
         let taken = self.granted(account).saturating_add(self.retired(account));
+        let taken = taken.saturating_add(self.outside(account));
         self.quota(account).saturating_sub(taken)
+    }
+
+    /// What processes without a session have of an account.
+    pub fn outside(&self, account: usize) -> Units {
+        let charged = self.outside.get(account);
+        charged.map_or(Units::ZERO, |charged| charged.values().copied().sum())
+    }
+
+    /// Replaces what processes without a session have of an account, by pid. It is not granted to anybody else.
+    pub fn set_outside(&mut self, account: usize, charged: BTreeMap<u32, Units>) {
+        if let Some(slot) = self.outside.get_mut(account) {
+            *slot = charged;
+        }
+    }
+
+    /// A process has a session from now on: what it has is what it says, within the quota.
+    pub fn has_session(&mut self, pid: u32) {
+        for charged in &mut self.outside {
+            charged.remove(&pid);
+        }
     }
 
     /// Grants `need` and, where there is plenty, somewhat more; how much it was.
@@ -232,6 +256,20 @@ mod tests {
         assert_eq!(credit.grant(2, 0, Units(1)), Err(Units(1)));
         credit.release(1);
         assert_eq!(credit.grant(2, 0, Units(10)), Ok(Units(10)));
+    }
+
+    #[test]
+    fn what_a_process_without_a_session_has_is_granted_to_nobody_until_it_has_one() {
+        let mut credit = Credit::new(vec![Units(10)]);
+        credit.set_outside(0, BTreeMap::from([(1, Units(7))]));
+        assert_eq!(credit.grant(2, 0, Units(4)), Err(Units(1)));
+        credit.has_session(1);
+        assert_eq!(credit.admit(1, 0, Units(7)), Units(7));
+        assert_eq!(credit.free(0), Units(3));
+        credit.set_outside(0, BTreeMap::from([(3, Units(70))]));
+        assert_eq!(credit.free(0), Units(0));
+        credit.set_outside(0, BTreeMap::new());
+        assert_eq!(credit.free(0), Units(3));
     }
 
     #[test]

@@ -26,6 +26,9 @@ pub(super) struct Content {
     pub(super) processes: Vec<Entry>,
     /// Pids of ended images that are still charged, with their units by account.
     pub(super) retired: Vec<(u32, Vec<u32>)>,
+    /// What accounts were lowered to, in units, by account.
+    #[serde(default)]
+    pub(super) orders: Vec<Option<u32>>,
 }
 
 /// One process.

@@ -40,6 +40,20 @@ pub enum Reason {
     CdiUnusable,
     /// The kubelet does not accept the plugin.
     RegistrationFailed,
+    /// A container has more than its quota.
+    OverQuota,
+    /// A process uses a GPU without the ledger's knowledge.
+    Intruder,
+    /// A process wrote a grant into its own credit page.
+    ForgedPage,
+    /// Memory of a GPU is in use and charged to nobody.
+    Unaccounted,
+    /// A process was killed by the audit's policy.
+    Killed,
+    /// A container is not held to its quota.
+    NotEnforced,
+    /// A container is held to its quota again.
+    Enforced,
 }
 
 impl Reason {
@@ -57,12 +71,19 @@ impl Reason {
             Self::CheckpointUnwritable => "CheckpointUnwritable",
             Self::CdiUnusable => "CdiUnusable",
             Self::RegistrationFailed => "RegistrationFailed",
+            Self::OverQuota => "GpuMemoryOverQuota",
+            Self::Intruder => "GpuIntruder",
+            Self::ForgedPage => "GpuCreditForged",
+            Self::Unaccounted => "GpuMemoryUnaccounted",
+            Self::Killed => "GpuProcessKilled",
+            Self::NotEnforced => "GpuQuotaNotEnforced",
+            Self::Enforced => "GpuQuotaEnforced",
         }
     }
 
     const fn type_(self) -> EventType {
         match self {
-            Self::Bound | Self::GpuHealthy => EventType::Normal,
+            Self::Bound | Self::GpuHealthy | Self::Enforced => EventType::Normal,
             Self::WaitingForRoom
             | Self::NotBound
             | Self::GpuUnhealthy
@@ -71,7 +92,13 @@ impl Reason {
             | Self::CheckpointRebuilt
             | Self::CheckpointUnwritable
             | Self::CdiUnusable
-            | Self::RegistrationFailed => EventType::Warning,
+            | Self::RegistrationFailed
+            | Self::OverQuota
+            | Self::Intruder
+            | Self::ForgedPage
+            | Self::Unaccounted
+            | Self::Killed
+            | Self::NotEnforced => EventType::Warning,
         }
     }
 }

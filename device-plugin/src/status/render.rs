@@ -3,12 +3,17 @@
 use bursar_crds::Amount;
 use bursar_crds::conditions::{self, Statement, gpu_node as names};
 use bursar_crds::gpu_node::{
-    GpuNodeStatus, GpuStatus, Health, HealthStatus, MAX_GPUS, MAX_WAITING, NodeMemory, Waiting,
+    GpuNodeStatus, GpuStatus, Health, HealthStatus, MAX_GPUS, MAX_NOT_ENFORCED, MAX_QUOTAS,
+    MAX_WAITING, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::report::{GpuHealth, GpuReport, Memory, NodeReport, WaitingReport};
+use super::report::{GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport};
+use crate::resize::Outcome;
 use crate::units::Quanta;
+
+/// The longest message of [`NotEnforced`].
+const LONGEST: usize = 512;
 
 /// The status to write for `report`, after `before` was written. Times of what stays as it was stay.
 ///
@@ -27,12 +32,15 @@ pub fn render(
         managed_memory,
         gpus,
         waiting,
+        not_enforced,
+        ordered,
         conditions,
     } = report;
     let mut statements = vec![ready(conditions)];
     statements.extend_from_slice(conditions);
     GpuNodeStatus {
-        observed_generation: generation,
+        // Before the spec was read, what an earlier agent saw of it stands, as what it ordered does.
+        observed_generation: ordered.generation.or(before.observed_generation),
         boot_id: Some(boot_id.clone()),
         agent_version: Some(env!("CARGO_PKG_VERSION").to_owned()),
         driver_version: driver_version.clone(),
@@ -45,6 +53,16 @@ pub fn render(
             .map(|gpu| gpu_status(gpu, before, now))
             .collect(),
         waiting: waiting.iter().take(MAX_WAITING).map(waiter).collect(),
+        not_enforced_count: i32::try_from(not_enforced.len()).unwrap_or(i32::MAX),
+        not_enforced: not_enforced
+            .iter()
+            .take(MAX_NOT_ENFORCED)
+            .map(lacking)
+            .collect(),
+        quotas: match ordered.generation {
+            None => before.quotas.clone(),
+            Some(_) => ordered.quotas.iter().take(MAX_QUOTAS).map(quota).collect(),
+        },
         faults: before.faults.clone(),
         conditions: conditions::merge(&before.conditions, &statements, generation, now),
     }
@@ -148,6 +166,48 @@ fn waiter(waiting: &WaitingReport) -> Waiting {
     }
 }
 
+fn lacking(lacking: &NotEnforcedReport) -> NotEnforced {
+    let NotEnforcedReport {
+        pod_uid,
+        namespace,
+        pod,
+        container,
+        reason,
+        message,
+    } = lacking;
+    NotEnforced {
+        pod_uid: pod_uid.as_str().to_owned(),
+        namespace: namespace.clone(),
+        pod: pod.clone(),
+        container: container.clone(),
+        reason: (*reason).to_owned(),
+        message: message[..message.floor_char_boundary(LONGEST)].to_owned(),
+    }
+}
+
+fn quota((order, outcome): &(QuotaOrder, Outcome)) -> QuotaStatus {
+    let QuotaOrder {
+        pod_uid,
+        container,
+        account,
+        quota: _,
+    } = order.clone();
+    let (quota, used) = match outcome {
+        Outcome::NotFound => (None, None),
+        Outcome::Applied(quota) => (Some(quota), None),
+        Outcome::Pending { quota, used } => (Some(quota), Some(used)),
+    };
+    let amount = |bytes: &crate::units::Bytes| Amount::from_bytes(bytes.0);
+    QuotaStatus {
+        pod_uid,
+        container,
+        account,
+        state: outcome.state(),
+        quota: quota.map(amount),
+        used: used.map(amount),
+    }
+}
+
 /// The API has signed integers only.
 fn count(quanta: Quanta) -> i32 {
     i32::try_from(quanta.0).unwrap_or(i32::MAX)
@@ -160,8 +220,11 @@ pub fn seconds(at: jiff::Timestamp) -> Time {
 
 #[cfg(test)]
 mod tests {
+    use bursar_crds::gpu_node::QuotaState;
+
     use super::*;
     use crate::status::testing::{at, report};
+    use crate::units::Bytes;
 
     #[test]
     fn an_unchanged_report_renders_to_what_is_there_whatever_the_time() {
@@ -185,6 +248,29 @@ mod tests {
             serde_json::from_value(serde_json::to_value(&written).unwrap()).unwrap();
         assert_eq!(read, written);
         assert_eq!(render(&report, &read, Some(1), &at(60)), written);
+    }
+
+    #[test]
+    fn orders_are_acknowledged_with_their_generation_and_stand_until_the_spec_was_read_again() {
+        let order = QuotaOrder {
+            pod_uid: "0f".into(),
+            container: "main".into(),
+            account: "device".into(),
+            quota: "6Gi".into(),
+        };
+        let mut told = report();
+        let (quota, used) = (Bytes::gib(4), Bytes::gib(5));
+        told.ordered.generation = Some(7);
+        told.ordered.quotas = vec![(order, Outcome::Pending { quota, used })];
+        let status = render(&told, &GpuNodeStatus::default(), Some(9), &at(10));
+        assert_eq!(status.observed_generation, Some(7));
+        let said = &status.quotas[0];
+        assert_eq!(said.state, QuotaState::Pending);
+        assert_eq!(said.quota.as_ref().unwrap().bytes(), Ok(4 << 30));
+        assert_eq!(said.used.as_ref().unwrap().bytes(), Ok(5 << 30));
+        let restarted = render(&report(), &status, Some(9), &at(20));
+        assert_eq!(restarted.observed_generation, Some(7));
+        assert_eq!(restarted.quotas, status.quotas);
     }
 
     #[test]
@@ -223,8 +309,21 @@ mod tests {
         let mut full = report();
         let gpu = full.gpus[0].clone();
         full.gpus = vec![gpu; 300];
+        let lacking = NotEnforcedReport {
+            pod_uid: "0f".parse().unwrap(),
+            namespace: "n".repeat(63),
+            pod: "p".repeat(253),
+            container: "c".repeat(63),
+            reason: "MountedOver",
+            message: "ü".repeat(4_000),
+        };
+        full.not_enforced = vec![lacking; 300];
         let status = render(&full, &GpuNodeStatus::default(), Some(1), &at(1));
         assert_eq!(status.gpus.len(), MAX_GPUS);
+        assert_eq!(
+            (status.not_enforced.len(), status.not_enforced_count),
+            (16, 300)
+        );
         assert!(serde_json::to_vec(&status).unwrap().len() < 64 << 10);
     }
 }

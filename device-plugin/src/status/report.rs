@@ -4,12 +4,13 @@ use bursar_crds::conditions::Statement;
 use bursar_crds::gpu_node::GpuState;
 use jiff::Timestamp;
 
+use crate::resize::Ordered;
 use crate::units::{Bytes, GpuUuid, PodUid, Quanta, Quantum};
 
 /// The node as the agent sees it. Two equal reports make no write.
 ///
 /// It should hold nothing that changes all the time: use belongs in the metrics.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct NodeReport {
     /// This boot (`/proc/sys/kernel/random/boot_id`).
     pub boot_id: String,
@@ -25,6 +26,10 @@ pub struct NodeReport {
     pub gpus: Vec<GpuReport>,
     /// Containers that wait for room, the longest waiting first. More than 16 are cut off.
     pub waiting: Vec<WaitingReport>,
+    /// Containers that are not held to their quota. More than 16 are counted and cut off.
+    pub not_enforced: Vec<NotEnforcedReport>,
+    /// What became of the quotas that `spec` orders.
+    pub ordered: Ordered,
     /// One statement per condition type of [`bursar_crds::conditions::gpu_node`], but for `Ready`, which
     /// [`render`](super::render) concludes from them.
     pub conditions: Vec<Statement>,
@@ -95,4 +100,21 @@ pub struct WaitingReport {
     pub quanta: Quanta,
     /// Since when.
     pub since: Timestamp,
+}
+
+/// A container that is not held to its quota.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotEnforcedReport {
+    /// Its pod.
+    pub pod_uid: PodUid,
+    /// Its pod's namespace.
+    pub namespace: String,
+    /// Its pod's name.
+    pub pod: String,
+    /// Its name.
+    pub container: String,
+    /// Why, in one word.
+    pub reason: &'static str,
+    /// Why, for people. Does not change while nothing changes.
+    pub message: String,
 }

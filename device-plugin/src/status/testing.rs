@@ -25,6 +25,8 @@ pub(crate) fn report() -> NodeReport {
         managed_memory: Memory::default(),
         gpus: (0..2).map(gpu).collect(),
         waiting: Vec::new(),
+        not_enforced: Vec::new(),
+        ordered: crate::resize::Ordered::default(),
         conditions: vec![Statement::new(names::GPUS_FOUND, true, names::OK, "2 GPUs")],
     }
 }

@@ -166,6 +166,37 @@ impl Machine {
         self.path(&format!("cgroup/kubepods/pod{}", pod.uid))
     }
 
+    #[allow(dead_code, reason = "the audit's tests have processes")]
+    /// Puts a process into the pod's container `main`, for the agent to see.
+    pub(crate) fn adopt(&self, pod: &Pod, pid: u32) {
+        let folder = self.cgroup(pod).join("main");
+        fs::create_dir_all(&folder).unwrap();
+        let procs = folder.join("cgroup.procs");
+        let before = fs::read_to_string(&procs).unwrap_or_default();
+        self.show(pid, &format!("0::/kubepods/pod{}/main\n", pod.uid));
+        fs::write(procs, format!("{before}{pid}\n")).unwrap();
+    }
+
+    #[allow(dead_code, reason = "as above")]
+    /// Shows the agent a process, in that cgroup.
+    pub(crate) fn show(&self, pid: u32, cgroup: &str) {
+        let folder = self.path(&format!("proc/{pid}"));
+        fs::create_dir_all(&folder).unwrap();
+        for name in [
+            "stat",
+            "status",
+            "maps",
+            "mountinfo",
+            "environ",
+            "ns",
+            "root",
+        ] {
+            let real = format!("/proc/{pid}/{name}");
+            std::os::unix::fs::symlink(real, folder.join(name)).unwrap();
+        }
+        fs::write(folder.join("cgroup"), cgroup).unwrap();
+    }
+
     /// A pod with one container of `gib`, admitted: its pod has a cgroup.
     pub(crate) async fn admit(&self, name: &str, gib: usize) -> Pod {
         let pod = Pod::with(name, GPU, gib);

@@ -140,6 +140,11 @@ const CHECKS: &[Check] = &[
         &["--test", "nvml", "--test", "nvml_library"],
     ),
     test_check(
+        "enforcement/audit",
+        "bypasses, mounts over our paths, garbage in the credit page: each found within 2 s, or held all the same",
+        &["--test", "audit"],
+    ),
+    test_check(
         "enforcement/library",
         "the shim exports the driver's names and no other, hands out its own hooks, knows the \
          published headers, and needs an old glibc only",

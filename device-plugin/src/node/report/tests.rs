@@ -50,6 +50,7 @@ fn snapshot() -> Snapshot {
         generations: BTreeMap::from([(uuid(), 3)]),
         troubles: Troubles::default(),
         too_many: None,
+        containers: Vec::new(),
     }
 }
 
@@ -82,6 +83,11 @@ fn around() -> Around {
         boot: "boot-1".into(),
         registration: Registration::Registered,
         runtime: None,
+        audited: Audited {
+            begun: true,
+            ..Audited::default()
+        },
+        ordered: Ordered::default(),
     }
 }
 
@@ -328,4 +334,34 @@ fn a_kubelet_that_restarts_is_no_event() {
         ..around()
     };
     assert_eq!(events(Some(&well), &report(&snapshot(), &gone)), []);
+}
+
+#[test]
+fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
+    let mut around = around();
+    let stated = |around: &Around| condition(&report(&snapshot(), around), names::AUDITED);
+    assert_eq!(stated(&around), (Some(true), names::OK));
+    around.audited.stale.insert(uuid());
+    assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
+    around.audited.begun = false;
+    assert_eq!(stated(&around), (None, names::PENDING));
+    let container = BoundContainer {
+        allocation: crate::units::AllocationId::from_bits(1),
+        pod: "pod-1".parse().unwrap(),
+        holder: snapshot().waits[0].holder.clone(),
+        cgroup: None,
+    };
+    let lack = Lack {
+        reason: crate::attest::Reason::MountedOver,
+        detail: "/opt/bursar/lib".into(),
+    };
+    around.audited.not_enforced.push((container, lack));
+    let report = report(&snapshot(), &around);
+    let said = &report.not_enforced[0];
+    assert_eq!(
+        (said.pod.as_str(), said.container.as_str()),
+        ("late", "main")
+    );
+    assert_eq!(said.reason, "MountedOver");
+    assert!(said.message.contains("/opt/bursar/lib"), "{}", said.message);
 }

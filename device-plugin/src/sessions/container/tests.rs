@@ -416,3 +416,140 @@ fn a_lower_quota_refuses_until_frees_have_caught_up() {
     container.resize(&gpu, Bytes::gib(1));
     assert!(is_granted(&container.request(1, 0, units(MIB))));
 }
+
+fn gpu() -> Account {
+    Account::Gpu("GPU-aaaa".parse().unwrap())
+}
+
+#[test]
+fn an_ordered_quota_shows_at_once_keeps_what_is_freed_and_never_exceeds_what_was_given() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 800 * MIB);
+    container.order(&gpu(), Some(Bytes::mib(500)));
+    let slot = page.slot(0).unwrap();
+    assert_eq!(slot.quota(), units(500 * MIB));
+    let books = container.books();
+    assert_eq!(
+        books.accounts[0].granted,
+        Bytes::mib(800),
+        "what is used stays"
+    );
+    assert!(slot.discharge(units(200 * MIB)));
+    container.reclaim();
+    assert!(
+        slot.charge(Units(1)).is_err(),
+        "what was freed above it is not used again"
+    );
+    assert!(slot.discharge(units(200 * MIB)));
+    container.reclaim();
+    assert_eq!(container.books().accounts[0].granted, Bytes::mib(500));
+    assert!(slot.charge(units(100 * MIB)).is_ok());
+    assert!(!is_granted(&container.request(1, 0, Units(1))));
+    container.order(&gpu(), Some(Bytes::gib(100)));
+    assert_eq!(slot.quota(), units(1 << 30));
+    container.order(&gpu(), None);
+    use_all(&mut container, &page, 1, 524 * MIB);
+    assert!(slot.charge(Units(1)).is_err() && !is_granted(&container.request(1, 0, Units(1))));
+}
+
+#[test]
+fn an_ordered_quota_outlives_the_agent_and_what_was_given_may_still_come_later() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.order(&gpu(), Some(Bytes::mib(500)));
+    container.order(&Account::Managed, Some(Bytes::mib(10)));
+    let mut container = fixture.start();
+    container.resize(&Account::Managed, Bytes::mib(64));
+    let quotas: Vec<_> = container
+        .books()
+        .accounts
+        .iter()
+        .map(|account| account.quota)
+        .collect();
+    assert_eq!(quotas, [Bytes::mib(500), Bytes::mib(10)]);
+    container.order(&gpu(), None);
+    container.order(&Account::Managed, None);
+    let quotas = fixture
+        .start()
+        .books()
+        .accounts
+        .into_iter()
+        .map(|account| account.quota);
+    assert_eq!(quotas.collect::<Vec<_>>(), [Bytes::gib(1), Bytes::ZERO]);
+}
+
+#[test]
+fn what_a_silent_process_has_is_granted_to_nobody_and_shown_to_all_until_it_says_hello() {
+    let fixture = Fixture::with_quota(Bytes::mib(100));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    container.set_outside(
+        &gpu(),
+        BTreeMap::from([(2, Bytes::mib(60)), (1, Bytes::mib(90))]),
+    );
+    assert_eq!(
+        page.slot(0).unwrap().others(),
+        units(60 * MIB),
+        "its own is in the books"
+    );
+    assert!(!is_granted(&container.request(1, 0, units(41 * MIB))));
+    let holding = Holding {
+        account: wire::Account::Device("GPU-aaaa".into()),
+        granted: units(60 * MIB),
+        used: units(60 * MIB),
+    };
+    let silent = hello_with(&mut container, 2, 8, &[holding]).unwrap();
+    assert_eq!(silent.slot(0).unwrap().word().granted, units(60 * MIB).0);
+    assert_eq!(container.books().accounts[0].outside, Bytes::ZERO);
+    assert!(is_granted(&container.request(1, 0, units(40 * MIB))));
+}
+
+#[test]
+fn a_page_with_another_grant_than_the_books_is_known_for_forged() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let (first, second) = (
+        hello(&mut container, 1, 7).unwrap(),
+        hello(&mut container, 2, 8).unwrap(),
+    );
+    use_all(&mut container, &first, 1, 300 * MIB);
+    use_all(&mut container, &second, 2, 300 * MIB);
+    let forged = |container: &Container| -> Vec<bool> {
+        container
+            .books()
+            .members
+            .iter()
+            .map(|member| member.forged)
+            .collect()
+    };
+    assert_eq!(forged(&container), [false, false]);
+    second.slot(0).unwrap().grant(Units(1));
+    assert_eq!(forged(&container), [false, true]);
+    first.slot(0).unwrap().freeze();
+    assert_eq!(
+        forged(&container),
+        [false, true],
+        "it moves to another page"
+    );
+}
+
+#[test]
+fn denials_are_counted_by_function_and_names_that_are_none_or_too_many_together() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.denied(1, 0, 1, "cuMemAlloc_v2");
+    container.denied(1, 0, 1, "cuMemAlloc_v2");
+    container.denied(1, 0, 1, "a b");
+    assert_eq!(
+        container.books().denied,
+        [("cuMemAlloc_v2".into(), 2), ("other".into(), 1)]
+    );
+    for number in 0..100 {
+        container.denied(1, 0, 1, &format!("f{number}"));
+    }
+    let denied = container.books().denied;
+    assert!(denied.len() <= 32, "{}", denied.len());
+    assert_eq!(denied.iter().map(|(_, count)| count).sum::<u64>(), 103);
+}

@@ -1,0 +1,19 @@
+//! Audits what programs have against the ledger, and does something about it.
+//!
+//! | module | job |
+//! |---|---|
+//! | [`gather`] | asks NVML about every GPU, with a deadline |
+//! | [`judge`] | sets what the driver charges against the ledger: pure |
+//! | [`policy`] | what is done about a finding: pure |
+//! | [`kill`] | kills a process, and never a later one with its pid |
+//! | [`tell`] | Events |
+//! | [`run`] | the loop |
+
+pub mod gather;
+pub mod judge;
+pub mod kill;
+pub mod policy;
+pub mod run;
+pub mod tell;
+
+pub use run::{Audited, Auditor};

@@ -1,0 +1,413 @@
+//! Sets what the driver charges against the ledger: pure.
+//!
+//! The driver must be asked before the ledger. A process that allocated was granted it before, so what the driver
+//! shows is in books that are read later; one that said hello or died meanwhile is known to them or gone.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::config::AuditConfig;
+use crate::proc::Owner;
+use crate::sessions::{Account, AccountBooks, Books, Process};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+
+/// One GPU, or MIG instance, as the driver shows it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GpuSeen {
+    /// Which.
+    pub gpu: GpuUuid,
+    /// What of its memory is in use.
+    pub used: Bytes,
+    /// The processes that the driver lists on it.
+    pub processes: Vec<Listed>,
+}
+
+/// A process that the driver lists on a GPU.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Listed {
+    /// In the host's pid namespace.
+    pub pid: u32,
+    /// What it is charged; none where the driver cannot tell.
+    pub bytes: Option<Bytes>,
+    /// Who it is; none where it is gone: the driver lists the dead while something keeps their memory.
+    pub alive: Option<Alive>,
+}
+
+/// A listed process that lives.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Alive {
+    /// When it started (`/proc/<pid>/stat`, field 22).
+    pub start: u64,
+    /// Whose it is.
+    pub owner: Owner,
+}
+
+/// What attestation knows of containers and their processes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Containers {
+    /// The allocation of a pod's container, by the name of its cgroup.
+    pub allocations: BTreeMap<(PodUid, String), AllocationId>,
+    /// Whether a process of them has the shim mapped.
+    pub shims: BTreeMap<u32, bool>,
+    /// When this agent started, in clock ticks since boot: the sessions of older processes may be lost.
+    pub since: u64,
+}
+
+/// Something that the ledger does not account for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Finding {
+    /// A container has more of a GPU than its quota with all tolerance.
+    OverQuota {
+        /// The container.
+        allocation: AllocationId,
+        /// The GPU.
+        gpu: GpuUuid,
+        /// Its quota.
+        quota: Bytes,
+        /// What the driver charges to its processes.
+        charged: Bytes,
+        /// Those that have more than they were granted and its allowance; all where none has.
+        processes: Vec<Process>,
+    },
+    /// A process uses a GPU, and no session stands for it.
+    Intruder {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The process.
+        process: Process,
+        /// What the driver charges to it.
+        bytes: Option<Bytes>,
+        /// Whose it is.
+        owner: Owner,
+        /// The allocation of its container, where it is one of ours.
+        allocation: Option<AllocationId>,
+    },
+    /// A process wrote another grant into its credit page.
+    ForgedPage {
+        /// Its container.
+        allocation: AllocationId,
+        /// The process.
+        process: Process,
+    },
+    /// A GPU has memory in use that neither the driver nor the ledger charges to anybody.
+    Unaccounted {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// How much.
+        bytes: Bytes,
+    },
+}
+
+/// A finding's kind, for metrics.
+impl Finding {
+    /// Every kind.
+    pub const KINDS: [&'static str; 4] = ["over-quota", "intruder", "forged-page", "unaccounted"];
+
+    /// The word in metrics.
+    pub fn kind(&self) -> &'static str {
+        let [over_quota, intruder, forged_page, unaccounted] = Self::KINDS;
+        match self {
+            Self::OverQuota { .. } => over_quota,
+            Self::Intruder { .. } => intruder,
+            Self::ForgedPage { .. } => forged_page,
+            Self::Unaccounted { .. } => unaccounted,
+        }
+    }
+}
+
+/// What one audit comes to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Verdict {
+    /// What is amiss.
+    pub findings: Vec<Finding>,
+    /// What the driver charges to a container's processes less what the ledger says that they use, in bytes.
+    pub drift: BTreeMap<(AllocationId, GpuUuid), i64>,
+    /// What is in use of a GPU less what the driver charges to processes, in bytes.
+    pub residual: BTreeMap<GpuUuid, i64>,
+    /// How many processes use a GPU without the ledger's knowledge.
+    pub intruders: BTreeMap<GpuUuid, usize>,
+    /// What processes without a session have of a container's account.
+    pub outside: BTreeMap<(AllocationId, GpuUuid), BTreeMap<u32, Bytes>>,
+}
+
+/// Judges the GPUs that were `seen`; `books` were read afterwards.
+pub fn judge(
+    seen: &[GpuSeen],
+    books: &[Books],
+    containers: &Containers,
+    limits: &AuditConfig,
+) -> Verdict {
+    let mut verdict = Verdict::default();
+    for gpu in seen {
+        verdict.of_gpu(gpu, books, containers, limits);
+    }
+    for books in books {
+        let forged = books.members.iter().filter(|member| member.forged);
+        let finding = |process| Finding::ForgedPage {
+            allocation: books.allocation,
+            process,
+        };
+        let found = forged.map(|member| finding(member.process));
+        verdict.findings.extend(found);
+    }
+    verdict
+}
+
+/// Who a listed process is to the ledger.
+enum Standing {
+    /// A member of this container, or a dead one whose memory is still charged there.
+    Known(AllocationId),
+    /// It has the shim, in this container, and is older than this agent: it had a session of which the record is
+    /// lost, and will have one when it next needs the agent.
+    Silent(AllocationId),
+    /// It should have one; where its container is ours, which.
+    Intruder(Option<AllocationId>),
+    /// It died since the driver was asked.
+    Gone,
+}
+
+impl Verdict {
+    /// The driver's figures of a process are for all that it has, its context too.
+    fn of_gpu(
+        &mut self,
+        seen: &GpuSeen,
+        books: &[Books],
+        containers: &Containers,
+        limits: &AuditConfig,
+    ) {
+        let GpuSeen {
+            gpu,
+            used,
+            processes,
+        } = seen;
+        let mut charged: BTreeMap<AllocationId, Vec<&Listed>> = BTreeMap::new();
+        let (mut intruders, mut listed_bytes) = (0, 0_u64);
+        for listed in processes {
+            let bytes = listed.bytes.unwrap_or_default();
+            listed_bytes = listed_bytes.saturating_add(bytes.0);
+            let outside = match standing(listed, gpu, books, containers) {
+                Standing::Known(allocation) => {
+                    charged.entry(allocation).or_default().push(listed);
+                    continue;
+                }
+                Standing::Gone => continue,
+                Standing::Silent(allocation) => Some(allocation),
+                Standing::Intruder(allocation) => {
+                    intruders += 1;
+                    self.findings.extend(intruder(gpu, listed, allocation));
+                    allocation
+                }
+            };
+            let Some(allocation) = outside else { continue };
+            charged.entry(allocation).or_default().push(listed);
+            let outside = self.outside.entry((allocation, gpu.clone())).or_default();
+            outside.insert(listed.pid, bytes);
+        }
+        for of_it in books {
+            let listed = charged.remove(&of_it.allocation).unwrap_or_default();
+            self.of_container(gpu, of_it, &listed, limits);
+        }
+        self.intruders.insert(gpu.clone(), intruders);
+        let residual = difference(used.0, listed_bytes);
+        self.residual.insert(gpu.clone(), residual);
+        // What the ledger keeps charged for the dead is accounted for, listed or not.
+        let retired: u64 = accounts(books, gpu)
+            .map(|(_, account)| account.retired.0)
+            .fold(0, u64::saturating_add);
+        let known = retired.saturating_add(limits.tolerance.0);
+        let all_told = processes.iter().all(|listed| listed.bytes.is_some());
+        if let Ok(bytes) = u64::try_from(residual)
+            && bytes > known
+            && all_told
+        {
+            self.findings.push(Finding::Unaccounted {
+                gpu: gpu.clone(),
+                bytes: Bytes(bytes),
+            });
+        }
+    }
+
+    fn of_container(
+        &mut self,
+        gpu: &GpuUuid,
+        books: &Books,
+        listed: &[&Listed],
+        limits: &AuditConfig,
+    ) {
+        let index = index(books, gpu);
+        let Some((index, account)) = index.and_then(|i| Some((i, books.accounts.get(i)?))) else {
+            return;
+        };
+        let AccountBooks {
+            quota,
+            granted,
+            used,
+            retired,
+            ..
+        } = account;
+        let charged: u64 = listed
+            .iter()
+            .filter_map(|listed| listed.bytes)
+            .fold(0, |sum, bytes| sum.saturating_add(bytes.0));
+        let known = used.0.saturating_add(retired.0);
+        let key = (books.allocation, gpu.clone());
+        self.drift.insert(key, difference(charged, known));
+        let allowance = limits
+            .process_allowance
+            .0
+            .saturating_mul(listed.len() as u64);
+        // A quota that was made smaller holds once frees have caught up.
+        let allowed = quota.0.max(granted.0.saturating_add(retired.0));
+        let allowed = allowed
+            .saturating_add(limits.tolerance.0)
+            .saturating_add(allowance);
+        if charged <= allowed {
+            return;
+        }
+        let process = |listed: &&Listed| {
+            let start = listed.alive.as_ref()?.start;
+            let pid = listed.pid;
+            Some(Process { pid, start })
+        };
+        let at_fault = |listed: &&&Listed| {
+            let member = |member: &&crate::sessions::MemberBooks| member.process.pid == listed.pid;
+            let member = books.members.iter().find(member);
+            let granted = member.and_then(|member| member.granted.get(index).copied());
+            let own = granted
+                .unwrap_or_default()
+                .0
+                .saturating_add(limits.process_allowance.0);
+            listed.bytes.is_some_and(|bytes| bytes.0 > own)
+        };
+        let mut processes: Vec<_> = listed.iter().filter(at_fault).filter_map(process).collect();
+        if processes.is_empty() {
+            processes = listed.iter().filter_map(process).collect();
+        }
+        self.findings.push(Finding::OverQuota {
+            allocation: books.allocation,
+            gpu: gpu.clone(),
+            quota: *quota,
+            charged: Bytes(charged),
+            processes,
+        });
+    }
+}
+
+fn standing(listed: &Listed, gpu: &GpuUuid, books: &[Books], known: &Containers) -> Standing {
+    let pid = listed.pid;
+    let has_gpu = |books: &&Books| index(books, gpu).is_some();
+    let retired = || {
+        let retired = |books: &&Books| books.retired.contains(&pid);
+        books.iter().filter(has_gpu).find(retired)
+    };
+    let Some(Alive { start, owner }) = &listed.alive else {
+        return retired().map_or(Standing::Gone, |books| Standing::Known(books.allocation));
+    };
+    let is_member = |books: &&Books| {
+        let process = Process { pid, start: *start };
+        books.members.iter().any(|member| member.process == process)
+    };
+    if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
+        return Standing::Known(books.allocation);
+    }
+    let Owner::Container { pod, cgroup } = owner else {
+        return Standing::Intruder(None);
+    };
+    let at_home = |books: &&Books| books.pod == *pod && books.home.as_ref() == Some(cgroup);
+    let allocation = known
+        .allocations
+        .get(&(pod.clone(), cgroup.clone()))
+        .copied()
+        .or_else(|| books.iter().find(at_home).map(|books| books.allocation));
+    let Some(allocation) = allocation else {
+        return Standing::Intruder(None);
+    };
+    let of_it = books.iter().find(|books| books.allocation == allocation);
+    let has_shim = known.shims.get(&pid) != Some(&false);
+    // The shim says hello before it makes a context.
+    match of_it.filter(has_gpu) {
+        Some(_) if has_shim && *start < known.since => Standing::Silent(allocation),
+        _ => Standing::Intruder(Some(allocation)),
+    }
+}
+
+fn intruder(gpu: &GpuUuid, listed: &Listed, allocation: Option<AllocationId>) -> Option<Finding> {
+    let Alive { start, owner } = listed.alive.clone()?;
+    let pid = listed.pid;
+    Some(Finding::Intruder {
+        gpu: gpu.clone(),
+        process: Process { pid, start },
+        bytes: listed.bytes,
+        owner,
+        allocation,
+    })
+}
+
+fn index(books: &Books, gpu: &GpuUuid) -> Option<usize> {
+    let is_it =
+        |account: &AccountBooks| matches!(&account.account, Account::Gpu(uuid) if uuid == gpu);
+    books.accounts.iter().position(is_it)
+}
+
+fn accounts<'a>(
+    books: &'a [Books],
+    gpu: &GpuUuid,
+) -> impl Iterator<Item = (AllocationId, &'a AccountBooks)> {
+    books.iter().filter_map(move |books| {
+        let account = books.accounts.get(index(books, gpu)?)?;
+        Some((books.allocation, account))
+    })
+}
+
+fn difference(a: u64, b: u64) -> i64 {
+    i64::try_from(i128::from(a) - i128::from(b)).unwrap_or(if a > b { i64::MAX } else { i64::MIN })
+}
+
+/// What stands for one finding from one audit to the next.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Key {
+    OverQuota(AllocationId, GpuUuid),
+    Intruder(GpuUuid, u32, u64),
+    ForgedPage(AllocationId, u32, u64),
+    Unaccounted(GpuUuid),
+}
+
+impl Key {
+    fn of(finding: &Finding) -> Self {
+        match finding {
+            Finding::OverQuota {
+                allocation, gpu, ..
+            } => Self::OverQuota(*allocation, gpu.clone()),
+            Finding::Intruder { gpu, process, .. } => {
+                Self::Intruder(gpu.clone(), process.pid, process.start)
+            }
+            Finding::ForgedPage {
+                allocation,
+                process,
+            } => Self::ForgedPage(*allocation, process.pid, process.start),
+            Finding::Unaccounted { gpu, .. } => Self::Unaccounted(gpu.clone()),
+        }
+    }
+}
+
+/// In how many audits in a row each finding has stood. What is not found once begins anew.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Strikes(BTreeMap<Key, u32>);
+
+impl Strikes {
+    /// Counts the findings of one more audit; in how many in a row each has stood now.
+    pub fn count(&mut self, findings: &[Finding]) -> Vec<u32> {
+        let keys: Vec<Key> = findings.iter().map(Key::of).collect();
+        let standing: BTreeSet<&Key> = keys.iter().collect();
+        self.0.retain(|key, _| standing.contains(key));
+        for key in standing {
+            let strikes = self.0.entry(key.clone()).or_default();
+            *strikes = strikes.saturating_add(1);
+        }
+        keys.iter()
+            .filter_map(|key| self.0.get(key).copied())
+            .collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

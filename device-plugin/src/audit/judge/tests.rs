@@ -1,0 +1,339 @@
+use proptest::prelude::*;
+
+use super::*;
+use crate::config::AuditPolicy;
+use crate::sessions::MemberBooks;
+
+const LIMITS: AuditConfig = AuditConfig {
+    policy: AuditPolicy::Report,
+    tolerance: Bytes::mib(64),
+    process_allowance: Bytes::gib(1),
+    kill_after: 3,
+};
+
+fn gpu() -> GpuUuid {
+    "GPU-a".parse().unwrap()
+}
+
+fn pod(number: u64) -> PodUid {
+    format!("pod-{number}").parse().unwrap()
+}
+
+/// A process, its start ten times its pid.
+fn process(pid: u32) -> Process {
+    let start = u64::from(pid) * 10;
+    Process { pid, start }
+}
+
+/// A container with a quota in MiB, and its members with what each was granted and uses.
+fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> Books {
+    let granted: u64 = members.iter().map(|(_, granted)| granted).sum();
+    let account = AccountBooks {
+        account: Account::Gpu(gpu()),
+        quota: Bytes::mib(quota),
+        granted: Bytes::mib(granted),
+        used: Bytes::mib(granted),
+        retired: Bytes::ZERO,
+        outside: Bytes::ZERO,
+        peak: Bytes::mib(granted),
+    };
+    let member = |(pid, granted): &(u32, u64)| MemberBooks {
+        process: process(*pid),
+        granted: vec![Bytes::mib(*granted)],
+        forged: false,
+    };
+    Books {
+        allocation: AllocationId::from_bits(number),
+        pod: pod(number),
+        home: Some("c".into()),
+        accounts: vec![account],
+        members: members.iter().map(member).collect(),
+        retired: Vec::new(),
+        requests: 0,
+        denied: Vec::new(),
+    }
+}
+
+/// A listed process in the container of that number; the host's for zero.
+fn listed(number: u64, pid: u32, mib: u64) -> Listed {
+    let owner = match number {
+        0 => Owner::Host,
+        number => Owner::Container {
+            pod: pod(number),
+            cgroup: "c".into(),
+        },
+    };
+    let start = process(pid).start;
+    Listed {
+        pid,
+        bytes: Some(Bytes::mib(mib)),
+        alive: Some(Alive { start, owner }),
+    }
+}
+
+fn seen(processes: Vec<Listed>) -> GpuSeen {
+    let bytes = processes.iter().filter_map(|listed| listed.bytes);
+    GpuSeen {
+        gpu: gpu(),
+        used: Bytes(bytes.map(|bytes| bytes.0).sum()),
+        processes,
+    }
+}
+
+fn found(processes: Vec<Listed>, books: &[Books], containers: &Containers) -> Vec<&'static str> {
+    let verdict = judge(&[seen(processes)], books, containers, &LIMITS);
+    verdict.findings.iter().map(Finding::kind).collect()
+}
+
+fn shims(pids: &[(u32, bool)]) -> Containers {
+    Containers {
+        shims: pids.iter().copied().collect(),
+        ..Containers::default()
+    }
+}
+
+#[test]
+fn a_process_without_session_or_shim_is_an_intruder_of_its_container() {
+    let books = [books(1, 1024, &[])];
+    let verdict = judge(
+        &[seen(vec![listed(1, 5, 600)])],
+        &books,
+        &shims(&[(5, false)]),
+        &LIMITS,
+    );
+    let Finding::Intruder {
+        process: who,
+        allocation,
+        ..
+    } = &verdict.findings[0]
+    else {
+        panic!("{verdict:?}");
+    };
+    assert_eq!(
+        (*who, *allocation),
+        (process(5), Some(AllocationId::from_bits(1)))
+    );
+    assert_eq!(verdict.intruders[&gpu()], 1);
+    let outside = &verdict.outside[&(AllocationId::from_bits(1), gpu())];
+    assert_eq!(
+        outside[&5],
+        Bytes::mib(600),
+        "charged at the driver's figure"
+    );
+}
+
+#[test]
+fn a_process_with_the_shim_and_no_session_went_past_it_unless_an_earlier_agent_may_have_known_it() {
+    let books = [books(1, 4096, &[])];
+    let mut containers = shims(&[(5, true)]);
+    let judged = |containers: &Containers| {
+        judge(
+            &[seen(vec![listed(1, 5, 600)])],
+            &books,
+            containers,
+            &LIMITS,
+        )
+    };
+    assert_eq!(judged(&containers).findings[0].kind(), "intruder");
+    containers.since = process(5).start + 1;
+    let verdict = judged(&containers);
+    assert_eq!(verdict.findings, []);
+    let outside = &verdict.outside[&(AllocationId::from_bits(1), gpu())];
+    assert_eq!(
+        outside[&5],
+        Bytes::mib(600),
+        "charged at the driver's figure"
+    );
+    containers.shims.insert(5, false);
+    assert_eq!(judged(&containers).findings[0].kind(), "intruder");
+}
+
+#[test]
+fn the_hosts_processes_and_those_of_other_pods_are_intruders_that_nobody_is_charged_for() {
+    let books = [books(1, 1024, &[])];
+    let verdict = judge(
+        &[seen(vec![listed(0, 5, 600), listed(9, 6, 600)])],
+        &books,
+        &shims(&[]),
+        &LIMITS,
+    );
+    let owners: Vec<_> = verdict
+        .findings
+        .iter()
+        .map(|finding| match finding {
+            Finding::Intruder {
+                owner,
+                allocation: None,
+                ..
+            } => owner.clone(),
+            other => panic!("{other:?}"),
+        })
+        .collect();
+    assert_eq!(owners[0], Owner::Host);
+    assert_eq!(owners[1], listed(9, 6, 0).alive.unwrap().owner);
+    assert!(verdict.outside.is_empty());
+}
+
+#[test]
+fn a_pid_that_came_again_is_not_the_member_that_had_it() {
+    let mut again = listed(1, 5, 600);
+    again.alive.as_mut().unwrap().start += 1;
+    let books = [books(1, 1024, &[(5, 600)])];
+    assert_eq!(
+        found(vec![again], &books, &shims(&[(5, false)])),
+        ["intruder"]
+    );
+}
+
+#[test]
+fn the_dead_whose_memory_stays_are_known_and_one_that_is_gone_is_no_finding() {
+    let mut dead = listed(1, 5, 600);
+    dead.alive = None;
+    let mut of_it = books(1, 1024, &[]);
+    assert_eq!(
+        found(vec![dead.clone()], &[of_it.clone()], &shims(&[])),
+        [""; 0]
+    );
+    of_it.retired = vec![5];
+    of_it.accounts[0].retired = Bytes::mib(600);
+    let verdict = judge(&[seen(vec![dead])], &[of_it], &shims(&[]), &LIMITS);
+    assert_eq!(verdict.findings, []);
+    assert_eq!(verdict.drift[&(AllocationId::from_bits(1), gpu())], 0);
+}
+
+#[test]
+fn a_quota_with_its_tolerance_and_an_allowance_a_process_may_be_used_and_one_byte_more_may_not() {
+    let of_it = [books(1, 1024, &[(5, 1024), (6, 0)])];
+    let most = 1024 + 64 + 2 * 1024;
+    assert_eq!(
+        found(
+            vec![listed(1, 5, most), listed(1, 6, 0)],
+            &of_it,
+            &shims(&[])
+        ),
+        [""; 0]
+    );
+    let mut more = listed(1, 5, most);
+    more.bytes = more.bytes.map(|bytes| Bytes(bytes.0 + 1));
+    let verdict = judge(
+        &[seen(vec![more, listed(1, 6, 0)])],
+        &of_it,
+        &shims(&[]),
+        &LIMITS,
+    );
+    let Finding::OverQuota { processes, .. } = &verdict.findings[0] else {
+        panic!("{verdict:?}");
+    };
+    assert_eq!(
+        *processes,
+        [process(5)],
+        "the one that has more than it was granted"
+    );
+}
+
+#[test]
+fn a_quota_made_smaller_than_what_is_granted_is_no_finding_while_frees_catch_up() {
+    let mut of_it = books(1, 4096, &[(5, 4096)]);
+    of_it.accounts[0].quota = Bytes::mib(1024);
+    assert_eq!(
+        found(vec![listed(1, 5, 4096 + 518)], &[of_it], &shims(&[])),
+        [""; 0]
+    );
+}
+
+#[test]
+fn memory_that_nobody_is_charged_for_is_told_unless_the_ledger_keeps_it_for_the_dead() {
+    let mut gpu_seen = seen(vec![]);
+    gpu_seen.used = Bytes::mib(600);
+    let mut of_it = books(1, 1024, &[]);
+    let verdict = judge(&[gpu_seen.clone()], &[of_it.clone()], &shims(&[]), &LIMITS);
+    assert_eq!(verdict.findings.len(), 1);
+    assert_eq!(verdict.residual[&gpu()], 600 << 20);
+    let mut untold = gpu_seen.clone();
+    untold.processes = vec![Listed {
+        bytes: None,
+        ..listed(0, 5, 0)
+    }];
+    let verdict = judge(&[untold], &[of_it.clone()], &shims(&[]), &LIMITS);
+    let kinds: Vec<_> = verdict.findings.iter().map(Finding::kind).collect();
+    assert_eq!(kinds, ["intruder"], "it may be that process's");
+    of_it.accounts[0].retired = Bytes::mib(600);
+    assert_eq!(
+        judge(&[gpu_seen], &[of_it], &shims(&[]), &LIMITS).findings,
+        []
+    );
+}
+
+#[test]
+fn a_page_with_another_grant_than_the_books_is_a_finding_without_any_gpu_seen() {
+    let mut of_it = books(1, 1024, &[(5, 10), (6, 10)]);
+    of_it.members[1].forged = true;
+    let verdict = judge(&[], &[of_it], &shims(&[]), &LIMITS);
+    let expected = Finding::ForgedPage {
+        allocation: AllocationId::from_bits(1),
+        process: process(6),
+    };
+    assert_eq!(verdict.findings, [expected]);
+}
+
+#[test]
+fn a_finding_that_was_away_once_begins_anew() {
+    let finding = |gpu: &str| Finding::Unaccounted {
+        gpu: gpu.parse().unwrap(),
+        bytes: Bytes(1),
+    };
+    let mut strikes = Strikes::default();
+    assert_eq!(strikes.count(&[finding("GPU-a")]), [1]);
+    assert_eq!(strikes.count(&[finding("GPU-b"), finding("GPU-a")]), [1, 2]);
+    assert_eq!(strikes.count(&[finding("GPU-b")]), [2]);
+    assert_eq!(strikes.count(&[finding("GPU-a"), finding("GPU-b")]), [1, 3]);
+}
+
+/// Containers with their quota and processes in MiB: granted, context, and whether the process has a session.
+fn world() -> impl Strategy<Value = Vec<(u64, Vec<(u64, u64, bool)>)>> {
+    let process = (0..2048_u64, 0..=1024_u64, any::<bool>());
+    let container = prop::collection::vec(process, 0..5).prop_flat_map(|processes| {
+        let granted: u64 = processes.iter().map(|(granted, ..)| granted).sum();
+        (granted..=granted + 4096, Just(processes))
+    });
+    prop::collection::vec(container, 0..5)
+}
+
+proptest! {
+    #[test]
+    fn honest_containers_are_no_finding_and_whatever_is_listed_is_accounted_for(world in world()) {
+        let (mut all, mut processes, mut pid) = (Vec::new(), Vec::new(), 100);
+        for (number, (quota, of_it)) in (1..).zip(&world) {
+            let mut members = Vec::new();
+            for (granted, context, session) in of_it {
+                pid += 1;
+                processes.push(listed(number, pid, granted + context));
+                if *session {
+                    members.push((pid, *granted));
+                }
+            }
+            all.push(books(number, *quota, &members));
+        }
+        let gpu_seen = seen(processes);
+        // Sessions are lacking because an earlier agent's records are lost.
+        let containers = Containers { since: u64::MAX, ..Containers::default() };
+        let verdict = judge(std::slice::from_ref(&gpu_seen), &all, &containers, &LIMITS);
+        prop_assert_eq!(&verdict.findings, &[]);
+        prop_assert_eq!(verdict.residual[&gpu()], 0);
+        let known: i64 = all.iter().map(|books| books.accounts[0].used.0 as i64).sum();
+        let drift: i64 = verdict.drift.values().sum();
+        prop_assert_eq!(drift + known, gpu_seen.used.0 as i64, "each process counts once");
+    }
+
+    #[test]
+    fn memory_beyond_all_allowances_is_always_found_whoever_has_it(
+        quota in 0..4096_u64, granted in 0..4096_u64, over in 1..4096_u64, session: bool, mapped: bool,
+    ) {
+        let granted = granted.min(quota);
+        let members = if session { vec![(5, granted)] } else { vec![] };
+        let has = listed(1, 5, quota + 64 + 1024 + over);
+        let found = found(vec![has], &[books(1, quota, &members)], &shims(&[(5, mapped)]));
+        prop_assert!(found.contains(&"over-quota"));
+        prop_assert_eq!(found.contains(&"intruder"), !session);
+    }
+}

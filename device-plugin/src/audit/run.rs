@@ -1,0 +1,346 @@
+//! The audit's loop: once a second it gathers, judges, tells, and acts.
+//!
+//! ```text
+//!   NVML (deadline) --> attestation (deadline) --> the ledger's books --> judge --> charge, metrics, events, kill
+//! ```
+//!
+//! In this order: see [`judge`](super::judge). Nothing in it waits longer than its deadline: a GPU or a container
+//! that hangs is left out, and told of once it has been for [`STALE`].
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::gather::{Questions, identified};
+use super::judge::{Containers, Finding, GpuSeen, Strikes, Verdict, judge};
+use super::kill::kill;
+use super::policy::action;
+use super::tell;
+use crate::attest::{Attested, Attestor, Lack, Reason, Target};
+use crate::config::{AuditConfig, Config};
+use crate::inventory::nvml::NvmlHandle;
+use crate::metrics::{ContainerFigures, Metrics};
+use crate::node::actor::Snapshot;
+use crate::node::core::BoundContainer;
+use crate::proc::Stat;
+use crate::sessions::{Account, Books, Sessions};
+use crate::status::Events;
+use crate::units::{AllocationId, Bytes, GpuUuid};
+
+/// From one audit to the next.
+const EVERY: Duration = Duration::from_secs(1);
+/// How long NVML may take for all GPUs together.
+const NVML_LIMIT: Duration = Duration::from_millis(500);
+/// How long attestation may take.
+const ATTEST_LIMIT: Duration = Duration::from_millis(400);
+/// How long a GPU may go without an answer before that is told.
+const STALE: Duration = Duration::from_secs(5);
+
+/// What the audit says of the node, for its status.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Audited {
+    /// Whether there was an audit.
+    pub begun: bool,
+    /// The healthy GPUs that NVML has told nothing about for a while; of others that is known.
+    pub stale: BTreeSet<GpuUuid>,
+    /// The containers that are not held to their quota.
+    pub not_enforced: Vec<(BoundContainer, Lack)>,
+}
+
+/// What the audit works with.
+pub struct Auditor {
+    config: AuditConfig,
+    proc: PathBuf,
+    nvml: NvmlHandle,
+    sessions: Arc<Sessions>,
+    snapshots: watch::Receiver<Snapshot>,
+    events: Events,
+    metrics: Metrics,
+    audited: watch::Sender<Audited>,
+    questions: Questions,
+    /// When this agent started, in clock ticks since boot.
+    since: u64,
+    attesting: Attesting,
+    /// What the last look that came back found.
+    attested: Vec<Attested>,
+    strikes: Strikes,
+    /// When each GPU last answered; when it was first seen, before that.
+    answered: BTreeMap<GpuUuid, Instant>,
+    /// What was said of each running container last.
+    enforced: BTreeMap<AllocationId, Option<Reason>>,
+}
+
+/// The attestor: here, or in a look that has not come back.
+enum Attesting {
+    Idle(Attestor),
+    Looking(JoinHandle<(Attestor, Vec<Attested>)>),
+    /// A look panicked: what was known of containers is lost.
+    Lost,
+}
+
+impl Auditor {
+    /// An audit that has not begun, and what it will say.
+    pub fn new(
+        config: &Config,
+        nvml: NvmlHandle,
+        sessions: Arc<Sessions>,
+        snapshots: watch::Receiver<Snapshot>,
+        events: Events,
+        metrics: Metrics,
+    ) -> (Self, watch::Receiver<Audited>) {
+        let (audited, told) = watch::channel(Audited::default());
+        let auditor = Self {
+            config: config.audit,
+            proc: config.paths.proc.clone(),
+            nvml,
+            sessions,
+            snapshots,
+            events,
+            metrics,
+            audited,
+            questions: Questions::default(),
+            since: own_start(),
+            attesting: Attesting::Idle(Attestor::new(config)),
+            attested: Vec::new(),
+            strikes: Strikes::default(),
+            answered: BTreeMap::new(),
+            enforced: BTreeMap::new(),
+        };
+        (auditor, told)
+    }
+
+    /// Audits until `stop`.
+    pub async fn run(mut self, config: Config, stop: CancellationToken) {
+        let mut every = interval(EVERY);
+        every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        while stop.run_until_cancelled(every.tick()).await.is_some() {
+            if stop
+                .run_until_cancelled(self.audit(&config))
+                .await
+                .is_none()
+            {
+                return;
+            }
+        }
+    }
+
+    async fn audit(&mut self, config: &Config) {
+        let begun = Instant::now();
+        let (gpus, healthy, containers) = {
+            let snapshot = self.snapshots.borrow();
+            let states = || snapshot.inventory.gpus().iter();
+            let gpus: BTreeSet<_> = states().map(|state| state.gpu.uuid.clone()).collect();
+            let healthy = states().filter(|state| state.health.is_healthy());
+            let healthy: BTreeSet<_> = healthy.map(|state| state.gpu.uuid.clone()).collect();
+            (gpus, healthy, snapshot.containers.clone())
+        };
+        let nvml = self.nvml.clone();
+        let looks = self
+            .questions
+            .ask(&gpus, |gpu| nvml.look(gpu), begun + NVML_LIMIT)
+            .await;
+        let seen: Vec<GpuSeen> = looks
+            .into_iter()
+            .map(|(gpu, look)| identified(gpu, look, &self.proc))
+            .collect();
+        self.attest(config, &containers).await;
+        let attested = self.attested.clone();
+        let books = self.sessions.books();
+        let verdict = judge(&seen, &books, &known(&attested, self.since), &self.config);
+        self.charge(&books, &seen, &verdict);
+        let stale = self.stale(&gpus, &seen, begun);
+        self.measure(&containers, &books, &attested, &verdict, &gpus, &stale);
+        self.act(&verdict.findings, &containers);
+        let not_enforced = self.transitions(&containers, &attested);
+        self.metrics.audited(begun.elapsed());
+        let after = Audited {
+            begun: true,
+            stale: stale.intersection(&healthy).cloned().collect(),
+            not_enforced,
+        };
+        self.audited.send_if_modified(|before| {
+            let changed = *before != after;
+            *before = after;
+            changed
+        });
+    }
+
+    /// Looks at what runs; where that takes too long, what was known before stands until it comes back.
+    async fn attest(&mut self, config: &Config, containers: &[BoundContainer]) {
+        let deadline = Instant::now() + ATTEST_LIMIT;
+        let mut looking = match std::mem::replace(&mut self.attesting, Attesting::Lost) {
+            Attesting::Looking(looking) => looking,
+            Attesting::Idle(attestor) => begin(attestor, targets(containers)),
+            Attesting::Lost => begin(Attestor::new(config), targets(containers)),
+        };
+        match timeout_at(deadline, &mut looking).await {
+            Ok(Ok((attestor, attested))) => {
+                self.attesting = Attesting::Idle(attestor);
+                self.attested = attested;
+            }
+            Ok(Err(error)) => warn!(%error, "attestation failed"),
+            Err(_) => self.attesting = Attesting::Looking(looking),
+        }
+    }
+
+    /// What processes without a session have is granted to nobody else.
+    fn charge(&self, books: &[Books], seen: &[GpuSeen], verdict: &Verdict) {
+        for GpuSeen { gpu, .. } in seen {
+            for books in books {
+                let outside = verdict.outside.get(&(books.allocation, gpu.clone()));
+                let account = Account::Gpu(gpu.clone());
+                let had = books.accounts.iter().find(|had| had.account == account);
+                if had.is_some_and(|had| had.outside > Bytes::ZERO || outside.is_some()) {
+                    let charged = outside.cloned().unwrap_or_default();
+                    self.sessions
+                        .set_outside(&books.allocation, &account, charged);
+                }
+            }
+        }
+    }
+
+    fn stale(
+        &mut self,
+        gpus: &BTreeSet<GpuUuid>,
+        seen: &[GpuSeen],
+        now: Instant,
+    ) -> BTreeSet<GpuUuid> {
+        self.answered.retain(|gpu, _| gpus.contains(gpu));
+        for gpu in gpus {
+            let answered = self.answered.entry(gpu.clone()).or_insert(now);
+            if seen.iter().any(|seen| seen.gpu == *gpu) {
+                *answered = now;
+            }
+        }
+        let old = self
+            .answered
+            .iter()
+            .filter(|(_, at)| now.duration_since(**at) >= STALE);
+        old.map(|(gpu, _)| gpu.clone()).collect()
+    }
+
+    fn measure(
+        &self,
+        containers: &[BoundContainer],
+        books: &[Books],
+        attested: &[Attested],
+        verdict: &Verdict,
+        gpus: &BTreeSet<GpuUuid>,
+        stale: &BTreeSet<GpuUuid>,
+    ) {
+        let figures = containers.iter().filter_map(|container| {
+            let allocation = container.allocation;
+            let of_it = attested
+                .iter()
+                .filter(|attested| attested.allocation == allocation);
+            let lacks = of_it.map(|attested| attested.lack.as_ref().map(|lack| lack.reason));
+            Some(ContainerFigures {
+                container,
+                books: books.iter().find(|books| books.allocation == allocation)?,
+                // One that is restarting has two for a moment.
+                attested: lacks.max(),
+            })
+        });
+        let figures: Vec<_> = figures.collect();
+        self.metrics.set_audit(&figures, verdict, gpus, stale);
+    }
+
+    fn act(&mut self, findings: &[Finding], containers: &[BoundContainer]) {
+        let strikes = self.strikes.count(findings);
+        for (finding, strikes) in findings.iter().zip(strikes) {
+            let action = action(finding, strikes, &self.config);
+            if action.tell {
+                warn!(?finding, "audit");
+                self.metrics.found(finding);
+                tell::finding(&self.events, finding, containers);
+            }
+            for process in action.kill {
+                match kill(&self.proc, process) {
+                    Ok(true) => {
+                        warn!(pid = process.pid, kind = finding.kind(), "killed");
+                        self.metrics.killed();
+                        tell::killed(&self.events, finding, process, containers);
+                    }
+                    Ok(false) => {}
+                    Err(error) => warn!(pid = process.pid, %error, "not killed"),
+                }
+            }
+        }
+    }
+
+    /// Tells of containers that are enforced no longer or again; those that are not now.
+    fn transitions(
+        &mut self,
+        containers: &[BoundContainer],
+        attested: &[Attested],
+    ) -> Vec<(BoundContainer, Lack)> {
+        let mut lacking: BTreeMap<AllocationId, Option<&Lack>> = BTreeMap::new();
+        for attested in attested {
+            let lack = lacking.entry(attested.allocation).or_default();
+            *lack = lack.or(attested.lack.as_ref());
+        }
+        self.enforced
+            .retain(|allocation, _| lacking.contains_key(allocation));
+        let mut not_enforced = Vec::new();
+        for container in containers {
+            let Some(lack) = lacking.get(&container.allocation) else {
+                continue;
+            };
+            let reason = lack.map(|lack| lack.reason);
+            let before = self.enforced.insert(container.allocation, reason).flatten();
+            if before != reason {
+                info!(pod = %container.pod, lack = lack.map(ToString::to_string), "enforcement");
+                tell::enforcement(&self.events, container, *lack);
+            }
+            if let Some(lack) = lack {
+                not_enforced.push((container.clone(), (*lack).clone()));
+            }
+        }
+        not_enforced
+    }
+}
+
+fn begin(mut attestor: Attestor, targets: Vec<Target>) -> JoinHandle<(Attestor, Vec<Attested>)> {
+    tokio::task::spawn_blocking(move || {
+        let attested = attestor.look(&targets, std::time::Instant::now());
+        (attestor, attested)
+    })
+}
+
+/// Each pod once.
+fn targets(containers: &[BoundContainer]) -> Vec<Target> {
+    let pods = containers.iter().filter_map(|container| {
+        let cgroup = container.cgroup.clone()?;
+        Some((container.pod.clone(), cgroup))
+    });
+    let pods: BTreeMap<_, _> = pods.collect();
+    pods.into_iter()
+        .map(|(pod, cgroup)| Target { pod, cgroup })
+        .collect()
+}
+
+/// Zero where the system does not tell: then no process is older.
+fn own_start() -> u64 {
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    Stat::parse(&text).map_or(0, |stat| stat.start)
+}
+
+fn known(attested: &[Attested], since: u64) -> Containers {
+    let named = |attested: &Attested| {
+        let name = (attested.pod.clone(), attested.cgroup.clone());
+        (name, attested.allocation)
+    };
+    let processes = attested.iter().flat_map(|attested| &attested.processes);
+    Containers {
+        allocations: attested.iter().map(named).collect(),
+        shims: processes.map(|(pid, shim)| (*pid, *shim)).collect(),
+        since,
+    }
+}

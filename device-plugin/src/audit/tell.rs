@@ -1,0 +1,125 @@
+//! What people are told of findings: Events on pods, or on the node where no pod's name is known.
+
+use super::judge::Finding;
+use crate::attest::Lack;
+use crate::node::core::BoundContainer;
+use crate::proc::Owner;
+use crate::sessions::Process;
+use crate::status::{Events, PodRef, Reason};
+use crate::units::{AllocationId, Bytes};
+
+/// Tells of a finding.
+pub fn finding(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
+    let (reason, allocation) = match finding {
+        Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
+        Finding::Intruder { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
+        Finding::ForgedPage { allocation, .. } => (Reason::ForgedPage, Some(allocation)),
+        Finding::Unaccounted { .. } => (Reason::Unaccounted, None),
+    };
+    say(events, reason, message(finding), allocation, containers);
+}
+
+/// Tells that a process was killed for a finding.
+pub fn killed(events: &Events, finding: &Finding, process: Process, containers: &[BoundContainer]) {
+    let allocation = match finding {
+        Finding::OverQuota { allocation, .. } | Finding::ForgedPage { allocation, .. } => {
+            Some(allocation)
+        }
+        Finding::Intruder { allocation, .. } => allocation.as_ref(),
+        Finding::Unaccounted { .. } => None,
+    };
+    let message = format!("process {} was killed: {}", process.pid, message(finding));
+    say(events, Reason::Killed, message, allocation, containers);
+}
+
+/// Tells that a container is no longer held to its quota, or is again.
+pub fn enforcement(events: &Events, container: &BoundContainer, lack: Option<&Lack>) {
+    let (reason, message) = match lack {
+        Some(lack) => (Reason::NotEnforced, lack.to_string()),
+        None => (Reason::Enforced, "held to its quota again".to_owned()),
+    };
+    let allocation = Some(&container.allocation);
+    say(
+        events,
+        reason,
+        message,
+        allocation,
+        std::slice::from_ref(container),
+    );
+}
+
+fn message(finding: &Finding) -> String {
+    match finding {
+        Finding::OverQuota {
+            gpu,
+            quota,
+            charged,
+            ..
+        } => format!("has {} of {gpu}, its quota is {quota}", rough(*charged)),
+        Finding::Intruder {
+            gpu,
+            process: Process { pid, .. },
+            owner,
+            allocation,
+            ..
+        } => match (owner, allocation) {
+            (_, Some(_)) => format!("process {pid} uses {gpu} past the shim"),
+            (Owner::Container { pod, .. }, None) => {
+                format!("process {pid} of pod {pod}, which was given none of it, uses {gpu}")
+            }
+            (Owner::Host, None) => format!("process {pid} of the host uses {gpu}"),
+        },
+        Finding::ForgedPage {
+            process: Process { pid, .. },
+            ..
+        } => format!("process {pid} wrote a grant into its own credit page"),
+        Finding::Unaccounted { gpu, bytes } => {
+            format!("{} of {gpu} is in use and charged to nobody", rough(*bytes))
+        }
+    }
+}
+
+/// Whole MiB: the rest is noise.
+fn rough(Bytes(bytes): Bytes) -> Bytes {
+    Bytes(bytes & !((1 << 20) - 1))
+}
+
+/// On the pod where its name is known, otherwise on the node with the pod's UID.
+fn say(
+    events: &Events,
+    reason: Reason,
+    message: String,
+    allocation: Option<&AllocationId>,
+    containers: &[BoundContainer],
+) {
+    let container = allocation.and_then(|allocation| {
+        let mut all = containers.iter();
+        all.find(|container| container.allocation == *allocation)
+    });
+    let Some(container) = container else {
+        return events.on_node(reason, message);
+    };
+    let name = container
+        .holder
+        .as_ref()
+        .map(|holder| holder.container.as_str());
+    let message = match name.filter(|name| !name.is_empty()) {
+        Some(name) => format!("container {name}: {message}"),
+        None => message,
+    };
+    let pod = container
+        .holder
+        .as_ref()
+        .and_then(|holder| holder.pod.clone());
+    match pod {
+        Some(pod) => {
+            let pod = PodRef {
+                namespace: pod.namespace,
+                name: pod.name,
+                uid: container.pod.clone(),
+            };
+            events.on_pod(pod, reason, message);
+        }
+        None => events.on_node(reason, format!("pod {}: {message}", container.pod)),
+    }
+}

@@ -1,0 +1,152 @@
+//! What `/proc` tells of a process: parsers of its text, and nothing that reads it.
+
+use crate::units::PodUid;
+
+/// What `/proc/<pid>/stat` tells (proc(5)).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stat {
+    /// When the process started, in clock ticks since boot: tells it from a later one with its pid.
+    pub start: u64,
+    /// Bytes of its address space: no file is mapped without a change of it.
+    pub size: u64,
+    /// Where its stack begins: the loader draws another place at each exec.
+    pub stack: u64,
+}
+
+impl Stat {
+    /// Reads the file's text; none where it is no such text.
+    pub fn parse(text: &str) -> Option<Self> {
+        // The second field, the name, may hold anything: what counts stands after its last parenthesis.
+        let (_, rest) = text.rsplit_once(')')?;
+        let mut fields = rest.split_whitespace().skip(19);
+        let start = fields.next()?.parse().ok()?;
+        let size = fields.next()?.parse().ok()?;
+        let stack = fields.nth(4)?.parse().ok()?;
+        Some(Self { start, size, stack })
+    }
+}
+
+/// Whose a process is, by its cgroup, whose path no tenant can choose.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Owner {
+    /// A container of a pod.
+    Container {
+        /// The pod.
+        pod: PodUid,
+        /// The name of the container's cgroup.
+        cgroup: String,
+    },
+    /// No pod's: a process of the host.
+    Host,
+}
+
+impl Owner {
+    /// Reads `/proc/<pid>/cgroup`: `<hierarchy>:<controllers>:<path>` a line. A pod's folder is `pod<uid>` with the
+    /// cgroupfs driver and `...-pod<uid with underscores>.slice` with systemd's (kubelet
+    /// `cgroup_manager_linux.go`); the folder in it is the container's.
+    pub fn parse(text: &str) -> Self {
+        let container = |line: &str| {
+            let mut parts = line.splitn(3, ':').nth(2)?.split('/');
+            let pod = parts.find_map(pod)?;
+            let cgroup = parts.next().filter(|part| !part.is_empty())?.to_owned();
+            Some(Self::Container { pod, cgroup })
+        };
+        text.lines().find_map(container).unwrap_or(Self::Host)
+    }
+}
+
+/// The pod that a cgroup folder is named after.
+fn pod(folder: &str) -> Option<PodUid> {
+    if let Some(uid) = folder.strip_prefix("pod") {
+        return uid.parse().ok();
+    }
+    let (_, uid) = folder.strip_suffix(".slice")?.rsplit_once("-pod")?;
+    uid.replace('_', "-").parse().ok()
+}
+
+/// The capabilities that a process and what it executes may ever have (`CapBnd` in `/proc/<pid>/status`).
+pub fn bounding_capabilities(status: &str) -> Option<u64> {
+    let set = status
+        .lines()
+        .find_map(|line| line.strip_prefix("CapBnd:"))?;
+    u64::from_str_radix(set.trim(), 16).ok()
+}
+
+/// The first value of a variable in `/proc/<pid>/environ`.
+pub fn variable<'a>(environ: &'a [u8], name: &str) -> Option<std::borrow::Cow<'a, str>> {
+    environ.split(|byte| *byte == 0).find_map(|entry| {
+        let value = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
+        Some(String::from_utf8_lossy(value))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
+
+    #[test]
+    fn a_process_name_with_parentheses_moves_no_field() {
+        let fields: Vec<String> = (3..=52).map(|field| field.to_string()).collect();
+        let stat = Stat::parse(&format!("7 (a) R 1 (b) {}", fields.join(" ")));
+        let expected = Stat {
+            start: 22,
+            size: 23,
+            stack: 28,
+        };
+        assert_eq!(stat, Some(expected));
+        assert_eq!(Stat::parse("7 (a"), None);
+        assert_eq!(Stat::parse("7 (a) R 1 2"), None);
+    }
+
+    #[test]
+    fn this_process_can_be_read() {
+        let text = std::fs::read_to_string("/proc/self/stat").unwrap();
+        assert!(Stat::parse(&text).unwrap().size > 1 << 20);
+        let status = std::fs::read_to_string("/proc/self/status").unwrap();
+        assert!(bounding_capabilities(&status).is_some());
+    }
+
+    #[test]
+    fn a_pods_container_is_found_with_both_cgroup_drivers_and_versions() {
+        let container = |cgroup: &str| Owner::Container {
+            pod: UID.parse().unwrap(),
+            cgroup: cgroup.to_owned(),
+        };
+        let v2 = format!("0::/kubepods/besteffort/pod{UID}/c0ffee\n");
+        assert_eq!(Owner::parse(&v2), container("c0ffee"));
+        let systemd = "0::/kubepods.slice/kubepods-burstable.slice/\
+            kubepods-burstable-pod8b2e3f0a_1f5c_4c41_9d53_0a5f4f7a9d11.slice/cri-containerd-c0ffee.scope\n";
+        assert_eq!(
+            Owner::parse(systemd),
+            container("cri-containerd-c0ffee.scope")
+        );
+        let hybrid = format!("12:memory:/kubepods/pod{UID}/c0ffee/inner\n0::/\n");
+        assert_eq!(Owner::parse(&hybrid), container("c0ffee"));
+        let namespaced = format!("0::/../../pod{UID}/c0ffee\n");
+        assert_eq!(Owner::parse(&namespaced), container("c0ffee"));
+    }
+
+    #[test]
+    fn what_is_in_no_pods_container_is_the_hosts() {
+        for cgroup in [
+            "",
+            "garbage",
+            "0::/",
+            "0::/system.slice/podman.service",
+            "0::/podruntime.slice/kubelet.service",
+            "0::/machine.slice/libpod-0123.scope",
+            "0::/kubepods/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11",
+        ] {
+            assert_eq!(Owner::parse(cgroup), Owner::Host, "{cgroup}");
+        }
+    }
+
+    #[test]
+    fn a_variable_is_found_by_its_whole_name() {
+        let environ = b"XNVIDIA=1\0NVIDIA=all\0NVIDIA=void\0";
+        assert_eq!(variable(environ, "NVIDIA").as_deref(), Some("all"));
+        assert_eq!(variable(environ, "NVIDI"), None);
+    }
+}

@@ -1,0 +1,55 @@
+//! What the ledger says of one container, for the audit and the metrics.
+
+use super::{Account, Process};
+use crate::units::{AllocationId, Bytes, PodUid};
+
+/// A container's books at a moment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Books {
+    /// The container's allocation.
+    pub allocation: AllocationId,
+    /// Its pod.
+    pub pod: PodUid,
+    /// The name of its cgroup, once a process of it said hello.
+    pub home: Option<String>,
+    /// Its accounts; in the same order wherever there is one amount per account.
+    pub accounts: Vec<AccountBooks>,
+    /// Its living processes that said hello.
+    pub members: Vec<MemberBooks>,
+    /// Its process images that ended and are still charged.
+    pub retired: Vec<u32>,
+    /// Requests for credit that were answered.
+    pub requests: u64,
+    /// Denied allocations by the driver's function.
+    pub denied: Vec<(String, u64)>,
+}
+
+/// One account of a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AccountBooks {
+    /// Which memory.
+    pub account: Account,
+    /// What the container may use.
+    pub quota: Bytes,
+    /// What its living processes may use without asking.
+    pub granted: Bytes,
+    /// What they say that they use, never more than was granted.
+    pub used: Bytes,
+    /// What ended images had been granted and the driver may still charge.
+    pub retired: Bytes,
+    /// What processes without a session have, by the driver's figures.
+    pub outside: Bytes,
+    /// The most that was ever granted and retired together.
+    pub peak: Bytes,
+}
+
+/// One process of a container.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct MemberBooks {
+    /// The process.
+    pub process: Process,
+    /// What it was granted, by account.
+    pub granted: Vec<Bytes>,
+    /// Whether its page says that it was granted another amount: nobody but the agent may write that.
+    pub forged: bool,
+}

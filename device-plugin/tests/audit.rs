@@ -1,0 +1,18 @@
+//! The whole agent and programs in containers, as a runtime makes them of their CDI files, over the simulated driver
+//! and the real shim: what an honest program does is no finding, and what another does is found.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod common;
+
+#[allow(dead_code, reason = "the agent's tests use the rest of it")]
+#[path = "agent/machine.rs"]
+mod machine;
+
+#[path = "audit/container.rs"]
+mod container;
+#[path = "audit/found.rs"]
+mod found;

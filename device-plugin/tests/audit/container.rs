@@ -1,0 +1,223 @@
+//! A container made of its CDI file, as a runtime makes one: a root file system of its own, the device's mounts and
+//! nodes in it, and a cgroup and a `/proc` entry that say whose it is.
+
+use std::collections::BTreeSet;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::OnceLock;
+
+use serde_json::Value;
+
+use crate::common::kubelet::Pod;
+use crate::machine::Machine;
+
+/// What the runtime does after the mounts of the device, and the program that it starts.
+pub(crate) struct Start<'a> {
+    /// Shell lines with `$ROOT`, the container's root.
+    pub(crate) more: &'a str,
+    /// The words before the program, as `env -i`.
+    pub(crate) with: &'a str,
+}
+
+pub(crate) const PLAIN: Start<'_> = Start { more: "", with: "" };
+
+/// A running program in a container.
+pub(crate) struct Container {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+/// Where cargo puts the shim, built once.
+fn shim() -> &'static Path {
+    static SHIM: OnceLock<PathBuf> = OnceLock::new();
+    SHIM.get_or_init(|| {
+        let build = Command::new(env!("CARGO"))
+            .args(["build", "--quiet", "--package", "bursar-shim", "--lib"])
+            .status();
+        assert!(build.unwrap().success());
+        // target/<profile>/deps/<this test>
+        let test = std::env::current_exe().unwrap();
+        test.ancestors().nth(2).unwrap().join("libbursar_shim.so")
+    })
+}
+
+/// The program, compiled once.
+fn tenant() -> &'static Path {
+    static TENANT: OnceLock<(tempfile::TempDir, PathBuf)> = OnceLock::new();
+    let (_, program) = TENANT.get_or_init(|| {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("tenant");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/audit/tenant.c");
+        let compile = Command::new("cc")
+            .args(["-Wall", "-Werror", "-o"])
+            .args([program.as_path(), Path::new(source)])
+            .args(["-ldl"])
+            .status();
+        assert!(compile.unwrap().success());
+        (folder, program)
+    });
+    program
+}
+
+/// Copies a program with the libraries that it needs, to the same paths below `root`.
+fn copy_whole(program: &Path, root: &Path) {
+    let output = Command::new("ldd").arg(program).output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let words = text.split_whitespace().filter(|word| word.starts_with('/'));
+    let files: BTreeSet<&Path> = words.map(Path::new).chain([program]).collect();
+    for file in files {
+        let copy = root.join(file.strip_prefix("/").unwrap());
+        fs::create_dir_all(copy.parent().unwrap()).unwrap();
+        fs::copy(file, copy).unwrap();
+    }
+}
+
+fn which(program: &str) -> PathBuf {
+    let folders = std::env::var("PATH").unwrap();
+    let mut folders = folders.split(':').chain(["/usr/sbin", "/sbin"]);
+    let found = folders.find_map(|folder| {
+        let path = Path::new(folder).join(program);
+        path.is_file().then_some(path)
+    });
+    found.unwrap_or_else(|| panic!("{program} is not installed"))
+}
+
+/// The agent's configuration for containers that run: the real shim, a `/proc` of this test's, and what a program
+/// needs of the simulated driver. `audit` are lines of `[audit]`.
+pub(crate) async fn machine(audit: &str) -> Machine {
+    let mut machine = Machine::new().await;
+    fs::copy(shim(), machine.path("shim/libcuda.so.1")).unwrap();
+    fs::create_dir_all(machine.path("proc")).unwrap();
+    symlink("/proc/self", machine.path("proc/self")).unwrap();
+    let lab = machine.lab.path().display();
+    let proc = machine.path("proc");
+    let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
+    let config = config.replace(
+        "[paths]",
+        &format!("[paths]\nproc = \"{}\"", proc.display()),
+    );
+    let more = format!(
+        "[audit]\n{audit}\n[[driver.extra-mounts]]\nhost-path = \"{lab}\"\nread-only = false\n"
+    );
+    fs::write(machine.path("agent.toml"), config + &more).unwrap();
+    machine.start_agent();
+    machine
+        .kubelet
+        .until_allocatable(crate::machine::GPU, 32)
+        .await;
+    machine
+}
+
+impl Container {
+    /// Runs `pod`, which is admitted, and starts a program in its container; a second time, a second one in a
+    /// container of the same device.
+    pub(crate) async fn start(machine: &Machine, pod: &Pod, start: Start<'_>) -> Container {
+        let devices = machine.start(pod).await.unwrap();
+        let allocation = devices[0].strip_prefix("bursar.dev/gpu=").unwrap();
+        let file = machine.path(&format!("cdi/bursar.dev-gpu-{allocation}.json"));
+        let spec: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+        let edits = &spec["devices"][0]["containerEdits"];
+        let root = tempfile::tempdir_in(machine.root.path()).unwrap().keep();
+        for program in ["sh", "umount", "env"] {
+            let path = which(program);
+            copy_whole(&path, &root);
+        }
+        copy_whole(tenant(), &root);
+        // As an image has what the shim needs.
+        copy_whole(shim(), &root);
+        for folder in ["dev", "proc", "old"] {
+            fs::create_dir_all(root.join(folder)).unwrap();
+        }
+        let script = script(edits, &start);
+        let mut command = Command::new("unshare");
+        command
+            .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
+            .env("ROOT", &root)
+            .env("SIMGPU_DIR", machine.lab.path())
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        for variable in edits["env"].as_array().unwrap() {
+            let (name, value) = variable.as_str().unwrap().split_once('=').unwrap();
+            command.env(name, value);
+        }
+        let mut child = command.spawn().unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut container = Container {
+            child,
+            input,
+            output,
+        };
+        assert_eq!(container.read(), "ready");
+        machine.adopt(pod, container.pid());
+        container
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    fn read(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// One call and its answer.
+    pub(crate) fn call(&mut self, line: &str) -> String {
+        writeln!(self.input, "{line}").unwrap();
+        self.read()
+    }
+
+    /// A call that succeeds.
+    pub(crate) fn ok(&mut self, line: &str) {
+        let answer = self.call(line);
+        assert!(answer.starts_with("ok"), "{line}: {answer}");
+    }
+
+    pub(crate) fn is_alive(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// What a runtime does: the root, the device's nodes and mounts in it, then the program in that root alone.
+fn script(edits: &Value, start: &Start<'_>) -> String {
+    let mut lines = vec![
+        "set -e".to_owned(),
+        "mount --bind $ROOT $ROOT; mount -t tmpfs none $ROOT/dev; mount --rbind /proc $ROOT/proc"
+            .to_owned(),
+    ];
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    for node in edits["deviceNodes"].as_array().unwrap() {
+        let (from, to) = (text(&node["hostPath"]), text(&node["path"]));
+        lines.push(format!(
+            "mkdir -p $ROOT$(dirname {to}); touch $ROOT{to}; mount --bind {from} $ROOT{to}"
+        ));
+    }
+    for mount in edits["mounts"].as_array().unwrap() {
+        let (from, to) = (text(&mount["hostPath"]), text(&mount["containerPath"]));
+        let make = match Path::new(&from).is_dir() {
+            true => format!("mkdir -p $ROOT{to}"),
+            false => format!("mkdir -p $ROOT$(dirname {to}); touch $ROOT{to}"),
+        };
+        lines.push(format!("{make}; mount --bind {from} $ROOT{to}"));
+    }
+    lines.push(start.more.to_owned());
+    let tenant = tenant().display();
+    lines.push(format!(
+        "cd $ROOT; pivot_root . old; cd /; umount -l /old; exec {} {tenant}",
+        start.with
+    ));
+    lines.join("\n")
+}

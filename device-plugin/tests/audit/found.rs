@@ -1,0 +1,303 @@
+//! Programs that go past the shim, over it or under it: each is found within two seconds, or held all the same.
+
+use std::time::{Duration, Instant};
+
+use crate::common::kubelet::Pod;
+use crate::container::{Container, PLAIN, Start, machine};
+use crate::machine::Machine;
+
+const GIB: u64 = 1 << 30;
+/// The most that a finding may take.
+const SOON: Duration = Duration::from_secs(2);
+/// Some audits.
+const A_WHILE: Duration = Duration::from_millis(3_500);
+
+/// A pod that is admitted, with 8 GiB.
+async fn pod(machine: &Machine, name: &str) -> Pod {
+    machine.admit(name, 8).await
+}
+
+/// The value of a metric's series that has each of `labels`, which a space divides; none where there is none.
+async fn value(machine: &Machine, name: &str, labels: &str) -> Option<i64> {
+    let (_, text) = machine.get("/metrics").await;
+    let line = text.lines().find(|line| {
+        let named = line.strip_prefix(name);
+        named.is_some_and(|rest| {
+            rest.starts_with(['{', ' ']) && labels.split(' ').all(|label| rest.contains(label))
+        })
+    })?;
+    line.rsplit(' ').next()?.parse().ok()
+}
+
+/// Waits until a metric is as wanted; how long that took.
+async fn until_is(
+    machine: &Machine,
+    name: &str,
+    labels: &str,
+    wanted: impl Fn(i64) -> bool,
+) -> Duration {
+    let begun = Instant::now();
+    loop {
+        let now = value(machine, name, labels).await;
+        if now.is_some_and(&wanted) {
+            return begun.elapsed();
+        }
+        let waited = begun.elapsed() < Duration::from_secs(20);
+        assert!(waited, "{name}{{{labels}}} is {now:?}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// Waits until a metric has the value; how long that took.
+async fn until(machine: &Machine, name: &str, labels: &str, wanted: i64) -> Duration {
+    until_is(machine, name, labels, |now| now == wanted).await
+}
+
+async fn findings(machine: &Machine, kind: &str) -> i64 {
+    let labels = format!("finding=\"{kind}\"");
+    value(machine, "bursar_agent_findings_total", &labels)
+        .await
+        .unwrap_or(0)
+}
+
+async fn not_enforced(machine: &Machine, reason: &str) -> Duration {
+    let labels = format!("reason=\"{reason}\"");
+    until(machine, "bursar_container_enforced", &labels, 0).await
+}
+
+#[tokio::test]
+async fn an_honest_container_is_enforced_and_no_finding_and_its_figures_are_shown() {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let mut honest = Container::start(&machine, &pod, PLAIN).await;
+    honest.ok("open libcuda.so.1");
+    honest.ok(&format!("alloc {}", 5 * GIB));
+    let enforced = until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+    assert!(enforced < SOON, "{enforced:?}");
+    assert_eq!(honest.call(&format!("alloc {}", 4 * GIB)), "err 2");
+    let of = |amount: &str| format!(r#"pod="a",container="main",account="GPU- amount="{amount}""#);
+    // Its context may be charged as well.
+    let memory = "bursar_container_memory_bytes";
+    until_is(&machine, memory, &of("used"), |used| {
+        used >= (5 * GIB) as i64
+    })
+    .await;
+    until(
+        &machine,
+        "bursar_container_memory_bytes",
+        &of("quota"),
+        (8 * GIB) as i64,
+    )
+    .await;
+    until(&machine, "bursar_container_denied_total", "cuMemAlloc", 1).await;
+    until(&machine, "bursar_gpu_residual_bytes", "0001", 0).await;
+    tokio::time::sleep(A_WHILE).await;
+    for kind in ["over-quota", "intruder", "forged-page", "unaccounted"] {
+        assert_eq!(findings(&machine, kind).await, 0, "{kind}");
+    }
+    assert_eq!(
+        value(&machine, "bursar_gpu_audit_stale", "0001").await,
+        Some(0)
+    );
+    let count = value(&machine, "bursar_agent_audit_seconds_count", "")
+        .await
+        .unwrap();
+    let (_, text) = machine.get("/metrics").await;
+    let sum = text
+        .lines()
+        .find_map(|line| line.strip_prefix("bursar_agent_audit_seconds_sum "));
+    println!("{count} audits took {} s", sum.unwrap());
+}
+
+#[tokio::test]
+async fn a_program_that_opens_the_real_driver_is_found_its_memory_is_granted_to_nobody_and_it_lives()
+ {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let mut bypass = Container::start(&machine, &pod, PLAIN).await;
+    bypass.ok("open /opt/bursar/drv/cuda.so.1");
+    bypass.ok(&format!("alloc {}", 6 * GIB));
+    let took = until(&machine, "bursar_agent_findings_total", "intruder", 1).await;
+    assert!(took < SOON, "{took:?}");
+    println!("found after {took:?}");
+    let mut honest = Container::start(&machine, &pod, PLAIN).await;
+    honest.ok("open libcuda.so.1");
+    assert_eq!(
+        honest.call(&format!("alloc {}", 3 * GIB)),
+        "err 2",
+        "the container has it already"
+    );
+    bypass.ok(&format!("alloc {}", 5 * GIB));
+    let took = until(&machine, "bursar_agent_findings_total", "over-quota", 1).await;
+    assert!(took < SOON, "{took:?}");
+    tokio::time::sleep(A_WHILE).await;
+    assert!(bypass.is_alive(), "the policy is to report");
+    assert_eq!(findings(&machine, "intruder").await, 1, "told once");
+}
+
+#[tokio::test]
+async fn with_the_policy_kill_it_is_killed_after_three_findings_and_its_neighbours_are_not() {
+    let machine = machine("policy = \"kill\"\nkill-after = 3").await;
+    let (mine, other) = (pod(&machine, "a").await, pod(&machine, "b").await);
+    let mut honest = Container::start(&machine, &mine, PLAIN).await;
+    honest.ok("open libcuda.so.1");
+    honest.ok(&format!("alloc {GIB}"));
+    let mut neighbour = Container::start(&machine, &other, PLAIN).await;
+    neighbour.ok("open libcuda.so.1");
+    neighbour.ok(&format!("alloc {}", 7 * GIB));
+    let mut bypass = Container::start(&machine, &mine, PLAIN).await;
+    bypass.ok("open /opt/bursar/drv/cuda.so.1");
+    bypass.ok("alloc 4096");
+    let begun = Instant::now();
+    crate::common::eventually("its end", || !bypass.is_alive()).await;
+    let took = begun.elapsed();
+    assert!(
+        (Duration::from_secs(1)..Duration::from_secs(6)).contains(&took),
+        "{took:?}"
+    );
+    until(&machine, "bursar_agent_audit_kills_total", "", 1).await;
+    tokio::time::sleep(A_WHILE).await;
+    assert!(honest.is_alive() && neighbour.is_alive());
+    honest.ok(&format!("alloc {}", 6 * GIB));
+}
+
+#[tokio::test]
+async fn a_host_process_on_a_gpu_is_named_and_never_killed() {
+    let machine = machine("policy = \"kill\"\nkill-after = 1").await;
+    let mut actor = machine.lab.actor().unwrap();
+    machine.show(actor.pid(), "0::/system.slice/mine.service\n");
+    actor.ask("context 0").unwrap();
+    until(&machine, "bursar_agent_findings_total", "intruder", 1).await;
+    until(&machine, "bursar_gpu_intruders", "0001", 1).await;
+    tokio::time::sleep(A_WHILE).await;
+    actor.ask("context 0").unwrap();
+    assert_eq!(
+        value(&machine, "bursar_agent_audit_kills_total", "").await,
+        Some(0)
+    );
+}
+
+#[tokio::test]
+async fn a_volume_over_our_paths_is_found() {
+    for (more, point) in [
+        (
+            "mount -t tmpfs none $ROOT/opt/bursar/lib",
+            "/opt/bursar/lib",
+        ),
+        ("mkdir -p $ROOT/v; mount -t tmpfs none $ROOT/etc", "/etc"),
+        (
+            "cp $ROOT/opt/bursar/lib/libcuda.so.1 $ROOT/x; mount --bind $ROOT/x $ROOT/opt/bursar/lib/libcuda.so.1",
+            "libcuda.so.1",
+        ),
+    ] {
+        let machine = machine("").await;
+        let pod = pod(&machine, "a").await;
+        let _container = Container::start(&machine, &pod, Start { more, with: "" }).await;
+        let took = not_enforced(&machine, "MountedOver").await;
+        assert!(took < SOON, "{point}: {took:?}");
+        assert!(machine.log().contains(point), "{point}");
+    }
+}
+
+#[tokio::test]
+async fn a_copy_of_the_driver_in_the_image_is_found_when_it_is_mapped() {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let more = "mkdir $ROOT/mine; cp $ROOT/opt/bursar/drv/cuda.so.1 $ROOT/mine/libcuda.so.9";
+    let mut container = Container::start(&machine, &pod, Start { more, with: "" }).await;
+    until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+    container.ok("open /mine/libcuda.so.9");
+    let took = not_enforced(&machine, "ForeignDriver").await;
+    assert!(took < SOON, "{took:?}");
+}
+
+#[tokio::test]
+async fn a_container_that_sees_a_gpu_that_it_was_not_given_is_found() {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let more = "touch $ROOT/dev/nvidia0 $ROOT/dev/nvidia1";
+    let with = "env NVIDIA_VISIBLE_DEVICES=all";
+    let _container = Container::start(&machine, &pod, Start { more, with }).await;
+    let took = not_enforced(&machine, "OtherGpus").await;
+    assert!(took < SOON, "{took:?}");
+    assert!(machine.log().contains("NVIDIA_VISIBLE_DEVICES=all"));
+}
+
+#[tokio::test]
+async fn a_program_without_its_environment_is_held_as_before() {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let lab = format!("env -i SIMGPU_DIR={}", machine.lab.path().display());
+    let start = Start {
+        more: "",
+        with: &lab,
+    };
+    let mut container = Container::start(&machine, &pod, start).await;
+    container.ok("open libcuda.so.1");
+    let info = container.call("info");
+    assert!(info.ends_with(&format!(" {}", 8 * GIB)), "{info}");
+    assert_eq!(container.call(&format!("alloc {}", 8 * GIB + 1)), "err 2");
+    until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+}
+
+#[tokio::test]
+async fn garbage_in_the_credit_page_is_found() {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let mut container = Container::start(&machine, &pod, PLAIN).await;
+    container.ok("open libcuda.so.1");
+    container.ok(&format!("alloc {GIB}"));
+    container.ok("scribble");
+    let took = until(&machine, "bursar_agent_findings_total", "forged-page", 1).await;
+    assert!(took < SOON, "{took:?}");
+}
+
+#[tokio::test]
+async fn a_credit_page_cannot_be_cut_and_a_closed_socket_frees_nothing() {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let mut container = Container::start(&machine, &pod, PLAIN).await;
+    container.ok("open libcuda.so.1");
+    container.ok(&format!("alloc {}", 5 * GIB));
+    assert!(container.call("truncate").starts_with("err"));
+    container.ok("close");
+    tokio::time::sleep(A_WHILE).await;
+    let used = value(
+        &machine,
+        "bursar_container_memory_bytes",
+        r#"account="GPU- amount="used""#,
+    )
+    .await;
+    assert!(used >= Some((5 * GIB) as i64), "{used:?}");
+    assert_eq!(container.call(&format!("alloc {}", 4 * GIB)), "err 2");
+    container.ok(&format!("alloc {}", 2 * GIB));
+    assert_eq!(findings(&machine, "intruder").await, 0);
+}
+
+#[tokio::test]
+async fn after_a_restart_without_records_what_silent_processes_have_is_granted_to_nobody() {
+    let mut machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let mut silent = Container::start(&machine, &pod, PLAIN).await;
+    silent.ok("open libcuda.so.1");
+    silent.ok(&format!("alloc {}", 6 * GIB));
+    machine.kill_agent();
+    std::fs::remove_dir_all(machine.path("run/sessions")).unwrap();
+    machine.come_back().await;
+    let outside = r#"account="GPU- amount="outside""#;
+    let memory = "bursar_container_memory_bytes";
+    until_is(&machine, memory, outside, |bytes| bytes >= (6 * GIB) as i64).await;
+    let mut other = Container::start(&machine, &pod, PLAIN).await;
+    other.ok("open libcuda.so.1");
+    assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
+    assert_eq!(
+        findings(&machine, "intruder").await,
+        0,
+        "it was there before the agent"
+    );
+    // More than it may without asking.
+    silent.ok(&format!("alloc {}", GIB / 2));
+    until(&machine, "bursar_container_memory_bytes", outside, 0).await;
+    assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
+    other.ok("alloc 4096");
+}
