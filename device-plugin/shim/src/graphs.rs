@@ -16,7 +16,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use bursar_protocol::units::UNIT;
 
 use crate::codes::{self, CuResult};
-use crate::hooks::real;
+use crate::hooks::{captures, real};
 use crate::ledger::{self, Denied, Kind, Pending};
 use crate::live::Charge;
 
@@ -259,7 +259,7 @@ impl Graphs {
     fn reclaim(&mut self) -> bool {
         let before: u64 = self.pools.values().map(bytes).sum();
         for device in self.pools.keys() {
-            let _ = real!(cuDeviceGraphMemTrim(*device => c_int));
+            let _ = captures::apart(|| real!(cuDeviceGraphMemTrim(*device => c_int)));
         }
         self.trimmed();
         self.pools.values().map(bytes).sum::<u64>() < before
@@ -273,9 +273,11 @@ fn bytes(charge: &Charge) -> u64 {
 /// What a device's graph pool has reserved.
 fn reserved(device: c_int) -> Option<u64> {
     let mut bytes = 0_u64;
-    let code = real!(cuDeviceGetGraphMemAttribute(
-        device => c_int, RESERVED => c_int, &raw mut bytes => *mut u64,
-    ));
+    let code = captures::apart(|| {
+        real!(cuDeviceGetGraphMemAttribute(
+            device => c_int, RESERVED => c_int, &raw mut bytes => *mut u64,
+        ))
+    });
     (code == codes::SUCCESS).then_some(bytes)
 }
 

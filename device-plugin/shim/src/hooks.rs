@@ -7,6 +7,10 @@
 //! * [`linear`] linear, pitched and managed memory
 //! * [`arrays`] arrays and mipmapped arrays
 //! * [`sizes`] what the driver takes for a request
+//! * [`pools`] stream-ordered memory
+//! * [`vmm`] memory of `cuMemCreate`
+//! * [`exports`] linear memory that others can come to hold
+//! * [`captures`], [`streams`] what the calling stream does, and where
 //! * [`contexts`] what contexts take, and what ends with them; [`known`] which there are
 //! * [`graphs`] graphs with memory nodes
 //! * [`limits`] and [`functions`] stacks and kernels' local memory
@@ -14,15 +18,20 @@
 //! * [`proc_address`] the addresses that `cuGetProcAddress` hands out
 
 mod arrays;
+pub(crate) mod captures;
 pub(crate) mod contexts;
+mod exports;
 mod functions;
 mod graphs;
 mod known;
 mod limits;
 mod linear;
+mod pools;
 mod proc_address;
 mod reports;
 pub(crate) mod sizes;
+mod streams;
+pub(crate) mod vmm;
 
 use std::cell::Cell;
 use std::ffi::c_int;
@@ -143,10 +152,6 @@ pub(crate) fn allocate(
 ) -> CuResult {
     let mut pending = match ledger::charge(kind, bytes, function) {
         Ok(pending) => pending,
-        Err(Denied) if crate::graphs::reclaim() => match ledger::charge(kind, bytes, function) {
-            Ok(pending) => pending,
-            Err(Denied) => return codes::OUT_OF_MEMORY,
-        },
         Err(Denied) => return codes::OUT_OF_MEMORY,
     };
     let context = contexts::current();

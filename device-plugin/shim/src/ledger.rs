@@ -9,7 +9,8 @@ use bursar_protocol::word::NoCredit;
 
 use crate::codes::{self, CuResult};
 use crate::link::{self, Answer};
-use crate::live::{Charge, Live};
+use crate::live::{Charge, Lent, Live};
+use crate::pools::POOLS;
 use crate::state::{self, State};
 
 /// Every charged pointer of this process.
@@ -60,6 +61,7 @@ impl Pending {
             slot: self.slot,
             units: self.units.0,
             context,
+            lent: Lent::No,
         };
         if let Some(before) = LIVE.insert(pointer, charge).map_err(|()| Denied)? {
             discharge(before);
@@ -75,6 +77,7 @@ impl Pending {
             slot: self.slot,
             units: self.units.0,
             context: 0,
+            lent: Lent::No,
         }
     }
 }
@@ -92,38 +95,89 @@ pub(crate) fn charge(kind: Kind, bytes: u64, function: &str) -> Result<Pending, 
     let state = state::state().ok_or(Denied)?;
     let slot = account_of(state, kind).ok_or(Denied)?;
     let charged = Units::holding(bytes).ok_or(Denied).and_then(|units| {
-        charge_units(state, slot, units)?;
+        charge_units(state, slot, units).or_else(|denied| {
+            // What pools have cached is the program's to use in another way.
+            let pools = POOLS.reclaim();
+            if crate::graphs::reclaim() || pools {
+                charge_units(state, slot, units)
+            } else {
+                Err(denied)
+            }
+        })?;
         Ok(Pending {
             slot,
             units,
             kept: false,
         })
     });
-    if charged.is_err()
-        && let Some(held) = state.hold()
-    {
-        link::denied(state, &held, slot, bytes, function);
+    if charged.is_err() {
+        report(slot, bytes, function);
     }
     charged
 }
 
+/// Reports a denial to the agent.
+pub(crate) fn report(account: u8, bytes: u64, function: &str) {
+    if let Some(state) = state::state()
+        && let Some(held) = state.hold()
+    {
+        link::denied(state, &held, account, bytes, function);
+    }
+}
+
+/// The account of `kind`, if the container has one.
+pub(crate) fn account(kind: Kind) -> Option<u8> {
+    account_of(state::state()?, kind)
+}
+
+/// Charges an account if the credit for it is idle: one compare-and-swap, and nobody is asked.
+pub(crate) fn take_idle(account: u8, units: Units) -> bool {
+    state::state()
+        .and_then(|state| slot(state, account))
+        .is_some_and(|slot| slot.charge(units).is_ok())
+}
+
+/// Charges an account, and asks the agent where it must.
+pub(crate) fn take(account: u8, units: Units) -> Result<(), Denied> {
+    charge_units(state::state().ok_or(Denied)?, account, units)
+}
+
+/// Gives units back that [`take`] or [`take_idle`] charged.
+pub(crate) fn give_back(account: u8, units: Units) {
+    if let Some(state) = state::state() {
+        discharge_units(state, account, units);
+    }
+}
+
+/// What the agent would grant, by what it last wrote on the page: it may be less by now.
+pub(crate) fn room_ahead(account: u8) -> Units {
+    let slot = state::state().and_then(|state| slot(state, account));
+    slot.map_or(Units::ZERO, |slot| {
+        let used = Units(slot.word().used).min(Units::MAX);
+        slot.quota()
+            .saturating_sub(used.saturating_add(slot.others()))
+    })
+}
+
 /// Gives back what a freed pointer was charged.
 pub(crate) fn discharge(charge: Charge) {
-    if let Some(state) = state::state() {
-        discharge_units(state, charge.slot, Units(charge.units));
+    match charge.lent {
+        Lent::No => {}
+        Lent::Handle => unexport(charge),
+        // Whoever has the descriptor has the memory.
+        Lent::Descriptor => return,
     }
+    give_back(charge.slot, Units(charge.units));
 }
 
 /// Counts a charge as exported, before any other process can hold its memory: it then stays charged
 /// to the pod after this process's death until it is free (design F4, F13). `Err` when that cannot
 /// be told to the agent.
-#[allow(dead_code, reason = "exports call it")]
 pub(crate) fn export(charge: Charge) -> Result<(), Denied> {
     with_slot(charge.slot, |slot| slot.export(Units(charge.units))).ok_or(Denied)
 }
 
 /// Counts a charge as exported no more: nobody else can hold its memory.
-#[allow(dead_code, reason = "exports call it")]
 pub(crate) fn unexport(charge: Charge) {
     with_slot(charge.slot, |slot| slot.unexport(Units(charge.units)));
 }
@@ -170,6 +224,7 @@ pub(crate) fn context_made(device: i32) -> Option<u64> {
 /// What the container may still use of a device and its quota, in bytes; `None` without a session.
 pub(crate) fn room(device: i32) -> Option<(u64, u64)> {
     let state = state::state()?;
+    POOLS.settle();
     let index = account_of(state, Kind::Device(device))?;
     if slot(state, index)?.siblings() > 0
         && let Some(held) = state.hold()

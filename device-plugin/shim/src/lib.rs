@@ -5,7 +5,8 @@
 //! quota before the call and settle it after, in the [`ledger`]: a credit page that the agent fills.
 //!
 //! Charged today: linear memory and arrays against the GPU's quota, managed memory against its own,
-//! until it is freed or its context ends ([`hooks::contexts`]). The table `symbols.txt` lists what else
+//! until it is freed or its context ends ([`hooks::contexts`]); stream-ordered memory by what each pool
+//! has reserved ([`pools`]); memory of `cuMemCreate` until nothing refers to it ([`vmm`]). The table `symbols.txt` lists what else
 //! can take memory.
 //!
 //! * Loading the library does nothing: the real one is opened ([`real`]) at the first call.
@@ -13,14 +14,19 @@
 //! * A forked child has a state of its own ([`state`]): neither the page nor a held lock is inherited.
 //! * With the agent away, what is granted stays usable and more is refused.
 
+mod afresh;
 mod codes;
 mod compat;
 mod forward;
 mod graphs;
 mod hooks;
+mod leaving;
 mod ledger;
 mod link;
 mod live;
 mod old_glibc;
+mod place;
+mod pools;
 mod real;
 mod state;
+mod vmm;

@@ -32,6 +32,19 @@ pub(crate) struct Charge {
     pub(crate) units: u32,
     /// The context that the memory ends with; zero where that is not known.
     pub(crate) context: u64,
+    /// Whether others can come to hold the memory.
+    pub(crate) lent: Lent,
+}
+
+/// How others can come to hold memory. Each way outweighs those before it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Lent {
+    /// Not at all.
+    No,
+    /// By an IPC handle, which alone keeps nothing.
+    Handle,
+    /// By a descriptor, which keeps the memory unseen.
+    Descriptor,
 }
 
 struct Table {
@@ -180,12 +193,17 @@ impl Table {
             slot: (value >> 32) as u8,
             units: value as u32,
             context: self.contexts[place].load(Ordering::Relaxed),
+            lent: match value >> 40 {
+                0 => Lent::No,
+                1 => Lent::Handle,
+                _ => Lent::Descriptor,
+            },
         }
     }
 }
 
 fn pack(charge: Charge) -> u64 {
-    u64::from(charge.slot) << 32 | u64::from(charge.units)
+    (charge.lent as u64) << 40 | u64::from(charge.slot) << 32 | u64::from(charge.units)
 }
 
 #[cfg(test)]
@@ -197,6 +215,21 @@ mod tests {
             slot: 3,
             units,
             context: 7,
+            lent: Lent::No,
+        }
+    }
+
+    #[test]
+    fn everything_about_a_charge_is_known_again() {
+        let live = Live::new();
+        for lent in [Lent::No, Lent::Handle, Lent::Descriptor] {
+            let charge = Charge {
+                slot: u8::MAX,
+                lent,
+                ..charge(u32::MAX)
+            };
+            live.insert(0x1000, charge).unwrap();
+            assert_eq!(live.remove(0x1000), Some(charge));
         }
     }
 

@@ -94,6 +94,9 @@ pub(crate) fn state() -> Option<&'static State> {
     if state.begun.load(Ordering::Acquire) == 0 {
         // The first call of this process. Its parent's pointers mean nothing here.
         crate::ledger::LIVE.clear();
+        crate::leaving::EVENTS.forget();
+        crate::pools::POOLS.forget();
+        crate::hooks::vmm::TABLE.forget();
         state.begun.store(1, Ordering::Release);
     }
     Some(state)

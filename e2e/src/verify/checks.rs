@@ -145,6 +145,12 @@ const CHECKS: &[Check] = &[
         &["--test", "audit"],
     ),
     test_check(
+        "enforcement/pools",
+        "stream-ordered, virtual and shared memory is charged what the driver took, whatever a program \
+         does with it",
+        &["--test", "pools", "--test", "vmm"],
+    ),
+    test_check(
         "enforcement/library",
         "the shim exports the driver's names and no other, hands out its own hooks, knows the \
          published headers, and needs an old glibc only",

@@ -22,6 +22,11 @@ use bursar_sim_state::{Folder, Sim};
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
 
+/// The UUID of a GPU by its number; [`GPU`] is the first.
+fn gpu(minor: usize) -> String {
+    format!("GPU-5e000000-0000-0000-0000-{:012x}", minor + 1)
+}
+
 /// Where cargo puts this workspace's libraries; they are built once.
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
@@ -78,7 +83,7 @@ impl DriverCharges for SimCharges {
     }
 }
 
-/// One container with a quota on a simulated GPU of 16 GiB.
+/// One container with quotas on simulated GPUs of 16 GiB.
 pub struct Container {
     folder: tempfile::TempDir,
     served: Served,
@@ -91,28 +96,42 @@ pub struct Container {
 impl Container {
     /// Makes the GPU, and serves the container; contexts are free, so that other memory is all that counts.
     pub fn with_quota(quota: u64) -> Container {
-        Container::new(quota, "16Gi", false)
+        Container::with_quotas(&[quota])
+    }
+
+    /// As above, with a GPU for each quota.
+    pub fn with_quotas(quotas: &[u64]) -> Container {
+        Container::new(quotas, "16Gi", false)
     }
 
     /// As the agent does it: contexts are charged. The GPU is an H200.
     pub fn charging_contexts(quota: u64) -> Container {
-        Container::new(quota, "141Gi", true)
+        Container::new(&[quota], "141Gi", true)
     }
 
-    fn new(quota: u64, memory: &str, contexts: bool) -> Container {
+    fn new(quotas: &[u64], memory: &str, contexts: bool) -> Container {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("sim.toml");
-        let gpu = format!(
-            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"{memory}\"\nminor = 0\n"
-        );
-        std::fs::write(&config, gpu).unwrap();
+        let gpus: String = (0..quotas.len())
+            .map(|minor| {
+                format!(
+                    "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{}\"\nmemory = \"{memory}\"\nminor = {minor}\n",
+                    gpu(minor)
+                )
+            })
+            .collect();
+        std::fs::write(&config, gpus).unwrap();
         Folder::at(folder.path().join("sim"))
             .init(&config, &[])
             .unwrap();
         let served = Served {
             allocation: AllocationId::from_bits(7),
             pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
-            gpus: vec![(GPU.parse().unwrap(), Bytes(quota))],
+            gpus: quotas
+                .iter()
+                .enumerate()
+                .map(|(minor, quota)| (gpu(minor).parse().unwrap(), Bytes(*quota)))
+                .collect(),
             managed: Bytes::ZERO,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -165,9 +184,20 @@ impl Container {
         sim.used(0)
     }
 
+    /// What a context takes of the GPU: no account pays for it here.
+    pub fn context(&self) -> u64 {
+        let sim = Sim::open(&self.folder.path().join("sim")).unwrap();
+        sim.config.context
+    }
+
     /// The GPU's account.
     pub fn usage(&self) -> Usage {
-        self.sessions.as_ref().unwrap().usage().remove(0)
+        self.usage_of(0)
+    }
+
+    /// The account with a number: the GPUs', then managed memory's.
+    pub fn usage_of(&self, account: usize) -> Usage {
+        self.sessions.as_ref().unwrap().usage().remove(account)
     }
 
     /// Waits until the GPU's account is as told.

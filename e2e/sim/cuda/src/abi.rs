@@ -33,6 +33,8 @@ impl Code {
     pub(crate) const ASSERT: Code = Code(710);
     pub(crate) const LAUNCH_FAILED: Code = Code(719);
     pub(crate) const NOT_SUPPORTED: Code = Code(801);
+    pub(crate) const CAPTURE_UNSUPPORTED: Code = Code(900);
+    pub(crate) const CAPTURE_INVALIDATED: Code = Code(901);
     pub(crate) const UNKNOWN: Code = Code(999);
 }
 

@@ -3,6 +3,7 @@
 
 mod abi;
 mod array;
+mod capture;
 mod context;
 mod copy;
 mod device;

@@ -21,6 +21,8 @@ pub(crate) enum Kind {
     Opened(Object),
     /// From the pool with that handle, which is charged.
     Pool(u64),
+    /// An address that a captured allocation gave out: nothing is there before the graph is launched.
+    Captured,
     /// Managed and pinned host memory: not charged to a GPU.
     Managed,
     /// As above.
@@ -158,7 +160,12 @@ impl Process {
         let allocation = Allocation {
             len,
             kind,
-            context: current.context,
+            // Pools belong to the device.
+            context: if matches!(kind, Kind::Pool(_)) {
+                0
+            } else {
+                current.context
+            },
             unit: current.unit(),
             readable: true,
             writable: true,
@@ -168,6 +175,7 @@ impl Process {
     }
 
     fn allocate(&self, current: &Current, len: u64) -> Result<u64, Code> {
+        self.check_captures()?;
         if len == 0 {
             return Err(Code::INVALID_VALUE);
         }
@@ -199,6 +207,11 @@ impl Process {
 
     /// Ends memory that was taken off the list.
     pub(crate) fn end(&self, address: u64, gone: Allocation) {
+        self.end_in(address, gone, None);
+    }
+
+    /// As [`Process::end`], in the order of a stream where there is one.
+    pub(crate) fn end_in(&self, address: u64, gone: Allocation, stream: Option<u64>) {
         if !self.sim.scrubs() && matches!(gone.kind, Kind::Linear | Kind::Pool(_)) {
             // SAFETY: still mapped, and nobody else frees it: it was taken off the list.
             residue::keep(&self.sim, gone.unit, unsafe { bytes(address, gone.len) });
@@ -208,16 +221,19 @@ impl Process {
             unsafe { unmap(address, gone.len) };
         }
         match gone.kind {
-            // Collected means: given back already.
-            Kind::Linear => drop(
-                self.image
-                    .release(gone.unit, Charge::Memory, taken(gone.len)),
-            ),
-            Kind::Pool(pool) => self.return_to_pool(pool, gone.len),
+            Kind::Linear => match stream {
+                Some(stream) => self.leave(gone.unit, taken(gone.len), stream),
+                // Collected means: given back already.
+                None => drop(
+                    self.image
+                        .release(gone.unit, Charge::Memory, taken(gone.len)),
+                ),
+            },
+            Kind::Pool(pool) => self.return_to_pool(pool, gone.len, stream),
             Kind::Shared(object) | Kind::Opened(object) | Kind::Mapped(object) => {
                 object.let_go(&self.sim)
             }
-            Kind::Managed | Kind::Host | Kind::Registered => {}
+            Kind::Captured | Kind::Managed | Kind::Host | Kind::Registered => {}
         }
     }
 

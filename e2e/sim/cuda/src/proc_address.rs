@@ -18,6 +18,7 @@ fn all() -> impl Iterator<Item = &'static Export> {
         crate::ipc::EXPORTS,
         crate::copy::EXPORTS,
         crate::stream::EXPORTS,
+        crate::capture::EXPORTS,
         crate::module::EXPORTS,
         crate::library::EXPORTS,
         crate::graph::EXPORTS,

@@ -5,8 +5,8 @@ use crate::array::Arrays;
 use crate::graph::Graphs;
 use crate::memory::Space;
 use crate::{
-    context::Contexts, device::Device, library::Libraries, module::Modules, pool::Pools,
-    stream::Streams, vmm::Vmm,
+    capture::Captures, context::Contexts, device::Device, library::Libraries, module::Modules,
+    pool::Pools, stream::Streams, vmm::Vmm,
 };
 use bursar_sim_state::{Image, Sim, xid::Xid};
 use std::path::PathBuf;
@@ -28,6 +28,7 @@ pub(crate) struct Process {
     pub(crate) vmm: Mutex<Vmm>,
     pub(crate) modules: Mutex<Modules>,
     pub(crate) libraries: Mutex<Libraries>,
+    pub(crate) captures: Mutex<Captures>,
     pid: u32,
     /// The code that poisoned this image; 0 for none. Nothing but `execve` takes it back (F1).
     sticky: AtomicI32,
@@ -108,6 +109,7 @@ impl Process {
             vmm: Mutex::default(),
             modules: Mutex::default(),
             libraries: Mutex::default(),
+            captures: Mutex::default(),
             pid: std::process::id(),
             sticky: AtomicI32::new(0),
             sim,

@@ -6,6 +6,7 @@
 use crate::abi::{Answer, Code, Out};
 use crate::context::{Current, current};
 use crate::entry::exports;
+use crate::pool::Seen;
 use crate::process::{Process, healthy, lock};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -26,6 +27,8 @@ struct Event {
     flags: u32,
     /// When its work is done; none before it is recorded.
     at: Option<Instant>,
+    /// The stream that it was last recorded in.
+    stream: u64,
 }
 
 const DISABLE_TIMING: u32 = 2;
@@ -90,16 +93,23 @@ impl Process {
 
     /// Waits as a synchronise does: pools give back what is idle (F15).
     pub(crate) fn synchronize_context(&self, context: u64) -> Answer {
+        self.check_no_captures()?;
         self.wait_for_context(context)?;
-        self.shrink_pools();
+        self.shrink_pools(Seen::All);
         Ok(())
     }
 }
 
 impl Current {
+    /// A stream's handle is good; what tells it from others: the handles 0, 1 and 2 are one stream.
+    pub(crate) fn stream_key(&self, stream: u64) -> Result<u64, Code> {
+        lock(&self.process.streams).find(self, stream)?;
+        Ok(if stream <= 2 { self.context } else { stream })
+    }
+
     /// A stream's handle is good.
     pub(crate) fn check_stream(&self, stream: u64) -> Answer {
-        lock(&self.process.streams).find(self, stream).map(|_| ())
+        self.stream_key(stream).map(|_| ())
     }
 
     /// Keeps a stream busy for some time after what it already has to do.
@@ -125,17 +135,15 @@ impl Current {
     }
 
     fn record(&self, event: u64, stream: u64) -> Answer {
+        let key = self.stream_key(stream)?;
         let mut streams = lock(&self.process.streams);
         let now = Instant::now();
         let at = streams
             .find(self, stream)?
             .busy
             .map_or(now, |busy| busy.max(now));
-        streams
-            .events
-            .get_mut(&event)
-            .ok_or(Code::INVALID_HANDLE)?
-            .at = Some(at);
+        let event = streams.events.get_mut(&event).ok_or(Code::INVALID_HANDLE)?;
+        (event.at, event.stream) = (Some(at), key);
         Ok(())
     }
 }
@@ -188,8 +196,9 @@ exports! {
     };
     fn cuStreamSynchronize(stream: u64) = {
         let current = current()?;
+        let key = current.stream_key(stream)?;
         current.process.wait_until(current.busy_until(stream)?)?;
-        current.process.shrink_pools();
+        current.process.shrink_pools(Seen::Stream(key));
         Ok(())
     };
     fn cuStreamQuery(stream: u64) = ready(current()?.busy_until(stream)?);
@@ -208,10 +217,6 @@ exports! {
         let found = lock(&current.process.streams).find(&current, stream)?.context;
         context.set(found)
     };
-    fn cuStreamIsCapturing(stream: u64, status: Out<i32>) = {
-        current()?.check_stream(stream)?;
-        status.set(0)
-    };
     fn cuStreamWaitEvent(stream: u64, event: u64, _flags: u32) = {
         let current = current()?;
         let at = current.event(event)?.at;
@@ -225,7 +230,7 @@ exports! {
         let mut streams = lock(&current.process.streams);
         let handle = streams.handle();
         event.set(handle)?;
-        streams.events.insert(handle, Event { context: current.context, flags, at: None });
+        streams.events.insert(handle, Event { context: current.context, flags, at: None, stream: 0 });
         Ok(())
     };
     fn cuEventDestroy_v2(event: u64) = {
@@ -236,8 +241,9 @@ exports! {
     fn cuEventQuery(event: u64) = ready(current()?.event(event)?.at);
     fn cuEventSynchronize(event: u64) = {
         let current = current()?;
-        current.process.wait_until(current.event(event)?.at)?;
-        current.process.shrink_pools();
+        let event = current.event(event)?;
+        current.process.wait_until(event.at)?;
+        current.process.shrink_pools(Seen::Stream(event.stream));
         Ok(())
     };
     fn cuEventElapsedTime(milliseconds: Out<f32>, start: u64, end: u64) = elapsed(&milliseconds, start, end);

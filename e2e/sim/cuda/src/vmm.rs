@@ -22,9 +22,10 @@ struct Handle {
     object: Object,
     /// Made for export, and by this process: an importer cannot export again (F4).
     exportable: bool,
-    /// `cuMemRetainAllocationHandle` adds one, `cuMemRelease` takes one.
+    /// `cuMemRetainAllocationHandle` adds one, `cuMemRelease` takes one. A handle without any is known
+    /// by its mappings: it comes again from `cuMemRetainAllocationHandle`.
     references: u32,
-    _hold: Hold,
+    hold: Option<Hold>,
 }
 
 /// All VMM handles and reserved ranges of this image.
@@ -40,8 +41,8 @@ pub(crate) struct Vmm {
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Location {
-    kind: i32,
-    id: i32,
+    pub(crate) kind: i32,
+    pub(crate) id: i32,
 }
 
 /// `CUmemAllocationProp`.
@@ -73,14 +74,17 @@ impl Vmm {
                 object,
                 exportable,
                 references: 1,
-                _hold: hold,
+                hold: Some(hold),
             },
         );
         handle
     }
 
     fn find(&mut self, handle: u64) -> Result<&mut Handle, Code> {
-        self.handles.get_mut(&handle).ok_or(Code::INVALID_VALUE)
+        self.handles
+            .get_mut(&handle)
+            .filter(|found| found.references > 0)
+            .ok_or(Code::INVALID_VALUE)
     }
 
     fn is_reserved(&self, address: u64, len: u64) -> bool {
@@ -131,11 +135,21 @@ impl Process {
         let found = vmm.find(handle)?;
         found.references -= 1;
         if found.references == 0 {
+            found.hold = None;
             let object = found.object;
-            vmm.handles.remove(&handle);
+            self.forget_unmapped(&mut vmm, object);
             object.let_go(&self.sim);
         }
         Ok(())
+    }
+
+    /// Forgets the handles of an object that have neither a reference nor a mapping.
+    fn forget_unmapped(&self, vmm: &mut Vmm, object: Object) {
+        let is_mapped = |left: &Allocation| matches!(left.kind, Kind::Mapped(of) if of == object);
+        if !lock(&self.space).allocations.values().any(is_mapped) {
+            vmm.handles
+                .retain(|_, handle| handle.object != object || handle.references > 0);
+        }
     }
 
     fn export(&self, handle: u64) -> Result<i32, Code> {
@@ -273,6 +287,7 @@ impl Process {
             lock(&self.space).allocations.remove(&at);
             cover(at, mapping.len)?;
             if let Kind::Mapped(object) = mapping.kind {
+                self.forget_unmapped(&mut lock(&self.vmm), object);
                 object.let_go(&self.sim);
             }
         }
@@ -338,11 +353,13 @@ exports! {
         let Some((_, Allocation { kind: Kind::Mapped(object), .. })) = around else { return Err(Code::INVALID_VALUE) };
         let mut vmm = lock(&process.vmm);
         if let Some((known, found)) = vmm.handles.iter_mut().find(|(_, found)| found.object == object) {
+            if found.references == 0 {
+                found.hold = Some(object.hold(&process.sim, &process.image)?);
+            }
             found.references += 1;
             return handle.set(*known);
         }
-        let hold = object.hold(&process.sim, &process.image)?;
-        handle.set(vmm.enter(object, object.mine, hold))
+        Err(Code::UNKNOWN)
     };
     fn cuMemExportToShareableHandle(shared: Out<i32>, handle: u64, kind: i32, flags: u64) = {
         if shared.is_null() || kind != DESCRIPTOR || flags != 0 {

@@ -354,3 +354,14 @@ fn f15_a_pool_grows_by_32_mib_and_shrinks_only_at_a_synchronise() {
     actor.ask("sync").unwrap();
     assert_eq!(actor.number("info"), CONTEXT);
 }
+
+#[test]
+fn f15_linear_memory_that_a_stream_frees_goes_at_a_synchronise() {
+    let lab = lab();
+    let mut actor = in_context(&lab);
+    let at = actor.number("alloc 1073741824");
+    actor.ask(&format!("poolfree {at}")).unwrap();
+    assert_eq!(actor.number("info"), CONTEXT + GIB);
+    actor.ask("sync").unwrap();
+    assert_eq!(actor.number("info"), CONTEXT);
+}

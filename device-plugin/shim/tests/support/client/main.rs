@@ -34,6 +34,8 @@
 //! fork            -> ok CODE               (the child's cuMemGetInfo)
 //! exec            -> ready                 (a new image of the same process)
 //! ```
+//!
+//! More of them are in [`pools`] and [`vmm`].
 
 use std::ffi::CStr;
 use std::io::{BufRead, Write};
@@ -58,6 +60,9 @@ macro_rules! call {
     }};
 }
 
+mod pools;
+mod vmm;
+
 impl Cuda {
     fn start() -> Cuda {
         // SAFETY: the tests put the shim there.
@@ -76,8 +81,14 @@ impl Cuda {
 
     /// Retains the primary context and makes it current.
     fn retain(&self) -> i32 {
+        self.use_device(0)
+    }
+
+    /// As above, for any device.
+    fn use_device(&self, device: i32) -> i32 {
         let mut context = 0_u64;
-        match call!(self, c"cuDevicePrimaryCtxRetain", (&raw mut context => *mut u64, 0 => i32)) {
+        match call!(self, c"cuDevicePrimaryCtxRetain", (&raw mut context => *mut u64, device => i32))
+        {
             0 => call!(self, c"cuCtxSetCurrent", (context => u64)),
             code => code,
         }
@@ -239,6 +250,9 @@ fn say(result: Result<String, i32>) -> String {
 
 fn run(cuda: &Cuda, line: &str) -> String {
     let words: Vec<&str> = line.split_whitespace().collect();
+    if let Some(answer) = pools::run(cuda, &words).or_else(|| vmm::run(cuda, &words)) {
+        return answer;
+    }
     let number = |index: usize| words[index].parse::<u64>().expect("a number");
     match words[0] {
         "alloc" => say(cuda.alloc(number(1)).map(|pointer| pointer.to_string())),
@@ -429,7 +443,8 @@ fn run(cuda: &Cuda, line: &str) -> String {
             // SAFETY: the child only calls the driver and leaves.
             match unsafe { libc::fork() } {
                 0 => {
-                    let code = cuda.alloc(4096).err().unwrap_or(0);
+                    let pooled = pools::allocate(cuda, 4096, 0).err().unwrap_or(0);
+                    let code = cuda.alloc(4096).err().unwrap_or(0).min(pooled);
                     // SAFETY: ends the child at once.
                     unsafe { libc::_exit(code) }
                 }

@@ -1,0 +1,70 @@
+//! Values behind a lock that a forked child starts afresh.
+//!
+//! A child has none of its parent's device memory, and a thread that held the lock does not live there.
+
+use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// A value that is made at its first use in each process, and never dropped.
+#[derive(Debug)]
+pub(crate) struct Afresh<T>(AtomicPtr<Mutex<T>>);
+
+impl<T: Default + 'static> Afresh<T> {
+    /// A value that is not made yet.
+    pub(crate) const fn new() -> Afresh<T> {
+        Afresh(AtomicPtr::new(std::ptr::null_mut()))
+    }
+
+    /// Locks the value. A panic of another thread leaves it usable.
+    pub(crate) fn lock(&self) -> MutexGuard<'static, T> {
+        let known = self.0.load(Ordering::Acquire);
+        // SAFETY: the pointer is null or a leaked value.
+        let mutex: &'static Mutex<T> = match unsafe { known.as_ref() } {
+            Some(mutex) => mutex,
+            None => self.make(),
+        };
+        mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// In a forked child: forgets the parent's value.
+    pub(crate) fn forget(&self) {
+        self.0.store(std::ptr::null_mut(), Ordering::Release);
+    }
+
+    fn make(&self) -> &'static Mutex<T> {
+        let made = Box::into_raw(Box::<Mutex<T>>::default());
+        let first = self.0.compare_exchange(
+            std::ptr::null_mut(),
+            made,
+            Ordering::AcqRel,
+            Ordering::Acquire,
+        );
+        match first {
+            // SAFETY: made above, and never freed.
+            Ok(_) => unsafe { &*made },
+            Err(other) => {
+                // SAFETY: made above, and nobody else has it; the other is leaked.
+                unsafe {
+                    drop(Box::from_raw(made));
+                    &*other
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_value_stays_until_it_is_forgotten_whoever_holds_its_lock() {
+        let value = Afresh::<u32>::new();
+        *value.lock() = 7;
+        assert_eq!(*value.lock(), 7);
+        let held = value.lock();
+        value.forget();
+        assert_eq!(*value.lock(), 0);
+        drop(held);
+    }
+}

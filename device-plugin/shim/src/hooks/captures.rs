@@ -1,0 +1,130 @@
+//! Stream captures: whether one may be under way, and calls that must not disturb it.
+//!
+//! While a thread captures a stream, calls that the driver takes for unsafe fail and end the capture
+//! (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED); on driver 580 that includes asking a pool for its sizes and
+//! trimming it. The shim asks such things of its own accord, so it counts captures, and while there are
+//! any it asks with the thread's capture mode relaxed.
+#![allow(non_snake_case)]
+
+use std::ffi::{c_int, c_void};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::streams::per_thread;
+use super::{hooks, real};
+use crate::codes::{self, CuResult};
+
+/// Captures that began and did not end. One that ended unseen (with its stream) costs later calls a
+/// little time, no more.
+static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`.
+const RELAXED: c_int = 2;
+
+/// Whether a capture may be under way.
+pub(crate) fn any() -> bool {
+    UNDER_WAY.load(Ordering::Relaxed) > 0
+}
+
+/// Whether a stream is being captured.
+pub(crate) fn is_capturing(stream: u64) -> bool {
+    let mut status = 0;
+    any()
+        && real!(cuStreamIsCapturing(stream => u64, &raw mut status => *mut c_int))
+            == codes::SUCCESS
+        && status != 0
+}
+
+/// Makes calls of the shim's own that must disturb no capture.
+pub(crate) fn apart<T>(calls: impl FnOnce() -> T) -> T {
+    if !any() {
+        return calls();
+    }
+    let _mode = Relaxed::enter();
+    calls()
+}
+
+/// The calling thread's capture mode, to go back to.
+struct Relaxed(c_int);
+
+impl Relaxed {
+    fn enter() -> Relaxed {
+        Relaxed(exchange(RELAXED))
+    }
+}
+
+impl Drop for Relaxed {
+    fn drop(&mut self) {
+        exchange(self.0);
+    }
+}
+
+fn exchange(mode: c_int) -> c_int {
+    let mut mode = mode;
+    let _ = real!(cuThreadExchangeStreamCaptureMode(&raw mut mode => *mut c_int));
+    mode
+}
+
+/// Counts a capture from before it begins.
+fn begin(call: impl FnOnce() -> CuResult) -> CuResult {
+    UNDER_WAY.fetch_add(1, Ordering::Relaxed);
+    let answer = call();
+    if answer != codes::SUCCESS {
+        forget_one();
+    }
+    answer
+}
+
+/// Forgets a capture that has ended; a failed end may have ended it too.
+fn end(stream: u64, call: impl FnOnce() -> CuResult) -> CuResult {
+    let before = is_capturing(stream);
+    let answer = call();
+    if before && !is_capturing(stream) {
+        forget_one();
+    }
+    answer
+}
+
+fn forget_one() {
+    let _ = UNDER_WAY.try_update(Ordering::Relaxed, Ordering::Relaxed, |count| {
+        count.checked_sub(1)
+    });
+}
+
+hooks! {
+    /// `cuStreamBeginCapture` (CUDA 10.0): without a mode.
+    fn cuStreamBeginCapture(stream: u64) = |plain| begin(|| plain(stream));
+    /// As above, for a default stream of each thread.
+    fn cuStreamBeginCapture_ptsz(stream: u64) = |plain| begin(|| plain(stream));
+    /// `cuStreamBeginCapture` (CUDA 10.1).
+    fn cuStreamBeginCapture_v2(stream: u64, mode: c_int) = |plain| begin(|| plain(stream, mode));
+    /// As above, for a default stream of each thread.
+    fn cuStreamBeginCapture_v2_ptsz(stream: u64, mode: c_int) = |plain| begin(|| plain(stream, mode));
+    /// `cuStreamBeginCaptureToGraph` (CUDA 12.3).
+    fn cuStreamBeginCaptureToGraph(
+        stream: u64, graph: u64, dependencies: *const u64, data: *const c_void, count: usize, mode: c_int,
+    ) = |plain| begin(|| plain(stream, graph, dependencies, data, count, mode));
+    /// As above, for a default stream of each thread.
+    fn cuStreamBeginCaptureToGraph_ptsz(
+        stream: u64, graph: u64, dependencies: *const u64, data: *const c_void, count: usize, mode: c_int,
+    ) = |plain| begin(|| plain(stream, graph, dependencies, data, count, mode));
+    /// `cuStreamBeginRecaptureToGraph` (CUDA 13.3).
+    fn cuStreamBeginRecaptureToGraph(
+        stream: u64, mode: c_int, graph: u64, callback: *const c_void, data: *mut c_void,
+    ) = |plain| begin(|| plain(stream, mode, graph, callback, data));
+    /// As above, for a default stream of each thread.
+    fn cuStreamBeginRecaptureToGraph_ptsz(
+        stream: u64, mode: c_int, graph: u64, callback: *const c_void, data: *mut c_void,
+    ) = |plain| begin(|| plain(stream, mode, graph, callback, data));
+    /// `cuStreamBeginCaptureToCig` (CUDA 13.1).
+    fn cuStreamBeginCaptureToCig(stream: u64, parameters: *mut c_void) = |plain| begin(|| plain(stream, parameters));
+    /// As above, for a default stream of each thread.
+    fn cuStreamBeginCaptureToCig_ptsz(stream: u64, parameters: *mut c_void) = |plain| begin(|| plain(stream, parameters));
+    /// `cuStreamEndCapture` (CUDA 10.0).
+    fn cuStreamEndCapture(stream: u64, graph: *mut u64) = |plain| end(stream, || plain(stream, graph));
+    /// As above, for a default stream of each thread.
+    fn cuStreamEndCapture_ptsz(stream: u64, graph: *mut u64) = |plain| end(per_thread(stream), || plain(stream, graph));
+    /// `cuStreamEndCaptureToCig` (CUDA 13.1).
+    fn cuStreamEndCaptureToCig(stream: u64) = |plain| end(stream, || plain(stream));
+    /// As above, for a default stream of each thread.
+    fn cuStreamEndCaptureToCig_ptsz(stream: u64) = |plain| end(per_thread(stream), || plain(stream));
+}

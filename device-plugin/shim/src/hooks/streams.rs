@@ -1,0 +1,56 @@
+//! Streams: their handles, and the devices that they run on.
+
+use std::ffi::{c_int, c_uint};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use super::{current_device, device_count, real};
+use crate::codes::{self, CuResult};
+
+/// `CU_STREAM_PER_THREAD`: what stream 0 means to the `_ptsz` functions.
+const PER_THREAD: u64 = 2;
+
+/// The handle that names a `_ptsz` function's stream to functions without the suffix.
+pub(crate) fn per_thread(stream: u64) -> u64 {
+    if stream == 0 { PER_THREAD } else { stream }
+}
+
+/// The device that a stream runs on.
+pub(crate) fn device_of(stream: u64) -> Result<c_int, CuResult> {
+    if one_device() {
+        return Ok(0);
+    }
+    if stream <= PER_THREAD {
+        return current_device();
+    }
+    let (mut device, mut context) = (0, 0);
+    if real!(cuStreamGetDevice(stream => u64, &raw mut device => *mut c_int)) == codes::SUCCESS {
+        return Ok(device);
+    }
+    match real!(cuStreamGetCtx(stream => u64, &raw mut context => *mut u64)) {
+        codes::SUCCESS => device_of_context(context),
+        code => Err(code),
+    }
+}
+
+fn device_of_context(context: u64) -> Result<c_int, CuResult> {
+    match real!(cuCtxPushCurrent_v2(context => u64)) {
+        codes::SUCCESS => {}
+        code => return Err(code),
+    }
+    let device = current_device();
+    let mut popped = 0;
+    let _ = real!(cuCtxPopCurrent_v2(&raw mut popped => *mut u64));
+    device
+}
+
+/// Whether the driver shows a single device. It is asked once: the number never changes after cuInit.
+fn one_device() -> bool {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let known = COUNT.load(Ordering::Relaxed);
+    if known != 0 {
+        return known == 1;
+    }
+    let count = c_uint::try_from(device_count()).unwrap_or(0);
+    COUNT.store(count, Ordering::Relaxed);
+    count == 1
+}

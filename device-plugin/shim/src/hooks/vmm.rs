@@ -1,0 +1,227 @@
+//! Virtual memory management: `cuMemCreate`, and what refers to its memory.
+//!
+//! The table's lock is held over the driver's calls, so that a handle's number cannot come again in
+//! between; none of them is quick (6 us and more).
+#![allow(non_snake_case)]
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::MutexGuard;
+
+use super::hooks;
+use super::pools::FABRIC;
+use crate::afresh::Afresh;
+use crate::codes::{self, CuResult};
+use crate::ledger;
+use crate::live::Charge;
+use crate::place::{Payer, Properties};
+use crate::state::state;
+use crate::vmm::Table;
+
+/// What `cuMemCreate` made in this process.
+pub(crate) static TABLE: Afresh<Table> = Afresh::new();
+
+/// The table, locked; `None` where there is no state, and so nothing was ever charged.
+fn table() -> Option<MutexGuard<'static, Table>> {
+    state().map(|_| TABLE.lock())
+}
+
+/// Calls the driver with the table locked, and notes what a success means for it: the charges to give
+/// back.
+fn noted(
+    call: impl FnOnce() -> CuResult,
+    note: impl FnOnce(&mut Table) -> Vec<Charge>,
+) -> CuResult {
+    let Some(mut table) = table() else {
+        return call();
+    };
+    let answer = call();
+    if answer == codes::SUCCESS {
+        note(&mut table).into_iter().for_each(ledger::discharge);
+    }
+    answer
+}
+
+/// Calls what lets others hold the memory of a handle, counted as exported before.
+pub(crate) fn exporting(
+    handle: impl FnOnce(&Table) -> Option<u64>,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    let Some(mut table) = table() else {
+        return call();
+    };
+    let fresh = handle(&table).and_then(|handle| Some((handle, table.export(handle)?)));
+    if fresh.is_some_and(|(_, charge)| ledger::export(charge).is_err()) {
+        return codes::NOT_PERMITTED;
+    }
+    let answer = call();
+    if let (Some((handle, charge)), false) = (fresh, answer == codes::SUCCESS) {
+        table.unexport(handle);
+        ledger::unexport(charge);
+    }
+    answer
+}
+
+/// `CUarrayMapInfo` (CUDA 11.1), up to what is read. 96 bytes.
+#[repr(C)]
+pub(crate) struct ArrayMapping {
+    resource_kind: c_int,
+    resource: u64,
+    subresource_kind: c_int,
+    subresource: [u64; 4],
+    operation: c_int,
+    handle_kind: c_int,
+    handle: u64,
+    offset: u64,
+    device_mask: c_uint,
+    flags: c_uint,
+    reserved: [c_uint; 2],
+}
+
+const _: () = assert!(size_of::<ArrayMapping>() == 96);
+
+/// Counts the memory that is mapped into sparse arrays as exported: the driver unmaps in the order of a
+/// stream, and when is not seen here, so that it stays charged.
+///
+/// # Safety
+/// `list` has `count` entries.
+unsafe fn map_arrays(
+    list: *const ArrayMapping,
+    count: c_uint,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
+    if !list.is_null()
+        && let Some(mut table) = table()
+    {
+        for place in 0..count as usize {
+            // SAFETY: the caller's promise.
+            let handle = unsafe { (*list.add(place)).handle };
+            if table
+                .export(handle)
+                .is_some_and(|charge| ledger::export(charge).is_err())
+            {
+                return codes::OUT_OF_MEMORY;
+            }
+        }
+    }
+    call()
+}
+
+hooks! {
+    /// `cuMemCreate` (CUDA 10.2): charged to the device in the properties.
+    fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, flags: u64) = |plain| {
+        if handle.is_null() || properties.is_null() || bytes == 0 {
+            return plain(handle, bytes, properties, flags);
+        }
+        // SAFETY: not null, and the program says that it is of this type.
+        let Payer::Account(kind) = (unsafe { *properties }).payer() else {
+            return plain(handle, bytes, properties, flags);
+        };
+        let Ok(pending) = ledger::charge(kind, bytes as u64, "cuMemCreate") else {
+            return codes::OUT_OF_MEMORY;
+        };
+        let mut made = 0;
+        let answer = plain(&raw mut made, bytes, properties, flags);
+        if answer == codes::SUCCESS {
+            TABLE.lock().made(made, pending.hold());
+            // SAFETY: not null, and the program says that it is of this type.
+            unsafe { handle.write(made) };
+        }
+        answer
+    };
+
+    /// `cuMemRelease` (CUDA 10.2).
+    fn cuMemRelease(handle: u64) = |plain| {
+        noted(|| plain(handle), |table| table.released(handle).into_iter().collect())
+    };
+
+    /// `cuMemMap` (CUDA 10.2).
+    fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) = |plain| {
+        noted(|| plain(address, bytes, offset, handle, flags), |table| {
+            table.mapped(address, bytes as u64, handle);
+            Vec::new()
+        })
+    };
+
+    /// `cuMemUnmap` (CUDA 10.2): of one mapping or several.
+    fn cuMemUnmap(address: u64, bytes: usize) = |plain| {
+        noted(|| plain(address, bytes), |table| table.unmapped(address, bytes as u64))
+    };
+
+    /// `cuMemRetainAllocationHandle` (CUDA 11.0): answers with the handle that the memory was mapped by.
+    fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) = |plain| {
+        noted(|| plain(handle, address), |table| {
+            // SAFETY: the driver has just written it.
+            table.retained(unsafe { *handle });
+            Vec::new()
+        })
+    };
+
+    /// `cuMemExportToShareableHandle` (CUDA 10.2). A fabric handle is for other nodes and pods.
+    fn cuMemExportToShareableHandle(shared: *mut c_void, handle: u64, kind: c_int, flags: u64) = |plain| {
+        if kind == FABRIC {
+            return codes::NOT_PERMITTED;
+        }
+        exporting(|_| Some(handle), || plain(shared, handle, kind, flags))
+    };
+
+    /// `cuMulticastBindMem` (CUDA 12.1).
+    fn cuMulticastBindMem(
+        object: u64, to: usize, handle: u64, from: usize, bytes: usize, flags: u64,
+    ) = |plain| {
+        noted(|| plain(object, to, handle, from, bytes, flags), |table| {
+            table.bound((object, to as u64), handle);
+            Vec::new()
+        })
+    };
+
+    /// `cuMulticastBindMem` (CUDA 13.1).
+    fn cuMulticastBindMem_v2(
+        object: u64, device: c_int, to: usize, handle: u64, from: usize, bytes: usize, flags: u64,
+    ) = |plain| {
+        noted(|| plain(object, device, to, handle, from, bytes, flags), |table| {
+            table.bound((object, to as u64), handle);
+            Vec::new()
+        })
+    };
+
+    /// `cuMulticastBindAddr` (CUDA 12.1).
+    fn cuMulticastBindAddr(object: u64, to: usize, address: u64, bytes: usize, flags: u64) = |plain| {
+        noted(|| plain(object, to, address, bytes, flags), |table| {
+            if let Some(handle) = table.handle_at(address) {
+                table.bound((object, to as u64), handle);
+            }
+            Vec::new()
+        })
+    };
+
+    /// `cuMulticastBindAddr` (CUDA 13.1).
+    fn cuMulticastBindAddr_v2(
+        object: u64, device: c_int, to: usize, address: u64, bytes: usize, flags: u64,
+    ) = |plain| {
+        noted(|| plain(object, device, to, address, bytes, flags), |table| {
+            if let Some(handle) = table.handle_at(address) {
+                table.bound((object, to as u64), handle);
+            }
+            Vec::new()
+        })
+    };
+
+    /// `cuMulticastUnbind` (CUDA 12.1).
+    fn cuMulticastUnbind(object: u64, device: c_int, offset: usize, bytes: usize) = |plain| {
+        noted(|| plain(object, device, offset, bytes), |table| {
+            table.unbound(object, offset as u64, bytes as u64)
+        })
+    };
+
+    /// `cuMemMapArrayAsync` (CUDA 11.1): tiles of sparse arrays.
+    fn cuMemMapArrayAsync(list: *mut ArrayMapping, count: c_uint, stream: u64) = |plain| {
+        // SAFETY: the program says how many there are.
+        unsafe { map_arrays(list, count, || plain(list, count, stream)) }
+    };
+
+    /// As above, for a default stream of each thread.
+    fn cuMemMapArrayAsync_ptsz(list: *mut ArrayMapping, count: c_uint, stream: u64) = |plain| {
+        // SAFETY: the program says how many there are.
+        unsafe { map_arrays(list, count, || plain(list, count, stream)) }
+    };
+}

@@ -1,0 +1,232 @@
+//! Memory of `cuMemCreate`: what refers to each, and what it was charged.
+//!
+//! The driver frees such memory when its last handle, mapping and binding is gone, and only then may its
+//! charge be given back. What was exported can be kept by a descriptor that nobody sees (design F4), so
+//! its charge is never given back by this process; the agent frees it when it is proven gone.
+
+use std::collections::{BTreeMap, HashMap};
+
+use crate::live::Charge;
+
+/// What refers to memory that this process made.
+#[derive(Clone, Copy, Debug)]
+struct Memory {
+    charge: Charge,
+    handles: u32,
+    mappings: u32,
+    bindings: u32,
+    exported: bool,
+}
+
+/// A mapped range.
+#[derive(Clone, Copy, Debug)]
+struct Mapping {
+    bytes: u64,
+    handle: u64,
+}
+
+/// A binding to a multicast object: its handle, and the offset in it.
+type Binding = (u64, u64);
+
+/// All memory that this process made and that something of it refers to, by its handle. The driver
+/// keeps a handle's number for as long as its memory is mapped (`cuMemRetainAllocationHandle`).
+#[derive(Debug, Default)]
+pub(crate) struct Table {
+    memory: HashMap<u64, Memory>,
+    mappings: BTreeMap<u64, Mapping>,
+    bindings: BTreeMap<Binding, u64>,
+}
+
+impl Table {
+    /// Memory was made, and its handle given out.
+    pub(crate) fn made(&mut self, handle: u64, charge: Charge) {
+        let memory = Memory {
+            charge,
+            handles: 1,
+            mappings: 0,
+            bindings: 0,
+            exported: false,
+        };
+        self.memory.insert(handle, memory);
+    }
+
+    /// A reference to a handle was given up; the charge to give back, if it was all there was.
+    pub(crate) fn released(&mut self, handle: u64) -> Option<Charge> {
+        self.update(handle, |memory| {
+            memory.handles = memory.handles.saturating_sub(1)
+        })
+    }
+
+    /// The handle of mapped memory was given out once more.
+    pub(crate) fn retained(&mut self, handle: u64) {
+        self.update(handle, |memory| memory.handles += 1);
+    }
+
+    /// Memory was mapped. What others own is not in the table.
+    pub(crate) fn mapped(&mut self, address: u64, bytes: u64, handle: u64) {
+        if self.memory.contains_key(&handle) {
+            self.mappings.insert(address, Mapping { bytes, handle });
+            self.update(handle, |memory| memory.mappings += 1);
+        }
+    }
+
+    /// Every mapping inside a range was unmapped; the charges to give back.
+    pub(crate) fn unmapped(&mut self, address: u64, bytes: u64) -> Vec<Charge> {
+        let end = address.saturating_add(bytes);
+        let inside: Vec<(u64, u64)> = self
+            .mappings
+            .range(address..end)
+            .filter(|(at, mapping)| at.saturating_add(mapping.bytes) <= end)
+            .map(|(at, mapping)| (*at, mapping.handle))
+            .collect();
+        let gone = inside.into_iter().filter_map(|(at, handle)| {
+            self.mappings.remove(&at);
+            self.update(handle, |memory| {
+                memory.mappings = memory.mappings.saturating_sub(1)
+            })
+        });
+        gone.collect()
+    }
+
+    /// Memory is referred to by a multicast object.
+    pub(crate) fn bound(&mut self, binding: Binding, handle: u64) {
+        if self.memory.contains_key(&handle) && self.bindings.insert(binding, handle).is_none() {
+            self.update(handle, |memory| memory.bindings += 1);
+        }
+    }
+
+    /// A range of a multicast object is unbound; the charges to give back.
+    pub(crate) fn unbound(&mut self, object: u64, offset: u64, bytes: u64) -> Vec<Charge> {
+        let range = (object, offset)..(object, offset.saturating_add(bytes));
+        let inside: Vec<(Binding, u64)> = self
+            .bindings
+            .range(range)
+            .map(|(binding, handle)| (*binding, *handle))
+            .collect();
+        let gone = inside.into_iter().filter_map(|(binding, handle)| {
+            self.bindings.remove(&binding);
+            self.update(handle, |memory| {
+                memory.bindings = memory.bindings.saturating_sub(1)
+            })
+        });
+        gone.collect()
+    }
+
+    /// The handle of the memory that is mapped around an address.
+    pub(crate) fn handle_at(&self, address: u64) -> Option<u64> {
+        let (at, mapping) = self.mappings.range(..=address).next_back()?;
+        (address - at < mapping.bytes).then_some(mapping.handle)
+    }
+
+    /// Marks memory as exported, before it is; its charge if it was not marked before.
+    pub(crate) fn export(&mut self, handle: u64) -> Option<Charge> {
+        let memory = self.memory.get_mut(&handle)?;
+        (!std::mem::replace(&mut memory.exported, true)).then_some(memory.charge)
+    }
+
+    /// Takes the mark back: the driver refused the export.
+    pub(crate) fn unexport(&mut self, handle: u64) {
+        if let Some(memory) = self.memory.get_mut(&handle) {
+            memory.exported = false;
+        }
+    }
+
+    /// Changes what refers to memory, and forgets it with the last of that.
+    fn update(&mut self, handle: u64, change: impl FnOnce(&mut Memory)) -> Option<Charge> {
+        let memory = self.memory.get_mut(&handle)?;
+        change(memory);
+        let Memory {
+            charge,
+            handles,
+            mappings,
+            bindings,
+            exported,
+        } = *memory;
+        if handles != 0 || mappings != 0 || bindings != 0 {
+            return None;
+        }
+        self.memory.remove(&handle);
+        (!exported).then_some(charge)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::live::Lent;
+
+    const SIZE: u64 = 2 << 20;
+
+    fn charge(units: u32) -> Charge {
+        Charge {
+            slot: 0,
+            units,
+            context: 0,
+            lent: Lent::No,
+        }
+    }
+
+    #[test]
+    fn a_charge_goes_with_the_last_reference_whichever_that_is() {
+        let mut table = Table::default();
+        table.made(16, charge(1));
+        assert_eq!(table.released(16), Some(charge(1)));
+        assert_eq!(table.released(16), None, "it is gone");
+
+        table.made(16, charge(2));
+        table.mapped(SIZE, SIZE, 16);
+        table.mapped(8 * SIZE, SIZE, 16);
+        assert_eq!(table.released(16), None);
+        assert_eq!(table.unmapped(SIZE, SIZE), []);
+        table.retained(16);
+        assert_eq!(table.unmapped(8 * SIZE, SIZE), []);
+        assert_eq!(table.released(16), Some(charge(2)));
+
+        table.made(32, charge(3));
+        table.bound((64, 0), 32);
+        assert_eq!(table.released(32), None);
+        assert_eq!(table.unbound(64, SIZE, SIZE), []);
+        assert_eq!(table.unbound(64, 0, SIZE), [charge(3)]);
+    }
+
+    #[test]
+    fn one_unmap_can_end_several_mappings_and_touches_none_outside_its_range() {
+        let mut table = Table::default();
+        for number in 0..4 {
+            table.made(number, charge(number as u32));
+            table.mapped(number * SIZE, SIZE, number);
+            assert_eq!(table.released(number), None);
+        }
+        assert_eq!(table.unmapped(SIZE, 2 * SIZE), [charge(1), charge(2)]);
+        assert_eq!(table.handle_at(SIZE), None);
+        assert_eq!(table.handle_at(3 * SIZE + 1), Some(3));
+        assert_eq!(table.handle_at(4 * SIZE), None);
+        assert_eq!(table.unmapped(0, SIZE / 2), []);
+        assert_eq!(table.unmapped(0, 4 * SIZE), [charge(0), charge(3)]);
+    }
+
+    #[test]
+    fn what_was_exported_is_never_given_back_and_what_was_not_is() {
+        let mut table = Table::default();
+        table.made(16, charge(1));
+        assert_eq!(table.export(16), Some(charge(1)));
+        assert_eq!(table.export(16), None, "it is counted once");
+        assert_eq!(table.released(16), None);
+        table.made(16, charge(2));
+        assert_eq!(table.export(16), Some(charge(2)));
+        table.unexport(16);
+        assert_eq!(table.released(16), Some(charge(2)));
+    }
+
+    #[test]
+    fn memory_of_others_is_not_known() {
+        let mut table = Table::default();
+        table.mapped(SIZE, SIZE, 99);
+        table.retained(99);
+        table.bound((64, 0), 99);
+        assert_eq!(table.handle_at(SIZE), None);
+        assert_eq!(table.export(99), None);
+        assert_eq!(table.unmapped(SIZE, SIZE), []);
+        assert_eq!(table.released(99), None);
+    }
+}

@@ -1,0 +1,138 @@
+//! Commands of virtual memory management and of memory that others can come to hold.
+//!
+//! ```text
+//! create BYTES DEVICE HANDLES  -> ok HANDLE | err CODE
+//! releasehandle HANDLE         -> ok | err CODE
+//! reserve BYTES                -> ok ADDRESS | err CODE
+//! map ADDRESS BYTES HANDLE     -> ok | err CODE
+//! unmap ADDRESS BYTES          -> ok | err CODE
+//! retainhandle ADDRESS         -> ok HANDLE | err CODE
+//! exporthandle HANDLE KIND     -> ok DESCRIPTOR | err CODE
+//! importhandle DESCRIPTOR      -> ok HANDLE | err CODE
+//! close DESCRIPTOR             -> ok | err CODE
+//! sleepwake N BYTES            -> ok | err CODE             (N times create, map, unmap, release)
+//! ipcget POINTER               -> ok OBJECT | err CODE      (the handle's first 8 bytes)
+//! ipcopen OBJECT               -> ok POINTER | err CODE
+//! ipcclose POINTER             -> ok | err CODE
+//! dmabuf POINTER BYTES         -> ok DESCRIPTOR | err CODE
+//! ```
+
+use super::{Cuda, answer, say};
+
+pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
+    let number = |index: usize| words[index].parse::<u64>().expect("a number");
+    let done = |code| say(answer(code, String::new()));
+    let (mut got, mut descriptor, mut handle) = (0_u64, 0_i32, [0_u64; 8]);
+    let result = match words[0] {
+        "create" => {
+            let code = create(
+                cuda,
+                &mut got,
+                number(1),
+                number(2) as i32,
+                number(3) as i32,
+            );
+            say(answer(code, got.to_string()))
+        }
+        "releasehandle" => done(release(cuda, number(1))),
+        "reserve" => {
+            let code = reserve(cuda, &mut got, number(1));
+            say(answer(code, got.to_string()))
+        }
+        "map" => done(map(cuda, number(1), number(2), number(3))),
+        "unmap" => done(unmap(cuda, number(1), number(2))),
+        "retainhandle" => {
+            let code = call!(cuda, c"cuMemRetainAllocationHandle", (&raw mut got => *mut u64, number(1) => u64));
+            say(answer(code, got.to_string()))
+        }
+        "exporthandle" => {
+            let code = call!(cuda, c"cuMemExportToShareableHandle", (
+                &raw mut descriptor => *mut i32, number(1) => u64, number(2) as i32 => i32, 0 => u64
+            ));
+            say(answer(code, descriptor.to_string()))
+        }
+        "importhandle" => {
+            let code = call!(cuda, c"cuMemImportFromShareableHandle", (
+                &raw mut got => *mut u64, number(1) => u64, 1 => i32
+            ));
+            say(answer(code, got.to_string()))
+        }
+        "close" => {
+            // SAFETY: the test names a descriptor that an export made.
+            done(unsafe { libc::close(number(1) as i32) })
+        }
+        "sleepwake" => done(sleep_and_wake(cuda, number(1), number(2))),
+        "ipcget" => {
+            let code = call!(cuda, c"cuIpcGetMemHandle", (handle.as_mut_ptr() => *mut u64, number(1) => u64));
+            say(answer(code, handle[0].to_string()))
+        }
+        "ipcopen" => {
+            handle[0] = number(1);
+            let code = call!(cuda, c"cuIpcOpenMemHandle_v2", (
+                &raw mut got => *mut u64, Handle(handle) => Handle, 1 => u32
+            ));
+            say(answer(code, got.to_string()))
+        }
+        "ipcclose" => done(call!(cuda, c"cuIpcCloseMemHandle", (number(1) => u64))),
+        "dmabuf" => {
+            let code = call!(cuda, c"cuMemGetHandleForAddressRange", (
+                &raw mut descriptor => *mut i32, number(1) => u64, number(2) => u64, 1 => i32, 0 => u64
+            ));
+            say(answer(code, descriptor.to_string()))
+        }
+        _ => return None,
+    };
+    Some(result)
+}
+
+/// `CUipcMemHandle`, which is passed by value.
+#[repr(C)]
+struct Handle([u64; 8]);
+
+fn create(cuda: &Cuda, handle: &mut u64, bytes: u64, device: i32, handles: i32) -> i32 {
+    let properties = [1, handles, 1, device, 0, 0, 0, 0];
+    call!(cuda, c"cuMemCreate", (
+        std::ptr::from_mut(handle) => *mut u64, bytes => u64, properties.as_ptr() => *const i32, 0 => u64
+    ))
+}
+
+fn release(cuda: &Cuda, handle: u64) -> i32 {
+    call!(cuda, c"cuMemRelease", (handle => u64))
+}
+
+fn reserve(cuda: &Cuda, address: &mut u64, bytes: u64) -> i32 {
+    call!(cuda, c"cuMemAddressReserve", (
+        std::ptr::from_mut(address) => *mut u64, bytes => u64, 0 => u64, 0 => u64, 0 => u64
+    ))
+}
+
+fn map(cuda: &Cuda, address: u64, bytes: u64, handle: u64) -> i32 {
+    call!(cuda, c"cuMemMap", (address => u64, bytes => u64, 0 => u64, handle => u64, 0 => u64))
+}
+
+fn unmap(cuda: &Cuda, address: u64, bytes: u64) -> i32 {
+    call!(cuda, c"cuMemUnmap", (address => u64, bytes => u64))
+}
+
+/// What a server does that lets its GPU memory go while it sleeps: its addresses stay.
+fn sleep_and_wake(cuda: &Cuda, times: u64, bytes: u64) -> i32 {
+    let (mut address, mut handle) = (0, 0);
+    let mut code = reserve(cuda, &mut address, bytes);
+    for _ in 0..times {
+        let wake = |handle: &mut u64| match create(cuda, handle, bytes, 0, 0) {
+            0 => map(cuda, address, bytes, *handle),
+            code => code,
+        };
+        let sleep = |handle: u64| match unmap(cuda, address, bytes) {
+            0 => release(cuda, handle),
+            code => code,
+        };
+        if code == 0 {
+            code = wake(&mut handle);
+        }
+        if code == 0 {
+            code = sleep(handle);
+        }
+    }
+    code
+}

@@ -1,0 +1,193 @@
+//! Memory of `cuMemCreate` is charged from its creation until its last handle and mapping is gone, and
+//! what was exported stays charged.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod support;
+
+use bursar_device_plugin::units::Bytes;
+use support::{Client, Container, MIB};
+
+const QUOTA: u64 = 256 * MIB;
+/// Sizes are multiples of this.
+const BLOCK: u64 = 2 * MIB;
+
+/// Creates and maps; the handle and the address.
+fn mapped(program: &mut Client, bytes: u64) -> (u64, u64) {
+    let handle = program.ok(format!("create {bytes} 0 0"))[0];
+    let address = program.ok(format!("reserve {bytes}"))[0];
+    program.ok(format!("map {address} {bytes} {handle}"));
+    (handle, address)
+}
+
+#[test]
+fn the_last_block_of_the_quota_fits_and_one_block_more_does_not() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    for bytes in [QUOTA - BLOCK, QUOTA] {
+        let handle = program.ok(format!("create {bytes} 0 0"))[0];
+        assert_eq!(container.usage().used, Bytes(bytes));
+        assert_eq!(
+            program.call(format!("create {} 0 0", QUOTA - bytes + BLOCK)),
+            "err 2"
+        );
+        program.ok(format!("releasehandle {handle}"));
+        assert_eq!(container.usage().used, Bytes::ZERO);
+    }
+    assert_eq!(
+        program.call(format!("create {} 0 0", QUOTA + BLOCK)),
+        "err 2"
+    );
+    container.wait_for("three denials", |usage| usage.denied == 3);
+}
+
+#[test]
+fn a_byte_of_other_memory_leaves_no_room_for_the_last_block() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let byte = program.ok("alloc 1")[0];
+    assert_eq!(program.call(format!("create {QUOTA} 0 0")), "err 2");
+    program.ok(format!("free {byte}"));
+    program.ok(format!("create {QUOTA} 0 0"));
+    assert_eq!(program.call("alloc 1"), "err 2");
+}
+
+#[test]
+fn a_size_that_the_driver_refuses_is_not_charged() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    assert_eq!(program.call(format!("create {} 0 0", BLOCK + 1)), "err 1");
+    assert_eq!(program.call("create 0 0 0"), "err 1");
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
+fn processes_share_one_quota() {
+    let container = Container::with_quota(QUOTA);
+    let (mut first, mut second) = (container.program(), container.program());
+    first.ok(format!("create {} 0 0", 200 * MIB));
+    assert_eq!(second.call(format!("create {} 0 0", 58 * MIB)), "err 2");
+    second.ok(format!("create {} 0 0", 56 * MIB));
+    assert_eq!(second.call(format!("create {BLOCK} 0 0")), "err 2");
+    first.kill();
+    container.wait_for("its memory is free", |usage| {
+        usage.processes == 1 && usage.retired.0 == 0
+    });
+    second.ok(format!("create {} 0 0", 200 * MIB));
+}
+
+#[test]
+fn memory_that_only_a_mapping_keeps_stays_charged() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (handle, address) = mapped(&mut program, QUOTA);
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.usage().used, Bytes(QUOTA));
+    assert_eq!(program.call("alloc 1"), "err 2");
+    assert_eq!(program.ok(format!("retainhandle {address}")), [handle]);
+    program.ok(format!("unmap {address} {QUOTA}"));
+    assert_eq!(
+        container.usage().used,
+        Bytes(QUOTA),
+        "the handle was retained"
+    );
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+    assert!(
+        program
+            .call(format!("releasehandle {handle}"))
+            .starts_with("err")
+    );
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn a_program_that_sleeps_and_wakes_a_hundred_times_uses_what_it_did_before() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (before, taken) = (container.usage(), container.taken());
+    program.ok(format!("sleepwake 100 {QUOTA}"));
+    assert_eq!(container.usage().used, before.used);
+    assert_eq!(container.usage().denied, before.denied);
+    assert_eq!(container.taken(), taken);
+    program.ok(format!("create {QUOTA} 0 0"));
+}
+
+#[test]
+fn a_context_that_ends_leaves_it_charged() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (handle, address) = mapped(&mut program, 64 * MIB);
+    program.ok("reset");
+    assert_eq!(container.usage().used, Bytes(64 * MIB));
+    program.ok(format!("unmap {address} {}", 64 * MIB));
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
+fn each_gpu_pays_for_what_is_created_on_it_whatever_context_is_current() {
+    let container = Container::with_quotas(&[QUOTA, QUOTA / 2]);
+    let mut program = container.program();
+    program.ok(format!("create {} 1 0", QUOTA / 2));
+    assert_eq!(program.call(format!("create {BLOCK} 1 0")), "err 2");
+    program.ok(format!("create {QUOTA} 0 0"));
+    assert_eq!(container.usage_of(0).used, Bytes(QUOTA));
+    assert_eq!(container.usage_of(1).used, Bytes(QUOTA / 2));
+}
+
+#[test]
+fn exported_memory_stays_charged_when_its_owner_lets_go_of_it() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let handle = program.ok(format!("create {} 0 1", 64 * MIB))[0];
+    let descriptor = program.ok(format!("exporthandle {handle} 1"))[0];
+    program.ok(format!("exporthandle {handle} 1"));
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.usage().used, Bytes(64 * MIB));
+    // The descriptor alone keeps it: it can be imported again, at nobody's expense.
+    let imported = program.ok(format!("importhandle {descriptor}"))[0];
+    assert_eq!(container.usage().used, Bytes(64 * MIB));
+    program.ok(format!("releasehandle {imported}"));
+    assert_eq!(container.usage().used, Bytes(64 * MIB));
+    program.ok(format!("alloc {}", 192 * MIB));
+    assert_eq!(program.call("alloc 1"), "err 2");
+}
+
+#[test]
+fn an_export_that_the_driver_refuses_changes_nothing() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let handle = program.ok(format!("create {BLOCK} 0 0"))[0];
+    assert_eq!(program.call(format!("exporthandle {handle} 1")), "err 1");
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
+fn no_fabric_handle_is_given_out() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let handle = program.ok(format!("create {BLOCK} 0 1"))[0];
+    assert_eq!(program.call(format!("exporthandle {handle} 8")), "err 800");
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
+fn the_owner_pays_for_linear_memory_that_another_process_opens() {
+    let container = Container::with_quota(QUOTA);
+    let (mut owner, mut other) = (container.program(), container.program());
+    let pointer = owner.ok(format!("alloc {}", 200 * MIB))[0];
+    let object = owner.ok(format!("ipcget {pointer}"))[0];
+    let opened = other.ok(format!("ipcopen {object}"))[0];
+    assert_eq!(container.usage().used, Bytes(200 * MIB));
+    assert_eq!(other.ok("info")[0], 56 * MIB);
+    other.ok(format!("ipcclose {opened}"));
+    owner.ok(format!("free {pointer}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+    other.ok(format!("alloc {QUOTA}"));
+}

@@ -1,0 +1,105 @@
+//! Stream capture, as far as memory is concerned: what is captured takes nothing, and calls that the
+//! driver takes for unsafe end the captures of a thread that makes them.
+//!
+//! As on an H200 with driver 580: asking a pool for its sizes and trimming it are such calls, and
+//! `cuMemAlloc`; waiting for the context ends every capture in it, whatever the thread's mode. A graph
+//! that comes of a capture is a number: nothing can be done with it here.
+
+use crate::abi::{Answer, Code, Out};
+use crate::context::current;
+use crate::entry::exports;
+use crate::process::{Process, healthy, lock};
+use std::cell::Cell;
+use std::collections::BTreeMap;
+
+const GLOBAL: i32 = 0;
+const RELAXED: i32 = 2;
+
+thread_local! {
+    /// Which unsafe calls the thread is kept from.
+    static MODE: Cell<i32> = const { Cell::new(GLOBAL) };
+}
+
+/// A capture under way.
+#[derive(Debug, Clone, Copy)]
+struct Capture {
+    mode: i32,
+    valid: bool,
+}
+
+/// The captures of this image, by stream.
+#[derive(Debug, Default)]
+pub(crate) struct Captures {
+    streams: BTreeMap<u64, Capture>,
+    made: u64,
+}
+
+impl Process {
+    /// Whether a stream is being captured; an error where its capture has become invalid.
+    pub(crate) fn is_captured(&self, stream: u64) -> Result<bool, Code> {
+        match lock(&self.captures).streams.get(&stream) {
+            None => Ok(false),
+            Some(capture) if capture.valid => Ok(true),
+            Some(_) => Err(Code::CAPTURE_INVALIDATED),
+        }
+    }
+
+    /// What every unsafe call begins with.
+    pub(crate) fn check_captures(&self) -> Answer {
+        if MODE.get() == RELAXED {
+            return Ok(());
+        }
+        self.end_captures(|capture| capture.mode == GLOBAL)
+    }
+
+    /// What waiting for a context begins with.
+    pub(crate) fn check_no_captures(&self) -> Answer {
+        self.end_captures(|_| true)
+    }
+
+    fn end_captures(&self, of: impl Fn(&Capture) -> bool) -> Answer {
+        let mut captures = lock(&self.captures);
+        let mut found = Ok(());
+        for capture in captures.streams.values_mut().filter(|capture| of(capture)) {
+            capture.valid = false;
+            found = Err(Code::CAPTURE_UNSUPPORTED);
+        }
+        found
+    }
+}
+
+exports! {
+    fn cuStreamBeginCapture_v2(stream: u64, mode: i32) = {
+        let current = current()?;
+        let stream = current.stream_key(stream)?;
+        let begun = Capture { mode, valid: true };
+        match lock(&current.process.captures).streams.insert(stream, begun) {
+            None => Ok(()),
+            Some(_) => Err(Code::INVALID_VALUE),
+        }
+    };
+    fn cuStreamEndCapture(stream: u64, graph: Out<u64>) = {
+        let current = current()?;
+        let stream = current.stream_key(stream)?;
+        let mut captures = lock(&current.process.captures);
+        let ended = captures.streams.remove(&stream).ok_or(Code::INVALID_VALUE)?;
+        if !ended.valid {
+            graph.set(0)?;
+            return Err(Code::CAPTURE_INVALIDATED);
+        }
+        captures.made += 1;
+        graph.set(0x5187_0000_0000 + captures.made * 0x10)
+    };
+    fn cuStreamIsCapturing(stream: u64, status: Out<i32>) = {
+        let current = current()?;
+        let stream = current.stream_key(stream)?;
+        let found = lock(&current.process.captures).streams.get(&stream).copied();
+        status.set(found.map_or(0, |capture| if capture.valid { 1 } else { 2 }))
+    };
+    fn cuThreadExchangeStreamCaptureMode(mode: Out<i32>) = {
+        healthy()?;
+        let before = MODE.get();
+        MODE.set(mode.get()?);
+        mode.set(before)
+    };
+}
