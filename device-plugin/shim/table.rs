@@ -18,6 +18,8 @@ pub struct Function<'a> {
     pub class: &'a str,
     /// What the shim does instead of forwarding it.
     pub own: Option<Own>,
+    /// Why it is forwarded though it may take memory: one of [`REASONS`].
+    pub because: Option<&'a str>,
     /// How `cuGetProcAddress` knows it, where headers give it a type for that.
     pub proc: Option<Proc<'a>>,
 }
@@ -53,6 +55,9 @@ pub const CLASSES: [&str; 7] = [
     "neutral",
 ];
 
+/// Why functions are forwarded, as the head of the table explains them.
+pub const REASONS: [&str; 6] = ["covered", "owner", "audit", "graphics", "host", "small"];
+
 /// The table's symbols, in its order.
 ///
 /// # Errors
@@ -75,17 +80,16 @@ fn symbol(line: &str) -> Option<Symbol<'_>> {
             .is_none()
             .then_some(Symbol::Variable(name, size));
     }
-    let (mut own, mut proc) = (None, None);
+    let (mut own, mut because, mut proc) = (None, None, None);
     for field in fields {
         match field.strip_prefix("proc=") {
             Some(text) if proc.is_none() => proc = Some(parse_proc(text)?),
-            None if own.is_none() && proc.is_none() => {
-                own = Some(match field {
-                    "hook" => Own::Hook,
-                    "refused" => Own::Refused,
-                    _ => return None,
-                });
-            }
+            None if own.is_none() && because.is_none() && proc.is_none() => match field {
+                "hook" => own = Some(Own::Hook),
+                "refused" => own = Some(Own::Refused),
+                reason if REASONS.contains(&reason) => because = Some(reason),
+                _ => return None,
+            },
             _ => return None,
         }
     }
@@ -95,6 +99,7 @@ fn symbol(line: &str) -> Option<Symbol<'_>> {
             name,
             class,
             own,
+            because,
             proc,
         }))
 }

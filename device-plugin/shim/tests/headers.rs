@@ -20,6 +20,17 @@ const HEADERS: &str = include_str!("../headers.txt");
 /// Forms that cuda.h makes by a macro, and that have no type in cudaTypedefs.h.
 const WITHOUT_TYPE: [&str; 2] = ["cuGetProcAddress@11030/ptsz", "cuGetProcAddress@12000/ptsz"];
 
+/// Classes whose functions may take memory.
+const MEMORY: [&str; 3] = ["allocates", "imports", "limits"];
+
+/// Parts of the names of functions that take memory.
+const PARTS: [&str; 8] = [
+    "Alloc", "Create", "Import", "Reserve", "Load", "Open", "Retain", "Pool",
+];
+
+/// Parts of the names of functions that only ask, or change who may access memory.
+const ASKING: [&str; 3] = ["Get", "IsLoaded", "SetAccess"];
+
 fn functions() -> Vec<Function<'static>> {
     let symbols = table::parse(include_str!("../symbols.txt")).unwrap();
     let functions = symbols.into_iter().filter_map(|symbol| match symbol {
@@ -84,6 +95,32 @@ fn a_question_to_get_proc_address_names_the_symbol_it_stands_with() {
         );
         assert!(function.name.ends_with(&suffix.unwrap_or_default()));
     }
+}
+
+#[test]
+fn every_function_that_may_take_memory_is_hooked_refused_or_says_why_not() {
+    let silent: Vec<_> = functions()
+        .into_iter()
+        .filter(|function| MEMORY.contains(&function.class))
+        .filter(|function| function.own.is_none() && function.because.is_none())
+        .map(|function| function.name)
+        .collect();
+    assert!(silent.is_empty(), "{silent:?}");
+}
+
+#[test]
+fn no_function_with_the_name_of_one_that_takes_memory_is_called_neutral_without_a_reason() {
+    let looks = |name: &str| {
+        PARTS.iter().any(|part| name.contains(part))
+            && !ASKING.iter().any(|part| name.contains(part))
+    };
+    let unclassified: Vec<_> = functions()
+        .into_iter()
+        .filter(|function| function.class == "neutral" && looks(function.name))
+        .filter(|function| function.own.is_none() && function.because.is_none())
+        .map(|function| function.name)
+        .collect();
+    assert!(unclassified.is_empty(), "{unclassified:?}");
 }
 
 #[test]
