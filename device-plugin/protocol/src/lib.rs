@@ -7,11 +7,13 @@
 //!
 //! * [`units`] counts memory in 4 KiB units
 //! * [`word`] is the arithmetic of one credit word, without memory or atomics
+//! * `cell` is one word in memory that both sides change, checked with every interleaving
 //! * [`page`] is the shared page of such words; the only module here with `unsafe`
 //! * [`wire`] is the messages, their encoding and a total parser
 //! * [`dial`] reaches the agent from inside a container
 //! * [`socket`] passes a page's file descriptor beside a message
 
+mod cell;
 pub mod dial;
 pub mod page;
 pub mod socket;

@@ -14,6 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
+use crate::cell::Cell;
 use crate::units::Units;
 use crate::word::{NoCredit, Word};
 
@@ -48,7 +49,7 @@ pub enum PageError {
 #[repr(C, align(64))]
 #[derive(Debug)]
 pub struct Slot {
-    word: AtomicU64,
+    word: Cell<AtomicU64>,
     quota: AtomicU32,
     others: AtomicU32,
     siblings: AtomicU32,
@@ -59,7 +60,7 @@ pub struct Slot {
 impl Slot {
     /// The word as it is now.
     pub fn word(&self) -> Word {
-        Word::unpack(self.word.load(Ordering::Acquire))
+        self.word.word()
     }
 
     /// Charges `n` units: one compare-and-swap where the credit is there and nobody competes.
@@ -67,47 +68,33 @@ impl Slot {
     /// # Errors
     /// [`NoCredit`] when the agent has to be asked first.
     pub fn charge(&self, n: Units) -> Result<(), NoCredit> {
-        let mut bits = self.word.load(Ordering::Relaxed);
-        loop {
-            let after = Word::unpack(bits).charge(n.0)?.pack();
-            match self
-                .word
-                .compare_exchange_weak(bits, after, Ordering::AcqRel, Ordering::Relaxed)
-            {
-                Ok(_) => return Ok(()),
-                Err(now) => bits = now,
-            }
-        }
+        self.word.charge(n.0)
     }
 
     /// Gives back `n` charged units. `false` if the word is frozen: the caller looks for the page
     /// that its process has moved to.
     pub fn discharge(&self, n: Units) -> bool {
-        self.update(|word| word.discharge(n.0)).is_some()
+        self.word.discharge(n.0)
     }
 
     /// Adds `n` units of credit (the agent). `false` if the word cannot hold them.
     pub fn grant(&self, n: Units) -> bool {
-        self.update(|word| word.grant(n.0)).is_some()
+        self.word.grant(n.0)
     }
 
     /// Takes idle credit back (the agent), at most `at_most`; how much it was.
     pub fn take_back(&self, at_most: Units) -> Units {
-        let before = self.update(|word| {
-            let (after, taken) = word.take_back(at_most.0);
-            (taken > 0).then_some(after)
-        });
-        before.map_or(Units::ZERO, |word| Units(word.take_back(at_most.0).1))
+        Units(self.word.take_back(at_most.0))
     }
 
     /// Sets the word, before the page is handed over.
     pub fn set(&self, word: Word) {
-        self.word.store(word.pack(), Ordering::Release);
+        self.word.set(word);
     }
 
     /// Freezes the word and returns what it was: the first half of moving to another page.
     pub fn freeze(&self) -> Word {
-        Word::unpack(self.word.swap(Word::<u32>::FROZEN.pack(), Ordering::AcqRel))
+        self.word.freeze()
     }
 
     /// The container's quota of this account.
@@ -154,6 +141,11 @@ impl Slot {
         Units(self.exported.load(Ordering::Acquire)).min(Units::MAX)
     }
 
+    /// Sets what is exported, before the page is handed over, or used.
+    pub fn set_exported(&self, exported: Units) {
+        self.exported.store(exported.0, Ordering::Release);
+    }
+
     /// Counts `n` more units as exported, before anybody else can hold them (the process).
     pub fn export(&self, n: Units) {
         self.update_exported(|exported| exported.saturating_add(n));
@@ -168,16 +160,6 @@ impl Slot {
         let step = |bits| step(Units(bits).min(Units::MAX)).0;
         self.exported
             .update(Ordering::AcqRel, Ordering::Relaxed, step);
-    }
-
-    /// Replaces the word by what `step` makes of it; the word before, or `None` if `step` had none.
-    fn update(&self, step: impl Fn(Word) -> Option<Word>) -> Option<Word> {
-        self.word
-            .try_update(Ordering::AcqRel, Ordering::Relaxed, |bits| {
-                step(Word::unpack(bits)).map(Word::pack)
-            })
-            .ok()
-            .map(Word::unpack)
     }
 }
 

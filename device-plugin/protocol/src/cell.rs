@@ -1,0 +1,102 @@
+//! One credit word in memory: what the process and the agent do to it at the same time.
+//!
+//! Every step replaces the whole word by one compare-and-swap, so a process that is killed or stopped
+//! anywhere leaves a word behind, and nobody waits for it. [`model`] runs the steps in every order.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::word::{NoCredit, Word};
+
+/// The atomic operations that a word needs: those of the standard library in a page, and those of a
+/// model checker in tests.
+pub(crate) trait Bits {
+    /// The present bits.
+    fn load(&self, order: Ordering) -> u64;
+    /// Replaces all bits.
+    fn store(&self, bits: u64, order: Ordering);
+    /// Replaces all bits; what they were.
+    fn swap(&self, bits: u64, order: Ordering) -> u64;
+    /// Replaces `from` by `to`; what is there where that is not `from`. It may fail for nothing.
+    fn replace(&self, from: u64, to: u64) -> Result<u64, u64>;
+}
+
+impl Bits for AtomicU64 {
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+
+    fn store(&self, bits: u64, order: Ordering) {
+        self.store(bits, order);
+    }
+
+    fn swap(&self, bits: u64, order: Ordering) -> u64 {
+        self.swap(bits, order)
+    }
+
+    fn replace(&self, from: u64, to: u64) -> Result<u64, u64> {
+        self.compare_exchange_weak(from, to, Ordering::AcqRel, Ordering::Relaxed)
+    }
+}
+
+/// A word in memory.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub(crate) struct Cell<A>(A);
+
+impl<A: Bits> Cell<A> {
+    /// The word as it is now.
+    pub(crate) fn word(&self) -> Word {
+        Word::unpack(self.0.load(Ordering::Acquire))
+    }
+
+    /// See [`crate::page::Slot::charge`].
+    pub(crate) fn charge(&self, n: u32) -> Result<(), NoCredit> {
+        self.update(|word| word.charge(n)).map(drop)
+    }
+
+    /// See [`crate::page::Slot::discharge`].
+    pub(crate) fn discharge(&self, n: u32) -> bool {
+        self.update(|word| word.discharge(n).ok_or(())).is_ok()
+    }
+
+    /// See [`crate::page::Slot::grant`].
+    pub(crate) fn grant(&self, n: u32) -> bool {
+        self.update(|word| word.grant(n).ok_or(())).is_ok()
+    }
+
+    /// See [`crate::page::Slot::take_back`].
+    pub(crate) fn take_back(&self, at_most: u32) -> u32 {
+        let step = |word: Word| match word.take_back(at_most) {
+            (_, 0) => Err(()),
+            (after, _) => Ok(after),
+        };
+        self.update(step)
+            .map_or(0, |before| before.take_back(at_most).1)
+    }
+
+    /// See [`crate::page::Slot::set`].
+    pub(crate) fn set(&self, word: Word) {
+        self.0.store(word.pack(), Ordering::Release);
+    }
+
+    /// See [`crate::page::Slot::freeze`].
+    pub(crate) fn freeze(&self) -> Word {
+        Word::unpack(self.0.swap(Word::<u32>::FROZEN.pack(), Ordering::AcqRel))
+    }
+
+    /// Replaces the word by what `step` makes of it; the word before, or why there is none after it.
+    fn update<E>(&self, step: impl Fn(Word) -> Result<Word, E>) -> Result<Word, E> {
+        let mut bits = self.0.load(Ordering::Relaxed);
+        loop {
+            let after = step(Word::unpack(bits))?.pack();
+            match self.0.replace(bits, after) {
+                Ok(before) => return Ok(Word::unpack(before)),
+                Err(now) => bits = now,
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod model;

@@ -1,0 +1,231 @@
+//! The word and the move from page to page in every order that threads, and the memory model, allow.
+//!
+//! [`Agent`] and [`Process`] are what `sessions/container.rs` and the shim's `link.rs` do to a word, without
+//! sockets: a hello is a call under the agent's lock, as it is there. Loom runs each model in all
+//! interleavings with at most [`PREEMPTIONS`] switches between threads that could have gone on.
+
+use std::sync::atomic::Ordering;
+
+use loom::sync::atomic::{AtomicU64, AtomicUsize};
+use loom::sync::{Arc, Mutex};
+use loom::thread;
+
+use super::*;
+
+/// Most defects show with two; each more costs ten times the time.
+const PREEMPTIONS: usize = 3;
+
+impl Bits for AtomicU64 {
+    fn load(&self, order: Ordering) -> u64 {
+        self.load(order)
+    }
+
+    fn store(&self, bits: u64, order: Ordering) {
+        self.store(bits, order);
+    }
+
+    fn swap(&self, bits: u64, order: Ordering) -> u64 {
+        self.swap(bits, order)
+    }
+
+    fn replace(&self, from: u64, to: u64) -> Result<u64, u64> {
+        self.compare_exchange_weak(from, to, Ordering::AcqRel, Ordering::Relaxed)
+    }
+}
+
+type Page = Arc<Cell<AtomicU64>>;
+
+fn page() -> Page {
+    Arc::new(Cell(AtomicU64::new(0)))
+}
+
+fn check(model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(PREEMPTIONS);
+    builder.check(model);
+}
+
+/// The agent's books of one process, and the page that it believes the process to use.
+struct Agent {
+    granted: u32,
+    page: Page,
+    uses_page: bool,
+}
+
+impl Agent {
+    fn grant(&mut self, n: u32) -> bool {
+        // In the books first, as the record is written before the process learns of it.
+        self.granted += n;
+        let granted = self.page.grant(n);
+        if !granted {
+            self.granted -= n;
+        }
+        granted
+    }
+
+    /// Takes idle credit for another process; how much that one got.
+    fn take_back(&mut self, at_most: u32) -> u32 {
+        if !self.uses_page {
+            return 0;
+        }
+        let taken = self.page.take_back(at_most.min(self.granted));
+        self.granted -= taken.min(self.granted);
+        taken
+    }
+
+    /// The same image says hello again, and says what it uses.
+    fn hello(&mut self, used: u32, page: &Page) {
+        page.set(Word {
+            granted: self.granted,
+            used,
+        });
+        self.page = Arc::clone(page);
+        self.uses_page = false;
+    }
+}
+
+/// One process with two pages, of which it uses one.
+struct Process {
+    pages: [Page; 2],
+    current: AtomicUsize,
+    moving: Mutex<()>,
+}
+
+impl Process {
+    fn page(&self) -> &Page {
+        &self.pages[self.current.load(Ordering::Acquire)]
+    }
+
+    /// As `ledger::charge_units` does, but that it asks for nothing.
+    fn charge(&self, n: u32) -> bool {
+        loop {
+            match self.page().charge(n) {
+                Ok(()) => return true,
+                Err(NoCredit::Frozen) => drop(self.moving.lock().unwrap()),
+                Err(NoCredit::Short(_) | NoCredit::TooLarge) => return false,
+            }
+        }
+    }
+
+    fn discharge(&self, n: u32) {
+        while !self.page().discharge(n) {
+            drop(self.moving.lock().unwrap());
+        }
+    }
+
+    /// As `link::connect` does; the agent's welcome may come too late.
+    fn reconnect(&self, agent: &Mutex<Agent>, in_time: bool) {
+        let _moving = self.moving.lock().unwrap();
+        let word = self.pages[0].freeze();
+        agent.lock().unwrap().hello(word.used, &self.pages[1]);
+        if in_time {
+            self.current.store(1, Ordering::Release);
+        } else {
+            self.pages[0].set(word);
+        }
+    }
+}
+
+fn granted_to(n: u32) -> (Arc<Process>, Arc<Mutex<Agent>>) {
+    let pages = [page(), page()];
+    let mut agent = Agent {
+        granted: 0,
+        page: Arc::clone(&pages[0]),
+        uses_page: true,
+    };
+    assert!(agent.grant(n));
+    let process = Process {
+        pages,
+        current: AtomicUsize::new(0),
+        moving: Mutex::new(()),
+    };
+    (Arc::new(process), Arc::new(Mutex::new(agent)))
+}
+
+#[test]
+fn charges_grants_and_credit_that_is_taken_back_never_lose_a_unit() {
+    check(|| {
+        let (process, agent) = granted_to(2);
+        let other = {
+            let process = Arc::clone(&process);
+            thread::spawn(move || {
+                let first = process.charge(1);
+                let second = process.charge(2);
+                if first {
+                    process.discharge(1);
+                }
+                u32::from(second) * 2
+            })
+        };
+        let sibling = {
+            let agent = Arc::clone(&agent);
+            thread::spawn(move || {
+                let taken = agent.lock().unwrap().take_back(2);
+                agent.lock().unwrap().grant(1);
+                taken
+            })
+        };
+        let mine = u32::from(process.charge(1));
+        let (others, taken) = (other.join().unwrap(), sibling.join().unwrap());
+        let (word, books) = (process.page().word(), agent.lock().unwrap().granted);
+        assert_eq!(word.used, mine + others);
+        assert!(word.used <= word.granted);
+        assert_eq!((word.granted, books + taken), (books, 3));
+    });
+}
+
+#[test]
+fn of_two_that_race_for_the_last_unit_exactly_one_gets_it() {
+    check(|| {
+        let (process, _agent) = granted_to(1);
+        let other = {
+            let process = Arc::clone(&process);
+            thread::spawn(move || process.charge(1))
+        };
+        let mine = process.charge(1);
+        assert!(mine ^ other.join().unwrap());
+    });
+}
+
+#[test]
+fn a_process_that_moves_to_another_page_loses_no_charge_and_gains_no_credit() {
+    check(|| {
+        let (process, agent) = granted_to(3);
+        assert!(process.charge(1));
+        let other = {
+            let process = Arc::clone(&process);
+            thread::spawn(move || {
+                process.discharge(1);
+                u32::from(process.charge(2)) * 2
+            })
+        };
+        let sibling = {
+            let agent = Arc::clone(&agent);
+            thread::spawn(move || agent.lock().unwrap().take_back(3))
+        };
+        process.reconnect(&agent, true);
+        let (used, taken) = (other.join().unwrap(), sibling.join().unwrap());
+        let (word, books) = (process.page().word(), agent.lock().unwrap().granted);
+        assert_eq!((word.used, word.granted), (used, books));
+        assert!(word.used <= word.granted);
+        assert_eq!(books + taken, 3);
+    });
+}
+
+#[test]
+fn a_move_that_is_given_up_lends_nothing_of_what_the_process_still_has() {
+    check(|| {
+        let (process, agent) = granted_to(2);
+        let sibling = {
+            let agent = Arc::clone(&agent);
+            thread::spawn(move || agent.lock().unwrap().take_back(2))
+        };
+        process.reconnect(&agent, false);
+        let used = u32::from(process.charge(2)) * 2;
+        let taken = sibling.join().unwrap();
+        assert!(
+            used + taken <= 2,
+            "{used} are used and {taken} are another's"
+        );
+    });
+}

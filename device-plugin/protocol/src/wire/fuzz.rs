@@ -1,0 +1,155 @@
+//! Mutated messages by the hundred thousand: what parses is what encodes to the same bytes.
+//!
+//! Unlike bytes at random, a message with a few bytes changed, moved or doubled reaches every field; those
+//! that parse are mutated on.
+
+use super::*;
+
+const ROUNDS: u32 = 400_000;
+
+/// Messages that are kept to be mutated.
+const CORPUS: usize = 1024;
+
+/// As many as [`corpus`] has.
+const BEGINNING: usize = 9;
+
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, sides: usize) -> usize {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) as usize % sides.max(1)
+    }
+
+    /// Bytes at the edges of lengths, indexes and numbers more often than others.
+    fn byte(&mut self) -> u8 {
+        let edges = [0, 1, 2, 5, 62, 63, 64, 95, 96, 97, 127, 128, 254, 255];
+        match self.below(2) {
+            0 => edges[self.below(edges.len())],
+            _ => self.below(256) as u8,
+        }
+    }
+
+    fn mutate(&mut self, bytes: &mut Vec<u8>, other: &[u8]) {
+        let place = self.below(bytes.len() + 1);
+        let end = (place + self.below(16)).min(bytes.len());
+        match self.below(5) {
+            0 => bytes.insert(place, self.byte()),
+            1 => drop(bytes.drain(place..end)),
+            2 => bytes.extend_from_within(place..end),
+            3 => bytes
+                .splice(place.., other[self.below(other.len())..].iter().copied())
+                .for_each(drop),
+            _ => {
+                let byte = self.byte();
+                if let Some(changed) = bytes.get_mut(place) {
+                    *changed = byte;
+                }
+            }
+        }
+    }
+}
+
+fn device() -> Account {
+    Account::Device("GPU-5e000000-0000-0000-0000-000000000001".to_owned())
+}
+
+fn corpus() -> Vec<Vec<u8>> {
+    let holdings = [device(), Account::Managed].map(|account| Holding {
+        account,
+        granted: Units::MAX,
+        used: Units(1),
+    });
+    let quotas = [device(), Account::Managed].map(|account| Quota {
+        account,
+        bytes: u64::MAX,
+    });
+    let to_agent = [
+        ToAgent::Hello {
+            version: 1,
+            image: u64::MAX,
+            holdings: holdings.to_vec(),
+        },
+        ToAgent::Request {
+            account: 0,
+            units: Units(512),
+        },
+        ToAgent::Denied {
+            account: 1,
+            bytes: 4096,
+            function: "cuMemAlloc_v2".to_owned(),
+        },
+        ToAgent::Refresh,
+        ToAgent::Query {
+            version: 1,
+            account: device(),
+        },
+    ];
+    let to_shim = [
+        ToShim::Welcome {
+            version: 1,
+            quotas: quotas.to_vec(),
+        },
+        ToShim::Granted {
+            account: 0,
+            units: Units(512),
+        },
+        ToShim::Goodbye {
+            reason: Reason::Busy,
+        },
+        ToShim::Usage {
+            quota: 1 << 30,
+            used: 4096,
+            processes: vec![Listed {
+                pid: 7,
+                bytes: 4096,
+            }],
+        },
+    ];
+    let to_agent = to_agent.iter().map(Message::payload);
+    to_agent
+        .chain(to_shim.iter().map(Message::payload))
+        .collect()
+}
+
+/// Whether it parses; and if it does, it is what it says.
+fn parses<M: Message + std::fmt::Debug>(bytes: &[u8]) -> bool {
+    match M::parse(bytes) {
+        Ok(message) => {
+            assert_eq!(message.payload(), bytes, "{message:?}");
+            true
+        }
+        Err(_) => false,
+    }
+}
+
+#[test]
+fn whatever_is_made_of_messages_is_an_error_or_the_one_message_that_encodes_to_it() {
+    let (mut corpus, mut dice, mut parsed) = (corpus(), Dice(1), 0);
+    for _ in 0..ROUNDS {
+        let mut bytes = corpus[dice.below(corpus.len())].clone();
+        for _ in 0..=dice.below(4) {
+            let other = &corpus[dice.below(corpus.len())];
+            dice.mutate(&mut bytes, other);
+        }
+        bytes.truncate(MAX_PAYLOAD);
+        let (agent, shim) = (parses::<ToAgent>(&bytes), parses::<ToShim>(&bytes));
+        if agent || shim {
+            parsed += 1;
+            // The messages that it began with stay.
+            let place = BEGINNING + dice.below(CORPUS - BEGINNING);
+            if let Some(old) = corpus.get_mut(place) {
+                *old = bytes;
+            } else {
+                corpus.push(bytes);
+            }
+        }
+    }
+    assert!(
+        parsed > ROUNDS / 100,
+        "{parsed} parsed: the mutations reach nothing"
+    );
+}
