@@ -5,9 +5,9 @@
 //! there. Each function here is hidden and stands before glibc's in this library's own linking; it
 //! goes on to the oldest version of the same function, or to the system call.
 //!
-//! What is left is 2.18 (`__cxa_thread_atexit_impl`, destructors of thread-locals). A test holds the
-//! bound. aarch64 starts at 2.17 and needs the same for 2.33 and 2.34; it is built on an old glibc
-//! until then.
+//! `__cxa_thread_atexit_impl` of 2.18, which the standard library can do without, is defined away by
+//! `build.rs`. A test holds the bound of 2.17. aarch64 starts there and needs the same for 2.33 and 2.34; it
+//! is built on an old glibc until then.
 
 #[cfg(all(target_arch = "x86_64", target_env = "gnu", not(test)))]
 core::arch::global_asm!(
