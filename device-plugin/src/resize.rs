@@ -291,7 +291,10 @@ mod tests {
     #[test]
     fn device_memory_is_spread_over_a_containers_gpus_and_the_least_of_two_orders_counts() {
         let both = order("side", DEVICE, "6Gi");
-        assert_eq!(planned(&[both.clone()]), [None, None, Some(3), Some(3)]);
+        assert_eq!(
+            planned(std::slice::from_ref(&both)),
+            [None, None, Some(3), Some(3)]
+        );
         let one = order("side", "GPU-a", "1Gi");
         assert_eq!(planned(&[one, both]), [None, None, Some(1), Some(3)]);
     }

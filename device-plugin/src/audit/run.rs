@@ -77,10 +77,13 @@ pub struct Auditor {
     enforced: BTreeMap<AllocationId, Option<Reason>>,
 }
 
+/// The attestor with what it found.
+type Look = JoinHandle<(Box<Attestor>, Vec<Attested>)>;
+
 /// The attestor: here, or in a look that has not come back.
 enum Attesting {
-    Idle(Attestor),
-    Looking(JoinHandle<(Attestor, Vec<Attested>)>),
+    Idle(Box<Attestor>),
+    Looking(Look),
     /// A look panicked: what was known of containers is lost.
     Lost,
 }
@@ -107,7 +110,7 @@ impl Auditor {
             audited,
             questions: Questions::default(),
             since: own_start(),
-            attesting: Attesting::Idle(Attestor::new(config)),
+            attesting: Attesting::Idle(Box::new(Attestor::new(config))),
             attested: Vec::new(),
             strikes: Strikes::default(),
             answered: BTreeMap::new(),
@@ -178,7 +181,7 @@ impl Auditor {
         let mut looking = match std::mem::replace(&mut self.attesting, Attesting::Lost) {
             Attesting::Looking(looking) => looking,
             Attesting::Idle(attestor) => begin(attestor, targets(containers)),
-            Attesting::Lost => begin(Attestor::new(config), targets(containers)),
+            Attesting::Lost => begin(Box::new(Attestor::new(config)), targets(containers)),
         };
         match timeout_at(deadline, &mut looking).await {
             Ok(Ok((attestor, attested))) => {
@@ -307,7 +310,7 @@ impl Auditor {
     }
 }
 
-fn begin(mut attestor: Attestor, targets: Vec<Target>) -> JoinHandle<(Attestor, Vec<Attested>)> {
+fn begin(mut attestor: Box<Attestor>, targets: Vec<Target>) -> Look {
     tokio::task::spawn_blocking(move || {
         let attested = attestor.look(&targets, std::time::Instant::now());
         (attestor, attested)

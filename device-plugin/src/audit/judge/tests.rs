@@ -289,8 +289,11 @@ fn a_finding_that_was_away_once_begins_anew() {
     assert_eq!(strikes.count(&[finding("GPU-a"), finding("GPU-b")]), [1, 3]);
 }
 
-/// Containers with their quota and processes in MiB: granted, context, and whether the process has a session.
-fn world() -> impl Strategy<Value = Vec<(u64, Vec<(u64, u64, bool)>)>> {
+/// A process: what it was granted and what it has besides, in MiB, and whether it has a session.
+type Program = (u64, u64, bool);
+
+/// Containers with their quota in MiB and their processes.
+fn world() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
     let process = (0..2048_u64, 0..=1024_u64, any::<bool>());
     let container = prop::collection::vec(process, 0..5).prop_flat_map(|processes| {
         let granted: u64 = processes.iter().map(|(granted, ..)| granted).sum();
@@ -305,9 +308,9 @@ proptest! {
         let (mut all, mut processes, mut pid) = (Vec::new(), Vec::new(), 100);
         for (number, (quota, of_it)) in (1..).zip(&world) {
             let mut members = Vec::new();
-            for (granted, context, session) in of_it {
+            for (granted, besides, session) in of_it {
                 pid += 1;
-                processes.push(listed(number, pid, granted + context));
+                processes.push(listed(number, pid, granted + besides));
                 if *session {
                     members.push((pid, *granted));
                 }
