@@ -1,0 +1,281 @@
+"""Shows on a real GPU that programs are held to their quota, and what that costs.
+
+usage: enforcement.py ARCHIVE [--rounds N] [--only NAME...]
+
+ARCHIVE is what `cargo e2e pack` wrote. Needs root, an NVIDIA driver, nvcc and gcc, and a Python with torch, triton,
+cupy, jax and numba; no network. Starts a cluster of one node with Bursar on it, runs each program in a pod of its
+own, and prints one table. Exits with 1 if a row is not as it must be.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+
+import image
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+NAME = "gpu"
+REFERENCE = "localhost/gpu-host:1"
+PYTHON = "/opt/torch/.venv/bin/python3"
+CUDA = "/usr/local/cuda-13.0"
+RESOURCE = "bursar.dev/gpu-memory-gib"
+OUT_OF_MEMORY = 2
+MIB_OF_GIB = 1024
+
+
+class Cluster:
+    """The cluster, from its start to its end."""
+
+    def __init__(self, archive, scratch):
+        self.scratch = scratch
+        subprocess.run(["tar", "--extract", "--file", archive, "--directory", scratch], check=True)
+        self.folder = os.path.join(scratch, "bursar-e2e")
+        self.kubeconfig = None
+
+    def __enter__(self):
+        up = subprocess.run([f"{self.folder}/run", "up", "--name", NAME], check=True, text=True, stdout=subprocess.PIPE)
+        line = next(line for line in up.stdout.splitlines() if line.startswith("export KUBECONFIG="))
+        self.kubeconfig = line.split("=", 1)[1]
+        return self
+
+    def __exit__(self, *_):
+        subprocess.run([f"{self.folder}/run", "down", "--name", NAME], check=False)
+
+    def load(self, archive):
+        """Puts an image into the node's containerd."""
+        with open(os.path.join(os.path.dirname(self.kubeconfig), "pid"), encoding="ascii") as file:
+            root = f"/proc/{file.read().strip()}/root"
+        subprocess.run(
+            [f"{self.folder}/programs/ctr", "--address", f"{root}/run/containerd/containerd.sock"]
+            + ["--namespace", "k8s.io", "images", "import", "--local", archive],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def kubectl(self, *arguments, **options):
+        """Runs kubectl; its output."""
+        options = {"check": True, "text": True, "stdout": subprocess.PIPE} | options
+        return subprocess.run(
+            [f"{self.folder}/programs/kubectl", *arguments],
+            env=os.environ | {"KUBECONFIG": self.kubeconfig},
+            **options,
+        ).stdout
+
+    def apply(self, manifest):
+        """Creates an object."""
+        self.kubectl("apply", "--filename", "-", input=json.dumps(manifest), stdout=subprocess.DEVNULL)
+
+    def answer(self, name, bound):
+        """Waits for a pod's end: its phase, and the last line of its log that is JSON."""
+        deadline = time.monotonic() + bound
+        while True:
+            phase = self.kubectl("get", "pod", name, "--output", "jsonpath={.status.phase}")
+            if phase in ("Succeeded", "Failed") or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        log = self.kubectl("logs", name, check=False, stderr=subprocess.STDOUT)
+        for line in reversed(log.splitlines()):
+            try:
+                return phase, json.loads(line), log
+            except ValueError:
+                continue
+        if phase not in ("Succeeded", "Failed"):
+            log += self.kubectl("describe", "pod", name, check=False)
+        return phase, None, log
+
+
+def pod(name, gib, command, programs, env=()):
+    """A pod that runs `command` on this machine's Python and programs, with a quota of `gib`."""
+    folders = {"torch": "/opt/torch", "cuda": CUDA, "programs": programs}
+    files = {"nvidia-smi": "/usr/local/nvidia/bin/nvidia-smi"}
+    mounts = [
+        {"name": name_, "mountPath": "/programs" if name_ == "programs" else path, "readOnly": True}
+        for name_, path in folders.items()
+    ]
+    mounts += [{"name": name_, "mountPath": f"/opt/{name_}", "readOnly": True} for name_ in files]
+    mounts += [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes = [{"name": name_, "hostPath": {"path": path, "type": "Directory"}} for name_, path in folders.items()]
+    volumes += [{"name": name_, "hostPath": {"path": path, "type": "File"}} for name_, path in files.items()]
+    volumes += [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "containers": [
+                {
+                    "name": "main",
+                    "image": REFERENCE,
+                    "imagePullPolicy": "Never",
+                    "command": command,
+                    "env": [{"name": key, "value": value} for key, value in env],
+                    "resources": {"limits": {RESOURCE: str(gib)}},
+                    "volumeMounts": mounts,
+                }
+            ],
+            "volumes": volumes,
+        },
+    }
+
+
+def filled(gib):
+    """It sees its quota, gets all of it but for a context and what its allocator keeps, and computes after."""
+
+    def judge(answer):
+        quota = gib * MIB_OF_GIB
+        if answer["sees_mib"] != quota:
+            return f"sees {answer['sees_mib']} MiB of {quota}"
+        if not quota * 3 // 4 - 1024 <= answer["got_mib"] <= quota:
+            return f"got {answer['got_mib']} MiB of {quota}"
+        if not answer["ran_on"]:
+            return "did not compute after it was refused"
+        return None
+
+    return judge
+
+
+def part_of(gib):
+    """As [`filled`], for an allocator that manages a part of what it sees and reports that."""
+
+    def judge(answer):
+        quota = gib * MIB_OF_GIB
+        if not 0 < answer["got_mib"] <= answer["sees_mib"] <= quota:
+            return f"got {answer['got_mib']} of {answer['sees_mib']} MiB, with a quota of {quota}"
+        return None if answer["ran_on"] else "did not compute after it was refused"
+
+    return judge
+
+
+def field(name, *allowed):
+    """One field of the answer has one of these values."""
+    return lambda answer: None if answer[name] in allowed else f"{name} is {answer[name]}, not {allowed}"
+
+
+def all_of(*judges):
+    """Every judge is content."""
+    return lambda answer: next((said for said in (judge(answer) for judge in judges) if said), None)
+
+
+def rows(rounds):
+    """Every program: its name, its quota in GiB, its command, its variables, and how it is judged."""
+    quota = ["/programs/quota.py"]
+    direct = "/programs/direct"
+    alloc = "PYTORCH_CUDA_ALLOC_CONF"
+    yield "torch", 4, [PYTHON, *quota, "torch"], {}, filled(4)
+    yield "torch, expandable segments", 4, [PYTHON, *quota, "torch"], {alloc: "expandable_segments:True"}, filled(4)
+    yield "torch, cudaMallocAsync", 4, [PYTHON, *quota, "torch"], {alloc: "backend:cudaMallocAsync"}, filled(4)
+    yield "triton", 4, [PYTHON, *quota, "triton"], {}, filled(4)
+    yield "cupy", 4, [PYTHON, *quota, "cupy"], {}, filled(4)
+    yield "cupy, async pool", 4, [PYTHON, *quota, "cupy-async"], {}, filled(4)
+    yield "jax", 4, [PYTHON, *quota, "jax"], {}, part_of(4)
+    yield "numba", 4, [PYTHON, *quota, "numba"], {}, filled(4)
+    yield "static cudart", 4, ["/programs/static"], {}, filled(4)
+    for how in ("linear", "odd", "async", "vmm", "array"):
+        yield f"direct, {how}", 4, [direct, "greedy", how], {}, filled(4)
+    yield "two processes", 4, [PYTHON, "/programs/siblings.py", direct], {}, filled(4)
+    yield "VMM sleep and wake x 100", 4, [direct, "sleep-wake", "2048"], {}, field("rounds", 100)
+    yield "graph that fits", 4, [direct, "graph", "1024"], {}, field("answer", 0)
+    yield "graph that does not", 4, [direct, "graph", "4096"], {}, field("answer", OUT_OF_MEMORY)
+    yield "F13: fork, SIGKILL", 8, [direct, "orphan", "5120"], {}, all_of(
+        field("while_child_lives", OUT_OF_MEMORY), field("after", 0)
+    )
+    yield "F14: 16 KiB stack, 4 GiB", 4, [direct, "stack", "16384"], {}, field("answer", OUT_OF_MEMORY)
+    yield "F14: 16 KiB stack, 8 GiB", 8, [direct, "stack", "16384"], {}, field("answer", 0)
+    yield "F14: 64 KiB locals, 4 GiB", 4, [direct, "locals", "/programs/kernels.cubin"], {}, all_of(
+        field("took_mib", 0), lambda answer: None if answer["launch"] else "it was launched"
+    )
+    yield "F14: 64 KiB locals, 20 GiB", 20, [direct, "locals", "/programs/kernels.cubin"], {}, field("launch", 0)
+    overhead = [PYTHON, "/programs/compare.py", "/programs/overhead", "/programs/kernels.cubin", str(rounds)]
+    most = {"async": 1.05, "linear": 1.01, "launch": 1.01, "start": 1.02}
+    yield "overhead", 8, overhead, {}, all_of(
+        *(
+            lambda answer, figure=figure, bound=bound: None
+            if answer[figure]["ratio"] <= bound
+            else f"{figure} {answer[figure]['ratio']}x, goal {bound}x"
+            for figure, bound in most.items()
+        )
+    )
+
+
+def compile_programs(into):
+    """Builds the C and CUDA programs, and copies the Python ones beside them."""
+    source = os.path.join(HERE, "programs")
+    include, link = f"-I{CUDA}/include", [f"-L{CUDA}/lib64/stubs", "-lcuda"]
+    for command in (
+        ["gcc", "-O2", include, f"{source}/direct.c", "-o", f"{into}/direct", *link],
+        ["gcc", "-O2", include, f"{source}/overhead.c", "-o", f"{into}/overhead", "-ldl"],
+        ["nvcc", "-arch=native", "-cudart=static", f"{source}/static.cu", "-o", f"{into}/static"],
+        ["nvcc", "-arch=native", "-cubin", f"{source}/kernels.cu", "-o", f"{into}/kernels.cubin"],
+    ):
+        subprocess.run(command, check=True)
+    for name in os.listdir(source):
+        if name.endswith(".py"):
+            with open(f"{source}/{name}", "rb") as read, open(f"{into}/{name}", "wb") as write:
+                write.write(read.read())
+
+
+def show(answer):
+    """An answer as a cell of the table."""
+    if answer is None:
+        return "no answer"
+    return ", ".join(
+        f"{key.removesuffix('_mib')} {value['ratio']}x ({value['native']:.0f} ns)"
+        if isinstance(value, dict)
+        else f"{key.removesuffix('_mib')} {value}"
+        for key, value in answer.items()
+    )
+
+
+def main():
+    """Runs everything; the process's exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("archive")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="*")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    wrong = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        programs = os.path.join(scratch, "programs")
+        os.mkdir(programs)
+        os.chmod(scratch, 0o755)
+        compile_programs(programs)
+        archive = image.write(REFERENCE, scratch)
+        print(f"[{time.monotonic() - begun:5.1f}s] compiled; the image has {os.path.getsize(archive) >> 20} MiB", flush=True)
+        with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
+            cluster.load(archive)
+            print(f"[{time.monotonic() - begun:5.1f}s] the cluster is up", flush=True)
+            table = []
+            for number, (title, gib, command, env, judge) in enumerate(rows(arguments.rounds)):
+                if arguments.only and not any(title.startswith(only) for only in arguments.only):
+                    continue
+                name = f"row-{number}"
+                cluster.apply(pod(name, gib, command, programs, env.items()))
+                phase, answer, log = cluster.answer(name, 180)
+                try:
+                    said = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or answer is None else judge(answer)
+                except KeyError as missing:
+                    said = f"no {missing} in its answer"
+                wrong += said is not None
+                table.append((title, gib, show(answer), "right" if said is None else f"WRONG: {said}"))
+                print(f"[{time.monotonic() - begun:5.1f}s] {title}: {table[-1][3]}", flush=True)
+                cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
+            smi = pod("smi", 4, ["/opt/nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,noheader"], programs)
+            cluster.apply(smi)
+            phase, _, log = cluster.answer("smi", 60)
+            table.append(("nvidia-smi", 4, log.strip().replace("\n", " ")[-200:], phase))
+        print("\n| program | quota GiB | answer | verdict |\n|---|---|---|---|")
+        for row in table:
+            print("| " + " | ".join(str(cell).replace("\n", " ") for cell in row) + " |")
+    print(f"{len(table)} rows, {wrong} wrong, {time.monotonic() - begun:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,212 @@
+// A program that is linked with libcuda.so.1, one command a run: takes memory in one way until the driver refuses,
+// or does one thing that costs memory without asking for it. Prints one JSON object; exits with 0 unless a call
+// fails that should not.
+#include <cuda.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#define MIB (1ull << 20)
+#define CHECK(call)                                                       \
+    do {                                                                  \
+        CUresult result_ = (call);                                        \
+        if (result_ != CUDA_SUCCESS) {                                    \
+            printf("{\"failed\":\"%s\",\"code\":%d}\n", #call, result_);  \
+            exit(1);                                                      \
+        }                                                                 \
+    } while (0)
+
+static CUdevice device;
+static CUcontext context;
+
+static void begin(void) {
+    CHECK(cuInit(0));
+    CHECK(cuDeviceGet(&device, 0));
+    CHECK(cuDevicePrimaryCtxRetain(&context, device));
+    CHECK(cuCtxSetCurrent(context));
+}
+
+static size_t total(void) {
+    size_t free_bytes, total_bytes;
+    CHECK(cuMemGetInfo(&free_bytes, &total_bytes));
+    return total_bytes;
+}
+
+static size_t free_now(void) {
+    size_t free_bytes, total_bytes;
+    CHECK(cuMemGetInfo(&free_bytes, &total_bytes));
+    return free_bytes;
+}
+
+static CUmemAllocationProp on_device(void) {
+    CUmemAllocationProp prop = {0};
+    prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+    prop.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+    prop.location.id = device;
+    return prop;
+}
+
+// Takes `size` bytes in the way `how`; the handle is not needed again: the process ends.
+static CUresult take(const char *how, size_t size) {
+    CUdeviceptr pointer;
+    if (!strcmp(how, "linear")) return cuMemAlloc(&pointer, size);
+    if (!strcmp(how, "async")) {
+        CUresult result = cuMemAllocAsync(&pointer, size, 0);
+        return result ? result : cuStreamSynchronize(0);
+    }
+    if (!strcmp(how, "vmm")) {
+        CUmemAllocationProp prop = on_device();
+        CUmemGenericAllocationHandle handle;
+        return cuMemCreate(&handle, size, &prop, 0);
+    }
+    if (!strcmp(how, "array")) {
+        CUDA_ARRAY_DESCRIPTOR descriptor = {4096, size / 4096 / 4, CU_AD_FORMAT_FLOAT, 1};
+        CUarray array;
+        return cuArrayCreate(&array, &descriptor);
+    }
+    if (!strcmp(how, "odd")) return cuMemAlloc(&pointer, MIB + 1);  // takes 2 MiB
+    fprintf(stderr, "unknown way %s\n", how);
+    exit(2);
+}
+
+static void greedy(const char *how) {
+    begin();
+    size_t step = !strcmp(how, "odd") ? 2 * MIB : 64 * MIB, got = 0;
+    CUresult result;
+    while ((result = take(how, step)) == CUDA_SUCCESS) got += step;
+    CUcontext other;
+    CUresult after = cuCtxGetCurrent(&other);
+    printf("{\"sees_mib\":%zu,\"got_mib\":%zu,\"refused\":%d,\"ran_on\":%s}\n", total() >> 20, got >> 20, result,
+           after == CUDA_SUCCESS ? "true" : "false");
+    // What it has is its own until whoever started it closes its input.
+    fflush(stdout);
+    while (getchar() != EOF) {}
+}
+
+// What a call that looks neutral answers, and what is free before and after it.
+static void limit(size_t bytes) {
+    begin();
+    size_t before = free_now();
+    CUresult result = cuCtxSetLimit(CU_LIMIT_STACK_SIZE, bytes);
+    printf("{\"sees_mib\":%zu,\"answer\":%d,\"took_mib\":%zd}\n", total() >> 20, result,
+           (ssize_t)(before - free_now()) / (ssize_t)MIB);
+}
+
+static void locals(const char *cubin) {
+    begin();
+    CUmodule module;
+    CUfunction function;
+    CHECK(cuModuleLoad(&module, cubin));
+    size_t before = free_now();
+    CUresult got = cuModuleGetFunction(&function, module, "locals"), launched = got;
+    if (got == CUDA_SUCCESS) {
+        CUdeviceptr nothing = 0;
+        void *arguments[] = {&nothing};
+        launched = cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, 0, arguments, 0);
+        if (launched == CUDA_SUCCESS) launched = cuCtxSynchronize();
+    }
+    printf("{\"sees_mib\":%zu,\"get\":%d,\"launch\":%d,\"took_mib\":%zd}\n", total() >> 20, got, launched,
+           (ssize_t)(before - free_now()) / (ssize_t)MIB);
+}
+
+// A graph with a memory node of `mib`, launched ten times.
+static void graph(size_t mib) {
+    begin();
+    CUgraph graph;
+    CUgraphNode allocates, frees;
+    CUDA_MEM_ALLOC_NODE_PARAMS params = {0};
+    CUmemAllocationProp prop = on_device();
+    params.poolProps.allocType = prop.type;
+    params.poolProps.location = prop.location;
+    params.bytesize = mib * MIB;
+    CHECK(cuGraphCreate(&graph, 0));
+    CHECK(cuGraphAddMemAllocNode(&allocates, graph, 0, 0, &params));
+    CHECK(cuGraphAddMemFreeNode(&frees, graph, &allocates, 1, params.dptr));
+    CUgraphExec exec;
+    CUresult result = cuGraphInstantiate(&exec, graph, 0);
+    for (int i = 0; i < 10 && result == CUDA_SUCCESS; i++) {
+        result = cuGraphLaunch(exec, 0);
+        if (result == CUDA_SUCCESS) result = cuStreamSynchronize(0);
+    }
+    printf("{\"sees_mib\":%zu,\"answer\":%d,\"free_mib\":%zu}\n", total() >> 20, result, free_now() >> 20);
+}
+
+// Sleeps and wakes as an inference server does: the addresses stay, the memory goes and comes back.
+static void sleep_wake(int rounds, size_t mib) {
+    begin();
+    CUmemAllocationProp prop = on_device();
+    CUdeviceptr address;
+    CUmemAccessDesc access = {prop.location, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+    CHECK(cuMemAddressReserve(&address, mib * MIB, 0, 0, 0));
+    size_t asleep = 0, awake = 0;
+    for (int i = 0; i < rounds; i++) {
+        CUmemGenericAllocationHandle handle;
+        CHECK(cuMemCreate(&handle, mib * MIB, &prop, 0));
+        CHECK(cuMemMap(address, mib * MIB, 0, handle, 0));
+        CHECK(cuMemSetAccess(address, mib * MIB, &access, 1));
+        CHECK(cuMemsetD8(address, i & 255, mib * MIB));
+        CHECK(cuCtxSynchronize());
+        size_t now = free_now();
+        if (i && now != awake) { printf("{\"failed\":\"awake, round %d\"}\n", i); exit(1); }
+        awake = now;
+        CHECK(cuMemUnmap(address, mib * MIB));
+        CHECK(cuMemRelease(handle));
+        now = free_now();
+        if (i && now != asleep) { printf("{\"failed\":\"asleep, round %d\"}\n", i); exit(1); }
+        asleep = now;
+    }
+    printf("{\"sees_mib\":%zu,\"rounds\":%d,\"awake_free_mib\":%zu,\"asleep_free_mib\":%zu}\n", total() >> 20, rounds,
+           awake >> 20, asleep >> 20);
+}
+
+// Design fact F13: the parent of a forked child is killed. Its memory stays until the child is gone; nobody else gets
+// it before. A third process of the container tries.
+static void orphan(size_t mib) {
+    int ready[2];
+    if (pipe(ready)) exit(2);
+    pid_t parent = fork();
+    if (!parent) {
+        begin();
+        CUdeviceptr pointer;
+        CHECK(cuMemAlloc(&pointer, mib * MIB));
+        pid_t child = fork();
+        if (!child) {
+            pause();
+            _exit(0);
+        }
+        if (write(ready[1], &child, sizeof child) != sizeof child) exit(2);
+        pause();
+    }
+    pid_t child;
+    if (read(ready[0], &child, sizeof child) != sizeof child) exit(2);
+    kill(parent, SIGKILL);
+    waitpid(parent, 0, 0);
+    sleep(2);
+    begin();
+    CUdeviceptr pointer;
+    CUresult while_it_lives = cuMemAlloc(&pointer, mib * MIB), after = while_it_lives;
+    kill(child, SIGKILL);
+    int waited = 0;
+    for (; waited < 100; waited++) {
+        after = cuMemAlloc(&pointer, mib * MIB);
+        if (after == CUDA_SUCCESS) break;
+        usleep(100000);
+    }
+    printf("{\"sees_mib\":%zu,\"while_child_lives\":%d,\"after\":%d,\"waited_ms\":%d}\n", total() >> 20, while_it_lives,
+           after, waited * 100);
+}
+
+int main(int count, char **words) {
+    const char *command = count > 1 ? words[1] : "", *argument = count > 2 ? words[2] : "";
+    if (!strcmp(command, "greedy")) greedy(argument);
+    else if (!strcmp(command, "stack")) limit(strtoul(argument, 0, 10));
+    else if (!strcmp(command, "locals")) locals(argument);
+    else if (!strcmp(command, "graph")) graph(strtoul(argument, 0, 10));
+    else if (!strcmp(command, "sleep-wake")) sleep_wake(100, strtoul(argument, 0, 10));
+    else if (!strcmp(command, "orphan")) orphan(strtoul(argument, 0, 10));
+    else return 2;
+    return 0;
+}
