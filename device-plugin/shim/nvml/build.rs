@@ -14,6 +14,11 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         println!(
             "cargo:rustc-cdylib-link-arg=-Wl,--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,--as-needed"
         );
+        // Came with glibc 2.18. The standard library does without it where it is not there: a thread's
+        // destructors are run by a key of pthread's.
+        println!("cargo:rustc-cdylib-link-arg=-Wl,--defsym=__cxa_thread_atexit_impl=0");
+        // That knows nothing of `dlclose`.
+        println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
     }
     let table = std::fs::read_to_string("nvml-symbols.txt")?;
     let out = std::env::var("OUT_DIR")?;
