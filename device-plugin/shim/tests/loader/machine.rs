@@ -6,8 +6,11 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
+use bursar_device_plugin::audit::judge::{Alive, Containers, Finding, GpuSeen, Listed, judge};
 use bursar_device_plugin::cdi::{self, Binding, BoundGpu, ContainerEdits, HostMount};
+use bursar_device_plugin::config::{AuditConfig, AuditPolicy};
 use bursar_device_plugin::driver::{Driver, LIBCUDA, LIBNVML};
+use bursar_device_plugin::proc::{Owner, Stat};
 use bursar_device_plugin::shim_files;
 use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::Sim;
@@ -15,10 +18,22 @@ use bursar_sim_state::Sim;
 use crate::container::{Container, Running};
 use crate::images::{self, Base, Compat, DRIVER};
 use crate::programs;
-use crate::support::{self, GPU, MIB};
+use crate::support::{self, GPU};
 
 /// The container's quota: most of the GPU, so that what programs that have just ended held is not missed.
 pub const QUOTA: u64 = 12 << 10 << 20;
+
+/// As the agent of the tests serves it.
+const ALLOCATION: AllocationId = AllocationId::from_bits(7);
+const POD: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
+
+/// As in the chart's values.
+const LIMITS: AuditConfig = AuditConfig {
+    policy: AuditPolicy::Report,
+    tolerance: Bytes::mib(64),
+    process_allowance: Bytes::mib(512),
+    kill_after: 3,
+};
 
 /// The node.
 pub struct Machine {
@@ -83,24 +98,51 @@ impl Machine {
                 true => Outcome::HeldOverImages,
                 false => Outcome::Held,
             }),
-            (None, Some("0 0")) => match self.is_found(program.pid()) {
-                true => Ok(Outcome::Detected),
-                false => Err(format!("silent: {:?}", program.lines)),
+            (None, Some("0 0")) => match self.finding(program.pid(), shim) {
+                Some(finding) => Ok(Outcome::Detected(finding)),
+                None => Err(format!("silent: {:?}", program.lines)),
             },
             _ => Err(format!("unexpected: {:?}", program.lines)),
         }
     }
 
-    /// Whether the driver's own figure shows more than the quota, which is what the agent's audit looks for.
-    fn is_found(&self, pid: u32) -> bool {
+    /// What the agent's audit finds of a process of the container, by what the driver charges to it.
+    fn finding(&self, pid: u32, shim: bool) -> Option<&'static str> {
         let sim = Sim::open(&self.agent.sim()).unwrap();
         let unit = sim.gpu_unit(sim.find_gpu(GPU).unwrap());
-        let charged = sim.usage(unit).processes.into_iter();
-        let charged: u64 = charged
+        let bytes = sim.usage(unit).processes.into_iter();
+        let bytes = bytes
             .filter(|process| process.pid == pid)
             .map(|process| process.bytes)
             .sum();
-        charged > QUOTA + MIB
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
+        let (pod, cgroup) = (POD.parse().unwrap(), "main".to_owned());
+        let owner = Owner::Container { pod, cgroup };
+        let seen = GpuSeen {
+            gpu: GPU.parse().unwrap(),
+            used: Bytes(sim.used(unit)),
+            processes: vec![Listed {
+                pid,
+                bytes: Some(Bytes(bytes)),
+                alive: Some(Alive {
+                    start: Stat::parse(&stat).unwrap().start,
+                    owner,
+                }),
+            }],
+        };
+        let home = (POD.parse().unwrap(), "main".to_owned());
+        let containers = Containers {
+            allocations: [(home, ALLOCATION)].into(),
+            shims: [(pid, shim)].into(),
+            since: 0,
+        };
+        let verdict = judge(&[seen], &self.agent.books(), &containers, &LIMITS);
+        let concerns = |finding: &&Finding| match finding {
+            Finding::OverQuota { processes, .. } => processes.iter().any(|one| one.pid == pid),
+            Finding::Intruder { process, .. } => process.pid == pid,
+            _ => false,
+        };
+        verdict.findings.iter().find(concerns).map(Finding::kind)
     }
 }
 
@@ -113,18 +155,18 @@ pub enum Outcome {
     HeldOverImages,
     /// It found no driver that it could use.
     NoDriver,
-    /// It took it, and the audit sees it.
-    Detected,
+    /// It took it, and the audit has this finding.
+    Detected(&'static str),
 }
 
 impl Outcome {
     /// In the table.
-    pub fn word(self) -> &'static str {
+    pub fn word(self) -> String {
         match self {
-            Outcome::Held => "held",
-            Outcome::HeldOverImages => "held (image's)",
-            Outcome::NoDriver => "no driver",
-            Outcome::Detected => "detected",
+            Outcome::Held => "held".to_owned(),
+            Outcome::HeldOverImages => "held (image's)".to_owned(),
+            Outcome::NoDriver => "no driver".to_owned(),
+            Outcome::Detected(finding) => format!("detected ({finding})"),
         }
     }
 }
@@ -160,8 +202,8 @@ fn edits(folder: &Path, agent: &support::Container) -> ContainerEdits {
         }],
     };
     let binding = Binding {
-        allocation: AllocationId::from_bits(7),
-        pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+        allocation: ALLOCATION,
+        pod: POD.parse().unwrap(),
         container: "main".to_owned(),
         tokens: "0-11".parse().unwrap(),
         gpus: vec![BoundGpu {

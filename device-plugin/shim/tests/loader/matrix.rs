@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use crate::container::Container;
 use crate::images::{Base, Compat};
-use crate::machine::{Machine, QUOTA};
+use crate::machine::{Machine, Outcome, QUOTA};
 use crate::programs::COMPAT;
 
 /// A kind of program and the image that it runs in.
@@ -123,9 +123,9 @@ fn cell(
     compat: Compat,
     kind: Kind,
     (title, word, looks_for): (&str, &str, &str),
-) -> Result<&'static str, String> {
+) -> Result<String, String> {
     let Some(program) = kind.program(word == "linked") else {
-        return Ok("no driver");
+        return Ok(Outcome::NoDriver.word());
     };
     let absolute = match compat {
         Compat::Absent => format!("{}/libcuda.so.1", kind.default_folder()),
@@ -140,7 +140,7 @@ fn cell(
     let user = if kind == Kind::Setuid { 1000 } else { 0 };
     let command = [program, &QUOTA.to_string(), word, name];
     let running = container.start(&command, user, env);
-    machine.outcome(&running).map(|outcome| outcome.word())
+    machine.outcome(&running).map(Outcome::word)
 }
 
 fn capital(text: &str) -> String {

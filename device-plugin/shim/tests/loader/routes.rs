@@ -149,6 +149,30 @@ const CITED: &[Cited] = &[
         file: "device-plugin/protocol/src/page.rs",
         test: "a_tenant_can_neither_shrink_nor_grow_nor_seal_the_page",
     },
+    Cited {
+        route: "another grant written into the credit page",
+        comes_to: "detected (forged-page)",
+        file: "device-plugin/src/audit/judge/tests.rs",
+        test: "a_page_with_another_grant_than_the_books_is_a_finding_without_any_gpu_seen",
+    },
+    Cited {
+        route: "a volume mounted over, above or inside our paths",
+        comes_to: "detected (`Enforced` is False: MountedOver)",
+        file: "device-plugin/src/attest/verdict/tests.rs",
+        test: "whatever_is_mounted_over_above_or_in_one_of_our_paths_is_told",
+    },
+    Cited {
+        route: "`NVIDIA_VISIBLE_DEVICES=all`, or another way to device nodes of other GPUs",
+        comes_to: "detected (`Enforced` is False: OtherGpus)",
+        file: "device-plugin/src/attest/verdict/tests.rs",
+        test: "device_nodes_of_gpus_that_were_not_given_are_told_with_the_variable_that_asked_for_them",
+    },
+    Cited {
+        route: "memory of another process opened by its handle",
+        comes_to: "prevented: its owner pays",
+        file: "device-plugin/shim/tests/vmm.rs",
+        test: "the_owner_pays_for_linear_memory_that_another_process_opens",
+    },
 ];
 
 /// Tries every route; the table as text.
@@ -205,17 +229,18 @@ fn outcome(
     container: &Container,
     command: &[&str],
     env: &[(&str, &str)],
-) -> Result<&'static str, String> {
+) -> Result<String, String> {
     let bytes = QUOTA.to_string();
     let command: Vec<&str> = command
         .iter()
         .map(|word| if *word == BYTES { &bytes } else { *word })
         .collect();
     let running = container.start_bare(&command, env);
-    Ok(match machine.outcome(&running)? {
-        Outcome::Held | Outcome::HeldOverImages => "prevented: held",
-        Outcome::NoDriver => "prevented: no driver",
-        Outcome::Detected => "detected",
+    let outcome = machine.outcome(&running)?;
+    Ok(match outcome {
+        Outcome::Held | Outcome::HeldOverImages => "prevented: held".to_owned(),
+        Outcome::NoDriver => "prevented: no driver".to_owned(),
+        Outcome::Detected(_) => outcome.word(),
     })
 }
 

@@ -14,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::sessions::{
-    Account, Cgroups, Charges, DriverCharges, Membership, Process, Served, Sessions, Usage,
+    Account, Books, Cgroups, Charges, DriverCharges, Membership, Process, Served, Sessions, Usage,
 };
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sim_state::{Folder, Sim};
@@ -198,6 +198,11 @@ impl Container {
     /// The account with a number: the GPUs', then managed memory's.
     pub fn usage_of(&self, account: usize) -> Usage {
         self.sessions.as_ref().unwrap().usage().remove(account)
+    }
+
+    /// What the agent has on its books.
+    pub fn books(&self) -> Vec<Books> {
+        self.sessions.as_ref().unwrap().books()
     }
 
     /// Waits until the GPU's account is as told.
