@@ -207,6 +207,7 @@ impl Sessions {
         }
         let folder = self.folder(&allocation);
         let socket = folder.join(bursar_protocol::SOCKET_NAME);
+        let served_before = socket.exists();
         let listener = listen(&folder, &socket).map_err(|source| SessionsError::Serve {
             path: socket.clone(),
             source,
@@ -217,7 +218,8 @@ impl Sessions {
                 source,
             }
         })?;
-        let (mut container, known) = Container::restore(served, record, self.membership.as_ref());
+        let (mut container, known) =
+            Container::restore(served, record, served_before, self.membership.as_ref());
         if let Some(sizes) = &self.contexts {
             container.charge_contexts(Arc::clone(sizes));
         }
@@ -241,7 +243,8 @@ impl Sessions {
     /// [`SessionsError::Remove`] when its folder cannot be removed.
     pub async fn end(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
         drop(lock(&self.running).remove(allocation));
-        for path in [self.folder(allocation), self.record_path(allocation)] {
+        let record = self.record_path(allocation);
+        for path in [self.folder(allocation), record::temporary(&record), record] {
             let removed = if path.is_dir() {
                 std::fs::remove_dir_all(&path)
             } else {

@@ -172,21 +172,25 @@ pub(crate) fn discharge(charge: Charge) {
 
 /// Counts a charge as exported, before any other process can hold its memory: it then stays charged
 /// to the pod after this process's death until it is free (design F4, F13). `Err` when that cannot
-/// be told to the agent.
+/// be noted.
 pub(crate) fn export(charge: Charge) -> Result<(), Denied> {
-    with_slot(charge.slot, |slot| slot.export(Units(charge.units))).ok_or(Denied)
+    let state = state::state().ok_or(Denied)?;
+    let held = state.hold().ok_or(Denied)?;
+    let slot = slot(state, charge.slot).ok_or(Denied)?;
+    slot.export(Units(charge.units));
+    // The agent takes it down, for the one after it.
+    link::refresh(state, &held, map_devices);
+    Ok(())
 }
 
 /// Counts a charge as exported no more: nobody else can hold its memory.
 pub(crate) fn unexport(charge: Charge) {
-    with_slot(charge.slot, |slot| slot.unexport(Units(charge.units)));
-}
-
-/// Changes a slot of the present page; the lock keeps the process from moving to another meanwhile.
-fn with_slot(index: u8, change: impl FnOnce(&Slot)) -> Option<()> {
-    let state = state::state()?;
-    let _held = state.hold()?;
-    slot(state, index).map(change)
+    // The lock keeps the process from moving to another page meanwhile.
+    if let Some((state, _held)) = state::state().and_then(|state| Some((state, state.hold()?)))
+        && let Some(slot) = slot(state, charge.slot)
+    {
+        slot.unexport(Units(charge.units));
+    }
 }
 
 /// Frees what a program hands back, by `call`. It is forgotten first: once it is freed, another thread

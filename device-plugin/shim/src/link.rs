@@ -117,7 +117,10 @@ fn exchange(state: &State, held: &Held<'_>, map: MapDevices, message: &ToAgent) 
         Ok(answer) => Some(answer),
         Err(error) if fresh || is_timeout(&error) => {
             forget(state);
-            be_quiet(state);
+            // Who hangs up made nobody wait.
+            if is_timeout(&error) {
+                be_quiet(state);
+            }
             None
         }
         // The agent started again since the last conversation.
@@ -330,7 +333,7 @@ fn settle_in(
     for index in 0..frozen.words.len() {
         let before = state.page().and_then(|page| page.slot(index));
         if let (Some(before), Some(after)) = (before, page.slot(index)) {
-            after.export(before.exported());
+            after.set_exported(before.exported());
         }
     }
     frozen.leave();

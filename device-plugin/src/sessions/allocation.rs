@@ -7,13 +7,13 @@ use bursar_protocol::wire::{Message, Reason, ToShim};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::task::JoinSet;
 
-use super::charges::{Charges, DriverCharges};
-use super::container::{Container, Known};
+use super::charges::DriverCharges;
+use super::container::{Container, Known, OnGpu};
 use super::conversation::{self, Conversation};
 use super::pace::{self, Pace};
 use super::seats::{Seat, Seats};
 use super::{MAX_PROCESSES, Membership, lock};
-use crate::units::Bytes;
+use crate::units::GpuUuid;
 
 /// How often the driver is asked about the dead, while there are any. A kill's memory is back
 /// after about 0.1 s (design F8).
@@ -51,7 +51,7 @@ impl Task {
         } in known
         {
             // Its death counts, seat or not.
-            let seat = self.seats.take();
+            let seat = self.seats.take(peers.len());
             let mourn = conversation::mourn(Arc::clone(&self.container), process, image, ended);
             peers.spawn(async move {
                 mourn.await;
@@ -63,6 +63,7 @@ impl Task {
         settler.spawn(settle(
             Arc::clone(&self.container),
             Arc::clone(&self.charges),
+            Arc::clone(&self.membership),
         ));
         let messages = Arc::new(Mutex::new(Pace::new(MESSAGE_BURST)));
         let mut connections = Pace::new(CONNECTION_BURST);
@@ -71,7 +72,7 @@ impl Task {
                 accepted = listener.accept() => match accepted {
                     Ok((stream, _)) => {
                         let full = peers.len() >= MAX_PROCESSES + SPARE_CONNECTIONS;
-                        match self.seats.take().filter(|_| !full) {
+                        match self.seats.take(peers.len()).filter(|_| !full) {
                             Some(seat) => {
                                 peers.spawn(self.converse(stream, seat, Arc::clone(&messages)));
                             }
@@ -118,29 +119,44 @@ fn refuse(stream: UnixStream) {
     let _ = stream.try_write(&goodbye.frame());
 }
 
-/// Asks the driver about every image that ended, for ever.
-async fn settle(container: Arc<Mutex<Container>>, charges: Arc<dyn DriverCharges>) {
+/// Asks the driver about every image that ended, and about strangers, for ever.
+async fn settle(
+    container: Arc<Mutex<Container>>,
+    charges: Arc<dyn DriverCharges>,
+    membership: Arc<dyn Membership>,
+) {
     let mut every = tokio::time::interval(SETTLE_EVERY);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     loop {
         every.tick().await;
-        let retired = lock(&container).retired();
-        if retired.is_empty() {
-            continue;
-        }
-        let (gpus, charges) = (lock(&container).gpus(), Arc::clone(&charges));
-        let asked = tokio::task::spawn_blocking(move || {
-            let lists = gpus.iter().map(|gpu| charges.charged(gpu));
-            lists.collect::<Option<Vec<Charges>>>()
-        });
-        let Ok(Some(lists)) = asked.await else {
+        let Some(asked) = lock(&container).questions() else {
             continue;
         };
-        for pid in retired {
-            let charged: Option<Vec<Bytes>> = lists.iter().map(|list| list.of(pid)).collect();
-            if let Some(charged) = charged {
-                lock(&container).settle(pid, &charged);
-            }
+        let (gpus, charges) = (lock(&container).gpus(), Arc::clone(&charges));
+        let exports = asked.about_exports();
+        let answer = tokio::task::spawn_blocking(move || {
+            let found = gpus.iter().map(|gpu| ask(gpu, exports, charges.as_ref()));
+            found.collect::<Option<Vec<OnGpu>>>()
+        });
+        if let Ok(Some(found)) = answer.await {
+            lock(&container).settle(&asked, &found, membership.as_ref());
         }
     }
+}
+
+/// What the driver says about a GPU. Processes are asked about before and after what nobody is charged for:
+/// what moves between them meanwhile is seen twice, not never.
+fn ask(gpu: &GpuUuid, exports: bool, driver: &dyn DriverCharges) -> Option<OnGpu> {
+    let charges = driver.charged(gpu)?;
+    if !exports {
+        return Some(OnGpu {
+            charges,
+            residual: None,
+        });
+    }
+    let residual = driver.residual(gpu);
+    Some(OnGpu {
+        charges: charges.most(driver.charged(gpu)?),
+        residual,
+    })
 }

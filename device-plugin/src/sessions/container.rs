@@ -17,12 +17,15 @@ use tokio_util::sync::CancellationToken;
 
 use super::contexts::ContextSizes;
 use super::record::{Content, Entry, Record};
-use super::{Account, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
+use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
 use crate::units::{Bytes, GpuUuid};
 
-/// What a context may take of a process that charged nothing else: a little more than any model's.
-/// It decides only when the memory of an image that exec replaced counts as gone.
-const CONTEXT_ALLOWANCE: Bytes = Bytes::gib(1);
+/// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
+/// the memory of an image that exec replaced, or of an exporter, counts as gone.
+const UNCHARGED: Bytes = Bytes::mib(256);
+
+/// The same where contexts are not charged: a little more than any model's context.
+const UNCHARGED_WITH_CONTEXT: Bytes = Bytes::gib(1);
 
 /// The state of one container.
 pub(super) struct Container {
@@ -31,6 +34,8 @@ pub(super) struct Container {
     credit: Credit,
     record: Record,
     members: BTreeMap<u32, Member>,
+    /// The record was lost, and the driver has not said yet who has memory: until then nobody gets more.
+    record_lost: bool,
     /// The cgroup of the container that its living processes are in.
     home: Option<String>,
     denied: Vec<u64>,
@@ -58,8 +63,35 @@ struct Member {
     pids: Vec<u32>,
     /// None until it says hello again to a restarted agent.
     page: Option<CreditPage>,
+    /// Whether it said anything after its hello: only then does it use the page that it was sent. One that
+    /// was stopped, or gave up waiting, goes on with the page that it had.
+    uses_page: bool,
+    /// What of its use it had exported when it last told, by account.
+    exported: Vec<Units>,
     /// Ends the task that looks after it, when another takes over.
     ended: CancellationToken,
+}
+
+/// What the driver is asked about: who was dead before it was, by pid and account.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Questions {
+    retired: BTreeMap<u32, Vec<Units>>,
+    kept: BTreeMap<u32, Vec<Units>>,
+}
+
+impl Questions {
+    /// Whether it matters what is charged to nobody.
+    pub(super) fn about_exports(&self) -> bool {
+        !self.kept.is_empty()
+    }
+}
+
+/// What the driver says about one GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct OnGpu {
+    pub(super) charges: Charges,
+    /// What is used and charged to nobody; `None` when it cannot be told.
+    pub(super) residual: Option<Bytes>,
 }
 
 /// What a process is answered to its hello.
@@ -78,10 +110,12 @@ pub(super) struct Known {
 }
 
 impl Container {
-    /// A container as the record left it, and the processes of it that still live.
+    /// A container as the record left it, and the processes of it that still live. `served_before`: processes
+    /// may live that a missing record does not tell of.
     pub(super) fn restore(
         served: Served,
         record: Record,
+        served_before: bool,
         membership: &dyn Membership,
     ) -> (Container, Vec<Known>) {
         let accounts: Vec<_> = served
@@ -99,6 +133,10 @@ impl Container {
         let credit = Credit::new(ceilings.clone());
         let denied = vec![0; accounts.len()];
         let content = record.read();
+        let lost = content
+            .as_ref()
+            .map_or(served_before, |content| content.incomplete);
+        let content = content.unwrap_or_default();
         let mut orders: Vec<_> = content
             .orders
             .iter()
@@ -111,6 +149,7 @@ impl Container {
             credit,
             record,
             members: BTreeMap::new(),
+            record_lost: lost,
             home: None,
             denied,
             contexts: None,
@@ -125,18 +164,24 @@ impl Container {
         }
         for (pid, units) in content.retired {
             container.credit.restore(pid, &to_units(&units));
-            container.credit.retire(pid);
+            container.credit.retire(pid, &[]);
+        }
+        for (pid, units) in content.kept {
+            container.credit.restore(pid, &to_units(&units));
+            container.credit.retire(pid, &to_units(&units));
         }
         let mut known = Vec::new();
         for Entry {
             process,
             image,
             granted,
+            exported,
         } in content.processes
         {
+            let exported = to_units(&exported);
             container.credit.restore(process.pid, &to_units(&granted));
             if membership.process(process.pid) != Some(process) {
-                container.credit.retire(process.pid);
+                container.credit.retire(process.pid, &exported);
                 continue;
             }
             let ended = CancellationToken::new();
@@ -152,10 +197,14 @@ impl Container {
                     image,
                     pids: membership.pids(process.pid),
                     page: None,
+                    uses_page: false,
+                    exported,
                     ended,
                 },
             );
         }
+        // So that a record that is missing next time was lost.
+        container.write_record();
         (container, known)
     }
 
@@ -182,14 +231,17 @@ impl Container {
             tracing::warn!(allocation = %self.served.allocation, pid, %error, "credit page failed");
             Reason::Busy
         })?;
+        let mut exported = Vec::new();
         if let Some(before) = self.members.remove(&pid) {
             before.ended.cancel();
+            exported = before.exported();
             if !known {
-                self.credit.retire(pid);
+                self.credit.retire(pid, &std::mem::take(&mut exported));
             }
         }
+        let found = self.had_outside(pid);
         self.credit.has_session(pid);
-        self.fill(&page, pid, known, holdings);
+        self.fill(&page, pid, known, holdings, &found, &exported);
         self.home = Some(home);
         let ended = CancellationToken::new();
         self.members.insert(
@@ -199,6 +251,8 @@ impl Container {
                 image,
                 pids: membership.pids(pid),
                 page: Some(page),
+                uses_page: false,
+                exported,
                 ended: ended.clone(),
             },
         );
@@ -238,7 +292,10 @@ impl Container {
             .position(|here| on_wire(here) == *account)
             .ok_or(Reason::Account)?;
         let depth = membership.pids(pid).len();
-        let mut used = self.credit.retired(index);
+        let mut used = self
+            .credit
+            .retired(index)
+            .saturating_add(self.credit.outside(index));
         let mut processes = Vec::new();
         for (pid, member) in &self.members {
             let units = self.used_by(*pid, member, index);
@@ -259,8 +316,19 @@ impl Container {
     }
 
     /// Fills a process's new page. What the books say that it was granted counts, not what it says;
-    /// only a process that they don't know is taken at its word, within the quota.
-    fn fill(&mut self, page: &CreditPage, pid: u32, known: bool, holdings: &[Holding]) {
+    /// only a process that they don't know is taken at its word, within the quota, and for no less than the
+    /// driver was `found` to charge it beyond what is never charged.
+    fn fill(
+        &mut self,
+        page: &CreditPage,
+        pid: u32,
+        known: bool,
+        holdings: &[Holding],
+        found: &[Units],
+        exported: &[Units],
+    ) {
+        let of =
+            |amounts: &[Units], index: usize| amounts.get(index).copied().unwrap_or(Units::ZERO);
         for (index, account) in self.accounts.iter().enumerate() {
             let Some(slot) = page.slot(index) else {
                 continue;
@@ -269,18 +337,32 @@ impl Container {
             let held = holdings.iter().find(|holding| holding.account == on_wire);
             let (claimed, used) =
                 held.map_or((Units::ZERO, Units::ZERO), |held| (held.granted, held.used));
+            let least = of(found, index).saturating_sub(Units::within(self.uncharged().0));
             let granted = if known {
                 self.credit.granted_to(pid, index)
             } else {
-                self.credit.admit(pid, index, claimed)
+                self.credit.admit(pid, index, claimed.max(least))
             };
             slot.set_quota(self.credit.quota(index));
             slot.set_context(self.context_of(account));
+            slot.set_exported(of(exported, index));
             slot.set(Word {
                 granted: granted.0,
                 used: used.0,
             });
         }
+    }
+
+    /// What a process had without a session, by account.
+    fn had_outside(&self, pid: u32) -> Vec<Units> {
+        let accounts = 0..self.accounts.len();
+        accounts
+            .map(|index| self.credit.outside_of(pid, index))
+            .collect()
+    }
+
+    fn has_outsiders(&self) -> bool {
+        (0..self.accounts.len()).any(|index| self.credit.outside(index) > Units::ZERO)
     }
 
     fn welcome(&self) -> ToShim {
@@ -294,10 +376,31 @@ impl Container {
         }
     }
 
+    /// A process said something after its hello, so it has its page. What it exported by now is on record
+    /// before it is answered.
+    pub(super) fn heard(&mut self, pid: u32) {
+        let Some(member) = self.members.get_mut(&pid) else {
+            return;
+        };
+        member.uses_page = true;
+        let exported = member.exported();
+        if member.exported != exported {
+            member.exported = exported;
+            self.write_record();
+        }
+    }
+
     /// Answers a request for credit: from what is free, then from what other processes have idle.
     pub(super) fn request(&mut self, pid: u32, account: u8, need: Units) -> ToShim {
         let index = usize::from(account);
         self.requests = self.requests.saturating_add(1);
+        self.heard(pid);
+        if self.record_lost {
+            return ToShim::Refused {
+                account,
+                free: Units::ZERO,
+            };
+        }
         if self.credit.free(index) < need {
             let missing = need.saturating_sub(self.credit.free(index));
             // Taking idle credit only helps if it is enough.
@@ -343,15 +446,21 @@ impl Container {
         if !member.is_some_and(|member| (member.process, member.image) == (process, image)) {
             return;
         }
-        self.members.remove(&process.pid);
-        self.credit.retire(process.pid);
+        let exported = self
+            .members
+            .remove(&process.pid)
+            .map(|member| member.exported());
+        self.credit
+            .retire(process.pid, &exported.unwrap_or_default());
         self.refresh();
         self.write_record();
     }
 
-    /// The pids of images that ended and are still charged.
-    pub(super) fn retired(&self) -> Vec<u32> {
-        self.credit.retired_pids()
+    /// What the driver has to be asked about; `None` where there is nothing.
+    pub(super) fn questions(&self) -> Option<Questions> {
+        let [retired, kept] = self.credit.retirements().map(Clone::clone);
+        let any = !retired.is_empty() || !kept.is_empty() || self.record_lost;
+        any.then_some(Questions { retired, kept })
     }
 
     /// The GPUs, in the accounts' order.
@@ -360,25 +469,91 @@ impl Container {
         gpus.map(|(gpu, _)| gpu.clone()).collect()
     }
 
-    /// The driver says what it charges `pid` on each GPU: where that leaves nothing of the image
-    /// that ended, its memory is free again.
-    pub(super) fn settle(&mut self, pid: u32, charged: &[Bytes]) {
-        let gone = charged.iter().enumerate().all(|(index, charged)| {
-            // After an exec the pid lives on with a new image, and a context of its own.
-            let own = self.members.get(&pid).map_or(Bytes::ZERO, |_| {
-                Bytes(
-                    self.credit
-                        .granted_to(pid, index)
-                        .bytes()
-                        .saturating_add(CONTEXT_ALLOWANCE.0),
-                )
-            });
-            *charged <= own
-        });
-        if gone {
-            self.credit.release(pid);
+    /// The driver says what it charges on each GPU: what nobody holds any more of the dead's is free again,
+    /// and who has memory without a session is known. Who died after the question is not in the answer.
+    pub(super) fn settle(
+        &mut self,
+        asked: &Questions,
+        found: &[OnGpu],
+        membership: &dyn Membership,
+    ) {
+        let before = (self.credit.clone(), self.record_lost);
+        self.find_outsiders(found, membership);
+        for (pid, units) in &asked.retired {
+            if self.credit.retirements()[0].get(pid) == Some(units) && self.is_gone(*pid, found) {
+                self.credit.release(*pid);
+            }
+        }
+        for (index, found) in found.iter().enumerate() {
+            if let Some(most) = self.held_by_others(index, found) {
+                self.credit.keep_at_most(index, most, &asked.kept);
+            }
+        }
+        if before != (self.credit.clone(), self.record_lost) {
             self.refresh();
             self.write_record();
+        }
+    }
+
+    /// Whether the driver charges nothing any more of what an image had that ended.
+    fn is_gone(&self, pid: u32, found: &[OnGpu]) -> bool {
+        found.iter().enumerate().all(|(index, found)| {
+            // After an exec the pid lives on with a new image.
+            let own = self
+                .members
+                .get(&pid)
+                .map_or(Bytes::ZERO, |_| self.own(pid, index));
+            found.charges.of(pid).is_some_and(|charged| charged <= own)
+        })
+    }
+
+    /// What the driver may charge a living process by its own doing.
+    fn own(&self, pid: u32, index: usize) -> Bytes {
+        let granted = self.credit.granted_to(pid, index).bytes();
+        Bytes(granted.saturating_add(self.uncharged().0))
+    }
+
+    fn uncharged(&self) -> Bytes {
+        match self.contexts {
+            Some(_) => UNCHARGED,
+            None => UNCHARGED_WITH_CONTEXT,
+        }
+    }
+
+    /// The most that others than those who it was granted to can hold of a GPU: descriptors, which the driver
+    /// charges to nobody, and importers, which it charges for more than their own. `None` when it cannot be told.
+    fn held_by_others(&self, index: usize, found: &OnGpu) -> Option<Units> {
+        let mut held = found.residual?;
+        for pid in self.members.keys() {
+            let above = found
+                .charges
+                .of(*pid)?
+                .0
+                .saturating_sub(self.own(*pid, index).0);
+            held = Bytes(held.0.saturating_add(above));
+        }
+        Some(Units::holding(held.0).unwrap_or(Units::MAX))
+    }
+
+    /// After the record was lost: who has memory of these GPUs and did not say hello since is charged what the
+    /// driver says. From then on the audit keeps the figures.
+    fn find_outsiders(&mut self, found: &[OnGpu], membership: &dyn Membership) {
+        if !self.record_lost {
+            return;
+        }
+        self.record_lost = false;
+        for (index, OnGpu { charges, .. }) in found.iter().enumerate() {
+            let outside = charges.pids().filter(|pid| {
+                let is_member = self.members.contains_key(pid);
+                !is_member && membership.container(*pid, &self.served.pod).is_some()
+            });
+            // Where the driver cannot tell how much, it may be everything.
+            let all = self.credit.quota(index);
+            let units = |pid| charges.of(pid).and_then(|bytes| Units::holding(bytes.0));
+            let outside = outside
+                .map(|pid| (pid, units(pid).unwrap_or(all)))
+                .collect();
+            self.credit.set_outside(index, outside);
         }
     }
 
@@ -395,7 +570,13 @@ impl Container {
 
     /// Writes into every page what the container's other processes use.
     pub(super) fn refresh(&self) {
-        let siblings = self.members.len().saturating_sub(1) + self.credit.retired_pids().len();
+        let dead = self
+            .credit
+            .retirements()
+            .map(|book| book.len())
+            .iter()
+            .sum::<usize>();
+        let siblings = self.members.len().saturating_sub(1) + dead;
         let siblings = u32::try_from(siblings).unwrap_or(u32::MAX);
         for index in 0..self.accounts.len() {
             let uses = self
@@ -440,7 +621,7 @@ impl Container {
     /// while it has no page.
     fn used_by(&self, pid: u32, member: &Member, account: usize) -> Units {
         let granted = self.credit.granted_to(pid, account);
-        let slot = member.page.as_ref().and_then(|page| page.slot(account));
+        let slot = member.page_in_use().and_then(|page| page.slot(account));
         slot.map_or(granted, |slot| Units(slot.word().used).min(granted))
     }
 
@@ -448,7 +629,7 @@ impl Container {
         let others = self.members.iter().filter(|(other, _)| **other != pid);
         others
             .filter_map(|(other, member)| {
-                let slot = member.page.as_ref()?.slot(account)?;
+                let slot = member.page_in_use()?.slot(account)?;
                 Some(Units(slot.word().idle()).min(self.credit.granted_to(*other, account)))
             })
             .sum()
@@ -456,7 +637,7 @@ impl Container {
 
     fn take_idle(&mut self, pid: u32, account: usize, mut missing: Units) {
         for (other, member) in self.members.iter().filter(|(other, _)| **other != pid) {
-            let Some(slot) = member.page.as_ref().and_then(|page| page.slot(account)) else {
+            let Some(slot) = member.page_in_use().and_then(|page| page.slot(account)) else {
                 continue;
             };
             let at_most = missing.min(self.credit.granted_to(*other, account));
@@ -467,11 +648,15 @@ impl Container {
 
     /// Whether the record holds what the books say now.
     fn write_record(&mut self) -> bool {
-        let units = |accounts: Option<&Vec<Units>>| -> Vec<u32> {
-            accounts
-                .map(|accounts| accounts.iter().map(|units| units.0).collect())
-                .unwrap_or_default()
+        let units =
+            |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
+        let books = |books: &BTreeMap<u32, Vec<Units>>| {
+            books
+                .iter()
+                .map(|(pid, accounts)| (*pid, units(accounts)))
+                .collect()
         };
+        let [retired, kept] = self.credit.retirements();
         let content = Content {
             processes: self
                 .members
@@ -479,15 +664,18 @@ impl Container {
                 .map(|member| Entry {
                     process: member.process,
                     image: member.image,
-                    granted: units(self.credit.grants().get(&member.process.pid)),
+                    granted: units(
+                        self.credit
+                            .grants()
+                            .get(&member.process.pid)
+                            .map_or(&[], Vec::as_slice),
+                    ),
+                    exported: units(&member.exported),
                 })
                 .collect(),
-            retired: self
-                .credit
-                .retirements()
-                .iter()
-                .map(|(pid, accounts)| (*pid, units(Some(accounts))))
-                .collect(),
+            retired: books(retired),
+            kept: books(kept),
+            incomplete: self.record_lost || self.has_outsiders(),
             orders: self
                 .orders
                 .iter()
@@ -499,6 +687,27 @@ impl Container {
             tracing::warn!(allocation = %self.served.allocation, %error, "session record not written");
         }
         written.is_ok()
+    }
+}
+
+impl Member {
+    /// The page that the process charges to, as far as the agent can see it.
+    fn page_in_use(&self) -> Option<&CreditPage> {
+        self.page.as_ref().filter(|_| self.uses_page)
+    }
+
+    /// What of its use it has exported, by account; nothing where it never did.
+    fn exported(&self) -> Vec<Units> {
+        let Some(page) = self.page_in_use() else {
+            return self.exported.clone();
+        };
+        let exported: Vec<_> = (0..)
+            .map_while(|index| Some(page.slot(index)?.exported()))
+            .collect();
+        if exported.iter().all(|units| *units == Units::ZERO) {
+            return Vec::new();
+        }
+        exported
     }
 }
 

@@ -212,6 +212,7 @@ impl Conversation {
                         Some(container.request(pid, account, units))
                     }
                     ToAgent::Refresh => {
+                        container.heard(pid);
                         container.refresh();
                         Some(ToShim::Refreshed)
                     }

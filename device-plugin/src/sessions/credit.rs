@@ -18,7 +18,7 @@ const STEP: u32 = (2 << 20) / UNIT as u32;
 const SHARE: u32 = 8;
 
 /// Amounts by pid and account.
-type Books = BTreeMap<u32, Vec<Units>>;
+pub(super) type Books = BTreeMap<u32, Vec<Units>>;
 
 /// The books. Accounts are indexes; processes are pids of the host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -28,6 +28,8 @@ pub struct Credit {
     retired: Books,
     /// By account, what processes without a session have, by pid: the driver's figures.
     outside: Vec<BTreeMap<u32, Units>>,
+    /// What of the dead's grants was exported: others may hold it when the driver charges the dead no more.
+    kept: Books,
     peaks: Vec<Units>,
 }
 
@@ -65,9 +67,14 @@ impl Credit {
         total(&self.granted, account)
     }
 
-    /// What dead processes had been granted.
+    /// What dead processes had been granted, what they had exported of it among it.
     pub fn retired(&self, account: usize) -> Units {
-        total(&self.retired, account)
+        total(&self.retired, account).saturating_add(self.kept(account))
+    }
+
+    /// What dead processes had exported, and others may hold.
+    pub fn kept(&self, account: usize) -> Units {
+        total(&self.kept, account)
     }
 
     /// The most that an account ever had granted and retired.
@@ -86,6 +93,15 @@ impl Credit {
     pub fn outside(&self, account: usize) -> Units {
         let charged = self.outside.get(account);
         charged.map_or(Units::ZERO, |charged| charged.values().copied().sum())
+    }
+
+    /// What a process without a session has of an account.
+    pub(super) fn outside_of(&self, pid: u32, account: usize) -> Units {
+        let charged = self
+            .outside
+            .get(account)
+            .and_then(|charged| charged.get(&pid));
+        charged.copied().unwrap_or(Units::ZERO)
     }
 
     /// Replaces what processes without a session have of an account, by pid. It is not granted to anybody else.
@@ -138,26 +154,44 @@ impl Credit {
         taken
     }
 
-    /// A process image ended: what it was granted stays charged, to nobody who could use it.
-    pub fn retire(&mut self, pid: u32) {
-        let Some(accounts) = self.granted.remove(&pid) else {
+    /// A process image ended: what it was granted stays charged, to nobody who could use it. Of each account
+    /// it had exported so much, at most what it was granted: that part outlives it by itself.
+    pub fn retire(&mut self, pid: u32, exported: &[Units]) {
+        let Some(granted) = self.granted.remove(&pid) else {
             return;
         };
-        if accounts.iter().all(|units| *units == Units::ZERO) {
-            return;
-        }
-        let retired = self
-            .retired
-            .entry(pid)
-            .or_insert_with(|| vec![Units::ZERO; self.quotas.len()]);
-        for (sum, units) in retired.iter_mut().zip(accounts) {
-            *sum = sum.saturating_add(units);
-        }
+        let of = |account: usize| exported.get(account).copied().unwrap_or(Units::ZERO);
+        let kept: Vec<_> = (0..)
+            .map(of)
+            .zip(&granted)
+            .map(|(exported, granted)| exported.min(*granted))
+            .collect();
+        let rest: Vec<_> = granted
+            .iter()
+            .zip(&kept)
+            .map(|(granted, kept)| granted.saturating_sub(*kept))
+            .collect();
+        put(&mut self.retired, pid, rest);
+        put(&mut self.kept, pid, kept);
     }
 
-    /// The driver no longer charges what a process image had: it is free again.
+    /// The driver no longer charges what a process image had: it is free again, but for what others may hold.
     pub fn release(&mut self, pid: u32) {
         self.retired.remove(&pid);
+    }
+
+    /// At most this much of an account could be held by others than the processes that it was granted to, when
+    /// the dead had exported this: beyond that it is free again. Which of it is held cannot be told, so each
+    /// may be.
+    pub(super) fn keep_at_most(&mut self, account: usize, most: Units, of: &Books) {
+        for (pid, accounts) in &mut self.kept {
+            if of.get(pid).map(Vec::as_slice) == Some(accounts.as_slice())
+                && let Some(kept) = accounts.get_mut(account)
+            {
+                *kept = most.min(*kept);
+            }
+        }
+        self.kept.retain(|_, accounts| has_any(accounts));
     }
 
     /// The pids of process images that ended and are still charged.
@@ -170,9 +204,9 @@ impl Credit {
         &self.granted
     }
 
-    /// Dead processes' grants, for the record.
-    pub(super) fn retirements(&self) -> &Books {
-        &self.retired
+    /// Dead processes' grants, for the record; and what of them was exported.
+    pub(super) fn retirements(&self) -> [&Books; 2] {
+        [&self.retired, &self.kept]
     }
 
     /// Puts back what the record says. It was within the quota when it was granted.
@@ -196,6 +230,23 @@ impl Credit {
             *peak = now.max(*peak);
         }
     }
+}
+
+/// Adds amounts to a book, where there are any.
+fn put(books: &mut Books, pid: u32, amounts: Vec<Units>) {
+    if !has_any(&amounts) {
+        return;
+    }
+    let sums = books
+        .entry(pid)
+        .or_insert_with(|| vec![Units::ZERO; amounts.len()]);
+    for (sum, units) in sums.iter_mut().zip(amounts) {
+        *sum = sum.saturating_add(units);
+    }
+}
+
+fn has_any(amounts: &[Units]) -> bool {
+    amounts.iter().any(|units| *units != Units::ZERO)
 }
 
 /// What a process gets beyond its need when `left` would be free.
@@ -248,7 +299,7 @@ mod tests {
     fn a_dead_process_is_charged_until_it_is_released() {
         let mut credit = Credit::new(vec![Units(10)]);
         credit.grant(1, 0, Units(10)).unwrap();
-        credit.retire(1);
+        credit.retire(1, &[]);
         assert_eq!(
             (credit.granted(0), credit.retired(0), credit.free(0)),
             (Units(0), Units(10), Units(0))
@@ -273,6 +324,36 @@ mod tests {
     }
 
     #[test]
+    fn what_the_dead_exported_stays_charged_until_nobody_can_hold_it() {
+        let mut credit = Credit::new(vec![Units(10)]);
+        credit.grant(1, 0, Units(6)).unwrap();
+        credit.grant(2, 0, Units(4)).unwrap();
+        credit.retire(1, &[Units(5)]);
+        credit.retire(2, &[Units(u32::MAX)]);
+        credit.release(1);
+        credit.release(2);
+        assert_eq!((credit.retired(0), credit.kept(0)), (Units(9), Units(9)));
+        let all = credit.kept.clone();
+        credit.keep_at_most(0, Units(20), &all);
+        assert_eq!(credit.grant(3, 0, Units(2)), Err(Units(1)));
+        credit.keep_at_most(0, Units::ZERO, &Books::new());
+        assert_eq!(
+            credit.kept(0),
+            Units(9),
+            "who died later was not asked about"
+        );
+        credit.keep_at_most(0, Units(3), &all);
+        assert_eq!(
+            credit.kept(0),
+            Units(6),
+            "three of either may be what is held"
+        );
+        let rest = credit.kept.clone();
+        credit.keep_at_most(0, Units::ZERO, &rest);
+        assert_eq!(credit.grant(3, 0, Units(10)), Ok(Units(10)));
+    }
+
+    #[test]
     fn an_account_that_does_not_exist_grants_nothing() {
         let mut credit = Credit::new(vec![Units(10)]);
         assert_eq!(credit.grant(1, 1, Units(1)), Err(Units(1)));
@@ -285,8 +366,9 @@ mod tests {
         Grant(u32, u32),
         Admit(u32, u32),
         GiveBack(u32, u32),
-        Retire(u32),
+        Retire(u32, u32),
         Release(u32),
+        KeepAtMost(u32),
         Resize(u32),
     }
 
@@ -296,8 +378,9 @@ mod tests {
             4 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Grant(pid, units)),
             1 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Admit(pid, units)),
             2 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::GiveBack(pid, units)),
-            1 => (0..4u32).prop_map(Step::Retire),
+            1 => (0..4u32, units.clone()).prop_map(|(pid, units)| Step::Retire(pid, units)),
             1 => (0..4u32).prop_map(Step::Release),
+            1 => units.clone().prop_map(Step::KeepAtMost),
             1 => units.prop_map(Step::Resize),
         ]
     }
@@ -323,12 +406,22 @@ mod tests {
                         let held = credit.granted_to(pid, 0);
                         prop_assert_eq!(credit.give_back(pid, 0, Units(units)), Units(units).min(held));
                     }
-                    Step::Retire(pid) => {
+                    Step::Retire(pid, exported) => {
                         let sum = credit.granted(0).0 + credit.retired(0).0;
-                        credit.retire(pid);
+                        credit.retire(pid, &[Units(exported)]);
                         prop_assert_eq!(credit.granted(0).0 + credit.retired(0).0, sum);
                     }
-                    Step::Release(pid) => credit.release(pid),
+                    Step::Release(pid) => {
+                        let kept = credit.kept(0);
+                        credit.release(pid);
+                        prop_assert_eq!(credit.kept(0), kept);
+                    }
+                    Step::KeepAtMost(units) => {
+                        let rest = credit.retired(0).0 - credit.kept(0).0;
+                        let all = credit.kept.clone();
+                        credit.keep_at_most(0, Units(units), &all);
+                        prop_assert_eq!(credit.retired(0).0 - credit.kept(0).0, rest);
+                    }
                     Step::Resize(quota) => credit.set_quota(0, Units(quota.max(before.0 + credit.retired(0).0))),
                 }
                 prop_assert!(credit.granted(0).0 + credit.retired(0).0 <= credit.quota(0).0);

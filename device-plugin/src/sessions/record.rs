@@ -5,7 +5,7 @@
 //! later, for charging too much is safe and corrected by the next write.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
@@ -29,6 +29,13 @@ pub(super) struct Content {
     /// What accounts were lowered to, in units, by account.
     #[serde(default)]
     pub(super) orders: Vec<Option<u32>>,
+    /// The same of what ended images had exported, and others may hold.
+    #[serde(default)]
+    pub(super) kept: Vec<(u32, Vec<u32>)>,
+    /// There may be more processes with memory than these: an earlier record was lost, and the driver was not
+    /// asked yet who they are, or they have not said hello since.
+    #[serde(default)]
+    pub(super) incomplete: bool,
 }
 
 /// One process.
@@ -40,6 +47,9 @@ pub(super) struct Entry {
     pub(super) image: u64,
     /// Its grants in units, by account.
     pub(super) granted: Vec<u32>,
+    /// What of its use it had exported when it last told.
+    #[serde(default)]
+    pub(super) exported: Vec<u32>,
 }
 
 impl Record {
@@ -54,19 +64,17 @@ impl Record {
         })
     }
 
-    /// What was written last; empty when nothing was, or when it cannot be read: NVML's audit is
-    /// what is left then.
-    pub(super) fn read(&self) -> Content {
+    /// What was written last; `None` when nothing was, or when it cannot be read.
+    pub(super) fn read(&self) -> Option<Content> {
         match std::fs::read(&self.path) {
-            Ok(text) => serde_json::from_slice(&text).unwrap_or_else(|error| {
-                tracing::warn!(path = %self.path.display(), %error, "session record is malformed");
-                Content::default()
-            }),
+            Ok(text) => serde_json::from_slice(&text)
+                .inspect_err(|error| tracing::warn!(path = %self.path.display(), %error, "session record is malformed"))
+                .ok(),
             Err(error) => {
                 if error.kind() != io::ErrorKind::NotFound {
                     tracing::warn!(path = %self.path.display(), %error, "session record is unreadable");
                 }
-                Content::default()
+                None
             }
         }
     }
@@ -78,10 +86,15 @@ impl Record {
         }
         self.written = None;
         let text = serde_json::to_vec(&content)?;
-        let temporary = self.path.with_extension("tmp");
+        let temporary = temporary(&self.path);
         std::fs::write(&temporary, text)?;
         std::fs::rename(&temporary, &self.path)?;
         self.written = Some(content);
         Ok(())
     }
+}
+
+/// Where a record is written before it replaces the one at `path`.
+pub(super) fn temporary(path: &Path) -> PathBuf {
+    path.with_extension("tmp")
 }

@@ -33,8 +33,12 @@ impl Seats {
         Seats::new(seats(current))
     }
 
-    /// A seat, if one is left.
-    pub(super) fn take(&self) -> Option<Seat> {
+    /// A seat for a container that has `taken` already, if more than that are left: however many a container
+    /// asks for, it leaves as many as it has to others.
+    pub(super) fn take(&self, taken: usize) -> Option<Seat> {
+        if taken > 0 && self.0.available_permits() <= taken {
+            return None;
+        }
         let permit = Arc::clone(&self.0).try_acquire_owned().ok()?;
         Some(Seat { _permit: permit })
     }
@@ -60,9 +64,28 @@ mod tests {
     #[test]
     fn a_seat_is_free_again_when_its_peer_is_gone() {
         let seats = Seats::new(1);
-        let seat = seats.take();
-        assert!(seat.is_some() && seats.take().is_none());
+        let seat = seats.take(0);
+        assert!(seat.is_some() && seats.take(0).is_none());
         drop(seat);
-        assert!(seats.take().is_some());
+        assert!(seats.take(0).is_some());
+    }
+
+    #[test]
+    fn a_container_that_takes_all_it_can_get_leaves_seats_to_others() {
+        let seats = Seats::new(100);
+        let take = |limit: usize| {
+            let mut taken = Vec::new();
+            while let Some(seat) = (taken.len() < limit)
+                .then(|| seats.take(taken.len()))
+                .flatten()
+            {
+                taken.push(seat);
+            }
+            taken
+        };
+        let greedy = take(1000);
+        assert_eq!(greedy.len(), 50);
+        let (second, third) = (take(10), take(1000));
+        assert_eq!((second.len(), third.len()), (10, 20));
     }
 }

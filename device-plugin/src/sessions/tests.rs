@@ -11,6 +11,8 @@ use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 
 use super::*;
 
+mod hostile;
+
 /// Every process belongs to every pod, or none does.
 struct Everyone(bool);
 

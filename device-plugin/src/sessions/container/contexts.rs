@@ -42,6 +42,7 @@ impl Container {
         account: u8,
         charged: Option<Bytes>,
     ) -> ToShim {
+        self.heard(pid);
         let index = usize::from(account);
         let page = self
             .members

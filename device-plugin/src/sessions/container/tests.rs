@@ -31,6 +31,7 @@ impl Membership for Host {
 struct Fixture {
     folder: tempfile::TempDir,
     quota: Bytes,
+    served_before: bool,
 }
 
 impl Fixture {
@@ -38,6 +39,7 @@ impl Fixture {
         Fixture {
             folder: tempfile::tempdir().unwrap(),
             quota,
+            served_before: false,
         }
     }
 
@@ -52,9 +54,11 @@ impl Fixture {
             gpus: vec![("GPU-aaaa".parse().unwrap(), self.quota)],
             managed: Bytes::ZERO,
         };
+        let record = self.folder.path().join("record.json");
         Container::restore(
             served,
-            Record::at(self.folder.path().join("record.json")).unwrap(),
+            Record::at(record).unwrap(),
+            self.served_before,
             &Host,
         )
     }
@@ -76,6 +80,20 @@ fn hello_with(
 
 fn units(bytes: u64) -> Units {
     Units::holding(bytes).unwrap()
+}
+
+/// The driver charges this to one process, to others nothing, and cannot tell what is charged to nobody.
+fn settle(container: &mut Container, pid: u32, charged: Bytes) {
+    settle_with(container, &[(pid, charged)], None);
+}
+
+fn settle_with(container: &mut Container, charged: &[(u32, Bytes)], residual: Option<Bytes>) {
+    let charges = charged
+        .iter()
+        .map(|(pid, bytes)| (*pid, Some(*bytes)))
+        .collect();
+    let asked = container.questions().unwrap_or_default();
+    container.settle(&asked, &[OnGpu { charges, residual }], &Host);
 }
 
 fn is_granted(answer: &ToShim) -> bool {
@@ -172,12 +190,12 @@ fn an_exec_retires_what_the_image_before_it_had() {
     );
     assert_eq!(container.usage()[0].retired, Bytes::gib(1));
     assert!(!is_granted(&container.request(1, 0, units(1))));
-    container.settle(1, &[Bytes::mib(1500)]);
+    settle(&mut container, 1, Bytes::mib(1500));
     assert!(
         !is_granted(&container.request(1, 0, units(1))),
         "more than a context is still charged"
     );
-    container.settle(1, &[Bytes::mib(518)]);
+    settle(&mut container, 1, Bytes::mib(518));
     assert!(is_granted(&container.request(1, 0, units(1 << 30))));
 }
 
@@ -190,9 +208,9 @@ fn the_dead_stay_charged_until_the_driver_charges_them_nothing() {
     use_all(&mut container, &dead, 1, 1 << 30);
     container.died(Process { pid: 1, start: 1 }, 7);
     assert_eq!(other.slot(0).unwrap().others(), units(1 << 30));
-    container.settle(1, &[Bytes::gib(1)]);
+    settle(&mut container, 1, Bytes::gib(1));
     assert!(!is_granted(&container.request(2, 0, units(1))));
-    container.settle(1, &[Bytes::ZERO]);
+    settle(&mut container, 1, Bytes::ZERO);
     assert!(is_granted(&container.request(2, 0, units(1 << 30))));
     assert_eq!(
         (
@@ -243,6 +261,7 @@ fn a_restarted_agent_charges_silent_processes_and_knows_them_when_they_say_hello
     };
     let moved = hello_with(&mut after, 1, 7, &[held]).unwrap();
     assert_eq!(moved.slot(0).unwrap().word(), word);
+    after.heard(1);
     assert!(moved.slot(0).unwrap().discharge(units(255 * MIB)));
     assert!(is_granted(&after.request(2, 0, units(255 * MIB))));
 }
@@ -256,7 +275,7 @@ fn a_process_that_died_while_the_agent_was_away_is_retired() {
     let (mut after, known) = fixture.restart();
     assert!(known.is_empty());
     assert_eq!(after.usage()[0].retired, Bytes::gib(1));
-    after.settle(666, &[Bytes::ZERO]);
+    settle(&mut after, 666, Bytes::ZERO);
     assert_eq!(fixture.restart().0.usage()[0].retired, Bytes::ZERO);
 }
 
@@ -552,4 +571,192 @@ fn denials_are_counted_by_function_and_names_that_are_none_or_too_many_together(
     let denied = container.books().denied;
     assert!(denied.len() <= 32, "{}", denied.len());
     assert_eq!(denied.iter().map(|(_, count)| count).sum::<u64>(), 103);
+}
+
+#[test]
+fn a_process_that_gave_up_waiting_for_its_page_keeps_what_the_one_before_it_holds() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, MIB);
+    let granted = page.slot(0).unwrap().word().granted;
+    // It connects again, was stopped meanwhile, and goes on with the page that it has.
+    hello(&mut container, 1, 7).unwrap();
+    hello(&mut container, 2, 8).unwrap();
+    let rest = (1 << 30) - units_of(granted);
+    assert!(!is_granted(&container.request(2, 0, units(rest + MIB))));
+    assert!(is_granted(&container.request(2, 0, units(rest))));
+    assert!(
+        page.slot(0)
+            .unwrap()
+            .charge(units(units_of(granted) - MIB))
+            .is_ok()
+    );
+    let usage = container.usage().remove(0);
+    assert!(usage.granted.0 <= usage.quota.0, "{usage:?}");
+}
+
+fn units_of(granted: u32) -> u64 {
+    Units(granted).bytes()
+}
+
+fn exporter(container: &mut Container, bytes: u64) {
+    let page = hello(container, 1, 7).unwrap();
+    use_all(container, &page, 1, bytes);
+    page.slot(0).unwrap().export(units(bytes));
+    container.heard(1);
+}
+
+#[test]
+fn what_a_dead_exporter_left_with_others_stays_charged_until_nobody_has_it() {
+    let fixture = Fixture::with_quota(Bytes::gib(4));
+    let mut container = fixture.start();
+    exporter(&mut container, 4 << 30);
+    hello(&mut container, 2, 8).unwrap();
+    container.died(Process { pid: 1, start: 1 }, 7);
+    settle(&mut container, 1, Bytes::ZERO);
+    assert!(
+        !is_granted(&container.request(2, 0, units(1))),
+        "nobody can tell"
+    );
+    settle_with(&mut container, &[], Some(Bytes::gib(3)));
+    assert_eq!(
+        container.usage()[0].retired,
+        Bytes::gib(3),
+        "descriptors hold it"
+    );
+    settle_with(&mut container, &[(2, Bytes::gib(3))], Some(Bytes::ZERO));
+    assert_eq!(
+        container.usage()[0].retired,
+        Bytes::gib(2),
+        "an importer does, beside its context"
+    );
+    settle_with(&mut container, &[(2, Bytes::mib(518))], Some(Bytes::ZERO));
+    assert!(is_granted(&container.request(2, 0, units(4 << 30))));
+}
+
+#[test]
+fn an_exporter_that_lies_keeps_no_more_than_it_was_granted() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    exporter(&mut container, 64 * MIB);
+    let page = hello(&mut container, 2, 8).unwrap();
+    use_all(&mut container, &page, 2, 64 * MIB);
+    page.slot(0).unwrap().export(Units::MAX);
+    let granted = container.usage()[0].granted;
+    for (pid, image) in [(1, 7), (2, 8)] {
+        container.died(Process { pid, start: 1 }, image);
+    }
+    assert_eq!(container.usage()[0].retired, granted);
+}
+
+#[test]
+fn what_was_exported_is_known_to_the_next_agent_whether_its_process_lives_or_not() {
+    for dies in [false, true] {
+        let fixture = Fixture::with_quota(Bytes::gib(1));
+        let mut before = fixture.start();
+        exporter(&mut before, 1 << 30);
+        if dies {
+            before.died(Process { pid: 1, start: 1 }, 7);
+            settle(&mut before, 1, Bytes::ZERO);
+        }
+        drop(before);
+        let mut after = fixture.start();
+        after.died(Process { pid: 1, start: 1 }, 7);
+        settle(&mut after, 1, Bytes::ZERO);
+        assert_eq!(
+            after.usage()[0].retired,
+            Bytes::gib(1),
+            "dead before: {dies}"
+        );
+    }
+}
+
+#[test]
+fn an_answer_of_before_a_death_releases_nothing() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    let asked = container.questions().unwrap_or_default();
+    use_all(&mut container, &page, 1, 1 << 30);
+    container.died(Process { pid: 1, start: 1 }, 7);
+    container.settle(&asked, &[OnGpu::default()], &Host);
+    assert_eq!(container.usage()[0].retired, Bytes::gib(1));
+    settle(&mut container, 1, Bytes::ZERO);
+    assert_eq!(container.usage()[0].retired, Bytes::ZERO);
+}
+
+/// The agent starts again over a record with this content, or none.
+fn restart_over(content: Option<&str>) -> (Fixture, Container) {
+    let mut fixture = Fixture::with_quota(Bytes::gib(4));
+    fixture.served_before = true;
+    let path = fixture.folder.path().join("record.json");
+    if let Some(content) = content {
+        std::fs::write(path, content).unwrap();
+    }
+    let container = fixture.start();
+    (fixture, container)
+}
+
+#[test]
+fn after_a_lost_record_who_has_memory_is_charged_what_the_driver_says() {
+    let truncated = r#"{"processes":[{"process":{"pid":1,"sta"#;
+    for content in [
+        None,
+        Some(""),
+        Some("\0\0\0\0"),
+        Some(truncated),
+        Some("[]"),
+    ] {
+        let (fixture, mut container) = restart_over(content);
+        hello(&mut container, 2, 8).unwrap();
+        assert!(
+            !is_granted(&container.request(2, 0, units(1))),
+            "{content:?}: nobody was asked"
+        );
+        let charged = [(1, Bytes::gib(3)), (5000, Bytes::gib(9))];
+        settle_with(&mut container, &charged, None);
+        let over = units(1 << 30).saturating_add(Units(1));
+        assert!(!is_granted(&container.request(2, 0, over)), "{content:?}");
+        hello(&mut container, 2, 8).unwrap();
+        // It is remembered, however often the agent starts.
+        let mut again = fixture.start();
+        hello(&mut again, 2, 8).unwrap();
+        assert!(!is_granted(&again.request(2, 0, units(1))), "{content:?}");
+        settle_with(&mut again, &charged, None);
+        assert!(!is_granted(&again.request(2, 0, over)), "{content:?}");
+        // One that says hello is charged what it claims, and no less than beyond a context.
+        hello(&mut again, 1, 7).unwrap();
+        assert_eq!(again.usage()[0].granted, Bytes::gib(2), "{content:?}");
+        assert!(is_granted(&again.request(2, 0, units(2 << 30))));
+        assert!(!fixture.start().record_lost);
+    }
+}
+
+#[test]
+fn a_container_that_is_served_for_the_first_time_waits_for_no_driver() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    hello(&mut container, 1, 7).unwrap();
+    assert!(is_granted(&container.request(1, 0, units(1 << 30))));
+}
+
+#[test]
+fn a_full_disk_refuses_what_could_not_be_remembered_and_forgets_nothing() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, MIB);
+    let before = container.usage();
+    // A folder in the place of the file to be written: no write can succeed.
+    let temporary = fixture.folder.path().join("record.tmp");
+    std::fs::create_dir(&temporary).unwrap();
+    assert!(!is_granted(&container.request(1, 0, units(512 * MIB))));
+    assert_eq!(
+        (container.usage()[0].granted, container.usage()[0].used),
+        (before[0].granted, before[0].used)
+    );
+    assert_eq!(fixture.start().usage()[0].granted, before[0].granted);
+    std::fs::remove_dir(temporary).unwrap();
+    assert!(is_granted(&container.request(1, 0, units(512 * MIB))));
 }

@@ -1,0 +1,204 @@
+//! Peers that say anything: a container may ruin its own books, and nobody else's day.
+
+use std::os::fd::AsFd;
+
+use bursar_protocol::socket::send_with_fd;
+use bursar_protocol::wire::{Account as OnWire, Holding};
+use bursar_protocol::word::Word;
+
+use super::*;
+
+/// Conversations of each hostile thread.
+const CONVERSATIONS: u32 = 150;
+
+/// Hostile threads: all of one container.
+const THREADS: u64 = 4;
+
+/// A neighbour's round trip takes this long, all but one in a hundred. On a machine that is busy with other
+/// tests, a thread waits this long to be run.
+const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(100);
+
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, sides: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % sides
+    }
+
+    /// A number of units, often at an edge.
+    fn units(&mut self) -> Units {
+        let edges = [0, 1, 4096, 1 << 18, u32::MAX - 1];
+        let number = match self.below(2) {
+            0 => edges[self.below(5) as usize],
+            _ => self.below(1 << 32) as u32,
+        };
+        Units(number).min(Units::MAX)
+    }
+
+    fn message(&mut self) -> Vec<u8> {
+        let account = self.below(63) as u8;
+        match self.below(5) {
+            0 => ToAgent::Hello {
+                version: self.below(3) as u16,
+                image: self.below(4),
+                holdings: (0..self.below(4)).map(|_| self.holding()).collect(),
+            },
+            1 => ToAgent::Request {
+                account: account % 3,
+                units: self.units(),
+            },
+            2 => ToAgent::Request {
+                account,
+                units: Units::ZERO,
+            },
+            3 => ToAgent::Denied {
+                account,
+                bytes: u64::MAX,
+                function: "x".repeat(self.below(96) as usize),
+            },
+            _ => ToAgent::Refresh,
+        }
+        .frame()
+    }
+
+    fn holding(&mut self) -> Holding {
+        let names = ["GPU-aaaa", "GPU-bbbb", ""];
+        let name = names[self.below(3) as usize].to_owned();
+        Holding {
+            account: OnWire::Device(name),
+            granted: self.units(),
+            used: self.units(),
+        }
+    }
+}
+
+/// One conversation with whatever comes to mind.
+fn converse(run_dir: &Path, dice: &mut Dice) {
+    let (stream, page) = match dice.below(3) {
+        0 => (connect(run_dir), None),
+        _ => match try_hello(run_dir, dice.below(4)) {
+            Some((stream, page)) => (stream, Some(page)),
+            None => return,
+        },
+    };
+    stream
+        .set_write_timeout(Some(Duration::from_millis(20)))
+        .unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_millis(1)))
+        .unwrap();
+    let mut peer = &stream;
+    for _ in 0..dice.below(20) {
+        // The agent may have hung up, or read no further: that is its right.
+        let _ = match dice.below(8) {
+            0 => peer.write_all(&[dice.below(256) as u8; 40]),
+            1 => peer.write_all(&u16::MAX.to_le_bytes()),
+            2 => {
+                let message = dice.message();
+                peer.write_all(&message[..dice.below(message.len() as u64) as usize])
+            }
+            3 => send_with_fd(&stream, &dice.message(), stream.as_fd()).map(drop),
+            4 => stream.shutdown(std::net::Shutdown::Write),
+            5 => peer.read(&mut [0; 4096]).map(drop),
+            _ => peer.write_all(&dice.message()),
+        };
+        if let Some(slot) = page
+            .as_ref()
+            .and_then(|page| page.slot(dice.below(2) as usize))
+        {
+            let word = Word {
+                granted: dice.units().0,
+                used: dice.units().0,
+            };
+            match dice.below(5) {
+                0 => slot.set(word),
+                1 => drop(slot.freeze()),
+                2 => slot.set_exported(dice.units()),
+                3 => slot.set_quota(dice.units()),
+                _ => slot.set_others(dice.units(), word.used),
+            }
+        }
+    }
+}
+
+fn try_hello(run_dir: &Path, image: u64) -> Option<(UnixStream, CreditPage)> {
+    let mut stream = connect(run_dir);
+    let hello = ToAgent::Hello {
+        version: 1,
+        image,
+        holdings: vec![],
+    };
+    stream.write_all(&hello.frame()).ok()?;
+    let (_, page) = receive_with_fd(&stream, &mut [0; 4096]).ok()?;
+    Some((stream, CreditPage::open(page?).ok()?))
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
+    let (folder, next_door) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let sessions = sessions(folder.path(), true);
+    sessions.serve(served()).await.unwrap();
+    let neighbours = self::sessions(next_door.path(), true);
+    neighbours.serve(served()).await.unwrap();
+    let crowd: Vec<_> = (0..THREADS)
+        .map(|seed| {
+            let run_dir = folder.path().to_owned();
+            tokio::task::spawn_blocking(move || {
+                let mut dice = Dice(seed);
+                (0..CONVERSATIONS).for_each(|_| converse(&run_dir, &mut dice));
+            })
+        })
+        .collect();
+    let path = next_door.path().to_owned();
+    let neighbour = tokio::task::spawn_blocking(move || {
+        let (mut stream, _page) = hello(&path);
+        let trip = |_| {
+            std::thread::sleep(Duration::from_millis(2));
+            let begun = Instant::now();
+            stream.write_all(&ToAgent::Refresh.frame()).unwrap();
+            assert_eq!(receive(&mut stream), ToShim::Refreshed);
+            begun.elapsed()
+        };
+        let mut times: Vec<Duration> = (0..300).map(trip).collect();
+        times.sort();
+        times[times.len() * 99 / 100]
+    });
+    while !crowd.iter().all(tokio::task::JoinHandle::is_finished) {
+        for usage in sessions.usage() {
+            assert!(
+                usage.granted.0 + usage.retired.0 <= usage.quota.0,
+                "{usage:?}"
+            );
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    for hostile in crowd {
+        hostile.await.unwrap();
+    }
+    let most = neighbour.await.unwrap();
+    assert!(
+        most < NEIGHBOUR_WITHIN,
+        "one in a hundred took more than {most:?}"
+    );
+    beside(folder.path(), |run_dir| {
+        let (mut stream, page) = hello_as(run_dir, 99);
+        let all = ToAgent::Request {
+            account: 0,
+            units: page.slot(0).unwrap().quota(),
+        };
+        let begun = Instant::now();
+        loop {
+            stream.write_all(&all.frame()).unwrap();
+            match receive(&mut stream) {
+                ToShim::Granted { .. } => break,
+                answer => assert!(begun.elapsed() < Duration::from_secs(5), "{answer:?}"),
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    })
+    .await;
+}
