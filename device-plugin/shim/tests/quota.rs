@@ -3,12 +3,15 @@
 
 mod support;
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::sessions::Account;
 use bursar_device_plugin::units::Bytes;
+use bursar_protocol::page::CreditPage;
+use bursar_protocol::socket::send_with_fd;
+use bursar_protocol::wire::{self, Message, Quota, ToShim};
 use support::{Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -80,6 +83,26 @@ fn a_killed_program_leaves_nothing_charged() {
             usage.granted.0 == 0 && usage.retired.0 == 0
         });
     }
+}
+
+#[test]
+fn a_killed_programs_memory_stays_charged_while_a_child_of_it_lives() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    program.ok(format!("alloc {QUOTA}"));
+    program.ok("linger 2000");
+    let begun = Instant::now();
+    program.kill();
+    container.wait_for("its death is noticed", |usage| usage.retired.0 >= QUOTA);
+    std::thread::sleep(Duration::from_millis(500));
+    assert_eq!(container.program().call("alloc 1"), "err 2");
+    container.wait_for("the child has ended", |usage| usage.retired.0 == 0);
+    assert!(
+        begun.elapsed() > Duration::from_secs(2),
+        "{:?}",
+        begun.elapsed()
+    );
+    container.program().ok(format!("alloc {QUOTA}"));
 }
 
 #[test]
@@ -169,6 +192,42 @@ fn an_agent_that_accepts_and_never_answers_costs_a_bounded_wait() {
         "the second does not wait: {:?}",
         begun.elapsed()
     );
+}
+
+#[test]
+fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
+    let mut container = Container::with_quota(QUOTA);
+    container.stop_agent();
+    std::fs::remove_file(container.socket()).unwrap();
+    let dying = std::os::unix::net::UnixListener::bind(container.socket()).unwrap();
+    std::thread::spawn(move || {
+        // Each is welcome, and hung up on at its next word.
+        for mut stream in dying.incoming().map_while(Result::ok) {
+            let mut bytes = [0; 4096];
+            let _ = stream.read(&mut bytes);
+            let (_page, fd) = CreditPage::create(2).unwrap();
+            let account = |account| Quota {
+                account,
+                bytes: QUOTA,
+            };
+            let accounts = [
+                wire::Account::Device(support::GPU.to_owned()),
+                wire::Account::Managed,
+            ];
+            let welcome = ToShim::Welcome {
+                version: 1,
+                quotas: accounts.map(account).to_vec(),
+            };
+            let _ = send_with_fd(&stream, &welcome.frame(), fd);
+            let _ = stream.read(&mut bytes);
+        }
+    });
+    let mut program = container.program();
+    for _ in 0..3 {
+        assert_eq!(program.call("alloc 4096"), "err 2");
+    }
+    container.start_agent();
+    program.ok(format!("alloc {QUOTA}"));
 }
 
 #[test]

@@ -151,6 +151,11 @@ const CHECKS: &[Check] = &[
         &["--test", "pools", "--test", "vmm"],
     ),
     test_check(
+        "enforcement/soak",
+        "a million operations of 64 processes past kills and 100 agent restarts, against a model",
+        &["--test", "soak"],
+    ),
+    test_check(
         "enforcement/library",
         "the shim exports the driver's names and no other, hands out its own hooks, knows the \
          published headers, and needs an old glibc only",

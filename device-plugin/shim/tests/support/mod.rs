@@ -56,7 +56,7 @@ pub fn built() -> &'static Path {
 }
 
 /// Every process is in the container: cgroups have tests of their own.
-struct Everyone;
+pub struct Everyone;
 
 impl Membership for Everyone {
     fn process(&self, pid: u32) -> Option<Process> {
@@ -69,17 +69,32 @@ impl Membership for Everyone {
 }
 
 /// What the simulated driver charges.
-struct SimCharges(PathBuf);
+pub struct SimCharges(Sim);
+
+impl SimCharges {
+    pub fn of(folder: &Path) -> SimCharges {
+        SimCharges(Sim::open(folder).unwrap())
+    }
+
+    fn usage(&self, gpu: &GpuUuid) -> Option<bursar_sim_state::usage::Usage> {
+        let unit = self.0.gpu_unit(self.0.find_gpu(gpu.as_str())?);
+        Some(self.0.usage(unit))
+    }
+}
 
 impl DriverCharges for SimCharges {
     fn charged(&self, gpu: &GpuUuid) -> Option<Charges> {
-        let sim = Sim::open(&self.0).ok()?;
-        let unit = sim.gpu_unit(sim.find_gpu(gpu.as_str())?);
-        let processes = sim.usage(unit).processes;
+        let processes = self.usage(gpu)?.processes;
         let charged = processes
             .iter()
             .map(|process| (process.pid, Some(Bytes(process.bytes))));
         Some(charged.collect())
+    }
+
+    fn residual(&self, gpu: &GpuUuid) -> Option<Bytes> {
+        let usage = self.usage(gpu)?;
+        let charged = usage.processes.iter().map(|process| process.bytes).sum();
+        Some(Bytes(usage.used.saturating_sub(charged)))
     }
 }
 
@@ -151,7 +166,7 @@ impl Container {
     }
 
     pub fn start_agent(&mut self) {
-        let charges = Arc::new(SimCharges(self.folder.path().join("sim")));
+        let charges = Arc::new(SimCharges::of(&self.folder.path().join("sim")));
         let sessions = Sessions::new(self.folder.path().join("run"), charges, Arc::new(Everyone));
         let sessions = match self.contexts {
             true => sessions.charging_contexts(self.folder.path().join("contexts.json")),

@@ -35,7 +35,7 @@
 //! exec            -> ready                 (a new image of the same process)
 //! ```
 //!
-//! More of them are in [`pools`] and [`vmm`].
+//! More of them are in [`pools`], [`vmm`] and [`storm`].
 
 use std::ffi::CStr;
 use std::io::{BufRead, Write};
@@ -61,6 +61,7 @@ macro_rules! call {
 }
 
 mod pools;
+mod storm;
 mod vmm;
 
 impl Cuda {
@@ -473,8 +474,11 @@ fn main() {
     // Unbuffered: after an exec the next image must find what was not read.
     let mut input = std::io::BufReader::with_capacity(1, std::io::stdin());
     let mut line = String::new();
+    let mut storm = storm::Storm::default();
     while input.read_line(&mut line).expect("stdin is text") > 0 {
-        writeln!(out, "{}", run(&cuda, &line)).expect("stdout is open");
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let answer = storm.run(&cuda, &words);
+        writeln!(out, "{}", answer.unwrap_or_else(|| run(&cuda, &line))).expect("stdout is open");
         line.clear();
     }
 }

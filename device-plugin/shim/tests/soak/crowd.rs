@@ -1,0 +1,444 @@
+//! All programs at once, stopped now and then to be held against the model.
+//!
+//! The model is small: each program knows what it holds, in whole units, and the agent's books, the driver
+//! and the quota must agree with the sum, to the unit.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, RwLock};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::Plan;
+use crate::agent::{Agent, Books, CROWD, NEIGHBOUR};
+use crate::dice::Dice;
+use crate::judge::Judge;
+use crate::life::{Life, Scene, Tally, Watched};
+use crate::room::{CONTEXT, Container, Program, Room};
+use crate::times::Times;
+
+/// The crowd's quota.
+const QUOTA: u64 = 48 << 30;
+
+/// The driver takes multiples of it as they are.
+const CHUNK: u64 = 2 << 20;
+
+/// What the agent has open besides a socket and a pidfd for each process: its runtime's, the listeners, the
+/// simulated driver's files.
+const DESCRIPTORS: u64 = 48;
+
+/// How often a run is stopped and held against the model.
+const STOPS: u64 = 10;
+
+/// What is free is released within this time.
+const RELEASED_WITHIN: Duration = Duration::from_secs(1);
+
+/// How often the driver's figures are looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// The neighbour's calls may take this long, all but one in a hundred: they are a round trip to the agent.
+const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(150);
+
+/// How a run went.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    plan: Plan,
+    took: Duration,
+    tally: Tally,
+    restarts: u32,
+    looks: u64,
+    neighbour: Times,
+    pub(crate) violations: Vec<String>,
+}
+
+impl Outcome {
+    /// Everything in a line.
+    pub(crate) fn closing_line(&self) -> String {
+        let Tally {
+            operations,
+            denied,
+            kills,
+            execs,
+            exits,
+            stops,
+            times,
+        } = &self.tally;
+        format!(
+            "soak: {operations} operations by {} processes in {:.0?} (seed {}): {denied} denied, {kills} kills, \
+             {execs} execs, {exits} exits, {stops} stops, {} agent restarts, {} looks, {} violations; calls {}; \
+             neighbour {}",
+            self.plan.processes,
+            self.took,
+            self.plan.seed,
+            self.restarts,
+            self.looks,
+            self.violations.len(),
+            times.line(),
+            self.neighbour.line(),
+        )
+    }
+}
+
+/// What all threads of a run share.
+struct Run {
+    plan: Plan,
+    room: Room,
+    container: Container,
+    judge: Judge,
+    tally: Mutex<Tally>,
+    lives: Vec<(Mutex<Life>, Watched)>,
+    /// Written by who wants everybody to stand still.
+    gate: RwLock<()>,
+    agent: Mutex<Agent>,
+    neighbours: Vec<u32>,
+    /// What the books say that a program uses which has allocated nothing: its context, where that is charged.
+    idle: AtomicU64,
+    /// Goes up with each end and each start of an agent: odd while there is none.
+    agents: AtomicU64,
+    done: AtomicBool,
+}
+
+/// Runs all of it.
+pub(crate) fn run(plan: Plan) -> Outcome {
+    let room = Room::new();
+    let container = room.container(CROWD);
+    let next_door = room.container(NEIGHBOUR);
+    let agent = Agent::start(room.path(), QUOTA);
+    let neighbours = [next_door.start(false), next_door.start(false)];
+    let share = QUOTA / plan.processes as u64;
+    let life = |number| Life::new(Dice::of(plan.seed, number), share);
+    let run = Run {
+        plan,
+        container,
+        judge: Judge::new(),
+        tally: Mutex::default(),
+        lives: (0..plan.processes as u64)
+            .map(|number| (Mutex::new(life(number)), Watched::default()))
+            .collect(),
+        gate: RwLock::new(()),
+        agent: Mutex::new(agent),
+        neighbours: neighbours.iter().map(Program::pid).collect(),
+        idle: AtomicU64::new(0),
+        agents: AtomicU64::new(0),
+        done: AtomicBool::new(false),
+        room,
+    };
+    run.learn_what_idle_programs_use();
+    let begun = Instant::now();
+    let (restarts, looks, neighbour) = thread::scope(|scope| {
+        let neighbour = scope.spawn(|| run.neighbour(neighbours));
+        let looks = scope.spawn(|| run.look());
+        let restarts = scope.spawn(|| run.restart_the_agent());
+        for (life, watched) in &run.lives {
+            let scene = run.scene(watched);
+            let run = &run;
+            scope.spawn(move || {
+                while !run.is_done() {
+                    let _open = run.gate.read().unwrap();
+                    life.lock().unwrap().turn(scene);
+                }
+            });
+        }
+        run.stop_now_and_then();
+        run.done.store(true, Ordering::Relaxed);
+        (
+            restarts.join().unwrap(),
+            looks.join().unwrap(),
+            neighbour.join().unwrap(),
+        )
+    });
+    Outcome {
+        plan,
+        took: begun.elapsed(),
+        tally: run.tally.into_inner().unwrap(),
+        restarts,
+        looks,
+        neighbour,
+        violations: run.judge.violations(),
+    }
+}
+
+impl Run {
+    fn scene<'a>(&'a self, watched: &'a Watched) -> Scene<'a> {
+        Scene {
+            container: &self.container,
+            judge: &self.judge,
+            tally: &self.tally,
+            watched,
+        }
+    }
+
+    fn is_done(&self) -> bool {
+        self.done.load(Ordering::Relaxed)
+    }
+
+    fn operations(&self) -> u64 {
+        self.tally.lock().unwrap().operations
+    }
+
+    fn restarts(&self) -> u32 {
+        (self.agents.load(Ordering::SeqCst) / 2) as u32
+    }
+
+    fn learn_what_idle_programs_use(&self) {
+        let mut agent = self.agent.lock().unwrap();
+        for (life, watched) in &self.lives {
+            let mut life = life.lock().unwrap();
+            let answer = life.ask(self.scene(watched), "info");
+            self.judge.hold(answer.is_some(), || {
+                "a program without memory is gone".to_owned()
+            });
+        }
+        let used = agent.books().used;
+        self.idle
+            .store(used / self.lives.len() as u64, Ordering::Relaxed);
+    }
+
+    /// Waits until so many operations and restarts were done.
+    fn wait_for(&self, operations: u64, restarts: u32) {
+        let is_so = || self.operations() >= operations && self.restarts() >= restarts;
+        while !is_so() && !self.is_done() {
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Kills the agent and starts another, evenly over the run.
+    fn restart_the_agent(&self) -> u32 {
+        let mut dice = Dice::of(self.plan.seed, 1 << 32);
+        let part = self.plan.operations / u64::from(self.plan.restarts + 1);
+        while self.restarts() < self.plan.restarts && !self.is_done() {
+            self.wait_for(part * u64::from(self.restarts() + 1), 0);
+            thread::sleep(dice.time(Duration::from_millis(20)));
+            let away = dice.time(Duration::from_millis(40));
+            let _open = self.gate.read().unwrap();
+            let mut agent = self.agent.lock().unwrap();
+            self.agents.fetch_add(1, Ordering::SeqCst);
+            agent.end();
+            thread::sleep(away);
+            *agent = Agent::start(self.room.path(), QUOTA);
+            // It answers once it serves.
+            agent.books();
+            self.agents.fetch_add(1, Ordering::SeqCst);
+        }
+        self.restarts()
+    }
+
+    /// Looks at what the driver charges to the crowd, all the time; how often it was.
+    fn look(&self) -> u64 {
+        let sim = self.room.sim();
+        let mut looks = 0;
+        while !self.is_done() {
+            let charged = self.charged(&sim);
+            self.judge.hold(charged <= QUOTA, || {
+                format!("the driver charges {charged} bytes to the crowd, whose quota is {QUOTA}")
+            });
+            for (_, watched) in &self.lives {
+                watched.end_if_it_hangs(&self.judge);
+            }
+            looks += 1;
+            thread::sleep(LOOK_EVERY);
+        }
+        looks
+    }
+
+    /// Memory that the driver charges to the crowd, without its contexts.
+    fn charged(&self, sim: &bursar_sim_state::Sim) -> u64 {
+        let processes = sim.usage(0).processes;
+        let crowd = processes
+            .iter()
+            .filter(|process| !self.neighbours.contains(&process.pid));
+        crowd
+            .map(|process| process.bytes.saturating_sub(CONTEXT))
+            .sum()
+    }
+
+    /// Calls that need the agent, by a program of another container: how long they took while there was one.
+    fn neighbour(&self, [mut first, mut second]: [Program; 2]) -> Times {
+        // With a sibling, every look at what is free asks the agent.
+        for program in [&mut first, &mut second] {
+            let said = program.begin();
+            self.judge.hold(said.is_ok(), || {
+                format!("the neighbour starts with {said:?}")
+            });
+        }
+        let mut times = Times::default();
+        while !self.is_done() {
+            let (agent, begun) = (self.agents.load(Ordering::SeqCst), Instant::now());
+            let answer = first.numbers("info");
+            // Who asks while there is no agent is answered by the shim alone.
+            if agent % 2 == 0 && agent == self.agents.load(Ordering::SeqCst) {
+                times.note(begun.elapsed().as_nanos() as u64);
+            }
+            self.judge.hold(answer.is_ok(), || {
+                format!("the neighbour's info answered {answer:?}")
+            });
+            thread::sleep(Duration::from_millis(5));
+        }
+        let most = Duration::from_nanos(times.all_but_one_in(100));
+        self.judge.hold(most <= NEIGHBOUR_WITHIN, || {
+            format!("one in a hundred of the neighbour's calls took more than {most:?}")
+        });
+        times
+    }
+
+    /// Lets the crowd work, and stops it for a look now and then.
+    fn stop_now_and_then(&self) {
+        for stop in 1..=STOPS {
+            // The last one waits for the last agent too.
+            let restarts = if stop == STOPS { self.plan.restarts } else { 0 };
+            self.wait_for(self.plan.operations * stop / STOPS, restarts);
+            let _closed = self.gate.write().unwrap();
+            self.hold_against_the_model();
+        }
+    }
+
+    /// Everybody stands still: the books, the driver and the model say the same, what fits is given, and what
+    /// does not is not.
+    fn hold_against_the_model(&self) {
+        let sim = self.room.sim();
+        let mut agent = self.agent.lock().unwrap();
+        let mut lives: Vec<_> = self
+            .lives
+            .iter()
+            .map(|(life, _)| life.lock().unwrap())
+            .collect();
+        for (life, (_, watched)) in lives.iter_mut().zip(&self.lives) {
+            // Only now the agent learns of an exec.
+            life.ask(self.scene(watched), "info");
+        }
+        self.wait_for_the_dead(&sim, &mut agent);
+        let model: u64 = lives.iter().map(|life| life.used).sum();
+        let idle = self.idle.load(Ordering::Relaxed) * lives.len() as u64;
+        let books = self.books_that_agree(&mut agent, &mut lives, model + idle);
+        self.judge.hold(books.over == 0, || {
+            format!(
+                "in {} of {} looks the books were above the quota",
+                books.over, books.looks
+            )
+        });
+        let most = DESCRIPTORS + 2 * books.processes;
+        self.judge.hold(books.descriptors <= most, || {
+            format!("the agent has more than {most} descriptors open: {books:?}")
+        });
+        let charged = self.charged(&sim);
+        self.judge.hold(charged == model, || {
+            format!("the driver charges {charged} bytes to the crowd, whose programs hold {model}")
+        });
+        let free = QUOTA.saturating_sub(books.used) / CHUNK * CHUNK;
+        self.all_that_is_free(&mut lives, free);
+        for parts in [13, 200] {
+            self.race(&mut lives, free, free / parts / CHUNK * CHUNK);
+        }
+    }
+
+    /// What dead programs had is released soon after the driver has it back.
+    fn wait_for_the_dead(&self, sim: &bursar_sim_state::Sim, agent: &mut Agent) {
+        let living = self.lives.len() + self.neighbours.len();
+        let begun = Instant::now();
+        while sim.usage(0).processes.len() > living && begun.elapsed() < Duration::from_secs(5) {
+            thread::sleep(Duration::from_millis(5));
+        }
+        let free = Instant::now().max(agent.since);
+        loop {
+            let books = agent.books();
+            if books.retired == 0 {
+                return;
+            }
+            if free.elapsed() > RELEASED_WITHIN {
+                self.judge.violation(format!(
+                    "memory of the dead is free and not released: {books:?}"
+                ));
+                return;
+            }
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    /// The books, once every program has spoken to the present agent.
+    fn books_that_agree(
+        &self,
+        agent: &mut Agent,
+        lives: &mut [std::sync::MutexGuard<'_, Life>],
+        model: u64,
+    ) -> Books {
+        let begun = Instant::now();
+        loop {
+            for (life, (_, watched)) in lives.iter_mut().zip(&self.lives) {
+                let answer = life.program(self.scene(watched)).numbers("info");
+                self.judge
+                    .hold(answer.is_ok(), || format!("info answered {answer:?}"));
+            }
+            let books = agent.books();
+            if books.used == model && books.processes == self.lives.len() as u64 {
+                return books;
+            }
+            if begun.elapsed() > Duration::from_secs(3) {
+                self.judge.violation(format!(
+                    "the programs hold {model} bytes, and the books say {books:?}"
+                ));
+                return books;
+            }
+        }
+    }
+
+    /// One program gets all that is free, though others have credit that they do not use; then nobody gets more.
+    fn all_that_is_free(&self, lives: &mut [std::sync::MutexGuard<'_, Life>], free: u64) {
+        let (first, second) = (0, 1 % lives.len());
+        let mut ask = |who: usize, line: String| {
+            let life = lives.get_mut(who).zip(self.lives.get(who));
+            life.and_then(|(life, (_, watched))| life.ask(self.scene(watched), &line))
+        };
+        let Some(more) = (free > 0).then_some(free) else {
+            return;
+        };
+        let answer = ask(first, format!("alloc {more}"));
+        let pointer = answer
+            .as_deref()
+            .and_then(|answer| answer.strip_prefix("ok "));
+        let Some(pointer) = pointer else {
+            self.judge.violation(format!(
+                "{more} bytes are free, and asked for they are {answer:?}"
+            ));
+            return;
+        };
+        let over = ask(second, format!("alloc {CHUNK}"));
+        self.judge.hold(over.as_deref() == Some("err 2"), || {
+            format!("nothing is free, and a chunk more is {over:?}")
+        });
+        let freed = ask(first, format!("free {pointer}"));
+        self.judge.hold(freed.as_deref() == Some("ok"), || {
+            format!("a free is {freed:?}")
+        });
+    }
+
+    /// All race for the last bytes in parts: exactly as many are given as fit.
+    fn race(&self, lives: &mut [std::sync::MutexGuard<'_, Life>], free: u64, part: u64) {
+        if part == 0 {
+            return;
+        }
+        let mut all = |line: &str| -> Vec<Option<String>> {
+            let mut all: Vec<_> = lives.iter_mut().zip(&self.lives).collect();
+            for (life, (_, watched)) in &mut all {
+                life.tell(self.scene(watched), line);
+            }
+            all.iter_mut()
+                .map(|(life, (_, watched))| life.hear(self.scene(watched)))
+                .collect()
+        };
+        let answers = all(&format!("grab {part}"));
+        let got: Option<u64> = answers
+            .iter()
+            .map(|answer| {
+                let (count, code) = answer.as_deref()?.strip_prefix("ok ")?.split_once(' ')?;
+                (code == "2").then_some(())?;
+                count.parse::<u64>().ok()
+            })
+            .sum();
+        self.judge.hold(got == Some(free / part), || {
+            format!(
+                "{} parts of {part} bytes fit, and those who raced got {got:?}",
+                free / part
+            )
+        });
+        all("give");
+    }
+}

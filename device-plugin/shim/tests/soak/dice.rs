@@ -1,0 +1,30 @@
+//! Random choices that a seed repeats.
+
+use std::time::Duration;
+
+/// A small generator.
+#[derive(Clone, Debug)]
+pub(crate) struct Dice(u64);
+
+impl Dice {
+    /// One for each purpose of a run.
+    pub(crate) fn of(seed: u64, purpose: u64) -> Dice {
+        let mut dice = Dice(seed ^ purpose.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        dice.below(2);
+        dice
+    }
+
+    /// A number below `sides`.
+    pub(crate) fn below(&mut self, sides: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % sides
+    }
+
+    /// A time below `most`, to the microsecond.
+    pub(crate) fn time(&mut self, most: Duration) -> Duration {
+        Duration::from_micros(self.below(most.as_micros() as u64))
+    }
+}

@@ -1,0 +1,81 @@
+//! 64 processes of one container against a reference model: a million random calls, SIGKILL at any
+//! moment, the agent killed a hundred times, and a neighbour that must not notice.
+//!
+//! ```text
+//! room     the simulated GPU, the containers' mounts, programs in them
+//! agent    a process that serves the containers' sessions, and can be killed
+//! life     what one program of the crowd does, life after life
+//! crowd    all of them, stopped now and then to be held against the model
+//! judge    what was seen to be wrong
+//! times    how long calls took
+//! ```
+//!
+//! `cargo test --test soak -- --seed 7` repeats the choices of an earlier run: who does what, who is killed
+//! after how long. What the scheduler did then it does not repeat.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+#[path = "../support/mod.rs"]
+mod support;
+
+mod agent;
+mod crowd;
+mod dice;
+mod judge;
+mod life;
+mod room;
+mod times;
+
+use std::process::ExitCode;
+
+/// What is run, from the command line.
+#[derive(Clone, Copy, Debug)]
+struct Plan {
+    seed: u64,
+    operations: u64,
+    processes: usize,
+    restarts: u32,
+}
+
+impl Plan {
+    fn of(arguments: &[String]) -> Plan {
+        let given = |name: &str| {
+            let place = arguments.iter().position(|argument| argument == name)?;
+            arguments.get(place + 1)?.parse::<u64>().ok()
+        };
+        let clock = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+        Plan {
+            seed: given("--seed").unwrap_or(clock.map_or(0, |time| time.as_secs())),
+            operations: given("--operations").unwrap_or(1_000_000),
+            processes: given("--processes").unwrap_or(64) as usize,
+            restarts: given("--restarts").unwrap_or(100) as u32,
+        }
+    }
+}
+
+fn main() -> ExitCode {
+    let arguments: Vec<String> = std::env::args().collect();
+    if let [_, role, folder, quota] = arguments.as_slice()
+        && role == agent::ROLE
+    {
+        agent::serve(folder.as_ref(), quota.parse().unwrap());
+    }
+    let plan = Plan::of(&arguments);
+    println!("soak: seed {}, {plan:?}", plan.seed);
+    let outcome = crowd::run(plan);
+    println!("{}", outcome.closing_line());
+    if outcome.violations.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    for violation in &outcome.violations {
+        println!("violation: {violation}");
+    }
+    println!(
+        "again: cargo test -p bursar-shim --test soak -- --seed {}",
+        plan.seed
+    );
+    ExitCode::FAILURE
+}

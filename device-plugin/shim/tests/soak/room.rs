@@ -1,0 +1,224 @@
+//! The simulated GPU, and containers to start programs in.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+use bursar_device_plugin::sessions::Sessions;
+use bursar_device_plugin::units::AllocationId;
+use bursar_sim_state::{Folder, Sim};
+
+use crate::support::{GPU, built};
+
+/// What a context takes here: 64 processes and their predecessors' children must fit on one card.
+pub(crate) const CONTEXT: u64 = 16 << 20;
+
+/// The card: an H200.
+const MEMORY: u64 = 141 << 30;
+
+/// The crowd leaves the processor to the agent and to the neighbour: they are not here to share it.
+const NICE: libc::c_int = 10;
+
+/// One machine.
+#[derive(Debug)]
+pub(crate) struct Room {
+    folder: tempfile::TempDir,
+}
+
+impl Room {
+    /// Lays it out.
+    pub(crate) fn new() -> Room {
+        let folder = tempfile::tempdir().unwrap();
+        let config = folder.path().join("sim.toml");
+        let gpu = format!(
+            "context = \"{CONTEXT}\"\n[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{GPU}\"\nmemory = \"{MEMORY}\"\nminor = 0\n"
+        );
+        std::fs::write(&config, gpu).unwrap();
+        Folder::at(folder.path().join("sim"))
+            .init(&config, &[])
+            .unwrap();
+        Room { folder }
+    }
+
+    /// Its folder.
+    pub(crate) fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Its GPU.
+    pub(crate) fn sim(&self) -> Sim {
+        Sim::open(&self.folder.path().join("sim")).unwrap()
+    }
+
+    /// A container for an allocation. Its folder is there, served or not.
+    pub(crate) fn container(&self, allocation: AllocationId) -> Container {
+        let alloc =
+            Sessions::alloc_dir(&self.folder.path().join("run")).join(allocation.to_string());
+        std::fs::create_dir_all(&alloc).unwrap();
+        // As the agent's CDI device makes it. The namespaces are held by a process that does nothing.
+        let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
+            touch /opt/bursar/lib/libcuda.so.1 /opt/bursar/drv/cuda.so.1; \
+            mount --bind $SHIM /opt/bursar/lib/libcuda.so.1; mount --bind $REAL /opt/bursar/drv/cuda.so.1; \
+            mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; \
+            echo made; exec sleep infinity";
+        let mut command = Command::new("unshare");
+        command.arg("--mount");
+        // SAFETY: asks for a number.
+        let root = unsafe { libc::geteuid() } == 0;
+        if !root {
+            command.args(["--user", "--map-root-user"]);
+        }
+        let mut holder = command
+            .args(["sh", "-c", script])
+            .env("SHIM", built().join("libbursar_shim.so"))
+            .env("REAL", built().join("libbursar_sim_cuda.so"))
+            .env("ALLOC", alloc)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut line = String::new();
+        BufReader::new(holder.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        assert_eq!(line, "made\n");
+        let namespace = |name| File::open(format!("/proc/{}/ns/{name}", holder.id())).unwrap();
+        let mut namespaces = Vec::new();
+        if !root {
+            namespaces.push(namespace("user"));
+        }
+        namespaces.push(namespace("mnt"));
+        Container {
+            holder,
+            namespaces,
+            sim: self.folder.path().join("sim"),
+        }
+    }
+}
+
+/// Mounts as a container has them.
+#[derive(Debug)]
+pub(crate) struct Container {
+    holder: Child,
+    namespaces: Vec<File>,
+    sim: PathBuf,
+}
+
+impl Drop for Container {
+    fn drop(&mut self) {
+        let _ = self.holder.kill();
+        let _ = self.holder.wait();
+    }
+}
+
+impl Container {
+    /// Starts a program in it, which says `ready` once it has a context.
+    pub(crate) fn start(&self, nice: bool) -> Program {
+        let namespaces: Vec<i32> = self.namespaces.iter().map(AsRawFd::as_raw_fd).collect();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_quota-client"));
+        command
+            .env_clear()
+            .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
+            .env("SIMGPU_DEV", self.sim.join("dev"))
+            .env("SIMGPU_DIR", &self.sim)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let enter = move || {
+            for namespace in &namespaces {
+                // SAFETY: plain system calls on descriptors that are open.
+                if unsafe { libc::setns(*namespace, 0) } != 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+            }
+            // SAFETY: plain system calls.
+            unsafe {
+                libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL);
+                if nice {
+                    libc::nice(NICE);
+                }
+            }
+            Ok(())
+        };
+        // SAFETY: between fork and exec it makes system calls only.
+        unsafe { command.pre_exec(enter) };
+        let mut child = command.spawn().unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        Program {
+            child,
+            input,
+            output,
+        }
+    }
+}
+
+/// A program in a container.
+#[derive(Debug)]
+pub(crate) struct Program {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Program {
+    /// Its pid.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Sends a line; nothing where it is gone.
+    pub(crate) fn tell(&mut self, line: &str) {
+        let _ = writeln!(self.input, "{line}");
+    }
+
+    /// Its next line; `None` when it is gone.
+    pub(crate) fn hear(&mut self) -> Option<String> {
+        let mut line = String::new();
+        let length = self.output.read_line(&mut line).unwrap_or(0);
+        (length > 0 && line.ends_with('\n')).then(|| line.trim_end().to_owned())
+    }
+
+    /// One line and its answer.
+    pub(crate) fn ask(&mut self, line: impl AsRef<str>) -> Option<String> {
+        self.tell(line.as_ref());
+        self.hear()
+    }
+
+    /// Waits until a new image has a context; what it said else.
+    pub(crate) fn begin(&mut self) -> Result<(), String> {
+        match self.hear().as_deref() {
+            Some("ready") => self.numbers("begin").map(drop),
+            other => Err(format!("{other:?}")),
+        }
+    }
+
+    /// The numbers of an answer that begins with `ok`.
+    pub(crate) fn numbers(&mut self, line: impl AsRef<str>) -> Result<Vec<u64>, String> {
+        let answer = self.ask(line.as_ref()).ok_or("it is gone")?;
+        let numbers = answer.strip_prefix("ok").map(|rest| {
+            let words = rest.split_whitespace();
+            words.map(|word| word.parse().unwrap()).collect()
+        });
+        numbers.ok_or(answer)
+    }
+
+    /// Sends a signal.
+    pub(crate) fn signal(&self, signal: libc::c_int) {
+        // SAFETY: the child is not waited for yet, so the pid is its own.
+        unsafe { libc::kill(self.child.id() as i32, signal) };
+    }
+
+    /// Lets it end by itself.
+    pub(crate) fn leave(mut self) {
+        drop(self.input);
+        let _ = self.child.wait();
+    }
+
+    /// SIGKILL.
+    pub(crate) fn kill(mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,193 @@
+//! Many random calls for one line of input: what a soak needs.
+//!
+//! ```text
+//! begin                  -> ok | err CODE  (has a context, as soon as there is an agent to ask)
+//! storm SEED COUNT SHARE -> ok DENIED USED LONGEST BUCKETS...  (COUNT calls; SHARE bytes are held on average)
+//! grab BYTES             -> ok COUNT CODE  (allocates until that is refused)
+//! give                   -> ok             (frees what was grabbed)
+//! linger MILLISECONDS    -> ok             (forks a child that lives so long)
+//! ```
+//!
+//! `USED` is what is held after the last call, `LONGEST` nanoseconds. A bucket counts the calls that
+//! took up to two to the power of its place nanoseconds.
+
+use std::time::{Duration, Instant};
+
+use super::Cuda;
+
+/// Buckets of the histogram: the last one ends at 2^39 ns, nine minutes.
+const BUCKETS: usize = 40;
+
+const OUT_OF_MEMORY: i32 = 2;
+const INVALID_CONTEXT: i32 = 201;
+
+/// The smallest size. The driver takes just what is asked for of powers of two up to [`PIECE`] and of
+/// multiples of [`CHUNK`], so the sum of sizes is what it charges.
+const SMALLEST: u64 = 4096;
+const PIECE: u64 = 1 << 20;
+const CHUNK: u64 = 2 << 20;
+
+/// The longest that a forked child lives on after its parent was killed.
+const CHILD: u64 = 300;
+
+/// What is held across lines.
+#[derive(Default)]
+pub(super) struct Storm {
+    held: Vec<(u64, u64)>,
+    grabbed: Vec<u64>,
+}
+
+/// A small generator with a seed, so that a run can be repeated.
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, sides: u64) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % sides
+    }
+}
+
+impl Storm {
+    /// One line, if it is one of these.
+    pub(super) fn run(&mut self, cuda: &Cuda, words: &[&str]) -> Option<String> {
+        let number = |index: usize| words[index].parse::<u64>().expect("a number");
+        match words[0] {
+            "storm" => Some(self.storm(cuda, Dice(number(1)), number(2), number(3))),
+            "begin" => Some(begin(cuda)),
+            "grab" => loop {
+                match cuda.alloc(number(1)) {
+                    Ok(pointer) => self.grabbed.push(pointer),
+                    Err(code) => break Some(format!("ok {} {code}", self.grabbed.len())),
+                }
+            },
+            "give" => {
+                for pointer in self.grabbed.drain(..) {
+                    assert_eq!(cuda.free(pointer), 0);
+                }
+                Some("ok".to_owned())
+            }
+            "linger" => {
+                fork_a_sleeper(Duration::from_millis(number(1)));
+                Some("ok".to_owned())
+            }
+            _ => None,
+        }
+    }
+
+    fn used(&self) -> u64 {
+        self.held.iter().map(|(_, bytes)| bytes).sum()
+    }
+
+    fn storm(&mut self, cuda: &Cuda, mut dice: Dice, count: u64, share: u64) -> String {
+        let (mut denied, mut longest, mut buckets) = (0_u64, 0, [0_u64; BUCKETS]);
+        // Use goes up and down, so that some hit the limit while others leave room.
+        let wanted = dice.below(2 * share);
+        for _ in 0..count {
+            let begun = Instant::now();
+            denied += u64::from(self.step(cuda, &mut dice, share, wanted));
+            let took = u64::try_from(begun.elapsed().as_nanos()).expect("not for centuries");
+            longest = took.max(longest);
+            buckets[(took.max(1).ilog2() as usize + 1).min(BUCKETS - 1)] += 1;
+        }
+        let buckets: Vec<String> = buckets.iter().map(u64::to_string).collect();
+        format!(
+            "ok {denied} {} {longest} {}",
+            self.used(),
+            buckets.join(" ")
+        )
+    }
+
+    /// One call; whether it was denied.
+    fn step(&mut self, cuda: &Cuda, dice: &mut Dice, share: u64, wanted: u64) -> bool {
+        match dice.below(10_000) {
+            0..150 => drop(cuda.info()),
+            150..152 => fork_a_sleeper(Duration::from_millis(dice.below(CHILD))),
+            152..158 => close_sockets(),
+            // What one process gives back, others take: now and then all of it.
+            158..160 => {
+                for (pointer, _) in self.held.drain(..) {
+                    assert_eq!(cuda.free(pointer), 0);
+                }
+            }
+            roll => {
+                let grow = (roll % 4 != 0) == (self.used() < wanted);
+                if grow || self.held.is_empty() {
+                    return self.allocate(cuda, dice, share);
+                }
+                let place = dice.below(self.held.len() as u64) as usize;
+                let (pointer, _) = self.held.swap_remove(place);
+                assert_eq!(cuda.free(pointer), 0);
+            }
+        }
+        false
+    }
+
+    fn allocate(&mut self, cuda: &Cuda, dice: &mut Dice, share: u64) -> bool {
+        // As many of each order of magnitude, up to an eighth of the share.
+        let pieces = u64::from((PIECE / SMALLEST).ilog2()) + 1;
+        let orders = u64::from((share / 8 / CHUNK).max(1).ilog2()) + 1;
+        let bytes = match dice.below(pieces + orders) {
+            piece if piece < pieces => SMALLEST << piece,
+            order => CHUNK * (dice.below(1 << (order - pieces)) + 1),
+        };
+        match cuda.alloc(bytes) {
+            Ok(pointer) => {
+                self.held.push((pointer, bytes));
+                false
+            }
+            Err(OUT_OF_MEMORY) => true,
+            Err(code) => panic!("an allocation answered {code}"),
+        }
+    }
+}
+
+/// Retains the primary context, which takes an agent that says what one is charged.
+fn begin(cuda: &Cuda) -> String {
+    let begun = Instant::now();
+    loop {
+        match cuda.info() {
+            Ok(_) => return "ok".to_owned(),
+            Err(INVALID_CONTEXT) if begun.elapsed() < Duration::from_secs(5) => {
+                if cuda.retain() != 0 {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+            }
+            Err(code) => return format!("err {code}"),
+        }
+    }
+}
+
+/// A child that keeps what this process has in the driver, whatever becomes of it (design F13).
+fn fork_a_sleeper(time: Duration) {
+    let time = libc::timespec {
+        tv_sec: time.as_secs() as libc::time_t,
+        tv_nsec: i64::from(time.subsec_nanos()),
+    };
+    // SAFETY: children are not waited for, and a child only sleeps and leaves.
+    unsafe {
+        libc::signal(libc::SIGCHLD, libc::SIG_IGN);
+        if libc::fork() == 0 {
+            libc::nanosleep(&raw const time, std::ptr::null_mut());
+            libc::_exit(0);
+        }
+    }
+}
+
+/// What daemons do: it cuts the session.
+fn close_sockets() {
+    for fd in 3..64 {
+        let mut stat = std::mem::MaybeUninit::<libc::stat>::zeroed();
+        // SAFETY: fstat writes the structure, for which zeros are values too.
+        let mode = unsafe {
+            libc::fstat(fd, stat.as_mut_ptr());
+            stat.assume_init().st_mode
+        };
+        if mode & libc::S_IFMT == libc::S_IFSOCK {
+            // SAFETY: nobody here uses a socket; the shim finds out that its own is gone.
+            unsafe { libc::close(fd) };
+        }
+    }
+}
