@@ -3,7 +3,7 @@
 //! A child has none of its parent's device memory, and a thread that held the lock does not live there.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// A value that is made at its first use in each process, and never dropped.
 #[derive(Debug)]
@@ -17,13 +17,24 @@ impl<T: Default + 'static> Afresh<T> {
 
     /// Locks the value. A panic of another thread leaves it usable.
     pub(crate) fn lock(&self) -> MutexGuard<'static, T> {
-        let known = self.0.load(Ordering::Acquire);
+        self.mutex().lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Locks the value unless it is locked.
+    pub(crate) fn try_lock(&self) -> Option<MutexGuard<'static, T>> {
+        match self.mutex().try_lock() {
+            Ok(held) => Some(held),
+            Err(TryLockError::Poisoned(held)) => Some(held.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn mutex(&self) -> &'static Mutex<T> {
         // SAFETY: the pointer is null or a leaked value.
-        let mutex: &'static Mutex<T> = match unsafe { known.as_ref() } {
+        match unsafe { self.0.load(Ordering::Acquire).as_ref() } {
             Some(mutex) => mutex,
             None => self.make(),
-        };
-        mutex.lock().unwrap_or_else(PoisonError::into_inner)
+        }
     }
 
     /// In a forked child: forgets the parent's value.

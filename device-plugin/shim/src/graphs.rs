@@ -10,11 +10,12 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
+use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bursar_protocol::units::UNIT;
 
+use crate::afresh::Afresh;
 use crate::codes::{self, CuResult};
 use crate::hooks::{captures, real};
 use crate::ledger::{self, Denied, Kind, Pending};
@@ -67,6 +68,7 @@ struct Executable {
     placed: Option<u64>,
 }
 
+#[derive(Default)]
 struct Graphs {
     executables: BTreeMap<u64, Executable>,
     /// What each device's graph pool is charged.
@@ -78,14 +80,15 @@ struct Graphs {
 /// Whether there ever was an executable graph with memory nodes.
 static ANY: AtomicBool = AtomicBool::new(false);
 
-static GRAPHS: Mutex<Graphs> = Mutex::new(Graphs {
-    executables: BTreeMap::new(),
-    pools: BTreeMap::new(),
-    trims: 0,
-});
+static GRAPHS: Afresh<Graphs> = Afresh::new();
 
 fn graphs() -> MutexGuard<'static, Graphs> {
-    GRAPHS.lock().unwrap_or_else(PoisonError::into_inner)
+    GRAPHS.lock()
+}
+
+/// In a forked child: it has none of its parent's graphs.
+pub(crate) fn forget() {
+    GRAPHS.forget();
 }
 
 /// Whether there may be graph memory to look after.
@@ -161,7 +164,7 @@ pub(crate) fn trimming(call: impl FnOnce() -> CuResult) -> CuResult {
 
 /// Gives back what no graph uses now; whether that was anything. Nothing while another thread is at it.
 pub(crate) fn reclaim() -> bool {
-    any() && GRAPHS.try_lock().is_ok_and(|mut graphs| graphs.reclaim())
+    any() && GRAPHS.try_lock().is_some_and(|mut graphs| graphs.reclaim())
 }
 
 impl Graphs {

@@ -23,7 +23,7 @@ pub(crate) mod contexts;
 mod exports;
 mod functions;
 mod graphs;
-mod known;
+pub(crate) mod known;
 mod limits;
 mod linear;
 mod pools;

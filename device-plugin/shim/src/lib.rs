@@ -29,4 +29,5 @@ mod place;
 mod pools;
 mod real;
 mod state;
+mod unwinder;
 mod vmm;

@@ -97,6 +97,9 @@ pub(crate) fn state() -> Option<&'static State> {
         crate::leaving::EVENTS.forget();
         crate::pools::POOLS.forget();
         crate::hooks::vmm::TABLE.forget();
+        crate::hooks::contexts::ACTIVATING.forget();
+        crate::hooks::known::forget();
+        crate::graphs::forget();
         state.begun.store(1, Ordering::Release);
     }
     Some(state)

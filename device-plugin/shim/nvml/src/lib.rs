@@ -26,3 +26,5 @@ mod hooks;
 #[path = "../../src/old_glibc.rs"]
 mod old_glibc;
 mod real;
+#[path = "../../src/unwinder.rs"]
+mod unwinder;

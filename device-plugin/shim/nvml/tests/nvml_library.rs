@@ -158,6 +158,24 @@ fn the_library_needs_no_newer_glibc_than_documented() {
 }
 
 #[test]
+#[cfg(target_arch = "x86_64")]
+fn the_library_needs_nothing_that_an_image_with_glibc_may_lack() {
+    // The loader ends a program whose preloaded library needs what is not there.
+    let of_glibc = [
+        "ld-linux-x86-64.so.2",
+        "libc.so.6",
+        "libdl.so.2",
+        "libpthread.so.0",
+    ];
+    let needed: BTreeSet<String> = said("readelf", "-d", &shim())
+        .lines()
+        .filter(|line| line.contains("(NEEDED)"))
+        .filter_map(|line| Some(line.split_once('[')?.1.trim_end_matches(']').to_owned()))
+        .collect();
+    assert_eq!(needed, of_glibc.map(str::to_owned).into());
+}
+
+#[test]
 fn the_library_is_known_by_the_drivers_name_stays_loaded_and_reads_no_environment() {
     let dynamic = said("readelf", "-d", &shim());
     assert!(dynamic.contains("soname: [libnvidia-ml.so.1]"), "{dynamic}");

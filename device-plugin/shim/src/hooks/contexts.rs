@@ -9,9 +9,9 @@
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_uint, c_void};
-use std::sync::{Mutex, PoisonError};
 
 use super::{allocate, device_count, hooks, known, real};
+use crate::afresh::Afresh;
 use crate::codes::{self, CuResult};
 use crate::forward::{self, index};
 use crate::graphs;
@@ -168,6 +168,9 @@ fn making(
     codes::SUCCESS
 }
 
+/// Held by who makes a primary context active: of threads that start together one is charged.
+pub(crate) static ACTIVATING: Afresh<()> = Afresh::new();
+
 /// Calls what makes a device's primary context active, unless it is; `undo` takes the call back.
 fn activating(
     device: c_int,
@@ -175,12 +178,10 @@ fn activating(
     call: impl Fn() -> CuResult,
     undo: impl Fn() -> CuResult,
 ) -> CuResult {
-    /// So that of threads that start together one is charged.
-    static ONE: Mutex<()> = Mutex::new(());
     if !exists(device) || is_active(device) {
         return call();
     }
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let _one = ACTIVATING.lock();
     if is_active(device) {
         return call();
     }

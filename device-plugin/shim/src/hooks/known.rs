@@ -10,11 +10,12 @@
 //! driver has no context for it.
 
 use std::ffi::c_int;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::MutexGuard;
 
 use bursar_protocol::units::Units;
 
 use super::real;
+use crate::afresh::Afresh;
 use crate::codes;
 use crate::ledger::{self, Denied, Kind, Pending};
 use crate::live::Charge;
@@ -49,13 +50,24 @@ struct Known {
     locals: [u64; MAX_DEVICES],
 }
 
-static KNOWN: Mutex<Known> = Mutex::new(Known {
-    contexts: Vec::new(),
-    locals: [0; MAX_DEVICES],
-});
+impl Default for Known {
+    fn default() -> Known {
+        Known {
+            contexts: Vec::new(),
+            locals: [0; MAX_DEVICES],
+        }
+    }
+}
+
+static KNOWN: Afresh<Known> = Afresh::new();
 
 fn known() -> MutexGuard<'static, Known> {
-    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+    KNOWN.lock()
+}
+
+/// In a forked child: it has none of its parent's contexts.
+pub(crate) fn forget() {
+    KNOWN.forget();
 }
 
 /// A context was made and charged (not where contexts are not charged).
