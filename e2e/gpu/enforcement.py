@@ -174,7 +174,7 @@ def rows(rounds):
     yield "cupy", 4, [PYTHON, *quota, "cupy"], {}, filled(4)
     yield "cupy, async pool", 4, [PYTHON, *quota, "cupy-async"], {}, filled(4)
     yield "jax", 4, [PYTHON, *quota, "jax"], {}, part_of(4)
-    yield "numba", 4, [PYTHON, *quota, "numba"], {}, filled(4)
+    yield "numba", 4, [PYTHON, *quota, "numba"], {"CUDA_HOME": CUDA}, filled(4)
     yield "static cudart", 4, ["/programs/static"], {}, filled(4)
     for how in ("linear", "odd", "async", "vmm", "array"):
         yield f"direct, {how}", 4, [direct, "greedy", how], {}, filled(4)
