@@ -38,6 +38,8 @@ async fn run(args: &Args) -> anyhow::Result<()> {
 fn log(args: &Args) -> anyhow::Result<()> {
     let lines = tracing_subscriber::fmt()
         .with_env_filter(EnvFilter::try_new(&args.log)?)
+        // Whoever reads a container's log wants no colours, whatever features other crates turn on.
+        .with_ansi(false)
         .with_writer(std::io::stderr);
     match args.log_format {
         LogFormat::Json => lines.json().init(),

@@ -47,6 +47,8 @@ fn log(args: &Args) -> anyhow::Result<()> {
     })?;
     let lines = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        // Whoever reads a container's log wants no colours, whatever features other crates turn on.
+        .with_ansi(false)
         .with_writer(std::io::stderr);
     match args.log_format {
         LogFormat::Json => lines.json().init(),

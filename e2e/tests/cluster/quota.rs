@@ -68,7 +68,8 @@ async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
     let seen = &holding["nvml"]["seen"];
     assert_eq!(seen["total"], 8 * GIB, "{holding}");
     let used = seen["used"].as_u64().unwrap_or_default();
-    assert!((5 * GIB..6 * GIB).contains(&used), "{holding}");
+    // What it took, and a context.
+    assert!((4 * GIB..5 * GIB).contains(&used), "{holding}");
     let alone = json!([{ "pid": 1, "bytes": used }]);
     assert_eq!(seen["processes"], alone, "{holding}");
     let greedy = PodPlan::new("greedy", &probe)
