@@ -65,15 +65,23 @@ fn tenant() -> &'static Path {
 
 /// Copies a program with the libraries that it needs, to the same paths below `root`.
 fn copy_whole(program: &Path, root: &Path) {
-    let output = Command::new("ldd").arg(program).output().unwrap();
+    copy_libraries(program, root);
+    copy(program, root);
+}
+
+/// Copies the libraries that a file needs.
+fn copy_libraries(file: &Path, root: &Path) {
+    let output = Command::new("ldd").arg(file).output().unwrap();
     let text = String::from_utf8(output.stdout).unwrap();
     let words = text.split_whitespace().filter(|word| word.starts_with('/'));
-    let files: BTreeSet<&Path> = words.map(Path::new).chain([program]).collect();
-    for file in files {
-        let copy = root.join(file.strip_prefix("/").unwrap());
-        fs::create_dir_all(copy.parent().unwrap()).unwrap();
-        fs::copy(file, copy).unwrap();
-    }
+    let files: BTreeSet<&Path> = words.map(Path::new).collect();
+    files.into_iter().for_each(|file| copy(file, root));
+}
+
+fn copy(file: &Path, root: &Path) {
+    let copy = root.join(file.strip_prefix("/").unwrap());
+    fs::create_dir_all(copy.parent().unwrap()).unwrap();
+    fs::copy(file, copy).unwrap();
 }
 
 fn which(program: &str) -> PathBuf {
@@ -127,8 +135,9 @@ impl Container {
             copy_whole(&path, &root);
         }
         copy_whole(tenant(), &root);
-        // As an image has what the shim needs.
-        copy_whole(shim(), &root);
+        // As every image with glibc has; the simulated driver, unlike a real one, needs more than that.
+        copy_libraries(shim(), &root);
+        copy_libraries(&machine.lab.library("libcuda.so.1"), &root);
         for folder in ["dev", "proc", "old"] {
             fs::create_dir_all(root.join(folder)).unwrap();
         }
