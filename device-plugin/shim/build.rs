@@ -4,28 +4,16 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
+mod linking;
 mod table;
 
 use table::{Function, Own, Proc, Symbol};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    for file in ["symbols.txt", "table.rs", "build.rs"] {
+    for file in ["symbols.txt", "table.rs", "linking.rs", "build.rs"] {
         println!("cargo:rerun-if-changed={file}");
     }
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libcuda.so.1");
-    // What the library means by a hook is its own, whatever another library calls the same.
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic-functions");
-    if std::env::var("CARGO_CFG_TARGET_ENV").as_deref() == Ok("gnu") {
-        // Where a glibc before 2.34 has what `old_glibc` binds to.
-        println!(
-            "cargo:rustc-cdylib-link-arg=-Wl,--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,--as-needed"
-        );
-        // Came with glibc 2.18. The standard library does without it where it is not there: a thread's
-        // destructors are run by a key of pthread's.
-        println!("cargo:rustc-cdylib-link-arg=-Wl,--defsym=__cxa_thread_atexit_impl=0");
-        // That knows nothing of `dlclose`; nor may a program's charges be forgotten by one.
-        println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
-    }
+    linking::as_the_drivers("libcuda.so.1");
     let text = std::fs::read_to_string("symbols.txt")?;
     let symbols = table::parse(&text)?;
     let out = std::env::var("OUT_DIR")?;

@@ -21,23 +21,29 @@ pub(crate) trait Bits {
     fn replace(&self, from: u64, to: u64) -> Result<u64, u64>;
 }
 
-impl Bits for AtomicU64 {
-    fn load(&self, order: Ordering) -> u64 {
-        self.load(order)
-    }
+/// The same methods, of the standard library's type or of the model checker's.
+macro_rules! bits {
+    ($atomic:ty) => {
+        impl Bits for $atomic {
+            fn load(&self, order: Ordering) -> u64 {
+                self.load(order)
+            }
 
-    fn store(&self, bits: u64, order: Ordering) {
-        self.store(bits, order);
-    }
+            fn store(&self, bits: u64, order: Ordering) {
+                self.store(bits, order);
+            }
 
-    fn swap(&self, bits: u64, order: Ordering) -> u64 {
-        self.swap(bits, order)
-    }
+            fn swap(&self, bits: u64, order: Ordering) -> u64 {
+                self.swap(bits, order)
+            }
 
-    fn replace(&self, from: u64, to: u64) -> Result<u64, u64> {
-        self.compare_exchange_weak(from, to, Ordering::AcqRel, Ordering::Relaxed)
-    }
+            fn replace(&self, from: u64, to: u64) -> Result<u64, u64> {
+                self.compare_exchange_weak(from, to, Ordering::AcqRel, Ordering::Relaxed)
+            }
+        }
+    };
 }
+bits!(AtomicU64);
 
 /// A word in memory.
 #[derive(Debug, Default)]

@@ -2,24 +2,14 @@
 
 use std::fmt::Write as _;
 
+#[path = "../linking.rs"]
+mod linking;
+
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    for file in ["nvml-symbols.txt", "build.rs"] {
+    for file in ["nvml-symbols.txt", "../linking.rs", "build.rs"] {
         println!("cargo:rerun-if-changed={file}");
     }
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libnvidia-ml.so.1");
-    // What the library means by a hook is its own, whatever another library calls the same.
-    println!("cargo:rustc-cdylib-link-arg=-Wl,-Bsymbolic-functions");
-    if std::env::var("CARGO_CFG_TARGET_ENV").as_deref() == Ok("gnu") {
-        // Where a glibc before 2.34 has what `old_glibc` binds to.
-        println!(
-            "cargo:rustc-cdylib-link-arg=-Wl,--no-as-needed,-l:libdl.so.2,-l:libpthread.so.0,--as-needed"
-        );
-        // Came with glibc 2.18. The standard library does without it where it is not there: a thread's
-        // destructors are run by a key of pthread's.
-        println!("cargo:rustc-cdylib-link-arg=-Wl,--defsym=__cxa_thread_atexit_impl=0");
-        // That knows nothing of `dlclose`.
-        println!("cargo:rustc-cdylib-link-arg=-Wl,-z,nodelete");
-    }
+    linking::as_the_drivers("libnvidia-ml.so.1");
     let table = std::fs::read_to_string("nvml-symbols.txt")?;
     let out = std::env::var("OUT_DIR")?;
     std::fs::write(format!("{out}/forwarders.rs"), forwarders(&table)?)?;

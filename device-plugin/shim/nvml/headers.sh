@@ -5,17 +5,14 @@
 #
 # Needs pip and unzip, and the network once: ./headers.sh > headers.txt
 set -eu
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+. "$(dirname "$0")/../published.sh"
 
-while read -r cuda package sum; do
-    printf '%s --hash=sha256:%s\n' "$package" "$sum" > "$work/requirements"
-    pip download --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: \
-        --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux1_x86_64 \
-        --dest "$work/$cuda" --requirement "$work/requirements" >&2
-    unzip -q -p "$work/$cuda"/*.whl '*/include/nvml.h' |
-        sed -n 's/.*DECLDIR  *\(nvml[A-Za-z0-9_]*\) *(.*/\1/p' | sort -u | sed "s/\$/ $cuda/" >> "$work/all"
-done <<END
+names() {
+    sed -n 's/.*DECLDIR  *\(nvml[A-Za-z0-9_]*\) *(.*/\1/p'
+}
+
+echo "# Written by headers.sh from the headers of CUDA 11.7, 11.8, 12.0, 12.9, 13.0, 13.4 and 13.5."
+published '*/include/nvml.h' <<END
 11.7 nvidia-nvml-dev-cu11==11.7.91 97ffd106d96757dd9c8b526437fc2d7b28ce841f1437e70f254a93e0f6e988f2
 11.8 nvidia-nvml-dev-cu11==11.8.86 f5ad92d9563145137a26ca1b75cda26159125555109ccc303144a0b05b8531e6
 12.0 nvidia-nvml-dev-cu12==12.0.76 2f4dc66dc3af6088f2d9d5e107c2944b181983e2edd7b7683992392fb7bb0b04
@@ -24,7 +21,3 @@ done <<END
 13.4 nvidia-nvml-dev==13.4.92 90b65cebefd02a1e695675177c9d7886f48322906ce5c03398e8cb27cc5ad2d6
 13.5 nvidia-nvml-dev==13.5.37 7394fcbefa9ba537e8238cbb1caa4cd2db6bbfbff208d217a8a884947113ae6d
 END
-
-echo "# Written by headers.sh from the headers of CUDA 11.7, 11.8, 12.0, 12.9, 13.0, 13.4 and 13.5."
-LC_ALL=C sort -k1,1 -k2,2V "$work/all" |
-    awk '$1 != name { if (name) print name, first, last; name = $1; first = $2 } { last = $2 } END { print name, first, last }'

@@ -22,6 +22,7 @@ mod graphs;
 mod hooks;
 mod leaving;
 mod ledger;
+mod library;
 mod link;
 mod live;
 mod old_glibc;

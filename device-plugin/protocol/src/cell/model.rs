@@ -15,23 +15,7 @@ use super::*;
 /// Most defects show with two; each more costs ten times the time.
 const PREEMPTIONS: usize = 3;
 
-impl Bits for AtomicU64 {
-    fn load(&self, order: Ordering) -> u64 {
-        self.load(order)
-    }
-
-    fn store(&self, bits: u64, order: Ordering) {
-        self.store(bits, order);
-    }
-
-    fn swap(&self, bits: u64, order: Ordering) -> u64 {
-        self.swap(bits, order)
-    }
-
-    fn replace(&self, from: u64, to: u64) -> Result<u64, u64> {
-        self.compare_exchange_weak(from, to, Ordering::AcqRel, Ordering::Relaxed)
-    }
-}
+bits!(AtomicU64);
 
 type Page = Arc<Cell<AtomicU64>>;
 

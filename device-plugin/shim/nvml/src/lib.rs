@@ -23,6 +23,8 @@ mod container;
 )]
 mod forward;
 mod hooks;
+#[path = "../../src/library.rs"]
+mod library;
 #[path = "../../src/old_glibc.rs"]
 mod old_glibc;
 mod real;

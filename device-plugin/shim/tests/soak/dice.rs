@@ -1,4 +1,6 @@
-//! Random choices that a seed repeats.
+//! Random choices that a seed repeats: the soak's own, and those of its programs.
+
+#![allow(dead_code, reason = "each uses a part of it")]
 
 use std::time::Duration;
 
@@ -7,9 +9,14 @@ use std::time::Duration;
 pub(crate) struct Dice(u64);
 
 impl Dice {
+    /// One that a seed begins.
+    pub(crate) fn seeded(seed: u64) -> Dice {
+        Dice(seed)
+    }
+
     /// One for each purpose of a run.
     pub(crate) fn of(seed: u64, purpose: u64) -> Dice {
-        let mut dice = Dice(seed ^ purpose.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let mut dice = Dice::seeded(seed ^ purpose.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         dice.below(2);
         dice
     }

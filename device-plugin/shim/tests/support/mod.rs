@@ -7,9 +7,8 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -18,6 +17,10 @@ use bursar_device_plugin::sessions::{
 };
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sim_state::{Folder, Sim};
+
+mod program;
+
+pub use program::Client;
 
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
@@ -30,29 +33,7 @@ fn gpu(minor: usize) -> String {
 /// Where cargo puts this workspace's libraries; they are built once.
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
-        let test = std::env::current_exe().expect("a test has a file");
-        let profile = test
-            .parent()
-            .and_then(Path::parent)
-            .expect("target/<profile>/deps/<test>")
-            .to_owned();
-        let mut build = Command::new(env!("CARGO"));
-        build.args([
-            "build",
-            "--quiet",
-            "-p",
-            "bursar-sim-cuda",
-            "-p",
-            "bursar-shim",
-            "--lib",
-        ]);
-        if profile.ends_with("release") {
-            build.arg("--release");
-        }
-        assert!(build.status().expect("cargo runs").success());
-        profile
-    })
+    BUILT.get_or_init(|| program::build(&["bursar-sim-cuda", "bursar-shim"]))
 }
 
 /// Every process is in the container: cgroups have tests of their own.
@@ -282,64 +263,7 @@ impl Container {
             .env("CLIENT", env!("CARGO_BIN_EXE_quota-client"))
             .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
             .env("SIMGPU_DEV", sim.join("dev"))
-            .env("SIMGPU_DIR", sim)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let input = child.stdin.take().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let mut client = Client {
-            child,
-            input,
-            output,
-        };
-        assert_eq!(client.read(), "ready");
-        client
-    }
-}
-
-/// A program in the container.
-pub struct Client {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
-}
-
-impl Client {
-    pub fn send(&mut self, line: &str) {
-        writeln!(self.input, "{line}").unwrap();
-    }
-
-    pub fn read(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
-    }
-
-    /// One call and its answer.
-    pub fn call(&mut self, line: impl AsRef<str>) -> String {
-        self.send(line.as_ref());
-        self.read()
-    }
-
-    /// A call that succeeds; its numbers.
-    pub fn ok(&mut self, line: impl AsRef<str>) -> Vec<u64> {
-        let answer = self.call(line.as_ref());
-        let mut words = answer.split_whitespace();
-        assert_eq!(words.next(), Some("ok"), "{}: {answer}", line.as_ref());
-        words.map(|word| word.parse().unwrap()).collect()
-    }
-
-    /// SIGKILL.
-    pub fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+            .env("SIMGPU_DIR", sim);
+        Client::spawn(&mut command)
     }
 }

@@ -7,9 +7,8 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
@@ -18,6 +17,11 @@ use bursar_device_plugin::sessions::{
 };
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sim_state::{Folder, Sim};
+
+#[path = "../../../tests/support/program.rs"]
+mod program;
+
+pub use program::Client;
 
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const INSTANCE: &str = "MIG-5e000000-0000-0000-0000-000000000002";
@@ -30,27 +34,12 @@ const FRESH: Duration = Duration::from_millis(120);
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
-        let test = std::env::current_exe().expect("a test has a file");
-        let profile = test
-            .parent()
-            .and_then(Path::parent)
-            .expect("target/<profile>/deps/<test>")
-            .to_owned();
-        let mut build = Command::new(env!("CARGO"));
-        build.args(["build", "--quiet", "--lib"]);
-        for package in [
+        program::build(&[
             "bursar-sim-cuda",
             "bursar-sim-nvml",
             "bursar-shim",
             "bursar-nvml-shim",
-        ] {
-            build.args(["-p", package]);
-        }
-        if profile.ends_with("release") {
-            build.arg("--release");
-        }
-        assert!(build.status().expect("cargo runs").success());
-        profile
+        ])
     })
 }
 
@@ -210,7 +199,7 @@ impl Node {
         let sim = self.folder.path().join("sim");
         let alloc = Sessions::alloc_dir(&self.folder.path().join("run"))
             .join(self.served[container].allocation.to_string());
-        let mut child = command
+        command
             .args(["sh", "-c", script])
             .env("BUILT", built())
             .env("DRIVER", driver)
@@ -218,61 +207,15 @@ impl Node {
             .env("CLIENT", env!("CARGO_BIN_EXE_nvml-client"))
             .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
             .env("SIMGPU_DEV", sim.join("dev"))
-            .env("SIMGPU_DIR", sim)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let input = child.stdin.take().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        let mut client = Client {
-            child,
-            input,
-            output,
-        };
-        assert_eq!(client.read(), "ready");
-        client
+            .env("SIMGPU_DIR", sim);
+        Client::spawn(&mut command)
     }
-}
-
-/// A program in a container.
-pub struct Client {
-    child: Child,
-    input: ChildStdin,
-    output: BufReader<ChildStdout>,
 }
 
 impl Client {
-    fn read(&mut self) -> String {
-        let mut line = String::new();
-        self.output.read_line(&mut line).unwrap();
-        line.trim_end().to_owned()
-    }
-
-    /// One call and its answer.
-    pub fn call(&mut self, line: impl AsRef<str>) -> String {
-        writeln!(self.input, "{}", line.as_ref()).unwrap();
-        self.read()
-    }
-
-    /// A call that succeeds; its numbers.
-    pub fn ok(&mut self, line: impl AsRef<str>) -> Vec<u64> {
-        let answer = self.call(line.as_ref());
-        let mut words = answer.split_whitespace();
-        assert_eq!(words.next(), Some("ok"), "{}: {answer}", line.as_ref());
-        words.map(|word| word.parse().unwrap()).collect()
-    }
-
     /// A call, once nothing that was said before is shown again.
     pub fn fresh(&mut self, line: impl AsRef<str>) -> Vec<u64> {
         std::thread::sleep(FRESH);
         self.ok(line)
-    }
-}
-
-impl Drop for Client {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }

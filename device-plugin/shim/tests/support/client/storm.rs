@@ -14,6 +14,10 @@
 use std::time::{Duration, Instant};
 
 use super::Cuda;
+use dice::Dice;
+
+#[path = "../../soak/dice.rs"]
+mod dice;
 
 /// Buckets of the histogram: the last one ends at 2^39 ns, nine minutes.
 const BUCKETS: usize = 40;
@@ -37,25 +41,12 @@ pub(super) struct Storm {
     grabbed: Vec<u64>,
 }
 
-/// A small generator with a seed, so that a run can be repeated.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, sides: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % sides
-    }
-}
-
 impl Storm {
     /// One line, if it is one of these.
     pub(super) fn run(&mut self, cuda: &Cuda, words: &[&str]) -> Option<String> {
         let number = |index: usize| words[index].parse::<u64>().expect("a number");
         match words[0] {
-            "storm" => Some(self.storm(cuda, Dice(number(1)), number(2), number(3))),
+            "storm" => Some(self.storm(cuda, Dice::seeded(number(1)), number(2), number(3))),
             "begin" => Some(begin(cuda)),
             "grab" => loop {
                 match cuda.alloc(number(1)) {

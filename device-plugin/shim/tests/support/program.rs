@@ -1,0 +1,88 @@
+//! A program that answers line by line, and the build of what it runs on.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+/// Builds the libraries of packages of this workspace; the folder that cargo puts them in.
+pub fn build(packages: &[&str]) -> PathBuf {
+    let test = std::env::current_exe().expect("a test has a file");
+    let profile = test
+        .parent()
+        .and_then(Path::parent)
+        .expect("target/<profile>/deps/<test>")
+        .to_owned();
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--lib"]);
+    for package in packages {
+        build.args(["-p", package]);
+    }
+    if profile.ends_with("release") {
+        build.arg("--release");
+    }
+    assert!(build.status().expect("cargo runs").success());
+    profile
+}
+
+/// A program in a container.
+pub struct Client {
+    child: Child,
+    input: ChildStdin,
+    output: BufReader<ChildStdout>,
+}
+
+impl Client {
+    /// Starts it, and waits until it is ready.
+    pub fn spawn(command: &mut Command) -> Client {
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let input = child.stdin.take().unwrap();
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let mut client = Client {
+            child,
+            input,
+            output,
+        };
+        assert_eq!(client.read(), "ready");
+        client
+    }
+
+    pub fn send(&mut self, line: &str) {
+        writeln!(self.input, "{line}").unwrap();
+    }
+
+    pub fn read(&mut self) -> String {
+        let mut line = String::new();
+        self.output.read_line(&mut line).unwrap();
+        line.trim_end().to_owned()
+    }
+
+    /// One call and its answer.
+    pub fn call(&mut self, line: impl AsRef<str>) -> String {
+        self.send(line.as_ref());
+        self.read()
+    }
+
+    /// A call that succeeds; its numbers.
+    pub fn ok(&mut self, line: impl AsRef<str>) -> Vec<u64> {
+        let answer = self.call(line.as_ref());
+        let mut words = answer.split_whitespace();
+        assert_eq!(words.next(), Some("ok"), "{}: {answer}", line.as_ref());
+        words.map(|word| word.parse().unwrap()).collect()
+    }
+
+    /// SIGKILL.
+    pub fn kill(mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
