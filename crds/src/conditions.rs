@@ -39,7 +39,7 @@ pub mod budget {
 
 /// Condition types and reasons of a `GpuNode`.
 pub mod gpu_node {
-    /// The agent hands out this node's GPU memory: every other condition holds.
+    /// The agent hands out this node's GPU memory: every other condition holds that counts for it.
     pub const READY: &str = "Ready";
     /// The NVIDIA driver answers and has at least one GPU.
     pub const GPUS_FOUND: &str = "GpusFound";
@@ -53,6 +53,8 @@ pub mod gpu_node {
     pub const CHECKPOINT_INTACT: &str = "CheckpointIntact";
     /// What programs have of each GPU is set against the ledger every second.
     pub const AUDITED: &str = "Audited";
+    /// The driver itself holds pods to their quota, beside us; does not count for `Ready`.
+    pub const DRIVER_LIMITS: &str = "DriverLimits";
 
     /// It holds.
     pub const OK: &str = "Ok";
@@ -86,6 +88,10 @@ pub mod gpu_node {
     pub const CHECKPOINT_UNWRITABLE: &str = "CheckpointUnwritable";
     /// NVML has not told for a while what programs have.
     pub const AUDIT_STALE: &str = "AuditStale";
+    /// The driver has no memory limits for a GPU, or the host no cgroup v2.
+    pub const NOT_OFFERED: &str = "NotOffered";
+    /// The driver should have set a memory limit and did not.
+    pub const LIMIT_REFUSED: &str = "LimitRefused";
 }
 
 /// What a condition says of its object, before it is set against what was said before.
@@ -115,6 +121,11 @@ impl Statement {
             reason,
             message: message.into(),
         }
+    }
+
+    /// Whether it keeps its `GpuNode` from being ready.
+    pub fn is_amiss(&self) -> bool {
+        self.holds != Some(true) && self.type_ != gpu_node::DRIVER_LIMITS
     }
 }
 

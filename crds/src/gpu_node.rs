@@ -188,7 +188,7 @@ pub struct GpuNodeStatus {
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
     /// What the agent says of the node: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
-    /// CheckpointIntact, Audited.
+    /// CheckpointIntact, Audited, DriverLimits.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }

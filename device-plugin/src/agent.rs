@@ -23,6 +23,7 @@ use crate::kubelet::devices::Devices;
 use crate::kubelet::lifecycle::{Lifecycle, Registration};
 use crate::kubelet::pod_resources::PodResourcesClient;
 use crate::kubelet::server::Service;
+use crate::limits::{self, Limits};
 use crate::metrics::Metrics;
 use crate::node::actor::{Node, Offers, Voice, actor};
 use crate::node::clock;
@@ -142,11 +143,21 @@ pub async fn run(
         stop: stop.clone(),
     };
     parts.start("node", actor.run());
+    let (set, limits) = watch::channel(Limits::new());
+    let limiter = limits::run(
+        nvml.clone(),
+        sessions.clone(),
+        snapshots.clone(),
+        set,
+        stop.clone(),
+    );
+    parts.start("driver limits", limiter);
     let (auditor, audited) = Auditor::new(
         &config,
         nvml,
         sessions.clone(),
         snapshots.clone(),
+        limits.clone(),
         events.clone(),
         metrics.clone(),
     );
@@ -162,6 +173,7 @@ pub async fn run(
         snapshots,
         registration,
         audited,
+        limits,
         ordered,
         node: node.clone(),
         client: client.clone(),

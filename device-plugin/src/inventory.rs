@@ -4,11 +4,13 @@
 //! |---|---|
 //! | [`health`] | decides whether one GPU is fit: pure |
 //! | [`roster`] | keeps the GPUs that NVML listed, with their health: pure |
+//! | [`limits`] | sets the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
 //! | [`nvml`] | the one thread that talks to NVML |
 //! | [`xid`] | which XIDs condemn a whole GPU: a table |
 
 pub mod health;
+pub mod limits;
 pub mod mig;
 pub mod nvml;
 pub mod roster;

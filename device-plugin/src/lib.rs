@@ -13,6 +13,7 @@ pub mod http;
 pub mod inventory;
 pub mod kubelet;
 pub mod ledger;
+pub mod limits;
 pub mod metrics;
 pub mod node;
 pub mod pods;

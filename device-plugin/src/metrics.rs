@@ -383,6 +383,7 @@ mod tests {
         let gpu: crate::units::GpuUuid = "GPU-a".parse().unwrap();
         let allocation = crate::units::AllocationId::from_bits(1);
         let container = BoundContainer {
+            claim: serde_json::from_value(1.into()).unwrap(),
             allocation,
             pod: "pod-uid".parse().unwrap(),
             holder: Some(Holder {
@@ -423,6 +424,7 @@ mod tests {
             container: &container,
             books: &books,
             attested: Some(Some(Reason::MountedOver)),
+            limited: true,
         };
         let gpus = std::collections::BTreeSet::from([gpu.clone()]);
         metrics.set_audit(&[figures], &verdict, &gpus, &gpus);
@@ -445,6 +447,9 @@ mod tests {
             format!(r#"bursar_container_denied_total{{{of},function="cuMemAlloc_v2"}} 2"#),
             format!(r#"bursar_container_credit_requests_total{{{of}}} 5"#),
             format!(r#"bursar_container_enforced{{{of},reason="MountedOver"}} 0"#),
+            format!(r#"bursar_container_layer{{{of},layer="shim"}} 0"#),
+            format!(r#"bursar_container_layer{{{of},layer="audit"}} 0"#),
+            format!(r#"bursar_container_layer{{{of},layer="driver"}} 1"#),
             r#"bursar_gpu_audit_stale{gpu="GPU-a"} 1"#.to_owned(),
             r#"bursar_agent_findings_total{finding="unaccounted"} 2"#.to_owned(),
         ] {

@@ -238,6 +238,7 @@ mod tests {
 
     fn container(number: u64, name: &str) -> BoundContainer {
         BoundContainer {
+            claim: serde_json::from_value(number.into()).unwrap(),
             allocation: AllocationId::from_bits(number),
             pod: "p".parse().unwrap(),
             holder: Some(Holder {

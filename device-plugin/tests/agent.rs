@@ -14,6 +14,8 @@ mod machine;
 mod descriptors;
 #[path = "agent/life.rs"]
 mod life;
+#[path = "agent/limits.rs"]
+mod limits;
 #[path = "agent/memory.rs"]
 mod memory;
 #[path = "agent/trouble.rs"]

@@ -13,6 +13,7 @@ use crate::audit::Audited;
 use crate::config::ResourcesConfig;
 use crate::http::Verdict;
 use crate::kubelet::lifecycle::Registration;
+use crate::limits::Limits;
 use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
 use crate::node::report::{Around, events, report};
@@ -32,6 +33,7 @@ pub(super) struct Reporter {
     pub(super) snapshots: watch::Receiver<Snapshot>,
     pub(super) registration: watch::Receiver<Registration>,
     pub(super) audited: watch::Receiver<Audited>,
+    pub(super) limits: watch::Receiver<Limits>,
     pub(super) ordered: watch::Receiver<Ordered>,
     pub(super) node: String,
     pub(super) client: Option<Client>,
@@ -81,6 +83,7 @@ impl Reporter {
                 },
                 Ok(()) = self.registration.changed() => drop(self.registration.borrow_and_update()),
                 Ok(()) = self.audited.changed() => drop(self.audited.borrow_and_update()),
+                Ok(()) = self.limits.changed() => drop(self.limits.borrow_and_update()),
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 (answer, again) = &mut ask => {
                     runtime = answer;
@@ -99,6 +102,7 @@ impl Reporter {
             registration: self.registration.borrow().clone(),
             runtime,
             audited: self.audited.borrow().clone(),
+            limits: self.limits.borrow().clone(),
             ordered: self.ordered.borrow().clone(),
         }
     }
@@ -150,7 +154,7 @@ fn verdict(report: &NodeReport) -> Verdict {
         .any(|condition| matches!(condition.reason, names::NO_GPUS | names::DRIVER_MISSING));
     let amiss = report.conditions.iter().find(|condition| {
         let idle = matches!(condition.type_, names::GPUS_FOUND | names::REGISTERED);
-        condition.holds != Some(true) && !(nothing_to_give && idle)
+        condition.is_amiss() && !(nothing_to_give && idle)
     });
     match amiss {
         None => Verdict::Well,

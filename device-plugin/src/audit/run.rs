@@ -26,6 +26,7 @@ use super::tell;
 use crate::attest::{Attested, Attestor, Lack, Reason, Target};
 use crate::config::{AuditConfig, Config};
 use crate::inventory::nvml::NvmlHandle;
+use crate::limits::{self, Limits};
 use crate::metrics::{ContainerFigures, Metrics};
 use crate::node::actor::Snapshot;
 use crate::node::core::BoundContainer;
@@ -61,6 +62,7 @@ pub struct Auditor {
     nvml: NvmlHandle,
     sessions: Arc<Sessions>,
     snapshots: watch::Receiver<Snapshot>,
+    limits: watch::Receiver<Limits>,
     events: Events,
     metrics: Metrics,
     audited: watch::Sender<Audited>,
@@ -95,6 +97,7 @@ impl Auditor {
         nvml: NvmlHandle,
         sessions: Arc<Sessions>,
         snapshots: watch::Receiver<Snapshot>,
+        limits: watch::Receiver<Limits>,
         events: Events,
         metrics: Metrics,
     ) -> (Self, watch::Receiver<Audited>) {
@@ -105,6 +108,7 @@ impl Auditor {
             nvml,
             sessions,
             snapshots,
+            limits,
             events,
             metrics,
             audited,
@@ -238,15 +242,18 @@ impl Auditor {
         gpus: &BTreeSet<GpuUuid>,
         stale: &BTreeSet<GpuUuid>,
     ) {
+        let limits = self.limits.borrow().clone();
         let figures = containers.iter().filter_map(|container| {
             let allocation = container.allocation;
             let of_it = attested
                 .iter()
                 .filter(|attested| attested.allocation == allocation);
             let lacks = of_it.map(|attested| attested.lack.as_ref().map(|lack| lack.reason));
+            let books = books.iter().find(|books| books.allocation == allocation)?;
             Some(ContainerFigures {
                 container,
-                books: books.iter().find(|books| books.allocation == allocation)?,
+                books,
+                limited: limits::holds(&limits, container, books),
                 // One that is restarting has two for a moment.
                 attested: lacks.max(),
             })

@@ -19,6 +19,7 @@ use tokio::sync::{oneshot, watch};
 use tracing::{debug, info, warn};
 
 use super::health::{Memory, Policy};
+use super::limits;
 use super::mig::{CAPABILITIES, Instance};
 use super::roster::{Probe, Roster};
 use super::{Gpu, Inventory, NoDriver};
@@ -59,7 +60,7 @@ pub enum QueryError {
     #[error("NVML is not available")]
     NotAvailable,
     /// NVML answered with an error.
-    #[error("NVML cannot list the processes of {gpu}")]
+    #[error("NVML does not answer about {gpu}")]
     Nvml {
         /// The GPU that was asked about.
         gpu: GpuUuid,
@@ -95,6 +96,11 @@ struct Question {
 enum Answer {
     Processes(oneshot::Sender<Result<Vec<Charged>, QueryError>>),
     Look(oneshot::Sender<Result<Look, QueryError>>),
+    Limit {
+        cgroup: PathBuf,
+        hard: Bytes,
+        answer: oneshot::Sender<Result<(), QueryError>>,
+    },
 }
 
 /// Asks the NVML thread; the thread ends when the last handle is dropped.
@@ -129,6 +135,26 @@ impl NvmlHandle {
             answer: Answer::Look(answer),
         };
         // The thread has ended with the agent: the receiver finds that out.
+        let _ = self.questions.send(question);
+        answered
+    }
+
+    /// Has the driver hold the processes in `cgroup` to so much of a GPU. The answer comes when NVML gives it.
+    pub fn limit(
+        &self,
+        gpu: &GpuUuid,
+        cgroup: &Path,
+        hard: Bytes,
+    ) -> oneshot::Receiver<Result<(), QueryError>> {
+        let (answer, answered) = oneshot::channel();
+        let question = Question {
+            gpu: gpu.clone(),
+            answer: Answer::Limit {
+                cgroup: cgroup.to_owned(),
+                hard,
+                answer,
+            },
+        };
         let _ = self.questions.send(question);
         answered
     }
@@ -423,6 +449,16 @@ fn answer(session: Option<&Session<'_, '_>>, Question { gpu, answer }: Question)
         Answer::Look(answer) if answer.is_closed() => {}
         Answer::Look(answer) => {
             let _ = answer.send(ask(session, gpu, look));
+        }
+        Answer::Limit {
+            cgroup,
+            hard,
+            answer,
+        } => {
+            let limit = |nvml: &Nvml, gpu: &GpuUuid| {
+                limits::set(nvml, &nvml.device_by_uuid(gpu.as_str())?, &cgroup, hard)
+            };
+            let _ = answer.send(ask(session, gpu, limit));
         }
     }
 }

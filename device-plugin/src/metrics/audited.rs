@@ -58,6 +58,14 @@ struct OfReason {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfLayer {
+    namespace: String,
+    pod: String,
+    container: String,
+    layer: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfFinding {
     finding: &'static str,
 }
@@ -71,6 +79,8 @@ pub struct ContainerFigures<'a> {
     pub books: &'a Books,
     /// Whether it is enforced, where it runs: none for a reason is well.
     pub attested: Option<Option<Reason>>,
+    /// Whether the driver itself holds it.
+    pub limited: bool,
 }
 
 /// The metrics; the families' series are those of what is there now.
@@ -81,6 +91,7 @@ pub(super) struct Audited {
     denied: Family<OfFunction, Counter>,
     requests: Family<OfContainer, Counter>,
     enforced: Family<OfReason, Gauge>,
+    layers: Family<OfLayer, Gauge>,
     residual: Family<OfGpu, Gauge>,
     intruders: Family<OfGpu, Gauge>,
     stale: Family<OfGpu, Gauge>,
@@ -117,6 +128,11 @@ impl Audited {
                 "1 while a running container is held to its quota as far as it can be seen",
                 Family::default(),
             ),
+            layers: r.with(
+                "bursar_container_layer",
+                "1 while this layer holds a running container to its quota: shim, audit, driver",
+                Family::default(),
+            ),
             residual: r.with(
                 "bursar_gpu_residual_bytes",
                 "What is in use of a GPU less what NVML charges to processes",
@@ -150,16 +166,23 @@ impl Audited {
         }
     }
 
-    fn containers(&self, containers: &[ContainerFigures<'_>], verdict: &Verdict) {
+    fn containers(
+        &self,
+        containers: &[ContainerFigures<'_>],
+        verdict: &Verdict,
+        stale: &BTreeSet<GpuUuid>,
+    ) {
         self.memory.clear();
         self.drift.clear();
         self.denied.clear();
         self.requests.clear();
         self.enforced.clear();
+        self.layers.clear();
         for ContainerFigures {
             container,
             books,
             attested,
+            limited,
         } in containers
         {
             let of = of_container(container);
@@ -173,6 +196,19 @@ impl Audited {
                 let reason = lack.map_or("", Reason::as_str);
                 let enforced = self.enforced.get_or_create_owned(&of.reason(reason));
                 enforced.set(lack.is_none().into());
+                let audited = books.accounts.iter().all(|of_it| match &of_it.account {
+                    Account::Gpu(gpu) => !stale.contains(gpu),
+                    Account::Managed => true,
+                });
+                let layers = [
+                    ("shim", lack.is_none()),
+                    ("audit", audited),
+                    ("driver", *limited),
+                ];
+                for (layer, holds) in layers {
+                    let gauge = self.layers.get_or_create_owned(&of.layer(layer));
+                    gauge.set(holds.into());
+                }
             }
             for account in &books.accounts {
                 let name = match &account.account {
@@ -232,7 +268,7 @@ impl super::Metrics {
         gpus: &BTreeSet<GpuUuid>,
         stale: &BTreeSet<GpuUuid>,
     ) {
-        self.audited.containers(containers, verdict);
+        self.audited.containers(containers, verdict, stale);
         self.audited.gpus(verdict, gpus, stale);
     }
 
@@ -314,6 +350,20 @@ impl OfContainer {
             pod,
             container,
             function: function.to_owned(),
+        }
+    }
+
+    fn layer(&self, layer: &'static str) -> OfLayer {
+        let Self {
+            namespace,
+            pod,
+            container,
+        } = self.clone();
+        OfLayer {
+            namespace,
+            pod,
+            container,
+            layer,
         }
     }
 

@@ -302,7 +302,11 @@ impl Actor {
                 // The kubelet may have gone: the booking is collected then.
                 let _ = reply.send(id);
             }
-            Command::Bind { bind, reply } => self.core.bind(bind, reply, now).await,
+            Command::Bind { bind, reply } => {
+                self.core.bind(bind, reply, now).await;
+                // What is done about a container is best done before it runs.
+                self.publish();
+            }
             Command::KubeletKnows(known) => self.core.collect(known.as_ref(), now).await,
         }
     }

@@ -105,6 +105,8 @@ pub struct Wait {
 /// A container that device memory is bound for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BoundContainer {
+    /// Its hold on memory; containers that share one are never alive together.
+    pub claim: ClaimId,
     /// What it was given.
     pub allocation: AllocationId,
     /// Its pod.
@@ -331,11 +333,11 @@ impl<H: Host> Core<H> {
     pub fn containers(&self) -> Vec<BoundContainer> {
         let of_device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
         let of_binding = |binding: Binding| {
-            let pod = binding.pod;
+            let (claim, pod) = (binding.claim, binding.pod);
             binding
                 .allocations
                 .into_iter()
-                .map(move |allocation| (allocation, pod.clone()))
+                .map(move |allocation| (claim, allocation, pod.clone()))
         };
         let bound = self
             .ledger
@@ -343,7 +345,8 @@ impl<H: Host> Core<H> {
             .filter(of_device)
             .flat_map(of_binding);
         bound
-            .map(|(allocation, pod)| BoundContainer {
+            .map(|(claim, allocation, pod)| BoundContainer {
+                claim,
                 allocation,
                 holder: self.holders.get(&allocation).cloned(),
                 cgroup: self.pods.folder(&pod).map(Into::into),

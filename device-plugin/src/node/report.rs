@@ -14,6 +14,7 @@ use crate::inventory::health::{Health, Sickness};
 use crate::inventory::{GpuState, Inventory, NoDriver};
 use crate::kubelet::lifecycle::{NotRegistered, Registration};
 use crate::ledger::{GpuView, View};
+use crate::limits::{Limit, Limits};
 use crate::resize::Ordered;
 use crate::status::{
     GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
@@ -33,6 +34,8 @@ pub struct Around {
     pub runtime: Option<String>,
     /// What the audit found.
     pub audited: Audited,
+    /// What became of the driver's own limits.
+    pub limits: Limits,
     /// What became of the quotas that were ordered.
     pub ordered: Ordered,
 }
@@ -77,6 +80,7 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             within_token_limit(snapshot),
             checkpoint_intact(snapshot),
             audited(&around.audited),
+            driver_limits(&around.limits),
         ],
     }
 }
@@ -187,6 +191,26 @@ fn audited(audited: &Audited) -> Statement {
             let message = format!("NVML does not tell who uses {}", gpus.join(", "));
             says(false, names::AUDIT_STALE, message)
         }
+    }
+}
+
+fn driver_limits(limits: &Limits) -> Statement {
+    let says = |holds, reason, message: String| {
+        Statement::new(names::DRIVER_LIMITS, holds, reason, message)
+    };
+    let mut refused = limits.iter().filter_map(|((_, gpu), limit)| match limit {
+        Limit::Refused { why, .. } => Some(format!("the driver sets no limit on {gpu}: {why}")),
+        Limit::Set(_) | Limit::NotOffered => None,
+    });
+    let mut all = limits.values();
+    match (refused.next(), limits.is_empty()) {
+        (Some(why), _) => says(false, names::LIMIT_REFUSED, why),
+        (None, true) => pending(names::DRIVER_LIMITS, "no pod has had memory yet"),
+        (None, false) if all.any(|limit| *limit == Limit::NotOffered) => {
+            let why = "the driver offers no memory limits here; pods are held without them";
+            says(false, names::NOT_OFFERED, why.to_owned())
+        }
+        (None, false) => says(true, names::OK, "the driver holds pods too".to_owned()),
     }
 }
 

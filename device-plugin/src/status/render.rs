@@ -70,7 +70,7 @@ pub fn render(
 
 /// `Ready` is the sum of the others; the first that does not hold gives the message.
 fn ready(others: &[Statement]) -> Statement {
-    match others.iter().find(|said| said.holds != Some(true)) {
+    match others.iter().find(|said| said.is_amiss()) {
         None if others.is_empty() => Statement {
             type_: names::READY,
             holds: None,

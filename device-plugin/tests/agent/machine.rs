@@ -11,11 +11,10 @@ use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 pub(crate) use crate::common::agent::GPU;
-use crate::common::agent::config;
 use crate::common::kubelet::{FakeKubelet, Phase, Pod};
 use crate::common::{PATIENCE, eventually};
 
-const TWO_GPUS: &str = r#"
+pub(crate) const TWO_GPUS: &str = r#"
 [[gpu]]
 name = "NVIDIA H200"
 uuid = "GPU-00000000-0000-0000-0000-000000000001"
@@ -38,7 +37,12 @@ pub(crate) struct Machine {
 impl Machine {
     /// Two GPUs of 16 GiB, the kubelet running, no agent yet.
     pub(crate) async fn new() -> Self {
-        let (lab, root) = (Lab::new(TWO_GPUS).unwrap(), tempfile::tempdir().unwrap());
+        Self::with_driver(TWO_GPUS).await
+    }
+
+    /// The same with this configuration of the simulated driver.
+    pub(crate) async fn with_driver(config: &str) -> Self {
+        let (lab, root) = (Lab::new(config).unwrap(), tempfile::tempdir().unwrap());
         let mut kubelet = FakeKubelet::new(root.path(), 7);
         kubelet.start();
         kubelet.sync_pods().await;
@@ -54,7 +58,8 @@ impl Machine {
             root,
             agent: None,
         };
-        let config = config(machine.root.path(), machine.lab.path()) + "[binding]\nwait = \"1s\"\n";
+        let config = crate::common::agent::config(machine.root.path(), machine.lab.path())
+            + "[binding]\nwait = \"1s\"\n";
         fs::write(machine.path("agent.toml"), config).unwrap();
         machine
     }
@@ -162,7 +167,7 @@ impl Machine {
             .count(|call| matches!(call, crate::common::kubelet::Call::Register(..)))
     }
 
-    fn cgroup(&self, pod: &Pod) -> PathBuf {
+    pub(crate) fn cgroup(&self, pod: &Pod) -> PathBuf {
         self.path(&format!("cgroup/kubepods/pod{}", pod.uid))
     }
 

@@ -87,6 +87,7 @@ fn around() -> Around {
             begun: true,
             ..Audited::default()
         },
+        limits: [(("/cg/pod".into(), uuid()), Limit::Set(Bytes::gib(1)))].into(),
         ordered: Ordered::default(),
     }
 }
@@ -327,6 +328,35 @@ fn an_event_is_told_when_something_changes_and_not_again() {
 }
 
 #[test]
+fn limits_of_the_drivers_own_are_told_and_keep_no_node_from_being_ready() {
+    let said = |limits: &[Limit]| {
+        let places = (0..).map(|pod| (PathBuf::from(format!("/cg/pod{pod}")), uuid()));
+        let around = Around {
+            limits: places.zip(limits.iter().cloned()).collect(),
+            ..around()
+        };
+        let report = report(&snapshot(), &around);
+        assert!(!report.conditions.iter().any(Statement::is_amiss));
+        condition(&report, names::DRIVER_LIMITS)
+    };
+    let set = Limit::Set(Bytes::gib(1));
+    let refused = Limit::Refused {
+        bytes: Bytes::gib(1),
+        why: "not found".into(),
+    };
+    assert_eq!(said(&[]), (None, names::PENDING));
+    assert_eq!(said(std::slice::from_ref(&set)), (Some(true), names::OK));
+    assert_eq!(
+        said(&[set.clone(), Limit::NotOffered]),
+        (Some(false), names::NOT_OFFERED)
+    );
+    assert_eq!(
+        said(&[Limit::NotOffered, refused, set]),
+        (Some(false), names::LIMIT_REFUSED)
+    );
+}
+
+#[test]
 fn a_kubelet_that_restarts_is_no_event() {
     let well = report(&snapshot(), &around());
     let gone = Around {
@@ -346,6 +376,7 @@ fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
     around.audited.begun = false;
     assert_eq!(stated(&around), (None, names::PENDING));
     let container = BoundContainer {
+        claim: serde_json::from_value(1.into()).unwrap(),
         allocation: crate::units::AllocationId::from_bits(1),
         pod: "pod-1".parse().unwrap(),
         holder: snapshot().waits[0].holder.clone(),

@@ -24,6 +24,7 @@ impl Code {
     pub(crate) const INSUFFICIENT_SIZE: Code = Code(7);
     pub(crate) const DRIVER_NOT_LOADED: Code = Code(9);
     pub(crate) const TIMEOUT: Code = Code(10);
+    pub(crate) const OPERATING_SYSTEM: Code = Code(17);
     pub(crate) const GPU_IS_LOST: Code = Code(15);
     pub(crate) const ARGUMENT_VERSION_MISMATCH: Code = Code(25);
     pub(crate) const UNKNOWN: Code = Code(999);

@@ -5,6 +5,7 @@ mod abi;
 mod device;
 mod events;
 mod library;
+mod limits;
 mod memory;
 mod mig;
 mod processes;

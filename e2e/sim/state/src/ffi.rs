@@ -112,6 +112,11 @@ impl<T: Copy, E: From<NullPointer>> In<T, E> {
 pub struct Text<E>(*const c_char, PhantomData<E>);
 
 impl<E: From<NullPointer>> Text<E> {
+    /// A pointer that the caller put into memory.
+    pub fn at_address(address: u64) -> Text<E> {
+        Text(address as *const c_char, PhantomData)
+    }
+
     /// The string.
     ///
     /// # Errors

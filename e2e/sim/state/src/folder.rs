@@ -70,6 +70,10 @@ impl Folder {
     pub fn residue(&self, unit: usize) -> PathBuf {
         self.0.join(format!("state/residue-{unit}"))
     }
+    /// The memory limits that NVML was told, a line each: UUID, soft, hard, cgroup.
+    pub fn memory_limits(&self) -> PathBuf {
+        self.0.join("state/memory-limits")
+    }
     /// The log of calls that the libraries do not know.
     pub fn log(&self) -> PathBuf {
         self.0.join("state/log")

@@ -1,0 +1,59 @@
+//! The driver's own memory limit of a cgroup: `nvmlDeviceSetMemoryLimits_v1` (`nvml.h` of CUDA 13.4, driver r615),
+//! which the wrapper lacks.
+
+use std::ffi::{CString, c_char, c_int, c_ulonglong, c_void};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+
+use nvml_wrapper::error::{NvmlError, nvml_try};
+use nvml_wrapper::{Device, Nvml};
+
+use crate::units::Bytes;
+
+/// `nvmlSetMemoryLimits_v1_t`.
+#[repr(C)]
+struct MemoryLimits {
+    /// Full path of the cgroup's folder.
+    name_space: *const c_char,
+    soft: c_ulonglong,
+    hard: c_ulonglong,
+}
+
+/// `nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t, nvmlSetMemoryLimits_v1_t *)`; the code is read as an
+/// integer, for a newer driver may have more of them.
+type SetMemoryLimits = unsafe extern "C" fn(*mut c_void, *mut MemoryLimits) -> c_int;
+
+const NAME: &[u8] = b"nvmlDeviceSetMemoryLimits_v1\0";
+
+/// Has the driver refuse what processes in `cgroup` allocate of `device` beyond `hard`. Nothing is reserved for
+/// them: a soft limit is added to every cgroup above, and stays there when this one is removed without the driver
+/// (NVIDIA's "MPS v3 Memory Partitioning").
+#[expect(unsafe_code, reason = "nvml-wrapper has no call for it")]
+pub fn set(
+    nvml: &Nvml,
+    device: &Device<'_>,
+    cgroup: &Path,
+    Bytes(hard): Bytes,
+) -> Result<(), NvmlError> {
+    let name_space = CString::new(cgroup.as_os_str().as_bytes())?;
+    let mut limits = MemoryLimits {
+        name_space: name_space.as_ptr(),
+        soft: 0,
+        hard,
+    };
+    // SAFETY: the function of this name has this prototype in `nvml.h`; the library, the device and the text
+    // outlive the call, which keeps none of them.
+    let code = unsafe {
+        let set = nvml.lib().__library.get::<SetMemoryLimits>(NAME)?;
+        set(device.handle().cast(), &raw mut limits)
+    };
+    nvml_try(code.unsigned_abs())
+}
+
+/// Whether `error` says that this driver sets no limits: it is older, or they were switched off (`RmMemacctMode`).
+pub fn is_not_offered(error: &NvmlError) -> bool {
+    matches!(
+        error,
+        NvmlError::LibloadingError(_) | NvmlError::FunctionNotFound | NvmlError::NotSupported
+    )
+}
