@@ -136,6 +136,19 @@ async fn a_program_that_opens_the_real_driver_is_found_its_memory_is_granted_to_
 }
 
 #[tokio::test]
+async fn memory_taken_by_a_function_of_a_private_table_of_the_driver_is_found() {
+    let machine = machine("").await;
+    let pod = pod(&machine, "a").await;
+    let mut program = Container::start(&machine, &pod, PLAIN).await;
+    program.ok("open libcuda.so.1");
+    program.ok(&format!("alloc {GIB}"));
+    program.ok(&format!("table {}", 9 * GIB));
+    let took = until(&machine, "bursar_agent_findings_total", "over-quota", 1).await;
+    assert!(took < SOON, "{took:?}");
+    println!("found after {took:?}");
+}
+
+#[tokio::test]
 async fn with_the_policy_kill_it_is_killed_after_three_findings_and_its_neighbours_are_not() {
     let machine = machine("policy = \"kill\"\nkill-after = 3").await;
     let (mine, other) = (pod(&machine, "a").await, pod(&machine, "b").await);

@@ -2,6 +2,7 @@
  *
  *   open FILE      -> ok | err N     the driver of that name, and a context on its first GPU
  *   alloc BYTES    -> ok | err N
+ *   table BYTES    -> ok | err N     by a function of a private table of the simulated driver's
  *   info           -> ok FREE TOTAL | err N
  *   scribble       -> ok             over its credit page
  *   truncate       -> ok | err N     its credit page
@@ -60,6 +61,11 @@ int main(void) {
         } else if (sscanf(line, "alloc %llu", &bytes) == 1) {
             uint64_t at = 0;
             code = call("cuMemAlloc_v2", &at, bytes, 0);
+        } else if (sscanf(line, "table %llu", &bytes) == 1) {
+            uint64_t at = 0;
+            struct { size_t size; int (*alloc)(uint64_t *, uint64_t); } *table;
+            code = call("cuGetExportTable", &table, (uint64_t)(uintptr_t)"bursar-sim-alloc", 0);
+            if (!code) code = table->alloc(&at, bytes);
         } else if (!strncmp(line, "info", 4)) {
             size_t free_bytes = 0, total = 0;
             code = call("cuMemGetInfo_v2", &free_bytes, (uint64_t)(uintptr_t)&total, 0);

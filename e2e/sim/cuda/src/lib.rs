@@ -8,6 +8,7 @@ mod context;
 mod copy;
 mod device;
 mod entry;
+mod export_table;
 mod graph;
 mod host;
 mod init;

@@ -274,14 +274,16 @@ fn free(address: u64) -> Answer {
     Ok(())
 }
 
+pub(crate) fn allocate(address: &Out<u64>, len: u64) -> Answer {
+    let current = current()?;
+    if address.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    address.set(current.process.allocate(&current, len)?)
+}
+
 exports! {
-    fn cuMemAlloc_v2(address: Out<u64>, len: u64) = {
-        let current = current()?;
-        if address.is_null() {
-            return Err(Code::INVALID_VALUE);
-        }
-        address.set(current.process.allocate(&current, len)?)
-    };
+    fn cuMemAlloc_v2(address: Out<u64>, len: u64) = allocate(&address, len);
     fn cuMemAllocPitch_v2(address: Out<u64>, pitch: Out<u64>, width: u64, height: u64, _element: u32) = {
         let current = current()?;
         if address.is_null() || pitch.is_null() {

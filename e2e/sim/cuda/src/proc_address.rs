@@ -1,6 +1,6 @@
 //! Finding functions by name and version, as static runtimes do.
 
-use crate::abi::{Answer, Code, In, Out, Text};
+use crate::abi::{Answer, Code, Out, Text};
 use crate::entry::{Export, exports};
 use std::ffi::c_void;
 
@@ -23,6 +23,7 @@ fn all() -> impl Iterator<Item = &'static Export> {
         crate::library::EXPORTS,
         crate::graph::EXPORTS,
         crate::kernel::EXPORTS,
+        crate::export_table::EXPORTS,
         EXPORTS,
         crate::unsupported::EXPORTS,
     ];
@@ -98,9 +99,5 @@ exports! {
     };
     fn cuGetProcAddress_v2(name: Text, address: Out<*const c_void>, version: i32, _flags: u64, status: Out<i32>) = {
         with_status(&name, version, &address, &status)
-    };
-    fn cuGetExportTable(table: Out<*const c_void>, _id: In<[u8; 16]>) = {
-        table.set(std::ptr::null())?;
-        Err(Code::NOT_FOUND)
     };
 }

@@ -1,0 +1,37 @@
+//! A private table of functions, as the real driver has several: this one allocates memory past the API.
+//!
+//! As NVIDIA's tables do, it begins with its size in bytes; the functions in it have no names.
+
+use crate::abi::{Code, In, Out};
+use crate::entry::{call, exports};
+use crate::memory::allocate;
+use std::ffi::c_void;
+
+/// Its UUID.
+const ID: [u8; 16] = *b"bursar-sim-alloc";
+
+#[repr(C)]
+struct Table {
+    size: usize,
+    /// As `cuMemAlloc`.
+    allocate: extern "C" fn(Out<u64>, u64) -> i32,
+}
+
+static TABLE: Table = Table {
+    size: size_of::<Table>(),
+    allocate: by_table,
+};
+
+extern "C" fn by_table(address: Out<u64>, len: u64) -> i32 {
+    call(|| allocate(&address, len))
+}
+
+exports! {
+    fn cuGetExportTable(table: Out<*const c_void>, id: In<[u8; 16]>) = {
+        if id.get()? == ID {
+            return table.set((&raw const TABLE).cast());
+        }
+        table.set(std::ptr::null())?;
+        Err(Code::NOT_FOUND)
+    };
+}
