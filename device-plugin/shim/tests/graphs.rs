@@ -7,7 +7,7 @@
 
 mod support;
 
-use support::{Container, MIB};
+use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
 
@@ -56,6 +56,35 @@ fn a_graph_of_the_whole_quota_fits_and_one_byte_more_is_out_of_memory_at_its_lau
     assert_eq!(program.call(format!("launchgraph {executable}")), "err 2");
     assert_eq!(program.call(format!("upload {executable}")), "err 2");
     assert_eq!(program.call(format!("instantiateupload {graph}")), "err 2");
+    assert_eq!(charged(&container), 0);
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+/// A graph of what a stream allocated and freed while it was captured.
+fn captured(program: &mut Client, bytes: u64) -> u64 {
+    let stream = program.ok("stream")[0];
+    program.ok(format!("capture {stream}"));
+    let pointer = program.ok(format!("asyncalloc {bytes} {stream}"))[0];
+    program.ok(format!("asyncfree {pointer} {stream}"));
+    program.ok(format!("endcapture {stream}"))[0]
+}
+
+#[test]
+fn what_a_stream_allocated_while_it_was_captured_is_charged_when_the_graph_is_launched() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    for bytes in [QUOTA - 1, QUOTA] {
+        let graph = captured(&mut program, bytes);
+        let executable = program.ok(format!("instantiate {graph}"))[0];
+        assert_eq!(charged(&container), 0);
+        program.ok(format!("launchgraph {executable}"));
+        assert_eq!(charged(&container), QUOTA);
+        program.ok(format!("ungraph {executable}"));
+        program.ok("trim");
+    }
+    let graph = captured(&mut program, QUOTA + 1);
+    let executable = program.ok(format!("instantiate {graph}"))[0];
+    assert_eq!(program.call(format!("launchgraph {executable}")), "err 2");
     assert_eq!(charged(&container), 0);
     program.ok(format!("alloc {QUOTA}"));
 }

@@ -168,6 +168,87 @@ fn an_export_that_the_driver_refuses_changes_nothing() {
 }
 
 #[test]
+fn what_a_dma_buf_descriptor_keeps_stays_charged_when_it_is_freed() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let pointer = program.ok(format!("alloc {}", QUOTA / 2))[0];
+    let (handle, address) = mapped(&mut program, QUOTA / 2);
+    let taken = container.taken();
+    let of_linear = program.ok(format!("dmabuf {pointer} {}", QUOTA / 2))[0];
+    let of_mapped = program.ok(format!("dmabuf {address} {}", QUOTA / 2))[0];
+    program.ok(format!("free {pointer}"));
+    program.ok(format!("unmap {address} {}", QUOTA / 2));
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.taken(), taken, "the descriptors keep it");
+    assert_eq!(container.usage().used, Bytes(QUOTA));
+    assert_eq!(program.call("alloc 1"), "err 2");
+    program.ok(format!("close {of_linear}"));
+    program.ok(format!("close {of_mapped}"));
+    assert_eq!(program.call("alloc 1"), "err 2", "another may have them");
+    program.kill();
+    container.wait_for("the last of it is free", |usage| {
+        usage.processes == 0 && usage.retired.0 == 0
+    });
+    container.program().ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn an_address_range_that_the_driver_does_not_export_changes_nothing() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let pointer = program.ok(format!("alloc {QUOTA}"))[0];
+    assert_eq!(
+        program.call(format!("dmabuf {pointer} {}", QUOTA + 1)),
+        "err 1"
+    );
+    program.ok(format!("free {pointer}"));
+    assert_eq!(container.usage().used, Bytes::ZERO);
+}
+
+#[test]
+fn memory_that_only_a_multicast_object_keeps_stays_charged() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let object = program.ok(format!("multicast {QUOTA}"))[0];
+    assert_eq!(container.usage().used, Bytes::ZERO);
+    let taken = container.taken();
+    for bind in ["bind", "bindat"] {
+        let (handle, address) = mapped(&mut program, QUOTA);
+        let what = if bind == "bind" { handle } else { address };
+        program.ok(format!("{bind} {object} {what} {QUOTA}"));
+        program.ok(format!("unmap {address} {QUOTA}"));
+        program.ok(format!("releasehandle {handle}"));
+        assert!(container.taken() >= taken + QUOTA);
+        assert_eq!(container.usage().used, Bytes(QUOTA));
+        assert_eq!(program.call(format!("create {BLOCK} 0 0")), "err 2");
+        program.ok(format!("unbind {object} {QUOTA}"));
+        assert_eq!(container.usage().used, Bytes::ZERO);
+    }
+    program.ok(format!("create {QUOTA} 0 0"));
+}
+
+#[test]
+fn memory_that_is_a_tile_of_a_sparse_array_stays_charged_until_the_process_ends() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let array = program.ok("array 8192 8192 0 64")[0];
+    let handle = program.ok(format!("create {QUOTA} 0 0"))[0];
+    let taken = container.taken();
+    program.ok(format!("tile {array} {handle}"));
+    program.ok(format!("releasehandle {handle}"));
+    assert_eq!(container.taken(), taken, "the array keeps it");
+    assert_eq!(container.usage().used, Bytes(QUOTA));
+    program.ok(format!("untile {array}"));
+    assert_eq!(container.taken(), taken - QUOTA);
+    assert_eq!(program.call("alloc 1"), "err 2", "when is not seen");
+    program.kill();
+    container.wait_for("its memory is free", |usage| {
+        usage.processes == 0 && usage.retired.0 == 0
+    });
+    container.program().ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
 fn no_fabric_handle_is_given_out() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

@@ -1,10 +1,12 @@
-//! Arrays and mipmapped arrays: opaque layouts whose sizes follow what was measured on an H200.
+//! Arrays and mipmapped arrays: opaque layouts whose sizes follow what was measured on an H200. Of the tiles of
+//! sparse ones it is known which memory is mapped into them, and nothing else.
 
 use crate::abi::{Answer, Code, In, Out};
 use crate::context::{Current, current};
 use crate::entry::exports;
 use crate::memory::taken;
 use crate::process::{Process, lock};
+use crate::vmm::Kept;
 use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
 
@@ -39,6 +41,29 @@ pub struct Requirements {
     reserved: [u32; 4],
 }
 
+/// `CUarrayMapInfo`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Mapping {
+    resource_kind: i32,
+    resource: u64,
+    subresource_kind: i32,
+    subresource: [u64; 4],
+    operation: i32,
+    handle_kind: i32,
+    handle: u64,
+    offset: u64,
+    devices: u32,
+    flags: u32,
+    reserved: [u32; 2],
+}
+
+const _: () = assert!(size_of::<Mapping>() == 96);
+
+/// `CUmemOperationType`.
+const MAP: i32 = 1;
+const UNMAP: i32 = 2;
+
 const LAYERED: u32 = 0x01;
 const SPARSE: u32 = 0x40;
 const DEFERRED: u32 = 0x80;
@@ -59,6 +84,8 @@ struct Array {
 #[derive(Debug, Default)]
 pub(crate) struct Arrays {
     live: BTreeMap<u64, Array>,
+    /// What is mapped into sparse ones, by array and part of it.
+    tiles: BTreeMap<(u64, [u64; 4]), Kept>,
     made: u64,
 }
 
@@ -139,9 +166,42 @@ impl Process {
             .filter(|array| (array.levels > 0) == mipmapped);
         let array = *known.ok_or(Code::INVALID_HANDLE)?;
         arrays.live.remove(&handle);
+        self.let_tiles_go(&mut arrays, handle);
         Ok(self
             .image
             .release(array.unit, Charge::Memory, array.taken())?)
+    }
+
+    fn let_tiles_go(&self, arrays: &mut Arrays, handle: u64) {
+        let parts = (handle, [0; 4])..=(handle, [u64::MAX; 4]);
+        let gone = arrays.tiles.extract_if(parts, |_, _| true);
+        gone.for_each(|(_, gone)| self.let_go(gone));
+    }
+
+    /// Maps memory into a part of a sparse array, or takes it out.
+    fn map_tile(&self, mapping: &Mapping) -> Answer {
+        let Mapping {
+            resource,
+            subresource,
+            operation,
+            handle,
+            ..
+        } = *mapping;
+        let sparse = |array: &Array| array.shape.flags & SPARSE != 0;
+        if !lock(&self.arrays).live.get(&resource).is_some_and(sparse) {
+            return Err(Code::INVALID_VALUE);
+        }
+        let part = (resource, subresource);
+        let before = match operation {
+            MAP => {
+                let memory = self.keep(handle)?;
+                lock(&self.arrays).tiles.insert(part, memory)
+            }
+            UNMAP => lock(&self.arrays).tiles.remove(&part),
+            _ => return Err(Code::INVALID_VALUE),
+        };
+        before.into_iter().for_each(|gone| self.let_go(gone));
+        Ok(())
     }
 
     /// Frees what a context leaves behind.
@@ -151,7 +211,8 @@ impl Process {
             .into_iter()
             .partition::<BTreeMap<_, _>, _>(|(_, array)| array.context == context);
         arrays.live = left;
-        for array in gone.into_values() {
+        for (handle, array) in gone {
+            self.let_tiles_go(&mut arrays, handle);
             // Collected means: given back already.
             let _ = self
                 .image
@@ -191,6 +252,11 @@ fn requirements(out: &Out<Requirements>, handle: u64, mipmapped: bool) -> Answer
 }
 
 exports! {
+    fn cuMemMapArrayAsync(list: In<Mapping>, count: u32, stream: u64) = {
+        let current = current()?;
+        current.check_stream(stream)?;
+        (0..count as usize).try_for_each(|place| current.process.map_tile(&list.at(place)?))
+    };
     fn cuArrayCreate_v2(array: Out<u64>, flat: In<Flat>) = {
         let Flat { width, height, format, channels } = flat.get()?;
         create(&array, Shape { width, height, depth: 0, format, channels, flags: 0 }, 0)

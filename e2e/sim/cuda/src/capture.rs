@@ -1,13 +1,14 @@
-//! Stream capture, as far as memory is concerned: what is captured takes nothing, and calls that the
-//! driver takes for unsafe end the captures of a thread that makes them.
+//! Stream capture, as far as memory is concerned: what is captured takes nothing before its graph is launched,
+//! and calls that the driver takes for unsafe end the captures of a thread that makes them.
 //!
 //! As on an H200 with driver 580: asking a pool for its sizes and trimming it are such calls, and
 //! `cuMemAlloc`; waiting for the context ends every capture in it, whatever the thread's mode. A graph
-//! that comes of a capture is a number: nothing can be done with it here.
+//! that comes of a capture has the memory nodes of what was allocated and freed in it.
 
 use crate::abi::{Answer, Code, Out};
 use crate::context::current;
 use crate::entry::exports;
+use crate::graph::Node;
 use crate::process::{Process, healthy, lock};
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -21,17 +22,17 @@ thread_local! {
 }
 
 /// A capture under way.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 struct Capture {
     mode: i32,
     valid: bool,
+    nodes: Vec<Node>,
 }
 
 /// The captures of this image, by stream.
 #[derive(Debug, Default)]
 pub(crate) struct Captures {
     streams: BTreeMap<u64, Capture>,
-    made: u64,
 }
 
 impl Process {
@@ -41,6 +42,13 @@ impl Process {
             None => Ok(false),
             Some(capture) if capture.valid => Ok(true),
             Some(_) => Err(Code::CAPTURE_INVALIDATED),
+        }
+    }
+
+    /// Adds a node to what a stream captures.
+    pub(crate) fn capture(&self, stream: u64, node: Node) {
+        if let Some(capture) = lock(&self.captures).streams.get_mut(&stream) {
+            capture.nodes.push(node);
         }
     }
 
@@ -72,7 +80,7 @@ exports! {
     fn cuStreamBeginCapture_v2(stream: u64, mode: i32) = {
         let current = current()?;
         let stream = current.stream_key(stream)?;
-        let begun = Capture { mode, valid: true };
+        let begun = Capture { mode, valid: true, nodes: Vec::new() };
         match lock(&current.process.captures).streams.insert(stream, begun) {
             None => Ok(()),
             Some(_) => Err(Code::INVALID_VALUE),
@@ -81,20 +89,19 @@ exports! {
     fn cuStreamEndCapture(stream: u64, graph: Out<u64>) = {
         let current = current()?;
         let stream = current.stream_key(stream)?;
-        let mut captures = lock(&current.process.captures);
-        let ended = captures.streams.remove(&stream).ok_or(Code::INVALID_VALUE)?;
+        let ended = lock(&current.process.captures).streams.remove(&stream);
+        let ended = ended.ok_or(Code::INVALID_VALUE)?;
         if !ended.valid {
             graph.set(0)?;
             return Err(Code::CAPTURE_INVALIDATED);
         }
-        captures.made += 1;
-        graph.set(0x5187_0000_0000 + captures.made * 0x10)
+        graph.set(lock(&current.process.graphs).captured(ended.nodes)?)
     };
     fn cuStreamIsCapturing(stream: u64, status: Out<i32>) = {
         let current = current()?;
         let stream = current.stream_key(stream)?;
-        let found = lock(&current.process.captures).streams.get(&stream).copied();
-        status.set(found.map_or(0, |capture| if capture.valid { 1 } else { 2 }))
+        let captures = lock(&current.process.captures);
+        status.set(captures.streams.get(&stream).map_or(0, |capture| if capture.valid { 1 } else { 2 }))
     };
     fn cuThreadExchangeStreamCaptureMode(mode: Out<i32>) = {
         healthy()?;

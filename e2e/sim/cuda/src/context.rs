@@ -19,6 +19,8 @@ const STACK_SIZE: i32 = 0;
 pub(crate) struct Context {
     pub(crate) device: usize,
     flags: u32,
+    /// `cuCtxAttach` adds one, `cuCtxDetach` takes one.
+    users: u32,
     /// The limit that `cuCtxSetLimit` set, in bytes per thread.
     stack_limit: u64,
     /// Bytes per thread that are taken now: the limit, or more where a kernel's locals need it.
@@ -68,6 +70,7 @@ impl Contexts {
         let context = Context {
             device,
             flags,
+            users: 1,
             stack_limit: FIRST_STACK,
             stack: FIRST_STACK,
             limits: BTreeMap::new(),
@@ -152,6 +155,28 @@ impl Process {
         Ok(self
             .image
             .release(self.devices[context.device].unit, Charge::Context, bytes)?)
+    }
+
+    /// The last user of a context ends it; a primary one's users do not count (as on an H200).
+    fn detach(&self, id: u64) -> Answer {
+        if top() != Some(id) {
+            return Err(Code::INVALID_CONTEXT);
+        }
+        {
+            let mut contexts = lock(&self.contexts);
+            let mut primaries = contexts.primaries.iter();
+            if primaries.any(|primary| primary.context == Some(id)) {
+                return Ok(());
+            }
+            let context = contexts.live.get_mut(&id).ok_or(Code::INVALID_CONTEXT)?;
+            context.users -= 1;
+            if context.users > 0 {
+                return Ok(());
+            }
+        }
+        self.destroy_context(id)?;
+        replace_top(0);
+        Ok(())
     }
 
     fn retain_primary(&self, device: usize) -> Result<u64, Code> {
@@ -327,6 +352,17 @@ exports! {
         STACK.with_borrow_mut(|stack| if stack.last() == Some(&context) { stack.pop(); });
         Ok(())
     };
+    fn cuCtxAttach(context: Out<u64>, flags: u32) = {
+        let (process, attached, _) = current_device()?;
+        if flags != 0 || context.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        if let Some(found) = lock(&process.contexts).live.get_mut(&attached) {
+            found.users += 1;
+        }
+        context.set(attached)
+    };
+    fn cuCtxDetach(context: u64) = process()?.detach(context);
     fn cuCtxGetCurrent(context: Out<u64>) = {
         process()?;
         context.set(top().unwrap_or(0))

@@ -51,11 +51,25 @@ pub struct Parameters {
 const UPLOAD: u64 = 2;
 
 #[derive(Debug, Clone, Copy)]
-enum Node {
+pub(crate) enum Node {
     Allocation(Allocation),
     Release,
     Child(u64),
     Empty,
+}
+
+impl Node {
+    /// Of what a stream allocated on a device while it was captured.
+    pub(crate) fn allocation(device: usize, bytes: u64, address: u64) -> Node {
+        Node::Allocation(Allocation {
+            kind: 1,
+            location_kind: 1,
+            location: i32::try_from(device).unwrap_or(i32::MAX),
+            bytes,
+            address,
+            ..Allocation::default()
+        })
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -97,6 +111,16 @@ impl Graphs {
             .push(handle);
         self.nodes.insert(handle, node);
         Ok(handle)
+    }
+
+    /// A graph that a stream captured.
+    pub(crate) fn captured(&mut self, nodes: Vec<Node>) -> Result<u64, Code> {
+        let graph = self.handle();
+        self.graphs.insert(graph, Vec::new());
+        for node in nodes {
+            self.add(graph, node)?;
+        }
+        Ok(graph)
     }
 
     fn needs(&self, graph: u64, needs: &mut BTreeMap<usize, (u64, u64)>) -> Answer {

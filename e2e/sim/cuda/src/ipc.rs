@@ -1,7 +1,8 @@
-//! IPC handles of linear memory (F13).
+//! IPC handles of linear memory (F13), and DMA-BUF descriptors of it and of mapped memory.
 //!
 //! Linear memory becomes a shared object when its first handle is made: same address, same contents, but
-//! charged as an object, so that it outlives its process while an importer has it open.
+//! charged as an object, so that it outlives its process while an importer has it open. A descriptor keeps the memory
+//! past its free, as on an H200.
 
 use crate::abi::{Answer, Code, Out};
 use crate::context::current;
@@ -9,6 +10,7 @@ use crate::entry::exports;
 use crate::memory::{Allocation, Kind, bytes, map, taken, unmap};
 use crate::process::{Process, lock};
 use bursar_sim_state::{Charge, object::Object};
+use std::os::fd::IntoRawFd;
 
 const PAGE: usize = 4096;
 const BOTH: i32 = libc::PROT_READ | libc::PROT_WRITE;
@@ -85,7 +87,33 @@ fn open(address: &Out<u64>, handle: Handle) -> Answer {
     address.set(at)
 }
 
+/// `CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD`.
+const DMA_BUF: i32 = 1;
+
+fn export(descriptor: &Out<i32>, address: u64, len: u64) -> Answer {
+    let process = current()?.process;
+    if descriptor.is_null() {
+        return Err(Code::INVALID_VALUE);
+    }
+    let around = lock(&process.space).around(address);
+    let (base, found) = around.ok_or(Code::INVALID_VALUE)?;
+    if len == 0 || len > found.len - (address - base) {
+        return Err(Code::INVALID_VALUE);
+    }
+    let object = match found.kind {
+        Kind::Mapped(object) => object,
+        _ => process.share(base, found)?,
+    };
+    descriptor.set(object.export(&process.sim)?.into_raw_fd())
+}
+
 exports! {
+    fn cuMemGetHandleForAddressRange(descriptor: Out<i32>, address: u64, len: u64, kind: i32, _flags: u64) = {
+        if kind != DMA_BUF {
+            return Err(Code::NOT_SUPPORTED);
+        }
+        export(&descriptor, address, len)
+    };
     fn cuIpcGetMemHandle(handle: Out<Handle>, address: u64) = {
         let current = current()?;
         let around = lock(&current.process.space).around(address);

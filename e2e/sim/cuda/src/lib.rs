@@ -17,6 +17,7 @@ mod kernel;
 mod library;
 mod memory;
 mod module;
+mod multicast;
 mod pointer;
 mod pool;
 mod proc_address;

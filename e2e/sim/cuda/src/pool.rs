@@ -8,6 +8,7 @@
 use crate::abi::{Answer, Code, In, Out};
 use crate::context::{Current, current};
 use crate::entry::exports;
+use crate::graph::Node;
 use crate::memory::{Kind, rounded};
 use crate::process::{Process, healthy, lock};
 use crate::vmm::Location;
@@ -385,11 +386,12 @@ fn allocate(address: &Out<u64>, len: u64, pool: Option<u64>, stream: u64) -> Ans
     }
     let stream = current.stream_key(stream)?;
     if current.process.is_captured(stream)? {
-        return address.set(
-            current
-                .process
-                .make(&current, rounded(len)?, Kind::Captured)?,
-        );
+        let made = current
+            .process
+            .make(&current, rounded(len)?, Kind::Captured)?;
+        let node = Node::allocation(current.device, len, made);
+        current.process.capture(stream, node);
+        return address.set(made);
     }
     let pool = pool.unwrap_or_else(|| lock(&current.process.pools).present[current.device]);
     address.set(current.process.allocate_from(&current, pool, len, stream)?)
@@ -408,6 +410,9 @@ fn free(address: u64, stream: u64) -> Answer {
         Kind::Captured => captured,
         kind => !captured && matches!(kind, Kind::Pool(_) | Kind::Linear),
     })?;
+    if captured {
+        process.capture(stream, Node::Release);
+    }
     process.end_in(address, gone, Some(stream));
     Ok(())
 }

@@ -13,6 +13,7 @@ fn all() -> impl Iterator<Item = &'static Export> {
         crate::array::EXPORTS,
         crate::pool::EXPORTS,
         crate::vmm::EXPORTS,
+        crate::multicast::EXPORTS,
         crate::host::EXPORTS,
         crate::pointer::EXPORTS,
         crate::ipc::EXPORTS,

@@ -6,7 +6,7 @@ use crate::graph::Graphs;
 use crate::memory::Space;
 use crate::{
     capture::Captures, context::Contexts, device::Device, library::Libraries, module::Modules,
-    pool::Pools, stream::Streams, vmm::Vmm,
+    multicast::Multicasts, pool::Pools, stream::Streams, vmm::Vmm,
 };
 use bursar_sim_state::{Image, Sim, xid::Xid};
 use std::path::PathBuf;
@@ -26,6 +26,7 @@ pub(crate) struct Process {
     pub(crate) streams: Mutex<Streams>,
     pub(crate) pools: Mutex<Pools>,
     pub(crate) vmm: Mutex<Vmm>,
+    pub(crate) multicasts: Mutex<Multicasts>,
     pub(crate) modules: Mutex<Modules>,
     pub(crate) libraries: Mutex<Libraries>,
     pub(crate) captures: Mutex<Captures>,
@@ -107,6 +108,7 @@ impl Process {
             graphs: Mutex::default(),
             streams: Mutex::default(),
             vmm: Mutex::default(),
+            multicasts: Mutex::default(),
             modules: Mutex::default(),
             libraries: Mutex::default(),
             captures: Mutex::default(),

@@ -11,7 +11,7 @@ use std::fs::File;
 use std::os::fd::{BorrowedFd, IntoRawFd};
 
 /// Sizes and addresses are multiples of this.
-const GRANULARITY: u64 = 2 << 20;
+pub(crate) const GRANULARITY: u64 = 2 << 20;
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
 const DESCRIPTOR: i32 = 1;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
@@ -36,6 +36,10 @@ pub(crate) struct Vmm {
     reserved: BTreeMap<u64, u64>,
     made: u64,
 }
+
+/// Keeps an object that is bound or mapped into something.
+#[derive(Debug)]
+pub(crate) struct Kept(Object, Hold);
 
 /// `CUmemLocation`.
 #[repr(C)]
@@ -130,7 +134,36 @@ impl Process {
         Ok(vmm.enter(object, wanted.handle_types & DESCRIPTOR != 0, hold))
     }
 
+    /// Keeps the object of a handle.
+    pub(crate) fn keep(&self, handle: u64) -> Result<Kept, Code> {
+        let object = lock(&self.vmm).find(handle)?.object;
+        Ok(Kept(object, object.hold(&self.sim, &self.image)?))
+    }
+
+    /// Keeps the object that is mapped at an address.
+    pub(crate) fn keep_at(&self, address: u64) -> Result<Kept, Code> {
+        match lock(&self.space).around(address) {
+            Some((
+                _,
+                Allocation {
+                    kind: Kind::Mapped(object),
+                    ..
+                },
+            )) => Ok(Kept(object, object.hold(&self.sim, &self.image)?)),
+            _ => Err(Code::INVALID_VALUE),
+        }
+    }
+
+    /// Ends what [`Process::keep`] began.
+    pub(crate) fn let_go(&self, Kept(object, hold): Kept) {
+        drop(hold);
+        object.let_go(&self.sim);
+    }
+
     fn release_handle(&self, handle: u64) -> Answer {
+        if self.release_multicast(handle) {
+            return Ok(());
+        }
         let mut vmm = lock(&self.vmm);
         let found = vmm.find(handle)?;
         found.references -= 1;

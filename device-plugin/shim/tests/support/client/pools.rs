@@ -18,7 +18,7 @@
 //! spin STREAM MILLISECONDS    -> ok | err CODE             (keeps the stream busy)
 //! device NUMBER               -> ok | err CODE             (its primary context is current)
 //! capture STREAM              -> ok | err CODE
-//! endcapture STREAM           -> ok | err CODE
+//! endcapture STREAM           -> ok GRAPH | err CODE
 //! asyncchurn N BYTES          -> ok NANOSECONDS            (N times allocate and free)
 //! asyncgreedy THREADS BYTES   -> ok COUNT CODE             (until each thread gets no more)
 //! ```
@@ -98,7 +98,7 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
         "endcapture" => {
             let code =
                 call!(cuda, c"cuStreamEndCapture", (number(1) => u64, &raw mut got => *mut u64));
-            done(code)
+            say(answer(code, got.to_string()))
         }
         "asyncchurn" => {
             let begun = Instant::now();

@@ -15,6 +15,12 @@
 //! ipcopen OBJECT               -> ok POINTER | err CODE
 //! ipcclose POINTER             -> ok | err CODE
 //! dmabuf POINTER BYTES         -> ok DESCRIPTOR | err CODE
+//! multicast BYTES              -> ok OBJECT | err CODE
+//! bind OBJECT HANDLE BYTES     -> ok | err CODE
+//! bindat OBJECT ADDRESS BYTES  -> ok | err CODE
+//! unbind OBJECT BYTES          -> ok | err CODE
+//! tile ARRAY HANDLE            -> ok | err CODE             (the memory is the array's only tile)
+//! untile ARRAY                 -> ok | err CODE
 //! ```
 
 use super::{Cuda, answer, say};
@@ -80,9 +86,36 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             ));
             say(answer(code, descriptor.to_string()))
         }
+        "multicast" => {
+            // `CUmulticastObjectProp`: a device, the size.
+            let properties = [1, number(1), 0, 0];
+            let code = call!(cuda, c"cuMulticastCreate", (&raw mut got => *mut u64, properties.as_ptr() => *const u64));
+            say(answer(code, got.to_string()))
+        }
+        "bind" => done(call!(cuda, c"cuMulticastBindMem", (
+            number(1) => u64, 0 => u64, number(2) => u64, 0 => u64, number(3) => u64, 0 => u64
+        ))),
+        "bindat" => done(call!(cuda, c"cuMulticastBindAddr", (
+            number(1) => u64, 0 => u64, number(2) => u64, number(3) => u64, 0 => u64
+        ))),
+        "unbind" => done(call!(cuda, c"cuMulticastUnbind", (
+            number(1) => u64, 0 => i32, 0 => u64, number(2) => u64
+        ))),
+        "tile" => done(tile(cuda, number(1), 1, number(2))),
+        "untile" => done(tile(cuda, number(1), 2, 0)),
         _ => return None,
     };
     Some(result)
+}
+
+/// Maps memory into a sparse array (operation 1), or takes it out (2), by a `CUarrayMapInfo`.
+fn tile(cuda: &Cuda, array: u64, operation: u64, handle: u64) -> i32 {
+    let mut mapping = [0_u64; 12];
+    mapping[1] = array;
+    // A 32-bit field.
+    mapping[7] = operation;
+    mapping[8] = handle;
+    call!(cuda, c"cuMemMapArrayAsync", (mapping.as_mut_ptr() => *mut u64, 1 => u32, 0 => u64))
 }
 
 /// `CUipcMemHandle`, which is passed by value.

@@ -1,0 +1,137 @@
+//! Multicast objects, as far as memory is concerned: memory that is bound to one is kept until it is unbound or the
+//! object is released. Nothing is mapped through one.
+
+use crate::abi::{Answer, Code, In, Out};
+use crate::entry::exports;
+use crate::process::{Process, healthy, lock};
+use crate::vmm::{GRANULARITY, Kept};
+use std::collections::BTreeMap;
+
+/// `CUmulticastObjectProp`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Properties {
+    devices: u32,
+    size: u64,
+    handle_types: u64,
+    flags: u64,
+}
+
+/// What is bound at an offset.
+#[derive(Debug)]
+struct Binding {
+    len: u64,
+    memory: Kept,
+}
+
+#[derive(Debug)]
+struct Multicast {
+    size: u64,
+    bindings: BTreeMap<u64, Binding>,
+}
+
+/// All multicast objects of this image, by handle.
+#[derive(Debug, Default)]
+pub(crate) struct Multicasts {
+    live: BTreeMap<u64, Multicast>,
+    made: u64,
+}
+
+impl Multicasts {
+    fn find(&mut self, object: u64) -> Result<&mut Multicast, Code> {
+        self.live.get_mut(&object).ok_or(Code::INVALID_VALUE)
+    }
+}
+
+fn is_whole(bytes: u64) -> bool {
+    bytes.is_multiple_of(GRANULARITY)
+}
+
+impl Process {
+    fn bind(&self, object: u64, offset: u64, len: u64, memory: Kept) -> Answer {
+        let mut multicasts = lock(&self.multicasts);
+        let found = multicasts.find(object)?;
+        let end = offset.checked_add(len).ok_or(Code::INVALID_VALUE)?;
+        let fits = len > 0 && is_whole(offset) && is_whole(len) && end <= found.size;
+        let mut before = found.bindings.range(..end);
+        let taken = before
+            .next_back()
+            .is_some_and(|(at, old)| at + old.len > offset);
+        if !fits || taken {
+            return Err(Code::INVALID_VALUE);
+        }
+        found.bindings.insert(offset, Binding { len, memory });
+        Ok(())
+    }
+
+    fn unbind(&self, object: u64, offset: u64, len: u64) -> Answer {
+        let end = offset.checked_add(len).ok_or(Code::INVALID_VALUE)?;
+        let gone: Vec<Binding> = {
+            let mut multicasts = lock(&self.multicasts);
+            let bindings = &mut multicasts.find(object)?.bindings;
+            bindings
+                .extract_if(offset..end, |_, _| true)
+                .map(|(_, gone)| gone)
+                .collect()
+        };
+        gone.into_iter().for_each(|gone| self.let_go(gone.memory));
+        Ok(())
+    }
+
+    /// Ends a multicast object; whether the handle is one's.
+    pub(crate) fn release_multicast(&self, object: u64) -> bool {
+        let gone = lock(&self.multicasts).live.remove(&object);
+        let is_one = gone.is_some();
+        let bindings = gone
+            .into_iter()
+            .flat_map(|gone| gone.bindings.into_values());
+        bindings.for_each(|gone| self.let_go(gone.memory));
+        is_one
+    }
+}
+
+fn bind_memory(object: u64, to: u64, handle: u64, len: u64) -> Answer {
+    let process = healthy()?;
+    process.bind(object, to, len, process.keep(handle)?)
+}
+
+fn bind_address(object: u64, to: u64, address: u64, len: u64) -> Answer {
+    let process = healthy()?;
+    process.bind(object, to, len, process.keep_at(address)?)
+}
+
+exports! {
+    fn cuMulticastCreate(object: Out<u64>, wanted: In<Properties>) = {
+        let (process, wanted) = (healthy()?, wanted.get()?);
+        if wanted.size == 0 || !is_whole(wanted.size) || wanted.devices == 0 || object.is_null() {
+            return Err(Code::INVALID_VALUE);
+        }
+        let mut multicasts = lock(&process.multicasts);
+        multicasts.made += 1;
+        let handle = 0x5197_0000_0000 + multicasts.made * 0x10;
+        multicasts.live.insert(handle, Multicast { size: wanted.size, bindings: BTreeMap::new() });
+        object.set(handle)
+    };
+    fn cuMulticastAddDevice(object: u64, device: i32) = {
+        let process = healthy()?;
+        process.device(device)?;
+        lock(&process.multicasts).find(object).map(|_| ())
+    };
+    fn cuMulticastBindMem(object: u64, to: u64, handle: u64, _from: u64, len: u64, _flags: u64) = {
+        bind_memory(object, to, handle, len)
+    };
+    fn cuMulticastBindMem_v2(object: u64, _device: i32, to: u64, handle: u64, _from: u64, len: u64, _flags: u64) = {
+        bind_memory(object, to, handle, len)
+    };
+    fn cuMulticastBindAddr(object: u64, to: u64, address: u64, len: u64, _flags: u64) = {
+        bind_address(object, to, address, len)
+    };
+    fn cuMulticastBindAddr_v2(object: u64, _device: i32, to: u64, address: u64, len: u64, _flags: u64) = {
+        bind_address(object, to, address, len)
+    };
+    fn cuMulticastUnbind(object: u64, _device: i32, offset: u64, len: u64) = healthy()?.unbind(object, offset, len);
+    fn cuMulticastGetGranularity(bytes: Out<u64>, _wanted: In<Properties>, _option: i32) = {
+        healthy()?;
+        bytes.set(GRANULARITY)
+    };
+}
