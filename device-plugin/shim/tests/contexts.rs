@@ -91,6 +91,31 @@ fn every_process_and_every_further_context_is_charged() {
 }
 
 #[test]
+fn a_context_that_its_last_user_detaches_gives_back_itself_and_its_memory() {
+    let (container, mut program) = measured(3 * CONTEXT);
+    let second = program.ok("context")[0];
+    program.ok("attach");
+    program.ok(format!("alloc {}", 100 * MIB));
+    assert_eq!(charged(&container), 2 * CONTEXT + 100 * MIB);
+    program.ok(format!("detach {second}"));
+    assert_eq!(charged(&container), 2 * CONTEXT + 100 * MIB, "another user");
+    program.ok(format!("detach {second}"));
+    assert_eq!(charged(&container), CONTEXT);
+    assert_eq!(program.call(format!("detach {second}")), "err 201");
+    program.ok(format!("alloc {}", 2 * CONTEXT));
+    assert_eq!(program.call("alloc 1"), "err 2");
+}
+
+#[test]
+fn a_primary_context_has_no_users_to_detach() {
+    let (container, mut program) = measured(GIB);
+    let primary = program.ok("current")[0];
+    program.ok(format!("detach {primary}"));
+    assert_eq!(charged(&container), CONTEXT);
+    program.ok("alloc 1");
+}
+
+#[test]
 fn threads_that_start_together_are_charged_one_primary_context() {
     let (container, mut program) = measured(GIB);
     for _ in 0..5 {

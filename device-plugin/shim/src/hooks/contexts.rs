@@ -101,17 +101,37 @@ fn releasing(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
     let before = primary(device);
     let answer = graphs::trimming(call);
     if let (codes::SUCCESS, Some(context)) = (answer, before)
-        && crate::state::state().is_some()
         && primary(device) != Some(context)
     {
-        for (_, charge) in LIVE.remove_context(context) {
-            ledger::discharge(charge);
-        }
-        if let Some(itself) = known::ended(context) {
-            itself.discharge();
-        }
+        gone(context);
     }
     answer
+}
+
+/// Calls what ends the current context if it has no other user. It is current no more then, and otherwise still
+/// is (measured on an H200).
+fn detaching(handle: u64, call: impl FnOnce() -> CuResult) -> CuResult {
+    let before = named(handle);
+    let answer = graphs::trimming(call);
+    if let (codes::SUCCESS, Some(context)) = (answer, before)
+        && current() != context
+    {
+        gone(context);
+    }
+    answer
+}
+
+/// Gives back what a context that has ended was charged.
+fn gone(context: u64) {
+    if crate::state::state().is_none() {
+        return;
+    }
+    for (_, charge) in LIVE.remove_context(context) {
+        ledger::discharge(charge);
+    }
+    if let Some(itself) = known::ended(context) {
+        itself.discharge();
+    }
 }
 
 /// What a green context takes of its own, as measured on an H200.
@@ -251,6 +271,8 @@ hooks! {
     fn cuCtxDestroy(context: u64) = |plain| ending(named(context), || plain(context));
     /// `cuCtxDestroy` (CUDA 4.0).
     fn cuCtxDestroy_v2(context: u64) = |plain| ending(named(context), || plain(context));
+    /// `cuCtxDetach` (CUDA 2.0).
+    fn cuCtxDetach(context: u64) = |plain| detaching(context, || plain(context));
     /// `cuDevicePrimaryCtxRelease` (CUDA 7.0).
     fn cuDevicePrimaryCtxRelease(device: c_int) = |plain| releasing(device, || plain(device));
     /// `cuDevicePrimaryCtxRelease` (CUDA 11.0).

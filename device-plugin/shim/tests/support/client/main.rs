@@ -20,6 +20,8 @@
 //! release         -> ok | err CODE         (the primary context, once)
 //! context         -> ok HANDLE | err CODE  (a new one, made current)
 //! destroy HANDLE  -> ok | err CODE         (the primary context is current again)
+//! current         -> ok HANDLE | err CODE
+//! attach, detach HANDLE -> ok | err CODE   (the current context's users)
 //! address NAME VERSION FLAGS -> ok 0|1 SYMBOL | err CODE  (whether cuGetProcAddress gave one of
 //!                                          the library's own functions, and which)
 //! limit BYTES     -> ok BYTES | err CODE   (the stack's; what it is then)
@@ -343,6 +345,20 @@ fn run(cuda: &Cuda, line: &str) -> String {
         }
         "destroy" => {
             let code = call!(cuda, c"cuCtxDestroy_v2", (number(1) => u64));
+            say(answer(code, String::new()))
+        }
+        "current" => {
+            let mut context = 0_u64;
+            let code = call!(cuda, c"cuCtxGetCurrent", (&raw mut context => *mut u64));
+            say(answer(code, context.to_string()))
+        }
+        "attach" => {
+            let mut context = 0_u64;
+            let code = call!(cuda, c"cuCtxAttach", (&raw mut context => *mut u64, 0 => u32));
+            say(answer(code, String::new()))
+        }
+        "detach" => {
+            let code = call!(cuda, c"cuCtxDetach", (number(1) => u64));
             say(answer(code, String::new()))
         }
         "address" => {
