@@ -43,7 +43,7 @@ pub(crate) enum Answer {
 
 /// Says hello if that was not done yet.
 pub(crate) fn ensure_welcomed(state: &State, held: &Held<'_>, map: MapDevices) -> bool {
-    state.page().is_some() || connect(state, held, map).is_some()
+    state.page().is_some() || connect(state, held, map).map(close).is_some()
 }
 
 /// Asks for `units` more of an account. A session that an agent's restart cut is taken up once.

@@ -145,6 +145,15 @@ fn an_array_ends_with_its_context() {
 }
 
 #[test]
+fn a_denial_that_needs_no_question_to_the_agent_is_reported_too() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    // More than any quota can be.
+    assert_eq!(program.call(format!("alloc {}", 1_u64 << 60)), "err 2");
+    container.wait_for("it is counted", |usage| usage.denied == 1);
+}
+
+#[test]
 fn forms_of_cuda_2_are_refused() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
