@@ -1,5 +1,7 @@
 //! What `/proc` tells of a process: parsers of its text, and nothing that reads it.
 
+use std::time::Duration;
+
 use crate::units::PodUid;
 
 /// What `/proc/<pid>/stat` tells (proc(5)).
@@ -23,6 +25,12 @@ impl Stat {
         let size = fields.next()?.parse().ok()?;
         let stack = fields.nth(4)?.parse().ok()?;
         Some(Self { start, size, stack })
+    }
+
+    /// How long the machine had been up when the process started.
+    pub fn started(&self) -> Duration {
+        // Programs are shown ticks of 10 ms on every machine (`USER_HZ`).
+        Duration::from_millis(self.start.saturating_mul(10))
     }
 }
 
@@ -103,7 +111,12 @@ mod tests {
     #[test]
     fn this_process_can_be_read() {
         let text = std::fs::read_to_string("/proc/self/stat").unwrap();
-        assert!(Stat::parse(&text).unwrap().size > 1 << 20);
+        let stat = Stat::parse(&text).unwrap();
+        assert!(stat.size > 1 << 20);
+        let uptime = std::fs::read_to_string("/proc/uptime").unwrap();
+        let uptime: f64 = uptime.split(' ').next().unwrap().parse().unwrap();
+        let age = uptime - stat.started().as_secs_f64();
+        assert!((-0.1..3_600.0).contains(&age), "{age}");
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
         assert!(bounding_capabilities(&status).is_some());
     }

@@ -78,6 +78,8 @@ struct Container {
     allocation: Option<AllocationId>,
     /// What it lacks that does not change while its first process does not.
     lack: Option<Lack>,
+    /// Whether that could be told in full.
+    settled: bool,
     at: Instant,
 }
 
@@ -92,6 +94,7 @@ struct Seen {
 /// What one look has in common for all containers.
 struct Look {
     now: Instant,
+    uptime: Duration,
     own: Mounts,
     installed: Option<Installed>,
     namespace: Option<PathBuf>,
@@ -115,6 +118,7 @@ impl Attestor {
         let own = Mounts::parse(&self.text("self", "mountinfo").unwrap_or_default());
         let look = Look {
             now,
+            uptime: uptime(),
             installed: installed(&self.paths.state_dir.join("shim"), &own),
             namespace: self.link("self", "ns/user"),
             own,
@@ -157,7 +161,9 @@ impl Attestor {
         let known =
             known.filter(|known| (known.first.0, known.first.1.start) == (first, stat.start));
         let unchanged = known.filter(|known| {
-            known.first.1.stack == stat.stack && look.now.duration_since(known.at) < REREAD
+            known.settled
+                && known.first.1.stack == stat.stack
+                && look.now.duration_since(known.at) < REREAD
         });
         if unchanged.is_some_and(|known| known.allocation.is_none()) {
             return None;
@@ -175,13 +181,15 @@ impl Attestor {
         let fixed = match (unchanged, &given) {
             (Some(lack), _) => lack,
             (None, given) => {
+                let age = look.uptime.saturating_sub(stat.started());
                 let lack = given
                     .as_ref()
-                    .and_then(|given| self.fixed_lack(first, &mounts, given, look));
+                    .and_then(|given| self.fixed_lack((first, age), &mounts, given, look));
                 let container = Container {
                     first: (first, stat),
                     allocation,
                     lack: lack.clone(),
+                    settled: age >= verdict::SETTLED,
                     at: look.now,
                 };
                 self.containers.insert(folder.to_owned(), container);
@@ -267,11 +275,17 @@ impl Attestor {
     }
 
     /// What a container lacks that does not change while its first process does not.
-    fn fixed_lack(&self, first: u32, mounts: &Mounts, given: &Given, look: &Look) -> Option<Lack> {
+    fn fixed_lack(
+        &self,
+        (first, age): (u32, Duration),
+        mounts: &Mounts,
+        given: &Given,
+        look: &Look,
+    ) -> Option<Lack> {
         let bounding = bounding_capabilities(&self.text(first, "status")?)?;
         let namespace = self.link(first, "ns/user");
         let over_the_host = namespace.is_some() && namespace == look.namespace;
-        verdict::of_rights(bounding, over_the_host).or_else(|| {
+        verdict::of_rights(bounding, over_the_host, age).or_else(|| {
             let environ = std::fs::read(self.path(first, "environ")).unwrap_or_default();
             let visible = variable(&environ, "NVIDIA_VISIBLE_DEVICES");
             verdict::of_nodes(&given.nodes, &self.nodes(first, mounts), visible.as_deref())
@@ -335,6 +349,12 @@ impl Attestor {
     fn link(&self, pid: impl std::fmt::Display, file: &str) -> Option<PathBuf> {
         std::fs::read_link(self.path(pid, file)).ok()
     }
+}
+
+/// How long the machine has been up, sleep included: what processes' starts are told by.
+fn uptime() -> Duration {
+    let clock = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::try_from(clock).unwrap_or_default()
 }
 
 /// The shim's files in the folder of builds; none before there is one.

@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Component, Path, PathBuf};
+use std::time::Duration;
 
 use super::maps::{Kind, Mapped};
 use super::mounts::{Location, Mounts};
@@ -211,12 +212,16 @@ pub fn of_nodes(given: &BTreeSet<String>, seen: &[String], visible: Option<&str>
     Some(Lack::new(Reason::OtherGpus, detail))
 }
 
+/// How old a container's first process is when its rights can be told. A younger one may still be the container
+/// runtime's own, in the container's cgroup and mounts: it gives up its rights right before it starts the program.
+pub const SETTLED: Duration = Duration::from_secs(1);
+
 /// What a container may do to the host: `bounding` are the capabilities that its processes may ever have, over the
-/// host or over a user namespace of its own.
-pub fn of_rights(bounding: u64, over_the_host: bool) -> Option<Lack> {
+/// host or over a user namespace of its own. `age` is its first process's.
+pub fn of_rights(bounding: u64, over_the_host: bool, age: Duration) -> Option<Lack> {
     /// `CAP_SYS_ADMIN` (linux/capability.h).
     const SYS_ADMIN: u64 = 1 << 21;
-    (over_the_host && bounding & SYS_ADMIN != 0)
+    (over_the_host && bounding & SYS_ADMIN != 0 && age >= SETTLED)
         .then(|| Lack::new(Reason::Privileged, "CAP_SYS_ADMIN over the host"))
 }
 

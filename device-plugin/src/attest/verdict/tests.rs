@@ -225,10 +225,17 @@ fn device_nodes_of_gpus_that_were_not_given_are_told_with_the_variable_that_aske
 
 #[test]
 fn admin_rights_over_the_host_are_a_lack_and_those_over_an_own_user_namespace_none() {
+    let old = SETTLED;
     assert_eq!(
-        of_rights(u64::MAX, true).unwrap().reason,
+        of_rights(u64::MAX, true, old).unwrap().reason,
         Reason::Privileged
     );
-    assert_eq!(of_rights(u64::MAX, false), None);
-    assert_eq!(of_rights(0xa80425fb, true), None, "a container's usual set");
+    assert_eq!(of_rights(u64::MAX, false, old), None);
+    let usual = 0xa80425fb;
+    assert_eq!(of_rights(usual, true, old), None, "a container's usual set");
+}
+
+#[test]
+fn a_process_that_may_still_be_the_runtimes_own_is_not_judged_by_its_rights() {
+    assert_eq!(of_rights(u64::MAX, true, SETTLED / 2), None);
 }
