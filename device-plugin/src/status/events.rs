@@ -198,7 +198,6 @@ impl Outbox {
             controller: AGENT_MANAGER.to_owned(),
             instance: Some(node.clone()),
         };
-        let recorder = Recorder::new(client, reporter);
         let mut gate = Gate::new(Instant::now());
         loop {
             let said = tokio::select! {
@@ -213,6 +212,8 @@ impl Outbox {
                 continue;
             }
             let (event, about) = (event(&said), reference(&said.about, &node));
+            // A new one each: it takes a second Event with the same reason for the first one again, and drops its note.
+            let recorder = Recorder::new(client.clone(), reporter.clone());
             tokio::select! {
                 () = shutdown.cancelled() => return,
                 sent = recorder.publish(&event, &about) => if let Err(error) = sent {
@@ -334,6 +335,41 @@ mod tests {
     fn a_long_message_is_cut_at_a_character() {
         let note = event(&said(&"ü".repeat(2_000))).note.unwrap();
         assert_eq!(note.len(), LONGEST);
+    }
+
+    #[tokio::test]
+    async fn each_message_about_a_pod_is_an_event_of_its_own() {
+        use axum::body::{Body, to_bytes};
+        use axum::http::{Method, Request, Response};
+
+        let (sent, mut seen) = mpsc::channel(4);
+        let server = tower::service_fn(move |request: Request<kube::client::Body>| {
+            let sent = sent.clone();
+            async move {
+                let method = request.method().clone();
+                let event = to_bytes(Body::new(request.into_body()), usize::MAX).await?;
+                let note = serde_json::from_slice::<serde_json::Value>(&event).unwrap();
+                sent.send((method, note["note"].clone())).await.unwrap();
+                Ok::<_, axum::Error>(Response::new(Body::from(event)))
+            }
+        });
+        let metrics = Metrics::new();
+        let (events, outbox) = Events::new(metrics.clone());
+        let pod = PodRef {
+            namespace: "n".into(),
+            name: "p".into(),
+            uid: "u".parse().unwrap(),
+        };
+        for why in ["one reason", "another"] {
+            events.on_pod(pod.clone(), Reason::NotEnforced, why);
+        }
+        drop(events);
+        let client = Client::new(server, "default");
+        let stop = CancellationToken::new();
+        outbox.run(client, "node".into(), metrics, stop).await;
+        for why in ["one reason", "another"] {
+            assert_eq!(seen.recv().await, Some((Method::POST, why.into())));
+        }
     }
 
     #[tokio::test]
