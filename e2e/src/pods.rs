@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
-    Capabilities, Container, Namespace, Pod, PodSpec, ResourceRequirements, SeccompProfile,
-    SecurityContext,
+    Capabilities, Container, DownwardAPIVolumeFile, DownwardAPIVolumeSource, EmptyDirVolumeSource,
+    EnvVar, HostPathVolumeSource, Namespace, ObjectFieldSelector, Pod, PodSpec,
+    ResourceRequirements, SeccompProfile, SecurityContext, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -29,8 +31,10 @@ pub struct PodPlan {
     gib: Option<u32>,
     init_gib: Option<u32>,
     priority_class: Option<String>,
-    restricted: bool,
+    rights: Option<SecurityContext>,
     user_namespace: bool,
+    environment: Vec<EnvVar>,
+    volumes: Vec<(VolumeMount, Volume)>,
 }
 
 impl PodPlan {
@@ -43,8 +47,10 @@ impl PodPlan {
             gib: None,
             init_gib: None,
             priority_class: None,
-            restricted: false,
+            rights: None,
             user_namespace: false,
+            environment: Vec::new(),
+            volumes: Vec::new(),
         }
     }
 
@@ -79,13 +85,82 @@ impl PodPlan {
     /// It runs as Kubernetes' restricted profile asks, with a root file system that it can only read:
     /// no root, no capabilities.
     pub fn restricted(mut self) -> Self {
-        self.restricted = true;
+        self.rights = Some(restricted());
+        self
+    }
+
+    /// It may do to the node what it likes.
+    pub fn privileged(mut self) -> Self {
+        self.rights = Some(privileged());
         self
     }
 
     /// Its users are not the host's (`hostUsers: false`).
     pub fn user_namespace(mut self) -> Self {
         self.user_namespace = true;
+        self
+    }
+
+    /// A variable of its environment.
+    pub fn variable(mut self, name: &str, value: &str) -> Self {
+        self.environment.push(EnvVar {
+            name: name.to_owned(),
+            value: Some(value.to_owned()),
+            ..EnvVar::default()
+        });
+        self
+    }
+
+    /// It has an empty volume at `path`.
+    pub fn empty_volume(self, path: &str) -> Self {
+        let volume = Volume {
+            empty_dir: Some(EmptyDirVolumeSource::default()),
+            ..Volume::default()
+        };
+        self.volume(path, volume, None)
+    }
+
+    /// It has a volume's file at `path`, in which its name stands.
+    pub fn file_volume(self, path: &str) -> Self {
+        let file = DownwardAPIVolumeFile {
+            path: "name".to_owned(),
+            field_ref: Some(ObjectFieldSelector {
+                field_path: "metadata.name".to_owned(),
+                ..ObjectFieldSelector::default()
+            }),
+            ..DownwardAPIVolumeFile::default()
+        };
+        let volume = Volume {
+            downward_api: Some(DownwardAPIVolumeSource {
+                items: Some(vec![file]),
+                ..DownwardAPIVolumeSource::default()
+            }),
+            ..Volume::default()
+        };
+        self.volume(path, volume, Some("name"))
+    }
+
+    /// It has what the node has at `path`.
+    pub fn host_volume(self, path: &str) -> Self {
+        let volume = Volume {
+            host_path: Some(HostPathVolumeSource {
+                path: path.to_owned(),
+                type_: None,
+            }),
+            ..Volume::default()
+        };
+        self.volume(path, volume, None)
+    }
+
+    fn volume(mut self, path: &str, mut volume: Volume, file: Option<&str>) -> Self {
+        volume.name = format!("volume-{}", self.volumes.len());
+        let mount = VolumeMount {
+            name: volume.name.clone(),
+            mount_path: path.to_owned(),
+            sub_path: file.map(str::to_owned),
+            ..VolumeMount::default()
+        };
+        self.volumes.push((mount, volume));
         self
     }
 
@@ -101,11 +176,20 @@ impl PodPlan {
             name: name.to_owned(),
             image: Some(self.image.clone()),
             args: Some(arguments),
+            env: Some(self.environment.clone()),
+            volume_mounts: Some(
+                self.volumes
+                    .iter()
+                    .map(|(mount, _)| mount.clone())
+                    .collect(),
+            ),
             resources: Some(ResourceRequirements {
                 limits,
                 ..ResourceRequirements::default()
             }),
-            security_context: self.restricted.then(restricted),
+            security_context: self.rights.clone(),
+            // What a program that failed said last is in its pod's status.
+            termination_message_policy: Some("FallbackToLogsOnError".to_owned()),
             ..Container::default()
         }
     }
@@ -122,6 +206,12 @@ impl PodPlan {
             spec: Some(PodSpec {
                 containers: vec![self.container("main", self.arguments.clone(), self.gib)],
                 init_containers: init,
+                volumes: Some(
+                    self.volumes
+                        .iter()
+                        .map(|(_, volume)| volume.clone())
+                        .collect(),
+                ),
                 priority_class_name: self.priority_class.clone(),
                 restart_policy: Some("Never".to_owned()),
                 automount_service_account_token: Some(false),
@@ -151,6 +241,13 @@ fn restricted() -> SecurityContext {
             type_: "RuntimeDefault".to_owned(),
             ..SeccompProfile::default()
         }),
+        ..SecurityContext::default()
+    }
+}
+
+fn privileged() -> SecurityContext {
+    SecurityContext {
+        privileged: Some(true),
         ..SecurityContext::default()
     }
 }
@@ -397,26 +494,28 @@ impl Pods {
     /// How the pod fares.
     ///
     /// # Errors
-    /// When the API server refuses or does not know it.
+    /// As [`Self::get`].
     pub async fn state(&self, name: &str) -> Result<State, PodError> {
-        let pod = self
-            .api
+        Ok(State::of(&self.get(name).await?))
+    }
+
+    /// The pod, as the API server has it.
+    ///
+    /// # Errors
+    /// When the API server refuses or does not know it.
+    pub async fn get(&self, name: &str) -> Result<Pod, PodError> {
+        self.api
             .get(name)
             .await
-            .map_err(api(format!("pod {}/{name}", self.namespace)))?;
-        Ok(State::of(&pod))
+            .map_err(api(format!("pod {}/{name}", self.namespace)))
     }
 
     /// The node that the pod is on.
     ///
     /// # Errors
-    /// When the API server refuses or does not know it.
+    /// As [`Self::get`].
     pub async fn node(&self, name: &str) -> Result<String, PodError> {
-        let pod = self
-            .api
-            .get(name)
-            .await
-            .map_err(api(format!("pod {}/{name}", self.namespace)))?;
+        let pod = self.get(name).await?;
         Ok(pod.spec.and_then(|spec| spec.node_name).unwrap_or_default())
     }
 
@@ -503,6 +602,21 @@ impl Pods {
             .logs(name, &params)
             .await
             .map_err(api(format!("log of pod {}/{name}", self.namespace)))
+    }
+
+    /// When the pod's container printed its first line, by the node's clock; none before it did.
+    ///
+    /// # Errors
+    /// When the log cannot be read.
+    pub async fn spoke(&self, name: &str) -> Result<Option<Timestamp>, PodError> {
+        let params = LogParams {
+            timestamps: true,
+            ..LogParams::default()
+        };
+        let what = format!("log of pod {}/{name}", self.namespace);
+        let log = self.api.logs(name, &params).await.map_err(api(what))?;
+        let first = log.split(' ').next();
+        Ok(first.and_then(|time| time.parse().ok()))
     }
 
     /// Waits for a line of the pod's log that `wanted` makes something of.

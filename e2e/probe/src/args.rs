@@ -1,6 +1,8 @@
 //! The program's arguments.
 #![forbid(unsafe_code)]
 
+use std::str::FromStr;
+
 use clap::{Args as Group, Parser, Subcommand, ValueEnum};
 
 /// A small CUDA program: says what it sees, takes memory, holds it.
@@ -37,6 +39,33 @@ pub(crate) enum Command {
         #[arg(long, value_parser = bytes, default_value = "256Mi")]
         chunk: u64,
     },
+    /// Take and free as lines of standard input say, until it ends: `take 4Gi`, `free 1Gi`, `look`. Each is answered by a
+    /// line
+    Obey,
+}
+
+/// A line of [`Command::Obey`]'s input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Order {
+    /// Allocate this much more, until the driver refuses.
+    Take(u64),
+    /// Free this much.
+    Free(u64),
+    /// Say how things stand.
+    Look,
+}
+
+impl FromStr for Order {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Self, String> {
+        match line.split_once(' ') {
+            Some(("take", amount)) => Ok(Self::Take(bytes(amount)?)),
+            Some(("free", amount)) => Ok(Self::Free(bytes(amount)?)),
+            None if line == "look" => Ok(Self::Look),
+            _ => Err(format!("`{line}` is not take, free or look")),
+        }
+    }
 }
 
 /// How memory is taken, and what comes after.
@@ -94,6 +123,16 @@ mod tests {
         assert_eq!(bytes("4096"), Ok(4096));
         for bad in ["", "0", "Gi", "6GB", "-1Gi", "1.5Gi", "99999999999Ti"] {
             assert!(bytes(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn an_order_is_a_word_with_an_amount() {
+        assert_eq!("take 4Gi".parse(), Ok(Order::Take(4 << 30)));
+        assert_eq!("free 256Mi".parse(), Ok(Order::Free(256 << 20)));
+        assert_eq!("look".parse(), Ok(Order::Look));
+        for bad in ["", "take", "take 0", "look 1Gi", "give 1Gi"] {
+            assert!(bad.parse::<Order>().is_err(), "{bad}");
         }
     }
 

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::json;
 
-use crate::args::{Args, Command, Take, Then};
+use crate::args::{Args, Command, Order, Take, Then};
 use crate::cuda::{self, Refusal};
 use crate::nvml;
 
@@ -18,6 +18,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Hold { bytes, take } => hold(*bytes, take),
         Command::Greedy { take } => greedy(take),
         Command::Churn { bytes, chunk } => churn(*bytes, *chunk),
+        Command::Obey => obey(),
     }
 }
 
@@ -26,9 +27,11 @@ fn report() -> anyhow::Result<ExitCode> {
     let devices = (0..count)
         .map(cuda::describe)
         .collect::<Result<Vec<_>, _>>()?;
+    // What NVIDIA's own runtime would go by.
+    let visible = std::env::var("NVIDIA_VISIBLE_DEVICES").ok();
     println!(
         "{}",
-        json!({ "event": "report", "count": count, "devices": devices })
+        json!({ "event": "report", "count": count, "devices": devices, "visible": visible })
     );
     Ok(ExitCode::SUCCESS)
 }
@@ -99,6 +102,41 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
             told = Instant::now();
         }
     }
+}
+
+/// What a program that obeys takes and frees at a time.
+const PIECE: u64 = 64 << 20;
+
+fn obey() -> anyhow::Result<ExitCode> {
+    cuda::use_device(0)?;
+    let mut held = Vec::new();
+    for line in std::io::stdin().lines() {
+        let order: Order = line?.parse().map_err(anyhow::Error::msg)?;
+        let pieces = |bytes: u64| usize::try_from(bytes.div_ceil(PIECE)).unwrap_or(usize::MAX);
+        let mut refused = None;
+        match order {
+            Order::Take(bytes) => {
+                let wanted = held.len().saturating_add(pieces(bytes));
+                while held.len() < wanted && refused.is_none() {
+                    match cuda::allocate(PIECE) {
+                        Ok(allocation) => held.push(allocation),
+                        Err(refusal) => refused = Some(refusal),
+                    }
+                }
+            }
+            Order::Free(bytes) => {
+                let left = held.len().saturating_sub(pieces(bytes));
+                held.drain(left..).try_for_each(cuda::free)?;
+            }
+            Order::Look => {}
+        }
+        let device = cuda::describe(0)?;
+        println!(
+            "{}",
+            json!({ "event": "holds", "held": held.len() as u64 * PIECE, "refused": refused, "device": device })
+        );
+    }
+    Ok(ExitCode::SUCCESS)
 }
 
 fn refused(got: u64, asked: u64, refusal: &Refusal, take: &Take) -> anyhow::Result<()> {

@@ -55,6 +55,14 @@ pub const TRIALS: &[(&str, &str)] = &[
         "the agent is replaced by another build under load: no pod restarts, and quotas hold before, during and after",
     ),
     (
+        "enforcement/cluster/resize",
+        "a running pod's quota is raised and lowered; below what is used it is pending until the program frees, and nobody is killed",
+    ),
+    (
+        "enforcement/cluster/covered",
+        "a pod's volumes over our files and NVIDIA_VISIBLE_DEVICES=all take nothing from the quota, or are told within 2 s",
+    ),
+    (
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind, twice",
     ),

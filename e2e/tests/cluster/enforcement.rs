@@ -100,7 +100,7 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<()
     assert_eq!(shims(stage)?.len(), 1);
 
     for (round, image) in [&after, &before].into_iter().enumerate() {
-        quota_holds(stage).await?;
+        quota_holds(stage, HALF).await?;
         let begun = Instant::now();
         replace_agent(stage, image).await?;
         // The old agent goes, the new one comes: from here to there nobody may take more.
@@ -117,7 +117,7 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<()
             "the agent of another build is ready after {:.1?}; meanwhile {tried} greedy programs were held",
             begun.elapsed()
         ));
-        quota_holds(stage).await?;
+        quota_holds(stage, HALF).await?;
         let newcomer = format!("newcomer-{round}");
         let plan = PodPlan::new(&newcomer, &probe)
             .arguments(&["greedy", "--chunk=64Mi"])
@@ -139,16 +139,16 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<()
 /// As [`quota_holds`]. While the agent is away, a new program has no memory for a context.
 async fn quota_holds_or_nothing_starts(stage: &Stage) -> Result<(), Failed> {
     let shut_out = "cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY";
-    match quota_holds(stage).await {
+    match quota_holds(stage, HALF).await {
         Err(failed) if failed.message().is_some_and(|why| why.contains(shut_out)) => Ok(()),
         other => other,
     }
 }
 
-/// A greedy program beside the one that holds 2 of the pod's 4 GiB gets what is left at most.
-async fn quota_holds(stage: &Stage) -> Result<(), Failed> {
+/// A greedy program beside the one that leaves 2 GiB of the quota gets those at most.
+pub(crate) async fn quota_holds(stage: &Stage, pod: &str) -> Result<(), Failed> {
     let said = stage
-        .exec(HALF, &["greedy", "--chunk=64Mi", "--then=exit"])
+        .exec(pod, &["greedy", "--chunk=64Mi", "--then=exit"])
         .await?;
     let refused = said
         .lines()

@@ -4,16 +4,20 @@
 
 mod budgets;
 mod churn;
+mod covered;
 mod enforcement;
 mod health;
 mod input;
 mod lifecycle;
+mod obedient;
 mod on_node;
 mod placement;
 mod quota;
 mod release;
+mod resize;
 mod restarts;
 mod stage;
+mod told;
 mod witness;
 
 use std::path::PathBuf;
@@ -30,7 +34,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 10] = [
+    let groups: [Vec<Trial>; 12] = [
         quota::trials(),
         placement::trials(),
         budgets::trials(),
@@ -40,6 +44,8 @@ fn main() -> ExitCode {
         restarts::trials(),
         health::trials(),
         enforcement::trials(),
+        resize::trials(),
+        covered::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();

@@ -5,6 +5,7 @@
 
 use std::panic::AssertUnwindSafe;
 use std::path::PathBuf;
+use std::process::Stdio;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -18,8 +19,10 @@ use bursar_e2e::supplies::Supplies;
 use bursar_e2e::workspace::Profile;
 use futures::FutureExt;
 use libtest_mimic::{Failed, Trial};
+use tokio::process::Command;
 use tokio::runtime::Runtime;
 
+use crate::obedient::Obedient;
 use crate::on_node::OnNode;
 use crate::witness::Witness;
 
@@ -185,13 +188,7 @@ impl Stage {
     /// # Errors
     /// When it does not succeed.
     pub(crate) async fn exec(&self, pod: &str, arguments: &[&str]) -> Result<String, Failed> {
-        let exec = ["exec", pod, "--namespace", NAMESPACE, "--", PROBE];
-        let output = tokio::process::Command::new(&self.kubectl)
-            .args(exec)
-            .args(arguments)
-            .env("KUBECONFIG", self.scene.cluster.kubeconfig())
-            .kill_on_drop(true)
-            .output();
+        let output = self.probe(pod, arguments).output();
         let output = tokio::time::timeout(SOON, output).await??;
         let printed = String::from_utf8_lossy(&output.stdout).into_owned();
         if output.status.success() {
@@ -199,6 +196,34 @@ impl Stage {
         }
         let said = String::from_utf8_lossy(&output.stderr);
         Err(format!("{arguments:?} in {pod}: {printed} {said}").into())
+    }
+
+    /// Starts the probe in the container of a pod that runs it, to do what it is told.
+    ///
+    /// # Errors
+    /// When kubectl does not run.
+    pub(crate) fn obedient(&self, pod: &str) -> std::io::Result<Obedient> {
+        Obedient::start(self.probe(pod, &["obey"]))
+    }
+
+    /// The probe in a pod's container.
+    fn probe(&self, pod: &str, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.kubectl);
+        command
+            .args([
+                "exec",
+                pod,
+                "--stdin",
+                "--namespace",
+                NAMESPACE,
+                "--",
+                PROBE,
+            ])
+            .args(arguments)
+            .env("KUBECONFIG", self.scene.cluster.kubeconfig())
+            .stdin(Stdio::null())
+            .kill_on_drop(true);
+        command
     }
 
     /// Our own cluster.

@@ -45,8 +45,9 @@ impl Life {
         if state.phase == "Failed" && !is_killed_by_its_deletion(pod, &codes) {
             let reason = status.reason.unwrap_or_default();
             let message = status.message.unwrap_or_default();
+            let said: Vec<String> = containers.iter().filter_map(last_words).collect();
             self.failed = Some(format!(
-                "{reason} {message} {}, exit codes {codes:?}",
+                "{reason} {message} {}, exit codes {codes:?}, {said:?}",
                 state.waiting
             ));
         }
@@ -62,6 +63,16 @@ impl Life {
             state.phase, state.waiting, state.restarts
         );
     }
+}
+
+fn last_words(container: &ContainerStatus) -> Option<String> {
+    container
+        .state
+        .as_ref()?
+        .terminated
+        .as_ref()?
+        .message
+        .clone()
 }
 
 fn exit_code(container: &ContainerStatus) -> Option<i32> {

@@ -1,0 +1,135 @@
+//! Containers as a real runtime makes them are attested; volumes and variables of a pod's own hide nothing from it.
+
+use std::collections::BTreeSet;
+
+use bursar_crds::conditions::gpu_node::AUDITED;
+use bursar_crds::gpu_node::NotEnforced;
+use bursar_e2e::pods::PodPlan;
+use bursar_e2e::sim;
+use jiff::SignedDuration;
+use k8s_openapi::api::events::v1::Event;
+use libtest_mimic::{Failed, Trial};
+
+use crate::enforcement::quota_holds;
+use crate::quota::event;
+use crate::stage::{SOON, Stage, node_trial};
+use crate::told;
+
+const GIB: u64 = 1 << 30;
+/// A bypass is told of this soon after the program's first word.
+const DETECTED: SignedDuration = SignedDuration::from_secs(2);
+const ENFORCED: &str = "bursar_container_enforced";
+const NOT_ENFORCED: &str = "GpuQuotaNotEnforced";
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![node_trial(
+        "enforcement/cluster/covered",
+        what_a_pod_lays_over_our_files_is_held_or_told,
+    )]
+}
+
+/// A pod that holds one of its 3 GiB, on the GPU with this ordinal, and would see all of them.
+fn holder(stage: &Stage, name: &str, gpu: u32) -> PodPlan {
+    PodPlan::new(name, &stage.scene.probe)
+        .arguments(&["hold", "--bytes=1Gi", &format!("--device={gpu}")])
+        .variable("NVIDIA_VISIBLE_DEVICES", "all")
+        .gib(3)
+}
+
+async fn what_a_pod_lays_over_our_files_is_held_or_told(stage: &mut Stage) -> Result<(), Failed> {
+    stage.pods.create(&holder(stage, "plain", 0)).await?;
+    let holding = stage.pods.until_logged("plain", SOON, event("holding"));
+    let uuid = holding.await?["device"]["uuid"].clone();
+    // All are bound to the same GPU, for they fit on it.
+    let mine = u32::from(uuid != sim::uuid(0));
+    let other = 1 - mine;
+
+    // containerd puts a device's variables and mounts in the place of the pod's own of the same name, and the deeper of
+    // two mounts over the other.
+    let covers = holder(stage, "covers", 0)
+        .empty_volume("/opt/bursar")
+        .empty_volume("/opt/bursar/lib")
+        .empty_volume("/run/bursar")
+        .empty_volume("/etc/ld.so.preload")
+        .file_volume("/etc//ld.so.preload")
+        .file_volume("/usr/lib64/libcuda.so.1");
+    let inside = holder(stage, "inside", 0).file_volume("/opt/bursar/lib/libcuda.so.1");
+    // As NVIDIA's runtime lays all of them there for NVIDIA_VISIBLE_DEVICES=all.
+    let sees = holder(stage, "sees", mine).host_volume(&format!("/dev/nvidia{other}"));
+    let mighty = holder(stage, "mighty", mine).privileged();
+    for plan in [&covers, &inside, &sees, &mighty] {
+        stage.pods.create(plan).await?;
+    }
+
+    is_held(stage, "plain").await?;
+    is_held(stage, "covers").await?;
+    let mounted = "/opt/bursar/lib/libcuda.so.1";
+    is_told(stage, "inside", "MountedOver", mounted).await?;
+    is_told(stage, "sees", "OtherGpus", &format!("nvidia{other}")).await?;
+    is_told(stage, "mighty", "Privileged", "CAP_SYS_ADMIN").await?;
+    // Told, and held: no quota gives it memory of the other GPU.
+    let device = format!("--device={other}");
+    let hold = ["hold", "--bytes=64Mi", "--then=exit", &device];
+    let why = match stage.exec("sees", &hold).await {
+        Ok(said) => said,
+        Err(failed) => failed.message().unwrap_or_default().to_owned(),
+    };
+    assert!(why.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{why}");
+
+    let node = stage.pods.node("plain").await?;
+    let status = told::until_status(stage, &node, "an audit", |status| {
+        let mut conditions = status.conditions.iter();
+        conditions.any(|it| (it.type_.as_str(), it.status.as_str()) == (AUDITED, "True"))
+    })
+    .await?;
+    let at_fault = BTreeSet::from(["inside", "mighty", "sees"]);
+    let pods = status.not_enforced.iter().map(|it| it.pod.as_str());
+    assert_eq!(pods.collect::<BTreeSet<_>>(), at_fault, "{status:?}");
+    // Nor was that ever said of another, in the trials before either.
+    let events = told::events(stage, NOT_ENFORCED).await?;
+    let wronged = |event: &&Event| told::pod_of(event).is_none_or(|pod| !at_fault.contains(pod));
+    let wronged: Vec<_> = events.iter().filter(wronged).collect();
+    assert!(wronged.is_empty(), "{wronged:#?}");
+    stage.witness.nobody_failed_or_restarted()
+}
+
+/// The pod's programs see their quota and one GPU, and get no more than that; the agent says that they are held.
+async fn is_held(stage: &Stage, pod: &str) -> Result<(), Failed> {
+    stage.pods.until_logged(pod, SOON, event("holding")).await?;
+    quota_holds(stage, pod).await?;
+    let said = stage.exec(pod, &["report"]).await?;
+    let report = said.lines().find_map(event("report"));
+    let report = report.ok_or_else(|| format!("no report: {said}"))?;
+    assert_eq!(report["count"], 1, "{report}");
+    assert_eq!(report["devices"][0]["total"], 3 * GIB, "{report}");
+    assert_eq!(report["visible"], "void", "{report}");
+    is_counted(stage, pod, "", 1.0).await
+}
+
+/// The agent tells soon that the pod is not held to its quota, and why: in an Event, a metric and the `GpuNode`.
+async fn is_told(stage: &Stage, pod: &str, reason: &str, what: &str) -> Result<(), Failed> {
+    stage.pods.until_logged(pod, SOON, event("holding")).await?;
+    let began = stage.pods.spoke(pod).await?.ok_or("it said nothing")?;
+    let (at, note) = told::until_event(stage, pod, NOT_ENFORCED, what).await?;
+    let took = at.duration_since(began);
+    stage
+        .progress
+        .say(format_args!("{took:#} after {pod}'s first word: {note}"));
+    assert!(took <= DETECTED, "{took:#}");
+    is_counted(stage, pod, reason, 0.0).await?;
+    let node = stage.pods.node(pod).await?;
+    let of_it = |it: &NotEnforced| it.pod == pod && it.reason == reason;
+    told::until_status(stage, &node, &format!("{pod} in it"), |status| {
+        status.not_enforced.iter().any(of_it)
+    })
+    .await?;
+    Ok(())
+}
+
+/// The agent's metric of the pod has this reason, and this value.
+async fn is_counted(stage: &Stage, pod: &str, reason: &str, value: f64) -> Result<(), Failed> {
+    let node = stage.pods.node(pod).await?;
+    let labels = [("pod", pod), ("container", "main"), ("reason", reason)];
+    told::until_metric(stage, &node, ENFORCED, &labels, |now| now == value).await?;
+    Ok(())
+}

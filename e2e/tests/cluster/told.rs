@@ -1,0 +1,138 @@
+//! What the agents tell of containers: in `GpuNode`s, in metrics and in Events.
+
+use std::time::Duration;
+
+use bursar_crds::{GpuNode, GpuNodeStatus};
+use bursar_e2e::chart;
+use bursar_e2e::wait::{self, Look};
+use jiff::Timestamp;
+use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::events::v1::Event;
+use kube::ResourceExt as _;
+use kube::api::{Api, ListParams};
+use libtest_mimic::Failed;
+
+use crate::stage::{NAMESPACE, SOON, Stage};
+
+/// The agent's port for metrics, by default.
+const PORT: u16 = 9400;
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Waits until the status of a node's `GpuNode` is as wanted.
+///
+/// # Errors
+/// When it does not become so, with what it is.
+pub(crate) async fn until_status(
+    stage: &Stage,
+    node: &str,
+    what: &str,
+    wanted: impl Fn(&GpuNodeStatus) -> bool,
+) -> Result<GpuNodeStatus, Failed> {
+    let nodes: Api<GpuNode> = Api::all(stage.scene.cluster.client());
+    let look = async || match nodes.get_status(node).await {
+        Ok(GpuNode {
+            status: Some(status),
+            ..
+        }) if wanted(&status) => Look::Found(status),
+        Ok(GpuNode { status, .. }) => Look::NotYet(format!("{status:?}")),
+        Err(error) => Look::NotYet(error.to_string()),
+    };
+    Ok(wait::until(what, SOON, PAUSE, look).await?)
+}
+
+/// Waits until a node's agent has a series of the metric `name` with each of `labels` and a value as wanted.
+///
+/// # Errors
+/// When it does not come, with all series of that name.
+pub(crate) async fn until_metric(
+    stage: &Stage,
+    node: &str,
+    name: &str,
+    labels: &[(&str, &str)],
+    wanted: impl Fn(f64) -> bool,
+) -> Result<f64, Failed> {
+    let labels: Vec<String> = labels
+        .iter()
+        .map(|(key, value)| format!("{key}=\"{value}\""))
+        .collect();
+    let look = async || {
+        let text = match metrics(stage, node).await {
+            Ok(text) => text,
+            Err(failed) => return Look::NotYet(failed.message().unwrap_or_default().to_owned()),
+        };
+        let series = text.lines().filter(|line| {
+            let rest = line.strip_prefix(name);
+            rest.is_some_and(|rest| rest.starts_with('{'))
+        });
+        let labelled = |line: &&str| labels.iter().all(|label| line.contains(label));
+        let value = |line: &str| line.rsplit(' ').next()?.parse().ok();
+        let found = series.clone().filter(labelled).find_map(value);
+        match found.filter(|value| wanted(*value)) {
+            Some(value) => Look::Found(value),
+            None => Look::NotYet(series.collect::<Vec<_>>().join("\n")),
+        }
+    };
+    let what = format!("{name} {labels:?}");
+    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+}
+
+/// What the agent of a node serves as its metrics.
+async fn metrics(stage: &Stage, node: &str) -> Result<String, Failed> {
+    let client = stage.scene.cluster.client();
+    let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
+    let here = ListParams::default()
+        .labels("app.kubernetes.io/component=agent")
+        .fields(&format!("spec.nodeName={node}"));
+    let agents = pods.list(&here).await?.items;
+    let agent = agents.first().ok_or("the node has no agent")?.name_any();
+    let namespace = chart::NAMESPACE;
+    let path = format!("/api/v1/namespaces/{namespace}/pods/{agent}:{PORT}/proxy/metrics");
+    let request = http::Request::get(path).body(Vec::new())?;
+    Ok(client.request_text(request).await?)
+}
+
+/// The Events about pods of this and earlier trials with this reason.
+///
+/// # Errors
+/// When the API server refuses.
+pub(crate) async fn events(stage: &Stage, reason: &str) -> Result<Vec<Event>, Failed> {
+    let events: Api<Event> = Api::namespaced(stage.scene.cluster.client(), NAMESPACE);
+    let mut list = events.list(&ListParams::default()).await?.items;
+    list.retain(|event| event.reason.as_deref() == Some(reason));
+    Ok(list)
+}
+
+/// The name of the pod that an Event is about.
+pub(crate) fn pod_of(event: &Event) -> Option<&str> {
+    event.regarding.as_ref()?.name.as_deref()
+}
+
+/// Waits for an Event about a pod of this trial with this reason that speaks of `what`; when it happened, and what it
+/// says.
+///
+/// # Errors
+/// When none comes.
+pub(crate) async fn until_event(
+    stage: &Stage,
+    pod: &str,
+    reason: &str,
+    what: &str,
+) -> Result<(Timestamp, String), Failed> {
+    let look = async || {
+        let told = match events(stage, reason).await {
+            Ok(told) => told,
+            Err(failed) => return Look::NotYet(failed.message().unwrap_or_default().to_owned()),
+        };
+        let about_it = told.iter().filter(|event| pod_of(event) == Some(pod));
+        let mut notes = about_it.filter_map(|event| {
+            let time = event.event_time.as_ref()?.0;
+            Some((time, event.note.clone()?))
+        });
+        match notes.find(|(_, note)| note.contains(what)) {
+            Some(found) => Look::Found(found),
+            None => Look::NotYet(format!("{told:?}")),
+        }
+    };
+    let what = format!("an event {reason} about {pod} and {what}");
+    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+}
