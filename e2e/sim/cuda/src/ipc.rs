@@ -33,7 +33,7 @@ impl Process {
         }
         let size = taken(found.len);
         self.image.release(found.unit, Charge::Memory, size)?;
-        let made = Object::create_for_ipc(&self.sim, &self.image, found.unit, size);
+        let made = Object::create(&self.sim, &self.image, found.unit, size);
         let (object, _hold) = made.map_err(|error| {
             // The bytes were ours a moment ago; where somebody else was quicker, they are owed.
             let _ = self.image.charge(found.unit, Charge::Memory, size);

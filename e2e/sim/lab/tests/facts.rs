@@ -211,6 +211,26 @@ fn f5_brokered_memory_is_charged_to_nobody_and_then_to_the_last_importer() {
     assert_eq!(nvml(&lab), (GIB + CONTEXT, vec![(pid, GIB + CONTEXT)]));
 }
 
+/// As on an H200 with driver 580.
+#[test]
+fn f5_who_made_memory_is_charged_for_it_while_it_refers_to_it_whatever_others_do() {
+    let lab = lab();
+    let mut owner = in_context(&lab);
+    let pid = owner.pid();
+    let handle = owner.number("create 1073741824");
+    let descriptor = owner.take_export(handle).unwrap();
+    let with = (GIB + CONTEXT, vec![(pid, GIB + CONTEXT)]);
+    assert_eq!(nvml(&lab), with, "a descriptor is open");
+    owner.ask(&format!("release {handle}")).unwrap();
+    assert_eq!(
+        nvml(&lab),
+        (GIB + CONTEXT, vec![(pid, CONTEXT)]),
+        "nothing else is"
+    );
+    drop(descriptor);
+    assert_eq!(nvml(&lab), (CONTEXT, vec![(pid, CONTEXT)]));
+}
+
 #[test]
 fn f5_a_process_is_charged_its_context_and_what_it_allocated_itself() {
     let lab = lab();

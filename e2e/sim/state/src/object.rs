@@ -52,7 +52,6 @@ const PAGE: usize = 4096;
 /// Who refers to an object, besides the one who asks.
 #[derive(Debug, Default)]
 pub(crate) struct Holders {
-    ipc: bool,
     creator: Option<usize>,
     made: bool,
     exported: bool,
@@ -81,7 +80,6 @@ impl Holders {
             ranges.push((byte + 1, start + len - byte - 1));
         }
         Holders {
-            ipc: object.ipc.load(Relaxed) != 0,
             creator: same.then_some(number),
             made,
             exported: held(EXPORT, 1).is_some(),
@@ -89,12 +87,11 @@ impl Holders {
         }
     }
 
-    /// The image that NVML charges: the one that refers to it, if nothing else does (F5); of IPC memory
-    /// the exporter while it lives (F13).
-    pub(crate) fn only(&self) -> Option<usize> {
+    /// The image that NVML charges: who made it, while it refers to it itself, as measured; then the one that refers
+    /// to it, if nothing else does (F5, F13).
+    pub(crate) fn charged(&self) -> Option<usize> {
         match (self.made, self.exported, self.importers.as_slice()) {
-            (true, ..) if self.ipc => self.creator,
-            (true, false, []) => self.creator,
+            (true, ..) => self.creator,
             (false, false, [one]) => Some(*one),
             _ => None,
         }
@@ -111,29 +108,6 @@ impl Object {
         image: &Image,
         unit: usize,
         size: u64,
-    ) -> Result<(Object, Hold), SimError> {
-        Object::make(sim, image, unit, size, false)
-    }
-
-    /// Makes an object for linear memory that gets an IPC handle.
-    ///
-    /// # Errors
-    /// As [`Object::create`].
-    pub fn create_for_ipc(
-        sim: &Sim,
-        image: &Image,
-        unit: usize,
-        size: u64,
-    ) -> Result<(Object, Hold), SimError> {
-        Object::make(sim, image, unit, size, true)
-    }
-
-    fn make(
-        sim: &Sim,
-        image: &Image,
-        unit: usize,
-        size: u64,
-        ipc: bool,
     ) -> Result<(Object, Hold), SimError> {
         let books = sim.table.lock();
         let free = books
@@ -153,8 +127,6 @@ impl Object {
         match object.make_file(sim, image) {
             Ok((hold, inode)) => {
                 object.enter(&books, number, image, inode);
-                let place = &books.raw().objects[number];
-                place.ipc.store(u32::from(ipc), Relaxed);
                 Ok((object, hold))
             }
             Err(error) => {

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 pub struct ProcessUsage {
     /// As the host numbers it; 0 where nobody on the host saw it before it died.
     pub pid: u32,
-    /// Its context, what it allocated itself, and shared memory that it alone still holds (F5).
+    /// Its context, what it allocated itself, and shared memory that it made or alone still holds (F5).
     pub bytes: u64,
 }
 
@@ -79,7 +79,7 @@ impl Sim {
             .objects()
             .filter(|(_, object)| object.unit.load(Relaxed) as usize == unit)
         {
-            let owner = Holders::of(self, object).only();
+            let owner = Holders::of(self, object).charged();
             if let Some(listed) = owner.and_then(|owner| bytes.get_mut(&owner)) {
                 *listed += object.size.load(Relaxed);
             }

@@ -12,7 +12,7 @@ pub const MAX_OBJECTS: usize = 16384;
 /// XID events that a slow reader can be behind.
 pub const MAX_XIDS: usize = 256;
 /// Names this layout; changed with it.
-pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0002;
+pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0003;
 
 /// Fields below `mutex` are written by its owner only, except where they say otherwise. A fresh file's
 /// zeros mean: nothing there.
@@ -74,8 +74,6 @@ pub(crate) struct RawImage {
 #[derive(Debug)]
 pub(crate) struct RawObject {
     pub(crate) used: AtomicU32,
-    /// 1 for linear memory with an IPC handle: its creator is charged as long as it lives.
-    pub(crate) ipc: AtomicU32,
     pub(crate) unit: AtomicU32,
     pub(crate) id: AtomicU64,
     pub(crate) size: AtomicU64,
