@@ -231,6 +231,9 @@ pub struct GpuStatus {
     pub free: i32,
     /// The most that one newcomer can be bound to now: `free`, less what is held for others.
     pub largest_free: i32,
+    /// What pods that have ended had exported and others still hold; no pod is given it before they let it go.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leaked: Option<Amount>,
     /// The reservation that the agent holds it by: the answer to `spec.reservations`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_for: Option<String>,

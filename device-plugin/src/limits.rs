@@ -205,6 +205,7 @@ mod tests {
             granted: Bytes::ZERO,
             used: Bytes::ZERO,
             retired: Bytes::ZERO,
+            exported: Bytes::ZERO,
             outside: Bytes::ZERO,
             peak: Bytes::ZERO,
         };

@@ -174,7 +174,7 @@ impl Metrics {
             ),
             gpu_memory: r.with(
                 "bursar_gpu_memory_bytes",
-                "Memory of a GPU by state: total, capacity, bound, free",
+                "Memory of a GPU by state: total, capacity, bound, free, leaked",
                 Family::default(),
             ),
             gpu_healthy: r.with(
@@ -268,6 +268,7 @@ impl Metrics {
                 ("capacity", bytes(gpu.capacity)),
                 ("free", bytes(gpu.free)),
                 ("bound", bytes(gpu.capacity.saturating_sub(gpu.free))),
+                ("leaked", gpu.leaked.0),
             ];
             for (state, amount) in states {
                 let label = OfGpuState {
@@ -401,6 +402,7 @@ mod tests {
             granted: Bytes::gib(2),
             used: Bytes::gib(1),
             retired: Bytes::ZERO,
+            exported: Bytes::ZERO,
             outside: Bytes::ZERO,
             peak: Bytes::gib(3),
         };

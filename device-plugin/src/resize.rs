@@ -221,6 +221,7 @@ mod tests {
             granted: Bytes::gib(*used),
             used: Bytes::gib(*used),
             retired: Bytes::ZERO,
+            exported: Bytes::ZERO,
             outside: Bytes::ZERO,
             peak: Bytes::gib(*used),
         };

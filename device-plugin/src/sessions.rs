@@ -4,11 +4,13 @@
 //! Sessions -- one task per allocation (allocation) -- one task per process (conversation)
 //!                      |                                        |
 //!                      +------ Container: credit (pure), pages, processes ------+
+//!          \-- one task per GPU (leftovers): what the dead exported, proven free (held, pure)
 //! ```
 //!
 //! A process is known from its first hello until its pidfd says that it died; closing the socket
 //! ends nothing. What it was granted is then *retired*: it stays charged until [`DriverCharges`]
-//! no longer shows that the driver charges the process (a forked child can keep its memory).
+//! no longer shows that the driver charges the process (a forked child can keep its memory), and what it
+//! had exported until nobody can hold that.
 //! Grants are on record in `<run-dir>/sessions/<id>.json` before a process learns of them, so that
 //! an agent that starts again never grants them twice; the shim says hello again when it next needs
 //! the agent.
@@ -20,27 +22,30 @@ mod container;
 mod contexts;
 mod conversation;
 mod credit;
+mod held;
+mod leftovers;
 mod life;
 mod pace;
 mod peer;
 mod record;
 mod seats;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::net::UnixListener;
-use tokio::task::AbortHandle;
+use tokio::task::{AbortHandle, JoinSet};
 
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use container::Container;
 use contexts::ContextSizes;
+use leftovers::Left;
 use seats::Seats;
 
 pub use books::{AccountBooks, Books, MemberBooks};
-pub use charges::{Charges, DriverCharges};
+pub use charges::{Charges, DriverCharges, Look};
 pub use credit::Credit;
 pub use peer::{Cgroups, Membership, Process};
 
@@ -128,12 +133,22 @@ pub enum SessionsError {
 /// The sockets of this node's allocations. Dropping it stops serving and leaves the folders.
 pub struct Sessions {
     run_dir: PathBuf,
-    charges: Arc<dyn DriverCharges>,
+    shared: Arc<Shared>,
     membership: Arc<dyn Membership>,
     seats: Seats,
     /// None where contexts are not charged.
     contexts: Option<Arc<ContextSizes>>,
+    /// The GPUs that have a task in `watches`, which ends with these sessions.
+    watched: Mutex<BTreeSet<GpuUuid>>,
+    watches: Mutex<JoinSet<()>>,
+}
+
+/// What the tasks of the GPUs see.
+struct Shared {
+    charges: Arc<dyn DriverCharges>,
     running: Mutex<BTreeMap<AllocationId, Running>>,
+    /// What pods that ended left.
+    left: Mutex<BTreeMap<GpuUuid, Left>>,
 }
 
 struct Running {
@@ -147,6 +162,13 @@ impl Drop for Running {
     }
 }
 
+impl Drop for Sessions {
+    fn drop(&mut self) {
+        // The GPUs' tasks hold on to them until they have ended.
+        lock(&self.shared.running).clear();
+    }
+}
+
 impl Sessions {
     /// Serves below `run_dir`, as many processes at the same time as this process's limit of
     /// descriptors allows. Must be dropped inside the runtime that it serves on.
@@ -157,31 +179,32 @@ impl Sessions {
     ) -> Sessions {
         Sessions {
             run_dir,
-            charges,
+            shared: Arc::new(Shared {
+                charges,
+                running: Mutex::default(),
+                left: Mutex::default(),
+            }),
             membership,
             seats: Seats::of_this_process(),
             contexts: None,
-            running: Mutex::default(),
+            watched: Mutex::default(),
+            watches: Mutex::default(),
         }
     }
 
     /// Charges each CUDA context what one takes of its GPU, which is measured and kept in a file at
     /// `path`.
     #[must_use]
-    pub fn charging_contexts(self, path: PathBuf) -> Sessions {
-        Sessions {
-            contexts: Some(Arc::new(ContextSizes::at(path))),
-            ..self
-        }
+    pub fn charging_contexts(mut self, path: PathBuf) -> Sessions {
+        self.contexts = Some(Arc::new(ContextSizes::at(path)));
+        self
     }
 
     /// Serves at most `peers` processes of the node at the same time.
     #[must_use]
-    pub fn limited_to(self, peers: usize) -> Sessions {
-        Sessions {
-            seats: Seats::new(peers),
-            ..self
-        }
+    pub fn limited_to(mut self, peers: usize) -> Sessions {
+        self.seats = Seats::new(peers);
+        self
     }
 
     /// The folder of the allocations' folders: what a CDI device mounts one of.
@@ -196,7 +219,7 @@ impl Sessions {
     /// [`SessionsError::Serve`] when the folder or the socket cannot be made.
     pub async fn serve(&self, served: Served) -> Result<(), SessionsError> {
         let allocation = served.allocation;
-        if lock(&self.running).contains_key(&allocation) {
+        if lock(&self.shared.running).contains_key(&allocation) {
             return Ok(());
         }
         if served.gpus.len() >= bursar_protocol::page::MAX_SLOTS {
@@ -223,17 +246,20 @@ impl Sessions {
         if let Some(sizes) = &self.contexts {
             container.charge_contexts(Arc::clone(sizes));
         }
+        for gpu in container.gpus() {
+            self.watch(gpu);
+        }
         let container = Arc::new(Mutex::new(container));
         let task = allocation::Task {
             container: Arc::clone(&container),
-            charges: Arc::clone(&self.charges),
+            charges: Arc::clone(&self.shared.charges),
             membership: Arc::clone(&self.membership),
             seats: self.seats.clone(),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
         // A second serve of the same allocation at the same time: the later listener has replaced
         // the earlier's socket, so the later one stays.
-        lock(&self.running).insert(allocation, Running { container, task });
+        lock(&self.shared.running).insert(allocation, Running { container, task });
         Ok(())
     }
 
@@ -242,7 +268,7 @@ impl Sessions {
     /// # Errors
     /// [`SessionsError::Remove`] when its folder cannot be removed.
     pub async fn end(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
-        drop(lock(&self.running).remove(allocation));
+        drop(lock(&self.shared.running).remove(allocation));
         let record = self.record_path(allocation);
         for path in [self.folder(allocation), record::temporary(&record), record] {
             let removed = if path.is_dir() {
@@ -258,6 +284,46 @@ impl Sessions {
             }
         }
         Ok(())
+    }
+
+    /// Looks after what the dead leave on a GPU, from now on.
+    fn watch(&self, gpu: GpuUuid) {
+        if lock(&self.watched).insert(gpu.clone()) {
+            lock(&self.watches).spawn(leftovers::watch(gpu, Arc::clone(&self.shared)));
+        }
+    }
+
+    /// What of each GPU an allocation's processes had exported, living or dead: what may be held by others when its
+    /// pod ends. One that is not served is known by its record.
+    pub fn exported(&self, allocation: &AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        if let Some(running) = lock(&self.shared.running).get(allocation) {
+            return lock(&running.container).exported();
+        }
+        let record = record::Record::at(self.record_path(allocation)).ok();
+        let content = record.and_then(|record| record.read());
+        content
+            .map(|content| content.exported())
+            .unwrap_or_default()
+    }
+
+    /// Looks after what pods that ended left on GPUs, and nothing else of the kind: the most that is held of it, where
+    /// that is proven. It has another number whenever something was left.
+    pub fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+        left.keys().cloned().for_each(|gpu| self.watch(gpu));
+        let mut known = lock(&self.shared.left);
+        let before = std::mem::take(&mut *known);
+        let same = |gpu: &GpuUuid, number: u64| {
+            let left = before.get(gpu).filter(|left| left.number == number);
+            left.copied().unwrap_or(Left { number, held: None })
+        };
+        *known = left
+            .into_iter()
+            .map(|(gpu, number)| (gpu.clone(), same(&gpu, number)))
+            .collect();
+        let proven = known.iter();
+        proven
+            .filter_map(|(gpu, left)| Some((gpu.clone(), left.held?)))
+            .collect()
     }
 
     /// Sets what an account is given at birth, which may become known while the container runs. Of what is used
@@ -290,7 +356,7 @@ impl Sessions {
 
     /// Takes credit that lies idle above a quota that was made smaller.
     pub fn reclaim(&self) {
-        for running in lock(&self.running).values() {
+        for running in lock(&self.shared.running).values() {
             lock(&running.container).reclaim();
         }
     }
@@ -310,7 +376,7 @@ impl Sessions {
 
     /// The books of every allocation that is served.
     pub fn books(&self) -> Vec<Books> {
-        let running = lock(&self.running);
+        let running = lock(&self.shared.running);
         running
             .values()
             .map(|running| lock(&running.container).books())
@@ -322,7 +388,7 @@ impl Sessions {
         allocation: &AllocationId,
         act: impl FnOnce(&mut Container),
     ) -> Result<(), SessionsError> {
-        let running = lock(&self.running);
+        let running = lock(&self.shared.running);
         let running = running
             .get(allocation)
             .ok_or(SessionsError::Unknown(*allocation))?;
@@ -332,7 +398,7 @@ impl Sessions {
 
     /// Every account of every allocation that is served.
     pub fn usage(&self) -> Vec<Usage> {
-        let running = lock(&self.running);
+        let running = lock(&self.shared.running);
         running
             .values()
             .flat_map(|running| lock(&running.container).usage())

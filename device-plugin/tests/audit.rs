@@ -16,3 +16,5 @@ mod machine;
 mod container;
 #[path = "audit/found.rs"]
 mod found;
+#[path = "audit/left.rs"]
+mod left;

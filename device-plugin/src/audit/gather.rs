@@ -8,9 +8,10 @@ use tokio::time::{Instant, timeout_at};
 use tracing::debug;
 
 use super::judge::{Alive, GpuSeen, Listed};
-use crate::inventory::nvml::{Charged, Look, QueryError};
+use crate::inventory::nvml::QueryError;
 use crate::proc::{Owner, Stat};
-use crate::units::GpuUuid;
+use crate::sessions::Look;
+use crate::units::{Bytes, GpuUuid};
 
 /// An answer of NVML's that is still to come.
 pub type Pending = oneshot::Receiver<Result<Look, QueryError>>;
@@ -49,16 +50,17 @@ impl Questions {
 
 /// `look` with who its processes are, by the host's `/proc` at `proc`.
 pub fn identified(gpu: GpuUuid, look: Look, proc: &Path) -> GpuSeen {
-    let Look { used, processes } = look;
-    let listed = |Charged { pid, bytes }| Listed {
+    let listed = |(pid, bytes)| Listed {
         pid,
         bytes,
         alive: alive(proc, pid),
     };
     GpuSeen {
         gpu,
-        used,
-        processes: processes.into_iter().map(listed).collect(),
+        residual: look.residual(),
+        unlisted: look.charges.are_told().then(|| look.unlisted()),
+        left: Bytes::ZERO,
+        processes: look.charges.iter().map(listed).collect(),
     }
 }
 
@@ -78,7 +80,6 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::units::Bytes;
 
     fn gpus() -> BTreeSet<GpuUuid> {
         ["GPU-a", "GPU-b"].map(|gpu| gpu.parse().unwrap()).into()
@@ -87,7 +88,7 @@ mod tests {
     fn look() -> Look {
         Look {
             used: Bytes::gib(1),
-            processes: Vec::new(),
+            ..Look::default()
         }
     }
 

@@ -15,8 +15,12 @@ use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 pub struct GpuSeen {
     /// Which.
     pub gpu: GpuUuid,
-    /// What of its memory is in use.
-    pub used: Bytes,
+    /// What of it is in use and charged to no process, in bytes.
+    pub residual: i64,
+    /// What of that may be somebody's; none where the driver does not tell all.
+    pub unlisted: Option<Bytes>,
+    /// What pods that ended left of it, and is not bound again.
+    pub left: Bytes,
     /// The processes that the driver lists on it.
     pub processes: Vec<Listed>,
 }
@@ -176,14 +180,15 @@ impl Verdict {
     ) {
         let GpuSeen {
             gpu,
-            used,
+            residual,
+            unlisted,
+            left,
             processes,
         } = seen;
         let mut charged: BTreeMap<AllocationId, Vec<&Listed>> = BTreeMap::new();
-        let (mut intruders, mut listed_bytes) = (0, 0_u64);
+        let mut intruders = 0;
         for listed in processes {
             let bytes = listed.bytes.unwrap_or_default();
-            listed_bytes = listed_bytes.saturating_add(bytes.0);
             let outside = match standing(listed, gpu, books, containers) {
                 Standing::Known(allocation) => {
                     charged.entry(allocation).or_default().push(listed);
@@ -207,21 +212,16 @@ impl Verdict {
             self.of_container(gpu, of_it, &listed, limits);
         }
         self.intruders.insert(gpu.clone(), intruders);
-        let residual = difference(used.0, listed_bytes);
-        self.residual.insert(gpu.clone(), residual);
-        // What the ledger keeps charged for the dead is accounted for, listed or not.
-        let retired: u64 = accounts(books, gpu)
-            .map(|(_, account)| account.retired.0)
-            .fold(0, u64::saturating_add);
-        let known = retired.saturating_add(limits.tolerance.0);
-        let all_told = processes.iter().all(|listed| listed.bytes.is_some());
-        if let Ok(bytes) = u64::try_from(residual)
-            && bytes > known
-            && all_told
-        {
+        self.residual.insert(gpu.clone(), *residual);
+        // What the ledgers keep for the dead, and what the living exported, is accounted for.
+        let known = accounts(books, gpu)
+            .map(|(_, account)| account.retired.0.saturating_add(account.exported.0))
+            .fold(left.0, u64::saturating_add)
+            .saturating_add(limits.tolerance.0);
+        if let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) {
             self.findings.push(Finding::Unaccounted {
                 gpu: gpu.clone(),
-                bytes: Bytes(bytes),
+                bytes,
             });
         }
     }

@@ -151,15 +151,20 @@ impl Auditor {
         let nvml = self.nvml.clone();
         let looks = self
             .questions
-            .ask(&gpus, |gpu| nvml.look(gpu), begun + NVML_LIMIT)
+            .ask(&gpus, |gpu| nvml.ask(gpu), begun + NVML_LIMIT)
             .await;
-        let seen: Vec<GpuSeen> = looks
+        let mut seen: Vec<GpuSeen> = looks
             .into_iter()
             .map(|(gpu, look)| identified(gpu, look, &self.proc))
             .collect();
         self.attest(config, &containers).await;
         let attested = self.attested.clone();
         let books = self.sessions.books();
+        // After the books: what a pod leaves is in one of both.
+        for gpu in &self.snapshots.borrow().view.gpus {
+            let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
+            of_it.into_iter().for_each(|seen| seen.left = gpu.left);
+        }
         let verdict = judge(&seen, &books, &known(&attested, self.since), &self.config);
         self.charge(&books, &seen, &verdict);
         let stale = self.stale(&gpus, &seen, begun);

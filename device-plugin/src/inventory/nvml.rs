@@ -23,7 +23,7 @@ use super::limits;
 use super::mig::{CAPABILITIES, Instance};
 use super::roster::{Probe, Roster};
 use super::{Gpu, Inventory, NoDriver};
-use crate::sessions::{Charges, DriverCharges};
+use crate::sessions::{DriverCharges, Look};
 use crate::units::{Bytes, GpuUuid, UnitError};
 
 /// How often the thread looks.
@@ -69,24 +69,6 @@ pub enum QueryError {
     },
 }
 
-/// A process that NVML charges memory of a GPU to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Charged {
-    /// In the host's pid namespace.
-    pub pid: u32,
-    /// How much; none where the driver cannot tell.
-    pub bytes: Option<Bytes>,
-}
-
-/// A GPU's memory and its processes at a moment.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Look {
-    /// What is in use, whoever has it.
-    pub used: Bytes,
-    /// The processes, each once.
-    pub processes: Vec<Charged>,
-}
-
 struct Question {
     gpu: GpuUuid,
     answer: Answer,
@@ -94,7 +76,6 @@ struct Question {
 
 /// Where an answer goes, and so what is asked.
 enum Answer {
-    Processes(oneshot::Sender<Result<Vec<Charged>, QueryError>>),
     Look(oneshot::Sender<Result<Look, QueryError>>),
     Limit {
         cgroup: PathBuf,
@@ -110,25 +91,15 @@ pub struct NvmlHandle {
 }
 
 impl DriverCharges for NvmlHandle {
-    fn charged(&self, gpu: &GpuUuid) -> Option<Charges> {
-        let (answer, answered) = oneshot::channel();
-        let question = Question {
-            gpu: gpu.clone(),
-            answer: Answer::Processes(answer),
-        };
-        self.questions.send(question).ok()?;
-        let processes = answered.blocking_recv().ok()?.ok()?;
-        let charged = processes
-            .iter()
-            .map(|Charged { pid, bytes }| (*pid, *bytes));
-        Some(charged.collect())
+    fn look(&self, gpu: &GpuUuid) -> Option<Look> {
+        self.ask(gpu).blocking_recv().ok()?.ok()
     }
 }
 
 impl NvmlHandle {
     /// Asks for a GPU's memory and processes. The answer comes when NVML gives it, which for a sick GPU may be
     /// never: who asks has a deadline of their own.
-    pub fn look(&self, gpu: &GpuUuid) -> oneshot::Receiver<Result<Look, QueryError>> {
+    pub fn ask(&self, gpu: &GpuUuid) -> oneshot::Receiver<Result<Look, QueryError>> {
         let (answer, answered) = oneshot::channel();
         let question = Question {
             gpu: gpu.clone(),
@@ -441,13 +412,10 @@ fn register_new<'nvml>(
 
 fn answer(session: Option<&Session<'_, '_>>, Question { gpu, answer }: Question) {
     match answer {
-        Answer::Processes(answer) => {
-            // Who asked may have given up.
-            let _ = answer.send(ask(session, gpu, processes));
-        }
-        // Asked again each second: nobody waits any more, so NVML need not be asked.
+        // Nobody waits any more, so NVML need not be asked.
         Answer::Look(answer) if answer.is_closed() => {}
         Answer::Look(answer) => {
+            // Who asked may have given up meanwhile.
             let _ = answer.send(ask(session, gpu, look));
         }
         Answer::Limit {
@@ -474,31 +442,20 @@ fn ask<T>(
 
 /// The memory first: a process that is in it is listed then, unless it has ended.
 fn look(nvml: &Nvml, gpu: &GpuUuid) -> Result<Look, NvmlError> {
-    let used = nvml.device_by_uuid(gpu.as_str())?.memory_info()?.used;
-    let mut by_pid: BTreeMap<u32, Option<Bytes>> = BTreeMap::new();
-    // One that computes and draws is in both lists, each with all that it has.
-    for Charged { pid, bytes } in processes(nvml, gpu)? {
-        let slot = by_pid.entry(pid).or_insert(bytes);
-        *slot = bytes.max(*slot);
-    }
-    let charged = by_pid.into_iter();
-    Ok(Look {
-        used: Bytes(used),
-        processes: charged.map(|(pid, bytes)| Charged { pid, bytes }).collect(),
-    })
-}
-
-fn processes(nvml: &Nvml, gpu: &GpuUuid) -> Result<Vec<Charged>, NvmlError> {
     let device = nvml.device_by_uuid(gpu.as_str())?;
+    let used = Bytes(device.memory_info()?.used);
     let compute = device.running_compute_processes()?;
     // A GPU without graphics answers NotSupported.
     let graphics = device.running_graphics_processes().unwrap_or_default();
-    let charged = compute.into_iter().chain(graphics).map(|process| Charged {
-        pid: process.pid,
-        bytes: match process.used_gpu_memory {
+    let charged = compute.into_iter().chain(graphics).map(|process| {
+        let bytes = match process.used_gpu_memory {
             UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
             UsedGpuMemory::Unavailable => None,
-        },
+        };
+        (process.pid, bytes)
     });
-    Ok(charged.collect())
+    Ok(Look {
+        used,
+        charges: charged.collect(),
+    })
 }

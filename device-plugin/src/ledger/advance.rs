@@ -121,9 +121,13 @@ impl Ledger {
                         },
                         Health::Healthy => Bin {
                             capacity: gpu.capacity.0,
-                            free: used.get(uuid).map_or(gpu.capacity.0, |used| {
-                                gpu.capacity.saturating_sub(used.quanta).0
-                            }),
+                            free: gpu
+                                .capacity
+                                .saturating_sub(self.leaked_of(uuid))
+                                .saturating_sub(
+                                    used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta),
+                                )
+                                .0,
                         },
                     })
                     .collect()

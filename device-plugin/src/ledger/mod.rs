@@ -25,7 +25,8 @@
 //!   others. Those with the identical token set share one claim, as nothing tells them apart.
 //! - The queue: higher priority first; then those that have waited for a minute, in order of
 //!   arrival; then the others, largest first.
-//! - Memory counts until the pod is gone, even if the kubelet has given its tokens away.
+//! - Memory counts until the pod is gone, even if the kubelet has given its tokens away; what others may hold
+//!   of it then is leaked, and bound to nobody, until it is proven free.
 //! - Nothing here does I/O or reads a clock. Every event may come twice.
 //!
 //! After each event, and at least once a second, call [`Ledger::advance`].
@@ -34,6 +35,7 @@ mod advance;
 mod binder;
 mod claim;
 mod end;
+mod leaked;
 mod snapshot;
 mod start;
 mod time;
@@ -46,9 +48,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
 use claim::{Booking, Claim, State};
+use leaked::Leaked;
 
 pub use claim::{HOLD, LATE, SENIORITY};
 pub use end::COLLECT_AGE;
+pub use leaked::SETTLING;
 pub use snapshot::{RestoreError, Snapshot};
 pub use time::Moment;
 pub use types::{
@@ -67,6 +71,8 @@ pub struct Ledger {
     managed: Quanta,
     bookings: BTreeMap<AllocationId, Booking>,
     claims: BTreeMap<ClaimId, Claim>,
+    /// What ended pods left on GPUs.
+    leaked: BTreeMap<GpuUuid, Leaked>,
     /// The next number for a claim, an arrival or a call.
     next: u64,
 }
@@ -87,6 +93,7 @@ impl Ledger {
             managed: Quanta::ZERO,
             bookings: BTreeMap::new(),
             claims: BTreeMap::new(),
+            leaked: BTreeMap::new(),
             next: 0,
         }
     }

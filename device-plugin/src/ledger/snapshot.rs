@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::claim::{Booking, Call, Claim, State};
+use super::leaked::Leaked;
 use super::time::Moment;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
@@ -20,6 +21,8 @@ pub struct Snapshot {
     managed: Quanta,
     bookings: Vec<(AllocationId, Booking)>,
     claims: Vec<(ClaimId, Claim)>,
+    #[serde(default)]
+    leaked: Vec<(GpuUuid, Leaked)>,
     next: u64,
 }
 
@@ -57,6 +60,7 @@ impl Ledger {
             managed,
             bookings,
             claims,
+            leaked,
             next,
         } = self.clone();
         Snapshot {
@@ -65,6 +69,7 @@ impl Ledger {
             managed,
             bookings: bookings.into_iter().collect(),
             claims: claims.into_iter().collect(),
+            leaked: leaked.into_iter().collect(),
             next,
         }
     }
@@ -85,6 +90,7 @@ impl Ledger {
             managed,
             bookings,
             mut claims,
+            leaked,
             next,
         } = snapshot;
         for (_, claim) in &mut claims {
@@ -100,6 +106,7 @@ impl Ledger {
             managed,
             bookings: bookings.into_iter().collect(),
             claims: claims.into_iter().collect(),
+            leaked: leaked.into_iter().collect(),
             next,
         })
     }

@@ -236,7 +236,11 @@ pub struct GpuView {
     pub capacity: Quanta,
     /// What is bound, or held for a claim whose kubelet is about to come back.
     pub bound: Quanta,
-    /// What is neither bound nor reserved and may be bound now; zero on an unhealthy GPU.
+    /// What ended pods left, and is not proven free.
+    pub left: Bytes,
+    /// The same once proving it free would have been done: somebody holds it.
+    pub leaked: Bytes,
+    /// What is neither bound, reserved nor left by ended pods and may be bound now; zero on an unhealthy GPU.
     pub free: Quanta,
     /// What is free but kept for the longest waiter.
     pub reserved: Quanta,

@@ -6,7 +6,7 @@ use super::Ledger;
 use super::claim::{Claim, State};
 use super::time::Moment;
 use super::types::{Binding, ClaimId, GpuView, Health, ManagedView, Placement, View, Waiter};
-use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Resource};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource};
 
 /// What is bound or held on one GPU.
 #[derive(Default)]
@@ -27,7 +27,10 @@ impl Ledger {
             .map(|((uuid, gpu), kept)| {
                 let used = usage.remove(uuid).unwrap_or_default();
                 let free = match gpu.health {
-                    Health::Healthy => gpu.capacity.saturating_sub(used.quanta),
+                    Health::Healthy => gpu
+                        .capacity
+                        .saturating_sub(used.quanta)
+                        .saturating_sub(self.leaked_of(uuid)),
                     Health::Unhealthy => Quanta::ZERO,
                 };
                 GpuView {
@@ -35,6 +38,8 @@ impl Ledger {
                     health: gpu.health,
                     capacity: gpu.capacity,
                     bound: used.quanta,
+                    left: self.left_on(uuid),
+                    leaked: self.leaked_by(uuid, now),
                     free: free.saturating_sub(Quanta(kept)),
                     reserved: Quanta(kept),
                     pods: used.pods.len(),
@@ -168,6 +173,8 @@ fn lost_gpu(uuid: &GpuUuid, used: &Usage<'_>) -> GpuView {
         health: Health::Unhealthy,
         capacity: Quanta::ZERO,
         bound: used.quanta,
+        left: Bytes::ZERO,
+        leaked: Bytes::ZERO,
         free: Quanta::ZERO,
         reserved: Quanta::ZERO,
         pods: used.pods.len(),

@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | Allocate | book in the ledger; persist; answer | a booking that the kubelet never heard of: collected |
 //! | PreStartContainer | start in the ledger; persist; withdraw what it ended; expose the socket; write the CDI file; answer | a binding in the checkpoint: the successor finishes the steps, and the kubelet asks again and gets the same binding |
-//! | the pod's end | forget in the ledger; persist; withdraw; bind who waited | files that no allocation stands for: the successor withdraws them |
+//! | the pod's end | forget in the ledger, but for what others may hold; persist; withdraw; bind who waited | files that no allocation stands for: the successor withdraws them |
 //!
 //! So a binding is on record before anything of it can be seen, and a CDI file is the last thing
 //! before the answer: without it the container cannot start. Every step may be repeated. A booking whose record
@@ -138,6 +138,8 @@ pub struct Core<H> {
     pub(super) unfinished: BTreeSet<AllocationId>,
     /// Pods of the ledger that were not in the kubelet's cgroups at the last look.
     missing: BTreeSet<PodUid>,
+    /// Whether a lost checkpoint may have known of memory that ended pods left: the GPUs are to be proven free.
+    pub(super) unproven: bool,
     /// Whether the checkpoint lacks something.
     pub(super) unsaved: bool,
     pub(super) troubles: Troubles,
@@ -168,6 +170,7 @@ impl<H: Host> Core<H> {
             leftovers: BTreeSet::new(),
             unfinished: BTreeSet::new(),
             missing: BTreeSet::new(),
+            unproven: false,
             unsaved: false,
             troubles: Troubles::default(),
         }
@@ -218,6 +221,7 @@ impl<H: Host> Core<H> {
         self.unsaved = true;
         self.follow(&pod);
         self.name(&pod, name, &container, &held);
+        self.leave(&started.ended, now);
         self.leftovers.extend(started.ended.iter().copied());
         match started.answer {
             Answer::Bound(binding) => {
@@ -253,6 +257,13 @@ impl<H: Host> Core<H> {
     pub async fn set_gpus(&mut self, gpus: Vec<GpuState>, now: Moment) {
         self.ledger
             .set_gpus(offer::ledger_gpus(&gpus, &self.config));
+        if !gpus.is_empty() && std::mem::take(&mut self.unproven) {
+            // Anybody may hold anything of them, for all that is known.
+            for state in &gpus {
+                self.ledger
+                    .leak(state.gpu.uuid.clone(), state.gpu.memory, now);
+            }
+        }
         self.gpus = gpus;
         self.unsaved = true;
         self.advance(now).await;
@@ -261,8 +272,9 @@ impl<H: Host> Core<H> {
     /// What time brings: pods that ended, waiters that gave up, steps that failed before.
     pub async fn tick(&mut self, now: Moment) {
         for pod in self.pods.take_ended() {
-            self.release(&pod).await;
+            self.release(&pod, now).await;
         }
+        self.prove();
         self.give_up(now);
         self.advance(now).await;
         self.finish().await;
@@ -286,7 +298,7 @@ impl<H: Host> Core<H> {
             .filter(|pod| self.pods.follow(pod) == PodCgroup::Gone)
             .collect();
         for pod in missing.intersection(&std::mem::take(&mut self.missing)) {
-            self.release(pod).await;
+            self.release(pod, now).await;
         }
         self.missing = missing;
         self.advance(now).await;
@@ -371,7 +383,7 @@ impl<H: Host> Core<H> {
     }
 
     /// Ends a pod: its cgroup is gone.
-    pub(super) async fn release(&mut self, pod: &PodUid) {
+    pub(super) async fn release(&mut self, pod: &PodUid, now: Moment) {
         let ended = self.ledger.pod_gone(pod);
         if ended.is_empty() {
             return;
@@ -388,6 +400,7 @@ impl<H: Host> Core<H> {
             );
         }
         self.unsaved = true;
+        self.leave(&ended, now);
         for allocation in ended {
             self.holders.remove(&allocation);
             self.unfinished.remove(&allocation);
@@ -395,6 +408,28 @@ impl<H: Host> Core<H> {
         }
         if self.save().is_ok() {
             self.withdraw().await;
+        }
+    }
+
+    /// What others may hold of what these allocations had is not bound again.
+    fn leave(&mut self, ended: &[AllocationId], now: Moment) {
+        for allocation in ended {
+            for (gpu, bytes) in self.host.exported(*allocation) {
+                self.ledger.leak(gpu, bytes, now);
+            }
+        }
+    }
+
+    /// Binds again what is proven free.
+    fn prove(&mut self) {
+        let leaks = self.ledger.leaks();
+        for (gpu, held) in self.host.held(leaks.clone()) {
+            if let Some(number) = leaks.get(&gpu)
+                && self.ledger.held_at_most(&gpu, *number, held)
+            {
+                info!(%gpu, held = held.0, "left by ended pods");
+                self.unsaved = true;
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! What the node does to its host for an allocation: one method per step, each repeatable.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
@@ -96,6 +96,10 @@ pub trait Host: Send {
     /// Changes how much managed memory the container of an allocation may use; one that is not exposed yet
     /// is told then.
     fn allow_managed(&mut self, allocation: AllocationId, managed: Bytes) -> Result<(), HostError>;
+    /// What of each GPU an allocation's processes had exported: others may hold it when its pod has ended.
+    fn exported(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
+    /// Looks after what was left on GPUs: the most that is held of it, as far as that is proven.
+    fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes>;
     /// Writes the allocation's CDI file: from now on its container can start.
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError>;
     /// Removes the CDI file, the socket and the folder; what is not there is removed already.
@@ -260,6 +264,14 @@ impl Host for OsHost {
             Ok(()) | Err(SessionsError::Unknown(_)) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+
+    fn exported(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.sessions.exported(&allocation)
+    }
+
+    fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+        self.sessions.held(left)
     }
 
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {

@@ -2,7 +2,8 @@
 //!
 //! 1. The checkpoint gives bookings, claims and bindings. Lost, malformed or of another boot: the
 //!    bindings are read from the CDI files, each of which carries its own, and those of managed memory
-//!    from the kubelet's device checkpoint.
+//!    from the kubelet's device checkpoint. What pods that had ended left is not known then: no GPU is bound before
+//!    it is proven how much of it is held.
 //! 2. The kubelet's device checkpoint gives the bookings that are lacking, of pods that are still there.
 //! 3. Pods whose cgroup is gone are released.
 //! 4. Files that no binding stands for are withdrawn.
@@ -56,12 +57,13 @@ impl<H: Host> Core<H> {
             if lost {
                 warn!(%why, bindings, "checkpoint not used: rebuilt from the host");
                 self.troubles.rebuilt = Some(why.to_string());
+                self.unproven = true;
             }
         }
         self.book_what_the_kubelet_knows(kubelet, now);
         self.find_leftovers(&cdi, allocations);
         self.unsaved = true;
-        self.release_the_dead().await;
+        self.release_the_dead(now).await;
         if self.save().is_ok() {
             self.withdraw().await;
         }
@@ -153,11 +155,11 @@ impl<H: Host> Core<H> {
         self.holders.entry(held.allocation).or_insert_with(holder);
     }
 
-    async fn release_the_dead(&mut self) {
+    async fn release_the_dead(&mut self, now: Moment) {
         let pods: Vec<PodUid> = self.ledger.pods().into_iter().cloned().collect();
         for pod in pods {
             if self.pods.follow(&pod) == PodCgroup::Gone {
-                self.release(&pod).await;
+                self.release(&pod, now).await;
             }
         }
     }

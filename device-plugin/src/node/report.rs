@@ -19,7 +19,7 @@ use crate::resize::Ordered;
 use crate::status::{
     GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
 };
-use crate::units::Quanta;
+use crate::units::{Bytes, Quanta};
 
 /// What is known besides the snapshot.
 #[derive(Debug, Clone)]
@@ -144,6 +144,7 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
             .unwrap_or_default(),
         free: of_it.map(free).unwrap_or_default(),
         largest_free: of_it.map(|gpu| gpu.free).unwrap_or_default(),
+        leaked: of_it.map(|gpu| gpu.leaked).unwrap_or_default(),
         held_for: None,
     }
 }
@@ -361,6 +362,13 @@ pub fn events(before: Option<&NodeReport>, after: &NodeReport) -> Vec<(Reason, S
                 ));
             }
             _ => {}
+        }
+        if gpu.leaked > Bytes::ZERO && old.is_none_or(|old| old.leaked == Bytes::ZERO) {
+            let message = format!(
+                "of {} {} that ended pods had exported are held by others, and not given to pods",
+                gpu.uuid, gpu.leaked
+            );
+            events.push((Reason::MemoryLeaked, message));
         }
     }
     events

@@ -8,12 +8,11 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::task::JoinSet;
 
 use super::charges::DriverCharges;
-use super::container::{Container, Known, OnGpu};
+use super::container::{Container, Known};
 use super::conversation::{self, Conversation};
 use super::pace::{self, Pace};
 use super::seats::{Seat, Seats};
 use super::{MAX_PROCESSES, Membership, lock};
-use crate::units::GpuUuid;
 
 /// How often the driver is asked about the dead, while there are any. A kill's memory is back
 /// after about 0.1 s (design F8).
@@ -133,30 +132,12 @@ async fn settle(
             continue;
         };
         let (gpus, charges) = (lock(&container).gpus(), Arc::clone(&charges));
-        let exports = asked.about_exports();
         let answer = tokio::task::spawn_blocking(move || {
-            let found = gpus.iter().map(|gpu| ask(gpu, exports, charges.as_ref()));
-            found.collect::<Option<Vec<OnGpu>>>()
+            let found = gpus.iter().map(|gpu| Some(charges.look(gpu)?.charges));
+            found.collect::<Option<Vec<_>>>()
         });
         if let Ok(Some(found)) = answer.await {
             lock(&container).settle(&asked, &found, membership.as_ref());
         }
     }
-}
-
-/// What the driver says about a GPU. Processes are asked about before and after what nobody is charged for:
-/// what moves between them meanwhile is seen twice, not never.
-fn ask(gpu: &GpuUuid, exports: bool, driver: &dyn DriverCharges) -> Option<OnGpu> {
-    let charges = driver.charged(gpu)?;
-    if !exports {
-        return Some(OnGpu {
-            charges,
-            residual: None,
-        });
-    }
-    let residual = driver.residual(gpu);
-    Some(OnGpu {
-        charges: charges.most(driver.charged(gpu)?),
-        residual,
-    })
 }

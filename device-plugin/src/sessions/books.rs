@@ -37,6 +37,8 @@ pub struct AccountBooks {
     pub used: Bytes,
     /// What ended images had been granted and the driver may still charge.
     pub retired: Bytes,
+    /// What of `granted` its living processes have exported, as they say: it need not be charged to them.
+    pub exported: Bytes,
     /// What processes without a session have, by the driver's figures.
     pub outside: Bytes,
     /// The most that was ever granted and retired together.

@@ -1,19 +1,45 @@
-//! What the driver charges to the processes on one GPU, at a moment.
+//! What the driver shows of one GPU, at a moment.
 
 use std::collections::BTreeMap;
 
 use crate::units::{Bytes, GpuUuid};
 
-/// What the driver charges to processes: NVML, in the agent.
-pub trait DriverCharges: Send + Sync + 'static {
-    /// What the driver charges on `gpu`; `None` when it cannot be told now. It may block.
-    fn charged(&self, gpu: &GpuUuid) -> Option<Charges>;
+/// What a process with a context has of a GPU that the driver does not list: 8.8 MiB on an H200 with driver 580.
+const UNLISTED: Bytes = Bytes::mib(9);
 
-    /// What of `gpu` is used and charged to no process, beyond what the driver keeps for itself: memory that
-    /// only descriptors hold is among it (design F4, F13). `None` when it cannot be told. It may block.
-    fn residual(&self, _gpu: &GpuUuid) -> Option<Bytes> {
-        None
+/// Who looks at GPUs: NVML, in the agent.
+pub trait DriverCharges: Send + Sync + 'static {
+    /// What the driver shows of `gpu`; `None` when it cannot be told now. It may block.
+    fn look(&self, gpu: &GpuUuid) -> Option<Look>;
+}
+
+/// A GPU's memory and its processes: two answers, the memory first.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Look {
+    /// What is in use, whoever has it; not what the driver keeps for itself.
+    pub used: Bytes,
+    /// What is charged to processes.
+    pub charges: Charges,
+}
+
+impl Look {
+    /// What is in use and charged to no process, in bytes: what only descriptors hold is among it (design F4,
+    /// F13). Below zero where a process allocated between the two answers.
+    pub fn residual(&self) -> i64 {
+        let charged = self.charges.sum();
+        i64::try_from(i128::from(self.used.0) - i128::from(charged)).unwrap_or(i64::MAX)
     }
+
+    /// What of the residual may be somebody's: all but what every process has unlisted.
+    pub fn unlisted(&self) -> Bytes {
+        let residual = u64::try_from(self.residual()).unwrap_or_default();
+        Bytes(residual.saturating_sub(unlisted_by(self.charges.0.len())))
+    }
+}
+
+/// What so many processes have that the driver does not list.
+pub(super) fn unlisted_by(processes: usize) -> u64 {
+    UNLISTED.0.saturating_mul(processes as u64)
 }
 
 /// The processes that the driver lists on one GPU.
@@ -27,34 +53,32 @@ impl Charges {
         self.0.get(&pid).copied().unwrap_or(Some(Bytes::ZERO))
     }
 
-    /// The larger figure of both for each process; none where one of them has none.
-    #[must_use]
-    pub fn most(mut self, other: Charges) -> Charges {
-        for (pid, bytes) in other.0 {
-            let most = self.0.entry(pid).or_insert(Some(Bytes::ZERO));
-            *most = most
-                .zip(bytes)
-                .map(|(here, there): (Bytes, Bytes)| here.max(there));
-        }
-        self
+    /// The processes that are listed, with what they are charged; none where the driver cannot tell.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, Option<Bytes>)> {
+        self.0.iter().map(|(pid, bytes)| (*pid, *bytes))
     }
 
-    /// The processes that are listed.
-    pub fn pids(&self) -> impl Iterator<Item = u32> {
-        self.0.keys().copied()
+    /// Whether the driver tells of every process how much it has.
+    pub fn are_told(&self) -> bool {
+        self.0.values().all(Option::is_some)
+    }
+
+    fn sum(&self) -> u64 {
+        let told = self.0.values().flatten();
+        told.fold(0, |sum, bytes| sum.saturating_add(bytes.0))
     }
 }
 
 impl FromIterator<(u32, Option<Bytes>)> for Charges {
-    /// Of pids with what they are charged; one that is listed twice (for compute and for graphics)
-    /// has the sum.
+    /// Of pids with what they are charged. One that computes and draws is listed twice, each time with all that
+    /// it has.
     fn from_iter<T: IntoIterator<Item = (u32, Option<Bytes>)>>(listed: T) -> Charges {
         let mut charges = BTreeMap::new();
         for (pid, bytes) in listed {
-            let sum = charges.entry(pid).or_insert(Some(Bytes::ZERO));
-            *sum = sum
+            let most = charges.entry(pid).or_insert(bytes);
+            *most = most
                 .zip(bytes)
-                .map(|(sum, bytes): (Bytes, Bytes)| Bytes(sum.0.saturating_add(bytes.0)));
+                .map(|(here, there): (Bytes, Bytes)| here.max(there));
         }
         Charges(charges)
     }
@@ -64,35 +88,37 @@ impl FromIterator<(u32, Option<Bytes>)> for Charges {
 mod tests {
     use super::*;
 
-    #[test]
-    fn a_process_has_the_sum_of_its_entries_and_nothing_where_it_is_not_listed() {
-        let listed = [
-            (1, Some(Bytes(2))),
-            (2, None),
-            (1, Some(Bytes(3))),
-            (2, Some(Bytes(1))),
-        ];
-        let charges: Charges = listed.into_iter().collect();
-        assert_eq!(
-            [1, 2, 3].map(|pid| charges.of(pid)),
-            [Some(Bytes(5)), None, Some(Bytes::ZERO)]
-        );
+    fn look(used: u64, listed: &[(u32, Option<u64>)]) -> Look {
+        let listed = listed.iter();
+        Look {
+            used: Bytes::mib(used),
+            charges: listed
+                .map(|(pid, mib)| (*pid, mib.map(Bytes::mib)))
+                .collect(),
+        }
     }
 
     #[test]
-    fn of_two_answers_the_larger_counts() {
-        let first: Charges = [(1, Some(Bytes(2))), (2, Some(Bytes(7))), (4, None)]
-            .into_iter()
-            .collect();
-        let second: Charges = [
-            (1, Some(Bytes(5))),
-            (3, Some(Bytes(1))),
-            (4, Some(Bytes(1))),
-        ]
-        .into_iter()
-        .collect();
-        let most = first.most(second);
-        let expected = [Some(Bytes(5)), Some(Bytes(7)), Some(Bytes(1)), None];
-        assert_eq!([1, 2, 3, 4].map(|pid| most.of(pid)), expected);
+    fn a_process_that_is_listed_twice_has_the_larger_figure_and_one_that_is_not_has_nothing() {
+        let Look { charges, .. } = look(0, &[(1, Some(2)), (2, None), (1, Some(3)), (2, Some(1))]);
+        assert_eq!(
+            [1, 2, 3].map(|pid| charges.of(pid)),
+            [Some(Bytes::mib(3)), None, Some(Bytes::ZERO)]
+        );
+        assert!(!charges.are_told());
+    }
+
+    #[test]
+    fn what_is_charged_to_nobody_is_the_residual_whatever_each_process_has_unlisted() {
+        let parked = look(1_551, &[(1, Some(518))]);
+        assert_eq!(parked.residual(), 1_033 << 20);
+        assert_eq!(parked.unlisted(), Bytes::mib(1_033 - 9));
+        // As measured: 526.8 MiB in use, 518 of them listed.
+        assert_eq!(look(527, &[(1, Some(518))]).unlisted(), Bytes::ZERO);
+        let torn = look(518, &[(1, Some(1_542))]);
+        assert_eq!(
+            (torn.residual(), torn.unlisted()),
+            (-1_024 << 20, Bytes::ZERO)
+        );
     }
 }

@@ -3,6 +3,7 @@
 //! Nothing here waits: every call is a few memory operations and at most one small write to tmpfs.
 
 mod contexts;
+mod exports;
 mod oversight;
 
 use std::collections::BTreeMap;
@@ -16,12 +17,14 @@ use bursar_protocol::word::Word;
 use tokio_util::sync::CancellationToken;
 
 use super::contexts::ContextSizes;
+use super::credit::Books;
+use super::held::Own;
 use super::record::{Content, Entry, Record};
 use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
 use crate::units::{Bytes, GpuUuid};
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
-/// the memory of an image that exec replaced, or of an exporter, counts as gone.
+/// the memory of an image that exec replaced counts as gone, or what an exporter left with an importer.
 const UNCHARGED: Bytes = Bytes::mib(256);
 
 /// The same where contexts are not charged: a little more than any model's context.
@@ -72,27 +75,8 @@ struct Member {
     ended: CancellationToken,
 }
 
-/// What the driver is asked about: who was dead before it was, by pid and account.
-#[derive(Clone, Debug, Default)]
-pub(super) struct Questions {
-    retired: BTreeMap<u32, Vec<Units>>,
-    kept: BTreeMap<u32, Vec<Units>>,
-}
-
-impl Questions {
-    /// Whether it matters what is charged to nobody.
-    pub(super) fn about_exports(&self) -> bool {
-        !self.kept.is_empty()
-    }
-}
-
-/// What the driver says about one GPU.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct OnGpu {
-    pub(super) charges: Charges,
-    /// What is used and charged to nobody; `None` when it cannot be told.
-    pub(super) residual: Option<Bytes>,
-}
+/// Whom the driver is asked about: who was dead before it was, by pid and account.
+pub(super) type Questions = Books;
 
 /// What a process is answered to its hello.
 pub(super) struct Admitted {
@@ -456,11 +440,10 @@ impl Container {
         self.write_record();
     }
 
-    /// What the driver has to be asked about; `None` where there is nothing.
+    /// Whom the driver has to be asked about; `None` where there is nothing to ask.
     pub(super) fn questions(&self) -> Option<Questions> {
-        let [retired, kept] = self.credit.retirements().map(Clone::clone);
-        let any = !retired.is_empty() || !kept.is_empty() || self.record_lost;
-        any.then_some(Questions { retired, kept })
+        let [retired, _] = self.credit.retirements();
+        (!retired.is_empty() || self.record_lost).then(|| retired.clone())
     }
 
     /// The GPUs, in the accounts' order.
@@ -469,24 +452,20 @@ impl Container {
         gpus.map(|(gpu, _)| gpu.clone()).collect()
     }
 
-    /// The driver says what it charges on each GPU: what nobody holds any more of the dead's is free again,
-    /// and who has memory without a session is known. Who died after the question is not in the answer.
+    /// The driver says what it charges on each GPU: what it charges the dead no more is free again, but for what
+    /// others may hold, and who has memory without a session is known. Who died after the question is not in the
+    /// answer.
     pub(super) fn settle(
         &mut self,
         asked: &Questions,
-        found: &[OnGpu],
+        found: &[Charges],
         membership: &dyn Membership,
     ) {
         let before = (self.credit.clone(), self.record_lost);
         self.find_outsiders(found, membership);
-        for (pid, units) in &asked.retired {
+        for (pid, units) in asked {
             if self.credit.retirements()[0].get(pid) == Some(units) && self.is_gone(*pid, found) {
                 self.credit.release(*pid);
-            }
-        }
-        for (index, found) in found.iter().enumerate() {
-            if let Some(most) = self.held_by_others(index, found) {
-                self.credit.keep_at_most(index, most, &asked.kept);
             }
         }
         if before != (self.credit.clone(), self.record_lost) {
@@ -496,21 +475,24 @@ impl Container {
     }
 
     /// Whether the driver charges nothing any more of what an image had that ended.
-    fn is_gone(&self, pid: u32, found: &[OnGpu]) -> bool {
-        found.iter().enumerate().all(|(index, found)| {
+    fn is_gone(&self, pid: u32, found: &[Charges]) -> bool {
+        found.iter().enumerate().all(|(index, charges)| {
             // After an exec the pid lives on with a new image.
-            let own = self
-                .members
-                .get(&pid)
-                .map_or(Bytes::ZERO, |_| self.own(pid, index));
-            found.charges.of(pid).is_some_and(|charged| charged <= own)
+            let member = self.members.get(&pid);
+            let own = member.map(|member| self.own(pid, member, index));
+            let own = |charged| own.map_or(Bytes::ZERO, |own| own.of(charged));
+            charges
+                .of(pid)
+                .is_some_and(|charged| charged == own(charged))
         })
     }
 
-    /// What the driver may charge a living process by its own doing.
-    fn own(&self, pid: u32, index: usize) -> Bytes {
-        let granted = self.credit.granted_to(pid, index).bytes();
-        Bytes(granted.saturating_add(self.uncharged().0))
+    /// What the driver charges a living process by its own doing.
+    fn own(&self, pid: u32, member: &Member, index: usize) -> Own {
+        Own {
+            uses: Bytes(self.used_by(pid, member, index).bytes()),
+            besides: self.uncharged(),
+        }
     }
 
     fn uncharged(&self) -> Bytes {
@@ -520,38 +502,23 @@ impl Container {
         }
     }
 
-    /// The most that others than those who it was granted to can hold of a GPU: descriptors, which the driver
-    /// charges to nobody, and importers, which it charges for more than their own. `None` when it cannot be told.
-    fn held_by_others(&self, index: usize, found: &OnGpu) -> Option<Units> {
-        let mut held = found.residual?;
-        for pid in self.members.keys() {
-            let above = found
-                .charges
-                .of(*pid)?
-                .0
-                .saturating_sub(self.own(*pid, index).0);
-            held = Bytes(held.0.saturating_add(above));
-        }
-        Some(Units::holding(held.0).unwrap_or(Units::MAX))
-    }
-
     /// After the record was lost: who has memory of these GPUs and did not say hello since is charged what the
     /// driver says. From then on the audit keeps the figures.
-    fn find_outsiders(&mut self, found: &[OnGpu], membership: &dyn Membership) {
+    fn find_outsiders(&mut self, found: &[Charges], membership: &dyn Membership) {
         if !self.record_lost {
             return;
         }
         self.record_lost = false;
-        for (index, OnGpu { charges, .. }) in found.iter().enumerate() {
-            let outside = charges.pids().filter(|pid| {
+        for (index, charges) in found.iter().enumerate() {
+            let outside = charges.iter().filter(|(pid, _)| {
                 let is_member = self.members.contains_key(pid);
                 !is_member && membership.container(*pid, &self.served.pod).is_some()
             });
             // Where the driver cannot tell how much, it may be everything.
             let all = self.credit.quota(index);
-            let units = |pid| charges.of(pid).and_then(|bytes| Units::holding(bytes.0));
+            let units = |bytes: Option<Bytes>| Units::holding(bytes?.0);
             let outside = outside
-                .map(|pid| (pid, units(pid).unwrap_or(all)))
+                .map(|(pid, bytes)| (pid, units(bytes).unwrap_or(all)))
                 .collect();
             self.credit.set_outside(index, outside);
         }
@@ -675,6 +642,7 @@ impl Container {
                 .collect(),
             retired: books(retired),
             kept: books(kept),
+            gpus: self.gpus(),
             incomplete: self.record_lost || self.has_outsiders(),
             orders: self
                 .orders

@@ -244,7 +244,7 @@ impl Conversation {
     async fn charged(&self, pid: u32, account: u8) -> Option<Bytes> {
         let gpu = lock(&self.container).gpu(account)?;
         let charges = Arc::clone(&self.charges);
-        let asked = tokio::task::spawn_blocking(move || charges.charged(&gpu)?.of(pid));
+        let asked = tokio::task::spawn_blocking(move || charges.look(&gpu)?.charges.of(pid));
         tokio::time::timeout(DRIVER_TIMEOUT, asked)
             .await
             .ok()?

@@ -180,13 +180,14 @@ impl Credit {
         self.retired.remove(&pid);
     }
 
-    /// At most this much of an account could be held by others than the processes that it was granted to, when
-    /// the dead had exported this: beyond that it is free again. Which of it is held cannot be told, so each
-    /// may be.
+    /// At most this much of an account can be held by others than the processes that it was granted to, of what
+    /// the dead had exported when it was this: beyond that it is free again. Which of it is held cannot be told,
+    /// so each may be.
     pub(super) fn keep_at_most(&mut self, account: usize, most: Units, of: &Books) {
         for (pid, accounts) in &mut self.kept {
-            if of.get(pid).map(Vec::as_slice) == Some(accounts.as_slice())
-                && let Some(kept) = accounts.get_mut(account)
+            let asked = of.get(pid).and_then(|asked| asked.get(account));
+            if let Some(kept) = accounts.get_mut(account)
+                && asked == Some(&*kept)
             {
                 *kept = most.min(*kept);
             }

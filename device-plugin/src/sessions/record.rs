@@ -9,7 +9,10 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
+use bursar_protocol::units::Units;
+
 use super::Process;
+use crate::units::{Bytes, GpuUuid};
 
 /// The file of one container.
 #[derive(Debug)]
@@ -32,6 +35,9 @@ pub(super) struct Content {
     /// The same of what ended images had exported, and others may hold.
     #[serde(default)]
     pub(super) kept: Vec<(u32, Vec<u32>)>,
+    /// The GPUs, in the order of the accounts: for whoever finds the record when the container is gone.
+    #[serde(default)]
+    pub(super) gpus: Vec<GpuUuid>,
     /// There may be more processes with memory than these: an earlier record was lost, and the driver was not
     /// asked yet who they are, or they have not said hello since.
     #[serde(default)]
@@ -50,6 +56,24 @@ pub(super) struct Entry {
     /// What of its use it had exported when it last told.
     #[serde(default)]
     pub(super) exported: Vec<u32>,
+}
+
+impl Content {
+    /// What of each GPU processes had exported, living or dead.
+    pub(super) fn exported(&self) -> Vec<(GpuUuid, Bytes)> {
+        let of = |units: &[u32], index: usize| units.get(index).copied().unwrap_or_default();
+        let exported = |index: usize| {
+            let living = self.processes.iter();
+            let living =
+                living.map(|entry| of(&entry.exported, index).min(of(&entry.granted, index)));
+            let dead = self.kept.iter().map(|(_, units)| of(units, index));
+            let units = living.chain(dead).map(|units| Units(units).min(Units::MAX));
+            Bytes(units.sum::<Units>().bytes())
+        };
+        let gpus = self.gpus.iter().enumerate();
+        gpus.map(|(index, gpu)| (gpu.clone(), exported(index)))
+            .collect()
+    }
 }
 
 impl Record {

@@ -29,8 +29,8 @@ impl Membership for Everyone {
 struct NothingCharged;
 
 impl DriverCharges for NothingCharged {
-    fn charged(&self, _gpu: &GpuUuid) -> Option<Charges> {
-        Some(Charges::default())
+    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
+        Some(Look::default())
     }
 }
 
@@ -42,12 +42,12 @@ struct Hung {
 }
 
 impl DriverCharges for Hung {
-    fn charged(&self, _gpu: &GpuUuid) -> Option<Charges> {
+    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
         self.asked.fetch_add(1, Ordering::SeqCst);
         let held = lock(&self.goes_on).take();
         // Let go on by a message, or by the end of the test.
         let _ = held.map(|held| held.recv());
-        Some(Charges::default())
+        Some(Look::default())
     }
 }
 
@@ -388,4 +388,69 @@ async fn a_process_that_asks_without_end_is_answered_at_a_pace() {
         assert!(took > Duration::from_millis(300), "{took:?}");
     })
     .await;
+}
+
+/// A driver that shows what it is told to.
+#[derive(Default)]
+struct Shown(Mutex<Look>);
+
+impl DriverCharges for Shown {
+    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
+        Some(lock(&self.0).clone())
+    }
+}
+
+#[tokio::test]
+async fn what_is_held_of_what_pods_left_is_proven_by_looks_that_were_taken_afterwards() {
+    let folder = tempfile::tempdir().unwrap();
+    let driver = Arc::new(Shown::default());
+    let sessions = Sessions::new(
+        folder.path().to_owned(),
+        Arc::clone(&driver) as Arc<dyn DriverCharges>,
+        Arc::new(Everyone(true)),
+    );
+    let gpu: GpuUuid = "GPU-aaaa".parse().unwrap();
+    let left = |number| BTreeMap::from([(gpu.clone(), number)]);
+    let proven = async |number, held| {
+        let begun = Instant::now();
+        while sessions.held(left(number)) != [(gpu.clone(), held)].into() {
+            assert!(begun.elapsed() < Duration::from_secs(5), "never proven");
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+        begun.elapsed()
+    };
+    lock(&driver.0).used = Bytes::gib(4);
+    assert_eq!(sessions.held(left(1)), BTreeMap::new());
+    let took = proven(1, Bytes::gib(4)).await;
+    assert!(took > Duration::from_millis(300), "{took:?}");
+    lock(&driver.0).used = Bytes::gib(1);
+    proven(1, Bytes::gib(1)).await;
+    assert_eq!(
+        sessions.held(left(2)),
+        BTreeMap::new(),
+        "more was left since"
+    );
+    proven(2, Bytes::gib(1)).await;
+    assert_eq!(sessions.held(BTreeMap::new()), BTreeMap::new());
+    assert_eq!(sessions.held(left(2)), BTreeMap::new(), "it was forgotten");
+}
+
+#[tokio::test]
+async fn what_an_allocations_processes_had_exported_is_known_by_its_record_before_it_is_served() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = folder.path().join("sessions/0000000000000007.json");
+    std::fs::create_dir_all(record.parent().unwrap()).unwrap();
+    let living = r#"{"process":{"pid":1,"start":1},"image":1,"granted":[4,0],"exported":[9,0]}"#;
+    let text = format!(
+        r#"{{"processes":[{living}],"retired":[[2,[5,0]]],"kept":[[3,[1,0]]],"gpus":["GPU-aaaa"]}}"#
+    );
+    std::fs::write(record, text).unwrap();
+    let sessions = sessions(folder.path(), true);
+    let exported = |id| sessions.exported(&AllocationId::from_bits(id));
+    let expected = [(
+        "GPU-aaaa".parse().unwrap(),
+        Bytes(5 * bursar_protocol::units::UNIT),
+    )];
+    assert_eq!(exported(7), expected, "no more than was granted");
+    assert_eq!(exported(8), []);
 }

@@ -48,6 +48,8 @@ pub enum Reason {
     ForgedPage,
     /// Memory of a GPU is in use and charged to nobody.
     Unaccounted,
+    /// Memory that ended pods had exported is held by others.
+    MemoryLeaked,
     /// A process was killed by the audit's policy.
     Killed,
     /// A container is not held to its quota.
@@ -75,6 +77,7 @@ impl Reason {
             Self::Intruder => "GpuIntruder",
             Self::ForgedPage => "GpuCreditForged",
             Self::Unaccounted => "GpuMemoryUnaccounted",
+            Self::MemoryLeaked => "GpuMemoryLeaked",
             Self::Killed => "GpuProcessKilled",
             Self::NotEnforced => "GpuQuotaNotEnforced",
             Self::Enforced => "GpuQuotaEnforced",
@@ -97,6 +100,7 @@ impl Reason {
             | Self::Intruder
             | Self::ForgedPage
             | Self::Unaccounted
+            | Self::MemoryLeaked
             | Self::Killed
             | Self::NotEnforced => EventType::Warning,
         }

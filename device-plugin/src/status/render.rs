@@ -102,6 +102,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         capacity,
         free,
         largest_free,
+        leaked,
         held_for,
     } = gpu;
     let (status, reason) = match health {
@@ -129,6 +130,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         capacity: count(*capacity),
         free: count(*free),
         largest_free: count(*largest_free),
+        leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
         held_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
     }
 }

@@ -69,6 +69,8 @@ pub struct GpuReport {
     pub free: Quanta,
     /// `free`, less what is held for others.
     pub largest_free: Quanta,
+    /// What ended pods left, and others hold.
+    pub leaked: Bytes,
     /// The pod that it is held for by a reservation of the operator.
     pub held_for: Option<PodUid>,
 }

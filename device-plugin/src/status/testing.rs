@@ -43,6 +43,7 @@ fn gpu(index: u32) -> GpuReport {
         capacity: Quanta(16),
         free: Quanta(16),
         largest_free: Quanta(16),
+        leaked: Bytes::ZERO,
         held_for: None,
     }
 }

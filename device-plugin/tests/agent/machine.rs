@@ -224,7 +224,7 @@ impl Machine {
     /// The pod's last process is gone, and so is its cgroup.
     pub(crate) fn end(&self, pod: &Pod) {
         self.kubelet.pod_ended(pod, Phase::Succeeded);
-        fs::remove_dir(self.cgroup(pod)).unwrap();
+        fs::remove_dir_all(self.cgroup(pod)).unwrap();
     }
 
     /// The kubelet's retries, until the container starts; how long that took.

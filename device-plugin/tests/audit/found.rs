@@ -18,7 +18,7 @@ async fn pod(machine: &Machine, name: &str) -> Pod {
 }
 
 /// The value of a metric's series that has each of `labels`, which a space divides; none where there is none.
-async fn value(machine: &Machine, name: &str, labels: &str) -> Option<i64> {
+pub(crate) async fn value(machine: &Machine, name: &str, labels: &str) -> Option<i64> {
     let (_, text) = machine.get("/metrics").await;
     let line = text.lines().find(|line| {
         let named = line.strip_prefix(name);
@@ -53,7 +53,7 @@ async fn until(machine: &Machine, name: &str, labels: &str, wanted: i64) -> Dura
     until_is(machine, name, labels, |now| now == wanted).await
 }
 
-async fn findings(machine: &Machine, kind: &str) -> i64 {
+pub(crate) async fn findings(machine: &Machine, kind: &str) -> i64 {
     let labels = format!("finding=\"{kind}\"");
     value(machine, "bursar_agent_findings_total", &labels)
         .await

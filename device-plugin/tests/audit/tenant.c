@@ -4,6 +4,8 @@
  *   alloc BYTES    -> ok | err N
  *   table BYTES    -> ok | err N     by a function of a private table of the simulated driver's
  *   info           -> ok FREE TOTAL | err N
+ *   export BYTES   -> ok | err N     memory with a descriptor
+ *   park           -> ok PID         a process that has nothing but that descriptor, and stays
  *   scribble       -> ok             over its credit page
  *   truncate       -> ok | err N     its credit page
  *   close          -> ok             every socket but its standard ones
@@ -19,6 +21,7 @@
 #include <unistd.h>
 
 static void *driver;
+static int exported = -1;
 
 static int call(const char *name, void *a, uint64_t b, uint64_t c) {
     int (*function)(void *, uint64_t, uint64_t) = dlsym(driver, name);
@@ -37,6 +40,24 @@ static int open_driver(const char *file) {
     return code ? code : current(context);
 }
 
+static int export(uint64_t bytes) {
+    /* CUmemAllocationProp: pinned, as a descriptor, on device 0. */
+    int properties[8] = {1, 1, 1, 0}, code;
+    uint64_t handle = 0;
+    int (*create)(uint64_t *, size_t, const int *, uint64_t) = dlsym(driver, "cuMemCreate");
+    int (*give)(int *, uint64_t, int, uint64_t) = dlsym(driver, "cuMemExportToShareableHandle");
+    code = create(&handle, bytes, properties, 0);
+    return code ? code : give(&exported, handle, 1, 0);
+}
+
+static int park(void) {
+    int child = fork();
+    if (child) return child;
+    /* The copy is not closed by exec; everything else of the driver is gone with it. */
+    if (dup(exported) >= 0) execl("/proc/self/exe", "tenant", "stay", NULL);
+    _exit(1);
+}
+
 /* Where the credit page is mapped; none is 0. */
 static int page(unsigned long *from, unsigned long *to) {
     char line[512];
@@ -48,8 +69,9 @@ static int page(unsigned long *from, unsigned long *to) {
     return *from != 0;
 }
 
-int main(void) {
+int main(int count, char **words) {
     char line[512], word[512];
+    while (count > 1 && words[1]) pause();
     setvbuf(stdout, NULL, _IOLBF, 0);
     puts("ready");
     while (fgets(line, sizeof line, stdin)) {
@@ -73,6 +95,11 @@ int main(void) {
                 printf("ok %zu %zu\n", free_bytes, total);
                 continue;
             }
+        } else if (sscanf(line, "export %llu", &bytes) == 1) {
+            code = export(bytes);
+        } else if (!strncmp(line, "park", 4)) {
+            printf("ok %d\n", park());
+            continue;
         } else if (!strncmp(line, "scribble", 8)) {
             /* Every slot after the page's head. */
             if (page(&from, &to)) memset((char *)from + 64, 0x5a, to - from - 64);

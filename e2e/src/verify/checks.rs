@@ -141,7 +141,8 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "enforcement/audit",
-        "bypasses, mounts over our paths, garbage in the credit page: each found within 2 s, or held all the same",
+        "bypasses, mounts over our paths, garbage in the credit page: each found within 2 s, or held all the same; \
+         what ended pods left to others is bound to nobody",
         &["--test", "audit"],
     ),
     test_check(
@@ -149,6 +150,11 @@ const CHECKS: &[Check] = &[
         "stream-ordered, virtual and shared memory is charged what the driver took, whatever a program \
          does with it",
         &["--test", "pools", "--test", "vmm"],
+    ),
+    test_check(
+        "enforcement/exported",
+        "what a dead process had exported is charged while anybody holds it, and another's within 1 s",
+        &["--test", "exported"],
     ),
     test_check(
         "enforcement/soak",

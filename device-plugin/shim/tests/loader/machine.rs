@@ -120,7 +120,9 @@ impl Machine {
         let owner = Owner::Container { pod, cgroup };
         let seen = GpuSeen {
             gpu: GPU.parse().unwrap(),
-            used: Bytes(sim.used(unit)),
+            residual: 0,
+            unlisted: None,
+            left: Bytes::ZERO,
             processes: vec![Listed {
                 pid,
                 bytes: Some(Bytes(bytes)),

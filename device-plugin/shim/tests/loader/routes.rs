@@ -204,6 +204,18 @@ const CITED: &[Cited] = &[
         file: "device-plugin/shim/tests/vmm.rs",
         test: "the_owner_pays_for_linear_memory_that_another_process_opens",
     },
+    Cited {
+        route: "memory left with another process when its own is killed",
+        comes_to: "prevented: charged until nobody holds it",
+        file: "device-plugin/shim/tests/exported.rs",
+        test: "a_descriptor_parked_in_a_sibling_keeps_a_killed_exporters_memory_charged_until_it_is_closed",
+    },
+    Cited {
+        route: "memory left with a process outside of the pod when the pod ends",
+        comes_to: "prevented: bound to nobody while it is held",
+        file: "device-plugin/tests/audit/left.rs",
+        test: "memory_that_a_process_outside_of_the_ended_pod_holds_is_leaked_until_it_lets_go",
+    },
 ];
 
 /// Tries every route; the table as text.

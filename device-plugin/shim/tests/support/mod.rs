@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::sessions::{
-    Account, Books, Cgroups, Charges, DriverCharges, Membership, Process, Served, Sessions, Usage,
+    Account, Books, Cgroups, DriverCharges, Look, Membership, Process, Served, Sessions, Usage,
 };
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sim_state::{Folder, Sim};
@@ -56,26 +56,18 @@ impl SimCharges {
     pub fn of(folder: &Path) -> SimCharges {
         SimCharges(Sim::open(folder).unwrap())
     }
-
-    fn usage(&self, gpu: &GpuUuid) -> Option<bursar_sim_state::usage::Usage> {
-        let unit = self.0.gpu_unit(self.0.find_gpu(gpu.as_str())?);
-        Some(self.0.usage(unit))
-    }
 }
 
 impl DriverCharges for SimCharges {
-    fn charged(&self, gpu: &GpuUuid) -> Option<Charges> {
-        let processes = self.usage(gpu)?.processes;
-        let charged = processes
-            .iter()
-            .map(|process| (process.pid, Some(Bytes(process.bytes))));
-        Some(charged.collect())
-    }
-
-    fn residual(&self, gpu: &GpuUuid) -> Option<Bytes> {
-        let usage = self.usage(gpu)?;
-        let charged = usage.processes.iter().map(|process| process.bytes).sum();
-        Some(Bytes(usage.used.saturating_sub(charged)))
+    fn look(&self, gpu: &GpuUuid) -> Option<Look> {
+        let unit = self.0.gpu_unit(self.0.find_gpu(gpu.as_str())?);
+        let usage = self.0.usage(unit);
+        let charged = usage.processes.iter();
+        let charged = charged.map(|process| (process.pid, Some(Bytes(process.bytes))));
+        Some(Look {
+            used: Bytes(usage.used),
+            charges: charged.collect(),
+        })
     }
 }
 

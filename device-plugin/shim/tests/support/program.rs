@@ -73,6 +73,11 @@ impl Client {
         words.map(|word| word.parse().unwrap()).collect()
     }
 
+    /// Its pid on the host.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// SIGKILL.
     pub fn kill(mut self) {
         self.child.kill().unwrap();

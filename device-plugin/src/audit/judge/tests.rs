@@ -34,6 +34,7 @@ fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> Books {
         granted: Bytes::mib(granted),
         used: Bytes::mib(granted),
         retired: Bytes::ZERO,
+        exported: Bytes::ZERO,
         outside: Bytes::ZERO,
         peak: Bytes::mib(granted),
     };
@@ -72,10 +73,11 @@ fn listed(number: u64, pid: u32, mib: u64) -> Listed {
 }
 
 fn seen(processes: Vec<Listed>) -> GpuSeen {
-    let bytes = processes.iter().filter_map(|listed| listed.bytes);
     GpuSeen {
         gpu: gpu(),
-        used: Bytes(bytes.map(|bytes| bytes.0).sum()),
+        residual: 0,
+        unlisted: Some(Bytes::ZERO),
+        left: Bytes::ZERO,
         processes,
     }
 }
@@ -242,14 +244,18 @@ fn a_quota_made_smaller_than_what_is_granted_is_no_finding_while_frees_catch_up(
 }
 
 #[test]
-fn memory_that_nobody_is_charged_for_is_told_unless_the_ledger_keeps_it_for_the_dead() {
-    let mut gpu_seen = seen(vec![]);
-    gpu_seen.used = Bytes::mib(600);
+fn memory_that_nobody_is_charged_for_is_told_unless_the_ledger_knows_who_exported_it() {
+    let mut gpu_seen = GpuSeen {
+        residual: 600 << 20,
+        unlisted: Some(Bytes::mib(600)),
+        ..seen(vec![])
+    };
     let mut of_it = books(1, 1024, &[]);
     let verdict = judge(&[gpu_seen.clone()], &[of_it.clone()], &shims(&[]), &LIMITS);
     assert_eq!(verdict.findings.len(), 1);
     assert_eq!(verdict.residual[&gpu()], 600 << 20);
     let mut untold = gpu_seen.clone();
+    untold.unlisted = None;
     untold.processes = vec![Listed {
         bytes: None,
         ..listed(0, 5, 0)
@@ -257,10 +263,17 @@ fn memory_that_nobody_is_charged_for_is_told_unless_the_ledger_keeps_it_for_the_
     let verdict = judge(&[untold], &[of_it.clone()], &shims(&[]), &LIMITS);
     let kinds: Vec<_> = verdict.findings.iter().map(Finding::kind).collect();
     assert_eq!(kinds, ["intruder"], "it may be that process's");
-    of_it.accounts[0].retired = Bytes::mib(600);
+    of_it.accounts[0].retired = Bytes::mib(300);
+    of_it.accounts[0].exported = Bytes::mib(300);
     assert_eq!(
-        judge(&[gpu_seen], &[of_it], &shims(&[]), &LIMITS).findings,
+        judge(&[gpu_seen.clone()], &[of_it], &shims(&[]), &LIMITS).findings,
         []
+    );
+    gpu_seen.left = Bytes::mib(600);
+    assert_eq!(
+        judge(&[gpu_seen], &[], &shims(&[]), &LIMITS).findings,
+        [],
+        "of pods that ended"
     );
 }
 
@@ -317,6 +330,7 @@ proptest! {
             }
             all.push(books(number, *quota, &members));
         }
+        let charged: u64 = processes.iter().filter_map(|listed| listed.bytes).map(|bytes| bytes.0).sum();
         let gpu_seen = seen(processes);
         // Sessions are lacking because an earlier agent's records are lost.
         let containers = Containers { since: u64::MAX, ..Containers::default() };
@@ -325,7 +339,7 @@ proptest! {
         prop_assert_eq!(verdict.residual[&gpu()], 0);
         let known: i64 = all.iter().map(|books| books.accounts[0].used.0 as i64).sum();
         let drift: i64 = verdict.drift.values().sum();
-        prop_assert_eq!(drift + known, gpu_seen.used.0 as i64, "each process counts once");
+        prop_assert_eq!(drift + known, charged as i64, "each process counts once");
     }
 
     #[test]

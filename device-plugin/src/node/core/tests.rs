@@ -19,6 +19,10 @@ struct Disk {
     /// What is served, with its managed memory.
     sockets: BTreeMap<AllocationId, Bytes>,
     cdi: BTreeMap<AllocationId, cdi::Binding>,
+    /// What the sessions say that allocations had exported.
+    exported: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
+    /// What is held on each GPU of what was left.
+    held: Bytes,
     /// Steps that were done.
     done: usize,
     /// The agent dies before the step with this number.
@@ -81,6 +85,19 @@ impl Host for MemoryHost {
                 *served = managed;
             }
         })
+    }
+
+    fn exported(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.disk()
+            .exported
+            .get(&allocation)
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
+        let held = self.disk().held;
+        left.into_keys().map(|gpu| (gpu, held)).collect()
     }
 
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
@@ -782,4 +799,73 @@ async fn pods_that_ended_while_no_agent_ran_are_released_at_the_start() {
     bed.restart().await;
     assert!(bed.placements().is_empty());
     bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn what_an_ended_pod_had_exported_is_bound_again_once_nobody_holds_it_past_a_restart_at_any_step()
+ {
+    for crash_at in 0..8 {
+        let mut bed = Bed::new().await;
+        let first = bed.device("first", 0..16);
+        let second = bed.device("second", 16..32);
+        bed.start_device("first", 0..16).await;
+        bed.start_device("second", 16..32).await;
+        let left = vec![("GPU-a".parse().unwrap(), Bytes::mib(300))];
+        bed.host.disk().exported = [(first, left.clone()), (second, left)].into();
+        bed.host.disk().held = Bytes::mib(100);
+        let done = bed.host.disk().done;
+        bed.host.disk().crash_at = Some(done + crash_at);
+        bed.end("first").await;
+        bed.restart().await;
+        let free = |bed: &Bed, gpu: usize| bed.core.view(bed.now).gpus[gpu].free;
+        let ended = bed.placements();
+        assert_eq!(ended.len(), 1, "crash at {crash_at}: {ended:?}");
+        assert_eq!(
+            free(&bed, 0) + free(&bed, 1),
+            Quanta(15),
+            "crash at {crash_at}"
+        );
+        bed.device("third", 0..16);
+        let mut third = bed.start_device("third", 0..16).await;
+        assert_eq!(answered(&mut third), None, "crash at {crash_at}");
+        bed.tick(10).await;
+        let leaked: Vec<Bytes> = bed
+            .core
+            .view(bed.now)
+            .gpus
+            .iter()
+            .map(|gpu| gpu.leaked)
+            .collect();
+        assert_eq!(
+            leaked,
+            [Bytes::mib(100), Bytes::ZERO],
+            "crash at {crash_at}"
+        );
+        bed.host.disk().held = Bytes::ZERO;
+        bed.tick(1).await;
+        assert_eq!(answered(&mut third), Some(Ok(())), "crash at {crash_at}");
+        bed.assert_host_is_true();
+    }
+}
+
+#[tokio::test]
+async fn after_a_lost_checkpoint_what_is_held_of_the_gpus_is_found_out_before_anything_is_bound() {
+    let mut bed = Bed::new().await;
+    bed.device("first", 0..4);
+    bed.start_device("first", 0..4).await;
+    bed.host.disk().checkpoint = None;
+    bed.host.disk().held = Bytes::gib(10);
+    bed.restart().await;
+    let free = |bed: &Bed| {
+        bed.core
+            .view(bed.now)
+            .gpus
+            .iter()
+            .map(|gpu| gpu.free.0)
+            .sum::<u32>()
+    };
+    assert_eq!(free(&bed), 2 + 6);
+    bed.host.disk().held = Bytes::ZERO;
+    bed.tick(1).await;
+    assert_eq!(free(&bed), 12 + 16);
 }

@@ -24,6 +24,8 @@ fn snapshot() -> Snapshot {
                 health: LedgerHealth::Healthy,
                 capacity: Quanta(16),
                 bound: Quanta(10),
+                left: Bytes::gib(1),
+                leaked: Bytes::ZERO,
                 free: Quanta(4),
                 reserved: Quanta(2),
                 pods: 1,

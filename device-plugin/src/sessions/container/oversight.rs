@@ -27,6 +27,7 @@ impl Container {
                 granted: usage.granted,
                 used: usage.used,
                 retired: usage.retired,
+                exported: bytes(self.exported_by_living(index)),
                 outside: bytes(self.credit.outside(index)),
                 peak: usage.peak,
             });

@@ -82,18 +82,16 @@ fn units(bytes: u64) -> Units {
     Units::holding(bytes).unwrap()
 }
 
-/// The driver charges this to one process, to others nothing, and cannot tell what is charged to nobody.
+/// The driver charges this to one process, and to others nothing.
 fn settle(container: &mut Container, pid: u32, charged: Bytes) {
-    settle_with(container, &[(pid, charged)], None);
+    settle_with(container, &[(pid, charged)]);
 }
 
-fn settle_with(container: &mut Container, charged: &[(u32, Bytes)], residual: Option<Bytes>) {
-    let charges = charged
-        .iter()
-        .map(|(pid, bytes)| (*pid, Some(*bytes)))
-        .collect();
+fn settle_with(container: &mut Container, charged: &[(u32, Bytes)]) {
+    let charged = charged.iter();
+    let charges = charged.map(|(pid, bytes)| (*pid, Some(*bytes))).collect();
     let asked = container.questions().unwrap_or_default();
-    container.settle(&asked, &[OnGpu { charges, residual }], &Host);
+    container.settle(&asked, &[charges], &Host);
 }
 
 fn is_granted(answer: &ToShim) -> bool {
@@ -617,22 +615,41 @@ fn what_a_dead_exporter_left_with_others_stays_charged_until_nobody_has_it() {
     settle(&mut container, 1, Bytes::ZERO);
     assert!(
         !is_granted(&container.request(2, 0, units(1))),
-        "nobody can tell"
+        "it was not looked for"
     );
-    settle_with(&mut container, &[], Some(Bytes::gib(3)));
-    assert_eq!(
-        container.usage()[0].retired,
-        Bytes::gib(3),
-        "descriptors hold it"
+    let gpu = "GPU-aaaa".parse().unwrap();
+    let asked = container.kept(&gpu).unwrap();
+    assert!(!container.keep_at_most(&gpu, Bytes::gib(5), &asked));
+    assert!(container.keep_at_most(&gpu, Bytes::gib(3), &asked));
+    assert_eq!(container.usage()[0].retired, Bytes::gib(3));
+    assert_eq!(container.exported(), [(gpu.clone(), Bytes::gib(3))]);
+    assert!(
+        !container.keep_at_most(&gpu, Bytes::ZERO, &asked),
+        "it is another question by now"
     );
-    settle_with(&mut container, &[(2, Bytes::gib(3))], Some(Bytes::ZERO));
-    assert_eq!(
-        container.usage()[0].retired,
-        Bytes::gib(2),
-        "an importer does, beside its context"
-    );
-    settle_with(&mut container, &[(2, Bytes::mib(518))], Some(Bytes::ZERO));
+    let asked = container.kept(&gpu).unwrap();
+    assert!(container.keep_at_most(&gpu, Bytes::ZERO, &asked));
+    assert_eq!(container.kept(&gpu), None);
     assert!(is_granted(&container.request(2, 0, units(4 << 30))));
+}
+
+#[test]
+fn what_a_process_has_by_its_own_doing_is_what_it_uses_and_not_what_it_may() {
+    let fixture = Fixture::with_quota(Bytes::gib(4));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 3 << 30);
+    assert!(page.slot(0).unwrap().discharge(units(2 << 30)));
+    let own = container.own_of(&"GPU-aaaa".parse().unwrap());
+    let expected = Own {
+        uses: Bytes::gib(1),
+        besides: UNCHARGED_WITH_CONTEXT,
+    };
+    assert_eq!(own, [(1, expected)].into());
+    assert_eq!(
+        container.own_of(&"GPU-bbbb".parse().unwrap()),
+        BTreeMap::new()
+    );
 }
 
 #[test]
@@ -669,6 +686,9 @@ fn what_was_exported_is_known_to_the_next_agent_whether_its_process_lives_or_not
             Bytes::gib(1),
             "dead before: {dies}"
         );
+        let record = fixture.folder.path().join("record.json");
+        let found = Record::at(record).unwrap().read().unwrap().exported();
+        assert_eq!(found, after.exported(), "whoever finds it knows as much");
     }
 }
 
@@ -680,7 +700,7 @@ fn an_answer_of_before_a_death_releases_nothing() {
     let asked = container.questions().unwrap_or_default();
     use_all(&mut container, &page, 1, 1 << 30);
     container.died(Process { pid: 1, start: 1 }, 7);
-    container.settle(&asked, &[OnGpu::default()], &Host);
+    container.settle(&asked, &[Charges::default()], &Host);
     assert_eq!(container.usage()[0].retired, Bytes::gib(1));
     settle(&mut container, 1, Bytes::ZERO);
     assert_eq!(container.usage()[0].retired, Bytes::ZERO);
@@ -715,7 +735,7 @@ fn after_a_lost_record_who_has_memory_is_charged_what_the_driver_says() {
             "{content:?}: nobody was asked"
         );
         let charged = [(1, Bytes::gib(3)), (5000, Bytes::gib(9))];
-        settle_with(&mut container, &charged, None);
+        settle_with(&mut container, &charged);
         let over = units(1 << 30).saturating_add(Units(1));
         assert!(!is_granted(&container.request(2, 0, over)), "{content:?}");
         hello(&mut container, 2, 8).unwrap();
@@ -723,7 +743,7 @@ fn after_a_lost_record_who_has_memory_is_charged_what_the_driver_says() {
         let mut again = fixture.start();
         hello(&mut again, 2, 8).unwrap();
         assert!(!is_granted(&again.request(2, 0, units(1))), "{content:?}");
-        settle_with(&mut again, &charged, None);
+        settle_with(&mut again, &charged);
         assert!(!is_granted(&again.request(2, 0, over)), "{content:?}");
         // One that says hello is charged what it claims, and no less than beyond a context.
         hello(&mut again, 1, 7).unwrap();

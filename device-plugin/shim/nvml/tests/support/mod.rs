@@ -13,7 +13,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use bursar_device_plugin::sessions::{
-    Account, Cgroups, Charges, DriverCharges, Membership, Process, Served, Sessions,
+    Account, Cgroups, DriverCharges, Look, Membership, Process, Served, Sessions,
 };
 use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use bursar_sim_state::{Folder, Sim};
@@ -64,14 +64,16 @@ impl Membership for Everyone {
 struct SimCharges(PathBuf);
 
 impl DriverCharges for SimCharges {
-    fn charged(&self, gpu: &GpuUuid) -> Option<Charges> {
+    fn look(&self, gpu: &GpuUuid) -> Option<Look> {
         let sim = Sim::open(&self.0).ok()?;
         let unit = sim.gpu_unit(sim.find_gpu(gpu.as_str())?);
-        let processes = sim.usage(unit).processes;
-        let charged = processes
-            .iter()
-            .map(|process| (process.pid, Some(Bytes(process.bytes))));
-        Some(charged.collect())
+        let usage = sim.usage(unit);
+        let charged = usage.processes.iter();
+        let charged = charged.map(|process| (process.pid, Some(Bytes(process.bytes))));
+        Some(Look {
+            used: Bytes(usage.used),
+            charges: charged.collect(),
+        })
     }
 }
 

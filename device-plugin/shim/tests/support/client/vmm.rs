@@ -10,6 +10,8 @@
 //! exporthandle HANDLE KIND     -> ok DESCRIPTOR | err CODE
 //! importhandle DESCRIPTOR      -> ok HANDLE | err CODE
 //! close DESCRIPTOR             -> ok | err CODE
+//! sendfd DESCRIPTOR NAME       -> ok                        (to the process that receives under that name)
+//! recvfd NAME                  -> ok DESCRIPTOR
 //! sleepwake N BYTES            -> ok | err CODE             (N times create, map, unmap, release)
 //! ipcget POINTER               -> ok OBJECT | err CODE      (the handle's first 8 bytes)
 //! ipcopen OBJECT               -> ok POINTER | err CODE
@@ -22,6 +24,12 @@
 //! tile ARRAY HANDLE            -> ok | err CODE             (the memory is the array's only tile)
 //! untile ARRAY                 -> ok | err CODE
 //! ```
+
+use std::os::fd::IntoRawFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+
+use bursar_protocol::socket::{receive_with_fd, send_with_fd};
 
 use super::{Cuda, answer, say};
 
@@ -66,6 +74,25 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
         "close" => {
             // SAFETY: the test names a descriptor that an export made.
             done(unsafe { libc::close(number(1) as i32) })
+        }
+        "sendfd" => {
+            // SAFETY: as above.
+            let given = unsafe { std::os::fd::BorrowedFd::borrow_raw(number(1) as i32) };
+            let stream = loop {
+                match UnixStream::connect_addr(&address(words[2])) {
+                    Ok(stream) => break stream,
+                    Err(_) => std::thread::sleep(std::time::Duration::from_millis(5)),
+                }
+            };
+            send_with_fd(&stream, b"!", given).expect("the other listens");
+            say(Ok(String::new()))
+        }
+        "recvfd" => {
+            let listener = UnixListener::bind_addr(&address(words[1])).expect("a free name");
+            let (stream, _) = listener.accept().expect("the other connects");
+            let (_, taken) = receive_with_fd(&stream, &mut [0; 1]).expect("the other sends");
+            let taken = taken.expect("a descriptor").into_raw_fd();
+            say(Ok(taken.to_string()))
         }
         "sleepwake" => done(sleep_and_wake(cuda, number(1), number(2))),
         "ipcget" => {
@@ -116,6 +143,11 @@ fn tile(cuda: &Cuda, array: u64, operation: u64, handle: u64) -> i32 {
     mapping[7] = operation;
     mapping[8] = handle;
     call!(cuda, c"cuMemMapArrayAsync", (mapping.as_mut_ptr() => *mut u64, 1 => u32, 0 => u64))
+}
+
+/// A name that needs no file.
+fn address(name: &str) -> SocketAddr {
+    SocketAddr::from_abstract_name(name).expect("a short name")
 }
 
 /// `CUipcMemHandle`, which is passed by value.
