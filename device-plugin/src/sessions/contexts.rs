@@ -2,9 +2,10 @@
 //!
 //! The driver does not tell. It is what NVML charges a process that has made its first context and has
 //! allocated nothing yet; of several measurements the largest counts. A tenant has a part in them, so
-//! only what a context can plausibly take is believed.
+//! only what a context can plausibly take is believed. A program waits for its measurement, milliseconds
+//! on a real GPU, so that each agent makes one of each GPU.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -24,6 +25,8 @@ const LARGEST: Bytes = Bytes::gib(1);
 pub(super) struct ContextSizes {
     path: PathBuf,
     known: Mutex<BTreeMap<String, u64>>,
+    /// The GPUs whose contexts this agent has measured.
+    measured: Mutex<BTreeSet<GpuUuid>>,
 }
 
 impl ContextSizes {
@@ -45,7 +48,13 @@ impl ContextSizes {
         ContextSizes {
             path,
             known: Mutex::new(known),
+            measured: Mutex::default(),
         }
+    }
+
+    /// Whether a context of `gpu` should be measured.
+    pub(super) fn want(&self, gpu: &GpuUuid) -> bool {
+        !lock(&self.measured).contains(gpu)
     }
 
     /// What a context of `gpu` takes, as far as it is known.
@@ -60,6 +69,7 @@ impl ContextSizes {
             tracing::warn!(%gpu, bytes = bytes.0, "no size of a context");
             return;
         }
+        lock(&self.measured).insert(gpu.clone());
         let mut known = lock(&self.known);
         if known
             .get(gpu.as_str())
@@ -102,6 +112,21 @@ mod tests {
         }
         assert_eq!(sizes.of(&gpu()), Bytes(518 << 20));
         assert_eq!(ContextSizes::at(path).of(&gpu()), Bytes(518 << 20));
+    }
+
+    #[test]
+    fn each_agent_measures_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("contexts.json");
+        let sizes = ContextSizes::at(path.clone());
+        sizes.measured(&gpu(), Bytes::ZERO);
+        assert!(sizes.want(&gpu()), "that was no measurement");
+        sizes.measured(&gpu(), Bytes(518 << 20));
+        assert!(!sizes.want(&gpu()));
+        assert!(
+            ContextSizes::at(path).want(&gpu()),
+            "another driver may be installed by now"
+        );
     }
 
     #[test]

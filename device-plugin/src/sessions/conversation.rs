@@ -240,9 +240,10 @@ impl Conversation {
 }
 
 impl Conversation {
-    /// What the driver charges a process on an account's GPU, if it can tell in time.
+    /// What the driver charges a process on an account's GPU, if its contexts should be measured and it
+    /// can tell in time.
     async fn charged(&self, pid: u32, account: u8) -> Option<Bytes> {
-        let gpu = lock(&self.container).gpu(account)?;
+        let gpu = lock(&self.container).unmeasured(account)?;
         let charges = Arc::clone(&self.charges);
         let asked = tokio::task::spawn_blocking(move || charges.look(&gpu)?.charges.of(pid));
         tokio::time::timeout(DRIVER_TIMEOUT, asked)

@@ -16,10 +16,17 @@ impl Container {
         self.contexts = Some(sizes);
     }
 
+    /// The GPU of an account, if its contexts should be measured.
+    pub(in super::super) fn unmeasured(&self, account: u8) -> Option<GpuUuid> {
+        let gpu = self.gpu(account)?;
+        let wanted = self.contexts.as_ref().is_some_and(|sizes| sizes.want(gpu));
+        wanted.then(|| gpu.clone())
+    }
+
     /// The GPU of an account.
-    pub(in super::super) fn gpu(&self, account: u8) -> Option<GpuUuid> {
+    fn gpu(&self, account: u8) -> Option<&GpuUuid> {
         match self.accounts.get(usize::from(account))? {
-            Account::Gpu(gpu) => Some(gpu.clone()),
+            Account::Gpu(gpu) => Some(gpu),
             Account::Managed => None,
         }
     }
@@ -54,7 +61,7 @@ impl Container {
         if let (true, Some(charged), Some(sizes), Some(gpu)) =
             (alone, charged, &self.contexts, self.gpu(account))
         {
-            sizes.measured(&gpu, charged);
+            sizes.measured(gpu, charged);
         }
         let here = self.accounts.get(index);
         let units = here.map_or(Units::ZERO, |account| self.context_of(account));
