@@ -6,26 +6,34 @@ use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Read, Write};
 use std::os::fd::{AsRawFd, FromRawFd, IntoRawFd};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::OnceLock;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::VERSION;
 use bursar_protocol::dial::{dial, read};
 use bursar_protocol::page::CreditPage;
 use bursar_protocol::socket::receive_with_fd;
 use bursar_protocol::units::Units;
 use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim};
 use bursar_protocol::word::Word;
+use bursar_protocol::{CONTAINER_RUN_DIR, VERSION};
 
 use crate::state::{Held, MAX_DEVICES, State};
 
-/// How long one answer may take.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long a call that cannot do without the agent waits for it: it may be being replaced, or have a
+/// busy node. After a wait in vain nobody waits that long before it was back.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long an answer may take after a wait in vain.
+const IMPATIENCE: Duration = Duration::from_millis(200);
 
 /// How long the agent is left alone after it did not answer in time: other threads must not wait
 /// for it one after the other.
 const QUIET: Duration = Duration::from_secs(1);
+
+/// How often an agent that is away is looked for.
+const LOOK_EVERY: Duration = Duration::from_millis(20);
 
 /// Tells which device of the driver each account is: filled into `State::devices`.
 pub(crate) type MapDevices = fn(&[Account], &mut dyn FnMut(usize, u8));
@@ -41,9 +49,33 @@ pub(crate) enum Answer {
     Away,
 }
 
+/// Why there is no answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum NoAnswer {
+    /// Nobody listens, or whoever did hung up.
+    Away,
+    /// It took too long, or did a moment ago.
+    Late,
+    /// The agent will not have this process, or nobody understands the other.
+    Unwelcome,
+}
+
+impl From<io::Error> for NoAnswer {
+    fn from(error: io::Error) -> NoAnswer {
+        use io::ErrorKind::*;
+        match error.kind() {
+            WouldBlock | TimedOut => NoAnswer::Late,
+            NotFound | ConnectionRefused | ConnectionReset | BrokenPipe | NotConnected
+            | UnexpectedEof => NoAnswer::Away,
+            _ => NoAnswer::Unwelcome,
+        }
+    }
+}
+
 /// Says hello if that was not done yet.
 pub(crate) fn ensure_welcomed(state: &State, held: &Held<'_>, map: MapDevices) -> bool {
-    state.page().is_some() || connect(state, held, map).map(close).is_some()
+    let hello = || connect(state, held, map);
+    state.page().is_some() || patiently(state, hello).is_ok()
 }
 
 /// Asks for `units` more of an account. A session that an agent's restart cut is taken up once.
@@ -54,21 +86,27 @@ pub(crate) fn request(
     account: u8,
     units: Units,
 ) -> Answer {
-    match exchange(state, held, map, &ToAgent::Request { account, units }) {
-        Some(ToShim::Granted { account: got, .. }) if got == account => Answer::Granted,
-        Some(ToShim::Refused { account: got, .. }) if got == account => Answer::Refused,
-        Some(_) => {
+    let message = ToAgent::Request { account, units };
+    let ask = || exchange(state, held, map, &message);
+    let answer = match may_be_granted(state, account, units) {
+        true => patiently(state, ask),
+        false => ask(),
+    };
+    match answer {
+        Ok(ToShim::Granted { account: got, .. }) if got == account => Answer::Granted,
+        Ok(ToShim::Refused { account: got, .. }) if got == account => Answer::Refused,
+        Ok(_) => {
             forget(state);
             Answer::Away
         }
-        None => Answer::Away,
+        Err(_) => Answer::Away,
     }
 }
 
 /// Asks the agent to write what the container's other processes use. Without an answer the page
 /// holds what it wrote last.
 pub(crate) fn refresh(state: &State, held: &Held<'_>, map: MapDevices) {
-    if exchange(state, held, map, &ToAgent::Refresh) != Some(ToShim::Refreshed) {
+    if exchange(state, held, map, &ToAgent::Refresh) != Ok(ToShim::Refreshed) {
         forget(state);
     }
 }
@@ -80,7 +118,7 @@ pub(crate) fn context_made(
     map: MapDevices,
     account: u8,
 ) -> Option<Units> {
-    match exchange(state, held, map, &ToAgent::ContextMade { account })? {
+    match exchange(state, held, map, &ToAgent::ContextMade { account }).ok()? {
         ToShim::ContextSize {
             account: got,
             units,
@@ -108,28 +146,52 @@ pub(crate) fn denied(state: &State, _held: &Held<'_>, account: u8, bytes: u64, f
     }
 }
 
-fn exchange(state: &State, held: &Held<'_>, map: MapDevices, message: &ToAgent) -> Option<ToShim> {
-    let fresh = session(state).is_none();
-    if fresh {
-        close(connect(state, held, map)?);
-    }
-    match ask(state, message) {
-        Ok(answer) => Some(answer),
-        Err(error) if fresh || is_timeout(&error) => {
-            forget(state);
-            // Who hangs up made nobody wait.
-            if is_timeout(&error) {
-                be_quiet(state);
-            }
-            None
+/// Whether the quota is large enough, whatever others of the container use.
+fn may_be_granted(state: &State, account: u8, units: Units) -> bool {
+    let slot = state.page().and_then(|page| page.slot(account.into()));
+    slot.is_none_or(|slot| {
+        let granted = Units(slot.word().granted);
+        slot.quota().saturating_sub(granted) >= units
+    })
+}
+
+/// Repeats a conversation for as long as the agent may be being replaced.
+fn patiently<T>(state: &State, converse: impl Fn() -> Result<T, NoAnswer>) -> Result<T, NoAnswer> {
+    let begun = Instant::now();
+    loop {
+        let answer = converse();
+        match answer {
+            Err(NoAnswer::Away) if is_served() && !state.waited.load(Ordering::Relaxed) => {}
+            _ => return answer,
         }
-        // The agent started again since the last conversation.
-        Err(_) => {
-            forget(state);
-            close(connect(state, held, map)?);
-            ask(state, message).map_err(|_| forget(state)).ok()
+        if begun.elapsed() > PATIENCE {
+            state.waited.store(true, Ordering::Relaxed);
+            return answer;
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
+
+/// Whether an agent serves this container, now or when it is back.
+fn is_served() -> bool {
+    Path::new(CONTAINER_RUN_DIR).is_dir()
+}
+
+fn exchange(
+    state: &State,
+    held: &Held<'_>,
+    map: MapDevices,
+    message: &ToAgent,
+) -> Result<ToShim, NoAnswer> {
+    if session(state).map(close).is_some() {
+        match ask(state, message) {
+            // The agent started again since the last conversation.
+            Err(NoAnswer::Away) => {}
+            answer => return answer,
         }
     }
+    connect(state, held, map)?;
+    ask(state, message)
 }
 
 /// Leaves the stream's descriptor open: the state owns it.
@@ -137,13 +199,17 @@ fn close(stream: UnixStream) {
     let _ = stream.into_raw_fd();
 }
 
-fn ask(state: &State, message: &ToAgent) -> io::Result<ToShim> {
-    let mut stream = session(state).ok_or(io::ErrorKind::NotConnected)?;
+/// One question to the agent; without an answer the session is over.
+fn ask(state: &State, message: &ToAgent) -> Result<ToShim, NoAnswer> {
+    let mut stream = session(state).ok_or(NoAnswer::Away)?;
     let answer = stream
         .write_all(&message.frame())
         .and_then(|()| read(&mut stream));
     close(stream);
-    answer
+    answer.map_err(|error| {
+        forget(state);
+        noted(state, error)
+    })
 }
 
 /// The socket, if it is still the one that was opened: a program that closes every descriptor may
@@ -170,51 +236,44 @@ fn forget(state: &State) {
     state.socket.store(0, Ordering::Release);
 }
 
-fn is_timeout(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut
-    )
-}
-
 fn now() -> u64 {
     static BEGUN: OnceLock<Instant> = OnceLock::new();
     u64::try_from(BEGUN.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
 }
 
-fn be_quiet(state: &State) {
-    state
-        .quiet_until
-        .store(now() + QUIET.as_millis() as u64, Ordering::Relaxed);
+/// Why a conversation failed; who is late is left alone for a while. Who hangs up made nobody wait.
+fn noted(state: &State, error: io::Error) -> NoAnswer {
+    let why = NoAnswer::from(error);
+    if why == NoAnswer::Late {
+        state.waited.store(true, Ordering::Relaxed);
+        let until = now() + QUIET.as_millis() as u64;
+        state.quiet_until.store(until, Ordering::Relaxed);
+    }
+    why
 }
 
 /// Connects, says hello with what the process holds, and moves to the page that the agent sends.
-/// The caller hands the stream back by [`close`].
-fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Option<UnixStream> {
+fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Result<(), NoAnswer> {
     if now() < state.quiet_until.load(Ordering::Relaxed) {
-        return None;
+        return Err(NoAnswer::Late);
     }
-    let stream = dial(ANSWER_TIMEOUT).ok()?;
-    let inode = inode(stream.as_raw_fd())?;
+    let timeout = match state.waited.load(Ordering::Relaxed) {
+        true => IMPATIENCE,
+        false => PATIENCE,
+    };
+    let stream = dial(timeout).map_err(|error| noted(state, error))?;
+    let inode = inode(stream.as_raw_fd()).ok_or(NoAnswer::Away)?;
     // Frozen while it moves: nothing is charged to a page that is left.
     let frozen = Frozen::of(state);
-    match greet(state, &stream, &frozen.words) {
-        Ok((page, quotas)) => {
-            settle_in(state, page, quotas, frozen, map);
-            state.socket_inode.store(inode, Ordering::Relaxed);
-            state
-                .socket
-                .store(stream.as_raw_fd() + 1, Ordering::Release);
-            Some(stream)
-        }
-        Err(error) => {
-            drop(frozen);
-            if is_timeout(&error) {
-                be_quiet(state);
-            }
-            None
-        }
-    }
+    let (page, quotas) =
+        greet(state, &stream, &frozen.words).map_err(|error| noted(state, error))?;
+    settle_in(state, page, quotas, frozen, map);
+    let _ = stream.set_read_timeout(Some(PATIENCE));
+    state.socket_inode.store(inode, Ordering::Relaxed);
+    let socket = stream.into_raw_fd() + 1;
+    state.socket.store(socket, Ordering::Release);
+    state.waited.store(false, Ordering::Relaxed);
+    Ok(())
 }
 
 /// The inode of a socket; `None` where the descriptor is none.
@@ -292,7 +351,7 @@ fn greet(
         (ToShim::Welcome { quotas, .. }, Some(fd)) => {
             Ok((CreditPage::open(fd).map_err(io::Error::other)?, quotas))
         }
-        _ => Err(io::Error::from(io::ErrorKind::ConnectionRefused)),
+        _ => Err(io::Error::from(io::ErrorKind::PermissionDenied)),
     }
 }
 

@@ -16,8 +16,12 @@ use bursar_protocol::wire::Account;
 /// Devices that a process can see; more than a node has.
 pub(crate) const MAX_DEVICES: usize = 64;
 
-/// How long a thread waits for another that talks to the agent. Longer than any one conversation.
-const LOCK_TIMEOUT: Duration = Duration::from_secs(8);
+/// How long a thread waits for another that talks to the agent. Longer than any one conversation, with
+/// the wait for an agent that is being replaced.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// The longest pause of a thread that waits.
+const LONGEST_PAUSE: Duration = Duration::from_millis(1);
 
 /// The state. Zero is a valid value of every field.
 #[derive(Debug)]
@@ -42,6 +46,8 @@ pub(crate) struct State {
     pub(crate) devices: [AtomicU8; MAX_DEVICES],
     /// The account of managed memory, plus one.
     pub(crate) managed: AtomicU8,
+    /// Whether the agent was waited for in vain since it last answered.
+    pub(crate) waited: AtomicBool,
     /// Whether a hello was ever answered.
     pub(crate) welcomed: AtomicBool,
 }
@@ -60,6 +66,7 @@ impl State {
     /// longer than the pause.
     pub(crate) fn hold(&self) -> Option<Held<'_>> {
         let begun = Instant::now();
+        let mut pause = Duration::from_micros(50);
         while self
             .lock
             .compare_exchange(0, 1, Ordering::Acquire, Ordering::Relaxed)
@@ -68,7 +75,8 @@ impl State {
             if begun.elapsed() > LOCK_TIMEOUT {
                 return None;
             }
-            std::thread::sleep(Duration::from_micros(50));
+            std::thread::sleep(pause);
+            pause = (2 * pause).min(LONGEST_PAUSE);
         }
         Some(Held(self))
     }
@@ -88,21 +96,27 @@ impl State {
 
 /// The state of this process; `None` where the kernel cannot wipe memory on fork. Then nothing is
 /// charged and so nothing allocated.
+#[inline]
 pub(crate) fn state() -> Option<&'static State> {
     static STATE: OnceLock<Option<&'static State>> = OnceLock::new();
     let state = (*STATE.get_or_init(map))?;
     if state.begun.load(Ordering::Acquire) == 0 {
-        // The first call of this process. Its parent's pointers mean nothing here.
-        crate::ledger::LIVE.clear();
-        crate::leaving::EVENTS.forget();
-        crate::pools::POOLS.forget();
-        crate::hooks::vmm::TABLE.forget();
-        crate::hooks::contexts::ACTIVATING.forget();
-        crate::hooks::known::forget();
-        crate::graphs::forget();
-        state.begun.store(1, Ordering::Release);
+        begin(state);
     }
     Some(state)
+}
+
+/// The first call of a process. Its parent's pointers mean nothing here.
+#[cold]
+fn begin(state: &State) {
+    crate::ledger::LIVE.clear();
+    crate::leaving::EVENTS.forget();
+    crate::pools::POOLS.forget();
+    crate::hooks::vmm::TABLE.forget();
+    crate::hooks::contexts::ACTIVATING.forget();
+    crate::hooks::known::forget();
+    crate::graphs::forget();
+    state.begun.store(1, Ordering::Release);
 }
 
 fn map() -> Option<&'static State> {

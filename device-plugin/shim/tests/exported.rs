@@ -159,7 +159,9 @@ fn what_a_killed_exporter_shared_with_nobody_is_free_at_once_beside_one_that_exp
         }
         println!("free for another after {:?}", begun.elapsed());
         other.kill();
-        container.wait_for("nothing is kept", |usage| usage.retired.0 == 0);
+        container.wait_for("only the one that lives has memory", |usage| {
+            usage.processes == 1 && usage.retired.0 == 0
+        });
         other = container.program();
     }
 }
