@@ -18,6 +18,7 @@ impl Units {
 
     /// The units that hold `bytes`, rounded up; `None` if that is more than a word can count
     /// (16 TiB), which no device has.
+    #[inline]
     pub fn holding(bytes: u64) -> Option<Units> {
         let units = bytes.div_ceil(UNIT);
         u32::try_from(units)

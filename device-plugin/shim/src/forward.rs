@@ -16,6 +16,7 @@ static SLOTS: [AtomicPtr<c_void>; COUNT] =
     [const { AtomicPtr::new(lazy as *const () as *mut c_void) }; COUNT];
 
 /// The real function at `index`; `None` if this driver lacks it or cannot be loaded.
+#[inline]
 pub(crate) fn real(index: usize) -> Option<*mut c_void> {
     let slot = SLOTS.get(index)?;
     let known = slot.load(Ordering::Acquire);
@@ -32,6 +33,7 @@ pub(crate) fn real(index: usize) -> Option<*mut c_void> {
 }
 
 /// Finds the function at `index` and fills its slot. Threads that race find the same.
+#[cold]
 extern "C" fn resolve(index: usize) -> *mut c_void {
     let found = match (crate::real::library(), NAMES.get(index)) {
         (Some(library), Some(name)) => library

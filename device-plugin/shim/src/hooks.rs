@@ -46,31 +46,33 @@ thread_local! {
 }
 
 /// Runs a hook's body; a panic in it is an error of the driver's, and the program goes on.
+#[inline]
 pub(crate) fn hooked(body: impl FnOnce() -> CuResult) -> CuResult {
     catch_unwind(AssertUnwindSafe(body)).unwrap_or(codes::UNKNOWN)
 }
 
 /// Runs `body` unless this thread is inside a hook, and then `plain`.
+#[inline]
 pub(crate) fn outermost(
     body: impl FnOnce() -> CuResult,
     plain: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    let inside = INSIDE
-        .try_with(|inside| inside.replace(true))
-        .unwrap_or(true);
-    if inside {
-        return plain();
-    }
-    let _leaves = Leaves;
-    body()
+    // Looked up once: the lookup is a call of the loader's, and the hook a few of them long.
+    INSIDE.with(|inside| {
+        if inside.replace(true) {
+            return plain();
+        }
+        let _leaves = Leaves(inside);
+        body()
+    })
 }
 
 /// Ends the outermost hook of this thread, by a panic too.
-struct Leaves;
+struct Leaves<'a>(&'a Cell<bool>);
 
-impl Drop for Leaves {
+impl Drop for Leaves<'_> {
     fn drop(&mut self) {
-        let _ = INSIDE.try_with(|inside| inside.set(false));
+        self.0.set(false);
     }
 }
 
@@ -93,23 +95,38 @@ macro_rules! real {
 pub(crate) use real;
 
 /// Declares hooks: `fn name(argument: type, ...) = |plain| body`. In the body, `plain` calls the real
-/// function with arguments of the same types. Inside another hook the real function is all there is.
+/// function with arguments of the same types. Inside another hook the real function is all there is;
+/// `anywhere fn` declares one that does the same there, and so need not know.
 macro_rules! hooks {
-    ($(
+    () => {};
+    (
         $(#[$about:meta])*
         fn $name:ident($($argument:ident: $kind:ty),* $(,)?) = |$plain:ident| $body:expr;
-    )*) => {$(
+        $($more:tt)*
+    ) => {
+        $crate::hooks::hooks! {
+            $(#[$about])*
+            anywhere fn $name($($argument: $kind),*) = |$plain| {
+                $crate::hooks::outermost(|| $body, || $plain($($argument),*))
+            };
+            $($more)*
+        }
+    };
+    (
+        $(#[$about:meta])*
+        anywhere fn $name:ident($($argument:ident: $kind:ty),* $(,)?) = |$plain:ident| $body:expr;
+        $($more:tt)*
+    ) => {
         $(#[$about])*
         #[unsafe(no_mangle)]
         pub(crate) unsafe extern "C" fn $name($($argument: $kind),*) -> $crate::codes::CuResult {
             let $plain = |$($argument: $kind),*| {
                 $crate::hooks::real!($name($($argument => $kind),*))
             };
-            $crate::hooks::hooked(|| {
-                $crate::hooks::outermost(|| $body, || $plain($($argument),*))
-            })
+            $crate::hooks::hooked(|| $body)
         }
-    )*};
+        $crate::hooks::hooks! { $($more)* }
+    };
 }
 pub(crate) use hooks;
 

@@ -159,6 +159,12 @@ pub(crate) fn room_ahead(account: u8) -> Units {
     })
 }
 
+/// Whether no other process of the container has a part in an account.
+pub(crate) fn is_alone(account: u8) -> bool {
+    let slot = state::state().and_then(|state| slot(state, account));
+    slot.is_some_and(|slot| slot.siblings() == 0)
+}
+
 /// Gives back what a freed pointer was charged.
 pub(crate) fn discharge(charge: Charge) {
     match charge.lent {

@@ -4,18 +4,24 @@
 //! A table is an array of slots; a pointer's window is a few neighbouring slots that its hash picks.
 //! A full window leads to the next table, twice as large. A slot is claimed by one compare-and-swap
 //! of its key, emptied by another, and by a store between them: whoever claimed it has it alone.
+//!
+//! Frees of stream-ordered memory come here too, for a program may free linear memory so, and find nothing.
+//! Their pointers are noted when the driver gives them out, in a slot each, where there is no other.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Slots that are looked at for one pointer in one table: two cache lines of keys.
-const WINDOW: usize = 16;
+/// Slots that are looked at for one pointer in one table: a cache line of keys.
+const WINDOW: usize = 8;
 
 /// Slots of the first table, as a power of two.
 const FIRST: u32 = 12;
 
 /// Tables: the last has 2^27 slots, more than there are 512-byte blocks in most memories.
 const TABLES: usize = 16;
+
+/// Pointers that can be known to be in no table.
+const ELSEWHERE: usize = 256;
 
 /// No pointer. The driver hands out none at zero.
 const EMPTY: u64 = 0;
@@ -48,14 +54,21 @@ pub(crate) enum Lent {
 }
 
 struct Table {
-    keys: Box<[AtomicU64]>,
+    /// As many as a power of two.
+    windows: Box<[Window]>,
     values: Box<[AtomicU64]>,
     contexts: Box<[AtomicU64]>,
 }
 
+/// The keys of neighbouring slots.
+#[repr(align(64))]
+struct Window([AtomicU64; WINDOW]);
+
 /// The table of tables.
 pub(crate) struct Live {
     tables: [OnceLock<Table>; TABLES],
+    /// Pointers that are in no table.
+    elsewhere: [AtomicU64; ELSEWHERE],
 }
 
 impl Live {
@@ -63,14 +76,38 @@ impl Live {
     pub(crate) const fn new() -> Live {
         Live {
             tables: [const { OnceLock::new() }; TABLES],
+            elsewhere: [const { AtomicU64::new(EMPTY) }; ELSEWHERE],
         }
+    }
+
+    /// Notes that a pointer which the driver just gave out is not charged by itself.
+    #[inline]
+    pub(crate) fn is_elsewhere(&self, pointer: u64) {
+        self.elsewhere(pointer).store(pointer, Ordering::Relaxed);
+    }
+
+    /// Forgets that; whether it was noted.
+    #[inline]
+    fn was_elsewhere(&self, pointer: u64) -> bool {
+        let place = self.elsewhere(pointer);
+        let noted = place.load(Ordering::Relaxed) == pointer;
+        if noted {
+            place.store(EMPTY, Ordering::Relaxed);
+        }
+        noted
+    }
+
+    #[inline]
+    fn elsewhere(&self, pointer: u64) -> &AtomicU64 {
+        &self.elsewhere[hash(pointer) as usize % ELSEWHERE]
     }
 
     /// Notes a pointer that the driver just gave out; what was known about it before, if it is
     /// known still: the driver gave its memory back without a free (a context was destroyed).
     /// `Err` when every window is full.
     pub(crate) fn insert(&self, pointer: u64, charge: Charge) -> Result<Option<Charge>, ()> {
-        let before = self.remove(pointer);
+        self.was_elsewhere(pointer);
+        let before = self.remove_here(pointer);
         for (number, table) in self.tables.iter().enumerate() {
             let table = table.get_or_init(|| Table::new(number));
             if table.insert(pointer, charge) {
@@ -81,7 +118,16 @@ impl Live {
     }
 
     /// Forgets a pointer; what was known about it. Of two threads one gets it.
+    #[inline]
     pub(crate) fn remove(&self, pointer: u64) -> Option<Charge> {
+        if self.was_elsewhere(pointer) {
+            return None;
+        }
+        self.remove_here(pointer)
+    }
+
+    #[inline]
+    fn remove_here(&self, pointer: u64) -> Option<Charge> {
         self.tables
             .iter()
             .map_while(OnceLock::get)
@@ -100,40 +146,36 @@ impl Live {
     /// Forgets everything: a forked child has none of its parent's memory.
     pub(crate) fn clear(&self) {
         for table in self.tables.iter().map_while(OnceLock::get) {
-            table
-                .keys
-                .iter()
-                .for_each(|key| key.store(EMPTY, Ordering::Relaxed));
+            let keys = table.windows.iter().flat_map(|window| &window.0);
+            keys.for_each(|key| key.store(EMPTY, Ordering::Relaxed));
         }
     }
 }
 
 impl Table {
     fn new(number: usize) -> Table {
-        let slots = |_| {
-            let count = 1_usize << (FIRST as usize + number);
-            std::iter::repeat_with(|| AtomicU64::new(EMPTY))
-                .take(count)
-                .collect()
+        let count = 1_usize << (FIRST as usize + number);
+        let slots = || {
+            let slots = std::iter::repeat_with(|| AtomicU64::new(0)).take(count);
+            slots.collect()
         };
+        let empty = || Window([const { AtomicU64::new(EMPTY) }; WINDOW]);
+        let windows = std::iter::repeat_with(empty).take(count / WINDOW);
         Table {
-            keys: slots(()),
-            values: slots(()),
-            contexts: slots(()),
+            windows: windows.collect(),
+            values: slots(),
+            contexts: slots(),
         }
     }
 
-    fn window(&self, pointer: u64) -> std::ops::Range<usize> {
-        // Fibonacci hashing: pointers differ in their middle bits, the product mixes them upwards.
-        let hash = (pointer >> 8).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
-        let windows = self.keys.len() / WINDOW;
-        let first = (hash as usize % windows) * WINDOW;
-        first..first + WINDOW
+    /// The slots of a pointer's window, with their keys.
+    fn window(&self, pointer: u64) -> impl Iterator<Item = (usize, &AtomicU64)> {
+        let window = hash(pointer) as usize & (self.windows.len() - 1);
+        (window * WINDOW..).zip(&self.windows[window].0)
     }
 
     fn insert(&self, pointer: u64, charge: Charge) -> bool {
-        for place in self.window(pointer) {
-            let key = &self.keys[place];
+        for (place, key) in self.window(pointer) {
             if key.load(Ordering::Relaxed) == EMPTY
                 && key
                     .compare_exchange(EMPTY, CLAIMED, Ordering::Acquire, Ordering::Relaxed)
@@ -149,41 +191,33 @@ impl Table {
     }
 
     fn remove(&self, pointer: u64) -> Option<Charge> {
-        self.window(pointer).find_map(|place| {
-            if !self.claim(place, pointer) {
+        self.window(pointer).find_map(|(place, key)| {
+            if !claim(key, pointer) {
                 return None;
             }
             let charge = self.charge(place);
-            self.keys[place].store(EMPTY, Ordering::Release);
+            key.store(EMPTY, Ordering::Release);
             Some(charge)
         })
     }
 
     fn remove_context(&self, context: u64) -> impl Iterator<Item = (u64, Charge)> {
-        (0..self.keys.len()).filter_map(move |place| {
-            let pointer = self.keys[place].load(Ordering::Acquire);
+        let keys = self.windows.iter().flat_map(|window| &window.0);
+        keys.enumerate().filter_map(move |(place, key)| {
+            let pointer = key.load(Ordering::Acquire);
             if pointer == EMPTY
                 || pointer == CLAIMED
                 || self.contexts[place].load(Ordering::Relaxed) != context
-                || !self.claim(place, pointer)
+                || !claim(key, pointer)
             {
                 return None;
             }
             // Meanwhile the pointer may have been freed, and come again from another context.
             let charge = self.charge(place);
             let ends = charge.context == context;
-            self.keys[place].store(if ends { EMPTY } else { pointer }, Ordering::Release);
+            key.store(if ends { EMPTY } else { pointer }, Ordering::Release);
             ends.then_some((pointer, charge))
         })
-    }
-
-    /// Claims the slot that holds `pointer`.
-    fn claim(&self, place: usize, pointer: u64) -> bool {
-        let key = &self.keys[place];
-        key.load(Ordering::Relaxed) == pointer
-            && key
-                .compare_exchange(pointer, CLAIMED, Ordering::AcqRel, Ordering::Relaxed)
-                .is_ok()
     }
 
     /// What a claimed slot says.
@@ -200,6 +234,20 @@ impl Table {
             },
         }
     }
+}
+
+/// Fibonacci hashing: pointers differ in their middle bits, the product mixes them upwards.
+#[inline]
+fn hash(pointer: u64) -> u64 {
+    (pointer >> 8).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
+}
+
+/// Claims the slot of a key, if it holds `pointer`.
+fn claim(key: &AtomicU64, pointer: u64) -> bool {
+    key.load(Ordering::Relaxed) == pointer
+        && key
+            .compare_exchange(pointer, CLAIMED, Ordering::AcqRel, Ordering::Relaxed)
+            .is_ok()
 }
 
 fn pack(charge: Charge) -> u64 {
@@ -310,6 +358,24 @@ mod tests {
                 .sum()
         });
         assert_eq!(freed, pointers.len());
+    }
+
+    #[test]
+    fn a_pointer_that_was_elsewhere_and_comes_here_is_known() {
+        let live = Live::new();
+        live.is_elsewhere(0x1000);
+        assert_eq!(live.remove(0x1000), None);
+        live.is_elsewhere(0x1000);
+        live.insert(0x1000, charge(1)).unwrap();
+        assert_eq!(live.remove(0x1000), Some(charge(1)));
+        for pointer in (1..=1000).map(|number| number * 512) {
+            live.is_elsewhere(pointer);
+            live.insert(pointer + (1 << 30), charge(1)).unwrap();
+        }
+        for pointer in (1..=1000).map(|number| number * 512) {
+            assert_eq!(live.remove(pointer), None);
+            assert_eq!(live.remove(pointer + (1 << 30)), Some(charge(1)));
+        }
     }
 
     #[test]

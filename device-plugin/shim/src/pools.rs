@@ -3,12 +3,15 @@
 //! A pool takes memory in steps and caches it, so it is charged what it has reserved (design F15):
 //!
 //! ```text
-//! reserved by the pool  <=  accounted  +  reservations of the calls under way
+//! reserved by the pool  <=  accounted + reservations of the calls under way
 //! ```
 //!
-//! *Fast*: one compare-and-swap reserves credit for the request rounded up to the step (an allocation
-//! never took more: measured), the driver allocates, and where it now has reserved what is accounted,
-//! another one gives the reservation back.
+//! *Ahead*: where the quota has plenty of room and nobody to share it with, a pool is charged for several
+//! steps at once, and each allocation takes its part of them ([`part_of`]). Nothing else is looked at
+//! before they are used up.
+//! *Fast*: one compare-and-swap reserves credit for the request rounded up to the step (it never took more:
+//! measured), the driver allocates, and where it now has reserved what is accounted, another one gives the
+//! reservation back.
 //! Otherwise the pool is *settled* under the lock: `accounted` becomes what is reserved. Only the lock's
 //! holder changes it, and marks it while it asks the driver: whoever compared with it before had the
 //! driver's growth done before the driver was asked.
@@ -18,10 +21,13 @@
 //!
 //! Pools shrink by themselves at synchronises. That is noticed when they are looked at next.
 
+mod ahead;
+
 use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use bursar_protocol::units::Units;
+use ahead::Ahead;
+use bursar_protocol::units::{UNIT, Units};
 
 use crate::afresh::Afresh;
 use crate::codes::{self, CuResult};
@@ -34,9 +40,21 @@ use crate::state::MAX_DEVICES;
 
 /// A pool takes memory of its GPU in multiples of this (design F15).
 const STEP: u64 = 32 << 20;
+const HALF_STEP: u64 = STEP / 2;
 
 /// How many times what is asked for the quota has room for, where that is plenty.
 const PLENTY: u32 = 4;
+
+/// What a pool is charged ahead, of which allocations take their parts.
+const AHEAD: Units = Units(8 * ONE_STEP.0);
+
+/// What must be free for that: it is never more than an eighth.
+const ROOM_FOR_AHEAD: Units = Units(8 * AHEAD.0);
+
+const ONE_STEP: Units = Units((STEP / UNIT) as u32);
+
+/// The least that a small request takes of what was charged ahead.
+const SMALLEST_PART: u64 = 2 << 20;
 
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
 const THRESHOLD: c_int = 4;
@@ -56,8 +74,9 @@ pub(crate) struct Pool {
     payer: Payer,
     /// The account, plus one; zero before it is known.
     account: AtomicU8,
-    /// Units that the account is charged.
+    /// Units that the account is charged, with those ahead.
     accounted: AtomicU32,
+    ahead: Ahead,
     /// Others can hold its memory, so nothing that it ever reserved is given back.
     exported: AtomicBool,
     /// The program destroyed it, and it still has memory: it is destroyed when that is free.
@@ -126,6 +145,7 @@ impl Pools {
             payer,
             account: AtomicU8::new(0),
             accounted: AtomicU32::new(0),
+            ahead: Ahead::default(),
             exported: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             next: self.last.load(Ordering::Acquire),
@@ -143,6 +163,7 @@ impl Pools {
     }
 
     /// The pool that a device allocates from, if it is known without asking the driver.
+    #[inline]
     pub(crate) fn present(&self, device: c_int) -> Option<&'static Pool> {
         let place = self.present.get(usize::try_from(device).ok()?)?;
         // SAFETY: null or a leaked entry.
@@ -227,6 +248,20 @@ impl Pool {
         self.payer != Payer::Nobody
     }
 
+    /// Allocates of what the pool was charged ahead; `None` where that is used up. `call` is the driver's
+    /// allocation.
+    #[inline]
+    pub(crate) fn allocate_ahead(
+        &self,
+        bytes: u64,
+        call: impl FnOnce() -> Result<u64, CuResult>,
+    ) -> Option<Result<u64, CuResult>> {
+        let part = part_of(bytes).filter(|part| self.ahead.begin(*part))?;
+        let got = call();
+        self.ahead.end(part);
+        Some(got)
+    }
+
     /// Allocates, charged for what the pool grows by. `call` is the driver's allocation.
     pub(crate) fn allocate(
         &self,
@@ -237,28 +272,53 @@ impl Pool {
         let Some(account) = self.account() else {
             return Err(codes::OUT_OF_MEMORY);
         };
-        let step = bytes.checked_next_multiple_of(STEP);
-        let Some(step) = step.and_then(Units::holding) else {
+        let Some(steps) = steps_for(bytes) else {
             ledger::report(account, bytes, function);
             return Err(codes::OUT_OF_MEMORY);
         };
-        if !ledger::take_idle(account, step) {
-            return self.allocate_tight(account, bytes, step, function, call);
+        if self.advance(account, steps)
+            && let Some(got) = self.allocate_ahead(bytes, &call)
+        {
+            return got;
+        }
+        if !ledger::take_idle(account, steps) {
+            return self.allocate_tight(account, bytes, steps, function, call);
         }
         let got = call();
-        // The driver's own locks are between its growth and this load.
-        if self.reserved() == Some(self.accounted.load(Ordering::SeqCst)) {
-            ledger::give_back(account, step);
+        // What was charged ahead is nobody's from here on, or it could be used beside what is given back.
+        // The driver's own locks are between its growth and the last load.
+        let idle = self.ahead.close() == Units::ZERO;
+        if idle && self.reserved() == Some(self.accounted.load(Ordering::SeqCst)) {
+            ledger::give_back(account, steps);
         } else {
             let _held = POOLS.settling.lock();
             // What is more than was reserved here is of calls that are still under way, and is theirs.
-            let _ = self.settle(step);
+            let _ = self.settle(steps);
         }
         got
     }
 
+    /// Charges it ahead for a call that takes `steps` at most, and more of them, where the quota has plenty
+    /// of room and nobody else could miss it.
+    fn advance(&self, account: u8, steps: Units) -> bool {
+        let has_room = ledger::room_ahead(account) >= ROOM_FOR_AHEAD;
+        if steps >= AHEAD || !has_room || !ledger::is_alone(account) {
+            return false;
+        }
+        let _held = POOLS.settling.lock();
+        if self.exported.load(Ordering::Acquire) {
+            return false;
+        }
+        let is_charged = self.settle_with(Units::ZERO, AHEAD).is_ok();
+        if is_charged {
+            self.ahead.open(AHEAD.saturating_sub(ONE_STEP));
+        }
+        is_charged
+    }
+
     /// As above, where there is no idle credit for a step.
     #[cold]
+    #[inline(never)]
     fn allocate_tight(
         &self,
         account: u8,
@@ -303,8 +363,20 @@ impl Pool {
     /// account was charged before. `Err` if the pool has grown by more and that is denied; then all of
     /// `held` is accounted, and the next settling tries again.
     fn settle(&self, held: Units) -> Result<(), Denied> {
+        self.settle_with(held, Units::ZERO)
+    }
+
+    /// As above, but makes it what is reserved and `more`.
+    fn settle_with(&self, held: Units, more: Units) -> Result<(), Denied> {
         let before = self.accounted.swap(SETTLING, Ordering::SeqCst);
+        // Before the driver is asked: what ends later has grown the pool by then, or is counted here.
+        let under_way = match self.ahead.close() {
+            Units::ZERO => Units::ZERO,
+            parts => parts.saturating_add(ONE_STEP),
+        };
+        let beyond = under_way.saturating_add(more);
         let reserved = self.reserved().unwrap_or(before);
+        let reserved = reserved.saturating_add(beyond.0);
         let target = if self.exported.load(Ordering::Acquire) {
             reserved.max(before)
         } else {
@@ -409,6 +481,7 @@ impl Pool {
 
     /// The pool is gone. What was exported of it stays charged.
     fn forget(&self) {
+        self.ahead.close();
         let kept = self.accounted.swap(0, Ordering::AcqRel);
         let exported = self.exported.swap(false, Ordering::AcqRel);
         if let (false, Some(account)) = (exported, self.account()) {
@@ -468,6 +541,25 @@ impl Pool {
         let found = ledger::account(kind)?;
         self.account.store(found + 1, Ordering::Release);
         Some(found)
+    }
+}
+
+/// The most that a pool takes of its GPU for a request; `None` if that is more than can be counted.
+#[inline]
+fn steps_for(bytes: u64) -> Option<Units> {
+    bytes
+        .checked_next_multiple_of(STEP)
+        .and_then(Units::holding)
+}
+
+/// The part of what was charged ahead that a request takes. Several requests make a pool grow by no more than
+/// their parts and one step: a request takes unused memory if it takes none that was freed, a step is
+/// added when no other has room for it, and so of two neighbouring steps one is half used at least.
+#[inline]
+fn part_of(bytes: u64) -> Option<Units> {
+    match bytes {
+        0..=HALF_STEP => Units::holding((2 * bytes).max(SMALLEST_PART)),
+        _ => steps_for(bytes),
     }
 }
 

@@ -8,11 +8,15 @@
 
 mod support;
 
+use std::time::{Duration, Instant};
+
 use bursar_device_plugin::sessions::Account;
 use bursar_device_plugin::units::Bytes;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
+/// A quota with room for charging ahead.
+const LARGE: u64 = 8 << 30;
 /// What a pool takes at a time.
 const STEP: u64 = 32 * MIB;
 /// A release threshold that keeps everything.
@@ -175,6 +179,63 @@ fn threads_that_race_for_the_last_steps_get_exactly_those_that_fit() {
             usage.processes == 0 && usage.retired.0 == 0
         });
     }
+}
+
+#[test]
+fn where_the_quota_has_plenty_of_room_a_pool_is_charged_ahead_until_somebody_looks() {
+    let container = Container::with_quota(LARGE);
+    let (mut program, pool) = keeping(&container);
+    program.ok("retain");
+    let before = container.taken();
+    for _ in 0..30 {
+        program.ok(format!("asyncalloc {STEP} 0"));
+        let (used, taken) = (container.usage().used.0, container.taken() - before);
+        assert!(
+            (taken..=taken + 8 * STEP).contains(&used),
+            "{used} for {taken}"
+        );
+    }
+    assert_eq!(charged(&container, &mut program), 30 * STEP);
+    program.ok(format!("asyncchurn 100 {MIB}"));
+    program.ok("sync 0");
+    program.ok(format!("pooltrim {pool} 0"));
+    assert_eq!(container.usage().used, Bytes(30 * STEP));
+    program.ok(format!("alloc {}", LARGE - 30 * STEP));
+    assert_eq!(program.call("asyncalloc 1 0"), "err 2");
+}
+
+#[test]
+fn nothing_is_charged_ahead_beside_another_process() {
+    let container = Container::with_quota(LARGE);
+    let mut other = container.program();
+    other.ok("alloc 1");
+    let mut program = container.program();
+    for count in 1..=10 {
+        program.ok(format!("asyncalloc {STEP} 0"));
+        let used = container.usage().used.0;
+        assert_eq!(used.next_multiple_of(STEP), (count + 1) * STEP, "{count}");
+    }
+}
+
+#[test]
+fn threads_never_have_more_than_is_charged_and_get_all_of_a_large_quota() {
+    let container = Container::with_quota(LARGE);
+    let mut program = container.program();
+    program.ok("retain");
+    let before = container.taken();
+    program.send(&format!("asyncgreedy 6 {STEP}"));
+    // Both only grow: what is charged is looked at last.
+    let begun = Instant::now();
+    loop {
+        let (taken, used) = (container.taken() - before, container.usage().used.0);
+        assert!(taken <= used, "{taken} of {used}");
+        if taken == LARGE || begun.elapsed() > Duration::from_secs(10) {
+            break;
+        }
+    }
+    let answer = program.read();
+    assert_eq!(answer, format!("ok {} 2", LARGE / STEP));
+    assert_eq!(charged(&container, &mut program), LARGE);
 }
 
 #[test]

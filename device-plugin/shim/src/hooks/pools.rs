@@ -1,15 +1,19 @@
 //! Stream-ordered memory: allocations, frees and pools.
 //!
 //! An allocation in a stream that is being captured becomes a node of a graph, and takes nothing now.
+//!
+//! Where a pool was charged ahead, whether a hook is inside another one does not matter: what the pool has
+//! reserved is what counts in the end.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_void};
 
 use super::streams::{device_of, per_thread};
-use super::{captures, device_count, hooks, real};
+use super::{captures, device_count, hooks, outermost, real};
 use crate::codes::{self, CuResult};
 use crate::leaving;
 use crate::ledger::{Kind, LIVE};
+use crate::live::Charge;
 use crate::place::{Location, Payer, Properties, payer};
 use crate::pools::{POOLS, Pool};
 use crate::state::state;
@@ -55,26 +59,46 @@ fn allocate(
             code => Err(code),
         }
     };
-    match pool.allocate(bytes as u64, function, call) {
+    let hand_out = |got: Result<u64, CuResult>| match got {
         Ok(got) => {
+            LIVE.is_elsewhere(got);
             // SAFETY: not null, and the program says that it is a pointer of this type.
             unsafe { pointer.write(got) };
             codes::SUCCESS
         }
         Err(code) => code,
+    };
+    match pool.allocate_ahead(bytes as u64, call) {
+        Some(got) => hand_out(got),
+        None => outermost(
+            || hand_out(pool.allocate(bytes as u64, function, call)),
+            || plain(pointer),
+        ),
     }
 }
 
 /// Frees in the order of a stream. What pools gave out only goes back to them; a linear pointer is
 /// forgotten first: once it is freed, another thread may be given the same one.
 fn free(pointer: u64, stream: u64, plain: impl Fn() -> CuResult) -> CuResult {
-    let known = state().and_then(|_| LIVE.remove(pointer));
+    match state().and_then(|_| LIVE.remove(pointer)) {
+        None => plain(),
+        Some(charge) => free_linear(pointer, charge, stream, plain),
+    }
+}
+
+#[inline(never)]
+fn free_linear(
+    pointer: u64,
+    charge: Charge,
+    stream: u64,
+    plain: impl Fn() -> CuResult,
+) -> CuResult {
     let answer = plain();
-    match (known, answer) {
-        (None, _) => {}
-        (Some(charge), codes::SUCCESS) => leaving::add(stream, charge),
+    if answer == codes::SUCCESS {
+        leaving::add(stream, charge);
+    } else {
         // Not freed, so still there.
-        (Some(charge), _) => drop(LIVE.insert(pointer, charge)),
+        let _ = LIVE.insert(pointer, charge);
     }
     answer
 }
@@ -86,6 +110,11 @@ fn pool_of(device: c_int) -> Result<&'static Pool, CuResult> {
     if let Some(known) = POOLS.present(device) {
         return Ok(known);
     }
+    ask_pool_of(device)
+}
+
+#[cold]
+fn ask_pool_of(device: c_int) -> Result<&'static Pool, CuResult> {
     let mut handle = 0;
     match real!(cuDeviceGetMemPool(&raw mut handle => *mut u64, device => c_int)) {
         codes::SUCCESS => {
@@ -165,34 +194,34 @@ fn destroy(handle: u64, plain: impl Fn() -> CuResult) -> CuResult {
 
 hooks! {
     /// `cuMemAllocAsync` (CUDA 11.2).
-    fn cuMemAllocAsync(pointer: *mut u64, bytes: usize, stream: u64) = |plain| {
+    anywhere fn cuMemAllocAsync(pointer: *mut u64, bytes: usize, stream: u64) = |plain| {
         from_device(pointer, bytes, stream, "cuMemAllocAsync", |pointer| plain(pointer, bytes, stream))
     };
 
     /// As above, for a default stream of each thread.
-    fn cuMemAllocAsync_ptsz(pointer: *mut u64, bytes: usize, stream: u64) = |plain| {
+    anywhere fn cuMemAllocAsync_ptsz(pointer: *mut u64, bytes: usize, stream: u64) = |plain| {
         let plain = |pointer| plain(pointer, bytes, stream);
         from_device(pointer, bytes, per_thread(stream), "cuMemAllocAsync_ptsz", plain)
     };
 
     /// `cuMemAllocFromPoolAsync` (CUDA 11.2).
-    fn cuMemAllocFromPoolAsync(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |plain| {
+    anywhere fn cuMemAllocFromPoolAsync(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |plain| {
         let plain = |pointer| plain(pointer, bytes, pool, stream);
         allocate(pool_with(pool), pointer, bytes, stream, "cuMemAllocFromPoolAsync", plain)
     };
 
     /// As above, for a default stream of each thread.
-    fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |plain| {
+    anywhere fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |plain| {
         let plain = |pointer| plain(pointer, bytes, pool, stream);
         let name = "cuMemAllocFromPoolAsync_ptsz";
         allocate(pool_with(pool), pointer, bytes, per_thread(stream), name, plain)
     };
 
     /// `cuMemFreeAsync` (CUDA 11.2): of linear memory too.
-    fn cuMemFreeAsync(pointer: u64, stream: u64) = |plain| free(pointer, stream, || plain(pointer, stream));
+    anywhere fn cuMemFreeAsync(pointer: u64, stream: u64) = |plain| free(pointer, stream, || plain(pointer, stream));
 
     /// As above, for a default stream of each thread.
-    fn cuMemFreeAsync_ptsz(pointer: u64, stream: u64) = |plain| {
+    anywhere fn cuMemFreeAsync_ptsz(pointer: u64, stream: u64) = |plain| {
         free(pointer, per_thread(stream), || plain(pointer, stream))
     };
 

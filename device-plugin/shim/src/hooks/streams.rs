@@ -15,10 +15,16 @@ pub(crate) fn per_thread(stream: u64) -> u64 {
 }
 
 /// The device that a stream runs on.
+#[inline]
 pub(crate) fn device_of(stream: u64) -> Result<c_int, CuResult> {
     if one_device() {
         return Ok(0);
     }
+    device_among_many(stream)
+}
+
+#[inline(never)]
+fn device_among_many(stream: u64) -> Result<c_int, CuResult> {
     if stream <= PER_THREAD {
         return current_device();
     }

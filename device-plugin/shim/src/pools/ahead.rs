@@ -1,0 +1,90 @@
+//! Credit that a pool was charged ahead of its allocations.
+//!
+//! One word, {left, under way} in units. A call takes its part from *left* to *under way* before the driver
+//! may grow the pool, and ends its part after that: whoever closes the word first and asks the driver
+//! then has counted every growth, as under way or as grown, a few of them twice.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bursar_protocol::units::Units;
+
+#[derive(Debug, Default)]
+pub(super) struct Ahead(AtomicU64);
+
+const LEFT: u64 = 1 << 32;
+
+impl Ahead {
+    /// Takes `units` for a call; `false` where less is left.
+    #[inline]
+    pub(super) fn begin(&self, units: Units) -> bool {
+        let step = |word: u64| {
+            let left = (word / LEFT).checked_sub(u64::from(units.0))?;
+            Some(left * LEFT + (word % LEFT) + u64::from(units.0))
+        };
+        self.0
+            .try_update(Ordering::SeqCst, Ordering::Relaxed, step)
+            .is_ok()
+    }
+
+    /// The call that took `units` is over.
+    #[inline]
+    pub(super) fn end(&self, units: Units) {
+        self.0.fetch_sub(u64::from(units.0), Ordering::SeqCst);
+    }
+
+    /// Leaves nothing for further calls; what those under way took.
+    pub(super) fn close(&self) -> Units {
+        let word = self.0.fetch_and(LEFT - 1, Ordering::SeqCst);
+        Units((word % LEFT) as u32)
+    }
+
+    /// Leaves `units` for further calls, which were charged.
+    pub(super) fn open(&self, units: Units) {
+        let open = |word: u64| u64::from(units.0) * LEFT + word % LEFT;
+        self.0.update(Ordering::SeqCst, Ordering::Relaxed, open);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_get_what_is_left_and_no_more() {
+        let ahead = Ahead::default();
+        assert!(!ahead.begin(Units(1)));
+        ahead.open(Units(10));
+        assert!(ahead.begin(Units(7)));
+        assert!(!ahead.begin(Units(4)));
+        assert!(ahead.begin(Units(3)));
+        ahead.end(Units(7));
+        assert_eq!(ahead.close(), Units(3));
+    }
+
+    #[test]
+    fn closing_leaves_nothing_but_what_is_under_way() {
+        let ahead = Ahead::default();
+        ahead.open(Units::MAX);
+        assert!(ahead.begin(Units(5)));
+        assert_eq!(ahead.close(), Units(5));
+        assert!(!ahead.begin(Units(1)));
+        ahead.end(Units(5));
+        assert_eq!(ahead.close(), Units::ZERO);
+    }
+
+    #[test]
+    fn of_threads_that_race_each_unit_is_taken_once() {
+        let ahead = Ahead::default();
+        ahead.open(Units(1000));
+        let count = || (0..1000).filter(|_| ahead.begin(Units(3))).count();
+        let taken: usize = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..4).map(|_| scope.spawn(count)).collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .sum()
+        });
+        assert_eq!(taken, 333);
+        assert_eq!(ahead.close(), Units(999));
+    }
+}
