@@ -178,6 +178,7 @@ def rows(rounds):
     yield "static cudart", 4, ["/programs/static"], {}, filled(4)
     for how in ("linear", "odd", "async", "vmm", "array"):
         yield f"direct, {how}", 4, [direct, "greedy", how], {}, filled(4)
+    yield "what pools grow by", 24, [direct, "pool-growth", "2000"], {}, field("over", 0)
     yield "two processes", 4, [PYTHON, "/programs/siblings.py", direct], {}, filled(4)
     yield "VMM sleep and wake x 100", 4, [direct, "sleep-wake", "2048"], {}, field("rounds", 100)
     yield "graph that fits", 4, [direct, "graph", "1024"], {}, field("answer", 0)
@@ -185,6 +186,10 @@ def rows(rounds):
     yield "F13: fork, SIGKILL", 8, [direct, "orphan", "5120"], {}, all_of(
         field("while_child_lives", OUT_OF_MEMORY), field("after", 0)
     )
+    for how in ("parked", "imported"):
+        yield f"F13: exporter dies, {how}", 8, [direct, how, "5120"], {}, all_of(
+            field("while_held", OUT_OF_MEMORY), field("after", 0)
+        )
     yield "F14: 16 KiB stack, 4 GiB", 4, [direct, "stack", "16384"], {}, field("answer", OUT_OF_MEMORY)
     yield "F14: 16 KiB stack, 8 GiB", 8, [direct, "stack", "16384"], {}, field("answer", 0)
     yield "F14: 64 KiB locals, 4 GiB", 4, [direct, "locals", "/programs/kernels.cubin"], {}, all_of(
@@ -203,13 +208,48 @@ def rows(rounds):
     )
 
 
+def together(cluster, programs):
+    """Two pods with PyTorch on the one GPU at the same time: one computes, the other takes all that it can get.
+
+    Rows as [`rows`] has them in the table; prints the demo's table too.
+    """
+    cluster.apply(pod("steady", 16, [PYTHON, "/programs/steady.py", "30"], programs))
+    deadline = time.monotonic() + 60
+    while "begun" not in cluster.kubectl("logs", "steady", check=False, stderr=subprocess.DEVNULL):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.2)
+    cluster.apply(pod("greedy", 4, [PYTHON, "/programs/quota.py", "torch"], programs))
+    phase, greedy, log = cluster.answer("greedy", 60)
+    steady_phase = cluster.kubectl("get", "pod", "steady", "--output", "jsonpath={.status.phase}")
+    said = filled(4)(greedy) if phase == "Succeeded" and greedy else f"{phase}: {log[-1500:]}"
+    if said is None and steady_phase != "Running":
+        said = f"the other pod was {steady_phase} by then"
+    yield "beside it: torch takes all it can get", 4, show(greedy), verdict(said)
+    phase, steady, log = cluster.answer("steady", 60)
+    said = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or steady is None else field("wrong", 0)(steady)
+    yield "torch computes all the while", 16, show(steady), verdict(said)
+    print("\n| NODE | GPU | POD | QUOTA | SEES | TOOK | WHAT IT WAS TOLD |\n|---|---|---|---|---|---|---|")
+    for name, gib, answer in ("steady", 16, steady), ("greedy", 4, greedy):
+        node = cluster.kubectl("get", "pod", name, "--output", "jsonpath={.spec.nodeName}")
+        cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
+        if answer:
+            cells = node, answer["gpu"], name, f"{gib} GiB", f"{answer['sees_mib']} MiB", f"{answer['got_mib']} MiB"
+            print("| " + " | ".join((*cells, answer.get("told", ""))) + " |")
+
+
+def verdict(said):
+    """A row's last cell."""
+    return "right" if said is None else f"WRONG: {said}"
+
+
 def compile_programs(into):
     """Builds the C and CUDA programs, and copies the Python ones beside them."""
     source = os.path.join(HERE, "programs")
     include, link = f"-I{CUDA}/include", [f"-L{CUDA}/lib64/stubs", "-lcuda"]
     for command in (
         ["gcc", "-O2", include, f"{source}/direct.c", "-o", f"{into}/direct", *link],
-        ["gcc", "-O2", include, f"{source}/overhead.c", "-o", f"{into}/overhead", "-ldl"],
+        ["gcc", "-O2", include, f"{source}/overhead.c", "-o", f"{into}/overhead", *link, "-ldl"],
         ["nvcc", "-arch=native", "-cudart=static", f"{source}/static.cu", "-o", f"{into}/static"],
         ["nvcc", "-arch=native", "-cubin", f"{source}/kernels.cu", "-o", f"{into}/kernels.cubin"],
     ):
@@ -240,7 +280,6 @@ def main():
     parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
     begun = time.monotonic()
-    wrong = 0
     with tempfile.TemporaryDirectory() as scratch:
         programs = os.path.join(scratch, "programs")
         os.mkdir(programs)
@@ -262,17 +301,21 @@ def main():
                     said = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or answer is None else judge(answer)
                 except KeyError as missing:
                     said = f"no {missing} in its answer"
-                wrong += said is not None
-                table.append((title, gib, show(answer), "right" if said is None else f"WRONG: {said}"))
+                table.append((title, gib, show(answer), verdict(said)))
                 print(f"[{time.monotonic() - begun:5.1f}s] {title}: {table[-1][3]}", flush=True)
                 cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
+            if not arguments.only or "together" in arguments.only:
+                table.extend(together(cluster, programs))
             smi = pod("smi", 4, ["/opt/nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,noheader"], programs)
             cluster.apply(smi)
             phase, _, log = cluster.answer("smi", 60)
-            table.append(("nvidia-smi", 4, log.strip().replace("\n", " ")[-200:], phase))
+            shown = log.strip().replace("\n", " ")[-200:]
+            right = phase == "Succeeded" and shown.startswith("4096 MiB")
+            table.append(("nvidia-smi", 4, shown, verdict(None if right else phase)))
         print("\n| program | quota GiB | answer | verdict |\n|---|---|---|---|")
         for row in table:
             print("| " + " | ".join(str(cell).replace("\n", " ") for cell in row) + " |")
+    wrong = sum(row[-1].startswith("WRONG") for row in table)
     print(f"{len(table)} rows, {wrong} wrong, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -199,6 +200,136 @@ static void orphan(size_t mib) {
            after, waited * 100);
 }
 
+// Sends one byte and, if it is not negative, a descriptor.
+static void give(int socket, int descriptor, const void *bytes, size_t size) {
+    char control[CMSG_SPACE(sizeof descriptor)] = {0};
+    struct iovec part = {(void *)bytes, size};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    if (descriptor >= 0) {
+        message.msg_control = control;
+        message.msg_controllen = sizeof control;
+        struct cmsghdr *header = CMSG_FIRSTHDR(&message);
+        header->cmsg_level = SOL_SOCKET;
+        header->cmsg_type = SCM_RIGHTS;
+        header->cmsg_len = CMSG_LEN(sizeof descriptor);
+        memcpy(CMSG_DATA(header), &descriptor, sizeof descriptor);
+    }
+    if (sendmsg(socket, &message, 0) != (ssize_t)size) exit(2);
+}
+
+// Receives bytes; the descriptor that came with them stays open, whatever its number.
+static void get(int socket, void *bytes, size_t size) {
+    char control[CMSG_SPACE(sizeof(int))];
+    struct iovec part = {bytes, size};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = control, .msg_controllen = sizeof control};
+    if (recvmsg(socket, &message, 0) != (ssize_t)size) exit(2);
+}
+
+// A process exports what it has and is killed, while another holds it: by a descriptor that it never uses (`parked`)
+// or by a mapping. Whether others are given as much meanwhile, and after the holder is gone.
+static void exported(size_t mib, int parked) {
+    int pair[2], ready[2];
+    if (socketpair(AF_UNIX, SOCK_STREAM, 0, pair) || pipe(ready)) exit(2);
+    pid_t holder = fork();
+    if (!holder) {
+        CUipcMemHandle shared;
+        get(pair[1], &shared, sizeof shared);
+        if (!parked) {
+            CUdeviceptr pointer;
+            begin();
+            CHECK(cuIpcOpenMemHandle(&pointer, shared, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS));
+        }
+        if (write(ready[1], "", 1) != 1) exit(2);
+        pause();
+    }
+    pid_t exporter = fork();
+    if (!exporter) {
+        CUipcMemHandle shared = {0};
+        int descriptor = -1;
+        begin();
+        if (parked) {
+            CUmemAllocationProp prop = on_device();
+            CUmemGenericAllocationHandle handle;
+            prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+            CHECK(cuMemCreate(&handle, mib * MIB, &prop, 0));
+            CHECK(cuMemExportToShareableHandle(&descriptor, handle, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0));
+        } else {
+            CUdeviceptr pointer;
+            CHECK(cuMemAlloc(&pointer, mib * MIB));
+            CHECK(cuIpcGetMemHandle(&shared, pointer));
+        }
+        give(pair[0], descriptor, &shared, sizeof shared);
+        pause();
+    }
+    char byte;
+    if (read(ready[0], &byte, 1) != 1) exit(2);
+    kill(exporter, SIGKILL);
+    waitpid(exporter, 0, 0);
+    sleep(3);
+    begin();
+    CUdeviceptr pointer;
+    CUresult while_held = cuMemAlloc(&pointer, mib * MIB), after = while_held;
+    kill(holder, SIGKILL);
+    waitpid(holder, 0, 0);
+    int waited = 0;
+    for (; waited < 200; waited++) {
+        after = cuMemAlloc(&pointer, mib * MIB);
+        if (after == CUDA_SUCCESS) break;
+        usleep(100000);
+    }
+    printf("{\"sees_mib\":%zu,\"while_held\":%d,\"after\":%d,\"waited_ms\":%d}\n", total() >> 20, while_held, after,
+           waited * 100);
+}
+
+static size_t reserved(CUmemoryPool pool) {
+    cuuint64_t bytes;
+    CHECK(cuMemPoolGetAttribute(pool, CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &bytes));
+    return bytes;
+}
+
+// Random allocations and frees in four streams: whether a pool ever grew by more since it was last looked at than
+// one step and, for each request, twice its size and no less than 2 MiB, or its steps if it is above half a step.
+static void pool_growth(int rounds) {
+    enum { STREAMS = 4, HELD = 512 };
+    const size_t step = 32 * MIB;
+    static struct {
+        CUdeviceptr pointer;
+        int stream;
+    } held[HELD];
+    CUstream streams[STREAMS];
+    CUmemoryPool pool;
+    int over = 0, count = 0;
+    double most = 0;
+    begin();
+    for (int i = 0; i < STREAMS; i++) CHECK(cuStreamCreate(&streams[i], CU_STREAM_NON_BLOCKING));
+    CHECK(cuDeviceGetDefaultMemPool(&pool, device));
+    srand(7);
+    for (int round = 0; round < rounds; round++) {
+        cuuint64_t keep = rand() % 2 ? ~0ull : 0;
+        CHECK(cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep));
+        size_t before = reserved(pool), bound = step, largest = (size_t)1 << (9 + rand() % 18);
+        for (int call = rand() % 200; call > 0; call--) {
+            int stream = rand() % STREAMS, what = rand() % 100;
+            if (what < 2) CHECK(cuCtxSynchronize());
+            else if (what < 5) CHECK(cuStreamSynchronize(streams[stream]));
+            else if (count == HELD || (count > 0 && what < 50)) {
+                int which = rand() % count;
+                CHECK(cuMemFreeAsync(held[which].pointer, streams[held[which].stream]));
+                held[which] = held[--count];
+            } else {
+                size_t size = 1 + ((size_t)rand() << 8 ^ rand()) % largest;
+                CHECK(cuMemAllocAsync(&held[count].pointer, size, streams[stream]));
+                held[count++].stream = stream;
+                bound += size > step / 2 ? (size + step - 1) / step * step : size < MIB ? 2 * MIB : 2 * size;
+                size_t grown = reserved(pool) > before ? reserved(pool) - before : 0;
+                over += grown > bound;
+                if ((double)grown / bound > most) most = (double)grown / bound;
+            }
+        }
+    }
+    printf("{\"rounds\":%d,\"over\":%d,\"most_of_bound\":%.2f}\n", rounds, over, most);
+}
+
 int main(int count, char **words) {
     const char *command = count > 1 ? words[1] : "", *argument = count > 2 ? words[2] : "";
     if (!strcmp(command, "greedy")) greedy(argument);
@@ -207,6 +338,9 @@ int main(int count, char **words) {
     else if (!strcmp(command, "graph")) graph(strtoul(argument, 0, 10));
     else if (!strcmp(command, "sleep-wake")) sleep_wake(100, strtoul(argument, 0, 10));
     else if (!strcmp(command, "orphan")) orphan(strtoul(argument, 0, 10));
+    else if (!strcmp(command, "pool-growth")) pool_growth(atoi(argument));
+    else if (!strcmp(command, "parked") || !strcmp(command, "imported"))
+        exported(strtoul(argument, 0, 10), !strcmp(command, "parked"));
     else return 2;
     return 0;
 }

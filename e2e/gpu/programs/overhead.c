@@ -1,9 +1,14 @@
-// What calls cost, through the library that is named: nanoseconds of each, as one JSON object.
+// What calls cost through the real library and through the shim, in one process: blocks of calls in turn, so that
+// both meet the same machine. One JSON object: the median nanoseconds of a native call, and of the neighbouring
+// blocks' ratios. Or how long one library takes to start, which a process can do once.
 #include <cuda.h>
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <time.h>
+
+#define BLOCKS 301
 
 static double now(void) {
     struct timespec time;
@@ -11,17 +16,6 @@ static double now(void) {
     return time.tv_sec * 1e9 + time.tv_nsec;
 }
 
-static void *library;
-static void *named(const char *name) {
-    void *function = dlsym(library, name);
-    if (!function) {
-        fprintf(stderr, "%s: %s\n", name, dlerror());
-        exit(2);
-    }
-    return function;
-}
-
-#define USE(name, symbol) __typeof__(&name) call_##name = (__typeof__(&name))named(symbol)
 #define CHECK(call)                                        \
     do {                                                   \
         CUresult result_ = (call);                         \
@@ -30,67 +24,126 @@ static void *named(const char *name) {
             exit(1);                                       \
         }                                                  \
     } while (0)
-// The best of five: what else the machine does only adds.
-#define TIME(into, times, call)                            \
-    do {                                                   \
-        for (int warm = 0; warm < times / 10; warm++) call;\
-        into = 1e18;                                       \
-        for (int round = 0; round < 5; round++) {          \
-            double begun = now();                          \
-            for (int i = 0; i < times; i++) call;          \
-            double each = (now() - begun) / times;         \
-            if (each < into) into = each;                  \
-        }                                                  \
-    } while (0)
 
-int main(int count, char **words) {
-    if (count < 3 || !(library = dlopen(words[1], RTLD_NOW))) {
-        fprintf(stderr, "usage: overhead LIBRARY CUBIN: %s\n", count < 3 ? "too few arguments" : dlerror());
-        return 2;
+static void *open_library(const char *path) {
+    void *library = dlopen(path, RTLD_NOW);
+    if (!library) {
+        fprintf(stderr, "%s\n", dlerror());
+        exit(2);
     }
-    USE(cuInit, "cuInit");
-    USE(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain");
-    USE(cuCtxSetCurrent, "cuCtxSetCurrent");
-    USE(cuCtxSynchronize, "cuCtxSynchronize");
-    USE(cuStreamCreate, "cuStreamCreate");
-    USE(cuStreamSynchronize, "cuStreamSynchronize");
-    USE(cuMemAlloc, "cuMemAlloc_v2");
-    USE(cuMemFree, "cuMemFree_v2");
-    USE(cuMemAllocAsync, "cuMemAllocAsync");
-    USE(cuMemFreeAsync, "cuMemFreeAsync");
-    USE(cuDeviceGetDefaultMemPool, "cuDeviceGetDefaultMemPool");
-    USE(cuMemPoolSetAttribute, "cuMemPoolSetAttribute");
-    USE(cuModuleLoad, "cuModuleLoad");
-    USE(cuModuleGetFunction, "cuModuleGetFunction");
-    USE(cuLaunchKernel, "cuLaunchKernel");
+    return library;
+}
 
-    double begun = now();
-    CUcontext context;
-    CHECK(call_cuInit(0));
-    CHECK(call_cuDevicePrimaryCtxRetain(&context, 0));
-    CHECK(call_cuCtxSetCurrent(context));
-    double started = now() - begun;
+static void *named(void *library, const char *name) {
+    void *function = dlsym(library, name);
+    if (!function) {
+        fprintf(stderr, "%s: %s\n", name, dlerror());
+        exit(2);
+    }
+    return function;
+}
 
-    CUstream stream;
-    CUmemoryPool pool;
-    cuuint64_t keep = ~0ull;
-    CHECK(call_cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
-    CHECK(call_cuDeviceGetDefaultMemPool(&pool, 0));
-    CHECK(call_cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep));
+// The calls that are measured, as a library has them.
+struct calls {
+    __typeof__(&cuMemAlloc) alloc;
+    __typeof__(&cuMemFree) free;
+    __typeof__(&cuMemAllocAsync) alloc_async;
+    __typeof__(&cuMemFreeAsync) free_async;
+    __typeof__(&cuLaunchKernel) launch;
+};
+
+static struct calls calls_of(void *library) {
+    return (struct calls){named(library, "cuMemAlloc_v2"), named(library, "cuMemFree_v2"), named(library, "cuMemAllocAsync"),
+                          named(library, "cuMemFreeAsync"), named(library, "cuLaunchKernel")};
+}
+
+static CUstream stream;
+static CUfunction function;
+
+static void async_pair(const struct calls *calls) {
     CUdeviceptr pointer;
-    double async, linear, launch;
-    TIME(async, 100000, (call_cuMemAllocAsync(&pointer, (1 << 20), stream), call_cuMemFreeAsync(pointer, stream)));
-    CHECK(call_cuStreamSynchronize(stream));
-    TIME(linear, 2000, (call_cuMemAlloc(&pointer, 2 * (1 << 20)), call_cuMemFree(pointer)));
+    CHECK(calls->alloc_async(&pointer, 1 << 20, stream));
+    CHECK(calls->free_async(pointer, stream));
+}
 
-    CUmodule module;
-    CUfunction function;
-    CHECK(call_cuModuleLoad(&module, words[2]));
-    CHECK(call_cuModuleGetFunction(&function, module, "nothing"));
+static void linear_pair(const struct calls *calls) {
+    CUdeviceptr pointer;
+    CHECK(calls->alloc(&pointer, 2 << 20));
+    CHECK(calls->free(pointer));
+}
+
+static void launch(const struct calls *calls) {
     CUdeviceptr null = 0;
     void *arguments[] = {&null};
-    TIME(launch, 20000, call_cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, arguments, 0));
-    CHECK(call_cuCtxSynchronize());
-    printf("{\"start\":%.0f,\"async\":%.2f,\"linear\":%.1f,\"launch\":%.2f}\n", started, async, linear, launch);
+    CHECK(calls->launch(function, 1, 1, 1, 32, 1, 1, 0, stream, arguments, 0));
+}
+
+static double block(void (*once)(const struct calls *), const struct calls *calls, int times) {
+    double begun = now();
+    for (int i = 0; i < times; i++) once(calls);
+    return (now() - begun) / times;
+}
+
+static int ascending(const void *a, const void *b) {
+    double difference = *(const double *)a - *(const double *)b;
+    return (difference > 0) - (difference < 0);
+}
+
+static double median(double *values) {
+    qsort(values, BLOCKS, sizeof *values, ascending);
+    return values[BLOCKS / 2];
+}
+
+static void compare(const char *name, void (*once)(const struct calls *), int times, const struct calls *real, const struct calls *shim) {
+    static double native[BLOCKS], ratio[BLOCKS];
+    block(once, real, times), block(once, shim, times);
+    for (int i = 0; i < BLOCKS; i++) {
+        // Whoever comes second finds what the first left in the caches and the queue.
+        double hooked = i % 2 ? block(once, shim, times) : 0;
+        native[i] = block(once, real, times);
+        if (i % 2 == 0) hooked = block(once, shim, times);
+        ratio[i] = hooked / native[i];
+        CHECK(cuStreamSynchronize(stream));
+    }
+    printf("\"%s\":{\"native\":%.1f,\"ratio\":%.4f},", name, median(native), median(ratio));
+}
+
+static int start(const char *path) {
+    void *library = open_library(path);
+    __typeof__(&cuInit) init = named(library, "cuInit");
+    __typeof__(&cuDevicePrimaryCtxRetain) retain = named(library, "cuDevicePrimaryCtxRetain");
+    CUcontext context;
+    double begun = now();
+    CHECK(init(0));
+    CHECK(retain(&context, 0));
+    printf("%.0f\n", now() - begun);
+    return 0;
+}
+
+// Is linked with libcuda.so.1: what is not measured goes through the shim, which is preloaded.
+int main(int count, char **words) {
+    if (count == 3 && !strcmp(words[1], "start")) return start(words[2]);
+    if (count != 5 || strcmp(words[1], "calls")) {
+        fprintf(stderr, "usage: overhead start LIBRARY | overhead calls REAL SHIM CUBIN\n");
+        return 2;
+    }
+    CUcontext context;
+    CUmodule module;
+    CUmemoryPool pool;
+    cuuint64_t keep = ~0ull;
+    CHECK(cuInit(0));
+    CHECK(cuDevicePrimaryCtxRetain(&context, 0));
+    CHECK(cuCtxSetCurrent(context));
+    CHECK(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING));
+    CHECK(cuDeviceGetDefaultMemPool(&pool, 0));
+    CHECK(cuMemPoolSetAttribute(pool, CU_MEMPOOL_ATTR_RELEASE_THRESHOLD, &keep));
+    CHECK(cuModuleLoad(&module, words[4]));
+    CHECK(cuModuleGetFunction(&function, module, "nothing"));
+    struct calls real = calls_of(open_library(words[2])), shim = calls_of(open_library(words[3]));
+    printf("{");
+    compare("async", async_pair, 1000, &real, &shim);
+    compare("linear", linear_pair, 20, &real, &shim);
+    compare("launch", launch, 200, &real, &shim);
+    printf("\"blocks\":%d}\n", BLOCKS);
     return 0;
 }
