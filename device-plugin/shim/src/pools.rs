@@ -418,6 +418,8 @@ impl Pool {
         if !self.is_charged() || self.exported.load(Ordering::Acquire) {
             return call();
         }
+        // What it was charged ahead, nobody can hold.
+        let _ = self.settle(Units::ZERO);
         let Some(charge) = self.charge_of(self.accounted.load(Ordering::Acquire)) else {
             return codes::NOT_PERMITTED;
         };

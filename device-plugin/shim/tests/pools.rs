@@ -205,6 +205,19 @@ fn where_the_quota_has_plenty_of_room_a_pool_is_charged_ahead_until_somebody_loo
 }
 
 #[test]
+fn what_a_pool_was_charged_ahead_is_not_exported_with_it() {
+    let container = Container::with_quota(LARGE);
+    let mut program = container.program();
+    let pool = program.ok("pool 1 1 1")[0];
+    program.ok(format!("poolalloc {pool} {MIB}"));
+    assert_eq!(container.usage().used, Bytes(8 * STEP));
+    program.ok(format!("poolexport {pool} 1"));
+    assert_eq!(container.usage().used, Bytes(STEP));
+    program.ok(format!("poolalloc {pool} {}", 2 * STEP));
+    assert_eq!(container.usage().used, Bytes(3 * STEP));
+}
+
+#[test]
 fn nothing_is_charged_ahead_beside_another_process() {
     let container = Container::with_quota(LARGE);
     let mut other = container.program();
