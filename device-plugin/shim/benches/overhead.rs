@@ -37,8 +37,8 @@ fn main() {
         "forwarded call",
         &mut bare,
         &mut shim,
-        "query 5000000",
-        5_000_000,
+        "query 500000",
+        500_000,
     );
     compare(
         "cuMemAlloc + cuMemFree 2 MiB",
