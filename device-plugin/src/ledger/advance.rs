@@ -114,21 +114,18 @@ impl Ledger {
                 let used = self.usage();
                 self.gpus
                     .iter()
-                    .map(|(uuid, gpu)| match gpu.health {
-                        Health::Unhealthy => Bin {
-                            capacity: 0,
-                            free: 0,
+                    .map(|(uuid, gpu)| Bin {
+                        capacity: match gpu.health {
+                            Health::Healthy => gpu.capacity.0,
+                            Health::Unhealthy => 0,
                         },
-                        Health::Healthy => Bin {
-                            capacity: gpu.capacity.0,
-                            free: gpu
-                                .capacity
-                                .saturating_sub(self.leaked_of(uuid))
-                                .saturating_sub(
-                                    used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta),
-                                )
-                                .0,
-                        },
+                        free: self
+                            .free_on(
+                                uuid,
+                                gpu,
+                                used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta),
+                            )
+                            .0,
                     })
                     .collect()
             }

@@ -2,10 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::Ledger;
 use super::claim::{Claim, State};
 use super::time::Moment;
 use super::types::{Binding, ClaimId, GpuView, Health, ManagedView, Placement, View, Waiter};
+use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource};
 
 /// What is bound or held on one GPU.
@@ -26,13 +26,7 @@ impl Ledger {
             .zip(kept)
             .map(|((uuid, gpu), kept)| {
                 let used = usage.remove(uuid).unwrap_or_default();
-                let free = match gpu.health {
-                    Health::Healthy => gpu
-                        .capacity
-                        .saturating_sub(used.quanta)
-                        .saturating_sub(self.leaked_of(uuid)),
-                    Health::Unhealthy => Quanta::ZERO,
-                };
+                let free = self.free_on(uuid, gpu, used.quanta);
                 GpuView {
                     uuid: uuid.clone(),
                     health: gpu.health,
@@ -152,6 +146,17 @@ impl Ledger {
             }
         }
         usage
+    }
+
+    /// What of a GPU may be bound now: what is neither bound nor left by ended pods.
+    pub(super) fn free_on(&self, uuid: &GpuUuid, gpu: &GpuState, bound: Quanta) -> Quanta {
+        match gpu.health {
+            Health::Healthy => gpu
+                .capacity
+                .saturating_sub(bound)
+                .saturating_sub(self.leaked_of(uuid)),
+            Health::Unhealthy => Quanta::ZERO,
+        }
     }
 
     /// What is taken of the managed memory.
