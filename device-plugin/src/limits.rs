@@ -94,14 +94,10 @@ fn is_v2(cgroup: &Path) -> bool {
 
 /// Whether the driver holds the container's pod to its quota, on each of its GPUs.
 pub fn holds(limits: &Limits, container: &BoundContainer, books: &Books) -> bool {
-    let is_set = |gpu: &GpuUuid| {
+    books.gpus().all(|gpu| {
         let cgroup = container.cgroup.clone();
         let limit = cgroup.and_then(|cgroup| limits.get(&(cgroup, gpu.clone())));
         matches!(limit, Some(Limit::Set(_)))
-    };
-    books.accounts.iter().all(|of_it| match &of_it.account {
-        Account::Gpu(gpu) => is_set(gpu),
-        Account::Managed => true,
     })
 }
 
@@ -181,44 +177,25 @@ fn tell((cgroup, gpu): &Place, limit: &Limit, before: Option<&Limit>) {
 mod tests {
     use super::*;
     use crate::sessions::AccountBooks;
-    use crate::units::AllocationId;
 
     const POD: &str = "/cg/kubepods/pod1";
 
     fn container(allocation: u64, claim: u64) -> BoundContainer {
         BoundContainer {
-            claim: serde_json::from_value(claim.into()).unwrap(),
-            allocation: AllocationId::from_bits(allocation),
-            pod: "p".parse().unwrap(),
-            holder: None,
             cgroup: Some(POD.into()),
+            ..BoundContainer::numbered(allocation, claim)
         }
     }
 
     fn books(allocation: u64, accounts: &[(&str, u64)]) -> Books {
-        let account = |(name, gib): &(&str, u64)| AccountBooks {
-            account: match *name {
+        let account = |(name, gib): &(&str, u64)| {
+            let account = match *name {
                 "managed" => Account::Managed,
                 gpu => Account::Gpu(gpu.parse().unwrap()),
-            },
-            quota: Bytes::gib(*gib),
-            granted: Bytes::ZERO,
-            used: Bytes::ZERO,
-            retired: Bytes::ZERO,
-            exported: Bytes::ZERO,
-            outside: Bytes::ZERO,
-            peak: Bytes::ZERO,
+            };
+            AccountBooks::unused(account, Bytes::gib(*gib))
         };
-        Books {
-            allocation: AllocationId::from_bits(allocation),
-            pod: "p".parse().unwrap(),
-            home: None,
-            accounts: accounts.iter().map(account).collect(),
-            members: Vec::new(),
-            retired: Vec::new(),
-            requests: 0,
-            denied: Vec::new(),
-        }
+        Books::unused(allocation, accounts.iter().map(account).collect())
     }
 
     fn place(gpu: &str) -> Place {

@@ -382,11 +382,7 @@ mod tests {
     /// One container that was denied something, on a GPU with a process too many.
     fn audited(metrics: &Metrics) {
         let gpu: crate::units::GpuUuid = "GPU-a".parse().unwrap();
-        let allocation = crate::units::AllocationId::from_bits(1);
         let container = BoundContainer {
-            claim: serde_json::from_value(1.into()).unwrap(),
-            allocation,
-            pod: "pod-uid".parse().unwrap(),
             holder: Some(Holder {
                 container: "main".into(),
                 pod: Some(PodName {
@@ -394,28 +390,20 @@ mod tests {
                     name: "train".into(),
                 }),
             }),
-            cgroup: None,
+            ..BoundContainer::numbered(1, 1)
         };
         let account = AccountBooks {
-            account: Account::Gpu(gpu.clone()),
-            quota: Bytes::gib(4),
             granted: Bytes::gib(2),
             used: Bytes::gib(1),
-            retired: Bytes::ZERO,
-            exported: Bytes::ZERO,
-            outside: Bytes::ZERO,
             peak: Bytes::gib(3),
+            ..AccountBooks::unused(Account::Gpu(gpu.clone()), Bytes::gib(4))
         };
         let books = Books {
-            allocation,
-            pod: container.pod.clone(),
-            home: None,
-            accounts: vec![account],
-            members: Vec::new(),
-            retired: Vec::new(),
             requests: 5,
             denied: vec![("cuMemAlloc_v2".into(), 2)],
+            ..Books::unused(1, vec![account])
         };
+        let allocation = books.allocation;
         let verdict = Verdict {
             drift: [((allocation, gpu.clone()), -7)].into(),
             residual: [(gpu.clone(), 8)].into(),

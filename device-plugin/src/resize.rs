@@ -212,41 +212,29 @@ mod tests {
     use crate::node::state::Holder;
 
     fn books(number: u64, accounts: &[(&str, u64, u64)]) -> Books {
-        let account = |(name, quota, used): &(&str, u64, u64)| AccountBooks {
-            account: match *name {
+        let account = |(name, quota, used): &(&str, u64, u64)| {
+            let account = match *name {
                 MANAGED => Account::Managed,
                 gpu => Account::Gpu(gpu.parse().unwrap()),
-            },
-            quota: Bytes::gib(*quota),
-            granted: Bytes::gib(*used),
-            used: Bytes::gib(*used),
-            retired: Bytes::ZERO,
-            exported: Bytes::ZERO,
-            outside: Bytes::ZERO,
-            peak: Bytes::gib(*used),
+            };
+            let used = Bytes::gib(*used);
+            AccountBooks {
+                granted: used,
+                used,
+                peak: used,
+                ..AccountBooks::unused(account, Bytes::gib(*quota))
+            }
         };
-        Books {
-            allocation: AllocationId::from_bits(number),
-            pod: "p".parse().unwrap(),
-            home: None,
-            accounts: accounts.iter().map(account).collect(),
-            members: Vec::new(),
-            retired: Vec::new(),
-            requests: 0,
-            denied: Vec::new(),
-        }
+        Books::unused(number, accounts.iter().map(account).collect())
     }
 
     fn container(number: u64, name: &str) -> BoundContainer {
         BoundContainer {
-            claim: serde_json::from_value(number.into()).unwrap(),
-            allocation: AllocationId::from_bits(number),
-            pod: "p".parse().unwrap(),
             holder: Some(Holder {
                 container: name.into(),
                 pod: None,
             }),
-            cgroup: None,
+            ..BoundContainer::numbered(number, number)
         }
     }
 

@@ -26,42 +26,36 @@ struct OfContainer {
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfAccount {
-    namespace: String,
-    pod: String,
-    container: String,
+    #[prometheus(flatten)]
+    of: OfContainer,
     account: String,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfAmount {
-    namespace: String,
-    pod: String,
-    container: String,
-    account: String,
+    #[prometheus(flatten)]
+    of: OfAccount,
     amount: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfFunction {
-    namespace: String,
-    pod: String,
-    container: String,
+    #[prometheus(flatten)]
+    of: OfContainer,
     function: String,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfReason {
-    namespace: String,
-    pod: String,
-    container: String,
+    #[prometheus(flatten)]
+    of: OfContainer,
     reason: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfLayer {
-    namespace: String,
-    pod: String,
-    container: String,
+    #[prometheus(flatten)]
+    of: OfContainer,
     layer: &'static str,
 }
 
@@ -189,24 +183,28 @@ impl Audited {
             let requests = self.requests.get_or_create_owned(&of);
             set(&requests, books.requests);
             for (function, count) in &books.denied {
-                let denied = self.denied.get_or_create_owned(&of.function(function));
-                set(&denied, *count);
+                let label = OfFunction {
+                    of: of.clone(),
+                    function: function.clone(),
+                };
+                set(&self.denied.get_or_create_owned(&label), *count);
             }
             if let Some(lack) = attested {
-                let reason = lack.map_or("", Reason::as_str);
-                let enforced = self.enforced.get_or_create_owned(&of.reason(reason));
+                let label = OfReason {
+                    of: of.clone(),
+                    reason: lack.map_or("", Reason::as_str),
+                };
+                let enforced = self.enforced.get_or_create_owned(&label);
                 enforced.set(lack.is_none().into());
-                let audited = books.accounts.iter().all(|of_it| match &of_it.account {
-                    Account::Gpu(gpu) => !stale.contains(gpu),
-                    Account::Managed => true,
-                });
+                let audited = books.gpus().all(|gpu| !stale.contains(gpu));
                 let layers = [
                     ("shim", lack.is_none()),
                     ("audit", audited),
                     ("driver", *limited),
                 ];
                 for (layer, holds) in layers {
-                    let gauge = self.layers.get_or_create_owned(&of.layer(layer));
+                    let of = of.clone();
+                    let gauge = self.layers.get_or_create_owned(&OfLayer { of, layer });
                     gauge.set(holds.into());
                 }
             }
@@ -223,15 +221,19 @@ impl Audited {
                     ("outside", account.outside),
                     ("peak", account.peak),
                 ];
+                let of = OfAccount {
+                    of: of.clone(),
+                    account: name.to_owned(),
+                };
                 for (amount, Bytes(bytes)) in amounts {
-                    let gauge = self.memory.get_or_create_owned(&of.amount(name, amount));
+                    let of = of.clone();
+                    let gauge = self.memory.get_or_create_owned(&OfAmount { of, amount });
                     gauge.set(i64::try_from(bytes).unwrap_or(i64::MAX));
                 }
                 if let Account::Gpu(gpu) = &account.account
                     && let Some(drift) = verdict.drift.get(&(books.allocation, gpu.clone()))
                 {
-                    let gauge = self.drift.get_or_create_owned(&of.account(name));
-                    gauge.set(*drift);
+                    self.drift.get_or_create_owned(&of).set(*drift);
                 }
             }
         }
@@ -306,78 +308,5 @@ fn of_container(container: &BoundContainer) -> OfContainer {
         container: holder
             .map(|holder| holder.container.clone())
             .unwrap_or_default(),
-    }
-}
-
-impl OfContainer {
-    fn account(&self, account: &str) -> OfAccount {
-        let Self {
-            namespace,
-            pod,
-            container,
-        } = self.clone();
-        OfAccount {
-            namespace,
-            pod,
-            container,
-            account: account.to_owned(),
-        }
-    }
-
-    fn amount(&self, account: &str, amount: &'static str) -> OfAmount {
-        let Self {
-            namespace,
-            pod,
-            container,
-        } = self.clone();
-        OfAmount {
-            namespace,
-            pod,
-            container,
-            account: account.to_owned(),
-            amount,
-        }
-    }
-
-    fn function(&self, function: &str) -> OfFunction {
-        let Self {
-            namespace,
-            pod,
-            container,
-        } = self.clone();
-        OfFunction {
-            namespace,
-            pod,
-            container,
-            function: function.to_owned(),
-        }
-    }
-
-    fn layer(&self, layer: &'static str) -> OfLayer {
-        let Self {
-            namespace,
-            pod,
-            container,
-        } = self.clone();
-        OfLayer {
-            namespace,
-            pod,
-            container,
-            layer,
-        }
-    }
-
-    fn reason(&self, reason: &'static str) -> OfReason {
-        let Self {
-            namespace,
-            pod,
-            container,
-        } = self.clone();
-        OfReason {
-            namespace,
-            pod,
-            container,
-            reason,
-        }
     }
 }

@@ -117,6 +117,20 @@ pub struct BoundContainer {
     pub cgroup: Option<std::path::PathBuf>,
 }
 
+#[cfg(test)]
+impl BoundContainer {
+    /// One that nothing but its numbers is known of.
+    pub(crate) fn numbered(allocation: u64, claim: u64) -> Self {
+        Self {
+            claim: serde_json::from_value(claim.into()).unwrap(),
+            allocation: AllocationId::from_bits(allocation),
+            pod: "p".parse().unwrap(),
+            holder: None,
+            cgroup: None,
+        }
+    }
+}
+
 /// The node's state, with the host that it is carried out on.
 #[derive(Debug)]
 pub struct Core<H> {

@@ -1,7 +1,7 @@
 //! What the ledger says of one container, for the audit and the metrics.
 
 use super::{Account, Process};
-use crate::units::{AllocationId, Bytes, PodUid};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// A container's books at a moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -22,6 +22,17 @@ pub struct Books {
     pub requests: u64,
     /// Denied allocations by the driver's function.
     pub denied: Vec<(String, u64)>,
+}
+
+impl Books {
+    /// The GPUs that it has an account of.
+    pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
+        let accounts = self.accounts.iter();
+        accounts.filter_map(|of_it| match &of_it.account {
+            Account::Gpu(gpu) => Some(gpu),
+            Account::Managed => None,
+        })
+    }
 }
 
 /// One account of a container.
@@ -54,4 +65,38 @@ pub struct MemberBooks {
     pub granted: Vec<Bytes>,
     /// Whether its page says that it was granted another amount: nobody but the agent may write that.
     pub forged: bool,
+}
+
+#[cfg(test)]
+impl Books {
+    /// Of a container that has not begun.
+    pub(crate) fn unused(number: u64, accounts: Vec<AccountBooks>) -> Books {
+        Books {
+            allocation: AllocationId::from_bits(number),
+            pod: "p".parse().unwrap(),
+            home: None,
+            accounts,
+            members: Vec::new(),
+            retired: Vec::new(),
+            requests: 0,
+            denied: Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+impl AccountBooks {
+    /// Of an account that nothing was granted of.
+    pub(crate) fn unused(account: Account, quota: Bytes) -> AccountBooks {
+        AccountBooks {
+            account,
+            quota,
+            granted: Bytes::ZERO,
+            used: Bytes::ZERO,
+            retired: Bytes::ZERO,
+            exported: Bytes::ZERO,
+            outside: Bytes::ZERO,
+            peak: Bytes::ZERO,
+        }
+    }
 }

@@ -29,14 +29,10 @@ fn process(pid: u32) -> Process {
 fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> Books {
     let granted: u64 = members.iter().map(|(_, granted)| granted).sum();
     let account = AccountBooks {
-        account: Account::Gpu(gpu()),
-        quota: Bytes::mib(quota),
         granted: Bytes::mib(granted),
         used: Bytes::mib(granted),
-        retired: Bytes::ZERO,
-        exported: Bytes::ZERO,
-        outside: Bytes::ZERO,
         peak: Bytes::mib(granted),
+        ..AccountBooks::unused(Account::Gpu(gpu()), Bytes::mib(quota))
     };
     let member = |(pid, granted): &(u32, u64)| MemberBooks {
         process: process(*pid),
@@ -44,14 +40,10 @@ fn books(number: u64, quota: u64, members: &[(u32, u64)]) -> Books {
         forged: false,
     };
     Books {
-        allocation: AllocationId::from_bits(number),
         pod: pod(number),
         home: Some("c".into()),
-        accounts: vec![account],
         members: members.iter().map(member).collect(),
-        retired: Vec::new(),
-        requests: 0,
-        denied: Vec::new(),
+        ..Books::unused(number, vec![account])
     }
 }
 

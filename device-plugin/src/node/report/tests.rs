@@ -378,11 +378,9 @@ fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
     around.audited.begun = false;
     assert_eq!(stated(&around), (None, names::PENDING));
     let container = BoundContainer {
-        claim: serde_json::from_value(1.into()).unwrap(),
-        allocation: crate::units::AllocationId::from_bits(1),
         pod: "pod-1".parse().unwrap(),
         holder: snapshot().waits[0].holder.clone(),
-        cgroup: None,
+        ..BoundContainer::numbered(1, 1)
     };
     let lack = Lack {
         reason: crate::attest::Reason::MountedOver,
