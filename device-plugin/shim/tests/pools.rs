@@ -6,12 +6,15 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
+#[path = "soak/dice.rs"]
+mod dice;
 mod support;
 
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::sessions::Account;
 use bursar_device_plugin::units::Bytes;
+use dice::Dice;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -453,18 +456,6 @@ fn a_forked_child_can_neither_use_its_parents_pools_nor_hang_on_their_lock() {
     assert_eq!(charged(&container, &mut program), STEP);
 }
 
-/// Numbers that look random and are the same in every run.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
-    }
-}
-
 /// What a program has.
 enum Owned {
     Linear(u64),
@@ -543,7 +534,7 @@ fn whatever_a_program_does_it_is_charged_what_the_driver_took_and_never_more_tha
             program.ok(format!("threshold {pool} 0"));
         }
         let streams: Vec<u64> = (0..3).map(|_| program.ok("stream")[0]).collect();
-        let (mut dice, mut owned, mut denied) = (Dice(seed * 0x9e37_79b9), Vec::new(), 0);
+        let (mut dice, mut owned, mut denied) = (Dice::seeded(seed), Vec::new(), 0);
         for number in 0..1500 {
             denied += u32::from(step(&mut program, &mut dice, &mut owned, &streams));
             let used = charged(&container, &mut program);

@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 use bursar_e2e::pods::{PodPlan, Pods};
 use futures::future::try_join_all;
 use libtest_mimic::{Failed, Trial};
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
 
 use crate::stage::{CLEARED, SOON, Stage, node_trial};
 
@@ -16,19 +18,6 @@ const SEED: u64 = 0x0b75_a12f_4c0f_fee5;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![node_trial("main/cluster/churn", churn)]
-}
-
-/// SplitMix64 (Steele, Lea, Flood 2014).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        (mixed ^ (mixed >> 31)) % bound
-    }
 }
 
 async fn churn(stage: &mut Stage) -> Result<(), Failed> {
@@ -62,20 +51,24 @@ async fn churn(stage: &mut Stage) -> Result<(), Failed> {
 
 /// One worker's share of the cycles: a pod of a random size, deleted after a random time.
 async fn come_and_go(worker: u64, pods: Pods, probe: String) -> Result<(), Failed> {
-    let mut random = Random(SEED ^ worker);
+    let mut random = StdRng::seed_from_u64(SEED ^ worker);
     for cycle in 0..CYCLES / AT_ONCE {
         let name = format!("churn-{worker}-{cycle}");
         // Mostly small; one in eight is as big as a GPU.
-        let most = if random.below(8) == 0 { 16 } else { 10 };
-        let gib = u32::try_from(1 + random.below(most)).unwrap_or(1);
+        let most = if random.random_range(0..8) == 0 {
+            16
+        } else {
+            10
+        };
+        let gib = random.random_range(1..=most);
         // Beside its context in the smallest of them.
         let plan = PodPlan::new(&name, &probe)
             .arguments(&["hold", "--bytes=256Mi"])
             .gib(gib);
         pods.create(&plan).await?;
-        tokio::time::sleep(Duration::from_millis(random.below(3_000))).await;
+        tokio::time::sleep(Duration::from_millis(random.random_range(0..3_000))).await;
         // One in four leaves its containers behind, and the next comes while they still end.
-        if random.below(4) == 0 {
+        if random.random_range(0..4) == 0 {
             pods.forget(&name).await?;
         } else {
             pods.delete(&name).await?;

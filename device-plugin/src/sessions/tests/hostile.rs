@@ -5,6 +5,8 @@ use std::os::fd::AsFd;
 use bursar_protocol::socket::send_with_fd;
 use bursar_protocol::wire::{Account as OnWire, Holding};
 use bursar_protocol::word::Word;
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
 
 use super::*;
 
@@ -18,15 +20,11 @@ const THREADS: u64 = 4;
 /// tests, a thread waits this long to be run.
 const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(100);
 
-struct Dice(u64);
+struct Dice(StdRng);
 
 impl Dice {
     fn below(&mut self, sides: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % sides
+        self.0.random_range(0..sides)
     }
 
     /// A number of units, often at an edge.
@@ -148,7 +146,7 @@ async fn hostile_peers_gain_nothing_and_slow_no_neighbour_down() {
         .map(|seed| {
             let run_dir = folder.path().to_owned();
             tokio::task::spawn_blocking(move || {
-                let mut dice = Dice(seed);
+                let mut dice = Dice(StdRng::seed_from_u64(seed));
                 (0..CONVERSATIONS).for_each(|_| converse(&run_dir, &mut dice));
             })
         })

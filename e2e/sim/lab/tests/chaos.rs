@@ -5,28 +5,17 @@
 )]
 
 use bursar_sim_lab::{Actor, Lab, ONE_GPU};
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 
 const ACTORS: u64 = 8;
 const STEPS: u64 = 1000;
 
-/// A small generator with a seed, so that a failure can be repeated.
-struct Dice(u64);
-
-impl Dice {
-    fn below(&mut self, sides: u64) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
-        (self.0 >> 33) % sides
-    }
-}
-
 /// One life after the other, each ended by SIGKILL, sometimes in the middle of a call.
 fn live(lab: &Lab, seed: u64) {
-    let mut dice = Dice(seed);
+    let mut dice = StdRng::seed_from_u64(seed);
     let mut actor: Option<Actor> = None;
     let mut held: Vec<String> = Vec::new();
     for _ in 0..STEPS {
@@ -38,8 +27,8 @@ fn live(lab: &Lab, seed: u64) {
             }
             continue;
         };
-        let size = (dice.below(1024) + 1) << 21;
-        match dice.below(12) {
+        let size = dice.random_range(1..=1024_u64) << 21;
+        match dice.random_range(0..12) {
             0..=3 => held.extend(
                 living
                     .ask(&format!("alloc {size}"))
@@ -59,7 +48,7 @@ fn live(lab: &Lab, seed: u64) {
                     .map(|at| format!("poolfree {at}")),
             ),
             8..=10 if !held.is_empty() => {
-                let place = dice.below(held.len() as u64) as usize;
+                let place = dice.random_range(0..held.len());
                 living.ask(&held.swap_remove(place)).unwrap();
             }
             11 => {
