@@ -12,11 +12,13 @@
 //! * Loading the library does nothing: the real one is opened ([`real`]) at the first call.
 //! * No environment variable is read, no panic crosses the ABI, nothing waits without a bound.
 //! * A forked child has a state of its own ([`state`]): neither the page nor a held lock is inherited.
-//! * With the agent away, what is granted stays usable and more is refused.
+//! * With the agent away, what is granted stays usable, and more is waited for, for some seconds, and then refused.
 
 mod afresh;
 mod codes;
 mod compat;
+#[macro_use]
+mod first_call;
 mod forward;
 mod graphs;
 mod hooks;

@@ -12,24 +12,6 @@
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-const NAMES: [&CStr; 15] = [
-    c"_Unwind_RaiseException",
-    c"_Unwind_Resume",
-    c"_Unwind_DeleteException",
-    c"_Unwind_Backtrace",
-    c"_Unwind_GetLanguageSpecificData",
-    c"_Unwind_GetRegionStart",
-    c"_Unwind_GetTextRelBase",
-    c"_Unwind_GetDataRelBase",
-    c"_Unwind_GetIP",
-    c"_Unwind_GetIPInfo",
-    c"_Unwind_SetIP",
-    c"_Unwind_SetGR",
-    c"_Unwind_GetGR",
-    c"_Unwind_GetCFA",
-    c"_Unwind_FindEnclosingFunction",
-];
-
 /// `_Unwind_Resume`'s place: it must not return.
 const RESUME: usize = 1;
 
@@ -68,54 +50,48 @@ extern "C" fn resolve(index: usize) -> *mut c_void {
     function
 }
 
-/// First call of a function, whose index is in r11. The stack is as its caller left it when it goes on,
-/// for an unwinder begins with its own caller.
-#[unsafe(naked)]
-unsafe extern "C" fn find() {
-    core::arch::naked_asm!(
-        "push rbp",
-        "mov rbp, rsp",
-        "push rdi",
-        "push rsi",
-        "push rdx",
-        "push rcx",
-        "mov rdi, r11",
-        "call {resolve}",
-        "mov r11, rax",
-        "pop rcx",
-        "pop rdx",
-        "pop rsi",
-        "pop rdi",
-        "pop rbp",
-        "jmp r11",
-        resolve = sym resolve,
-    )
+// An unwinder begins with its own caller: the stack is as that left it when the real function is reached.
+at_first_call!(find, resolve);
+
+/// Hidden functions of these names, each a jump through its place.
+macro_rules! unwinder {
+    ($($name:ident = $index:literal),* $(,)?) => {
+        const NAMES: &[&CStr] = &[$(
+            match CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                Ok(name) => name,
+                Err(_) => panic!("a name without a zero"),
+            },
+        )*];
+
+        core::arch::global_asm!(
+            ".text",
+            $(
+                concat!(".globl ", stringify!($name)),
+                concat!(".hidden ", stringify!($name)),
+                concat!(".type ", stringify!($name), ", @function"),
+                concat!(stringify!($name), ":"),
+                concat!("mov r11d, ", $index),
+                concat!("jmp qword ptr [rip + {functions} + 8 * ", $index, "]"),
+            )*
+            functions = sym FUNCTIONS,
+        );
+    };
 }
 
-core::arch::global_asm!(
-    ".macro bursar_unwinder name, index",
-    ".globl \\name",
-    ".hidden \\name",
-    ".type \\name, @function",
-    "\\name:",
-    "mov r11d, \\index",
-    "jmp qword ptr [rip + {functions} + 8 * \\index]",
-    ".endm",
-    ".text",
-    "bursar_unwinder _Unwind_RaiseException, 0",
-    "bursar_unwinder _Unwind_Resume, 1",
-    "bursar_unwinder _Unwind_DeleteException, 2",
-    "bursar_unwinder _Unwind_Backtrace, 3",
-    "bursar_unwinder _Unwind_GetLanguageSpecificData, 4",
-    "bursar_unwinder _Unwind_GetRegionStart, 5",
-    "bursar_unwinder _Unwind_GetTextRelBase, 6",
-    "bursar_unwinder _Unwind_GetDataRelBase, 7",
-    "bursar_unwinder _Unwind_GetIP, 8",
-    "bursar_unwinder _Unwind_GetIPInfo, 9",
-    "bursar_unwinder _Unwind_SetIP, 10",
-    "bursar_unwinder _Unwind_SetGR, 11",
-    "bursar_unwinder _Unwind_GetGR, 12",
-    "bursar_unwinder _Unwind_GetCFA, 13",
-    "bursar_unwinder _Unwind_FindEnclosingFunction, 14",
-    functions = sym FUNCTIONS,
-);
+unwinder! {
+    _Unwind_RaiseException = 0,
+    _Unwind_Resume = 1,
+    _Unwind_DeleteException = 2,
+    _Unwind_Backtrace = 3,
+    _Unwind_GetLanguageSpecificData = 4,
+    _Unwind_GetRegionStart = 5,
+    _Unwind_GetTextRelBase = 6,
+    _Unwind_GetDataRelBase = 7,
+    _Unwind_GetIP = 8,
+    _Unwind_GetIPInfo = 9,
+    _Unwind_SetIP = 10,
+    _Unwind_SetGR = 11,
+    _Unwind_GetGR = 12,
+    _Unwind_GetCFA = 13,
+    _Unwind_FindEnclosingFunction = 14,
+}

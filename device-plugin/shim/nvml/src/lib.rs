@@ -15,6 +15,9 @@
 
 mod codes;
 mod container;
+#[macro_use]
+#[path = "../../src/first_call.rs"]
+mod first_call;
 #[path = "../../src/forward.rs"]
 #[allow(
     dead_code,

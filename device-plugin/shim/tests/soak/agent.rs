@@ -53,7 +53,7 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
     let sessions = Arc::new(Sessions::new(
         folder.join("run"),
         charges,
-        Arc::new(Everyone),
+        Arc::new(Everyone::here()),
     ));
     for (allocation, quota) in [(CROWD, quota), (NEIGHBOUR, NEIGHBOURS_QUOTA)] {
         let served = Served {

@@ -12,14 +12,14 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::sessions::{
-    Account, Books, Cgroups, DriverCharges, Look, Membership, Process, Served, Sessions, Usage,
-};
-use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use bursar_device_plugin::sessions::{Account, Books, Served, Sessions, Usage};
+use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::{Folder, Sim};
 
+mod agent;
 mod program;
 
+pub use agent::{Everyone, SimCharges};
 pub use program::Client;
 
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
@@ -34,41 +34,6 @@ fn gpu(minor: usize) -> String {
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| program::build(&["bursar-sim-cuda", "bursar-shim"]))
-}
-
-/// Every process is in the container: cgroups have tests of their own.
-pub struct Everyone;
-
-impl Membership for Everyone {
-    fn process(&self, pid: u32) -> Option<Process> {
-        Cgroups::new("/proc".into()).process(pid)
-    }
-
-    fn container(&self, _pid: u32, _pod: &PodUid) -> Option<String> {
-        Some("here".to_owned())
-    }
-}
-
-/// What the simulated driver charges.
-pub struct SimCharges(Sim);
-
-impl SimCharges {
-    pub fn of(folder: &Path) -> SimCharges {
-        SimCharges(Sim::open(folder).unwrap())
-    }
-}
-
-impl DriverCharges for SimCharges {
-    fn look(&self, gpu: &GpuUuid) -> Option<Look> {
-        let unit = self.0.gpu_unit(self.0.find_gpu(gpu.as_str())?);
-        let usage = self.0.usage(unit);
-        let charged = usage.processes.iter();
-        let charged = charged.map(|process| (process.pid, Some(Bytes(process.bytes))));
-        Some(Look {
-            used: Bytes(usage.used),
-            charges: charged.collect(),
-        })
-    }
 }
 
 /// One container with quotas on simulated GPUs of 16 GiB.
@@ -140,7 +105,11 @@ impl Container {
 
     pub fn start_agent(&mut self) {
         let charges = Arc::new(SimCharges::of(&self.folder.path().join("sim")));
-        let sessions = Sessions::new(self.folder.path().join("run"), charges, Arc::new(Everyone));
+        let sessions = Sessions::new(
+            self.folder.path().join("run"),
+            charges,
+            Arc::new(Everyone::here()),
+        );
         let sessions = match self.contexts {
             true => sessions.charging_contexts(self.folder.path().join("contexts.json")),
             false => sessions,

@@ -12,15 +12,16 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use bursar_device_plugin::sessions::{
-    Account, Cgroups, DriverCharges, Look, Membership, Process, Served, Sessions,
-};
-use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, PodUid};
-use bursar_sim_state::{Folder, Sim};
+use bursar_device_plugin::sessions::{Account, Served, Sessions};
+use bursar_device_plugin::units::{AllocationId, Bytes};
+use bursar_sim_state::Folder;
 
+#[path = "../../../tests/support/agent.rs"]
+mod agent;
 #[path = "../../../tests/support/program.rs"]
 mod program;
 
+use agent::{Everyone, SimCharges};
 pub use program::Client;
 
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
@@ -41,40 +42,6 @@ pub fn built() -> &'static Path {
             "bursar-nvml-shim",
         ])
     })
-}
-
-/// Every process is in every container: cgroups have tests of their own.
-struct Everyone(Cgroups);
-
-impl Membership for Everyone {
-    fn process(&self, pid: u32) -> Option<Process> {
-        self.0.process(pid)
-    }
-
-    fn container(&self, _pid: u32, _pod: &PodUid) -> Option<String> {
-        Some("here".to_owned())
-    }
-
-    fn pids(&self, pid: u32) -> Vec<u32> {
-        self.0.pids(pid)
-    }
-}
-
-/// What the simulated driver charges.
-struct SimCharges(PathBuf);
-
-impl DriverCharges for SimCharges {
-    fn look(&self, gpu: &GpuUuid) -> Option<Look> {
-        let sim = Sim::open(&self.0).ok()?;
-        let unit = sim.gpu_unit(sim.find_gpu(gpu.as_str())?);
-        let usage = sim.usage(unit);
-        let charged = usage.processes.iter();
-        let charged = charged.map(|process| (process.pid, Some(Bytes(process.bytes))));
-        Some(Look {
-            used: Bytes(usage.used),
-            charges: charged.collect(),
-        })
-    }
 }
 
 /// A node with one GPU of 16 GiB, and a container for each quota.
@@ -141,8 +108,8 @@ impl Node {
     }
 
     pub fn start_agent(&mut self) {
-        let charges = Arc::new(SimCharges(self.folder.path().join("sim")));
-        let everyone = Arc::new(Everyone(Cgroups::new("/proc".into())));
+        let charges = Arc::new(SimCharges::of(&self.folder.path().join("sim")));
+        let everyone = Arc::new(Everyone::here());
         let sessions = Sessions::new(self.folder.path().join("run"), charges, everyone);
         for served in &self.served {
             self.runtime
