@@ -183,13 +183,9 @@ def rows(rounds):
     yield "VMM sleep and wake x 100", 4, [direct, "sleep-wake", "2048"], {}, field("rounds", 100)
     yield "graph that fits", 4, [direct, "graph", "1024"], {}, field("answer", 0)
     yield "graph that does not", 4, [direct, "graph", "4096"], {}, field("answer", OUT_OF_MEMORY)
-    yield "F13: fork, SIGKILL", 8, [direct, "orphan", "5120"], {}, all_of(
-        field("while_child_lives", OUT_OF_MEMORY), field("after", 0)
-    )
-    for how in ("parked", "imported"):
-        yield f"F13: exporter dies, {how}", 8, [direct, how, "5120"], {}, all_of(
-            field("while_held", OUT_OF_MEMORY), field("after", 0)
-        )
+    for title, how in ("fork, SIGKILL", "orphan"), ("exporter dies, parked", "parked"), ("exporter dies, imported", "imported"):
+        judge = all_of(field("while_held", OUT_OF_MEMORY), field("after", 0))
+        yield f"F13: {title}", 8, [direct, how, "5120"], {}, judge
     yield "F14: 16 KiB stack, 4 GiB", 4, [direct, "stack", "16384"], {}, field("answer", OUT_OF_MEMORY)
     yield "F14: 16 KiB stack, 8 GiB", 8, [direct, "stack", "16384"], {}, field("answer", 0)
     yield "F14: 64 KiB locals, 4 GiB", 4, [direct, "locals", "/programs/kernels.cubin"], {}, all_of(

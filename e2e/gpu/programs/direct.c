@@ -163,6 +163,24 @@ static void sleep_wake(int rounds, size_t mib) {
            awake >> 20, asleep >> 20);
 }
 
+// `holder` keeps as much of a process that was just killed. Whether this one is given as much while it lives, and
+// after it was killed too.
+static void print_given(size_t mib, pid_t holder) {
+    sleep(3);
+    begin();
+    CUdeviceptr pointer;
+    CUresult while_held = cuMemAlloc(&pointer, mib * MIB), after = while_held;
+    kill(holder, SIGKILL);
+    int waited = 0;
+    for (; waited < 100; waited++) {
+        after = cuMemAlloc(&pointer, mib * MIB);
+        if (after == CUDA_SUCCESS) break;
+        usleep(100000);
+    }
+    printf("{\"sees_mib\":%zu,\"while_held\":%d,\"after\":%d,\"waited_ms\":%d}\n", total() >> 20, while_held, after,
+           waited * 100);
+}
+
 // Design fact F13: the parent of a forked child is killed. Its memory stays until the child is gone; nobody else gets
 // it before. A third process of the container tries.
 static void orphan(size_t mib) {
@@ -185,22 +203,10 @@ static void orphan(size_t mib) {
     if (read(ready[0], &child, sizeof child) != sizeof child) exit(2);
     kill(parent, SIGKILL);
     waitpid(parent, 0, 0);
-    sleep(2);
-    begin();
-    CUdeviceptr pointer;
-    CUresult while_it_lives = cuMemAlloc(&pointer, mib * MIB), after = while_it_lives;
-    kill(child, SIGKILL);
-    int waited = 0;
-    for (; waited < 100; waited++) {
-        after = cuMemAlloc(&pointer, mib * MIB);
-        if (after == CUDA_SUCCESS) break;
-        usleep(100000);
-    }
-    printf("{\"sees_mib\":%zu,\"while_child_lives\":%d,\"after\":%d,\"waited_ms\":%d}\n", total() >> 20, while_it_lives,
-           after, waited * 100);
+    print_given(mib, child);
 }
 
-// Sends one byte and, if it is not negative, a descriptor.
+// Sends bytes and, if it is not negative, a descriptor.
 static void give(int socket, int descriptor, const void *bytes, size_t size) {
     char control[CMSG_SPACE(sizeof descriptor)] = {0};
     struct iovec part = {(void *)bytes, size};
@@ -265,20 +271,7 @@ static void exported(size_t mib, int parked) {
     if (read(ready[0], &byte, 1) != 1) exit(2);
     kill(exporter, SIGKILL);
     waitpid(exporter, 0, 0);
-    sleep(3);
-    begin();
-    CUdeviceptr pointer;
-    CUresult while_held = cuMemAlloc(&pointer, mib * MIB), after = while_held;
-    kill(holder, SIGKILL);
-    waitpid(holder, 0, 0);
-    int waited = 0;
-    for (; waited < 200; waited++) {
-        after = cuMemAlloc(&pointer, mib * MIB);
-        if (after == CUDA_SUCCESS) break;
-        usleep(100000);
-    }
-    printf("{\"sees_mib\":%zu,\"while_held\":%d,\"after\":%d,\"waited_ms\":%d}\n", total() >> 20, while_held, after,
-           waited * 100);
+    print_given(mib, holder);
 }
 
 static size_t reserved(CUmemoryPool pool) {

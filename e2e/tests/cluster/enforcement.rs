@@ -106,7 +106,7 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<()
         // The old agent goes, the new one comes: from here to there nobody may take more.
         let mut tried = 0;
         loop {
-            quota_holds_or_nothing_starts(stage).await?;
+            quota_holds(stage, HALF).await?;
             tried += 1;
             if is_replaced(stage, image).await? {
                 break;
@@ -134,15 +134,6 @@ async fn quotas_hold_while_the_agent_is_replaced(stage: &mut Stage) -> Result<()
         assert!(!log.contains("refused"), "{name} was refused: {log}");
     }
     stage.witness.nobody_failed_or_restarted()
-}
-
-/// As [`quota_holds`]. While the agent is away, a new program has no memory for a context.
-async fn quota_holds_or_nothing_starts(stage: &Stage) -> Result<(), Failed> {
-    let shut_out = "cuDevicePrimaryCtxRetain: CUDA_ERROR_OUT_OF_MEMORY";
-    match quota_holds(stage, HALF).await {
-        Err(failed) if failed.message().is_some_and(|why| why.contains(shut_out)) => Ok(()),
-        other => other,
-    }
 }
 
 /// A greedy program beside the one that leaves 2 GiB of the quota gets those at most.
