@@ -12,11 +12,13 @@
 //! * [`wire`] is the messages, their encoding and a total parser
 //! * [`dial`] reaches the agent from inside a container
 //! * [`socket`] passes a page's file descriptor beside a message
+//! * [`sticky`] says which errors of the driver poison a context
 
 mod cell;
 pub mod dial;
 pub mod page;
 pub mod socket;
+pub mod sticky;
 pub mod units;
 pub mod wire;
 pub mod word;
