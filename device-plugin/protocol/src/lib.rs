@@ -13,6 +13,8 @@
 //! * [`dial`] reaches the agent from inside a container
 //! * [`socket`] passes a page's file descriptor beside a message
 //! * [`sticky`] says which errors of the driver poison a context
+//! * [`vault`] is what the agent says to the keeper of kept memory's descriptors
+//! * [`worker`] is what the agent says to the process that makes kept memory of one GPU
 
 mod cell;
 pub mod dial;
@@ -20,8 +22,10 @@ pub mod page;
 pub mod socket;
 pub mod sticky;
 pub mod units;
+pub mod vault;
 pub mod wire;
 pub mod word;
+pub mod worker;
 
 /// The version of protocol that this build speaks. The agent answers a hello with the lower of
 /// both versions, so that an upgraded agent serves the shims that running containers have mapped.

@@ -1,14 +1,17 @@
-//! Sends and receives bytes with a file descriptor beside them, on a Unix stream socket.
+//! Sends and receives bytes or messages with a file descriptor beside them, on a Unix stream socket.
 #![forbid(unsafe_code)]
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags,
 };
+
+use crate::wire::{self, Message};
 
 /// Sends `bytes` with `fd` attached to the first of them; how many bytes were taken. The
 /// descriptor is delivered if that is at least one.
@@ -53,10 +56,44 @@ pub fn receive_with_fd(
     Ok((received.bytes, fd))
 }
 
+/// Sends one message, with a descriptor beside it. A socket that does not block has no use for this.
+///
+/// # Errors
+/// What the system answers: `EPIPE` when the peer is gone, `EAGAIN` when it took longer than the socket's time-out.
+pub fn send_message(
+    mut stream: &UnixStream,
+    message: &impl Message,
+    fd: Option<BorrowedFd<'_>>,
+) -> io::Result<()> {
+    let frame = message.frame();
+    let sent = match fd {
+        Some(fd) => send_with_fd(stream, &frame, fd)?,
+        None => 0,
+    };
+    stream.write_all(&frame[sent..])
+}
+
+/// Receives one message and what descriptor came with it: one sent beside another part of it is closed.
+///
+/// # Errors
+/// The connection ended or took longer than the socket's time-out, or what came is no message
+/// ([`wire::WireError`] inside).
+pub fn receive_message<M: Message>(mut stream: &UnixStream) -> io::Result<(M, Option<OwnedFd>)> {
+    let mut header = [0; wire::HEADER];
+    let (received, fd) = receive_with_fd(stream, &mut header)?;
+    if received == 0 {
+        return Err(io::ErrorKind::UnexpectedEof.into());
+    }
+    stream.read_exact(&mut header[received..])?;
+    let mut payload = vec![0; wire::payload_length(header).map_err(io::Error::other)?];
+    stream.read_exact(&mut payload)?;
+    Ok((M::parse(&payload).map_err(io::Error::other)?, fd))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::os::unix::net::UnixStream;
+    use crate::wire::{Reason, ToShim};
 
     #[test]
     fn a_descriptor_arrives_with_its_bytes() {
@@ -67,5 +104,25 @@ mod tests {
         let (length, received) = receive_with_fd(&shim, &mut bytes).unwrap();
         assert_eq!(&bytes[..length], b"hello");
         crate::page::CreditPage::open(received.unwrap()).unwrap();
+    }
+
+    #[test]
+    fn each_message_has_its_own_descriptor_or_none() {
+        let (agent, shim) = UnixStream::pair().unwrap();
+        let goodbye = ToShim::Goodbye {
+            reason: Reason::Busy,
+        };
+        let (page, fd) = crate::page::CreditPage::create(1).unwrap();
+        send_message(&agent, &ToShim::Refreshed, None).unwrap();
+        send_message(&agent, &goodbye, Some(fd.as_fd())).unwrap();
+        send_message(&agent, &ToShim::Refreshed, None).unwrap();
+        drop((agent, page));
+        let (first, none) = receive_message::<ToShim>(&shim).unwrap();
+        assert!(first == ToShim::Refreshed && none.is_none());
+        let (second, some) = receive_message::<ToShim>(&shim).unwrap();
+        assert!(second == goodbye && some.is_some());
+        assert!(receive_message::<ToShim>(&shim).unwrap().1.is_none());
+        let end = receive_message::<ToShim>(&shim).unwrap_err();
+        assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof);
     }
 }

@@ -427,7 +427,7 @@ fn put_units(out: &mut Vec<u8>, units: Units) {
     out.extend_from_slice(&units.min(Units::MAX).0.to_le_bytes());
 }
 
-fn put_name(out: &mut Vec<u8>, name: &str) {
+pub(crate) fn put_name(out: &mut Vec<u8>, name: &str) {
     let mut end = name.len().min(MAX_NAME);
     while !name.is_char_boundary(end) {
         end -= 1;
@@ -453,10 +453,10 @@ fn put_list<T>(out: &mut Vec<u8>, items: &[T], put: impl Fn(&mut Vec<u8>, &T)) {
 }
 
 /// What is left of a payload.
-struct Fields<'a>(&'a [u8]);
+pub(crate) struct Fields<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Fields<'a> {
-    fn take(&mut self, length: usize) -> Result<&'a [u8], WireError> {
+    pub(crate) fn take(&mut self, length: usize) -> Result<&'a [u8], WireError> {
         let (taken, rest) = self.0.split_at_checked(length).ok_or(WireError::Short)?;
         self.0 = rest;
         Ok(taken)
@@ -468,19 +468,19 @@ impl<'a> Fields<'a> {
         Ok(*taken)
     }
 
-    fn u8(&mut self) -> Result<u8, WireError> {
+    pub(crate) fn u8(&mut self) -> Result<u8, WireError> {
         self.array().map(|[byte]| byte)
     }
 
-    fn u16(&mut self) -> Result<u16, WireError> {
+    pub(crate) fn u16(&mut self) -> Result<u16, WireError> {
         self.array().map(u16::from_le_bytes)
     }
 
-    fn u32(&mut self) -> Result<u32, WireError> {
+    pub(crate) fn u32(&mut self) -> Result<u32, WireError> {
         self.array().map(u32::from_le_bytes)
     }
 
-    fn u64(&mut self) -> Result<u64, WireError> {
+    pub(crate) fn u64(&mut self) -> Result<u64, WireError> {
         self.array().map(u64::from_le_bytes)
     }
 
@@ -502,7 +502,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    fn name(&mut self) -> Result<String, WireError> {
+    pub(crate) fn name(&mut self) -> Result<String, WireError> {
         let length = usize::from(self.u8()?);
         if length > MAX_NAME {
             return Err(WireError::TooLong("name"));
@@ -546,7 +546,7 @@ impl<'a> Fields<'a> {
         (0..length).map(process).collect()
     }
 
-    fn end<T>(self, message: T) -> Result<T, WireError> {
+    pub(crate) fn end<T>(self, message: T) -> Result<T, WireError> {
         match self.0.len() {
             0 => Ok(message),
             left => Err(WireError::Trailing(left)),

@@ -1,0 +1,409 @@
+//! What the agent says to the vault, the process that holds the descriptors of kept memory and nothing else.
+//!
+//! Frames are those of the [`wire`](crate::wire); descriptors travel beside them ([`socket`](crate::socket)).
+//! The vault knows leases by number. What a lease is stands in its blob, which only the agent reads.
+//!
+//! ```text
+//! agent                                   vault
+//!   Hello {version}                   ->                         (an agent that came before is hung up on)
+//!                                     <-  Ready {version, leases, room}
+//!   Put {lease, blob} + fd            ->
+//!                                     <-  Held, once the vault has it | Refused {Exists | Full | NoDescriptor}
+//!   Update {lease, blob}              ->
+//!                                     <-  Held | Refused {Missing}
+//!   Get {lease}                       ->
+//!                                     <-  Lease {lease, blob} + fd | Refused {Missing}
+//!   Drop {lease}                      ->
+//!                                     <-  Dropped, whether there was such a lease or not
+//!   List {from}                       ->
+//!                                     <-  Listed {leases}, of the numbers from there on as many as fit; none at the end
+//! ```
+#![forbid(unsafe_code)]
+
+use crate::wire::{Fields, MAX_PAYLOAD, Message, WireError};
+
+/// The version of this protocol. The vault outlives agents, so numbers and meanings of messages never change.
+pub const VERSION: u16 = 1;
+
+/// The folder of the vault's socket on the host, which only root may enter.
+pub const RUN_DIR: &str = "/run/bursar/vault";
+
+/// The name of the vault's socket inside its folder.
+pub const SOCKET_NAME: &str = "vault.sock";
+
+/// The lease that holds the sentinel: a small piece of exported memory that belongs to nobody. While one
+/// exported descriptor is open on a system, each further export and close is thirty times as quick.
+pub const SENTINEL: u64 = 0;
+
+/// The longest blob, in bytes.
+pub const MAX_BLOB: usize = 4096;
+
+/// The most leases that a vault holds, of which its limit of open files may leave fewer.
+pub const MAX_LEASES: usize = 65_536;
+
+/// What the agent keeps beside a descriptor: at most [`MAX_BLOB`] bytes.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Blob(Vec<u8>);
+
+impl Blob {
+    /// A blob of these bytes.
+    ///
+    /// # Errors
+    /// [`WireError::TooLong`] beyond [`MAX_BLOB`].
+    pub fn new(bytes: Vec<u8>) -> Result<Blob, WireError> {
+        if bytes.len() > MAX_BLOB {
+            return Err(WireError::TooLong("blob"));
+        }
+        Ok(Blob(bytes))
+    }
+
+    /// The bytes.
+    pub fn as_bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+/// A lease as a list has it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Entry {
+    /// Its number.
+    pub lease: u64,
+    /// What the agent keeps with it.
+    pub blob: Blob,
+}
+
+/// What the agent says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ToVault {
+    /// The first message of a connection; the newest agent to say it is the one that is served.
+    Hello {
+        /// The highest version that the agent speaks.
+        version: u16,
+    },
+    /// Hands over a descriptor, beside this message.
+    Put {
+        /// A number that the vault has no lease of.
+        lease: u64,
+        /// What to keep with it.
+        blob: Blob,
+    },
+    /// Replaces a lease's blob.
+    Update {
+        /// The lease.
+        lease: u64,
+        /// Its new blob.
+        blob: Blob,
+    },
+    /// Asks for a duplicate of a lease's descriptor.
+    Get {
+        /// The lease.
+        lease: u64,
+    },
+    /// Closes a lease's descriptor and forgets it.
+    Drop {
+        /// The lease.
+        lease: u64,
+    },
+    /// Asks what there is.
+    List {
+        /// The smallest number of interest.
+        from: u64,
+    },
+}
+
+/// What the vault says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FromVault {
+    /// Answers a hello.
+    Ready {
+        /// The version that both speak.
+        version: u16,
+        /// How many leases there are.
+        leases: u32,
+        /// How many more there may be.
+        room: u32,
+    },
+    /// The vault holds the descriptor and the blob.
+    Held,
+    /// A lease; a duplicate of its descriptor comes with it.
+    Lease(Entry),
+    /// The vault has no such lease, any more or at all.
+    Dropped,
+    /// Leases in the order of their numbers, as many as fit into a frame.
+    Listed {
+        /// Empty when there are none from the number that was asked for on.
+        leases: Vec<Entry>,
+    },
+    /// It was not done.
+    Refused(Refusal),
+}
+
+/// Why the vault does not do as it was told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// There is no lease of that number.
+    #[error("the vault has no such lease")]
+    Missing,
+    /// There is one of that number already.
+    #[error("the vault has a lease of that number")]
+    Exists,
+    /// It holds as many as it may.
+    #[error("the vault is full")]
+    Full,
+    /// No descriptor came with the message.
+    #[error("no descriptor came with the lease")]
+    NoDescriptor,
+    /// The agent's version is older than the oldest that the vault speaks.
+    #[error("the vault speaks no version that old")]
+    Version,
+    /// A message that only an agent may send, from a connection that said no hello.
+    #[error("the vault was not greeted first")]
+    NoHello,
+}
+
+impl Message for ToVault {
+    fn payload(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        match self {
+            ToVault::Hello { version } => {
+                out.push(1);
+                out.extend_from_slice(&version.to_le_bytes());
+            }
+            ToVault::Put { lease, blob } => put_entry(numbered(&mut out, 2), *lease, blob),
+            ToVault::Update { lease, blob } => put_entry(numbered(&mut out, 3), *lease, blob),
+            ToVault::Get { lease } => put_number(numbered(&mut out, 4), *lease),
+            ToVault::Drop { lease } => put_number(numbered(&mut out, 5), *lease),
+            ToVault::List { from } => put_number(numbered(&mut out, 6), *from),
+        }
+        out
+    }
+
+    fn parse(payload: &[u8]) -> Result<ToVault, WireError> {
+        let mut fields = Fields(payload);
+        let message = match fields.u8()? {
+            1 => ToVault::Hello {
+                version: fields.u16()?,
+            },
+            2 => ToVault::Put {
+                lease: fields.u64()?,
+                blob: blob(&mut fields)?,
+            },
+            3 => ToVault::Update {
+                lease: fields.u64()?,
+                blob: blob(&mut fields)?,
+            },
+            4 => ToVault::Get {
+                lease: fields.u64()?,
+            },
+            5 => ToVault::Drop {
+                lease: fields.u64()?,
+            },
+            6 => ToVault::List {
+                from: fields.u64()?,
+            },
+            other => return Err(WireError::UnknownMessage(other)),
+        };
+        fields.end(message)
+    }
+}
+
+impl Message for FromVault {
+    fn payload(&self) -> Vec<u8> {
+        let mut out = Vec::new();
+        match self {
+            FromVault::Ready {
+                version,
+                leases,
+                room,
+            } => {
+                out.push(1);
+                out.extend_from_slice(&version.to_le_bytes());
+                out.extend_from_slice(&leases.to_le_bytes());
+                out.extend_from_slice(&room.to_le_bytes());
+            }
+            FromVault::Held => out.push(2),
+            FromVault::Lease(Entry { lease, blob }) => {
+                put_entry(numbered(&mut out, 3), *lease, blob);
+            }
+            FromVault::Dropped => out.push(4),
+            FromVault::Listed { leases } => {
+                out.push(5);
+                for Entry { lease, blob } in fitting(leases) {
+                    put_entry(&mut out, *lease, blob);
+                }
+            }
+            FromVault::Refused(refusal) => {
+                let refusal = match refusal {
+                    Refusal::Missing => 1,
+                    Refusal::Exists => 2,
+                    Refusal::Full => 3,
+                    Refusal::NoDescriptor => 4,
+                    Refusal::Version => 5,
+                    Refusal::NoHello => 6,
+                };
+                out.extend_from_slice(&[6, refusal]);
+            }
+        }
+        out
+    }
+
+    fn parse(payload: &[u8]) -> Result<FromVault, WireError> {
+        let mut fields = Fields(payload);
+        let message = match fields.u8()? {
+            1 => FromVault::Ready {
+                version: fields.u16()?,
+                leases: fields.u32()?,
+                room: fields.u32()?,
+            },
+            2 => FromVault::Held,
+            3 => FromVault::Lease(entry(&mut fields)?),
+            4 => FromVault::Dropped,
+            5 => {
+                let mut leases = Vec::new();
+                while !fields.0.is_empty() {
+                    leases.push(entry(&mut fields)?);
+                }
+                if fitting(&leases).len() < leases.len() {
+                    return Err(WireError::TooLong("list of leases"));
+                }
+                FromVault::Listed { leases }
+            }
+            6 => FromVault::Refused(match fields.u8()? {
+                1 => Refusal::Missing,
+                2 => Refusal::Exists,
+                3 => Refusal::Full,
+                4 => Refusal::NoDescriptor,
+                5 => Refusal::Version,
+                6 => Refusal::NoHello,
+                _ => return Err(WireError::BadValue("refusal")),
+            }),
+            other => return Err(WireError::UnknownMessage(other)),
+        };
+        fields.end(message)
+    }
+}
+
+/// The first of these leases that fit into one [`FromVault::Listed`].
+pub fn fitting(leases: &[Entry]) -> &[Entry] {
+    let mut room = MAX_PAYLOAD - 1;
+    let fit = leases.iter().take_while(|Entry { lease: _, blob }| {
+        let takes = size_of::<u64>() + size_of::<u16>() + blob.0.len();
+        let fits = takes <= room;
+        room = room.saturating_sub(takes);
+        fits
+    });
+    &leases[..fit.count()]
+}
+
+fn numbered(out: &mut Vec<u8>, message: u8) -> &mut Vec<u8> {
+    out.push(message);
+    out
+}
+
+fn put_number(out: &mut Vec<u8>, number: u64) {
+    out.extend_from_slice(&number.to_le_bytes());
+}
+
+fn put_entry(out: &mut Vec<u8>, lease: u64, blob: &Blob) {
+    put_number(out, lease);
+    out.extend_from_slice(&(blob.0.len() as u16).to_le_bytes());
+    out.extend_from_slice(&blob.0);
+}
+
+fn entry(fields: &mut Fields<'_>) -> Result<Entry, WireError> {
+    Ok(Entry {
+        lease: fields.u64()?,
+        blob: blob(fields)?,
+    })
+}
+
+fn blob(fields: &mut Fields<'_>) -> Result<Blob, WireError> {
+    let length = usize::from(fields.u16()?);
+    if length > MAX_BLOB {
+        return Err(WireError::TooLong("blob"));
+    }
+    fields.take(length).map(|bytes| Blob(bytes.to_vec()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    fn some_blob() -> impl Strategy<Value = Blob> {
+        vec(any::<u8>(), 0..=MAX_BLOB).prop_map(Blob)
+    }
+
+    fn some_entry() -> impl Strategy<Value = Entry> {
+        (any::<u64>(), some_blob()).prop_map(|(lease, blob)| Entry { lease, blob })
+    }
+
+    fn to_vault() -> impl Strategy<Value = ToVault> {
+        prop_oneof![
+            any::<u16>().prop_map(|version| ToVault::Hello { version }),
+            some_entry().prop_map(|Entry { lease, blob }| ToVault::Put { lease, blob }),
+            some_entry().prop_map(|Entry { lease, blob }| ToVault::Update { lease, blob }),
+            any::<u64>().prop_map(|lease| ToVault::Get { lease }),
+            any::<u64>().prop_map(|lease| ToVault::Drop { lease }),
+            any::<u64>().prop_map(|from| ToVault::List { from }),
+        ]
+    }
+
+    fn from_vault() -> impl Strategy<Value = FromVault> {
+        use Refusal::*;
+        let refusal =
+            prop::sample::select(vec![Missing, Exists, Full, NoDescriptor, Version, NoHello]);
+        prop_oneof![
+            any::<(u16, u32, u32)>().prop_map(|(version, leases, room)| FromVault::Ready {
+                version,
+                leases,
+                room
+            }),
+            Just(FromVault::Held),
+            some_entry().prop_map(FromVault::Lease),
+            Just(FromVault::Dropped),
+            vec(some_entry(), 0..8).prop_map(|leases| FromVault::Listed {
+                leases: fitting(&leases).to_vec()
+            }),
+            refusal.prop_map(FromVault::Refused),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back_and_fits_in_a_frame(message in to_vault(), answer in from_vault()) {
+            prop_assert!(message.payload().len() <= MAX_PAYLOAD && answer.payload().len() <= MAX_PAYLOAD);
+            prop_assert_eq!(ToVault::parse(&message.payload()), Ok(message));
+            prop_assert_eq!(FromVault::parse(&answer.payload()), Ok(answer));
+        }
+
+        #[test]
+        fn garbage_is_an_error_or_the_one_message_that_encodes_to_it(
+            message in to_vault(), answer in from_vault(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
+        ) {
+            for mut bytes in [message.payload(), answer.payload()] {
+                let place = at.index(bytes.len());
+                bytes[place] = byte;
+                bytes.truncate(cut.index(bytes.len()) + 1);
+                if let Ok(message) = ToVault::parse(&bytes) {
+                    prop_assert_eq!(message.payload(), bytes.clone());
+                }
+                if let Ok(answer) = FromVault::parse(&bytes) {
+                    prop_assert_eq!(answer.payload(), bytes);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_list_is_cut_where_the_frame_ends_and_one_lease_always_fits() {
+        let big = |lease| Entry {
+            lease,
+            blob: Blob(vec![7; MAX_BLOB]),
+        };
+        let leases = [big(1), big(2)];
+        assert_eq!(fitting(&leases), &leases[..1]);
+        assert!(Blob::new(vec![0; MAX_BLOB + 1]).is_err());
+    }
+}
