@@ -11,12 +11,14 @@
 //! * [`page`] is the shared page of such words; the only module here with `unsafe`
 //! * [`wire`] is the messages, their encoding and a total parser
 //! * [`dial`] reaches the agent from inside a container
+//! * [`checksum`] is what kept memory is verified by
 //! * [`socket`] passes a page's file descriptor beside a message
 //! * [`sticky`] says which errors of the driver poison a context
 //! * [`vault`] is what the agent says to the keeper of kept memory's descriptors
 //! * [`worker`] is what the agent says to the process that makes kept memory of one GPU
 
 mod cell;
+pub mod checksum;
 pub mod dial;
 pub mod page;
 pub mod socket;

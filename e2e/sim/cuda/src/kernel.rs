@@ -7,6 +7,7 @@ use crate::abi::{Answer, Code, In};
 use crate::context::{Current, current};
 use crate::entry::exports;
 use crate::process::lock;
+use bursar_protocol::checksum;
 use std::time::Duration;
 
 /// A kernel of every module.
@@ -85,6 +86,27 @@ pub(crate) static KERNELS: &[Kernel] = &[
                         .map(|byte| u64::from(*byte))
                         .sum::<u64>();
                     (to as *mut u64).write_unaligned(sum);
+                }
+            }
+            Ok(())
+        },
+    },
+    // bursar_checksum(const uint8_t *from, size_t len, uint64_t *sum): adds what `partial` says
+    Kernel {
+        name: "bursar_checksum",
+        local_bytes: 0,
+        run: |current, arguments, _| {
+            let (from, len, to) = (
+                arguments.get::<u64>(0)?,
+                arguments.get::<u64>(1)?,
+                arguments.get::<u64>(2)?,
+            );
+            if current.may(from, len, false) && current.may(to, 8, true) {
+                // SAFETY: `may` looked both ranges up.
+                unsafe {
+                    let sum = checksum::partial(crate::memory::bytes(from, len), 0);
+                    let to = to as *mut u64;
+                    to.write_unaligned(to.read_unaligned().wrapping_add(sum));
                 }
             }
             Ok(())

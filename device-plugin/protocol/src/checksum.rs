@@ -1,0 +1,115 @@
+//! The checksum of kept memory: a commit states it, and whoever opens the memory again compares.
+//!
+//! Each little-endian word of 64 bits is added to a multiple of [`WEYL`] that tells its place, and mixed by a
+//! bijection; the sum of these, modulo 2^64, is mixed once more with the length. So words can be
+//! taken in any order and by any number of threads (a GPU reads them at the speed of its memory),
+//! every change inside one word changes the result, and any other change is missed once in 2^64 times.
+//! A last word that is not whole is filled with zeros.
+//!
+//! It finds accidents. Who can write the memory and means to deceive can make a sum come out right.
+//!
+//! The result is stored with memory that outlives programs and their versions: it can never change.
+#![forbid(unsafe_code)]
+
+/// What tells places apart: the odd number next to 2^64 divided by the golden ratio.
+pub const WEYL: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// What words are multiplied by (degski's 64-bit mixer, whose shifts by 32 cost a GPU one operation each).
+pub const FACTOR: u64 = 0xd6e8_feb8_6659_fd93;
+
+/// Bytes of a word.
+const WORD: usize = 8;
+
+/// The checksum of some bytes.
+pub fn of(bytes: &[u8]) -> u64 {
+    finish(partial(bytes, 0), bytes.len() as u64)
+}
+
+/// The sum over a part that starts `first` words into the whole. The sum of a whole is that of its parts; a
+/// part that is not the last has whole words only.
+pub fn partial(bytes: &[u8], first: u64) -> u64 {
+    let (words, rest) = bytes.as_chunks::<WORD>();
+    let last = (!rest.is_empty()).then(|| {
+        let mut word = [0; WORD];
+        word[..rest.len()].copy_from_slice(rest);
+        word
+    });
+    let mut place = first.wrapping_mul(WEYL);
+    words.iter().chain(&last).fold(0, |sum: u64, word| {
+        place = place.wrapping_add(WEYL);
+        sum.wrapping_add(mix(u64::from_le_bytes(*word).wrapping_add(place)))
+    })
+}
+
+/// The checksum of `len` bytes with that sum.
+pub fn finish(sum: u64, len: u64) -> u64 {
+    mix(sum.wrapping_add(len))
+}
+
+fn mix(mut word: u64) -> u64 {
+    word = (word ^ (word >> 32)).wrapping_mul(FACTOR);
+    word = (word ^ (word >> 32)).wrapping_mul(FACTOR);
+    word ^ (word >> 32)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn it_is_what_memory_was_committed_with_by_older_builds() {
+        let counted: Vec<u8> = (0..=255).collect();
+        let vectors: [(&[u8], u64); 5] = [
+            (&[], 0x0000_0000_0000_0000),
+            (&[0], 0x5fe9_b868_a5ea_9466),
+            (b"bursar", 0x1f06_188f_3fda_ae29),
+            (&counted, 0xc7d7_646c_b02e_13c6),
+            (&counted[..251], 0x199d_af46_4242_00e6),
+        ];
+        for (bytes, expected) in vectors {
+            assert_eq!(of(bytes), expected, "{:#018x} of {bytes:?}", of(bytes));
+        }
+    }
+
+    #[test]
+    fn each_length_of_zeros_has_its_own() {
+        let zeros = [0; 512];
+        let sums: std::collections::BTreeSet<u64> =
+            (0..=512).map(|len| of(&zeros[..len])).collect();
+        assert_eq!(sums.len(), 513);
+    }
+
+    proptest! {
+        #[test]
+        fn every_flipped_bit_is_found(mut bytes in prop::collection::vec(any::<u8>(), 1..200), place: prop::sample::Index, bit in 0..8) {
+            let before = of(&bytes);
+            let place = place.index(bytes.len());
+            bytes[place] ^= 1u8 << bit;
+            prop_assert_ne!(of(&bytes), before);
+        }
+
+        #[test]
+        fn the_same_bit_flipped_in_two_words_is_found(mut bytes in prop::collection::vec(any::<u8>(), 16..200), bit in 0..64usize) {
+            let before = of(&bytes);
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            bytes[8 + bit / 8] ^= 1 << (bit % 8);
+            prop_assert_ne!(of(&bytes), before);
+        }
+
+        #[test]
+        fn words_that_change_places_are_found(words in prop::collection::vec(any::<u64>(), 2..40), one: prop::sample::Index, other: prop::sample::Index) {
+            let bytes = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
+            let mut moved = words.clone();
+            moved.swap(one.index(words.len()), other.index(words.len()));
+            prop_assert_eq!(of(&bytes(&words)) == of(&bytes(&moved)), words == moved);
+        }
+
+        #[test]
+        fn the_sum_of_a_whole_is_that_of_its_parts(bytes in prop::collection::vec(any::<u8>(), 0..300), cut: prop::sample::Index) {
+            let cut = cut.index(bytes.len() / WORD + 1);
+            let (head, tail) = bytes.split_at(cut * WORD);
+            prop_assert_eq!(partial(head, 0).wrapping_add(partial(tail, cut as u64)), partial(&bytes, 0));
+        }
+    }
+}
