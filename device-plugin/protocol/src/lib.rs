@@ -9,7 +9,7 @@
 //! * [`word`] is the arithmetic of one credit word, without memory or atomics
 //! * `cell` is one word in memory that both sides change, checked with every interleaving
 //! * [`page`] is the shared page of such words; the only module here with `unsafe`
-//! * [`wire`] is the messages, their encoding and a total parser
+//! * [`wire`] is the messages, their encoding and a total parser; [`wire::kept`] those about kept memory
 //! * [`dial`] reaches the agent from inside a container
 //! * [`checksum`] is what kept memory is verified by
 //! * [`socket`] passes a page's file descriptor beside a message

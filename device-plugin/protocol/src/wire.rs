@@ -19,8 +19,14 @@
 //!
 //!   Query {version, account}          ->                         (a connection of its own, and all of it)
 //!                                     <-  Usage {quota, used, processes} or Goodbye {reason}
+//!   Kept (question)                   ->                         (the same: see [`kept`])
+//!                                     <-  Kept (answer) or Goodbye {reason}
 //! ```
 #![forbid(unsafe_code)]
+
+pub mod kept;
+
+use kept::{KeptAnswer, KeptQuestion};
 
 use crate::page::MAX_SLOTS;
 use crate::units::Units;
@@ -118,6 +124,8 @@ pub enum ToAgent {
         /// The account's index in the welcome.
         account: u8,
     },
+    /// Asks about kept memory: first and only message of a connection that is no session.
+    Kept(KeptQuestion),
 }
 
 /// What the agent says.
@@ -162,6 +170,8 @@ pub enum ToShim {
         /// The size.
         units: Units,
     },
+    /// Answers a question about kept memory.
+    Kept(KeptAnswer),
     /// The agent will not talk to this peer.
     Goodbye {
         /// Why.
@@ -284,6 +294,10 @@ impl Message for ToAgent {
                 put_account(&mut out, account);
             }
             ToAgent::ContextMade { account } => out.extend_from_slice(&[6, *account]),
+            ToAgent::Kept(question) => {
+                out.push(16);
+                kept::put_question(&mut out, question);
+            }
         }
         out
     }
@@ -319,6 +333,7 @@ impl Message for ToAgent {
             6 => ToAgent::ContextMade {
                 account: fields.slot()?,
             },
+            16 => ToAgent::Kept(kept::question(&mut fields)?),
             other => return Err(WireError::UnknownMessage(other)),
         };
         fields.end(message)
@@ -374,6 +389,10 @@ impl Message for ToShim {
                 out.extend_from_slice(&[6, *account]);
                 put_units(&mut out, *units);
             }
+            ToShim::Kept(answer) => {
+                out.push(16);
+                kept::put_answer(&mut out, answer);
+            }
         }
         out
     }
@@ -417,6 +436,7 @@ impl Message for ToShim {
                 account: fields.slot()?,
                 units: fields.units()?,
             },
+            16 => ToShim::Kept(kept::answer(&mut fields)?),
             other => return Err(WireError::UnknownMessage(other)),
         };
         fields.end(message)
@@ -603,6 +623,7 @@ mod tests {
             Just(ToAgent::Refresh),
             (any::<u16>(), account())
                 .prop_map(|(version, account)| ToAgent::Query { version, account }),
+            kept::tests::questions(account()).prop_map(ToAgent::Kept),
         ]
     }
 
@@ -632,6 +653,7 @@ mod tests {
                 }
             ),
             reason.prop_map(|reason| ToShim::Goodbye { reason }),
+            kept::tests::answers().prop_map(ToShim::Kept),
         ]
     }
 

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::socket::send_with_fd;
+use bursar_protocol::wire::kept::{KeptAnswer, KeptRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
@@ -126,6 +127,12 @@ impl Conversation {
                 self.report(stream, process.pid, version, &account).await?;
                 return Ok(None);
             }
+            ToAgent::Kept(_) => {
+                // Nothing here keeps memory yet.
+                let answer = ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Unavailable)).frame();
+                let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&answer)).await;
+                return Ok(None);
+            }
             _ => return Err(Hangup::OutOfOrder),
         };
         if version < OLDEST_VERSION {
@@ -227,7 +234,7 @@ impl Conversation {
                     ToAgent::ContextMade { account } => {
                         Some(container.context_made(pid, account, charged))
                     }
-                    ToAgent::Hello { .. } | ToAgent::Query { .. } => {
+                    ToAgent::Hello { .. } | ToAgent::Query { .. } | ToAgent::Kept(_) => {
                         return Err(Hangup::OutOfOrder);
                     }
                 }

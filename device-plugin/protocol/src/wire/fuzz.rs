@@ -6,6 +6,7 @@
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
+use super::kept::KeptRefusal;
 use super::*;
 
 const ROUNDS: u32 = 400_000;
@@ -14,7 +15,7 @@ const ROUNDS: u32 = 400_000;
 const CORPUS: usize = 1024;
 
 /// As many as [`corpus`] has.
-const BEGINNING: usize = 9;
+const BEGINNING: usize = 13;
 
 struct Dice(StdRng);
 
@@ -86,6 +87,20 @@ fn corpus() -> Vec<Vec<u8>> {
             version: 1,
             account: device(),
         },
+        ToAgent::Kept(KeptQuestion::Open {
+            version: 1,
+            image: 7,
+            account: device(),
+            name: "weights".to_owned().try_into().unwrap(),
+            key: [9; 32],
+            bytes: 1 << 30,
+        }),
+        ToAgent::Kept(KeptQuestion::Commit {
+            version: 1,
+            lease: 1,
+            token: 2,
+            checksum: 3,
+        }),
     ];
     let to_shim = [
         ToShim::Welcome {
@@ -107,6 +122,14 @@ fn corpus() -> Vec<Vec<u8>> {
                 bytes: 4096,
             }],
         },
+        ToShim::Kept(KeptAnswer::Write {
+            lease: 1,
+            generation: 2,
+            bytes: 1 << 30,
+            token: 3,
+            expires_ms: 60_000,
+        }),
+        ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Quota { free: 4096 })),
     ];
     let to_agent = to_agent.iter().map(Message::payload);
     to_agent
