@@ -15,6 +15,7 @@ const PACKAGES: &[&str] = &[
     "bursar-device-plugin",
     "bursar-shim",
     "bursar-nvml-shim",
+    "bursar-vault",
     "bursar-operator",
     "bursar-probe",
     "bursar-sim-state",

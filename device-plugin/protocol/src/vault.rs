@@ -131,7 +131,7 @@ pub enum FromVault {
     Dropped,
     /// Leases in the order of their numbers, as many as fit into a frame.
     Listed {
-        /// Empty when there are none from the number that was asked for on.
+        /// Made by [`fitting`]. Empty when there are none from the number that was asked for on.
         leases: Vec<Entry>,
     },
     /// It was not done.
@@ -228,7 +228,7 @@ impl Message for FromVault {
             FromVault::Dropped => out.push(4),
             FromVault::Listed { leases } => {
                 out.push(5);
-                for Entry { lease, blob } in fitting(leases) {
+                for Entry { lease, blob } in leases {
                     put_entry(&mut out, *lease, blob);
                 }
             }
@@ -263,9 +263,6 @@ impl Message for FromVault {
                 while !fields.0.is_empty() {
                     leases.push(entry(&mut fields)?);
                 }
-                if fitting(&leases).len() < leases.len() {
-                    return Err(WireError::TooLong("list of leases"));
-                }
                 FromVault::Listed { leases }
             }
             6 => FromVault::Refused(match fields.u8()? {
@@ -283,16 +280,16 @@ impl Message for FromVault {
     }
 }
 
-/// The first of these leases that fit into one [`FromVault::Listed`].
-pub fn fitting(leases: &[Entry]) -> &[Entry] {
+/// The first of these leases, as many as fit into one [`FromVault::Listed`].
+pub fn fitting(leases: impl IntoIterator<Item = Entry>) -> Vec<Entry> {
     let mut room = MAX_PAYLOAD - 1;
-    let fit = leases.iter().take_while(|Entry { lease: _, blob }| {
+    let fits = |Entry { lease: _, blob }: &Entry| {
         let takes = size_of::<u64>() + size_of::<u16>() + blob.0.len();
         let fits = takes <= room;
         room = room.saturating_sub(takes);
         fits
-    });
-    &leases[..fit.count()]
+    };
+    leases.into_iter().take_while(fits).collect()
 }
 
 fn numbered(out: &mut Vec<u8>, message: u8) -> &mut Vec<u8> {
@@ -364,7 +361,7 @@ mod tests {
             some_entry().prop_map(FromVault::Lease),
             Just(FromVault::Dropped),
             vec(some_entry(), 0..8).prop_map(|leases| FromVault::Listed {
-                leases: fitting(&leases).to_vec()
+                leases: fitting(leases)
             }),
             refusal.prop_map(FromVault::Refused),
         ]
@@ -402,8 +399,7 @@ mod tests {
             lease,
             blob: Blob(vec![7; MAX_BLOB]),
         };
-        let leases = [big(1), big(2)];
-        assert_eq!(fitting(&leases), &leases[..1]);
+        assert_eq!(fitting([big(1), big(2)]), [big(1)]);
         assert!(Blob::new(vec![0; MAX_BLOB + 1]).is_err());
     }
 }

@@ -118,6 +118,11 @@ const CHECKS: &[Check] = &[
         &["--test", "agent"],
     ),
     test_check(
+        "runtime/vault",
+        "acknowledged leases outlive agents killed at any time; one agent and one vault at a time, a bound on all",
+        &["--test", "vault"],
+    ),
+    test_check(
         "operator/operator",
         "the whole operator against an API server in memory",
         &["--test", "operator"],

@@ -1,0 +1,100 @@
+//! The descriptors that the vault holds, by the number of their lease.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+
+use bursar_protocol::vault::{Blob, Entry, MAX_LEASES, Refusal, fitting};
+
+/// Descriptors that are not leases': sockets, and what is in the hand for a moment.
+const OTHERS: u64 = 64;
+
+/// How many leases a limit of open files allows; `None` is no limit.
+pub(crate) fn room(open_files: Option<u64>) -> usize {
+    let room = open_files.unwrap_or(u64::MAX).saturating_sub(OTHERS);
+    usize::try_from(room).map_or(MAX_LEASES, |room| room.min(MAX_LEASES))
+}
+
+/// All that is held.
+#[derive(Debug)]
+pub(crate) struct Held {
+    leases: BTreeMap<u64, (OwnedFd, Blob)>,
+    /// How many there may be.
+    most: usize,
+}
+
+impl Held {
+    pub(crate) fn with_room(most: usize) -> Held {
+        Held {
+            leases: BTreeMap::new(),
+            most,
+        }
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.leases.len()
+    }
+
+    pub(crate) fn room(&self) -> usize {
+        self.most.saturating_sub(self.count())
+    }
+
+    pub(crate) fn put(&mut self, lease: u64, fd: OwnedFd, blob: Blob) -> Result<(), Refusal> {
+        if self.leases.contains_key(&lease) {
+            return Err(Refusal::Exists);
+        }
+        if self.room() == 0 {
+            return Err(Refusal::Full);
+        }
+        self.leases.insert(lease, (fd, blob));
+        Ok(())
+    }
+
+    pub(crate) fn update(&mut self, lease: u64, blob: Blob) -> Result<(), Refusal> {
+        let (_, held) = self.leases.get_mut(&lease).ok_or(Refusal::Missing)?;
+        *held = blob;
+        Ok(())
+    }
+
+    pub(crate) fn get(&self, lease: u64) -> Result<&(OwnedFd, Blob), Refusal> {
+        self.leases.get(&lease).ok_or(Refusal::Missing)
+    }
+
+    pub(crate) fn remove(&mut self, lease: u64) {
+        self.leases.remove(&lease);
+    }
+
+    /// The leases from a number on, as many as fit into one answer.
+    pub(crate) fn from(&self, lease: u64) -> Vec<Entry> {
+        let leases = self.leases.range(lease..);
+        fitting(leases.map(|(lease, (_, blob))| Entry {
+            lease: *lease,
+            blob: blob.clone(),
+        }))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fd() -> OwnedFd {
+        rustix::pipe::pipe().unwrap().0
+    }
+
+    #[test]
+    fn a_full_vault_takes_no_more_until_one_is_dropped() {
+        let mut held = Held::with_room(1);
+        assert_eq!(held.put(1, fd(), Blob::default()), Ok(()));
+        assert_eq!(held.put(1, fd(), Blob::default()), Err(Refusal::Exists));
+        assert_eq!(held.put(2, fd(), Blob::default()), Err(Refusal::Full));
+        held.remove(1);
+        assert_eq!(held.put(2, fd(), Blob::default()), Ok(()));
+    }
+
+    #[test]
+    fn descriptors_are_left_for_other_things() {
+        assert_eq!(room(Some(1024)), 960);
+        assert_eq!(room(Some(3)), 0);
+        assert_eq!(room(None), MAX_LEASES);
+    }
+}

@@ -1,0 +1,67 @@
+//! The vault's socket, of which there is one on a node.
+//!
+//! A second vault that took the path over would leave the first with memory that nobody can reach, so a lock
+//! beside the socket says that one lives. The system takes it back when its holder ends, however it does.
+
+use std::fs::{DirBuilder, File, OpenOptions, Permissions};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use bursar_protocol::vault::SOCKET_NAME;
+use rustix::fs::{FlockOperation, flock};
+
+/// The socket, and the right to it.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) listener: UnixListener,
+    _lock: File,
+}
+
+/// Why there is no socket.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PlaceError {
+    #[error("making {0}: {1}")]
+    Folder(PathBuf, #[source] io::Error),
+    #[error("another vault serves {0}: delete it first; what it holds is lost with it")]
+    Taken(PathBuf),
+    #[error("locking {0}: {1}")]
+    Lock(PathBuf, #[source] io::Error),
+    #[error("listening at {0}: {1}")]
+    Listen(PathBuf, #[source] io::Error),
+}
+
+impl Place {
+    /// Listens in a folder that only this user may enter.
+    pub(crate) fn take(folder: &Path) -> Result<Place, PlaceError> {
+        let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+        made.and_then(|()| std::fs::set_permissions(folder, Permissions::from_mode(0o700)))
+            .map_err(|error| PlaceError::Folder(folder.to_owned(), error))?;
+        let lock = lock(&folder.join("vault.lock"))?;
+        let socket = folder.join(SOCKET_NAME);
+        match std::fs::remove_file(&socket) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(PlaceError::Listen(socket, error));
+            }
+            _ => {}
+        }
+        let listener =
+            UnixListener::bind(&socket).map_err(|error| PlaceError::Listen(socket, error))?;
+        Ok(Place {
+            listener,
+            _lock: lock,
+        })
+    }
+}
+
+fn lock(path: &Path) -> Result<File, PlaceError> {
+    let mut options = OpenOptions::new();
+    let opened = options.write(true).create(true).mode(0o600).open(path);
+    let file = opened.map_err(|error| PlaceError::Lock(path.to_owned(), error))?;
+    match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(file),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(PlaceError::Taken(path.to_owned())),
+        Err(error) => Err(PlaceError::Lock(path.to_owned(), error.into())),
+    }
+}

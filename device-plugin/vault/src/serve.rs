@@ -1,0 +1,112 @@
+//! The vault's loop: one thread, one message at a time, the newest agent only.
+
+use std::convert::Infallible;
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use bursar_protocol::socket::{receive_message, send_message};
+use bursar_protocol::vault::{FromVault, Refusal, ToVault};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::sockopt::socket_peercred;
+
+use crate::answer::answer;
+use crate::held::Held;
+use crate::place::Place;
+
+/// How long the rest of a message may take, and room for an answer: agents write and read whole ones.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Connections at a time: the agent, its predecessor, and some that said nothing yet.
+const MOST_PEERS: usize = 8;
+
+/// How long to wait after a failed accept.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// One connection.
+struct Peer {
+    stream: UnixStream,
+    /// Whether it said hello.
+    is_agent: bool,
+}
+
+/// Serves until the system fails it.
+pub(crate) fn serve(
+    place: &Place,
+    held: &mut Held,
+) -> Result<Infallible, Box<dyn std::error::Error>> {
+    let mut peers: Vec<Peer> = Vec::new();
+    loop {
+        let (knock, speaking) = wait(place, &peers)?;
+        if knock {
+            match place.listener.accept() {
+                Ok((stream, _)) => admit(&mut peers, stream),
+                Err(error) => {
+                    eprintln!("bursar-vault: accept failed: {error}");
+                    std::thread::sleep(ACCEPT_PAUSE);
+                }
+            }
+        } else if let Some(place) = speaking
+            && let Err(end) = converse(held, &mut peers, place)
+            && peers.remove(place).is_agent
+        {
+            eprintln!("bursar-vault: the agent is gone: {end}");
+        }
+    }
+}
+
+/// Whether somebody wants in, and the newest connection that something is to be read from.
+fn wait(place: &Place, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
+    let mut fds: Vec<_> = peers
+        .iter()
+        .map(|peer| PollFd::new(&peer.stream, PollFlags::IN))
+        .collect();
+    fds.push(PollFd::new(&place.listener, PollFlags::IN));
+    loop {
+        match poll(&mut fds, None) {
+            Err(rustix::io::Errno::INTR) => {}
+            done => break done.map(drop)?,
+        };
+    }
+    let ready = |fd: &PollFd<'_>| !fd.revents().is_empty();
+    let speaking = fds[..peers.len()].iter().rposition(ready);
+    Ok((fds.last().is_some_and(ready), speaking))
+}
+
+/// Takes a connection of this user's in; where there are too many, the oldest that said nothing goes.
+fn admit(peers: &mut Vec<Peer>, stream: UnixStream) {
+    let ours = socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid());
+    let bounded = stream
+        .set_read_timeout(Some(PATIENCE))
+        .and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
+    if !ours || bounded.is_err() {
+        return;
+    }
+    if peers.len() == MOST_PEERS {
+        let silent = peers.iter().position(|peer| !peer.is_agent);
+        peers.remove(silent.unwrap_or(0));
+    }
+    peers.push(Peer {
+        stream,
+        is_agent: false,
+    });
+}
+
+/// Reads one message and answers it.
+fn converse(held: &mut Held, peers: &mut Vec<Peer>, place: usize) -> io::Result<()> {
+    let (message, fd) = receive_message::<ToVault>(&peers[place].stream)?;
+    let may = peers[place].is_agent || matches!(message, ToVault::Hello { .. });
+    let (answer, fd) = if may {
+        answer(held, message, fd)
+    } else {
+        (FromVault::Refused(Refusal::NoHello), None)
+    };
+    send_message(&peers[place].stream, &answer, fd)?;
+    if matches!(answer, FromVault::Ready { .. }) && !peers[place].is_agent {
+        eprintln!("bursar-vault: a new agent: {answer:?}");
+        peers[place].is_agent = true;
+        let mut at = 0..;
+        peers.retain(|peer| at.next() == Some(place) || !peer.is_agent);
+    }
+    Ok(())
+}

@@ -1,0 +1,371 @@
+//! The vault as a process, with agents that come, crash and lie.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read, Seek, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use bursar_protocol::socket::{receive_message, send_message};
+use bursar_protocol::vault::{
+    Blob, Entry, FromVault, MAX_BLOB, Refusal, SOCKET_NAME, ToVault, VERSION,
+};
+use bursar_protocol::wire::Message;
+use rand::RngExt as _;
+use rustix::fs::{MemfdFlags, memfd_create};
+use tempfile::TempDir;
+
+const BOUND: Duration = Duration::from_secs(10);
+
+/// Told by the test to itself, run again as an agent: the folder of the vault.
+const AS_AGENT: &str = "VAULT_TEST_AGENT";
+
+struct Vault {
+    folder: TempDir,
+    process: Child,
+}
+
+impl Vault {
+    fn start() -> Vault {
+        let program = env!("CARGO_BIN_EXE_bursar-vault");
+        Vault::of(Command::new(program))
+    }
+
+    fn of(mut command: Command) -> Vault {
+        let folder = tempfile::tempdir().unwrap();
+        command.arg(folder.path()).stderr(Stdio::null());
+        let process = command.spawn().unwrap();
+        let vault = Vault { folder, process };
+        let since = Instant::now();
+        while vault.dial().is_none() {
+            assert!(since.elapsed() < BOUND, "the vault does not listen");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        vault
+    }
+
+    fn dial(&self) -> Option<UnixStream> {
+        dial(self.folder.path())
+    }
+
+    fn agent(&self) -> Agent {
+        Agent::of(self.folder.path())
+    }
+
+    fn descriptors(&self) -> usize {
+        let fds = format!("/proc/{}/fd", self.process.id());
+        std::fs::read_dir(fds).unwrap().count()
+    }
+}
+
+impl Drop for Vault {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+fn dial(folder: &Path) -> Option<UnixStream> {
+    let stream = UnixStream::connect(folder.join(SOCKET_NAME)).ok()?;
+    stream.set_read_timeout(Some(BOUND)).unwrap();
+    Some(stream)
+}
+
+struct Agent(UnixStream);
+
+impl Agent {
+    /// A connection that said hello.
+    fn of(folder: &Path) -> Agent {
+        let mut agent = Agent(dial(folder).unwrap());
+        let ready = agent.ask(&ToVault::Hello { version: VERSION });
+        assert!(matches!(ready, FromVault::Ready { .. }), "{ready:?}");
+        agent
+    }
+
+    fn ask(&mut self, message: &ToVault) -> FromVault {
+        self.ask_with(message, None).0
+    }
+
+    fn ask_with(
+        &mut self,
+        message: &ToVault,
+        fd: Option<&OwnedFd>,
+    ) -> (FromVault, Option<OwnedFd>) {
+        send_message(&self.0, message, fd.map(AsFd::as_fd)).unwrap();
+        receive_message(&self.0).unwrap()
+    }
+
+    fn put(&mut self, lease: u64) -> FromVault {
+        let message = ToVault::Put {
+            lease,
+            blob: blob(lease),
+        };
+        self.ask_with(&message, Some(&memory(lease))).0
+    }
+
+    fn list(&mut self) -> Vec<Entry> {
+        let (mut all, mut from) = (Vec::new(), 0);
+        loop {
+            let FromVault::Listed { leases } = self.ask(&ToVault::List { from }) else {
+                panic!("no list")
+            };
+            let Some(last) = leases.last() else {
+                return all;
+            };
+            from = last.lease + 1;
+            all.extend(leases);
+        }
+    }
+
+    fn is_hung_up_on(&mut self) -> bool {
+        matches!(self.0.read(&mut [0]), Ok(0) | Err(_))
+    }
+}
+
+fn memory(content: u64) -> OwnedFd {
+    let fd = memfd_create("kept", MemfdFlags::CLOEXEC).unwrap();
+    let mut file = File::from(fd);
+    file.write_all(&content.to_le_bytes()).unwrap();
+    file.into()
+}
+
+fn content(fd: OwnedFd) -> u64 {
+    let (mut file, mut bytes) = (File::from(fd), [0; 8]);
+    file.rewind().unwrap();
+    file.read_exact(&mut bytes).unwrap();
+    u64::from_le_bytes(bytes)
+}
+
+fn blob(lease: u64) -> Blob {
+    let length = usize::try_from(lease * 37).unwrap() % (MAX_BLOB + 1);
+    Blob::new(vec![lease as u8; length]).unwrap()
+}
+
+/// Run by [`what_was_acknowledged_outlives_agents_killed_at_any_time`] in a process of its own: puts leases
+/// and says which were acknowledged.
+#[test]
+fn an_agent_that_puts_leases_until_it_is_killed() {
+    let Some(folder) = std::env::var_os(AS_AGENT) else {
+        return;
+    };
+    let mut agent = Agent::of(Path::new(&folder));
+    let next = agent.list().last().map_or(1, |last| last.lease + 1);
+    for lease in next.. {
+        assert_eq!(agent.put(lease), FromVault::Held);
+        println!("put {lease}");
+        if lease % 3 == 0 {
+            let drop = ToVault::Drop { lease: lease - 1 };
+            assert_eq!(agent.ask(&drop), FromVault::Dropped);
+            println!("dropped {}", lease - 1);
+        }
+    }
+}
+
+#[test]
+fn what_was_acknowledged_outlives_agents_killed_at_any_time() {
+    let vault = Vault::start();
+    let (mut last_put, mut acknowledged) = (0, std::collections::BTreeSet::new());
+    for _ in 0..20 {
+        let mut agent = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "an_agent_that_puts_leases_until_it_is_killed",
+                "--nocapture",
+            ])
+            .env(AS_AGENT, vault.folder.path())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(agent.stdout.take().unwrap()).lines();
+        let line = |line: String| {
+            let mut words = line.split(' ').map(str::to_owned);
+            let word = words.next()?;
+            Some((word, words.next()?.parse::<u64>().ok()?))
+        };
+        let mut heard = 0;
+        let enough = rand::rng().random_range(1..40);
+        while heard < enough {
+            let said = lines.next().expect("the agent says something").unwrap();
+            heard += usize::from(note(line(said), &mut acknowledged, &mut last_put));
+        }
+        agent.kill().unwrap();
+        for said in lines.map_while(Result::ok) {
+            note(line(said), &mut acknowledged, &mut last_put);
+        }
+        agent.wait().unwrap();
+
+        let mut next = vault.agent();
+        let there: Vec<u64> = next.list().iter().map(|entry| entry.lease).collect();
+        // The kill may have come between what was done and what was said of it: one put more, one drop more.
+        let more: Vec<_> = there
+            .iter()
+            .filter(|lease| !acknowledged.contains(lease))
+            .collect();
+        assert!(more.is_empty() || more == [&(last_put + 1)], "{more:?}");
+        let fewer: Vec<_> = acknowledged
+            .iter()
+            .filter(|lease| !there.contains(lease))
+            .collect();
+        assert!(
+            fewer.is_empty() || (fewer == [&(last_put - 1)] && last_put % 3 == 0),
+            "acknowledged and lost: {fewer:?} of {last_put}"
+        );
+        acknowledged = there.into_iter().collect();
+        last_put = acknowledged.last().copied().unwrap_or(last_put);
+    }
+    let mut agent = vault.agent();
+    for Entry { lease, blob: held } in agent.list() {
+        assert_eq!(held, blob(lease));
+        let (answer, fd) = agent.ask_with(&ToVault::Get { lease }, None);
+        assert_eq!(answer, FromVault::Lease(Entry { lease, blob: held }));
+        assert_eq!(content(fd.unwrap()), lease);
+    }
+}
+
+fn note(
+    said: Option<(String, u64)>,
+    acknowledged: &mut std::collections::BTreeSet<u64>,
+    last_put: &mut u64,
+) -> bool {
+    match said {
+        Some((word, lease)) if word == "put" => {
+            *last_put = lease;
+            acknowledged.insert(lease)
+        }
+        Some((word, lease)) if word == "dropped" => acknowledged.remove(&lease),
+        _ => false,
+    }
+}
+
+#[test]
+fn the_newest_agent_is_served_and_the_one_before_hung_up_on() {
+    let vault = Vault::start();
+    let mut first = vault.agent();
+    assert_eq!(first.put(7), FromVault::Held);
+    let mut silent = Agent(vault.dial().unwrap());
+    assert_eq!(
+        first.put(8),
+        FromVault::Held,
+        "a connection alone ends nobody"
+    );
+    let mut second = vault.agent();
+    assert!(first.is_hung_up_on());
+    assert_eq!(second.list().len(), 2);
+    let refused = FromVault::Refused(Refusal::NoHello);
+    assert_eq!(silent.ask(&ToVault::Drop { lease: 7 }), refused);
+    assert_eq!(second.list().len(), 2);
+}
+
+#[test]
+fn a_lease_is_put_once_updated_and_dropped() {
+    let vault = Vault::start();
+    let mut agent = vault.agent();
+    let put = |lease| ToVault::Put {
+        lease,
+        blob: blob(lease),
+    };
+    let refused = |refusal| FromVault::Refused(refusal);
+    assert_eq!(agent.ask(&put(1)), refused(Refusal::NoDescriptor));
+    assert_eq!(agent.put(1), FromVault::Held);
+    assert_eq!(agent.put(1), refused(Refusal::Exists));
+    let update = |lease| ToVault::Update {
+        lease,
+        blob: blob(9),
+    };
+    assert_eq!(agent.ask(&update(1)), FromVault::Held);
+    assert_eq!(agent.ask(&update(2)), refused(Refusal::Missing));
+    assert_eq!(agent.list()[0].blob, blob(9));
+    assert_eq!(agent.ask(&ToVault::Drop { lease: 1 }), FromVault::Dropped);
+    assert_eq!(agent.ask(&ToVault::Drop { lease: 1 }), FromVault::Dropped);
+    assert_eq!(
+        agent.ask(&ToVault::Get { lease: 1 }),
+        refused(Refusal::Missing)
+    );
+    assert_eq!(
+        agent.ask(&ToVault::Hello { version: 0 }),
+        refused(Refusal::Version)
+    );
+}
+
+#[test]
+fn descriptors_that_belong_to_no_lease_are_closed() {
+    let vault = Vault::start();
+    let mut agent = vault.agent();
+    let before = vault.descriptors();
+    for lease in 1..=50 {
+        agent.ask_with(&ToVault::List { from: 0 }, Some(&memory(0)));
+        assert_eq!(agent.put(lease), FromVault::Held);
+        agent.put(lease);
+    }
+    assert_eq!(vault.descriptors(), before + 50);
+    for lease in 1..=50 {
+        agent.ask(&ToVault::Drop { lease });
+    }
+    assert_eq!(vault.descriptors(), before);
+}
+
+#[test]
+fn a_vault_at_its_limit_of_open_files_says_so_and_goes_on() {
+    let mut command = Command::new("sh");
+    command.args(["-c", "ulimit -n 84; exec \"$0\" \"$@\""]);
+    command.arg(env!("CARGO_BIN_EXE_bursar-vault"));
+    let vault = Vault::of(command);
+    let mut agent = vault.agent();
+    let room = (1..).find(|lease| agent.put(*lease) != FromVault::Held);
+    assert_eq!(room, Some(21));
+    assert_eq!(agent.put(99), FromVault::Refused(Refusal::Full));
+    assert_eq!(vault.agent().list().len(), 20);
+}
+
+#[test]
+fn half_a_message_and_garbage_hold_nobody_up_for_long() {
+    let vault = Vault::start();
+    let mut half = vault.dial().unwrap();
+    half.write_all(&ToVault::Hello { version: 1 }.frame()[..3])
+        .unwrap();
+    let mut garbage = vault.dial().unwrap();
+    garbage.write_all(&[1, 0, 99]).unwrap();
+    let crowd: Vec<_> = (0..20).map(|_| vault.dial().unwrap()).collect();
+    let since = Instant::now();
+    assert_eq!(vault.agent().put(1), FromVault::Held);
+    assert!(since.elapsed() < Duration::from_secs(4), "{since:?}");
+    drop((half, garbage, crowd));
+}
+
+#[test]
+fn a_second_vault_leaves_the_first_its_place() {
+    let vault = Vault::start();
+    assert_eq!(vault.agent().put(1), FromVault::Held);
+    let second = Command::new(env!("CARGO_BIN_EXE_bursar-vault"))
+        .arg(vault.folder.path())
+        .output()
+        .unwrap();
+    assert!(!second.status.success());
+    let said = String::from_utf8_lossy(&second.stderr).into_owned();
+    assert!(said.contains("another vault serves"), "{said}");
+    assert_eq!(vault.agent().list().len(), 1);
+}
+
+#[test]
+fn the_place_of_a_killed_vault_is_taken_again_and_empty() {
+    let mut vault = Vault::start();
+    assert_eq!(vault.agent().put(1), FromVault::Held);
+    vault.process.kill().unwrap();
+    vault.process.wait().unwrap();
+    let mut next = Command::new(env!("CARGO_BIN_EXE_bursar-vault"));
+    next.arg(vault.folder.path()).stderr(Stdio::null());
+    vault.process = next.spawn().unwrap();
+    let since = Instant::now();
+    while vault.dial().is_none() {
+        assert!(since.elapsed() < BOUND);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert!(vault.agent().list().is_empty());
+}
