@@ -59,9 +59,18 @@ impl Vault {
         Agent::of(self.folder.path())
     }
 
+    /// How many it has open once it has seen the ends of the connections that ended.
     fn descriptors(&self) -> usize {
         let fds = format!("/proc/{}/fd", self.process.id());
-        std::fs::read_dir(fds).unwrap().count()
+        let count = || std::fs::read_dir(&fds).unwrap().count();
+        let mut last = count();
+        loop {
+            std::thread::sleep(Duration::from_millis(50));
+            if count() == last {
+                return last;
+            }
+            last = count();
+        }
     }
 }
 
