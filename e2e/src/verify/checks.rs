@@ -179,6 +179,16 @@ const CHECKS: &[Check] = &[
             "headers",
         ],
     ),
+    test_check(
+        "runtime/driver",
+        "the runtime's way to the driver: handles, exports, streams, sticky errors, and no panic without a driver",
+        &["--test", "driver"],
+    ),
+    test_check(
+        "runtime/resources",
+        "sources of memory count what they hand out, and refuse what is not theirs",
+        &["--test", "direct"],
+    ),
     Check {
         name: "enforcement/loader",
         shows: "every way to find a driver library, in every kind of image: held, none, or detected",

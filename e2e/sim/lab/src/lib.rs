@@ -4,11 +4,14 @@
 //! dependency), once per test process, and lays out a folder of its own under the system's temporary folder.
 //! [`Lab::actor`] starts `sim-actor`, a CUDA and NVML program (over unchanged cudarc and nvml-wrapper) that
 //! does what it is told line by line, so that a test can stage forks, kills and descriptors in flight.
+//! [`inside`] runs a test's own code on such a machine.
 
 mod actor;
 mod build;
+mod inside;
 
 pub use actor::{Actor, Answer, receive, send};
+pub use inside::inside;
 
 use anyhow::{Context as _, Result, ensure};
 use bursar_sim_state::{Folder, Sim};
@@ -22,6 +25,21 @@ name = "NVIDIA H200"
 uuid = "GPU-00000000-0000-0000-0000-000000000001"
 memory = "16Gi"
 minor = 0
+"#;
+
+/// Two GPUs of 16 GiB.
+pub const TWO_GPUS: &str = r#"
+[[gpu]]
+name = "NVIDIA H200"
+uuid = "GPU-00000000-0000-0000-0000-000000000001"
+memory = "16Gi"
+minor = 0
+
+[[gpu]]
+name = "NVIDIA H200"
+uuid = "GPU-00000000-0000-0000-0000-000000000002"
+memory = "16Gi"
+minor = 1
 "#;
 
 /// One H200 with all of its 141 GiB, as the facts in the design were measured on.

@@ -1,0 +1,242 @@
+//! Devices: which there are, and what they are called.
+
+use std::ffi::{CStr, c_char};
+use std::fmt;
+use std::str::FromStr;
+
+use cudarc::driver::sys::{CUdevice, CUuuid};
+
+use super::{Context, Driver, DriverError, call};
+use crate::error::CudaError;
+
+/// A GPU's UUID, or a MIG instance's: the name that outlives reboots and changes of the order.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GpuUuid([u8; 16]);
+
+impl GpuUuid {
+    /// The UUID with these bytes.
+    pub const fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+
+    /// Its bytes.
+    pub const fn bytes(self) -> [u8; 16] {
+        self.0
+    }
+}
+
+impl fmt::Display for GpuUuid {
+    /// As NVML writes a GPU's; the driver API does not say which UUID is a MIG instance's.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("GPU")?;
+        for (place, byte) in self.0.iter().enumerate() {
+            if matches!(place, 0 | 4 | 6 | 8 | 10) {
+                f.write_str("-")?;
+            }
+            write!(f, "{byte:02x}")?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for GpuUuid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+/// A text that is no UUID of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is not the UUID of a GPU (GPU-... or MIG-... with 32 hex digits)")]
+pub struct InvalidUuid(String);
+
+impl FromStr for GpuUuid {
+    type Err = InvalidUuid;
+
+    fn from_str(text: &str) -> Result<Self, InvalidUuid> {
+        let invalid = || InvalidUuid(text.to_owned());
+        let body = text
+            .strip_prefix("GPU-")
+            .or_else(|| text.strip_prefix("MIG-"))
+            .ok_or_else(invalid)?;
+        let digits: Vec<u8> = body.bytes().filter(|byte| *byte != b'-').collect();
+        let digit = |byte: u8| {
+            char::from(byte)
+                .to_digit(16)
+                .and_then(|digit| u8::try_from(digit).ok())
+        };
+        let bytes: Option<Vec<u8>> = digits
+            .chunks(2)
+            .map(|pair| match *pair {
+                [high, low] => Some(digit(high)? << 4 | digit(low)?),
+                _ => None,
+            })
+            .collect();
+        let bytes = bytes.ok_or_else(invalid)?;
+        Ok(Self(bytes.try_into().map_err(|_| invalid())?))
+    }
+}
+
+/// A device that this process sees.
+#[derive(Clone, Copy, Debug)]
+pub struct Device {
+    driver: &'static Driver,
+    ordinal: u32,
+    raw: CUdevice,
+}
+
+impl Driver {
+    /// How many devices this process sees.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn device_count(&self) -> Result<u32, CudaError> {
+        let mut count = 0;
+        call!(self, cuDeviceGetCount(&raw mut count))?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// The device with this ordinal.
+    ///
+    /// # Errors
+    /// [`DriverError::NoSuchDevice`], or what the driver answered.
+    pub fn device(&'static self, ordinal: u32) -> Result<Device, DriverError> {
+        let count = self.device_count()?;
+        let mut raw = 0;
+        match i32::try_from(ordinal) {
+            Ok(number) if ordinal < count => call!(self, cuDeviceGet(&raw mut raw, number))?,
+            _ => return Err(DriverError::NoSuchDevice { ordinal, count }),
+        }
+        Ok(Device {
+            driver: self,
+            ordinal,
+            raw,
+        })
+    }
+
+    /// The device with this UUID.
+    ///
+    /// # Errors
+    /// [`DriverError::NoSuchGpu`], or what the driver answered.
+    pub fn device_by_uuid(&'static self, uuid: GpuUuid) -> Result<Device, DriverError> {
+        for ordinal in 0..self.device_count()? {
+            let device = self.device(ordinal)?;
+            if device.uuid()? == uuid {
+                return Ok(device);
+            }
+        }
+        Err(DriverError::NoSuchGpu(uuid))
+    }
+}
+
+impl Device {
+    /// The device's place in this process's list.
+    pub fn ordinal(&self) -> u32 {
+        self.ordinal
+    }
+
+    /// The driver that it belongs to.
+    pub fn driver(&self) -> &'static Driver {
+        self.driver
+    }
+
+    pub(super) fn raw(&self) -> CUdevice {
+        self.raw
+    }
+
+    /// The GPU's UUID, or the MIG instance's.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn uuid(&self) -> Result<GpuUuid, CudaError> {
+        let mut uuid = CUuuid { bytes: [0; 16] };
+        call!(self.driver, cuDeviceGetUuid_v2(&raw mut uuid, self.raw))?;
+        Ok(GpuUuid(uuid.bytes.map(|byte| byte as u8)))
+    }
+
+    /// The marketing name.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn name(&self) -> Result<String, CudaError> {
+        let mut text: [c_char; 128] = [0; 128];
+        call!(
+            self.driver,
+            cuDeviceGetName(text.as_mut_ptr(), 127, self.raw)
+        )?;
+        // SAFETY: the array is longer than what the driver may write, so it ends with a zero.
+        let text = unsafe { CStr::from_ptr(text.as_ptr()) };
+        Ok(text.to_string_lossy().into_owned())
+    }
+
+    /// All memory of the device as the driver states it, in bytes: the quota, in a container of ours.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn total_memory(&self) -> Result<u64, CudaError> {
+        let mut bytes = 0;
+        call!(self.driver, cuDeviceTotalMem_v2(&raw mut bytes, self.raw))?;
+        Ok(bytes as u64)
+    }
+
+    /// An attribute by its number in `CUdevice_attribute`.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn attribute(&self, attribute: i32) -> Result<i32, CudaError> {
+        let mut value = 0;
+        call!(
+            self.driver,
+            cuDeviceGetAttribute(&raw mut value, attribute, self.raw)
+        )?;
+        Ok(value)
+    }
+
+    /// Whether kernels of this device can use memory of another.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn can_access(&self, peer: &Device) -> Result<bool, CudaError> {
+        let mut can = 0;
+        call!(
+            self.driver,
+            cuDeviceCanAccessPeer(&raw mut can, self.raw, peer.raw)
+        )?;
+        Ok(can != 0)
+    }
+
+    /// The device's primary context, the one that the CUDA runtime, PyTorch and others use.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn primary_context(&self) -> Result<Context, CudaError> {
+        Context::retain(self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uuid_is_read_and_written_as_nvml_does() {
+        let text = "GPU-5e0d2ba4-0123-4567-89ab-cdef01234567";
+        let uuid: GpuUuid = text.parse().expect("a UUID");
+        assert_eq!(uuid.to_string(), text);
+        assert_eq!(text.replace("GPU", "MIG").parse(), Ok(uuid));
+    }
+
+    #[test]
+    fn what_is_no_uuid_is_refused() {
+        for bad in [
+            "",
+            "GPU-",
+            "5e0d2ba4-0123-4567-89ab-cdef01234567",
+            "GPU-5e0d2ba4-0123-4567-89ab-cdef0123456",
+            "GPU-5e0d2ba4-0123-4567-89ab-cdef0123456x",
+            "GPU-5e0d2ba4-0123-4567-89ab-cdef012345678",
+        ] {
+            assert_eq!(bad.parse::<GpuUuid>(), Err(InvalidUuid(bad.to_owned())));
+        }
+    }
+}

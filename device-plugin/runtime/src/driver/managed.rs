@@ -1,0 +1,198 @@
+//! Managed memory: allocation, attachment, prefetch and advice.
+
+use cudarc::driver::sys::{CUmemLocation, CUmemLocationType};
+
+use super::{Context, Stream, call, check};
+use crate::error::CudaError;
+
+/// Who may use managed memory at first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Attach {
+    /// Any stream of any device: `CU_MEM_ATTACH_GLOBAL`.
+    Global,
+    /// The host only, until it is attached to a stream: `CU_MEM_ATTACH_HOST`.
+    Host,
+    /// The stream that it is attached to only: `CU_MEM_ATTACH_SINGLE`; not for an allocation.
+    Single,
+}
+
+impl Attach {
+    fn flag(self) -> u32 {
+        match self {
+            Attach::Global => 1,
+            Attach::Host => 2,
+            Attach::Single => 4,
+        }
+    }
+}
+
+/// Where managed memory should be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Location {
+    /// On the device with this ordinal.
+    Device(u32),
+    /// In the host's memory.
+    Host,
+    /// In the memory of a node of the host; drivers of CUDA 12.2 and later only.
+    HostNuma(u32),
+}
+
+/// `CUmem_advise`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Advice {
+    /// Mostly read: copies may be kept in several places.
+    SetReadMostly,
+    /// The opposite.
+    UnsetReadMostly,
+    /// Best kept there.
+    SetPreferredLocation,
+    /// Nowhere in particular.
+    UnsetPreferredLocation,
+    /// Used by that device: keep it mapped there.
+    SetAccessedBy,
+    /// The opposite.
+    UnsetAccessedBy,
+}
+
+impl Advice {
+    fn number(self) -> i32 {
+        match self {
+            Advice::SetReadMostly => 1,
+            Advice::UnsetReadMostly => 2,
+            Advice::SetPreferredLocation => 3,
+            Advice::UnsetPreferredLocation => 4,
+            Advice::SetAccessedBy => 5,
+            Advice::UnsetAccessedBy => 6,
+        }
+    }
+}
+
+/// `CU_DEVICE_CPU`, what the functions before CUDA 12.2 take for the host.
+const HOST: i32 = -1;
+/// `CUDA_ERROR_INVALID_DEVICE`
+const INVALID_DEVICE: i32 = 101;
+/// `CUDA_ERROR_NOT_SUPPORTED`
+const NOT_SUPPORTED: i32 = 801;
+
+impl Location {
+    fn number(id: u32, call: &'static str) -> Result<i32, CudaError> {
+        let code = INVALID_DEVICE;
+        i32::try_from(id).map_err(|_| CudaError { call, code })
+    }
+
+    /// As the functions of CUDA 12.2 take it.
+    fn of_today(self, call: &'static str) -> Result<CUmemLocation, CudaError> {
+        let (type_, id) = match self {
+            Location::Device(id) => (
+                CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+                Self::number(id, call)?,
+            ),
+            Location::Host => (CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST, 0),
+            Location::HostNuma(id) => (
+                CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
+                Self::number(id, call)?,
+            ),
+        };
+        Ok(CUmemLocation { type_, id })
+    }
+
+    /// As the functions before take it: a device, or the host.
+    fn of_before(self, call: &'static str) -> Result<i32, CudaError> {
+        match self {
+            Location::Device(id) => Self::number(id, call),
+            Location::Host => Ok(HOST),
+            Location::HostNuma(_) => Err(CudaError {
+                call,
+                code: NOT_SUPPORTED,
+            }),
+        }
+    }
+}
+
+impl Context {
+    /// `cuMemAllocManaged`: an address of both the host and the devices.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn allocate_managed(&self, bytes: usize, attach: Attach) -> Result<u64, CudaError> {
+        let _current = self.enter()?;
+        let mut address = 0;
+        call!(
+            self.driver(),
+            cuMemAllocManaged(&raw mut address, bytes, attach.flag())
+        )?;
+        Ok(address)
+    }
+
+    /// `cuStreamAttachMemAsync`: changes who may use the managed memory that starts there, in the order of a stream.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn attach(&self, stream: &Stream, address: u64, attach: Attach) -> Result<(), CudaError> {
+        let _current = self.enter()?;
+        call!(
+            self.driver(),
+            cuStreamAttachMemAsync(stream.raw(), address, 0, attach.flag())
+        )
+    }
+
+    /// Moves managed memory to where it will be used, in the order of a stream.
+    ///
+    /// # Errors
+    /// What the driver answered; NOT_SUPPORTED for a node of the host where the driver knows none.
+    pub fn prefetch(
+        &self,
+        address: u64,
+        bytes: usize,
+        to: Location,
+        stream: &Stream,
+    ) -> Result<(), CudaError> {
+        let _current = self.enter()?;
+        match self.driver().table().cuMemPrefetchAsync_v2 {
+            Some(prefetch) => {
+                let name = "cuMemPrefetchAsync_v2";
+                let to = to.of_today(name)?;
+                // SAFETY: the prototype is that of cuda.h; the driver checks the range.
+                check(name, unsafe {
+                    prefetch(address, bytes, to, 0, stream.raw())
+                })
+            }
+            None => {
+                let to = to.of_before("cuMemPrefetchAsync")?;
+                call!(
+                    self.driver(),
+                    cuMemPrefetchAsync(address, bytes, to, stream.raw())
+                )
+            }
+        }
+    }
+
+    /// Says how managed memory will be used.
+    ///
+    /// # Errors
+    /// What the driver answered; NOT_SUPPORTED for a node of the host where the driver knows none.
+    pub fn advise(
+        &self,
+        address: u64,
+        bytes: usize,
+        advice: Advice,
+        of: Location,
+    ) -> Result<(), CudaError> {
+        let _current = self.enter()?;
+        match self.driver().table().cuMemAdvise_v2 {
+            Some(advise) => {
+                let name = "cuMemAdvise_v2";
+                let of = of.of_today(name)?;
+                // SAFETY: the prototype is that of cuda.h; the driver checks the range.
+                check(name, unsafe { advise(address, bytes, advice.number(), of) })
+            }
+            None => {
+                let of = of.of_before("cuMemAdvise")?;
+                call!(
+                    self.driver(),
+                    cuMemAdvise(address, bytes, advice.number(), of)
+                )
+            }
+        }
+    }
+}

@@ -1,0 +1,122 @@
+//! The functions of the driver that this crate calls, found once by their exported names.
+//!
+//! Source: cuda.h of CUDA 13.0; exported names keep their prototypes for ever, a changed one gets a suffix.
+#![allow(non_snake_case, reason = "fields are named as the driver's functions")]
+
+use std::ffi::{c_char, c_int, c_uint, c_void};
+
+use cudarc::driver::sys::{
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp,
+    CUmemGenericAllocationHandle, CUmemLocation, CUmodule, CUstream, CUuuid,
+};
+use libloading::Library;
+
+macro_rules! table {
+    (
+        every { $(fn $name:ident($($kind:ty),* $(,)?);)* }
+        some { $(fn $newer:ident($($newer_kind:ty),* $(,)?);)* }
+    ) => {
+        /// One pointer for each function; those that not every driver has are optional.
+        #[derive(Debug)]
+        pub(super) struct Table {
+            $(pub(super) $name: unsafe extern "C" fn($($kind),*) -> c_int,)*
+            $(pub(super) $newer: Option<unsafe extern "C" fn($($newer_kind),*) -> c_int>,)*
+        }
+
+        impl Table {
+            fn of(library: &Library) -> Result<Table, libloading::Error> {
+                Ok(Table {
+                    // SAFETY: the prototypes are those of cuda.h, and the library is never closed.
+                    $($name: *unsafe { library.get(concat!(stringify!($name), "\0")) }?,)*
+                    // SAFETY: as above.
+                    $($newer: unsafe { library.get(concat!(stringify!($newer), "\0")) }.ok().map(|found| *found),)*
+                })
+            }
+        }
+    };
+}
+
+table! {
+    every {
+        fn cuInit(c_uint);
+        fn cuDriverGetVersion(*mut c_int);
+        fn cuGetErrorName(c_int, *mut *const c_char);
+
+        fn cuDeviceGetCount(*mut c_int);
+        fn cuDeviceGet(*mut CUdevice, c_int);
+        fn cuDeviceGetName(*mut c_char, c_int, CUdevice);
+        fn cuDeviceGetUuid_v2(*mut CUuuid, CUdevice);
+        fn cuDeviceTotalMem_v2(*mut usize, CUdevice);
+        fn cuDeviceGetAttribute(*mut c_int, c_int, CUdevice);
+        fn cuDeviceCanAccessPeer(*mut c_int, CUdevice, CUdevice);
+
+        fn cuDevicePrimaryCtxRetain(*mut CUcontext, CUdevice);
+        fn cuDevicePrimaryCtxRelease_v2(CUdevice);
+        fn cuCtxGetCurrent(*mut CUcontext);
+        fn cuCtxPushCurrent_v2(CUcontext);
+        fn cuCtxPopCurrent_v2(*mut CUcontext);
+        fn cuCtxSynchronize();
+        fn cuCtxEnablePeerAccess(CUcontext, c_uint);
+
+        fn cuStreamCreate(*mut CUstream, c_uint);
+        fn cuStreamDestroy_v2(CUstream);
+        fn cuStreamSynchronize(CUstream);
+        fn cuStreamQuery(CUstream);
+        fn cuStreamWaitEvent(CUstream, CUevent, c_uint);
+        fn cuEventCreate(*mut CUevent, c_uint);
+        fn cuEventDestroy_v2(CUevent);
+        fn cuEventRecord(CUevent, CUstream);
+        fn cuEventQuery(CUevent);
+        fn cuEventSynchronize(CUevent);
+
+        fn cuMemGetInfo_v2(*mut usize, *mut usize);
+        fn cuMemAlloc_v2(*mut CUdeviceptr, usize);
+        fn cuMemFree_v2(CUdeviceptr);
+        fn cuMemAllocAsync(*mut CUdeviceptr, usize, CUstream);
+        fn cuMemFreeAsync(CUdeviceptr, CUstream);
+        fn cuMemAllocManaged(*mut CUdeviceptr, usize, c_uint);
+        fn cuStreamAttachMemAsync(CUstream, CUdeviceptr, usize, c_uint);
+        fn cuMemPrefetchAsync(CUdeviceptr, usize, CUdevice, CUstream);
+        fn cuMemAdvise(CUdeviceptr, usize, c_int, CUdevice);
+
+        fn cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, u64);
+        fn cuMemRelease(CUmemGenericAllocationHandle);
+        fn cuMemExportToShareableHandle(*mut c_void, CUmemGenericAllocationHandle, c_int, u64);
+        fn cuMemImportFromShareableHandle(*mut CUmemGenericAllocationHandle, *mut c_void, c_int);
+        fn cuMemGetAllocationGranularity(*mut usize, *const CUmemAllocationProp, c_int);
+        fn cuMemAddressReserve(*mut CUdeviceptr, usize, usize, CUdeviceptr, u64);
+        fn cuMemAddressFree(CUdeviceptr, usize);
+        fn cuMemMap(CUdeviceptr, usize, usize, CUmemGenericAllocationHandle, u64);
+        fn cuMemUnmap(CUdeviceptr, usize);
+        fn cuMemSetAccess(CUdeviceptr, usize, *const CUmemAccessDesc, usize);
+
+        fn cuMemsetD8_v2(CUdeviceptr, u8, usize);
+        fn cuMemsetD8Async(CUdeviceptr, u8, usize, CUstream);
+        fn cuMemcpyHtoD_v2(CUdeviceptr, *const c_void, usize);
+        fn cuMemcpyDtoH_v2(*mut c_void, CUdeviceptr, usize);
+        fn cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
+        fn cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
+
+        fn cuModuleLoadData(*mut CUmodule, *const c_void);
+        fn cuModuleUnload(CUmodule);
+        fn cuModuleGetFunction(*mut CUfunction, CUmodule, *const c_char);
+        fn cuLaunchKernel(
+            CUfunction, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream, *mut *mut c_void,
+            *mut *mut c_void,
+        );
+    }
+    some {
+        // CUDA 12.2; the only ones that CUDA 13's headers declare.
+        fn cuMemPrefetchAsync_v2(CUdeviceptr, usize, CUmemLocation, c_uint, CUstream);
+        fn cuMemAdvise_v2(CUdeviceptr, usize, c_int, CUmemLocation);
+    }
+}
+
+/// Opens the driver, for the process's life.
+pub(super) fn load() -> Result<Table, String> {
+    // SAFETY: loading NVIDIA's library, or ours in its place, runs their initialisers, which any CUDA program does.
+    let library = unsafe { Library::new("libcuda.so.1") }.map_err(|error| error.to_string())?;
+    let table = Table::of(&library).map_err(|error| error.to_string())?;
+    std::mem::forget(library);
+    Ok(table)
+}

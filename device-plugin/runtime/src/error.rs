@@ -1,0 +1,217 @@
+//! What failed, of which class it is, and whether a retry helps.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+
+pub use bursar_protocol::sticky::ErrorClass;
+
+use crate::driver;
+use crate::resource::{Block, Origin};
+
+/// A call of the driver that did not succeed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct CudaError {
+    /// The function, by its exported name.
+    pub call: &'static str,
+    /// The `CUresult`, as the integer that it came as.
+    pub code: i32,
+}
+
+impl CudaError {
+    /// What follows from it.
+    pub fn class(&self) -> ErrorClass {
+        ErrorClass::of(self.code)
+    }
+
+    /// Whether the same call may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
+}
+
+impl fmt::Display for CudaError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match driver::name(self.code) {
+            Some(name) => write!(f, "{}: {name} ({})", self.call, self.code),
+            None => write!(f, "{}: CUDA error {}", self.call, self.code),
+        }
+    }
+}
+
+impl std::error::Error for CudaError {}
+
+/// Why a memory resource did not do what it was asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ResourceError {
+    /// An allocation of nothing has no address.
+    #[error("an allocation of 0 bytes on device {ordinal}")]
+    ZeroBytes {
+        /// The resource's device.
+        ordinal: u32,
+    },
+    /// The resource cannot align so coarsely.
+    #[error("an alignment of {asked} bytes on device {ordinal}: at most {most}")]
+    Alignment {
+        /// The resource's device.
+        ordinal: u32,
+        /// Bytes asked for.
+        asked: usize,
+        /// Bytes that it can do.
+        most: usize,
+    },
+    /// The driver has no room: it answered 2.
+    #[error("{asked} bytes on device {ordinal}: {source}; free some, or ask for a larger quota")]
+    OutOfMemory {
+        /// The resource's device.
+        ordinal: u32,
+        /// Bytes asked for.
+        asked: u64,
+        /// The driver's answer.
+        source: CudaError,
+    },
+    /// The budget has no room, whatever the driver has.
+    #[error(
+        "{asked} bytes on device {ordinal}: {used} of the budget's {limit} bytes are in use; free some, or raise it"
+    )]
+    OverBudget {
+        /// The resource's device.
+        ordinal: u32,
+        /// Bytes asked for.
+        asked: u64,
+        /// Bytes live or not yet proven free.
+        used: u64,
+        /// The budget.
+        limit: u64,
+    },
+    /// A stream or a block of another device.
+    #[error("something of device {found} given to a resource of device {ordinal}")]
+    WrongOrdinal {
+        /// The resource's device.
+        ordinal: u32,
+        /// The device that it is of.
+        found: u32,
+    },
+    /// A block that another resource made.
+    #[error("a block of {found:?} given to {origin:?}: give it to the resource that it came from")]
+    Foreign {
+        /// The resource.
+        origin: Origin,
+        /// The block's.
+        found: Origin,
+    },
+    /// The block was freed before.
+    #[error("block {generation} was freed before")]
+    Stale {
+        /// The block's number.
+        generation: u64,
+    },
+    /// The resource cannot track what streams do with its blocks.
+    #[error(
+        "{resource} does not track its blocks' use: wait for the stream before they are freed, or take a resource that does"
+    )]
+    StreamMisuse {
+        /// The kind of resource.
+        resource: &'static str,
+    },
+    /// The driver failed in another way.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+impl ResourceError {
+    /// What became of an allocation that the driver refused: out of memory only if the driver said so.
+    pub fn of_allocation(ordinal: u32, asked: u64, source: CudaError) -> Self {
+        match source.class() {
+            ErrorClass::OutOfMemory => ResourceError::OutOfMemory {
+                ordinal,
+                asked,
+                source,
+            },
+            _ => ResourceError::Cuda(source),
+        }
+    }
+
+    /// What follows from it.
+    pub fn class(&self) -> ErrorClass {
+        match self {
+            ResourceError::OutOfMemory { source, .. } | ResourceError::Cuda(source) => {
+                source.class()
+            }
+            ResourceError::OverBudget { .. } => ErrorClass::OutOfMemory,
+            ResourceError::ZeroBytes { .. }
+            | ResourceError::Alignment { .. }
+            | ResourceError::WrongOrdinal { .. }
+            | ResourceError::Foreign { .. }
+            | ResourceError::Stale { .. }
+            | ResourceError::StreamMisuse { .. } => ErrorClass::Caller,
+        }
+    }
+
+    /// Whether the same request may succeed later in this process image.
+    pub fn retryable(&self) -> bool {
+        self.class().retryable()
+    }
+
+    /// A word for labels and conditions, of a bounded set.
+    pub fn reason(&self) -> &'static str {
+        match self {
+            ResourceError::ZeroBytes { .. } => "ZeroBytes",
+            ResourceError::Alignment { .. } => "Alignment",
+            ResourceError::OutOfMemory { .. } => "OutOfMemory",
+            ResourceError::OverBudget { .. } => "OverBudget",
+            ResourceError::WrongOrdinal { .. } => "WrongOrdinal",
+            ResourceError::Foreign { .. } => "Foreign",
+            ResourceError::Stale { .. } => "Stale",
+            ResourceError::StreamMisuse { .. } => "StreamMisuse",
+            ResourceError::Cuda(_) => "Cuda",
+        }
+    }
+}
+
+/// Why a block was not freed.
+#[derive(Debug, thiserror::Error)]
+pub enum FreeError {
+    /// It is not this resource's to free; here it is back.
+    #[error("not freed: {why}")]
+    Refused {
+        /// The block.
+        block: Block,
+        /// Why.
+        why: ResourceError,
+    },
+    /// The driver did not free it. It stays charged, and [`reap_pending`](crate::DeviceMemoryResource::reap_pending) tries again.
+    #[error("{bytes} bytes stay charged: {source}")]
+    Retired {
+        /// The block's bytes.
+        bytes: u64,
+        /// The driver's answer.
+        source: CudaError,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_allocation_failure_is_out_of_memory_only_if_the_driver_said_2() {
+        for code in (1..1000).chain([i32::MIN, i32::MAX]) {
+            let source = CudaError {
+                call: "cuMemAlloc_v2",
+                code,
+            };
+            let error = ResourceError::of_allocation(0, 1, source);
+            let is_out_of_memory = matches!(error, ResourceError::OutOfMemory { .. });
+            assert_eq!(is_out_of_memory, code == 2, "{code}");
+        }
+    }
+
+    #[test]
+    fn an_error_without_a_driver_has_its_number() {
+        let error = CudaError {
+            call: "cuMemAlloc_v2",
+            code: 12345,
+        };
+        assert_eq!(error.to_string(), "cuMemAlloc_v2: CUDA error 12345");
+    }
+}

@@ -1,0 +1,18 @@
+//! The allocator runtime of a GPU: memory resources that compose, over the CUDA driver.
+//!
+//! * [`driver`] calls `libcuda.so.1`; the only module here with `unsafe`
+//! * [`error`] says what failed, of which class it is and whether a retry helps
+//! * [`resource`] is what every source of device memory and every layer over one has in common
+//! * [`direct`] is the plainest source: one driver call for each allocation
+
+pub mod direct;
+pub mod driver;
+pub mod error;
+pub mod resource;
+
+pub use direct::Direct;
+pub use error::{CudaError, ErrorClass, FreeError, ResourceError};
+pub use resource::{
+    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
+    Tag,
+};

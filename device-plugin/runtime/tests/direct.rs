@@ -1,0 +1,127 @@
+//! Linear memory over the simulated driver.
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use std::alloc::Layout;
+
+use bursar_runtime::driver::Driver;
+use bursar_runtime::{DeviceMemoryResource as _, Direct, FreeError, ResourceError, Tag};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+
+const MIB: usize = 1 << 20;
+
+fn direct(ordinal: u32) -> (Direct, bursar_runtime::driver::Stream) {
+    let device = Driver::get().unwrap().device(ordinal).unwrap();
+    let context = device.primary_context().unwrap();
+    (Direct::new(&context), context.default_stream())
+}
+
+fn bytes(size: usize) -> Layout {
+    Layout::from_size_align(size, 1).unwrap()
+}
+
+#[test]
+fn what_is_allocated_is_counted_until_it_is_freed() {
+    inside(ONE_GPU, |machine| {
+        let (direct, stream) = direct(0);
+        let before = machine.used(0);
+        let block = direct
+            .allocate(bytes(4 * MIB), &stream, Tag("weights"))
+            .unwrap();
+        assert_eq!(direct.bytes_outstanding().live, 4 << 20);
+        assert_eq!(machine.used(0), before + (4 << 20));
+        direct.deallocate(block, &stream).unwrap();
+        assert_eq!(direct.bytes_outstanding().total(), 0);
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn zero_bytes_are_refused() {
+    inside(ONE_GPU, |_| {
+        let (direct, stream) = direct(0);
+        let error = direct
+            .allocate(bytes(0), &stream, Tag::default())
+            .unwrap_err();
+        assert_eq!(error, ResourceError::ZeroBytes { ordinal: 0 });
+        assert!(!error.retryable());
+    });
+}
+
+#[test]
+fn an_alignment_that_the_driver_does_not_promise_is_refused() {
+    inside(ONE_GPU, |_| {
+        let (direct, stream) = direct(0);
+        let layout = Layout::from_size_align(MIB, 4096).unwrap();
+        let error = direct
+            .allocate(layout, &stream, Tag::default())
+            .unwrap_err();
+        assert_eq!(error.reason(), "Alignment");
+    });
+}
+
+#[test]
+fn a_stream_of_another_device_is_refused_and_the_block_given_back() {
+    inside(TWO_GPUS, |_| {
+        let ((first, stream), (_, other)) = (direct(0), direct(1));
+        let wrong = ResourceError::WrongOrdinal {
+            ordinal: 0,
+            found: 1,
+        };
+        assert_eq!(
+            first.allocate(bytes(1), &other, Tag::default()),
+            Err(wrong.clone())
+        );
+        let block = first.allocate(bytes(1), &stream, Tag::default()).unwrap();
+        let Err(FreeError::Refused { block, why }) = first.deallocate(block, &other) else {
+            panic!("it was freed");
+        };
+        assert_eq!(why, wrong);
+        first.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn a_block_of_another_resource_is_refused_and_given_back() {
+    inside(ONE_GPU, |_| {
+        let ((first, stream), (second, _)) = (direct(0), direct(0));
+        let block = first.allocate(bytes(1), &stream, Tag::default()).unwrap();
+        let Err(FreeError::Refused { block, why }) = second.deallocate(block, &stream) else {
+            panic!("it was freed");
+        };
+        assert_eq!(why.reason(), "Foreign");
+        first.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn only_a_full_device_is_out_of_memory() {
+    inside(ONE_GPU, |_| {
+        let (direct, stream) = direct(0);
+        let error = direct
+            .allocate(bytes(1 << 40), &stream, Tag::default())
+            .unwrap_err();
+        assert_eq!(error.reason(), "OutOfMemory");
+        assert!(error.retryable());
+    });
+}
+
+#[test]
+fn uses_are_not_tracked_and_that_is_said() {
+    inside(ONE_GPU, |_| {
+        let (direct, stream) = direct(0);
+        let block = direct.allocate(bytes(1), &stream, Tag::default()).unwrap();
+        let misuse = ResourceError::StreamMisuse { resource: "direct" };
+        assert_eq!(
+            direct.prepare_block_use(block.as_ref(), &stream),
+            Err(misuse.clone())
+        );
+        assert_eq!(
+            direct.record_block_use(block.as_ref(), &stream),
+            Err(misuse)
+        );
+        direct.deallocate(block, &stream).unwrap();
+    });
+}

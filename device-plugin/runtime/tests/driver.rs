@@ -1,0 +1,160 @@
+//! The driver's wrappers over the simulated driver.
+#![allow(unsafe_code, reason = "launches kernels")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+
+use bursar_runtime::driver::{Access, Driver, DriverError, Grid};
+use bursar_runtime::error::ErrorClass;
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+
+const MIB: u64 = 1 << 20;
+
+#[test]
+fn without_a_driver_the_answer_is_an_error() {
+    // This process is not on a machine with a GPU; where the host has a real driver there is nothing to show.
+    if let Err(error) = Driver::get() {
+        assert!(matches!(error, DriverError::NoDriver(_)), "{error}");
+        assert_eq!(Driver::get().unwrap_err(), error);
+    }
+}
+
+#[test]
+fn a_device_is_found_by_ordinal_and_by_uuid() {
+    inside(TWO_GPUS, |_| {
+        let driver = Driver::get().unwrap();
+        assert_eq!(driver.device_count(), Ok(2));
+        let second = driver.device(1).unwrap();
+        let uuid = "GPU-00000000-0000-0000-0000-000000000002".parse().unwrap();
+        assert_eq!(second.uuid(), Ok(uuid));
+        assert_eq!(driver.device_by_uuid(uuid).unwrap().ordinal(), 1);
+        assert_eq!(second.name().unwrap(), "NVIDIA H200");
+        let missing = driver.device(2).unwrap_err();
+        assert_eq!(
+            missing,
+            DriverError::NoSuchDevice {
+                ordinal: 2,
+                count: 2
+            }
+        );
+    });
+}
+
+#[test]
+fn what_was_current_before_is_current_again() {
+    inside(TWO_GPUS, |_| {
+        let driver = Driver::get().unwrap();
+        let [first, second] =
+            [0, 1].map(|at| driver.device(at).unwrap().primary_context().unwrap());
+        let _outer = first.enter().unwrap();
+        second.fill(0, 0, 0).unwrap();
+        assert_eq!(second.memory_info().unwrap().1, 16 << 30);
+        let stream = second.stream().unwrap();
+        drop(stream);
+        let inner = first.enter().unwrap();
+        drop(inner);
+        first.synchronize().unwrap();
+    });
+}
+
+#[test]
+fn exported_memory_keeps_its_bytes_through_an_import_and_two_mappings() {
+    inside(ONE_GPU, |machine| {
+        let driver = Driver::get().unwrap();
+        let device = driver.device(0).unwrap();
+        let context = device.primary_context().unwrap();
+        let bytes = 2 * device.granularity().unwrap();
+        let before = machine.used(0);
+        let handle = device.create(bytes).unwrap();
+        let descriptor = handle.export().unwrap();
+        let imported = driver.import(descriptor.as_fd(), bytes).unwrap();
+        let room = Arc::new(driver.reserve(2 * bytes).unwrap());
+        let written = room.map(0, &handle, Access::ReadWrite, &context).unwrap();
+        let read = room.map(bytes, &imported, Access::Read, &context).unwrap();
+        context
+            .copy_to_device(written.address() + 7, b"bursar")
+            .unwrap();
+        let mut back = [0; 6];
+        context
+            .copy_from_device(&mut back, read.address() + 7)
+            .unwrap();
+        assert_eq!(&back, b"bursar");
+        assert!(
+            context.copy_to_device(read.address(), b"no").is_err(),
+            "it is mapped for reading"
+        );
+        assert_eq!(imported.export().unwrap_err().code, 1);
+        assert_eq!(machine.used(0), before + bytes);
+        drop((written, read, imported, handle));
+        assert_eq!(machine.used(0), before + bytes, "the descriptor keeps it");
+        drop(descriptor);
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn a_failed_mapping_leaves_the_one_that_is_there() {
+    inside(ONE_GPU, |_| {
+        let driver = Driver::get().unwrap();
+        let device = driver.device(0).unwrap();
+        let context = device.primary_context().unwrap();
+        let [first, second] = [(); 2].map(|()| device.create(2 * MIB).unwrap());
+        let room = Arc::new(driver.reserve(2 * MIB).unwrap());
+        let mapping = room.map(0, &first, Access::ReadWrite, &context).unwrap();
+        assert!(room.map(0, &second, Access::ReadWrite, &context).is_err());
+        context
+            .copy_to_device(mapping.address(), b"still here")
+            .unwrap();
+    });
+}
+
+#[test]
+fn an_event_tells_when_the_work_before_it_is_done() {
+    inside(ONE_GPU, |_| {
+        let context = Driver::get()
+            .unwrap()
+            .device(0)
+            .unwrap()
+            .primary_context()
+            .unwrap();
+        let (stream, event) = (context.stream().unwrap(), context.event().unwrap());
+        assert!(event.is_done().unwrap(), "it was never recorded");
+        let spin = context.load(c"").unwrap().function(c"spin").unwrap();
+        let mut time = 200_000_000_u64;
+        let mut arguments = [(&raw mut time).cast()];
+        // SAFETY: spin(uint64_t nanoseconds)
+        unsafe { spin.launch(&stream, Grid::line(1, 1), &mut arguments) }.unwrap();
+        event.record(&stream).unwrap();
+        assert!(!event.is_done().unwrap());
+        assert!(!stream.is_idle().unwrap());
+        event.synchronize().unwrap();
+        assert!(stream.is_idle().unwrap());
+    });
+}
+
+#[test]
+fn a_fault_is_a_later_calls_sticky_error() {
+    inside(ONE_GPU, |_| {
+        let context = Driver::get()
+            .unwrap()
+            .device(0)
+            .unwrap()
+            .primary_context()
+            .unwrap();
+        let stream = context.stream().unwrap();
+        let fault = context.load(c"").unwrap().function(c"fault").unwrap();
+        // SAFETY: fault() has no arguments.
+        unsafe { fault.launch(&stream, Grid::line(1, 1), &mut []) }.unwrap();
+        let error = stream.synchronize().unwrap_err();
+        assert_eq!(error.code, 700);
+        assert_eq!(error.class(), ErrorClass::StickyProcess);
+        assert_eq!(
+            error.to_string(),
+            "cuStreamSynchronize: CUDA_ERROR_ILLEGAL_ADDRESS (700)"
+        );
+    });
+}
