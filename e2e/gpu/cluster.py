@@ -1,0 +1,109 @@
+"""A cluster of one node with Bursar on it, on this machine's GPU, and pods that run what is installed here."""
+
+import json
+import os
+import subprocess
+import time
+
+NAME = "gpu"
+REFERENCE = "localhost/gpu-host:1"
+PYTHON = "/opt/torch/.venv/bin/python3"
+CUDA = "/usr/local/cuda-13.0"
+RESOURCE = "bursar.dev/gpu-memory-gib"
+
+
+class Cluster:
+    """The cluster, from its start to its end."""
+
+    def __init__(self, archive, scratch):
+        self.scratch = scratch
+        subprocess.run(["tar", "--extract", "--file", archive, "--directory", scratch], check=True)
+        self.folder = os.path.join(scratch, "bursar-e2e")
+        self.kubeconfig = None
+
+    def __enter__(self):
+        up = subprocess.run([f"{self.folder}/run", "up", "--name", NAME], check=True, text=True, stdout=subprocess.PIPE)
+        line = next(line for line in up.stdout.splitlines() if line.startswith("export KUBECONFIG="))
+        self.kubeconfig = line.split("=", 1)[1]
+        return self
+
+    def __exit__(self, *_):
+        subprocess.run([f"{self.folder}/run", "down", "--name", NAME], check=False)
+
+    def load(self, archive):
+        """Puts an image into the node's containerd."""
+        with open(os.path.join(os.path.dirname(self.kubeconfig), "pid"), encoding="ascii") as file:
+            root = f"/proc/{file.read().strip()}/root"
+        subprocess.run(
+            [f"{self.folder}/programs/ctr", "--address", f"{root}/run/containerd/containerd.sock"]
+            + ["--namespace", "k8s.io", "images", "import", "--local", archive],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+
+    def kubectl(self, *arguments, **options):
+        """Runs kubectl; its output."""
+        options = {"check": True, "text": True, "stdout": subprocess.PIPE} | options
+        return subprocess.run(
+            [f"{self.folder}/programs/kubectl", *arguments],
+            env=os.environ | {"KUBECONFIG": self.kubeconfig},
+            **options,
+        ).stdout
+
+    def apply(self, manifest):
+        """Creates an object."""
+        self.kubectl("apply", "--filename", "-", input=json.dumps(manifest), stdout=subprocess.DEVNULL)
+
+    def answer(self, name, bound):
+        """Waits for a pod's end: its phase, and the last line of its log that is JSON."""
+        deadline = time.monotonic() + bound
+        while True:
+            phase = self.kubectl("get", "pod", name, "--output", "jsonpath={.status.phase}")
+            if phase in ("Succeeded", "Failed") or time.monotonic() > deadline:
+                break
+            time.sleep(0.2)
+        log = self.kubectl("logs", name, check=False, stderr=subprocess.STDOUT)
+        for line in reversed(log.splitlines()):
+            try:
+                return phase, json.loads(line), log
+            except ValueError:
+                continue
+        if phase not in ("Succeeded", "Failed"):
+            log += self.kubectl("describe", "pod", name, check=False)
+        return phase, None, log
+
+
+def pod(name, gib, command, programs, env=()):
+    """A pod that runs `command` on this machine's Python and programs, with a quota of `gib`."""
+    folders = {"torch": "/opt/torch", "cuda": CUDA, "programs": programs}
+    files = {"nvidia-smi": "/usr/local/nvidia/bin/nvidia-smi"}
+    mounts = [
+        {"name": name_, "mountPath": "/programs" if name_ == "programs" else path, "readOnly": True}
+        for name_, path in folders.items()
+    ]
+    mounts += [{"name": name_, "mountPath": f"/opt/{name_}", "readOnly": True} for name_ in files]
+    mounts += [{"name": "shm", "mountPath": "/dev/shm"}]
+    volumes = [{"name": name_, "hostPath": {"path": path, "type": "Directory"}} for name_, path in folders.items()]
+    volumes += [{"name": name_, "hostPath": {"path": path, "type": "File"}} for name_, path in files.items()]
+    volumes += [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": 1,
+            "containers": [
+                {
+                    "name": "main",
+                    "image": REFERENCE,
+                    "imagePullPolicy": "Never",
+                    "command": command,
+                    "env": [{"name": key, "value": value} for key, value in env],
+                    "resources": {"limits": {RESOURCE: str(gib)}},
+                    "volumeMounts": mounts,
+                }
+            ],
+            "volumes": volumes,
+        },
+    }
