@@ -16,6 +16,7 @@ const PACKAGES: &[&str] = &[
     "bursar-shim",
     "bursar-nvml-shim",
     "bursar-vault",
+    "bursar-worker",
     "bursar-operator",
     "bursar-probe",
     "bursar-sim-state",

@@ -15,6 +15,9 @@
 //!   Ping                              ->                         (asks the driver something)
 //!                                     <-  Pong | Failed {code, call}
 //! ```
+//!
+//! The canary (`bursar-worker canary --gpu UUID`) speaks no protocol: it prints one line of JSON, `{"verdict": "Scrubbed"}`,
+//! `"NotScrubbed"` or `"Failed"` with further fields for whoever reads it, and ends with 0.
 #![forbid(unsafe_code)]
 
 use crate::wire::{Fields, Message, WireError, put_name};

@@ -123,6 +123,11 @@ const CHECKS: &[Check] = &[
         &["--test", "vault"],
     ),
     test_check(
+        "runtime/worker",
+        "what a worker made outlives it, kept by a descriptor alone; the canary sees whether freed memory is cleared",
+        &["--test", "worker"],
+    ),
+    test_check(
         "operator/operator",
         "the whole operator against an API server in memory",
         &["--test", "operator"],

@@ -1,0 +1,156 @@
+//! Looks whether memory that was freed comes back cleared.
+//!
+//! Bursar has no scrubber of its own: between tenants memory goes back to the driver, which clears it (design F6) but not
+//! on every machine. Each round takes memory in the way kept memory is made, looks at every word of it, fills it, and
+//! gives it back, as one tenant after the other.
+
+use std::sync::Arc;
+
+use bursar_runtime::driver::{Access, Context, Driver, DriverError, GpuUuid, Mapping};
+use bursar_runtime::error::{CudaError, ErrorClass};
+use serde::Serialize;
+
+/// How often memory is given back and taken again.
+const ROUNDS: u32 = 12;
+
+/// How much of it, where the GPU has so much left.
+const MOST: u64 = 256 << 20;
+
+/// How much at least, to see anything.
+const LEAST: u64 = 2 << 20;
+
+/// How much is looked at at a time.
+const WINDOW: usize = 8 << 20;
+
+/// What was seen.
+#[derive(Debug, PartialEq, Eq, Serialize)]
+#[serde(tag = "verdict")]
+pub(crate) enum Verdict {
+    /// Every word of every round was zero.
+    Scrubbed {
+        /// How often memory was taken.
+        rounds: u32,
+        /// How much each time.
+        bytes: u64,
+    },
+    /// Words were not.
+    NotScrubbed {
+        /// How often memory was taken.
+        rounds: u32,
+        /// How much each time.
+        bytes: u64,
+        /// Words of 64 bits that were not zero, in all rounds.
+        old_words: u64,
+    },
+    /// It could not be seen.
+    Failed {
+        /// What failed.
+        error: String,
+    },
+}
+
+/// Why nothing can be said.
+#[derive(Debug, thiserror::Error)]
+enum CanaryError {
+    #[error(transparent)]
+    Driver(#[from] DriverError),
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+    #[error("round {round}: what was filled does not read back as it was filled")]
+    Blind { round: u32 },
+}
+
+/// Looks at a GPU's memory.
+pub(crate) fn look(gpu: GpuUuid) -> Verdict {
+    match seen(gpu) {
+        Ok((bytes, 0)) => Verdict::Scrubbed {
+            rounds: ROUNDS,
+            bytes,
+        },
+        Ok((bytes, old_words)) => Verdict::NotScrubbed {
+            rounds: ROUNDS,
+            bytes,
+            old_words,
+        },
+        Err(error) => Verdict::Failed {
+            error: error.to_string(),
+        },
+    }
+}
+
+fn seen(gpu: GpuUuid) -> Result<(u64, u64), CanaryError> {
+    let context = Driver::get()?.device_by_uuid(gpu)?.primary_context()?;
+    let (mut bytes, mut old_words) = (MOST, 0);
+    for round in 1..=ROUNDS {
+        // The first round finds out how much there is room for.
+        let memory = loop {
+            match Memory::of(&context, bytes) {
+                Err(error)
+                    if round == 1 && bytes > LEAST && error.class() == ErrorClass::OutOfMemory =>
+                {
+                    bytes = (bytes / 8).max(LEAST);
+                }
+                made => break made?,
+            }
+        };
+        old_words += memory.words_that_are_not(0)?;
+        let pattern = round as u8;
+        context.fill(memory.address(), pattern, memory.bytes())?;
+        if memory.words_that_are_not(pattern)? > 0 {
+            return Err(CanaryError::Blind { round });
+        }
+    }
+    Ok((bytes, old_words))
+}
+
+/// Memory that is made as kept memory is, mapped; free when dropped.
+struct Memory<'a> {
+    context: &'a Context,
+    mapping: Mapping,
+}
+
+impl Memory<'_> {
+    fn of(context: &Context, bytes: u64) -> Result<Memory<'_>, CudaError> {
+        let handle = context.device().create(bytes)?;
+        let addresses = Arc::new(context.driver().reserve(bytes)?);
+        let mapping = addresses.map(0, &handle, Access::ReadWrite, context)?;
+        Ok(Memory { context, mapping })
+    }
+
+    fn address(&self) -> u64 {
+        self.mapping.address()
+    }
+
+    fn bytes(&self) -> usize {
+        self.mapping.bytes() as usize
+    }
+
+    /// How many words of 64 bits have a byte that is another.
+    fn words_that_are_not(&self, byte: u8) -> Result<u64, CudaError> {
+        let (wanted, mut window) = ([byte; 8], vec![0; WINDOW.min(self.bytes())]);
+        let mut starts = (0..self.bytes()).step_by(window.len());
+        starts.try_fold(0, |others, start| {
+            self.context
+                .copy_from_device(&mut window, self.address() + start as u64)?;
+            let (words, _) = window.as_chunks::<8>();
+            Ok(others + words.iter().filter(|word| **word != wanted).count() as u64)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_verdict_is_one_line_with_its_name() {
+        let line = |verdict| serde_json::to_string(&verdict).unwrap();
+        let seen = Verdict::NotScrubbed {
+            rounds: 12,
+            bytes: 2 << 20,
+            old_words: 3,
+        };
+        let text = r#"{"verdict":"NotScrubbed","rounds":12,"bytes":2097152,"old_words":3}"#;
+        assert_eq!(line(seen), text);
+    }
+}

@@ -1,0 +1,66 @@
+//! The worker of one GPU: `bursar-worker --gpu UUID` makes kept memory for the agent that started it.
+//!
+//! It never has a context, so no fault of a kernel reaches it (design F3), and it keeps nothing: what it made is gone
+//! from it before the answer is sent. `bursar-worker canary --gpu UUID` is another process with another end: it takes a
+//! context, looks whether freed memory comes back cleared, prints what it saw and ends.
+//!
+//! * `serve` answers the agent
+//! * `canary` looks at freed memory
+
+mod canary;
+mod serve;
+
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+
+use anyhow::Context as _;
+use bursar_runtime::driver::GpuUuid;
+use clap::{Parser, Subcommand};
+
+#[derive(Parser)]
+#[command(version, about, args_conflicts_with_subcommands = true)]
+struct Args {
+    #[command(flatten)]
+    serve: Option<Gpu>,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Looks whether memory that was freed comes back cleared; prints one line of JSON.
+    Canary(Gpu),
+}
+
+#[derive(clap::Args)]
+struct Gpu {
+    /// The UUID of the GPU or MIG instance; `CUDA_VISIBLE_DEVICES` best names it alone.
+    #[arg(long, value_name = "UUID")]
+    gpu: GpuUuid,
+}
+
+fn main() -> anyhow::Result<()> {
+    match Args::parse() {
+        Args {
+            command: Some(Command::Canary(Gpu { gpu })),
+            ..
+        } => {
+            println!("{}", serde_json::to_string(&canary::look(gpu))?);
+            Ok(())
+        }
+        Args {
+            serve: Some(Gpu { gpu }),
+            ..
+        } => serve::serve(&agent()?, gpu).context("serving the agent"),
+        Args { .. } => anyhow::bail!("which GPU? say --gpu UUID"),
+    }
+}
+
+/// The agent's socket, which it gave as standard input.
+fn agent() -> anyhow::Result<UnixStream> {
+    let input = std::io::stdin()
+        .as_fd()
+        .try_clone_to_owned()
+        .context("taking standard input for the agent's socket")?;
+    Ok(UnixStream::from(input))
+}

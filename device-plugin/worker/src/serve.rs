@@ -1,0 +1,126 @@
+//! Answers the agent, one request after the other, until the agent ends.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use bursar_protocol::socket::{receive_message, send_message};
+use bursar_protocol::worker::{FromWorker, ToWorker};
+use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid};
+use bursar_runtime::error::CudaError;
+
+/// How quickly the driver scrubs freed memory, in bytes a second (design F6).
+const SCRUBBED_PER_SECOND: u64 = 350_000_000_000;
+
+/// What a failure without a `CUresult` says for one.
+const NO_DRIVER: i32 = -1;
+
+/// `CUDA_ERROR_INVALID_VALUE`
+const INVALID_VALUE: i32 = 1;
+
+/// Serves one agent; ends with its end of the socket.
+///
+/// # Errors
+/// The socket failed, or what came is no message.
+pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
+    let worker = match Worker::new(gpu) {
+        Ok(worker) => worker,
+        Err(error) => return send_message(agent, &failed(&error), None),
+    };
+    send_message(agent, &worker.ready(), None)?;
+    loop {
+        let message = match receive_message(agent) {
+            Err(end) if end.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
+            received => received?.0,
+        };
+        let (answer, fd) = worker
+            .answer(message)
+            .unwrap_or_else(|error| (failed(&DriverError::Cuda(error)), None));
+        send_message(agent, &answer, fd.as_ref().map(AsFd::as_fd))?;
+    }
+}
+
+/// What does not change about the GPU.
+struct Worker {
+    driver: &'static Driver,
+    device: Device,
+    version: i32,
+    granularity: u64,
+    total: u64,
+}
+
+impl Worker {
+    fn new(gpu: GpuUuid) -> Result<Worker, DriverError> {
+        let driver = Driver::get()?;
+        let device = driver.device_by_uuid(gpu)?;
+        Ok(Worker {
+            driver,
+            device,
+            version: driver.version()?,
+            granularity: device.granularity()?,
+            total: device.total_memory()?,
+        })
+    }
+
+    fn ready(&self) -> FromWorker {
+        FromWorker::Ready {
+            driver: self.version,
+            granularity: self.granularity,
+            total: self.total,
+        }
+    }
+
+    fn answer(&self, message: ToWorker) -> Result<(FromWorker, Option<OwnedFd>), CudaError> {
+        match message {
+            ToWorker::Create { bytes } => {
+                let (bytes, fd) = self.create(bytes)?;
+                Ok((FromWorker::Created { bytes }, Some(fd)))
+            }
+            ToWorker::Sweep { bytes } => {
+                // A create that comes meanwhile waits here for what it would wait for in the driver.
+                std::thread::sleep(scrub_time(bytes.min(self.total)));
+                self.device.create(self.granularity)?;
+                Ok((FromWorker::Swept, None))
+            }
+            ToWorker::Ping => {
+                self.driver.device_count()?;
+                Ok((FromWorker::Pong, None))
+            }
+        }
+    }
+
+    /// Makes memory that only the answered descriptor keeps.
+    fn create(&self, bytes: u64) -> Result<(u64, OwnedFd), CudaError> {
+        let whole = bytes.checked_next_multiple_of(self.granularity);
+        let bytes = whole.filter(|bytes| *bytes > 0).ok_or(CudaError {
+            call: "cuMemCreate",
+            code: INVALID_VALUE,
+        })?;
+        Ok((bytes, self.device.create(bytes)?.export()?))
+    }
+}
+
+/// How long the driver takes to scrub so much.
+fn scrub_time(bytes: u64) -> Duration {
+    Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND as f64)
+}
+
+fn failed(error: &DriverError) -> FromWorker {
+    let (code, call) = match error {
+        DriverError::Cuda(CudaError { code, call }) => (*code, (*call).to_owned()),
+        other => (NO_DRIVER, other.to_string()),
+    };
+    FromWorker::Failed { code, call }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sweep_of_35_gigabytes_waits_a_tenth_of_a_second() {
+        assert_eq!(scrub_time(35_000_000_000), Duration::from_millis(100));
+        assert_eq!(scrub_time(0), Duration::ZERO);
+    }
+}

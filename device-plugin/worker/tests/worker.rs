@@ -1,0 +1,202 @@
+//! The worker and the canary as processes over the simulated driver.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bursar_protocol::socket::{receive_message, send_message};
+use bursar_protocol::worker::{FromWorker, ToWorker};
+use bursar_runtime::driver::{Access, Driver};
+use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
+
+const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-worker");
+const FIRST: &str = "GPU-00000000-0000-0000-0000-000000000001";
+const SECOND: &str = "GPU-00000000-0000-0000-0000-000000000002";
+const MIB: u64 = 1 << 20;
+const BOUND: Duration = Duration::from_secs(20);
+
+/// `CUDA_ERROR_OUT_OF_MEMORY`
+const OUT_OF_MEMORY: i32 = 2;
+
+struct Worker {
+    process: Child,
+    socket: UnixStream,
+}
+
+impl Worker {
+    fn start(mut command: Command, gpu: &str) -> Worker {
+        let (socket, theirs) = UnixStream::pair().unwrap();
+        socket.set_read_timeout(Some(BOUND)).unwrap();
+        command
+            .args(["--gpu", gpu])
+            .stdin(Stdio::from(OwnedFd::from(theirs)));
+        // The command has the worker's end of the socket until it is dropped here.
+        let process = command.spawn().unwrap();
+        Worker { process, socket }
+    }
+
+    fn ready(command: Command, gpu: &str) -> Worker {
+        let worker = Worker::start(command, gpu);
+        let (said, _) = worker.hear();
+        assert!(matches!(said, FromWorker::Ready { .. }), "{said:?}");
+        worker
+    }
+
+    fn hear(&self) -> (FromWorker, Option<OwnedFd>) {
+        receive_message(&self.socket).unwrap()
+    }
+
+    fn ask(&self, message: ToWorker) -> (FromWorker, Option<OwnedFd>) {
+        send_message(&self.socket, &message, None).unwrap();
+        self.hear()
+    }
+
+    fn create(&self, bytes: u64) -> OwnedFd {
+        let (said, fd) = self.ask(ToWorker::Create { bytes });
+        assert_eq!(said, FromWorker::Created { bytes });
+        fd.unwrap()
+    }
+
+    fn kill(mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    fn ends_by_itself(mut self) -> bool {
+        let since = Instant::now();
+        while since.elapsed() < BOUND {
+            if let Some(status) = self.process.try_wait().unwrap() {
+                return status.success();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        self.kill();
+        false
+    }
+}
+
+#[test]
+fn what_a_worker_made_outlives_it_and_is_kept_by_the_descriptor_alone() {
+    inside(ONE_GPU, |machine| {
+        let worker = Worker::ready(Command::new(PROGRAM), FIRST);
+        let fd = worker.create(64 * MIB);
+        let listed = machine.usage(0).processes;
+        assert!(listed.is_empty(), "NVML lists a worker: {listed:?}");
+        worker.kill();
+        assert_eq!(machine.used(0), 64 * MIB);
+
+        let driver = Driver::get().unwrap();
+        let context = driver.device(0).unwrap().primary_context().unwrap();
+        let with_context = machine.used(0) - 64 * MIB;
+        let room = Arc::new(driver.reserve(64 * MIB).unwrap());
+        let map = |access| {
+            let handle = driver.import(fd.as_fd(), 64 * MIB).unwrap();
+            room.map(0, &handle, access, &context).unwrap()
+        };
+        let mapping = map(Access::ReadWrite);
+        context.fill(mapping.address(), 7, 4096).unwrap();
+        drop(mapping);
+        let (mapping, mut bytes) = (map(Access::Read), [0; 4096]);
+        context
+            .copy_from_device(&mut bytes, mapping.address())
+            .unwrap();
+        assert_eq!(bytes, [7; 4096]);
+        drop((mapping, fd));
+        assert_eq!(machine.used(0), with_context);
+    });
+}
+
+#[test]
+fn sizes_are_rounded_up_and_what_cannot_be_made_is_said_by_the_drivers_code() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let worker = Worker::ready(lab.command(PROGRAM), FIRST);
+    let (said, fd) = worker.ask(ToWorker::Create { bytes: 2 * MIB + 1 });
+    assert_eq!(said, FromWorker::Created { bytes: 4 * MIB });
+    let refused = |bytes| match worker.ask(ToWorker::Create { bytes }) {
+        (FromWorker::Failed { code, call }, None) => (code, call),
+        other => panic!("{bytes}: {other:?}"),
+    };
+    let call = || "cuMemCreate".to_owned();
+    assert_eq!(refused(17 << 30), (OUT_OF_MEMORY, call()));
+    assert_eq!(refused(0), (1, call()));
+    assert_eq!(refused(u64::MAX), (1, call()));
+    drop(fd);
+    assert_eq!(worker.ask(ToWorker::Ping).0, FromWorker::Pong);
+    worker.create(2 * MIB);
+}
+
+#[test]
+fn a_worker_makes_the_memory_of_the_gpu_that_it_was_told() {
+    let lab = Lab::new(TWO_GPUS).unwrap();
+    let worker = Worker::ready(lab.command(PROGRAM), SECOND);
+    let _fd = worker.create(64 * MIB);
+    let used = |unit| lab.sim().unwrap().used(unit) >= 64 * MIB;
+    assert_eq!([used(0), used(1)], [false, true]);
+}
+
+#[test]
+fn a_sweep_waits_for_the_driver_to_scrub_and_leaves_nothing() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let worker = Worker::ready(lab.command(PROGRAM), FIRST);
+    drop(worker.create(2 * MIB));
+    let used = lab.sim().unwrap().used(0);
+    let since = Instant::now();
+    let swept = worker.ask(ToWorker::Sweep { bytes: u64::MAX }).0;
+    let took = since.elapsed();
+    assert_eq!(swept, FromWorker::Swept);
+    // 16 GiB, which is all there is.
+    assert!(took >= Duration::from_millis(49), "{took:?}");
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    assert_eq!(lab.sim().unwrap().used(0), used);
+}
+
+#[test]
+fn a_worker_ends_with_its_agent() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let mut worker = Worker::ready(lab.command(PROGRAM), FIRST);
+    worker.socket = UnixStream::pair().unwrap().0;
+    assert!(worker.ends_by_itself());
+}
+
+#[test]
+fn a_worker_without_a_driver_or_its_gpu_says_so_and_ends() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let mut without = lab.command(PROGRAM);
+    without.env("LD_LIBRARY_PATH", lab.path());
+    for (command, gpu) in [(lab.command(PROGRAM), SECOND), (without, FIRST)] {
+        let worker = Worker::start(command, gpu);
+        let (said, _) = worker.hear();
+        assert!(
+            matches!(said, FromWorker::Failed { code: -1, .. }),
+            "{said:?}"
+        );
+        assert!(worker.ends_by_itself());
+    }
+}
+
+#[test]
+fn the_canary_sees_whether_freed_memory_is_cleared_and_leaves_nothing() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let canary = || {
+        let mut command = lab.command(PROGRAM);
+        let output = command.args(["canary", "--gpu", FIRST]).output().unwrap();
+        assert!(output.status.success());
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let scrubbed = canary();
+    assert!(scrubbed.contains(r#""verdict":"Scrubbed""#), "{scrubbed}");
+    lab.simgpu(&["scrub", "off"]).unwrap();
+    let old = canary();
+    assert!(old.contains(r#""verdict":"NotScrubbed""#), "{old}");
+    assert_eq!(lab.sim().unwrap().used(0), 0);
+    lab.simgpu(&["lose", "0"]).unwrap();
+    let lost = canary();
+    assert!(lost.contains(r#""verdict":"Failed""#), "{lost}");
+}
