@@ -194,6 +194,11 @@ const CHECKS: &[Check] = &[
         "sources of memory count what they hand out, and refuse what is not theirs",
         &["--test", "direct"],
     ),
+    test_check(
+        "runtime/state",
+        "a fault of one device makes all that the process image has stale; device memory has its checksum",
+        &["--test", "state", "--test", "checksum"],
+    ),
     Check {
         name: "enforcement/loader",
         shows: "every way to find a driver library, in every kind of image: held, none, or detected",

@@ -67,8 +67,23 @@ impl Advice {
     }
 }
 
+/// What was last said about the whole of a range of managed memory; nothing where its parts differ.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Residency {
+    /// Copies may be kept in several places.
+    pub read_mostly: bool,
+    /// Where it is best kept.
+    pub preferred: Option<Location>,
+    /// The devices that keep it mapped.
+    pub accessed_by: Vec<Location>,
+    /// Where it was last prefetched to.
+    pub prefetched: Option<Location>,
+}
+
 /// `CU_DEVICE_CPU`, what the functions before CUDA 12.2 take for the host.
 const HOST: i32 = -1;
+/// More devices than a process sees.
+const MOST_DEVICES: usize = 64;
 /// `CUDA_ERROR_INVALID_DEVICE`
 const INVALID_DEVICE: i32 = 101;
 /// `CUDA_ERROR_NOT_SUPPORTED`
@@ -78,6 +93,14 @@ impl Location {
     fn number(id: u32, call: &'static str) -> Result<i32, CudaError> {
         let code = INVALID_DEVICE;
         i32::try_from(id).map_err(|_| CudaError { call, code })
+    }
+
+    /// What an attribute of a range says: a device, or the host; otherwise nothing (`CU_DEVICE_INVALID`).
+    fn of_attribute(device: i32) -> Option<Location> {
+        match device {
+            HOST => Some(Location::Host),
+            device => u32::try_from(device).ok().map(Location::Device),
+        }
     }
 
     /// As the functions of CUDA 12.2 take it.
@@ -194,5 +217,91 @@ impl Context {
                 )
             }
         }
+    }
+
+    /// What was last said about managed memory.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn residency(&self, address: u64, bytes: usize) -> Result<Residency, CudaError> {
+        // `CUmem_range_attribute`
+        let [read_mostly] = self.range_attribute(1, address, bytes)?;
+        let [preferred] = self.range_attribute(2, address, bytes)?;
+        let accessed_by: [i32; MOST_DEVICES] = self.range_attribute(3, address, bytes)?;
+        let [prefetched] = self.range_attribute(4, address, bytes)?;
+        Ok(Residency {
+            read_mostly: read_mostly != 0,
+            preferred: Location::of_attribute(preferred),
+            accessed_by: accessed_by
+                .into_iter()
+                .filter_map(Location::of_attribute)
+                .collect(),
+            prefetched: Location::of_attribute(prefetched),
+        })
+    }
+
+    /// An attribute that is as many integers as are asked for.
+    fn range_attribute<const N: usize>(
+        &self,
+        attribute: i32,
+        address: u64,
+        bytes: usize,
+    ) -> Result<[i32; N], CudaError> {
+        let _current = self.enter()?;
+        let mut values = [0i32; N];
+        call!(
+            self.driver(),
+            cuMemRangeGetAttribute(
+                values.as_mut_ptr().cast(),
+                size_of_val(&values),
+                attribute,
+                address,
+                bytes
+            )
+        )?;
+        Ok(values)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_location_keeps_its_device_on_cuda_12_and_13() {
+        use CUmemLocationType as Type;
+        for (location, kind, id) in [
+            (Location::Device(3), Type::CU_MEM_LOCATION_TYPE_DEVICE, 3),
+            (Location::Host, Type::CU_MEM_LOCATION_TYPE_HOST, 0),
+            (
+                Location::HostNuma(2),
+                Type::CU_MEM_LOCATION_TYPE_HOST_NUMA,
+                2,
+            ),
+        ] {
+            let today = location.of_today("test").expect("small numbers");
+            assert_eq!((today.type_, today.id), (kind, id));
+        }
+    }
+
+    #[test]
+    fn before_cuda_12_2_the_host_is_minus_one_and_has_no_nodes() {
+        assert_eq!(Location::Device(3).of_before("test"), Ok(3));
+        assert_eq!(Location::Host.of_before("test"), Ok(-1));
+        let refused = Location::HostNuma(0).of_before("test");
+        assert_eq!(refused.map_err(|error| error.code), Err(NOT_SUPPORTED));
+    }
+
+    #[test]
+    fn an_ordinal_that_is_none_reaches_no_driver() {
+        let location = Location::Device(u32::MAX);
+        assert!(location.of_today("test").is_err() && location.of_before("test").is_err());
+    }
+
+    #[test]
+    fn a_range_that_nothing_was_said_about_is_nowhere() {
+        assert_eq!(Location::of_attribute(-1), Some(Location::Host));
+        assert_eq!(Location::of_attribute(0), Some(Location::Device(0)));
+        assert_eq!(Location::of_attribute(-2), None);
     }
 }

@@ -14,6 +14,7 @@
 mod context;
 mod copy;
 mod device;
+mod kernel;
 mod linear;
 mod managed;
 mod module;
@@ -23,8 +24,9 @@ mod vmm;
 
 pub use context::{Context, Entered};
 pub use device::{Device, GpuUuid, InvalidUuid};
+pub use kernel::{Kernel, Parameter};
 pub use linear::LINEAR_ALIGNMENT;
-pub use managed::{Advice, Attach, Location};
+pub use managed::{Advice, Attach, Location, Residency};
 pub use module::{Function, Grid, Module};
 pub use stream::{Event, Stream, StreamKey};
 pub use vmm::{Access, Handle, Mapping, Reservation};
@@ -34,6 +36,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::CudaError;
+use crate::state::Supervisor;
 use table::Table;
 
 /// Why there is no driver to call.
@@ -117,12 +120,25 @@ pub(crate) fn name(code: i32) -> Option<String> {
     Some(text.to_string_lossy().into_owned())
 }
 
-/// The result of a call.
+/// The result of a call; a code that poisons the image is seen here, whoever asked.
 fn check(call: &'static str, code: i32) -> Result<(), CudaError> {
     match code {
         0 => Ok(()),
-        code => Err(CudaError { call, code }),
+        code => {
+            Supervisor::of_this_image().saw(code, ask_again);
+            Err(CudaError { call, code })
+        }
     }
+}
+
+/// Asks the driver something that waits for nothing and tells of earlier errors.
+fn ask_again() -> i32 {
+    let Some(Ok(driver)) = LOADED.get() else {
+        return 0;
+    };
+    let (mut free, mut total) = (0, 0);
+    // SAFETY: the pointers are good for the call.
+    unsafe { (driver.table.cuMemGetInfo_v2)(&raw mut free, &raw mut total) }
 }
 
 /// Calls a function of the table by its name.

@@ -56,6 +56,14 @@ impl fmt::Debug for Stream {
     }
 }
 
+impl PartialEq for Stream {
+    fn eq(&self, other: &Self) -> bool {
+        self.0.key == other.0.key
+    }
+}
+
+impl Eq for Stream {}
+
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.owned && self.context.enter().is_ok() {
@@ -161,6 +169,22 @@ impl Stream {
             self.0.context.driver(),
             cuStreamWaitEvent(self.0.raw, event.raw, 0)
         )
+    }
+}
+
+impl Stream {
+    /// Lets work that is submitted from now on wait for all that another stream, of this or another device, has to do
+    /// now.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn wait_for(&self, other: &Stream) -> Result<(), CudaError> {
+        if self == other {
+            return Ok(());
+        }
+        let event = other.context().event()?;
+        event.record(other)?;
+        self.wait(&event)
     }
 }
 

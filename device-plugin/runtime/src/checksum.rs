@@ -1,0 +1,113 @@
+//! The checksum of device memory, taken on the device at the speed of its memory.
+//!
+//! What it is stands in [`bursar_protocol::checksum`]; [`of`] is the same for memory of the host.
+#![forbid(unsafe_code)]
+
+use bursar_protocol::checksum;
+pub use bursar_protocol::checksum::of;
+
+use crate::driver::{Context, Grid, Kernel, Stream};
+use crate::error::CudaError;
+
+/// Bytes that a thread takes at once; memory starts at a multiple of them.
+const PIECE: u64 = 16;
+const THREADS: u32 = 256;
+/// Blocks for each multiprocessor, as many as fit: loads under way are what keeps the memory busy.
+const BLOCKS: u32 = 8;
+/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`
+const MULTIPROCESSORS: i32 = 16;
+
+/// Why there is no checksum.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ChecksumError {
+    /// The memory does not start where the kernel can.
+    #[error("memory at {0:#x}: a checksum starts at a multiple of {PIECE} bytes")]
+    Unaligned(u64),
+    /// The driver failed; an address that is not there is a fault, which poisons the process image.
+    #[error(transparent)]
+    Cuda(#[from] CudaError),
+}
+
+/// The kernel, loaded into a context, with a place for its result.
+#[derive(Debug)]
+pub struct Checksum {
+    kernel: Kernel,
+    /// Eight bytes of device memory.
+    sum: u64,
+    /// The largest grid that helps.
+    blocks: u32,
+}
+
+impl Checksum {
+    /// Loads the kernel.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    pub fn new(context: &Context) -> Result<Checksum, CudaError> {
+        let kernel = Kernel::checksum(context)?;
+        let multiprocessors = context.device().attribute(MULTIPROCESSORS)?;
+        Ok(Checksum {
+            kernel,
+            sum: context.allocate(size_of::<u64>())?,
+            blocks: u32::try_from(multiprocessors)
+                .unwrap_or(1)
+                .saturating_mul(BLOCKS),
+        })
+    }
+
+    /// The checksum of memory of the context, behind what is in a stream; waits for it.
+    ///
+    /// # Errors
+    /// [`ChecksumError::Unaligned`], or what the driver answered.
+    pub fn of(&mut self, address: u64, bytes: u64, stream: &Stream) -> Result<u64, ChecksumError> {
+        if !address.is_multiple_of(PIECE) {
+            return Err(ChecksumError::Unaligned(address));
+        }
+        let context = self.kernel.context().clone();
+        let enough = bytes.div_ceil(PIECE * u64::from(THREADS));
+        let blocks = u32::try_from(enough).map_or(self.blocks, |enough| enough.min(self.blocks));
+        let mut sum = [0; size_of::<u64>()];
+        context.fill_async(self.sum, 0, sum.len(), stream)?;
+        self.kernel.launch(
+            stream,
+            Grid::line(blocks.max(1), THREADS),
+            &mut [address, bytes, self.sum],
+        )?;
+        stream.synchronize()?;
+        context.copy_from_device(&mut sum, self.sum)?;
+        Ok(checksum::finish(u64::from_le_bytes(sum), bytes))
+    }
+}
+
+impl Drop for Checksum {
+    fn drop(&mut self) {
+        // Where it fails the context is lost, and the memory with it.
+        let _ = self.kernel.context().free(self.sum);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_protocol::checksum::{FACTOR, WEYL};
+
+    const PTX: &str = include_str!("kernels/checksum.ptx");
+
+    #[test]
+    fn the_kernel_multiplies_by_the_numbers_of_the_definition() {
+        let mut factors: Vec<u64> = PTX
+            .lines()
+            .filter_map(|line| line.split("0x").nth(1))
+            .map(|tail| {
+                tail.split(|c: char| !c.is_ascii_hexdigit())
+                    .next()
+                    .unwrap_or("")
+            })
+            .map(|digits| u64::from_str_radix(digits, 16).expect("a number"))
+            .collect();
+        factors.sort_unstable();
+        factors.dedup();
+        let mut expected = [WEYL, FACTOR, WEYL.wrapping_mul(2)];
+        expected.sort_unstable();
+        assert_eq!(factors, expected);
+    }
+}
