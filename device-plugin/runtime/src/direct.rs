@@ -1,55 +1,103 @@
-//! The plainest source of memory: `cuMemAlloc` and `cuMemFree`, one call each.
+//! The plainest sources of memory: one call of the driver for each block, one for its free.
 //!
 //! The driver's free waits for all work that may use the memory, so no block's use is tracked. A free that fails is
 //! kept and tried again by [`reap_pending`](DeviceMemoryResource::reap_pending).
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
+use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use crate::driver::{Context, LINEAR_ALIGNMENT, Stream};
+use crate::driver::{Attach, Context, LINEAR_ALIGNMENT, Stream};
 use crate::error::{CudaError, FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_own,
     check_request, check_stream,
 };
 
-/// Linear memory of a context.
+/// What kind of memory: how it is allocated, and what it is called.
+pub trait Source: fmt::Debug + Send + Sync {
+    /// What the resource is called in messages.
+    const KIND: &'static str;
+
+    /// Allocates from the driver what `cuMemFree` frees.
+    ///
+    /// # Errors
+    /// What the driver answered.
+    fn allocate(&self, context: &Context, bytes: usize) -> Result<u64, CudaError>;
+}
+
+/// `cuMemAlloc`: memory of the device.
+#[derive(Clone, Copy, Debug)]
+pub struct Linear;
+
+impl Source for Linear {
+    const KIND: &'static str = "direct";
+
+    fn allocate(&self, context: &Context, bytes: usize) -> Result<u64, CudaError> {
+        context.allocate(bytes)
+    }
+}
+
+impl Source for Attach {
+    const KIND: &'static str = "managed";
+
+    fn allocate(&self, context: &Context, bytes: usize) -> Result<u64, CudaError> {
+        context.allocate_managed(bytes, *self)
+    }
+}
+
+/// Memory that is allocated and freed one block at a time: the device's, or managed memory.
 #[derive(Debug)]
-pub struct Direct {
+pub struct Direct<S = Linear> {
     context: Context,
+    source: S,
     origin: Origin,
     made: AtomicU64,
     live: AtomicU64,
     /// Blocks whose free failed.
     failed: Mutex<Vec<BlockRef>>,
+    /// Held by whoever tries them again; nobody waits for it.
+    reaping: Mutex<()>,
 }
 
+/// Managed memory, one block at a time, attached as told.
+pub type Managed = Direct<Attach>;
+
 impl Direct {
-    /// Linear memory of a context.
+    /// Memory of a context's device.
     pub fn new(context: &Context) -> Direct {
+        Direct::of(context, Linear)
+    }
+}
+
+impl<S: Source> Direct<S> {
+    /// Memory of a kind.
+    pub fn of(context: &Context, source: S) -> Direct<S> {
         Direct {
             context: context.clone(),
+            source,
             origin: Origin::unique(),
             made: AtomicU64::new(0),
             live: AtomicU64::new(0),
             failed: Mutex::default(),
+            reaping: Mutex::default(),
         }
     }
 
-    fn free(&self, block: BlockRef) -> Result<(), CudaError> {
-        self.context.free(block.address)
+    fn failed(&self) -> std::sync::MutexGuard<'_, Vec<BlockRef>> {
+        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl DeviceMemoryResource for Direct {
+impl<S: Source> DeviceMemoryResource for Direct<S> {
     fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
         check_request(self.ordinal(), layout, LINEAR_ALIGNMENT, stream)?;
         let bytes = layout.size() as u64;
         let address = self
-            .context
-            .allocate(layout.size())
+            .source
+            .allocate(&self.context, layout.size())
             .map_err(|error| ResourceError::of_allocation(self.ordinal(), bytes, error))?;
         self.live.fetch_add(bytes, Ordering::Relaxed);
         Ok(Block::new(BlockRef {
@@ -67,10 +115,9 @@ impl DeviceMemoryResource for Direct {
             return Err(FreeError::Refused { block, why });
         }
         let (gone, bytes) = (block.as_ref(), block.bytes());
-        let freed = self.free(gone);
+        let freed = self.context.free(gone.address);
         if freed.is_err() {
-            let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-            failed.push(gone);
+            self.failed().push(gone);
         }
         self.live.fetch_sub(bytes, Ordering::Relaxed);
         freed.map_err(|source| FreeError::Retired { bytes, source })
@@ -85,35 +132,47 @@ impl DeviceMemoryResource for Direct {
     }
 
     fn bytes_outstanding(&self) -> Outstanding {
-        let failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         Outstanding {
             live: self.live.load(Ordering::Relaxed),
-            retired: failed.iter().map(BlockRef::bytes).sum(),
+            retired: self.failed().iter().map(BlockRef::bytes).sum(),
         }
     }
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
-        // Freeing waits for the device: what is tried is taken off the list, and no lock is held meanwhile.
-        let tried =
-            std::mem::take(&mut *self.failed.lock().unwrap_or_else(PoisonError::into_inner));
-        let (mut reaped, mut left, mut answer) = (Reaped::default(), Vec::new(), Ok(()));
+        // A free waits for the device, so nobody may wait for this one: who comes meanwhile finds what is pending. What is
+        // tried stays on the list, so that it goes on counting.
+        let Ok(_only) = self.reaping.try_lock() else {
+            return Ok(Reaped {
+                freed: 0,
+                pending: self.bytes_outstanding().retired,
+            });
+        };
+        let tried = self.failed().clone();
+        let (mut freed, mut answer) = (Vec::new(), Ok(()));
         for block in tried {
-            match self.free(block) {
-                Ok(()) => reaped.freed += block.bytes(),
-                Err(error) => {
-                    answer = Err(error);
-                    left.push(block);
-                }
+            match self.context.free(block.address) {
+                Ok(()) => freed.push(block.generation),
+                Err(error) => answer = Err(error),
             }
         }
-        let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
-        failed.append(&mut left);
-        reaped.pending = failed.iter().map(BlockRef::bytes).sum();
+        let mut failed = self.failed();
+        let before: u64 = failed.iter().map(BlockRef::bytes).sum();
+        failed.retain(|block| !freed.contains(&block.generation));
+        let pending = failed.iter().map(BlockRef::bytes).sum();
         answer?;
-        Ok(reaped)
+        Ok(Reaped {
+            freed: before.saturating_sub(pending),
+            pending,
+        })
+    }
+
+    fn is_retired(&self, block: BlockRef) -> bool {
+        self.failed()
+            .iter()
+            .any(|failed| failed.generation == block.generation)
     }
 
     fn kind(&self) -> &'static str {
-        "direct"
+        S::KIND
     }
 }

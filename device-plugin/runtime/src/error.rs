@@ -49,6 +49,14 @@ pub enum ResourceError {
         /// The resource's device.
         ordinal: u32,
     },
+    /// Larger than any address space.
+    #[error("an allocation of {asked} bytes on device {ordinal}")]
+    TooLarge {
+        /// The resource's device.
+        ordinal: u32,
+        /// Bytes asked for.
+        asked: u64,
+    },
     /// The resource cannot align so coarsely.
     #[error("an alignment of {asked} bytes on device {ordinal}: at most {most}")]
     Alignment {
@@ -105,6 +113,30 @@ pub enum ResourceError {
         /// The block's number.
         generation: u64,
     },
+    /// A use of the block was prepared and not finished.
+    #[error("block {generation} is in use: {uses} prepared uses are not finished")]
+    InUse {
+        /// The block's number.
+        generation: u64,
+        /// How many.
+        uses: u32,
+    },
+    /// The use is of another stream than the one that it was prepared for.
+    #[error("a use of block {generation} was prepared for another stream")]
+    WrongStream {
+        /// The block's number.
+        generation: u64,
+    },
+    /// Somebody wrote where nobody may.
+    #[error("block {generation}: the byte at {address:#x} {}", if *before { "before or behind it was overwritten" } else { "in it was written after it was freed" })]
+    Corrupted {
+        /// The block's number.
+        generation: u64,
+        /// The first byte that is not as it was left.
+        address: u64,
+        /// It was written while the block lived, outside of it; otherwise after its free.
+        before: bool,
+    },
     /// The resource cannot track what streams do with its blocks.
     #[error(
         "{resource} does not track its blocks' use: wait for the stream before they are freed, or take a resource that does"
@@ -139,10 +171,14 @@ impl ResourceError {
             }
             ResourceError::OverBudget { .. } => ErrorClass::OutOfMemory,
             ResourceError::ZeroBytes { .. }
+            | ResourceError::TooLarge { .. }
             | ResourceError::Alignment { .. }
             | ResourceError::WrongOrdinal { .. }
             | ResourceError::Foreign { .. }
             | ResourceError::Stale { .. }
+            | ResourceError::InUse { .. }
+            | ResourceError::WrongStream { .. }
+            | ResourceError::Corrupted { .. }
             | ResourceError::StreamMisuse { .. } => ErrorClass::Caller,
         }
     }
@@ -156,12 +192,16 @@ impl ResourceError {
     pub fn reason(&self) -> &'static str {
         match self {
             ResourceError::ZeroBytes { .. } => "ZeroBytes",
+            ResourceError::TooLarge { .. } => "TooLarge",
             ResourceError::Alignment { .. } => "Alignment",
             ResourceError::OutOfMemory { .. } => "OutOfMemory",
             ResourceError::OverBudget { .. } => "OverBudget",
             ResourceError::WrongOrdinal { .. } => "WrongOrdinal",
             ResourceError::Foreign { .. } => "Foreign",
             ResourceError::Stale { .. } => "Stale",
+            ResourceError::InUse { .. } => "InUse",
+            ResourceError::WrongStream { .. } => "WrongStream",
+            ResourceError::Corrupted { .. } => "Corrupted",
             ResourceError::StreamMisuse { .. } => "StreamMisuse",
             ResourceError::Cuda(_) => "Cuda",
         }

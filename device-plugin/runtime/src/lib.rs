@@ -5,20 +5,42 @@
 //! * [`resource`] is what every source of device memory and every layer over one has in common
 //! * [`state`] says whether what a device holds for this process image is still there
 //! * [`checksum`] is what kept memory is verified by
-//! * [`direct`] is the plainest source: one driver call for each allocation
+//! * [`runtime`] is one GPU: its context, and the resource that it allocates from
+//! * sources of memory: [`direct`] (and managed), [`asynchronous`], [`exportable`] (and guard pages)
+//! * layers over them: [`budget`], [`statistics`], [`logging`], [`guard`], [`failure`], [`faults`]
 
+pub mod asynchronous;
+pub mod budget;
 pub mod checksum;
 pub mod direct;
 pub mod driver;
 pub mod error;
+pub mod exportable;
+pub mod failure;
+pub mod faults;
+pub mod guard;
+pub mod logging;
 pub mod resource;
+pub mod runtime;
 pub mod state;
+pub mod statistics;
+mod tracking;
+mod under;
 
+pub use asynchronous::Async;
+pub use budget::Budget;
 pub use checksum::Checksum;
-pub use direct::Direct;
+pub use direct::{Direct, Managed};
 pub use error::{CudaError, ErrorClass, FreeError, ResourceError};
+pub use exportable::Exportable;
+pub use failure::OnFailure;
+pub use faults::FaultInjection;
+pub use guard::Guard;
+pub use logging::Logging;
 pub use resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
     Tag,
 };
+pub use runtime::DeviceRuntime;
 pub use state::{DeviceState, Stale, Supervisor};
+pub use statistics::Statistics;

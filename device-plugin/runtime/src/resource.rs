@@ -184,6 +184,12 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
         Ok(Reaped::default())
     }
 
+    /// Whether a block that was freed here is still retired. A layer that counts asks this after a free and after a reap.
+    fn is_retired(&self, block: BlockRef) -> bool {
+        let _ = block;
+        false
+    }
+
     /// Orders work that will be submitted to a stream behind what makes the block usable there.
     ///
     /// # Errors
@@ -254,6 +260,10 @@ impl<R: DeviceMemoryResource + ?Sized> DeviceMemoryResource for Arc<R> {
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         (**self).reap_pending()
+    }
+
+    fn is_retired(&self, block: BlockRef) -> bool {
+        (**self).is_retired(block)
     }
 
     fn prepare_block_use(

@@ -191,8 +191,9 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/resources",
-        "sources of memory count what they hand out, and refuse what is not theirs",
-        &["--test", "direct"],
+        "sources of memory and layers over them: exact budgets whatever fails, uses in streams, guards, \
+         first use by 8 threads",
+        &["--test", "resources"],
     ),
     test_check(
         "runtime/state",

@@ -32,7 +32,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn allocate_async(&self, bytes: usize, stream: &Stream) -> Result<u64, CudaError> {
+    pub(crate) fn allocate_async(&self, bytes: usize, stream: &Stream) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
         call!(
@@ -46,7 +46,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn free_async(&self, address: u64, stream: &Stream) -> Result<(), CudaError> {
+    pub(crate) fn free_async(&self, address: u64, stream: &Stream) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemFreeAsync(address, stream.raw()))
     }

@@ -137,7 +137,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn allocate_managed(&self, bytes: usize, attach: Attach) -> Result<u64, CudaError> {
+    pub(crate) fn allocate_managed(&self, bytes: usize, attach: Attach) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
         call!(

@@ -30,6 +30,18 @@ unsafe impl Sync for Inner {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamKey(u64);
 
+impl StreamKey {
+    /// The key of a device's default stream.
+    pub fn default_of(ordinal: u32) -> StreamKey {
+        StreamKey(u64::from(ordinal))
+    }
+
+    /// Its number, for logs.
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
+
 /// Numbers below are the default streams', by ordinal.
 const FIRST: u64 = 1 << 32;
 static NEXT: AtomicU64 = AtomicU64::new(FIRST);
@@ -44,7 +56,7 @@ const NOT_READY: i32 = 600;
 pub(super) fn default_of(context: &Context) -> Stream {
     Stream(Arc::new(Inner {
         context: context.clone(),
-        key: StreamKey(u64::from(context.ordinal())),
+        key: StreamKey::default_of(context.ordinal()),
         raw: std::ptr::null_mut(),
         owned: false,
     }))

@@ -196,6 +196,7 @@ impl Reservation {
             reservation: Arc::clone(self),
             address,
             bytes,
+            mapped: true,
         };
         mapping.set_access(access, context)?;
         Ok(mapping)
@@ -211,21 +212,19 @@ pub enum Access {
     ReadWrite,
 }
 
-/// Memory at an address; unmapped when dropped.
+/// Memory at an address; unmapped when dropped, which does not wait for work that uses it.
 #[derive(Debug)]
 pub struct Mapping {
     reservation: Arc<Reservation>,
     address: u64,
     bytes: u64,
+    mapped: bool,
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         // Where it fails the process image is poisoned, and its mappings end with it.
-        let _ = call!(
-            self.reservation.driver,
-            cuMemUnmap(self.address, self.bytes as usize)
-        );
+        let _ = self.unmap();
     }
 }
 
@@ -238,6 +237,21 @@ impl Mapping {
     /// How many bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
+    }
+
+    /// Unmaps it, once. The driver does not wait for work that uses it: wait before.
+    ///
+    /// # Errors
+    /// What the driver answered; then it is still mapped.
+    pub fn unmap(&mut self) -> Result<(), CudaError> {
+        if self.mapped {
+            call!(
+                self.reservation.driver,
+                cuMemUnmap(self.address, self.bytes as usize)
+            )?;
+            self.mapped = false;
+        }
+        Ok(())
     }
 
     /// Changes what kernels of a context's device may do with it.

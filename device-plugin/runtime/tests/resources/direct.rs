@@ -1,25 +1,16 @@
-//! Linear memory over the simulated driver.
-#![allow(
-    clippy::unwrap_used,
-    reason = "a failed `unwrap` is a failed test, with its place"
-)]
+//! Memory that is allocated and freed one block at a time.
 
 use std::alloc::Layout;
 
-use bursar_runtime::driver::Driver;
-use bursar_runtime::{DeviceMemoryResource as _, Direct, FreeError, ResourceError, Tag};
+use bursar_runtime::driver::{Attach, Stream};
+use bursar_runtime::{DeviceMemoryResource as _, Direct, FreeError, Managed, ResourceError, Tag};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
-const MIB: usize = 1 << 20;
+use crate::{MIB, bytes, context, fault};
 
-fn direct(ordinal: u32) -> (Direct, bursar_runtime::driver::Stream) {
-    let device = Driver::get().unwrap().device(ordinal).unwrap();
-    let context = device.primary_context().unwrap();
+fn direct(ordinal: u32) -> (Direct, Stream) {
+    let context = context(ordinal);
     (Direct::new(&context), context.default_stream())
-}
-
-fn bytes(size: usize) -> Layout {
-    Layout::from_size_align(size, 1).unwrap()
 }
 
 #[test]
@@ -123,5 +114,68 @@ fn uses_are_not_tracked_and_that_is_said() {
             Err(misuse)
         );
         direct.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn a_free_that_fails_stays_charged_and_is_tried_again() {
+    inside(ONE_GPU, |_| {
+        let (direct, stream) = direct(0);
+        let block = direct
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        let gone = block.as_ref();
+        fault(&stream);
+        let Err(FreeError::Retired { bytes, source }) = direct.deallocate(block, &stream) else {
+            panic!("it was freed");
+        };
+        assert_eq!((bytes, source.code), (1 << 20, 700));
+        assert!(direct.is_retired(gone));
+        assert_eq!(direct.bytes_outstanding().retired, 1 << 20);
+        // The process image is poisoned for good: so is every retry, and nothing is forgotten.
+        assert_eq!(direct.reap_pending().unwrap_err().reason(), "Cuda");
+        assert_eq!(direct.bytes_outstanding().retired, 1 << 20);
+    });
+}
+
+#[test]
+fn managed_memory_takes_nothing_of_the_device_and_is_counted() {
+    inside(ONE_GPU, |machine| {
+        let context = context(0);
+        let (managed, stream) = (
+            Managed::of(&context, Attach::Global),
+            context.default_stream(),
+        );
+        let before = machine.used(0);
+        let block = managed
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        assert_eq!(machine.used(0), before);
+        assert_eq!(managed.bytes_outstanding().live, 1 << 20);
+        assert_eq!(managed.kind(), "managed");
+        managed.deallocate(block, &stream).unwrap();
+        assert_eq!(managed.bytes_outstanding().total(), 0);
+    });
+}
+
+#[test]
+fn eight_threads_of_64_iterations_leave_nothing_behind() {
+    inside(ONE_GPU, |machine| {
+        let (direct, stream) = direct(0);
+        let before = machine.used(0);
+        std::thread::scope(|scope| {
+            for thread in 1..=8 {
+                let (direct, stream) = (&direct, &stream);
+                scope.spawn(move || {
+                    for iteration in 1..=64 {
+                        let layout = bytes(thread * iteration * 1000);
+                        let block = direct.allocate(layout, stream, Tag::default()).unwrap();
+                        direct.deallocate(block, stream).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(direct.bytes_outstanding().total(), 0);
+        assert_eq!(machine.used(0), before);
     });
 }

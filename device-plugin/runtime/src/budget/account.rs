@@ -1,0 +1,179 @@
+//! A budget's arithmetic: bytes in use, never more than the limit, under any number of threads.
+#![forbid(unsafe_code)]
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::resource::BudgetSnapshot;
+
+/// A limit that can be changed while it is in use. A limit below what is in use stands: it admits nothing until enough
+/// came back.
+#[derive(Debug)]
+pub struct Account {
+    limit: AtomicU64,
+    used: AtomicU64,
+}
+
+impl Account {
+    /// An account with nothing in use.
+    pub const fn new(limit: u64) -> Account {
+        Account {
+            limit: AtomicU64::new(limit),
+            used: AtomicU64::new(0),
+        }
+    }
+
+    /// Takes bytes.
+    ///
+    /// # Errors
+    /// There is no room; with what was found, and nothing is taken.
+    #[inline]
+    pub fn take(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
+        let mut used = self.used.load(Ordering::Relaxed);
+        loop {
+            let limit = self.limit.load(Ordering::SeqCst);
+            let after = match used.checked_add(bytes) {
+                Some(after) if after <= limit => after,
+                _ => return Err(BudgetSnapshot { limit, used }),
+            };
+            // In one order with the limit's changes: who takes after a change either saw it above, or sees it below.
+            match self
+                .used
+                .compare_exchange_weak(used, after, Ordering::SeqCst, Ordering::Relaxed)
+            {
+                Ok(_) if after <= self.limit.load(Ordering::SeqCst) => return Ok(()),
+                Ok(_) => {
+                    self.give_back(bytes);
+                    used = self.used.load(Ordering::Relaxed);
+                }
+                Err(found) => used = found,
+            }
+        }
+    }
+
+    /// Gives back bytes that were taken.
+    #[inline]
+    pub fn give_back(&self, bytes: u64) {
+        let before = self.used.fetch_sub(bytes, Ordering::SeqCst);
+        debug_assert!(before >= bytes, "{bytes} of {before} bytes given back");
+    }
+
+    /// Changes the limit: what is taken after the return is within it.
+    pub fn resize(&self, limit: u64) {
+        self.limit.store(limit, Ordering::SeqCst);
+    }
+
+    /// Where it stands.
+    pub fn snapshot(&self) -> BudgetSnapshot {
+        BudgetSnapshot {
+            limit: self.limit.load(Ordering::SeqCst),
+            used: self.used.load(Ordering::SeqCst),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[derive(Debug, Clone)]
+    enum Step {
+        Take(u64),
+        GiveBack(usize),
+        Resize(u64),
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            4 => (0..100_u64).prop_map(Step::Take),
+            3 => any::<usize>().prop_map(Step::GiveBack),
+            1 => (0..500_u64).prop_map(Step::Resize),
+            1 => Just(Step::Take(u64::MAX)),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn it_admits_exactly_what_has_room(steps in prop::collection::vec(step(), 0..200)) {
+            let account = Account::new(300);
+            let (mut limit, mut taken) = (300, Vec::new());
+            for step in steps {
+                let used: u64 = taken.iter().sum();
+                match step {
+                    Step::Take(bytes) => {
+                        let fits = used.checked_add(bytes).is_some_and(|after| after <= limit);
+                        let answer = account.take(bytes);
+                        prop_assert_eq!(answer, if fits { Ok(()) } else { Err(BudgetSnapshot { limit, used }) });
+                        if fits {
+                            taken.push(bytes);
+                        }
+                    }
+                    Step::GiveBack(which) if !taken.is_empty() => {
+                        account.give_back(taken.swap_remove(which % taken.len()));
+                    }
+                    Step::GiveBack(_) => {}
+                    Step::Resize(to) => {
+                        account.resize(to);
+                        limit = to;
+                    }
+                }
+            }
+            let used = taken.iter().sum();
+            prop_assert_eq!(account.snapshot(), BudgetSnapshot { limit, used });
+        }
+    }
+
+    #[test]
+    fn eight_threads_never_have_more_than_the_limit_and_fill_it() {
+        const EACH: u64 = 7;
+        let account = Account::new(100 * EACH);
+        let (held, most) = (AtomicU64::new(0), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    for _ in 0..20_000 {
+                        if account.take(EACH).is_ok() {
+                            let now = held.fetch_add(EACH, Ordering::SeqCst) + EACH;
+                            most.fetch_max(now, Ordering::SeqCst);
+                            held.fetch_sub(EACH, Ordering::SeqCst);
+                            account.give_back(EACH);
+                        }
+                    }
+                });
+            }
+        });
+        assert!(most.into_inner() <= 100 * EACH);
+        assert_eq!(account.snapshot().used, 0);
+        let taken = (0..200).filter(|_| account.take(EACH).is_ok()).count();
+        assert_eq!(taken, 100);
+    }
+
+    #[test]
+    fn nothing_is_taken_above_a_limit_after_it_was_lowered() {
+        // Odd while the limit is 100.
+        let (account, epoch) = (Account::new(1000), AtomicU64::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    while epoch.load(Ordering::SeqCst) < 4_000 {
+                        let before = epoch.load(Ordering::SeqCst);
+                        let taken = account.take(600).is_ok();
+                        let unchanged = before == epoch.load(Ordering::SeqCst);
+                        if taken {
+                            account.give_back(600);
+                        }
+                        assert!(!(taken && unchanged && before % 2 == 1), "epoch {before}");
+                    }
+                });
+            }
+            for _ in 0..2_000 {
+                account.resize(100);
+                epoch.fetch_add(1, Ordering::SeqCst);
+                std::thread::yield_now();
+                epoch.fetch_add(1, Ordering::SeqCst);
+                account.resize(1000);
+            }
+        });
+        assert_eq!(account.snapshot().used, 0);
+    }
+}

@@ -1,0 +1,166 @@
+//! A log as comma-separated values that RMM's `replay` reads.
+//!
+//! Its columns (RMM 26.10, `cpp/benchmarks/utilities/log_parser.hpp`) are found by name: Thread and Size decimal, Pointer
+//! hexadecimal or `(nil)`, Action one of three words. `replay` refuses any stream but the default one and does not look
+//! at it otherwise, so Stream is always 0, and `StreamKey`, behind what it reads, is the stream.
+#![forbid(unsafe_code)]
+
+use std::fmt;
+use std::io::{self, Write};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::UNIX_EPOCH;
+
+use super::{Action, Event, Sink};
+
+const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream,StreamKey,Tag";
+
+struct State<W> {
+    out: W,
+    failed: Option<io::Error>,
+}
+
+/// Lines to a writer, which had better be buffered.
+pub struct Csv<W>(Mutex<State<W>>);
+
+impl<W> fmt::Debug for Csv<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Csv")
+    }
+}
+
+impl<W: Write + Send> Csv<W> {
+    /// Writes the header.
+    ///
+    /// # Errors
+    /// The writer's.
+    pub fn new(mut out: W) -> io::Result<Self> {
+        writeln!(out, "{HEADER}")?;
+        Ok(Csv(Mutex::new(State { out, failed: None })))
+    }
+
+    /// Flushes the writer. After its first error nothing more was written.
+    ///
+    /// # Errors
+    /// The writer's first.
+    pub fn flush(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        match state.failed.take() {
+            Some(error) => Err(error),
+            None => state.out.flush(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<W>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<W: Write + Send> Sink for Csv<W> {
+    fn write(&self, event: Event) {
+        let mut state = self.lock();
+        if state.failed.is_none() {
+            state.failed = writeln!(state.out, "{}", Line(&event)).err();
+        }
+    }
+}
+
+struct Line<'a>(&'a Event);
+
+impl fmt::Display for Line<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Event {
+            time,
+            thread,
+            action,
+            address,
+            bytes,
+            stream,
+            tag,
+        } = self.0;
+        let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+        let (seconds, micros) = (since.as_secs() % 86_400, since.subsec_micros());
+        let (hour, minute, second) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+        write!(f, "{thread},{hour:02}:{minute:02}:{second:02}.{micros:06},")?;
+        f.write_str(match action {
+            Action::Allocate => "allocate",
+            Action::AllocateFailure => "allocate failure",
+            Action::Free => "free",
+        })?;
+        match address {
+            0 => f.write_str(",(nil)")?,
+            address => write!(f, ",{address:#x}")?,
+        }
+        // RFC 4180: a quote inside of quotes is doubled.
+        let tag = tag.0.replace('"', "\"\"");
+        write!(f, ",{bytes},0,{},\"{tag}\"", stream.number())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::driver::StreamKey;
+    use crate::resource::Tag;
+    use std::time::Duration;
+
+    #[test]
+    fn a_line_has_the_columns_that_replay_reads() {
+        let event = Event {
+            time: UNIX_EPOCH + Duration::new(86_400 + 3661, 1_234_000),
+            thread: 3,
+            action: Action::Allocate,
+            address: 0x7f00_0000_0100,
+            bytes: 1024,
+            stream: StreamKey::default_of(0),
+            tag: Tag("a \"quoted\", tag"),
+        };
+        let expected =
+            "3,01:01:01.001234,allocate,0x7f0000000100,1024,0,0,\"a \"\"quoted\"\", tag\"";
+        assert_eq!(Line(&event).to_string(), expected);
+        let failed = Event {
+            action: Action::AllocateFailure,
+            address: 0,
+            ..event
+        };
+        assert!(
+            Line(&failed)
+                .to_string()
+                .contains(",allocate failure,(nil),1024,0,")
+        );
+    }
+
+    #[derive(Debug)]
+    struct Full;
+
+    impl Write for Full {
+        fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
+            if buffer.starts_with(b"Thread") || buffer == b"\n" {
+                Ok(buffer.len())
+            } else {
+                Err(io::ErrorKind::StorageFull.into())
+            }
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_writer_that_fails_is_told_of_by_the_next_flush() {
+        let csv = Csv::new(Full).expect("the header is taken");
+        csv.write(Event {
+            time: UNIX_EPOCH,
+            thread: 1,
+            action: Action::Free,
+            address: 1,
+            bytes: 1,
+            stream: StreamKey::default_of(0),
+            tag: Tag::default(),
+        });
+        assert_eq!(
+            csv.flush().map_err(|error| error.kind()),
+            Err(io::ErrorKind::StorageFull)
+        );
+    }
+}

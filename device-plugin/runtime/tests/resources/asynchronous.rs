@@ -1,0 +1,172 @@
+//! Stream-ordered memory.
+
+use std::time::Duration;
+
+use bursar_runtime::driver::Stream;
+use bursar_runtime::{Async, DeviceMemoryResource as _, FreeError, ResourceError, Tag};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+
+use crate::{MIB, bytes, context, spin};
+
+/// Long enough to be met again.
+const BUSY: Duration = Duration::from_millis(300);
+
+fn memory() -> (Async, Stream, Stream) {
+    let context = context(0);
+    let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
+    (Async::new(&context), first, second)
+}
+
+#[test]
+fn a_freed_block_is_retired_until_its_stream_is_done() {
+    inside(ONE_GPU, |_| {
+        let (memory, stream, _) = memory();
+        let block = memory
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        let gone = block.as_ref();
+        spin(&stream, BUSY);
+        memory.deallocate(block, &stream).unwrap();
+        let outstanding = memory.bytes_outstanding();
+        assert_eq!((outstanding.live, outstanding.retired), (0, 1 << 20));
+        assert!(memory.is_retired(gone));
+        assert_eq!(memory.reap_pending().unwrap().pending, 1 << 20);
+        stream.synchronize().unwrap();
+        let reaped = memory.reap_pending().unwrap();
+        assert_eq!((reaped.freed, reaped.pending), (1 << 20, 0));
+        assert!(!memory.is_retired(gone));
+    });
+}
+
+#[test]
+fn a_free_waits_for_uses_that_were_told_in_other_streams() {
+    inside(ONE_GPU, |_| {
+        let (memory, home, other) = memory();
+        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        spin(&other, BUSY);
+        memory.finish_block_use(used, &other).unwrap();
+        memory.deallocate(block, &home).unwrap();
+        assert!(
+            !home.is_idle().unwrap(),
+            "the free is behind the other stream's work"
+        );
+        assert_eq!(memory.reap_pending().unwrap().freed, 0);
+        home.synchronize().unwrap();
+        assert_eq!(memory.reap_pending().unwrap().freed, 1 << 20);
+    });
+}
+
+#[test]
+fn work_that_was_prepared_comes_after_the_allocation() {
+    inside(ONE_GPU, |_| {
+        let (memory, home, other) = memory();
+        spin(&home, BUSY);
+        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        assert!(other.is_idle().unwrap());
+        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        assert!(!other.is_idle().unwrap(), "it waits for the allocation");
+        memory.finish_block_use(used, &other).unwrap();
+        memory.deallocate(block, &other).unwrap();
+    });
+}
+
+#[test]
+fn a_use_that_was_recorded_afterwards_counts_too() {
+    inside(ONE_GPU, |_| {
+        let (memory, home, other) = memory();
+        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        spin(&other, BUSY);
+        memory.record_block_use(block.as_ref(), &other).unwrap();
+        memory.deallocate(block, &home).unwrap();
+        assert!(!home.is_idle().unwrap());
+    });
+}
+
+#[test]
+fn a_block_in_use_is_not_freed() {
+    inside(ONE_GPU, |_| {
+        let (memory, home, other) = memory();
+        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        let Err(FreeError::Refused { block, why }) = memory.deallocate(block, &home) else {
+            panic!("it was freed");
+        };
+        assert_eq!(
+            why,
+            ResourceError::InUse {
+                generation: 0,
+                uses: 1
+            }
+        );
+        memory.finish_block_use(used, &other).unwrap();
+        memory.deallocate(block, &home).unwrap();
+    });
+}
+
+#[test]
+fn a_use_ends_in_the_stream_that_it_was_prepared_for() {
+    inside(ONE_GPU, |_| {
+        let (memory, home, other) = memory();
+        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
+        let error = memory.finish_block_use(used, &home).unwrap_err();
+        assert_eq!(error.reason(), "WrongStream");
+    });
+}
+
+#[test]
+fn a_block_is_stale_after_its_free() {
+    inside(ONE_GPU, |_| {
+        let (memory, home, other) = memory();
+        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let gone = block.as_ref();
+        memory.deallocate(block, &home).unwrap();
+        // The next block may well have the same address.
+        let next = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let stale = ResourceError::Stale {
+            generation: gone.generation,
+        };
+        assert_eq!(memory.prepare_block_use(gone, &other), Err(stale.clone()));
+        assert_eq!(memory.record_block_use(gone, &other), Err(stale));
+        memory.record_block_use(next.as_ref(), &other).unwrap();
+        memory.deallocate(next, &home).unwrap();
+    });
+}
+
+#[test]
+fn a_stream_of_another_device_cannot_use_a_block() {
+    inside(TWO_GPUS, |_| {
+        let (memory, home, _) = memory();
+        let other = context(1).stream().unwrap();
+        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let error = memory.record_block_use(block.as_ref(), &other).unwrap_err();
+        assert_eq!(error.reason(), "WrongOrdinal");
+        memory.deallocate(block, &home).unwrap();
+    });
+}
+
+#[test]
+fn eight_threads_of_64_iterations_leave_nothing_behind() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let memory = Async::new(&context);
+        std::thread::scope(|scope| {
+            for thread in 1..=8 {
+                let (memory, context) = (&memory, &context);
+                scope.spawn(move || {
+                    let (home, other) = (context.stream().unwrap(), context.stream().unwrap());
+                    for iteration in 1..=64 {
+                        let layout = bytes(thread * iteration * 1000);
+                        let block = memory.allocate(layout, &home, Tag::default()).unwrap();
+                        memory.record_block_use(block.as_ref(), &other).unwrap();
+                        memory.deallocate(block, &home).unwrap();
+                    }
+                });
+            }
+        });
+        context.synchronize().unwrap();
+        memory.reap_pending().unwrap();
+        assert_eq!(memory.bytes_outstanding().total(), 0);
+    });
+}

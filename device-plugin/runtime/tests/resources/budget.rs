@@ -1,0 +1,310 @@
+//! The budget, exact whatever is under it does.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bursar_runtime::faults::Plan;
+use bursar_runtime::{
+    Async, Budget, BudgetSnapshot, DeviceMemoryResource, Direct, FaultInjection, FreeError, Guard,
+    ResourceError, Tag,
+};
+use bursar_sim_lab::{ONE_GPU, inside};
+use proptest::prelude::*;
+
+use crate::{MIB, bytes, context, spin};
+
+const LIMIT: u64 = 1 << 20;
+
+#[test]
+fn what_does_not_fit_is_over_budget_and_what_fits_is_not() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (budget, stream) = (
+            Budget::new(Direct::new(&context), LIMIT),
+            context.default_stream(),
+        );
+        let half = budget
+            .allocate(bytes(MIB / 2), &stream, Tag::default())
+            .unwrap();
+        let error = budget
+            .allocate(bytes(MIB / 2 + 1), &stream, Tag::default())
+            .unwrap_err();
+        let (asked, used) = (LIMIT / 2 + 1, LIMIT / 2);
+        assert_eq!(
+            error,
+            ResourceError::OverBudget {
+                ordinal: 0,
+                asked,
+                used,
+                limit: LIMIT
+            }
+        );
+        let rest = budget
+            .allocate(bytes(MIB / 2), &stream, Tag::default())
+            .unwrap();
+        budget.deallocate(half, &stream).unwrap();
+        budget.deallocate(rest, &stream).unwrap();
+        assert_eq!(
+            budget.budget_snapshot(),
+            Some(BudgetSnapshot {
+                limit: LIMIT,
+                used: 0
+            })
+        );
+    });
+}
+
+#[test]
+fn a_block_cannot_come_back_past_its_budget() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let direct = Arc::new(Direct::new(&context));
+        let (budget, stream) = (
+            Budget::new(Arc::clone(&direct), LIMIT),
+            context.default_stream(),
+        );
+        let block = budget.allocate(bytes(1), &stream, Tag::default()).unwrap();
+        let Err(FreeError::Refused { block, why }) = direct.deallocate(block, &stream) else {
+            panic!("it was freed");
+        };
+        assert_eq!(why.reason(), "Foreign");
+        budget.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn a_budget_of_what_is_shared_counts_its_own_blocks_only() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (shared, stream) = (Arc::new(Async::new(&context)), context.stream().unwrap());
+        let [first, second] = [(); 2].map(|()| Budget::new(Arc::clone(&shared), LIMIT));
+        let blocks =
+            [&first, &second].map(|of| of.allocate(bytes(MIB), &stream, Tag::default()).unwrap());
+        for (of, block) in [&first, &second].into_iter().zip(blocks) {
+            of.deallocate(block, &stream).unwrap();
+        }
+        // Whoever reaps what is shared, each budget finds its own.
+        shared.reap_pending().unwrap();
+        for of in [&first, &second] {
+            assert_eq!(of.reap_pending().unwrap().freed, LIMIT);
+            assert_eq!(of.account().snapshot().used, 0);
+        }
+    });
+}
+
+#[test]
+fn a_free_that_waits_for_its_stream_still_counts() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (budget, stream) = (
+            Budget::new(Async::new(&context), LIMIT),
+            context.stream().unwrap(),
+        );
+        let block = budget
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        spin(&stream, Duration::from_millis(300));
+        budget.deallocate(block, &stream).unwrap();
+        assert!(budget.allocate(bytes(1), &stream, Tag::default()).is_err());
+        stream.synchronize().unwrap();
+        // It reaps by itself.
+        let block = budget
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        budget.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn an_allocation_that_the_driver_refuses_takes_nothing_of_the_budget() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (budget, stream) = (
+            Budget::new(Direct::new(&context), u64::MAX),
+            context.default_stream(),
+        );
+        let error = budget
+            .allocate(bytes(1 << 40), &stream, Tag::default())
+            .unwrap_err();
+        assert_eq!(error.reason(), "OutOfMemory");
+        assert_eq!(budget.account().snapshot().used, 0);
+    });
+}
+
+#[test]
+fn a_budget_is_resized_under_what_is_allocated() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (budget, stream) = (
+            Budget::new(Direct::new(&context), LIMIT),
+            context.default_stream(),
+        );
+        let block = budget
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        budget.account().resize(LIMIT / 2);
+        assert!(budget.allocate(bytes(1), &stream, Tag::default()).is_err());
+        budget.deallocate(block, &stream).unwrap();
+        assert!(
+            budget
+                .allocate(bytes(MIB), &stream, Tag::default())
+                .is_err()
+        );
+        budget.account().resize(LIMIT);
+        let block = budget
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        budget.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn eight_threads_fill_a_budget_to_its_last_byte_and_never_pass_it() {
+    const EACH: usize = 4096;
+    const BLOCKS: usize = 37;
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let budget = Budget::new(Direct::new(&context), (BLOCKS * EACH) as u64);
+        let (live, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                let (budget, context, live, most) = (&budget, &context, &live, &most);
+                scope.spawn(move || {
+                    let stream = context.default_stream();
+                    let mut own = Vec::new();
+                    for step in 0..640 {
+                        if step % 10 < 7 {
+                            if let Ok(block) = budget.allocate(bytes(EACH), &stream, Tag::default())
+                            {
+                                most.fetch_max(
+                                    live.fetch_add(1, Ordering::SeqCst) + 1,
+                                    Ordering::SeqCst,
+                                );
+                                own.push(block);
+                            }
+                        } else if let Some(block) = own.pop() {
+                            live.fetch_sub(1, Ordering::SeqCst);
+                            budget.deallocate(block, &stream).unwrap();
+                        }
+                    }
+                    for block in own {
+                        live.fetch_sub(1, Ordering::SeqCst);
+                        budget.deallocate(block, &stream).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(most.into_inner(), BLOCKS);
+        assert_eq!(budget.account().snapshot().used, 0);
+        assert_eq!(budget.bytes_outstanding().total(), 0);
+    });
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Allocate(usize),
+    Free(usize),
+    Resize(u64),
+    Reap,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (1..LIMIT as usize / 3).prop_map(Step::Allocate),
+        4 => any::<usize>().prop_map(Step::Free),
+        1 => (0..LIMIT * 2).prop_map(Step::Resize),
+        1 => Just(Step::Reap),
+    ]
+}
+
+/// One call in five or so fails.
+fn codes() -> impl Strategy<Value = VecDeque<Option<i32>>> {
+    let one = prop_oneof![5 => Just(None), 1 => prop_oneof![Just(2), Just(700), Just(999)].prop_map(Some)];
+    prop::collection::vec_deque(one, 0..60)
+}
+
+/// Whatever is under a budget and fails, what the budget counts is what was asked for and not yet given back.
+fn exact(
+    resource: impl DeviceMemoryResource,
+    stream: &bursar_runtime::driver::Stream,
+    steps: Vec<Step>,
+) {
+    let budget = Budget::new(resource, LIMIT);
+    let (mut live, mut limit) = (Vec::new(), LIMIT);
+    for step in steps {
+        match step {
+            Step::Allocate(size) => {
+                let before = budget.account().snapshot().used;
+                match budget.allocate(bytes(size), stream, Tag::default()) {
+                    Ok(block) => {
+                        live.push(block);
+                        assert!(budget.account().snapshot().used <= limit);
+                    }
+                    Err(ResourceError::OverBudget { used, asked, .. }) => {
+                        assert!(used + asked > limit, "{used} + {asked} of {limit}");
+                    }
+                    Err(_) => assert!(budget.account().snapshot().used <= before),
+                }
+            }
+            Step::Free(_) if live.is_empty() => {}
+            Step::Free(which) => {
+                let block = live.swap_remove(which % live.len());
+                match budget.deallocate(block, stream) {
+                    Ok(()) | Err(FreeError::Retired { .. }) => {}
+                    Err(FreeError::Refused { why, .. }) => panic!("{why}"),
+                }
+            }
+            Step::Resize(to) => {
+                budget.account().resize(to);
+                limit = to;
+            }
+            Step::Reap => {
+                drop(budget.reap_pending());
+                assert_eq!(
+                    budget.account().snapshot().used,
+                    budget.bytes_outstanding().total()
+                );
+            }
+        }
+        // What came back since may count until somebody needs it.
+        assert!(budget.account().snapshot().used >= budget.bytes_outstanding().total());
+        let owned: u64 = live.iter().map(bursar_runtime::Block::bytes).sum();
+        assert_eq!(budget.bytes_outstanding().live, owned);
+    }
+    for block in live {
+        drop(budget.deallocate(block, stream));
+    }
+    // The plans end, so in the end all comes back.
+    while budget
+        .reap_pending()
+        .map_or(true, |reaped| reaped.pending > 0)
+    {}
+    assert_eq!(budget.account().snapshot().used, 0);
+}
+
+#[test]
+fn a_budget_never_drifts_whatever_fails_under_it() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let stream = context.stream().unwrap();
+        let histories = prop::collection::vec(step(), 0..60);
+        proptest!(|(steps in histories, allocations in codes(), frees in codes(), reaps in codes())| {
+            let plan = Plan { allocations, frees, reaps };
+            exact(FaultInjection::new(Direct::new(&context), plan.clone()), &stream, steps.clone());
+            exact(FaultInjection::new(Async::new(&context), plan), &stream, steps);
+        });
+    });
+}
+
+#[test]
+fn a_budget_never_drifts_over_a_quarantine() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let stream = context.default_stream();
+        proptest!(ProptestConfig::with_cases(32), |(steps in prop::collection::vec(step(), 0..40))| {
+            exact(Guard::new(Direct::new(&context), LIMIT / 4), &stream, steps);
+        });
+    });
+}

@@ -1,0 +1,129 @@
+//! What the debug guard finds.
+
+use std::alloc::Layout;
+
+use bursar_runtime::driver::Stream;
+use bursar_runtime::{
+    DeviceMemoryResource, Direct, Exportable, FreeError, Guard, ResourceError, Tag,
+};
+use bursar_sim_lab::{ONE_GPU, inside};
+
+use crate::{MIB, bytes, context};
+
+fn corrupted(address: u64, before: bool) -> ResourceError {
+    ResourceError::Corrupted {
+        generation: 0,
+        address,
+        before,
+    }
+}
+
+/// A byte beside a block is written, and the free finds it.
+fn finds(guard: &impl DeviceMemoryResource, stream: &Stream, layout: Layout, offset: i64) {
+    let block = guard.allocate(layout, stream, Tag::default()).unwrap();
+    let address = block.address().wrapping_add_signed(offset);
+    stream.context().fill(address, 0, 1).unwrap();
+    let Err(FreeError::Refused { block, why }) = guard.deallocate(block, stream) else {
+        panic!("it was not found");
+    };
+    let generation = block.as_ref().generation;
+    assert_eq!(
+        why,
+        ResourceError::Corrupted {
+            generation,
+            address,
+            before: true
+        }
+    );
+    // Repaired, it is freed.
+    stream.context().fill(address, 0xCA, 1).unwrap();
+    guard.deallocate(block, stream).unwrap();
+}
+
+#[test]
+fn a_write_past_either_end_is_found_by_the_free() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let stream = context.default_stream();
+        let direct = Guard::new(Direct::new(&context), 0);
+        let pages = Guard::new(Exportable::guarded(&context, 4).unwrap(), 0);
+        for (size, align) in [(1, 1), (1000, 256), (3 * MIB, 16)] {
+            let layout = Layout::from_size_align(size, align).unwrap();
+            for offset in [-1, -256, size as i64, size as i64 + 255] {
+                finds(&direct, &stream, layout, offset);
+                finds(&pages, &stream, layout, offset);
+            }
+        }
+    });
+}
+
+#[test]
+fn writes_inside_of_a_block_are_nobodys_business() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (guard, stream) = (
+            Guard::new(Direct::new(&context), 0),
+            context.default_stream(),
+        );
+        let block = guard
+            .allocate(bytes(1000), &stream, Tag::default())
+            .unwrap();
+        let mut fresh = [0; 1000];
+        context
+            .copy_from_device(&mut fresh, block.address())
+            .unwrap();
+        assert_eq!(
+            fresh, [0xCD; 1000],
+            "what is not written is not zero by accident"
+        );
+        context.fill(block.address(), 7, 1000).unwrap();
+        guard.deallocate(block, &stream).unwrap();
+        assert_eq!(guard.take_found(), []);
+    });
+}
+
+#[test]
+fn a_write_after_the_free_is_found_when_the_block_leaves_quarantine() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (guard, stream) = (
+            Guard::new(Direct::new(&context), 1 << 20),
+            context.default_stream(),
+        );
+        let block = guard.allocate(bytes(MIB), &stream, Tag::default()).unwrap();
+        let gone = block.as_ref();
+        guard.deallocate(block, &stream).unwrap();
+        assert!(guard.is_retired(gone));
+        assert_eq!(guard.bytes_outstanding().retired, 1 << 20);
+        context.fill(gone.address + 5, 1, 1).unwrap();
+        assert_eq!(guard.reap_pending().unwrap().freed, 1 << 20);
+        assert_eq!(guard.take_found(), [corrupted(gone.address + 5, false)]);
+        assert!(!guard.is_retired(gone));
+    });
+}
+
+#[test]
+fn a_full_device_empties_the_quarantine() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (guard, stream) = (
+            Guard::new(Direct::new(&context), u64::MAX),
+            context.default_stream(),
+        );
+        let (free, _) = context.memory_info().unwrap();
+        let most = free as usize / 2 / MIB * MIB + 2 * MIB;
+        // Untouched memory of the simulated device costs nothing, but filling it would: so the blocks are small.
+        let filler = Direct::new(&context);
+        let rest = filler
+            .allocate(bytes(free as usize - 8 * MIB), &stream, Tag::default())
+            .unwrap();
+        assert!(most > 4 * MIB);
+        for _ in 0..4 {
+            let block = guard
+                .allocate(bytes(4 * MIB), &stream, Tag::default())
+                .unwrap();
+            guard.deallocate(block, &stream).unwrap();
+        }
+        filler.deallocate(rest, &stream).unwrap();
+    });
+}

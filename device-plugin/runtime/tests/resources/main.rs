@@ -1,0 +1,56 @@
+//! Sources of memory, and layers over them, on the simulated driver.
+#![allow(unsafe_code, reason = "launches kernels")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod asynchronous;
+mod budget;
+mod direct;
+mod exportable;
+mod guard;
+mod layers;
+mod runtime;
+
+use std::alloc::Layout;
+use std::time::Duration;
+
+use bursar_runtime::driver::{Context, Driver, Grid, Stream};
+
+const MIB: usize = 1 << 20;
+
+fn context(ordinal: u32) -> Context {
+    let device = Driver::get().unwrap().device(ordinal).unwrap();
+    device.primary_context().unwrap()
+}
+
+fn bytes(size: usize) -> Layout {
+    Layout::from_size_align(size, 1).unwrap()
+}
+
+/// Keeps a stream busy.
+fn spin(stream: &Stream, time: Duration) {
+    let spin = stream
+        .context()
+        .load(c"")
+        .unwrap()
+        .function(c"spin")
+        .unwrap();
+    let mut nanoseconds = u64::try_from(time.as_nanos()).unwrap();
+    let mut arguments = [(&raw mut nanoseconds).cast()];
+    // SAFETY: spin(uint64_t nanoseconds)
+    unsafe { spin.launch(stream, Grid::line(1, 1), &mut arguments) }.unwrap();
+}
+
+/// Poisons the process image.
+fn fault(stream: &Stream) {
+    let fault = stream
+        .context()
+        .load(c"")
+        .unwrap()
+        .function(c"fault")
+        .unwrap();
+    // SAFETY: fault() has no arguments.
+    unsafe { fault.launch(stream, Grid::line(1, 1), &mut []) }.unwrap();
+}
