@@ -8,6 +8,8 @@
 //! * [`runtime`] is one GPU: its context, and the resource that it allocates from
 //! * sources of memory: [`direct`] (and managed), [`asynchronous`], [`exportable`] (and guard pages)
 //! * layers over them: [`budget`], [`statistics`], [`logging`], [`guard`], [`failure`], [`faults`]
+//! * [`direct`] is the plainest source: one driver call for each allocation
+//! * [`pool`] cuts blocks from slabs of another source without a call of the driver
 
 pub mod asynchronous;
 pub mod budget;
@@ -20,6 +22,7 @@ pub mod failure;
 pub mod faults;
 pub mod guard;
 pub mod logging;
+pub mod pool;
 pub mod resource;
 pub mod runtime;
 pub mod state;
@@ -37,6 +40,7 @@ pub use failure::OnFailure;
 pub use faults::FaultInjection;
 pub use guard::Guard;
 pub use logging::Logging;
+pub use pool::{Pool, PoolSettings, PoolStatistics};
 pub use resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
     Tag,

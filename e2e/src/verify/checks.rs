@@ -196,6 +196,11 @@ const CHECKS: &[Check] = &[
         &["--test", "resources"],
     ),
     test_check(
+        "runtime/pool",
+        "the pool puts streams in order, grows, gives back, and loses no byte between eight threads",
+        &["--test", "pool"],
+    ),
+    test_check(
         "runtime/state",
         "a fault of one device makes all that the process image has stale; device memory has its checksum",
         &["--test", "state", "--test", "checksum"],

@@ -144,6 +144,11 @@ impl Stream {
         self.0.key
     }
 
+    /// Whether nobody has another clone of it.
+    pub(crate) fn is_last(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
+    }
+
     /// The `CUstream`, for calls of others.
     pub fn as_raw(&self) -> usize {
         self.0.raw as usize

@@ -1,0 +1,217 @@
+//! Histories over many shards against a model that keeps every byte range, and threads against one another.
+
+use super::*;
+use crate::pool::heap::GRANULE;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+const MIB: u64 = 1 << 20;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Take { lane: usize, request: Request },
+    Free { which: usize },
+    ReturnChunks,
+    AddSlab { mib: u64 },
+    RemoveSlab { which: usize },
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let bytes = prop_oneof![3 => 1..=64 * 1024u64, 3 => 1..=4 * MIB, 2 => 1..=48 * MIB];
+    let align = prop_oneof![6 => Just(1), 1 => (8..22u32).prop_map(|power| 1 << power)];
+    let step = prop_oneof![
+        12 => (0..6usize, bytes, align)
+            .prop_map(|(lane, bytes, align)| Step::Take { lane, request: Request { bytes, align } }),
+        10 => any::<usize>().prop_map(|which| Step::Free { which }),
+        1 => Just(Step::ReturnChunks),
+        1 => (1..=96u64).prop_map(|mib| Step::AddSlab { mib }),
+        1 => any::<usize>().prop_map(|which| Step::RemoveSlab { which }),
+    ];
+    proptest::collection::vec(step, 1..300)
+}
+
+#[derive(Default)]
+struct Model {
+    slabs: Vec<(Whole, u64, u64)>,
+    added: u32,
+    end: u64,
+    live: BTreeMap<u64, (Place, u64)>,
+}
+
+impl Model {
+    fn gaps(&self) -> Vec<(u64, u64)> {
+        let mut gaps = Vec::new();
+        for &(_, start, bytes) in &self.slabs {
+            let mut at = start;
+            for (&address, &(_, size)) in self.live.range(start..start + bytes) {
+                gaps.push((at, address - at));
+                at = address + size;
+            }
+            gaps.push((at, start + bytes - at));
+        }
+        gaps
+    }
+
+    fn fits(&self, request: Request) -> bool {
+        let align = request.align.max(GRANULE);
+        let bytes = request.bytes.next_multiple_of(GRANULE);
+        self.gaps()
+            .iter()
+            .any(|&(at, gap)| at.next_multiple_of(align) - at + bytes <= gap)
+    }
+}
+
+fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
+    let (arena, mut model) = (Arena::new(), Model::default());
+    model.end = GRANULE;
+    for step in steps {
+        match step {
+            Step::AddSlab { mib } => {
+                let whole = arena.add(model.added, model.end, mib * MIB, After::NOTHING);
+                model
+                    .slabs
+                    .push((whole.expect("a slab can be added"), model.end, mib * MIB));
+                model.added += 1;
+                model.end += mib * MIB;
+            }
+            Step::Take { lane, request } => {
+                let fits = model.fits(request);
+                let placed = arena.take(lane, request);
+                prop_assert!(fits || placed.is_none());
+                let placed = placed.or_else(|| arena.take_anywhere(request));
+                // The gaps of the model know nothing of chunks, and each block's crumb is still in them.
+                prop_assert_eq!(placed.is_some(), fits, "{:?}", request);
+                let Some(placed) = placed else { continue };
+                prop_assert_eq!(placed.address % request.align.max(GRANULE), 0);
+                let bytes = arena.bytes_of(placed.place);
+                let inside = model
+                    .gaps()
+                    .into_iter()
+                    .any(|(at, gap)| at <= placed.address && placed.address + bytes <= at + gap);
+                prop_assert!(inside, "{:?} overlaps", placed);
+                model.live.insert(placed.address, (placed.place, bytes));
+            }
+            Step::Free { which } => {
+                let Some(nth) = which.checked_rem(model.live.len()) else {
+                    continue;
+                };
+                let (&at, &(place, _)) = model.live.iter().nth(nth).expect("it has as many");
+                prop_assert!(arena.free(place, After::NOTHING, |all| all).is_ok());
+                prop_assert!(arena.free(place, After::NOTHING, |all| all).is_err());
+                model.live.remove(&at);
+            }
+            Step::ReturnChunks => arena.return_chunks(),
+            Step::RemoveSlab { which } => {
+                let Some(nth) = which.checked_rem(model.slabs.len()) else {
+                    continue;
+                };
+                let (whole, start, bytes) = model.slabs[nth];
+                arena.return_chunks();
+                let free = model.live.range(start..start + bytes).next().is_none();
+                prop_assert_eq!(arena.remove(whole).is_some(), free);
+                if free {
+                    model.slabs.remove(nth);
+                }
+            }
+        }
+        let totals = arena.totals();
+        prop_assert_eq!(totals.blocks, model.live.len() as u64);
+        prop_assert_eq!(
+            totals.live,
+            model.live.values().map(|&(_, bytes)| bytes).sum::<u64>()
+        );
+        prop_assert_eq!(
+            totals.free,
+            model.gaps().iter().map(|&(_, gap)| gap).sum::<u64>()
+        );
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn a_request_is_refused_only_where_no_free_range_is_large_enough(steps in steps()) {
+        play(steps)?;
+    }
+}
+
+impl Arena {
+    fn bytes_of(&self, place: Place) -> u64 {
+        self.parts[usize::from(place.part)]
+            .lock()
+            .heap
+            .bytes_of(place.id)
+    }
+}
+
+/// As `rand` would, without its cost: a test's threads must meet in the arena, not in their numbers.
+fn next(state: &mut u64) -> u64 {
+    *state ^= *state << 13;
+    *state ^= *state >> 7;
+    *state ^= *state << 17;
+    *state
+}
+
+#[test]
+fn eight_threads_never_get_one_byte_twice_and_lose_none() {
+    const BYTES: u64 = 256 * MIB;
+    let arena = Arena::new();
+    arena
+        .add(0, GRANULE, BYTES, After::NOTHING)
+        .expect("it can be added");
+    let owners: Vec<AtomicU8> = (0..BYTES / GRANULE).map(|_| AtomicU8::new(0)).collect();
+    let owners = |address: u64, bytes: u64| {
+        let first = (address / GRANULE - 1) as usize;
+        &owners[first..first + bytes.div_ceil(GRANULE) as usize]
+    };
+    std::thread::scope(|scope| {
+        for thread in 1..=8u8 {
+            let (arena, owners) = (&arena, &owners);
+            scope.spawn(move || {
+                let mut state = 0x9e37_79b9_7f4a_7c15 ^ u64::from(thread);
+                let mut live: Vec<(Placed, u64)> = Vec::new();
+                let release = |(placed, bytes): (Placed, u64)| {
+                    for owner in owners(placed.address, bytes) {
+                        assert_eq!(owner.swap(0, Ordering::Relaxed), thread);
+                    }
+                    arena
+                        .free(placed.place, After::NOTHING, |all| all)
+                        .expect("it is live");
+                };
+                for _ in 0..20_000 {
+                    let draw = next(&mut state);
+                    if live.len() > 40 || (draw & 3 == 0 && !live.is_empty()) {
+                        release(live.swap_remove((draw >> 8) as usize % live.len()));
+                        continue;
+                    }
+                    let bytes = 1 + (draw >> 8) % (1 << (8 + (draw >> 3) % 12));
+                    let request = Request { bytes, align: 1 };
+                    // The threads share two lanes, so that shards meet threads and threads shards.
+                    let lane = usize::from(thread % 2);
+                    let placed = arena
+                        .take(lane, request)
+                        .or_else(|| arena.take_anywhere(request));
+                    let placed =
+                        placed.expect("8 x 40 blocks of half a MiB at most are less than there is");
+                    for owner in owners(placed.address, bytes) {
+                        assert_eq!(owner.swap(thread, Ordering::Relaxed), 0);
+                    }
+                    live.push((placed, bytes));
+                }
+                live.drain(..).for_each(release);
+            });
+        }
+    });
+    let all = arena.take_anywhere(Request {
+        bytes: BYTES,
+        align: 1,
+    });
+    assert!(
+        all.is_some(),
+        "the heap is whole again: {:?}",
+        arena.totals()
+    );
+}

@@ -1,0 +1,170 @@
+//! Which list a free block of a size stands in: two levels of size classes, each with a bit that says "not empty".
+//!
+//! The first level is the power of two, the second cuts each power into 64 equal classes, so that a class is at
+//! most 1/64 of its size wide. Sizes below 64 granules have a class each. This is the index of TLSF ("a new
+//! dynamic memory allocator for real-time systems", Masmano et al., ECRTS 2004); two bit scans find the smallest
+//! class that has a block.
+
+/// How many classes a power of two is cut into: the bits of a word.
+const CUTS: u32 = u64::BITS;
+const CUT_BITS: u32 = CUTS.trailing_zeros();
+/// Powers of two of a size in granules, those below [`CUTS`] being one.
+const ROWS: usize = (u32::BITS - CUT_BITS + 1) as usize;
+
+/// No block.
+pub(super) const NONE: u32 = u32::MAX;
+
+/// One size class.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Class {
+    row: u32,
+    cut: u32,
+}
+
+impl Class {
+    /// The class that a block of `size` granules stands in.
+    #[inline]
+    pub(super) fn of(size: u32) -> Class {
+        if size < CUTS {
+            return Class { row: 0, cut: size };
+        }
+        let row = size.ilog2() - CUT_BITS + 1;
+        Class {
+            row,
+            cut: (size >> (row - 1)) & (CUTS - 1),
+        }
+    }
+
+    fn slot(self) -> usize {
+        (self.row * CUTS + self.cut) as usize
+    }
+}
+
+/// The first block of each class.
+#[derive(Debug)]
+pub(super) struct Classes {
+    first: Box<[u32]>,
+    rows: u32,
+    cuts: [u64; ROWS],
+}
+
+impl Classes {
+    pub(super) fn new() -> Classes {
+        Classes {
+            first: vec![NONE; ROWS * CUTS as usize].into_boxed_slice(),
+            rows: 0,
+            cuts: [0; ROWS],
+        }
+    }
+
+    /// The first block of a class, or [`NONE`].
+    #[inline]
+    pub(super) fn first(&self, class: Class) -> u32 {
+        self.first[class.slot()]
+    }
+
+    /// Makes `block` the first of a class; [`NONE`] empties the class.
+    #[inline]
+    pub(super) fn set_first(&mut self, class: Class, block: u32) {
+        self.first[class.slot()] = block;
+        let cuts = &mut self.cuts[class.row as usize];
+        if block == NONE {
+            *cuts &= !(1 << class.cut);
+        } else {
+            *cuts |= 1 << class.cut;
+        }
+        if *cuts == 0 {
+            self.rows &= !(1 << class.row);
+        } else {
+            self.rows |= 1 << class.row;
+        }
+    }
+
+    /// The smallest class above `class` that has a block: each block there is larger than every one of `class`.
+    #[inline]
+    pub(super) fn above(&self, class: Class) -> Option<Class> {
+        let cuts = self.cuts[class.row as usize] & (u64::MAX << class.cut) & !(1 << class.cut);
+        if cuts != 0 {
+            return Some(Class {
+                row: class.row,
+                cut: cuts.trailing_zeros(),
+            });
+        }
+        self.lowest_of(self.rows & (u32::MAX << class.row) & !(1 << class.row))
+    }
+
+    #[inline]
+    fn lowest_of(&self, rows: u32) -> Option<Class> {
+        (rows != 0).then(|| {
+            let row = rows.trailing_zeros();
+            Class {
+                row,
+                cut: self.cuts[row as usize].trailing_zeros(),
+            }
+        })
+    }
+
+    /// The class of the smallest blocks.
+    pub(super) fn smallest(&self) -> Option<Class> {
+        self.lowest_of(self.rows)
+    }
+
+    /// The class of the largest blocks.
+    pub(super) fn largest(&self) -> Option<Class> {
+        (self.rows != 0).then(|| {
+            let row = self.rows.ilog2();
+            Class {
+                row,
+                cut: self.cuts[row as usize].ilog2(),
+            }
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn a_larger_block_never_stands_in_a_smaller_class(one in 1u32.., other in 1u32..) {
+            let (small, large) = (one.min(other), one.max(other));
+            prop_assert!(Class::of(small).slot() <= Class::of(large).slot());
+        }
+
+        #[test]
+        fn a_class_is_at_most_a_64th_of_its_size_wide(size in 1u32..) {
+            let class = Class::of(size);
+            let wide = (size / CUTS).max(1);
+            if let Some(far) = size.checked_add(wide) {
+                prop_assert_ne!(Class::of(far), class);
+            }
+        }
+
+        #[test]
+        fn the_next_class_is_the_smallest_that_has_a_block(
+            sizes in proptest::collection::vec(1u32.., 0..40),
+            asked in 1u32..,
+        ) {
+            let mut classes = Classes::new();
+            for (block, &size) in (0..).zip(&sizes) {
+                classes.set_first(Class::of(size), block);
+            }
+            let slots = sizes.iter().map(|&size| Class::of(size).slot());
+            let expected = slots.clone().filter(|&slot| slot > Class::of(asked).slot()).min();
+            prop_assert_eq!(classes.above(Class::of(asked)).map(Class::slot), expected);
+            prop_assert_eq!(classes.smallest().map(Class::slot), slots.clone().min());
+            prop_assert_eq!(classes.largest().map(Class::slot), slots.max());
+        }
+    }
+
+    #[test]
+    fn an_emptied_class_is_passed_over() {
+        let mut classes = Classes::new();
+        classes.set_first(Class::of(100), 1);
+        classes.set_first(Class::of(1000), 2);
+        classes.set_first(Class::of(100), NONE);
+        assert_eq!(classes.above(Class::of(1)), Some(Class::of(1000)));
+    }
+}

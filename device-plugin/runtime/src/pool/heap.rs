@@ -1,0 +1,567 @@
+//! A heap of address ranges: which block a request gets, and what a free block becomes one with.
+//!
+//! It knows numbers only, neither memory nor driver: headers stand beside the memory, for a GPU's memory cannot be
+//! written from the host for the price of an allocation. An allocation takes the first block of the smallest class
+//! that fits and gives back the rest; a free merges with both neighbours at once. Both take a bounded number of
+//! steps, but for one search: where every larger class is empty, the request's own class is looked through, so that
+//! nothing is refused that fits somewhere.
+
+use super::classes::{Class, Classes, NONE};
+use super::order::After;
+
+/// Blocks begin at multiples of this and have such sizes: what CUDA's own allocations guarantee, and RMM's.
+pub(super) const GRANULE: u64 = 256;
+
+/// A rest of up to this part of a block is not worth a header of its own.
+const CRUMB_SHIFT: u32 = 6;
+/// A rest above this many granules always is.
+const CRUMB_MOST: u32 = 64;
+
+/// A block of a heap. It never names another block, even after its header is used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct BlockId {
+    /// The header's place.
+    pub(super) index: u32,
+    /// The number of the allocation among all of its heap, from 1.
+    pub(super) serial: u64,
+}
+
+/// What an allocation got.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken {
+    /// To free it by.
+    pub(super) id: BlockId,
+    /// Where it begins.
+    pub(super) address: u64,
+    /// Its size in bytes, at least the request's.
+    pub(super) bytes: u64,
+    /// What may still use it.
+    pub(super) after: After,
+}
+
+/// A region that is free from end to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Whole {
+    /// The region's name.
+    pub(super) region: u32,
+    /// The block that spans it.
+    pub(super) index: u32,
+}
+
+/// Why nothing was done with a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Refusal {
+    /// It is not this heap's, or was freed before.
+    #[error("the block is not allocated")]
+    NotLive,
+    /// Uses of it are open.
+    #[error("{0} uses of the block are open")]
+    InUse(u32),
+}
+
+/// What becomes of the uses of a block that are open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Open {
+    More,
+    Same,
+    Fewer,
+}
+
+/// A free block at an end of a region that is not free from end to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct End {
+    /// The region's name.
+    pub(super) region: u32,
+    /// The block.
+    index: u32,
+    /// Its bytes.
+    pub(super) bytes: u64,
+    /// Whether it is the lower end.
+    pub(super) low: bool,
+    /// What may still use it.
+    pub(super) after: After,
+}
+
+/// Exactly a cache line: a merge with both neighbours touches three.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Header {
+    address: u64,
+    /// The allocation's number; 0 while the block is free.
+    serial: u64,
+    /// Of a free block: what may still use it. Of an allocated one: what may, beside what it is freed by.
+    after: After,
+    /// Bytes that were asked for.
+    asked: u64,
+    /// In granules; 0 while the header is unused.
+    size: u32,
+    /// The neighbour at the lower address.
+    below: u32,
+    /// The neighbour at the higher address.
+    above: u32,
+    /// Of a free block: its neighbours in the class's list. Of an unused header: the next one. Of an allocated block:
+    /// `previous` counts the uses that are open.
+    previous: u32,
+    next: u32,
+    region: u32,
+}
+
+const UNUSED: Header = Header {
+    address: 0,
+    serial: 0,
+    after: After::NOTHING,
+    asked: 0,
+    size: 0,
+    below: NONE,
+    above: NONE,
+    previous: NONE,
+    next: NONE,
+    region: 0,
+};
+
+/// The heap.
+#[derive(Debug)]
+pub(super) struct Heap {
+    headers: Vec<Header>,
+    unused: u32,
+    classes: Classes,
+    free: u64,
+    live: u64,
+    asked: u64,
+    blocks: u64,
+    taken: u64,
+}
+
+impl Default for Heap {
+    fn default() -> Heap {
+        Heap::new()
+    }
+}
+
+impl Heap {
+    /// A heap without memory.
+    pub(super) fn new() -> Heap {
+        Heap {
+            headers: Vec::new(),
+            unused: NONE,
+            classes: Classes::new(),
+            free: 0,
+            live: 0,
+            asked: 0,
+            blocks: 0,
+            taken: 0,
+        }
+    }
+
+    /// Bytes that are free.
+    pub(super) fn free_bytes(&self) -> u64 {
+        self.free
+    }
+
+    /// Bytes of allocated blocks, as large as they are.
+    pub(super) fn live_bytes(&self) -> u64 {
+        self.live
+    }
+
+    /// Bytes of allocated blocks, as they were asked for.
+    pub(super) fn asked_bytes(&self) -> u64 {
+        self.asked
+    }
+
+    /// Allocated blocks.
+    pub(super) fn live_blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// Bytes of the largest free block.
+    pub(super) fn largest_free(&self) -> u64 {
+        let Some(class) = self.classes.largest() else {
+            return 0;
+        };
+        let sizes = self
+            .list(class)
+            .map(|index| self.headers[index as usize].size);
+        bytes(sizes.max().unwrap_or(0))
+    }
+
+    /// Adds a region of free memory, whole granules; `None` where it is too large for one or empty.
+    pub(super) fn add(
+        &mut self,
+        region: u32,
+        address: u64,
+        size: u64,
+        after: After,
+    ) -> Option<Whole> {
+        let size = u32::try_from(size / GRANULE)
+            .ok()
+            .filter(|&size| size > 0)?;
+        let index = self.header()?;
+        self.headers[index as usize] = Header {
+            address,
+            size,
+            region,
+            after,
+            ..UNUSED
+        };
+        self.free += bytes(size);
+        self.link(index);
+        Some(Whole { region, index })
+    }
+
+    /// Whether a region is free from end to end, and what may still use it. Its lowest block is the one that
+    /// [`Heap::add`] answered: merging keeps the lower header, splitting too.
+    pub(super) fn whole(&self, whole: Whole) -> Option<After> {
+        let header = self.headers.get(whole.index as usize)?;
+        let spans = header.size > 0 && header.below == NONE && header.above == NONE;
+        (spans && is_free(header) && header.region == whole.region).then_some(header.after)
+    }
+
+    /// Takes a region away that is free from end to end; what may still use it.
+    pub(super) fn remove(&mut self, whole: Whole) -> Option<After> {
+        let after = self.whole(whole)?;
+        self.unlink(whole.index);
+        self.free -= bytes(self.headers[whole.index as usize].size);
+        self.recycle(whole.index);
+        Some(after)
+    }
+
+    /// A block of at least `size` bytes at a multiple of `align` (a power of two).
+    #[inline]
+    pub(super) fn allocate(&mut self, asked: u64, align: u64) -> Option<Taken> {
+        let size = u32::try_from(asked.div_ceil(GRANULE)).ok()?.max(1);
+        let index = match align > GRANULE {
+            true => self.find_aligned(size, align)?,
+            false => self.find(size)?,
+        };
+        Some(self.take(index, size, asked))
+    }
+
+    /// A block for another heap to cut up: one that nobody asked for yet.
+    pub(super) fn lend(&mut self, bytes: u64) -> Option<Taken> {
+        let size = u32::try_from(bytes / GRANULE)
+            .ok()
+            .filter(|&size| size > 0)?;
+        let index = self.find(size)?;
+        Some(self.take(index, size, 0))
+    }
+
+    /// Cuts a lent block where one of its ends is free in the heap that has it: what stays lent, and the end.
+    pub(super) fn divide(&mut self, id: BlockId, end: &End) -> Option<(BlockId, BlockId)> {
+        let size = self.live(id).ok()?.size;
+        let cut = u32::try_from(end.bytes / GRANULE)
+            .ok()
+            .filter(|&cut| 0 < cut && cut < size)?;
+        let index = self.split(id.index, if end.low { cut } else { size - cut })?;
+        self.taken += 1;
+        self.blocks += 1;
+        let upper = &mut self.headers[index as usize];
+        upper.serial = self.taken;
+        upper.previous = 0;
+        let (lower, upper) = (
+            id,
+            BlockId {
+                index,
+                serial: self.taken,
+            },
+        );
+        Some(if end.low {
+            (upper, lower)
+        } else {
+            (lower, upper)
+        })
+    }
+
+    /// The free blocks at the ends of regions that are not free from end to end.
+    pub(super) fn ends(&self) -> Vec<End> {
+        let Some(first) = self.classes.smallest() else {
+            return Vec::new();
+        };
+        let ends = self.list_from(first).filter_map(|index| {
+            let header = &self.headers[index as usize];
+            let (low, high) = (header.below == NONE, header.above == NONE);
+            (low != high).then_some(End {
+                region: header.region,
+                index,
+                bytes: bytes(header.size),
+                low,
+                after: header.after,
+            })
+        });
+        ends.collect()
+    }
+
+    /// Takes the free end of a region away; the region without it.
+    pub(super) fn remove_end(&mut self, end: &End, whole: Whole) -> Whole {
+        let Header {
+            above, below, size, ..
+        } = self.headers[end.index as usize];
+        self.unlink(end.index);
+        self.recycle(end.index);
+        self.free -= bytes(size);
+        if end.low {
+            self.headers[above as usize].below = NONE;
+            return Whole {
+                index: above,
+                ..whole
+            };
+        }
+        self.headers[below as usize].above = NONE;
+        whole
+    }
+
+    /// Frees a block that `after` may still use; the region, where it is free from end to end now. `left` says what of
+    /// a neighbour's users is still to be waited for by who waits for `after`.
+    #[inline]
+    pub(super) fn free(
+        &mut self,
+        id: BlockId,
+        after: After,
+        left: impl Fn(After) -> After,
+    ) -> Result<Option<Whole>, Refusal> {
+        let mut index = id.index;
+        let mut header = *self.live(id)?;
+        if header.previous != 0 {
+            return Err(Refusal::InUse(header.previous));
+        }
+        header.serial = 0;
+        header.after = header.after.and(after);
+        self.headers[index as usize].serial = 0;
+        self.live -= bytes(header.size);
+        self.free += bytes(header.size);
+        self.asked -= header.asked;
+        self.blocks -= 1;
+        if let Some(above) = self.free_at(header.above) {
+            self.unlink(header.above);
+            self.recycle(header.above);
+            header.size += above.size;
+            header.after = header.after.and(left(above.after));
+            header.above = above.above;
+        }
+        if let Some(below) = self.free_at(header.below) {
+            self.unlink(header.below);
+            self.recycle(index);
+            index = header.below;
+            header = Header {
+                size: header.size + below.size,
+                after: header.after.and(left(below.after)),
+                above: header.above,
+                ..below
+            };
+        }
+        self.headers[index as usize] = header;
+        if header.above != NONE {
+            self.headers[header.above as usize].below = index;
+        }
+        self.link(index);
+        let whole = header.below == NONE && header.above == NONE;
+        Ok(whole.then_some(Whole {
+            region: header.region,
+            index,
+        }))
+    }
+
+    /// Remembers what more may use an allocated block.
+    pub(super) fn used(&mut self, id: BlockId, after: After, open: Open) -> Result<(), Refusal> {
+        self.live(id)?;
+        let header = &mut self.headers[id.index as usize];
+        header.after = header.after.and(after);
+        header.previous = match open {
+            Open::More => header.previous.saturating_add(1),
+            Open::Same => header.previous,
+            Open::Fewer => header.previous.saturating_sub(1),
+        };
+        Ok(())
+    }
+
+    #[inline]
+    fn live(&self, id: BlockId) -> Result<&Header, Refusal> {
+        let header = self.headers.get(id.index as usize);
+        header
+            .filter(|header| header.serial == id.serial && id.serial != 0)
+            .ok_or(Refusal::NotLive)
+    }
+
+    #[inline]
+    fn free_at(&self, index: u32) -> Option<Header> {
+        let header = self.headers.get(index as usize)?;
+        is_free(header).then_some(*header)
+    }
+
+    /// A free block of at least `size` granules: the best class's first, or one of the request's own class.
+    #[inline]
+    fn find(&self, size: u32) -> Option<u32> {
+        let own = Class::of(size);
+        let first = self.classes.first(own);
+        if first != NONE && self.headers[first as usize].size >= size {
+            return Some(first);
+        }
+        match self.classes.above(own) {
+            Some(class) => Some(self.classes.first(class)),
+            None => self
+                .list(own)
+                .find(|&index| self.headers[index as usize].size >= size),
+        }
+    }
+
+    /// A free block of at least `size` granules that begins at a multiple of `align`: what is below is cut off.
+    #[cold]
+    fn find_aligned(&mut self, size: u32, align: u64) -> Option<u32> {
+        let room = u32::try_from(align / GRANULE).ok()?;
+        // The largest shift that any address can need; a block that needs less may be smaller.
+        let roomy = self.find(size.checked_add(room - 1)?);
+        let fits = |&index: &u32| {
+            let header = &self.headers[index as usize];
+            u64::from(header.size) >= u64::from(size) + shift(header.address, align)
+        };
+        let index = match roomy {
+            Some(index) => index,
+            None => self.list_from(Class::of(size)).find(fits)?,
+        };
+        let skip = u32::try_from(shift(self.headers[index as usize].address, align)).ok()?;
+        if skip == 0 {
+            return Some(index);
+        }
+        self.unlink(index);
+        let rest = self.split(index, skip);
+        self.link(index);
+        self.link(rest?);
+        rest
+    }
+
+    /// Allocates a free block, and gives back what is above `size` granules.
+    #[inline]
+    fn take(&mut self, index: u32, size: u32, asked: u64) -> Taken {
+        self.unlink(index);
+        let rest = self.headers[index as usize].size - size;
+        if rest > (size >> CRUMB_SHIFT).min(CRUMB_MOST)
+            && let Some(rest) = self.split(index, size)
+        {
+            self.link(rest);
+        }
+        self.taken += 1;
+        let header = &mut self.headers[index as usize];
+        header.serial = self.taken;
+        header.asked = asked;
+        header.previous = 0;
+        let taken = Taken {
+            id: BlockId {
+                index,
+                serial: header.serial,
+            },
+            address: header.address,
+            bytes: bytes(header.size),
+            after: std::mem::replace(&mut header.after, After::NOTHING),
+        };
+        self.free -= taken.bytes;
+        self.live += taken.bytes;
+        self.asked += asked;
+        self.blocks += 1;
+        taken
+    }
+
+    /// Cuts a block that stands in no list after `size` granules; the rest, in no list either.
+    #[inline]
+    fn split(&mut self, index: u32, size: u32) -> Option<u32> {
+        let rest = self.header()?;
+        let header = &mut self.headers[index as usize];
+        let above = header.above;
+        let cut = Header {
+            address: header.address + bytes(size),
+            size: header.size - size,
+            below: index,
+            ..*header
+        };
+        header.size = size;
+        header.above = rest;
+        self.headers[rest as usize] = cut;
+        if above != NONE {
+            self.headers[above as usize].below = rest;
+        }
+        Some(rest)
+    }
+
+    #[inline]
+    fn link(&mut self, index: u32) {
+        let class = Class::of(self.headers[index as usize].size);
+        let next = self.classes.first(class);
+        let header = &mut self.headers[index as usize];
+        header.previous = NONE;
+        header.next = next;
+        if next != NONE {
+            self.headers[next as usize].previous = index;
+        }
+        self.classes.set_first(class, index);
+    }
+
+    #[inline]
+    fn unlink(&mut self, index: u32) {
+        let Header {
+            previous,
+            next,
+            size,
+            ..
+        } = self.headers[index as usize];
+        if next != NONE {
+            self.headers[next as usize].previous = previous;
+        }
+        if previous != NONE {
+            self.headers[previous as usize].next = next;
+        } else {
+            self.classes.set_first(Class::of(size), next);
+        }
+    }
+
+    /// An unused header; `None` where all indices are used.
+    #[inline]
+    fn header(&mut self) -> Option<u32> {
+        let index = self.unused;
+        if index != NONE {
+            self.unused = self.headers[index as usize].next;
+            return Some(index);
+        }
+        let index = u32::try_from(self.headers.len())
+            .ok()
+            .filter(|&index| index < NONE)?;
+        self.headers.push(UNUSED);
+        Some(index)
+    }
+
+    /// Keeps a header for later.
+    #[inline]
+    fn recycle(&mut self, index: u32) {
+        let header = &mut self.headers[index as usize];
+        header.size = 0;
+        header.next = self.unused;
+        self.unused = index;
+    }
+
+    fn list(&self, class: Class) -> impl Iterator<Item = u32> {
+        let some = |index: u32| (index != NONE).then_some(index);
+        std::iter::successors(some(self.classes.first(class)), move |&index| {
+            some(self.headers[index as usize].next)
+        })
+    }
+
+    fn list_from(&self, class: Class) -> impl Iterator<Item = u32> {
+        std::iter::successors(Some(class), |&class| self.classes.above(class))
+            .flat_map(|class| self.list(class))
+    }
+}
+
+#[inline]
+fn is_free(header: &Header) -> bool {
+    header.serial == 0
+}
+
+#[inline]
+fn bytes(granules: u32) -> u64 {
+    u64::from(granules) * GRANULE
+}
+
+/// Granules from `address` to the next multiple of `align`.
+fn shift(address: u64, align: u64) -> u64 {
+    (address.next_multiple_of(align) - address) / GRANULE
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,259 @@
+//! Random histories against a model that keeps every byte range.
+
+use super::*;
+use proptest::prelude::*;
+use std::collections::BTreeMap;
+
+#[derive(Clone, Debug)]
+enum Step {
+    Allocate { size: u64, align: u64 },
+    Free { which: usize, after: After },
+    FreeTwice { which: usize },
+    Remove { which: usize },
+    Add { granules: u64 },
+}
+
+fn sizes() -> impl Strategy<Value = u64> {
+    prop_oneof![
+        1..=4096u64,
+        1..=1u64 << 20,
+        (1..=64u64).prop_map(|granules| granules * GRANULE)
+    ]
+}
+
+fn after() -> impl Strategy<Value = After> {
+    (0..4u64, 0..8u64).prop_map(|(lanes, stamp)| After { lanes, stamp })
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let aligns = prop_oneof![6 => Just(GRANULE), 1 => (0..8u32).prop_map(|power| GRANULE << power), 1 => Just(1)];
+    let step = prop_oneof![
+        10 => (sizes(), aligns).prop_map(|(size, align)| Step::Allocate { size, align }),
+        8 => (any::<usize>(), after()).prop_map(|(which, after)| Step::Free { which, after }),
+        1 => any::<usize>().prop_map(|which| Step::FreeTwice { which }),
+        1 => any::<usize>().prop_map(|which| Step::Remove { which }),
+        1 => (1..=16384u64).prop_map(|granules| Step::Add { granules }),
+    ];
+    proptest::collection::vec(step, 1..200)
+}
+
+/// What the heap must be.
+#[derive(Default)]
+struct Model {
+    regions: Vec<(Whole, u64, u64)>,
+    added: u32,
+    /// Live blocks by address: name and bytes.
+    live: BTreeMap<u64, (BlockId, u64)>,
+    dead: Vec<BlockId>,
+}
+
+impl Model {
+    /// Free ranges, as large as they can be.
+    fn gaps(&self) -> Vec<(u64, u64)> {
+        let mut gaps = Vec::new();
+        for &(_, start, bytes) in &self.regions {
+            let mut at = start;
+            for (&address, &(_, size)) in self.live.range(start..start + bytes) {
+                if address > at {
+                    gaps.push((at, address - at));
+                }
+                at = address + size;
+            }
+            if at < start + bytes {
+                gaps.push((at, start + bytes - at));
+            }
+        }
+        gaps
+    }
+
+    fn fits(&self, size: u64, align: u64) -> bool {
+        let size = size.next_multiple_of(GRANULE);
+        let align = align.max(GRANULE);
+        self.gaps()
+            .iter()
+            .any(|&(at, bytes)| at.next_multiple_of(align) - at + size <= bytes)
+    }
+
+    fn pick(&self, which: usize) -> Option<(u64, BlockId)> {
+        let nth = which.checked_rem(self.live.len())?;
+        self.live.iter().nth(nth).map(|(&at, &(id, _))| (at, id))
+    }
+}
+
+fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
+    let (mut heap, mut model) = (Heap::new(), Model::default());
+    for step in steps {
+        match step {
+            Step::Add { granules } => {
+                // Regions touch one another, and must not become one.
+                let start = model
+                    .regions
+                    .iter()
+                    .map(|&(_, at, bytes)| at + bytes)
+                    .max()
+                    .unwrap_or(GRANULE * 3);
+                let whole = heap.add(model.added, start, granules * GRANULE, After::NOTHING);
+                model.regions.push((
+                    whole.expect("a region of that size can be added"),
+                    start,
+                    granules * GRANULE,
+                ));
+                model.added += 1;
+            }
+            Step::Allocate { size, align } => {
+                let fits = model.fits(size, align);
+                let taken = heap.allocate(size, align);
+                prop_assert_eq!(taken.is_some(), fits, "{} bytes at {}", size, align);
+                let Some(taken) = taken else { continue };
+                let granules = size.next_multiple_of(GRANULE);
+                prop_assert!((granules..=granules + granules / 64).contains(&taken.bytes));
+                prop_assert_eq!(taken.address % align.max(GRANULE), 0);
+                let inside = model.gaps().into_iter().any(|(at, bytes)| {
+                    at <= taken.address && taken.address + taken.bytes <= at + bytes
+                });
+                prop_assert!(inside, "{:?} overlaps", taken);
+                model.live.insert(taken.address, (taken.id, taken.bytes));
+            }
+            Step::Free { which, after } => {
+                let Some((at, id)) = model.pick(which) else {
+                    continue;
+                };
+                let whole = heap
+                    .free(id, after, all)
+                    .expect("a live block can be freed");
+                model.live.remove(&at);
+                model.dead.push(id);
+                let &(region, start, size) = model
+                    .regions
+                    .iter()
+                    .find(|&&(_, start, size)| (start..start + size).contains(&at))
+                    .expect("a block lies in a region");
+                let free = model.live.range(start..start + size).next().is_none();
+                prop_assert_eq!(whole, free.then_some(region));
+            }
+            Step::FreeTwice { which } => {
+                if let Some(nth) = which.checked_rem(model.dead.len()) {
+                    prop_assert!(heap.free(model.dead[nth], After::NOTHING, all).is_err());
+                }
+            }
+            Step::Remove { which } => {
+                let Some(nth) = which.checked_rem(model.regions.len()) else {
+                    continue;
+                };
+                let (whole, start, size) = model.regions[nth];
+                let free = model.live.range(start..start + size).next().is_none();
+                prop_assert_eq!(heap.remove(whole).is_some(), free);
+                if free {
+                    model.regions.remove(nth);
+                    prop_assert!(heap.remove(whole).is_none());
+                }
+            }
+        }
+        let gaps = model.gaps();
+        prop_assert_eq!(
+            heap.free_bytes(),
+            gaps.iter().map(|&(_, bytes)| bytes).sum::<u64>()
+        );
+        prop_assert_eq!(
+            heap.live_bytes(),
+            model.live.values().map(|&(_, bytes)| bytes).sum::<u64>()
+        );
+        prop_assert_eq!(heap.live_blocks(), model.live.len() as u64);
+        prop_assert_eq!(
+            heap.largest_free(),
+            gaps.iter().map(|&(_, bytes)| bytes).max().unwrap_or(0)
+        );
+        // One header for each block and each gap, none more: neighbours were merged.
+        let used = heap.headers.iter().filter(|header| header.size > 0).count();
+        prop_assert_eq!(used, gaps.len() + model.live.len());
+    }
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(512))]
+
+    #[test]
+    fn blocks_never_overlap_and_free_neighbours_are_always_one(steps in steps()) {
+        play(steps)?;
+    }
+}
+
+/// Nobody waited for anything yet.
+fn all(after: After) -> After {
+    after
+}
+
+/// A heap with one region.
+fn heap(bytes: u64) -> (Heap, Whole) {
+    let mut heap = Heap::new();
+    let whole = heap
+        .add(0, 1 << 40, bytes, After::NOTHING)
+        .expect("a region can be added");
+    (heap, whole)
+}
+
+#[test]
+fn a_merged_block_waits_for_all_that_used_its_parts() {
+    let (mut heap, whole) = heap(3 * GRANULE);
+    let taken: Vec<_> = (0..3).filter_map(|_| heap.allocate(GRANULE, 1)).collect();
+    for (lane, taken) in (0..).zip(&taken) {
+        let after = After {
+            lanes: 1 << lane,
+            stamp: 10 - lane,
+        };
+        heap.free(taken.id, after, all).expect("it is live");
+    }
+    assert_eq!(
+        heap.remove(whole),
+        Some(After {
+            lanes: 0b111,
+            stamp: 10
+        })
+    );
+}
+
+#[test]
+fn what_is_left_of_a_cut_block_still_waits() {
+    let (mut heap, whole) = heap(2 * GRANULE);
+    let both = heap.allocate(2 * GRANULE, 1).expect("it fits");
+    let after = After { lanes: 1, stamp: 7 };
+    heap.free(both.id, after, all).expect("it is live");
+    let one = heap.allocate(GRANULE, 1).expect("it fits");
+    assert_eq!(one.after, after);
+    heap.free(one.id, After::NOTHING, all).expect("it is live");
+    assert_eq!(heap.whole(whole), Some(after));
+}
+
+#[test]
+fn an_old_name_of_a_header_frees_nothing() {
+    let (mut heap, _) = heap(GRANULE);
+    let old = heap.allocate(1, 1).expect("it fits");
+    heap.free(old.id, After::NOTHING, all).expect("it is live");
+    let new = heap.allocate(1, 1).expect("it fits");
+    assert_eq!(old.id.index, new.id.index);
+    assert!(heap.free(old.id, After::NOTHING, all).is_err());
+    assert_eq!(
+        heap.free(new.id, After::NOTHING, all)
+            .map(|whole| whole.is_some()),
+        Ok(true)
+    );
+}
+
+impl Heap {
+    pub(in crate::pool) fn bytes_of(&self, id: BlockId) -> u64 {
+        bytes(self.headers[id.index as usize].size)
+    }
+}
+
+#[test]
+fn what_the_freeing_stream_was_put_behind_is_not_waited_for_twice() {
+    let (mut heap, whole) = heap(2 * GRANULE);
+    let [one, other] = [0; 2].map(|_| heap.allocate(GRANULE, 1).expect("it fits"));
+    let used = |lanes, stamp| After { lanes, stamp };
+    heap.free(one.id, used(0b01, 1), all).expect("it is live");
+    let left = |before: After| used(before.lanes & !0b01, before.stamp);
+    heap.free(other.id, used(0b10, 2), left)
+        .expect("it is live");
+    assert_eq!(heap.whole(whole), Some(used(0b10, 2)));
+}

@@ -1,0 +1,406 @@
+//! The pool over the simulated driver.
+#![allow(unsafe_code, reason = "launches kernels")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use std::alloc::Layout;
+use std::time::{Duration, Instant};
+
+use bursar_runtime::driver::{Context, Driver, Grid, Stream};
+use bursar_runtime::{
+    Block, BlockRef, DeviceMemoryResource as _, Direct, FreeError, Pool, PoolSettings,
+    ResourceError, Tag,
+};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+
+const MIB: u64 = 1 << 20;
+const BUSY: Duration = Duration::from_millis(300);
+
+fn context(ordinal: u32) -> Context {
+    let device = Driver::get().unwrap().device(ordinal).unwrap();
+    device.primary_context().unwrap()
+}
+
+fn pool_of(context: &Context, settings: PoolSettings) -> Pool<Direct> {
+    Pool::new(Direct::new(context), context, settings).unwrap()
+}
+
+/// A pool of exactly so many bytes, and what its streams are made from.
+fn pool(mib: u64) -> (Context, Pool<Direct>) {
+    let context = context(0);
+    let settings = PoolSettings {
+        initial: mib * MIB,
+        maximum: mib * MIB,
+        ..PoolSettings::default()
+    };
+    let pool = pool_of(&context, settings);
+    (context, pool)
+}
+
+fn bytes(size: u64) -> Layout {
+    Layout::from_size_align(size as usize, 1).unwrap()
+}
+
+fn take(pool: &Pool<Direct>, size: u64, stream: &Stream) -> Block {
+    pool.allocate(bytes(size), stream, Tag::default()).unwrap()
+}
+
+/// Keeps a stream busy.
+fn occupy(stream: &Stream) {
+    let module = stream.context().load(c"").unwrap();
+    let spin = module.function(c"spin").unwrap();
+    let mut nanoseconds = BUSY.as_nanos() as u64;
+    // SAFETY: the kernel takes one integer, and writes nothing.
+    unsafe {
+        spin.launch(
+            stream,
+            Grid::line(1, 1),
+            &mut [(&raw mut nanoseconds).cast()],
+        )
+    }
+    .unwrap();
+}
+
+#[test]
+fn what_a_stream_frees_is_its_own_next_block_and_waits_for_nothing() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(64);
+        let stream = context.stream().unwrap();
+        let warm = take(&pool, MIB, &stream);
+        occupy(&stream);
+        let address = warm.address();
+        pool.deallocate(warm, &stream).unwrap();
+        let again = take(&pool, MIB, &stream);
+        assert_eq!(again.address(), address);
+        assert_eq!(pool.statistics().waits, 0);
+        pool.deallocate(again, &stream).unwrap();
+    });
+}
+
+#[test]
+fn a_stream_that_takes_anothers_block_comes_after_the_work_there() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
+        let block = take(&pool, 2 * MIB, &first);
+        occupy(&first);
+        pool.deallocate(block, &first).unwrap();
+        let begun = Instant::now();
+        let stolen = take(&pool, 2 * MIB, &second);
+        assert!(begun.elapsed() < BUSY, "the host waited");
+        assert!(!second.is_idle().unwrap());
+        second.synchronize().unwrap();
+        assert!(first.is_idle().unwrap());
+        pool.deallocate(stolen, &second).unwrap();
+    });
+}
+
+#[test]
+fn one_event_serves_all_blocks_that_were_free_by_then() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(8);
+        let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
+        let blocks: Vec<_> = (0..8).map(|_| take(&pool, MIB, &first)).collect();
+        // Every other one, so that they stay blocks of their own.
+        let (kept, freed): (Vec<_>, Vec<_>) = blocks
+            .into_iter()
+            .enumerate()
+            .partition(|(place, _)| place % 2 == 0);
+        for (_, block) in freed {
+            pool.deallocate(block, &first).unwrap();
+        }
+        let stolen: Vec<_> = (0..4).map(|_| take(&pool, MIB, &second)).collect();
+        assert_eq!(pool.statistics().waits, 1);
+        for block in stolen {
+            pool.deallocate(block, &second).unwrap();
+        }
+        for (_, block) in kept {
+            pool.deallocate(block, &first).unwrap();
+        }
+    });
+}
+
+#[test]
+fn memory_that_was_taken_over_once_is_the_new_streams_own() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
+        let block = take(&pool, 2 * MIB, &first);
+        pool.deallocate(block, &first).unwrap();
+        for round in 1..1000 {
+            let block = take(&pool, round * 256, &second);
+            pool.deallocate(block, &second).unwrap();
+        }
+        assert_eq!(pool.statistics().waits, 1);
+    });
+}
+
+#[test]
+fn a_block_freed_in_another_stream_still_waits_for_what_its_own_was_behind() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let [first, second, third, fourth] = [0; 4].map(|_| context.stream().unwrap());
+        let block = take(&pool, 2 * MIB, &first);
+        occupy(&first);
+        pool.deallocate(block, &first).unwrap();
+        // The second waits for the first; the third, which frees, waits for nobody.
+        let block = take(&pool, 2 * MIB, &second);
+        pool.deallocate(block, &third).unwrap();
+        assert!(third.is_idle().unwrap());
+        let block = take(&pool, 2 * MIB, &fourth);
+        assert!(!fourth.is_idle().unwrap());
+        pool.deallocate(block, &fourth).unwrap();
+    });
+}
+
+#[test]
+fn a_recorded_use_is_waited_for_by_who_takes_the_block() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let [owner, reader, next] = [0; 3].map(|_| context.stream().unwrap());
+        let block = take(&pool, 2 * MIB, &owner);
+        occupy(&reader);
+        pool.record_block_use(block.as_ref(), &reader).unwrap();
+        pool.deallocate(block, &owner).unwrap();
+        let block = take(&pool, 2 * MIB, &next);
+        assert!(!next.is_idle().unwrap());
+        pool.deallocate(block, &next).unwrap();
+    });
+}
+
+#[test]
+fn a_prepared_use_comes_after_what_the_blocks_own_stream_does() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let (owner, reader) = (context.stream().unwrap(), context.stream().unwrap());
+        let block = take(&pool, MIB, &owner);
+        occupy(&owner);
+        let used = pool.prepare_block_use(block.as_ref(), &reader).unwrap();
+        assert!(!reader.is_idle().unwrap());
+        let Err(FreeError::Refused { block, why }) = pool.deallocate(block, &owner) else {
+            panic!("it was freed");
+        };
+        assert_eq!(why.reason(), "InUse");
+        pool.finish_block_use(used, &reader).unwrap();
+        let known = block.as_ref();
+        pool.deallocate(block, &owner).unwrap();
+        assert_eq!(
+            pool.record_block_use(known, &reader).unwrap_err().reason(),
+            "Stale"
+        );
+    });
+}
+
+#[test]
+fn a_block_freed_twice_is_refused_after_its_place_was_used_again() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let stream = context.stream().unwrap();
+        let block = take(&pool, MIB, &stream);
+        let old = block.as_ref();
+        pool.deallocate(block, &stream).unwrap();
+        let new = take(&pool, MIB, &stream);
+        assert_eq!(new.address(), old.address);
+        let Err(FreeError::Refused { why, .. }) = pool.deallocate(Block::new(old), &stream) else {
+            panic!("it was freed");
+        };
+        assert_eq!(
+            why,
+            ResourceError::Stale {
+                generation: old.generation
+            }
+        );
+        pool.deallocate(new, &stream).unwrap();
+        assert_eq!(pool.bytes_outstanding().total(), 0);
+    });
+}
+
+#[test]
+fn what_is_not_its_own_is_refused_and_given_back() {
+    inside(TWO_GPUS, |_| {
+        let (context, first) = pool(2);
+        let (_, second) = pool(2);
+        let stream = context.stream().unwrap();
+        let elsewhere = self::context(1).stream().unwrap();
+        let zero = first.allocate(bytes(0), &stream, Tag::default());
+        assert_eq!(zero, Err(ResourceError::ZeroBytes { ordinal: 0 }));
+        let wrong = first.allocate(bytes(1), &elsewhere, Tag::default());
+        assert_eq!(wrong.unwrap_err().reason(), "WrongOrdinal");
+        let block = take(&first, 1, &stream);
+        let Err(FreeError::Refused { block, why }) = second.deallocate(block, &stream) else {
+            panic!("it was freed");
+        };
+        assert_eq!(why.reason(), "Foreign");
+        let Err(FreeError::Refused { block, why }) = first.deallocate(block, &elsewhere) else {
+            panic!("it was freed");
+        };
+        assert_eq!(why.reason(), "WrongOrdinal");
+        first.deallocate(block, &stream).unwrap();
+    });
+}
+
+#[test]
+fn blocks_are_aligned_as_asked() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(64);
+        let stream = context.stream().unwrap();
+        let blocks: Vec<_> = (0..=21)
+            .map(|power| {
+                let layout = Layout::from_size_align(300, 1 << power).unwrap();
+                let block = pool.allocate(layout, &stream, Tag::default()).unwrap();
+                assert_eq!(block.address() % (1 << power).max(256), 0);
+                block
+            })
+            .collect();
+        let too_coarse = Layout::from_size_align(300, 4 << 20).unwrap();
+        let refused = pool.allocate(too_coarse, &stream, Tag::default());
+        assert_eq!(refused.unwrap_err().reason(), "Alignment");
+        for block in blocks {
+            pool.deallocate(block, &stream).unwrap();
+        }
+        assert_eq!(pool.statistics().live, 0);
+    });
+}
+
+#[test]
+fn it_grows_by_slabs_to_its_maximum_and_gives_empty_ones_back() {
+    inside(ONE_GPU, |machine| {
+        let context = context(0);
+        let settings = PoolSettings {
+            initial: 0,
+            maximum: 96 * MIB,
+            step: 32 * MIB,
+        };
+        let pool = pool_of(&context, settings);
+        let stream = context.stream().unwrap();
+        let before = machine.used(0);
+        let small = take(&pool, MIB, &stream);
+        assert_eq!(machine.used(0) - before, 32 * MIB);
+        let large = take(&pool, 40 * MIB, &stream);
+        assert_eq!(pool.statistics().reserved, 32 * MIB + 42 * MIB);
+        let refused = pool.allocate(bytes(60 * MIB), &stream, Tag::default());
+        assert_eq!(refused.unwrap_err().reason(), "OverBudget");
+        pool.deallocate(large, &stream).unwrap();
+        // The slab of the large one is too small, and makes room for one that is not.
+        let larger = take(&pool, 60 * MIB, &stream);
+        assert_eq!(machine.used(0) - before, 32 * MIB + 62 * MIB);
+        pool.deallocate(small, &stream).unwrap();
+        assert_eq!(pool.trim(), Ok(32 * MIB));
+        assert_eq!(machine.used(0) - before, 62 * MIB);
+        pool.deallocate(larger, &stream).unwrap();
+        drop(pool);
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn a_slab_goes_back_only_after_the_work_that_uses_it() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let stream = context.stream().unwrap();
+        let block = take(&pool, MIB, &stream);
+        occupy(&stream);
+        pool.deallocate(block, &stream).unwrap();
+        pool.trim().unwrap();
+        assert!(stream.is_idle().unwrap());
+    });
+}
+
+#[test]
+fn only_a_full_device_is_out_of_memory() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let pool = pool_of(&context, PoolSettings::default());
+        let stream = context.stream().unwrap();
+        let block = take(&pool, 12 << 30, &stream);
+        let error = pool
+            .allocate(bytes(8 << 30), &stream, Tag::default())
+            .unwrap_err();
+        assert_eq!(error.reason(), "OutOfMemory");
+        // A step is more than is left, one block is not.
+        let rest = context.memory_info().unwrap().0 / MIB * MIB - 4 * MIB;
+        let last = take(&pool, rest, &stream);
+        for block in [block, last] {
+            pool.deallocate(block, &stream).unwrap();
+        }
+    });
+}
+
+#[test]
+fn eight_threads_with_streams_of_their_own_share_all_of_it_and_leave_it_whole() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(64);
+        std::thread::scope(|scope| {
+            for thread in 0..8u64 {
+                let (context, pool) = (&context, &pool);
+                scope.spawn(move || {
+                    let stream = context.stream().unwrap();
+                    for round in 0..64 {
+                        let sizes = (1..=7).map(|part| part * MIB / 7 + thread * 1000 + round);
+                        let blocks: Vec<_> = sizes.map(|size| take(pool, size, &stream)).collect();
+                        for block in blocks {
+                            pool.deallocate(block, &stream).unwrap();
+                        }
+                    }
+                });
+            }
+        });
+        assert_eq!(pool.bytes_outstanding().total(), 0);
+        let stream = context.stream().unwrap();
+        let all = take(&pool, 64 * MIB, &stream);
+        assert_eq!(pool.statistics().slabs, 1);
+        pool.deallocate(all, &stream).unwrap();
+    });
+}
+
+#[test]
+fn more_streams_than_lanes_are_served_and_stay_in_order() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        let streams: Vec<_> = (0..100).map(|_| context.stream().unwrap()).collect();
+        for stream in &streams {
+            let block = take(&pool, 2 * MIB, stream);
+            pool.deallocate(block, stream).unwrap();
+        }
+        let (laned, other) = (&streams[0], &streams[99]);
+        let block = take(&pool, 2 * MIB, laned);
+        let known: BlockRef = block.as_ref();
+        assert_eq!(
+            pool.record_block_use(known, other).unwrap_err().reason(),
+            "StreamMisuse"
+        );
+        occupy(laned);
+        pool.deallocate(block, laned).unwrap();
+        let block = take(&pool, 2 * MIB, other);
+        assert!(!other.is_idle().unwrap());
+        pool.deallocate(block, other).unwrap();
+        assert!(
+            other.is_idle().unwrap(),
+            "a stream without a lane is waited for"
+        );
+    });
+}
+
+#[test]
+fn a_lane_goes_on_to_the_next_stream_behind_the_one_that_had_it() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(2);
+        for _ in 0..200 {
+            let stream = context.stream().unwrap();
+            let block = take(&pool, 2 * MIB, &stream);
+            pool.deallocate(block, &stream).unwrap();
+        }
+        let busy = context.stream().unwrap();
+        let block = take(&pool, 2 * MIB, &busy);
+        occupy(&busy);
+        pool.deallocate(block, &busy).unwrap();
+        pool.forget(&busy).unwrap();
+        drop(busy);
+        let next = context.stream().unwrap();
+        let block = take(&pool, 2 * MIB, &next);
+        assert!(!next.is_idle().unwrap());
+        pool.deallocate(block, &next).unwrap();
+    });
+}
