@@ -7,6 +7,7 @@ pub use bursar_protocol::sticky::ErrorClass;
 
 use crate::driver;
 use crate::resource::{Block, Origin};
+use crate::state::Stale;
 
 /// A call of the driver that did not succeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -145,6 +146,9 @@ pub enum ResourceError {
         /// The kind of resource.
         resource: &'static str,
     },
+    /// The runtime admits nothing more.
+    #[error(transparent)]
+    Ended(#[from] Stale),
     /// The driver failed in another way.
     #[error(transparent)]
     Cuda(#[from] CudaError),
@@ -170,6 +174,8 @@ impl ResourceError {
                 source.class()
             }
             ResourceError::OverBudget { .. } => ErrorClass::OutOfMemory,
+            ResourceError::Ended(Stale::Poisoned(code)) => ErrorClass::of(*code),
+            ResourceError::Ended(Stale::Draining | Stale::ShutDown) => ErrorClass::Gone,
             ResourceError::ZeroBytes { .. }
             | ResourceError::TooLarge { .. }
             | ResourceError::Alignment { .. }
@@ -203,6 +209,7 @@ impl ResourceError {
             ResourceError::WrongStream { .. } => "WrongStream",
             ResourceError::Corrupted { .. } => "Corrupted",
             ResourceError::StreamMisuse { .. } => "StreamMisuse",
+            ResourceError::Ended(_) => "Ended",
             ResourceError::Cuda(_) => "Cuda",
         }
     }

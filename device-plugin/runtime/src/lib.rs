@@ -7,9 +7,8 @@
 //! * [`checksum`] is what kept memory is verified by
 //! * [`runtime`] is one GPU: its context, and the resource that it allocates from
 //! * sources of memory: [`direct`] (and managed), [`asynchronous`], [`exportable`] (and guard pages)
-//! * layers over them: [`budget`], [`statistics`], [`logging`], [`guard`], [`failure`], [`faults`]
-//! * [`direct`] is the plainest source: one driver call for each allocation
 //! * [`pool`] cuts blocks from slabs of another source without a call of the driver
+//! * layers over them: [`budget`], [`supervised`], [`statistics`], [`logging`], [`guard`], [`failure`], [`faults`]
 
 pub mod asynchronous;
 pub mod budget;
@@ -27,6 +26,7 @@ pub mod resource;
 pub mod runtime;
 pub mod state;
 pub mod statistics;
+pub mod supervised;
 mod tracking;
 mod under;
 
@@ -48,3 +48,4 @@ pub use resource::{
 pub use runtime::DeviceRuntime;
 pub use state::{DeviceState, Stale, Supervisor};
 pub use statistics::Statistics;
+pub use supervised::Supervised;

@@ -69,6 +69,16 @@ impl BlockRef {
 }
 
 /// A block that its holder owns. Dropping it frees nothing: the resource goes on counting it.
+///
+/// What is freed cannot be freed or used again:
+///
+/// ```compile_fail,E0382
+/// # use bursar_runtime::{Block, DeviceMemoryResource, FreeError, driver::Stream};
+/// fn twice(memory: &impl DeviceMemoryResource, block: Block, stream: &Stream) -> Result<(), FreeError> {
+///     memory.deallocate(block, stream)?;
+///     memory.deallocate(block, stream)
+/// }
+/// ```
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a block that is dropped stays allocated"]
 pub struct Block(BlockRef);

@@ -4,11 +4,11 @@
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
-use crate::Async;
 use crate::driver::{Context, Device, Driver, DriverError, GpuUuid, Stream};
 use crate::error::CudaError;
 use crate::resource::DeviceMemoryResource;
 use crate::state::{DeviceState, Stale, Supervisor};
+use crate::{Async, Supervised};
 
 /// A resource that several may use.
 pub type Shared = Arc<dyn DeviceMemoryResource>;
@@ -61,10 +61,12 @@ impl DeviceRuntime {
             return Ok(Arc::clone(runtime));
         }
         let context = device()?.primary_context()?;
+        let state = Supervisor::of_this_image().watch();
+        let memory = Async::new(&context);
         let runtime = Arc::new(DeviceRuntime {
-            resource: Arc::new(Async::new(&context)),
             context,
-            state: Supervisor::of_this_image().watch(),
+            resource: Arc::new(Supervised::new(memory, Arc::clone(&state))),
+            state,
         });
         Ok(Arc::clone(slot.insert(runtime)))
     }

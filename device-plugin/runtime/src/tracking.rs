@@ -49,8 +49,8 @@ pub(crate) struct Retired<P> {
 struct Blocks<P> {
     live: HashMap<u64, Live<P>>,
     retired: BTreeMap<u64, Retired<P>>,
-    /// Bytes of retired blocks that somebody is reaping now.
-    leaving: HashMap<u64, u64>,
+    /// Retired blocks that somebody is freeing or reaping now.
+    leaving: HashSet<u64>,
     live_bytes: u64,
     retired_bytes: u64,
     /// Events that nobody needs any more.
@@ -74,7 +74,7 @@ impl<P> Tracking<P> {
             blocks: Mutex::new(Blocks {
                 live: HashMap::new(),
                 retired: BTreeMap::new(),
-                leaving: HashMap::new(),
+                leaving: HashSet::new(),
                 live_bytes: 0,
                 retired_bytes: 0,
                 spare: Vec::new(),
@@ -221,7 +221,7 @@ impl<P> Tracking<P> {
             let live = blocks.live.remove(&generation).ok_or(stale(block))?;
             blocks.live_bytes -= block.bytes();
             blocks.retired_bytes += block.bytes();
-            blocks.leaving.insert(generation, block.bytes());
+            blocks.leaving.insert(generation);
             live
         };
         let mut retired = Retired {
@@ -250,10 +250,7 @@ impl<P> Tracking<P> {
         let mut tried: Vec<Retired<P>> = {
             let mut blocks = self.blocks();
             let all = std::mem::take(&mut blocks.retired);
-            let leaving = all
-                .values()
-                .map(|one| (one.block.generation, one.block.bytes()));
-            blocks.leaving.extend(leaving.collect::<Vec<_>>());
+            blocks.leaving.extend(all.keys());
             all.into_values().collect()
         };
         let (mut busy, mut left, mut events, mut answer, mut freed) =
@@ -338,8 +335,7 @@ impl<P> Tracking<P> {
 
     pub(crate) fn is_retired(&self, block: BlockRef) -> bool {
         let blocks = self.blocks();
-        blocks.retired.contains_key(&block.generation)
-            || blocks.leaving.contains_key(&block.generation)
+        blocks.retired.contains_key(&block.generation) || blocks.leaving.contains(&block.generation)
     }
 
     pub(crate) fn outstanding(&self) -> Outstanding {

@@ -6,21 +6,61 @@
 )]
 
 use std::os::fd::AsFd as _;
+use std::process::Command;
 use std::sync::Arc;
 
 use bursar_runtime::driver::{Access, Driver, DriverError, Grid};
-use bursar_runtime::error::ErrorClass;
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_runtime::{CudaError, DeviceRuntime, ErrorClass};
+use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
 
 const MIB: u64 = 1 << 20;
 
-#[test]
-fn without_a_driver_the_answer_is_an_error() {
-    // This process is not on a machine with a GPU; where the host has a real driver there is nothing to show.
-    if let Err(error) = Driver::get() {
-        assert!(matches!(error, DriverError::NoDriver(_)), "{error}");
-        assert_eq!(Driver::get().unwrap_err(), error);
+/// Runs this test's program again for one test, with that file as the only `libcuda.so.1` that the loader can find.
+fn with_library(test: &str, contents: Option<&[u8]>) {
+    let folder = tempfile::tempdir().unwrap();
+    if let Some(contents) = contents {
+        std::fs::write(folder.path().join("libcuda.so.1"), contents).unwrap();
     }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture"])
+        .env("BURSAR_TEST_AGAIN", "1")
+        .env("LD_LIBRARY_PATH", folder.path())
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && told.contains("1 passed"),
+        "{told}"
+    );
+}
+
+/// What every way in answers without a driver; on a host that has one there is nothing to show.
+fn there_is_no_driver() {
+    let Err(error) = Driver::get() else { return };
+    assert!(matches!(error, DriverError::NoDriver(_)), "{error}");
+    assert_eq!(Driver::get().unwrap_err(), error);
+    assert_eq!(DeviceRuntime::of_ordinal(0).unwrap_err(), error);
+    let uuid = "GPU-00000000-0000-0000-0000-000000000001".parse().unwrap();
+    assert_eq!(DeviceRuntime::of(uuid).unwrap_err(), error);
+    let error = CudaError {
+        call: "cuInit",
+        code: 3,
+    };
+    assert_eq!(error.to_string(), "cuInit: CUDA error 3");
+}
+
+#[test]
+fn without_a_driver_every_way_in_answers_so_and_nothing_panics() {
+    if std::env::var_os("BURSAR_TEST_AGAIN").is_some() {
+        return there_is_no_driver();
+    }
+    let test = "without_a_driver_every_way_in_answers_so_and_nothing_panics";
+    with_library(test, None);
+    with_library(test, Some(b"not a library"));
+    // A library that has none of the driver's functions.
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let other = std::fs::read(lab.library("libnvidia-ml.so.1")).unwrap();
+    with_library(test, Some(&other));
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! Memory that can be exported, and guard pages.
 
 use std::alloc::Layout;
+use std::io::{BufRead as _, BufReader};
 use std::os::fd::AsFd as _;
+use std::process::Stdio;
 use std::time::Duration;
 
 use bursar_runtime::driver::Access;
 use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, exportable};
-use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_lab::{ONE_GPU, inside, role, twin};
 
 use crate::{MIB, bytes, context, spin};
 
@@ -38,6 +40,63 @@ fn an_exported_block_outlives_its_free_in_who_imports_it() {
         assert_eq!(&back, b"bursar");
         assert_eq!(machine.used(0), before + (4 << 20));
         drop(mapping);
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+/// The importer's part: reads and answers, then holds the memory until it is killed.
+fn importer() {
+    let descriptor = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    let context = context(0);
+    let mapping =
+        exportable::import(&context, descriptor.as_fd(), 2 << 20, Access::ReadWrite).unwrap();
+    drop(descriptor);
+    let mut found = [0; 6];
+    context
+        .copy_from_device(&mut found, mapping.address())
+        .unwrap();
+    context
+        .copy_to_device(mapping.address(), b"answer")
+        .unwrap();
+    println!("found {}", std::str::from_utf8(&found).unwrap());
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+#[test]
+fn two_processes_share_a_block_and_either_may_end_first() {
+    inside(ONE_GPU, |machine| {
+        if role().is_some() {
+            return importer();
+        }
+        let context = context(0);
+        let (memory, stream) = (
+            Exportable::new(&context).unwrap(),
+            context.stream().unwrap(),
+        );
+        let before = machine.used(0);
+        let block = memory
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        context.copy_to_device(block.address(), b"bursar").unwrap();
+        let descriptor = memory.export(block.as_ref()).unwrap();
+        let mut importer = twin("importer")
+            .stdin(descriptor)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(importer.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().contains("found bursar")));
+        let mut answer = [0; 6];
+        context
+            .copy_from_device(&mut answer, block.address())
+            .unwrap();
+        assert_eq!(&answer, b"answer");
+        memory.deallocate(block, &stream).unwrap();
+        assert_eq!(memory.bytes_outstanding().total(), 0);
+        // Its context, and what it has mapped; what a context takes of this process is in `before`.
+        assert_eq!(machine.used(0), before + (518 << 20) + (2 << 20));
+        importer.kill().unwrap();
+        importer.wait().unwrap();
         assert_eq!(machine.used(0), before);
     });
 }

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Barrier};
 
 use bursar_runtime::driver::DriverError;
-use bursar_runtime::{Budget, DeviceMemoryResource as _, DeviceRuntime, Stale, Tag};
+use bursar_runtime::{Budget, DeviceMemoryResource as _, DeviceRuntime, ResourceError, Stale, Tag};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
 use crate::{bytes, fault};
@@ -134,6 +134,8 @@ fn what_comes_after_a_shutdown_is_another_runtime() {
         assert!(!Arc::ptr_eq(&first, &second));
         assert_eq!(first.state().check(), Err(Stale::ShutDown));
         assert_eq!(second.state().check(), Ok(()));
+        let refused = first.resource().allocate(bytes(1), &stream, Tag::default());
+        assert_eq!(refused, Err(ResourceError::Ended(Stale::ShutDown)));
         first.resource().deallocate(block, &stream).unwrap();
     });
 }
@@ -149,6 +151,6 @@ fn a_poisoned_runtime_is_not_rebuilt_in_the_same_process() {
         let again = DeviceRuntime::of(runtime.uuid()).unwrap();
         assert!(Arc::ptr_eq(&runtime, &again));
         let refused = again.resource().allocate(bytes(1), &stream, Tag::default());
-        assert_eq!(refused.unwrap_err().reason(), "Cuda");
+        assert_eq!(refused, Err(ResourceError::Ended(Stale::Poisoned(700))));
     });
 }

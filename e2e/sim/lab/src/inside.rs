@@ -8,6 +8,8 @@ use crate::Lab;
 
 /// Set for the process that runs a body.
 const INSIDE: &str = "BURSAR_LAB_INSIDE";
+/// Set for a twin of that process.
+const ROLE: &str = "BURSAR_LAB_ROLE";
 
 /// Runs the rest of a test on a machine with that `config.toml`: the test's program is started again for this one test,
 /// with the machine's driver in its loader's path, and there the body runs. So it may poison its process, and nothing is
@@ -45,6 +47,21 @@ pub fn inside<F: FnOnce(&Sim)>(config: &str, body: F) {
         "{:?}\n{told}\n{complaint}",
         output.status
     );
+}
+
+/// A command for one more process that runs the same body, in a part of its own: there [`role`] is `Some(role)`.
+///
+/// # Panics
+/// A test has no program.
+pub fn twin(role: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().expect("a test has a program"));
+    command.args(std::env::args_os().skip(1)).env(ROLE, role);
+    command
+}
+
+/// The part that this process has in a test with several; none for the first.
+pub fn role() -> Option<String> {
+    std::env::var(ROLE).ok()
 }
 
 /// The name that the test harness has for the function around a closure: its path without the crate.

@@ -11,7 +11,7 @@ mod build;
 mod inside;
 
 pub use actor::{Actor, Answer, receive, send};
-pub use inside::inside;
+pub use inside::{inside, role, twin};
 
 use anyhow::{Context as _, Result, ensure};
 use bursar_sim_state::{Folder, Sim};
