@@ -133,7 +133,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
             .lock()
             .retired
             .iter()
-            .any(|(own, _)| own.as_ref().generation == block.generation);
+            .any(|(own, _)| own.as_ref() == block);
         own || self.under.resource.is_retired(self.under.below(block))
     }
 

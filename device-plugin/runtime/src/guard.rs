@@ -43,7 +43,9 @@ struct State {
     quarantine: VecDeque<Quarantined>,
     /// Bytes of blocks in quarantine, and of such as are leaving it now.
     quarantined_bytes: u64,
-    leaving: Vec<u64>,
+    leaving: Vec<BlockRef>,
+    /// Blocks that left, and that the resource under the guard has not given back when it was last asked.
+    below: Vec<BlockRef>,
     found: Vec<ResourceError>,
 }
 
@@ -97,8 +99,8 @@ impl<R: DeviceMemoryResource> Guard<R> {
     }
 
     /// Lets the oldest blocks go, until no more than `most` bytes are in quarantine.
-    fn release(&self, most: u64) -> Result<u64, ResourceError> {
-        let (mut freed, mut answer) = (0, Ok(()));
+    fn release(&self, most: u64) -> Result<(), ResourceError> {
+        let mut answer = Ok(());
         while let Some(gone) = self.oldest(most) {
             let outer = gone.outer;
             if let Err(error) = self.look(&gone) {
@@ -118,16 +120,17 @@ impl<R: DeviceMemoryResource> Guard<R> {
                     Some(Quarantined { block, ..gone })
                 }
             };
+            let retired = refused.is_none() && self.is_retired_below(outer);
             let mut state = self.lock();
-            state.leaving.retain(|leaving| *leaving != outer.generation);
+            state.leaving.retain(|leaving| *leaving != outer);
+            state.below.extend(retired.then_some(outer));
             if let Some(stays) = refused {
                 state.quarantine.push_front(stays);
                 break;
             }
             state.quarantined_bytes -= outer.bytes();
-            freed += outer.bytes();
         }
-        answer.map(|()| freed)
+        answer
     }
 
     /// Takes the oldest block out of a quarantine that is too large.
@@ -137,8 +140,13 @@ impl<R: DeviceMemoryResource> Guard<R> {
             return None;
         }
         let gone = state.quarantine.pop_front()?;
-        state.leaving.push(gone.outer.generation);
+        state.leaving.push(gone.outer);
         Some(gone)
+    }
+
+    fn is_retired_below(&self, block: BlockRef) -> bool {
+        let inner = self.inner(block);
+        inner.is_ok_and(|inner| self.under.resource.is_retired(inner))
     }
 
     /// Whether a freed block is as it was left.
@@ -259,32 +267,35 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
     }
 
     fn bytes_outstanding(&self) -> Outstanding {
-        let state = self.lock();
+        let mut state = self.lock();
+        state.below.retain(|block| self.is_retired_below(*block));
+        let below: u64 = state.below.iter().map(BlockRef::bytes).sum();
         Outstanding {
             live: state.live_bytes,
-            retired: state.quarantined_bytes + self.under.resource.bytes_outstanding().retired,
+            retired: state.quarantined_bytes + below,
         }
     }
 
     /// Empties the quarantine.
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
+        let before = self.bytes_outstanding().retired;
         let released = self.release(0);
-        let under = self.under.resource.reap_pending()?;
+        self.under.resource.reap_pending()?;
+        released?;
+        let pending = self.bytes_outstanding().retired;
         Ok(Reaped {
-            freed: released? + under.freed,
-            pending: self.bytes_outstanding().retired,
+            freed: before.saturating_sub(pending),
+            pending,
         })
     }
 
     fn is_retired(&self, block: BlockRef) -> bool {
         let kept = {
             let state = self.lock();
-            let mut kept = state.quarantine.iter().map(|kept| kept.outer.generation);
-            kept.any(|kept| kept == block.generation) || state.leaving.contains(&block.generation)
+            state.quarantine.iter().any(|kept| kept.outer == block)
+                || state.leaving.contains(&block)
         };
-        kept || self
-            .inner(block)
-            .is_ok_and(|inner| self.under.resource.is_retired(inner))
+        kept || self.is_retired_below(block)
     }
 
     fn prepare_block_use(

@@ -49,7 +49,7 @@ pub struct BlockRef {
     pub layout: Layout,
     /// The resource that it came from.
     pub origin: Origin,
-    /// The block's number among all that its source made; never used twice.
+    /// The block's number; together with the cookie no other block of its source ever has it.
     pub generation: u64,
     /// What its source knows it by; means nothing to others.
     pub cookie: u64,

@@ -1,4 +1,5 @@
-//! One runtime for each GPU that this process uses: its context and the resource that it allocates from.
+//! One runtime for each GPU that this process uses: its context and the resource that it allocates from, a pool that
+//! takes nothing before it is first used.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -8,7 +9,7 @@ use crate::driver::{Context, Device, Driver, DriverError, GpuUuid, Stream};
 use crate::error::CudaError;
 use crate::resource::DeviceMemoryResource;
 use crate::state::{DeviceState, Stale, Supervisor};
-use crate::{Async, Supervised};
+use crate::{Direct, Pool, PoolSettings, Supervised};
 
 /// A resource that several may use.
 pub type Shared = Arc<dyn DeviceMemoryResource>;
@@ -62,10 +63,10 @@ impl DeviceRuntime {
         }
         let context = device()?.primary_context()?;
         let state = Supervisor::of_this_image().watch();
-        let memory = Async::new(&context);
+        let pool = Pool::new(Direct::new(&context), &context, PoolSettings::default())?;
         let runtime = Arc::new(DeviceRuntime {
             context,
-            resource: Arc::new(Supervised::new(memory, Arc::clone(&state))),
+            resource: Arc::new(Supervised::new(pool, Arc::clone(&state))),
             state,
         });
         Ok(Arc::clone(slot.insert(runtime)))

@@ -35,7 +35,7 @@ use std::ffi::CStr;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use crate::error::CudaError;
+use crate::error::{CudaError, ResourceError};
 use crate::state::Supervisor;
 use table::Table;
 
@@ -48,6 +48,9 @@ pub enum DriverError {
     /// The driver is there and a call failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
+    /// The GPU's resource did not start.
+    #[error(transparent)]
+    Resource(#[from] ResourceError),
     /// No device has this ordinal.
     #[error("there is no device {ordinal}: this process sees {count}")]
     NoSuchDevice {

@@ -1,14 +1,14 @@
 //! The budget, exact whatever is under it does.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use bursar_runtime::faults::Plan;
 use bursar_runtime::{
     Async, Budget, BudgetSnapshot, DeviceMemoryResource, Direct, FaultInjection, FreeError, Guard,
-    ResourceError, Tag,
+    Pool, PoolSettings, ResourceError, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 use proptest::prelude::*;
@@ -167,36 +167,39 @@ fn eight_threads_fill_a_budget_to_its_last_byte_and_never_pass_it() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let budget = Budget::new(Direct::new(&context), (BLOCKS * EACH) as u64);
-        let (live, most) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let stream = context.default_stream();
+        let (live, most, together) = (AtomicUsize::new(0), AtomicUsize::new(0), Barrier::new(8));
+        let short = AtomicUsize::new(0);
+        let take = || {
+            let block = budget.allocate(bytes(EACH), &stream, Tag::default()).ok()?;
+            most.fetch_max(live.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            Some(block)
+        };
+        let free = |block| {
+            live.fetch_sub(1, Ordering::SeqCst);
+            budget.deallocate(block, &stream).unwrap();
+        };
         std::thread::scope(|scope| {
             for _ in 0..8 {
-                let (budget, context, live, most) = (&budget, &context, &live, &most);
-                scope.spawn(move || {
-                    let stream = context.default_stream();
-                    let mut own = Vec::new();
-                    for step in 0..640 {
-                        if step % 10 < 7 {
-                            if let Ok(block) = budget.allocate(bytes(EACH), &stream, Tag::default())
-                            {
-                                most.fetch_max(
-                                    live.fetch_add(1, Ordering::SeqCst) + 1,
-                                    Ordering::SeqCst,
-                                );
-                                own.push(block);
-                            }
-                        } else if let Some(block) = own.pop() {
-                            live.fetch_sub(1, Ordering::SeqCst);
-                            budget.deallocate(block, &stream).unwrap();
-                        }
-                    }
-                    for block in own {
-                        live.fetch_sub(1, Ordering::SeqCst);
-                        budget.deallocate(block, &stream).unwrap();
+                scope.spawn(|| {
+                    for _ in 0..64 {
+                        together.wait();
+                        let own: Vec<_> = std::iter::from_fn(take).collect();
+                        together.wait();
+                        let full = live.load(Ordering::SeqCst) == BLOCKS;
+                        short.fetch_add(usize::from(!full), Ordering::SeqCst);
+                        together.wait();
+                        own.into_iter().for_each(free);
                     }
                 });
             }
         });
         assert_eq!(most.into_inner(), BLOCKS);
+        assert_eq!(
+            short.into_inner(),
+            0,
+            "somebody was refused what there was room for"
+        );
         assert_eq!(budget.account().snapshot().used, 0);
         assert_eq!(budget.bytes_outstanding().total(), 0);
     });
@@ -299,12 +302,15 @@ fn a_budget_never_drifts_whatever_fails_under_it() {
 }
 
 #[test]
-fn a_budget_never_drifts_over_a_quarantine() {
+fn a_budget_never_drifts_over_a_quarantine_or_a_pool() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.default_stream();
-        proptest!(ProptestConfig::with_cases(32), |(steps in prop::collection::vec(step(), 0..40))| {
-            exact(Guard::new(Direct::new(&context), LIMIT / 4), &stream, steps);
+        let pool = || Pool::new(Direct::new(&context), &context, PoolSettings::default()).unwrap();
+        proptest!(ProptestConfig::with_cases(32), |(steps in prop::collection::vec(step(), 0..40), frees in codes())| {
+            let plan = Plan { frees, ..Plan::default() };
+            exact(Guard::new(Direct::new(&context), LIMIT / 4), &stream, steps.clone());
+            exact(Guard::new(FaultInjection::new(pool(), plan), LIMIT / 4), &stream, steps);
         });
     });
 }

@@ -57,8 +57,8 @@ fn eight_threads_that_are_first_at_once_get_one_runtime() {
                 .iter()
                 .all(|runtime| Arc::ptr_eq(runtime, &runtimes[0]))
         );
-        // One context, and one step of the driver's pool.
-        assert_eq!(machine.used(0), (518 << 20) + (32 << 20));
+        // One context, and one slab.
+        assert_eq!(machine.used(0), (518 << 20) + (256 << 20));
     });
 }
 
