@@ -3,6 +3,7 @@
 
 use std::io::{self, Read};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
@@ -16,6 +17,14 @@ use crate::{CONTAINER_RUN_DIR, SOCKET_NAME};
 /// # Errors
 /// What the system answers: refused while the agent is away, `EAGAIN` when it took too long.
 pub fn dial(timeout: Duration) -> io::Result<UnixStream> {
+    dial_at(&Path::new(CONTAINER_RUN_DIR).join(SOCKET_NAME), timeout)
+}
+
+/// The same, to an agent that listens elsewhere.
+///
+/// # Errors
+/// As [`dial`].
+pub fn dial_at(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
         SocketType::STREAM,
@@ -25,7 +34,7 @@ pub fn dial(timeout: Duration) -> io::Result<UnixStream> {
     for direction in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
         sockopt::set_socket_timeout(&socket, direction, Some(timeout))?;
     }
-    let address = SocketAddrUnix::new(format!("{CONTAINER_RUN_DIR}/{SOCKET_NAME}"))?;
+    let address = SocketAddrUnix::new(path)?;
     rustix::net::connect(&socket, &address)?;
     Ok(UnixStream::from(socket))
 }

@@ -9,6 +9,7 @@
 //! * sources of memory: [`direct`] (and managed), [`asynchronous`], [`exportable`] (and guard pages)
 //! * [`pool`] cuts blocks from slabs of another source without a call of the driver
 //! * layers over them: [`budget`], [`supervised`], [`statistics`], [`logging`], [`guard`], [`failure`], [`faults`]
+//! * [`kept`] is memory that outlives the process that filled it
 
 pub mod asynchronous;
 pub mod budget;
@@ -20,6 +21,7 @@ pub mod exportable;
 pub mod failure;
 pub mod faults;
 pub mod guard;
+pub mod kept;
 pub mod logging;
 pub mod pool;
 pub mod resource;

@@ -123,6 +123,11 @@ const CHECKS: &[Check] = &[
         &["--test", "vault"],
     ),
     test_check(
+        "runtime/kept",
+        "kept memory is found and verified after kills, written by one process at a time, and spoilt unseen by none",
+        &["--test", "kept"],
+    ),
+    test_check(
         "runtime/worker",
         "what a worker made outlives it, kept by a descriptor alone; the canary sees whether freed memory is cleared",
         &["--test", "worker"],

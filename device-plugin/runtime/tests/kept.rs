@@ -1,0 +1,306 @@
+//! Kept memory from Rust: clients that crash, fault, wait for each other and find what they left, over the real vault
+//! and worker and the simulated driver.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+#[path = "support/keeper.rs"]
+mod keeper;
+
+use std::alloc::Layout;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitStatus};
+use std::time::{Duration, Instant};
+
+use bursar_protocol::wire::kept::KeptRefusal;
+use bursar_runtime::driver::{Context, Driver};
+use bursar_runtime::error::{ErrorClass, ResourceError};
+use bursar_runtime::kept::{Arena, Kept, KeptError, Key, Opened, Shelf, Writing};
+use bursar_runtime::{DeviceMemoryResource, Tag};
+use bursar_sim_lab::{ONE_GPU, inside};
+use keeper::Keeper;
+
+const KEY: Key = [7; 32];
+const MIB: u64 = 1 << 20;
+const PATIENCE: Duration = Duration::from_secs(20);
+const NOW: Duration = Duration::ZERO;
+
+fn context() -> Context {
+    let device = Driver::get().unwrap().device(0).unwrap();
+    device.primary_context().unwrap()
+}
+
+fn keeper() -> Keeper {
+    Keeper::start(|program| Command::new(program))
+}
+
+fn writing(shelf: &Shelf, bytes: u64) -> Writing {
+    match shelf.open("weights", &KEY, bytes, PATIENCE).unwrap() {
+        Opened::Writing(writing) => writing,
+        Opened::Ready(kept) => panic!("{kept:?} was there"),
+    }
+}
+
+fn bytes_of(kept: &Kept, at: u64, count: usize) -> Vec<u8> {
+    let mut bytes = vec![0; count];
+    kept.context()
+        .copy_from_device(&mut bytes, kept.address() + at)
+        .unwrap();
+    bytes
+}
+
+/// What tells a process that a test starts what to be, and where the keeper is.
+const ROLE: &str = "KEPT_TEST_ROLE";
+const SOCKET: &str = "KEPT_TEST_SOCKET";
+
+/// The test that calls, run again as another process.
+fn process(test: &str, role: &str, socket: &Path) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", test, "--nocapture"])
+        .env(ROLE, role)
+        .env(SOCKET, socket);
+    command
+}
+
+/// Run by tests below in processes of their own.
+#[test]
+fn a_client() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let shelf = Shelf::at(
+        &context(),
+        &PathBuf::from(std::env::var_os(SOCKET).unwrap()),
+    );
+    match role.as_str() {
+        "commits and is killed" => {
+            let writing = writing(&shelf, 8 * MIB);
+            let context = shelf.context();
+            context.fill(writing.address(), 42, 8 << 20).unwrap();
+            let kept = writing.commit().unwrap();
+            assert_eq!(bytes_of(&kept, 0, 8), [42; 8]);
+            kill_myself();
+        }
+        "is killed while it writes" => {
+            let writing = writing(&shelf, 8 * MIB);
+            shelf.context().fill(writing.address(), 13, 4096).unwrap();
+            kill_myself();
+        }
+        "writes to what is kept" => {
+            let kept = shelf.find("weights", &KEY, NOW).unwrap();
+            let fill = shelf.context().fill(kept.address(), 1, 4096);
+            assert!(fill.is_err(), "kept memory can be written");
+        }
+        "takes its time" => {
+            let writing = writing(&shelf, 2 * MIB);
+            println!("writing");
+            std::thread::sleep(Duration::from_millis(300));
+            shelf.context().fill(writing.address(), 9, 4096).unwrap();
+            writing.commit().unwrap();
+        }
+        other => panic!("{other}"),
+    }
+}
+
+fn kill_myself() -> ! {
+    let me = rustix::process::getpid();
+    rustix::process::kill_process(me, rustix::process::Signal::KILL).unwrap();
+    loop {
+        std::thread::park();
+    }
+}
+
+fn run(role: &str, keeper: &Keeper) -> ExitStatus {
+    process("a_client", role, &keeper.socket())
+        .status()
+        .unwrap()
+}
+
+#[test]
+fn what_was_committed_is_found_and_verified_after_a_kill() {
+    inside(ONE_GPU, |_| {
+        let keeper = keeper();
+        assert!(!run("commits and is killed", &keeper).success());
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        let kept = shelf.find("weights", &KEY, NOW).unwrap();
+        assert_eq!(bytes_of(&kept, kept.bytes() - 4096, 4096), [42; 4096]);
+        let again = shelf.open("weights", &KEY, MIB, NOW).unwrap();
+        let Opened::Ready(again) = again else {
+            panic!("{again:?}")
+        };
+        assert_eq!((again.lease(), again.bytes()), (kept.lease(), 8 * MIB));
+    });
+}
+
+#[test]
+fn a_writer_that_is_killed_leaves_nothing_to_the_next() {
+    inside(ONE_GPU, |machine| {
+        let keeper = keeper();
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        // What the first checksum takes stays with the context.
+        writing(&shelf, MIB).commit().unwrap().discard().unwrap();
+        let before = machine.used(0);
+        assert!(!run("is killed while it writes", &keeper).success());
+        let error = shelf.find("weights", &KEY, NOW).unwrap_err();
+        let why = KeptRefusal::Missing;
+        assert!(
+            matches!(&error, KeptError::Refused { why: said, .. } if *said == why),
+            "{error}"
+        );
+        let kept = writing(&shelf, 8 * MIB).commit().unwrap();
+        assert_eq!(bytes_of(&kept, 0, 4096), [0; 4096]);
+        kept.discard().unwrap();
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn another_process_waits_for_the_writer_and_finds_what_it_wrote() {
+    inside(ONE_GPU, |_| {
+        let keeper = keeper();
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        let mut writer = process("a_client", "takes its time", &keeper.socket());
+        let mut writer = writer.stdout(std::process::Stdio::piped()).spawn().unwrap();
+        let said = std::io::BufReader::new(writer.stdout.take().unwrap());
+        let mut lines = std::io::BufRead::lines(said);
+        assert!(lines.any(|line| line.unwrap() == "writing"));
+
+        let error = shelf.find("weights", &KEY, NOW).unwrap_err();
+        assert!(error.retryable() && error.class() == ErrorClass::NotReady);
+        let since = Instant::now();
+        let opened = shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap();
+        let Opened::Ready(kept) = opened else {
+            panic!("{opened:?}")
+        };
+        assert!(since.elapsed() > Duration::from_millis(50));
+        assert_eq!(bytes_of(&kept, 0, 4096), [9; 4096]);
+        lines.for_each(drop);
+        assert!(writer.wait().unwrap().success());
+    });
+}
+
+#[test]
+fn who_writes_to_kept_memory_fails_alone() {
+    inside(ONE_GPU, |_| {
+        let keeper = keeper();
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        let writing = writing(&shelf, 2 * MIB);
+        shelf.context().fill(writing.address(), 5, 4096).unwrap();
+        let kept = writing.commit().unwrap();
+        assert!(run("writes to what is kept", &keeper).success());
+        assert_eq!(bytes_of(&kept, 0, 8), [5; 8]);
+        shelf.find("weights", &KEY, NOW).unwrap();
+    });
+}
+
+#[test]
+fn content_that_is_not_what_was_committed_is_found_and_begun_anew() {
+    inside(ONE_GPU, |_| {
+        let keeper = keeper();
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        let first = spoilt(&shelf, &keeper);
+        let error = shelf.find("weights", &KEY, NOW).unwrap_err();
+        assert!(
+            matches!(error, KeptError::Corrupt { lease, .. } if lease == first),
+            "{error}"
+        );
+        let second = spoilt(&shelf, &keeper);
+        let opened = shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap();
+        let Opened::Writing(writing) = opened else {
+            panic!("{opened:?}")
+        };
+        let kept = writing.commit().unwrap();
+        assert!(first < second && second < kept.generation());
+    });
+}
+
+/// Commits a lease, and changes one byte of it as a process that means to can: an importer may map it to write (F6).
+fn spoilt(shelf: &Shelf, keeper: &Keeper) -> u64 {
+    use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, LeaseName};
+    use bursar_protocol::wire::{Account, ToAgent, ToShim};
+    use bursar_runtime::driver::Access;
+    use std::os::fd::AsFd;
+
+    let kept = writing(shelf, 2 * MIB).commit().unwrap();
+    let stream = bursar_protocol::dial::dial_at(&keeper.socket(), PATIENCE).unwrap();
+    let question = ToAgent::Kept(KeptQuestion::Open {
+        version: 1,
+        image: 1,
+        account: Account::Device(keeper::GPU.to_owned()),
+        name: LeaseName::try_from("weights".to_owned()).unwrap(),
+        key: KEY,
+        bytes: 0,
+    });
+    bursar_protocol::socket::send_message(&stream, &question, None).unwrap();
+    let (answer, fd) = bursar_protocol::socket::receive_message(&stream).unwrap();
+    let ToShim::Kept(KeptAnswer::Ready { bytes, .. }) = answer else {
+        panic!("{answer:?}")
+    };
+    let driver = Driver::get().unwrap();
+    let handle = driver.import(fd.unwrap().as_fd(), bytes).unwrap();
+    let room = std::sync::Arc::new(driver.reserve(bytes).unwrap());
+    let mapping = room
+        .map(0, &handle, Access::ReadWrite, shelf.context())
+        .unwrap();
+    shelf
+        .context()
+        .fill(mapping.address() + 12_345, 1, 1)
+        .unwrap();
+    kept.lease()
+}
+
+#[test]
+fn a_lease_that_is_dropped_before_its_commit_is_discarded() {
+    inside(ONE_GPU, |machine| {
+        let keeper = keeper();
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        let before = machine.used(0);
+        drop(writing(&shelf, 64 * MIB));
+        assert_eq!(machine.used(0), before);
+        writing(&shelf, 2 * MIB).discard().unwrap();
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn an_arena_hands_out_the_lease_and_commits_it() {
+    inside(ONE_GPU, |_| {
+        let keeper = keeper();
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        let arena = Arena::new(writing(&shelf, 2 * MIB));
+        let stream = shelf.context().default_stream();
+        let layout = |bytes: usize| Layout::from_size_align(bytes, 512).unwrap();
+        let first = arena.allocate(layout(1000), &stream, Tag("w1")).unwrap();
+        let second = arena.allocate(layout(1 << 20), &stream, Tag("w2")).unwrap();
+        assert_eq!(second.address(), first.address() + 1024);
+        let full = arena
+            .allocate(layout(2 << 20), &stream, Tag::default())
+            .unwrap_err();
+        assert!(matches!(full, ResourceError::OverBudget { .. }), "{full}");
+        shelf.context().fill(second.address(), 3, 1 << 20).unwrap();
+        let (at, length) = (second.address() - first.address(), second.bytes());
+        arena.deallocate(second, &stream).unwrap();
+        let third = arena.allocate(layout(1 << 20), &stream, Tag("w3")).unwrap();
+        assert_eq!(third.address() - first.address(), at);
+        assert_eq!(arena.bytes_outstanding().live, 1000 + length);
+        let kept = arena.commit().unwrap();
+        assert_eq!(bytes_of(&kept, at, 16), [3; 16]);
+    });
+}
+
+#[test]
+fn without_an_agent_the_answer_is_an_error_that_says_where_it_was_looked_for() {
+    inside(ONE_GPU, |_| {
+        let shelf = Shelf::at(&context(), Path::new("/nowhere/agent.sock"));
+        let since = Instant::now();
+        let patience = Duration::from_millis(100);
+        let error = shelf.find("weights", &KEY, patience).unwrap_err();
+        assert!(error.to_string().contains("/nowhere/agent.sock"), "{error}");
+        assert!(since.elapsed() < Duration::from_secs(5));
+        let error = shelf.find("", &KEY, NOW).unwrap_err();
+        assert!(matches!(error, KeptError::Name { .. }), "{error}");
+    });
+}

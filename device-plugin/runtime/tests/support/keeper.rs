@@ -1,0 +1,87 @@
+//! A vault, a worker for each GPU and a stand-in for the agent, on the machine that the caller is on.
+
+#![allow(dead_code, reason = "each test uses a part of it")]
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::OnceLock;
+use std::time::Duration;
+
+/// The GPU of `bursar_sim_lab::ONE_GPU`.
+pub(crate) const GPU: &str = "GPU-00000000-0000-0000-0000-000000000001";
+
+pub(crate) struct Keeper {
+    folder: tempfile::TempDir,
+    _keeper: Process,
+    _vault: Process,
+}
+
+impl Keeper {
+    /// Starts them; `command` makes each, so that it finds a driver.
+    pub(crate) fn start(command: impl Fn(&Path) -> Command) -> Keeper {
+        let programs = programs();
+        let folder = tempfile::tempdir().unwrap();
+        let place = folder.path().join("vault");
+        let mut vault = command(&programs.join("bursar-vault"));
+        // A test that fails must not wait for whoever has its output open.
+        vault
+            .arg(&place)
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
+        let vault = Process(vault.spawn().unwrap());
+        while UnixStream::connect(place.join("vault.sock")).is_err() {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let mut keeper = command(&programs.join("examples/keeper"));
+        let keeper = keeper
+            .arg(folder.path().join("agent.sock"))
+            .arg(&place)
+            .arg(programs.join("bursar-worker"))
+            .arg(GPU)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut keeper = Process(keeper);
+        let mut line = String::new();
+        let mut said = BufReader::new(keeper.0.stdout.take().unwrap());
+        said.read_line(&mut line).unwrap();
+        assert_eq!(line, "ready\n");
+        Keeper {
+            folder,
+            _vault: vault,
+            _keeper: keeper,
+        }
+    }
+
+    /// Where clients ask.
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.folder.path().join("agent.sock")
+    }
+}
+
+/// Ends with the test.
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Builds them, once; the folder that cargo puts them in.
+fn programs() -> &'static Path {
+    static BUILT: OnceLock<PathBuf> = OnceLock::new();
+    BUILT.get_or_init(|| {
+        let mut build = Command::new(env!("CARGO"));
+        build.args(["build", "--quiet", "-p", "bursar-vault", "-p"]);
+        build.args(["bursar-worker", "--bins", "--example", "keeper"]);
+        build.env_remove("LD_LIBRARY_PATH");
+        assert!(build.status().unwrap().success());
+        let test = std::env::current_exe().unwrap();
+        // target/<profile>/deps/<test>
+        test.ancestors().nth(2).unwrap().to_owned()
+    })
+}
