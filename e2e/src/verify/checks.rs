@@ -128,6 +128,11 @@ const CHECKS: &[Check] = &[
         &["--test", "kept"],
     ),
     test_check(
+        "runtime/c",
+        "libbursar.so is what bursar.h says, and a C program keeps memory with it",
+        &["--test", "header"],
+    ),
+    test_check(
         "runtime/worker",
         "what a worker made outlives it, kept by a descriptor alone; the canary sees whether freed memory is cleared",
         &["--test", "worker"],

@@ -1,0 +1,281 @@
+//! Kept memory for C: the functions of `bursar.h`, which says what they do.
+//!
+//! Nothing here decides: each function reads its arguments, calls the runtime, and turns what failed into a number and a
+//! text. A panic ends at the function, as `BURSAR_INTERNAL`.
+//!
+//! * `last` is what a thread's last failure was
+//! * `question` is what is read of the caller's memory
+
+mod last;
+mod question;
+
+use std::ffi::c_char;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
+
+use bursar_runtime::driver::Driver;
+use bursar_runtime::kept::{Kept, KeptError, Opened, Shelf, Writing};
+
+use last::{Failure, Status};
+use question::{Question, RawQuestion};
+
+/// `bursar_lease`.
+#[derive(Debug)]
+pub struct Lease(Mutex<State>);
+
+#[derive(Debug)]
+enum State {
+    Writing(Writing),
+    Ready(Kept),
+    /// A commit failed.
+    Ended,
+}
+
+/// `bursar_view`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct View {
+    address: u64,
+    bytes: u64,
+    lease: u64,
+    generation: u64,
+    ready: i32,
+}
+
+impl Lease {
+    fn open(question: &Question) -> Result<Lease, KeptError> {
+        let device = Driver::get()?.device(question.device)?;
+        let context = device.primary_context()?;
+        let shelf = match &question.socket {
+            Some(socket) => Shelf::at(&context, socket),
+            None => Shelf::new(&context),
+        };
+        let (name, key, patience) = (&question.name, &question.key, question.patience);
+        let opened = match question.bytes {
+            0 => shelf.find(name, key, patience).map(Opened::Ready),
+            bytes => shelf.open(name, key, bytes, patience),
+        };
+        Ok(Lease(Mutex::new(match opened? {
+            Opened::Ready(kept) => State::Ready(kept),
+            Opened::Writing(writing) => State::Writing(writing),
+        })))
+    }
+
+    fn look(&self) -> Result<View, Failure> {
+        match &*self.state() {
+            State::Ready(kept) => Ok(View {
+                address: kept.address(),
+                bytes: kept.bytes(),
+                lease: kept.lease(),
+                generation: kept.generation(),
+                ready: 1,
+            }),
+            State::Writing(writing) => Ok(View {
+                address: writing.address(),
+                bytes: writing.bytes(),
+                lease: writing.lease(),
+                generation: writing.generation(),
+                ready: 0,
+            }),
+            State::Ended => Err(Failure::ended()),
+        }
+    }
+
+    fn read(&self, at: u64, to: &mut [u8]) -> Result<(), Failure> {
+        match &*self.state() {
+            State::Ready(kept) => Ok(kept.read(at, to)?),
+            State::Writing(_) => Err(Failure::invalid("the lease is not committed".to_owned())),
+            State::Ended => Err(Failure::ended()),
+        }
+    }
+
+    fn write(&self, at: u64, from: &[u8]) -> Result<(), Failure> {
+        match &*self.state() {
+            State::Writing(writing) => Ok(writing.write(at, from)?),
+            State::Ready(_) => Err(Failure::invalid("the lease is read-only".to_owned())),
+            State::Ended => Err(Failure::ended()),
+        }
+    }
+
+    fn commit(&self) -> Result<(), Failure> {
+        let mut state = self.state();
+        match std::mem::replace(&mut *state, State::Ended) {
+            State::Writing(writing) => *state = State::Ready(writing.commit()?),
+            State::Ready(kept) => *state = State::Ready(kept),
+            State::Ended => return Err(Failure::ended()),
+        }
+        Ok(())
+    }
+
+    fn discard(self) -> Result<(), Failure> {
+        match self.0.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            State::Writing(writing) => writing.discard()?,
+            State::Ready(kept) => kept.discard()?,
+            State::Ended => {}
+        }
+        Ok(())
+    }
+
+    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Runs what a function does; its failure is the thread's last one.
+fn answer(run: impl FnOnce() -> Result<(), Failure>) -> Status {
+    let done = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(Failure::panicked()));
+    match done {
+        Ok(()) => Status::Ok,
+        Err(failure) => last::set(failure),
+    }
+}
+
+/// Opens a lease, or begins it.
+///
+/// # Safety
+/// `question` is null or points to a `bursar_question` whose texts are null or end with a zero; `lease` is null or a
+/// place for a pointer.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_open(
+    question: *const RawQuestion,
+    lease: *mut *mut Lease,
+) -> Status {
+    answer(|| {
+        if question.is_null() || lease.is_null() {
+            return Err(Failure::null("question or lease"));
+        }
+        // SAFETY: not null; the caller's promise.
+        let opened = Lease::open(&unsafe { Question::read(&*question) }?)?;
+        // SAFETY: not null; the caller's promise.
+        unsafe { lease.write(Box::into_raw(Box::new(opened))) };
+        Ok(())
+    })
+}
+
+/// Tells where an open lease is.
+///
+/// # Safety
+/// `lease` is null or from [`bursar_open`] and not closed; `view` is null or a place for a `bursar_view`.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_look(lease: *const Lease, view: *mut View) -> Status {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
+        if view.is_null() {
+            return Err(Failure::null("view"));
+        }
+        // SAFETY: not null; the caller's promise.
+        unsafe { view.write(lease.look()?) };
+        Ok(())
+    })
+}
+
+/// Copies from a lease to the host.
+///
+/// # Safety
+/// `lease` is null or from [`bursar_open`] and not closed; `to` is null or has room for so many bytes, which nobody else uses.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_read(
+    lease: *const Lease,
+    at: u64,
+    to: *mut u8,
+    bytes: u64,
+) -> Status {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
+        if to.is_null() {
+            return Err(Failure::null("to"));
+        }
+        // SAFETY: not null; the caller's promise. Bytes have no values that they may not have.
+        lease.read(at, unsafe {
+            std::slice::from_raw_parts_mut(to, length(bytes)?)
+        })
+    })
+}
+
+/// Copies from the host to a lease.
+///
+/// # Safety
+/// `lease` is null or from [`bursar_open`] and not closed; `from` is null or has so many bytes.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_write(
+    lease: *mut Lease,
+    at: u64,
+    from: *const u8,
+    bytes: u64,
+) -> Status {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
+        if from.is_null() {
+            return Err(Failure::null("from"));
+        }
+        // SAFETY: not null; the caller's promise.
+        lease.write(at, unsafe {
+            std::slice::from_raw_parts(from, length(bytes)?)
+        })
+    })
+}
+
+/// A length that a slice may have.
+fn length(bytes: u64) -> Result<usize, Failure> {
+    isize::try_from(bytes)
+        .map(isize::cast_unsigned)
+        .map_err(|_| Failure::invalid(format!("{bytes} bytes")))
+}
+
+/// Commits a lease.
+///
+/// # Safety
+/// `lease` is null or from [`bursar_open`] and not closed.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_commit(lease: *mut Lease) -> Status {
+    answer(|| {
+        // SAFETY: the caller's promise.
+        let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
+        lease.commit()
+    })
+}
+
+/// Gives a lease up and closes it.
+///
+/// # Safety
+/// `lease` is null or from [`bursar_open`] and not closed; it is closed by this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_discard(lease: *mut Lease) -> Status {
+    answer(|| {
+        if lease.is_null() {
+            return Err(Failure::null("lease"));
+        }
+        // SAFETY: made by `Box::into_raw` in `bursar_open`, and nobody else has it.
+        unsafe { Box::from_raw(lease) }.discard()
+    })
+}
+
+/// Closes a lease.
+///
+/// # Safety
+/// `lease` is null or from [`bursar_open`] and not closed; it is closed by this.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn bursar_close(lease: *mut Lease) {
+    answer(|| {
+        if !lease.is_null() {
+            // SAFETY: made by `Box::into_raw` in `bursar_open`, and nobody else has it.
+            drop(unsafe { Box::from_raw(lease) });
+        }
+        Ok(())
+    });
+}
+
+/// The text of this thread's last failure.
+#[unsafe(no_mangle)]
+pub extern "C" fn bursar_error() -> *const c_char {
+    last::text()
+}
+
+/// The `CUresult` of this thread's last failure.
+#[unsafe(no_mangle)]
+pub extern "C" fn bursar_cuda() -> i32 {
+    last::cuda()
+}

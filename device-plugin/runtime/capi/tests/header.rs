@@ -1,0 +1,95 @@
+//! The library is what its header says: its functions, its structs, and a C program that uses all of it.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+#[path = "../../tests/support/keeper.rs"]
+mod keeper;
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use bursar_sim_lab::{Lab, ONE_GPU};
+use keeper::Keeper;
+use object::{Object, ObjectSymbol};
+
+const HEADER: &str = include_str!("../include/bursar.h");
+
+/// Builds the library; the folder that cargo puts it in.
+fn libraries() -> PathBuf {
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "--quiet", "--lib", "-p", "bursar-capi"]);
+    assert!(build.status().unwrap().success());
+    let test = std::env::current_exe().unwrap();
+    // target/<profile>/deps/<test>
+    test.ancestors().nth(2).unwrap().to_owned()
+}
+
+/// Compiles the C program as strictly as C99 can be, against the library.
+fn program(folder: &Path) -> PathBuf {
+    let (package, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder.join("client"));
+    let compiled = Command::new("cc")
+        .args(["-std=c99", "-Wall", "-Wextra", "-Werror", "-pedantic", "-o"])
+        .arg(&program)
+        .arg(package.join("tests/client.c"))
+        .arg("-I")
+        .arg(package.join("include"))
+        .arg("-L")
+        .arg(libraries())
+        .arg("-lbursar")
+        .status();
+    assert!(compiled.unwrap().success());
+    program
+}
+
+#[test]
+fn the_library_exports_the_functions_of_the_header_and_no_other() {
+    let declared: BTreeSet<&str> = HEADER
+        .lines()
+        .filter(|line| line.ends_with(");") && line.contains("bursar_"))
+        .filter_map(|line| line.split('(').next()?.rsplit([' ', '*']).next())
+        .collect();
+    let library = std::fs::read(libraries().join("libbursar.so")).unwrap();
+    let file = object::File::parse(&*library).unwrap();
+    let exported: BTreeSet<&str> = file
+        .dynamic_symbols()
+        .filter(|symbol| symbol.is_definition())
+        .map(|symbol| symbol.name().unwrap())
+        .collect();
+    assert_eq!(exported, declared);
+    assert_eq!(declared.len(), 9);
+}
+
+#[test]
+fn structs_and_statuses_are_laid_out_as_c_has_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut client = Command::new(program(folder.path()));
+    let output = client.env("LD_LIBRARY_PATH", libraries()).output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    // What the 64-bit ABIs of Linux make of the header; the library's side of it is used by the next test.
+    assert_eq!(said, "question 72 8 16 48 56 64 4\nview 40 8 16 24 32\n");
+}
+
+#[test]
+fn a_c_program_keeps_memory_and_finds_it_again() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let keeper = Keeper::start(|program| lab.command(program));
+    let folder = tempfile::tempdir().unwrap();
+    let mut client = lab.command(program(folder.path()));
+    let paths = format!(
+        "{}:{}",
+        libraries().display(),
+        lab.library("libcuda.so.1").parent().unwrap().display()
+    );
+    let output = client
+        .arg(keeper.socket())
+        .env("LD_LIBRARY_PATH", paths)
+        .output()
+        .unwrap();
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{complaint}");
+    assert!(output.stdout.ends_with(b"done\n"));
+}
