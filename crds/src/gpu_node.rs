@@ -23,6 +23,8 @@ pub const MAX_FAULTS: usize = 16;
 pub const MAX_WAITING: usize = 16;
 /// The most containers that are not held to their quota in one object.
 pub const MAX_NOT_ENFORCED: usize = 16;
+/// The most pods listed with one GPU, those with the most memory first.
+pub const MAX_PODS: usize = 32;
 /// The most lowered quotas in one object.
 pub const MAX_QUOTAS: usize = 64;
 
@@ -237,6 +239,21 @@ pub struct GpuStatus {
     /// The reservation that the agent holds it by: the answer to `spec.reservations`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_for: Option<String>,
+    /// The pods that have memory of it, those with the most first; at most 32.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "atomic"))]
+    pub pods: Vec<GpuPod>,
+}
+
+/// A pod with memory of a GPU.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct GpuPod {
+    /// Its UID.
+    #[schemars(length(min = 1, max = 64))]
+    pub uid: String,
+    /// What is bound for it, in quanta.
+    pub quanta: i32,
 }
 
 /// What becomes of new pods on a GPU.

@@ -25,7 +25,7 @@ use crate::kubelet::pod_resources::PodResourcesClient;
 use crate::kubelet::server::Service;
 use crate::limits::{self, Limits};
 use crate::metrics::Metrics;
-use crate::node::actor::{Node, Offers, Voice, actor};
+use crate::node::actor::{Followed, Node, Offers, Voice, actor};
 use crate::node::clock;
 use crate::node::core::Core;
 use crate::node::generations::Generations;
@@ -128,12 +128,16 @@ pub async fn run(
         events: events.clone(),
         metrics: metrics.clone(),
     };
+    let (orders, told) = watch::channel(None);
     let (actor, allocator, offers, snapshots, pulse) = actor(
         core,
         config.resources,
         identities,
         config.bind_wait,
-        inventory,
+        Followed {
+            inventory,
+            orders: told.clone(),
+        },
         generations,
         voice,
     );
@@ -162,7 +166,6 @@ pub async fn run(
         metrics.clone(),
     );
     parts.start("audit", auditor.run(config.clone(), stop.clone()));
-    let (orders, told) = watch::channel(None);
     let (acknowledge, ordered) = watch::channel(Ordered::default());
     let resize = resize::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
     parts.start("resize", resize);

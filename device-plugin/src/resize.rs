@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{DEVICE, MANAGED, QuotaOrder, QuotaState};
+use bursar_crds::gpu_node::{DEVICE, MANAGED, QuotaOrder, QuotaState, Reservation};
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -29,6 +29,8 @@ pub struct Orders {
     pub generation: Option<i64>,
     /// `spec.quotas`.
     pub quotas: Vec<QuotaOrder>,
+    /// `spec.reservations`.
+    pub reservations: Vec<Reservation>,
 }
 
 /// What became of the orders.
@@ -178,7 +180,10 @@ pub async fn run(
             Ok(()) = orders.changed() => {}
         }
         sessions.reclaim();
-        let Some(Orders { generation, quotas }) = orders.borrow_and_update().clone() else {
+        let Some(Orders {
+            generation, quotas, ..
+        }) = orders.borrow_and_update().clone()
+        else {
             continue;
         };
         let containers = snapshots.borrow().containers.clone();

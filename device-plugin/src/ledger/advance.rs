@@ -58,7 +58,7 @@ impl Ledger {
         let largest = (0..bins.len())
             .filter(|&i| bins[i].capacity > 0)
             .max_by_key(|&i| (bins[i].free, Reverse(i)));
-        let shares = binder::shares(&bins, want_of(claim));
+        let shares = binder::shares(&bins, self.want_of(claim));
         let (gpus, largest_free_gpu) = match claim.resource {
             Resource::ManagedMemory => (None, None),
             Resource::DeviceMemory => (
@@ -81,9 +81,37 @@ impl Ledger {
         let queue: Vec<_> = self
             .queue(resource, now)
             .iter()
-            .map(|id| want_of(&self.claims[id]))
+            .map(|id| self.want_of(&self.claims[id]))
             .collect();
-        binder::plan(&self.bins(resource), &queue)
+        let bins = self.bins(resource);
+        let reserved = match resource {
+            Resource::DeviceMemory => self
+                .gpus
+                .keys()
+                .map(|gpu| self.reserved_on(gpu).0)
+                .collect(),
+            Resource::ManagedMemory => vec![0; bins.len()],
+        };
+        binder::plan(&bins, &reserved, &queue)
+    }
+
+    /// A waiter as the binder sees it.
+    fn want_of(&self, claim: &Claim) -> binder::Want {
+        let (bins, reserved) = match (&claim.state, claim.resource) {
+            (
+                State::Waiting {
+                    want: Want { shape, .. },
+                    ..
+                },
+                Resource::DeviceMemory,
+            ) => (shape.gpus.get(), self.gpu_reserved_for(&claim.pod)),
+            _ => (1, None),
+        };
+        binder::Want {
+            quanta: claim.tokens.quanta().0,
+            bins,
+            reserved,
+        }
     }
 
     /// The waiters that somebody waits for or will soon come back for, most urgent first.
@@ -205,23 +233,5 @@ fn is_near(call: Call, now: Moment) -> bool {
     match call {
         Call::Open { .. } => true,
         Call::Away { since } => now.since(since) < HOLD,
-    }
-}
-
-/// A waiter as the binder sees it.
-fn want_of(claim: &Claim) -> binder::Want {
-    let bins = match (&claim.state, claim.resource) {
-        (
-            State::Waiting {
-                want: Want { shape, .. },
-                ..
-            },
-            Resource::DeviceMemory,
-        ) => shape.gpus.get(),
-        _ => 1,
-    };
-    binder::Want {
-        quanta: claim.tokens.quanta().0,
-        bins,
     }
 }

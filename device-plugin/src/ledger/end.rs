@@ -17,6 +17,8 @@ impl Ledger {
     /// The pod's processes are gone (its cgroup is): whatever it had is free. Answers its
     /// allocations, whose CDI files and sockets go; none if the pod was not known.
     pub fn pod_gone(&mut self, pod: &PodUid) -> Vec<AllocationId> {
+        // Its reservation is of no use, whatever becomes of who ordered it.
+        self.reserved.retain(|_, reserved| reserved.waiter != *pod);
         self.claims
             .extract_if(.., |_, claim| claim.pod == *pod)
             .flat_map(|(_, claim)| claim.allocations)

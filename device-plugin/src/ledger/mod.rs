@@ -27,6 +27,7 @@
 //!   arrival; then the others, largest first.
 //! - Memory counts until the pod is gone, even if the kubelet has given its tokens away; what others may hold
 //!   of it then is leaked, and bound to nobody, until it is proven free.
+//! - A reservation keeps a GPU's free memory for one pod, and the queue gives it to nobody else.
 //! - Nothing here does I/O or reads a clock. Every event may come twice.
 //!
 //! After each event, and at least once a second, call [`Ledger::advance`].
@@ -36,6 +37,7 @@ mod binder;
 mod claim;
 mod end;
 mod leaked;
+mod reserved;
 mod snapshot;
 mod start;
 mod time;
@@ -49,10 +51,12 @@ use serde::{Deserialize, Serialize};
 use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
 use claim::{Booking, Claim, State};
 use leaked::Leaked;
+use reserved::Reserved;
 
 pub use claim::{HOLD, LATE, SENIORITY};
 pub use end::COLLECT_AGE;
 pub use leaked::SETTLING;
+pub use reserved::Reserved as Reservation;
 pub use snapshot::{RestoreError, Snapshot};
 pub use time::Moment;
 pub use types::{
@@ -73,6 +77,8 @@ pub struct Ledger {
     claims: BTreeMap<ClaimId, Claim>,
     /// What ended pods left on GPUs.
     leaked: BTreeMap<GpuUuid, Leaked>,
+    /// What the operator has put aside for single pods.
+    reserved: BTreeMap<GpuUuid, Reserved>,
     /// The next number for a claim, an arrival or a call.
     next: u64,
 }
@@ -94,6 +100,7 @@ impl Ledger {
             bookings: BTreeMap::new(),
             claims: BTreeMap::new(),
             leaked: BTreeMap::new(),
+            reserved: BTreeMap::new(),
             next: 0,
         }
     }

@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::claim::{Booking, Call, Claim, State};
 use super::leaked::Leaked;
+use super::reserved::Reserved;
 use super::time::Moment;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
@@ -23,6 +24,8 @@ pub struct Snapshot {
     claims: Vec<(ClaimId, Claim)>,
     #[serde(default)]
     leaked: Vec<(GpuUuid, Leaked)>,
+    #[serde(default)]
+    reserved: Vec<(GpuUuid, Reserved)>,
     next: u64,
 }
 
@@ -61,6 +64,7 @@ impl Ledger {
             bookings,
             claims,
             leaked,
+            reserved,
             next,
         } = self.clone();
         Snapshot {
@@ -70,6 +74,7 @@ impl Ledger {
             bookings: bookings.into_iter().collect(),
             claims: claims.into_iter().collect(),
             leaked: leaked.into_iter().collect(),
+            reserved: reserved.into_iter().collect(),
             next,
         }
     }
@@ -91,6 +96,7 @@ impl Ledger {
             bookings,
             mut claims,
             leaked,
+            reserved,
             next,
         } = snapshot;
         for (_, claim) in &mut claims {
@@ -107,6 +113,7 @@ impl Ledger {
             bookings: bookings.into_iter().collect(),
             claims: claims.into_iter().collect(),
             leaked: leaked.into_iter().collect(),
+            reserved: reserved.into_iter().collect(),
             next,
         })
     }

@@ -1,5 +1,6 @@
 //! What goes into the ledger and what comes out of it.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::num::NonZeroU16;
 
@@ -242,10 +243,12 @@ pub struct GpuView {
     pub leaked: Bytes,
     /// What is neither bound, reserved nor left by ended pods and may be bound now; zero on an unhealthy GPU.
     pub free: Quanta,
-    /// What is free but kept for the longest waiter.
+    /// What is free but kept: for the longest waiter, or by a reservation.
     pub reserved: Quanta,
-    /// The pods with memory on it.
-    pub pods: usize,
+    /// The pods with memory on it, each with how much.
+    pub pods: BTreeMap<PodUid, Quanta>,
+    /// The pod that some of it is reserved for.
+    pub held_for: Option<PodUid>,
 }
 
 /// The node's managed memory.

@@ -12,7 +12,15 @@ use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource};
 #[derive(Default)]
 pub(super) struct Usage<'a> {
     pub(super) quanta: Quanta,
-    pods: BTreeSet<&'a PodUid>,
+    pub(super) pods: BTreeMap<&'a PodUid, Quanta>,
+}
+
+impl Usage<'_> {
+    fn of_pods(&self) -> BTreeMap<PodUid, Quanta> {
+        let pods = self.pods.iter();
+        pods.map(|(pod, quanta)| ((*pod).clone(), *quanta))
+            .collect()
+    }
 }
 
 impl Ledger {
@@ -36,7 +44,8 @@ impl Ledger {
                     leaked: self.leaked_by(uuid, now),
                     free: free.saturating_sub(Quanta(kept)),
                     reserved: Quanta(kept),
-                    pods: used.pods.len(),
+                    pods: used.of_pods(),
+                    held_for: self.held_for(uuid).cloned(),
                 }
             })
             .collect();
@@ -141,7 +150,7 @@ impl Ledger {
                 for share in shares {
                     let used = usage.entry(&share.gpu).or_default();
                     used.quanta += share.quanta;
-                    used.pods.insert(&claim.pod);
+                    *used.pods.entry(&claim.pod).or_default() += share.quanta;
                 }
             }
         }
@@ -182,6 +191,7 @@ fn lost_gpu(uuid: &GpuUuid, used: &Usage<'_>) -> GpuView {
         leaked: Bytes::ZERO,
         free: Quanta::ZERO,
         reserved: Quanta::ZERO,
-        pods: used.pods.len(),
+        pods: used.of_pods(),
+        held_for: None,
     }
 }

@@ -20,6 +20,7 @@ use crate::kubelet::devices::{Devices, DevicesError};
 use crate::kubelet::plugin::{Allocator, NotBooked, NotBound};
 use crate::ledger::View;
 use crate::metrics::{BindResult, Counts, Metrics};
+use crate::resize::Orders;
 use crate::status::{Events, PodRef, Reason};
 use crate::units::{AllocationId, GpuUuid, Resource, TokenSet};
 
@@ -73,6 +74,14 @@ pub struct Snapshot {
     pub too_many: Option<DevicesError>,
     /// The containers that have device memory.
     pub containers: Vec<BoundContainer>,
+}
+
+/// What the task follows.
+pub struct Followed {
+    /// The GPUs.
+    pub inventory: watch::Receiver<Inventory>,
+    /// What is ordered in the node's `GpuNode`; none before the API server told.
+    pub orders: watch::Receiver<Option<Orders>>,
 }
 
 /// Asks the node; what the kubelet's plugins allocate from.
@@ -179,6 +188,7 @@ pub struct Actor {
     collected: mpsc::WeakSender<Command>,
     identities: Arc<Identities>,
     inventory: watch::Receiver<Inventory>,
+    orders: watch::Receiver<Option<Orders>>,
     device: watch::Sender<Devices>,
     managed: watch::Sender<Devices>,
     snapshot: watch::Sender<Snapshot>,
@@ -194,7 +204,7 @@ pub fn actor(
     config: ResourcesConfig,
     identities: Identities,
     bind_wait: Duration,
-    inventory: watch::Receiver<Inventory>,
+    Followed { inventory, orders }: Followed,
     generations: Generations,
     voice: Voice,
 ) -> (
@@ -228,6 +238,7 @@ pub fn actor(
         commands: received,
         identities: identities.clone(),
         inventory,
+        orders,
         device,
         managed,
         snapshot,
@@ -272,6 +283,8 @@ impl Actor {
                     // The NVML thread ends with the agent only.
                     Err(_) => return,
                 },
+                // Without the API server nothing is ordered, and what was stands.
+                Ok(()) = self.orders.changed() => self.take_orders().await,
                 _ = tick.tick() => {
                     self.core.tick(clock::now()).await;
                     self.publish();
@@ -322,6 +335,14 @@ impl Actor {
             .set_gpus(inventory.gpus().to_vec(), clock::now())
             .await;
         self.advertise(&inventory);
+        self.publish();
+    }
+
+    async fn take_orders(&mut self) {
+        let Some(Orders { reservations, .. }) = self.orders.borrow_and_update().clone() else {
+            return;
+        };
+        self.core.reserve(&reservations, clock::now()).await;
         self.publish();
     }
 

@@ -13,6 +13,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use bursar_crds::gpu_node::Reservation;
 use jiff::Timestamp;
 use tokio::sync::oneshot;
 use tracing::{info, warn};
@@ -279,6 +280,13 @@ impl<H: Host> Core<H> {
             }
         }
         self.gpus = gpus;
+        self.unsaved = true;
+        self.advance(now).await;
+    }
+
+    /// Holds GPUs for the pods that the operator makes room for.
+    pub async fn reserve(&mut self, reservations: &[Reservation], now: Moment) {
+        self.ledger.reserve(offer::reserved(reservations));
         self.unsaved = true;
         self.advance(now).await;
     }

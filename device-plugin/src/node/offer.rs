@@ -4,11 +4,15 @@
 //! the same after every restart on the same GPUs. A token is Unhealthy only because a GPU died, and then
 //! the highest ids are, for the kubelet only counts.
 
+use std::collections::BTreeMap;
+
+use bursar_crds::gpu_node::Reservation;
+
 use crate::config::ResourcesConfig;
 use crate::inventory::GpuState;
 use crate::kubelet::devices::{Devices, DevicesError, TokenHealth, check_node_total};
 use crate::ledger;
-use crate::units::{Bytes, Quanta, Resource};
+use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 /// The GPUs as the ledger takes them: capacity in whole quanta, less the reserve.
 pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::Gpu> {
@@ -22,6 +26,18 @@ pub fn ledger_gpus(gpus: &[GpuState], config: &ResourcesConfig) -> Vec<ledger::G
         },
     };
     gpus.iter().map(as_ledgers).collect()
+}
+
+/// The reservations as the ledger takes them; one that names no GPU or pod that could be holds nothing.
+pub fn reserved(orders: &[Reservation]) -> BTreeMap<GpuUuid, ledger::Reservation> {
+    let as_ledgers = |order: &Reservation| {
+        let reservation = ledger::Reservation {
+            waiter: order.waiter.parse().ok()?,
+            quanta: Quanta(u32::try_from(order.quanta).ok()?),
+        };
+        Some((order.gpu.parse().ok()?, reservation))
+    };
+    orders.iter().filter_map(as_ledgers).collect()
 }
 
 /// The node's managed memory in whole quanta.

@@ -19,7 +19,7 @@ use crate::resize::Ordered;
 use crate::status::{
     GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
 };
-use crate::units::{Bytes, Quanta};
+use crate::units::{Bytes, Quanta, Resource};
 
 /// What is known besides the snapshot.
 #[derive(Debug, Clone)]
@@ -70,7 +70,11 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
         device_memory: device_memory(snapshot),
         managed_memory: managed_memory(snapshot),
         gpus: inventory.gpus().iter().map(gpu).collect(),
-        waiting: waits.iter().map(waiting).collect(),
+        waiting: waits
+            .iter()
+            .filter(|wait| wait.resource == Resource::DeviceMemory)
+            .map(waiting)
+            .collect(),
         not_enforced: around.audited.not_enforced.iter().map(lacking).collect(),
         ordered: around.ordered.clone(),
         conditions: vec![
@@ -119,6 +123,7 @@ fn free(gpu: &GpuView) -> Quanta {
 fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
     let of_it = view.gpus.iter().find(|gpu| gpu.uuid == state.gpu.uuid);
     let healthy = state.health.is_healthy();
+    let held_for = of_it.and_then(|gpu| gpu.held_for.clone());
     GpuReport {
         uuid: state.gpu.uuid.clone(),
         index: state.gpu.minor,
@@ -126,6 +131,7 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
         memory: state.gpu.memory,
         state: match state.health {
             Health::Unhealthy(Sickness::Lost | Sickness::NoAnswer) => State::Lost,
+            Health::Healthy if held_for.is_some() => State::Reserved,
             Health::Healthy | Health::Unhealthy(Sickness::Xid(_)) => State::Active,
         },
         generation,
@@ -145,7 +151,8 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
         free: of_it.map(free).unwrap_or_default(),
         largest_free: of_it.map(|gpu| gpu.free).unwrap_or_default(),
         leaked: of_it.map(|gpu| gpu.leaked).unwrap_or_default(),
-        held_for: None,
+        held_for,
+        pods: of_it.map(|gpu| gpu.pods.clone()).unwrap_or_default(),
     }
 }
 

@@ -67,5 +67,6 @@ fn of(object: &GpuNode) -> Orders {
     Orders {
         generation: object.metadata.generation,
         quotas: object.spec.quotas.clone(),
+        reservations: object.spec.reservations.clone(),
     }
 }

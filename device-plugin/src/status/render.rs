@@ -1,16 +1,19 @@
 //! The `GpuNode` status that a report comes to: pure.
 
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
 use bursar_crds::Amount;
 use bursar_crds::conditions::{self, Statement, gpu_node as names};
 use bursar_crds::gpu_node::{
-    GpuNodeStatus, GpuStatus, Health, HealthStatus, MAX_GPUS, MAX_NOT_ENFORCED, MAX_QUOTAS,
-    MAX_WAITING, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
+    GpuNodeStatus, GpuPod, GpuStatus, Health, HealthStatus, MAX_GPUS, MAX_NOT_ENFORCED, MAX_PODS,
+    MAX_QUOTAS, MAX_WAITING, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::report::{GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport};
 use crate::resize::Outcome;
-use crate::units::Quanta;
+use crate::units::{PodUid, Quanta};
 
 /// The longest message of [`NotEnforced`].
 const LONGEST: usize = 512;
@@ -104,6 +107,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         largest_free,
         leaked,
         held_for,
+        pods,
     } = gpu;
     let (status, reason) = match health {
         GpuHealth::Healthy => (HealthStatus::Healthy, "Ok"),
@@ -132,6 +136,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         largest_free: count(*largest_free),
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
         held_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
+        pods: largest(pods),
     }
 }
 
@@ -146,6 +151,18 @@ fn memory(memory: &Memory) -> NodeMemory {
         free: count(*free),
         largest_free: count(*largest_free),
     }
+}
+
+/// Those with the most memory first, and in one order.
+fn largest(pods: &BTreeMap<PodUid, Quanta>) -> Vec<GpuPod> {
+    let mut pods: Vec<_> = pods.iter().collect();
+    pods.sort_by_key(|(pod, quanta)| (Reverse(**quanta), *pod));
+    let pods = pods.into_iter().take(MAX_PODS);
+    pods.map(|(pod, quanta)| GpuPod {
+        uid: pod.as_str().to_owned(),
+        quanta: count(*quanta),
+    })
+    .collect()
 }
 
 fn waiter(waiting: &WaitingReport) -> Waiting {

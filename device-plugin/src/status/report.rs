@@ -1,5 +1,7 @@
 //! What the agent knows of its node, in its own types.
 
+use std::collections::BTreeMap;
+
 use bursar_crds::conditions::Statement;
 use bursar_crds::gpu_node::GpuState;
 use jiff::Timestamp;
@@ -73,6 +75,8 @@ pub struct GpuReport {
     pub leaked: Bytes,
     /// The pod that it is held for by a reservation of the operator.
     pub held_for: Option<PodUid>,
+    /// The pods with memory on it, each with how much. Those with least are cut off beyond 32.
+    pub pods: BTreeMap<PodUid, Quanta>,
 }
 
 /// Whether a GPU works.

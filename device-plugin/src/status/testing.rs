@@ -45,5 +45,6 @@ fn gpu(index: u32) -> GpuReport {
         largest_free: Quanta(16),
         leaked: Bytes::ZERO,
         held_for: None,
+        pods: std::collections::BTreeMap::new(),
     }
 }

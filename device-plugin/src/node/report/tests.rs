@@ -28,7 +28,8 @@ fn snapshot() -> Snapshot {
                 leaked: Bytes::ZERO,
                 free: Quanta(4),
                 reserved: Quanta(2),
-                pods: 1,
+                pods: [("pod-0".parse().unwrap(), Quanta(10))].into(),
+                held_for: None,
             }],
             managed: ManagedView::default(),
             booked: 1,
@@ -101,6 +102,23 @@ fn condition(report: &NodeReport, type_: &str) -> (Option<bool>, &'static str) {
         .find(|said| said.type_ == type_)
         .unwrap();
     (said.holds, said.reason)
+}
+
+#[test]
+fn a_gpu_that_is_held_says_for_whom_and_who_has_its_memory() {
+    let mut held = snapshot();
+    let waiter: crate::units::PodUid = "pod-1".parse().unwrap();
+    held.view.gpus[0].held_for = Some(waiter.clone());
+    let gpu = &report(&held, &around()).gpus[0];
+    assert_eq!((gpu.state, &gpu.held_for), (State::Reserved, &Some(waiter)));
+    assert_eq!(gpu.pods, [("pod-0".parse().unwrap(), Quanta(10))].into());
+}
+
+#[test]
+fn only_who_waits_for_a_gpu_is_told_to_wait_for_one() {
+    let mut managed = snapshot();
+    managed.waits[0].resource = Resource::ManagedMemory;
+    assert_eq!(report(&managed, &around()).waiting, []);
 }
 
 #[test]

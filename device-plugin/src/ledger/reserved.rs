@@ -1,0 +1,166 @@
+//! Memory of a GPU that the operator puts aside for one pod, while it makes room for it there.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::Ledger;
+use super::types::Health;
+use crate::units::{GpuUuid, PodUid, Quanta};
+
+/// What is reserved on one GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub struct Reserved {
+    /// The pod that it is for.
+    pub waiter: PodUid,
+    /// How much of the GPU, what is bound for the pod there already included.
+    pub quanta: Quanta,
+}
+
+impl Ledger {
+    /// The reservations that are in force from now on, and no others. Nothing that is bound gives way to one.
+    pub fn reserve(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) {
+        self.reserved = reserved;
+    }
+
+    /// The pod that the GPU is held for.
+    pub(super) fn held_for(&self, gpu: &GpuUuid) -> Option<&PodUid> {
+        let state = self.gpus.get(gpu)?;
+        let reserved = self.reserved.get(gpu)?;
+        (state.health == Health::Healthy).then_some(&reserved.waiter)
+    }
+
+    /// What of the GPU is still to be kept for that pod.
+    pub(super) fn reserved_on(&self, gpu: &GpuUuid) -> Quanta {
+        let Some(Reserved { waiter, quanta }) = self.reserved.get(gpu) else {
+            return Quanta::ZERO;
+        };
+        let used = self.usage();
+        let bound = used.get(gpu).and_then(|used| used.pods.get(waiter));
+        quanta.saturating_sub(bound.copied().unwrap_or_default())
+    }
+
+    /// The place, in the order of GPUs, of the one that is held for `pod`.
+    pub(super) fn gpu_reserved_for(&self, pod: &PodUid) -> Option<usize> {
+        let mut gpus = self.gpus.keys();
+        gpus.position(|gpu| self.held_for(gpu) == Some(pod))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::{Answer, Gpu, Moment, Shape, Start};
+    use crate::units::{AllocationId, Quantum, Resource, TokenSet};
+
+    const NOW: Moment = Moment(0);
+
+    /// Two GPUs of 8 quanta.
+    fn ledger() -> Ledger {
+        let mut ledger = Ledger::new(Quantum::Gib1);
+        ledger.set_gpus(["GPU-a", "GPU-b"].map(|uuid| Gpu {
+            uuid: uuid.parse().unwrap(),
+            capacity: Quanta(8),
+            health: Health::Healthy,
+        }));
+        ledger
+    }
+
+    /// `pod` starts with the tokens from `first` on.
+    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> Answer {
+        let tokens = TokenSet::from_indexes(first..first + quanta).unwrap();
+        let (id, resource) = (
+            AllocationId::from_bits(first.into()),
+            Resource::DeviceMemory,
+        );
+        ledger.book(id, resource, tokens.clone(), NOW);
+        let start = Start {
+            resource,
+            tokens,
+            pod: pod.parse().unwrap(),
+            shape: Shape::default(),
+            priority: Default::default(),
+        };
+        ledger.start(start, NOW).unwrap().answer
+    }
+
+    fn hold(ledger: &mut Ledger, gpu: &str, waiter: &str, quanta: u32) {
+        let reserved = Reserved {
+            waiter: waiter.parse().unwrap(),
+            quanta: Quanta(quanta),
+        };
+        ledger.reserve([(gpu.parse().unwrap(), reserved)].into());
+    }
+
+    fn gpu(ledger: &Ledger, uuid: &str, of: impl Fn(&crate::ledger::GpuView) -> u32) -> u32 {
+        let view = ledger.view(NOW);
+        of(view
+            .gpus
+            .iter()
+            .find(|gpu| gpu.uuid.as_str() == uuid)
+            .unwrap())
+    }
+
+    #[test]
+    fn a_reserved_gpu_is_for_its_pod_alone_and_no_more_once_that_is_bound() {
+        let mut ledger = ledger();
+        assert!(matches!(start(&mut ledger, "old", 0, 6), Answer::Bound(_)));
+        hold(&mut ledger, "GPU-a", "owner", 8);
+        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.free.0), 0);
+        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.reserved.0), 2);
+        // Whoever comes is bound elsewhere, or waits.
+        assert!(matches!(
+            start(&mut ledger, "small", 10, 2),
+            Answer::Bound(_)
+        ));
+        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 6);
+        assert!(matches!(
+            start(&mut ledger, "owner", 20, 8),
+            Answer::Wait(..)
+        ));
+        ledger.pod_gone(&"old".parse().unwrap());
+        assert!(matches!(
+            start(&mut ledger, "thief", 30, 7),
+            Answer::Wait(..)
+        ));
+        let bound = ledger.advance(NOW);
+        assert_eq!(bound.len(), 1);
+        assert_eq!(bound[0].pod.as_str(), "owner");
+        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.bound.0), 8);
+        assert_eq!(gpu(&ledger, "GPU-a", |gpu| gpu.reserved.0), 0);
+    }
+
+    #[test]
+    fn a_reservation_outlives_the_agent_and_not_its_pod() {
+        let mut ledger = ledger();
+        assert!(matches!(
+            start(&mut ledger, "owner", 0, 2),
+            Answer::Bound(_)
+        ));
+        hold(&mut ledger, "GPU-b", "owner", 4);
+        let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
+        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 4);
+        ledger.pod_gone(&"owner".parse().unwrap());
+        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 8);
+    }
+
+    #[test]
+    fn a_gpu_that_fails_or_is_not_there_is_held_for_nobody() {
+        let mut ledger = ledger();
+        hold(&mut ledger, "GPU-a", "owner", 8);
+        let held = |ledger: &Ledger| {
+            let gpus = ledger.view(NOW).gpus;
+            gpus.into_iter().filter_map(|gpu| gpu.held_for).count()
+        };
+        assert_eq!(held(&ledger), 1);
+        ledger.set_gpus([Gpu {
+            uuid: "GPU-a".parse().unwrap(),
+            capacity: Quanta(8),
+            health: Health::Unhealthy,
+        }]);
+        assert_eq!(held(&ledger), 0);
+        hold(&mut ledger, "GPU-x", "owner", 8);
+        assert_eq!(held(&ledger), 0);
+    }
+}
