@@ -4,6 +4,11 @@
 //! * [`error`] says what failed, of which class it is and whether a retry helps
 //! * [`resource`] is what every source of device memory and every layer over one has in common
 //! * [`state`] says whether what a device holds for this process image is still there
+//! * [`tracked`] is typed memory with one owner, in the order of one stream; [`gpu_ref`] has several owners and any streams
+//! * [`managed_ref`] is typed managed memory, for the host and the device; [`advice`] says where it should be
+//! * [`launch`] launches kernels with what [`arg`] gives them, and puts their work in order
+//! * [`peer`] copies between devices; [`streams`] are a few that many share
+//! * [`write_token`] is the right to write; [`gpu_token`] is the sealed identity of memory
 //! * [`checksum`] is what kept memory is verified by
 //! * [`runtime`] is one GPU: its context, and the resource that it allocates from
 //! * sources of memory: [`direct`] (and managed), [`asynchronous`], [`exportable`] (and guard pages)
@@ -11,6 +16,8 @@
 //! * layers over them: [`budget`], [`supervised`], [`statistics`], [`logging`], [`guard`], [`failure`], [`faults`]
 //! * [`kept`] is memory that outlives the process that filled it
 
+pub mod advice;
+pub mod arg;
 pub mod asynchronous;
 pub mod budget;
 pub mod checksum;
@@ -20,18 +27,29 @@ pub mod error;
 pub mod exportable;
 pub mod failure;
 pub mod faults;
+pub mod gpu_ref;
+pub mod gpu_token;
 pub mod guard;
 pub mod kept;
+pub mod launch;
 pub mod logging;
+pub mod managed_ref;
+mod order;
+pub mod peer;
 pub mod pool;
 pub mod resource;
 pub mod runtime;
+mod shared;
 pub mod state;
 pub mod statistics;
+pub mod streams;
 pub mod supervised;
+pub mod tracked;
 mod tracking;
 mod under;
+pub mod write_token;
 
+pub use arg::{DevSliceArg, KernelArg};
 pub use asynchronous::Async;
 pub use budget::Budget;
 pub use checksum::Checksum;
@@ -40,8 +58,12 @@ pub use error::{CudaError, ErrorClass, FreeError, ResourceError};
 pub use exportable::Exportable;
 pub use failure::OnFailure;
 pub use faults::FaultInjection;
+pub use gpu_ref::GpuRef;
+pub use gpu_token::{GpuToken, NodeKey};
 pub use guard::Guard;
+pub use launch::Launch;
 pub use logging::Logging;
+pub use managed_ref::ManagedRef;
 pub use pool::{Pool, PoolSettings, PoolStatistics};
 pub use resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
@@ -50,4 +72,7 @@ pub use resource::{
 pub use runtime::DeviceRuntime;
 pub use state::{DeviceState, Stale, Supervisor};
 pub use statistics::Statistics;
+pub use streams::StreamPool;
 pub use supervised::Supervised;
+pub use tracked::TrackedSlice;
+pub use write_token::{WriteGate, WriteToken};

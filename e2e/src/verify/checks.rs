@@ -211,9 +211,22 @@ const CHECKS: &[Check] = &[
         &["--test", "pool"],
     ),
     test_check(
-        "runtime/state",
-        "a fault of one device makes all that the process image has stale; device memory has its checksum",
-        &["--test", "state", "--test", "checksum"],
+        "runtime/references",
+        "handles are stale exactly when their memory is lost; launches, copies and the host wait for each other \
+         where they must; checksums of device memory",
+        &["--test", "refs"],
+    ),
+    cargo_check(
+        "runtime/borrows",
+        "no two mutable references to managed memory, and no copy of a right to write, compile",
+        &[
+            "test",
+            "--quiet",
+            "--locked",
+            "--package",
+            "bursar-runtime",
+            "--doc",
+        ],
     ),
     Check {
         name: "enforcement/loader",

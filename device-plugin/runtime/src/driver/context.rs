@@ -9,7 +9,6 @@ use cudarc::driver::sys::CUcontext;
 use super::stream::{self, Stream};
 use super::{Device, Driver, GpuUuid, call};
 use crate::error::CudaError;
-use crate::state::{DeviceState, Supervisor};
 
 /// A primary context; released with the last clone.
 #[derive(Clone)]
@@ -19,7 +18,6 @@ struct Retained {
     device: Device,
     uuid: GpuUuid,
     raw: CUcontext,
-    state: Arc<DeviceState>,
 }
 
 // SAFETY: a context's handle may be used by any thread.
@@ -63,7 +61,6 @@ impl Context {
             device: *device,
             uuid,
             raw,
-            state: Supervisor::of_this_image().watch(),
         })))
     }
 
@@ -80,11 +77,6 @@ impl Context {
     /// The GPU's UUID, or the MIG instance's.
     pub fn uuid(&self) -> GpuUuid {
         self.0.uuid
-    }
-
-    /// Whether what is allocated in it can be used.
-    pub fn state(&self) -> &Arc<DeviceState> {
-        &self.0.state
     }
 
     /// The driver that it belongs to.

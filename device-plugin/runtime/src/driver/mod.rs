@@ -14,6 +14,7 @@
 mod context;
 mod copy;
 mod device;
+mod host_view;
 mod kernel;
 mod linear;
 mod managed;
@@ -24,6 +25,7 @@ mod vmm;
 
 pub use context::{Context, Entered};
 pub use device::{Device, GpuUuid, InvalidUuid};
+pub(crate) use host_view::HostView;
 pub use kernel::{Kernel, Parameter};
 pub use linear::LINEAR_ALIGNMENT;
 pub use managed::{Advice, Attach, Location, Residency};

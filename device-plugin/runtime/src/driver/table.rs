@@ -78,6 +78,7 @@ table! {
         fn cuStreamAttachMemAsync(CUstream, CUdeviceptr, usize, c_uint);
         fn cuMemPrefetchAsync(CUdeviceptr, usize, CUdevice, CUstream);
         fn cuMemAdvise(CUdeviceptr, usize, c_int, CUdevice);
+        fn cuPointerGetAttribute(*mut c_void, c_int, CUdeviceptr);
         fn cuMemRangeGetAttribute(*mut c_void, usize, c_int, CUdeviceptr, usize);
 
         fn cuMemCreate(*mut CUmemGenericAllocationHandle, usize, *const CUmemAllocationProp, u64);

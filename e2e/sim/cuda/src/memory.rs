@@ -233,7 +233,8 @@ impl Process {
             Kind::Shared(object) | Kind::Opened(object) | Kind::Mapped(object) => {
                 object.let_go(&self.sim)
             }
-            Kind::Captured | Kind::Managed | Kind::Host | Kind::Registered => {}
+            Kind::Managed => lock(&self.residency).forget(address, gone.len),
+            Kind::Captured | Kind::Host | Kind::Registered => {}
         }
     }
 

@@ -3,6 +3,7 @@
 use crate::abi::Code;
 use crate::array::Arrays;
 use crate::graph::Graphs;
+use crate::host::Residency;
 use crate::memory::Space;
 use crate::{
     capture::Captures, context::Contexts, device::Device, library::Libraries, module::Modules,
@@ -30,6 +31,7 @@ pub(crate) struct Process {
     pub(crate) modules: Mutex<Modules>,
     pub(crate) libraries: Mutex<Libraries>,
     pub(crate) captures: Mutex<Captures>,
+    pub(crate) residency: Mutex<Residency>,
     pid: u32,
     /// The code that poisoned this image; 0 for none. Nothing but `execve` takes it back (F1).
     sticky: AtomicI32,
@@ -112,6 +114,7 @@ impl Process {
             modules: Mutex::default(),
             libraries: Mutex::default(),
             captures: Mutex::default(),
+            residency: Mutex::default(),
             pid: std::process::id(),
             sticky: AtomicI32::new(0),
             sim,

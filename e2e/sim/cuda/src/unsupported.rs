@@ -84,7 +84,7 @@ unsupported! {
     cuMemDiscardAndPrefetchBatchAsync, cuMemDiscardBatchAsync, cuMemGetLocationInfo,
     cuMemPoolExportPointer, cuMemPoolGetAccess,
     cuMemPoolImportFromShareableHandle, cuMemPoolImportPointer, cuMemPoolSetAccess, cuMemPrefetchBatchAsync,
-    cuMemRangeGetAttribute, cuMemRangeGetAttributes, cuMemcpy2DAsync_v2,
+    cuMemRangeGetAttributes, cuMemcpy2DAsync_v2,
     cuMemcpy2DUnaligned_v2, cuMemcpy2D_v2, cuMemcpy3DAsync_v2, cuMemcpy3DBatchAsync, cuMemcpy3DBatchAsync_v2,
     cuMemcpy3DPeer, cuMemcpy3DPeerAsync, cuMemcpy3DWithAttributesAsync, cuMemcpy3D_v2, cuMemcpyAtoA_v2,
     cuMemcpyAtoD_v2, cuMemcpyAtoHAsync_v2, cuMemcpyAtoH_v2, cuMemcpyBatchAsync, cuMemcpyBatchAsync_v2,

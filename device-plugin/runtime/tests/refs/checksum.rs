@@ -1,8 +1,4 @@
-//! The checksum kernel against its definition, over the simulated driver.
-#![allow(
-    clippy::unwrap_used,
-    reason = "a failed `unwrap` is a failed test, with its place"
-)]
+//! The checksum kernel against its definition.
 
 use bursar_runtime::checksum::{self, Checksum, ChecksumError};
 use bursar_runtime::driver::{Context, Driver};

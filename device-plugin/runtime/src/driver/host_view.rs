@@ -1,0 +1,70 @@
+//! Managed memory as the host sees it.
+
+use super::{Context, call};
+use crate::error::CudaError;
+
+/// `CU_POINTER_ATTRIBUTE_IS_MANAGED`, `_RANGE_START_ADDR`, `_RANGE_SIZE`
+const IS_MANAGED: i32 = 8;
+const RANGE_START: i32 = 11;
+const RANGE_SIZE: i32 = 12;
+/// `CUDA_ERROR_INVALID_VALUE`
+const INVALID_VALUE: i32 = 1;
+
+/// Bytes that the driver says are managed memory. Whoever has it owns them too: they are freed after it is gone.
+#[derive(Debug)]
+pub(crate) struct HostView {
+    address: usize,
+    bytes: usize,
+}
+
+impl Context {
+    /// The view of memory that its caller owns, where all of it is managed.
+    pub(crate) fn host_view(&self, address: u64, bytes: usize) -> Result<HostView, CudaError> {
+        let managed: u32 = self.pointer_attribute(IS_MANAGED, address)?;
+        let start: u64 = self.pointer_attribute(RANGE_START, address)?;
+        let size: usize = self.pointer_attribute(RANGE_SIZE, address)?;
+        let refused = CudaError {
+            call: "cuPointerGetAttribute",
+            code: INVALID_VALUE,
+        };
+        let inside = address
+            .checked_sub(start)
+            .and_then(|before| usize::try_from(before).ok()?.checked_add(bytes))
+            .is_some_and(|end| end <= size);
+        match usize::try_from(address) {
+            Ok(address) if managed != 0 && inside => Ok(HostView { address, bytes }),
+            _ => Err(refused),
+        }
+    }
+
+    fn pointer_attribute<T: bytemuck::Pod>(
+        &self,
+        attribute: i32,
+        address: u64,
+    ) -> Result<T, CudaError> {
+        let _current = self.enter()?;
+        let mut value = T::zeroed();
+        call!(
+            self.driver(),
+            cuPointerGetAttribute((&raw mut value).cast(), attribute, address)
+        )?;
+        Ok(value)
+    }
+}
+
+impl HostView {
+    /// The bytes. The caller in this crate has waited for all work that writes them, and lets none begin before the answer
+    /// is gone.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: the driver said that these are managed bytes, which the host can read; they stay as long as the view,
+        // and nothing writes them meanwhile.
+        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.bytes) }
+    }
+
+    /// The bytes to change. The caller in this crate has waited for all work that uses them, and lets none begin before the
+    /// answer is gone.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and nothing else refers to them: this view is borrowed as a whole, and there is one.
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.bytes) }
+    }
+}

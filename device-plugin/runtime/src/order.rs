@@ -1,0 +1,126 @@
+//! Which streams work has to wait for, so that what it reads is written and what it overwrites was read.
+//!
+//! Nothing is recorded in a stream when memory is used there. Only work in *another* stream needs to wait, and the event
+//! for that is made then, at the end of what the first stream has to do by that time: a little late, and free for
+//! memory that stays in one stream.
+#![forbid(unsafe_code)]
+
+use crate::driver::Access;
+
+/// The streams that used some memory last.
+#[derive(Debug)]
+pub(crate) struct Order<S> {
+    /// Where it was last written.
+    wrote: S,
+    /// Where it was read since: those are behind the write already.
+    reads: Vec<S>,
+}
+
+impl<S: Clone + PartialEq> Order<S> {
+    /// Of memory that was last written in that stream.
+    pub(crate) fn since(wrote: S) -> Order<S> {
+        Order {
+            wrote,
+            reads: Vec::new(),
+        }
+    }
+
+    /// The streams whose work so far has to be done before the host may use the memory.
+    pub(crate) fn before_host(&self, access: Access) -> Vec<S> {
+        let reads = self.reads.iter().filter(|_| access == Access::ReadWrite);
+        std::iter::once(&self.wrote).chain(reads).cloned().collect()
+    }
+
+    /// The streams whose work so far has to be done before work of `stream` may use the memory.
+    pub(crate) fn before(&self, stream: &S, access: Access) -> Vec<S> {
+        if access == Access::Read && self.reads.contains(stream) {
+            return Vec::new();
+        }
+        let mut others = self.before_host(access);
+        others.retain(|other| other != stream);
+        others
+    }
+
+    /// Work that uses the memory is in a stream now, behind what [`before`](Self::before) said.
+    pub(crate) fn note(&mut self, stream: &S, access: Access) {
+        match access {
+            Access::ReadWrite => *self = Order::since(stream.clone()),
+            Access::Read if self.reads.contains(stream) => {}
+            Access::Read => self.reads.push(stream.clone()),
+        }
+    }
+
+    /// The stream of the last write.
+    pub(crate) fn wrote(&self) -> &S {
+        &self.wrote
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn one_stream_never_waits_for_itself() {
+        let mut order = Order::since(1);
+        for access in [Access::Read, Access::ReadWrite, Access::Read] {
+            assert_eq!(order.before(&1, access), []);
+            order.note(&1, access);
+        }
+    }
+
+    #[test]
+    fn a_second_read_in_a_stream_waits_no_more() {
+        let mut order = Order::since(1);
+        assert_eq!(order.before(&2, Access::Read), [1]);
+        order.note(&2, Access::Read);
+        assert_eq!(order.before(&2, Access::Read), []);
+    }
+
+    #[test]
+    fn a_write_waits_for_the_reads_of_others() {
+        let mut order = Order::since(1);
+        order.note(&2, Access::Read);
+        order.note(&3, Access::Read);
+        assert_eq!(order.before(&3, Access::ReadWrite), [1, 2]);
+    }
+
+    #[test]
+    fn the_host_waits_for_the_write_before_it_reads_and_for_all_before_it_writes() {
+        let mut order = Order::since(1);
+        order.note(&2, Access::Read);
+        assert_eq!(order.before_host(Access::Read), [1]);
+        assert_eq!(order.before_host(Access::ReadWrite), [1, 2]);
+    }
+
+    const STREAMS: usize = 4;
+
+    proptest! {
+        /// Streams as clocks: each knows how much of every other's work is done before its next work begins.
+        #[test]
+        fn every_two_uses_of_which_one_writes_are_in_order(uses in prop::collection::vec((0..STREAMS, any::<bool>()), 1..60)) {
+            let mut order = Order::since(0);
+            let mut clocks = [[0usize; STREAMS]; STREAMS];
+            clocks[0][0] = 1;
+            let mut past = vec![(0, 1, Access::ReadWrite)];
+            for (stream, writes) in uses {
+                let access = if writes { Access::ReadWrite } else { Access::Read };
+                for other in order.before(&stream, access) {
+                    let theirs = clocks[other];
+                    for (mine, theirs) in clocks[stream].iter_mut().zip(theirs) {
+                        *mine = (*mine).max(theirs);
+                    }
+                }
+                for &(other, number, before) in &past {
+                    if access == Access::ReadWrite || before == Access::ReadWrite {
+                        prop_assert!(clocks[stream][other] >= number, "{other}'s {number} and {stream}");
+                    }
+                }
+                order.note(&stream, access);
+                clocks[stream][stream] += 1;
+                past.push((stream, clocks[stream][stream], access));
+            }
+        }
+    }
+}

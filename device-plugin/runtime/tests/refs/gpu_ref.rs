@@ -1,0 +1,252 @@
+//! Memory with several owners.
+
+use std::time::{Duration, Instant};
+
+use bursar_runtime::driver::{Grid, Stream};
+use bursar_runtime::gpu_ref::WriteError;
+use bursar_runtime::launch::LaunchError;
+use bursar_runtime::tracked::MemoryError;
+use bursar_runtime::write_token::WriteRefused;
+use bursar_runtime::{
+    Async, DeviceMemoryResource as _, DeviceRuntime, GpuRef, Launch, ResourceError, Stale,
+    WriteToken,
+};
+use bursar_sim_lab::{ONE_GPU, inside};
+
+use crate::{copy, fault, fill, runtime, slice, spin, untracked};
+
+const LASTS: Duration = Duration::from_secs(60);
+
+fn reference(runtime: &DeviceRuntime, items: &[u32], stream: &Stream) -> GpuRef<u32> {
+    GpuRef::from(slice(runtime, items, stream))
+}
+
+fn token(reference: &GpuRef<u32>) -> WriteToken {
+    reference.begin_write(Instant::now(), LASTS).unwrap()
+}
+
+/// Overwrites it with bytes.
+fn write(reference: &GpuRef<u32>, token: &WriteToken, stream: &Stream) -> Result<(), LaunchError> {
+    let kernel = fill(stream.context());
+    Launch::new(&kernel, stream, Grid::line(1, 1))
+        .arg(reference.arg_mut(token).unwrap())
+        .arg(7u8)
+        .arg(4 * reference.len() as u64)
+        .submit()
+}
+
+fn read(reference: &GpuRef<u32>, stream: &Stream) -> Result<(), MemoryError> {
+    reference.read_in(stream, |address| assert_eq!(address, reference.as_raw()))
+}
+
+#[test]
+fn it_is_its_address_until_the_image_is_poisoned() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let reference = reference(&runtime, &[1], &runtime.stream().unwrap());
+        assert_eq!(reference.access(), Ok(reference.as_raw()));
+        fault(runtime.context());
+        assert_eq!(reference.access(), Err(Stale::Poisoned(700)));
+        assert_eq!(reference.clone().access(), Err(Stale::Poisoned(700)));
+        let refused = reference.begin_write(Instant::now(), LASTS).map(|_| ());
+        assert_eq!(refused, Err(WriteError::Stale(Stale::Poisoned(700))));
+    });
+}
+
+#[test]
+fn memory_of_before_is_stale_also_when_it_is_wrapped_after() {
+    inside(ONE_GPU, |_| {
+        let first = runtime(0);
+        let old = slice(&first, &[1], &first.stream().unwrap());
+        first.shut_down();
+        let second = runtime(0);
+        let wrapped = GpuRef::from(old);
+        assert_eq!(second.state().check(), Ok(()));
+        assert_eq!(wrapped.access(), Err(Stale::ShutDown));
+    });
+}
+
+#[test]
+fn a_read_in_another_stream_waits_for_the_last_write() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let (writing, reading) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &writing);
+        let token = token(&reference);
+        spin(&writing);
+        write(&reference, &token, &writing).unwrap();
+        assert_eq!(reference.last_write(), writing);
+        read(&reference, &reading).unwrap();
+        assert_eq!(reading.is_idle(), Ok(false));
+        reading.synchronize().unwrap();
+        assert_eq!(writing.is_idle(), Ok(true));
+    });
+}
+
+#[test]
+fn a_write_waits_for_reads_in_other_streams() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let (home, reading, writing) = (
+            runtime.stream().unwrap(),
+            runtime.stream().unwrap(),
+            runtime.stream().unwrap(),
+        );
+        let reference = reference(&runtime, &[1], &home);
+        reference.read_in(&reading, |_| spin(&reading)).unwrap();
+        write(&reference, &token(&reference), &writing).unwrap();
+        assert_eq!(writing.is_idle(), Ok(false));
+        assert_eq!(reference.last_write(), writing);
+    });
+}
+
+#[test]
+fn reads_do_not_wait_for_each_other() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &home);
+        reference.read_in(&other, |_| spin(&other)).unwrap();
+        read(&reference, &home).unwrap();
+        assert_eq!(home.is_idle(), Ok(true));
+    });
+}
+
+#[test]
+fn a_free_waits_for_the_streams_that_used_it() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let runtime = runtime.with_resource(|_| Async::new(runtime.context()));
+        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &home);
+        reference.read_in(&other, |_| spin(&other)).unwrap();
+        drop(reference);
+        let outstanding = runtime.resource().bytes_outstanding();
+        assert_eq!((outstanding.live, outstanding.retired), (0, 4));
+        runtime.context().synchronize().unwrap();
+        runtime.resource().reap_pending().unwrap();
+        assert_eq!(runtime.resource().bytes_outstanding().total(), 0);
+    });
+}
+
+#[test]
+fn another_stream_without_tracking_is_a_misuse_and_nothing_is_submitted() {
+    inside(ONE_GPU, |_| {
+        let runtime = untracked();
+        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &home);
+        let misuse = MemoryError::from(ResourceError::StreamMisuse { resource: "direct" });
+        let refused = reference.read_in(&other, |_| unreachable!("it is refused"));
+        assert_eq!(refused, Err(misuse.clone()));
+        let token = token(&reference);
+        let refused = write(&reference, &token, &other);
+        assert_eq!(refused, Err(LaunchError::Memory(misuse)));
+        write(&reference, &token, &home).unwrap();
+    });
+}
+
+#[test]
+fn a_fenced_writer_gives_no_argument_and_commits_nothing() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let stream = runtime.stream().unwrap();
+        let (reference, other) = (
+            reference(&runtime, &[1], &stream),
+            reference(&runtime, &[2], &stream),
+        );
+        let token = token(&reference);
+        assert_eq!(
+            other.arg_mut(&token).map(|_| ()),
+            Err(WriteRefused::Foreign)
+        );
+        let clone = reference.clone();
+        let held = clone.begin_write(Instant::now(), LASTS).map(|_| ());
+        assert!(matches!(
+            held,
+            Err(WriteError::Refused(WriteRefused::Held(_)))
+        ));
+        clone.fence_writer();
+        let fenced = WriteRefused::Fenced;
+        assert_eq!(reference.arg_mut(&token).map(|_| ()), Err(fenced));
+        let write = reference.write_in(&token, &stream, |_| unreachable!("it is fenced"));
+        assert_eq!(write, Err(fenced.into()));
+        assert_eq!(reference.commit(token, Instant::now()), Err(fenced.into()));
+        assert_eq!(reference.commits(), 0);
+    });
+}
+
+#[test]
+fn an_expired_writer_still_writes_and_only_does_not_commit() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let stream = runtime.stream().unwrap();
+        let reference = reference(&runtime, &[1], &stream);
+        let begun = Instant::now();
+        let token = reference.begin_write(begun, Duration::ZERO).unwrap();
+        write(&reference, &token, &stream).unwrap();
+        let late = reference.commit(token, begun);
+        assert!(matches!(
+            late,
+            Err(WriteError::Refused(WriteRefused::Expired(_)))
+        ));
+        let token = reference.begin_write(begun, LASTS).unwrap();
+        assert_eq!(reference.commit(token, begun), Ok(1));
+    });
+}
+
+#[test]
+fn launches_that_share_memory_the_other_way_round_do_not_wait_for_each_other_for_ever() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let home = runtime.stream().unwrap();
+        let (one, other) = (
+            reference(&runtime, &[1; 64], &home),
+            reference(&runtime, &[1; 64], &home),
+        );
+        let (to_one, to_other) = (token(&one), token(&other));
+        std::thread::scope(|scope| {
+            for thread in 0..8 {
+                let (runtime, one, other) = (&runtime, one.clone(), other.clone());
+                let (to_one, to_other) = (&to_one, &to_other);
+                scope.spawn(move || {
+                    let stream = runtime.stream().unwrap();
+                    let kernel = copy(runtime.context());
+                    for _ in 0..64 {
+                        let (to, from) = match thread % 2 {
+                            0 => (one.arg_mut(to_one).unwrap(), other.arg()),
+                            _ => (other.arg_mut(to_other).unwrap(), one.arg()),
+                        };
+                        Launch::new(&kernel, &stream, Grid::line(1, 1))
+                            .arg(to)
+                            .arg(from)
+                            .arg(256u64)
+                            .submit()
+                            .unwrap();
+                    }
+                    stream.synchronize().unwrap();
+                });
+            }
+        });
+        drop((to_one, to_other, one, other));
+        runtime.context().synchronize().unwrap();
+        runtime.resource().reap_pending().unwrap();
+        assert_eq!(runtime.resource().bytes_outstanding().total(), 0);
+    });
+}
+
+#[test]
+fn one_memory_twice_in_a_launch_is_held_once() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1, 2], &home);
+        let token = token(&reference);
+        Launch::new(&copy(runtime.context()), &other, Grid::line(1, 1))
+            .arg(reference.arg_mut(&token).unwrap())
+            .arg(reference.arg())
+            .arg(8u64)
+            .submit()
+            .unwrap();
+        assert_eq!(reference.last_write(), other);
+    });
+}

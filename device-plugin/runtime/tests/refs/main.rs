@@ -1,0 +1,86 @@
+//! References to device memory, and what uses them, over the simulated driver.
+#![allow(unsafe_code, reason = "says what kernels take")]
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod checksum;
+mod gpu_ref;
+mod launch;
+mod managed_ref;
+mod peer;
+mod state;
+mod streams;
+mod tracked;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_runtime::driver::{Access, Context, Function, Grid, Kernel, Parameter, Stream};
+use bursar_runtime::{Checksum, DeviceRuntime, Direct, Launch, Tag, TrackedSlice};
+
+/// Long enough to be noticed by who does not wait for it.
+const LONG: Duration = Duration::from_millis(300);
+
+fn runtime(ordinal: u32) -> Arc<DeviceRuntime> {
+    DeviceRuntime::of_ordinal(ordinal).unwrap()
+}
+
+/// A runtime whose memory is not tracked.
+fn untracked() -> DeviceRuntime {
+    let runtime = runtime(0);
+    runtime.with_resource(|_| Direct::new(runtime.context()))
+}
+
+fn slice(runtime: &DeviceRuntime, items: &[u32], stream: &Stream) -> TrackedSlice<u32> {
+    let mut slice = TrackedSlice::allocate(runtime, items.len(), stream, Tag("test")).unwrap();
+    slice.copy_from_host(items).unwrap();
+    slice
+}
+
+fn function(context: &Context, name: &std::ffi::CStr) -> Function {
+    context.load(c"").unwrap().function(name).unwrap()
+}
+
+/// fill(uint8_t *to, uint8_t value, size_t len)
+fn fill(context: &Context) -> Kernel {
+    const TAKES: &[Parameter] = &[
+        Parameter::Memory(Access::ReadWrite),
+        Parameter::Value(1),
+        Parameter::Value(8),
+    ];
+    // SAFETY: the simulated driver says so; the tests give it the length that the memory has.
+    unsafe { function(context, c"fill").declare(TAKES) }
+}
+
+/// copy(uint8_t *to, const uint8_t *from, size_t len)
+fn copy(context: &Context) -> Kernel {
+    const TAKES: &[Parameter] = &[
+        Parameter::Memory(Access::ReadWrite),
+        Parameter::Memory(Access::Read),
+        Parameter::Value(8),
+    ];
+    // SAFETY: as above.
+    unsafe { function(context, c"copy").declare(TAKES) }
+}
+
+/// Keeps a stream busy for [`LONG`].
+fn spin(stream: &Stream) {
+    const TAKES: &[Parameter] = &[Parameter::Value(8)];
+    // SAFETY: spin(uint64_t nanoseconds)
+    let spin = unsafe { function(stream.context(), c"spin").declare(TAKES) };
+    let nanoseconds = u64::try_from(LONG.as_nanos()).unwrap();
+    Launch::new(&spin, stream, Grid::line(1, 1))
+        .arg(nanoseconds)
+        .submit()
+        .unwrap();
+}
+
+/// Poisons the process image.
+fn fault(context: &Context) {
+    let nowhere = 1 << 50;
+    let mut checksum = Checksum::new(context).unwrap();
+    let answer = checksum.of(nowhere, 16, &context.default_stream());
+    answer.unwrap_err();
+}

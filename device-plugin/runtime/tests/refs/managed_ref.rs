@@ -1,0 +1,251 @@
+//! Managed memory.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use bursar_runtime::driver::{Advice, Attach, Grid, Location, Residency};
+use bursar_runtime::launch::LaunchError;
+use bursar_runtime::managed_ref::HostOnly;
+use bursar_runtime::tracked::MemoryError;
+use bursar_runtime::{
+    Budget, DeviceMemoryResource as _, DeviceRuntime, Launch, Managed, ManagedRef, ResourceError,
+    Stale, Tag,
+};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+
+use crate::{LONG, copy, fault, fill, runtime, spin};
+
+/// A runtime of managed memory, with a quota of 1 MiB.
+fn managed(ordinal: u32) -> DeviceRuntime {
+    let runtime = runtime(ordinal);
+    let source = Managed::of(runtime.context(), Attach::Global);
+    runtime.with_resource(|_| Budget::new(source, 1 << 20))
+}
+
+fn memory(runtime: &DeviceRuntime, len: usize, attach: Attach) -> ManagedRef<u32> {
+    let stream = runtime.stream().unwrap();
+    ManagedRef::allocate(runtime, len, attach, &stream, Tag::default()).unwrap()
+}
+
+#[test]
+fn host_and_kernels_see_the_same_bytes() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let (mut from, mut to) = (
+            memory(&runtime, 4, Attach::Global),
+            memory(&runtime, 4, Attach::Global),
+        );
+        from.write().unwrap().copy_from_slice(&[1, 2, 3, 4]);
+        let stream = runtime.stream().unwrap();
+        Launch::new(&copy(runtime.context()), &stream, Grid::line(1, 1))
+            .arg(to.arg_mut().unwrap())
+            .arg(from.arg().unwrap())
+            .arg(16u64)
+            .submit()
+            .unwrap();
+        assert_eq!(to.read().unwrap(), [1, 2, 3, 4]);
+    });
+}
+
+#[test]
+fn the_host_waits_for_what_writes_before_it_reads_and_for_what_reads_before_it_writes() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let (mut from, mut to) = (
+            memory(&runtime, 4, Attach::Global),
+            memory(&runtime, 4, Attach::Global),
+        );
+        let stream = runtime.stream().unwrap();
+        let kernel = copy(runtime.context());
+        let begun = Instant::now();
+        spin(&stream);
+        Launch::new(&kernel, &stream, Grid::line(1, 1))
+            .arg(to.arg_mut().unwrap())
+            .arg(from.arg().unwrap())
+            .arg(16u64)
+            .submit()
+            .unwrap();
+        from.read().unwrap();
+        assert!(begun.elapsed() < LONG, "two may read at once");
+        from.write().unwrap();
+        assert!(begun.elapsed() >= LONG, "the kernel still reads");
+        let begun = Instant::now();
+        spin(&stream);
+        Launch::new(&fill(runtime.context()), &stream, Grid::line(1, 1))
+            .arg(to.arg_mut().unwrap())
+            .arg(1u8)
+            .arg(16u64)
+            .submit()
+            .unwrap();
+        to.read().unwrap();
+        assert!(begun.elapsed() >= LONG, "the kernel still writes");
+    });
+}
+
+#[test]
+fn it_is_freed_once_and_behind_its_work() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let mut memory = memory(&runtime, 4, Attach::Global);
+        let stream = runtime.stream().unwrap();
+        let begun = Instant::now();
+        spin(&stream);
+        Launch::new(&fill(runtime.context()), &stream, Grid::line(1, 1))
+            .arg(memory.arg_mut().unwrap())
+            .arg(1u8)
+            .arg(16u64)
+            .submit()
+            .unwrap();
+        memory.free().unwrap();
+        assert!(begun.elapsed() >= LONG, "the kernel still wrote");
+        drop(self::memory(&runtime, 4, Attach::Global));
+        assert_eq!(runtime.resource().bytes_outstanding().total(), 0);
+    });
+}
+
+#[test]
+fn its_quota_holds() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let all = memory(&runtime, 1 << 18, Attach::Global);
+        let stream = runtime.stream().unwrap();
+        let more = ManagedRef::<u8>::allocate(&runtime, 1, Attach::Global, &stream, Tag::default());
+        assert!(matches!(
+            more,
+            Err(MemoryError::Resource(ResourceError::OverBudget { .. }))
+        ));
+        drop(all);
+        memory(&runtime, 1 << 18, Attach::Global).free().unwrap();
+    });
+}
+
+#[test]
+fn memory_that_is_not_managed_is_refused_and_given_back() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let stream = runtime.stream().unwrap();
+        let refused =
+            ManagedRef::<u32>::allocate(&runtime, 4, Attach::Global, &stream, Tag::default());
+        assert!(matches!(refused, Err(MemoryError::Cuda(error)) if error.code == 1));
+        assert_eq!(runtime.resource().bytes_outstanding().live, 0);
+    });
+}
+
+#[test]
+fn what_is_the_hosts_or_another_streams_reaches_no_kernel() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let (own, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let kernel = fill(runtime.context());
+        let mut memory = memory(&runtime, 4, Attach::Host);
+        assert_eq!(memory.arg_mut().map(|_| ()), Err(HostOnly));
+        assert_eq!(memory.read().unwrap(), [0; 4]);
+        memory.attach(Attach::Single, &own).unwrap();
+        let mut submit = |stream| {
+            Launch::new(&kernel, stream, Grid::line(1, 1))
+                .arg(memory.arg_mut().unwrap())
+                .arg(1u8)
+                .arg(16u64)
+                .submit()
+        };
+        assert_eq!(submit(&other), Err(LaunchError::OtherStream { place: 0 }));
+        submit(&own).unwrap();
+        memory.attach(Attach::Global, &other).unwrap();
+        Launch::new(&kernel, &other, Grid::line(1, 1))
+            .arg(memory.arg_mut().unwrap())
+            .arg(2u8)
+            .arg(4u64)
+            .submit()
+            .unwrap();
+        assert_eq!(
+            memory.read().unwrap(),
+            [0x0202_0202, 0x0101_0101, 0x0101_0101, 0x0101_0101]
+        );
+    });
+}
+
+#[test]
+fn it_is_inert_after_a_stop_and_still_freed_once() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let mut memory = memory(&runtime, 4, Attach::Global);
+        let resource = Arc::clone(runtime.resource());
+        let stream = runtime.stream().unwrap();
+        runtime.shut_down();
+        drop(runtime);
+        let stale = Stale::ShutDown;
+        assert_eq!(memory.read().map(|_| ()), Err(stale.into()));
+        assert_eq!(memory.write().map(|_| ()), Err(stale.into()));
+        assert_eq!(memory.attach(Attach::Host, &stream), Err(stale.into()));
+        let prefetch = memory.prefetch(0..4, Location::Host, &stream);
+        assert_eq!(prefetch, Err(stale.into()));
+        assert_eq!(resource.bytes_outstanding().live, 16);
+        drop(memory);
+        assert_eq!(resource.bytes_outstanding().total(), 0);
+    });
+}
+
+#[test]
+fn a_poisoned_images_memory_is_not_shown_and_stays_charged() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let memory = memory(&runtime, 4, Attach::Global);
+        fault(runtime.context());
+        assert_eq!(memory.read().map(|_| ()), Err(Stale::Poisoned(700).into()));
+        memory.free().unwrap_err();
+        assert_eq!(runtime.resource().bytes_outstanding().retired, 16);
+    });
+}
+
+#[test]
+fn prefetches_and_all_advice_reach_the_device_that_was_named() {
+    inside(TWO_GPUS, |_| {
+        let runtime = managed(0);
+        let memory = memory(&runtime, 4096, Attach::Global);
+        let stream = runtime.stream().unwrap();
+        let there = Location::Device(1);
+        let advise = |advice| memory.advise(0..2048, advice, there).unwrap();
+        let said = || memory.residency(0..2048).unwrap();
+        assert_eq!(said(), Residency::default());
+        memory.prefetch(0..2048, there, &stream).unwrap();
+        advise(Advice::SetPreferredLocation);
+        advise(Advice::SetAccessedBy);
+        advise(Advice::SetReadMostly);
+        let all = Residency {
+            read_mostly: true,
+            preferred: Some(there),
+            accessed_by: vec![there],
+            prefetched: Some(there),
+        };
+        assert_eq!(said(), all);
+        assert_eq!(memory.residency(2048..4096), Ok(Residency::default()));
+        advise(Advice::UnsetPreferredLocation);
+        advise(Advice::UnsetAccessedBy);
+        advise(Advice::UnsetReadMostly);
+        memory.prefetch(0..2048, Location::Host, &stream).unwrap();
+        let prefetched = Some(Location::Host);
+        let expected = Residency {
+            prefetched,
+            ..Residency::default()
+        };
+        assert_eq!(said(), expected);
+    });
+}
+
+#[test]
+fn a_part_that_is_none_and_a_device_that_is_not_there_are_refused() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let memory = memory(&runtime, 4, Attach::Global);
+        let stream = runtime.stream().unwrap();
+        for (start, end) in [(0, 5), (4, 4), (3, 2), (5, 6), (0, usize::MAX)] {
+            let refused = MemoryError::Range { start, end, len: 4 };
+            let prefetch = memory.prefetch(start..end, Location::Host, &stream);
+            assert_eq!(prefetch, Err(refused.clone()));
+            let advice = memory.advise(start..end, Advice::SetReadMostly, Location::Host);
+            assert_eq!(advice, Err(refused));
+        }
+        let missing = memory.prefetch(0..4, Location::Device(1), &stream);
+        assert!(matches!(missing, Err(MemoryError::Cuda(error)) if error.code == 101));
+    });
+}

@@ -1,0 +1,93 @@
+//! Supervision: what poisons the image is seen wherever it comes up, and ends with the image.
+
+use std::process::Command;
+
+use bursar_runtime::checksum::ChecksumError;
+use bursar_runtime::driver::Driver;
+use bursar_runtime::{Checksum, Stale, Supervisor};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+
+use crate::{fault, runtime};
+
+#[test]
+fn a_fault_makes_every_device_of_the_image_stale_and_what_is_watched_later_too() {
+    inside(TWO_GPUS, |_| {
+        let (faulty, other) = (runtime(0), runtime(1));
+        assert_eq!(faulty.state().check(), Ok(()));
+        let mut checksum = Checksum::new(faulty.context()).unwrap();
+        let answer = checksum.of(1 << 50, 16, &faulty.context().default_stream());
+        assert!(matches!(answer, Err(ChecksumError::Cuda(error)) if error.code == 700));
+        let poisoned = Err(Stale::Poisoned(700));
+        assert_eq!(faulty.state().check(), poisoned);
+        assert_eq!(other.state().check(), poisoned);
+        assert_eq!(Supervisor::of_this_image().watch().check(), poisoned);
+    });
+}
+
+#[test]
+fn retaining_the_poisoned_context_again_heals_nothing() {
+    inside(ONE_GPU, |_| {
+        let context = runtime(0).context().clone();
+        fault(&context);
+        let again = Driver::get().unwrap().device(0).unwrap().primary_context();
+        if let Ok(context) = again {
+            context.synchronize().unwrap_err();
+        }
+        assert_eq!(runtime(0).state().check(), Err(Stale::Poisoned(700)));
+    });
+}
+
+#[test]
+fn a_code_that_no_table_has_is_asked_for_again_and_poisons() {
+    inside(ONE_GPU, |machine| {
+        let runtime = runtime(0);
+        runtime.context().synchronize().unwrap();
+        assert!(machine.inject(std::process::id(), 4321));
+        runtime.context().synchronize().unwrap_err();
+        assert_eq!(runtime.state().check(), Err(Stale::Poisoned(4321)));
+    });
+}
+
+/// Set for the process that a test starts from its own.
+const ROLE: &str = "BURSAR_TEST_ROLE";
+
+/// Runs a test of this program again on the same machine, in a process of its own.
+fn another_process(test: &str, role: &str) {
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--nocapture"])
+        .env(ROLE, role)
+        .output()
+        .unwrap();
+    let told = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        output.status.success() && told.contains("1 passed"),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_neighbours_fault_is_nothing_to_this_image_and_its_own_is_nothing_to_the_next() {
+    inside(ONE_GPU, |_| {
+        let name =
+            "state::a_neighbours_fault_is_nothing_to_this_image_and_its_own_is_nothing_to_the_next";
+        let runtime = runtime(0);
+        let good = |runtime: &bursar_runtime::DeviceRuntime| {
+            runtime.context().synchronize().unwrap();
+            runtime.state().check()
+        };
+        match std::env::var(ROLE).as_deref() {
+            Ok("neighbour") => {
+                fault(runtime.context());
+                assert_eq!(runtime.state().check(), Err(Stale::Poisoned(700)));
+            }
+            Ok(_) => assert_eq!(good(&runtime), Ok(())),
+            Err(_) => {
+                another_process(name, "neighbour");
+                assert_eq!(good(&runtime), Ok(()));
+                fault(runtime.context());
+                another_process(name, "next image");
+                assert_eq!(runtime.state().check(), Err(Stale::Poisoned(700)));
+            }
+        }
+    });
+}
