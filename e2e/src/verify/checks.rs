@@ -133,6 +133,11 @@ const CHECKS: &[Check] = &[
         &["--test", "header"],
     ),
     test_check(
+        "runtime/python",
+        "the wheel installs; NumPy's arrays come back after kills with shapes, strides and what they share",
+        &["--test", "python"],
+    ),
+    test_check(
         "runtime/worker",
         "what a worker made outlives it, kept by a descriptor alone; the canary sees whether freed memory is cleared",
         &["--test", "worker"],

@@ -1,0 +1,98 @@
+//! The Python package: its wheel is built, installed, and tested over the simulated driver with NumPy.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+#[path = "../../tests/support/keeper.rs"]
+mod keeper;
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use bursar_sim_lab::{Lab, ONE_GPU};
+use keeper::Keeper;
+
+/// The array library of the tests.
+const NUMPY: &str = "numpy==2.4.6";
+
+fn package() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../python")
+}
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let said = String::from_utf8_lossy(&output.stdout).into_owned();
+    let complaint = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        output.status.success(),
+        "{command:?} failed\n{said}\n{complaint}"
+    );
+    said
+}
+
+/// A Python with NumPy, kept beside what cargo builds: made once.
+fn python(target: &Path) -> PathBuf {
+    let environment = target.join("python-numpy");
+    let python = environment.join("bin/python");
+    let has_numpy = Command::new(&python).args(["-c", "import numpy"]).output();
+    if !has_numpy.is_ok_and(|output| output.status.success()) {
+        run(Command::new("python3")
+            .args(["-m", "venv"])
+            .arg(&environment));
+        run(Command::new(&python).args(["-m", "pip", "install", "--quiet", NUMPY]));
+    }
+    python
+}
+
+/// Builds the library; the folder that cargo puts it in.
+fn libraries() -> PathBuf {
+    let mut build = Command::new(env!("CARGO"));
+    run(build.args(["build", "--quiet", "--lib", "-p", "bursar-capi"]));
+    let test = std::env::current_exe().unwrap();
+    // target/<profile>/deps/<test>
+    test.ancestors().nth(2).unwrap().to_owned()
+}
+
+#[test]
+fn the_wheel_installs_and_its_tests_pass_over_the_simulated_driver() {
+    let (folder, target) = (tempfile::tempdir().unwrap(), libraries());
+    let python = python(&target);
+    let wheel = |folder: &Path| {
+        let mut build = Command::new(&python);
+        let build = build
+            .arg(package().join("build_wheel.py"))
+            .arg(target.join("libbursar.so"));
+        run(build.arg(folder)).trim_end().to_owned()
+    };
+    let built = wheel(folder.path());
+    let again = tempfile::tempdir().unwrap();
+    let bytes = |path: String| std::fs::read(path).unwrap();
+    assert!(bytes(built.clone()) == bytes(wheel(again.path())));
+
+    let site = folder.path().join("site");
+    let mut install = Command::new(&python);
+    install.args([
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+    ]);
+    run(install.arg(&site).arg(&built));
+
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let keeper = Keeper::start(|program| lab.command(program));
+    for test in ["test_index.py", "test_vllm.py", "test_kept.py"] {
+        let mut tests = lab.command(&python);
+        tests
+            .arg(package().join("tests").join(test))
+            .env("PYTHONPATH", &site)
+            .env("PYTHONDONTWRITEBYTECODE", "1")
+            .env("BURSAR_TEST_SOCKET", keeper.socket());
+        run(&mut tests);
+    }
+}

@@ -1,0 +1,129 @@
+"""The array libraries that tensors come from and go to.
+
+Each has the same functions: `has` tells its arrays, `tensor` describes one, `copy` copies bytes that it reaches into a lease,
+`view` makes one over a lease. Neither library is imported before one of its arrays is seen, or asked for.
+"""
+
+import ctypes
+import sys
+
+from bursar import _index
+
+
+class NumPy:
+    """NumPy, where device memory is the host's too: over a simulated driver, and for managed memory."""
+
+    @staticmethod
+    def has(array):
+        numpy = sys.modules.get("numpy")
+        return numpy is not None and isinstance(array, numpy.ndarray)
+
+    @staticmethod
+    def tensor(array):
+        if array.dtype.hasobject or array.dtype.fields or not array.dtype.isnative:
+            raise TypeError(f"an array of {array.dtype} cannot be kept")
+        address = array.__array_interface__["data"][0]
+        return _index.Tensor(array.dtype.name, array.shape, array.strides, address, array.itemsize)
+
+    @staticmethod
+    def copy(array, low, high, address, device):
+        ctypes.memmove(address, low, high - low)
+
+    @staticmethod
+    def view(owner, address, size, layout, device):
+        import numpy
+
+        return numpy.asarray(_Memory(owner, address + layout.offset, layout, numpy.dtype(layout.dtype).str))
+
+
+class _Memory:
+    """What NumPy makes an array of without a copy. The array keeps it, and it keeps the lease."""
+
+    def __init__(self, owner, address, layout, typestr):
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": layout.shape,
+            "strides": layout.strides,
+            "typestr": typestr,
+            "data": (address, True),
+        }
+
+
+class Torch:
+    """PyTorch, from any device, to the lease's."""
+
+    @staticmethod
+    def has(array):
+        torch = sys.modules.get("torch")
+        return torch is not None and isinstance(array, torch.Tensor)
+
+    @staticmethod
+    def tensor(array):
+        if array.layout is not _torch().strided or array.is_meta or array.is_conj() or array.is_neg():
+            raise TypeError(f"a tensor of {array.layout} on {array.device} cannot be kept")
+        size = array.element_size()
+        strides = tuple(stride * size for stride in array.stride())
+        return _index.Tensor(str(array.dtype).removeprefix("torch."), tuple(array.shape), strides, array.data_ptr(), size)
+
+    @staticmethod
+    def copy(array, low, high, address, device):
+        torch = _torch()
+        storage = array.detach().untyped_storage()
+        source = torch.empty(0, dtype=torch.uint8, device=array.device)
+        source.set_(storage, low - storage.data_ptr(), (high - low,), (1,))
+        _bytes(None, address, high - low, device).copy_(source)
+
+    @staticmethod
+    def view(owner, address, size, layout, device):
+        torch = _torch()
+        dtype = getattr(torch, layout.dtype)
+        whole = _bytes(owner, address, size, device)
+        itemsize = torch.empty(0, dtype=dtype).element_size()
+        view = torch.empty(0, dtype=dtype, device=whole.device)
+        strides = tuple(stride // itemsize for stride in layout.strides)
+        return view.set_(whole.untyped_storage(), layout.offset // itemsize, layout.shape, strides)
+
+
+class _DeviceBytes:
+    """Bytes of the device, as `__cuda_array_interface__` states them. PyTorch takes no read-only ones."""
+
+    def __init__(self, owner, address, size):
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "shape": (size,),
+            "strides": None,
+            "typestr": "|u1",
+            "data": (address, False),
+            "stream": None,
+        }
+
+
+def _bytes(owner, address, size, device):
+    return _torch().as_tensor(_DeviceBytes(owner, address, size), device=f"cuda:{device}")
+
+
+def _torch():
+    import torch
+
+    return torch
+
+
+LIBRARIES = (Torch, NumPy)
+
+
+def of(array):
+    """The library that an array is of."""
+    for library in LIBRARIES:
+        if library.has(array):
+            return library
+    raise TypeError(f"{type(array).__name__} is no tensor of PyTorch or NumPy")
+
+
+def default():
+    """The library that tensors are made with where nothing says which: the first that the program imported."""
+    for library, name in ((Torch, "torch"), (NumPy, "numpy")):
+        if name in sys.modules:
+            return library
+    raise TypeError("import torch or numpy before tensors are attached")

@@ -1,0 +1,149 @@
+"""libbursar.so as Python calls it: the functions of bursar.h, with exceptions for what they answer."""
+
+import ctypes
+import os
+
+
+class Error(Exception):
+    """Something about kept memory failed."""
+
+
+class Missing(Error):
+    """There is no such lease."""
+
+
+class Busy(Error):
+    """Another process writes it, or the agent is away: ask again."""
+
+
+class Quota(Error):
+    """The container's quota has no room for it."""
+
+
+class Corrupt(Error):
+    """The content is not what was committed; the lease is discarded."""
+
+
+class Fenced(Error):
+    """The right to commit has ended; the lease is discarded."""
+
+
+class Refused(Error):
+    """This node keeps no memory, or not for this container."""
+
+
+class DriverError(Error):
+    """The driver failed; `code` is its CUresult, 0 where there is none."""
+
+    def __init__(self, text, code):
+        super().__init__(text)
+        self.code = code
+
+
+# The numbers of bursar_status.
+_KINDS = {1: ValueError, 2: Missing, 3: Busy, 4: Quota, 5: Corrupt, 6: Fenced, 7: Refused}
+_DRIVER = 8
+
+
+class _Question(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("socket", ctypes.c_char_p),
+        ("key", ctypes.c_uint8 * 32),
+        ("bytes", ctypes.c_uint64),
+        ("patience_ms", ctypes.c_uint64),
+        ("device", ctypes.c_int32),
+    ]
+
+
+class View(ctypes.Structure):
+    """Where an open lease is: bursar_view."""
+
+    _fields_ = [
+        ("address", ctypes.c_uint64),
+        ("bytes", ctypes.c_uint64),
+        ("lease", ctypes.c_uint64),
+        ("generation", ctypes.c_uint64),
+        ("ready", ctypes.c_int32),
+    ]
+
+
+def _load():
+    library = ctypes.CDLL(os.path.join(os.path.dirname(__file__), "libbursar.so"))
+    lease = ctypes.c_void_p
+    for name, arguments in {
+        "bursar_open": [ctypes.POINTER(_Question), ctypes.POINTER(lease)],
+        "bursar_look": [lease, ctypes.POINTER(View)],
+        "bursar_read": [lease, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64],
+        "bursar_write": [lease, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64],
+        "bursar_commit": [lease],
+        "bursar_discard": [lease],
+    }.items():
+        function = getattr(library, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_int
+    library.bursar_close.argtypes = [lease]
+    library.bursar_close.restype = None
+    library.bursar_error.restype = ctypes.c_char_p
+    library.bursar_cuda.restype = ctypes.c_int32
+    return library
+
+
+_LIBRARY = _load()
+
+
+def _check(status):
+    if status == 0:
+        return
+    text = _LIBRARY.bursar_error().decode(errors="replace")
+    if status == _DRIVER:
+        raise DriverError(text, _LIBRARY.bursar_cuda())
+    raise _KINDS.get(status, Error)(text)
+
+
+class Lease:
+    """An open lease. It is closed with its last reference: every array over its memory has one."""
+
+    def __init__(self, name, key, size, patience, device, socket):
+        question = _Question(
+            name=name.encode(),
+            socket=None if socket is None else os.fsencode(socket),
+            key=(ctypes.c_uint8 * 32)(*key),
+            bytes=size,
+            patience_ms=max(0, int(patience * 1000)),
+            device=device,
+        )
+        self._raw = None
+        raw = ctypes.c_void_p()
+        _check(_LIBRARY.bursar_open(ctypes.byref(question), ctypes.byref(raw)))
+        self._raw = raw
+        self.device = device
+
+    def __del__(self):
+        if self._raw is not None:
+            _LIBRARY.bursar_close(self._raw)
+
+    def look(self):
+        """Where it is."""
+        view = View()
+        _check(_LIBRARY.bursar_look(self._raw, ctypes.byref(view)))
+        return view
+
+    def read(self, at, size):
+        """A part of it, copied to the host."""
+        to = ctypes.create_string_buffer(size)
+        _check(_LIBRARY.bursar_read(self._raw, at, to, size))
+        return to.raw
+
+    def write(self, at, data):
+        """Copies bytes of the host to a part of it."""
+        _check(_LIBRARY.bursar_write(self._raw, at, data, len(data)))
+
+    def commit(self):
+        """Makes it read-only and findable."""
+        _check(_LIBRARY.bursar_commit(self._raw))
+
+    def discard(self):
+        """Gives it up, for all of the namespace. Arrays over it must not be used any more."""
+        raw, self._raw = self._raw, None
+        _check(_LIBRARY.bursar_discard(raw))

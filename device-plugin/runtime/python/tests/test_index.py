@@ -1,0 +1,81 @@
+"""Where tensors are laid out: no driver needed. Run by tests/python.rs of libbursar's package."""
+
+import random
+import unittest
+
+from bursar import _index
+
+
+def tensor(address, shape=(4,), itemsize=4, strides=None, dtype="float32"):
+    if strides is None:
+        strides, step = [], itemsize
+        for size in reversed(shape):
+            strides.insert(0, step)
+            step *= size
+    return _index.Tensor(dtype, tuple(shape), tuple(strides), address, itemsize)
+
+
+def lease(tensors):
+    """A lease as bytes, written and read as the package does; memory is a function of the address."""
+    ranges, tail, size = _index.plan(tensors)
+    size += 12345
+    memory = bytearray(size)
+    for part in ranges:
+        data = bytes(address * 7 % 251 for address in range(part.low, part.high))
+        memory[part.offset : part.offset + len(data)] = data
+    memory[size - len(tail) :] = tail
+    return memory, _index.read(size, lambda at, count: bytes(memory[at : at + count])), ranges
+
+
+class Layouts(unittest.TestCase):
+    def test_what_overlaps_is_stored_once_and_stays_shared(self):
+        whole, part = tensor(4096, (100,)), tensor(4096 + 40, (10,))
+        memory, layouts, ranges = lease({"part": part, "whole": whole, "tied": whole})
+        self.assertEqual(len(ranges), 1)
+        self.assertEqual(layouts["whole"], layouts["tied"])
+        self.assertEqual(layouts["part"].offset - layouts["whole"].offset, 40)
+
+    def test_neighbours_that_do_not_overlap_are_apart_and_aligned_as_they_were(self):
+        _, layouts, ranges = lease({"a": tensor(4096, (4,)), "b": tensor(4096 + 16, (4,))})
+        self.assertEqual(len(ranges), 2)
+        self.assertEqual(layouts["a"].offset % 512, 0)
+        self.assertEqual(layouts["b"].offset % 512, 16)
+
+    def test_strides_stay_as_they_are_backward_ones_too(self):
+        turned = tensor(8192 + 396, (100,), strides=(-4,))
+        spread = tensor(65536, (3, 2), strides=(4, 100))
+        _, layouts, ranges = lease({"turned": turned, "spread": spread, "one": tensor(3, ())})
+        self.assertEqual(layouts["turned"].strides, (-4,))
+        self.assertEqual(layouts["turned"].offset, ranges[1].offset + 396)
+        self.assertEqual(layouts["spread"].strides, (4, 100))
+        self.assertEqual(layouts["one"].shape, ())
+
+    def test_nothing_is_stored_of_what_has_no_elements(self):
+        _, layouts, ranges = lease({"empty": tensor(0, (0, 3))})
+        self.assertEqual((layouts["empty"].shape, ranges), ((0, 3), []))
+
+    def test_every_byte_of_every_tensor_is_found_again(self):
+        dice = random.Random(1)
+        for _ in range(200):
+            tensors = {}
+            for number in range(dice.randrange(1, 12)):
+                itemsize = dice.choice([1, 2, 4, 8])
+                shape = tuple(dice.randrange(1, 5) for _ in range(dice.randrange(4)))
+                tensors[f"t{number}"] = tensor(dice.randrange(1000, 4000) * 8, shape, itemsize)
+            memory, layouts, _ = lease(tensors)
+            for name, kept in tensors.items():
+                low, high = kept.extent()
+                at = layouts[name].offset
+                expected = bytes(address * 7 % 251 for address in range(low, high))
+                self.assertEqual(memory[at : at + high - low], expected, name)
+                self.assertEqual(at % kept.itemsize, kept.address % kept.itemsize)
+
+    def test_a_lease_of_somebody_else_is_no_index(self):
+        for tail in (bytes(16), (1 << 40).to_bytes(8, "little") + _index.MAGIC):
+            memory = bytes(4096) + tail
+            with self.assertRaises(ValueError):
+                _index.read(len(memory), lambda at, count: memory[at : at + count])
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,172 @@
+"""The package over the simulated driver with NumPy: BURSAR_TEST_SOCKET is where the agent listens.
+
+Run by tests/python.rs of libbursar's package, which starts the agent's stand-in and installs the wheel.
+"""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import unittest
+
+import bursar
+import numpy
+
+SOCKET = os.environ["BURSAR_TEST_SOCKET"]
+
+
+def kept(name, patience=20.0, **parts):
+    return bursar.kept(name, bursar.key(**parts), socket=SOCKET, patience=patience)
+
+
+def weights():
+    base = numpy.arange(10_000, dtype=numpy.float32)
+    return {
+        "matrix": base.reshape(100, 100),
+        "transposed": base.reshape(100, 100).T,
+        "tail": base[9_000:],
+        "backward": base[::-2],
+        "tokens": numpy.array([[1, 2], [3, 4]], dtype=numpy.int64),
+        "mask": numpy.array([True, False]),
+        "scalar": numpy.array(3.5),
+        "empty": numpy.zeros((0, 7), dtype=numpy.uint8),
+    }
+
+
+def child(code, **options):
+    """Runs Python in another process, with `kept` as here."""
+    prelude = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom test_kept import *\n"
+    return subprocess.run([sys.executable, "-c", prelude + code], timeout=60, check=False, **options)
+
+
+class Kept(unittest.TestCase):
+    def test_what_was_committed_comes_back_after_a_kill_with_shapes_strides_and_aliases(self):
+        code = """
+with kept("killed", revision=1) as k:
+    assert not k.ready
+    k.commit(weights())
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+        self.assertEqual(child(code).returncode, -signal.SIGKILL)
+        with kept("killed", revision=1) as k:
+            self.assertTrue(k.ready)
+            found = k.attach()
+        for name, expected in weights().items():
+            numpy.testing.assert_array_equal(found[name], expected, strict=True)
+            self.assertEqual(found[name].strides, expected.strides, name)
+        self.assertTrue(numpy.shares_memory(found["matrix"], found["tail"]))
+        self.assertEqual(found["tail"].ctypes.data - found["matrix"].ctypes.data, 36_000)
+
+    def test_another_key_is_another_content(self):
+        for revision in (1, 2):
+            with kept("keys", revision=revision) as k:
+                k.commit({"revision": numpy.array([revision])})
+        for revision in (1, 2):
+            with kept("keys", revision=revision) as k:
+                self.assertEqual(k.attach()["revision"][0], revision)
+        self.assertEqual(bursar.key(a=1, b=2), bursar.key(b=2, a=1))
+        self.assertNotEqual(bursar.key(a=1), bursar.key(a="1"))
+
+    def test_tensors_stay_good_after_the_block_and_are_read_only(self):
+        with kept("after") as k:
+            committed = k.commit({"x": numpy.full(1000, 7)})
+            self.assertTrue(k.ready)
+        gc.collect()
+        self.assertEqual(committed["x"].sum(), 7000)
+        with self.assertRaises(ValueError):
+            committed["x"][0] = 1
+
+    def test_a_write_past_numpy_faults_the_writer_alone(self):
+        with kept("fault") as k:
+            mine = k.commit({"x": numpy.full(1000, 7)})["x"]
+        code = """
+import ctypes
+with kept("fault") as k:
+    x = k.attach()["x"]
+    ctypes.memset(x.ctypes.data, 1, 8)
+"""
+        self.assertEqual(child(code).returncode, -signal.SIGSEGV)
+        self.assertEqual(mine.sum(), 7000)
+        with kept("fault") as k:
+            self.assertEqual(k.attach()["x"].sum(), 7000)
+
+    def test_a_process_that_ends_before_its_commit_leaves_nothing(self):
+        code = """
+from bursar._library import Lease
+lease = Lease("half", bursar.key(), 1 << 20, 1.0, 0, SOCKET)
+lease.write(0, b"half")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+        self.assertEqual(child(code).returncode, -signal.SIGKILL)
+        with kept("half") as k:
+            self.assertFalse(k.ready)
+            k.commit({"x": numpy.ones(3)})
+
+    def test_of_processes_that_load_the_same_one_commits_and_all_have_it(self):
+        code = """
+with kept("race") as k:
+    x = (k.attach() if k.ready else k.commit({"x": numpy.full(100_000, 5)}))["x"]
+    print(x.sum(), k.generation)
+"""
+        answers = []
+        run = lambda: answers.append(child(code, stdout=subprocess.PIPE).stdout)
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(len(set(answers)), 1, answers)
+        self.assertTrue(answers[0].startswith(b"500000 "), answers)
+
+    def test_what_cannot_be_is_an_exception_with_its_name(self):
+        with kept("errors") as k:
+            with self.assertRaises(ValueError):
+                k.attach()
+            with self.assertRaises(TypeError):
+                k.commit({"x": "text"})
+            with self.assertRaises(TypeError):
+                k.commit({"x": numpy.array([object()])})
+            with self.assertRaises(bursar.DriverError) as raised:
+                k._open(1 << 50)
+            self.assertEqual(raised.exception.code, 2)
+        with self.assertRaises(ValueError):
+            bursar.kept("x", b"short")
+        with self.assertRaises(ValueError):
+            kept("").__enter__()
+        with self.assertRaises(bursar.Busy):
+            bursar.kept("x", bursar.key(), socket="/nowhere", patience=0).__enter__()
+        with self.assertRaises(bursar.DriverError):
+            bursar.kept("x", bursar.key(), socket=SOCKET, device=9).__enter__()
+
+    def test_a_lease_that_is_discarded_is_gone_and_its_successor_is_of_a_higher_generation(self):
+        with kept("discard") as k:
+            k.commit({"x": numpy.ones(3)})
+            first = k.generation
+            k.discard()
+        with kept("discard") as k:
+            self.assertFalse(k.ready)
+            k.commit({"x": numpy.ones(3)})
+            self.assertGreater(k.generation, first)
+
+    def test_a_lease_that_is_written_is_waited_for_as_long_as_patience_lasts(self):
+        from bursar._library import Lease
+
+        writer = Lease("patience", bursar.key(), 1 << 20, 1.0, 0, SOCKET)
+        code = f"""
+try:
+    with kept("patience", patience=0.1) as k:
+        print("open")
+except bursar.Busy:
+    print("busy")
+"""
+        since = time.monotonic()
+        self.assertEqual(child(code, stdout=subprocess.PIPE).stdout, b"busy\n")
+        self.assertLess(time.monotonic() - since, 30)
+        del writer
+
+
+if __name__ == "__main__":
+    unittest.main()
