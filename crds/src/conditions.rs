@@ -4,7 +4,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 /// Condition types and reasons of a `GpuMemoryBudget`.
 pub mod budget {
-    /// The sum of the others: accepted, covered and not exceeded.
+    /// The sum of the others: accepted, enforced, covered and not exceeded.
     pub const READY: &str = "Ready";
     /// The operator understands the spec.
     pub const ACCEPTED: &str = "Accepted";
@@ -33,8 +33,10 @@ pub mod budget {
     pub const OVER_LIMIT: &str = "OverLimit";
     /// Managed memory: pods ask for more than its limit.
     pub const OVER_MANAGED_LIMIT: &str = "OverManagedLimit";
-    /// Use is counted and reported; nothing is refused.
-    pub const REPORT_ONLY: &str = "ReportOnly";
+    /// The budget's quotas refuse pods that do not fit.
+    pub const QUOTAS_IN_FORCE: &str = "QuotasInForce";
+    /// A quota is not written yet, or the controller manager has not taken it up.
+    pub const QUOTA_PENDING: &str = "QuotaPending";
 }
 
 /// Condition types and reasons of a `GpuNode`.

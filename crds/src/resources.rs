@@ -8,6 +8,18 @@ pub const PREFIX: &str = "bursar.dev/";
 /// The PriorityClass that makes a pod a borrower. Shipped by the chart.
 pub const BORROWED_PRIORITY_CLASS: &str = "bursar-borrowed";
 
+/// Label of the operator's ResourceQuotas: which of a budget's two it is.
+pub const QUOTA_LABEL: &str = "bursar.dev/quota";
+
+/// Label of the guaranteed quota while the budget's `overflow` is `Borrow`, with that value.
+pub const OVERFLOW_LABEL: &str = "bursar.dev/overflow";
+
+/// Label of a namespace whose budget is in force, with the value [`ENFORCED`].
+pub const BUDGET_LABEL: &str = "bursar.dev/budget";
+
+/// The value of [`BUDGET_LABEL`].
+pub const ENFORCED: &str = "enforced";
+
 /// The amount of memory that one token stands for. One quantum serves the whole cluster.
 ///
 /// It is part of the resources' names, so that a pod's request means the same on every node.

@@ -11,7 +11,7 @@ use clap::Parser;
 #[command(
     name = "bursar-operator",
     version,
-    about = "Publishes what each namespace's GPU memory budget comes to"
+    about = "Keeps each namespace's GPU memory budget in force"
 )]
 pub struct Args {
     /// Where /metrics, /healthz and /readyz are served

@@ -7,6 +7,7 @@ use bursar_crds::quantity::{QuantityError, parse_bytes};
 use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
 use k8s_openapi::api::core::v1::Pod;
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::jiff::Timestamp;
 use kube::Resource;
 use kube::core::ObjectMeta;
 use serde::Deserialize;
@@ -70,8 +71,16 @@ pub enum Class {
 }
 
 /// What one pod asks for. Never nothing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Demand {
+    /// The pod's UID.
+    pub uid: String,
+    /// When the API server made it.
+    pub created: Timestamp,
+    /// Its end was asked for already.
+    pub ending: bool,
+    /// It belongs to a Job, which takes its deletion for a failure.
+    pub of_job: bool,
     /// Its class.
     pub class: Class,
     /// Device memory.
@@ -89,7 +98,16 @@ impl Demand {
             return None;
         }
         let borrows = pod.spec.priority_class_name.as_deref() == Some(BORROWED_PRIORITY_CLASS);
+        let meta = &pod.metadata;
+        let mut owners = meta.owner_references.iter().flatten();
         let demand = Self {
+            uid: meta.uid.clone().unwrap_or_default(),
+            created: meta
+                .creation_timestamp
+                .as_ref()
+                .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
+            ending: meta.deletion_timestamp.is_some(),
+            of_job: owners.any(|owner| owner.controller == Some(true) && owner.kind == "Job"),
             class: if borrows {
                 Class::Borrowed
             } else {

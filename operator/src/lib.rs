@@ -1,8 +1,8 @@
-//! The operator: publishes what each namespace's `GpuMemoryBudget` comes to.
+//! The operator: keeps each namespace's `GpuMemoryBudget` in force, and publishes what it comes to.
 //!
 //! ```text
-//!   watches --> observe --> world (pure index) --> dirty budgets, gathered --> publish: status (pure)
-//!               budgets, pods, GpuNodes, Nodes                                  same: nothing; else one write
+//!   watches --> observe --> world (pure index) --> dirty budgets, gathered --> plan (pure) --> write
+//!               budgets, pods, GpuNodes, Nodes, quotas, namespaces             empty: nothing
 //! ```
 //!
 //! | module | job |
@@ -11,13 +11,13 @@
 //! | [`observe`] | turns watches into changes of the world, and those into work |
 //! | [`world`] | what is known of the cluster: pure |
 //! | [`demand`] | what a pod asks for: pure |
-//! | [`budget`] | from a budget and the facts to its status: pure |
+//! | [`budget`] | from a budget and the facts to what is to be done and said: pure |
 //! | [`quanta`] | amounts in whole quanta |
-//! | [`publish`] | writes a status that changed |
+//! | [`reconcile`] | does it, budget by budget |
+//! | [`release`] | lets go of namespaces whose budget is gone |
+//! | [`write`](mod@write) | the API calls that change something |
 //! | [`metrics`], [`http`] | what is measured, and how it is served |
 //! | [`operator`] | the tasks and their end |
-//!
-//! Nothing is enforced here yet: use is counted and reported, no pod is refused or evicted.
 
 pub mod args;
 pub mod budget;
@@ -26,6 +26,8 @@ pub mod http;
 pub mod metrics;
 pub mod observe;
 pub mod operator;
-pub mod publish;
 pub mod quanta;
+pub mod reconcile;
+pub mod release;
 pub mod world;
+pub mod write;

@@ -33,6 +33,12 @@ struct OfKind {
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfWrite {
+    what: &'static str,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfAmount {
     namespace: String,
     resource: &'static str,
@@ -48,10 +54,36 @@ struct OfCondition {
 /// How a look at a budget ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// Its status says what is true.
+    /// Everything is as it should be.
     Unchanged,
-    /// Its status was written.
+    /// Something was written.
     Written,
+}
+
+/// What is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Written {
+    /// A budget's status.
+    Status,
+    /// A budget's quota.
+    Quota,
+    /// A namespace's label.
+    Label,
+    /// A pod's eviction.
+    Eviction,
+}
+
+impl Written {
+    const ALL: [Self; 4] = [Self::Status, Self::Quota, Self::Label, Self::Eviction];
+
+    const fn as_str(self) -> &'static str {
+        match self {
+            Self::Status => "status",
+            Self::Quota => "quota",
+            Self::Label => "label",
+            Self::Eviction => "eviction",
+        }
+    }
 }
 
 /// The operator's metrics. Cheap to clone; every clone counts into the same numbers.
@@ -60,6 +92,7 @@ pub struct Metrics {
     registry: Arc<Registry>,
     looks: Family<OfResult, Counter>,
     look_seconds: Histogram,
+    writes: Family<OfWrite, Counter>,
     watch_failures: Family<OfKind, Counter>,
 }
 
@@ -71,10 +104,16 @@ impl Metrics {
     pub fn new(budgets: Store<GpuMemoryBudget>) -> Self {
         let looks = Family::<OfResult, Counter>::default();
         let look_seconds = Histogram::new(SECONDS);
+        let writes = Family::<OfWrite, Counter>::default();
         let watch_failures = Family::<OfKind, Counter>::default();
         // A counter that is there from the start can be told from one that is missing.
         for result in ["unchanged", "written", "error"] {
             drop(looks.get_or_create(&OfResult { result }));
+        }
+        for what in Written::ALL.map(Written::as_str) {
+            for result in ["ok", "error"] {
+                drop(writes.get_or_create(&OfWrite { what, result }));
+            }
         }
         for kind in kinds::ALL {
             drop(watch_failures.get_or_create(&OfKind { kind }));
@@ -92,8 +131,13 @@ impl Metrics {
         );
         registry.register(
             "bursar_operator_reconcile_seconds",
-            "Time of a look at a budget that did not fail, its write included",
+            "Time of a look at a budget that did not fail, its writes included",
             look_seconds.clone(),
+        );
+        registry.register(
+            "bursar_operator_writes",
+            "Writes to the API server",
+            writes.clone(),
         );
         registry.register(
             "bursar_operator_watch_failures",
@@ -105,6 +149,7 @@ impl Metrics {
             registry: Arc::new(registry),
             looks,
             look_seconds,
+            writes,
             watch_failures,
         }
     }
@@ -130,6 +175,12 @@ impl Metrics {
     pub fn look_failed(&self) {
         let result = "error";
         self.looks.get_or_create(&OfResult { result }).inc();
+    }
+
+    /// Something was written, or not.
+    pub fn wrote(&self, what: Written, ok: bool) {
+        let (what, result) = (what.as_str(), if ok { "ok" } else { "error" });
+        self.writes.get_or_create(&OfWrite { what, result }).inc();
     }
 
     /// A watch of `kind` failed.

@@ -1,7 +1,7 @@
 //! Turns watches into changes of the world, and those into budgets to look at.
 //!
 //! ```text
-//!   four watches --> world.apply --> dirty, gathered for a while --> one look at each budget concerned
+//!   six watches --> world.apply --> dirty, gathered for a while --> one look at each budget concerned
 //! ```
 //!
 //! Gathering bounds the writes: however fast pods come and go, a budget is looked at once per period.
@@ -9,9 +9,10 @@
 use std::future::ready;
 use std::time::Duration;
 
+use bursar_crds::resources::{BUDGET_LABEL, QUOTA_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
 use futures::stream::{BoxStream, Stream, StreamExt, select_all};
-use k8s_openapi::api::core::v1::Node;
+use k8s_openapi::api::core::v1::{Namespace, Node, ResourceQuota};
 use kube::core::PartialObjectMeta;
 use kube::runtime::WatchStreamExt as _;
 use kube::runtime::reflector::ObjectRef;
@@ -23,9 +24,12 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::budget::Quota;
 use crate::demand::{AskingPod, Demand};
 use crate::metrics::Metrics;
-use crate::world::{Change, Claim, Dirty, Offer, World, cohort_label, kinds, slimmed};
+use crate::world::{
+    Change, Claim, Dirty, Offer, World, budget_label, cohort_label, kinds, slimmed,
+};
 
 /// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
 /// connection that died in silence is noticed then.
@@ -45,7 +49,7 @@ pub async fn client() -> Result<Client, kube::Error> {
     Client::try_from(config)
 }
 
-/// What the API server tells of budgets, pods, GPU nodes and nodes, for as long as it is listened to. The
+/// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The
 /// budgets are kept in `budgets` as well. A watch that fails is taken up again, with back-off.
 pub fn changes(
     client: &Client,
@@ -81,6 +85,20 @@ pub fn changes(
             let watch = watcher(nodes, config());
             heard(kinds::NODES, metrics, watch.default_backoff())
                 .map(|event| Change::Node(slimmed(event, cohort_label)))
+                .boxed()
+        },
+        {
+            let ours = config().labels(QUOTA_LABEL);
+            let watch = watcher(Api::<ResourceQuota>::all(client.clone()), ours);
+            heard(kinds::QUOTAS, metrics, watch.default_backoff())
+                .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
+                .boxed()
+        },
+        {
+            let namespaces = Api::<PartialObjectMeta<Namespace>>::all(client.clone());
+            let watch = watcher(namespaces, config().labels(BUDGET_LABEL));
+            heard(kinds::NAMESPACES, metrics, watch.default_backoff())
+                .map(|event| Change::Namespace(slimmed(event, budget_label)))
                 .boxed()
         },
     ];

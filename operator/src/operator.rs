@@ -15,8 +15,10 @@ use tracing::info;
 use crate::http::{self, Sources};
 use crate::metrics::Metrics;
 use crate::observe::{GATHER, changes, observe};
-use crate::publish::Publisher;
+use crate::reconcile::Reconciler;
+use crate::release;
 use crate::world::World;
+use crate::write::Writer;
 
 /// Budgets named and not yet taken up; more wait with the watches.
 const WORK: usize = 256;
@@ -55,7 +57,9 @@ pub async fn run(
         metrics: metrics.clone(),
         world: world.clone(),
     };
-    let publisher = Publisher::new(client, world, metrics, || Time(Timestamp::now()));
+    let writer = Writer::new(client, metrics.clone());
+    let released = release::run(writer.clone(), world.clone(), shutdown.clone());
+    let reconciler = Reconciler::new(writer, world, metrics, || Time(Timestamp::now()));
 
     let mut tasks = JoinSet::new();
     tasks.spawn({
@@ -75,10 +79,14 @@ pub async fn run(
         }
     });
     tasks.spawn(async move {
-        publisher
+        reconciler
             .run(budgets, poll_fn(move |context| work.poll_recv(context)))
             .await;
-        Ok("the publisher")
+        Ok("the reconciler")
+    });
+    tasks.spawn(async move {
+        released.await;
+        Ok("the release of namespaces")
     });
     info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
 

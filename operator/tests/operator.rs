@@ -2,6 +2,8 @@
 
 #[path = "operator/api.rs"]
 mod api;
+#[path = "operator/faults.rs"]
+mod faults;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -30,13 +32,18 @@ struct Running {
 impl Running {
     /// Over the objects that `fill` makes.
     async fn start(fill: impl FnOnce(&Api)) -> Self {
-        let (api, client) = Api::start().await;
+        let api = Api::start().await;
         fill(&api);
+        Self::over(api).await
+    }
+
+    /// Over an API server that is there.
+    async fn over(api: Api) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address = listener.local_addr().expect("an address");
         let shutdown = CancellationToken::new();
         let task = tokio::spawn(operator::run(
-            client,
+            api.client(),
             listener,
             Quantum::Gib1,
             shutdown.clone(),
@@ -84,12 +91,26 @@ impl Running {
         })
     }
 
+    async fn until_ready(&self) -> Value {
+        self.until("it is ready", |status| {
+            !status.is_null() && condition(status, "Ready")["status"] == "True"
+        })
+        .await
+    }
+
     async fn until_requested(&self, quanta: i64) -> Value {
         let what = format!("{quanta} are requested");
         self.until(&what, |status| {
             status["deviceMemory"]["requested"]["quanta"] == quanta
         })
         .await
+    }
+
+    /// Kills it; the API server is left.
+    async fn kill(self) -> Api {
+        self.task.abort();
+        drop(self.task.await);
+        self.api
     }
 
     /// Stops it, and says how long that took.
@@ -115,7 +136,8 @@ fn budget(namespace: &str, guaranteed: &str) -> Value {
 
 fn pod(name: &str, quanta: u64) -> Value {
     json!({
-        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "team" },
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": { "name": name, "namespace": "team", "uid": name, "creationTimestamp": "2026-01-01T00:00:00Z" },
         "spec": { "containers": [{ "name": "c", "image": "i", "resources": {
             "limits": { "bursar.dev/gpu-memory-gib": quanta.to_string() },
             "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } } }] },
@@ -137,6 +159,12 @@ fn small(api: &Api) {
         json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n" }, "spec": {} }),
     );
     api.put("gpunodes", gpu_node("n", 32));
+    for namespace in ["team", "other"] {
+        api.put(
+            "namespaces",
+            json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": namespace } }),
+        );
+    }
     api.put(BUDGETS, budget("team", "16Gi"));
     api.put("pods", pod("p", 4));
 }
@@ -152,11 +180,13 @@ fn condition<'a>(status: &'a Value, type_: &str) -> &'a Value {
 #[tokio::test]
 async fn a_budget_gets_its_status_and_then_nothing_more_is_written() {
     let running = Running::start(small).await;
-    let status = running.until_requested(4).await;
-    assert_eq!(condition(&status, "Ready")["status"], "True");
+    let status = running.until_ready().await;
+    assert_eq!(status["deviceMemory"]["requested"]["quanta"], 4);
     assert_eq!(status["observedGeneration"], 1);
+    let written = running.api.writes();
+    assert_eq!(running.api.statuses_written(), 2, "{written:?}");
     sleep(Duration::from_millis(1500)).await;
-    assert_eq!(running.api.statuses_written(), 1);
+    assert_eq!(running.api.writes(), written);
     assert!(running.get("/readyz").await.starts_with("HTTP/1.1 200"));
     assert!(running.get("/healthz").await.starts_with("HTTP/1.1 200"));
     let metrics = running.get("/metrics").await;
@@ -209,14 +239,14 @@ async fn another_budget_and_another_node_change_what_is_covered() {
 #[tokio::test]
 async fn a_burst_of_pods_is_gathered_into_few_writes() {
     let running = Running::start(small).await;
-    running.until_requested(4).await;
+    running.until_ready().await;
     let start = Instant::now();
     for index in 0..200_u32 {
         running.api.put("pods", pod(&format!("burst-{index}"), 1));
         sleep(Duration::from_millis(5)).await;
     }
     running.until_requested(204).await;
-    let most = start.elapsed().as_millis() / 500 + 2;
+    let most = start.elapsed().as_millis() / 500 + 4;
     let written = running.api.statuses_written() as u128;
     assert!(written <= most, "{written} writes");
     running.stop().await;
@@ -277,8 +307,7 @@ async fn nothing_is_said_before_everything_is_known() {
         unready.starts_with("HTTP/1.1 503") && unready.contains("Pods"),
         "{unready}"
     );
-    running.until_requested(4).await;
-    assert_eq!(running.api.statuses_written(), 1);
+    running.until_ready().await;
     let metrics = running.get("/metrics").await;
     assert!(
         metrics.contains(r#"bursar_operator_watch_failures_total{kind="Pods"} 1"#),

@@ -25,3 +25,38 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "bursar.name" -}}
 {{ printf "%s-%s" .release.Name .part | trunc 63 | trimSuffix "-" }}
 {{- end }}
+
+{{/* The resource that counts device memory, and the one that counts managed memory. */}}
+{{- define "bursar.device" -}}
+bursar.dev/gpu-memory-{{ include "bursar.unit" . }}
+{{- end }}
+{{- define "bursar.managed" -}}
+bursar.dev/managed-memory-{{ include "bursar.unit" . }}
+{{- end }}
+{{- define "bursar.unit" -}}
+{{ get (dict "1Gi" "gib" "512Mi" "512mib" "256Mi" "256mib") .Values.quantum }}
+{{- end }}
+
+{{/* The bytes of one token. */}}
+{{- define "bursar.quantum" -}}
+{{ get (dict "1Gi" "1073741824" "512Mi" "536870912" "256Mi" "268435456") .Values.quantum }}
+{{- end }}
+
+{{/* CEL: every container of a pod that may ask for memory. */}}
+{{- define "bursar.cel.containers" -}}
+object.spec.containers + object.spec.?initContainers.orValue([])
+{{- end }}
+
+{{/* CEL: a pod asks for GPU memory. */}}
+{{- define "bursar.cel.asks" -}}
+({{ include "bursar.cel.containers" . }}).exists(c, c.?resources.?limits.orValue({}).exists(r, r in ['{{ include "bursar.device" . }}', '{{ include "bursar.managed" . }}']))
+{{- end }}
+
+{{/* The namespaces whose pods a policy looks at. */}}
+{{- define "bursar.policed" -}}
+namespaceSelector:
+  matchExpressions:
+    - key: kubernetes.io/metadata.name
+      operator: NotIn
+      values: {{ concat (list "kube-system" .Release.Namespace) .Values.policies.exemptNamespaces | uniq | toJson }}
+{{- end }}

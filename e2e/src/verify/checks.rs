@@ -144,7 +144,8 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "operator/operator",
-        "the whole operator against an API server in memory",
+        "the whole operator against an API server in memory: a crash before and after each write, writes that \
+         fail or are not answered, two operators at once",
         &["--test", "operator"],
     ),
     test_check(

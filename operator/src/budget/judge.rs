@@ -1,43 +1,51 @@
 //! What is said of a budget: its conditions.
 
 use bursar_crds::conditions::{Statement, budget as names};
-use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, Quantum};
+use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
 
+use super::quota::{Cap, Which};
 use super::{InvalidSpec, Terms};
 use crate::quanta::Quanta;
 use crate::world::{Cohort, Facts, Usage};
 
-/// The conditions of a budget of `cohort`: Ready, Accepted, Covered, Exceeded, Enforced.
+/// The conditions of `budget`: Ready, Accepted, Covered, Exceeded, Enforced.
 pub(super) fn statements(
-    cohort: &str,
+    budget: &GpuMemoryBudget,
     terms: &Result<Terms, InvalidSpec>,
     facts: &Facts,
 ) -> Vec<Statement> {
     let accepted = accepted(terms, facts.quantum);
-    let (covered, exceeded) = match terms {
+    let (covered, exceeded, enforced) = match terms {
         Ok(terms) => (
-            covered(cohort, &facts.cohort, facts.quantum),
+            covered(&budget.spec.cohort, &facts.cohort, facts.quantum),
             exceeded(terms, &facts.usage, facts.quantum),
+            enforced(budget, terms, facts),
         ),
-        Err(_) => (unknown(names::COVERED), unknown(names::EXCEEDED)),
+        Err(_) => (
+            unknown(names::COVERED),
+            unknown(names::EXCEEDED),
+            unknown(names::ENFORCED),
+        ),
     };
-    let ready = ready(&accepted, &covered, &exceeded);
-    vec![ready, accepted, covered, exceeded, enforced()]
+    let ready = ready(&[
+        (&accepted, true),
+        (&covered, true),
+        (&exceeded, false),
+        (&enforced, true),
+    ]);
+    vec![ready, accepted, covered, exceeded, enforced]
 }
 
 /// The first thing amiss, in the words of the condition that tells it.
-fn ready(accepted: &Statement, covered: &Statement, exceeded: &Statement) -> Statement {
-    let wanted = [(accepted, true), (covered, true), (exceeded, false)];
-    let amiss = wanted
-        .into_iter()
-        .find(|(said, good)| said.holds != Some(*good));
+fn ready(wanted: &[(&Statement, bool)]) -> Statement {
+    let amiss = wanted.iter().find(|(said, good)| said.holds != Some(*good));
     match amiss {
         Some((said, _)) => Statement::new(names::READY, false, said.reason, &said.message),
         None => Statement::new(
             names::READY,
             true,
             names::AS_DECLARED,
-            "accepted, covered, and not exceeded",
+            "accepted, covered, not exceeded, and in force",
         ),
     }
 }
@@ -162,12 +170,28 @@ fn told(who: &str, asked: Quanta, most: Quanta, remedy: &str, quantum: Quantum) 
     format!("{who} ask for {asked}, {most} is allowed: {remedy}")
 }
 
-fn enforced() -> Statement {
+fn enforced(budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts) -> Statement {
+    let pending = |message| Statement::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
+    for which in Which::ALL {
+        let (name, wanted) = (
+            which.name(),
+            Cap::wanted(which, budget, terms, facts.quantum),
+        );
+        match facts.quota(which) {
+            Some(quota) if quota.enforces(&wanted) => {}
+            Some(quota) if quota.cap == wanted => {
+                return pending(format!(
+                    "ResourceQuota {name} is written and not in force yet: that is up to the controller manager"
+                ));
+            }
+            _ => return pending(format!("ResourceQuota {name} is not written yet")),
+        }
+    }
     Statement::new(
         names::ENFORCED,
-        false,
-        names::REPORT_ONLY,
-        "use is counted and reported; pods over the budget are not refused",
+        true,
+        names::QUOTAS_IN_FORCE,
+        "pods that do not fit are refused when they are created",
     )
 }
 

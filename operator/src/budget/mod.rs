@@ -1,11 +1,19 @@
-//! From a budget and the facts to its status: pure.
+//! From a budget and the facts to what is to be done and said: pure.
 
 mod judge;
+mod plan;
+mod quota;
+mod repair;
 mod status;
 mod terms;
 
+pub use plan::{Plan, Step, plan};
+pub use quota::{Cap, Quota, Scope, Which, is_enforced};
+pub use repair::{Surplus, surplus};
 pub use status::status;
 pub use terms::{InvalidSpec, Terms};
 
+#[cfg(test)]
+mod plan_tests;
 #[cfg(test)]
 mod tests;

@@ -14,7 +14,7 @@ use crate::world::{Facts, Usage};
 /// condition that changes its status takes the time `now`.
 pub fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryBudgetStatus {
     let terms = Terms::of(&budget.spec, facts.quantum);
-    let said = statements(&budget.spec.cohort, &terms, facts);
+    let said = statements(budget, &terms, facts);
     let before: &[Condition] = budget
         .status
         .as_ref()

@@ -3,6 +3,7 @@
 //! The API server's own rules (CEL in the CRD) refuse most of what is refused here. What they cannot see
 //! is the quantum: an amount that is not a multiple of it is taken as the whole quanta in it, and said.
 
+use bursar_crds::budget::Overflow;
 use bursar_crds::quantity::QuantityError;
 use bursar_crds::{Amount, GpuMemoryBudgetSpec, Quantum};
 
@@ -42,6 +43,8 @@ pub struct Terms {
     pub limit: Quanta,
     /// Managed memory that all pods may ask for together.
     pub managed: Quanta,
+    /// A pod that no longer fits the guarantee becomes a borrower.
+    pub overflows: bool,
     /// What counts for less than is written, for people.
     pub rounded: Vec<String>,
 }
@@ -87,6 +90,7 @@ impl Terms {
             guaranteed,
             limit,
             managed,
+            overflows: spec.overflow == Overflow::Borrow,
             rounded: reader.rounded,
         })
     }

@@ -39,6 +39,25 @@ fn idle() -> Facts {
             allocatable: Quanta::new(32),
             other_quantum: Vec::new(),
         },
+        pods: Vec::new(),
+        guaranteed_quota: None,
+        limit_quota: None,
+        labelled: true,
+    }
+}
+
+/// With both quotas of `budget` in force.
+fn in_force(budget: &GpuMemoryBudget, facts: Facts) -> Facts {
+    let terms = Terms::of(&budget.spec, facts.quantum).unwrap();
+    let quota = |which| {
+        let cap = Cap::wanted(which, budget, &terms, facts.quantum);
+        let in_force = cap.hard.clone();
+        Some(Quota { cap, in_force })
+    };
+    Facts {
+        guaranteed_quota: quota(Which::Guaranteed),
+        limit_quota: quota(Which::Limit),
+        ..facts
     }
 }
 
@@ -71,8 +90,9 @@ fn is(status: &str, reason: &str) -> (String, String) {
 }
 
 #[test]
-fn a_budget_that_is_as_declared_is_ready_and_says_that_it_only_reports() {
-    let status = status(&plain(), &using(16, 8, 0), &at(1));
+fn a_budget_that_is_as_declared_and_in_force_is_ready() {
+    let facts = in_force(&plain(), using(16, 8, 0));
+    let status = status(&plain(), &facts, &at(1));
     assert_eq!(said(&status, names::READY), is("True", names::AS_DECLARED));
     assert_eq!(
         said(&status, names::ACCEPTED),
@@ -88,7 +108,7 @@ fn a_budget_that_is_as_declared_is_ready_and_says_that_it_only_reports() {
     );
     assert_eq!(
         said(&status, names::ENFORCED),
-        is("False", names::REPORT_ONLY)
+        is("True", names::QUOTAS_IN_FORCE)
     );
     assert_eq!(status.observed_generation, Some(3));
     assert!(
@@ -97,6 +117,29 @@ fn a_budget_that_is_as_declared_is_ready_and_says_that_it_only_reports() {
             .iter()
             .all(|condition| condition.observed_generation == Some(3))
     );
+}
+
+#[test]
+fn a_budget_is_not_enforced_before_the_controller_manager_has_taken_its_quotas_up() {
+    let mut facts = idle();
+    let said_of = |facts: &Facts| {
+        let status = status(&plain(), facts, &at(1));
+        assert_eq!(
+            said(&status, names::ENFORCED),
+            is("False", names::QUOTA_PENDING)
+        );
+        assert_eq!(
+            said(&status, names::READY),
+            is("False", names::QUOTA_PENDING)
+        );
+        condition(&status, names::ENFORCED).message.clone()
+    };
+    assert!(said_of(&facts).contains("not written yet"));
+    facts = in_force(&plain(), facts);
+    let quota = facts.guaranteed_quota.as_mut().unwrap();
+    quota.in_force.clear();
+    let message = said_of(&facts);
+    assert!(message.contains("controller manager"), "{message}");
 }
 
 #[test]
@@ -299,7 +342,8 @@ proptest! {
     fn ready_is_the_sum_of_the_others(spec in spec(), facts in facts()) {
         let status = status(&budget(spec), &facts, &at(1));
         let holds = |type_: &str, wanted: &str| condition(&status, type_).status == wanted;
-        let good = holds(names::ACCEPTED, "True") && holds(names::COVERED, "True") && holds(names::EXCEEDED, "False");
+        let good = holds(names::ACCEPTED, "True") && holds(names::COVERED, "True")
+            && holds(names::EXCEEDED, "False") && holds(names::ENFORCED, "True");
         prop_assert_eq!(holds(names::READY, "True"), good);
     }
 

@@ -1,5 +1,6 @@
 //! What is kept of each object.
 
+use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
 
@@ -63,4 +64,9 @@ impl Offer {
 /// The cohort that a node's label puts it into; `None` without the label.
 pub fn cohort_label(node: &impl ResourceExt) -> Option<String> {
     node.labels().get(COHORT_LABEL).cloned()
+}
+
+/// What a namespace's label says of its budget; `None` without the label.
+pub fn budget_label(namespace: &impl ResourceExt) -> Option<String> {
+    namespace.labels().get(BUDGET_LABEL).cloned()
 }

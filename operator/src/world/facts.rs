@@ -2,6 +2,7 @@
 
 use bursar_crds::Quantum;
 
+use crate::budget::{Quota, Which};
 use crate::demand::{Class, Demand};
 use crate::quanta::Quanta;
 
@@ -23,12 +24,16 @@ pub struct Usage {
 impl<'a> FromIterator<&'a Demand> for Usage {
     fn from_iter<I: IntoIterator<Item = &'a Demand>>(demands: I) -> Self {
         let mut sum = Self::default();
-        for Demand {
-            class,
-            device,
-            managed,
-        } in demands
-        {
+        for demand in demands {
+            let Demand {
+                class,
+                device,
+                managed,
+                uid: _,
+                created: _,
+                ending: _,
+                of_job: _,
+            } = demand;
             sum.pods += 1;
             sum.managed = sum.managed.plus(*managed);
             match class {
@@ -65,6 +70,24 @@ pub struct Facts {
     pub quantum: Quantum,
     /// What its namespace's pods ask for.
     pub usage: Usage,
+    /// The pods that it is the sum of, by name.
+    pub pods: Vec<(String, Demand)>,
     /// Its cohort.
     pub cohort: Cohort,
+    /// Its quota of guaranteed pods, as the API server has it.
+    pub guaranteed_quota: Option<Quota>,
+    /// Its quota of all pods.
+    pub limit_quota: Option<Quota>,
+    /// Its namespace is labelled as one with a budget in force.
+    pub labelled: bool,
+}
+
+impl Facts {
+    /// One of the budget's quotas, as the API server has it.
+    pub fn quota(&self, which: Which) -> Option<&Quota> {
+        match which {
+            Which::Guaranteed => self.guaranteed_quota.as_ref(),
+            Which::Limit => self.limit_quota.as_ref(),
+        }
+    }
 }

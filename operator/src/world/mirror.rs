@@ -15,6 +15,14 @@ pub struct Key {
 }
 
 impl Key {
+    /// The key of an object whose kind has no namespace.
+    pub fn cluster_scoped(name: &str) -> Self {
+        Self {
+            namespace: String::new(),
+            name: name.to_owned(),
+        }
+    }
+
     /// The key of `object`.
     pub fn of(object: &impl ResourceExt) -> Self {
         Self {

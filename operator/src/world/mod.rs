@@ -9,10 +9,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 
-pub use entries::{Claim, Offer, cohort_label};
+pub use entries::{Claim, Offer, budget_label, cohort_label};
 pub use facts::{Cohort, Facts, Usage};
 pub use mirror::{Entry, Key, Mirror, slimmed};
 
+use crate::budget::{Quota, Which, is_enforced};
 use crate::demand::Demand;
 use crate::quanta::Quanta;
 
@@ -26,8 +27,12 @@ pub mod kinds {
     pub const GPU_NODES: &str = "GpuNodes";
     /// Which cohort it belongs to.
     pub const NODES: &str = "Nodes";
+    /// What refuses pods.
+    pub const QUOTAS: &str = "ResourceQuotas";
+    /// Which namespaces are labelled.
+    pub const NAMESPACES: &str = "Namespaces";
     /// All of them.
-    pub const ALL: [&str; 4] = [BUDGETS, PODS, GPU_NODES, NODES];
+    pub const ALL: [&str; 6] = [BUDGETS, PODS, GPU_NODES, NODES, QUOTAS, NAMESPACES];
 }
 
 /// One event of one watch.
@@ -41,6 +46,10 @@ pub enum Change {
     GpuNode(Event<Entry<Offer>>),
     /// Of the nodes that have a cohort label.
     Node(Event<Entry<String>>),
+    /// Of the operator's quotas.
+    Quota(Event<Entry<Quota>>),
+    /// Of the namespaces that are labelled as having a budget.
+    Namespace(Event<Entry<String>>),
 }
 
 /// The budgets whose status may have changed.
@@ -72,6 +81,8 @@ pub struct World {
     pods: Mirror<Demand>,
     gpu_nodes: Mirror<Offer>,
     cohorts: Mirror<String>,
+    quotas: Mirror<Quota>,
+    labels: Mirror<String>,
 }
 
 impl World {
@@ -83,6 +94,8 @@ impl World {
             pods: Mirror::default(),
             gpu_nodes: Mirror::default(),
             cohorts: Mirror::default(),
+            quotas: Mirror::default(),
+            labels: Mirror::default(),
         }
     }
 
@@ -103,6 +116,17 @@ impl World {
             },
             Change::GpuNode(event) => everything(&self.gpu_nodes.apply(event)),
             Change::Node(event) => everything(&self.cohorts.apply(event)),
+            Change::Quota(event) => Dirty {
+                all: false,
+                namespaces: namespaces(self.quotas.apply(event)),
+            },
+            Change::Namespace(event) => {
+                let changed = self.labels.apply(event);
+                Dirty {
+                    all: false,
+                    namespaces: changed.into_iter().map(|key| key.name).collect(),
+                }
+            }
         }
     }
 
@@ -113,6 +137,8 @@ impl World {
             (kinds::PODS, self.pods.is_listed()),
             (kinds::GPU_NODES, self.gpu_nodes.is_listed()),
             (kinds::NODES, self.cohorts.is_listed()),
+            (kinds::QUOTAS, self.quotas.is_listed()),
+            (kinds::NAMESPACES, self.labels.is_listed()),
         ];
         let missing = all.into_iter().filter(|(_, listed)| !listed);
         missing.map(|(kind, _)| kind).collect()
@@ -136,15 +162,39 @@ impl World {
 
     /// What the status of the budget of `namespace` is computed from, with the budget in `cohort`.
     pub fn facts(&self, namespace: &str, cohort: &str) -> Facts {
+        let pods = || self.pods.within(namespace);
+        let label = self.labels.get(&Key::cluster_scoped(namespace));
         Facts {
             quantum: self.quantum,
-            usage: self
-                .pods
-                .within(namespace)
-                .map(|(_, demand)| demand)
+            usage: pods().map(|(_, demand)| demand).collect(),
+            pods: pods()
+                .map(|(key, demand)| (key.name.clone(), demand.clone()))
                 .collect(),
             cohort: self.cohort(cohort),
+            guaranteed_quota: self.quota(namespace, Which::Guaranteed),
+            limit_quota: self.quota(namespace, Which::Limit),
+            labelled: label.is_some_and(|label| is_enforced(label)),
         }
+    }
+
+    fn quota(&self, namespace: &str, which: Which) -> Option<Quota> {
+        let key = Key {
+            namespace: namespace.to_owned(),
+            name: which.name().to_owned(),
+        };
+        self.quotas.get(&key).cloned()
+    }
+
+    /// The namespaces that are labelled as having a budget and have none. None is named before all is known.
+    pub fn deserted(&self) -> Vec<String> {
+        if !self.missing().is_empty() {
+            return Vec::new();
+        }
+        let labelled = self.labels.iter().map(|(key, _)| &key.name);
+        labelled
+            .filter(|namespace| self.budgets.within(namespace).next().is_none())
+            .cloned()
+            .collect()
     }
 
     fn cohort(&self, name: &str) -> Cohort {

@@ -1,6 +1,8 @@
 use super::*;
+use crate::budget::{Cap, Scope};
 use crate::demand::Class;
 use bursar_crds::GpuNode;
+use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
 
@@ -25,6 +27,10 @@ fn budget(namespace: &str, claim: Claim) -> Change {
 
 fn pod(namespace: &str, name: &str, class: Class, device: u64) -> Change {
     let demand = Demand {
+        uid: format!("{namespace}/{name}"),
+        created: Timestamp::UNIX_EPOCH,
+        ending: false,
+        of_job: false,
         class,
         device: Quanta::new(device),
         managed: Quanta::ZERO,
@@ -41,6 +47,27 @@ fn node(name: &str, quanta: u64) -> Change {
 
 fn label(node: &str, cohort: &str) -> Change {
     Change::Node(Event::Apply((key("", node), Some(cohort.to_owned()))))
+}
+
+fn quota(namespace: &str, most: u64) -> Change {
+    let hard = BTreeMap::from([(
+        "requests.bursar.dev/gpu-memory-gib".to_owned(),
+        Quanta::new(most),
+    )]);
+    let cap = Cap {
+        scope: Scope::All,
+        hard: hard.clone(),
+        owner: String::new(),
+        overflows: false,
+    };
+    let quota = Quota {
+        cap,
+        in_force: hard,
+    };
+    Change::Quota(Event::Apply((
+        key(namespace, Which::Limit.name()),
+        Some(quota),
+    )))
 }
 
 fn world(changes: impl IntoIterator<Item = Change>) -> World {
@@ -100,11 +127,39 @@ fn nodes_without_a_label_are_the_default_cohort() {
 }
 
 #[test]
-fn what_has_not_been_listed_is_named() {
-    let mut world = World::new(Quantum::Gib1);
-    assert_eq!(world.missing().len(), 4);
+fn a_labelled_namespace_without_budget_is_deserted_once_all_is_known() {
+    let enforced = |namespace: &str| {
+        let label = Some("enforced".to_owned());
+        Change::Namespace(Event::Apply((key("", namespace), label)))
+    };
+    let mut world = world([enforced("a"), enforced("b"), budget("a", claim("x", 8, 1))]);
+    assert!(world.deserted().is_empty());
     world.apply(Change::Pod(Event::InitDone));
     world.apply(Change::Node(Event::InitDone));
+    world.apply(Change::GpuNode(Event::InitDone));
+    world.apply(Change::Quota(Event::InitDone));
+    for event in [
+        Event::Init,
+        Event::InitApply((key("a", "default"), Some(claim("x", 8, 1)))),
+        Event::InitDone,
+    ] {
+        world.apply(Change::Budget(event));
+    }
+    world.apply(Change::Namespace(Event::InitDone));
+    assert!(world.deserted().is_empty(), "a new list has neither");
+    world.apply(enforced("a"));
+    world.apply(enforced("b"));
+    assert_eq!(world.deserted(), ["b"]);
+}
+
+#[test]
+fn what_has_not_been_listed_is_named() {
+    let mut world = World::new(Quantum::Gib1);
+    assert_eq!(world.missing().len(), 6);
+    world.apply(Change::Pod(Event::InitDone));
+    world.apply(Change::Node(Event::InitDone));
+    world.apply(Change::Quota(Event::InitDone));
+    world.apply(Change::Namespace(Event::InitDone));
     assert_eq!(world.missing(), ["GpuMemoryBudgets", "GpuNodes"]);
 }
 
@@ -158,7 +213,7 @@ proptest! {
     /// A budget whose facts changed is never left out of the dirty ones.
     #[test]
     fn no_change_of_facts_goes_unnoticed(
-        steps in prop::collection::vec((0u8..4, 0u8..3, 0u8..3, 0u64..4), 1..60),
+        steps in prop::collection::vec((0u8..6, 0u8..3, 0u8..3, 0u64..4), 1..60),
     ) {
         let mut world = World::new(Quantum::Gib1);
         let facts = |world: &World| -> BTreeMap<Key, Facts> {
@@ -174,8 +229,12 @@ proptest! {
                 (1, _) => pod(&name, "p", Class::Guaranteed, amount),
                 (2, 0) => Change::GpuNode(Event::Delete((key("", &name), None))),
                 (2, _) => node(&name, amount),
-                (_, 0) => Change::Node(Event::Delete((key("", &name), None))),
-                (_, _) => label(&name, cohort),
+                (3, 0) => Change::Node(Event::Delete((key("", &name), None))),
+                (3, _) => label(&name, cohort),
+                (4, 0) => Change::Quota(Event::Delete((key(&name, Which::Limit.name()), None))),
+                (4, _) => quota(&name, amount),
+                (_, 0) => Change::Namespace(Event::Delete((key("", &name), None))),
+                (_, _) => Change::Namespace(Event::Apply((key("", &name), Some("enforced".to_owned())))),
             };
             let before = facts(&world);
             let dirty = world.apply(change);

@@ -1,4 +1,5 @@
-//! An API server of four kinds, in memory: lists, watches from a version on, and applied statuses.
+//! An API server in memory, of the kinds that the operator knows: lists, watches from a version on, applies,
+//! merges and evictions; a controller manager that takes quotas up; and every way in which a write can fail.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -22,6 +23,20 @@ pub(crate) struct Api {
     state: Arc<Mutex<Data>>,
     /// The version of the newest event that watches may see.
     told: Arc<watch::Sender<u64>>,
+    client: Client,
+}
+
+/// What becomes of one write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It is refused with this code, and nothing is written.
+    Refused(StatusCode),
+    /// It is never answered, and nothing is written.
+    Lost,
+    /// It is written and never answered.
+    Unanswered,
+    /// It is written, and answered with an error.
+    Garbled,
 }
 
 #[derive(Default)]
@@ -35,25 +50,38 @@ struct Data {
     mute: Vec<String>,
     /// What is answered instead, how often, to requests whose path ends so.
     refusals: Vec<(String, StatusCode, usize)>,
-    statuses_written: usize,
+    /// The fate of the write of this number.
+    fate: Option<(usize, Fate)>,
+    /// The writes so far, as `METHOD path`; Events are none.
+    writes: Vec<String>,
+    /// Reasons of the Events that were sent.
+    told: Vec<String>,
+    /// Quotas are not taken up.
+    no_controller_manager: bool,
+    /// Pods that a disruption budget keeps.
+    protected: Vec<String>,
 }
 
 impl Api {
     /// Serves until the test ends.
-    pub(crate) async fn start() -> (Self, Client) {
-        let api = Self {
-            state: Arc::default(),
-            told: Arc::new(watch::Sender::new(0)),
-        };
+    pub(crate) async fn start() -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address: SocketAddr = listener.local_addr().expect("an address");
-        let routes = Router::new().fallback(answer).with_state(api.clone());
-        tokio::spawn(async move { axum::serve(listener, routes).await });
         let uri = format!("http://{address}")
             .parse()
             .expect("an address is a URI");
-        let client = Client::try_from(Config::new(uri)).expect("a plain client");
-        (api, client)
+        let api = Self {
+            state: Arc::default(),
+            told: Arc::new(watch::Sender::new(0)),
+            client: Client::try_from(Config::new(uri)).expect("a plain client"),
+        };
+        let routes = Router::new().fallback(answer).with_state(api.clone());
+        tokio::spawn(async move { axum::serve(listener, routes).await });
+        api
+    }
+
+    pub(crate) fn client(&self) -> Client {
+        self.client.clone()
     }
 
     fn data(&self) -> MutexGuard<'_, Data> {
@@ -79,10 +107,18 @@ impl Api {
 
     fn change(&self, kind: &str, mut object: Value, deleted: Option<&str>) {
         let mut data = self.data();
+        let at = (kind.to_owned(), path(&object));
+        let same = data.objects.get(&at).is_some_and(|before| {
+            let mut before = before.clone();
+            before["metadata"]["resourceVersion"] = object["metadata"]["resourceVersion"].clone();
+            before == object
+        });
+        if same && deleted.is_none() {
+            return;
+        }
         data.version += 1;
         let version = data.version;
         object["metadata"]["resourceVersion"] = json!(version.to_string());
-        let at = (kind.to_owned(), path(&object));
         if deleted.is_none() {
             data.objects.insert(at, object.clone());
         }
@@ -108,17 +144,69 @@ impl Api {
         self.data().refusals.push((path.to_owned(), code, times));
     }
 
+    /// The write of this number, counted from now on, ends so.
+    pub(crate) fn doom(&self, number: usize, fate: Fate) {
+        let mut data = self.data();
+        data.fate = Some((data.writes.len() + number, fate));
+    }
+
+    /// Whether the doomed write has come.
+    pub(crate) fn has_doomed(&self) -> bool {
+        self.data().fate.is_none()
+    }
+
+    /// Stops or starts the controller manager.
+    pub(crate) fn controller_manager(&self, runs: bool) {
+        self.data().no_controller_manager = !runs;
+        if runs {
+            self.take_up_quotas();
+        }
+    }
+
+    /// A disruption budget keeps this pod.
+    pub(crate) fn protect(&self, pod: &str) {
+        self.data().protected.push(pod.to_owned());
+    }
+
+    fn take_up_quotas(&self) {
+        let quotas: Vec<Value> = {
+            let data = self.data();
+            let kinds = data.objects.iter();
+            kinds
+                .filter(|((kind, _), _)| kind == "resourcequotas")
+                .map(|(_, object)| object.clone())
+                .collect()
+        };
+        for mut quota in quotas {
+            quota["status"] = json!({ "hard": quota["spec"]["hard"], "used": {} });
+            self.change("resourcequotas", quota, None);
+        }
+    }
+
+    pub(crate) fn writes(&self) -> Vec<String> {
+        self.data().writes.clone()
+    }
+
     pub(crate) fn statuses_written(&self) -> usize {
-        self.data().statuses_written
+        let writes = self.writes();
+        let statuses = writes.iter().filter(|write| write.ends_with("/status"));
+        statuses.count()
+    }
+
+    /// The reasons of all Events so far.
+    pub(crate) fn events(&self) -> Vec<String> {
+        self.data().told.clone()
+    }
+
+    /// An object; null while there is none.
+    pub(crate) fn get(&self, kind: &str, namespace: &str, name: &str) -> Value {
+        let at = (kind.to_owned(), format!("{namespace}/{name}"));
+        self.data().objects.get(&at).cloned().unwrap_or_default()
     }
 
     /// An object's status; null while it has none.
     pub(crate) fn status(&self, kind: &str, namespace: &str, name: &str) -> Value {
-        let at = (kind.to_owned(), format!("{namespace}/{name}"));
-        self.data()
-            .objects
-            .get(&at)
-            .map_or(Value::Null, |object| object["status"].clone())
+        self.get(kind, namespace, name)["status"].clone()
     }
 
     fn refusal(&self, path: &str) -> Option<Response> {
@@ -128,32 +216,41 @@ impl Api {
             .iter_mut()
             .find(|(end, _, times)| path.ends_with(end.as_str()) && *times > 0)?;
         *times -= 1;
-        let code = *code;
-        let status = json!({
-            "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-            "message": "refused by the test", "reason": "Test", "code": code.as_u16(),
-        });
-        Some((code, status.to_string()).into_response())
+        Some(failure(*code))
     }
 
-    fn list(&self, kind: &str) -> Response {
+    /// Counts a write and tells its fate.
+    fn fate(&self, write: String) -> Option<Fate> {
+        let mut data = self.data();
+        data.writes.push(write);
+        let (number, fate) = data.fate?;
+        (number == data.writes.len()).then(|| {
+            data.fate = None;
+            fate
+        })
+    }
+
+    fn list(&self, kind: &str, label: Option<&str>) -> Response {
         let data = self.data();
         let of_kind = data.objects.iter().filter(|((of, _), _)| of == kind);
-        let items: Vec<_> = of_kind.map(|(_, object)| object).collect();
+        let items: Vec<_> = of_kind
+            .map(|(_, object)| object)
+            .filter(|object| has_label(object, label))
+            .collect();
         let version = data.version.to_string();
         json_body(
             &json!({ "kind": "List", "metadata": { "resourceVersion": version }, "items": items }),
         )
     }
 
-    fn watch(&self, kind: String, from: u64) -> Response {
+    fn watch(&self, kind: String, label: Option<String>, from: u64) -> Response {
         let api = self.clone();
         let news = self.told.subscribe();
         let lines = stream::unfold((from, news), move |(seen, mut news)| {
-            let (api, kind) = (api.clone(), kind.clone());
+            let (api, kind, label) = (api.clone(), kind.clone(), label.clone());
             async move {
                 loop {
-                    let next = api.next_event(&kind, seen);
+                    let next = api.next_event(&kind, label.as_deref(), seen);
                     if let Some((version, event)) = next {
                         let line = Bytes::from(format!("{event}\n"));
                         return Some((Ok::<_, Infallible>(line), (version, news)));
@@ -165,7 +262,8 @@ impl Api {
         Body::from_stream(lines).into_response()
     }
 
-    fn next_event(&self, kind: &str, seen: u64) -> Option<(u64, Value)> {
+    /// Of an object that loses the label, a watch by label is told the end.
+    fn next_event(&self, kind: &str, label: Option<&str>, seen: u64) -> Option<(u64, Value)> {
         let data = self.data();
         if data.mute.iter().any(|muted| muted == kind) {
             return None;
@@ -174,29 +272,121 @@ impl Api {
             .events
             .iter()
             .filter(|(version, of, _)| of == kind && *version > seen);
-        news.next()
-            .map(|(version, _, event)| (*version, event.clone()))
+        news.next().map(|(version, _, event)| {
+            let mut event = event.clone();
+            if !has_label(&event["object"], label) {
+                event["type"] = json!("DELETED");
+            }
+            (*version, event)
+        })
+    }
+
+    fn stored(&self, kind: &str, at: &str) -> Option<Value> {
+        let at = (kind.to_owned(), at.to_owned());
+        self.data().objects.get(&at).cloned()
     }
 
     /// A server-side apply of a status, as the operator has to make it.
-    fn apply_status(&self, kind: &str, at: &str, query: &str, patch: &Value) -> Response {
-        assert!(query.contains("fieldManager=bursar-operator"), "{query}");
-        assert!(query.contains("force=true"), "{query}");
-        let found = self
-            .data()
-            .objects
-            .get(&(kind.to_owned(), at.to_owned()))
-            .cloned();
-        let Some(mut object) = found else {
-            let gone = json!({ "kind": "Status", "status": "Failure", "message": "not found", "reason": "NotFound", "code": 404 });
-            return (StatusCode::NOT_FOUND, gone.to_string()).into_response();
+    fn apply_status(&self, kind: &str, at: &str, patch: &Value) -> Response {
+        let Some(mut object) = self.stored(kind, at) else {
+            return failure(StatusCode::NOT_FOUND);
         };
-        assert_eq!(object["metadata"]["uid"], patch["metadata"]["uid"]);
+        if object["metadata"]["uid"] != patch["metadata"]["uid"] {
+            return failure(StatusCode::CONFLICT);
+        }
         object["status"] = patch["status"].clone();
-        self.data().statuses_written += 1;
         self.change(kind, object.clone(), None);
         json_body(&object)
     }
+
+    /// A server-side apply of an object that nobody else writes.
+    fn apply(&self, kind: &str, at: &str, mut patch: Value) -> Response {
+        if let Some(before) = self.stored(kind, at) {
+            patch["status"] = before["status"].clone();
+        }
+        self.change(kind, patch.clone(), None);
+        if !self.data().no_controller_manager {
+            self.take_up_quotas();
+        }
+        json_body(&patch)
+    }
+
+    fn merge_labels(&self, kind: &str, at: &str, patch: &Value) -> Response {
+        let Some(mut object) = self.stored(kind, at) else {
+            return failure(StatusCode::NOT_FOUND);
+        };
+        let labels = patch["metadata"]["labels"].as_object().expect("labels");
+        for (key, value) in labels {
+            let before = object["metadata"]["labels"].take();
+            let mut now = before.as_object().cloned().unwrap_or_default();
+            if value.is_null() {
+                now.remove(key);
+            } else {
+                now.insert(key.clone(), value.clone());
+            }
+            object["metadata"]["labels"] = Value::Object(now);
+        }
+        self.change(kind, object.clone(), None);
+        json_body(&object)
+    }
+
+    /// The kubelet is quick: a pod that is to end is gone.
+    fn end_pod(&self, namespace: &str, name: &str, uid: &Value, evicted: bool) -> Response {
+        let Some(pod) = self.stored("pods", &format!("{namespace}/{name}")) else {
+            return failure(StatusCode::NOT_FOUND);
+        };
+        if pod["metadata"]["uid"] != *uid {
+            return failure(StatusCode::CONFLICT);
+        }
+        if evicted && self.data().protected.iter().any(|pod| pod == name) {
+            return failure(StatusCode::TOO_MANY_REQUESTS);
+        }
+        self.delete("pods", namespace, name);
+        json_body(&json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
+    }
+
+    fn write(&self, method: &Method, path: &[&str], query: &str, body: &Value) -> Response {
+        let applies =
+            query.contains("fieldManager=bursar-operator") && query.contains("force=true");
+        match (method, path) {
+            (&Method::PATCH, [.., "namespaces", namespace, kind, name, "status"]) => {
+                assert!(applies, "{query}");
+                self.apply_status(kind, &format!("{namespace}/{name}"), body)
+            }
+            (&Method::PATCH, [.., "namespaces", namespace, "resourcequotas", name]) => {
+                assert!(applies, "{query}");
+                self.apply(
+                    "resourcequotas",
+                    &format!("{namespace}/{name}"),
+                    body.clone(),
+                )
+            }
+            (&Method::PATCH, [.., "namespaces", namespace]) => {
+                self.merge_labels("namespaces", &format!("/{namespace}"), body)
+            }
+            (&Method::POST, [.., "namespaces", namespace, "pods", name, "eviction"]) => {
+                let uid = &body["deleteOptions"]["preconditions"]["uid"];
+                self.end_pod(namespace, name, uid, true)
+            }
+            (&Method::DELETE, [.., "namespaces", namespace, "pods", name]) => {
+                let uid = &body["preconditions"]["uid"];
+                self.end_pod(namespace, name, uid, false)
+            }
+            (method, path) => panic!("the operator has no business with {method} {path:?}"),
+        }
+    }
+}
+
+fn failure(code: StatusCode) -> Response {
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": "refused by the test", "reason": "Test", "code": code.as_u16(),
+    });
+    (code, status.to_string()).into_response()
+}
+
+fn has_label(object: &Value, label: Option<&str>) -> bool {
+    label.is_none_or(|label| object["metadata"]["labels"].get(label).is_some())
 }
 
 fn path(object: &Value) -> String {
@@ -217,6 +407,12 @@ fn json_body(value: &Value) -> Response {
         .into_response()
 }
 
+fn parameter(query: &str, name: &str) -> Option<String> {
+    let mut pairs = query.split('&').filter_map(|pair| pair.split_once('='));
+    let (_, value) = pairs.find(|(key, _)| *key == name)?;
+    Some(value.replace("%2F", "/"))
+}
+
 async fn answer(State(api): State<Api>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
     let (path, query) = (parts.uri.path(), parts.uri.query().unwrap_or_default());
@@ -227,24 +423,36 @@ async fn answer(State(api): State<Api>, request: Request) -> Response {
         .split('/')
         .filter(|segment| !segment.is_empty())
         .collect();
-    match (&parts.method, segments.as_slice()) {
-        (&Method::PATCH, [.., "namespaces", namespace, kind, name, "status"]) => {
-            let body = axum::body::to_bytes(body, 1 << 20)
-                .await
-                .expect("a whole body");
-            let patch: Value = serde_json::from_slice(&body).expect("JSON");
-            api.apply_status(kind, &format!("{namespace}/{name}"), query, &patch)
+    let label = parameter(query, "labelSelector");
+    if parts.method == Method::GET {
+        let kind = segments.last().copied().unwrap_or_default();
+        return if query.contains("watch=true") {
+            let from = parameter(query, "resourceVersion").and_then(|text| text.parse().ok());
+            api.watch(kind.to_owned(), label, from.unwrap_or(0))
+        } else {
+            api.list(kind, label.as_deref())
+        };
+    }
+    let body = axum::body::to_bytes(body, 1 << 20)
+        .await
+        .expect("a whole body");
+    let body: Value = serde_json::from_slice(&body).expect("JSON");
+    if segments.last() == Some(&"events") {
+        let reason = body["reason"].as_str().unwrap_or_default().to_owned();
+        api.data().told.push(reason);
+        return json_body(&body);
+    }
+    match api.fate(format!("{} {path}", parts.method)) {
+        None => api.write(&parts.method, &segments, query, &body),
+        Some(Fate::Refused(code)) => failure(code),
+        Some(Fate::Lost) => std::future::pending().await,
+        Some(Fate::Unanswered) => {
+            drop(api.write(&parts.method, &segments, query, &body));
+            std::future::pending().await
         }
-        (&Method::GET, [.., kind]) if query.contains("watch=true") => {
-            let from = query
-                .split('&')
-                .find_map(|pair| pair.strip_prefix("resourceVersion="));
-            api.watch(
-                (*kind).to_owned(),
-                from.and_then(|text| text.parse().ok()).unwrap_or(0),
-            )
+        Some(Fate::Garbled) => {
+            drop(api.write(&parts.method, &segments, query, &body));
+            failure(StatusCode::INTERNAL_SERVER_ERROR)
         }
-        (&Method::GET, [.., kind]) => api.list(kind),
-        (method, _) => panic!("the operator has no business with {method} {path}"),
     }
 }

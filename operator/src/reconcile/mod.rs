@@ -1,13 +1,13 @@
-//! Writes the status of a budget when it changed.
+//! Does what a budget's plan says, and tells what changed.
 //!
 //! ```text
-//!   a budget to look at --> status (pure) --> as it is: nothing
-//!                                         \--> written --> ok
-//!                                                      \--> failed: again after 1, 2, 4 ... 30 s
+//!   a budget to look at --> plan (pure) --> empty: nothing
+//!                                       \--> its steps, one after another --> ok
+//!                                                                         \--> one failed: again after 1, 2, 4 ... 30 s
 //! ```
 
 mod memory;
-mod object;
+mod tell;
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -15,25 +15,24 @@ use std::future::ready;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use bursar_crds::conditions::budget::READY;
+use bursar_crds::resources::ENFORCED;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use futures::{Stream, StreamExt as _};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
-use kube::Client;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::runtime::controller::{Action, Config, Error as ControllerError, applier};
 use kube::runtime::reflector::{ObjectRef, Store};
 use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{error, info, warn};
 
-use crate::budget::status;
+use crate::budget::{Step, plan};
 use crate::metrics::{Metrics, Outcome};
 use crate::observe::chain;
 use crate::world::{Key, World};
+use crate::write::{Evicted, WriteError, Writer};
 
 use memory::Memory;
-pub use object::PublishError;
-use object::write;
+use tell::{tell, tell_pod};
 
 /// How many budgets are worked on at a time.
 const CONCURRENCY: u16 = 8;
@@ -41,25 +40,25 @@ const CONCURRENCY: u16 = 8;
 /// A budget is looked at this often even if no watch says a thing.
 const AT_LEAST_EVERY: Duration = Duration::from_hours(1);
 
-/// Writes statuses.
-pub struct Publisher {
-    client: Client,
+/// Keeps budgets as they are declared.
+pub struct Reconciler {
+    writer: Writer,
     world: watch::Receiver<World>,
     metrics: Metrics,
     clock: fn() -> Time,
     memories: Mutex<BTreeMap<Key, Memory>>,
 }
 
-impl Publisher {
-    /// A publisher of what `world` says.
+impl Reconciler {
+    /// A reconciler by what `world` says.
     pub fn new(
-        client: Client,
+        writer: Writer,
         world: watch::Receiver<World>,
         metrics: Metrics,
         clock: fn() -> Time,
     ) -> Self {
         Self {
-            client,
+            writer,
             world,
             metrics,
             clock,
@@ -75,15 +74,14 @@ impl Publisher {
     ) {
         let work = work.map(Ok::<_, Infallible>);
         let config = Config::default().concurrency(CONCURRENCY);
-        let publisher = Arc::new(self);
         let look =
-            |budget, publisher: Arc<Self>| Box::pin(async move { publisher.look(budget).await });
-        let retry = |budget: Arc<GpuMemoryBudget>, why: &PublishError, publisher: Arc<Self>| {
-            Action::requeue(publisher.failed(&budget, why))
+            |budget, reconciler: Arc<Self>| Box::pin(async move { reconciler.look(budget).await });
+        let retry = |budget: Arc<GpuMemoryBudget>, why: &WriteError, reconciler: Arc<Self>| {
+            Action::requeue(reconciler.failed(&budget, why))
         };
-        applier(look, retry, publisher, budgets, work, config)
+        applier(look, retry, Arc::new(self), budgets, work, config)
             .for_each(|result| {
-                // A budget that is gone needs no status; a failed write has been told of already.
+                // A budget that is gone needs nothing; a failed write has been told of already.
                 if let Err(ControllerError::RunnerError(failure)) = result {
                     error!(error = %chain(&failure), "the budgets are not watched any more");
                 }
@@ -92,7 +90,7 @@ impl Publisher {
             .await;
     }
 
-    async fn look(&self, budget: Arc<GpuMemoryBudget>) -> Result<Action, PublishError> {
+    async fn look(&self, budget: Arc<GpuMemoryBudget>) -> Result<Action, WriteError> {
         let start = Instant::now();
         let key = Key::of(&*budget);
         let held_back = |memory: &Memory| memory.held_back(start);
@@ -104,19 +102,57 @@ impl Publisher {
             .world
             .borrow()
             .facts(&key.namespace, &budget.spec.cohort);
-        let wanted = status(&current, &facts, &(self.clock)());
-        let outcome = if current.status.as_ref() == Some(&wanted) {
+        let plan = plan(&current, &facts, &(self.clock)());
+        let outcome = if plan.steps.is_empty() {
             Outcome::Unchanged
         } else {
-            if let Some(written) = write(&self.client, &key, &budget, &wanted).await? {
-                tell(&key, &current, &written);
-                self.remember(&key, &budget, written);
-            }
             Outcome::Written
         };
+        for step in plan.steps {
+            self.take(&key, &budget, &current, step).await?;
+        }
         self.metrics.looked(outcome, start.elapsed());
         self.succeeded(&key);
-        Ok(Action::requeue(AT_LEAST_EVERY))
+        Ok(Action::requeue(plan.again.unwrap_or(AT_LEAST_EVERY)))
+    }
+
+    /// One step: `budget` is as the watch told, `current` has the status that was written last.
+    async fn take(
+        &self,
+        key: &Key,
+        budget: &GpuMemoryBudget,
+        current: &GpuMemoryBudget,
+        step: Step,
+    ) -> Result<(), WriteError> {
+        let Key { namespace, .. } = key;
+        match step {
+            Step::Quota(which, cap) => {
+                let object = cap.object(which, namespace, budget);
+                self.writer.quota(namespace, which.name(), object).await
+            }
+            Step::Label => self.writer.label(namespace, Some(ENFORCED)).await,
+            Step::Evict { pod, by_force } => {
+                let now = Instant::now();
+                if self.memory(key, |memory| memory.has_ended(&pod.uid, now)) {
+                    return Ok(());
+                }
+                let evict = self.writer.evict(namespace, &pod.pod, &pod.uid, by_force);
+                if evict.await? == Evicted::Ends {
+                    self.memory(key, |memory| memory.ends(&pod.uid, now));
+                    let client = self.writer.client();
+                    tell_pod(client, namespace, &pod.pod, &pod.uid, pod.why).await;
+                }
+                Ok(())
+            }
+            Step::Status(wanted) => {
+                if let Some(written) = self.writer.status(budget, &wanted).await? {
+                    let before = current.status.as_ref();
+                    self.remember(key, budget, written.clone());
+                    tell(self.writer.client(), budget, before, &written).await;
+                }
+                Ok(())
+            }
+        }
     }
 
     /// The budget with the status that was written last, where the watch has not brought it yet.
@@ -143,14 +179,15 @@ impl Publisher {
     fn succeeded(&self, key: &Key) {
         let failures = self.memories().get_mut(key).map_or(0, Memory::succeeded);
         if failures > 0 {
-            info!(
-                namespace = key.namespace,
-                failures, "status is written again"
-            );
+            info!(namespace = key.namespace, failures, "written again");
         }
     }
 
-    fn failed(&self, budget: &GpuMemoryBudget, why: &PublishError) -> Duration {
+    fn memory<T>(&self, key: &Key, ask: impl FnOnce(&mut Memory) -> T) -> T {
+        ask(self.memories().entry(key.clone()).or_default())
+    }
+
+    fn failed(&self, budget: &GpuMemoryBudget, why: &WriteError) -> Duration {
         self.metrics.look_failed();
         let mut memories = self.memories();
         let memory = memories.entry(Key::of(budget)).or_default();
@@ -164,23 +201,5 @@ impl Publisher {
     fn memories(&self) -> MutexGuard<'_, BTreeMap<Key, Memory>> {
         // A panic while it was held left a whole map behind: each change of it is one step.
         self.memories.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// One line where a budget became ready or unready, or for another reason.
-fn tell(key: &Key, before: &GpuMemoryBudget, now: &GpuMemoryBudgetStatus) {
-    let said = |conditions: &[Condition]| {
-        conditions
-            .iter()
-            .find(|condition| condition.type_ == READY)
-            .map(|condition| (condition.status.clone(), condition.reason.clone()))
-    };
-    let was = before
-        .status
-        .as_ref()
-        .and_then(|status| said(&status.conditions));
-    let is = said(&now.conditions);
-    if let Some((ready, reason)) = is.filter(|is| Some(is) != was.as_ref()) {
-        info!(namespace = key.namespace, ready, reason, "budget");
     }
 }

@@ -1,5 +1,6 @@
 //! What is remembered of a budget between two looks at it.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
@@ -8,6 +9,9 @@ use tokio::time::Instant;
 /// The first wait after a failure, doubled from then on, and the longest.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
 const RETRY_MOST: Duration = Duration::from_secs(30);
+
+/// A pod that was ended is left to the API server for this long.
+const ENDED: Duration = Duration::from_secs(30);
 
 /// What is remembered of one budget.
 #[derive(Debug, Default)]
@@ -18,6 +22,8 @@ pub(super) struct Memory {
     not_before: Option<Instant>,
     /// The last write: the version that it was made over, and the status that came of it.
     written: Option<(String, GpuMemoryBudgetStatus)>,
+    /// The UIDs of pods whose end was asked for, and when.
+    ended: BTreeMap<String, Instant>,
 }
 
 impl Memory {
@@ -32,6 +38,18 @@ impl Memory {
     pub(super) fn newer(&self, budget: &GpuMemoryBudget) -> Option<&GpuMemoryBudgetStatus> {
         let (over, status) = self.written.as_ref()?;
         (Some(over) == budget.metadata.resource_version.as_ref()).then_some(status)
+    }
+
+    /// Whether the end of the pod `uid` was asked for lately, so that a watch that is late ends none twice.
+    pub(super) fn has_ended(&mut self, uid: &str, now: Instant) -> bool {
+        self.ended
+            .retain(|_, at| now.saturating_duration_since(*at) < ENDED);
+        self.ended.contains_key(uid)
+    }
+
+    /// The end of the pod `uid` was asked for.
+    pub(super) fn ends(&mut self, uid: &str, now: Instant) {
+        self.ended.insert(uid.to_owned(), now);
     }
 
     /// `status` was written over `budget`.

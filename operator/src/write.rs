@@ -1,0 +1,213 @@
+//! The operator's API calls that change something, each bounded in time and counted.
+
+use std::future::Future;
+use std::time::Duration;
+
+use bursar_crds::resources::BUDGET_LABEL;
+use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, OPERATOR_MANAGER};
+use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
+use k8s_openapi::api::policy::v1::Eviction;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{self as meta, DeleteOptions, ObjectMeta};
+use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions};
+use kube::core::Resource as _;
+use kube::{Client, ResourceExt as _};
+use serde_json::{Value, json};
+use tokio::time::timeout;
+
+use crate::metrics::{Metrics, Written};
+
+/// How long one write may take. Less than the time that a pod gets to stop.
+const TIME: Duration = Duration::from_secs(5);
+
+/// A write that failed. All are worth another try later.
+#[derive(Debug, thiserror::Error)]
+pub enum WriteError {
+    /// The API server does not let the operator do it.
+    #[error("may not write {what}: give the operator's service account the chart's ClusterRole")]
+    Forbidden {
+        /// What.
+        what: String,
+        /// What the API server said.
+        source: Box<kube::Error>,
+    },
+    /// Anything else that the API server or the way to it says.
+    #[error("cannot write {what}")]
+    Failed {
+        /// What.
+        what: String,
+        /// Why.
+        source: Box<kube::Error>,
+    },
+    /// No answer in time.
+    #[error("no answer within {} s to the write of {what}", TIME.as_secs())]
+    TimedOut {
+        /// What.
+        what: String,
+    },
+}
+
+/// How a pod's eviction went.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Evicted {
+    /// It ends, or is gone.
+    Ends,
+    /// A disruption budget keeps it.
+    Kept,
+}
+
+/// Changes things. Cheap to clone.
+#[derive(Clone)]
+pub struct Writer {
+    client: Client,
+    metrics: Metrics,
+}
+
+impl Writer {
+    /// A writer with the rights of `client`.
+    pub fn new(client: Client, metrics: Metrics) -> Self {
+        Self { client, metrics }
+    }
+
+    /// The client that it writes with.
+    pub fn client(&self) -> &Client {
+        &self.client
+    }
+
+    /// Applies `status`; `None` where the budget is gone.
+    pub async fn status(
+        &self,
+        budget: &GpuMemoryBudget,
+        status: &GpuMemoryBudgetStatus,
+    ) -> Result<Option<GpuMemoryBudgetStatus>, WriteError> {
+        let (name, namespace) = (budget.name_any(), budget.namespace().unwrap_or_default());
+        let api = Api::<GpuMemoryBudget>::namespaced(self.client.clone(), &namespace);
+        let body = json!({
+            "apiVersion": GpuMemoryBudget::api_version(&()),
+            "kind": GpuMemoryBudget::kind(&()),
+            // The UID: a budget that was made anew under the same name is another one.
+            "metadata": { "name": name, "uid": budget.uid() },
+            "status": status,
+        });
+        let what = format!("the status of GpuMemoryBudget {namespace}/{name}");
+        let (params, patch) = (applied(), Patch::Apply(body));
+        let write = api.patch_status(&name, &params, &patch);
+        let written = self.write(Written::Status, what, write).await?;
+        Ok(written.map(|budget| budget.status.unwrap_or_default()))
+    }
+
+    /// Applies a quota.
+    pub async fn quota(
+        &self,
+        namespace: &str,
+        name: &str,
+        object: Value,
+    ) -> Result<(), WriteError> {
+        let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
+        let what = format!("ResourceQuota {namespace}/{name}");
+        let (params, patch) = (applied(), Patch::Apply(object));
+        let write = api.patch(name, &params, &patch);
+        self.write(Written::Quota, what, write).await.map(drop)
+    }
+
+    /// Sets the budget label of a namespace, or takes it off.
+    pub async fn label(&self, namespace: &str, value: Option<&str>) -> Result<(), WriteError> {
+        let api = Api::<Namespace>::all(self.client.clone());
+        let what = format!("the label of Namespace {namespace}");
+        // No apply: that would leave a label in place which somebody else wrote too.
+        let patch = json!({ "metadata": { "labels": { BUDGET_LABEL: value } } });
+        let params = PatchParams {
+            field_manager: Some(OPERATOR_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
+        let patch = Patch::Merge(patch);
+        let write = api.patch_metadata(namespace, &params, &patch);
+        self.write(Written::Label, what, write).await.map(drop)
+    }
+
+    /// Evicts the pod of this UID and no other. `by_force`: whatever its disruption budgets say.
+    pub async fn evict(
+        &self,
+        namespace: &str,
+        name: &str,
+        uid: &str,
+        by_force: bool,
+    ) -> Result<Evicted, WriteError> {
+        let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
+        let what = format!("the eviction of Pod {namespace}/{name}");
+        let preconditions = Preconditions {
+            uid: Some(uid.to_owned()),
+            resource_version: None,
+        };
+        let result = if by_force {
+            let params = DeleteParams {
+                preconditions: Some(preconditions),
+                ..DeleteParams::default()
+            };
+            let write = api.delete(name, &params);
+            self.write(Written::Eviction, what, write).await.map(drop)
+        } else {
+            // The client's own `evict` sends the options under a name that the API server does not know.
+            let eviction = Eviction {
+                metadata: ObjectMeta {
+                    name: Some(name.to_owned()),
+                    ..ObjectMeta::default()
+                },
+                delete_options: Some(DeleteOptions {
+                    preconditions: Some(meta::Preconditions {
+                        uid: preconditions.uid,
+                        resource_version: None,
+                    }),
+                    ..DeleteOptions::default()
+                }),
+            };
+            let params = PostParams::default();
+            let write = api.create_subresource::<_, Value>("eviction", name, &params, &eviction);
+            self.write(Written::Eviction, what, write).await.map(drop)
+        };
+        match result {
+            // Another pod has the name by now.
+            Err(WriteError::Failed { source, .. }) if code(&source) == 409 => Ok(Evicted::Ends),
+            Err(WriteError::Failed { source, .. }) if code(&source) == 429 => Ok(Evicted::Kept),
+            other => other.map(|()| Evicted::Ends),
+        }
+    }
+
+    /// `None` where what is written to is gone.
+    async fn write<T>(
+        &self,
+        kind: Written,
+        what: String,
+        write: impl Future<Output = Result<T, kube::Error>>,
+    ) -> Result<Option<T>, WriteError> {
+        let answer = timeout(TIME, write).await;
+        let result = match answer {
+            Ok(Ok(written)) => Ok(Some(written)),
+            Ok(Err(source)) => match code(&source) {
+                404 => Ok(None),
+                401 | 403 => Err(WriteError::Forbidden {
+                    what,
+                    source: Box::new(source),
+                }),
+                _ => Err(WriteError::Failed {
+                    what,
+                    source: Box::new(source),
+                }),
+            },
+            Err(_) => Err(WriteError::TimedOut { what }),
+        };
+        self.metrics.wrote(kind, result.is_ok());
+        result
+    }
+}
+
+/// Server-side apply, over whoever changed the same fields.
+fn applied() -> PatchParams {
+    PatchParams::apply(OPERATOR_MANAGER).force()
+}
+
+fn code(error: &kube::Error) -> u16 {
+    match error {
+        kube::Error::Api(status) => status.code,
+        _ => 0,
+    }
+}

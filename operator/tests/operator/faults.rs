@@ -1,0 +1,345 @@
+//! The operator before an API server that fails it, dies on it, or is late.
+
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::api::{Api, Fate};
+use crate::{BUDGETS, Running, budget, condition, pod, small};
+
+/// The state that is reached in the end is the same whatever happened on the way.
+const END: Duration = Duration::from_secs(30);
+
+fn hard(api: &Api, quota: &str) -> Value {
+    let name = format!("gpu-memory-budget-{quota}");
+    let object = api.get("resourcequotas", "team", &name);
+    object["spec"]["hard"]["requests.bursar.dev/gpu-memory-gib"].clone()
+}
+
+fn labelled(api: &Api) -> bool {
+    api.get("namespaces", "", "team")["metadata"]["labels"]["bursar.dev/budget"] == "enforced"
+}
+
+fn spec(guaranteed: &str, limit: &str, generation: u64) -> Value {
+    let mut budget = budget("team", guaranteed);
+    budget["spec"]["deviceMemory"]["limit"] = json!(limit);
+    budget["metadata"]["generation"] = json!(generation);
+    budget
+}
+
+/// Changes of what is wanted, each with how the cluster looks when it is done.
+struct Transition {
+    name: &'static str,
+    change: fn(&Api),
+    done: fn(&Api) -> bool,
+}
+
+/// The budget with its status, as it is stored.
+fn put_budget(api: &Api, mut wanted: Value) {
+    wanted["status"] = api.status(BUDGETS, "team", "default");
+    api.put(BUDGETS, wanted);
+}
+
+fn ready(api: &Api, generation: u64) -> bool {
+    let status = api.status(BUDGETS, "team", "default");
+    status["observedGeneration"] == generation && condition(&status, "Ready")["status"] == "True"
+}
+
+fn enforced(api: &Api, generation: u64) -> bool {
+    let status = api.status(BUDGETS, "team", "default");
+    status["observedGeneration"] == generation && condition(&status, "Enforced")["status"] == "True"
+}
+
+fn exceeded(api: &Api) -> bool {
+    let status = api.status(BUDGETS, "team", "default");
+    !status.is_null() && condition(&status, "Exceeded")["status"] == "True"
+}
+
+const TRANSITIONS: [Transition; 12] = [
+    Transition {
+        name: "a budget is made",
+        change: |api| put_budget(api, spec("16Gi", "24Gi", 1)),
+        done: |api| {
+            hard(api, "guaranteed") == "16"
+                && hard(api, "limit") == "24"
+                && labelled(api)
+                && ready(api, 1)
+        },
+    },
+    Transition {
+        name: "it is raised",
+        change: |api| put_budget(api, spec("20Gi", "32Gi", 2)),
+        done: |api| hard(api, "guaranteed") == "20" && hard(api, "limit") == "32" && ready(api, 2),
+    },
+    Transition {
+        name: "it is lowered below what runs",
+        change: |api| put_budget(api, spec("2Gi", "2Gi", 3)),
+        done: |api| hard(api, "guaranteed") == "2" && enforced(api, 3) && exceeded(api),
+    },
+    Transition {
+        name: "it makes no sense",
+        change: |api| put_budget(api, spec("9Gi", "2Gi", 4)),
+        done: |api| {
+            let status = api.status(BUDGETS, "team", "default");
+            hard(api, "guaranteed") == "2" && condition(&status, "Accepted")["status"] == "False"
+        },
+    },
+    Transition {
+        name: "it makes sense again",
+        change: |api| put_budget(api, spec("16Gi", "24Gi", 5)),
+        done: |api| hard(api, "guaranteed") == "16" && ready(api, 5) && !exceeded(api),
+    },
+    Transition {
+        name: "it lends",
+        change: |api| {
+            let mut budget = spec("16Gi", "24Gi", 6);
+            budget["spec"]["overflow"] = json!("Borrow");
+            put_budget(api, budget);
+        },
+        done: |api| {
+            let quota = api.get("resourcequotas", "team", "gpu-memory-budget-guaranteed");
+            quota["metadata"]["labels"]["bursar.dev/overflow"] == "Borrow" && ready(api, 6)
+        },
+    },
+    Transition {
+        name: "a quota is changed by hand",
+        change: |api| {
+            let mut quota = api.get("resourcequotas", "team", "gpu-memory-budget-limit");
+            quota["spec"]["hard"]["requests.bursar.dev/gpu-memory-gib"] = json!("999");
+            api.put("resourcequotas", quota);
+        },
+        done: |api| hard(api, "limit") == "24" && ready(api, 6),
+    },
+    Transition {
+        name: "a quota is deleted by hand",
+        change: |api| api.delete("resourcequotas", "team", "gpu-memory-budget-guaranteed"),
+        done: |api| hard(api, "guaranteed") == "16" && ready(api, 6),
+    },
+    Transition {
+        name: "the label is taken off",
+        change: |api| {
+            api.put(
+                "namespaces",
+                json!({ "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": "team" } }),
+            );
+        },
+        done: |api| labelled(api) && ready(api, 6),
+    },
+    Transition {
+        name: "pods go beyond the cohort",
+        change: |api| api.put(BUDGETS, budget("other", "30Gi")),
+        done: |api| {
+            let status = api.status(BUDGETS, "team", "default");
+            condition(&status, "Covered")["status"] == "False"
+        },
+    },
+    Transition {
+        name: "a pod comes",
+        change: |api| api.put("pods", pod("q", 3)),
+        done: |api| {
+            api.status(BUDGETS, "team", "default")["deviceMemory"]["requested"]["quanta"] == 7
+        },
+    },
+    Transition {
+        name: "the budget goes",
+        change: |api| {
+            api.delete(BUDGETS, "team", "default");
+            // By their owner references.
+            api.delete("resourcequotas", "team", "gpu-memory-budget-guaranteed");
+            api.delete("resourcequotas", "team", "gpu-memory-budget-limit");
+        },
+        done: |api| !labelled(api),
+    },
+];
+
+async fn until(what: &str, api: &Api, done: impl Fn(&Api) -> bool) {
+    let reached = async {
+        while !done(api) {
+            sleep(Duration::from_millis(10)).await;
+        }
+    };
+    assert!(
+        timeout(END, reached).await.is_ok(),
+        "{what}: not reached within {END:?}; the last writes: {:?}; {}",
+        api.writes().iter().rev().take(8).collect::<Vec<_>>(),
+        api.status(BUDGETS, "team", "default"),
+    );
+}
+
+/// Waits until nothing is written any more.
+async fn until_quiet(api: &Api) {
+    let start = Instant::now();
+    let mut before = api.writes().len();
+    loop {
+        sleep(Duration::from_secs(3)).await;
+        let now = api.writes().len();
+        if now == before {
+            return;
+        }
+        assert!(
+            start.elapsed() < END,
+            "it writes and writes: {:?}",
+            &api.writes()[before..]
+        );
+        before = now;
+    }
+}
+
+/// Every transition with its write of number `doomed` ending by `fate`; the operator is killed then, if
+/// `killed`. Nothing is written in the end. Says how
+/// many of the writes were met.
+async fn tour(doomed: usize, fate: Fate, killed: bool) -> usize {
+    let mut running = Running::start(small).await;
+    let mut met = 0;
+    for Transition { name, change, done } in TRANSITIONS {
+        running.api.doom(doomed, fate);
+        change(&running.api);
+        let what = format!("{name}, write {doomed} {fate:?}, killed {killed}");
+        if killed {
+            let start = Instant::now();
+            let settled = |api: &Api| done(api) && start.elapsed() > Duration::from_millis(900);
+            while !(running.api.has_doomed() || settled(&running.api)) {
+                assert!(start.elapsed() < END, "{what}");
+                sleep(Duration::from_millis(5)).await;
+            }
+            if running.api.has_doomed() {
+                running = Running::over(running.kill().await).await;
+            }
+        }
+        until(&what, &running.api, done).await;
+        met += usize::from(running.api.has_doomed());
+    }
+    until_quiet(&running.api).await;
+    running.stop().await;
+    met
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_crash_before_or_after_any_write_of_any_transition_ends_the_same() {
+    let mut tours = tokio::task::JoinSet::new();
+    for doomed in 1..=4 {
+        for fate in [Fate::Lost, Fate::Unanswered] {
+            tours.spawn(tour(doomed, fate, true));
+        }
+    }
+    let met: usize = tours.join_all().await.into_iter().sum();
+    assert!(met >= 40, "only {met} writes were met");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_write_refused_garbled_or_unanswered_is_made_good() {
+    let mut tours = tokio::task::JoinSet::new();
+    for doomed in 1..=3 {
+        for fate in [
+            Fate::Refused(StatusCode::CONFLICT),
+            Fate::Refused(StatusCode::INTERNAL_SERVER_ERROR),
+            Fate::Refused(StatusCode::TOO_MANY_REQUESTS),
+            Fate::Garbled,
+            Fate::Unanswered,
+        ] {
+            tours.spawn(tour(doomed, fate, false));
+        }
+    }
+    let met: usize = tours.join_all().await.into_iter().sum();
+    assert!(met >= 75, "only {met} writes were met");
+}
+
+#[tokio::test]
+async fn a_budget_is_in_force_only_when_the_controller_manager_has_taken_its_quotas_up() {
+    let running = Running::start(|api| {
+        small(api);
+        api.controller_manager(false);
+    })
+    .await;
+    let pending = |status: &Value| {
+        !status.is_null() && condition(status, "Enforced")["reason"] == "QuotaPending"
+    };
+    running.until("it is pending", pending).await;
+    sleep(Duration::from_millis(1500)).await;
+    assert!(!labelled(&running.api));
+    running.api.controller_manager(true);
+    running.until_ready().await;
+    assert!(labelled(&running.api));
+    assert_eq!(running.api.events(), ["QuotasInForce"]);
+    running.stop().await;
+}
+
+/// A pod that the quota let in a minute after the budget came into force.
+fn slipped_in(name: &str, quanta: u64) -> Value {
+    let mut pod = pod(name, quanta);
+    pod["metadata"]["creationTimestamp"] = json!("2099-01-01T00:00:00Z");
+    pod["spec"]["priorityClassName"] = json!("bursar-borrowed");
+    pod
+}
+
+#[tokio::test]
+async fn who_slipped_in_is_evicted_once_and_told() {
+    let running = Running::start(small).await;
+    running.until_ready().await;
+    running.api.put("pods", slipped_in("late", 14));
+    until("it is told", &running.api, exceeded).await;
+    assert!(
+        !running.api.get("pods", "team", "late").is_null(),
+        "it has a moment"
+    );
+    until("it is gone", &running.api, |api| {
+        api.get("pods", "team", "late").is_null()
+    })
+    .await;
+    running.until_ready().await;
+    let writes = running.api.writes();
+    let evictions = writes.iter().filter(|write| write.ends_with("/eviction"));
+    assert_eq!(evictions.count(), 1);
+    assert!(!running.api.get("pods", "team", "p").is_null());
+    let events = running.api.events();
+    assert_eq!(
+        events,
+        [
+            "QuotasInForce",
+            "OverLimit",
+            "GpuMemoryBudgetExceeded",
+            "WithinBudget"
+        ]
+    );
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn a_disruption_budget_is_kept_to_for_its_time() {
+    let running = Running::start(|api| {
+        small(api);
+        api.protect("late");
+    })
+    .await;
+    running.until_ready().await;
+    running.api.put("pods", slipped_in("late", 14));
+    let tried = |api: &Api| {
+        let writes = api.writes();
+        writes
+            .iter()
+            .filter(|write| write.ends_with("/eviction"))
+            .count()
+            >= 2
+    };
+    until("its eviction is tried again", &running.api, tried).await;
+    assert!(!running.api.get("pods", "team", "late").is_null());
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn two_operators_at_once_do_no_harm() {
+    let first = Running::start(small).await;
+    let second = Running::over(first.api.clone()).await;
+    let tour = async {
+        for Transition { name, change, done } in TRANSITIONS {
+            change(&first.api);
+            until(name, &first.api, done).await;
+        }
+    };
+    tour.await;
+    until_quiet(&first.api).await;
+    second.stop().await;
+    first.stop().await;
+}
