@@ -6,11 +6,13 @@
 #![forbid(unsafe_code)]
 
 mod account;
+mod reservation;
 
 use std::alloc::Layout;
 use std::sync::{Arc, Mutex, PoisonError};
 
 pub use account::Account;
+pub use reservation::Reservation;
 
 use crate::driver::Stream;
 use crate::error::{ErrorClass, FreeError, ResourceError};
@@ -49,12 +51,34 @@ impl<R: DeviceMemoryResource> Budget<R> {
     fn take(&self, bytes: u64) -> Result<(), ResourceError> {
         self.account
             .take(bytes)
-            .map_err(|found| ResourceError::OverBudget {
-                ordinal: self.ordinal(),
-                asked: bytes,
-                used: found.used,
-                limit: found.limit,
-            })
+            .map_err(|found| self.over(bytes, found))
+    }
+
+    fn over(&self, asked: u64, BudgetSnapshot { limit, used }: BudgetSnapshot) -> ResourceError {
+        ResourceError::OverBudget {
+            ordinal: self.ordinal(),
+            asked,
+            used,
+            limit,
+        }
+    }
+
+    /// Tries again as long as a reap made room.
+    fn reaping<T>(
+        &self,
+        attempt: impl Fn() -> Result<T, ResourceError>,
+    ) -> Result<T, ResourceError> {
+        loop {
+            let error = match attempt() {
+                Err(error) if error.class() == ErrorClass::OutOfMemory => error,
+                other => return other,
+            };
+            // What the reap failed with, if it did, is not why there is no room.
+            let _ = self.under.resource.reap_pending();
+            if self.settle() == 0 {
+                return Err(error);
+            }
+        }
     }
 
     fn try_allocate(
@@ -91,17 +115,7 @@ impl<R: DeviceMemoryResource> Budget<R> {
 
 impl<R: DeviceMemoryResource> DeviceMemoryResource for Budget<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
-        loop {
-            let error = match self.try_allocate(layout, stream, tag) {
-                Err(error) if error.class() == ErrorClass::OutOfMemory => error,
-                other => return other,
-            };
-            // What the reap failed with, if it did, is not why there is no room.
-            let _ = self.under.resource.reap_pending();
-            if self.settle() == 0 {
-                return Err(error);
-            }
-        }
+        self.reaping(|| self.try_allocate(layout, stream, tag))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {

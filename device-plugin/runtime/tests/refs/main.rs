@@ -10,6 +10,7 @@ mod gpu_ref;
 mod launch;
 mod managed_ref;
 mod peer;
+mod reservation;
 mod state;
 mod streams;
 mod tracked;

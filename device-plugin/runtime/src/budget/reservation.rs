@@ -1,0 +1,103 @@
+//! Room in a budget that is taken ahead, so that what is allocated from it later cannot be refused for others' sake.
+#![forbid(unsafe_code)]
+
+use std::alloc::Layout;
+use std::sync::Arc;
+
+use super::{Account, Budget};
+use crate::driver::Stream;
+use crate::error::{FreeError, ResourceError};
+use crate::resource::{
+    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
+    Tag,
+};
+
+/// Bytes of a budget that are its holder's. Blocks that are allocated from it are the budget's: freed, their bytes go back
+/// there and not here. What was not used goes back when this is dropped.
+#[derive(Debug)]
+pub struct Reservation<R: DeviceMemoryResource> {
+    budget: Arc<Budget<R>>,
+    account: Account,
+}
+
+impl<R: DeviceMemoryResource> Budget<R> {
+    /// Takes room ahead. It counts from now on.
+    ///
+    /// # Errors
+    /// [`ResourceError::OverBudget`].
+    pub fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Reservation<R>, ResourceError> {
+        self.reaping(|| self.take(bytes))?;
+        Ok(Reservation {
+            budget: Arc::clone(self),
+            account: Account::new(bytes),
+        })
+    }
+}
+
+impl<R: DeviceMemoryResource> Drop for Reservation<R> {
+    fn drop(&mut self) {
+        let BudgetSnapshot { limit, used } = self.account.snapshot();
+        self.budget.account.give_back(limit - used);
+    }
+}
+
+impl<R: DeviceMemoryResource> DeviceMemoryResource for Reservation<R> {
+    fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
+        let bytes = layout.size() as u64;
+        self.account
+            .take(bytes)
+            .map_err(|found| self.budget.over(bytes, found))?;
+        // The room is there; the memory need not be.
+        self.budget
+            .reaping(|| self.budget.under.allocate(layout, stream, tag))
+            .inspect_err(|_| self.account.give_back(bytes))
+    }
+
+    fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
+        self.budget.deallocate(block, stream)
+    }
+
+    fn ordinal(&self) -> u32 {
+        self.budget.ordinal()
+    }
+
+    fn origin(&self) -> Origin {
+        self.budget.origin()
+    }
+
+    fn bytes_outstanding(&self) -> Outstanding {
+        self.budget.bytes_outstanding()
+    }
+
+    fn budget_snapshot(&self) -> Option<BudgetSnapshot> {
+        Some(self.account.snapshot())
+    }
+
+    fn reap_pending(&self) -> Result<Reaped, ResourceError> {
+        self.budget.reap_pending()
+    }
+
+    fn is_retired(&self, block: BlockRef) -> bool {
+        self.budget.is_retired(block)
+    }
+
+    fn prepare_block_use(
+        &self,
+        block: BlockRef,
+        stream: &Stream,
+    ) -> Result<BlockUse, ResourceError> {
+        self.budget.prepare_block_use(block, stream)
+    }
+
+    fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
+        self.budget.finish_block_use(used, stream)
+    }
+
+    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
+        self.budget.record_block_use(block, stream)
+    }
+
+    fn kind(&self) -> &'static str {
+        "reservation"
+    }
+}

@@ -1,0 +1,131 @@
+//! Room that is taken ahead.
+
+use std::sync::Arc;
+
+use bursar_runtime::budget::Reservation;
+use bursar_runtime::tracked::MemoryError;
+use bursar_runtime::{
+    Budget, BudgetSnapshot, DeviceMemoryResource as _, DeviceRuntime, Direct, ResourceError, Tag,
+    TrackedSlice,
+};
+use bursar_sim_lab::{ONE_GPU, inside};
+
+use crate::{fault, runtime};
+
+const LIMIT: u64 = 1000;
+
+fn budget(runtime: &DeviceRuntime) -> Arc<Budget<Direct>> {
+    Arc::new(Budget::new(Direct::new(runtime.context()), LIMIT))
+}
+
+fn used(budget: &Budget<Direct>) -> u64 {
+    budget.account().snapshot().used
+}
+
+/// A runtime that allocates from a reservation.
+fn from(runtime: &DeviceRuntime, reservation: &Arc<Reservation<Direct>>) -> DeviceRuntime {
+    runtime.with_resource(|_| Arc::clone(reservation))
+}
+
+fn bytes(runtime: &DeviceRuntime, len: usize) -> Result<TrackedSlice<u8>, MemoryError> {
+    let stream = runtime.context().default_stream();
+    TrackedSlice::allocate(runtime, len, &stream, Tag::default())
+}
+
+#[test]
+fn it_counts_at_once_is_used_up_and_gives_back_what_is_left() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let budget = budget(&runtime);
+        let reservation = Arc::new(budget.reserve(600).unwrap());
+        assert_eq!(used(&budget), 600);
+        assert!(budget.reserve(401).is_err(), "there are 400 left");
+        let reserved = from(&runtime, &reservation);
+        let slice = bytes(&reserved, 500).unwrap();
+        assert_eq!(used(&budget), 600);
+        let left = BudgetSnapshot {
+            limit: 600,
+            used: 500,
+        };
+        assert_eq!(reservation.budget_snapshot(), Some(left));
+        let over = ResourceError::OverBudget {
+            ordinal: 0,
+            asked: 101,
+            used: 500,
+            limit: 600,
+        };
+        assert_eq!(bytes(&reserved, 101).unwrap_err(), over.into());
+        drop((reserved, reservation));
+        assert_eq!(used(&budget), 600, "the slice keeps it alive");
+        drop(slice);
+        assert_eq!(used(&budget), 0);
+    });
+}
+
+#[test]
+fn others_cannot_take_it_and_freed_bytes_are_everybodys() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let budget = budget(&runtime);
+        let everybodys = runtime.with_resource(|_| Arc::clone(&budget));
+        let reservation = Arc::new(budget.reserve(LIMIT).unwrap());
+        bytes(&everybodys, 1).unwrap_err();
+        let slice = bytes(&from(&runtime, &reservation), 1000).unwrap();
+        drop(slice);
+        assert_eq!(used(&budget), 0);
+        bytes(&from(&runtime, &reservation), 1).unwrap_err();
+        bytes(&everybodys, 1000).unwrap();
+    });
+}
+
+#[test]
+fn an_allocation_that_fails_leaves_the_reservation_whole_and_a_free_that_fails_stays_charged() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let budget = budget(&runtime);
+        let reservation = Arc::new(budget.reserve(600).unwrap());
+        let slice = bytes(&from(&runtime, &reservation), 100).unwrap();
+        fault(runtime.context());
+        let stream = runtime.context().default_stream();
+        let layout = std::alloc::Layout::new::<[u8; 50]>();
+        reservation
+            .allocate(layout, &stream, Tag::default())
+            .unwrap_err();
+        let left = BudgetSnapshot {
+            limit: 600,
+            used: 100,
+        };
+        assert_eq!(reservation.budget_snapshot(), Some(left));
+        drop((slice, reservation));
+        assert_eq!(used(&budget), 100, "the driver did not free it");
+    });
+}
+
+#[test]
+fn eight_threads_use_a_reservation_up_to_the_byte() {
+    inside(ONE_GPU, |_| {
+        let runtime = runtime(0);
+        let budget = budget(&runtime);
+        let reservation = Arc::new(budget.reserve(512).unwrap());
+        let kept: Vec<TrackedSlice<u8>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..8)
+                .map(|_| {
+                    scope.spawn(|| {
+                        let reserved = from(&runtime, &reservation);
+                        (0..100)
+                            .filter_map(|_| bytes(&reserved, 1).ok())
+                            .collect::<Vec<_>>()
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .flat_map(|thread| thread.join().unwrap())
+                .collect()
+        });
+        assert_eq!(kept.len(), 512);
+        assert_eq!(used(&budget), 512);
+        drop((kept, reservation));
+        assert_eq!(used(&budget), 0);
+    });
+}
