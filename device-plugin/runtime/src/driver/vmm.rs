@@ -1,6 +1,6 @@
 //! Virtual memory management: handles, reserved addresses, mappings, export and import.
 
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 use cudarc::driver::sys::{
@@ -15,6 +15,8 @@ use crate::error::CudaError;
 const DESCRIPTOR: i32 = 1;
 /// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`
 const MINIMUM: i32 = 0;
+/// `CUDA_ERROR_OPERATING_SYSTEM`
+const OPERATING_SYSTEM: i32 = 304;
 /// `CUDA_ERROR_INVALID_DEVICE`
 const INVALID_DEVICE: i32 = 101;
 
@@ -94,7 +96,16 @@ impl Driver {
         descriptor: BorrowedFd<'_>,
         bytes: u64,
     ) -> Result<Handle, CudaError> {
-        let (mut raw, shared) = (0, descriptor.as_raw_fd() as usize as *mut std::ffi::c_void);
+        // The driver takes descriptor 0 for a null pointer (seen on driver 580); a copy is never below 3.
+        let copy = (descriptor.as_raw_fd() == 0)
+            .then(|| descriptor.try_clone_to_owned())
+            .transpose()
+            .map_err(|_| CudaError {
+                call: "cuMemImportFromShareableHandle",
+                code: OPERATING_SYSTEM,
+            })?;
+        let number = copy.as_ref().map_or(descriptor, AsFd::as_fd).as_raw_fd();
+        let (mut raw, shared) = (0, number as usize as *mut std::ffi::c_void);
         call!(
             self,
             cuMemImportFromShareableHandle(&raw mut raw, shared, DESCRIPTOR)

@@ -401,7 +401,8 @@ exports! {
         shared.set(healthy()?.export(handle)?)
     };
     fn cuMemImportFromShareableHandle(handle: Out<u64>, shared: u64, kind: i32) = {
-        if handle.is_null() || kind != DESCRIPTOR {
+        // Descriptor 0 is a null pointer to it, as on driver 580.
+        if handle.is_null() || shared == 0 || kind != DESCRIPTOR {
             return Err(Code::INVALID_VALUE);
         }
         handle.set(healthy()?.import(i32::try_from(shared).map_err(|_| Code::INVALID_VALUE)?)?)

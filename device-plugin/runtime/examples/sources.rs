@@ -1,0 +1,263 @@
+//! Tries every source of memory, and the layers that call the driver, on this machine's first GPU.
+//!
+//! `sources` prints a line for each and fails where one does. It runs over the simulated driver too. Under `compute-sanitizer --tool memcheck` it is clean.
+#![forbid(unsafe_code)]
+
+use std::alloc::Layout;
+use std::error::Error;
+use std::os::fd::AsFd as _;
+use std::process::{Command, ExitCode};
+use std::time::Instant;
+
+use bursar_runtime::driver::{Access, Advice, Attach, Context, Driver, Location, Stream};
+use bursar_runtime::{
+    Async, Budget, Checksum, DeviceMemoryResource, DeviceRuntime, Direct, Exportable, FreeError,
+    Guard, Managed, Tag, checksum, exportable,
+};
+
+type Outcome = Result<String, Box<dyn Error>>;
+type Trial = fn() -> Outcome;
+
+const MIB: usize = 1 << 20;
+
+fn main() -> ExitCode {
+    if std::env::args().nth(1).is_some() {
+        return match import() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                eprintln!("importer: {error}");
+                ExitCode::FAILURE
+            }
+        };
+    }
+    let trials: [(&str, Trial); 9] = [
+        ("direct", || of(|context| Ok(Direct::new(context)))),
+        ("managed", || {
+            of(|context| Ok(Managed::of(context, Attach::Global)))
+        }),
+        ("async", || of(|context| Ok(Async::new(context)))),
+        ("exportable", || of(|context| Ok(Exportable::new(context)?))),
+        ("runtime", runtime),
+        ("two processes", two_processes),
+        ("guards", guards),
+        ("uses in two streams", uses),
+        ("checksum", checksums),
+    ];
+    let mut failed = false;
+    for (name, trial) in trials {
+        match trial() {
+            Ok(told) => println!("ok      {name}: {told}"),
+            Err(error) => {
+                failed = true;
+                println!("FAILED  {name}: {error}");
+            }
+        }
+    }
+    ExitCode::from(u8::from(failed))
+}
+
+fn context() -> Result<Context, Box<dyn Error>> {
+    Ok(Driver::get()?.device(0)?.primary_context()?)
+}
+
+fn ensure(is_so: bool, what: &str) -> Result<(), Box<dyn Error>> {
+    if is_so { Ok(()) } else { Err(what.into()) }
+}
+
+/// A block is written, read and freed, and the device has as much free as before.
+fn of<R: DeviceMemoryResource>(make: fn(&Context) -> Result<R, Box<dyn Error>>) -> Outcome {
+    let context = context()?;
+    let (memory, stream) = (make(&context)?, context.stream()?);
+    round(&memory, &context, &stream)?;
+    let (before, _) = context.memory_info()?;
+    let begun = Instant::now();
+    for _ in 0..64 {
+        round(&memory, &context, &stream)?;
+    }
+    let each = begun.elapsed() / 64;
+    context.synchronize()?;
+    memory.reap_pending()?;
+    ensure(
+        memory.bytes_outstanding().total() == 0,
+        "bytes are outstanding",
+    )?;
+    let (after, _) = context.memory_info()?;
+    ensure(
+        after >= before,
+        &format!("{before} bytes were free, {after} are"),
+    )?;
+    Ok(format!("{each:?} to allocate, fill, read and free 2 MiB"))
+}
+
+fn round(
+    memory: &impl DeviceMemoryResource,
+    context: &Context,
+    stream: &Stream,
+) -> Result<(), Box<dyn Error>> {
+    let block = memory.allocate(Layout::from_size_align(2 * MIB, 256)?, stream, Tag("round"))?;
+    context.fill_async(block.address(), 7, 2 * MIB, stream)?;
+    stream.synchronize()?;
+    let mut back = [0; 64];
+    context.copy_from_device(&mut back, block.address() + (2 * MIB - 64) as u64)?;
+    ensure(back == [7; 64], "what was written is not what is read")?;
+    memory.deallocate(block, stream)?;
+    Ok(())
+}
+
+/// The GPU's one runtime, with a budget over it.
+fn runtime() -> Outcome {
+    let uuid = Driver::get()?.device(0)?.uuid()?;
+    let runtime = DeviceRuntime::of(uuid)?;
+    let held = runtime.with_resource(|resource| Budget::new(resource, 4 << 20));
+    let stream = held.stream()?;
+    for _ in 0..64 {
+        round(held.resource(), held.context(), &stream)?;
+    }
+    let refused =
+        held.resource()
+            .allocate(Layout::from_size_align(5 * MIB, 1)?, &stream, Tag("much"));
+    ensure(
+        refused.is_err_and(|error| error.reason() == "OverBudget"),
+        "5 of 4 MiB were allocated",
+    )?;
+    Ok(uuid.to_string())
+}
+
+/// Another process imports a block, and writes it.
+fn two_processes() -> Outcome {
+    let context = context()?;
+    let (memory, stream) = (Exportable::new(&context)?, context.stream()?);
+    let block = memory.allocate(Layout::from_size_align(2 * MIB, 1)?, &stream, Tag("shared"))?;
+    context.copy_to_device(block.address(), b"bursar")?;
+    let descriptor = memory.export(block.as_ref())?;
+    let status = Command::new(std::env::current_exe()?)
+        .arg("import")
+        .stdin(descriptor)
+        .status()?;
+    ensure(status.success(), "the importer failed")?;
+    let mut answer = [0; 6];
+    context.copy_from_device(&mut answer, block.address())?;
+    ensure(&answer == b"answer", "the importer's answer is not there")?;
+    memory.deallocate(block, &stream)?;
+    Ok("what either writes the other reads".to_owned())
+}
+
+fn import() -> Result<(), Box<dyn Error>> {
+    let context = context()?;
+    let mapping = exportable::import(
+        &context,
+        std::io::stdin().as_fd(),
+        2 << 20,
+        Access::ReadWrite,
+    )?;
+    let mut found = [0; 6];
+    context.copy_from_device(&mut found, mapping.address())?;
+    ensure(&found == b"bursar", "what was written is not there")?;
+    Ok(context.copy_to_device(mapping.address(), b"answer")?)
+}
+
+/// Writes past both ends and after the free are found, and behind a guarded block nothing is mapped.
+fn guards() -> Outcome {
+    let context = context()?;
+    let stream = context.stream()?;
+    let guard = Guard::new(Direct::new(&context), 1 << 20);
+    let layout = Layout::from_size_align(1000, 256)?;
+    let block = guard.allocate(layout, &stream, Tag("guarded"))?;
+    stream.synchronize()?;
+    context.fill(block.address() + 1000, 0, 1)?;
+    let Err(FreeError::Refused { block, why }) = guard.deallocate(block, &stream) else {
+        return Err("an overflow was not found".into());
+    };
+    context.fill(block.address() + 1000, 0xCA, 1)?;
+    let freed = block.address();
+    guard.deallocate(block, &stream)?;
+    context.fill(freed, 1, 1)?;
+    guard.reap_pending()?;
+    ensure(
+        guard.take_found().len() == 1,
+        "a write after the free was not found",
+    )?;
+
+    let pages = Exportable::guarded(&context, 4)?;
+    let block = pages.allocate(layout, &stream, Tag("guarded"))?;
+    let (start, end) = (block.address(), block.address() + 1024);
+    context.fill(start, 1, 1000)?;
+    ensure(
+        context.fill(end, 1, 1).is_err(),
+        "behind the block something is mapped",
+    )?;
+    pages.deallocate(block, &stream)?;
+    stream.synchronize()?;
+    pages.reap_pending()?;
+    ensure(
+        context.fill(start, 1, 1).is_err(),
+        "a freed block is mapped",
+    )?;
+    Ok(why.to_string())
+}
+
+/// A block goes from stream to stream, and its free waits for all of them.
+fn uses() -> Outcome {
+    let context = context()?;
+    let (home, other) = (context.stream()?, context.stream()?);
+    let memory = Async::new(&context);
+    for value in 0..16 {
+        let block = memory.allocate(Layout::from_size_align(64 * MIB, 1)?, &home, Tag("used"))?;
+        context.fill_async(block.address(), value, 64 * MIB, &home)?;
+        let used = memory.prepare_block_use(block.as_ref(), &other)?;
+        context.fill_async(block.address(), value + 1, 64 * MIB, &other)?;
+        memory.finish_block_use(used, &other)?;
+        // The next block may be this one's memory: its fill must come after the other stream's.
+        memory.deallocate(block, &home)?;
+        let next = memory.allocate(Layout::from_size_align(64 * MIB, 1)?, &home, Tag("next"))?;
+        context.fill_async(next.address(), 0xAB, 64 * MIB, &home)?;
+        home.synchronize()?;
+        let mut back = vec![0; 64 * MIB];
+        context.copy_from_device(&mut back, next.address())?;
+        ensure(
+            back.iter().all(|byte| *byte == 0xAB),
+            "a use came after the free",
+        )?;
+        memory.deallocate(next, &home)?;
+    }
+    let managed = Managed::of(&context, Attach::Global);
+    let block = managed.allocate(Layout::from_size_align(2 * MIB, 1)?, &home, Tag("advised"))?;
+    for (advice, of) in [
+        (Advice::SetPreferredLocation, Location::Host),
+        (Advice::SetAccessedBy, Location::Device(0)),
+    ] {
+        context.advise(block.address(), 2 * MIB, advice, of)?;
+    }
+    for to in [Location::Device(0), Location::Host] {
+        context.prefetch(block.address(), 2 * MIB, to, &home)?;
+    }
+    home.synchronize()?;
+    managed.deallocate(block, &home)?;
+    Ok("16 blocks of 64 MiB, every byte in order".to_owned())
+}
+
+/// The kernel that kept memory is verified by says what its definition says.
+fn checksums() -> Outcome {
+    let context = context()?;
+    let (memory, stream) = (Direct::new(&context), context.stream()?);
+    let mut kernel = Checksum::new(&context)?;
+    let bytes: Vec<u8> = (0..MIB as u32)
+        .map(|place| (place.wrapping_mul(2_654_435_761) >> 24) as u8)
+        .collect();
+    let large = context.memory_info()?.0.min(8 << 30) as usize / 2;
+    let block = memory.allocate(Layout::from_size_align(large, 1)?, &stream, Tag("summed"))?;
+    context.copy_to_device(block.address(), &bytes)?;
+    for len in [0, 1, 7, 8, 4095, 65_537, MIB] {
+        let found = kernel.of(block.address(), len as u64, &stream)?;
+        ensure(
+            found == checksum::of(&bytes[..len]),
+            &format!("{len} bytes"),
+        )?;
+    }
+    context.fill(block.address(), 0, large)?;
+    let begun = Instant::now();
+    kernel.of(block.address(), large as u64, &stream)?;
+    let rate = large as f64 / begun.elapsed().as_secs_f64() / 1e9;
+    memory.deallocate(block, &stream)?;
+    Ok(format!("{rate:.0} GB/s over {} MiB", large / MIB))
+}
