@@ -1,0 +1,256 @@
+//! What kept memory costs, for e2e/gpu/kept.py: each mode prints lines of JSON.
+//!
+//! ```text
+//! kept bare BYTES ROUNDS            cuMemCreate and map, swept between rounds
+//! kept lease SOCKET BYTES ROUNDS    the same by a lease that is begun, written to nobody and discarded
+//! kept image SOCKET BYTES [SINCE]   finds a lease or commits one, verifies it, says what each step took since SINCE; then
+//!                                   reads what to do: kill, fault, trap or misaligned; after a fault it executes itself
+//! kept tenant BYTES                 for each line it reads: takes memory, looks at all of it, fills it, gives it back
+//! kept neighbour BYTES              takes the checksum of its own memory until its standard input ends
+//! ```
+//!
+//! Times are those of CLOCK_MONOTONIC in nanoseconds, the same for every process of a machine.
+
+#![allow(unsafe_code, reason = "launches kernels that fault")]
+
+use std::error::Error;
+use std::io::{BufRead, Write};
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bursar_runtime::Checksum;
+use bursar_runtime::driver::{Access, Context, Driver, Grid, Mapping};
+use bursar_runtime::error::CudaError;
+use bursar_runtime::kept::{Key, Opened, Shelf};
+use rustix::time::{ClockId, clock_gettime};
+
+type Done = Result<(), Box<dyn Error>>;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+const KEY: Key = [40; 32];
+const GRANULARITY: u64 = 2 << 20;
+
+/// Freed memory is scrubbed at about so many bytes a second (design F6).
+const SCRUBBED_PER_SECOND: f64 = 350e9;
+
+/// Kernels that poison their context. The simulated driver has the first two.
+const FAULTS: &std::ffi::CStr = c"
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry fault(.param .u64 at) {
+    .reg .b64 %a;
+    mov.u64 %a, 16;
+    st.global.u64 [%a], %a;
+    ret;
+}
+.visible .entry trap(.param .u64 at) {
+    trap;
+    ret;
+}
+.visible .entry misaligned(.param .u64 at) {
+    .reg .b64 %a, %b;
+    .reg .pred %p;
+    ld.param.u64 %a, [at];
+    add.u64 %a, %a, 1;
+    ld.global.u64 %b, [%a];
+    setp.eq.u64 %p, %b, %a;
+    @%p trap;
+    ret;
+}
+";
+
+fn main() -> Done {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    match arguments.as_slice() {
+        ["bare", bytes, rounds] => bare(bytes.parse()?, rounds.parse()?),
+        ["lease", socket, bytes, rounds] => lease(socket, bytes.parse()?, rounds.parse()?),
+        ["image", socket, bytes] => image(socket, bytes.parse()?, now()),
+        ["image", socket, bytes, since] => image(socket, bytes.parse()?, since.parse()?),
+        ["tenant", bytes] => tenant(bytes.parse()?),
+        ["neighbour", bytes] => neighbour(bytes.parse()?),
+        _ => Err("see the head of examples/kept.rs".into()),
+    }
+}
+
+fn context() -> Result<Context, Box<dyn Error>> {
+    Ok(Driver::get()?.device(0)?.primary_context()?)
+}
+
+fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// Makes memory and maps it.
+fn take(context: &Context, bytes: u64) -> Result<Mapping, CudaError> {
+    let handle = context.device().create(bytes)?;
+    let addresses = Arc::new(context.driver().reserve(bytes)?);
+    addresses.map(0, &handle, Access::ReadWrite, context)
+}
+
+/// Waits until the driver has scrubbed what was freed, and makes it notice.
+fn sweep(context: &Context, bytes: u64) -> Result<(), CudaError> {
+    std::thread::sleep(Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND));
+    context.device().create(GRANULARITY).map(drop)
+}
+
+fn bare(bytes: u64, rounds: u32) -> Done {
+    let context = context()?;
+    sweep(&context, bytes)?;
+    for _ in 0..rounds {
+        let since = Instant::now();
+        let memory = take(&context, bytes)?;
+        println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
+        drop(memory);
+        sweep(&context, bytes)?;
+    }
+    Ok(())
+}
+
+fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
+    let context = context()?;
+    let shelf = Shelf::at(&context, Path::new(socket));
+    sweep(&context, bytes)?;
+    for _ in 0..rounds {
+        let since = Instant::now();
+        let opened = shelf.open("lease", &[1; 32], bytes, PATIENCE)?;
+        println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
+        match opened {
+            Opened::Writing(writing) => writing.discard()?,
+            Opened::Ready(_) => return Err("the lease was there".into()),
+        }
+        sweep(&context, bytes)?;
+    }
+    Ok(())
+}
+
+fn image(socket: &str, bytes: u64, since: u64) -> Done {
+    let started = now();
+    let driver = Driver::get()?;
+    let initialised = now();
+    let context = driver.device(0)?.primary_context()?;
+    let made = now();
+    let shelf = Shelf::at(&context, Path::new(socket));
+    // Verified here: this is the first correct kernel.
+    let opened = shelf.open("image", &KEY, bytes, PATIENCE)?;
+    let attached = now();
+    let (found, kept) = match opened {
+        Opened::Ready(kept) => (true, kept),
+        Opened::Writing(writing) => {
+            for at in (0..writing.bytes()).step_by(1 << 30) {
+                let length = (writing.bytes() - at).min(1 << 30);
+                context.fill(
+                    writing.address() + at,
+                    (at >> 30) as u8 + 1,
+                    length as usize,
+                )?;
+            }
+            (false, writing.commit()?)
+        }
+    };
+    let again = now();
+    let checksum = kept.checksum()?;
+    let verified = now();
+    println!(
+        r#"{{"found": {found}, "checksum": {checksum}, "exec_ns": {}, "init_ns": {}, "context_ns": {}, "attach_ns": {}, "verify_ns": {}, "whole_ns": {}}}"#,
+        started.saturating_sub(since),
+        initialised - started,
+        made - initialised,
+        (attached - made).saturating_sub(verified - again),
+        verified - again,
+        attached.saturating_sub(since),
+    );
+    std::io::stdout().flush()?;
+    let mut order = String::new();
+    // By the byte: what comes after this line is the next image's to read.
+    while !order.ends_with('\n') {
+        let mut byte = [0];
+        if rustix::io::read(std::io::stdin(), &mut byte)? == 0 {
+            return Ok(());
+        }
+        order.push(char::from(byte[0]));
+    }
+    match order.trim_end() {
+        "kill" => {
+            let me = rustix::process::getpid();
+            Ok(rustix::process::kill_process(
+                me,
+                rustix::process::Signal::KILL,
+            )?)
+        }
+        kernel => fault(&context, kernel, kept.address(), socket, bytes),
+    }
+}
+
+/// Faults, and executes itself: as the shim does for a container's main process.
+fn fault(context: &Context, kernel: &str, mut at: u64, socket: &str, bytes: u64) -> Done {
+    let name = std::ffi::CString::new(kernel)?;
+    let function = context.load(FAULTS)?.function(&name)?;
+    let stream = context.default_stream();
+    // SAFETY: each of the kernels has one argument, an address; what they write is no memory of the host's.
+    unsafe { function.launch(&stream, Grid::line(1, 1), &mut [(&raw mut at).cast()])? };
+    let error = match context.synchronize() {
+        Err(error) => error,
+        Ok(()) => return Err("the kernel did not fault".into()),
+    };
+    let since = now();
+    eprintln!("{error}");
+    let me = std::env::current_exe()?;
+    let arguments = ["image", socket, &bytes.to_string(), &since.to_string()];
+    Err(Command::new(me).args(arguments).exec().into())
+}
+
+fn tenant(bytes: u64) -> Done {
+    let context = context()?;
+    let mut checksum = Checksum::new(&context)?;
+    let stream = context.default_stream();
+    let clean = {
+        let memory = take(&context, bytes)?;
+        context.fill(memory.address(), 0, bytes as usize)?;
+        checksum.of(memory.address(), bytes, &stream)?
+    };
+    println!(r#"{{"ready": true}}"#);
+    for line in std::io::stdin().lock().lines() {
+        line?;
+        let memory = take(&context, bytes)?;
+        let is_clean = checksum.of(memory.address(), bytes, &stream)? == clean;
+        context.fill(memory.address(), 0xa5, bytes as usize)?;
+        drop(memory);
+        println!(r#"{{"clean": {is_clean}}}"#);
+        std::io::stdout().flush()?;
+    }
+    Ok(())
+}
+
+fn neighbour(bytes: u64) -> Done {
+    let context = context()?;
+    let mut checksum = Checksum::new(&context)?;
+    let stream = context.default_stream();
+    let memory = take(&context, bytes)?;
+    context.fill(memory.address(), 3, bytes as usize)?;
+    let expected = checksum.of(memory.address(), bytes, &stream)?;
+    let (ended, end) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let _ = std::io::copy(&mut std::io::stdin(), &mut std::io::sink());
+        ended.send(())
+    });
+    println!(r#"{{"ready": true}}"#);
+    let (mut rounds, mut errors, mut slowest) = (0_u64, 0_u64, Duration::ZERO);
+    while end.try_recv().is_err() {
+        let since = Instant::now();
+        let same = checksum.of(memory.address(), bytes, &stream);
+        slowest = slowest.max(since.elapsed());
+        rounds += 1;
+        errors += u64::from(same.ok() != Some(expected));
+    }
+    println!(
+        r#"{{"rounds": {rounds}, "errors": {errors}, "slowest_ns": {}}}"#,
+        slowest.as_nanos()
+    );
+    Ok(())
+}

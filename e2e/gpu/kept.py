@@ -1,0 +1,275 @@
+"""Shows on a real GPU what kept memory costs, and that it is there after faults and kills.
+
+usage: kept.py PROGRAMS [--gpu UUID] [--rounds N] [--gib N] [--python PATH] [--only lease faults kills canary example]
+
+PROGRAMS is a folder with bursar-vault, bursar-worker, keeper, kept and the wheel of the package bursar; docs/benchmarks.md says
+how it is made. Needs an NVIDIA driver, and for `example` a Python with torch; no network, no root, no cluster: keeper
+stands in for the agent, over the real vault and worker. Prints one table. Exits with 1 if a row is not as it must be.
+"""
+
+import argparse
+import contextlib
+import glob
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+
+GIB = 1 << 30
+# The goals of the rows that have one, in milliseconds.
+LEASE_OF_64_GIB = 2.5
+FIRST_KERNEL_P99 = 400.0
+FAULTS = ("fault", "trap", "misaligned")
+STEPS = ("exec", "init", "context", "attach", "verify", "whole")
+TORCH = "/opt/torch/.venv/bin/python3"
+
+
+class Table:
+    """Rows as they come, and whether each is as it must be."""
+
+    def __init__(self):
+        self.rows = []
+
+    def add(self, what, measured, wanted="", good=True):
+        self.rows.append((what, measured, wanted, "" if good else "NOT SO"))
+        print(f"# {what}: {measured} {self.rows[-1][3]}", flush=True)
+
+    def show(self):
+        """Prints all of it; whether every row is good."""
+        rows = [("what", "measured", "wanted", "")] + self.rows
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for row in rows:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+        return not any(row[3] for row in self.rows)
+
+
+class Machine:
+    """The programs, and what they run beside: a vault, a worker, and what stands in for the agent."""
+
+    def __init__(self, programs, gpu):
+        self.programs = os.path.abspath(programs)
+        self.gpu = gpu
+        self.socket = None
+
+    def program(self, name):
+        """A program's path."""
+        return os.path.join(self.programs, name)
+
+    @contextlib.contextmanager
+    def keeper(self):
+        """Runs them; `socket` is where clients ask."""
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
+            vault = os.path.join(folder, "vault")
+            running.enter_context(ended(subprocess.Popen([self.program("bursar-vault"), vault], stderr=subprocess.DEVNULL)))
+            wait_for(os.path.join(vault, "vault.sock"))
+            self.socket = os.path.join(folder, "agent.sock")
+            command = [self.program("keeper"), self.socket, vault, self.program("bursar-worker"), self.gpu]
+            keeper = running.enter_context(ended(subprocess.Popen(command, stdout=subprocess.PIPE, text=True)))
+            if keeper.stdout.readline() != "ready\n":
+                raise RuntimeError("the keeper did not start")
+            yield
+
+    def lines(self, *arguments):
+        """Runs `kept` to its end; the lines that it printed."""
+        command = [self.program("kept"), *map(str, arguments)]
+        output = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout
+        return [json.loads(line) for line in output.splitlines()]
+
+    def start(self, *arguments):
+        """Runs `kept`, to be talked to."""
+        command = [self.program("kept"), *map(str, arguments)]
+        return Talker(subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+
+
+class Talker:
+    """A process that answers each line with a line of JSON."""
+
+    def __init__(self, process):
+        self.process = process
+
+    def hear(self):
+        """Its next line."""
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"it ended with {self.process.wait()}")
+        return json.loads(line)
+
+    def say(self, line):
+        """Sends it a line."""
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def end(self):
+        """Ends its input, and waits for its end; what it said last."""
+        said, _ = self.process.communicate(timeout=60)
+        return [json.loads(line) for line in said.splitlines()]
+
+
+@contextlib.contextmanager
+def ended(process):
+    """A process that ends with the block."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(path):
+    """Waits until somebody listens."""
+    deadline = time.monotonic() + 10
+    while True:
+        with socket.socket(socket.AF_UNIX) as client:
+            if client.connect_ex(path) == 0:
+                return
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"nobody listens at {path}")
+        time.sleep(0.01)
+
+
+def percentile(values, part):
+    """The smallest value that so many hundredths are not above."""
+    return sorted(values)[max(0, -(-len(values) * part // 100) - 1)]
+
+
+def milliseconds(values):
+    """p50 and p99 of nanoseconds, as text."""
+    return f"{percentile(values, 50) / 1e6:.2f} / {percentile(values, 99) / 1e6:.2f} ms"
+
+
+def lease(machine, table, options):
+    """What a lease costs over the driver's own calls."""
+    for gib in options.sizes:
+        with machine.keeper():
+            bare = [row["ns"] for row in machine.lines("bare", gib * GIB, 20)]
+            kept = [row["ns"] for row in machine.lines("lease", machine.socket, gib * GIB, 20)]
+        table.add(f"(b) {gib} GiB: cuMemCreate and map, p50 / p99", milliseconds(bare))
+        bound = LEASE_OF_64_GIB if gib == 64 else None
+        good = bound is None or statistics.median(kept) <= bound * 1e6
+        wanted = f"p50 <= {bound} ms" if bound else ""
+        table.add(f"(b) {gib} GiB: lease and map, p50 / p99", milliseconds(kept), wanted, good)
+
+
+def images(machine, table, options, name, orders):
+    """Ends an image of a process in one way after the other, and looks what the next one finds."""
+    size = options.gib * GIB
+    with machine.keeper():
+        neighbour = machine.start("neighbour", min(size, GIB))
+        neighbour.hear()
+        client = machine.start("image", machine.socket, size)
+        checksum = client.hear()["checksum"]
+        found = []
+        for order in orders:
+            client.say(order)
+            if order == "kill":
+                since = time.monotonic_ns()
+                client.process.wait()
+                client = machine.start("image", machine.socket, size, since)
+            found.append(client.hear())
+        client.end()
+        beside = neighbour.end()[-1]
+    wrong = sum(not row["found"] or row["checksum"] != checksum for row in found)
+    table.add(f"(c) {name}: images that found {options.gib} GiB as committed", f"{len(found) - wrong} of {len(found)}", "all", not wrong)
+    for step in STEPS:
+        times = [row[f"{step}_ns"] for row in found]
+        whole = step == "whole"
+        good = not whole or percentile(times, 99) <= FIRST_KERNEL_P99 * 1e6
+        wanted = f"p99 <= {FIRST_KERNEL_P99:.0f} ms" if whole else ""
+        what = "to the first correct kernel" if whole else step
+        table.add(f"(c) {name}: {what}, p50 / p99", milliseconds(times), wanted, good)
+    text = f"{beside['errors']} errors in {beside['rounds']}, slowest {beside['slowest_ns'] / 1e6:.1f} ms"
+    table.add(f"(c) {name}: a neighbour's checksums", text, "0 errors", beside["errors"] == 0 and beside["rounds"] > 0)
+
+
+def faults(machine, table, options):
+    """Real faults, each answered by an exec of the same program, as the shim does."""
+    images(machine, table, options, "faults", [options.faults[round_ % len(options.faults)] for round_ in range(options.rounds)])
+
+
+def kills(machine, table, options):
+    """SIGKILLs, each answered by a new process."""
+    images(machine, table, options, "SIGKILLs", ["kill"] * options.rounds)
+
+
+def canary(machine, table, options):
+    """Whether memory that one tenant gave back comes to another cleared."""
+    command = [machine.program("bursar-worker"), "canary", "--gpu", machine.gpu]
+    verdict = json.loads(subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout)
+    table.add("(d) the canary's verdict", json.dumps(verdict), "Scrubbed", verdict["verdict"] == "Scrubbed")
+    tenants = [machine.start("tenant", options.sizes[0] * GIB) for _ in range(2)]
+    for tenant in tenants:
+        tenant.hear()
+    dirty = 0
+    for round_ in range(10 * options.rounds):
+        tenant = tenants[round_ % 2]
+        tenant.say("next")
+        dirty += not tenant.hear()["clean"]
+    for tenant in tenants:
+        tenant.end()
+    what = f"(d) rounds of {options.sizes[0]} GiB between two tenants with an old word"
+    table.add(what, f"{dirty} of {10 * options.rounds}", "0", dirty == 0)
+
+
+def example(machine, table, options):
+    """The Python example under PyTorch, across SIGKILL and an illegal address."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    program = os.path.join(here, "../../device-plugin/runtime/python/examples/transformer.py")
+    wheels = glob.glob(machine.program("bursar-*.whl"))
+    with tempfile.TemporaryDirectory() as site, machine.keeper():
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            wheel.extractall(site)
+        runs = []
+        for then in ("kill", "fault", "exit"):
+            command = [options.python, program, "--socket", machine.socket, "--then", then]
+            environment = os.environ | {"PYTHONPATH": site}
+            output = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE, env=environment)
+            runs.append([output.returncode] + [json.loads(line) for line in output.stdout.splitlines()])
+    first, second, third = (run[1] for run in runs)
+    same = len({run["answer"] for run in (first, second, third)}) == 1
+    ways = [run["found"] for run in (first, second, third)] == [False, True, True]
+    table.add("(f) weights found after SIGKILL, after a fault", f"{second['found']}, {third['found']}", "both", ways)
+    table.add("(f) the same answer to the bit, weights tied", f"{same}, {third['tied']}", "both", same and third["tied"])
+    ended_as = (runs[0][0], runs[1][0])
+    table.add("(f) a write to a kept weight", runs[1][-1].get("fault", "no fault")[:60], "a fault", ended_as == (-9, 3))
+    for name, run in (("loaded and committed", first), ("attached", third)):
+        text = f"{run['weights_ms']} ms of {run['mib']} MiB, context {run['context_ms']} ms"
+        table.add(f"(f) weights {name}", text)
+
+
+PARTS = {"lease": lease, "faults": faults, "kills": kills, "canary": canary, "example": example}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("programs")
+    parser.add_argument("--gpu", help="its UUID; the first that nvidia-smi lists")
+    parser.add_argument("--rounds", type=int, default=100, help="faults, kills, and a tenth of the canary's rounds")
+    parser.add_argument("--gib", type=int, default=40, help="how much is kept across faults and kills")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 16, 64], help="GiB of the leases that are timed")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS)
+    parser.add_argument("--python", default=TORCH if os.path.exists(TORCH) else sys.executable)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options = parser.parse_args()
+    if options.gpu is None:
+        command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader"]
+        options.gpu = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()[0]
+    # Copies that can be run, whatever became of their modes on the way here.
+    with tempfile.TemporaryDirectory() as folder:
+        for name in os.listdir(options.programs):
+            shutil.copy(os.path.join(options.programs, name), folder)
+            os.chmod(os.path.join(folder, name), 0o755)
+        machine, table = Machine(folder, options.gpu), Table()
+        os.environ["CUDA_VISIBLE_DEVICES"] = options.gpu
+        for part in options.only:
+            PARTS[part](machine, table, options)
+    sys.exit(0 if table.show() else 1)
+
+
+if __name__ == "__main__":
+    main()
