@@ -255,9 +255,13 @@ fn checksums() -> Outcome {
         )?;
     }
     context.fill(block.address(), 0, large)?;
-    let begun = Instant::now();
-    kernel.of(block.address(), large as u64, &stream)?;
-    let rate = large as f64 / begun.elapsed().as_secs_f64() / 1e9;
+    let mut best = f64::INFINITY;
+    for _ in 0..10 {
+        let begun = Instant::now();
+        kernel.of(block.address(), large as u64, &stream)?;
+        best = best.min(begun.elapsed().as_secs_f64());
+    }
+    let rate = large as f64 / best / 1e9;
     memory.deallocate(block, &stream)?;
     Ok(format!("{rate:.0} GB/s over {} MiB", large / MIB))
 }

@@ -10,6 +10,7 @@ mod budget;
 mod direct;
 mod exportable;
 mod guard;
+mod histories;
 mod layers;
 mod runtime;
 
