@@ -102,6 +102,11 @@ impl<T> GpuRef<T> {
         self.len == 0
     }
 
+    /// Its size in bytes.
+    pub fn bytes(&self) -> u64 {
+        self.inner.shared.memory.at.bytes()
+    }
+
     /// The stream that it was last written in.
     pub fn last_write(&self) -> Stream {
         self.inner.shared.hold().wrote().clone()

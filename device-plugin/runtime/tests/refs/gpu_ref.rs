@@ -70,8 +70,8 @@ fn memory_of_before_is_stale_also_when_it_is_wrapped_after() {
 fn a_read_in_another_stream_waits_for_the_last_write() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let (writing, reading) = (runtime.stream().unwrap(), runtime.stream().unwrap());
-        let reference = reference(&runtime, &[1], &writing);
+        let [home, writing, reading] = [(); 3].map(|()| runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &home);
         let token = token(&reference);
         spin(&writing);
         write(&reference, &token, &writing).unwrap();

@@ -1,0 +1,208 @@
+//! Typed references and checksums on a GPU: what they do on the first one, and how fast a checksum is.
+//!
+//! `cargo run --release --package bursar-runtime --example references [GIB]`. Every line that it prints was checked; the
+//! last ones are times of checksums over so much memory (8 GiB).
+#![allow(
+    unsafe_code,
+    reason = "says what its kernel takes, and that its length is the memory's"
+)]
+
+use std::error::Error;
+use std::ffi::CStr;
+use std::time::{Duration, Instant};
+
+use bursar_runtime::driver::{Access, Advice, Attach, Grid, Kernel, Location, Parameter};
+use bursar_runtime::{
+    Checksum, DeviceRuntime, Direct, GpuRef, Launch, Managed, ManagedRef, Tag, TrackedSlice,
+    checksum, peer,
+};
+
+type Done<T> = Result<T, Box<dyn Error>>;
+
+/// add(uint32_t *to, uint32_t number, uint64_t len): adds to each item, slowly, so that whoever does not wait for it is seen.
+const ADD: &CStr = cr#"
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry add(.param .u64 p_to, .param .u32 p_number, .param .u64 p_len)
+{
+	.reg .pred %done;
+	.reg .b32 %block, %width, %lane, %number, %item;
+	.reg .b64 %to, %len, %me, %from, %now;
+	mov.u64 %from, %globaltimer;
+WAIT:
+	mov.u64 %now, %globaltimer;
+	sub.u64 %now, %now, %from;
+	setp.lt.u64 %done, %now, 20000000;
+	@%done bra WAIT;
+	mov.u32 %block, %ctaid.x;
+	mov.u32 %width, %ntid.x;
+	mov.u32 %lane, %tid.x;
+	cvt.u64.u32 %me, %lane;
+	mad.wide.u32 %me, %block, %width, %me;
+	ld.param.u64 %len, [p_len];
+	setp.ge.u64 %done, %me, %len;
+	@%done ret;
+	ld.param.u64 %to, [p_to];
+	cvta.to.global.u64 %to, %to;
+	shl.b64 %me, %me, 2;
+	add.u64 %to, %to, %me;
+	ld.param.u32 %number, [p_number];
+	ld.global.u32 %item, [%to];
+	add.u32 %item, %item, %number;
+	st.global.u32 [%to], %item;
+	ret;
+}
+"#;
+
+const ITEMS: usize = 1 << 12;
+const GRID: Grid = Grid::line(16, 256);
+
+fn add(runtime: &DeviceRuntime) -> Done<Kernel> {
+    const TAKES: &[Parameter] = &[
+        Parameter::Memory(Access::ReadWrite),
+        Parameter::Value(4),
+        Parameter::Value(8),
+    ];
+    let function = runtime.context().load(ADD)?.function(c"add")?;
+    // SAFETY: the text above says so, and every launch here passes the memory's own length.
+    Ok(unsafe { function.declare(TAKES) })
+}
+
+fn main() -> Done<()> {
+    let gibibytes: usize = std::env::args().nth(1).map_or(Ok(8), |word| word.parse())?;
+    let runtime = DeviceRuntime::of_ordinal(0)?;
+    println!("{} {}", runtime.context().device().name()?, runtime.uuid());
+    lengths(&runtime)?;
+    streams(&runtime)?;
+    managed(&runtime)?;
+    speed(&runtime, gibibytes << 30)
+}
+
+/// The kernel against its definition, at lengths around everything that it treats apart.
+fn lengths(runtime: &DeviceRuntime) -> Done<()> {
+    let stream = runtime.stream()?;
+    let bytes: Vec<u8> = (0..(33u64 << 20) + 13)
+        .map(|n| (n.wrapping_mul(STEP) >> 56) as u8)
+        .collect();
+    let mut slice = TrackedSlice::<u8>::allocate(runtime, bytes.len(), &stream, Tag("bytes"))?;
+    slice.copy_from_host(&bytes)?;
+    let mut kernel = Checksum::new(runtime.context())?;
+    let around = [4096, 1 << 20, 1 << 25, bytes.len()].map(|len| len - 40..=len);
+    let all = (0..=100).chain(around.into_iter().flatten());
+    let mut count = 0;
+    for len in all {
+        let found = kernel.of(slice.address(), len as u64, &stream)?;
+        let expected = checksum::of(&bytes[..len]);
+        if found != expected {
+            return Err(format!("{len} bytes: {found:#x}, not {expected:#x}").into());
+        }
+        count += 1;
+    }
+    println!("checksums of {count} lengths are those of the definition");
+    Ok(())
+}
+
+/// Odd, and with bits everywhere.
+const STEP: u64 = 0x2545_f491_4f6c_dd1d;
+
+/// Additions in two streams in turn, a copy by way of a third: each behind the one before.
+fn streams(runtime: &DeviceRuntime) -> Done<()> {
+    let (one, other) = (runtime.stream()?, runtime.stream()?);
+    let kernel = add(runtime)?;
+    let mut slice = TrackedSlice::<u32>::allocate(runtime, ITEMS, &one, Tag("shared"))?;
+    slice.copy_from_host(&[0; ITEMS])?;
+    let mut copy = TrackedSlice::<u32>::allocate(runtime, ITEMS, &runtime.stream()?, Tag("copy"))?;
+    Launch::new(&kernel, &one, GRID)
+        .arg(slice.arg_mut())
+        .arg(1000u32)
+        .arg(ITEMS as u64)
+        .submit()?;
+    peer::copy(&slice, &mut copy)?;
+    let shared = GpuRef::from(slice);
+    let token = shared.begin_write(Instant::now(), Duration::from_secs(60))?;
+    for number in 1..=10u32 {
+        let stream = if number % 2 == 0 { &one } else { &other };
+        Launch::new(&kernel, stream, GRID)
+            .arg(shared.arg_mut(&token)?)
+            .arg(number)
+            .arg(ITEMS as u64)
+            .submit()?;
+    }
+    shared.commit(token, Instant::now())?;
+    let reading = runtime.stream()?;
+    // Work of others, which is submitted by hand: the stream is behind the additions from here on.
+    let address = shared.read_in(&reading, |address| address)?;
+    let mut checksum = Checksum::new(runtime.context())?;
+    let found = checksum.of(address, shared.bytes(), &reading)?;
+    let mut items = [0; ITEMS];
+    copy.copy_to_host(&mut items)?;
+    let expected: Vec<u8> = [1055u32; ITEMS]
+        .iter()
+        .flat_map(|item| item.to_le_bytes())
+        .collect();
+    if items != [1000; ITEMS] || found != checksum::of(&expected) {
+        return Err("streams did not wait for each other".into());
+    }
+    println!("11 additions in two streams, a copy and a read in a third came in order");
+    Ok(())
+}
+
+fn managed(runtime: &DeviceRuntime) -> Done<()> {
+    let runtime = runtime.with_resource(|_| Managed::of(runtime.context(), Attach::Global));
+    let stream = runtime.stream()?;
+    let (attach, tag) = (Attach::Global, Tag("managed"));
+    let mut memory = ManagedRef::<u32>::allocate(&runtime, ITEMS, attach, &stream, tag)?;
+    memory.write()?.fill(5);
+    let device = Location::Device(runtime.ordinal());
+    memory.prefetch(0..ITEMS, device, &stream)?;
+    memory.advise(0..ITEMS, Advice::SetPreferredLocation, device)?;
+    memory.advise(0..ITEMS, Advice::SetAccessedBy, Location::Host)?;
+    let kernel = add(&runtime)?;
+    Launch::new(&kernel, &stream, GRID)
+        .arg(memory.arg_mut()?)
+        .arg(37u32)
+        .arg(ITEMS as u64)
+        .submit()?;
+    if memory.read()? != [42; ITEMS] {
+        return Err("the host did not wait for the kernel".into());
+    }
+    let said = memory.residency(0..ITEMS)?;
+    if said.preferred != Some(device)
+        || said.prefetched != Some(device)
+        || said.accessed_by != [Location::Host]
+    {
+        return Err(format!("another place than was named: {said:?}").into());
+    }
+    println!("managed memory: the host waited for the kernel; the driver says {said:?}");
+    Ok(())
+}
+
+fn speed(runtime: &DeviceRuntime, bytes: usize) -> Done<()> {
+    let runtime = runtime.with_resource(|_| Direct::new(runtime.context()));
+    let stream = runtime.stream()?;
+    let begun = Instant::now();
+    let mut kernel = Checksum::new(runtime.context())?;
+    println!(
+        "loading the kernel took {:.1} ms",
+        begun.elapsed().as_secs_f64() * 1e3
+    );
+    let slice = TrackedSlice::<u8>::allocate(&runtime, bytes, &stream, Tag("speed"))?;
+    for part in [bytes, bytes / 64, bytes / 4096] {
+        let mut times = Vec::new();
+        for _ in 0..10 {
+            let begun = Instant::now();
+            kernel.of(slice.address(), part as u64, &stream)?;
+            times.push(begun.elapsed().as_secs_f64());
+        }
+        times.sort_by(f64::total_cmp);
+        println!(
+            "{:>8} MiB: median {:.3} ms, best {:.3} ms, {:.0} GB/s",
+            part >> 20,
+            times[5] * 1e3,
+            times[0] * 1e3,
+            part as f64 / times[5] / 1e9
+        );
+    }
+    Ok(())
+}
