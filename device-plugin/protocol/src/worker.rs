@@ -51,7 +51,8 @@ pub enum FromWorker {
         /// The GPU's memory, in bytes.
         total: u64,
     },
-    /// Memory; its descriptor comes with it, and is the only thing that keeps it.
+    /// Memory; its descriptor comes with it, and is all that keeps it a moment later: by its next answer the worker has
+    /// closed its own.
     Created {
         /// How much it is, in bytes.
         bytes: u64,

@@ -20,6 +20,7 @@ use bursar_runtime::error::{ErrorClass, ResourceError};
 use bursar_runtime::kept::{Arena, Kept, KeptError, Key, Opened, Shelf, Writing};
 use bursar_runtime::{DeviceMemoryResource, Tag};
 use bursar_sim_lab::{ONE_GPU, inside};
+use bursar_sim_state::Sim;
 use keeper::Keeper;
 
 const KEY: Key = [7; 32];
@@ -113,6 +114,15 @@ fn kill_myself() -> ! {
     }
 }
 
+/// Waits until no more is used: a worker closes its own descriptor of what it made a moment after it said so.
+fn assert_falls_to(machine: &Sim, bytes: u64) {
+    let since = Instant::now();
+    while machine.used(0) != bytes && since.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    assert_eq!(machine.used(0), bytes);
+}
+
 fn run(role: &str, keeper: &Keeper) -> ExitStatus {
     process("a_client", role, &keeper.socket())
         .status()
@@ -153,7 +163,7 @@ fn a_writer_that_is_killed_leaves_nothing_to_the_next() {
         let kept = writing(&shelf, 8 * MIB).commit().unwrap();
         assert_eq!(bytes_of(&kept, 0, 4096), [0; 4096]);
         kept.discard().unwrap();
-        assert_eq!(machine.used(0), before);
+        assert_falls_to(machine, before);
     });
 }
 
@@ -259,9 +269,9 @@ fn a_lease_that_is_dropped_before_its_commit_is_discarded() {
         let shelf = Shelf::at(&context(), &keeper.socket());
         let before = machine.used(0);
         drop(writing(&shelf, 64 * MIB));
-        assert_eq!(machine.used(0), before);
+        assert_falls_to(machine, before);
         writing(&shelf, 2 * MIB).discard().unwrap();
-        assert_eq!(machine.used(0), before);
+        assert_falls_to(machine, before);
     });
 }
 
@@ -281,13 +291,12 @@ fn an_arena_hands_out_the_lease_and_commits_it() {
             .unwrap_err();
         assert!(matches!(full, ResourceError::OverBudget { .. }), "{full}");
         shelf.context().fill(second.address(), 3, 1 << 20).unwrap();
-        let (at, length) = (second.address() - first.address(), second.bytes());
-        arena.deallocate(second, &stream).unwrap();
-        let third = arena.allocate(layout(1 << 20), &stream, Tag("w3")).unwrap();
-        assert_eq!(third.address() - first.address(), at);
-        assert_eq!(arena.bytes_outstanding().live, 1000 + length);
+        arena.deallocate(first, &stream).unwrap();
+        let third = arena.allocate(layout(512), &stream, Tag("w3")).unwrap();
+        assert!(third.address() > second.address());
+        assert_eq!(arena.bytes_outstanding().live, (1 << 20) + 512);
         let kept = arena.commit().unwrap();
-        assert_eq!(bytes_of(&kept, at, 16), [3; 16]);
+        assert_eq!(bytes_of(&kept, 1024, 16), [3; 16]);
     });
 }
 

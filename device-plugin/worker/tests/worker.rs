@@ -146,6 +146,8 @@ fn a_sweep_waits_for_the_driver_to_scrub_and_leaves_nothing() {
     let lab = Lab::new(ONE_GPU).unwrap();
     let worker = Worker::ready(lab.command(PROGRAM), FIRST);
     drop(worker.create(2 * MIB));
+    // By now it has closed its own descriptor.
+    assert_eq!(worker.ask(ToWorker::Ping).0, FromWorker::Pong);
     let used = lab.sim().unwrap().used(0);
     let since = Instant::now();
     let swept = worker.ask(ToWorker::Sweep { bytes: u64::MAX }).0;

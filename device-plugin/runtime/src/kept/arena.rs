@@ -1,7 +1,8 @@
 //! A lease that is being written, as a resource to allocate from.
 //!
 //! What is allocated lies in the order of the requests, so a program that loads the same things in the same order finds them
-//! at the same offsets in the kept lease. Nothing but the end of the lease frees memory, except the last block's own free.
+//! at the same offsets in the kept lease. Only the end of the lease frees memory: no byte is handed out twice, so no work in a
+//! stream can meet another's.
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -101,10 +102,6 @@ impl DeviceMemoryResource for Arena {
         }
         let mut state = self.state();
         state.live = state.live.saturating_sub(block.bytes());
-        let start = block.address() - self.writing.address();
-        if start + block.bytes() == state.taken {
-            state.taken = start;
-        }
         Ok(())
     }
 
