@@ -10,10 +10,15 @@ use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Context, Driver, Grid, Stream};
 use bursar_runtime::{
-    Block, BlockRef, DeviceMemoryResource as _, Direct, FreeError, Pool, PoolSettings,
-    ResourceError, Tag,
+    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource as _, Direct, FreeError, Pool,
+    PoolSettings, ResourceError, Tag,
 };
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{H200, ONE_GPU, TWO_GPUS, inside};
+
+#[path = "../examples/runtime_bench/minstd.rs"]
+mod minstd;
+#[path = "../examples/runtime_bench/random.rs"]
+mod random;
 
 const MIB: u64 = 1 << 20;
 const BUSY: Duration = Duration::from_millis(300);
@@ -272,6 +277,7 @@ fn it_grows_by_slabs_to_its_maximum_and_gives_empty_ones_back() {
             initial: 0,
             maximum: 96 * MIB,
             step: 32 * MIB,
+            ..PoolSettings::default()
         };
         let pool = pool_of(&context, settings);
         let stream = context.stream().unwrap();
@@ -292,6 +298,36 @@ fn it_grows_by_slabs_to_its_maximum_and_gives_empty_ones_back() {
         pool.deallocate(larger, &stream).unwrap();
         drop(pool);
         assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn its_own_limit_is_exact_and_can_be_changed() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let settings = PoolSettings {
+            limit: 10 * MIB,
+            ..PoolSettings::default()
+        };
+        let pool = pool_of(&context, settings);
+        let streams: Vec<_> = (0..10).map(|_| context.stream().unwrap()).collect();
+        let mut blocks: Vec<_> = streams
+            .iter()
+            .map(|stream| take(&pool, MIB, stream))
+            .collect();
+        let used = BudgetSnapshot {
+            limit: 10 * MIB,
+            used: 10 * MIB,
+        };
+        assert_eq!(pool.budget_snapshot(), Some(used));
+        let refused = pool.allocate(bytes(1), &streams[3], Tag::default());
+        assert_eq!(refused.unwrap_err().reason(), "OverBudget");
+        pool.set_limit(10 * MIB + 1);
+        blocks.push(take(&pool, 1, &streams[3]));
+        for block in blocks {
+            pool.deallocate(block, &streams[0]).unwrap();
+        }
+        assert_eq!(pool.bytes_outstanding().total(), 0);
     });
 }
 
@@ -403,4 +439,67 @@ fn a_lane_goes_on_to_the_next_stream_behind_the_one_that_had_it() {
         assert!(!next.is_idle().unwrap());
         pool.deallocate(block, &next).unwrap();
     });
+}
+
+struct OnePool(Pool<Direct>, Stream);
+
+impl random::Source for OnePool {
+    type Block = Block;
+
+    fn allocate(&self, bytes: u64) -> Option<Block> {
+        self.0
+            .allocate(self::bytes(bytes), &self.1, Tag::default())
+            .ok()
+    }
+
+    fn free(&self, block: Block) {
+        self.0.deallocate(block, &self.1).unwrap();
+    }
+}
+
+#[test]
+fn rmms_random_allocations_never_fail_in_half_of_a_gpu() {
+    inside(H200, |_| {
+        let context = context(0);
+        let settings = PoolSettings {
+            initial: 70 << 30,
+            maximum: 70 << 30,
+            limit: random::MOST_LIVE,
+            ..PoolSettings::default()
+        };
+        let pool = OnePool(pool_of(&context, settings), context.stream().unwrap());
+        for allocations in [1000, 10_000] {
+            for max_mib in [1, 64, 1024] {
+                let cell = random::Cell {
+                    allocations,
+                    max_mib,
+                    most_live: random::MOST_LIVE,
+                    seed: 1,
+                };
+                assert_eq!(
+                    random::run(&pool, cell),
+                    0,
+                    "{allocations} to {max_mib} MiB"
+                );
+            }
+        }
+        assert_eq!(pool.0.bytes_outstanding().total(), 0);
+        assert_eq!(pool.0.statistics().waits, 0);
+    });
+}
+
+#[test]
+fn the_benchmark_draws_the_numbers_that_libstdcxx_draws() {
+    // std::default_random_engine and std::uniform_int_distribution of g++ 12: sizes to 1 GiB, percents, indices.
+    let mut random = minstd::Minstd::new(1);
+    let drawn = [0; 3]
+        .map(|_| [(1, 1 << 30), (0, 99), (0, 99_999)].map(|(low, high)| random.within(low, high)));
+    assert_eq!(
+        drawn,
+        [
+            [16807, 13, 75563],
+            [984_943_658, 53, 21896],
+            [101_027_544, 67, 67932]
+        ]
+    );
 }

@@ -6,6 +6,9 @@
 //! chunks go back, other shards are asked, and the free ends of chunks go back too, so that free neighbours become
 //! one across chunks. A request is refused only where no free range is large enough.
 //!
+//! The limit is kept in the same way: a share draws credit from an account ahead, so that a block costs no atomic
+//! operation on what all threads share. Idle credit is gathered before a request is refused, so the limit is exact.
+//!
 //! Locks are taken in one order: a shard's, then the central heap's; never two shards'.
 
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -13,6 +16,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 use super::heap::{BlockId, End, Heap, Open, Refusal, Taken, Whole};
 use super::order::After;
 use super::seat;
+use crate::budget::Account;
+use crate::resource::BudgetSnapshot;
 
 /// Shards of a pool; the central heap beside them.
 const SHARDS: usize = 32;
@@ -24,6 +29,10 @@ const CHUNK_LEAST: u64 = 2 << 20;
 const CHUNKS: u64 = 16;
 /// A chunk has room for this many of the blocks that are cut from it.
 const CHUNK_HOLDS: u64 = 4;
+/// Credit is drawn ahead by such a part of what is left.
+const CREDITS: u64 = 64;
+/// A share that never drew credit keeps up to this.
+const CREDIT_KEPT: u64 = 64 << 20;
 
 /// A block's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,6 +93,10 @@ struct Share {
     chunks: Vec<Option<Chunk>>,
     /// A chunk that was empty last, kept for the next allocation.
     spare: Option<u32>,
+    /// Bytes that may be allocated here before the account is asked.
+    credit: u64,
+    /// More credit than this and [`CREDIT_KEPT`] goes back.
+    drawn: u64,
 }
 
 impl Share {
@@ -142,12 +155,15 @@ impl Part {
 #[derive(Debug)]
 pub(super) struct Arena {
     parts: Box<[Part]>,
+    /// Live bytes as asked for, and credit.
+    account: Account,
 }
 
 impl Arena {
-    /// Without memory.
-    pub(super) fn new() -> Arena {
+    /// Without memory, and with a limit for live bytes.
+    pub(super) fn new(limit: u64) -> Arena {
         Arena {
+            account: Account::new(limit),
             parts: std::iter::repeat_with(Part::default)
                 .take(1 + SHARDS)
                 .collect(),
@@ -164,16 +180,23 @@ impl Arena {
         self.central().heap.remove(slab)
     }
 
-    /// A block for a stream's lane, of the shard that the calling thread uses for it or of the central heap.
+    /// A block for a stream's lane, of the shard that the calling thread uses for it or of the central heap. `None` also
+    /// where idle credit has to be gathered for it.
     #[inline]
     pub(super) fn take(&self, lane: usize, request: Request) -> Option<Placed> {
         let (part, mut share) = self.shard(lane);
-        share
-            .take(part, request)
-            .or_else(|| self.refill(part, &mut share, request))
+        if share.credit < request.bytes {
+            self.draw(&mut share, request.bytes)?;
+        }
+        let placed = match share.take(part, request) {
+            Some(placed) => placed,
+            None => self.refill(part, &mut share, request)?,
+        };
+        share.credit -= request.bytes;
+        Some(placed)
     }
 
-    /// A block from wherever there is one.
+    /// A block from wherever there is one, for bytes that were charged.
     pub(super) fn take_anywhere(&self, request: Request) -> Option<Placed> {
         self.return_chunks();
         if let Some(placed) = self.central().take(CENTRAL, request) {
@@ -189,6 +212,70 @@ impl Arena {
         })
     }
 
+    /// Charges bytes for [`Arena::take_anywhere`]. It fails only where no credit is idle.
+    pub(super) fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
+        loop {
+            let found = match self.account.take(bytes) {
+                Ok(()) => return Ok(()),
+                Err(found) => found,
+            };
+            // Others draw ahead meanwhile; they draw less each time.
+            if self.gather_credit() == 0 {
+                return Err(found);
+            }
+        }
+    }
+
+    /// Gives back what was charged and got no block.
+    pub(super) fn discharge(&self, bytes: u64) {
+        self.account.give_back(bytes);
+    }
+
+    /// Changes the limit: what is taken after the return is within it.
+    pub(super) fn set_limit(&self, limit: u64) {
+        self.account.resize(limit);
+        self.gather_credit();
+    }
+
+    /// The limit, and live bytes as asked for.
+    pub(super) fn limit(&self) -> BudgetSnapshot {
+        BudgetSnapshot {
+            used: self.totals().asked,
+            ..self.account.snapshot()
+        }
+    }
+
+    /// Takes all credit that is idle from the shares; how much it was.
+    fn gather_credit(&self) -> u64 {
+        let idle = |part: &Part| {
+            let idle = std::mem::take(&mut part.lock().credit);
+            self.account.give_back(idle);
+            idle
+        };
+        self.parts.iter().map(idle).sum()
+    }
+
+    #[cold]
+    fn draw(&self, share: &mut Share, bytes: u64) -> Option<()> {
+        let BudgetSnapshot { limit, used } = self.account.snapshot();
+        let ahead = limit.saturating_sub(used) / CREDITS;
+        let least = bytes - share.credit;
+        let drawn = [least.saturating_add(ahead), least]
+            .into_iter()
+            .find(|&wanted| self.account.take(wanted).is_ok())?;
+        share.credit += drawn;
+        share.drawn = drawn;
+        Some(())
+    }
+
+    /// Gives back half of more credit than a share needs.
+    #[cold]
+    fn return_credit(&self, share: &mut Share) {
+        let back = share.credit / 2;
+        share.credit -= back;
+        self.account.give_back(back);
+    }
+
     /// Frees a block that `after` may still use; `left` as in [`Heap::free`].
     #[inline]
     pub(super) fn free(
@@ -198,10 +285,16 @@ impl Arena {
         left: impl Fn(After) -> After,
     ) -> Result<(), Refusal> {
         let mut share = self.part(place)?.lock();
-        let whole = share.heap.free(place.id, after, left)?;
-        if usize::from(place.part) != CENTRAL
-            && let Some(whole) = whole
-        {
+        let freed = share.heap.free(place.id, after, left)?;
+        if usize::from(place.part) == CENTRAL {
+            self.account.give_back(freed.asked);
+            return Ok(());
+        }
+        share.credit += freed.asked;
+        if share.credit > share.drawn.max(CREDIT_KEPT).saturating_mul(2) {
+            self.return_credit(&mut share);
+        }
+        if let Some(whole) = freed.whole {
             self.emptied(&mut share, whole);
         }
         Ok(())

@@ -48,6 +48,15 @@ pub(super) struct Whole {
     pub(super) index: u32,
 }
 
+/// What a free gave back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Freed {
+    /// Bytes as they were asked for.
+    pub(super) asked: u64,
+    /// The region, where it is free from end to end now.
+    pub(super) whole: Option<Whole>,
+}
+
 /// Why nothing was done with a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Refusal {
@@ -309,15 +318,15 @@ impl Heap {
         whole
     }
 
-    /// Frees a block that `after` may still use; the region, where it is free from end to end now. `left` says what of
-    /// a neighbour's users is still to be waited for by who waits for `after`.
+    /// Frees a block that `after` may still use. `left` says what of a neighbour's users is still to be waited for by
+    /// who waits for `after`.
     #[inline]
     pub(super) fn free(
         &mut self,
         id: BlockId,
         after: After,
         left: impl Fn(After) -> After,
-    ) -> Result<Option<Whole>, Refusal> {
+    ) -> Result<Freed, Refusal> {
         let mut index = id.index;
         let mut header = *self.live(id)?;
         if header.previous != 0 {
@@ -328,7 +337,8 @@ impl Heap {
         self.headers[index as usize].serial = 0;
         self.live -= bytes(header.size);
         self.free += bytes(header.size);
-        self.asked -= header.asked;
+        let asked = header.asked;
+        self.asked -= asked;
         self.blocks -= 1;
         if let Some(above) = self.free_at(header.above) {
             self.unlink(header.above);
@@ -353,11 +363,11 @@ impl Heap {
             self.headers[header.above as usize].below = index;
         }
         self.link(index);
-        let whole = header.below == NONE && header.above == NONE;
-        Ok(whole.then_some(Whole {
+        let whole = (header.below == NONE && header.above == NONE).then_some(Whole {
             region: header.region,
             index,
-        }))
+        });
+        Ok(Freed { asked, whole })
     }
 
     /// Remembers what more may use an allocated block.

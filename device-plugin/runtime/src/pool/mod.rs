@@ -27,8 +27,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use crate::driver::{Context, Stream};
 use crate::error::{ErrorClass, FreeError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, BlockUse, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_own,
-    check_request, check_stream,
+    Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
+    Tag, check_own, check_request, check_stream,
 };
 use arena::{Arena, Place, Placed, Request};
 use heap::{BlockId, Open, Refusal, Whole};
@@ -51,6 +51,9 @@ pub struct PoolSettings {
     pub maximum: u64,
     /// Bytes that it grows by, where they are to be had and enough.
     pub step: u64,
+    /// Bytes that live blocks may have, as asked for: an exact budget that costs an allocation nothing.
+    /// [`Pool::set_limit`] changes it.
+    pub limit: u64,
 }
 
 impl Default for PoolSettings {
@@ -59,6 +62,7 @@ impl Default for PoolSettings {
             initial: 0,
             maximum: u64::MAX,
             step: 256 << 20,
+            limit: u64::MAX,
         }
     }
 }
@@ -132,7 +136,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
             source,
             origin: Origin::unique(),
             settings,
-            arena: Arena::new(),
+            arena: Arena::new(settings.limit),
             order: Order::new(),
             lanes: Lanes::new(keeper),
             slabs: Mutex::default(),
@@ -171,6 +175,11 @@ impl<R: DeviceMemoryResource> Pool<R> {
         }
     }
 
+    /// Changes the limit of live bytes: what is allocated after the return is within it. What is live stays.
+    pub fn set_limit(&self, bytes: u64) {
+        self.arena.set_limit(bytes);
+    }
+
     /// Gives every slab without a live block back to the source, behind the work that may still use it; how many bytes
     /// those were.
     ///
@@ -198,11 +207,19 @@ impl<R: DeviceMemoryResource> Pool<R> {
         self.growing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Finds room where there is any, or takes more from the source, or makes room there.
+    /// Charges a request, and finds room for it.
     #[cold]
     fn find_room(&self, request: Request) -> Result<Placed, ResourceError> {
         let _one = self.growing();
-        let mut made_room = false;
+        let over = |found: BudgetSnapshot| self.over_budget(request, found);
+        self.arena.charge(request.bytes).map_err(over)?;
+        self.make_room(request)
+            .inspect_err(|_| self.arena.discharge(request.bytes))
+    }
+
+    /// Takes room where there is any, or more from the source, or makes room there.
+    fn make_room(&self, request: Request) -> Result<Placed, ResourceError> {
+        let mut gave_back = false;
         loop {
             if let Some(placed) = self.arena.take_anywhere(request) {
                 return Ok(placed);
@@ -211,14 +228,23 @@ impl<R: DeviceMemoryResource> Pool<R> {
             let Err(error) = self.grow(request) else {
                 continue;
             };
-            if error.class() != ErrorClass::OutOfMemory || made_room {
+            if error.class() != ErrorClass::OutOfMemory || gave_back {
                 return Err(error);
             }
-            made_room = true;
+            gave_back = true;
             let given = self.give_back()?;
             if given + self.source.reap_pending()?.freed == 0 {
                 return Err(error);
             }
+        }
+    }
+
+    fn over_budget(&self, request: Request, found: BudgetSnapshot) -> ResourceError {
+        ResourceError::OverBudget {
+            ordinal: self.ordinal,
+            asked: request.bytes,
+            used: found.used,
+            limit: found.limit,
         }
     }
 
@@ -231,11 +257,9 @@ impl<R: DeviceMemoryResource> Pool<R> {
             .checked_add(request.align)
             .and_then(|bytes| bytes.checked_next_multiple_of(SLAB_STEP))
             .filter(|&bytes| bytes <= room)
-            .ok_or(ResourceError::OverBudget {
-                ordinal: self.ordinal,
-                asked: request.bytes,
-                used,
-                limit: self.settings.maximum,
+            .ok_or_else(|| {
+                let limit = self.settings.maximum;
+                self.over_budget(request, BudgetSnapshot { limit, used })
             })?;
         let wanted = self.settings.step.clamp(least, room);
         match self.add_slab(wanted) {
@@ -337,7 +361,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
     ) -> Result<(), ResourceError> {
         self.waits.fetch_add(1, Ordering::Relaxed);
         if let Err(error) = self.lanes.wait(&self.order, stream, lane, others) {
-            // It was allocated a moment ago.
+            // It was allocated a moment ago, and nobody knows of it.
             let _ = self.arena.free(placed.place, placed.after, |all| all);
             return Err(error.into());
         }
@@ -477,6 +501,10 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
             live: self.arena.totals().asked,
             retired: self.source.bytes_outstanding().retired,
         }
+    }
+
+    fn budget_snapshot(&self) -> Option<BudgetSnapshot> {
+        Some(self.arena.limit()).filter(|budget| budget.limit != u64::MAX)
     }
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {

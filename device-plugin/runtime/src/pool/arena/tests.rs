@@ -63,7 +63,7 @@ impl Model {
 }
 
 fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
-    let (arena, mut model) = (Arena::new(), Model::default());
+    let (arena, mut model) = (Arena::new(u64::MAX), Model::default());
     model.end = GRANULE;
     for step in steps {
         match step {
@@ -79,7 +79,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                 let fits = model.fits(request);
                 let placed = arena.take(lane, request);
                 prop_assert!(fits || placed.is_none());
-                let placed = placed.or_else(|| arena.take_anywhere(request));
+                let placed = placed.or_else(|| arena.anywhere(request));
                 // The gaps of the model know nothing of chunks, and each block's crumb is still in them.
                 prop_assert_eq!(placed.is_some(), fits, "{:?}", request);
                 let Some(placed) = placed else { continue };
@@ -139,6 +139,16 @@ proptest! {
 }
 
 impl Arena {
+    /// As a pool does that cannot grow.
+    fn anywhere(&self, request: Request) -> Option<Placed> {
+        self.charge(request.bytes).ok()?;
+        let placed = self.take_anywhere(request);
+        if placed.is_none() {
+            self.discharge(request.bytes);
+        }
+        placed
+    }
+
     fn bytes_of(&self, place: Place) -> u64 {
         self.parts[usize::from(place.part)]
             .lock()
@@ -158,7 +168,7 @@ fn next(state: &mut u64) -> u64 {
 #[test]
 fn eight_threads_never_get_one_byte_twice_and_lose_none() {
     const BYTES: u64 = 256 * MIB;
-    let arena = Arena::new();
+    let arena = Arena::new(u64::MAX);
     arena
         .add(0, GRANULE, BYTES, After::NOTHING)
         .expect("it can be added");
@@ -205,7 +215,7 @@ fn eight_threads_never_get_one_byte_twice_and_lose_none() {
             });
         }
     });
-    let all = arena.take_anywhere(Request {
+    let all = arena.anywhere(Request {
         bytes: BYTES,
         align: 1,
     });
@@ -214,4 +224,80 @@ fn eight_threads_never_get_one_byte_twice_and_lose_none() {
         "the heap is whole again: {:?}",
         arena.totals()
     );
+}
+
+#[test]
+fn eight_threads_fill_the_limit_to_its_last_byte_and_never_pass_it() {
+    const EACH: u64 = 1000;
+    const LIMIT: u64 = 801 * EACH - 1;
+    let arena = Arena::new(LIMIT);
+    arena
+        .add(0, GRANULE, 64 * MIB, After::NOTHING)
+        .expect("it can be added");
+    let request = Request {
+        bytes: EACH,
+        align: 1,
+    };
+    for lane in 0..4 {
+        let taken: Vec<Vec<Placed>> = std::thread::scope(|scope| {
+            let fill = || {
+                let take = || {
+                    arena
+                        .take(lane, request)
+                        .or_else(|| arena.anywhere(request))
+                };
+                std::iter::from_fn(take).collect()
+            };
+            let threads: Vec<_> = (0..8).map(|_| scope.spawn(fill)).collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().expect("it ends"))
+                .collect()
+        });
+        let taken: Vec<_> = taken.into_iter().flatten().collect();
+        assert_eq!(taken.len(), 800);
+        assert_eq!(
+            arena.limit(),
+            BudgetSnapshot {
+                limit: LIMIT,
+                used: 800 * EACH
+            }
+        );
+        for placed in taken {
+            arena
+                .free(placed.place, After::NOTHING, |all| all)
+                .expect("it is live");
+        }
+    }
+    assert_eq!(arena.limit().used, 0);
+}
+
+#[test]
+fn credit_that_was_drawn_is_within_a_limit_that_was_lowered() {
+    let arena = Arena::new(64 * MIB);
+    arena
+        .add(0, GRANULE, 64 * MIB, After::NOTHING)
+        .expect("it can be added");
+    let request = Request {
+        bytes: MIB,
+        align: 1,
+    };
+    let first = arena.take(0, request).expect("it fits");
+    arena.set_limit(MIB);
+    assert!(
+        arena
+            .take(0, request)
+            .or_else(|| arena.anywhere(request))
+            .is_none()
+    );
+    arena.set_limit(2 * MIB);
+    let second = arena
+        .take(0, request)
+        .or_else(|| arena.anywhere(request))
+        .expect("it fits");
+    for placed in [first, second] {
+        arena
+            .free(placed.place, After::NOTHING, |all| all)
+            .expect("it is live");
+    }
 }

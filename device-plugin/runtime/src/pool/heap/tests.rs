@@ -118,7 +118,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                 let Some((at, id)) = model.pick(which) else {
                     continue;
                 };
-                let whole = heap
+                let freed = heap
                     .free(id, after, all)
                     .expect("a live block can be freed");
                 model.live.remove(&at);
@@ -129,7 +129,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                     .find(|&&(_, start, size)| (start..start + size).contains(&at))
                     .expect("a block lies in a region");
                 let free = model.live.range(start..start + size).next().is_none();
-                prop_assert_eq!(whole, free.then_some(region));
+                prop_assert_eq!(freed.whole, free.then_some(region));
             }
             Step::FreeTwice { which } => {
                 if let Some(nth) = which.checked_rem(model.dead.len()) {
@@ -235,7 +235,7 @@ fn an_old_name_of_a_header_frees_nothing() {
     assert!(heap.free(old.id, After::NOTHING, all).is_err());
     assert_eq!(
         heap.free(new.id, After::NOTHING, all)
-            .map(|whole| whole.is_some()),
+            .map(|freed| freed.whole.is_some()),
         Ok(true)
     );
 }

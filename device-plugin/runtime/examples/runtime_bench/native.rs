@@ -1,0 +1,77 @@
+//! The driver's own pool, called as a C program calls it: no layer of ours.
+
+use std::ffi::{c_int, c_void};
+
+use anyhow::{Context as _, Result, ensure};
+use bursar_runtime::driver::Stream;
+use libloading::Library;
+
+use super::random::Source;
+
+/// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
+const RELEASE_THRESHOLD: c_int = 4;
+
+/// `cuMemAllocAsync` and `cuMemFreeAsync` in one stream.
+pub(crate) struct Native {
+    allocate: unsafe extern "C" fn(*mut u64, usize, *mut c_void) -> c_int,
+    free: unsafe extern "C" fn(u64, *mut c_void) -> c_int,
+    stream: usize,
+    _library: Library,
+}
+
+impl Native {
+    /// The pool of the current context's device, which keeps what it has got, and has got `primed` bytes: as RMM's resource
+    /// over it does.
+    pub(crate) fn new(ordinal: u32, stream: &Stream, primed: u64) -> Result<Native> {
+        type DefaultPool = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
+        type SetAttribute = unsafe extern "C" fn(*mut c_void, c_int, *const u64) -> c_int;
+        // SAFETY: the library is loaded already, and these are its prototypes in cuda.h.
+        let (native, default_pool, set_attribute) = unsafe {
+            let library = Library::new("libcuda.so.1")?;
+            let default_pool = *library.get::<DefaultPool>("cuDeviceGetDefaultMemPool\0")?;
+            let set_attribute = *library.get::<SetAttribute>("cuMemPoolSetAttribute\0")?;
+            let native = Native {
+                allocate: *library.get("cuMemAllocAsync\0")?,
+                free: *library.get("cuMemFreeAsync\0")?,
+                stream: stream.as_raw(),
+                _library: library,
+            };
+            (native, default_pool, set_attribute)
+        };
+        let (mut pool, keep) = (std::ptr::null_mut(), u64::MAX);
+        // SAFETY: the pointers are good for the calls.
+        let answers = unsafe {
+            let found = default_pool(&raw mut pool, ordinal.cast_signed());
+            [
+                found,
+                set_attribute(pool, RELEASE_THRESHOLD, &raw const keep),
+            ]
+        };
+        ensure!(answers == [0, 0], "the driver's pool answered {answers:?}");
+        let block = native
+            .allocate(primed)
+            .context("the driver's pool cannot be primed")?;
+        native.free(block);
+        stream.synchronize()?;
+        Ok(native)
+    }
+}
+
+impl Source for Native {
+    type Block = u64;
+
+    fn allocate(&self, bytes: u64) -> Option<u64> {
+        let mut address = 0;
+        // SAFETY: the pointer is good for the call, and the stream lives.
+        let answer = unsafe {
+            (self.allocate)(&raw mut address, bytes as usize, self.stream as *mut c_void)
+        };
+        (answer == 0).then_some(address)
+    }
+
+    fn free(&self, address: u64) {
+        // SAFETY: an address that was allocated here, freed once.
+        let answer = unsafe { (self.free)(address, self.stream as *mut c_void) };
+        assert_eq!(answer, 0, "the driver did not free");
+    }
+}

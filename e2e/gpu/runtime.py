@@ -1,0 +1,147 @@
+"""Shows on a real GPU what the runtime's pool costs, and that it is correct there.
+
+usage: runtime.py PROGRAM [--only NAME...]
+
+PROGRAM is `runtime-bench`, made by `cargo build --release -p bursar-runtime --example runtime-bench`. Needs an NVIDIA
+driver and, for the last rows, compute-sanitizer; no network, no cluster. Runs RMM's random allocations, the pair, a
+two-stream steal and planted overflows, and prints one table last. Exits with 1 if a row is not as it must be.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+
+SANITIZERS = ["/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda-13.0/bin/compute-sanitizer"]
+# What RMM 26.10 took at best (arena, pool, binning, cuda_async) on an H200, in milliseconds, by allocations and MiB.
+RMM = {
+    (1000, 1): 0.61, (1000, 64): 0.65, (1000, 1024): 0.41,
+    (10000, 1): 14.1, (10000, 64): 12.0, (10000, 1024): 4.29,
+    (100000, 1): 206, (100000, 64): 127, (100000, 1024): 43,
+}  # fmt: skip
+RMM_PAIR = 142
+PAIR_GOAL = 50
+
+
+def rows_of(program, *arguments, bound=500):
+    """Runs the program; its rows, its exit code and all that it said."""
+    ran = subprocess.run([*program, *arguments], text=True, capture_output=True, timeout=bound, check=False)
+    rows = []
+    for line in ran.stdout.splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            continue
+    return rows, ran.returncode, ran.stdout + ran.stderr
+
+
+def verdict(said):
+    """A row's last cell."""
+    return "right" if said is None else f"WRONG: {said}"
+
+
+def random(program):
+    """RMM's nine cells, and how often an allocation failed."""
+    rows, code, said = rows_of([program], "random")
+    native = {(row["allocations"], row["max_mib"]): row["ms"] for row in rows if row.get("source") == "cuMemAllocAsync"}
+    for row in rows:
+        if row["row"] != "random" or row["source"] == "cuMemAllocAsync":
+            continue
+        cell = row["allocations"], row["max_mib"]
+        goal = RMM[cell] / 3
+        wrong = None
+        if row["failed"]:
+            wrong = f"{row['failed']} allocations failed"
+        elif row["ms"] > goal:
+            wrong = f"goal {goal:.3g} ms"
+        took = f"{row['ms']:.3g} ms ({row['ns_a_step']:.0f} ns a step), best {row['best_ms']:.3g}"
+        beside = f"RMM {RMM[cell]} ms: {RMM[cell] / row['ms']:.1f}x; driver's pool {native.get(cell, 0):.3g} ms: "
+        beside += f"{native.get(cell, 0) / row['ms']:.1f}x"
+        yield f"{row['source']}: {cell[0]} to {cell[1]} MiB", took, beside, verdict(wrong)
+    left = next((row for row in rows if row["row"] == "left"), None)
+    wrong = said[-800:] if code or left is None else None
+    yield "what is left after all", show(left), "", verdict(wrong)
+
+
+def pair(program):
+    """One allocation and its free."""
+    rows, code, said = rows_of([program], "pair")
+    native = {row["bytes"]: row["ns"] for row in rows if row["source"] == "cuMemAllocAsync"}
+    for row in rows:
+        if row["source"] == "cuMemAllocAsync":
+            continue
+        # The goal is the pool's with its exact limit, in every thread that has a stream of its own.
+        judged = row["source"] in ("pool", "pool, a stream each")
+        wrong = f"goal {PAIR_GOAL} ns" if judged and row["ns"] > PAIR_GOAL else None
+        took = f"{row['ns']:.1f} ns, best {row['best_ns']:.1f}"
+        beside = f"RMM {RMM_PAIR} ns: {RMM_PAIR / row['ns']:.1f}x; driver's pool {native.get(row['bytes'], 0):.0f} ns"
+        yield f"pair, {row['bytes']} bytes, {row['threads']} threads: {row['source']}", took, beside, verdict(wrong)
+    if code:
+        yield "pair", said[-800:], "", verdict(f"exit code {code}")
+
+
+def steal(program):
+    """A block goes from one stream to another, with its data checked, and the same under compute-sanitizer."""
+    for title, command in ("steal", [program]), ("steal, memcheck", sanitized(program)):
+        if command is None:
+            yield title, "no compute-sanitizer", "", verdict("not run")
+            continue
+        rows, code, said = rows_of(command, "steal")
+        yield title, show(rows[0] if rows else None), "", verdict(said[-800:] if code or not rows else None)
+
+
+def planted(program):
+    """Overflows by one byte, which somebody has to find."""
+    for how in "direct", "guarded":
+        command = sanitized(program)
+        if command is None:
+            yield f"overflow, {how}", "no compute-sanitizer", "", verdict("not run")
+            continue
+        _, code, said = rows_of(command, "planted", how)
+        found = next((line.strip("= ") for line in said.splitlines() if "Invalid __global__ write" in line), None)
+        yield f"overflow, {how}", found or said[-800:], "", verdict(None if found and code else "not found")
+    rows, _, said = rows_of([program], "planted", "canary")
+    right = rows and rows[0]["refused"] == "Corrupted"
+    yield "overflow, canary", show(rows[0]) if rows else said[-800:], "", verdict(None if right else "not found")
+
+
+def sanitized(program):
+    """The program under memcheck, which answers 9 where it found something."""
+    found = shutil.which("compute-sanitizer") or next((path for path in SANITIZERS if os.path.exists(path)), None)
+    return found and [found, "--tool", "memcheck", "--error-exitcode", "9", program]
+
+
+def show(row):
+    """A row of the program as a cell of the table."""
+    if row is None:
+        return "no answer"
+    return ", ".join(f"{key} {value}" for key, value in row.items() if key != "row" and value is not None)
+
+
+def main():
+    """Runs everything; the process's exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("--only", nargs="*")
+    arguments = parser.parse_args()
+    program = os.path.abspath(arguments.program)
+    begun = time.monotonic()
+    table = []
+    for part in random, pair, steal, planted:
+        if arguments.only and part.__name__ not in arguments.only:
+            continue
+        table.extend(part(program))
+        print(f"[{time.monotonic() - begun:5.1f}s] {part.__name__}", flush=True)
+    print("\n| what | answer | beside | verdict |\n|---|---|---|---|")
+    for row in table:
+        print("| " + " | ".join(str(cell).replace("\n", " ") for cell in row) + " |")
+    wrong = sum(row[-1].startswith("WRONG") for row in table)
+    print(f"{len(table)} rows, {wrong} wrong, {time.monotonic() - begun:.0f} s")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
