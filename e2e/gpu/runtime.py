@@ -1,10 +1,11 @@
 """Shows on a real GPU what the runtime's pool costs, and that it is correct there.
 
-usage: runtime.py PROGRAM [--only NAME...]
+usage: runtime.py FOLDER [--only random|pair|steal|planted|sources...]
 
-PROGRAM is `runtime-bench`, made by `cargo build --release -p bursar-runtime --example runtime-bench`. Needs an NVIDIA
-driver and, for the last rows, compute-sanitizer; no network, no cluster. Runs RMM's random allocations, the pair, a
-two-stream steal and planted overflows, and prints one table last. Exits with 1 if a row is not as it must be.
+FOLDER has `runtime-bench` and `sources`, made by `cargo build --release -p bursar-runtime --example runtime-bench
+--example sources`. Needs an NVIDIA driver and compute-sanitizer; no network, no cluster. Runs RMM's random
+allocations, the pair, a two-stream steal, planted overflows and every source of memory, and prints one table last.
+Exits with 1 if a row is not as it must be.
 """
 
 import argparse
@@ -108,6 +109,17 @@ def planted(program):
     yield "overflow, canary", show(rows[0]) if rows else said[-800:], "", verdict(None if right else "not found")
 
 
+def sources(program):
+    """Every source of memory and the layers over it, alone and under compute-sanitizer."""
+    program = os.path.join(os.path.dirname(program), "sources")
+    for title, command in ("sources", [program]), ("sources, memcheck", sanitized(program)):
+        if command is None:
+            yield title, "no compute-sanitizer", "", verdict("not run")
+            continue
+        _, code, said = rows_of(command)
+        yield title, f"{len(said.splitlines())} lines", "", verdict(said[-1500:] if code else None)
+
+
 def sanitized(program):
     """The program under memcheck, which answers 9 where it found something."""
     found = shutil.which("compute-sanitizer") or next((path for path in SANITIZERS if os.path.exists(path)), None)
@@ -124,13 +136,13 @@ def show(row):
 def main():
     """Runs everything; the process's exit code."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("program")
+    parser.add_argument("folder")
     parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
-    program = os.path.abspath(arguments.program)
+    program = os.path.join(os.path.abspath(arguments.folder), "runtime-bench")
     begun = time.monotonic()
     table = []
-    for part in random, pair, steal, planted:
+    for part in random, pair, steal, planted, sources:
         if arguments.only and part.__name__ not in arguments.only:
             continue
         table.extend(part(program))
