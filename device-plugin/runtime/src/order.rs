@@ -7,6 +7,9 @@
 
 use crate::driver::Access;
 
+/// Streams that are remembered without a look at whether their reads are done.
+const MANY: usize = 32;
+
 /// The streams that used some memory last.
 #[derive(Debug)]
 pub(crate) struct Order<S> {
@@ -50,6 +53,14 @@ impl<S: Clone + PartialEq> Order<S> {
         }
     }
 
+    /// Forgets reads that are done, where there are so many that it is worth asking. Who only reads, in ever new streams, would
+    /// otherwise be remembered for ever.
+    pub(crate) fn forget_reads(&mut self, done: impl Fn(&S) -> bool) {
+        if self.reads.len() > MANY {
+            self.reads.retain(|stream| !done(stream));
+        }
+    }
+
     /// The stream of the last write.
     pub(crate) fn wrote(&self) -> &S {
         &self.wrote
@@ -84,6 +95,19 @@ mod tests {
         order.note(&2, Access::Read);
         order.note(&3, Access::Read);
         assert_eq!(order.before(&3, Access::ReadWrite), [1, 2]);
+    }
+
+    #[test]
+    fn reads_that_are_done_are_forgotten_before_they_are_too_many() {
+        let mut order = Order::since(0);
+        for stream in 1..10_000 {
+            order.note(&stream, Access::Read);
+            // Every hundredth is slow.
+            order.forget_reads(|stream| stream % 100 != 0);
+            assert!(order.reads.len() <= MANY + stream / 100 + 1, "{stream}");
+        }
+        let waits = order.before(&0, Access::ReadWrite);
+        assert!((1..100).all(|slow| waits.contains(&(slow * 100))));
     }
 
     #[test]

@@ -76,6 +76,7 @@ impl SharedMemory {
     ) -> Result<(), MemoryError> {
         if let Some(access) = submitted {
             order.note(stream, access);
+            order.forget_reads(|stream| stream.is_idle() == Ok(true));
         }
         match used {
             Some(used) => Ok(self.memory.resource.finish_block_use(used, stream)?),

@@ -27,7 +27,7 @@ pub enum Stale {
         "the process's CUDA contexts are poisoned (error {0}); end the process: its next image starts clean"
     )]
     Poisoned(i32),
-    /// The device is being given up; what is there can be read and freed by who has it, nothing new starts.
+    /// The device is being given up: nothing new starts, and what is there can only be freed.
     #[error("the device is being drained; free what is left and start again later")]
     Draining,
     /// The runtime that it was allocated from has ended.

@@ -24,6 +24,9 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// A century.
+const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+
 /// Why a right to write is not given, or has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
@@ -85,7 +88,8 @@ impl WriteGate {
         {
             return Err(WriteRefused::Held(left));
         }
-        let until = now + lasts;
+        // What the clock cannot count to is as good as for ever.
+        let until = now.checked_add(lasts).unwrap_or(now + FOR_EVER);
         gate.issued += 1;
         gate.until = Some(until);
         Ok(WriteToken {
@@ -189,6 +193,13 @@ mod tests {
         let late = gate.commit(token, now + LASTS + SECOND);
         assert_eq!(late, Err(WriteRefused::Expired(SECOND)));
         assert_eq!(gate.commits(), 0);
+    }
+
+    #[test]
+    fn a_token_for_longer_than_a_clock_counts_is_one_for_ever() {
+        let (gate, now) = (WriteGate::default(), Instant::now());
+        let token = gate.issue(now, Duration::MAX).expect("a token");
+        assert_eq!(gate.commit(token, now + LASTS), Ok(1));
     }
 
     #[test]

@@ -83,6 +83,39 @@ fn the_host_waits_for_what_writes_before_it_reads_and_for_what_reads_before_it_w
 }
 
 #[test]
+fn who_waits_for_a_stream_keeps_nobody_from_submitting() {
+    inside(ONE_GPU, |_| {
+        let runtime = managed(0);
+        let (mut memory, mut other) = (
+            memory(&runtime, 4, Attach::Global),
+            memory(&runtime, 4, Attach::Global),
+        );
+        let [writing, reading] = [(); 2].map(|()| runtime.stream().unwrap());
+        let begun = Instant::now();
+        spin(&writing);
+        Launch::new(&fill(runtime.context()), &writing, Grid::line(1, 1))
+            .arg(memory.arg_mut().unwrap())
+            .arg(1u8)
+            .arg(16u64)
+            .submit()
+            .unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| memory.read().map(<[u32]>::len));
+            std::thread::sleep(LONG / 4);
+            Launch::new(&copy(runtime.context()), &reading, Grid::line(1, 1))
+                .arg(other.arg_mut().unwrap())
+                .arg(memory.arg().unwrap())
+                .arg(16u64)
+                .submit()
+                .unwrap();
+            assert!(begun.elapsed() < LONG, "the launch waited for the reader");
+            assert_eq!(waiting.join().unwrap(), Ok(4));
+        });
+        assert!(begun.elapsed() >= LONG);
+    });
+}
+
+#[test]
 fn it_is_freed_once_and_behind_its_work() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
