@@ -163,7 +163,8 @@ impl DeviceMemoryResource for Exportable {
         check_request(self.ordinal(), layout, self.granularity as usize, stream)?;
         let backed = match self.back(layout) {
             Err(error)
-                if error.class() == ErrorClass::OutOfMemory && self.reap_pending()?.freed > 0 =>
+                if error.class() == ErrorClass::OutOfMemory
+                    && self.reap_pending().is_ok_and(|reaped| reaped.freed > 0) =>
             {
                 self.back(layout)
             }

@@ -86,6 +86,25 @@ impl<R: DeviceMemoryResource> Guard<R> {
         })
     }
 
+    /// The block of a use as the resource under the guard knows it; one that was freed may still be live there.
+    fn used(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
+        let (origin, found, generation) = (self.under.origin, block.origin, block.generation);
+        if found != origin {
+            return Err(ResourceError::Foreign { origin, found });
+        }
+        if self.is_kept(block) {
+            return Err(ResourceError::Stale { generation });
+        }
+        self.inner(block)
+    }
+
+    /// Whether a block is in quarantine, or leaving it now.
+    fn is_kept(&self, block: BlockRef) -> bool {
+        let state = self.lock();
+        let mut kept = state.quarantine.iter().map(|kept| kept.outer);
+        kept.any(|kept| kept == block) || state.leaving.contains(&block)
+    }
+
     /// The first byte of the zones that was overwritten.
     fn check_zones(&self, context: &Context, block: BlockRef) -> Result<(), ResourceError> {
         let before = zone(block.layout);
@@ -208,7 +227,8 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
         let zoned = with_zones(layout, self.ordinal())?;
         let block = match self.under.allocate(zoned, stream, tag) {
             Err(error)
-                if error.class() == ErrorClass::OutOfMemory && self.reap_pending()?.freed > 0 =>
+                if error.class() == ErrorClass::OutOfMemory
+                    && self.reap_pending().is_ok_and(|reaped| reaped.freed > 0) =>
             {
                 self.under.allocate(zoned, stream, tag)?
             }
@@ -290,12 +310,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
     }
 
     fn is_retired(&self, block: BlockRef) -> bool {
-        let kept = {
-            let state = self.lock();
-            state.quarantine.iter().any(|kept| kept.outer == block)
-                || state.leaving.contains(&block)
-        };
-        kept || self.is_retired_below(block)
+        self.is_kept(block) || self.is_retired_below(block)
     }
 
     fn prepare_block_use(
@@ -306,7 +321,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
         let used = self
             .under
             .resource
-            .prepare_block_use(self.inner(block)?, stream)?;
+            .prepare_block_use(self.used(block)?, stream)?;
         Ok(BlockUse { block, ..used })
     }
 
@@ -320,7 +335,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
     fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
         self.under
             .resource
-            .record_block_use(self.inner(block)?, stream)
+            .record_block_use(self.used(block)?, stream)
     }
 
     fn kind(&self) -> &'static str {

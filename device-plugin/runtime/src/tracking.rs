@@ -119,12 +119,7 @@ impl<P> Tracking<P> {
         block: BlockRef,
         look: impl FnOnce(&P) -> T,
     ) -> Result<T, ResourceError> {
-        let blocks = self.blocks();
-        let live = blocks
-            .live
-            .get(&block.generation)
-            .filter(|live| live.block == block);
-        live.map(|live| look(&live.payload)).ok_or(stale(block))
+        self.change(block, |live| look(&live.payload))
     }
 
     /// Orders a stream behind a block's allocation, and opens a use.
@@ -156,7 +151,11 @@ impl<P> Tracking<P> {
             let generation = used.block.generation;
             return Err(ResourceError::WrongStream { generation });
         }
-        self.record(used.block, stream)?;
+        match self.record(used.block, stream) {
+            // No event can be had: then the work is waited for, so that the block can be freed at all.
+            Err(ResourceError::Cuda(_)) => stream.synchronize()?,
+            other => other?,
+        }
         self.change(used.block, |live| live.open = live.open.saturating_sub(1))
     }
 
@@ -247,21 +246,20 @@ impl<P> Tracking<P> {
         free: impl Fn(&Retired<P>) -> Result<(), CudaError>,
         gone: impl Fn(&mut Retired<P>) -> Result<(), CudaError>,
     ) -> Result<Reaped, ResourceError> {
-        let mut tried: Vec<Retired<P>> = {
+        let tried = {
             let mut blocks = self.blocks();
             let all = std::mem::take(&mut blocks.retired);
             blocks.leaving.extend(all.keys());
-            all.into_values().collect()
+            all.into_values()
         };
         let (mut busy, mut left, mut events, mut answer, mut freed) =
             (HashSet::new(), Vec::new(), Vec::new(), Ok(()), 0);
-        for mut one in tried.drain(..) {
-            match self.look(&mut one, &mut busy, &free).and_then(|done| {
-                if done {
-                    gone(&mut one)?
-                }
-                Ok(done)
-            }) {
+        for mut one in tried {
+            let done = match self.look(&mut one, &mut busy, &free) {
+                Ok(true) => gone(&mut one).map(|()| true),
+                other => other,
+            };
+            match done {
                 Ok(true) => {
                     freed += one.block.bytes();
                     let mut blocks = self.blocks();
