@@ -35,8 +35,9 @@ use crate::world::{
 /// connection that died in silence is noticed then.
 const WATCH_SECONDS: u32 = 200;
 
-/// How long the API server may be silent within an answer: a watch's time, and some.
-const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 30);
+/// How long the API server may be silent within an answer: a watch's time, and some. A watch that died in
+/// silence is begun anew after it.
+const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
 /// How long changes are gathered.
 pub const GATHER: Duration = Duration::from_millis(500);
