@@ -13,10 +13,13 @@ use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::budget::ContextAction;
 use crate::{Amount, schema};
 
 /// The most GPUs (or MIG instances) in one object: 16 GPUs with 7 instances each.
 pub const MAX_GPUS: usize = 112;
+/// The most namespaces with an order about poisoned contexts.
+pub const MAX_CONTEXTS: usize = 1024;
 /// The most open faults in one object; newer ones wait until older ones are closed.
 pub const MAX_FAULTS: usize = 16;
 /// The most waiting containers in one object, the longest waiting first.
@@ -103,6 +106,29 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = 64))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
     pub quotas: Vec<QuotaOrder>,
+    /// What is done about poisoned contexts in pods of these namespaces, known to the agent before it happens. In all
+    /// others the container is restarted, at most 5 times in 10 minutes.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 1024))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
+    pub context_policies: Vec<ContextOrder>,
+}
+
+/// What is done about poisoned contexts in a namespace's pods.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct ContextOrder {
+    /// The namespace.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+    /// What is done first.
+    pub action: ContextAction,
+    /// How many restarts, in place or not, one container gets within the window.
+    #[schemars(range(min = 0, max = 100))]
+    pub max_restarts: i32,
+    /// The window of `maxRestarts`, in seconds.
+    #[schemars(range(min = 1, max = 86_400))]
+    pub window_seconds: i32,
 }
 
 /// The quota of one account of a running container.

@@ -16,7 +16,7 @@ pub struct Function<'a> {
     pub name: &'a str,
     /// Why it matters: one of [`CLASSES`].
     pub class: &'a str,
-    /// What the shim does instead of forwarding it.
+    /// What the shim does besides forwarding it, or instead.
     pub own: Option<Own>,
     /// Why it is forwarded though it may take memory: one of [`REASONS`].
     pub because: Option<&'a str>,
@@ -24,11 +24,13 @@ pub struct Function<'a> {
     pub proc: Option<Proc<'a>>,
 }
 
-/// What the shim does with a function that it does not forward.
+/// What the shim does with a function besides forwarding it, or instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Own {
     /// The crate has a function of this name.
     Hook,
+    /// It forwards it, and looks at the answer.
+    Watch,
     /// It answers NOT_SUPPORTED.
     Refused,
 }
@@ -86,6 +88,7 @@ fn symbol(line: &str) -> Option<Symbol<'_>> {
             Some(text) if proc.is_none() => proc = Some(parse_proc(text)?),
             None if own.is_none() && because.is_none() && proc.is_none() => match field {
                 "hook" => own = Some(Own::Hook),
+                "watch" => own = Some(Own::Watch),
                 "refused" => own = Some(Own::Refused),
                 reason if REASONS.contains(&reason) => because = Some(reason),
                 _ => return None,

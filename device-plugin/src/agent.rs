@@ -32,6 +32,7 @@ use crate::node::generations::Generations;
 use crate::node::host::{HostError, OsHost, find_driver};
 use crate::node::identity::Identities;
 use crate::pods::Pods;
+use crate::poison;
 use crate::resize::{self, Ordered};
 use crate::sessions::{Cgroups, Sessions};
 use crate::status::{Events, orders};
@@ -167,6 +168,16 @@ pub async fn run(
     );
     parts.start("audit", auditor.run(config.clone(), stop.clone()));
     let (acknowledge, ordered) = watch::channel(Ordered::default());
+    let (open, faults) = watch::channel(Vec::new());
+    let around = poison::Around {
+        paths: config.paths.clone(),
+        sessions: sessions.clone(),
+        snapshots: snapshots.clone(),
+        orders: told.clone(),
+        events: events.clone(),
+        metrics: metrics.clone(),
+    };
+    parts.start("poison", poison::run(around, open, stop.clone()));
     let resize = resize::run(sessions, snapshots.clone(), told, acknowledge, stop.clone());
     parts.start("resize", resize);
     let registration = parts.register(&config, allocator, offers, &metrics);
@@ -178,6 +189,7 @@ pub async fn run(
         audited,
         limits,
         ordered,
+        faults,
         node: node.clone(),
         client: client.clone(),
         events,

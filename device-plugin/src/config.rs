@@ -117,6 +117,8 @@ pub struct PathsConfig {
     pub shim_dir: PathBuf,
     /// The host's process file system.
     pub proc: PathBuf,
+    /// The kernel's log, where the driver says which process a fault was of.
+    pub kernel_log: PathBuf,
 }
 
 /// How programs are audited.
@@ -258,6 +260,7 @@ mod tests {
             cgroup-root = "/g"
             shim-dir = "/h"
             proc = "/p"
+            kernel-log = "/k"
             [binding]
             wait = "2s 500ms"
             [audit]
@@ -298,6 +301,7 @@ mod tests {
                 cgroup_root: "/g".into(),
                 shim_dir: "/h".into(),
                 proc: "/p".into(),
+                kernel_log: "/k".into(),
             },
             bind_wait: Duration::from_millis(2_500),
             audit: AuditConfig {

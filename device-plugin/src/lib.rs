@@ -17,6 +17,7 @@ pub mod limits;
 pub mod metrics;
 pub mod node;
 pub mod pods;
+pub mod poison;
 pub mod proc;
 pub mod resize;
 pub mod runtime;

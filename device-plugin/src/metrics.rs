@@ -332,7 +332,7 @@ mod tests {
     use crate::audit::judge::{Finding, Verdict};
     use crate::node::core::BoundContainer;
     use crate::node::state::{Holder, PodName};
-    use crate::sessions::{Account, AccountBooks, Books};
+    use crate::sessions::{Account, AccountBooks, Books, Fault, Image, Process};
     use crate::status::testing::report;
     use crate::units::Bytes;
 
@@ -419,7 +419,22 @@ mod tests {
         let gpus = std::collections::BTreeSet::from([gpu.clone()]);
         metrics.set_audit(&[figures], &verdict, &gpus, &gpus);
         let bytes = Bytes::gib(1);
-        metrics.found(&Finding::Unaccounted { gpu, bytes });
+        metrics.found(&Finding::Unaccounted {
+            gpu: gpu.clone(),
+            bytes,
+        });
+        metrics.poisoned(&Fault {
+            image: Image {
+                process: Process { pid: 7, start: 70 },
+                generation: 1,
+            },
+            gpu,
+            cuda_error: Some(700),
+            xid: None,
+            time: jiff::Timestamp::UNIX_EPOCH,
+            decided: None,
+            ended: false,
+        });
     }
 
     #[test]

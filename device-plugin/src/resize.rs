@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{DEVICE, MANAGED, QuotaOrder, QuotaState, Reservation};
+use bursar_crds::gpu_node::{ContextOrder, DEVICE, MANAGED, QuotaOrder, QuotaState, Reservation};
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -31,6 +31,8 @@ pub struct Orders {
     pub quotas: Vec<QuotaOrder>,
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,
+    /// `spec.contextPolicies`.
+    pub contexts: Vec<ContextOrder>,
 }
 
 /// What became of the orders.

@@ -27,6 +27,7 @@ mod leftovers;
 mod life;
 mod pace;
 mod peer;
+mod poison;
 mod record;
 mod seats;
 
@@ -35,7 +36,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use jiff::Timestamp;
 use tokio::net::UnixListener;
+use tokio::sync::Notify;
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
@@ -48,6 +51,7 @@ pub use books::{AccountBooks, Books, MemberBooks};
 pub use charges::{Charges, DriverCharges, Look};
 pub use credit::Credit;
 pub use peer::{Cgroups, Membership, Process};
+pub use poison::{Decision, Fault, Image, Policy};
 
 /// The processes of one container that are served at the same time. A container with more gets
 /// `Goodbye`, and its further processes no memory.
@@ -138,6 +142,7 @@ pub struct Sessions {
     seats: Seats,
     /// None where contexts are not charged.
     contexts: Option<Arc<ContextSizes>>,
+    news: Arc<Notify>,
     /// The GPUs that have a task in `watches`, which ends with these sessions.
     watched: Mutex<BTreeSet<GpuUuid>>,
     watches: Mutex<JoinSet<()>>,
@@ -187,6 +192,7 @@ impl Sessions {
             membership,
             seats: Seats::of_this_process(),
             contexts: None,
+            news: Arc::default(),
             watched: Mutex::default(),
             watches: Mutex::default(),
         }
@@ -255,6 +261,7 @@ impl Sessions {
             charges: Arc::clone(&self.shared.charges),
             membership: Arc::clone(&self.membership),
             seats: self.seats.clone(),
+            news: Arc::clone(&self.news),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
         // A second serve of the same allocation at the same time: the later listener has replaced
@@ -381,6 +388,60 @@ impl Sessions {
             .values()
             .map(|running| lock(&running.container).books())
             .collect()
+    }
+
+    /// Told each time that a process reported poison.
+    pub fn news(&self) -> Arc<Notify> {
+        Arc::clone(&self.news)
+    }
+
+    /// What is done about poisoned contexts of an allocation's container from now on. One that has ended needs nothing.
+    pub fn set_context_policy(&self, allocation: &AllocationId, policy: Policy) {
+        let _ = self.with(allocation, |container| container.set_policy(policy));
+    }
+
+    /// An XID names a process of the host; whether it is one of a container's.
+    pub fn xid(&self, pid: u32, code: u32, now: Timestamp) -> bool {
+        let running = lock(&self.shared.running);
+        let mut running = running.values();
+        running.any(|running| lock(&running.container).xid(pid, code, now))
+    }
+
+    /// The faults that were opened since this was last asked, after deciding about those that waited long enough.
+    pub fn new_faults(&self, now: Timestamp) -> Vec<(AllocationId, Fault)> {
+        self.of_each(|container| {
+            container.overdue(now);
+            container.take_news()
+        })
+    }
+
+    /// The faults that are open.
+    pub fn faults(&self) -> Vec<(AllocationId, Fault)> {
+        self.of_each(|container| container.faults().to_vec())
+    }
+
+    /// The first processes of containers that are to be killed for a fault.
+    pub fn condemned(&self) -> Vec<(AllocationId, Process)> {
+        let poisoned = self.of_each(|container| {
+            let pod = container.pod().clone();
+            let condemned = container.condemned().into_iter();
+            condemned.map(|process| (process, pod.clone())).collect()
+        });
+        // Outside of the locks: it reads files.
+        let first = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {
+            let first = self.membership.first(process, &pod)?;
+            Some((allocation, first))
+        };
+        poisoned.into_iter().filter_map(first).collect()
+    }
+
+    fn of_each<T>(&self, ask: impl Fn(&mut Container) -> Vec<T>) -> Vec<(AllocationId, T)> {
+        let running = lock(&self.shared.running);
+        let answers = running.iter().flat_map(|(allocation, running)| {
+            let answers = ask(&mut lock(&running.container));
+            answers.into_iter().map(|answer| (*allocation, answer))
+        });
+        answers.collect()
     }
 
     fn with(

@@ -18,3 +18,5 @@ mod container;
 mod found;
 #[path = "audit/left.rs"]
 mod left;
+#[path = "audit/poison.rs"]
+mod poison;

@@ -31,7 +31,13 @@ pub mod worker;
 
 /// The version of protocol that this build speaks. The agent answers a hello with the lower of
 /// both versions, so that an upgraded agent serves the shims that running containers have mapped.
-pub const VERSION: u16 = 1;
+///
+/// * 1: credit, reports
+/// * 2: the welcome has a generation; a process reports poison
+pub const VERSION: u16 = 2;
+
+/// The first version whose agent takes a report of poison.
+pub const POISON_SINCE: u16 = 2;
 
 /// The folder of the agent's socket as a container sees it (design section 5).
 pub const CONTAINER_RUN_DIR: &str = "/run/bursar";

@@ -7,15 +7,18 @@
 //! ```text
 //! shim                                    agent
 //!   Hello {version, image, holdings}  ->
-//!                                     <-  Welcome {version, accounts} + the credit page (SCM_RIGHTS)
-//!                                         or Goodbye {reason}
+//!                                     <-  Welcome {version, generation, accounts} + the credit page
+//!                                         (SCM_RIGHTS) or Goodbye {reason}
 //!   Request {account, units}          ->
 //!                                     <-  Granted {account, units} | Refused {account, free}
+//!                                         | Fenced {account}
 //!   Refresh                           ->                         (writes the page's `others`)
 //!                                     <-  Refreshed
 //!   Denied {account, bytes, function} ->                         (no answer)
 //!   ContextMade {account}             ->                         (asks the driver)
 //!                                     <-  ContextSize {account, units}
+//!   Poisoned {account, code, able}    ->                         (since version 2)
+//!                                     <-  Verdict {execute again | go on}
 //!
 //!   Query {version, account}          ->                         (a connection of its own, and all of it)
 //!                                     <-  Usage {quota, used, processes} or Goodbye {reason}
@@ -126,6 +129,15 @@ pub enum ToAgent {
     },
     /// Asks about kept memory: first and only message of a connection that is no session.
     Kept(KeptQuestion),
+    /// A fault has poisoned the process's context. Since version 2.
+    Poisoned {
+        /// The account of the GPU that was current.
+        account: u8,
+        /// The driver's error, one that [`crate::sticky`] calls poison or that was answered again.
+        code: i32,
+        /// Whether the process could execute itself again in its place.
+        able: bool,
+    },
 }
 
 /// What the agent says.
@@ -135,6 +147,8 @@ pub enum ToShim {
     Welcome {
         /// The version that both speak.
         version: u16,
+        /// P, the number of this process image among its container's; none before version 2.
+        generation: Option<u64>,
         /// The container's accounts; the page's slots are in the same order.
         quotas: Vec<Quota>,
     },
@@ -172,11 +186,27 @@ pub enum ToShim {
     },
     /// Answers a question about kept memory.
     Kept(KeptAnswer),
+    /// The image that asked is poisoned: it is granted nothing any more. Since version 2.
+    Fenced {
+        /// The account asked for.
+        account: u8,
+    },
+    /// Answers a report of poison.
+    Verdict(Verdict),
     /// The agent will not talk to this peer.
     Goodbye {
         /// Why.
         reason: Reason,
     },
+}
+
+/// What a poisoned process is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Verdict {
+    /// Execute its program again, in its own place.
+    Execute,
+    /// Hand the error to the program. The agent may kill the container.
+    GoOn,
 }
 
 /// Why the agent hangs up.
@@ -298,6 +328,15 @@ impl Message for ToAgent {
                 out.push(16);
                 kept::put_question(&mut out, question);
             }
+            ToAgent::Poisoned {
+                account,
+                code,
+                able,
+            } => {
+                out.extend_from_slice(&[8, *account]);
+                out.extend_from_slice(&code.to_le_bytes());
+                out.push(u8::from(*able));
+            }
         }
         out
     }
@@ -334,6 +373,15 @@ impl Message for ToAgent {
                 account: fields.slot()?,
             },
             16 => ToAgent::Kept(kept::question(&mut fields)?),
+            8 => ToAgent::Poisoned {
+                account: fields.slot()?,
+                code: fields.i32()?,
+                able: match fields.u8()? {
+                    0 => false,
+                    1 => true,
+                    _ => return Err(WireError::BadValue("able")),
+                },
+            },
             other => return Err(WireError::UnknownMessage(other)),
         };
         fields.end(message)
@@ -344,9 +392,17 @@ impl Message for ToShim {
     fn payload(&self) -> Vec<u8> {
         let mut out = Vec::new();
         match self {
-            ToShim::Welcome { version, quotas } => {
-                out.push(1);
+            ToShim::Welcome {
+                version,
+                generation,
+                quotas,
+            } => {
+                // A peer of version 1 knows the one number only.
+                out.push(if generation.is_some() { 8 } else { 1 });
                 out.extend_from_slice(&version.to_le_bytes());
+                if let Some(generation) = generation {
+                    out.extend_from_slice(&generation.to_le_bytes());
+                }
                 put_list(&mut out, quotas, |out, Quota { account, bytes }| {
                     put_account(out, account);
                     out.extend_from_slice(&bytes.to_le_bytes());
@@ -393,6 +449,14 @@ impl Message for ToShim {
                 out.push(16);
                 kept::put_answer(&mut out, answer);
             }
+            ToShim::Fenced { account } => out.extend_from_slice(&[9, *account]),
+            ToShim::Verdict(verdict) => {
+                let verdict = match verdict {
+                    Verdict::Execute => 1,
+                    Verdict::GoOn => 2,
+                };
+                out.extend_from_slice(&[10, verdict]);
+            }
         }
         out
     }
@@ -400,8 +464,12 @@ impl Message for ToShim {
     fn parse(payload: &[u8]) -> Result<ToShim, WireError> {
         let mut fields = Fields(payload);
         let message = match fields.u8()? {
-            1 => ToShim::Welcome {
+            number @ (1 | 8) => ToShim::Welcome {
                 version: fields.u16()?,
+                generation: match number {
+                    1 => None,
+                    _ => Some(fields.u64()?),
+                },
                 quotas: fields.list(|fields| {
                     Ok(Quota {
                         account: fields.account()?,
@@ -437,6 +505,14 @@ impl Message for ToShim {
                 units: fields.units()?,
             },
             16 => ToShim::Kept(kept::answer(&mut fields)?),
+            9 => ToShim::Fenced {
+                account: fields.slot()?,
+            },
+            10 => ToShim::Verdict(match fields.u8()? {
+                1 => Verdict::Execute,
+                2 => Verdict::GoOn,
+                _ => return Err(WireError::BadValue("verdict")),
+            }),
             other => return Err(WireError::UnknownMessage(other)),
         };
         fields.end(message)
@@ -498,6 +574,10 @@ impl<'a> Fields<'a> {
 
     pub(crate) fn u32(&mut self) -> Result<u32, WireError> {
         self.array().map(u32::from_le_bytes)
+    }
+
+    pub(crate) fn i32(&mut self) -> Result<i32, WireError> {
+        self.array().map(i32::from_le_bytes)
     }
 
     pub(crate) fn u64(&mut self) -> Result<u64, WireError> {
@@ -613,6 +693,13 @@ mod tests {
                 .prop_map(|(account, units)| ToAgent::Request { account, units }),
             slot.clone()
                 .prop_map(|account| ToAgent::ContextMade { account }),
+            (slot.clone(), any::<i32>(), any::<bool>()).prop_map(|(account, code, able)| {
+                ToAgent::Poisoned {
+                    account,
+                    code,
+                    able,
+                }
+            }),
             (slot, any::<u64>(), "[a-zA-Z0-9_]{0,96}").prop_map(|(account, bytes, function)| {
                 ToAgent::Denied {
                     account,
@@ -638,8 +725,18 @@ mod tests {
             Just(Reason::Account)
         ];
         prop_oneof![
-            (any::<u16>(), vec(quota, 0..=MAX_SLOTS))
-                .prop_map(|(version, quotas)| ToShim::Welcome { version, quotas }),
+            (
+                any::<u16>(),
+                any::<Option<u64>>(),
+                vec(quota, 0..=MAX_SLOTS)
+            )
+                .prop_map(|(version, generation, quotas)| ToShim::Welcome {
+                    version,
+                    generation,
+                    quotas
+                }),
+            slot.clone().prop_map(|account| ToShim::Fenced { account }),
+            prop_oneof![Just(Verdict::Execute), Just(Verdict::GoOn)].prop_map(ToShim::Verdict),
             (slot.clone(), units()).prop_map(|(account, units)| ToShim::Granted { account, units }),
             (slot.clone(), units())
                 .prop_map(|(account, units)| ToShim::ContextSize { account, units }),
@@ -695,6 +792,20 @@ mod tests {
             long.push(byte);
             prop_assert_eq!(ToAgent::parse(&long), Err(WireError::Trailing(1)));
         }
+    }
+
+    #[test]
+    fn a_welcome_without_a_generation_is_what_version_1_knows() {
+        let quotas = vec![Quota {
+            account: Account::Managed,
+            bytes: 5,
+        }];
+        let welcome = ToShim::Welcome {
+            version: 1,
+            generation: None,
+            quotas,
+        };
+        assert_eq!(welcome.payload(), [1, 1, 0, 1, 1, 5, 0, 0, 0, 0, 0, 0, 0]);
     }
 
     #[test]

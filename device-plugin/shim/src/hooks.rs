@@ -40,15 +40,21 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::codes::{self, CuResult};
 use crate::forward::{self, index};
 use crate::ledger::{self, Denied, Kind};
+use crate::poison;
 
 thread_local! {
     static INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs a hook's body; a panic in it is an error of the driver's, and the program goes on.
+/// Runs a hook's body; a panic in it is an error of the driver's, and the program goes on. Hooks are where errors
+/// of work that went before come to light too.
 #[inline]
 pub(crate) fn hooked(body: impl FnOnce() -> CuResult) -> CuResult {
-    catch_unwind(AssertUnwindSafe(body)).unwrap_or(codes::UNKNOWN)
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(codes::SUCCESS) => codes::SUCCESS,
+        Ok(code) => poison::noticed(code),
+        Err(_) => codes::UNKNOWN,
+    }
 }
 
 /// Runs `body` unless this thread is inside a hook, and then `plain`.

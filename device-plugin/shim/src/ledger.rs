@@ -4,14 +4,14 @@ use std::sync::atomic::Ordering;
 
 use bursar_protocol::page::Slot;
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::Account;
+use bursar_protocol::wire::{Account, Verdict};
 use bursar_protocol::word::NoCredit;
 
 use crate::codes::{self, CuResult};
 use crate::link::{self, Answer};
 use crate::live::{Charge, Lent, Live};
 use crate::pools::POOLS;
-use crate::state::{self, State};
+use crate::state::{self, Held, State};
 
 /// Every charged pointer of this process.
 pub(crate) static LIVE: Live = Live::new();
@@ -229,6 +229,20 @@ pub(crate) fn context_made(device: i32) -> Option<u64> {
     let index = account_of(state, Kind::Device(device))?;
     let held = state.hold()?;
     link::context_made(state, &held, map_devices, index).map(Units::bytes)
+}
+
+/// Reports that a fault poisoned this image, with a device current; what to do, where the agent says it.
+pub(crate) fn poisoned(
+    state: &State,
+    held: &Held<'_>,
+    device: i32,
+    code: codes::CuResult,
+    able: bool,
+) -> Option<Verdict> {
+    link::poisoned(state, held, map_devices, code, able, || {
+        let place = state.devices.get(usize::try_from(device).ok()?)?;
+        place.load(Ordering::Acquire).checked_sub(1)
+    })
 }
 
 /// What the container may still use of a device and its quota, in bytes; `None` without a session.

@@ -9,16 +9,23 @@
 //! has reserved ([`pools`]); memory of `cuMemCreate` until nothing refers to it ([`vmm`]). The table `symbols.txt` lists what else
 //! can take memory.
 //!
-//! * Loading the library does nothing: the real one is opened ([`real`]) at the first call.
+//! A function that answers with a code which poisons its context is reported to the agent, and the program may be
+//! executed again in its place ([`poison`], [`again`]).
+//!
+//! * Loading the library does nothing, but in a container's first process, which remembers how it was started
+//!   ([`again`]): the real one is opened ([`real`]) at the first call.
 //! * No environment variable is read, no panic crosses the ABI, nothing waits without a bound.
 //! * A forked child has a state of its own ([`state`]): neither the page nor a held lock is inherited.
 //! * With the agent away, what is granted stays usable, and more is waited for, for some seconds, and then refused.
 
 mod afresh;
+mod again;
 mod codes;
 mod compat;
 #[macro_use]
 mod first_call;
+#[macro_use]
+mod watched;
 mod forward;
 mod graphs;
 mod hooks;
@@ -29,6 +36,7 @@ mod link;
 mod live;
 mod old_glibc;
 mod place;
+mod poison;
 mod pools;
 mod real;
 mod state;

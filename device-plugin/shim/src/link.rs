@@ -15,9 +15,9 @@ use bursar_protocol::dial::{dial, read};
 use bursar_protocol::page::CreditPage;
 use bursar_protocol::socket::receive_with_fd;
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim};
+use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim, Verdict};
 use bursar_protocol::word::Word;
-use bursar_protocol::{CONTAINER_RUN_DIR, VERSION};
+use bursar_protocol::{CONTAINER_RUN_DIR, POISON_SINCE, VERSION};
 
 use crate::state::{Held, MAX_DEVICES, State};
 
@@ -94,7 +94,11 @@ pub(crate) fn request(
     };
     match answer {
         Ok(ToShim::Granted { account: got, .. }) if got == account => Answer::Granted,
-        Ok(ToShim::Refused { account: got, .. }) if got == account => Answer::Refused,
+        Ok(ToShim::Refused { account: got, .. } | ToShim::Fenced { account: got })
+            if got == account =>
+        {
+            Answer::Refused
+        }
         Ok(_) => {
             forget(state);
             Answer::Away
@@ -127,6 +131,38 @@ pub(crate) fn context_made(
             forget(state);
             None
         }
+    }
+}
+
+/// Reports poison; the verdict. An agent that knows no such report, or that is away for long, has none. The account
+/// is looked up in a session, and is the first where there is no other.
+pub(crate) fn poisoned(
+    state: &State,
+    held: &Held<'_>,
+    map: MapDevices,
+    code: i32,
+    able: bool,
+    account: impl Fn() -> Option<u8>,
+) -> Option<Verdict> {
+    if !ensure_welcomed(state, held, map) {
+        return None;
+    }
+    let account = account().unwrap_or_default();
+    let report = ToAgent::Poisoned {
+        account,
+        code,
+        able,
+    };
+    let answer = patiently(state, || {
+        // Another agent may have come since.
+        if state.version.load(Ordering::Relaxed) < u32::from(POISON_SINCE) {
+            return Err(NoAnswer::Unwelcome);
+        }
+        exchange(state, held, map, &report)
+    });
+    match answer {
+        Ok(ToShim::Verdict(verdict)) => Some(verdict),
+        _ => None,
     }
 }
 
@@ -265,9 +301,10 @@ fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Result<(), NoAns
     let inode = inode(stream.as_raw_fd()).ok_or(NoAnswer::Away)?;
     // Frozen while it moves: nothing is charged to a page that is left.
     let frozen = Frozen::of(state);
-    let (page, quotas) =
+    let (page, version, quotas) =
         greet(state, &stream, &frozen.words).map_err(|error| noted(state, error))?;
     settle_in(state, page, quotas, frozen, map);
+    state.version.store(version.into(), Ordering::Relaxed);
     let _ = stream.set_read_timeout(Some(PATIENCE));
     state.socket_inode.store(inode, Ordering::Relaxed);
     let socket = stream.into_raw_fd() + 1;
@@ -318,7 +355,7 @@ fn greet(
     state: &State,
     stream: &UnixStream,
     frozen: &[Word],
-) -> io::Result<(CreditPage, Vec<wire::Quota>)> {
+) -> io::Result<(CreditPage, u16, Vec<wire::Quota>)> {
     let holdings = state
         .accounts()
         .iter()
@@ -348,8 +385,14 @@ fn greet(
     }
     let payload = bytes.get(wire::HEADER..wanted).ok_or_else(short)?;
     match (ToShim::parse(payload).map_err(io::Error::other)?, fd) {
-        (ToShim::Welcome { quotas, .. }, Some(fd)) => {
-            Ok((CreditPage::open(fd).map_err(io::Error::other)?, quotas))
+        (
+            ToShim::Welcome {
+                version, quotas, ..
+            },
+            Some(fd),
+        ) => {
+            let page = CreditPage::open(fd).map_err(io::Error::other)?;
+            Ok((page, version, quotas))
         }
         _ => Err(io::Error::from(io::ErrorKind::PermissionDenied)),
     }

@@ -40,6 +40,10 @@ pub(crate) struct State {
     pub(crate) socket_inode: AtomicU64,
     /// This process image's name in hellos.
     pub(crate) image: AtomicU64,
+    /// The version of the protocol that the agent answered the last hello with.
+    pub(crate) version: AtomicU32,
+    /// The code that poisoned this image; zero for none.
+    pub(crate) poisoned: AtomicI32,
     /// Milliseconds since this library's first use before which the agent is not asked again.
     pub(crate) quiet_until: AtomicU64,
     /// The account of each device, plus one; zero where it has none.

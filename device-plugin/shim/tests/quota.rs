@@ -242,6 +242,7 @@ fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
             ];
             let welcome = ToShim::Welcome {
                 version: 1,
+                generation: None,
                 quotas: accounts.map(account).to_vec(),
             };
             let _ = send_with_fd(&stream, &welcome.frame(), fd);

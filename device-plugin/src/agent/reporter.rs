@@ -19,7 +19,7 @@ use crate::node::actor::Snapshot;
 use crate::node::report::{Around, events, report};
 use crate::resize::Ordered;
 use crate::runtime;
-use crate::status::{Events, NodeReport};
+use crate::status::{Events, FaultReport, NodeReport};
 
 /// How often the Node is asked for its container runtime, which changes when the node is updated.
 const RUNTIME: Duration = Duration::from_secs(300);
@@ -35,6 +35,7 @@ pub(super) struct Reporter {
     pub(super) audited: watch::Receiver<Audited>,
     pub(super) limits: watch::Receiver<Limits>,
     pub(super) ordered: watch::Receiver<Ordered>,
+    pub(super) faults: watch::Receiver<Vec<FaultReport>>,
     pub(super) node: String,
     pub(super) client: Option<Client>,
     pub(super) events: Events,
@@ -85,6 +86,7 @@ impl Reporter {
                 Ok(()) = self.audited.changed() => drop(self.audited.borrow_and_update()),
                 Ok(()) = self.limits.changed() => drop(self.limits.borrow_and_update()),
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
+                Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
                 (answer, again) = &mut ask => {
                     runtime = answer;
                     ask = Box::pin(self.runtime(again));
@@ -104,6 +106,7 @@ impl Reporter {
             audited: self.audited.borrow().clone(),
             limits: self.limits.borrow().clone(),
             ordered: self.ordered.borrow().clone(),
+            faults: self.faults.borrow().clone(),
         }
     }
 

@@ -83,6 +83,7 @@ struct Paths {
     cgroup_root: PathBuf,
     shim_dir: PathBuf,
     proc: PathBuf,
+    kernel_log: PathBuf,
 }
 
 #[derive(Deserialize)]
@@ -145,6 +146,7 @@ impl Default for Paths {
             cgroup_root: "/sys/fs/cgroup".into(),
             shim_dir: "/opt/bursar/shim".into(),
             proc: "/proc".into(),
+            kernel_log: "/dev/kmsg".into(),
         }
     }
 }
@@ -282,6 +284,7 @@ impl Paths {
             cgroup_root,
             shim_dir,
             proc,
+            kernel_log,
         } = self;
         Ok(PathsConfig {
             state_dir: absolute("paths.state-dir", state_dir)?,
@@ -290,6 +293,7 @@ impl Paths {
             cgroup_root: absolute("paths.cgroup-root", cgroup_root)?,
             shim_dir: absolute("paths.shim-dir", shim_dir)?,
             proc: absolute("paths.proc", proc)?,
+            kernel_log: absolute("paths.kernel-log", kernel_log)?,
         })
     }
 }

@@ -14,7 +14,7 @@ use super::{OfGpu, Registering};
 use crate::attest::Reason;
 use crate::audit::judge::{Finding, Verdict};
 use crate::node::core::BoundContainer;
-use crate::sessions::{Account, Books};
+use crate::sessions::{Account, Books, Decision, Fault};
 use crate::units::{Bytes, GpuUuid};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -64,6 +64,12 @@ struct OfFinding {
     finding: &'static str,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfFault {
+    cause: String,
+    action: &'static str,
+}
+
 /// One container at a moment.
 #[derive(Clone, Copy, Debug)]
 pub struct ContainerFigures<'a> {
@@ -91,6 +97,8 @@ pub(super) struct Audited {
     stale: Family<OfGpu, Gauge>,
     findings: Family<OfFinding, Counter>,
     kills: Counter,
+    generation: Family<OfContainer, Gauge>,
+    poisoned: Family<OfFault, Counter>,
     seconds: Histogram,
 }
 
@@ -152,6 +160,16 @@ impl Audited {
                 "Processes killed by the audit's policy",
                 Counter::default(),
             ),
+            generation: r.with(
+                "bursar_container_generation",
+                "Process images of a container that said hello, replaced ones too",
+                Family::default(),
+            ),
+            poisoned: r.with(
+                "bursar_agent_poisoned_contexts",
+                "Process images whose context a fault poisoned",
+                Family::default(),
+            ),
             seconds: r.with(
                 "bursar_agent_audit_seconds",
                 "Time of one audit, the wait for NVML included",
@@ -170,6 +188,7 @@ impl Audited {
         self.drift.clear();
         self.denied.clear();
         self.requests.clear();
+        self.generation.clear();
         self.enforced.clear();
         self.layers.clear();
         for ContainerFigures {
@@ -182,6 +201,8 @@ impl Audited {
             let of = of_container(container);
             let requests = self.requests.get_or_create_owned(&of);
             set(&requests, books.requests);
+            let generation = i64::try_from(books.generation).unwrap_or(i64::MAX);
+            self.generation.get_or_create_owned(&of).set(generation);
             for (function, count) in &books.denied {
                 let label = OfFunction {
                     of: of.clone(),
@@ -284,6 +305,18 @@ impl super::Metrics {
         let finding = finding.kind();
         let label = OfFinding { finding };
         self.audited.findings.get_or_create(&label).inc();
+    }
+
+    /// A fault poisoned a context.
+    pub fn poisoned(&self, fault: &Fault) {
+        let cause = match (fault.cuda_error, fault.xid) {
+            (Some(code), _) => format!("cuda-{code}"),
+            (None, Some(xid)) => format!("xid-{xid}"),
+            (None, None) => String::new(),
+        };
+        let action = fault.decision().map_or("fence", Decision::as_str);
+        let label = OfFault { cause, action };
+        self.audited.poisoned.get_or_create(&label).inc();
     }
 
     /// The audit killed a process.

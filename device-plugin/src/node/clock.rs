@@ -13,6 +13,11 @@ pub fn now() -> Moment {
     Moment(time.tv_sec.unsigned_abs() * 1_000 + time.tv_nsec.unsigned_abs() / 1_000_000)
 }
 
+/// Seconds of the wall clock since 1970.
+pub fn seconds() -> u64 {
+    clock_gettime(ClockId::Realtime).tv_sec.unsigned_abs()
+}
+
 /// Which boot this is; empty where the kernel does not say, which equals itself.
 pub fn boot_id() -> String {
     let id = std::fs::read_to_string(Path::new("/proc/sys/kernel/random/boot_id"));

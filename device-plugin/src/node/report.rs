@@ -17,7 +17,7 @@ use crate::ledger::{GpuView, View};
 use crate::limits::{Limit, Limits};
 use crate::resize::Ordered;
 use crate::status::{
-    GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
+    FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
 };
 use crate::units::{Bytes, Quanta, Resource};
 
@@ -38,6 +38,8 @@ pub struct Around {
     pub limits: Limits,
     /// What became of the quotas that were ordered.
     pub ordered: Ordered,
+    /// The faults that are open.
+    pub faults: Vec<FaultReport>,
 }
 
 /// The report.
@@ -77,6 +79,7 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             .collect(),
         not_enforced: around.audited.not_enforced.iter().map(lacking).collect(),
         ordered: around.ordered.clone(),
+        faults: around.faults.clone(),
         conditions: vec![
             gpus_found(snapshot),
             registered(&around.registration),

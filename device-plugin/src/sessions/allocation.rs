@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use bursar_protocol::wire::{Message, Reason, ToShim};
 use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
 use super::charges::DriverCharges;
@@ -36,6 +37,8 @@ pub(super) struct Task {
     pub(super) charges: Arc<dyn DriverCharges>,
     pub(super) membership: Arc<dyn Membership>,
     pub(super) seats: Seats,
+    /// Told when a process reported poison.
+    pub(super) news: Arc<Notify>,
 }
 
 impl Task {
@@ -101,6 +104,7 @@ impl Task {
             Arc::clone(&self.charges),
             Arc::clone(&self.membership),
             messages,
+            Arc::clone(&self.news),
         );
         async move {
             conversation.run(stream).await;

@@ -16,6 +16,8 @@ pub struct Books {
     pub accounts: Vec<AccountBooks>,
     /// Its living processes that said hello.
     pub members: Vec<MemberBooks>,
+    /// P of the image that said hello last.
+    pub generation: u64,
     /// Its process images that ended and are still charged.
     pub retired: Vec<u32>,
     /// Requests for credit that were answered.
@@ -77,6 +79,7 @@ impl Books {
             home: None,
             accounts,
             members: Vec::new(),
+            generation: 0,
             retired: Vec::new(),
             requests: 0,
             denied: Vec::new(),

@@ -5,22 +5,27 @@
 mod contexts;
 mod exports;
 mod oversight;
+mod poisoned;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use bursar_protocol::page::{CreditPage, PageError};
 use bursar_protocol::units::Units;
 use bursar_protocol::wire::{self, Holding, Listed, Quota, Reason, ToShim};
 use bursar_protocol::word::Word;
+use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio_util::sync::CancellationToken;
 
 use super::contexts::ContextSizes;
 use super::credit::Books;
 use super::held::Own;
+use super::poison::{Fault, Poisonings};
 use super::record::{Content, Entry, Record};
 use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
+use crate::node::clock;
 use crate::units::{Bytes, GpuUuid};
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
@@ -50,8 +55,18 @@ pub(super) struct Container {
     ceilings: Vec<Units>,
     /// What accounts were lowered to since.
     orders: Vec<Option<Units>>,
+    /// When an image ended last.
+    retired_at: Option<Instant>,
+    /// P of the image that said hello last.
+    generation: u64,
+    poisonings: Poisonings,
+    /// Faults that nobody was told of yet.
+    news: Vec<Fault>,
     make_page: MakePage,
 }
+
+/// How long the driver takes to have back what an image had: 112 ms for 100 GiB (design F8), and some.
+const SETTLING: Duration = Duration::from_secs(1);
 
 const _: () = assert!(MAX_PROCESSES <= wire::MAX_LISTED);
 
@@ -62,6 +77,10 @@ type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 struct Member {
     process: Process,
     image: u64,
+    /// P: which of the container's images it is.
+    generation: u64,
+    /// The version of the protocol that it speaks; 1 while that is not known.
+    version: u16,
     /// What it is called in each pid namespace around it: fixed when it began.
     pids: Vec<u32>,
     /// None until it says hello again to a restarted agent.
@@ -141,6 +160,14 @@ impl Container {
             requests: 0,
             ceilings,
             orders,
+            retired_at: None,
+            generation: match content.generation {
+                // Whatever was issued before is less than this: images are no more than one a second.
+                0 if lost => clock::seconds(),
+                known => known,
+            },
+            poisonings: content.poisonings,
+            news: Vec::new(),
             make_page: CreditPage::create,
         };
         for index in 0..container.accounts.len() {
@@ -158,6 +185,7 @@ impl Container {
         for Entry {
             process,
             image,
+            generation,
             granted,
             exported,
         } in content.processes
@@ -166,6 +194,7 @@ impl Container {
             container.credit.restore(process.pid, &to_units(&granted));
             if membership.process(process.pid) != Some(process) {
                 container.credit.retire(process.pid, &exported);
+                container.poisonings.ended(process, generation);
                 continue;
             }
             let ended = CancellationToken::new();
@@ -179,6 +208,8 @@ impl Container {
                 Member {
                     process,
                     image,
+                    generation,
+                    version: 1,
                     pids: membership.pids(process.pid),
                     page: None,
                     uses_page: false,
@@ -198,6 +229,7 @@ impl Container {
         &mut self,
         process: Process,
         image: u64,
+        version: u16,
         holdings: &[Holding],
         membership: &dyn Membership,
     ) -> Result<Admitted, Reason> {
@@ -215,14 +247,21 @@ impl Container {
             tracing::warn!(allocation = %self.served.allocation, pid, %error, "credit page failed");
             Reason::Busy
         })?;
-        let mut exported = Vec::new();
+        let (mut exported, mut generation) = (Vec::new(), None);
         if let Some(before) = self.members.remove(&pid) {
             before.ended.cancel();
             exported = before.exported();
+            generation = Some(before.generation).filter(|_| known);
             if !known {
                 self.credit.retire(pid, &std::mem::take(&mut exported));
+                self.retired_at = Some(Instant::now());
+                self.poisonings.ended(before.process, before.generation);
             }
         }
+        let generation = generation.unwrap_or_else(|| {
+            self.generation = self.generation.saturating_add(1);
+            self.generation
+        });
         let found = self.had_outside(pid);
         self.credit.has_session(pid);
         self.fill(&page, pid, known, holdings, &found, &exported);
@@ -233,6 +272,8 @@ impl Container {
             Member {
                 process,
                 image,
+                generation,
+                version,
                 pids: membership.pids(pid),
                 page: Some(page),
                 uses_page: false,
@@ -243,7 +284,7 @@ impl Container {
         self.refresh();
         self.write_record();
         Ok(Admitted {
-            welcome: self.welcome(),
+            welcome: self.welcome(version, generation),
             page: fd,
             ended,
         })
@@ -349,13 +390,15 @@ impl Container {
         (0..self.accounts.len()).any(|index| self.credit.outside(index) > Units::ZERO)
     }
 
-    fn welcome(&self) -> ToShim {
+    /// In the lower of both versions.
+    fn welcome(&self, version: u16, generation: u64) -> ToShim {
         let quota = |(index, account): (usize, &Account)| Quota {
             account: on_wire(account),
             bytes: self.credit.quota(index).bytes(),
         };
         ToShim::Welcome {
-            version: bursar_protocol::VERSION,
+            version: version.min(VERSION),
+            generation: (version >= POISON_SINCE).then_some(generation),
             quotas: self.accounts.iter().enumerate().map(quota).collect(),
         }
     }
@@ -374,11 +417,36 @@ impl Container {
         }
     }
 
+    /// Whether a request would be refused for what an image had that ended a moment ago: the driver is about to have
+    /// it back. A program that is executed again asks for all of its quota at once.
+    pub(super) fn is_settling(&self, pid: u32, account: u8, need: Units) -> bool {
+        let index = usize::from(account);
+        let recently = |ended: Instant| ended.elapsed() < SETTLING;
+        let free = self
+            .credit
+            .free(index)
+            .saturating_add(self.idle_of_others(pid, index));
+        let with_retired = free.saturating_add(self.credit.retired(index));
+        self.retired_at.is_some_and(recently)
+            && !self.is_fenced(pid)
+            && (free.saturating_add(Units(1))..=with_retired).contains(&need)
+    }
+
     /// Answers a request for credit: from what is free, then from what other processes have idle.
     pub(super) fn request(&mut self, pid: u32, account: u8, need: Units) -> ToShim {
         let index = usize::from(account);
         self.requests = self.requests.saturating_add(1);
         self.heard(pid);
+        if self.is_fenced(pid) {
+            let knows = |member: &Member| member.version >= POISON_SINCE;
+            return match self.members.get(&pid).is_some_and(knows) {
+                true => ToShim::Fenced { account },
+                false => ToShim::Refused {
+                    account,
+                    free: Units::ZERO,
+                },
+            };
+        }
         if self.record_lost {
             return ToShim::Refused {
                 account,
@@ -430,12 +498,12 @@ impl Container {
         if !member.is_some_and(|member| (member.process, member.image) == (process, image)) {
             return;
         }
-        let exported = self
-            .members
-            .remove(&process.pid)
-            .map(|member| member.exported());
-        self.credit
-            .retire(process.pid, &exported.unwrap_or_default());
+        let Some(member) = self.members.remove(&process.pid) else {
+            return;
+        };
+        self.credit.retire(process.pid, &member.exported());
+        self.retired_at = Some(Instant::now());
+        self.poisonings.ended(process, member.generation);
         self.refresh();
         self.write_record();
     }
@@ -631,6 +699,7 @@ impl Container {
                 .map(|member| Entry {
                     process: member.process,
                     image: member.image,
+                    generation: member.generation,
                     granted: units(
                         self.credit
                             .grants()
@@ -649,6 +718,8 @@ impl Container {
                 .iter()
                 .map(|order| order.map(|units| units.0))
                 .collect(),
+            generation: self.generation,
+            poisonings: self.poisonings.clone(),
         };
         let written = self.record.write(content);
         if let Err(error) = &written {

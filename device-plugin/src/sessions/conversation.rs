@@ -9,8 +9,10 @@ use std::time::{Duration, Instant};
 use bursar_protocol::socket::send_with_fd;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
+use jiff::Timestamp;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
+use tokio::sync::Notify;
 use tokio_util::sync::CancellationToken;
 
 use super::container::{Admitted, Container};
@@ -30,6 +32,9 @@ const MESSAGE_BURST: u32 = 64;
 
 /// How long the driver may take to say what it charges a process that made a context.
 const DRIVER_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How often a request looks whether what ended images had is free.
+const SETTLE_PAUSE: Duration = Duration::from_millis(10);
 
 /// The oldest version of the protocol that is served.
 const OLDEST_VERSION: u16 = 1;
@@ -57,6 +62,8 @@ pub(super) struct Conversation {
     /// The budget that the container's processes share: each message costs time that grows with
     /// their number.
     shared: Arc<Mutex<Pace>>,
+    /// Told when a process reported poison.
+    news: Arc<Notify>,
 }
 
 /// A peer that said hello.
@@ -73,12 +80,14 @@ impl Conversation {
         charges: Arc<dyn DriverCharges>,
         membership: Arc<dyn Membership>,
         shared: Arc<Mutex<Pace>>,
+        news: Arc<Notify>,
     ) -> Conversation {
         Conversation {
             container,
             charges,
             membership,
             shared,
+            news,
         }
     }
 
@@ -138,8 +147,13 @@ impl Conversation {
         if version < OLDEST_VERSION {
             return goodbye(stream, Reason::Version).await;
         }
-        let admitted =
-            lock(&self.container).hello(process, image, &holdings, self.membership.as_ref());
+        let admitted = lock(&self.container).hello(
+            process,
+            image,
+            version,
+            &holdings,
+            self.membership.as_ref(),
+        );
         let Admitted {
             welcome,
             page,
@@ -207,6 +221,13 @@ impl Conversation {
             pace::wait(own.take(Instant::now())).await;
             let shared = lock(&self.shared).take(Instant::now());
             pace::wait(shared).await;
+            if let ToAgent::Request { account, units } = message {
+                while lock(&self.container).is_settling(pid, account, units) {
+                    tokio::time::sleep(SETTLE_PAUSE).await;
+                }
+            }
+            let able = matches!(message, ToAgent::Poisoned { able: true, .. })
+                && lock(&self.container).is_main(pid, self.membership.as_ref());
             // Before the lock: the driver may take its time.
             let charged = match message {
                 ToAgent::ContextMade { account } => self.charged(pid, account).await,
@@ -233,6 +254,10 @@ impl Conversation {
                     }
                     ToAgent::ContextMade { account } => {
                         Some(container.context_made(pid, account, charged))
+                    }
+                    ToAgent::Poisoned { account, code, .. } => {
+                        self.news.notify_one();
+                        Some(container.poisoned(pid, account, code, able, Timestamp::now()))
                     }
                     ToAgent::Hello { .. } | ToAgent::Query { .. } | ToAgent::Kept(_) => {
                         return Err(Hangup::OutOfOrder);

@@ -13,6 +13,9 @@ pub struct Process {
     pub start: u64,
 }
 
+/// A process has no more ancestors inside its container that count.
+const DEEPEST: u32 = 1024;
+
 /// Tells which container a process belongs to.
 pub trait Membership: Send + Sync + 'static {
     /// The process behind a pid; `None` when it is gone.
@@ -21,6 +24,13 @@ pub trait Membership: Send + Sync + 'static {
     /// A name of the container of `pod` that the process runs in, the same for all of its
     /// processes; `None` when it is no process of that pod.
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String>;
+
+    /// The process that a process of a container of `pod` descends from and that was begun from outside of that
+    /// container: its main process, or what was executed into it. `None` when the process is gone.
+    fn first(&self, process: Process, pod: &PodUid) -> Option<Process> {
+        let _ = pod;
+        (self.process(process.pid)? == process).then_some(process)
+    }
 
     /// What a process is called in the agent's pid namespace and in each one nested in that, down
     /// to its own. Nothing when that cannot be told; the pid alone where none is nested.
@@ -57,6 +67,20 @@ impl Membership for Cgroups {
         container_of(&cgroup, pod)
     }
 
+    fn first(&self, process: Process, pod: &PodUid) -> Option<Process> {
+        let container = self.container(process.pid, pod)?;
+        let mut first = (self.process(process.pid)? == process).then_some(process)?;
+        for _ in 0..DEEPEST {
+            let status = self.proc.join(first.pid.to_string()).join("status");
+            let parent = parent_of(&std::fs::read_to_string(status).ok()?)?;
+            if self.container(parent, pod).as_ref() != Some(&container) {
+                return Some(first);
+            }
+            first = self.process(parent)?;
+        }
+        None
+    }
+
     fn pids(&self, pid: u32) -> Vec<u32> {
         std::fs::read_to_string(self.proc.join(pid.to_string()).join("status"))
             .map(|status| pids_of(&status))
@@ -90,6 +114,12 @@ fn pids_of(status: &str) -> Vec<u32> {
     line.split_whitespace()
         .map_while(|pid| pid.parse().ok())
         .collect()
+}
+
+/// The line `PPid:`, before which the name's line breaks are escaped.
+fn parent_of(status: &str) -> Option<u32> {
+    let line = status.lines().find_map(|line| line.strip_prefix("PPid:"))?;
+    line.trim().parse().ok()
 }
 
 /// Field 22 of `/proc/<pid>/stat` (proc(5)). The second field, the name, may hold anything: what
@@ -154,6 +184,41 @@ mod tests {
         let status = "Name:\tNSpid:\\n9\nPid:\t4711\nNStgid:\t4711\t17\t1\nNSpid:\t4711\t17\t1\n";
         assert_eq!(pids_of(status), [4711, 17, 1]);
         assert_eq!(pids_of("Name:\tx\n"), Vec::<u32>::new());
+    }
+
+    #[test]
+    fn a_process_descends_from_the_first_of_its_container_and_that_from_nobody_there() {
+        let proc = tempfile::tempdir().unwrap();
+        let stat = |pid: u32| {
+            let fields: Vec<String> = (3..=52).map(|field| (field + pid).to_string()).collect();
+            format!("{pid} (a) {}", fields.join(" "))
+        };
+        let process = |pid: u32, parent: u32, cgroup: &str| {
+            let folder = proc.path().join(pid.to_string());
+            std::fs::create_dir(&folder).unwrap();
+            std::fs::write(folder.join("stat"), stat(pid)).unwrap();
+            std::fs::write(
+                folder.join("status"),
+                format!("Name:\tPPid:\nPPid:\t{parent}\n"),
+            )
+            .unwrap();
+            std::fs::write(folder.join("cgroup"), format!("0::/kubepods/{cgroup}\n")).unwrap();
+        };
+        let here = format!("pod{UID}/here");
+        process(2, 1, "system");
+        for (pid, parent) in [(10, 2), (11, 10), (12, 11), (20, 2), (21, 20)] {
+            process(pid, parent, &here);
+        }
+        process(30, 12, &format!("pod{UID}/sidecar"));
+        let cgroups = Cgroups::new(proc.path().to_owned());
+        let pod = UID.parse().unwrap();
+        let of = |pid: u32| cgroups.process(pid).unwrap();
+        for (pid, first) in [(10, 10), (11, 10), (12, 10), (21, 20), (30, 30)] {
+            assert_eq!(cgroups.first(of(pid), &pod), Some(of(first)), "{pid}");
+        }
+        let earlier = Process { start: 1, ..of(12) };
+        assert_eq!(cgroups.first(earlier, &pod), None);
+        assert_eq!(cgroups.first(of(2), &pod), None, "it is in no container");
     }
 
     #[test]

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use bursar_protocol::units::Units;
 
 use super::Process;
+use super::poison::Poisonings;
 use crate::units::{Bytes, GpuUuid};
 
 /// The file of one container.
@@ -42,6 +43,12 @@ pub(super) struct Content {
     /// asked yet who they are, or they have not said hello since.
     #[serde(default)]
     pub(super) incomplete: bool,
+    /// P of the image that said hello last.
+    #[serde(default)]
+    pub(super) generation: u64,
+    /// Poisoned images, and what is done about them.
+    #[serde(default)]
+    pub(super) poisonings: Poisonings,
 }
 
 /// One process.
@@ -51,6 +58,9 @@ pub(super) struct Entry {
     pub(super) process: Process,
     /// Its image, from its hello.
     pub(super) image: u64,
+    /// P, the number of that image.
+    #[serde(default)]
+    pub(super) generation: u64,
     /// Its grants in units, by account.
     pub(super) granted: Vec<u32>,
     /// What of its use it had exported when it last told.

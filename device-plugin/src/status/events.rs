@@ -52,6 +52,8 @@ pub enum Reason {
     MemoryLeaked,
     /// A process was killed by the audit's policy.
     Killed,
+    /// A fault has poisoned a process's context.
+    ContextPoisoned,
     /// A container is not held to its quota.
     NotEnforced,
     /// A container is held to its quota again.
@@ -79,6 +81,7 @@ impl Reason {
             Self::Unaccounted => "GpuMemoryUnaccounted",
             Self::MemoryLeaked => "GpuMemoryLeaked",
             Self::Killed => "GpuProcessKilled",
+            Self::ContextPoisoned => "GpuContextPoisoned",
             Self::NotEnforced => "GpuQuotaNotEnforced",
             Self::Enforced => "GpuQuotaEnforced",
         }
@@ -102,6 +105,7 @@ impl Reason {
             | Self::Unaccounted
             | Self::MemoryLeaked
             | Self::Killed
+            | Self::ContextPoisoned
             | Self::NotEnforced => EventType::Warning,
         }
     }

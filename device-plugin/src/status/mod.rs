@@ -21,6 +21,8 @@ pub mod report;
 
 pub use events::{Events, PodRef, Reason};
 pub use publish::run;
-pub use report::{GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport};
+pub use report::{
+    FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport,
+};
 #[cfg(test)]
 pub(crate) mod testing;

@@ -68,5 +68,6 @@ fn of(object: &GpuNode) -> Orders {
         generation: object.metadata.generation,
         quotas: object.spec.quotas.clone(),
         reservations: object.spec.reservations.clone(),
+        contexts: object.spec.context_policies.clone(),
     }
 }

@@ -6,12 +6,15 @@ use std::collections::BTreeMap;
 use bursar_crds::Amount;
 use bursar_crds::conditions::{self, Statement, gpu_node as names};
 use bursar_crds::gpu_node::{
-    GpuNodeStatus, GpuPod, GpuStatus, Health, HealthStatus, MAX_GPUS, MAX_NOT_ENFORCED, MAX_PODS,
-    MAX_QUOTAS, MAX_WAITING, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
+    Fault, FaultContainer, FaultKind, GpuNodeStatus, GpuPod, GpuStatus, Health, HealthStatus,
+    MAX_FAULTS, MAX_GPUS, MAX_NOT_ENFORCED, MAX_PODS, MAX_QUOTAS, MAX_WAITING, NodeMemory,
+    NotEnforced, QuotaOrder, QuotaStatus, Waiting,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::report::{GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport};
+use super::report::{
+    FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport,
+};
 use crate::resize::Outcome;
 use crate::units::{PodUid, Quanta};
 
@@ -37,6 +40,7 @@ pub fn render(
         waiting,
         not_enforced,
         ordered,
+        faults,
         conditions,
     } = report;
     let mut statements = vec![ready(conditions)];
@@ -66,7 +70,7 @@ pub fn render(
             None => before.quotas.clone(),
             Some(_) => ordered.quotas.iter().take(MAX_QUOTAS).map(quota).collect(),
         },
-        faults: before.faults.clone(),
+        faults: oldest(faults).into_iter().map(fault).collect(),
         conditions: conditions::merge(&before.conditions, &statements, generation, now),
     }
 }
@@ -201,6 +205,46 @@ fn lacking(lacking: &NotEnforcedReport) -> NotEnforced {
         container: container.clone(),
         reason: (*reason).to_owned(),
         message: message[..message.floor_char_boundary(LONGEST)].to_owned(),
+    }
+}
+
+fn oldest(faults: &[FaultReport]) -> Vec<&FaultReport> {
+    let mut faults: Vec<_> = faults.iter().collect();
+    faults.sort_by_key(|fault| (fault.time, &fault.id));
+    faults.truncate(MAX_FAULTS);
+    faults
+}
+
+fn fault(fault: &FaultReport) -> Fault {
+    let FaultReport {
+        id,
+        gpu,
+        gpu_generation,
+        cuda_error,
+        xid,
+        pod_uid,
+        namespace,
+        pod,
+        container,
+        process_generation,
+        time,
+    } = fault;
+    let generation = |generation: u64| i64::try_from(generation).unwrap_or(i64::MAX);
+    Fault {
+        id: id.clone(),
+        kind: FaultKind::Context,
+        gpu: gpu.as_str().to_owned(),
+        gpu_generation: generation(*gpu_generation),
+        cuda_error: *cuda_error,
+        xid: xid.and_then(|xid| i32::try_from(xid).ok()),
+        container: pod_uid.as_ref().map(|pod_uid| FaultContainer {
+            pod_uid: pod_uid.as_str().to_owned(),
+            namespace: namespace.clone(),
+            pod: pod.clone(),
+            container: container.clone(),
+            process_generation: generation(*process_generation),
+        }),
+        time: seconds(*time),
     }
 }
 

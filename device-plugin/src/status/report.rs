@@ -32,6 +32,8 @@ pub struct NodeReport {
     pub not_enforced: Vec<NotEnforcedReport>,
     /// What became of the quotas that `spec` orders.
     pub ordered: Ordered,
+    /// Faults that nobody has dealt with. More than 16 are cut off.
+    pub faults: Vec<FaultReport>,
     /// One statement per condition type of [`bursar_crds::conditions::gpu_node`], but for `Ready`, which
     /// [`render`](super::render) concludes from them.
     pub conditions: Vec<Statement>,
@@ -123,4 +125,31 @@ pub struct NotEnforcedReport {
     pub reason: &'static str,
     /// Why, for people. Does not change while nothing changes.
     pub message: String,
+}
+
+/// A process image whose context is poisoned.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FaultReport {
+    /// Names this occurrence for ever.
+    pub id: String,
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// G of the GPU when the fault was first seen.
+    pub gpu_generation: u64,
+    /// The CUDA error, where the process reported one.
+    pub cuda_error: Option<i32>,
+    /// The XID, where the kernel's log named the process.
+    pub xid: Option<u32>,
+    /// Its pod, where that is known.
+    pub pod_uid: Option<PodUid>,
+    /// Its pod's namespace.
+    pub namespace: String,
+    /// Its pod's name.
+    pub pod: String,
+    /// Its container's name.
+    pub container: String,
+    /// P of the image.
+    pub process_generation: u64,
+    /// When it was first told.
+    pub time: Timestamp,
 }

@@ -26,6 +26,7 @@ pub(crate) fn report() -> NodeReport {
         gpus: (0..2).map(gpu).collect(),
         waiting: Vec::new(),
         not_enforced: Vec::new(),
+        faults: Vec::new(),
         ordered: crate::resize::Ordered::default(),
         conditions: vec![Statement::new(names::GPUS_FOUND, true, names::OK, "2 GPUs")],
     }

@@ -8,6 +8,8 @@
  *   park           -> ok PID         a process that has nothing but that descriptor, and stays
  *   scribble       -> ok             over its credit page
  *   truncate       -> ok | err N     its credit page
+ *   fault          -> ok | err N     a kernel that writes to address 0, which a launch does not see
+ *   sync           -> ok | err N     what the context's work came to
  *   close          -> ok             every socket but its standard ones
  */
 #define _GNU_SOURCE
@@ -48,6 +50,17 @@ static int export(uint64_t bytes) {
     int (*give)(int *, uint64_t, int, uint64_t) = dlsym(driver, "cuMemExportToShareableHandle");
     code = create(&handle, bytes, properties, 0);
     return code ? code : give(&exported, handle, 1, 0);
+}
+
+static int fault(void) {
+    void *module = NULL, *function = NULL;
+    int (*load)(void **, const void *) = dlsym(driver, "cuModuleLoadData");
+    int (*get)(void **, void *, const char *) = dlsym(driver, "cuModuleGetFunction");
+    int (*launch)(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **) =
+        dlsym(driver, "cuLaunchKernel");
+    int code = load(&module, "");
+    if (!code) code = get(&function, module, "fault");
+    return code ? code : launch(function, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
 }
 
 static int park(void) {
@@ -97,6 +110,11 @@ int main(int count, char **words) {
             }
         } else if (sscanf(line, "export %llu", &bytes) == 1) {
             code = export(bytes);
+        } else if (!strncmp(line, "fault", 5)) {
+            code = fault();
+        } else if (!strncmp(line, "sync", 4)) {
+            int (*synchronize)(void) = dlsym(driver, "cuCtxSynchronize");
+            code = synchronize();
         } else if (!strncmp(line, "park", 4)) {
             printf("ok %d\n", park());
             continue;

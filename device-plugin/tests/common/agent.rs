@@ -63,6 +63,7 @@ run-dir = "{root}/run"
 cdi-dir = "{root}/cdi"
 cgroup-root = "{root}/cgroup"
 shim-dir = "{root}/shim"
+kernel-log = "{lab}/state/kernel-log"
 [http]
 listen = "127.0.0.1:0"
 "#

@@ -234,6 +234,12 @@ const CHECKS: &[Check] = &[
             "--doc",
         ],
     ),
+    test_check(
+        "runtime/poison",
+        "a process that a fault poisoned is executed again in its place as it was started, or fenced and its \
+         container condemned, never more often than the policy's maximum",
+        &["--test", "poison"],
+    ),
     Check {
         name: "enforcement/loader",
         shows: "every way to find a driver library, in every kind of image: held, none, or detected",

@@ -15,7 +15,7 @@ const ROUNDS: u32 = 400_000;
 const CORPUS: usize = 1024;
 
 /// As many as [`corpus`] has.
-const BEGINNING: usize = 13;
+const BEGINNING: usize = 17;
 
 struct Dice(StdRng);
 
@@ -101,12 +101,25 @@ fn corpus() -> Vec<Vec<u8>> {
             token: 2,
             checksum: 3,
         }),
+        ToAgent::Poisoned {
+            account: 0,
+            code: 700,
+            able: true,
+        },
     ];
     let to_shim = [
         ToShim::Welcome {
             version: 1,
+            generation: None,
             quotas: quotas.to_vec(),
         },
+        ToShim::Welcome {
+            version: 2,
+            generation: Some(7),
+            quotas: quotas.to_vec(),
+        },
+        ToShim::Fenced { account: 0 },
+        ToShim::Verdict(Verdict::Execute),
         ToShim::Granted {
             account: 0,
             units: Units(512),

@@ -12,7 +12,9 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use bursar_device_plugin::sessions::{Account, Books, Served, Sessions, Usage};
+use bursar_device_plugin::sessions::{
+    Account, Books, Fault, Policy, Process, Served, Sessions, Usage,
+};
 use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::{Folder, Sim};
 
@@ -193,33 +195,64 @@ impl Container {
 
     /// Starts a program in the container.
     pub fn program(&self) -> Client {
-        self.start("libbursar_shim.so", "/opt/bursar/drv/cuda.so.1")
+        self.start("libbursar_shim.so", "/opt/bursar/drv/cuda.so.1", &[])
+    }
+
+    /// Starts a program as the container's main process: the first of its pid namespace, with the shim preloaded.
+    pub fn main_program(&self) -> Client {
+        let drv = "/opt/bursar/drv/cuda.so.1";
+        let namespace = ["--pid", "--fork", "--kill-child", "--mount-proc"];
+        self.start("libbursar_shim.so", drv, &namespace)
+    }
+
+    /// What is done about poisoned contexts.
+    pub fn set_policy(&self, policy: Policy) {
+        let sessions = self.sessions.as_ref().unwrap();
+        sessions.set_context_policy(&self.served.allocation, policy);
+    }
+
+    /// The faults that are open.
+    pub fn faults(&self) -> Vec<Fault> {
+        let faults = self.sessions.as_ref().unwrap().faults();
+        faults.into_iter().map(|(_, fault)| fault).collect()
+    }
+
+    /// The processes that are to be killed.
+    pub fn condemned(&self) -> Vec<Process> {
+        let condemned = self.sessions.as_ref().unwrap().condemned();
+        condemned.into_iter().map(|(_, process)| process).collect()
     }
 
     /// Starts a program beside it, on the bare driver: what the benchmark compares with.
     #[allow(dead_code)]
     pub fn bare_program(&self) -> Client {
-        self.start("libbursar_sim_cuda.so", "/opt/bursar/drv/unused")
+        self.start("libbursar_sim_cuda.so", "/opt/bursar/drv/unused", &[])
     }
 
-    fn start(&self, library: &str, driver: &str) -> Client {
+    fn start(&self, library: &str, driver: &str, namespace: &[&str]) -> Client {
         // Namespaces of its own, as any user may make them: mounts are private to the program.
         let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
             for f in lib/libcuda.so.1:$LIBRARY ${DRIVER#/opt/bursar/}:$REAL; do \
             touch /opt/bursar/${f%%:*}; mount --bind ${f#*:} /opt/bursar/${f%%:*}; done; \
-            mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; exec $CLIENT";
+            mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; exec ${PRELOAD:+env LD_PRELOAD=$PRELOAD} $CLIENT";
         let mut command = Command::new("unshare");
-        command.arg("--mount");
+        command.arg("--mount").args(namespace);
         // SAFETY: asks for a number.
         if unsafe { libc::geteuid() } != 0 {
             command.args(["--user", "--map-root-user"]);
         }
         let sim = self.folder.path().join("sim");
+        let preload = if namespace.is_empty() {
+            ""
+        } else {
+            "/opt/bursar/lib/libcuda.so.1"
+        };
         command
             .args(["sh", "-c", script])
             .env("LIBRARY", built().join(library))
             .env("DRIVER", driver)
             .env("REAL", built().join("libbursar_sim_cuda.so"))
+            .env("PRELOAD", preload)
             .env("ALLOC", self.alloc_dir())
             .env("CLIENT", env!("CARGO_BIN_EXE_quota-client"))
             .env("LD_LIBRARY_PATH", "/opt/bursar/lib")

@@ -92,6 +92,7 @@ fn around() -> Around {
         },
         limits: [(("/cg/pod".into(), uuid()), Limit::Set(Bytes::gib(1)))].into(),
         ordered: Ordered::default(),
+        faults: Vec::new(),
     }
 }
 

@@ -46,6 +46,7 @@ impl Container {
             home: self.home.clone(),
             accounts: accounts.collect(),
             members: members.collect(),
+            generation: self.generation,
             retired: self.credit.retired_pids(),
             requests: self.requests,
             denied: self.denied_by.clone().into_iter().collect(),

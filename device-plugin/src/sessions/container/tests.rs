@@ -74,7 +74,7 @@ fn hello_with(
     image: u64,
     holdings: &[Holding],
 ) -> Result<CreditPage, Reason> {
-    let admitted = container.hello(Process { pid, start: 1 }, image, holdings, &Host)?;
+    let admitted = container.hello(Process { pid, start: 1 }, image, VERSION, holdings, &Host)?;
     Ok(CreditPage::open(admitted.page).unwrap())
 }
 
@@ -780,3 +780,5 @@ fn a_full_disk_refuses_what_could_not_be_remembered_and_forgets_nothing() {
     std::fs::remove_dir(temporary).unwrap();
     assert!(is_granted(&container.request(1, 0, units(512 * MIB))));
 }
+
+mod poisoned;

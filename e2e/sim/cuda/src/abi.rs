@@ -31,6 +31,7 @@ impl Code {
     pub(crate) const NOT_READY: Code = Code(600);
     pub(crate) const ILLEGAL_ADDRESS: Code = Code(700);
     pub(crate) const ASSERT: Code = Code(710);
+    pub(crate) const MISALIGNED_ADDRESS: Code = Code(716);
     pub(crate) const LAUNCH_FAILED: Code = Code(719);
     pub(crate) const NOT_SUPPORTED: Code = Code(801);
     pub(crate) const CAPTURE_UNSUPPORTED: Code = Code(900);

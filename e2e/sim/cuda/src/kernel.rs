@@ -154,6 +154,17 @@ pub(crate) static KERNELS: &[Kernel] = &[
             Ok(())
         },
     },
+    // misaligned(): reads 4 bytes at an odd address
+    Kernel {
+        name: "misaligned",
+        local_bytes: 0,
+        run: |current, _, _| {
+            current
+                .process
+                .poison(current.device, Code::MISALIGNED_ADDRESS, 13);
+            Ok(())
+        },
+    },
     // assertion(): a device-side assert that fails
     Kernel {
         name: "assertion",

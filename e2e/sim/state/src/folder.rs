@@ -78,6 +78,14 @@ impl Folder {
     pub fn log(&self) -> PathBuf {
         self.0.join("state/log")
     }
+    /// What the kernel would log of the driver: a line an XID.
+    pub fn kernel_log(&self) -> PathBuf {
+        self.0.join("state/kernel-log")
+    }
+    /// The pid namespace that the folder was laid out in: the machine's own, which the kernel's log speaks of.
+    pub fn pid_namespace(&self) -> PathBuf {
+        self.0.join("state/pid-namespace")
+    }
     /// The device nodes.
     pub fn dev(&self) -> PathBuf {
         self.0.join("dev")
@@ -105,10 +113,18 @@ impl Folder {
         }
         let text = std::fs::read(config).map_err(io_error("reading", config))?;
         write(&self.config(), &text)?;
-        for file in [self.images_lock(), self.pids_lock(), self.log()] {
+        for file in [
+            self.images_lock(),
+            self.pids_lock(),
+            self.log(),
+            self.kernel_log(),
+        ] {
             write(&file, b"")?;
             open_to_all(&file, 0o666)?;
         }
+        let namespace = crate::lock::pid_namespace();
+        let namespace = namespace.map_err(io_error("asking for", &self.pid_namespace()))?;
+        write(&self.pid_namespace(), namespace.to_string().as_bytes())?;
         for mode in [
             (self.0.join("state"), 0o777),
             (self.0.join("state/mem"), 0o777),

@@ -1,6 +1,7 @@
 //! XID events: told once, seen by every reader.
 
 use crate::sim::Sim;
+use std::io::Write as _;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::{Duration, Instant};
 
@@ -23,6 +24,7 @@ impl Sim {
 
     /// Tells an event to every reader.
     pub fn raise_xid(&self, xid: Xid) {
+        self.log_xid(xid);
         let books = self.table.lock();
         let raw = books.raw();
         let number = raw.xids_seen.load(Relaxed);
@@ -40,6 +42,27 @@ impl Sim {
                 i32::MAX,
             )
         };
+    }
+
+    /// A line of the kernel's log, as the driver writes it. A process of another pid namespace does not know what the
+    /// machine calls it, and so is unknown there too.
+    fn log_xid(&self, xid: Xid) {
+        let home = std::fs::read_to_string(self.folder.pid_namespace());
+        let is_known = xid.pid != 0 && home.is_ok_and(|home| home == self.namespace.to_string());
+        let process = match is_known {
+            true => format!("pid={}, name=simulated", xid.pid),
+            false => "pid='<unknown>', name=<unknown>".to_owned(),
+        };
+        let gpu = self.units[xid.unit].gpu;
+        let line = format!(
+            "NVRM: Xid (PCI:0000:{gpu:02x}:00): {}, {process}\n",
+            xid.code
+        );
+        let log = std::fs::OpenOptions::new()
+            .append(true)
+            .open(self.folder.kernel_log());
+        // A container that may not write there has no line, as one whose kernel drops it.
+        let _ = log.and_then(|mut log| log.write_all(line.as_bytes()));
     }
 
     /// The next event after the first `seen`, which it counts up; none after `timeout`. A reader that is

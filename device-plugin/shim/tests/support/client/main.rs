@@ -37,7 +37,7 @@
 //! exec            -> ready                 (a new image of the same process)
 //! ```
 //!
-//! More of them are in [`pools`], [`vmm`] and [`storm`].
+//! More of them are in [`pools`], [`poison`], [`vmm`] and [`storm`].
 
 use std::ffi::CStr;
 use std::io::{BufRead, Write};
@@ -62,6 +62,7 @@ macro_rules! call {
     }};
 }
 
+mod poison;
 mod pools;
 mod storm;
 mod vmm;
@@ -253,7 +254,8 @@ fn say(result: Result<String, i32>) -> String {
 
 fn run(cuda: &Cuda, line: &str) -> String {
     let words: Vec<&str> = line.split_whitespace().collect();
-    if let Some(answer) = pools::run(cuda, &words).or_else(|| vmm::run(cuda, &words)) {
+    let others = [pools::run, vmm::run, poison::run];
+    if let Some(answer) = others.iter().find_map(|run| run(cuda, &words)) {
         return answer;
     }
     let number = |index: usize| words[index].parse::<u64>().expect("a number");

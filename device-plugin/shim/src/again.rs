@@ -1,0 +1,418 @@
+//! Executes the program again in its own process: the image that a fault poisoned ends, the pod does not see it.
+//!
+//! The new image is the container's main process as the container runtime started it: program, arguments,
+//! environment, working directory, umask, processors, blocked and ignored signals are as they were when this library
+//! was loaded, which the loader does before the program's first instruction. Its descriptors are the standard ones,
+//! and the other processes of its pid namespace are gone. What is not brought back: user and group,
+//! resource limits, priority, and what the program wrote to files.
+//!
+//! Only the first process of a pid namespace does this: it is the main process of a container that shares its namespace
+//! with no other, and may kill all others there. The agent holds it to the container, and to how often.
+
+use std::ffi::{CStr, CString, c_char, c_int};
+use std::mem::MaybeUninit;
+use std::os::unix::ffi::OsStringExt;
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+/// What a container's main process was started with; nothing in any other process.
+static START: OnceLock<Start> = OnceLock::new();
+
+/// How long the other processes may take to end.
+const ENDING: Duration = Duration::from_secs(2);
+
+/// Beyond the highest signal.
+const SIGNALS: c_int = 65;
+
+/// Descriptors beyond these are not looked at where the kernel has no `close_range`.
+const MOST_DESCRIPTORS: libc::rlim_t = 1 << 20;
+
+/// `CLOSE_RANGE_CLOEXEC` (Linux 5.11).
+const CLOSE_RANGE_CLOEXEC: c_int = 4;
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static AT_LOAD: extern "C" fn() = at_load;
+
+/// Runs in every process that the library is loaded into, so it does next to nothing in all but one.
+#[cfg_attr(test, allow(dead_code, reason = "the tests load no library"))]
+extern "C" fn at_load() {
+    if std::process::id() == 1
+        && let Some(start) = Start::read()
+    {
+        let _ = START.set(start);
+    }
+}
+
+/// Whether this process could be executed again.
+pub(crate) fn is_possible() -> bool {
+    std::process::id() == 1 && START.get().is_some()
+}
+
+/// Executes the program again. Returns only where that is impossible.
+pub(crate) fn execute() {
+    if let Some(start) = START.get().filter(|_| is_possible()) {
+        start.execute();
+    }
+}
+
+/// How a process was started.
+#[derive(Debug)]
+struct Start {
+    /// What was executed, as it was named (`AT_EXECFN`): the process has its name.
+    file: CString,
+    arguments: Vec<CString>,
+    environment: Vec<CString>,
+    directory: CString,
+    signals: Signals,
+    umask: libc::mode_t,
+    /// None on a machine with more processors than the set has places.
+    processors: Option<libc::cpu_set_t>,
+}
+
+/// Sets of signals: bit 0 is signal 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Signals {
+    blocked: u64,
+    ignored: u64,
+}
+
+impl Start {
+    /// None where `/proc` does not tell.
+    fn read() -> Option<Start> {
+        let file = |name: &str| std::fs::read(format!("/proc/self/{name}")).ok();
+        let (signals, umask) = of_status(&String::from_utf8_lossy(&file("status")?))?;
+        Some(Start {
+            file: executed(&file("auxv")?)?,
+            arguments: Some(strings(&file("cmdline")?)).filter(|all| !all.is_empty())?,
+            environment: strings(&file("environ")?),
+            directory: CString::new(std::env::current_dir().ok()?.into_os_string().into_vec())
+                .ok()?,
+            signals,
+            umask,
+            processors: processors(),
+        })
+    }
+
+    /// What to execute, and with which arguments.
+    fn program(&self) -> (&CStr, &[CString]) {
+        let same =
+            |one: &CStr, other: &CStr| identity(one).is_some_and(|it| Some(it) == identity(other));
+        if same(&self.file, c"/proc/self/exe") {
+            return (&self.file, &self.arguments);
+        }
+        // A script: the kernel put its interpreter before it, and will again.
+        let script = self.arguments.iter().position(|one| *one == self.file);
+        if let Some(at) = script.filter(|_| is_script(&self.file)) {
+            return (&self.file, &self.arguments[at..]);
+        }
+        // Its file was deleted or replaced; the kernel still has it.
+        (c"/proc/self/exe", &self.arguments)
+    }
+
+    fn execute(&self) {
+        let (program, arguments) = self.program();
+        let pointers = |all: &[CString]| -> Vec<*const c_char> {
+            let all = all.iter().map(|one| one.as_ptr());
+            all.chain([std::ptr::null()]).collect()
+        };
+        let (arguments, environment) = (pointers(arguments), pointers(&self.environment));
+        let Some(here) = Here::leave(&self.directory) else {
+            return;
+        };
+        // SAFETY: a string of this function's.
+        if unsafe { libc::access(program.as_ptr(), libc::X_OK) } != 0 {
+            return here.come_back();
+        }
+        let blocked = block(u64::MAX);
+        end_others();
+        keep_standard_descriptors();
+        stop_timers();
+        self.signals.restore_ignored();
+        // SAFETY: both take values; the set is whole.
+        unsafe {
+            libc::umask(self.umask);
+            if let Some(processors) = &self.processors {
+                libc::sched_setaffinity(0, size_of_val(processors), processors);
+            }
+        }
+        block(self.signals.blocked);
+        // SAFETY: strings that live on, in arrays that end with null.
+        unsafe { libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
+        block(blocked);
+        here.come_back();
+    }
+}
+
+impl Signals {
+    /// Ignores what was ignored, and nothing else. Handlers end with the image.
+    fn restore_ignored(self) {
+        for signal in 1..SIGNALS {
+            let mut now = MaybeUninit::<libc::sigaction>::uninit();
+            // SAFETY: sigaction writes the whole structure where it answers zero; the libc's own signals are refused.
+            let now = unsafe {
+                match libc::sigaction(signal, std::ptr::null(), now.as_mut_ptr()) {
+                    0 => now.assume_init().sa_sigaction,
+                    _ => continue,
+                }
+            };
+            let wanted = match self.ignored >> (signal - 1) & 1 {
+                1 => libc::SIG_IGN,
+                _ => libc::SIG_DFL,
+            };
+            if now != wanted && (wanted == libc::SIG_IGN || now == libc::SIG_IGN) {
+                // SAFETY: no handler of this library's.
+                unsafe { libc::signal(signal, wanted) };
+            }
+        }
+    }
+}
+
+/// The working directory that was left.
+struct Here(c_int);
+
+impl Here {
+    /// Goes to a directory; none where that is gone.
+    fn leave(to: &CStr) -> Option<Here> {
+        // SAFETY: strings that end with a zero.
+        unsafe {
+            let here = libc::open(c".".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
+            if libc::chdir(to.as_ptr()) == 0 {
+                return Some(Here(here));
+            }
+            libc::close(here);
+            None
+        }
+    }
+
+    fn come_back(self) {
+        // SAFETY: a descriptor of this value's.
+        unsafe {
+            libc::fchdir(self.0);
+            libc::close(self.0);
+        }
+    }
+}
+
+/// Blocks these signals in this thread, and no other; those that were blocked before.
+fn block(signals: u64) -> u64 {
+    let (mut before, mut set) = (0, MaybeUninit::<libc::sigset_t>::uninit());
+    let mut old = MaybeUninit::<libc::sigset_t>::uninit();
+    // SAFETY: the sets are made by the libc's own functions before they are read.
+    unsafe {
+        libc::sigemptyset(set.as_mut_ptr());
+        libc::sigemptyset(old.as_mut_ptr());
+        for signal in (1..SIGNALS).filter(|signal| signals >> (signal - 1) & 1 == 1) {
+            libc::sigaddset(set.as_mut_ptr(), signal);
+        }
+        libc::sigprocmask(libc::SIG_SETMASK, set.as_ptr(), old.as_mut_ptr());
+        for signal in 1..SIGNALS {
+            before |= u64::from(libc::sigismember(old.as_ptr(), signal) == 1) << (signal - 1);
+        }
+    }
+    before
+}
+
+/// Kills every other process of the pid namespace, and waits for its children's ends.
+fn end_others() {
+    let until = Instant::now() + ENDING;
+    loop {
+        // SAFETY: kill and waitpid of no memory. The first process of a pid namespace reaches no further than that.
+        let ended = unsafe {
+            libc::kill(-1, libc::SIGKILL);
+            libc::waitpid(-1, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL)
+        };
+        match ended {
+            ..0 => return,
+            0 if Instant::now() > until => return,
+            0 => std::thread::sleep(Duration::from_millis(1)),
+            _ => {}
+        }
+    }
+}
+
+/// The new image gets the standard descriptors, and no other.
+fn keep_standard_descriptors() {
+    // SAFETY: system calls on numbers; a descriptor that is not open is an error without effect.
+    unsafe {
+        for standard in 0..3 {
+            libc::fcntl(standard, libc::F_SETFD, 0);
+        }
+        if libc::syscall(libc::SYS_close_range, 3, u32::MAX, CLOSE_RANGE_CLOEXEC) == 0 {
+            return;
+        }
+        let mut limit = MaybeUninit::<libc::rlimit>::uninit();
+        let most = match libc::getrlimit(libc::RLIMIT_NOFILE, limit.as_mut_ptr()) {
+            0 => limit.assume_init().rlim_cur.min(MOST_DESCRIPTORS),
+            _ => MOST_DESCRIPTORS,
+        };
+        for descriptor in 3..c_int::try_from(most).unwrap_or(c_int::MAX) {
+            libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC);
+        }
+    }
+}
+
+/// Interval timers outlive an image.
+fn stop_timers() {
+    for timer in [libc::ITIMER_REAL, libc::ITIMER_VIRTUAL, libc::ITIMER_PROF] {
+        // SAFETY: all zeros is a timer that is off.
+        unsafe { libc::setitimer(timer, &std::mem::zeroed(), std::ptr::null_mut()) };
+    }
+}
+
+fn processors() -> Option<libc::cpu_set_t> {
+    // SAFETY: all zeros is an empty set, and the call is told its size.
+    unsafe {
+        let mut set = std::mem::zeroed();
+        (libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) == 0).then_some(set)
+    }
+}
+
+/// Which file a path leads to.
+fn identity(path: &CStr) -> Option<(libc::dev_t, libc::ino_t)> {
+    use std::os::unix::fs::MetadataExt;
+    let metadata = std::fs::metadata(path.to_str().ok()?).ok()?;
+    Some((metadata.dev(), metadata.ino()))
+}
+
+fn is_script(path: &CStr) -> bool {
+    use std::io::Read;
+    let mut begins = [0; 2];
+    let file = path
+        .to_str()
+        .ok()
+        .and_then(|path| std::fs::File::open(path).ok());
+    file.is_some_and(|mut file| file.read_exact(&mut begins).is_ok()) && begins == *b"#!"
+}
+
+/// Strings that each end with a zero.
+fn strings(bytes: &[u8]) -> Vec<CString> {
+    let ended = bytes.split_inclusive(|byte| *byte == 0);
+    ended
+        .filter_map(|one| Some(CStr::from_bytes_with_nul(one).ok()?.to_owned()))
+        .collect()
+}
+
+/// The name by which the kernel executed this process: pairs of a kind and a value (getauxval(3)). The loader
+/// changes its own copy where it is the program itself, so the kernel's is asked.
+fn executed(auxv: &[u8]) -> Option<CString> {
+    let word = |bytes: &[u8]| Some(u64::from_ne_bytes(bytes.try_into().ok()?));
+    let (pairs, _) = auxv.as_chunks::<16>();
+    let value = pairs.iter().find_map(|pair| {
+        let (kind, value) = pair.split_at(8);
+        (word(kind)? == libc::AT_EXECFN).then(|| word(value))?
+    })?;
+    // SAFETY: the kernel put a string there, above the stack, and nothing has run yet that could have changed it.
+    let name = unsafe { CStr::from_ptr(usize::try_from(value).ok()? as *const c_char) };
+    Some(name.to_owned())
+}
+
+/// `SigBlk`, `SigIgn` and `Umask` of `/proc/self/status` (Linux 4.7).
+fn of_status(status: &str) -> Option<(Signals, libc::mode_t)> {
+    let field = |name: &str| {
+        let mut lines = status.lines();
+        lines.find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(":")?.trim()))
+    };
+    let signals = |name| u64::from_str_radix(field(name)?, 16).ok();
+    let of_process = Signals {
+        blocked: signals("SigBlk")?,
+        ignored: signals("SigIgn")?,
+    };
+    let umask = libc::mode_t::from_str_radix(field("Umask")?, 8).ok()?;
+    Some((of_process, umask))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn c(text: &str) -> CString {
+        CString::new(text).unwrap()
+    }
+
+    fn start(file: &str, arguments: &[&str]) -> Start {
+        Start {
+            file: c(file),
+            arguments: arguments.iter().map(|one| c(one)).collect(),
+            ..Start::read().unwrap()
+        }
+    }
+
+    fn own_file() -> String {
+        let path = std::fs::read_link("/proc/self/exe").unwrap();
+        path.to_str().unwrap().to_owned()
+    }
+
+    #[test]
+    fn a_process_finds_how_it_was_started() {
+        let start = Start::read().unwrap();
+        let arguments: Vec<_> = std::env::args().map(|one| c(&one)).collect();
+        assert_eq!(start.arguments, arguments);
+        assert_eq!(identity(&start.file), identity(c"/proc/self/exe"));
+        assert!(!start.environment.is_empty());
+        assert_eq!(start.program().0, start.file.as_c_str());
+    }
+
+    #[test]
+    fn empty_arguments_are_arguments() {
+        assert_eq!(strings(b"a\0\0b\0"), [c("a"), c(""), c("b")]);
+        assert_eq!(strings(b""), []);
+    }
+
+    #[test]
+    fn a_program_is_executed_by_the_name_that_it_was_executed_by() {
+        let file = own_file();
+        let start = start(&file, &["other name", "x"]);
+        assert_eq!(
+            start.program(),
+            (c(&file).as_c_str(), &[c("other name"), c("x")][..])
+        );
+    }
+
+    #[test]
+    fn a_script_is_executed_itself_and_its_interpreter_is_left_to_the_kernel() {
+        let folder = std::env::temp_dir().join(format!("bursar-script-{}", std::process::id()));
+        std::fs::write(&folder, "#!/bin/sh -e\n").unwrap();
+        let script = folder.to_str().unwrap();
+        let start = start(script, &["/bin/sh", "-e", script, "x"]);
+        assert_eq!(
+            start.program(),
+            (c(script).as_c_str(), &[c(script), c("x")][..])
+        );
+        std::fs::remove_file(&folder).unwrap();
+        // Deleted since: its interpreter, which is the program, and the same arguments.
+        assert_eq!(start.program(), (c"/proc/self/exe", &start.arguments[..]));
+    }
+
+    #[test]
+    fn a_program_whose_file_was_replaced_is_executed_from_what_the_kernel_has() {
+        let start = start("/dev/null", &["a"]);
+        assert_eq!(start.program(), (c"/proc/self/exe", &[c("a")][..]));
+    }
+
+    #[test]
+    fn signals_and_umask_are_read_from_the_status() {
+        let status =
+            "Name:\tSigIgn\nUmask:\t0027\nSigBlk:\t0000000000010000\nSigIgn:\t0000000000001000\n";
+        let signals = Signals {
+            blocked: 1 << 16,
+            ignored: 1 << 12,
+        };
+        assert_eq!(of_status(status), Some((signals, 0o027)));
+        assert_eq!(of_status("Umask:\t0022\n"), None);
+    }
+
+    #[test]
+    fn blocking_is_of_this_thread_and_taken_back() {
+        let usr1 = 1 << (libc::SIGUSR1 - 1);
+        let before = block(usr1);
+        assert_eq!(block(before), usr1);
+    }
+
+    #[test]
+    fn a_process_that_is_no_containers_first_is_never_executed_again() {
+        assert!(!is_possible() || std::process::id() == 1);
+        execute();
+    }
+}

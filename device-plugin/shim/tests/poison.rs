@@ -1,0 +1,193 @@
+//! Programs whose kernels fault, on the simulated driver, with the shim and the agent's sessions: fenced, restarted in
+//! place or handed their error.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use bursar_crds::budget::ContextAction;
+use bursar_device_plugin::sessions::Policy;
+use support::{Client, Container, MIB};
+
+const QUOTA: u64 = 256 * MIB;
+
+fn container(action: ContextAction) -> Container {
+    let container = Container::with_quota(QUOTA);
+    container.set_policy(Policy::new(action, 100, 600));
+    container
+}
+
+/// A fault of the kernel of this name, which a launch does not see.
+fn fault(program: &mut Client, kernel: &str) {
+    let function = program.ok(format!("function {kernel}"))[0];
+    program.ok(format!("launch {function}"));
+}
+
+/// The kernels that fault, and the code that every later call answers.
+const FAULTS: [(&str, &str); 4] = [
+    ("fault", "err 700"),
+    ("trap", "err 719"),
+    ("misaligned", "err 716"),
+    ("assertion", "err 710"),
+];
+
+#[test]
+fn under_in_place_the_main_process_is_executed_again_and_its_program_sees_no_error() {
+    let container = container(ContextAction::InPlace);
+    let mut program = container.main_program();
+    for (round, (kernel, _)) in FAULTS.iter().cycle().take(8).enumerate() {
+        program.ok(format!("alloc {QUOTA}"));
+        fault(&mut program, kernel);
+        let begun = Instant::now();
+        assert_eq!(program.call("sync 0"), "ready", "{kernel}");
+        println!("{kernel}: {:?}", begun.elapsed());
+        let books = &container.books()[0];
+        assert_eq!(books.generation, round as u64 + 2);
+        assert_eq!(books.members.len(), 1, "it is the same process");
+        assert!(container.faults().is_empty(), "{:?}", container.faults());
+    }
+    // What eight images had is free, once.
+    container.wait_for("nothing is charged", |usage| {
+        usage.granted.0 == 0 && usage.retired.0 == 0
+    });
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn a_code_is_met_by_whatever_call_reports_errors_of_work_that_went_before() {
+    let container = container(ContextAction::InPlace);
+    let mut program = container.main_program();
+    let pointer = program.ok("alloc 4096")[0];
+    for call in [
+        "sync 0".to_owned(),
+        "streamquery".to_owned(),
+        "eventquery".to_owned(),
+        format!("copy {pointer}"),
+        "alloc 4096".to_owned(),
+        "asyncalloc 4096 0".to_owned(),
+        format!("free {pointer}"),
+    ] {
+        fault(&mut program, "fault");
+        assert_eq!(program.call(&call), "ready", "{call}");
+    }
+}
+
+#[test]
+fn the_new_image_is_what_the_container_was_started_as() {
+    let container = container(ContextAction::InPlace);
+    let mut program = container.main_program();
+    // The test's own shell leaves descriptors open to it.
+    let split = |image: String| {
+        let (before, rest) = image.split_once(" fds [").unwrap();
+        let (descriptors, after) = rest.split_once(']').unwrap();
+        (format!("{before}{after}"), descriptors.to_owned())
+    };
+    let (before, _) = split(program.call("image"));
+    assert_eq!(program.call("disturb"), "ok");
+    assert_ne!(split(program.call("image")).0, before, "it was disturbed");
+    fault(&mut program, "fault");
+    assert_eq!(program.call("sync 0"), "ready");
+    let after = (before, "0, 1, 2".to_owned());
+    assert_eq!(split(program.call("image")), after);
+}
+
+#[test]
+fn a_thread_that_is_not_the_first_and_children_are_no_hindrance() {
+    let container = container(ContextAction::InPlace);
+    let mut program = container.main_program();
+    // Told from all others by how long they sleep.
+    let seconds = format!("86{:05}", std::process::id() % 100_000);
+    program.ok(format!("children 5 {seconds}"));
+    let alive = || {
+        let processes = std::fs::read_dir("/proc").unwrap().flatten();
+        let lines = processes.map(|process| std::fs::read(process.path().join("cmdline")));
+        let of_shells = format!("sleep {seconds};");
+        lines
+            .flatten()
+            .filter(|line| String::from_utf8_lossy(line).contains(&of_shells))
+            .count()
+    };
+    assert_eq!(alive(), 5);
+    assert_eq!(program.call("faultthreads 8"), "ready");
+    assert_eq!(alive(), 0);
+    assert_eq!(container.books()[0].generation, 2);
+}
+
+#[test]
+fn under_restart_the_program_gets_its_error_and_the_container_is_condemned() {
+    let container = container(ContextAction::Restart);
+    let mut program = container.main_program();
+    fault(&mut program, "fault");
+    assert_eq!(program.call("sync 0"), "err 700");
+    assert_eq!(container.condemned().len(), 1);
+    let [fault] = &container.faults()[..] else {
+        panic!()
+    };
+    assert_eq!((fault.cuda_error, fault.image.generation), (Some(700), 1));
+    // What is asked of the shim is answered as the driver answers.
+    assert_eq!(program.call(format!("alloc {QUOTA}")), "err 700");
+    program.kill();
+    container.wait_for("the image ended", |usage| usage.processes == 0);
+    assert!(container.faults().is_empty() && container.condemned().is_empty());
+}
+
+#[test]
+fn a_poisoned_image_is_told_its_code_by_every_kernel_that_faults() {
+    for (kernel, code) in FAULTS {
+        let container = container(ContextAction::Report);
+        let mut program = container.program();
+        fault(&mut program, kernel);
+        assert_eq!(program.call("sync 0"), code, "{kernel}");
+        assert_eq!(program.call("sync 0"), code, "{kernel}");
+        assert_eq!(container.faults().len(), 1);
+        assert_eq!(container.condemned().len(), 0);
+    }
+}
+
+#[test]
+fn a_process_that_is_not_the_main_one_is_never_executed_again() {
+    let container = container(ContextAction::InPlace);
+    let mut program = container.program();
+    fault(&mut program, "fault");
+    assert_eq!(program.call("sync 0"), "err 700");
+    assert_eq!(container.condemned().len(), 1);
+}
+
+#[test]
+fn not_more_often_than_the_maximum() {
+    let container = Container::with_quota(QUOTA);
+    container.set_policy(Policy::new(ContextAction::InPlace, 2, 600));
+    let mut program = container.main_program();
+    for _ in 0..2 {
+        fault(&mut program, "fault");
+        assert_eq!(program.call("sync 0"), "ready");
+    }
+    fault(&mut program, "fault");
+    assert_eq!(program.call("sync 0"), "err 700");
+    assert_eq!(container.condemned().len(), 1);
+    program.kill();
+    container.wait_for("the image ended", |usage| usage.processes == 0);
+    assert_eq!(container.faults().len(), 1, "for who decides about the pod");
+}
+
+#[test]
+fn a_report_waits_for_an_agent_that_is_being_replaced_and_not_for_one_that_stays_away() {
+    let mut container = container(ContextAction::InPlace);
+    let mut program = container.main_program();
+    container.stop_agent();
+    fault(&mut program, "fault");
+    program.send("sync 0");
+    std::thread::sleep(Duration::from_millis(300));
+    container.start_agent();
+    assert_eq!(program.read(), "ready");
+    container.stop_agent();
+    fault(&mut program, "fault");
+    let begun = Instant::now();
+    assert_eq!(program.call("sync 0"), "err 700");
+    assert!(begun.elapsed() < Duration::from_secs(15));
+}

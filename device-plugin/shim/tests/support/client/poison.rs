@@ -1,0 +1,149 @@
+//! Calls around a fault of a kernel, and what an image is started with.
+//!
+//! ```text
+//! streamquery, eventquery, copy POINTER -> ok | err CODE
+//! faultthreads N         -> ok CODES      (N threads synchronise at once after a fault)
+//! children N SECONDS     -> ok            (starts as many; they ignore what they can)
+//! image                  -> ok TEXT       (what this process was started with, and has of it)
+//! disturb                -> ok            (changes all of that)
+//! ```
+
+use std::fmt::Write as _;
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+
+use super::{Cuda, answer, say};
+
+/// One line, if it is one of these.
+pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
+    let number = |index: usize| words[index].parse::<u64>().expect("a number");
+    let done = |code: i32| say(answer(code, String::new()));
+    Some(match words[0] {
+        "streamquery" => done(call!(cuda, c"cuStreamQuery", (0 => u64))),
+        "eventquery" => {
+            let mut event = 0_u64;
+            call!(cuda, c"cuEventCreate", (&raw mut event => *mut u64, 0 => u32));
+            done(call!(cuda, c"cuEventQuery", (event => u64)))
+        }
+        "copy" => {
+            let mut byte = 0_u8;
+            done(
+                call!(cuda, c"cuMemcpyDtoH_v2", (&raw mut byte => *mut u8, number(1) => u64, 1 => usize)),
+            )
+        }
+        "faultthreads" => {
+            let function = cuda.kernel(false, "fault").expect("it has such a kernel");
+            call!(cuda, c"cuLaunchKernel", (
+                function => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64,
+                0 => u64, 0 => u64
+            ));
+            let codes: Vec<_> = std::thread::scope(|scope| {
+                let synchronise = || {
+                    cuda.retain();
+                    call!(cuda, c"cuCtxSynchronize", ())
+                };
+                let threads: Vec<_> = (0..number(1)).map(|_| scope.spawn(synchronise)).collect();
+                let joined = threads.into_iter().map(|thread| thread.join());
+                joined
+                    .map(|code| code.expect("no panic").to_string())
+                    .collect()
+            });
+            format!("ok {}", codes.join(" "))
+        }
+        "children" => {
+            for _ in 0..number(1) {
+                let mut child = Command::new("sh");
+                let script = format!("trap '' TERM INT HUP; sleep {}; :", words[2]);
+                // Closed as the test reads until the main process is gone.
+                let child = child
+                    .args(["-c", &script])
+                    .stdout(std::process::Stdio::null());
+                child.process_group(0).spawn().expect("there is a shell");
+            }
+            "ok".to_owned()
+        }
+        "image" => format!("ok {}", image()),
+        "disturb" => {
+            disturb();
+            "ok".to_owned()
+        }
+        _ => return None,
+    })
+}
+
+/// What exec brings back and a program can change.
+fn image() -> String {
+    let mut text = String::new();
+    let read = |file: &str| std::fs::read(format!("/proc/self/{file}")).expect("there is /proc");
+    let status = String::from_utf8_lossy(&read("status")).into_owned();
+    for field in ["Name", "Umask", "SigBlk", "SigIgn", "Cpus_allowed"] {
+        let line = status
+            .lines()
+            .find(|line| line.starts_with(&format!("{field}:")));
+        let _ = write!(text, "{} ", line.expect("it is there").replace('\t', ""));
+    }
+    let directory = std::env::current_dir().expect("there is one");
+    let descriptors = std::fs::read_dir("/proc/self/fd").expect("there is /proc");
+    let mut inherited: Vec<_> = descriptors
+        .flatten()
+        .map(|entry| {
+            entry
+                .file_name()
+                .to_string_lossy()
+                .parse()
+                .expect("a number")
+        })
+        // SAFETY: asks for a number.
+        .filter(|fd| unsafe { libc::fcntl(*fd, libc::F_GETFD) } == 0)
+        .collect();
+    inherited.sort_unstable();
+    let mut timer = std::mem::MaybeUninit::<libc::itimerval>::zeroed();
+    // SAFETY: getitimer writes the structure, for which all zeros is a value.
+    let timer = unsafe {
+        libc::getitimer(libc::ITIMER_REAL, timer.as_mut_ptr());
+        timer.assume_init()
+    };
+    let _ = write!(
+        text,
+        "{} pid {} fds {inherited:?} timer {} {}",
+        directory.display(),
+        std::process::id(),
+        timer.it_value.tv_sec > 0,
+        std::env::args().collect::<Vec<_>>().join(" "),
+    );
+    let mut environment: Vec<_> = std::env::vars()
+        .map(|(name, value)| name + "=" + &value)
+        .collect();
+    environment.sort_unstable();
+    text + " " + &environment.join(" ").replace('\n', " ")
+}
+
+fn disturb() {
+    std::env::set_current_dir("/").expect("there is a root");
+    // SAFETY: no other thread of this program reads the environment; the calls are given whole structures.
+    unsafe {
+        std::env::set_var("HOME", "/elsewhere");
+        std::env::set_var("BURSAR_TEST", "1");
+        libc::umask(0o777);
+        let mut set = std::mem::MaybeUninit::uninit();
+        libc::sigemptyset(set.as_mut_ptr());
+        libc::sigaddset(set.as_mut_ptr(), libc::SIGUSR1);
+        libc::sigprocmask(libc::SIG_BLOCK, set.as_ptr(), std::ptr::null_mut());
+        libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+        libc::signal(libc::SIGHUP, libc::SIG_IGN);
+        libc::prctl(libc::PR_SET_NAME, c"disturbed".as_ptr());
+        libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY);
+        let mut one = std::mem::zeroed::<libc::cpu_set_t>();
+        libc::CPU_SET(0, &mut one);
+        libc::sched_setaffinity(0, size_of_val(&one), &raw const one);
+        let hour = libc::timeval {
+            tv_sec: 3600,
+            tv_usec: 0,
+        };
+        let timer = libc::itimerval {
+            it_interval: hour,
+            it_value: hour,
+        };
+        libc::setitimer(libc::ITIMER_REAL, &raw const timer, std::ptr::null_mut());
+    }
+}

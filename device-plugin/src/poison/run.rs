@@ -1,0 +1,137 @@
+//! The loop: reads the kernel's log, applies policies, tells, kills.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use tokio::sync::watch;
+use tokio::time::{MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::log::Log;
+use super::{policy, tell};
+use crate::audit::kill::kill;
+use crate::config::PathsConfig;
+use crate::metrics::Metrics;
+use crate::node::actor::Snapshot;
+use crate::resize::Orders;
+use crate::sessions::Sessions;
+use crate::status::{Events, FaultReport};
+
+/// How often the kernel's log is read, and what is overdue looked for.
+const EVERY: Duration = Duration::from_millis(200);
+
+/// What the loop works with.
+pub struct Around {
+    /// Where the log is, and `/proc`.
+    pub paths: PathsConfig,
+    /// Who knows the processes.
+    pub sessions: Arc<Sessions>,
+    /// The node's containers.
+    pub snapshots: watch::Receiver<Snapshot>,
+    /// What the node's `GpuNode` orders; none before the API server told any.
+    pub orders: watch::Receiver<Option<Orders>>,
+    /// Where people are told.
+    pub events: Events,
+    /// Where it is counted.
+    pub metrics: Metrics,
+}
+
+/// Acts on faults until `stop`, and keeps `faults` at those that are open.
+pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: CancellationToken) {
+    let news = around.sessions.news();
+    let mut log = opened(&around.paths.kernel_log);
+    let mut generations = BTreeMap::new();
+    let mut every = interval(EVERY);
+    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = stop.cancelled() => return,
+            () = news.notified() => {}
+            _ = every.tick() => {}
+        }
+        let now = Timestamp::now();
+        around.order();
+        for named in log.iter_mut().flat_map(Log::read) {
+            if around.sessions.xid(named.pid, named.xid, now) {
+                info!(
+                    pid = named.pid,
+                    xid = named.xid,
+                    "xid of a container's process"
+                );
+            }
+        }
+        around.tell(now);
+        around.kill();
+        let open = around.open(&mut generations);
+        faults.send_if_modified(|before| {
+            let changed = *before != open;
+            *before = open;
+            changed
+        });
+    }
+}
+
+impl Around {
+    fn order(&self) {
+        let Some(Orders { contexts, .. }) = &*self.orders.borrow() else {
+            return;
+        };
+        for container in &self.snapshots.borrow().containers {
+            if let Some(policy) = policy::policy(contexts, container) {
+                self.sessions
+                    .set_context_policy(&container.allocation, policy);
+            }
+        }
+    }
+
+    fn tell(&self, now: Timestamp) {
+        let faults = self.sessions.new_faults(now);
+        if faults.is_empty() {
+            return;
+        }
+        let containers = &self.snapshots.borrow().containers;
+        for (allocation, fault) in faults {
+            self.metrics.poisoned(&fault);
+            tell::event(&self.events, &allocation, &fault, containers);
+        }
+    }
+
+    /// Again and again until the image has ended.
+    fn kill(&self) {
+        for (allocation, process) in self.sessions.condemned() {
+            match kill(&self.paths.proc, process) {
+                Ok(true) => warn!(%allocation, pid = process.pid, "killed for a poisoned context"),
+                Ok(false) => {}
+                Err(error) => warn!(%allocation, pid = process.pid, %error, "not killed"),
+            }
+        }
+    }
+
+    /// `generations`: G of the GPU when each fault was first seen.
+    fn open(&self, generations: &mut BTreeMap<String, u64>) -> Vec<FaultReport> {
+        let open = self.sessions.faults();
+        let snapshot = self.snapshots.borrow();
+        let reports = open.into_iter().map(|(allocation, fault)| {
+            let now = snapshot.generations.get(&fault.gpu).copied();
+            let id = tell::id(&allocation, &fault);
+            let generation = *generations.entry(id).or_insert(now.unwrap_or_default());
+            tell::report(&allocation, &fault, generation, &snapshot.containers)
+        });
+        let reports: Vec<_> = reports.collect();
+        generations.retain(|id, _| reports.iter().any(|report| report.id == *id));
+        reports
+    }
+}
+
+/// None where it cannot be read: the shims' reports are all that is known then.
+fn opened(path: &PathBuf) -> Option<Log> {
+    Log::open(path)
+        .inspect_err(|error| {
+            warn!(path = %path.display(), %error, "the kernel's log is not read: XIDs name no processes");
+        })
+        .ok()
+}

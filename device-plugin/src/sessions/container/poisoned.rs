@@ -1,0 +1,134 @@
+//! The container's poisoned process images: told of, fenced, and decided about.
+
+use bursar_protocol::sticky::ErrorClass;
+use bursar_protocol::wire::{ToShim, Verdict};
+use jiff::Timestamp;
+
+use super::super::poison::{Cause, Decision, Fault, Image, Policy};
+use super::super::{Account, Membership, Process};
+use super::Container;
+use crate::units::{GpuUuid, PodUid};
+
+/// News that are kept for who tells them. Older ones are dropped: they were of the same container.
+const MOST_NEWS: usize = 64;
+
+impl Container {
+    /// What is done about faults from now on. It outlives the agent.
+    pub(in super::super) fn set_policy(&mut self, policy: Policy) {
+        let before = self.poisonings.clone();
+        self.poisonings.set_policy(policy);
+        if before != self.poisonings {
+            self.write_record();
+        }
+    }
+
+    /// A process says that its context is poisoned; what it is to do. A code that poisons nothing is no fault.
+    pub(in super::super) fn poisoned(
+        &mut self,
+        pid: u32,
+        account: u8,
+        code: i32,
+        able: bool,
+        now: Timestamp,
+    ) -> ToShim {
+        self.heard(pid);
+        let class = ErrorClass::of(code);
+        let is_fault = code != 0 && (class.poisons() || class == ErrorClass::Unknown);
+        let cause = Cause::Cuda { code, able };
+        let decision = is_fault.then(|| self.strike(pid, Some(account), cause, now));
+        ToShim::Verdict(match decision.flatten() {
+            Some(Decision::Execute) => Verdict::Execute,
+            _ => Verdict::GoOn,
+        })
+    }
+
+    /// Whether a process is the container's main one: the first of its pid namespace, begun from outside of the
+    /// container. What `kubectl exec` begins is the first of none, and who is the first of a namespace that the
+    /// container made was begun inside.
+    pub(in super::super) fn is_main(&self, pid: u32, membership: &dyn Membership) -> bool {
+        let Some(member) = self.members.get(&pid) else {
+            return false;
+        };
+        let begun_outside =
+            membership.first(member.process, &self.served.pod) == Some(member.process);
+        begun_outside && member.pids.last() == Some(&1)
+    }
+
+    pub(in super::super) fn pod(&self) -> &PodUid {
+        &self.served.pod
+    }
+
+    /// An XID names a process; whether that is one of this container's.
+    pub(in super::super) fn xid(&mut self, pid: u32, code: u32, now: Timestamp) -> bool {
+        let is_here = self.members.contains_key(&pid);
+        if is_here {
+            self.strike(pid, None, Cause::Xid(code), now);
+        }
+        is_here
+    }
+
+    /// Decides what waited long enough.
+    pub(in super::super) fn overdue(&mut self, now: Timestamp) {
+        if self.poisonings.overdue(now) {
+            self.write_record();
+        }
+    }
+
+    /// The processes whose container is to be killed for their fault.
+    pub(in super::super) fn condemned(&self) -> Vec<Process> {
+        let images = self.poisonings.condemned();
+        images.map(|image| image.process).collect()
+    }
+
+    /// The faults that are open.
+    pub(in super::super) fn faults(&self) -> &[Fault] {
+        self.poisonings.faults()
+    }
+
+    /// The faults that were opened since this was last asked.
+    pub(in super::super) fn take_news(&mut self) -> Vec<Fault> {
+        std::mem::take(&mut self.news)
+    }
+
+    /// Whether a process's image gets nothing more.
+    pub(super) fn is_fenced(&self, pid: u32) -> bool {
+        let member = self.members.get(&pid);
+        member.is_some_and(|member| self.poisonings.is_fenced(member.process, member.generation))
+    }
+
+    fn strike(
+        &mut self,
+        pid: u32,
+        account: Option<u8>,
+        cause: Cause,
+        now: Timestamp,
+    ) -> Option<Decision> {
+        let member = self.members.get(&pid)?;
+        let image = Image {
+            process: member.process,
+            generation: member.generation,
+        };
+        let gpu = self.gpu_of(account)?.clone();
+        let before = self.poisonings.clone();
+        let (decision, opened) = self.poisonings.strike(image, &gpu, cause, now);
+        if let Some(fault) = opened {
+            tracing::warn!(allocation = %self.served.allocation, pid, ?fault, "context poisoned");
+            if self.news.len() < MOST_NEWS {
+                self.news.push(fault);
+            }
+        }
+        if before != self.poisonings {
+            self.write_record();
+        }
+        decision
+    }
+
+    /// The GPU of an account; the first where it has none.
+    fn gpu_of(&self, account: Option<u8>) -> Option<&GpuUuid> {
+        let account = account.and_then(|account| self.accounts.get(usize::from(account)));
+        match account {
+            Some(Account::Gpu(gpu)) => Some(gpu),
+            _ => self.served.gpus.first().map(|(gpu, _)| gpu),
+        }
+    }
+}

@@ -1,0 +1,217 @@
+//! Generations of images, their fences, and how poison and the books go together.
+
+use bursar_crds::budget::ContextAction;
+use bursar_protocol::wire::Verdict;
+use jiff::Timestamp;
+
+use super::super::super::poison::Policy;
+use super::*;
+
+fn now() -> Timestamp {
+    Timestamp::from_second(1_800_000_000).unwrap()
+}
+
+fn report(container: &mut Container, pid: u32, code: i32) -> ToShim {
+    container.poisoned(pid, 0, code, true, now())
+}
+
+fn in_place(container: &mut Container) {
+    container.set_policy(Policy::new(ContextAction::InPlace, 100, 600));
+}
+
+/// P of an image, as its welcome says it.
+fn generation(container: &mut Container, pid: u32, image: u64, version: u16) -> Option<u64> {
+    let process = Process { pid, start: 1 };
+    let admitted = container
+        .hello(process, image, version, &[], &Host)
+        .unwrap();
+    match admitted.welcome {
+        ToShim::Welcome {
+            version: spoken,
+            generation,
+            ..
+        } => {
+            assert_eq!(spoken, version.min(VERSION));
+            generation
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+const EXECUTE: ToShim = ToShim::Verdict(Verdict::Execute);
+const GO_ON: ToShim = ToShim::Verdict(Verdict::GoOn);
+
+#[test]
+fn each_image_gets_the_next_number_and_keeps_it_over_reconnects_and_agents() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    assert_eq!(generation(&mut container, 1, 7, VERSION), Some(1));
+    assert_eq!(generation(&mut container, 2, 8, VERSION), Some(2));
+    assert_eq!(generation(&mut container, 1, 7, VERSION), Some(1));
+    assert_eq!(
+        generation(&mut container, 1, 9, VERSION),
+        Some(3),
+        "an exec"
+    );
+    let mut again = fixture.start();
+    assert_eq!(generation(&mut again, 1, 9, VERSION), Some(3));
+    assert_eq!(generation(&mut again, 3, 1, VERSION), Some(4));
+}
+
+#[test]
+fn a_lost_record_issues_no_number_twice() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let before = (1..100).map(|image| generation(&mut container, 1, image, VERSION));
+    let most = before.max().flatten().unwrap();
+    let (_fixture, mut after) = restart_over(None);
+    assert!(generation(&mut after, 1, 7, VERSION).unwrap() > most);
+}
+
+#[test]
+fn a_shim_of_version_1_is_told_no_number_and_its_fence_in_words_that_it_knows() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    assert_eq!(generation(&mut container, 1, 7, 1), None);
+    assert!(container.xid(1, 31, now()));
+    let refused = ToShim::Refused {
+        account: 0,
+        free: Units::ZERO,
+    };
+    assert_eq!(container.request(1, 0, units(1)), refused);
+    // A version that is not made yet speaks this one.
+    assert_eq!(generation(&mut container, 2, 7, VERSION + 9), Some(2));
+}
+
+#[test]
+fn a_poisoned_image_gets_nothing_more_and_its_siblings_and_successor_do() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    in_place(&mut container);
+    hello(&mut container, 1, 7).unwrap();
+    hello(&mut container, 2, 8).unwrap();
+    assert_eq!(report(&mut container, 1, 700), EXECUTE);
+    let fenced = ToShim::Fenced { account: 0 };
+    assert_eq!(container.request(1, 0, units(1)), fenced);
+    assert!(is_granted(&container.request(2, 0, units(1))));
+    // The same image, to this agent and the next.
+    hello(&mut container, 1, 7).unwrap();
+    assert_eq!(container.request(1, 0, units(1)), fenced);
+    let mut again = fixture.start();
+    hello(&mut again, 1, 7).unwrap();
+    assert_eq!(again.request(1, 0, units(1)), fenced);
+    hello(&mut again, 1, 9).unwrap();
+    assert!(is_granted(&again.request(1, 0, units(1))));
+    assert!(again.faults().is_empty());
+}
+
+#[test]
+fn the_bytes_of_a_poisoned_image_are_retired_by_its_exec_once_and_once_only() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    in_place(&mut container);
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 512 * MIB);
+    report(&mut container, 1, 719);
+    let granted = container.usage()[0].granted;
+    for image in [8, 8, 8] {
+        hello(&mut container, 1, image).unwrap();
+        let usage = &container.usage()[0];
+        assert_eq!((usage.granted, usage.retired), (Bytes::ZERO, granted));
+    }
+    // The old image's pidfd is the new one's: nothing of it ends.
+    container.died(Process { pid: 1, start: 1 }, 7);
+    assert_eq!(container.usage()[0].retired, granted);
+    settle(&mut container, 1, Bytes::ZERO);
+    assert_eq!(container.usage()[0].retired, Bytes::ZERO);
+    assert!(is_granted(&container.request(1, 0, units(1 << 30))));
+}
+
+#[test]
+fn who_asks_for_what_an_image_had_that_just_ended_waits_for_it_and_nobody_else_does() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = hello(&mut container, 1, 7).unwrap();
+    use_all(&mut container, &page, 1, 512 * MIB);
+    assert!(!container.is_settling(1, 0, units(1 << 30)), "it lives");
+    hello(&mut container, 1, 8).unwrap();
+    assert!(container.is_settling(1, 0, units(1 << 30)));
+    assert!(
+        !container.is_settling(1, 0, units(256 * MIB)),
+        "there is room"
+    );
+    assert!(
+        !container.is_settling(1, 0, units(2 << 30)),
+        "there never will be"
+    );
+    settle(&mut container, 1, Bytes::ZERO);
+    assert!(!container.is_settling(1, 0, units(1 << 30)));
+    hello(&mut container, 1, 9).unwrap();
+    container.retired_at = container.retired_at.map(|at| at - SETTLING);
+    assert!(
+        !container.is_settling(1, 0, units(1 << 30)),
+        "somebody else holds it"
+    );
+}
+
+#[test]
+fn errors_that_poison_nothing_are_no_faults_whoever_reports_them() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    in_place(&mut container);
+    hello(&mut container, 1, 7).unwrap();
+    for code in [0, 1, 2, 4, 201, 500, 600, 801] {
+        assert_eq!(report(&mut container, 1, code), GO_ON, "{code}");
+    }
+    assert!(container.faults().is_empty());
+    assert!(is_granted(&container.request(1, 0, units(1))));
+    assert_eq!(report(&mut container, 1, 999), EXECUTE, "it was probed");
+}
+
+#[test]
+fn an_xid_of_another_process_is_not_this_containers() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    hello(&mut container, 1, 7).unwrap();
+    assert!(!container.xid(2, 31, now()));
+    assert!(container.faults().is_empty());
+    assert!(container.xid(1, 31, now()));
+    assert_eq!(container.take_news().len(), 1);
+    assert!(container.xid(1, 43, now()));
+    assert!(container.take_news().is_empty(), "it is the same fault");
+}
+
+#[test]
+fn a_fault_and_the_count_of_restarts_outlive_the_agent_and_end_with_the_process() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.set_policy(Policy::new(ContextAction::InPlace, 1, 600));
+    hello(&mut container, 1, 7).unwrap();
+    assert_eq!(report(&mut container, 1, 700), EXECUTE);
+    let mut again = fixture.start();
+    assert_eq!(again.faults(), container.faults());
+    hello(&mut again, 1, 8).unwrap();
+    assert_eq!(report(&mut again, 1, 700), GO_ON, "one is the maximum");
+    assert_eq!(again.condemned(), [Process { pid: 1, start: 1 }]);
+    // Its process dies while there is no agent: one too many stays open.
+    let path = fixture.folder.path().join("record.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, text.replace("\"pid\":1,", "\"pid\":666,")).unwrap();
+    let after = fixture.start();
+    assert_eq!((after.faults().len(), after.condemned().len()), (1, 0));
+}
+
+#[test]
+fn the_main_process_is_the_first_of_a_namespace_below_the_hosts() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for pid in [1, 100, 101, 102] {
+        hello(&mut container, pid, 7).unwrap();
+    }
+    let main: Vec<_> = [1, 100, 101, 102, 103]
+        .into_iter()
+        .filter(|pid| container.is_main(*pid, &Host))
+        .collect();
+    // By their pids in the tests' namespaces; the process 1 is the machine's own first.
+    assert_eq!(main, [1, 101]);
+}

@@ -1,0 +1,291 @@
+//! What is done about a container's poisoned process images: pure, time included.
+//!
+//! ```text
+//!            report (the shim)           Execute -- its image ends: closed
+//!   living -----------------> decided --<           still there after `GRACE`: Kill
+//!      \                       ^         Kill ----- its image ends: closed, or stays open where it was one too many
+//!       \ XID    no report     |         Leave ---- its image ends: closed, or stays open for who evicts
+//!        +-----> fenced -------+
+//!                after GRACE
+//! ```
+//!
+//! An image is fenced from its first fault on: the agent grants it nothing more. It is decided about once, however
+//! often and by whichever way it is told of. An XID alone decides nothing for a while: its process may be dying
+//! already, or its shim be about to report, with the chance to restart in place.
+
+use std::time::Duration;
+
+use bursar_crds::budget::{ContextAction, ContextPolicy};
+use jiff::Timestamp;
+use serde::{Deserialize, Serialize};
+
+use super::Process;
+use crate::units::GpuUuid;
+
+/// How long an image may take to report what an XID said of it, and to do what it was told.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// What is done about poisoned contexts of a container.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Policy {
+    /// What is done first.
+    pub action: ContextAction,
+    /// How many restarts, of either kind, the container gets within the window.
+    pub max_restarts: u32,
+    /// The window.
+    pub window: Duration,
+}
+
+impl Default for Policy {
+    fn default() -> Policy {
+        let ContextPolicy {
+            action,
+            max_restarts,
+            window_seconds,
+        } = ContextPolicy::default();
+        Policy::new(action, max_restarts, window_seconds)
+    }
+}
+
+impl Policy {
+    /// As the API says it; its schema allows no negative numbers.
+    pub fn new(action: ContextAction, max_restarts: i32, window_seconds: i32) -> Policy {
+        Policy {
+            action,
+            max_restarts: max_restarts.unsigned_abs(),
+            window: Duration::from_secs(window_seconds.unsigned_abs().into()),
+        }
+    }
+}
+
+/// What is done about a poisoned image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Decision {
+    /// It executes its program again.
+    Execute,
+    /// Its container's main process is killed; the kubelet restarts the container.
+    Kill {
+        /// The container was restarted too often: the fault stays open.
+        beyond: bool,
+    },
+    /// Nothing but the fence.
+    Leave {
+        /// The fault stays open for who evicts the pod.
+        open: bool,
+    },
+}
+
+impl Decision {
+    /// One word for metrics and messages.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Decision::Execute => "in-place",
+            Decision::Kill { beyond: false } => "restart",
+            Decision::Kill { beyond: true } => "beyond-maximum",
+            Decision::Leave { open: true } => "evict",
+            Decision::Leave { open: false } => "report",
+        }
+    }
+
+    fn stays_open(self) -> bool {
+        matches!(
+            self,
+            Decision::Kill { beyond: true } | Decision::Leave { open: true }
+        )
+    }
+}
+
+/// How a fault became known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Cause {
+    /// The process says that the driver answered this `CUresult`.
+    Cuda {
+        /// The code.
+        code: i32,
+        /// Whether its program could be executed again in its place.
+        able: bool,
+    },
+    /// The kernel's log, or NVML, named the process with this XID.
+    Xid(u32),
+}
+
+/// A process image.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Image {
+    /// The process.
+    pub process: Process,
+    /// P, its number among the container's images.
+    pub generation: u64,
+}
+
+/// A poisoned image that is still to be dealt with, or that somebody else has to deal with.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// Whose context it was.
+    pub image: Image,
+    /// The GPU, as far as it is known.
+    pub gpu: GpuUuid,
+    /// The driver's code, if the process reported one.
+    pub cuda_error: Option<i32>,
+    /// The XID, if one named the process.
+    pub xid: Option<u32>,
+    /// When it was first told.
+    pub time: Timestamp,
+    /// What is done about it, since when; none while a report is waited for.
+    pub decided: Option<(Decision, Timestamp)>,
+    /// Whether the image has ended.
+    pub ended: bool,
+}
+
+impl Fault {
+    /// What is done about it, once that was decided.
+    pub fn decision(&self) -> Option<Decision> {
+        self.decided.map(|(decision, _)| decision)
+    }
+}
+
+/// The poisoned images of one container. On record with its grants.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(super) struct Poisonings {
+    policy: Policy,
+    /// When restarts were ordered, the oldest first, as far as the window reaches.
+    restarts: Vec<Timestamp>,
+    faults: Vec<Fault>,
+}
+
+impl Poisonings {
+    /// What is done about faults from now on. What was decided stands.
+    pub(super) fn set_policy(&mut self, policy: Policy) {
+        self.policy = policy;
+    }
+
+    /// The faults that are open.
+    pub(super) fn faults(&self) -> &[Fault] {
+        &self.faults
+    }
+
+    /// Whether an image gets nothing more.
+    pub(super) fn is_fenced(&self, process: Process, generation: u64) -> bool {
+        let mut images = self.faults.iter().map(|fault| &fault.image);
+        images.any(|image| (image.process, image.generation) == (process, generation))
+    }
+
+    /// An image is poisoned; the fault, where that is new.
+    pub(super) fn strike(
+        &mut self,
+        image: Image,
+        gpu: &GpuUuid,
+        cause: Cause,
+        now: Timestamp,
+    ) -> (Option<Decision>, Option<Fault>) {
+        let known = self.faults.iter().position(|fault| fault.image == image);
+        let at = known.unwrap_or_else(|| {
+            // One that ended stands for all before it that were one too many.
+            self.faults.retain(|fault| !fault.ended);
+            self.faults.push(Fault {
+                image,
+                gpu: gpu.clone(),
+                cuda_error: None,
+                xid: None,
+                time: now,
+                decided: None,
+                ended: false,
+            });
+            self.faults.len() - 1
+        });
+        let able = match (cause, self.faults.get_mut(at)) {
+            (Cause::Cuda { code, able }, Some(fault)) => {
+                fault.cuda_error.get_or_insert(code);
+                Some(able)
+            }
+            (Cause::Xid(code), Some(fault)) => {
+                fault.xid.get_or_insert(code);
+                None
+            }
+            (_, None) => None,
+        };
+        if let Some(able) = able {
+            self.decide(at, able, now);
+        }
+        let fault = self.faults.get(at);
+        (
+            fault.and_then(Fault::decision),
+            fault.filter(|_| known.is_none()).cloned(),
+        )
+    }
+
+    /// An image ended: whatever was decided about it is done.
+    pub(super) fn ended(&mut self, process: Process, generation: u64) {
+        for fault in &mut self.faults {
+            let image = &fault.image;
+            fault.ended |= (image.process, image.generation) == (process, generation);
+        }
+        let stays = |fault: &Fault| fault.decision().is_some_and(Decision::stays_open);
+        self.faults.retain(|fault| !fault.ended || stays(fault));
+    }
+
+    /// Decides about those that were told of by an XID alone, and about those that did not do what they were told.
+    /// Whether anything changed.
+    pub(super) fn overdue(&mut self, now: Timestamp) -> bool {
+        let before = self.faults.clone();
+        for at in 0..self.faults.len() {
+            let Some(fault) = self.faults.get_mut(at).filter(|fault| !fault.ended) else {
+                continue;
+            };
+            match fault.decided {
+                None if since(fault.time, now) >= GRACE => self.decide(at, false, now),
+                Some((Decision::Execute, then)) if since(then, now) >= GRACE => {
+                    fault.decided = Some((Decision::Kill { beyond: false }, now));
+                }
+                _ => {}
+            }
+        }
+        before != self.faults
+    }
+
+    /// The images whose containers are to be killed.
+    pub(super) fn condemned(&self) -> impl Iterator<Item = &Image> {
+        let killed = |fault: &&Fault| {
+            !fault.ended && matches!(fault.decision(), Some(Decision::Kill { .. }))
+        };
+        self.faults.iter().filter(killed).map(|fault| &fault.image)
+    }
+
+    fn decide(&mut self, at: usize, able: bool, now: Timestamp) {
+        let Policy {
+            action,
+            max_restarts,
+            window,
+        } = self.policy;
+        self.restarts.retain(|then| since(*then, now) < window);
+        let is_left = self.restarts.len() < usize::try_from(max_restarts).unwrap_or(usize::MAX);
+        let Some(fault) = self.faults.get_mut(at) else {
+            return;
+        };
+        if fault.decided.is_some() {
+            return;
+        }
+        let decision = match action {
+            ContextAction::Report => Decision::Leave { open: false },
+            ContextAction::Evict => Decision::Leave { open: true },
+            ContextAction::InPlace if able && is_left => Decision::Execute,
+            ContextAction::InPlace | ContextAction::Restart => Decision::Kill { beyond: !is_left },
+        };
+        fault.decided = Some((decision, now));
+        if matches!(
+            decision,
+            Decision::Execute | Decision::Kill { beyond: false }
+        ) {
+            self.restarts.push(now);
+        }
+    }
+}
+
+/// Zero where a clock went back.
+fn since(then: Timestamp, now: Timestamp) -> Duration {
+    Duration::try_from(now.duration_since(then)).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests;
