@@ -238,11 +238,15 @@ impl Heap {
     #[inline]
     pub(super) fn allocate(&mut self, asked: u64, align: u64) -> Option<Taken> {
         let size = u32::try_from(asked.div_ceil(GRANULE)).ok()?.max(1);
-        let index = match align > GRANULE {
-            true => self.find_aligned(size, align)?,
-            false => self.find(size)?,
-        };
-        Some(self.take(index, size, asked))
+        if align > GRANULE {
+            let index = self.find_aligned(size, align)?;
+            return Some(self.take(index, size, asked));
+        }
+        let index = self.find(size)?;
+        Some(match self.cut_top(index, size) {
+            Some(top) => self.hand_out(top, asked),
+            None => self.take(index, size, asked),
+        })
     }
 
     /// A block for another heap to cut up: one that nobody asked for yet.
@@ -347,10 +351,14 @@ impl Heap {
             header.after = header.after.and(left(above.after));
             header.above = above.above;
         }
+        let mut stays = false;
         if let Some(below) = self.free_at(header.below) {
-            self.unlink(header.below);
             self.recycle(index);
             index = header.below;
+            stays = Class::of(below.size) == Class::of(below.size + header.size);
+            if !stays {
+                self.unlink(index);
+            }
             header = Header {
                 size: header.size + below.size,
                 after: header.after.and(left(below.after)),
@@ -362,7 +370,9 @@ impl Heap {
         if header.above != NONE {
             self.headers[header.above as usize].below = index;
         }
-        self.link(index);
+        if !stays {
+            self.link(index);
+        }
         let whole = (header.below == NONE && header.above == NONE).then_some(Whole {
             region: header.region,
             index,
@@ -448,6 +458,30 @@ impl Heap {
         {
             self.link(rest);
         }
+        self.hand_out(index, asked)
+    }
+
+    /// Cuts `size` granules from the upper end of a free block, where more than a crumb is left. The block keeps its place in
+    /// its list as long as it stays in its class, which a large one does.
+    #[inline]
+    fn cut_top(&mut self, index: u32, size: u32) -> Option<u32> {
+        let whole = self.headers[index as usize].size;
+        let rest = whole - size;
+        if rest <= (size >> CRUMB_SHIFT).min(CRUMB_MOST) {
+            return None;
+        }
+        if Class::of(rest) == Class::of(whole) {
+            return self.split(index, rest);
+        }
+        self.unlink(index);
+        let top = self.split(index, rest);
+        self.link(index);
+        top
+    }
+
+    /// Allocates a block that stands in no list.
+    #[inline]
+    fn hand_out(&mut self, index: u32, asked: u64) -> Taken {
         self.taken += 1;
         let header = &mut self.headers[index as usize];
         header.serial = self.taken;
