@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use bursar_protocol::socket::{receive_message, send_message};
 use bursar_protocol::worker::{FromWorker, ToWorker};
-use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid};
+use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid, Handle};
 use bursar_runtime::error::CudaError;
 
 /// How quickly the driver scrubs freed memory, in bytes a second (design F6).
@@ -34,12 +34,17 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
             Err(end) if end.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             received => received?.0,
         };
-        let (answer, fd) = worker
+        let (answer, made) = worker
             .answer(message)
             .unwrap_or_else(|error| (failed(&DriverError::Cuda(error)), None));
-        send_message(agent, &answer, fd.as_ref().map(AsFd::as_fd))?;
+        send_message(agent, &answer, made.as_ref().map(|(fd, _)| fd.as_fd()))?;
+        // What was made is given up only now: that takes the driver time, for which nobody has to wait.
+        drop(made);
     }
 }
+
+/// Memory that was made: what keeps it for others, and what keeps it here.
+type Made = (OwnedFd, Handle);
 
 /// What does not change about the GPU.
 struct Worker {
@@ -71,11 +76,12 @@ impl Worker {
         }
     }
 
-    fn answer(&self, message: ToWorker) -> Result<(FromWorker, Option<OwnedFd>), CudaError> {
+    fn answer(&self, message: ToWorker) -> Result<(FromWorker, Option<Made>), CudaError> {
         match message {
             ToWorker::Create { bytes } => {
-                let (bytes, fd) = self.create(bytes)?;
-                Ok((FromWorker::Created { bytes }, Some(fd)))
+                let made = self.create(bytes)?;
+                let bytes = made.1.bytes();
+                Ok((FromWorker::Created { bytes }, Some(made)))
             }
             ToWorker::Sweep { bytes } => {
                 // A create that comes meanwhile waits here for what it would wait for in the driver.
@@ -90,14 +96,14 @@ impl Worker {
         }
     }
 
-    /// Makes memory that only the answered descriptor keeps.
-    fn create(&self, bytes: u64) -> Result<(u64, OwnedFd), CudaError> {
+    fn create(&self, bytes: u64) -> Result<Made, CudaError> {
         let whole = bytes.checked_next_multiple_of(self.granularity);
         let bytes = whole.filter(|bytes| *bytes > 0).ok_or(CudaError {
             call: "cuMemCreate",
             code: INVALID_VALUE,
         })?;
-        Ok((bytes, self.device.create(bytes)?.export()?))
+        let handle = self.device.create(bytes)?;
+        Ok((handle.export()?, handle))
     }
 }
 

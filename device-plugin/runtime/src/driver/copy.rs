@@ -10,7 +10,9 @@ impl Context {
     /// What the driver answered.
     pub fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
         let _current = self.enter()?;
-        call!(self.driver(), cuMemsetD8_v2(address, value, bytes))
+        call!(self.driver(), cuMemsetD8_v2(address, value, bytes))?;
+        // The driver returns before the device is done ("API synchronization behavior" in its manual).
+        self.default_stream().synchronize()
     }
 
     /// Fills device memory in the order of a stream.
@@ -40,7 +42,9 @@ impl Context {
         call!(
             self.driver(),
             cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len())
-        )
+        )?;
+        // It returns when it has read the host's memory, which may be before the device's is written.
+        self.default_stream().synchronize()
     }
 
     /// Copies from the device, and waits for it.
