@@ -301,6 +301,7 @@ impl<R: DeviceMemoryResource + ?Sized> DeviceMemoryResource for Arc<R> {
 ///
 /// # Errors
 /// [`ResourceError::ZeroBytes`], [`ResourceError::Alignment`], [`ResourceError::WrongOrdinal`].
+#[inline]
 pub fn check_request(
     ordinal: u32,
     layout: Layout,
@@ -325,6 +326,7 @@ pub fn check_request(
 ///
 /// # Errors
 /// [`ResourceError::WrongOrdinal`].
+#[inline]
 pub fn check_stream(ordinal: u32, stream: &Stream) -> Result<(), ResourceError> {
     let found = stream.context().ordinal();
     if found != ordinal {
@@ -337,6 +339,7 @@ pub fn check_stream(ordinal: u32, stream: &Stream) -> Result<(), ResourceError> 
 ///
 /// # Errors
 /// [`FreeError::Refused`] with [`ResourceError::Foreign`].
+#[inline]
 pub fn check_own(origin: Origin, block: Block) -> Result<Block, FreeError> {
     let found = block.0.origin;
     if found != origin {

@@ -138,10 +138,12 @@ impl Share {
 struct Part(Mutex<Share>);
 
 impl Part {
+    #[inline]
     fn lock(&self) -> MutexGuard<'_, Share> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    #[inline]
     fn try_lock(&self) -> Option<MutexGuard<'_, Share>> {
         match self.0.try_lock() {
             Ok(share) => Some(share),
