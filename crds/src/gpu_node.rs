@@ -92,6 +92,8 @@ pub const MAX_QUOTAS: usize = 64;
     )
 )]
 #[cfg_attr(test, kube(cel))]
+// A server-side apply that takes the last entry away leaves null otherwise, and is refused.
+#[schemars(extend("default" = {}))]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
     /// GPUs that are held for a waiting container of higher priority while room is made for it. One

@@ -20,6 +20,22 @@ pub const BUDGET_LABEL: &str = "bursar.dev/budget";
 /// The value of [`BUDGET_LABEL`].
 pub const ENFORCED: &str = "enforced";
 
+/// Node label: the most device memory that one GPU of the node can give a pod now, in quanta. Written by the
+/// operator; it ends as the resource's name does.
+pub fn largest_free_label(quantum: Quantum) -> String {
+    format!("{PREFIX}largest-free-{}", quantum.suffix())
+}
+
+/// Node label: the same if every pod that borrows on that GPU went.
+pub fn largest_reclaimable_label(quantum: Quantum) -> String {
+    format!("{PREFIX}largest-reclaimable-{}", quantum.suffix())
+}
+
+/// Node label: the same if all pods went: the largest GPU.
+pub fn largest_gpu_label(quantum: Quantum) -> String {
+    format!("{PREFIX}largest-gpu-{}", quantum.suffix())
+}
+
 /// The amount of memory that one token stands for. One quantum serves the whole cluster.
 ///
 /// It is part of the resources' names, so that a pod's request means the same on every node.
@@ -64,6 +80,15 @@ impl Quantum {
             Self::Mib256 => "bursar.dev/gpu-memory-256mib",
             Self::Mib512 => "bursar.dev/gpu-memory-512mib",
             Self::Gib1 => "bursar.dev/gpu-memory-gib",
+        }
+    }
+
+    /// How names end that count in it, such as `gib`.
+    fn suffix(self) -> &'static str {
+        match self {
+            Self::Mib256 => "256mib",
+            Self::Mib512 => "512mib",
+            Self::Gib1 => "gib",
         }
     }
 
@@ -115,6 +140,21 @@ mod tests {
         for bad in ["0", "2Gi", "1GiB", "", "1gi"] {
             assert_eq!(bad.parse::<Quantum>(), Err(UnknownQuantum(bad.into())));
         }
+    }
+
+    #[test]
+    fn labels_end_as_the_resource_does() {
+        for quantum in [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1] {
+            let name = quantum
+                .device_memory()
+                .strip_prefix("bursar.dev/gpu-memory-");
+            assert_eq!(name, Some(quantum.suffix()));
+            assert!(largest_free_label(quantum).ends_with(quantum.suffix()));
+        }
+        assert_eq!(
+            largest_free_label(Quantum::Gib1),
+            "bursar.dev/largest-free-gib"
+        );
     }
 
     #[test]

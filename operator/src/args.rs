@@ -2,9 +2,12 @@
 //! the API server.
 
 use std::net::SocketAddr;
+use std::time::Duration;
 
 use bursar_crds::Quantum;
-use clap::Parser;
+use clap::{ArgAction, Parser};
+
+use crate::placement::Rules;
 
 /// The operator's arguments.
 #[derive(Debug, Clone, Parser)]
@@ -20,6 +23,12 @@ pub struct Args {
     /// What one token stands for: 1Gi, 512Mi or 256Mi, the same as the agents'
     #[arg(long, value_name = "SIZE", default_value = "1Gi")]
     pub quantum: Quantum,
+    /// Whether a pod that waits for a GPU may be evicted, to be scheduled on a node that has room
+    #[arg(long, value_name = "BOOL", default_value_t = true, action = ArgAction::Set)]
+    pub move_waiters: bool,
+    /// For how many seconds a disruption budget keeps a pod that has to go for one of higher priority
+    #[arg(long, value_name = "SECONDS", default_value_t = 60, value_parser = clap::value_parser!(u64).range(..=120))]
+    pub disruption_grace: u64,
     /// Which log lines are written, as tracing filter directives
     #[arg(
         long,
@@ -31,6 +40,17 @@ pub struct Args {
     /// How log lines are written
     #[arg(long, value_enum, default_value_t = LogFormat::Json)]
     pub log_format: LogFormat,
+}
+
+impl Args {
+    /// What they say of placement.
+    pub fn rules(&self) -> Rules {
+        Rules {
+            quantum: self.quantum,
+            move_waiters: self.move_waiters,
+            disruption_grace: Duration::from_secs(self.disruption_grace),
+        }
+    }
 }
 
 /// How log lines are written.
@@ -52,9 +72,16 @@ mod tests {
             "bursar-operator",
             "--listen=0.0.0.0:9401",
             "--quantum=512Mi",
+            "--move-waiters=false",
+            "--disruption-grace=5",
             "--log=info,kube=warn",
         ]);
-        assert_eq!(args.unwrap().quantum, Quantum::Mib512);
+        let rules = Rules {
+            quantum: Quantum::Mib512,
+            move_waiters: false,
+            disruption_grace: Duration::from_secs(5),
+        };
+        assert_eq!(args.unwrap().rules(), rules);
     }
 
     #[test]

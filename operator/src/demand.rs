@@ -5,12 +5,13 @@ use std::collections::BTreeMap;
 use bursar_crds::Quantum;
 use bursar_crds::quantity::{QuantityError, parse_bytes};
 use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
-use k8s_openapi::api::core::v1::Pod;
+use k8s_openapi::api::core::v1::{NodeSelector, Pod, PodCondition, Toleration};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::jiff::Timestamp;
 use kube::Resource;
 use kube::core::ObjectMeta;
 use serde::Deserialize;
+use serde::de::IgnoredAny;
 
 use crate::quanta::Quanta;
 
@@ -34,6 +35,53 @@ pub struct PodSpec {
     pub priority_class_name: Option<String>,
     pub containers: Vec<Container>,
     pub init_containers: Vec<Container>,
+    pub node_name: Option<String>,
+    pub priority: Option<i32>,
+    pub preemption_policy: Option<String>,
+    pub node_selector: BTreeMap<String, String>,
+    pub affinity: Affinity,
+    pub tolerations: Vec<Toleration>,
+    pub topology_spread_constraints: Vec<Spread>,
+    pub volumes: Vec<Volume>,
+}
+
+/// Of `spec.affinity`.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct Affinity {
+    pub node_affinity: NodeAffinity,
+    pub pod_affinity: Required<Vec<IgnoredAny>>,
+    pub pod_anti_affinity: Required<Vec<IgnoredAny>>,
+}
+
+/// The node affinity that must hold.
+pub type NodeAffinity = Required<Option<NodeSelector>>;
+
+/// What must hold of an affinity; what is only preferred is not kept.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(default)]
+pub struct Required<T: Default> {
+    /// It.
+    #[serde(rename = "requiredDuringSchedulingIgnoredDuringExecution")]
+    pub required: T,
+}
+
+/// Of a topology spread constraint.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct Spread {
+    pub when_unsatisfiable: String,
+}
+
+/// Of a volume: whether it may bind the pod to a node.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct Volume {
+    pub persistent_volume_claim: Option<IgnoredAny>,
+    pub ephemeral: Option<IgnoredAny>,
 }
 
 /// Of `status`.
@@ -42,6 +90,9 @@ pub struct PodSpec {
 #[expect(missing_docs, reason = "the names are the Pod's own")]
 pub struct PodStatus {
     pub phase: Option<String>,
+    #[serde(rename = "nominatedNodeName")]
+    pub nominated_node_name: Option<String>,
+    pub conditions: Vec<PodCondition>,
 }
 
 /// Of a container.
@@ -49,6 +100,7 @@ pub struct PodStatus {
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
 pub struct Container {
+    pub name: String,
     pub resources: Resources,
     pub restart_policy: Option<String>,
 }
@@ -125,13 +177,7 @@ impl Demand {
 /// (`k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`): its containers and
 /// sidecars together, or the most that one init container needs beside the sidecars before it.
 fn asked(spec: &PodSpec, resource: &str) -> Quanta {
-    let of = |container: &Container| {
-        container
-            .resources
-            .requests
-            .get(resource)
-            .map_or(Quanta::ZERO, read)
-    };
+    let of = |container: &Container| asks(container, resource);
     let (mut sidecars, mut starting) = (Quanta::ZERO, Quanta::ZERO);
     for container in &spec.init_containers {
         if container.restart_policy.as_deref() == Some("Always") {
@@ -142,6 +188,12 @@ fn asked(spec: &PodSpec, resource: &str) -> Quanta {
     }
     let running = spec.containers.iter().map(of).sum::<Quanta>();
     starting.max(sidecars.plus(running))
+}
+
+/// How much of `resource` one container asks for.
+pub fn asks(container: &Container, resource: &str) -> Quanta {
+    let asked = container.resources.requests.get(resource);
+    asked.map_or(Quanta::ZERO, read)
 }
 
 /// A count out of a pod. The API server admits whole numbers only, of any size.

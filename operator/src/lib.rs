@@ -16,6 +16,7 @@
 //! | [`reconcile`] | does it, budget by budget |
 //! | [`release`] | lets go of namespaces whose budget is gone |
 //! | [`write`](mod@write) | the API calls that change something |
+//! | [`placement`] | helps pods to a GPU: node labels, moves, reservations and evictions, lowered quotas |
 //! | [`metrics`], [`http`] | what is measured, and how it is served |
 //! | [`operator`] | the tasks and their end |
 
@@ -26,6 +27,7 @@ pub mod http;
 pub mod metrics;
 pub mod observe;
 pub mod operator;
+pub mod placement;
 pub mod quanta;
 pub mod reconcile;
 pub mod release;

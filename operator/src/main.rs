@@ -35,7 +35,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let client = observe::client().await.context(
         "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
     )?;
-    Ok(operator::run(client, listener, args.quantum, shutdown).await?)
+    Ok(operator::run(client, listener, args.rules(), shutdown).await?)
 }
 
 fn log(args: &Args) -> anyhow::Result<()> {

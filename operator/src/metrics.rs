@@ -20,6 +20,7 @@ use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
+use crate::placement;
 use crate::world::kinds;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
@@ -35,6 +36,12 @@ struct OfKind {
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfWrite {
     what: &'static str,
+    result: &'static str,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct OfStep {
+    step: &'static str,
     result: &'static str,
 }
 
@@ -94,6 +101,7 @@ pub struct Metrics {
     look_seconds: Histogram,
     writes: Family<OfWrite, Counter>,
     watch_failures: Family<OfKind, Counter>,
+    steps: Family<OfStep, Counter>,
 }
 
 /// From 50 us, a look that changes nothing, to 10 s, the longest write.
@@ -144,6 +152,17 @@ impl Metrics {
             "Watches that broke off or could not be begun",
             watch_failures.clone(),
         );
+        let steps = Family::<OfStep, Counter>::default();
+        for step in placement::plan::STEPS {
+            for result in ["done", "error"] {
+                drop(steps.get_or_create(&OfStep { step, result }));
+            }
+        }
+        registry.register(
+            "bursar_operator_placement_steps",
+            "Steps of placement: labels, reservations, evictions, moves, quotas",
+            steps.clone(),
+        );
         registry.register_collector(Box::new(Published(budgets)));
         Self {
             registry: Arc::new(registry),
@@ -151,6 +170,7 @@ impl Metrics {
             look_seconds,
             writes,
             watch_failures,
+            steps,
         }
     }
 
@@ -181,6 +201,12 @@ impl Metrics {
     pub fn wrote(&self, what: Written, ok: bool) {
         let (what, result) = (what.as_str(), if ok { "ok" } else { "error" });
         self.writes.get_or_create(&OfWrite { what, result }).inc();
+    }
+
+    /// A step of placement was carried out, or failed.
+    pub fn stepped(&self, step: &'static str, done: bool) {
+        let result = if done { "done" } else { "error" };
+        self.steps.get_or_create(&OfStep { step, result }).inc();
     }
 
     /// A watch of `kind` failed.

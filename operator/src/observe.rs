@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use bursar_crds::resources::{BUDGET_LABEL, QUOTA_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
-use futures::stream::{BoxStream, Stream, StreamExt, select_all};
-use k8s_openapi::api::core::v1::{Namespace, Node, ResourceQuota};
+use futures::stream::{self, BoxStream, Stream, StreamExt, select_all};
+use k8s_openapi::api::core::v1::{Namespace, ResourceQuota};
 use kube::core::PartialObjectMeta;
 use kube::runtime::WatchStreamExt as _;
 use kube::runtime::reflector::ObjectRef;
@@ -27,6 +27,10 @@ use tracing::{info, warn};
 use crate::budget::Quota;
 use crate::demand::{AskingPod, Demand};
 use crate::metrics::Metrics;
+use crate::placement::Told;
+use crate::placement::landscape::lowered;
+use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
+use crate::placement::pod::PodFacts;
 use crate::world::{
     Change, Claim, Dirty, Offer, World, budget_label, cohort_label, kinds, slimmed,
 };
@@ -47,6 +51,9 @@ pub async fn client() -> Result<Client, kube::Error> {
     let mut config = Config::infer().await.map_err(kube::Error::InferConfig)?;
     config.read_timeout = Some(SILENCE);
     config.reset_reader_on_write = true;
+    // The library would wait the 10 s that an eviction's refusal asks for, and hide that it was refused. Everything
+    // here is tried again by who wanted it.
+    config.default_retry = false;
     Client::try_from(config)
 }
 
@@ -64,28 +71,47 @@ pub fn changes(
             let watch = watcher(Api::<GpuMemoryBudget>::all(client.clone()), config());
             let watch = watch.default_backoff().reflect(budgets);
             heard(kinds::BUDGETS, metrics, watch)
-                .map(move |event| {
-                    Change::Budget(slimmed(event, |budget| Some(Claim::of(budget, quantum))))
+                .flat_map(move |event| {
+                    both(
+                        Told::Lowered(slimmed(event.clone(), lowered)),
+                        Change::Budget(slimmed(event, |budget| Some(Claim::of(budget, quantum)))),
+                    )
                 })
                 .boxed()
         },
         {
             let watch = watcher(Api::<AskingPod>::all(client.clone()), config());
             heard(kinds::PODS, metrics, watch.default_backoff())
-                .map(move |event| Change::Pod(slimmed(event, |pod| Demand::of(pod, quantum))))
+                .flat_map(move |event| {
+                    both(
+                        Told::Pod(slimmed(event.clone(), |pod| PodFacts::of(pod, quantum))),
+                        Change::Pod(slimmed(event, |pod| Demand::of(pod, quantum))),
+                    )
+                })
                 .boxed()
         },
         {
             let watch = watcher(Api::<GpuNode>::all(client.clone()), config());
             heard(kinds::GPU_NODES, metrics, watch.default_backoff())
-                .map(move |event| Change::GpuNode(slimmed(event, |node| Offer::of(node, quantum))))
+                .flat_map(move |event| {
+                    let facts = |node: &GpuNode| Some(GpuFacts::of(node, quantum));
+                    both(
+                        Told::Gpus(slimmed(event.clone(), facts)),
+                        Change::GpuNode(slimmed(event, |node| Offer::of(node, quantum))),
+                    )
+                })
                 .boxed()
         },
         {
-            let nodes = Api::<PartialObjectMeta<Node>>::all(client.clone());
-            let watch = watcher(nodes, config());
+            let watch = watcher(Api::<SlimNode>::all(client.clone()), config());
             heard(kinds::NODES, metrics, watch.default_backoff())
-                .map(|event| Change::Node(slimmed(event, cohort_label)))
+                .flat_map(move |event| {
+                    let facts = |node: &SlimNode| Some(NodeFacts::of(node, quantum));
+                    both(
+                        Told::Node(slimmed(event.clone(), facts)),
+                        Change::Node(slimmed(event, cohort_label)),
+                    )
+                })
                 .boxed()
         },
         {
@@ -104,6 +130,11 @@ pub fn changes(
         },
     ];
     select_all(watches).boxed()
+}
+
+/// One event for the two who are told of it. Budgets come last: all is known when they are asked for.
+fn both(told: Told, change: Change) -> impl Stream<Item = Change> + Send {
+    stream::iter([Change::Placement(told), change])
 }
 
 /// The events of one watch. Its errors are counted, and the first of a row is logged.

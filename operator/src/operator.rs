@@ -1,6 +1,5 @@
 //! The operator's tasks and their end.
 
-use bursar_crds::Quantum;
 use futures::stream::poll_fn;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
@@ -15,6 +14,7 @@ use tracing::info;
 use crate::http::{self, Sources};
 use crate::metrics::Metrics;
 use crate::observe::{GATHER, changes, observe};
+use crate::placement::{self, Rules};
 use crate::reconcile::Reconciler;
 use crate::release;
 use crate::world::World;
@@ -45,9 +45,10 @@ pub enum OperatorError {
 pub async fn run(
     client: Client,
     listener: TcpListener,
-    quantum: Quantum,
+    rules: Rules,
     shutdown: CancellationToken,
 ) -> Result<(), OperatorError> {
+    let quantum = rules.quantum;
     let (budgets, writer) = reflector::store();
     let metrics = Metrics::new(budgets.clone());
     let (world_sender, world) = watch::channel(World::new(quantum));
@@ -58,6 +59,13 @@ pub async fn run(
         world: world.clone(),
     };
     let writer = Writer::new(client, metrics.clone());
+    let placement = placement::run::run(
+        writer.clone(),
+        world.clone(),
+        rules,
+        metrics.clone(),
+        shutdown.clone(),
+    );
     let released = release::run(writer.clone(), world.clone(), shutdown.clone());
     let reconciler = Reconciler::new(writer, world, metrics, || Time(Timestamp::now()));
 
@@ -87,6 +95,10 @@ pub async fn run(
     tasks.spawn(async move {
         released.await;
         Ok("the release of namespaces")
+    });
+    tasks.spawn(async move {
+        placement.await;
+        Ok("placement")
     });
     info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
 

@@ -4,6 +4,8 @@
 mod api;
 #[path = "operator/faults.rs"]
 mod faults;
+#[path = "operator/waiters.rs"]
+mod waiters;
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -12,6 +14,7 @@ use api::Api;
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
 use bursar_operator::operator::{self, OperatorError};
+use bursar_operator::placement::Rules;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -45,7 +48,11 @@ impl Running {
         let task = tokio::spawn(operator::run(
             api.client(),
             listener,
-            Quantum::Gib1,
+            Rules {
+                quantum: Quantum::Gib1,
+                move_waiters: true,
+                disruption_grace: Duration::from_secs(60),
+            },
             shutdown.clone(),
         ));
         Self {

@@ -15,6 +15,7 @@ pub use mirror::{Entry, Key, Mirror, slimmed};
 
 use crate::budget::{Quota, Which, is_enforced};
 use crate::demand::Demand;
+use crate::placement::{Landscape, Told};
 use crate::quanta::Quanta;
 
 /// What is watched, as probes, logs and metrics call it.
@@ -50,6 +51,8 @@ pub enum Change {
     Quota(Event<Entry<Quota>>),
     /// Of the namespaces that are labelled as having a budget.
     Namespace(Event<Entry<String>>),
+    /// What placement is told of the same.
+    Placement(Told),
 }
 
 /// The budgets whose status may have changed.
@@ -83,6 +86,7 @@ pub struct World {
     cohorts: Mirror<String>,
     quotas: Mirror<Quota>,
     labels: Mirror<String>,
+    landscape: Landscape,
 }
 
 impl World {
@@ -96,6 +100,7 @@ impl World {
             cohorts: Mirror::default(),
             quotas: Mirror::default(),
             labels: Mirror::default(),
+            landscape: Landscape::default(),
         }
     }
 
@@ -127,7 +132,16 @@ impl World {
                     namespaces: changed.into_iter().map(|key| key.name).collect(),
                 }
             }
+            Change::Placement(told) => {
+                self.landscape.apply(told);
+                Dirty::default()
+            }
         }
+    }
+
+    /// What placement knows.
+    pub fn landscape(&self) -> &Landscape {
+        &self.landscape
     }
 
     /// The kinds that have not been listed yet. A status is computed only when there are none.

@@ -311,6 +311,24 @@ impl Api {
         json_body(&patch)
     }
 
+    /// A server-side apply of labels, or of a list of the spec, by somebody who writes all of it.
+    fn apply_part(&self, kind: &str, at: &str, patch: &Value) -> Response {
+        let Some(mut object) = self.stored(kind, at) else {
+            return failure(StatusCode::CONFLICT);
+        };
+        if object["metadata"]["uid"] != patch["metadata"]["uid"] {
+            return failure(StatusCode::CONFLICT);
+        }
+        if let Some(labels) = patch["metadata"].get("labels") {
+            object["metadata"]["labels"] = labels.clone();
+        }
+        for (list, value) in patch["spec"].as_object().into_iter().flatten() {
+            object["spec"][list] = value.clone();
+        }
+        self.change(kind, object.clone(), None);
+        json_body(&object)
+    }
+
     fn merge_labels(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
             return failure(StatusCode::NOT_FOUND);
@@ -360,6 +378,10 @@ impl Api {
                     &format!("{namespace}/{name}"),
                     body.clone(),
                 )
+            }
+            (&Method::PATCH, [.., kind @ ("nodes" | "gpunodes"), name]) => {
+                assert!(applies, "{query}");
+                self.apply_part(kind, &format!("/{name}"), body)
             }
             (&Method::PATCH, [.., "namespaces", namespace]) => {
                 self.merge_labels("namespaces", &format!("/{namespace}"), body)
@@ -426,6 +448,10 @@ async fn answer(State(api): State<Api>, request: Request) -> Response {
     let label = parameter(query, "labelSelector");
     if parts.method == Method::GET {
         let kind = segments.last().copied().unwrap_or_default();
+        if let [.., "namespaces", namespace, "pods", name] = segments.as_slice() {
+            let pod = api.stored("pods", &format!("{namespace}/{name}"));
+            return pod.map_or_else(|| failure(StatusCode::NOT_FOUND), |pod| json_body(&pod));
+        }
         return if query.contains("watch=true") {
             let from = parameter(query, "resourceVersion").and_then(|text| text.parse().ok());
             api.watch(kind.to_owned(), label, from.unwrap_or(0))

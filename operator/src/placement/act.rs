@@ -1,0 +1,358 @@
+//! Carries out one step of a plan.
+
+use std::time::Duration;
+
+use bursar_crds::GpuNode;
+use k8s_openapi::api::batch::v1::Job;
+use k8s_openapi::api::core::v1::{Node, ObjectReference};
+use kube::api::{Api, Patch, PatchParams};
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::{Client, ResourceExt as _};
+use serde_json::{Value, json};
+use tokio::time::timeout;
+use tracing::{debug, info, warn};
+
+use super::memory::{Answer, Memory, Moment};
+use super::plan::{Object, Pod, Step, Victim};
+use super::pod::{Place, PodFacts};
+use crate::demand::AskingPod;
+use crate::observe::chain;
+use crate::world::Key;
+use crate::write::{Evicted, WriteError, Writer};
+
+/// Field managers, one for each list or map that is written whole: what one applies takes nothing from the others.
+const LABELS_MANAGER: &str = "bursar-operator-labels";
+const RESERVATIONS_MANAGER: &str = "bursar-operator-reservations";
+const QUOTAS_MANAGER: &str = "bursar-operator-quotas";
+
+/// How long one request may take.
+const REQUEST_TIME: Duration = Duration::from_secs(5);
+
+/// A step that was not carried out. The next plan has it again, if it is still of use.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ActError {
+    /// The API server or the way to it.
+    #[error("cannot {what} {name}")]
+    Request {
+        /// What was to be done.
+        what: &'static str,
+        /// To what.
+        name: String,
+        /// What was said.
+        source: Box<kube::Error>,
+    },
+    /// An eviction.
+    #[error(transparent)]
+    Write(#[from] WriteError),
+    /// No answer in time.
+    #[error("no answer within {} s: {what} {name}", REQUEST_TIME.as_secs())]
+    TimedOut {
+        /// What was to be done.
+        what: &'static str,
+        /// To what.
+        name: String,
+    },
+}
+
+/// Makes requests.
+pub(super) struct Hands {
+    client: Client,
+    writer: Writer,
+    recorder: Recorder,
+    rules: super::Rules,
+}
+
+impl Hands {
+    pub(super) fn new(writer: Writer, rules: super::Rules) -> Self {
+        let client = writer.client().clone();
+        let reporter = Reporter {
+            controller: bursar_crds::OPERATOR_MANAGER.to_owned(),
+            instance: None,
+        };
+        Self {
+            recorder: Recorder::new(client.clone(), reporter),
+            client,
+            writer,
+            rules,
+        }
+    }
+
+    /// Does `step`, and notes what became of it.
+    pub(super) async fn act(
+        &self,
+        step: Step,
+        memory: &mut Memory,
+        now: Moment,
+    ) -> Result<(), ActError> {
+        match step {
+            Step::Label { node, labels } => {
+                info!(node = node.name, ?labels, "node labels");
+                let metadata = json!({ "name": node.name, "uid": node.uid, "labels": labels });
+                let body = json!({ "metadata": metadata });
+                memory.label_written();
+                self.apply::<Node>(LABELS_MANAGER, "label node", &node, body)
+                    .await
+            }
+            Step::Reserve { node, reservations } => {
+                info!(node = node.name, ?reservations, "reservations");
+                let body = json!({ "spec": { "reservations": reservations } });
+                let what = "reserve a GPU of";
+                // A write that fails may have arrived: whose what is there is, is open then.
+                memory.reservations.remove(&node.name);
+                self.apply::<GpuNode>(RESERVATIONS_MANAGER, what, &node, body)
+                    .await?;
+                memory.reservations.insert(node.name, reservations);
+                Ok(())
+            }
+            Step::Lower { node, quotas } => {
+                info!(node = node.name, orders = quotas.len(), "quotas");
+                let body = json!({ "spec": { "quotas": quotas } });
+                memory.quotas.remove(&node.name);
+                self.apply::<GpuNode>(QUOTAS_MANAGER, "order quotas of", &node, body)
+                    .await?;
+                memory.quotas.insert(node.name, quotas);
+                Ok(())
+            }
+            Step::MakeRoom {
+                waiter,
+                node,
+                gpu,
+                nominate,
+                victims,
+            } => {
+                if !self.still_waits(&waiter, &node).await? {
+                    debug!(waiter = waiter.key.name, "waits no more");
+                    return Ok(());
+                }
+                if nominate {
+                    self.nominate(&waiter, &node).await?;
+                }
+                for victim in victims {
+                    self.end(&victim, &waiter, &gpu, memory, now).await?;
+                }
+                Ok(())
+            }
+            Step::Move {
+                pod,
+                owner,
+                to,
+                room,
+            } => {
+                if self.evict(&pod, false, memory, now).await? == Evicted::Ends {
+                    let Key { namespace, name } = &pod.key;
+                    info!(namespace, pod = name, to, "waiter moved");
+                    memory.moved(&owner, &to, room, now);
+                    let note = format!("waits for a GPU here, and node {to} has room");
+                    self.say(&pod, "GpuMemoryWaiterMoved", note).await;
+                }
+                Ok(())
+            }
+            Step::LookAtJob {
+                namespace,
+                name,
+                uid,
+            } => {
+                let jobs = Api::<Job>::namespaced(self.client.clone(), &namespace);
+                let job = within("look at Job", &name, jobs.get_opt(&name)).await?;
+                let job = job.filter(|job| job.uid().as_deref() == Some(uid.as_str()));
+                // Of a Job that is gone nothing can fail any more.
+                memory
+                    .jobs
+                    .insert(uid, job.is_none_or(|job| ignores_disruption(&job)));
+                Ok(())
+            }
+        }
+    }
+
+    /// A server-side apply of `body` to an object that must be there and be the same one.
+    async fn apply<K>(
+        &self,
+        manager: &str,
+        what: &'static str,
+        object: &Object,
+        mut body: Value,
+    ) -> Result<(), ActError>
+    where
+        K: kube::Resource<DynamicType = ()> + Clone + serde::de::DeserializeOwned + std::fmt::Debug,
+    {
+        body["apiVersion"] = json!(K::api_version(&()));
+        body["kind"] = json!(K::kind(&()));
+        body["metadata"]["name"] = json!(object.name);
+        // An apply makes what is missing, unless it says which one it means.
+        body["metadata"]["uid"] = json!(object.uid);
+        let api = Api::<kube::core::PartialObjectMeta<K>>::all(self.client.clone());
+        let params = PatchParams::apply(manager).force();
+        let patch = Patch::Apply(body);
+        let request = api.patch(&object.name, &params, &patch);
+        within(what, &object.name, request).await.map(drop)
+    }
+
+    /// Whether the waiter is as the plan thought, by the API server's own word.
+    async fn still_waits(&self, waiter: &Pod, node: &str) -> Result<bool, ActError> {
+        let pods = Api::<AskingPod>::namespaced(self.client.clone(), &waiter.key.namespace);
+        let found = within("read pod", &waiter.key.name, pods.get_opt(&waiter.key.name)).await?;
+        let facts = found.and_then(|pod| PodFacts::of(&pod, self.rules.quantum));
+        Ok(facts.is_some_and(|pod| {
+            let here = match &pod.place {
+                Place::On(at) => at == node,
+                Place::Nowhere { .. } => true,
+            };
+            here && pod.uid == waiter.uid && pod.pending && !pod.ending
+        }))
+    }
+
+    /// Tells the scheduler to keep the node's room for the pod.
+    async fn nominate(&self, pod: &Pod, node: &str) -> Result<(), ActError> {
+        info!(
+            namespace = pod.key.namespace,
+            pod = pod.key.name,
+            node,
+            "nominated"
+        );
+        let pods = Api::<AskingPod>::namespaced(self.client.clone(), &pod.key.namespace);
+        let patch = Patch::Merge(json!({
+            "metadata": { "uid": pod.uid }, "status": { "nominatedNodeName": node },
+        }));
+        let params = PatchParams::default();
+        let request = pods.patch_status(&pod.key.name, &params, &patch);
+        within("nominate pod", &pod.key.name, request)
+            .await
+            .map(drop)
+    }
+
+    /// Ends one pod for another.
+    async fn end(
+        &self,
+        victim: &Victim,
+        waiter: &Pod,
+        gpu: &str,
+        memory: &mut Memory,
+        now: Moment,
+    ) -> Result<(), ActError> {
+        let Victim { pod, overdue } = victim;
+        if self.evict(pod, *overdue, memory, now).await? == Evicted::Ends {
+            let (namespace, name) = (&pod.key.namespace, &pod.key.name);
+            info!(
+                namespace,
+                pod = name,
+                waiter = waiter.key.name,
+                gpu,
+                overdue,
+                "evicted"
+            );
+            let note = format!(
+                "made room on {gpu} for {}/{}, of higher priority",
+                waiter.key.namespace, waiter.key.name
+            );
+            self.say(pod, "GpuMemoryReclaimed", note).await;
+        }
+        Ok(())
+    }
+
+    /// Evicts a pod, and notes what became of it.
+    async fn evict(
+        &self,
+        pod: &Pod,
+        overdue: bool,
+        memory: &mut Memory,
+        now: Moment,
+    ) -> Result<Evicted, ActError> {
+        let Key { namespace, name } = &pod.key;
+        let evicted = self.writer.evict(namespace, name, &pod.uid, overdue).await;
+        let answer = match &evicted {
+            Ok(Evicted::Ends) => Answer::Goes,
+            Ok(Evicted::Kept) => Answer::Refused,
+            Err(_) => Answer::Failed,
+        };
+        memory.asked(&pod.uid, answer, now);
+        if answer == Answer::Refused {
+            info!(namespace, pod = name, "a disruption budget keeps it");
+        }
+        Ok(evicted?)
+    }
+
+    /// An Event on a pod. Nothing depends on it.
+    async fn say(&self, pod: &Pod, reason: &str, note: String) {
+        let about = ObjectReference {
+            api_version: Some("v1".to_owned()),
+            kind: Some("Pod".to_owned()),
+            namespace: Some(pod.key.namespace.clone()),
+            name: Some(pod.key.name.clone()),
+            uid: Some(pod.uid.clone()),
+            ..ObjectReference::default()
+        };
+        let event = Event {
+            type_: EventType::Normal,
+            reason: reason.to_owned(),
+            note: Some(note),
+            action: reason.to_owned(),
+            secondary: None,
+        };
+        let said = timeout(REQUEST_TIME, self.recorder.publish(&event, &about)).await;
+        if let Ok(Err(error)) = said {
+            warn!(error = %chain(&error), reason, "event not sent");
+        }
+    }
+}
+
+async fn within<T>(
+    what: &'static str,
+    name: &str,
+    request: impl Future<Output = kube::Result<T>>,
+) -> Result<T, ActError> {
+    let name = || name.to_owned();
+    match timeout(REQUEST_TIME, request).await {
+        Ok(answer) => answer.map_err(|source| ActError::Request {
+            what,
+            name: name(),
+            source: Box::new(source),
+        }),
+        Err(_) => Err(ActError::TimedOut { what, name: name() }),
+    }
+}
+
+/// Whether the Job does not take a pod that was evicted for one that failed.
+fn ignores_disruption(job: &Job) -> bool {
+    let policy = job
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.pod_failure_policy.as_ref());
+    let first = policy
+        .into_iter()
+        .flat_map(|policy| &policy.rules)
+        .find(|rule| {
+            let conditions = rule.on_pod_conditions.iter().flatten();
+            let mut conditions = conditions.filter(|on| on.type_ == "DisruptionTarget");
+            conditions.any(|on| on.status == "True")
+        });
+    // A rule on exit codes that comes before it may match a program that ends badly when it is told to.
+    let exits_first = policy
+        .and_then(|policy| policy.rules.first())
+        .is_some_and(|rule| rule.on_exit_codes.is_some());
+    first.is_some_and(|rule| rule.action == "Ignore") && !exits_first
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn job(rules: Value) -> Job {
+        serde_json::from_value(json!({ "spec": {
+            "template": { "spec": { "containers": [] } }, "podFailurePolicy": { "rules": rules } } }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_job_lets_its_pods_go_only_where_its_policy_says_so_first() {
+        let ignore = json!({ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
+        let fail = json!({ "action": "FailJob", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
+        let exit =
+            json!({ "action": "FailJob", "onExitCodes": { "operator": "In", "values": [1] } });
+        assert!(ignores_disruption(&job(json!([ignore]))));
+        assert!(ignores_disruption(&job(json!([ignore, exit]))));
+        assert!(!ignores_disruption(&job(json!([exit, ignore]))));
+        assert!(!ignores_disruption(&job(json!([fail, ignore]))));
+        assert!(!ignores_disruption(&job(json!([]))));
+        assert!(!ignores_disruption(&Job::default()));
+    }
+}

@@ -1,0 +1,123 @@
+//! Pods, nodes, their GPUs and the overrides of budgets, indexed.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::{Amount, GpuMemoryBudget};
+use kube::runtime::watcher::Event;
+
+use super::node::{Gpu, GpuFacts, NodeFacts};
+use super::pod::PodFacts;
+use crate::quanta::Quanta;
+use crate::world::{Entry, Key, Mirror};
+
+/// One event of one watch.
+#[derive(Debug)]
+pub enum Told {
+    /// Of the pods that ask for device memory.
+    Pod(Event<Entry<PodFacts>>),
+    /// Of the nodes.
+    Node(Event<Entry<NodeFacts>>),
+    /// Of the nodes' GPUs.
+    Gpus(Event<Entry<GpuFacts>>),
+    /// Of the budgets that lower pods' quotas.
+    Lowered(Event<Entry<Lowered>>),
+}
+
+/// The pods, by name, whose quotas a budget lowers.
+pub type Lowered = BTreeMap<String, Amount>;
+
+/// What `budget` lowers; none where it lowers nothing.
+pub fn lowered(budget: &GpuMemoryBudget) -> Option<Lowered> {
+    let overrides = budget.spec.overrides.iter();
+    let lowered: Lowered = overrides
+        .map(|lowered| (lowered.pod.clone(), lowered.device_memory.clone()))
+        .collect();
+    (!lowered.is_empty()).then_some(lowered)
+}
+
+/// Everything that placement knows.
+#[derive(Debug, Default)]
+pub struct Landscape {
+    pods: Mirror<PodFacts>,
+    nodes: Mirror<NodeFacts>,
+    gpu_nodes: Mirror<GpuFacts>,
+    lowered: Mirror<Lowered>,
+}
+
+impl Landscape {
+    /// Takes in one event.
+    pub fn apply(&mut self, told: Told) {
+        match told {
+            Told::Pod(event) => drop(self.pods.apply(event)),
+            Told::Node(event) => drop(self.nodes.apply(event)),
+            Told::Gpus(event) => drop(self.gpu_nodes.apply(event)),
+            Told::Lowered(event) => drop(self.lowered.apply(event)),
+        }
+    }
+
+    /// It as plans look at it.
+    pub(super) fn scene(&self) -> Scene<'_> {
+        let mut asked: BTreeMap<&str, Quanta> = BTreeMap::new();
+        for (_, pod) in self.pods.iter() {
+            if let Some(node) = pod.node() {
+                let sum = asked.entry(node).or_default();
+                *sum = sum.plus(pod.asks);
+            }
+        }
+        Scene {
+            pods: self
+                .pods
+                .iter()
+                .map(|(key, pod)| (pod.uid.as_str(), (key, pod)))
+                .collect(),
+            nodes: self
+                .nodes
+                .iter()
+                .map(|(key, node)| (key.name.as_str(), node))
+                .collect(),
+            gpu_nodes: self
+                .gpu_nodes
+                .iter()
+                .map(|(key, gpus)| (key.name.as_str(), gpus))
+                .collect(),
+            lowered: self.lowered.iter().collect(),
+            asked,
+        }
+    }
+}
+
+/// The landscape by what plans look things up by.
+pub(super) struct Scene<'a> {
+    /// Pods by UID.
+    pub(super) pods: BTreeMap<&'a str, (&'a Key, &'a PodFacts)>,
+    /// Nodes by name.
+    pub(super) nodes: BTreeMap<&'a str, &'a NodeFacts>,
+    /// Nodes' GPUs, by the node's name.
+    pub(super) gpu_nodes: BTreeMap<&'a str, &'a GpuFacts>,
+    /// What budgets lower.
+    pub(super) lowered: Vec<(&'a Key, &'a Lowered)>,
+    /// What the pods on a node ask for in all.
+    asked: BTreeMap<&'a str, Quanta>,
+}
+
+impl<'a> Scene<'a> {
+    /// A pod by its UID.
+    pub(super) fn pod(&self, uid: &str) -> Option<&'a PodFacts> {
+        self.pods.get(uid).map(|(_, pod)| *pod)
+    }
+
+    /// A GPU.
+    pub(super) fn gpu(&self, node: &str, uuid: &str) -> Option<&'a Gpu> {
+        let gpus = &self.gpu_nodes.get(node)?.gpus;
+        gpus.iter().find(|gpu| gpu.uuid == uuid)
+    }
+
+    /// What of a node's memory no pod on it asks for: what the scheduler can still give.
+    pub(super) fn unasked(&self, node: &str) -> Quanta {
+        let all = self
+            .nodes
+            .get(node)
+            .map_or(Quanta::ZERO, |node| node.allocatable);
+        all.minus(self.asked.get(node).copied().unwrap_or_default())
+    }
+}

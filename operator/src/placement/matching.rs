@@ -1,0 +1,209 @@
+//! Whether a pod may be on a node: the part of the scheduler's filters that decides it from the node alone.
+//!
+//! Sources: `k8s.io/component-helpers/scheduling/corev1/{helpers.go,nodeaffinity/nodeaffinity.go}`.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::api::core::v1::{
+    NodeSelector, NodeSelectorRequirement, NodeSelectorTerm, Taint, Toleration,
+};
+
+use super::node::NodeFacts;
+use super::pod::Wants;
+
+/// Whether the node called `name` takes pods, and one that wants so among them. Never true where the pod may be
+/// bound to nodes by something that is not read here.
+pub(super) fn may_be_on(wants: &Wants, name: &str, node: &NodeFacts) -> bool {
+    let Wants {
+        selector,
+        affinity,
+        tolerations,
+        more,
+    } = wants;
+    node.takes_pods
+        && !more
+        && selector
+            .iter()
+            .all(|(key, value)| node.labels.get(key) == Some(value))
+        && affinity
+            .as_ref()
+            .is_none_or(|affinity| selects(affinity, name, &node.labels))
+        && node
+            .taints
+            .iter()
+            .filter(|taint| matches!(taint.effect.as_str(), "NoSchedule" | "NoExecute"))
+            .all(|taint| {
+                tolerations
+                    .iter()
+                    .any(|toleration| tolerates(toleration, taint))
+            })
+}
+
+/// Terms are alternatives; one that says nothing selects nothing.
+fn selects(selector: &NodeSelector, name: &str, labels: &BTreeMap<String, String>) -> bool {
+    selector
+        .node_selector_terms
+        .iter()
+        .any(|term| term_selects(term, name, labels))
+}
+
+fn term_selects(term: &NodeSelectorTerm, name: &str, labels: &BTreeMap<String, String>) -> bool {
+    let expressions = term.match_expressions.as_deref().unwrap_or_default();
+    let fields = term.match_fields.as_deref().unwrap_or_default();
+    let says = !expressions.is_empty() || !fields.is_empty();
+    says && expressions
+        .iter()
+        .all(|wanted| holds(wanted, labels.get(&wanted.key).map(String::as_str)))
+        && fields
+            .iter()
+            .all(|wanted| wanted.key == "metadata.name" && holds(wanted, Some(name)))
+}
+
+fn holds(wanted: &NodeSelectorRequirement, value: Option<&str>) -> bool {
+    let values = wanted.values.as_deref().unwrap_or_default();
+    let listed = || value.is_some_and(|value| values.iter().any(|one| one == value));
+    let compared = || {
+        let [bound] = values else { return None };
+        Some((value?.parse::<i64>().ok()?, bound.parse::<i64>().ok()?))
+    };
+    match wanted.operator.as_str() {
+        "In" => listed(),
+        "NotIn" => !listed(),
+        "Exists" => value.is_some(),
+        "DoesNotExist" => value.is_none(),
+        "Gt" => compared().is_some_and(|(value, bound)| value > bound),
+        "Lt" => compared().is_some_and(|(value, bound)| value < bound),
+        _ => false,
+    }
+}
+
+fn tolerates(toleration: &Toleration, taint: &Taint) -> bool {
+    let effect = toleration.effect.as_deref().unwrap_or_default();
+    let key = toleration.key.as_deref().unwrap_or_default();
+    if !effect.is_empty() && effect != taint.effect || !key.is_empty() && key != taint.key {
+        return false;
+    }
+    match toleration.operator.as_deref().unwrap_or_default() {
+        "" | "Equal" => {
+            toleration.value.as_deref().unwrap_or_default()
+                == taint.value.as_deref().unwrap_or_default()
+        }
+        // An empty key with it tolerates everything.
+        "Exists" => true,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::quanta::Quanta;
+    use serde_json::{Value, json};
+
+    fn node(labels: Value, taints: Value) -> NodeFacts {
+        NodeFacts {
+            uid: "u".into(),
+            labels: serde_json::from_value(labels).unwrap(),
+            taints: serde_json::from_value(taints).unwrap(),
+            takes_pods: true,
+            allocatable: Quanta::new(16),
+        }
+    }
+
+    fn affinity(terms: Value) -> Wants {
+        Wants {
+            affinity: serde_json::from_value(json!({ "nodeSelectorTerms": terms })).unwrap(),
+            ..Wants::default()
+        }
+    }
+
+    fn expression(key: &str, operator: &str, values: &[&str]) -> Wants {
+        affinity(
+            json!([{ "matchExpressions": [{ "key": key, "operator": operator, "values": values }] }]),
+        )
+    }
+
+    #[test]
+    fn every_operator_of_a_node_affinity_is_understood() {
+        let node = node(json!({ "zone": "a", "largest": "6" }), json!([]));
+        let table = [
+            ("zone", "In", &["a", "b"][..], true),
+            ("zone", "In", &["b"], false),
+            ("zone", "NotIn", &["b"], true),
+            ("none", "NotIn", &["b"], true),
+            ("zone", "Exists", &[], true),
+            ("none", "Exists", &[], false),
+            ("none", "DoesNotExist", &[], true),
+            ("largest", "Gt", &["5"], true),
+            ("largest", "Gt", &["6"], false),
+            ("largest", "Lt", &["7"], true),
+            ("none", "Gt", &["0"], false),
+            ("zone", "Gt", &["0"], false),
+            ("zone", "Like", &["a"], false),
+        ];
+        for (key, operator, values, may) in table {
+            let wants = expression(key, operator, values);
+            assert_eq!(
+                may_be_on(&wants, "n", &node),
+                may,
+                "{key} {operator} {values:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn terms_are_alternatives_and_an_empty_one_selects_nothing() {
+        let node = node(json!({ "zone": "a" }), json!([]));
+        let a =
+            json!({ "matchExpressions": [{ "key": "zone", "operator": "In", "values": ["a"] }] });
+        assert!(may_be_on(&affinity(json!([{}, a])), "n", &node));
+        assert!(!may_be_on(&affinity(json!([{}])), "n", &node));
+        let pinned = json!({ "matchFields": [{ "key": "metadata.name", "operator": "In", "values": ["n"] }] });
+        assert!(may_be_on(&affinity(json!([pinned])), "n", &node));
+        assert!(!may_be_on(&affinity(json!([pinned])), "m", &node));
+    }
+
+    #[test]
+    fn a_taint_keeps_out_whom_it_is_not_tolerated_by() {
+        let taint = json!([{ "key": "gpu", "value": "yes", "effect": "NoSchedule" }]);
+        let node = node(json!({}), taint);
+        let with = |tolerations: Value| Wants {
+            tolerations: serde_json::from_value(tolerations).unwrap(),
+            ..Wants::default()
+        };
+        assert!(!may_be_on(&with(json!([])), "n", &node));
+        assert!(may_be_on(
+            &with(json!([{ "operator": "Exists" }])),
+            "n",
+            &node
+        ));
+        assert!(may_be_on(
+            &with(json!([{ "key": "gpu", "value": "yes" }])),
+            "n",
+            &node
+        ));
+        assert!(!may_be_on(
+            &with(json!([{ "key": "gpu", "value": "no" }])),
+            "n",
+            &node
+        ));
+        assert!(!may_be_on(
+            &with(json!([{ "key": "gpu", "operator": "Exists", "effect": "NoExecute" }])),
+            "n",
+            &node
+        ));
+    }
+
+    #[test]
+    fn a_node_that_takes_no_pods_or_a_pod_with_more_wishes_never_match() {
+        let mut node = node(json!({}), json!([]));
+        assert!(may_be_on(&Wants::default(), "n", &node));
+        let more = Wants {
+            more: true,
+            ..Wants::default()
+        };
+        assert!(!may_be_on(&more, "n", &node));
+        node.takes_pods = false;
+        assert!(!may_be_on(&Wants::default(), "n", &node));
+    }
+}

@@ -1,0 +1,273 @@
+//! What was tried, and when: what the cluster itself does not show.
+//!
+//! Losing it costs a repeated request, never a second victim: who has to go is chosen from what the cluster shows.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bursar_crds::gpu_node::{QuotaOrder, Reservation};
+
+use super::landscape::Scene;
+use super::pod::{Owner, Place};
+use crate::quanta::Quanta;
+
+/// Time since the operator started.
+pub type Moment = Duration;
+
+/// How long a reservation may take to come to something, and how long its waiter is left alone after.
+pub(super) const RESERVED_AT_MOST: Duration = Duration::from_secs(300);
+/// How long a watch may take to show that a pod is ending.
+const SHOWN: Duration = Duration::from_secs(10);
+/// When a request that was refused, or failed, is made again.
+const AGAIN: Duration = Duration::from_secs(5);
+/// How often pods of one owner are moved, and after which quiet it is forgotten.
+const MOVES: u32 = 3;
+const MOVES_FORGOTTEN: Duration = Duration::from_secs(3600);
+/// The first wait after a move of an owner's pod; doubled with each.
+const MOVE_PAUSE: Duration = Duration::from_secs(10);
+/// How long the room that a pod was moved for counts as taken.
+const PROMISED: Duration = Duration::from_secs(30);
+/// Node writes in a second, and at once after a quiet time.
+const LABELS_A_SECOND: f64 = 20.0;
+
+/// What was tried.
+#[derive(Debug, Default)]
+pub struct Memory {
+    /// Since when each pod has been seen to wait.
+    waits: BTreeMap<String, Moment>,
+    /// Since when each reservation has been seen, by node, GPU and waiter.
+    reserved: BTreeMap<(String, String, String), Moment>,
+    /// The waiters for whom no GPU is reserved before then.
+    left_alone: BTreeMap<String, Moment>,
+    /// What became of asking pods to go.
+    asked: BTreeMap<String, Asked>,
+    /// How often pods of an owner were moved.
+    moves: BTreeMap<String, Moves>,
+    /// Room on nodes that pods were moved for.
+    promised: Vec<(String, Quanta, Moment)>,
+    /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
+    pub(super) jobs: BTreeMap<String, bool>,
+    /// What was last written to each node's `GpuNode`.
+    pub(super) reservations: BTreeMap<String, Vec<Reservation>>,
+    /// The same of quotas.
+    pub(super) quotas: BTreeMap<String, Vec<QuotaOrder>>,
+    /// Since when a node's labels have not said what is so.
+    pub(super) mislabelled: BTreeMap<String, Moment>,
+    /// Node writes that were saved up, and until when.
+    labels: (f64, Moment),
+}
+
+/// What became of asking one pod to go.
+#[derive(Clone, Copy, Debug)]
+struct Asked {
+    last: Moment,
+    /// Since when a disruption budget has refused it.
+    refused: Option<Moment>,
+    /// The API server took it.
+    goes: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Moves {
+    count: u32,
+    last: Moment,
+}
+
+impl Memory {
+    /// Looks at who waits, and forgets who does not any more.
+    pub(super) fn see(&mut self, scene: &Scene<'_>, now: Moment) {
+        let on_nodes = scene.gpu_nodes.values().flat_map(|gpus| &gpus.waiting);
+        let unplaced = scene.pods.iter().filter(|(_, (_, pod))| {
+            matches!(
+                pod.place,
+                Place::Nowhere {
+                    refused: Some(_),
+                    ..
+                }
+            )
+        });
+        let waiting = on_nodes
+            .map(|waiter| waiter.pod.clone())
+            .chain(unplaced.map(|(uid, _)| (*uid).to_owned()));
+        self.waits = waiting
+            .map(|pod| {
+                let since = self.waits.get(&pod).copied().unwrap_or(now);
+                (pod, since)
+            })
+            .collect();
+        let reservations = scene.gpu_nodes.iter().flat_map(|(node, gpus)| {
+            let name =
+                |held: &Reservation| ((*node).to_owned(), held.gpu.clone(), held.waiter.clone());
+            gpus.reservations.iter().map(name)
+        });
+        self.reserved = reservations
+            .map(|key| {
+                let since = self.reserved.get(&key).copied().unwrap_or(now);
+                (key, since)
+            })
+            .collect();
+        for ((_, _, waiter), since) in &self.reserved {
+            if now.saturating_sub(*since) >= RESERVED_AT_MOST {
+                self.left_alone
+                    .insert(waiter.clone(), now + RESERVED_AT_MOST);
+            }
+        }
+        self.left_alone
+            .retain(|pod, until| *until > now && scene.pods.contains_key(pod.as_str()));
+        self.asked
+            .retain(|pod, _| scene.pods.contains_key(pod.as_str()));
+        self.moves
+            .retain(|_, moves| now.saturating_sub(moves.last) < MOVES_FORGOTTEN);
+        self.promised.retain(|(_, _, until)| *until > now);
+        let owned = |job: &String| {
+            let mut pods = scene.pods.values();
+            pods.any(|(_, pod)| matches!(&pod.owner, Owner::Job { uid, .. } if uid == job))
+        };
+        self.jobs.retain(|job, _| owned(job));
+        let known = |node: &String| scene.gpu_nodes.contains_key(node.as_str());
+        self.reservations.retain(|node, _| known(node));
+        self.quotas.retain(|node, _| known(node));
+    }
+
+    /// For how long a pod has been waiting.
+    pub(super) fn waited(&self, pod: &str, now: Moment) -> Duration {
+        let since = self.waits.get(pod);
+        since.map_or(Duration::ZERO, |since| now.saturating_sub(*since))
+    }
+
+    /// Whether no GPU is to be reserved for a pod for now.
+    pub(super) fn is_left_alone(&self, pod: &str) -> bool {
+        self.left_alone.contains_key(pod)
+    }
+
+    /// The API server took it that this pod has to go, and the watch may not show it yet.
+    pub(super) fn goes(&self, pod: &str, now: Moment) -> bool {
+        let asked = self.asked.get(pod);
+        asked.is_some_and(|asked| asked.goes && now.saturating_sub(asked.last) < SHOWN)
+    }
+
+    /// Whether a pod may be asked to go now.
+    pub(super) fn may_ask(&self, pod: &str, now: Moment) -> bool {
+        let asked = self.asked.get(pod);
+        asked.is_none_or(|asked| now.saturating_sub(asked.last) >= AGAIN)
+    }
+
+    /// For how long a disruption budget has kept a pod.
+    pub(super) fn refused_for(&self, pod: &str, now: Moment) -> Option<Duration> {
+        let since = self.asked.get(pod)?.refused?;
+        Some(now.saturating_sub(since))
+    }
+
+    /// A pod was asked to go.
+    pub(super) fn asked(&mut self, pod: &str, answer: Answer, now: Moment) {
+        let refused = self.asked.get(pod).and_then(|asked| asked.refused);
+        let asked = Asked {
+            last: now,
+            refused: match answer {
+                Answer::Goes => None,
+                Answer::Refused => Some(refused.unwrap_or(now)),
+                Answer::Failed => refused,
+            },
+            goes: answer == Answer::Goes,
+        };
+        self.asked.insert(pod.to_owned(), asked);
+    }
+
+    /// Whether a pod of this owner may be moved now.
+    pub(super) fn may_move(&self, owner: &str, now: Moment) -> bool {
+        self.moves.get(owner).is_none_or(|moves| {
+            let pause = MOVE_PAUSE * 2_u32.pow(moves.count.saturating_sub(1).min(8));
+            moves.count < MOVES && now.saturating_sub(moves.last) >= pause
+        })
+    }
+
+    /// A pod of this owner was moved, for room on `node`.
+    pub(super) fn moved(&mut self, owner: &str, node: &str, room: Quanta, now: Moment) {
+        let moves = self.moves.entry(owner.to_owned()).or_default();
+        moves.count += 1;
+        moves.last = now;
+        self.promised.push((node.to_owned(), room, now + PROMISED));
+    }
+
+    /// Room on a node that pods are on their way to.
+    pub(super) fn promised(&self, node: &str) -> Quanta {
+        let there = self.promised.iter().filter(|(name, ..)| name == node);
+        there.map(|(_, room, _)| *room).sum()
+    }
+
+    /// How many node writes may be made now.
+    pub(super) fn label_writes(&mut self, now: Moment) -> usize {
+        let (saved, at) = self.labels;
+        let passed = now.saturating_sub(at).as_secs_f64();
+        let saved = (saved + passed * LABELS_A_SECOND).min(LABELS_A_SECOND);
+        self.labels = (saved, now);
+        // Never negative, and small.
+        saved as usize
+    }
+
+    /// A node was written.
+    pub(super) fn label_written(&mut self) {
+        self.labels.0 -= 1.0;
+    }
+}
+
+/// What the API server said when a pod was asked to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Answer {
+    /// It goes, or is gone.
+    Goes,
+    /// A disruption budget keeps it.
+    Refused,
+    /// Something else.
+    Failed,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const fn at(second: u64) -> Moment {
+        Duration::from_secs(second)
+    }
+
+    #[test]
+    fn an_owners_pods_are_moved_three_times_with_a_longer_pause_each_time() {
+        let mut memory = Memory::default();
+        let mut moved = Vec::new();
+        for second in 0..1_000 {
+            if memory.may_move("o", at(second)) {
+                memory.moved("o", "n", Quanta::new(1), at(second));
+                moved.push(second);
+            }
+        }
+        assert_eq!(moved, [0, 10, 30]);
+    }
+
+    #[test]
+    fn a_refusal_lasts_from_the_first_one_until_the_pod_goes() {
+        let mut memory = Memory::default();
+        assert_eq!(memory.refused_for("p", at(1)), None);
+        memory.asked("p", Answer::Refused, at(1));
+        memory.asked("p", Answer::Failed, at(7));
+        memory.asked("p", Answer::Refused, at(13));
+        assert_eq!(memory.refused_for("p", at(21)), Some(at(20)));
+        assert!(!memory.may_ask("p", at(14)) && memory.may_ask("p", at(18)));
+        memory.asked("p", Answer::Goes, at(22));
+        assert!(memory.goes("p", at(23)));
+        assert_eq!(memory.refused_for("p", at(23)), None);
+    }
+
+    #[test]
+    fn nodes_are_written_no_faster_than_the_rate() {
+        let mut memory = Memory::default();
+        let mut written = 0;
+        for tick in 0..100_u64 {
+            let now = Duration::from_millis(tick * 100);
+            for _ in 0..memory.label_writes(now) {
+                memory.label_written();
+                written += 1;
+            }
+        }
+        assert!((190..=200).contains(&written), "{written} in 10 s");
+    }
+}

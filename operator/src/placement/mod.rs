@@ -1,0 +1,32 @@
+//! Helps pods to a GPU where the scheduler, which sees node totals only, cannot.
+//!
+//! ```text
+//!   the watches --> Landscape (pure index) --> plan (pure) --> steps --> act: one write each --> Memory
+//!                                               ^                                               |
+//!                                               +--- what was tried, and when ------------------+
+//! ```
+//!
+//! | module | job |
+//! |---|---|
+//! | [`pod`], [`node`] | what is kept of pods, nodes and their GPUs |
+//! | `matching` | whether a pod may be on a node |
+//! | [`landscape`] | all of it, indexed |
+//! | [`plan`] | from that to steps: node labels, moves, reservations and evictions, quotas |
+//! | [`memory`] | what was tried, which the cluster does not show |
+//! | `act` | carries a step out |
+//! | [`run`](mod@run) | the task |
+//!
+//! Everything that must not be forgotten is in the cluster: who is held a GPU is in `GpuNode.spec`, who has to go
+//! carries a deletion time. An operator that starts anew finds the same plan.
+
+mod act;
+pub mod landscape;
+mod matching;
+pub mod memory;
+pub mod node;
+pub mod plan;
+pub mod pod;
+pub mod run;
+
+pub use landscape::{Landscape, Told};
+pub use plan::Rules;

@@ -1,0 +1,165 @@
+//! What placement needs to know of a node.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::gpu_node::{GpuStatus, HealthStatus, QuotaOrder, Reservation};
+use bursar_crds::quantity::parse_bytes;
+use bursar_crds::{GpuNode, Quantum};
+use k8s_openapi::api::core::v1::{Node, NodeCondition, Taint};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::core::ObjectMeta;
+use kube::{Resource, ResourceExt as _};
+use serde::Deserialize;
+
+use crate::quanta::Quanta;
+
+/// The fields of a Node that are read here. The rest of it is not even kept while it is parsed.
+#[derive(Resource, Deserialize, Clone, Debug, Default)]
+#[resource(inherit = Node)]
+#[expect(missing_docs, reason = "the names are the Node's own")]
+pub struct SlimNode {
+    pub metadata: ObjectMeta,
+    #[serde(default)]
+    pub spec: NodeSpec,
+    #[serde(default)]
+    pub status: NodeStatus,
+}
+
+/// Of `spec`.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Node's own")]
+pub struct NodeSpec {
+    pub taints: Vec<Taint>,
+    pub unschedulable: bool,
+}
+
+/// Of `status`.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Node's own")]
+pub struct NodeStatus {
+    pub allocatable: BTreeMap<String, Quantity>,
+    pub conditions: Vec<NodeCondition>,
+}
+
+/// A node, as the scheduler sees it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NodeFacts {
+    /// Its UID.
+    pub uid: String,
+    /// Its labels.
+    pub labels: BTreeMap<String, String>,
+    /// Its taints.
+    pub taints: Vec<Taint>,
+    /// It is Ready, and takes new pods.
+    pub takes_pods: bool,
+    /// The device memory that its pods may ask for in all.
+    pub allocatable: Quanta,
+}
+
+impl NodeFacts {
+    /// The facts of `node`.
+    pub fn of(node: &SlimNode, quantum: Quantum) -> Self {
+        let ready = node
+            .status
+            .conditions
+            .iter()
+            .any(|condition| condition.type_ == "Ready" && condition.status == "True");
+        let allocatable = node.status.allocatable.get(quantum.device_memory());
+        let allocatable = allocatable.and_then(|count| parse_bytes(&count.0).ok());
+        Self {
+            uid: node.uid().unwrap_or_default(),
+            labels: node.labels().clone(),
+            taints: node.spec.taints.clone(),
+            takes_pods: ready && !node.spec.unschedulable,
+            allocatable: Quanta::new(allocatable.unwrap_or(0)),
+        }
+    }
+}
+
+/// A node's GPUs, and what is ordered of its agent.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct GpuFacts {
+    /// The `GpuNode`'s UID.
+    pub uid: String,
+    /// The GPUs.
+    pub gpus: Vec<Gpu>,
+    /// Who waits there for room on a GPU, the longest waiting first.
+    pub waiting: Vec<Waiter>,
+    /// `spec.reservations`.
+    pub reservations: Vec<Reservation>,
+    /// `spec.quotas`.
+    pub quotas: Vec<QuotaOrder>,
+}
+
+/// One GPU.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Gpu {
+    /// Its UUID.
+    pub uuid: String,
+    /// What pods can be given; zero while it does not work.
+    pub capacity: Quanta,
+    /// What nothing is bound to.
+    pub free: Quanta,
+    /// The most that a newcomer can be given.
+    pub largest_free: Quanta,
+    /// The pod that the agent holds it for.
+    pub held_for: Option<String>,
+    /// Who has memory of it.
+    pub pods: BTreeMap<String, Quanta>,
+}
+
+/// A container that waits on its node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Waiter {
+    /// Its pod's UID.
+    pub pod: String,
+    /// What it waits for.
+    pub quanta: Quanta,
+}
+
+impl GpuFacts {
+    /// The facts of `node`, with those who count in another quantum left out.
+    pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
+        let status = node.status.clone().unwrap_or_default();
+        let size = status.quantum.as_ref().map(bursar_crds::Amount::bytes);
+        let counts = size == Some(Ok(quantum.bytes()));
+        Self {
+            uid: node.uid().unwrap_or_default(),
+            gpus: status.gpus.iter().filter(|_| counts).map(gpu).collect(),
+            waiting: status
+                .waiting
+                .iter()
+                .filter(|_| counts)
+                .map(|waiting| Waiter {
+                    pod: waiting.pod_uid.clone(),
+                    quanta: quanta(waiting.quanta),
+                })
+                .collect(),
+            reservations: node.spec.reservations.clone(),
+            quotas: node.spec.quotas.clone(),
+        }
+    }
+}
+
+fn gpu(gpu: &GpuStatus) -> Gpu {
+    let works = gpu.health.status == HealthStatus::Healthy;
+    let count = |count| if works { quanta(count) } else { Quanta::ZERO };
+    Gpu {
+        uuid: gpu.uuid.clone(),
+        capacity: count(gpu.capacity),
+        free: count(gpu.free),
+        largest_free: count(gpu.largest_free),
+        held_for: gpu.held_for.clone(),
+        pods: gpu
+            .pods
+            .iter()
+            .map(|pod| (pod.uid.clone(), quanta(pod.quanta)))
+            .collect(),
+    }
+}
+
+fn quanta(count: i32) -> Quanta {
+    Quanta::new(u64::try_from(count).unwrap_or(0))
+}

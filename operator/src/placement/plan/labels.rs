@@ -1,0 +1,117 @@
+//! The labels that steer pods: what a node's GPUs could give to one pod now.
+//!
+//! They are exact once nothing changes, and rough while much does: a change that takes a value into another bucket is
+//! written at once, another one when it has lasted.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_reclaimable_label};
+
+use super::{Object, Rules, Step};
+use crate::demand::Class;
+use crate::placement::landscape::Scene;
+use crate::placement::memory::{Memory, Moment};
+use crate::placement::node::{Gpu, GpuFacts};
+use crate::quanta::Quanta;
+
+/// How long a small change lasts before it is written.
+const LASTS: Duration = Duration::from_secs(10);
+
+/// The nodes whose labels are to be written now, the most wrong first, as many as the rate allows.
+pub(super) fn plan(
+    scene: &Scene<'_>,
+    memory: &mut Memory,
+    rules: &Rules,
+    now: Moment,
+) -> Vec<Step> {
+    let names = names(rules);
+    let (mut wrong, mut since) = (Vec::new(), BTreeMap::new());
+    for (name, node) in &scene.nodes {
+        let gpus = scene.gpu_nodes.get(name);
+        let wanted: BTreeMap<String, String> = gpus
+            .filter(|gpus| !gpus.gpus.is_empty())
+            .map(|gpus| names.iter().cloned().zip(values(scene, gpus)).collect())
+            .unwrap_or_default();
+        let there = |label: &String| node.labels.get(label);
+        if names.iter().all(|label| there(label) == wanted.get(label)) {
+            continue;
+        }
+        let first = memory.mislabelled.get(*name).copied().unwrap_or(now);
+        since.insert((*name).to_owned(), first);
+        let rough = names
+            .iter()
+            .any(|label| bucket(there(label)) != bucket(wanted.get(label)));
+        if rough || now.saturating_sub(first) >= LASTS {
+            let node = Object {
+                name: (*name).to_owned(),
+                uid: node.uid.clone(),
+            };
+            wrong.push((Reverse(rough), first, node, wanted));
+        }
+    }
+    memory.mislabelled = since;
+    wrong.sort_by(|a, b| (a.0, a.1, &a.2.name).cmp(&(b.0, b.1, &b.2.name)));
+    wrong.truncate(memory.label_writes(now));
+    let step = |(_, _, node, labels)| Step::Label { node, labels };
+    wrong.into_iter().map(step).collect()
+}
+
+fn names(rules: &Rules) -> [String; 3] {
+    [
+        largest_free_label(rules.quantum),
+        largest_reclaimable_label(rules.quantum),
+        largest_gpu_label(rules.quantum),
+    ]
+}
+
+fn values(scene: &Scene<'_>, gpus: &GpuFacts) -> [String; 3] {
+    let most = |of: &dyn Fn(&Gpu) -> Quanta| gpus.gpus.iter().map(of).max().unwrap_or_default();
+    let values = [
+        most(&|gpu| gpu.largest_free),
+        most(&|gpu| gpu.largest_free.plus(reclaimable(scene, gpu))),
+        most(&|gpu| gpu.capacity),
+    ];
+    values.map(|value| value.count().to_string())
+}
+
+/// What of a GPU would come back from borrowers. Of one that is held, nothing: it is on its way to somebody.
+fn reclaimable(scene: &Scene<'_>, gpu: &Gpu) -> Quanta {
+    if gpu.held_for.is_some() {
+        return Quanta::ZERO;
+    }
+    let comes_back = |uid: &str| {
+        let pod = scene.pod(uid);
+        pod.is_none_or(|pod| pod.class == Class::Borrowed || pod.ending)
+    };
+    let pods = gpu.pods.iter().filter(|(uid, _)| comes_back(uid));
+    pods.map(|(_, quanta)| *quanta).sum()
+}
+
+/// Values in one bucket differ by a quarter at most; small ones have one each, and so has what is no number.
+fn bucket(value: Option<&String>) -> Option<u64> {
+    let value: u64 = value?.parse().ok()?;
+    if value < 8 {
+        return Some(value);
+    }
+    let power = u64::from(value.ilog2());
+    Some(power * 4 + (value >> (power - 2)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_is_never_wider_than_a_quarter_and_zero_is_alone() {
+        let bucket = |value: u64| bucket(Some(&value.to_string()));
+        assert_ne!(bucket(0), bucket(1));
+        assert_ne!(bucket(0), super::bucket(None));
+        for value in 1..4096_u64 {
+            let quarter = value + value / 4 + 1;
+            assert!(bucket(value) <= bucket(value + 1), "{value}");
+            assert!(bucket(value) < bucket(quarter), "{value} and {quarter}");
+        }
+    }
+}

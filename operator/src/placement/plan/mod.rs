@@ -1,0 +1,186 @@
+//! From the landscape and what was tried to what is to be done: pure.
+//!
+//! ```text
+//!   a pod waits on its node ----+-- may go, another node has room ------------------> Move
+//!   the scheduler refuses one --+
+//!         |                  pods of lower priority on one GPU would make room
+//!         v                                    |
+//!    nothing to be done                        v
+//!                     Reserve --agent answers heldFor--> MakeRoom (nominate, evict) --bound or gone--> Reserve without it
+//! ```
+//!
+//! A step is the whole of one write, or of one waiter's evictions, so a plan may end after any of them: the next one
+//! is made from what is so then.
+
+mod labels;
+mod quotas;
+mod room;
+mod waiters;
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use bursar_crds::Quantum;
+use bursar_crds::gpu_node::{QuotaOrder, Reservation};
+
+use super::landscape::{Landscape, Scene};
+use super::memory::{Memory, Moment};
+use crate::quanta::Quanta;
+use crate::world::Key;
+
+/// What the admin decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rules {
+    /// The size of one quantum: it names the labels.
+    pub quantum: Quantum,
+    /// Whether waiting pods may be evicted to be scheduled on another node.
+    pub move_waiters: bool,
+    /// How long a disruption budget keeps a pod that has to go for one of higher priority.
+    pub disruption_grace: Duration,
+}
+
+/// One thing to do.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Step {
+    /// Write a node's labels.
+    Label {
+        /// The node.
+        node: Object,
+        /// What they should say; those that are not among them go.
+        labels: BTreeMap<String, String>,
+    },
+    /// Write all reservations of a node.
+    Reserve {
+        /// The `GpuNode`.
+        node: Object,
+        /// They.
+        reservations: Vec<Reservation>,
+    },
+    /// Write all quotas that are ordered of a node.
+    Lower {
+        /// The `GpuNode`.
+        node: Object,
+        /// They.
+        quotas: Vec<QuotaOrder>,
+    },
+    /// End pods on a GPU that is held, for the one that it is held for.
+    MakeRoom {
+        /// Whom for.
+        waiter: Pod,
+        /// The node.
+        node: String,
+        /// The GPU.
+        gpu: String,
+        /// Tell the scheduler to keep the node's room for the waiter.
+        nominate: bool,
+        /// Who goes.
+        victims: Vec<Victim>,
+    },
+    /// Evict a pod that waits, so that it is scheduled elsewhere.
+    Move {
+        /// The pod.
+        pod: Pod,
+        /// What makes another one.
+        owner: String,
+        /// The node that has room.
+        to: String,
+        /// How much it needs there.
+        room: Quanta,
+    },
+    /// Find out whether a Job lets its pods be disrupted.
+    LookAtJob {
+        /// Its namespace.
+        namespace: String,
+        /// Its name.
+        name: String,
+        /// Its UID.
+        uid: String,
+    },
+}
+
+/// What steps are called in metrics and logs.
+pub const STEPS: [&str; 6] = [
+    "label",
+    "reserve",
+    "lower",
+    "make-room",
+    "move",
+    "look-at-job",
+];
+
+impl Step {
+    /// As metrics and logs call it.
+    pub(super) fn name(&self) -> &'static str {
+        let [label, reserve, lower, make_room, moved, look] = STEPS;
+        match self {
+            Self::Label { .. } => label,
+            Self::Reserve { .. } => reserve,
+            Self::Lower { .. } => lower,
+            Self::MakeRoom { .. } => make_room,
+            Self::Move { .. } => moved,
+            Self::LookAtJob { .. } => look,
+        }
+    }
+}
+
+/// An object without a namespace, never another one of the same name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Object {
+    pub(super) name: String,
+    pub(super) uid: String,
+}
+
+/// A pod, never another one of the same name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Pod {
+    pub(super) key: Key,
+    pub(super) uid: String,
+}
+
+/// A pod that has to go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Victim {
+    pub(super) pod: Pod,
+    /// Its disruption budget has had its time: it is deleted.
+    pub(super) overdue: bool,
+}
+
+/// What is to be done now. Nothing where all is as it should be.
+pub(super) fn plan(
+    landscape: &Landscape,
+    memory: &mut Memory,
+    rules: &Rules,
+    now: Moment,
+) -> Vec<Step> {
+    let scene = landscape.scene();
+    memory.see(&scene, now);
+    let mut steps = waiters::plan(&scene, memory, rules, now);
+    steps.extend(quotas::plan(&scene, memory));
+    steps.extend(labels::plan(&scene, memory, rules, now));
+    steps
+}
+
+/// The `GpuNode` of a node, to be written.
+fn gpu_node(scene: &Scene<'_>, node: &str) -> Object {
+    let gpus = scene.gpu_nodes.get(node);
+    Object {
+        name: node.to_owned(),
+        uid: gpus.map(|gpus| gpus.uid.clone()).unwrap_or_default(),
+    }
+}
+
+/// Whether a list of `GpuNode.spec` has to be written: it lacks something, or has something that we wrote and
+/// that is not wanted any more. What others wrote into it is theirs.
+fn has_to_be_written<T: PartialEq>(there: &[T], wanted: &[T], written: Option<&Vec<T>>) -> bool {
+    let lacks = wanted.iter().any(|one| !there.contains(one));
+    // Of what was there before this operator started, whose it is shows when it is written without it.
+    let of_ours = |one: &&T| written.is_none_or(|written| written.contains(*one));
+    let stale = there
+        .iter()
+        .filter(of_ours)
+        .any(|one| !wanted.contains(one));
+    lacks || stale
+}
+
+#[cfg(test)]
+mod tests;

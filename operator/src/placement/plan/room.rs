@@ -1,0 +1,132 @@
+//! Who has to go from one GPU, so that one pod fits there.
+
+use crate::quanta::Quanta;
+
+/// A pod that may have to go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Candidate<'a> {
+    pub(super) uid: &'a str,
+    pub(super) priority: i32,
+    /// What it has of the GPU.
+    pub(super) quanta: Quanta,
+}
+
+/// The fewest of `candidates` that together have what is lacking, in order of UID; none where all of them have not.
+///
+/// Of several choices one whose most important pod matters least, and then one that frees little more than is
+/// needed.
+pub(super) fn fewest<'a>(
+    candidates: &[Candidate<'a>],
+    lacking: Quanta,
+) -> Option<Vec<Candidate<'a>>> {
+    let mut largest = candidates.to_vec();
+    largest.sort_by(|a, b| (b.quanta, a.priority, a.uid).cmp(&(a.quanta, b.priority, b.uid)));
+    let count = cover(&largest, lacking)?;
+    let mut priorities: Vec<i32> = candidates.iter().map(|one| one.priority).collect();
+    priorities.sort_unstable();
+    let humble = |most: i32| -> Vec<Candidate<'a>> {
+        let humble = largest.iter().filter(|one| one.priority <= most);
+        humble.copied().collect()
+    };
+    let humble = priorities
+        .into_iter()
+        .map(humble)
+        .find(|humble| cover(humble, lacking) == Some(count))
+        .unwrap_or_default();
+    let (chosen, others) = humble.split_at(count);
+    let mut chosen = chosen.to_vec();
+    // The last of the chosen may be larger than it needs to be.
+    if let Some(last) = chosen.pop() {
+        let still = lacking.minus(chosen.iter().map(|one| one.quanta).sum());
+        let smallest = others.iter().rev().find(|one| one.quanta >= still);
+        chosen.push(*smallest.unwrap_or(&last));
+    }
+    chosen.sort_by_key(|one| one.uid);
+    Some(chosen)
+}
+
+/// How many of the first it takes.
+fn cover(largest_first: &[Candidate<'_>], lacking: Quanta) -> Option<usize> {
+    let mut sum = Quanta::ZERO;
+    if lacking == Quanta::ZERO {
+        return Some(0);
+    }
+    let last = largest_first.iter().position(|one| {
+        sum = sum.plus(one.quanta);
+        sum >= lacking
+    });
+    last.map(|last| last + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const NAMES: [&str; 8] = ["a", "b", "c", "d", "e", "f", "g", "h"];
+
+    fn candidates(of: &[(u64, i32)]) -> Vec<Candidate<'static>> {
+        let candidate = |(uid, &(quanta, priority)): (&&'static str, &(u64, i32))| Candidate {
+            uid,
+            priority,
+            quanta: Quanta::new(quanta),
+        };
+        NAMES.iter().zip(of).map(candidate).collect()
+    }
+
+    fn chosen(of: &[(u64, i32)], lacking: u64) -> Option<String> {
+        let all = candidates(of);
+        let chosen = fewest(&all, Quanta::new(lacking))?;
+        Some(chosen.iter().map(|one| one.uid).collect())
+    }
+
+    #[test]
+    fn one_large_pod_goes_rather_than_two_small_ones() {
+        assert_eq!(chosen(&[(4, -10), (8, -10), (4, -10)], 8).unwrap(), "b");
+    }
+
+    #[test]
+    fn of_as_many_the_least_important_go_and_of_those_the_smallest_that_do() {
+        assert_eq!(chosen(&[(8, 0), (8, -10)], 6).unwrap(), "b");
+        assert_eq!(chosen(&[(12, -10), (6, -10), (8, -10)], 6).unwrap(), "b");
+        assert_eq!(chosen(&[(12, -10), (6, -10), (3, -10)], 14).unwrap(), "ac");
+    }
+
+    #[test]
+    fn nobody_goes_where_nothing_is_lacking_or_nothing_would_help() {
+        assert_eq!(chosen(&[(8, 0)], 0).unwrap(), "");
+        assert_eq!(chosen(&[], 0).unwrap(), "");
+        assert_eq!(chosen(&[(8, 0), (4, 0)], 13), None);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(100_000))]
+        /// Against every choice that there is.
+        #[test]
+        fn no_choice_has_fewer_pods_or_with_as_many_less_important_ones(
+            of in prop::collection::vec((1_u64..20, -2_i32..3), 0..7),
+            lacking in 0_u64..60,
+        ) {
+            let all = candidates(&of);
+            let every = (0..1_u32 << all.len()).filter_map(|set| {
+                let picked: Vec<_> = (0..all.len()).filter(|at| set >> at & 1 == 1).map(|at| all[at]).collect();
+                let sum: Quanta = picked.iter().map(|one| one.quanta).sum();
+                let highest = picked.iter().map(|one| one.priority).max();
+                (sum >= Quanta::new(lacking)).then_some((picked.len(), highest))
+            });
+            let best = every.min();
+            let found = fewest(&all, Quanta::new(lacking));
+            prop_assert_eq!(best, found.as_ref().map(|found| {
+                (found.len(), found.iter().map(|one| one.priority).max())
+            }));
+            if let Some(found) = found {
+                let sum: Quanta = found.iter().map(|one| one.quanta).sum();
+                prop_assert!(sum >= Quanta::new(lacking));
+                // Nobody goes for nothing.
+                for one in &found {
+                    prop_assert!(sum.minus(one.quanta) < Quanta::new(lacking));
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,676 @@
+//! A small cluster that plans are carried out on: GPUs, pods, an agent that binds by reservation and priority, a
+//! scheduler that counts tokens and keeps them for whom it nominated.
+
+use std::collections::BTreeMap;
+
+use kube::runtime::watcher::Event;
+use proptest::prelude::*;
+
+use super::*;
+use crate::demand::Class;
+use crate::placement::Told;
+use crate::placement::memory::Answer;
+use crate::placement::node::{Gpu, GpuFacts, NodeFacts, Waiter};
+use crate::placement::pod::{Owner, Place, PodFacts, Wants};
+
+const RULES: Rules = Rules {
+    quantum: Quantum::Gib1,
+    move_waiters: true,
+    disruption_grace: Duration::from_secs(60),
+};
+const GUARANTEED: i32 = 0;
+const BORROWED: i32 = -10;
+
+/// One pod of the model.
+#[derive(Clone, Debug)]
+struct Life {
+    asks: u64,
+    priority: i32,
+    owner: Owner,
+    node: Option<String>,
+    nominated: Option<String>,
+    /// The GPU that it is bound to.
+    gpu: Option<String>,
+    ending: bool,
+}
+
+/// The model.
+#[derive(Clone, Debug, Default)]
+struct Cluster {
+    /// Nodes, their GPUs and what each has.
+    nodes: BTreeMap<String, BTreeMap<String, u64>>,
+    pods: BTreeMap<String, Life>,
+    reservations: BTreeMap<String, Vec<Reservation>>,
+    /// What the agents have answered.
+    held: BTreeMap<String, Reservation>,
+    labels: BTreeMap<String, BTreeMap<String, String>>,
+    quotas: BTreeMap<String, Vec<QuotaOrder>>,
+    lowered: BTreeMap<String, String>,
+    /// Whom a disruption budget keeps.
+    kept: Vec<String>,
+    /// Who was asked to go, each time.
+    evicted: Vec<String>,
+    moved: Vec<String>,
+    writes: usize,
+}
+
+impl Cluster {
+    fn node(mut self, name: &str, gpus: &[u64]) -> Self {
+        let gpus = gpus.iter().enumerate();
+        let gpus = gpus.map(|(index, capacity)| (format!("{name}-{index}"), *capacity));
+        self.nodes.insert(name.to_owned(), gpus.collect());
+        self
+    }
+
+    fn pod(
+        mut self,
+        uid: &str,
+        asks: u64,
+        priority: i32,
+        at: Option<(&str, Option<usize>)>,
+    ) -> Self {
+        let life = Life {
+            asks,
+            priority,
+            owner: Owner::Other {
+                uid: format!("owner of {uid}"),
+            },
+            node: at.map(|(node, _)| node.to_owned()),
+            nominated: None,
+            gpu: at.and_then(|(node, gpu)| Some(format!("{node}-{}", gpu?))),
+            ending: false,
+        };
+        self.pods.insert(uid.to_owned(), life);
+        self
+    }
+
+    fn free(&self, node: &str, gpu: &str) -> u64 {
+        let used = self
+            .pods
+            .values()
+            .filter(|pod| pod.gpu.as_deref() == Some(gpu));
+        self.nodes[node][gpu].saturating_sub(used.map(|pod| pod.asks).sum())
+    }
+
+    fn tokens(&self, node: &str) -> u64 {
+        let there = self
+            .pods
+            .values()
+            .filter(|pod| pod.node.as_deref() == Some(node));
+        let all: u64 = self.nodes[node].values().sum();
+        all.saturating_sub(there.map(|pod| pod.asks).sum())
+    }
+
+    fn landscape(&self) -> Landscape {
+        let mut landscape = Landscape::default();
+        let key = |namespace: &str, name: &str| Key {
+            namespace: namespace.to_owned(),
+            name: name.to_owned(),
+        };
+        for (uid, pod) in &self.pods {
+            let facts = PodFacts {
+                uid: uid.clone(),
+                class: match pod.priority {
+                    BORROWED => Class::Borrowed,
+                    _ => Class::Guaranteed,
+                },
+                asks: Quanta::new(pod.asks),
+                containers: vec![("main".to_owned(), Quanta::new(pod.asks))],
+                priority: pod.priority,
+                preempts: pod.priority != BORROWED,
+                place: match &pod.node {
+                    Some(node) => Place::On(node.clone()),
+                    None => Place::Nowhere {
+                        refused: Some(k8s_openapi::jiff::Timestamp::UNIX_EPOCH),
+                        nominated: pod.nominated.clone(),
+                    },
+                },
+                ending: pod.ending,
+                pending: pod.gpu.is_none(),
+                one_gpu: true,
+                owner: pod.owner.clone(),
+                wants: Wants::default(),
+            };
+            landscape.apply(Told::Pod(Event::Apply((key("n", uid), Some(facts)))));
+        }
+        for (node, gpus) in &self.nodes {
+            let all: u64 = gpus.values().sum();
+            let facts = NodeFacts {
+                uid: node.clone(),
+                labels: self.labels.get(node).cloned().unwrap_or_default(),
+                taints: Vec::new(),
+                takes_pods: true,
+                allocatable: Quanta::new(all),
+            };
+            landscape.apply(Told::Node(Event::Apply((key("", node), Some(facts)))));
+            let gpu = |(uuid, capacity): (&String, &u64)| {
+                let held = self.held.get(uuid);
+                let free = self.free(node, uuid);
+                let kept = held.map_or(0, |held| held.quanta.unsigned_abs().into());
+                Gpu {
+                    uuid: uuid.clone(),
+                    capacity: Quanta::new(*capacity),
+                    free: Quanta::new(free),
+                    largest_free: Quanta::new(free.saturating_sub(kept)),
+                    held_for: held.map(|held| held.waiter.clone()),
+                    pods: self
+                        .pods
+                        .iter()
+                        .filter(|(_, pod)| pod.gpu.as_ref() == Some(uuid))
+                        .map(|(uid, pod)| (uid.clone(), Quanta::new(pod.asks)))
+                        .collect(),
+                }
+            };
+            let waits = |(_, pod): &(&String, &Life)| {
+                pod.node.as_ref() == Some(node) && pod.gpu.is_none() && !pod.ending
+            };
+            let facts = GpuFacts {
+                uid: node.clone(),
+                gpus: gpus.iter().map(gpu).collect(),
+                waiting: self
+                    .pods
+                    .iter()
+                    .filter(waits)
+                    .map(|(uid, pod)| Waiter {
+                        pod: uid.clone(),
+                        quanta: Quanta::new(pod.asks),
+                    })
+                    .collect(),
+                reservations: self.reservations.get(node).cloned().unwrap_or_default(),
+                quotas: self.quotas.get(node).cloned().unwrap_or_default(),
+            };
+            landscape.apply(Told::Gpus(Event::Apply((key("", node), Some(facts)))));
+        }
+        if !self.lowered.is_empty() {
+            let lowered = self.lowered.iter();
+            let lowered = lowered.map(|(pod, amount)| (pod.clone(), amount.as_str().into()));
+            let budget = (key("n", "default"), Some(lowered.collect()));
+            landscape.apply(Told::Lowered(Event::Apply(budget)));
+        }
+        landscape
+    }
+
+    fn act(&mut self, step: Step, memory: &mut Memory, now: Moment) {
+        self.writes += 1;
+        match step {
+            Step::Label { node, labels } => {
+                memory.label_written();
+                self.labels.insert(node.name, labels);
+            }
+            Step::Reserve { node, reservations } => {
+                self.reservations
+                    .insert(node.name.clone(), reservations.clone());
+                memory.reservations.insert(node.name, reservations);
+            }
+            Step::Lower { node, quotas } => {
+                self.quotas.insert(node.name.clone(), quotas.clone());
+                memory.quotas.insert(node.name, quotas);
+            }
+            Step::MakeRoom {
+                waiter,
+                node,
+                nominate,
+                victims,
+                ..
+            } => {
+                if nominate {
+                    self.pods.get_mut(&waiter.uid).unwrap().nominated = Some(node);
+                }
+                for victim in victims {
+                    let uid = &victim.pod.uid;
+                    let kept = self.kept.contains(uid) && !victim.overdue;
+                    let answer = match kept {
+                        true => Answer::Refused,
+                        false => Answer::Goes,
+                    };
+                    if !kept {
+                        self.evicted.push(uid.clone());
+                        self.pods.get_mut(uid).unwrap().ending = true;
+                    }
+                    memory.asked(uid, answer, now);
+                }
+            }
+            Step::Move {
+                pod,
+                owner,
+                to,
+                room,
+            } => {
+                memory.asked(&pod.uid, Answer::Goes, now);
+                memory.moved(&owner, &to, room, now);
+                self.moved.push(pod.uid.clone());
+                self.pods.get_mut(&pod.uid).unwrap().ending = true;
+            }
+            Step::LookAtJob { uid, .. } => {
+                // Those with an even number of letters let go.
+                let lets = uid.len() % 2 == 0;
+                memory.jobs.insert(uid, lets);
+            }
+        }
+    }
+
+    /// A second passes: who is ending ends, agents answer and bind, the scheduler places.
+    fn live(&mut self) {
+        // What is moved comes again, under another name.
+        let again: Vec<(String, Life)> = self
+            .pods
+            .iter()
+            .filter(|(uid, pod)| pod.ending && self.moved.contains(uid))
+            .map(|(uid, pod)| {
+                let fresh = Life {
+                    node: None,
+                    ending: false,
+                    ..pod.clone()
+                };
+                (format!("{uid}'"), fresh)
+            })
+            .collect();
+        self.pods.retain(|_, pod| !pod.ending);
+        self.pods.extend(again);
+        self.held = self
+            .reservations
+            .values()
+            .flatten()
+            .map(|held| (held.gpu.clone(), held.clone()))
+            .collect();
+        // Borrowers first: the scheduler may be unlucky, and only a nomination keeps them off.
+        let mut queue: Vec<String> = self.pods.keys().cloned().collect();
+        queue.sort_by_key(|uid| self.pods[uid].priority);
+        for uid in &queue {
+            let pod = self.pods[uid].clone();
+            if pod.node.is_some() {
+                continue;
+            }
+            let kept = |node: &str| -> u64 {
+                let others = self.pods.iter().filter(|(other, life)| {
+                    *other != uid
+                        && life.node.is_none()
+                        && life.priority >= pod.priority
+                        && life.nominated.as_deref() == Some(node)
+                });
+                others.map(|(_, life)| life.asks).sum()
+            };
+            let fits = self
+                .nodes
+                .keys()
+                .filter(|node| self.tokens(node) >= pod.asks + kept(node))
+                .max_by_key(|node| self.tokens(node));
+            if let Some(node) = fits.cloned() {
+                self.pods.get_mut(uid).unwrap().node = Some(node);
+            }
+        }
+        // The agents: who is held a GPU, then by priority.
+        queue.sort_by_key(|uid| std::cmp::Reverse(self.pods[uid].priority));
+        for uid in &queue {
+            let pod = self.pods[uid].clone();
+            let Some(node) = pod.node.filter(|_| pod.gpu.is_none()) else {
+                continue;
+            };
+            let room = |gpu: &&String| {
+                let kept = match self.held.get(*gpu) {
+                    Some(held) if held.waiter != *uid => held.quanta.unsigned_abs().into(),
+                    _ => 0,
+                };
+                self.free(&node, gpu) >= pod.asks + kept
+            };
+            let gpu = self.nodes[&node].keys().find(room).cloned();
+            self.pods.get_mut(uid).unwrap().gpu = gpu;
+        }
+    }
+
+    /// Seconds of planning and living; ends early once nothing is planned any more for a while.
+    fn run(&mut self, memory: &mut Memory, from: u64, seconds: u64) {
+        for second in from..from + seconds {
+            let now = Duration::from_secs(second);
+            for step in plan(&self.landscape(), memory, &RULES, now) {
+                self.act(step, memory, now);
+            }
+            self.live();
+        }
+    }
+
+    fn bound(&self, uid: &str) -> bool {
+        self.pods.get(uid).is_some_and(|pod| pod.gpu.is_some())
+    }
+}
+
+#[test]
+fn an_owner_on_its_node_gets_a_gpu_from_the_fewest_borrowers() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .pod("b1", 8, BORROWED, Some(("a", Some(0))))
+        .pod("b2", 4, BORROWED, Some(("a", Some(1))))
+        .pod("b3", 4, BORROWED, Some(("a", Some(1))))
+        .pod("owner", 16, GUARANTEED, Some(("a", None)));
+    cluster.run(&mut Memory::default(), 0, 10);
+    assert_eq!(cluster.evicted, ["b1"]);
+    assert!(cluster.bound("owner") && cluster.bound("b2") && cluster.bound("b3"));
+    assert_eq!(cluster.reservations["a"], [], "it is cleared");
+}
+
+#[test]
+fn an_owner_without_a_node_is_nominated_before_anybody_goes_and_wins_against_a_pending_borrower() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b1", 16, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 16, GUARANTEED, None)
+        .pod("thief", 16, BORROWED, None);
+    cluster.run(&mut Memory::default(), 0, 30);
+    assert_eq!(cluster.evicted, ["b1"]);
+    assert!(cluster.bound("owner"));
+    assert!(!cluster.bound("thief"));
+}
+
+#[test]
+fn who_may_not_preempt_or_is_not_more_important_takes_from_nobody() {
+    for priority in [BORROWED, GUARANTEED] {
+        let mut cluster = Cluster::default()
+            .node("a", &[16])
+            .pod("old", 10, priority, Some(("a", Some(0))))
+            .pod("same", 8, priority, Some(("a", None)));
+        let mut memory = Memory::default();
+        cluster.run(&mut memory, 0, 30);
+        assert_eq!(cluster.evicted, [] as [&str; 0]);
+        let writes = cluster.writes;
+        cluster.run(&mut memory, 30, 600);
+        assert_eq!(cluster.writes, writes, "and nothing is written for ever");
+    }
+}
+
+#[test]
+fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .node("b", &[16])
+        .pod("10a", 10, BORROWED, Some(("a", Some(0))))
+        .pod("10b", 10, GUARANTEED, Some(("a", Some(1))))
+        .pod("8", 8, GUARANTEED, Some(("a", None)));
+    // Nobody goes before the time for a move has come: both may.
+    cluster.pods.get_mut("10a").unwrap().priority = GUARANTEED;
+    cluster.run(&mut Memory::default(), 0, 30);
+    assert_eq!(cluster.moved, ["8"]);
+    assert!(cluster.bound("8'"));
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+}
+
+#[test]
+fn a_daemon_sets_a_bare_and_a_static_pod_are_never_moved_and_a_job_only_if_it_lets_go() {
+    let job = |uid: &str| Owner::Job {
+        name: "j".to_owned(),
+        uid: uid.to_owned(),
+    };
+    let table = [
+        (Owner::DaemonSet, false),
+        (Owner::Nobody, false),
+        (Owner::Node, false),
+        (job("odd"), false),
+        (job("even"), true),
+    ];
+    for (owner, moves) in table {
+        let mut cluster = Cluster::default()
+            .node("a", &[16])
+            .node("b", &[16])
+            .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
+            .pod("8", 8, GUARANTEED, Some(("a", None)));
+        cluster.pods.get_mut("8").unwrap().owner = owner.clone();
+        cluster.run(&mut Memory::default(), 0, 60);
+        assert_eq!(!cluster.moved.is_empty(), moves, "{owner:?}");
+    }
+}
+
+#[test]
+fn a_jobs_pod_goes_for_an_owner_only_if_the_job_lets_it() {
+    for (uid, goes) in [("even", true), ("odd", false)] {
+        let mut cluster = Cluster::default()
+            .node("a", &[16])
+            .pod("job", 10, BORROWED, Some(("a", Some(0))))
+            .pod("owner", 8, GUARANTEED, Some(("a", None)));
+        cluster.pods.get_mut("job").unwrap().owner = Owner::Job {
+            name: "j".to_owned(),
+            uid: uid.to_owned(),
+        };
+        cluster.run(&mut Memory::default(), 0, 20);
+        assert_eq!(cluster.bound("owner"), goes);
+    }
+}
+
+#[test]
+fn a_disruption_budget_keeps_a_pod_for_its_grace_and_no_longer() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    cluster.kept = vec!["b".to_owned()];
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 60);
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+    cluster.run(&mut memory, 60, 15);
+    assert_eq!(cluster.evicted, ["b"]);
+    assert!(cluster.bound("owner"));
+}
+
+#[test]
+fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    let mut memory = Memory::default();
+    // No agent answers.
+    for second in 0..400 {
+        let now = Duration::from_secs(second);
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
+            cluster.act(step, &mut memory, now);
+        }
+    }
+    assert_eq!(cluster.reservations["a"], []);
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+}
+
+#[test]
+fn a_foreign_reservation_and_a_foreign_quota_are_not_written_against_for_ever() {
+    let mut cluster = Cluster::default().node("a", &[16]);
+    let foreign = Reservation {
+        gpu: "a-0".to_owned(),
+        waiter: "nobody".to_owned(),
+        quanta: 1,
+    };
+    let mut memory = Memory::default();
+    let mut writes = 0;
+    for second in 0..100 {
+        // Whoever wrote it owns it: our write without it takes nothing away.
+        cluster
+            .reservations
+            .insert("a".to_owned(), vec![foreign.clone()]);
+        let now = Duration::from_secs(second);
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
+            writes += usize::from(matches!(step, Step::Reserve { .. }));
+            cluster.act(step, &mut memory, now);
+        }
+    }
+    assert_eq!(writes, 1);
+}
+
+#[test]
+fn labels_say_what_one_gpu_has_free_would_have_without_borrowers_and_has_in_all() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .pod("g", 10, GUARANTEED, Some(("a", Some(0))))
+        .pod("b", 12, BORROWED, Some(("a", Some(1))));
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 1, 1);
+    let label = |cluster: &Cluster, name: &str| {
+        cluster.labels["a"][&format!("bursar.dev/largest-{name}-gib")].clone()
+    };
+    assert_eq!(label(&cluster, "free"), "6");
+    assert_eq!(label(&cluster, "reclaimable"), "16");
+    assert_eq!(label(&cluster, "gpu"), "16");
+    // A small change is written when it has lasted, a large one at once.
+    cluster = cluster.pod("g2", 16, GUARANTEED, None);
+    cluster.pods.remove("g2");
+    cluster.pods.get_mut("g").unwrap().asks = 5;
+    cluster.run(&mut memory, 2, 1);
+    assert_eq!(label(&cluster, "free"), "11", "another bucket");
+    cluster.pods.get_mut("g").unwrap().asks = 6;
+    cluster.run(&mut memory, 3, 5);
+    assert_eq!(label(&cluster, "free"), "11", "the same bucket");
+    cluster.run(&mut memory, 8, 10);
+    assert_eq!(label(&cluster, "free"), "10");
+    let writes = cluster.writes;
+    cluster.run(&mut memory, 20, 100);
+    assert_eq!(cluster.writes, writes);
+}
+
+#[test]
+fn an_override_is_ordered_of_the_pods_node_and_lifted_with_it() {
+    let mut cluster =
+        Cluster::default()
+            .node("a", &[16])
+            .pod("p", 8, GUARANTEED, Some(("a", Some(0))));
+    cluster.lowered = [
+        ("p".to_owned(), "4Gi".to_owned()),
+        ("other".to_owned(), "1Gi".to_owned()),
+    ]
+    .into();
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 2);
+    let order = QuotaOrder {
+        pod_uid: "p".to_owned(),
+        container: "main".to_owned(),
+        account: "device".to_owned(),
+        quota: "4Gi".into(),
+    };
+    assert_eq!(cluster.quotas["a"], [order]);
+    cluster.lowered.clear();
+    cluster.run(&mut memory, 2, 2);
+    assert_eq!(cluster.quotas["a"], []);
+}
+
+/// Nodes of up to three GPUs, full of borrowers and some others, and owners who wait there or nowhere.
+fn layouts() -> impl Strategy<Value = Cluster> {
+    let node = prop::collection::vec(
+        (
+            8_u64..20,
+            prop::collection::vec((1_u64..10, prop::bool::weighted(0.8)), 0..5),
+        ),
+        1..4,
+    );
+    let waiters = prop::collection::vec((1_u64..20, 0_usize..3, any::<bool>()), 1..4);
+    (prop::collection::vec(node, 1..3), waiters).prop_map(|(nodes, waiters)| {
+        let mut cluster = Cluster::default();
+        for (n, gpus) in nodes.iter().enumerate() {
+            let name = format!("node{n}");
+            let sizes: Vec<u64> = gpus.iter().map(|(size, _)| *size).collect();
+            cluster = cluster.node(&name, &sizes);
+            for (g, (size, pods)) in gpus.iter().enumerate() {
+                let mut free = *size;
+                for (p, (asks, borrowed)) in pods.iter().enumerate() {
+                    if *asks > free {
+                        continue;
+                    }
+                    free -= asks;
+                    let priority = if *borrowed { BORROWED } else { GUARANTEED };
+                    let at = Some((name.as_str(), Some(g)));
+                    cluster = cluster.pod(&format!("p{n}-{g}-{p}"), *asks, priority, at);
+                }
+            }
+        }
+        for (w, (asks, node, bare)) in waiters.iter().enumerate() {
+            let name = format!("node{}", node % cluster.nodes.len());
+            let at = (cluster.tokens(&name) >= *asks).then_some((name.as_str(), None));
+            let uid = format!("w{w}");
+            cluster = cluster.pod(&uid, *asks, GUARANTEED, at);
+            if *bare {
+                cluster.pods.get_mut(&uid).unwrap().owner = Owner::Nobody;
+            }
+        }
+        cluster
+    })
+}
+
+/// Who of the waiters could be bound to some GPU of its node if all borrowers there went.
+fn hopeful(cluster: &Cluster) -> Vec<String> {
+    let waiting = cluster
+        .pods
+        .iter()
+        .filter(|(_, pod)| pod.gpu.is_none() && pod.priority == GUARANTEED);
+    let fits = |(_, pod): &(&String, &Life)| {
+        pod.node.iter().any(|node| {
+            cluster.nodes[node].iter().any(|(gpu, capacity)| {
+                let stay = cluster.pods.values().filter(|other| {
+                    other.gpu.as_ref() == Some(gpu) && other.priority == GUARANTEED
+                });
+                stay.map(|other| other.asks).sum::<u64>() + pod.asks <= *capacity
+            })
+        })
+    };
+    waiting.filter(fits).map(|(uid, _)| uid.clone()).collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100_000 / 40))]
+    /// Carried out whole, cut short anywhere, or by an operator that starts anew each time.
+    #[test]
+    fn the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice(
+        cluster in layouts(),
+        cuts in prop::collection::vec(prop::option::of(0_usize..4), 60),
+    ) {
+        let mut live = cluster.clone();
+        let mut memory = Memory::default();
+        for (second, cut) in cuts.iter().enumerate() {
+            let now = Duration::from_secs(second as u64);
+            let steps = plan(&live.landscape(), &mut memory, &RULES, now);
+            // An operator that was killed after so many steps remembers nothing.
+            let kept = cut.filter(|_| second % 5 == 4);
+            for step in steps.into_iter().take(kept.unwrap_or(usize::MAX)) {
+                live.act(step, &mut memory, now);
+            }
+            if kept.is_some() {
+                memory = Memory::default();
+            }
+            live.live();
+        }
+        live.run(&mut memory, 60, 60);
+        for uid in &live.evicted {
+            prop_assert_eq!(live.evicted.iter().filter(|other| *other == uid).count(), 1, "{} twice", uid);
+            prop_assert_eq!(cluster.pods[uid].priority, BORROWED);
+        }
+        let writes = live.writes;
+        live.run(&mut memory, 120, 120);
+        prop_assert_eq!(live.writes, writes, "it does not come to rest");
+        prop_assert_eq!(hopeful(&live), Vec::<String>::new(), "somebody who could be helped waits");
+        let held = live.reservations.values().flatten().count();
+        let waits = |held: &Reservation| !live.bound(&held.waiter);
+        prop_assert_eq!(live.reservations.values().flatten().filter(|held| waits(held)).count(), held);
+    }
+
+    /// The same facts again, with and without what is remembered: nobody else has to go.
+    #[test]
+    fn a_replayed_plan_evicts_nobody_else(cluster in layouts()) {
+        let mut live = cluster;
+        let mut memory = Memory::default();
+        for second in 0..20 {
+            let now = Duration::from_secs(second);
+            let before = live.clone();
+            for step in plan(&live.landscape(), &mut memory, &RULES, now) {
+                live.act(step, &mut memory, now);
+            }
+            let gone = live.evicted.len();
+            // The watch shows nothing of it yet: memory does.
+            let mut blind = before;
+            blind.reservations.clone_from(&live.reservations);
+            for step in plan(&blind.landscape(), &mut memory, &RULES, now) {
+                let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
+                prop_assert!(!asks, "{:?}", step);
+            }
+            // It shows all of it, to an operator that remembers nothing.
+            let mut anew = Memory::default();
+            for step in plan(&live.landscape(), &mut anew, &RULES, now) {
+                let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
+                prop_assert!(!asks, "{:?}", step);
+            }
+            prop_assert_eq!(live.evicted.len(), gone);
+            live.live();
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! What placement needs to know of a pod.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::Quantum;
+use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
+use k8s_openapi::jiff::Timestamp;
+
+use crate::demand::{AskingPod, Class, Demand, asks};
+use crate::quanta::Quanta;
+
+/// Over how many GPUs a container wants to be spread; what the agent reads too.
+const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
+/// The annotation of a static pod's mirror, which no deletion ends.
+const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
+
+/// A pod that asks for device memory and has not ended.
+#[derive(Clone, Debug, PartialEq)]
+pub struct PodFacts {
+    /// Its UID.
+    pub uid: String,
+    /// Its class.
+    pub class: Class,
+    /// What it asks for in all.
+    pub asks: Quanta,
+    /// Its containers and sidecars that ask, each with how much.
+    pub containers: Vec<(String, Quanta)>,
+    /// Its priority, as admission set it.
+    pub priority: i32,
+    /// Whether others may have to go for it (`preemptionPolicy`).
+    pub preempts: bool,
+    /// Where it is.
+    pub place: Place,
+    /// Its end was asked for.
+    pub ending: bool,
+    /// No container of it but init containers has started.
+    pub pending: bool,
+    /// Each container wants one GPU.
+    pub one_gpu: bool,
+    /// What makes another one when it goes.
+    pub owner: Owner,
+    /// Which nodes it may be on.
+    pub wants: Wants,
+}
+
+/// Where a pod is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On this node.
+    On(String),
+    /// The scheduler has no node for it.
+    Nowhere {
+        /// It said so then; none before its first try.
+        refused: Option<Timestamp>,
+        /// The node on which the scheduler keeps room for it.
+        nominated: Option<String>,
+    },
+}
+
+/// What makes another pod when one goes.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Owner {
+    /// Nothing.
+    Nobody,
+    /// The node itself: a static pod.
+    Node,
+    /// A DaemonSet, on the same node.
+    DaemonSet,
+    /// A Job, which may take the deletion for a failure.
+    Job {
+        /// Its name.
+        name: String,
+        /// Its UID.
+        uid: String,
+    },
+    /// Another controller.
+    Other {
+        /// Its UID.
+        uid: String,
+    },
+}
+
+/// Which nodes a pod may be on, as far as it is read here.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Wants {
+    /// `nodeSelector`.
+    pub selector: BTreeMap<String, String>,
+    /// The node affinity that must hold.
+    pub affinity: Option<NodeSelector>,
+    /// What it tolerates.
+    pub tolerations: Vec<Toleration>,
+    /// Something else may bind it to nodes, which nobody here can tell: volumes, other pods.
+    pub more: bool,
+}
+
+impl PodFacts {
+    /// The facts of `pod`; none where it asks for no device memory, or has ended.
+    pub fn of(pod: &AskingPod, quantum: Quantum) -> Option<Self> {
+        let demand = Demand::of(pod, quantum)?;
+        if demand.device == Quanta::ZERO {
+            return None;
+        }
+        let (meta, spec, status) = (&pod.metadata, &pod.spec, &pod.status);
+        let annotation = |name| meta.annotations.as_ref().and_then(|all| all.get(name));
+        let resource = quantum.device_memory();
+        let sidecar = |policy: &Option<String>| policy.as_deref() == Some("Always");
+        let sidecars = spec
+            .init_containers
+            .iter()
+            .filter(|container| sidecar(&container.restart_policy));
+        let containers = spec
+            .containers
+            .iter()
+            .chain(sidecars)
+            .map(|container| (container.name.clone(), asks(container, resource)))
+            .filter(|(_, quanta)| *quanta != Quanta::ZERO);
+        Some(Self {
+            uid: meta.uid.clone().unwrap_or_default(),
+            class: demand.class,
+            asks: demand.device,
+            containers: containers.collect(),
+            priority: spec.priority.unwrap_or(0),
+            preempts: spec.preemption_policy.as_deref() != Some("Never"),
+            place: match &spec.node_name {
+                Some(node) if !node.is_empty() => Place::On(node.clone()),
+                _ => Place::Nowhere {
+                    refused: refused(&status.conditions),
+                    nominated: status.nominated_node_name.clone(),
+                },
+            },
+            ending: meta.deletion_timestamp.is_some(),
+            pending: matches!(status.phase.as_deref(), None | Some("Pending")),
+            one_gpu: annotation(GPUS_ANNOTATION).is_none_or(|gpus| gpus == "1"),
+            owner: owner(pod, annotation(MIRROR_ANNOTATION).is_some()),
+            wants: Wants {
+                selector: spec.node_selector.clone(),
+                affinity: spec.affinity.node_affinity.required.clone(),
+                tolerations: spec.tolerations.clone(),
+                more: !spec.affinity.pod_affinity.required.is_empty()
+                    || !spec.affinity.pod_anti_affinity.required.is_empty()
+                    || spec
+                        .topology_spread_constraints
+                        .iter()
+                        .any(|spread| spread.when_unsatisfiable == "DoNotSchedule")
+                    || spec.volumes.iter().any(|volume| {
+                        volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some()
+                    }),
+            },
+        })
+    }
+
+    /// The node that it is on.
+    pub fn node(&self) -> Option<&str> {
+        match &self.place {
+            Place::On(node) => Some(node),
+            Place::Nowhere { .. } => None,
+        }
+    }
+}
+
+/// When the scheduler found no node.
+fn refused(conditions: &[PodCondition]) -> Option<Timestamp> {
+    let scheduled = conditions
+        .iter()
+        .find(|condition| condition.type_ == "PodScheduled" && condition.status == "False")?;
+    let refused = scheduled.reason.as_deref() == Some("Unschedulable");
+    let since = scheduled.last_transition_time.as_ref();
+    refused.then(|| since.map_or(Timestamp::UNIX_EPOCH, |time| time.0))
+}
+
+fn owner(pod: &AskingPod, mirror: bool) -> Owner {
+    let mut owners = pod.metadata.owner_references.iter().flatten();
+    let controller = owners.find(|owner| owner.controller == Some(true));
+    match controller {
+        _ if mirror => Owner::Node,
+        None => Owner::Nobody,
+        Some(owner) => match owner.kind.as_str() {
+            "Node" => Owner::Node,
+            "DaemonSet" => Owner::DaemonSet,
+            "Job" => Owner::Job {
+                name: owner.name.clone(),
+                uid: owner.uid.clone(),
+            },
+            _ => Owner::Other {
+                uid: owner.uid.clone(),
+            },
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+
+    fn facts(meta: Value, spec: Value, status: Value) -> PodFacts {
+        let mut pod = json!({
+            "apiVersion": "v1", "kind": "Pod",
+            "metadata": { "name": "p", "namespace": "n", "uid": "u" },
+            "spec": { "containers": [
+                { "name": "c", "resources": { "requests": { "bursar.dev/gpu-memory-gib": "4" } } },
+                { "name": "web" },
+            ] },
+            "status": status,
+        });
+        for (part, more) in [("metadata", meta), ("spec", spec)] {
+            for (key, value) in more.as_object().unwrap() {
+                pod[part][key] = value.clone();
+            }
+        }
+        PodFacts::of(&serde_json::from_value(pod).unwrap(), Quantum::Gib1).unwrap()
+    }
+
+    #[test]
+    fn a_pod_without_a_node_tells_when_the_scheduler_refused_it_and_who_keeps_room() {
+        let told = json!({ "phase": "Pending", "nominatedNodeName": "n1", "conditions": [
+            { "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "lastTransitionTime": "1970-01-01T00:00:09Z" }] });
+        let place = facts(json!({}), json!({}), told).place;
+        let refused = Some(Timestamp::from_second(9).unwrap());
+        let nominated = Some("n1".to_owned());
+        assert_eq!(place, Place::Nowhere { refused, nominated });
+        let gated = json!({ "conditions": [{ "type": "PodScheduled", "status": "False", "reason": "SchedulingGated" }] });
+        let place = facts(json!({}), json!({}), gated).place;
+        assert_eq!(
+            place,
+            Place::Nowhere {
+                refused: None,
+                nominated: None
+            }
+        );
+    }
+
+    #[test]
+    fn the_controller_says_whether_a_pod_comes_again() {
+        let owned = |kind: &str| {
+            let owner = json!([{ "apiVersion": "v1", "kind": kind, "name": "o", "uid": "ou", "controller": true }]);
+            facts(json!({ "ownerReferences": owner }), json!({}), json!({})).owner
+        };
+        assert_eq!(facts(json!({}), json!({}), json!({})).owner, Owner::Nobody);
+        assert_eq!(owned("DaemonSet"), Owner::DaemonSet);
+        assert_eq!(owned("Node"), Owner::Node);
+        assert!(matches!(owned("Job"), Owner::Job { .. }));
+        assert!(matches!(owned("ReplicaSet"), Owner::Other { .. }));
+    }
+
+    #[test]
+    fn what_else_binds_a_pod_to_nodes_is_noticed() {
+        let more = |spec| facts(json!({}), spec, json!({})).wants.more;
+        assert!(!more(
+            json!({ "volumes": [{ "name": "v", "emptyDir": {} }] })
+        ));
+        assert!(more(
+            json!({ "volumes": [{ "name": "v", "persistentVolumeClaim": { "claimName": "c" } }] })
+        ));
+        let apart = json!({ "podAntiAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": [
+            { "topologyKey": "kubernetes.io/hostname" }] } });
+        assert!(more(json!({ "affinity": apart })));
+        assert!(more(json!({ "topologySpreadConstraints": [
+            { "maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule" }] })));
+    }
+
+    #[test]
+    fn only_containers_that_ask_are_listed() {
+        let facts = facts(json!({}), json!({ "nodeName": "n1" }), json!({}));
+        assert_eq!(facts.containers, [("c".to_owned(), Quanta::new(4))]);
+        assert_eq!(facts.node(), Some("n1"));
+    }
+}

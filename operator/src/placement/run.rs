@@ -1,0 +1,66 @@
+//! The task that plans and acts, for as long as the operator lives.
+
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::{Instant, MissedTickBehavior, interval};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use super::act::Hands;
+use super::memory::Memory;
+use super::plan::{Rules, plan};
+use crate::metrics::Metrics;
+use crate::observe::chain;
+use crate::world::World;
+use crate::write::Writer;
+
+/// How often it is planned: what happens meanwhile is gathered, and what waits for time is seen.
+const EVERY: Duration = Duration::from_millis(500);
+
+/// Plans from `world` once all of it has been listed, and acts, until `shutdown` and what was begun is done.
+pub async fn run(
+    writer: Writer,
+    world: watch::Receiver<World>,
+    rules: Rules,
+    metrics: Metrics,
+    shutdown: CancellationToken,
+) {
+    let start = Instant::now();
+    let hands = Hands::new(writer, rules);
+    let mut memory = Memory::default();
+    let mut every = interval(EVERY);
+    every.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    // The first failure of a row is logged.
+    let mut failing = false;
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            _ = every.tick() => {}
+        }
+        let now = start.elapsed();
+        let steps = {
+            let world = world.borrow();
+            if !world.missing().is_empty() {
+                continue;
+            }
+            plan(world.landscape(), &mut memory, &rules, now)
+        };
+        let mut failed = false;
+        for step in steps {
+            let name = step.name();
+            let result = hands.act(step, &mut memory, now).await;
+            metrics.stepped(name, result.is_ok());
+            if let Err(error) = result {
+                if !failing {
+                    warn!(step = name, error = %chain(&error), "trying on");
+                }
+                (failed, failing) = (true, true);
+            }
+            if shutdown.is_cancelled() {
+                return;
+            }
+        }
+        failing &= failed;
+    }
+}

@@ -1,0 +1,145 @@
+//! A pod that waits on its node gets a GPU from borrowers, whatever happens to any write on the way.
+
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use futures::stream::{self, StreamExt as _};
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+
+use super::Running;
+use super::api::{Api, Fate};
+
+/// The clean end is reached within this time; a write that is not answered takes 5 s of it.
+const END: Duration = Duration::from_secs(30);
+
+fn pod(name: &str, gib: u32, borrows: bool, runs: bool) -> Value {
+    let amount = json!({ "bursar.dev/gpu-memory-gib": gib.to_string() });
+    json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": { "name": name, "namespace": "team", "uid": name },
+        "spec": {
+            "nodeName": "n", "priority": if borrows { -10 } else { 0 },
+            "priorityClassName": borrows.then_some("bursar-borrowed"),
+            "containers": [{ "name": "c", "image": "i", "resources": { "limits": amount, "requests": amount } }],
+        },
+        "status": { "phase": if runs { "Running" } else { "Pending" } },
+    })
+}
+
+/// The agent's part: what is bound by the pods that there are, who waits, what is held.
+fn report(api: &Api) {
+    let there = |name: &&str| !api.get("pods", "team", name).is_null();
+    let [large, small] = [("large", 10), ("small", 4)].map(|(name, gib)| {
+        let bound = there(&name);
+        (
+            bound,
+            json!({ "uid": name, "quanta": gib }),
+            if bound { gib } else { 0 },
+        )
+    });
+    let mut node = api.get("gpunodes", "", "n");
+    let held = node["spec"]["reservations"][0].clone();
+    let free = 16 - large.2 - small.2;
+    let bound = free >= 8;
+    let mut pods = Vec::new();
+    pods.extend(large.0.then_some(large.1));
+    pods.extend(small.0.then_some(small.1));
+    if bound {
+        pods.push(json!({ "uid": "owner", "quanta": 8 }));
+        api.put("pods", pod("owner", 8, false, true));
+    }
+    let waiting = json!([{ "podUid": "owner", "namespace": "team", "pod": "owner", "container": "c",
+        "quanta": 8, "since": "2026-01-01T00:00:00Z" }]);
+    let free = free - if bound { 8 } else { 0 };
+    let status = json!({
+        "quantum": "1Gi", "deviceMemory": { "allocatable": 16, "free": free, "largestFree": free },
+        "waiting": if bound { json!([]) } else { waiting },
+        "gpus": [{ "uuid": "GPU-0", "index": 0, "model": "m", "memory": "16Gi", "state": "Active", "generation": 1,
+            "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": free,
+            "largestFree": if held.is_null() { free } else { 0 },
+            "heldFor": held["waiter"], "pods": pods }],
+    });
+    if node["status"] != status {
+        node["status"] = status;
+        api.put("gpunodes", node);
+    }
+}
+
+fn fill(api: &Api) {
+    let ready = json!([{ "type": "Ready", "status": "True" }]);
+    api.put(
+        "nodes",
+        json!({
+            "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n", "uid": "n" }, "spec": {},
+            "status": { "conditions": ready, "allocatable": { "bursar.dev/gpu-memory-gib": "24" } },
+        }),
+    );
+    api.put("gpunodes", json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "uid": "g" }, "spec": {},
+    }));
+    api.put("pods", pod("large", 10, true, true));
+    api.put("pods", pod("small", 4, true, true));
+    api.put("pods", pod("owner", 8, false, false));
+    report(api);
+}
+
+fn is_done(api: &Api) -> bool {
+    let node = api.get("gpunodes", "", "n");
+    let reserved = node["spec"]["reservations"].as_array().map_or(0, Vec::len);
+    let labels = api.get("nodes", "", "n")["metadata"]["labels"].clone();
+    let large = api.get("pods", "team", "large");
+    large.is_null()
+        && reserved == 0
+        && api.get("pods", "team", "owner")["status"]["phase"] == "Running"
+        && labels["bursar.dev/largest-free-gib"] == "4"
+        && labels["bursar.dev/largest-reclaimable-gib"] == "8"
+        && labels["bursar.dev/largest-gpu-gib"] == "16"
+}
+
+/// Runs the operator to the end; the writes that it took.
+async fn to_the_end(doom: Option<(usize, Fate)>) -> usize {
+    let running = Running::start(|api| {
+        fill(api);
+        if let Some((number, fate)) = doom {
+            api.doom(number, fate);
+        }
+    })
+    .await;
+    let begin = Instant::now();
+    while !is_done(&running.api) {
+        report(&running.api);
+        assert!(
+            begin.elapsed() < END,
+            "{doom:?}: {:?}",
+            running.api.writes()
+        );
+        sleep(Duration::from_millis(100)).await;
+    }
+    // Only the large one went: the small one alone would not have been enough, and both were not needed.
+    assert!(
+        !running.api.get("pods", "team", "small").is_null(),
+        "{doom:?}"
+    );
+    // Evictions that were asked for again found nobody.
+    let writes = running.api.writes().len();
+    sleep(Duration::from_millis(2500)).await;
+    assert_eq!(running.api.writes().len(), writes, "{doom:?}: it goes on");
+    running.stop().await;
+    writes
+}
+
+#[tokio::test]
+async fn a_waiter_gets_its_gpu_whatever_becomes_of_any_write() {
+    let writes = to_the_end(None).await;
+    assert!(writes >= 4, "label, reserve, evict, clear");
+    let fates = [
+        Fate::Refused(StatusCode::CONFLICT),
+        Fate::Refused(StatusCode::INTERNAL_SERVER_ERROR),
+        Fate::Unanswered,
+        Fate::Garbled,
+    ];
+    let dooms = (1..=writes).flat_map(|number| fates.map(|fate| (number, fate)));
+    // A few at a time: the other tests' operators have their bounds too.
+    let ends = stream::iter(dooms).map(|doom| to_the_end(Some(doom)));
+    ends.buffer_unordered(5).collect::<Vec<_>>().await;
+}
