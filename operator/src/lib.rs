@@ -22,6 +22,7 @@
 
 pub mod args;
 pub mod budget;
+pub mod contexts;
 pub mod demand;
 pub mod http;
 pub mod metrics;

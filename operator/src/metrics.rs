@@ -78,10 +78,18 @@ pub enum Written {
     Label,
     /// A pod's eviction.
     Eviction,
+    /// A node's context policies.
+    Contexts,
 }
 
 impl Written {
-    const ALL: [Self; 4] = [Self::Status, Self::Quota, Self::Label, Self::Eviction];
+    const ALL: [Self; 5] = [
+        Self::Status,
+        Self::Quota,
+        Self::Label,
+        Self::Eviction,
+        Self::Contexts,
+    ];
 
     const fn as_str(self) -> &'static str {
         match self {
@@ -89,6 +97,7 @@ impl Written {
             Self::Quota => "quota",
             Self::Label => "label",
             Self::Eviction => "eviction",
+            Self::Contexts => "contexts",
         }
     }
 }

@@ -32,7 +32,7 @@ use crate::placement::landscape::lowered;
 use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
 use crate::placement::pod::PodFacts;
 use crate::world::{
-    Change, Claim, Dirty, Offer, World, budget_label, cohort_label, kinds, slimmed,
+    Change, Claim, Dirty, Gpus, World, budget_label, cohort_label, kinds, slimmed,
 };
 
 /// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
@@ -97,7 +97,7 @@ pub fn changes(
                     let facts = |node: &GpuNode| Some(GpuFacts::of(node, quantum));
                     both(
                         Told::Gpus(slimmed(event.clone(), facts)),
-                        Change::GpuNode(slimmed(event, |node| Offer::of(node, quantum))),
+                        Change::GpuNode(slimmed(event, |node| Some(Gpus::of(node, quantum)))),
                     )
                 })
                 .boxed()

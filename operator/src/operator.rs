@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
+use crate::contexts;
 use crate::http::{self, Sources};
 use crate::metrics::Metrics;
 use crate::observe::{GATHER, changes, observe};
@@ -66,6 +67,7 @@ pub async fn run(
         metrics.clone(),
         shutdown.clone(),
     );
+    let ordered = contexts::run(writer.clone(), world.clone(), shutdown.clone());
     let released = release::run(writer.clone(), world.clone(), shutdown.clone());
     let reconciler = Reconciler::new(writer, world, metrics, || Time(Timestamp::now()));
 
@@ -91,6 +93,10 @@ pub async fn run(
             .run(budgets, poll_fn(move |context| work.poll_recv(context)))
             .await;
         Ok("the reconciler")
+    });
+    tasks.spawn(async move {
+        ordered.await;
+        Ok("the orders to nodes")
     });
     tasks.spawn(async move {
         released.await;

@@ -3,8 +3,9 @@
 use std::future::Future;
 use std::time::Duration;
 
+use bursar_crds::gpu_node::ContextOrder;
 use bursar_crds::resources::BUDGET_LABEL;
-use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, OPERATOR_MANAGER};
+use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
 use k8s_openapi::api::policy::v1::Eviction;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{self as meta, DeleteOptions, ObjectMeta};
@@ -18,6 +19,9 @@ use crate::metrics::{Metrics, Written};
 
 /// How long one write may take. Less than the time that a pod gets to stop.
 const TIME: Duration = Duration::from_secs(5);
+
+/// Who owns `spec.contextPolicies`: other orders in the same object are other applies.
+const CONTEXTS_MANAGER: &str = "bursar-operator-contexts";
 
 /// A write that failed. All are worth another try later.
 #[derive(Debug, thiserror::Error)]
@@ -122,6 +126,31 @@ impl Writer {
         let patch = Patch::Merge(patch);
         let write = api.patch_metadata(namespace, &params, &patch);
         self.write(Written::Label, what, write).await.map(drop)
+    }
+
+    /// Orders what a node's agent does about poisoned contexts. Nothing where the object is gone or was made anew.
+    pub async fn contexts(
+        &self,
+        node: &str,
+        uid: &str,
+        orders: &[ContextOrder],
+    ) -> Result<(), WriteError> {
+        let api = Api::<GpuNode>::all(self.client.clone());
+        let body = json!({
+            "apiVersion": GpuNode::api_version(&()),
+            "kind": GpuNode::kind(&()),
+            // An apply without a UID would make the object.
+            "metadata": { "name": node, "uid": uid },
+            "spec": { "contextPolicies": orders },
+        });
+        let what = format!("the context policies of GpuNode {node}");
+        let params = PatchParams::apply(CONTEXTS_MANAGER).force();
+        let patch = Patch::Apply(body);
+        let write = api.patch(node, &params, &patch);
+        match self.write(Written::Contexts, what, write).await {
+            Err(WriteError::Failed { source, .. }) if code(&source) == 409 => Ok(()),
+            other => other.map(drop),
+        }
     }
 
     /// Evicts the pod of this UID and no other. `by_force`: whatever its disruption budgets say.

@@ -154,7 +154,8 @@ fn pod(name: &str, quanta: u64) -> Value {
 
 fn gpu_node(name: &str, quanta: i32) -> Value {
     json!({
-        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name }, "spec": {},
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode",
+        "metadata": { "name": name, "uid": name }, "spec": {},
         "status": { "quantum": "1Gi", "deviceMemory": { "allocatable": quanta, "free": quanta, "largestFree": quanta } },
     })
 }
@@ -320,6 +321,55 @@ async fn nothing_is_said_before_everything_is_known() {
         metrics.contains(r#"bursar_operator_watch_failures_total{kind="Pods"} 1"#),
         "{metrics}"
     );
+    running.stop().await;
+}
+
+impl Running {
+    async fn until_ordered(&self, node: &str, wanted: Value) {
+        let ordered = || self.api.get("gpunodes", "", node)["spec"]["contextPolicies"].clone();
+        let arrived = async {
+            while ordered() != wanted {
+                sleep(Duration::from_millis(10)).await;
+            }
+        };
+        let arrived = timeout(Duration::from_secs(20), arrived).await;
+        assert!(arrived.is_ok(), "at last: {}", ordered());
+    }
+
+    fn orders_written(&self) -> usize {
+        let writes = self.api.writes();
+        let orders = writes.iter().filter(|write| write.contains("/gpunodes/"));
+        orders.count()
+    }
+}
+
+#[tokio::test]
+async fn every_node_knows_what_is_done_about_poisoned_contexts_and_what_is_usual_is_not_ordered() {
+    let running = Running::start(small).await;
+    running.until_requested(4).await;
+    let with = |namespace: &str, policy: Value| {
+        let mut budget = budget(namespace, "1Gi");
+        budget["spec"]["contextPolicy"] = policy;
+        budget
+    };
+    let usual = json!({ "action": "Restart", "maxRestarts": 5, "windowSeconds": 600 });
+    running.api.put(BUDGETS, with("team", usual));
+    sleep(Duration::from_millis(1500)).await;
+    assert_eq!(running.orders_written(), 0);
+    running
+        .api
+        .put(BUDGETS, with("a", json!({ "action": "InPlace" })));
+    let order =
+        json!({ "namespace": "a", "action": "InPlace", "maxRestarts": 5, "windowSeconds": 600 });
+    running.until_ordered("n", json!([order])).await;
+    running.api.put("gpunodes", gpu_node("m", 8));
+    running.until_ordered("m", json!([order])).await;
+    assert_eq!(running.orders_written(), 2);
+    running.api.delete(BUDGETS, "a", "default");
+    running.until_ordered("n", json!([])).await;
+    running.until_ordered("m", json!([])).await;
+    sleep(Duration::from_millis(1500)).await;
+    assert_eq!(running.orders_written(), 4, "nothing more");
     running.stop().await;
 }
 

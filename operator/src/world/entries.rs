@@ -1,5 +1,7 @@
 //! What is kept of each object.
 
+use bursar_crds::budget::ContextPolicy;
+use bursar_crds::gpu_node::ContextOrder;
 use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
@@ -8,12 +10,14 @@ use crate::budget::Terms;
 use crate::quanta::Quanta;
 
 /// What other budgets need to know of a budget.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Claim {
     /// Its cohort.
     pub cohort: String,
     /// What it guarantees; nothing while its spec cannot be read.
     pub guaranteed: Quanta,
+    /// What is done about poisoned contexts of its pods.
+    pub contexts: ContextPolicy,
     /// The version of the object, so that a status changed by another hand is noticed.
     pub version: Option<String>,
 }
@@ -25,7 +29,30 @@ impl Claim {
         Self {
             cohort: budget.spec.cohort.clone(),
             guaranteed: terms.map_or(Quanta::ZERO, |terms| terms.guaranteed),
+            contexts: budget.spec.context_policy.clone(),
             version: budget.resource_version(),
+        }
+    }
+}
+
+/// What is known of a node's GPUs.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Gpus {
+    /// What it offers; none while it has no memory to give.
+    pub offer: Option<Offer>,
+    /// The object's UID: one that was made anew under the same name has nothing ordered.
+    pub uid: String,
+    /// What is ordered about poisoned contexts there.
+    pub contexts: Vec<ContextOrder>,
+}
+
+impl Gpus {
+    /// The GPUs of `node`.
+    pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
+        Self {
+            offer: Offer::of(node, quantum),
+            uid: node.uid().unwrap_or_default(),
+            contexts: node.spec.context_policies.clone(),
         }
     }
 }

@@ -6,10 +6,12 @@ mod mirror;
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use bursar_crds::budget::ContextPolicy;
+use bursar_crds::gpu_node::{ContextOrder, MAX_CONTEXTS};
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 
-pub use entries::{Claim, Offer, budget_label, cohort_label};
+pub use entries::{Claim, Gpus, Offer, budget_label, cohort_label};
 pub use facts::{Cohort, Facts, Usage};
 pub use mirror::{Entry, Key, Mirror, slimmed};
 
@@ -44,7 +46,7 @@ pub enum Change {
     /// Of the pods.
     Pod(Event<Entry<Demand>>),
     /// Of the nodes' GPUs.
-    GpuNode(Event<Entry<Offer>>),
+    GpuNode(Event<Entry<Gpus>>),
     /// Of the nodes that have a cohort label.
     Node(Event<Entry<String>>),
     /// Of the operator's quotas.
@@ -82,7 +84,7 @@ pub struct World {
     quantum: Quantum,
     budgets: Mirror<Claim>,
     pods: Mirror<Demand>,
-    gpu_nodes: Mirror<Offer>,
+    gpu_nodes: Mirror<Gpus>,
     cohorts: Mirror<String>,
     quotas: Mirror<Quota>,
     labels: Mirror<String>,
@@ -211,6 +213,29 @@ impl World {
             .collect()
     }
 
+    /// What is to be done about poisoned contexts, by namespace; of namespaces where it is what an agent does unasked
+    /// there is nothing.
+    pub fn contexts(&self) -> Vec<ContextOrder> {
+        let claims = self.budgets.iter();
+        let claims = claims.filter(|(_, claim)| claim.contexts != ContextPolicy::default());
+        let orders = claims.map(|(key, claim)| ContextOrder {
+            namespace: key.namespace.clone(),
+            action: claim.contexts.action,
+            max_restarts: claim.contexts.max_restarts,
+            window_seconds: claim.contexts.window_seconds,
+        });
+        orders.take(MAX_CONTEXTS).collect()
+    }
+
+    /// The nodes that have other orders about poisoned contexts than these, with their objects' UIDs.
+    pub fn nodes_without(&self, contexts: &[ContextOrder]) -> Vec<(String, String)> {
+        let others = self.gpu_nodes.iter();
+        let others = others.filter(|(_, node)| node.contexts != contexts);
+        others
+            .map(|(key, node)| (key.name.clone(), node.uid.clone()))
+            .collect()
+    }
+
     fn cohort(&self, name: &str) -> Cohort {
         let mut cohort = Cohort::default();
         for (_, claim) in self
@@ -221,7 +246,7 @@ impl World {
             cohort.budgets += 1;
             cohort.guaranteed = cohort.guaranteed.plus(claim.guaranteed);
         }
-        for (node, offer) in self.gpu_nodes.iter() {
+        for (node, Gpus { offer, .. }) in self.gpu_nodes.iter() {
             if self
                 .cohorts
                 .get(node)
@@ -231,11 +256,12 @@ impl World {
                 continue;
             }
             match offer {
-                Offer::Counted(quanta) => {
+                None => {}
+                Some(Offer::Counted(quanta)) => {
                     cohort.nodes += 1;
                     cohort.allocatable = cohort.allocatable.plus(*quanta);
                 }
-                Offer::OtherQuantum(size) => {
+                Some(Offer::OtherQuantum(size)) => {
                     cohort.other_quantum.push((node.name.clone(), size.clone()));
                 }
             }

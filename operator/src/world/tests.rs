@@ -2,6 +2,7 @@ use super::*;
 use crate::budget::{Cap, Scope};
 use crate::demand::Class;
 use bursar_crds::GpuNode;
+use bursar_crds::budget::ContextPolicy;
 use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
@@ -17,6 +18,7 @@ fn claim(cohort: &str, guaranteed: u64, version: u64) -> Claim {
     Claim {
         cohort: cohort.to_owned(),
         guaranteed: Quanta::new(guaranteed),
+        contexts: ContextPolicy::default(),
         version: Some(version.to_string()),
     }
 }
@@ -41,7 +43,10 @@ fn pod(namespace: &str, name: &str, class: Class, device: u64) -> Change {
 fn node(name: &str, quanta: u64) -> Change {
     Change::GpuNode(Event::Apply((
         key("", name),
-        Some(Offer::Counted(Quanta::new(quanta))),
+        Some(Gpus {
+            offer: Some(Offer::Counted(Quanta::new(quanta))),
+            ..Gpus::default()
+        }),
     )))
 }
 
@@ -180,7 +185,11 @@ fn a_node_that_counts_in_another_quantum_is_left_out_and_named() {
         Some(Offer::OtherQuantum("512Mi".to_owned()))
     );
     assert_eq!(offer("1Gi", 0), None);
-    let node = (key("", "n"), offer("512Mi", 16));
+    let gpus = Gpus {
+        offer: offer("512Mi", 16),
+        ..Gpus::default()
+    };
+    let node = (key("", "n"), Some(gpus));
     let world = world([Change::GpuNode(Event::Apply(node))]);
     let cohort = world.facts("a", "default").cohort;
     assert_eq!(cohort.other_quantum, [("n".to_owned(), "512Mi".to_owned())]);

@@ -1,0 +1,59 @@
+//! Tells the agents ahead what is done about poisoned contexts, by namespace.
+//!
+//! ```text
+//!   budgets' contextPolicy --> world --> the same list to every GpuNode.spec.contextPolicies that has another
+//! ```
+//!
+//! Every node gets every namespace's order: a pod may be on a node before a watch says so, and its first fault must
+//! find the order there. Asking when it happens would take longer than the restart.
+
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::sleep;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::observe::chain;
+use crate::world::World;
+use crate::write::Writer;
+
+/// How often it is looked, and so how soon a write that failed is made again.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// From one write to the next: some twenty a second are all that the API server should have of it.
+const PACE: Duration = Duration::from_millis(50);
+
+/// Keeps the nodes' orders at what the budgets say, until `shutdown`.
+pub async fn run(writer: Writer, world: watch::Receiver<World>, shutdown: CancellationToken) {
+    let follow = async {
+        let mut failing = false;
+        loop {
+            sleep(EVERY).await;
+            let (orders, nodes) = {
+                let world = world.borrow();
+                if !world.missing().is_empty() {
+                    continue;
+                }
+                let orders = world.contexts();
+                let nodes = world.nodes_without(&orders);
+                (orders, nodes)
+            };
+            let mut failed = false;
+            for (node, uid) in nodes {
+                match writer.contexts(&node, &uid, &orders).await {
+                    Ok(()) => info!(node, namespaces = orders.len(), "context policies"),
+                    Err(error) => {
+                        failed = true;
+                        if !failing {
+                            warn!(error = %chain(&error), "trying on");
+                        }
+                    }
+                }
+                sleep(PACE).await;
+            }
+            failing = failed;
+        }
+    };
+    let _: Option<std::convert::Infallible> = shutdown.run_until_cancelled(follow).await;
+}
