@@ -35,6 +35,7 @@ pub struct PodPlan {
     user_namespace: bool,
     environment: Vec<EnvVar>,
     volumes: Vec<(VolumeMount, Volume)>,
+    restarts: bool,
 }
 
 impl PodPlan {
@@ -51,6 +52,7 @@ impl PodPlan {
             user_namespace: false,
             environment: Vec::new(),
             volumes: Vec::new(),
+            restarts: false,
         }
     }
 
@@ -108,6 +110,12 @@ impl PodPlan {
             value: Some(value.to_owned()),
             ..EnvVar::default()
         });
+        self
+    }
+
+    /// Its container is started again whenever it ends.
+    pub fn restarts(mut self) -> Self {
+        self.restarts = true;
         self
     }
 
@@ -213,7 +221,7 @@ impl PodPlan {
                         .collect(),
                 ),
                 priority_class_name: self.priority_class.clone(),
-                restart_policy: Some("Never".to_owned()),
+                restart_policy: Some(if self.restarts { "Always" } else { "Never" }.to_owned()),
                 automount_service_account_token: Some(false),
                 // Not 0: the API server would forget a deleted pod before the kubelet has ended it.
                 termination_grace_period_seconds: Some(1),

@@ -1,6 +1,7 @@
 //! The program's arguments.
 #![forbid(unsafe_code)]
 
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::{Args as Group, Parser, Subcommand, ValueEnum};
@@ -38,6 +39,19 @@ pub(crate) enum Command {
         /// How much one allocation asks for
         #[arg(long, value_parser = bytes, default_value = "256Mi")]
         chunk: u64,
+    },
+    /// Start with a kernel that writes to address 0, so many times as a file tells of fewer starts, then hold an amount. An
+    /// image that the error reaches ends with it
+    Fault {
+        /// How often
+        #[arg(long)]
+        times: u32,
+        /// Where the starts are counted
+        #[arg(long, default_value = "/faults")]
+        file: PathBuf,
+        /// How much is held, as 6Gi
+        #[arg(long, value_parser = bytes, default_value = "1Gi")]
+        bytes: u64,
     },
     /// Take and free as lines of standard input say, until it ends: `take 4Gi`, `free 1Gi`, `look`. Each is answered by a
     /// line

@@ -1,6 +1,7 @@
 //! What the program does.
 #![forbid(unsafe_code)]
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -18,6 +19,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Hold { bytes, take } => hold(*bytes, take),
         Command::Greedy { take } => greedy(take),
         Command::Churn { bytes, chunk } => churn(*bytes, *chunk),
+        Command::Fault { times, file, bytes } => fault(*times, file, *bytes),
         Command::Obey => obey(),
     }
 }
@@ -102,6 +104,31 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
             told = Instant::now();
         }
     }
+}
+
+/// Long enough for what the last image had to be free again.
+const BEFORE_FAULT: Duration = Duration::from_millis(500);
+
+fn fault(times: u32, file: &Path, bytes: u64) -> anyhow::Result<ExitCode> {
+    let before: u32 = match std::fs::read_to_string(file) {
+        Ok(text) => text.trim().parse()?,
+        Err(_) => 0,
+    };
+    cuda::use_device(0)?;
+    let held = cuda::allocate(bytes);
+    println!(
+        "{}",
+        json!({ "event": "started", "faults": before, "refused": held.as_ref().err(), "pid": std::process::id() })
+    );
+    if before < times {
+        std::fs::write(file, (before + 1).to_string())?;
+        std::thread::sleep(BEFORE_FAULT);
+        let answer = cuda::fault()?;
+        println!("{}", json!({ "event": "faulted", "answer": answer }));
+        return Ok(ExitCode::FAILURE);
+    }
+    println!("{}", json!({ "event": "steady", "faults": before }));
+    Ok(finish(Then::Hold))
 }
 
 /// What a program that obeys takes and frees at a time.

@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)]
 
+use std::ffi::CString;
+
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
@@ -97,22 +99,68 @@ pub(crate) struct Allocation(sys::CUdeviceptr);
 
 /// Allocates linear memory on the current device.
 pub(crate) fn allocate(bytes: u64) -> Result<Allocation, Refusal> {
-    let refused = |error: DriverError| Refusal {
-        code: error.0 as u32,
-        name: name(&error),
-    };
     let bytes = usize::try_from(bytes)
-        .map_err(|_| refused(DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE)))?;
+        .map_err(|_| refusal(DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE)))?;
     // SAFETY: a context is current, and nobody reads the memory.
     unsafe { result::malloc_sync(bytes) }
         .map(Allocation)
-        .map_err(refused)
+        .map_err(refusal)
 }
 
 /// Gives it back.
 pub(crate) fn free(allocation: Allocation) -> Result<(), CudaError> {
     // SAFETY: it is from `malloc_sync`, and freed once: it is consumed.
     unsafe { result::free_sync(allocation.0) }.map_err(failed("cuMemFree"))
+}
+
+/// Writes 4 bytes to address 0.
+const FAULT: &std::ffi::CStr = c"
+.version 6.0
+.target sm_50
+.address_size 64
+.visible .entry fault()
+{
+    .reg .b32 %value;
+    .reg .b64 %address;
+    mov.u32 %value, 1;
+    mov.u64 %address, 0;
+    st.global.u32 [%address], %value;
+    ret;
+}
+";
+
+/// Launches a kernel that faults; what the driver answers to who waits for it.
+pub(crate) fn fault() -> Result<Refusal, CudaError> {
+    let kernel = CString::new("fault").expect("no zero in it");
+    // SAFETY: the text ends with a zero; the kernel takes no arguments; the stream is the context's own.
+    let answer = unsafe {
+        let module =
+            result::module::load_data(FAULT.as_ptr().cast()).map_err(failed("cuModuleLoadData"))?;
+        let function =
+            result::module::get_function(module, kernel).map_err(failed("cuModuleGetFunction"))?;
+        result::launch_kernel(
+            function,
+            (1, 1, 1),
+            (1, 1, 1),
+            0,
+            std::ptr::null_mut(),
+            &mut [],
+        )
+        .map_err(failed("cuLaunchKernel"))?;
+        result::ctx::synchronize()
+    };
+    Ok(refusal(
+        answer
+            .err()
+            .unwrap_or(DriverError(sys::CUresult::CUDA_SUCCESS)),
+    ))
+}
+
+fn refusal(error: DriverError) -> Refusal {
+    Refusal {
+        code: error.0 as u32,
+        name: name(&error),
+    }
 }
 
 fn failed(call: &'static str) -> impl FnOnce(DriverError) -> CudaError {

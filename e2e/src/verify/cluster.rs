@@ -63,6 +63,10 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a pod's volumes over our files and NVIDIA_VISIBLE_DEVICES=all take nothing from the quota, or are told within 2 s",
     ),
     (
+        "runtime/cluster/poison",
+        "a pod's main process faults five times in a row and the kubelet sees nothing; without a policy it restarts the container each time",
+    ),
+    (
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind, twice",
     ),

@@ -12,6 +12,7 @@ mod lifecycle;
 mod obedient;
 mod on_node;
 mod placement;
+mod poison;
 mod quota;
 mod release;
 mod resize;
@@ -34,7 +35,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 12] = [
+    let groups: [Vec<Trial>; 13] = [
         quota::trials(),
         placement::trials(),
         budgets::trials(),
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
         enforcement::trials(),
         resize::trials(),
         covered::trials(),
+        poison::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();
