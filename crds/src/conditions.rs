@@ -58,6 +58,9 @@ pub mod gpu_node {
     /// The driver itself holds pods to their quota, beside us; does not count for `Ready`.
     pub const DRIVER_LIMITS: &str = "DriverLimits";
 
+    /// Memory can be kept past the processes that use it; does not count for `Ready`.
+    pub const KEPT_MEMORY: &str = "KeptMemory";
+
     /// It holds.
     pub const OK: &str = "Ok";
     /// Not looked at yet.
@@ -92,6 +95,14 @@ pub mod gpu_node {
     pub const AUDIT_STALE: &str = "AuditStale";
     /// The driver has no memory limits for a GPU, or the host no cgroup v2.
     pub const NOT_OFFERED: &str = "NotOffered";
+    /// Switched off in the agent's configuration.
+    pub const SWITCHED_OFF: &str = "SwitchedOff";
+    /// The vault that holds kept memory does not answer.
+    pub const VAULT_AWAY: &str = "VaultAway";
+    /// The driver of a GPU was not seen to clear freed memory.
+    pub const NOT_SCRUBBED: &str = "NotScrubbed";
+    /// The worker of a GPU hangs in the driver.
+    pub const WORKER_STUCK: &str = "WorkerStuck";
     /// The driver should have set a memory limit and did not.
     pub const LIMIT_REFUSED: &str = "LimitRefused";
 }
@@ -127,7 +138,8 @@ impl Statement {
 
     /// Whether it keeps its `GpuNode` from being ready.
     pub fn is_amiss(&self) -> bool {
-        self.holds != Some(true) && self.type_ != gpu_node::DRIVER_LIMITS
+        let counts = ![gpu_node::DRIVER_LIMITS, gpu_node::KEPT_MEMORY].contains(&self.type_);
+        self.holds != Some(true) && counts
     }
 }
 

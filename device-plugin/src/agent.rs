@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use kube::Client;
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
@@ -19,6 +19,13 @@ use crate::config::Config;
 use crate::http::{self, Pulse, Sources};
 use crate::inventory::health::Policy;
 use crate::inventory::nvml::{self, Pace};
+use crate::kept::desk::{Desk, Living, Note};
+use crate::kept::numbers::Numbers;
+use crate::kept::scrub::Verdicts;
+use crate::kept::serve::Keeper;
+use crate::kept::status::KeptStatus;
+use crate::kept::vault;
+use crate::kept::workers::{Program, Workers};
 use crate::kubelet::devices::Devices;
 use crate::kubelet::lifecycle::{Lifecycle, Registration};
 use crate::kubelet::pod_resources::PodResourcesClient;
@@ -74,7 +81,7 @@ pub enum AgentError {
     #[error(transparent)]
     Host(#[from] HostError),
     /// A thread could not be started.
-    #[error("start the nvml thread: {0}")]
+    #[error("start a thread: {0}")]
     Thread(#[source] std::io::Error),
     /// Nobody could be answered about metrics and health.
     #[error("http.listen = {address}: {source}")]
@@ -123,8 +130,26 @@ pub async fn run(
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
     let identities = identities(&config, client.clone());
-    let sessions = sessions(&config, nvml.clone());
-    let core = recovered(&config, &identities, sessions.clone(), metrics.clone()).await?;
+    let stop = shutdown.child_token();
+    let mut parts = Parts {
+        running: JoinSet::new(),
+        stop: stop.clone(),
+    };
+    let (desk, notes) = Desk::open();
+    let (living, of_vault) = watch::channel(Living::new());
+    let sessions = sessions(&config, nvml.clone(), desk.clone(), of_vault);
+    let (status, kept) = watch::channel(KeptStatus::default());
+    // Before anything is recovered: what ended meanwhile may have kept leases.
+    let keeper = keeper(&config, notes, sessions.clone(), living, status)?;
+    parts.start("kept memory", keeper.run(stop.clone()));
+    let core = recovered(
+        &config,
+        &identities,
+        sessions.clone(),
+        desk,
+        metrics.clone(),
+    )
+    .await?;
     let voice = Voice {
         events: events.clone(),
         metrics: metrics.clone(),
@@ -142,11 +167,6 @@ pub async fn run(
         generations,
         voice,
     );
-    let stop = shutdown.child_token();
-    let mut parts = Parts {
-        running: JoinSet::new(),
-        stop: stop.clone(),
-    };
     parts.start("node", actor.run());
     let (set, limits) = watch::channel(Limits::new());
     let limiter = limits::run(
@@ -190,6 +210,7 @@ pub async fn run(
         limits,
         ordered,
         faults,
+        kept,
         node: node.clone(),
         client: client.clone(),
         events,
@@ -319,20 +340,67 @@ fn identities(config: &Config, client: Option<Client>) -> Identities {
     }
 }
 
-fn sessions(config: &Config, nvml: nvml::NvmlHandle) -> Arc<Sessions> {
+fn sessions(
+    config: &Config,
+    nvml: nvml::NvmlHandle,
+    desk: Desk,
+    living: watch::Receiver<Living>,
+) -> Arc<Sessions> {
     let membership = Arc::new(Cgroups::new(config.paths.proc.clone()));
     let sessions = Sessions::new(config.paths.run_dir.clone(), Arc::new(nvml), membership);
+    let sessions = sessions.keeping(desk, living);
     // Kept over a reboot: what a context takes is the GPU's and the driver's.
     Arc::new(sessions.charging_contexts(config.paths.state_dir.join("contexts.json")))
+}
+
+/// What keeps memory, or where that is switched off what says so.
+fn keeper(
+    config: &Config,
+    notes: mpsc::Receiver<Note>,
+    sessions: Arc<Sessions>,
+    living: watch::Sender<Living>,
+    status: watch::Sender<KeptStatus>,
+) -> Result<Keeper, AgentError> {
+    let folder = config.paths.run_dir.join("kept");
+    let beside = || {
+        let own = std::env::current_exe().unwrap_or_default();
+        own.with_file_name("bursar-worker")
+    };
+    let program = Program {
+        path: config.kept.worker.clone().unwrap_or_else(beside),
+        driver: config.driver.clone(),
+        libraries: folder.join("lib"),
+    };
+    let vault = config
+        .kept
+        .enabled
+        .then(|| config.kept.vault_socket.clone());
+    let state = &config.paths.state_dir;
+    Ok(Keeper {
+        notes,
+        news: vault
+            .map(vault::start)
+            .transpose()
+            .map_err(AgentError::Thread)?,
+        sessions,
+        membership: Arc::new(Cgroups::new(config.paths.proc.clone())),
+        workers: Arc::new(Workers::new(program.clone())),
+        program,
+        verdicts: Verdicts::of(Checkpoint::new(folder.join("scrubbed.json"))),
+        numbers: Numbers::of(Checkpoint::new(state.join("leases.json"))),
+        living,
+        status,
+    })
 }
 
 async fn recovered(
     config: &Config,
     identities: &Identities,
     sessions: Arc<Sessions>,
+    desk: Desk,
     metrics: Metrics,
 ) -> Result<Core<OsHost>, HostError> {
-    let host = OsHost::new(config, sessions)?;
+    let host = OsHost::new(config, sessions, desk)?;
     let found = host.survey();
     let kubelet = identities.kubelet().await.unwrap_or_else(|error| {
         warn!(%error, "the kubelet's checkpoint tells nothing");

@@ -65,6 +65,8 @@ pub struct Config {
     pub bind_wait: Duration,
     /// How programs are audited.
     pub audit: AuditConfig,
+    /// Memory that outlives the processes that use it.
+    pub kept: KeptConfig,
     /// Where metrics and health are served.
     pub http_listen: SocketAddr,
 }
@@ -119,6 +121,17 @@ pub struct PathsConfig {
     pub proc: PathBuf,
     /// The kernel's log, where the driver says which process a fault was of.
     pub kernel_log: PathBuf,
+}
+
+/// Memory that outlives the processes that use it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeptConfig {
+    /// Whether there is any, where the vault answers.
+    pub enabled: bool,
+    /// The vault's socket.
+    pub vault_socket: PathBuf,
+    /// The program that makes it; none is the one beside the agent's own.
+    pub worker: Option<PathBuf>,
 }
 
 /// How programs are audited.
@@ -235,6 +248,11 @@ mod tests {
         assert_eq!(config.bind_wait, Duration::from_secs(25));
         assert_eq!(config.http_listen.port(), 9400);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
+        assert!(config.kept.enabled);
+        assert_eq!(
+            config.kept.vault_socket,
+            Path::new("/run/bursar/vault/vault.sock")
+        );
     }
 
     #[test]
@@ -268,6 +286,10 @@ mod tests {
             tolerance = "128Mi"
             process-allowance = "512Mi"
             kill-after = 5
+            [kept]
+            enabled = false
+            vault-socket = "/v/vault.sock"
+            worker = "/w/bursar-worker"
             [http]
             listen = "[::1]:9"
             "#,
@@ -309,6 +331,11 @@ mod tests {
                 tolerance: Bytes::mib(128),
                 process_allowance: Bytes::mib(512),
                 kill_after: 5,
+            },
+            kept: KeptConfig {
+                enabled: false,
+                vault_socket: "/v/vault.sock".into(),
+                worker: Some("/w/bursar-worker".into()),
             },
             http_listen: "[::1]:9".parse().unwrap(),
         };
@@ -375,6 +402,10 @@ mod tests {
             (
                 "[audit]\nkill-after = 0",
                 ["audit.kill-after", "\"0\"", "1 or more"],
+            ),
+            (
+                "[kept]\nvault-socket = \"vault\"",
+                ["kept.vault-socket", "\"vault\"", "absolute"],
             ),
             (
                 "[http]\nlisten = \"9400\"",

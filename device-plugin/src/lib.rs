@@ -11,6 +11,7 @@ pub mod config;
 pub mod driver;
 pub mod http;
 pub mod inventory;
+pub mod kept;
 pub mod kubelet;
 pub mod ledger;
 pub mod limits;

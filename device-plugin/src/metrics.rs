@@ -4,6 +4,7 @@
 
 mod audited;
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 
 use crate::status::report::{GpuHealth, NodeReport};
-use crate::units::{Quanta, Quantum, Resource};
+use crate::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
 
 pub use audited::ContainerFigures;
 
@@ -89,6 +90,8 @@ pub struct Metrics {
     registrations: Family<OfResource, Counter>,
     gpu_memory: Family<OfGpuState, Gauge>,
     gpu_healthy: Family<OfGpu, Gauge>,
+    kept_leases: Family<OfGpu, Gauge>,
+    kept_bytes: Family<OfGpu, Gauge>,
     gpu_node_writes: Family<OfResult, Counter>,
     events_dropped: Counter,
     audited: audited::Audited,
@@ -180,6 +183,16 @@ impl Metrics {
             gpu_healthy: r.with(
                 "bursar_gpu_healthy",
                 "1 while the GPU is given to new pods",
+                Family::default(),
+            ),
+            kept_leases: r.with(
+                "bursar_gpu_kept_leases",
+                "Kept leases that the vault has",
+                Family::default(),
+            ),
+            kept_bytes: r.with(
+                "bursar_gpu_kept_bytes",
+                "Memory of kept leases that the vault has",
                 Family::default(),
             ),
             gpu_node_writes: r.with(
@@ -288,6 +301,20 @@ impl Metrics {
         }
     }
 
+    /// What the vault keeps of each GPU: how many leases, and what they have.
+    pub fn set_kept(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
+        self.kept_leases.clear();
+        self.kept_bytes.clear();
+        for (gpu, (leases, bytes)) in kept {
+            let label = OfGpu {
+                gpu: gpu.to_string(),
+            };
+            self.kept_leases.get_or_create(&label).set(number(*leases));
+            let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
+            self.kept_bytes.get_or_create(&label).set(bytes);
+        }
+    }
+
     /// This node's `GpuNode` was written, or could not be.
     pub fn gpu_node_written(&self, ok: bool) {
         let result = if ok { "ok" } else { "error" };
@@ -371,6 +398,8 @@ mod tests {
     fn used() -> Metrics {
         let metrics = Metrics::new();
         metrics.set_report(&report());
+        let gpu = "GPU-a".parse().unwrap();
+        metrics.set_kept(&BTreeMap::from([(gpu, (1, Bytes::gib(1)))]));
         metrics.set_counts(Resource::DeviceMemory, Counts::default());
         metrics.started(BindResult::Bound, Duration::ZERO);
         metrics.registered(Resource::DeviceMemory);

@@ -7,6 +7,8 @@ use crate::units::PodUid;
 /// What `/proc/<pid>/stat` tells (proc(5)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Stat {
+    /// The process that started it, or took it over.
+    pub parent: u32,
     /// When the process started, in clock ticks since boot: tells it from a later one with its pid.
     pub start: u64,
     /// Bytes of its address space: no file is mapped without a change of it.
@@ -20,11 +22,18 @@ impl Stat {
     pub fn parse(text: &str) -> Option<Self> {
         // The second field, the name, may hold anything: what counts stands after its last parenthesis.
         let (_, rest) = text.rsplit_once(')')?;
-        let mut fields = rest.split_whitespace().skip(19);
+        let mut fields = rest.split_whitespace().skip(1);
+        let parent = fields.next()?.parse().ok()?;
+        let mut fields = fields.skip(17);
         let start = fields.next()?.parse().ok()?;
         let size = fields.next()?.parse().ok()?;
         let stack = fields.nth(4)?.parse().ok()?;
-        Some(Self { start, size, stack })
+        Some(Self {
+            parent,
+            start,
+            size,
+            stack,
+        })
     }
 
     /// How long the machine had been up when the process started.
@@ -99,6 +108,7 @@ mod tests {
         let fields: Vec<String> = (3..=52).map(|field| field.to_string()).collect();
         let stat = Stat::parse(&format!("7 (a) R 1 (b) {}", fields.join(" ")));
         let expected = Stat {
+            parent: 4,
             start: 22,
             size: 23,
             stack: 28,

@@ -24,7 +24,7 @@ mod conversation;
 mod credit;
 mod held;
 mod leftovers;
-mod life;
+pub(crate) mod life;
 mod pace;
 mod peer;
 mod poison;
@@ -38,9 +38,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use jiff::Timestamp;
 use tokio::net::UnixListener;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
+use crate::kept::LeaseId;
+use crate::kept::desk::{Desk, Living};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use container::Container;
 use contexts::ContextSizes;
@@ -143,6 +145,8 @@ pub struct Sessions {
     /// None where contexts are not charged.
     contexts: Option<Arc<ContextSizes>>,
     news: Arc<Notify>,
+    /// None where nothing is kept.
+    desk: Option<Desk>,
     /// The GPUs that have a task in `watches`, which ends with these sessions.
     watched: Mutex<BTreeSet<GpuUuid>>,
     watches: Mutex<JoinSet<()>>,
@@ -154,6 +158,8 @@ struct Shared {
     running: Mutex<BTreeMap<AllocationId, Running>>,
     /// What pods that ended left.
     left: Mutex<BTreeMap<GpuUuid, Left>>,
+    /// The kept leases that the vault has; none where nothing is kept.
+    living: Option<watch::Receiver<Living>>,
 }
 
 struct Running {
@@ -188,11 +194,13 @@ impl Sessions {
                 charges,
                 running: Mutex::default(),
                 left: Mutex::default(),
+                living: None,
             }),
             membership,
             seats: Seats::of_this_process(),
             contexts: None,
             news: Arc::default(),
+            desk: None,
             watched: Mutex::default(),
             watches: Mutex::default(),
         }
@@ -203,6 +211,17 @@ impl Sessions {
     #[must_use]
     pub fn charging_contexts(mut self, path: PathBuf) -> Sessions {
         self.contexts = Some(Arc::new(ContextSizes::at(path)));
+        self
+    }
+
+    /// Passes questions about kept memory on to a desk, and takes what is `living` for no residual. Before anything
+    /// is served.
+    #[must_use]
+    pub fn keeping(mut self, desk: Desk, living: watch::Receiver<Living>) -> Sessions {
+        if let Some(shared) = Arc::get_mut(&mut self.shared) {
+            shared.living = Some(living);
+        }
+        self.desk = Some(desk);
         self
     }
 
@@ -262,6 +281,7 @@ impl Sessions {
             membership: Arc::clone(&self.membership),
             seats: self.seats.clone(),
             news: Arc::clone(&self.news),
+            desk: self.desk.clone(),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
         // A second serve of the same allocation at the same time: the later listener has replaced
@@ -311,6 +331,76 @@ impl Sessions {
         content
             .map(|content| content.exported())
             .unwrap_or_default()
+    }
+
+    /// The kept leases that an allocation is charged for, each with its GPU and what it has. One that is not served
+    /// is known by its record.
+    pub fn leases(&self, allocation: &AllocationId) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
+        if let Some(running) = lock(&self.shared.running).get(allocation) {
+            return lock(&running.container).leases();
+        }
+        let record = record::Record::at(self.record_path(allocation)).ok();
+        let content = record.and_then(|record| record.read());
+        let leases = content.map(|content| content.leases()).unwrap_or_default();
+        leases
+            .into_iter()
+            .map(|(lease, what)| (LeaseId(lease), what))
+            .collect()
+    }
+
+    /// The kept leases that the allocations which are served are charged for.
+    pub fn all_leases(&self) -> BTreeMap<AllocationId, BTreeSet<LeaseId>> {
+        let running = lock(&self.shared.running);
+        running
+            .iter()
+            .map(|(id, running)| (*id, lock(&running.container).leases().into_keys().collect()))
+            .collect()
+    }
+
+    /// Charges an allocation for a kept lease that is to be made, on record.
+    ///
+    /// # Errors
+    /// What its quota has left; nothing where it is not served.
+    pub fn lease(
+        &self,
+        allocation: &AllocationId,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) -> Result<(), Bytes> {
+        let mut leased = Err(Bytes::ZERO);
+        let served = self.with(allocation, |container| {
+            leased = container.lease(gpu, lease, bytes);
+        });
+        served.map_err(|_| Bytes::ZERO).and(leased)
+    }
+
+    /// Charges an allocation for a kept lease that there is, if it is not.
+    pub fn adopt_lease(
+        &self,
+        allocation: &AllocationId,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) {
+        // One that is not served is charged when it is.
+        let _ = self.with(allocation, |container| {
+            container.adopt_lease(gpu, lease, bytes)
+        });
+    }
+
+    /// Charges what a kept lease has as what dead processes exported from now on: whether that is on record.
+    pub fn release_lease(&self, allocation: &AllocationId, lease: LeaseId) -> bool {
+        let mut released = false;
+        let served = self.with(allocation, |container| {
+            released = container.release_lease(lease);
+        });
+        served.is_ok() && released
+    }
+
+    /// There is no memory of a kept lease that an allocation was charged for.
+    pub fn forget_lease(&self, allocation: &AllocationId, lease: LeaseId) {
+        let _ = self.with(allocation, |container| container.forget_lease(lease));
     }
 
     /// Looks after what pods that ended left on GPUs, and nothing else of the kind: the most that is held of it, where

@@ -12,6 +12,7 @@ use tracing::debug;
 use crate::audit::Audited;
 use crate::config::ResourcesConfig;
 use crate::http::Verdict;
+use crate::kept::status::KeptStatus;
 use crate::kubelet::lifecycle::Registration;
 use crate::limits::Limits;
 use crate::metrics::Metrics;
@@ -36,6 +37,7 @@ pub(super) struct Reporter {
     pub(super) limits: watch::Receiver<Limits>,
     pub(super) ordered: watch::Receiver<Ordered>,
     pub(super) faults: watch::Receiver<Vec<FaultReport>>,
+    pub(super) kept: watch::Receiver<KeptStatus>,
     pub(super) node: String,
     pub(super) client: Option<Client>,
     pub(super) events: Events,
@@ -87,6 +89,7 @@ impl Reporter {
                 Ok(()) = self.limits.changed() => drop(self.limits.borrow_and_update()),
                 Ok(()) = self.ordered.changed() => drop(self.ordered.borrow_and_update()),
                 Ok(()) = self.faults.changed() => drop(self.faults.borrow_and_update()),
+                Ok(()) = self.kept.changed() => drop(self.kept.borrow_and_update()),
                 (answer, again) = &mut ask => {
                     runtime = answer;
                     ask = Box::pin(self.runtime(again));
@@ -107,11 +110,13 @@ impl Reporter {
             limits: self.limits.borrow().clone(),
             ordered: self.ordered.borrow().clone(),
             faults: self.faults.borrow().clone(),
+            kept: self.kept.borrow().clone(),
         }
     }
 
     fn tell(&self, after: &NodeReport, before: Option<&NodeReport>) {
         self.metrics.set_report(after);
+        self.metrics.set_kept(&self.kept.borrow().kept);
         for (resource, counts) in self.snapshots.borrow().counts {
             self.metrics.set_counts(resource, counts);
         }

@@ -48,20 +48,29 @@ impl Questions {
     }
 }
 
-/// `look` with who its processes are, by the host's `/proc` at `proc`.
+/// `look` with who its processes are, by the host's `/proc` at `proc`; without those that the agent itself started, to
+/// look at a GPU.
 pub fn identified(gpu: GpuUuid, look: Look, proc: &Path) -> GpuSeen {
-    let listed = |(pid, bytes)| Listed {
-        pid,
-        bytes,
-        alive: alive(proc, pid),
+    let listed = |(pid, bytes)| {
+        (!is_our_own(proc, pid)).then(|| Listed {
+            pid,
+            bytes,
+            alive: alive(proc, pid),
+        })
     };
     GpuSeen {
         gpu,
         residual: look.residual(),
         unlisted: look.charges.are_told().then(|| look.unlisted()),
         left: Bytes::ZERO,
-        processes: look.charges.iter().map(listed).collect(),
+        processes: look.charges.iter().filter_map(listed).collect(),
     }
+}
+
+fn is_our_own(proc: &Path, pid: u32) -> bool {
+    let stat = std::fs::read_to_string(proc.join(pid.to_string()).join("stat"));
+    let stat = stat.ok().and_then(|text| Stat::parse(&text));
+    stat.is_some_and(|stat| stat.parent == std::process::id())
 }
 
 /// None where it is gone. A process whose pid came again in between has another start than the ledger knows.

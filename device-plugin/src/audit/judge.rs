@@ -19,7 +19,7 @@ pub struct GpuSeen {
     pub residual: i64,
     /// What of that may be somebody's; none where the driver does not tell all.
     pub unlisted: Option<Bytes>,
-    /// What pods that ended left of it, and is not bound again.
+    /// What pods that ended left of it, and is not bound again, and what is kept for pods without an owner.
     pub left: Bytes,
     /// The processes that the driver lists on it.
     pub processes: Vec<Listed>,
@@ -213,9 +213,12 @@ impl Verdict {
         }
         self.intruders.insert(gpu.clone(), intruders);
         self.residual.insert(gpu.clone(), *residual);
-        // What the ledgers keep for the dead, and what the living exported, is accounted for.
+        // What the ledgers keep for the dead, what the living exported and what is kept is accounted for.
         let known = accounts(books, gpu)
-            .map(|(_, account)| account.retired.0.saturating_add(account.exported.0))
+            .map(|(_, account)| {
+                let dead_or_kept = account.retired.0.saturating_add(account.leased.0);
+                dead_or_kept.saturating_add(account.exported.0)
+            })
             .fold(left.0, u64::saturating_add)
             .saturating_add(limits.tolerance.0);
         if let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) {

@@ -163,7 +163,9 @@ impl Auditor {
         // After the books: what a pod leaves is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
             let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);
-            of_it.into_iter().for_each(|seen| seen.left = gpu.left);
+            of_it.into_iter().for_each(|seen| {
+                seen.left = Bytes(gpu.left.0.saturating_add(gpu.kept.0));
+            });
         }
         let verdict = judge(&seen, &books, &known(&attested, self.since), &self.config);
         self.charge(&books, &seen, &verdict);

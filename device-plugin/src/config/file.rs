@@ -1,6 +1,6 @@
 //! The configuration file as it is written, and its conversion to [`Config`].
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use bursar_crds::quantity;
@@ -8,7 +8,8 @@ use jiff::SignedDuration;
 use serde::Deserialize;
 
 use super::{
-    AuditConfig, AuditPolicy, Config, DriverConfig, KubeletConfig, PathsConfig, ResourcesConfig,
+    AuditConfig, AuditPolicy, Config, DriverConfig, KeptConfig, KubeletConfig, PathsConfig,
+    ResourcesConfig,
 };
 use crate::cdi::HostMount;
 use crate::units::Bytes;
@@ -33,6 +34,7 @@ pub(super) struct File {
     paths: Paths,
     binding: Binding,
     audit: Audit,
+    kept: Kept,
     http: Http,
 }
 
@@ -103,6 +105,15 @@ struct Audit {
 
 #[derive(Deserialize)]
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Kept {
+    enabled: bool,
+    vault_socket: PathBuf,
+    /// The one beside the agent's own program where it is left out.
+    worker: Option<PathBuf>,
+}
+
+#[derive(Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 struct Http {
     listen: String,
 }
@@ -151,6 +162,17 @@ impl Default for Paths {
     }
 }
 
+impl Default for Kept {
+    fn default() -> Self {
+        let folder = Path::new(bursar_protocol::vault::RUN_DIR);
+        Self {
+            enabled: true,
+            vault_socket: folder.join(bursar_protocol::vault::SOCKET_NAME),
+            worker: None,
+        }
+    }
+}
+
 impl Default for Binding {
     fn default() -> Self {
         Self { wait: "25s".into() }
@@ -189,6 +211,7 @@ impl File {
             paths,
             binding,
             audit,
+            kept,
             http,
         } = self;
         Ok(Config {
@@ -198,6 +221,7 @@ impl File {
             paths: paths.resolve()?,
             bind_wait: wait(binding.wait)?,
             audit: audit.resolve()?,
+            kept: kept.resolve()?,
             http_listen: http.listen.parse().map_err(|_| Wrong {
                 field: "http.listen",
                 value: http.listen,
@@ -294,6 +318,22 @@ impl Paths {
             shim_dir: absolute("paths.shim-dir", shim_dir)?,
             proc: absolute("paths.proc", proc)?,
             kernel_log: absolute("paths.kernel-log", kernel_log)?,
+        })
+    }
+}
+
+impl Kept {
+    fn resolve(self) -> Result<KeptConfig, Wrong> {
+        let Self {
+            enabled,
+            vault_socket,
+            worker,
+        } = self;
+        let worker = worker.map(|path| absolute("kept.worker", path));
+        Ok(KeptConfig {
+            enabled,
+            vault_socket: absolute("kept.vault-socket", vault_socket)?,
+            worker: worker.transpose()?,
         })
     }
 }

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Ledger;
 use super::time::Moment;
-use crate::units::{Bytes, GpuUuid, Quanta};
+use crate::units::{Bytes, GpuUuid};
 
 /// How long memory is left before it is called leaked: proving it free takes about half a second.
 pub const SETTLING: Duration = Duration::from_secs(5);
@@ -67,12 +67,6 @@ impl Ledger {
             .map_or(Bytes::ZERO, |leaked| leaked.bytes)
     }
 
-    /// What of a GPU is not bound for that.
-    pub(super) fn leaked_of(&self, gpu: &GpuUuid) -> Quanta {
-        let quanta = self.left_on(gpu).0.div_ceil(self.quantum.bytes());
-        Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
-    }
-
     /// What was left for so long that somebody holds it.
     pub(super) fn leaked_by(&self, gpu: &GpuUuid, now: Moment) -> Bytes {
         let leaked = self.leaked.get(gpu);
@@ -91,7 +85,7 @@ mod tests {
 
     use super::*;
     use crate::ledger::{Answer, Gpu, Health, Shape, Start};
-    use crate::units::{AllocationId, Quantum, Resource, TokenSet};
+    use crate::units::{AllocationId, Quanta, Quantum, Resource, TokenSet};
 
     fn gpu() -> GpuUuid {
         "GPU-a".parse().unwrap()
@@ -159,7 +153,7 @@ mod tests {
         let number = ledger.leaks()[&gpu()];
         ledger.leak(gpu(), Bytes::gib(1), Moment(1));
         assert!(!ledger.held_at_most(&gpu(), number, Bytes::ZERO));
-        assert_eq!(ledger.leaked_of(&gpu()), Quanta(2));
+        assert_eq!(ledger.unowned_on(&gpu()), Quanta(2));
     }
 
     #[test]
@@ -205,7 +199,7 @@ mod tests {
                 let left = ledger.leaked.get(&gpu()).map_or(0, |leaked| leaked.bytes.0);
                 prop_assert!(left >= held << 20);
                 let restored = Ledger::restore(ledger.snapshot(), Quantum::Gib1, Moment(9)).unwrap();
-                prop_assert_eq!(restored.leaked_of(&gpu()), ledger.leaked_of(&gpu()));
+                prop_assert_eq!(restored.unowned_on(&gpu()), ledger.unowned_on(&gpu()));
                 prop_assert_eq!(restored.leaks(), ledger.leaks());
             }
             for (gpu, number) in ledger.leaks() {

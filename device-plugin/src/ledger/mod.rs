@@ -36,6 +36,7 @@ mod advance;
 mod binder;
 mod claim;
 mod end;
+mod kept;
 mod leaked;
 mod reserved;
 mod snapshot;
@@ -48,7 +49,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
 use claim::{Booking, Claim, State};
 use leaked::Leaked;
 use reserved::Reserved;
@@ -79,6 +80,8 @@ pub struct Ledger {
     leaked: BTreeMap<GpuUuid, Leaked>,
     /// What the operator has put aside for single pods.
     reserved: BTreeMap<GpuUuid, Reserved>,
+    /// What kept leases have of GPUs that no bound container owns.
+    kept: BTreeMap<GpuUuid, Bytes>,
     /// The next number for a claim, an arrival or a call.
     next: u64,
 }
@@ -101,6 +104,7 @@ impl Ledger {
             claims: BTreeMap::new(),
             leaked: BTreeMap::new(),
             reserved: BTreeMap::new(),
+            kept: BTreeMap::new(),
             next: 0,
         }
     }

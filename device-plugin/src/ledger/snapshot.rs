@@ -1,6 +1,6 @@
 //! The ledger as the checkpoint keeps it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +10,7 @@ use super::reserved::Reserved;
 use super::time::Moment;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
-use crate::units::{AllocationId, GpuUuid, Quanta, Quantum, Resource};
+use crate::units::{AllocationId, Bytes, GpuUuid, Quanta, Quantum, Resource};
 
 /// A ledger at rest. Its GPUs are part of it, so that a restarted agent accounts for a GPU that
 /// has vanished meanwhile.
@@ -26,6 +26,8 @@ pub struct Snapshot {
     leaked: Vec<(GpuUuid, Leaked)>,
     #[serde(default)]
     reserved: Vec<(GpuUuid, Reserved)>,
+    #[serde(default)]
+    kept: BTreeMap<GpuUuid, Bytes>,
     next: u64,
 }
 
@@ -65,6 +67,7 @@ impl Ledger {
             claims,
             leaked,
             reserved,
+            kept,
             next,
         } = self.clone();
         Snapshot {
@@ -75,6 +78,7 @@ impl Ledger {
             claims: claims.into_iter().collect(),
             leaked: leaked.into_iter().collect(),
             reserved: reserved.into_iter().collect(),
+            kept,
             next,
         }
     }
@@ -97,6 +101,7 @@ impl Ledger {
             mut claims,
             leaked,
             reserved,
+            kept,
             next,
         } = snapshot;
         for (_, claim) in &mut claims {
@@ -114,6 +119,7 @@ impl Ledger {
             claims: claims.into_iter().collect(),
             leaked: leaked.into_iter().collect(),
             reserved: reserved.into_iter().collect(),
+            kept,
             next,
         })
     }

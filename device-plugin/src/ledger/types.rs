@@ -241,6 +241,8 @@ pub struct GpuView {
     pub left: Bytes,
     /// The same once proving it free would have been done: somebody holds it.
     pub leaked: Bytes,
+    /// What kept leases have that no bound container owns.
+    pub kept: Bytes,
     /// What is neither bound, reserved nor left by ended pods and may be bound now; zero on an unhealthy GPU.
     pub free: Quanta,
     /// What is free but kept: for the longest waiter, or by a reservation.

@@ -42,6 +42,7 @@ impl Ledger {
                     bound: used.quanta,
                     left: self.left_on(uuid),
                     leaked: self.leaked_by(uuid, now),
+                    kept: self.kept_on(uuid),
                     free: free.saturating_sub(Quanta(kept)),
                     reserved: Quanta(kept),
                     pods: used.of_pods(),
@@ -157,13 +158,13 @@ impl Ledger {
         usage
     }
 
-    /// What of a GPU may be bound now: what is neither bound nor left by ended pods.
+    /// What of a GPU may be bound now: what is neither bound, left by ended pods nor kept without an owner.
     pub(super) fn free_on(&self, uuid: &GpuUuid, gpu: &GpuState, bound: Quanta) -> Quanta {
         match gpu.health {
             Health::Healthy => gpu
                 .capacity
                 .saturating_sub(bound)
-                .saturating_sub(self.leaked_of(uuid)),
+                .saturating_sub(self.unowned_on(uuid)),
             Health::Unhealthy => Quanta::ZERO,
         }
     }
@@ -189,6 +190,7 @@ fn lost_gpu(uuid: &GpuUuid, used: &Usage<'_>) -> GpuView {
         bound: used.quanta,
         left: Bytes::ZERO,
         leaked: Bytes::ZERO,
+        kept: Bytes::ZERO,
         free: Quanta::ZERO,
         reserved: Quanta::ZERO,
         pods: used.of_pods(),

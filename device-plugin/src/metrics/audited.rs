@@ -239,6 +239,7 @@ impl Audited {
                     ("granted", account.granted),
                     ("used", account.used),
                     ("retired", account.retired),
+                    ("leased", account.leased),
                     ("outside", account.outside),
                     ("peak", account.peak),
                 ];

@@ -295,6 +295,7 @@ impl Actor {
                     self.core.note_cdi(trouble);
                     // For what could not be read or written before.
                     self.generations.see(self.inventory.borrow().gpus());
+                    self.core.note_generations(self.generations.all());
                     self.look_at_the_kubelet();
                 }
             }
@@ -331,6 +332,7 @@ impl Actor {
         }
         self.core.host_mut().forget_driver();
         self.generations.see(inventory.gpus());
+        self.core.note_generations(self.generations.all());
         self.core
             .set_gpus(inventory.gpus().to_vec(), clock::now())
             .await;

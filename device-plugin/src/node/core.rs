@@ -24,6 +24,8 @@ use super::state::{Holder, PodName, State};
 use crate::cdi;
 use crate::config::ResourcesConfig;
 use crate::inventory::GpuState;
+use crate::kept::LeaseId;
+use crate::kept::leases::{Node, Standing, Turn};
 use crate::kubelet::device_checkpoint::Held;
 use crate::kubelet::plugin::NotBound;
 use crate::ledger::{
@@ -151,6 +153,10 @@ pub struct Core<H> {
     pub(super) leftovers: BTreeSet<AllocationId>,
     /// Bound allocations that lack their socket or CDI file.
     pub(super) unfinished: BTreeSet<AllocationId>,
+    /// G of each GPU.
+    generations: BTreeMap<GpuUuid, u64>,
+    /// Kept leases that the ledger was told to account for, and whose record is not written yet.
+    unrecorded: Vec<LeaseId>,
     /// Pods of the ledger that were not in the kubelet's cgroups at the last look.
     missing: BTreeSet<PodUid>,
     /// Whether a lost checkpoint may have known of memory that ended pods left: the GPUs are to be proven free.
@@ -184,6 +190,8 @@ impl<H: Host> Core<H> {
             metrics,
             leftovers: BTreeSet::new(),
             unfinished: BTreeSet::new(),
+            generations: BTreeMap::new(),
+            unrecorded: Vec::new(),
             missing: BTreeSet::new(),
             unproven: false,
             unsaved: false,
@@ -236,7 +244,8 @@ impl<H: Host> Core<H> {
         self.unsaved = true;
         self.follow(&pod);
         self.name(&pod, name, &container, &held);
-        self.leave(&started.ended, now);
+        let known = self.keep(now).await;
+        self.leave(&started.ended, known, now);
         self.leftovers.extend(started.ended.iter().copied());
         match started.answer {
             Answer::Bound(binding) => {
@@ -297,9 +306,60 @@ impl<H: Host> Core<H> {
             self.release(&pod, now).await;
         }
         self.prove();
+        self.keep(now).await;
         self.give_up(now);
         self.advance(now).await;
         self.finish().await;
+        if !self.unsaved && !self.unrecorded.is_empty() {
+            let leases = std::mem::take(&mut self.unrecorded);
+            self.host.recorded(leases).await;
+        }
+    }
+
+    /// G of each GPU, as it is now.
+    pub fn note_generations(&mut self, generations: BTreeMap<GpuUuid, u64>) {
+        self.generations = generations;
+    }
+
+    /// Accounts for the kept leases as the node stands now; whether they are known.
+    async fn keep(&mut self, now: Moment) -> bool {
+        let Turn { orphaned, left } = self.host.keep(self.standing()).await;
+        let known = orphaned.is_some();
+        if let Some(orphaned) = orphaned {
+            self.unsaved |= self.ledger.set_kept(orphaned, now);
+        }
+        for (lease, gpu, bytes) in left {
+            info!(%lease, %gpu, bytes = bytes.0, "kept lease ended");
+            self.ledger.leak(gpu, bytes, now);
+            self.unrecorded.push(lease);
+            self.unsaved = true;
+        }
+        known
+    }
+
+    fn standing(&self) -> Node {
+        let of_binding = |binding: Binding| {
+            let gpus: BTreeSet<GpuUuid> = match &binding.placement {
+                Placement::Device(shares) => shares.iter().map(|share| share.gpu.clone()).collect(),
+                Placement::Managed(_) => BTreeSet::new(),
+            };
+            let standing = move |id: &AllocationId| {
+                let pod = self.holders.get(id).and_then(|holder| holder.pod.as_ref());
+                Standing {
+                    pod: binding.pod.clone(),
+                    namespace: pod.map(|pod| pod.namespace.clone()),
+                    gpus: gpus.clone(),
+                }
+            };
+            let allocations = binding.allocations.into_iter();
+            allocations.map(move |id| (id, standing(&id)))
+        };
+        let of_device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
+        let bindings = self.ledger.bindings().filter(of_device);
+        Node {
+            containers: bindings.flat_map(of_binding).collect(),
+            generations: self.generations.clone(),
+        }
     }
 
     /// A look at the kubelet's checkpoint, and at the cgroups of pods that are not followed.
@@ -422,7 +482,9 @@ impl<H: Host> Core<H> {
             );
         }
         self.unsaved = true;
-        self.leave(&ended, now);
+        // Before what its processes had exported is read: from here on its leases are the ledger's.
+        let known = self.keep(now).await;
+        self.leave(&ended, known, now);
         for allocation in ended {
             self.holders.remove(&allocation);
             self.unfinished.remove(&allocation);
@@ -433,10 +495,15 @@ impl<H: Host> Core<H> {
         }
     }
 
-    /// What others may hold of what these allocations had is not bound again.
-    fn leave(&mut self, ended: &[AllocationId], now: Moment) {
+    /// What others may hold of what these allocations had is not bound again. Kept leases are accounted for where
+    /// they are `known`.
+    fn leave(&mut self, ended: &[AllocationId], known: bool, now: Moment) {
         for allocation in ended {
-            for (gpu, bytes) in self.host.exported(*allocation) {
+            let mut left = self.host.exported(*allocation);
+            if !known {
+                left.extend(self.host.leases(*allocation));
+            }
+            for (gpu, bytes) in left {
                 self.ledger.leak(gpu, bytes, now);
             }
         }

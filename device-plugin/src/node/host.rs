@@ -14,6 +14,9 @@ use crate::cdi::{self, CdiDir, CdiError};
 use crate::checkpoint::{Checkpoint, LoadError, SaveError};
 use crate::config::{Config, DriverConfig, PathsConfig};
 use crate::driver::{Driver, DriverError};
+use crate::kept::LeaseId;
+use crate::kept::desk::Desk;
+use crate::kept::leases::{Node, Turn};
 use crate::sessions::{Account, Served, Sessions, SessionsError};
 use crate::shim_files::{self, ShimFilesError};
 use crate::units::{AllocationId, Bytes, GpuUuid};
@@ -100,6 +103,12 @@ pub trait Host: Send {
     fn exported(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
     /// Looks after what was left on GPUs: the most that is held of it, as far as that is proven.
     fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes>;
+    /// The kept leases that an allocation is charged for: the GPU and what each has.
+    fn leases(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
+    /// Has kept leases go on or end as the node stands now; what its ledger is to account for.
+    fn keep(&mut self, node: Node) -> impl Future<Output = Turn> + Send;
+    /// What these kept leases left is on record in the ledger.
+    fn recorded(&mut self, leases: Vec<LeaseId>) -> impl Future<Output = ()> + Send;
     /// Writes the allocation's CDI file: from now on its container can start.
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError>;
     /// Removes the CDI file, the socket and the folder; what is not there is removed already.
@@ -125,6 +134,7 @@ pub struct OsHost {
     checkpoint: Checkpoint,
     cdi: CdiDir,
     sessions: Arc<Sessions>,
+    desk: Desk,
     driver: DriverConfig,
     paths: PathsConfig,
     /// What every CDI file has in common; found when first needed and after GPUs changed.
@@ -132,12 +142,14 @@ pub struct OsHost {
 }
 
 impl OsHost {
-    /// The host of `config`, whose sockets `sessions` serves; makes the run folder.
-    pub fn new(config: &Config, sessions: Arc<Sessions>) -> Result<Self, HostError> {
+    /// The host of `config`, whose sockets `sessions` serves and whose kept memory is looked after at `desk`; makes
+    /// the run folder.
+    pub fn new(config: &Config, sessions: Arc<Sessions>, desk: Desk) -> Result<Self, HostError> {
         let Config { driver, paths, .. } = config;
         folder(&Sessions::alloc_dir(&paths.run_dir))?;
         Ok(Self {
             sessions,
+            desk,
             checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
             cdi: CdiDir::new(paths.cdi_dir.clone()),
             driver: driver.clone(),
@@ -272,6 +284,18 @@ impl Host for OsHost {
 
     fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
         self.sessions.held(left)
+    }
+
+    fn leases(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.sessions.leases(&allocation).into_values().collect()
+    }
+
+    async fn keep(&mut self, node: Node) -> Turn {
+        self.desk.stands(node).await
+    }
+
+    async fn recorded(&mut self, leases: Vec<LeaseId>) {
+        self.desk.recorded(leases).await;
     }
 
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {

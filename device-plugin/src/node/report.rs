@@ -12,6 +12,7 @@ use crate::audit::Audited;
 use crate::config::ResourcesConfig;
 use crate::inventory::health::{Health, Sickness};
 use crate::inventory::{GpuState, Inventory, NoDriver};
+use crate::kept::status::KeptStatus;
 use crate::kubelet::lifecycle::{NotRegistered, Registration};
 use crate::ledger::{GpuView, View};
 use crate::limits::{Limit, Limits};
@@ -40,6 +41,8 @@ pub struct Around {
     pub ordered: Ordered,
     /// The faults that are open.
     pub faults: Vec<FaultReport>,
+    /// How kept memory stands.
+    pub kept: KeptStatus,
 }
 
 /// The report.
@@ -88,6 +91,7 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             checkpoint_intact(snapshot),
             audited(&around.audited),
             driver_limits(&around.limits),
+            kept_memory(&around.kept),
         ],
     }
 }
@@ -202,6 +206,37 @@ fn audited(audited: &Audited) -> Statement {
             let message = format!("NVML does not tell who uses {}", gpus.join(", "));
             says(false, names::AUDIT_STALE, message)
         }
+    }
+}
+
+fn kept_memory(kept: &KeptStatus) -> Statement {
+    let says =
+        |holds, reason, message: &str| Statement::new(names::KEPT_MEMORY, holds, reason, message);
+    let KeptStatus {
+        enabled,
+        heard,
+        refused,
+        stuck,
+        kept: _,
+    } = kept;
+    match (refused.iter().next(), stuck.first()) {
+        _ if !enabled => says(
+            false,
+            names::SWITCHED_OFF,
+            "switched off in the agent's configuration",
+        ),
+        _ if !heard => says(false, names::VAULT_AWAY, "the vault does not answer"),
+        (_, Some(gpu)) => says(
+            false,
+            names::WORKER_STUCK,
+            &format!("the worker of {gpu} hangs in the driver: reset the GPU or restart the node"),
+        ),
+        (Some((gpu, why)), None) => says(false, names::NOT_SCRUBBED, &format!("{gpu}: {why}")),
+        (None, None) => says(
+            true,
+            names::OK,
+            "memory can outlive the processes that use it",
+        ),
     }
 }
 

@@ -14,6 +14,7 @@ use super::conversation::{self, Conversation};
 use super::pace::{self, Pace};
 use super::seats::{Seat, Seats};
 use super::{MAX_PROCESSES, Membership, lock};
+use crate::kept::desk::Desk;
 
 /// How often the driver is asked about the dead, while there are any. A kill's memory is back
 /// after about 0.1 s (design F8).
@@ -39,6 +40,7 @@ pub(super) struct Task {
     pub(super) seats: Seats,
     /// Told when a process reported poison.
     pub(super) news: Arc<Notify>,
+    pub(super) desk: Option<Desk>,
 }
 
 impl Task {
@@ -105,6 +107,7 @@ impl Task {
             Arc::clone(&self.membership),
             messages,
             Arc::clone(&self.news),
+            self.desk.clone(),
         );
         async move {
             conversation.run(stream).await;

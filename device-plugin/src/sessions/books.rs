@@ -52,9 +52,11 @@ pub struct AccountBooks {
     pub retired: Bytes,
     /// What of `granted` its living processes have exported, as they say: it need not be charged to them.
     pub exported: Bytes,
+    /// What kept leases have that the container owns.
+    pub leased: Bytes,
     /// What processes without a session have, by the driver's figures.
     pub outside: Bytes,
-    /// The most that was ever granted and retired together.
+    /// The most that was ever granted, retired and leased together.
     pub peak: Bytes,
 }
 
@@ -98,6 +100,7 @@ impl AccountBooks {
             used: Bytes::ZERO,
             retired: Bytes::ZERO,
             exported: Bytes::ZERO,
+            leased: Bytes::ZERO,
             outside: Bytes::ZERO,
             peak: Bytes::ZERO,
         }

@@ -4,6 +4,7 @@
 
 mod contexts;
 mod exports;
+mod leases;
 mod oversight;
 mod poisoned;
 
@@ -103,6 +104,8 @@ pub(super) struct Admitted {
     pub(super) page: OwnedFd,
     /// Cancelled when another connection takes this process over.
     pub(super) ended: CancellationToken,
+    /// Whether the process had another image before.
+    pub(super) replaced: bool,
 }
 
 /// A process that the record knows.
@@ -181,6 +184,10 @@ impl Container {
             container.credit.restore(pid, &to_units(&units));
             container.credit.retire(pid, &to_units(&units));
         }
+        for (lease, account, units) in content.leases {
+            let units = Units(units).min(Units::MAX);
+            container.credit.adopt_lease(lease, account, units);
+        }
         let mut known = Vec::new();
         for Entry {
             process,
@@ -248,7 +255,9 @@ impl Container {
             Reason::Busy
         })?;
         let (mut exported, mut generation) = (Vec::new(), None);
-        if let Some(before) = self.members.remove(&pid) {
+        let before = self.members.remove(&pid);
+        let replaced = before.is_some() && !known;
+        if let Some(before) = before {
             before.ended.cancel();
             exported = before.exported();
             generation = Some(before.generation).filter(|_| known);
@@ -287,6 +296,7 @@ impl Container {
             welcome: self.welcome(version, generation),
             page: fd,
             ended,
+            replaced,
         })
     }
 
@@ -320,7 +330,8 @@ impl Container {
         let mut used = self
             .credit
             .retired(index)
-            .saturating_add(self.credit.outside(index));
+            .saturating_add(self.credit.outside(index))
+            .saturating_add(self.credit.leased(index));
         let mut processes = Vec::new();
         for (pid, member) in &self.members {
             let units = self.used_by(*pid, member, index);
@@ -622,6 +633,7 @@ impl Container {
             let all = uses.iter().map(|(_, used)| *used).sum::<Units>();
             let all = all.saturating_add(self.credit.retired(index));
             let all = all.saturating_add(self.credit.outside(index));
+            let all = all.saturating_add(self.credit.leased(index));
             for (member, used) in uses {
                 if let Some(slot) = member.page.as_ref().and_then(|page| page.slot(index)) {
                     slot.set_others(all.saturating_sub(used), siblings);
@@ -711,6 +723,12 @@ impl Container {
                 .collect(),
             retired: books(retired),
             kept: books(kept),
+            leases: self
+                .credit
+                .leases()
+                .iter()
+                .map(|(lease, (account, units))| (*lease, *account, units.0))
+                .collect(),
             gpus: self.gpus(),
             incomplete: self.record_lost || self.has_outsiders(),
             orders: self

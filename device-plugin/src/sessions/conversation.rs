@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::socket::send_with_fd;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptRefusal};
+use bursar_protocol::wire::kept::{KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use jiff::Timestamp;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
@@ -19,6 +19,7 @@ use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
 use super::{DriverCharges, Membership, Process, lock};
+use crate::kept::desk::{Asker, Desk, Reply};
 use crate::units::Bytes;
 
 /// How long a peer may take to say hello.
@@ -64,6 +65,8 @@ pub(super) struct Conversation {
     shared: Arc<Mutex<Pace>>,
     /// Told when a process reported poison.
     news: Arc<Notify>,
+    /// None where nothing is kept.
+    desk: Option<Desk>,
 }
 
 /// A peer that said hello.
@@ -81,6 +84,7 @@ impl Conversation {
         membership: Arc<dyn Membership>,
         shared: Arc<Mutex<Pace>>,
         news: Arc<Notify>,
+        desk: Option<Desk>,
     ) -> Conversation {
         Conversation {
             container,
@@ -88,6 +92,7 @@ impl Conversation {
             membership,
             shared,
             news,
+            desk,
         }
     }
 
@@ -136,10 +141,8 @@ impl Conversation {
                 self.report(stream, process.pid, version, &account).await?;
                 return Ok(None);
             }
-            ToAgent::Kept(_) => {
-                // Nothing here keeps memory yet.
-                let answer = ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Unavailable)).frame();
-                let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&answer)).await;
+            ToAgent::Kept(question) => {
+                self.keep(stream, process, question).await?;
                 return Ok(None);
             }
             _ => return Err(Hangup::OutOfOrder),
@@ -158,10 +161,14 @@ impl Conversation {
             welcome,
             page,
             ended,
+            replaced,
         } = match admitted {
             Ok(admitted) => admitted,
             Err(reason) => return goodbye(stream, reason).await,
         };
+        if let Some(desk) = self.desk.as_ref().filter(|_| replaced) {
+            desk.ended(process).await;
+        }
         let session = Session {
             process,
             image,
@@ -169,7 +176,7 @@ impl Conversation {
             ended,
         };
         // From here on the process is known: whatever becomes of the welcome, its death counts.
-        let sent = tokio::time::timeout(ANSWER_TIMEOUT, send_welcome(stream, &welcome, page)).await;
+        let sent = tokio::time::timeout(ANSWER_TIMEOUT, send_with(stream, &welcome, page)).await;
         if !matches!(sent, Ok(Ok(()))) {
             tracing::debug!(pid = process.pid, "welcome not taken");
         }
@@ -198,6 +205,42 @@ impl Conversation {
             }
             Err(reason) => goodbye(stream, reason).await,
         }
+    }
+
+    /// Passes a question about kept memory on, and the answer back.
+    async fn keep(
+        &self,
+        stream: &mut UnixStream,
+        process: Process,
+        question: KeptQuestion,
+    ) -> Result<(), Hangup> {
+        if question.version() < OLDEST_VERSION {
+            return goodbye(stream, Reason::Version).await;
+        }
+        let shared = lock(&self.shared).take(Instant::now());
+        pace::wait(shared).await;
+        let admitted =
+            lock(&self.container).keeps(process.pid, &question, self.membership.as_ref());
+        let asker = match admitted {
+            Ok(allocation) => Asker {
+                allocation,
+                process,
+            },
+            Err(reason) => return goodbye(stream, reason).await,
+        };
+        let Reply { answer, fd } = match &self.desk {
+            Some(desk) => desk.ask(asker, question).await,
+            None => Reply::refused(KeptRefusal::Unavailable),
+        };
+        let answer = ToShim::Kept(answer);
+        let sent = async {
+            match fd {
+                Some(fd) => send_with(stream, &answer, fd).await,
+                None => stream.write_all(&answer.frame()).await,
+            }
+        };
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, sent).await;
+        Ok(())
     }
 
     /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
@@ -315,10 +358,10 @@ async fn read(stream: &mut UnixStream) -> Result<ToAgent, Hangup> {
     Ok(ToAgent::parse(&payload)?)
 }
 
-async fn send_welcome(stream: &mut UnixStream, welcome: &ToShim, page: OwnedFd) -> io::Result<()> {
-    let frame = welcome.frame();
+async fn send_with(stream: &mut UnixStream, message: &ToShim, fd: OwnedFd) -> io::Result<()> {
+    let frame = message.frame();
     let sent = stream
-        .async_io(Interest::WRITABLE, || send_with_fd(&*stream, &frame, &page))
+        .async_io(Interest::WRITABLE, || send_with_fd(&*stream, &frame, &fd))
         .await?;
     stream.write_all(&frame[sent..]).await
 }

@@ -1,6 +1,6 @@
 //! The books of one container: who was granted how much of which account.
 //!
-//! Pure. The sum of what is granted and retired never exceeds the quota; the last unit of a quota
+//! Pure. The sum of what is granted, retired and leased never exceeds the quota; the last unit of a quota
 //! can be granted.
 
 use std::collections::BTreeMap;
@@ -30,8 +30,13 @@ pub struct Credit {
     outside: Vec<BTreeMap<u32, Units>>,
     /// What of the dead's grants was exported: others may hold it when the driver charges the dead no more.
     kept: Books,
+    /// What kept leases have that the container owns, by lease: of which account, and how much.
+    leases: BTreeMap<u64, (usize, Units)>,
     peaks: Vec<Units>,
 }
+
+/// Stands in for the process that exported what a kept lease has: no process has this pid.
+pub(super) const NOBODY: u32 = 0;
 
 impl Credit {
     /// Empty books over accounts with these quotas.
@@ -77,16 +82,70 @@ impl Credit {
         total(&self.kept, account)
     }
 
-    /// The most that an account ever had granted and retired.
+    /// The most that an account ever had granted, retired and leased.
     pub fn peak(&self, account: usize) -> Units {
         self.peaks.get(account).copied().unwrap_or(Units::ZERO)
     }
 
     /// What can still be granted.
     pub fn free(&self, account: usize) -> Units {
-        let taken = self.granted(account).saturating_add(self.retired(account));
-        let taken = taken.saturating_add(self.outside(account));
+        let taken = self.charged(account).saturating_add(self.outside(account));
         self.quota(account).saturating_sub(taken)
+    }
+
+    /// What kept leases have of an account.
+    pub fn leased(&self, account: usize) -> Units {
+        let leases = self.leases.values();
+        leases
+            .filter(|(of, _)| *of == account)
+            .map(|(_, units)| *units)
+            .sum()
+    }
+
+    /// What counts against an account, whoever has it, but for processes without a session.
+    fn charged(&self, account: usize) -> Units {
+        let processes = self.granted(account).saturating_add(self.retired(account));
+        processes.saturating_add(self.leased(account))
+    }
+
+    /// The kept leases, each with its account and what it has.
+    pub(super) fn leases(&self) -> &BTreeMap<u64, (usize, Units)> {
+        &self.leases
+    }
+
+    /// Charges a kept lease.
+    ///
+    /// # Errors
+    /// What the account has free, where that is less.
+    pub(super) fn lease(&mut self, lease: u64, account: usize, units: Units) -> Result<(), Units> {
+        let free = self.free(account);
+        if units > free {
+            return Err(free);
+        }
+        self.adopt_lease(lease, account, units);
+        Ok(())
+    }
+
+    /// Charges a kept lease that there is, whether or not the quota allows it.
+    pub(super) fn adopt_lease(&mut self, lease: u64, account: usize, units: Units) {
+        self.leases.insert(lease, (account, units));
+        self.note_peak(account);
+    }
+
+    /// There is no memory of a kept lease.
+    pub(super) fn forget_lease(&mut self, lease: u64) {
+        self.leases.remove(&lease);
+    }
+
+    /// A kept lease is one no more. Others may hold what it has, as they may what dead processes exported.
+    pub(super) fn release_lease(&mut self, lease: u64) {
+        if let Some((account, units)) = self.leases.remove(&lease) {
+            let mut amounts = vec![Units::ZERO; self.quotas.len()];
+            if let Some(slot) = amounts.get_mut(account) {
+                *slot = units;
+            }
+            put(&mut self.kept, NOBODY, amounts);
+        }
     }
 
     /// What processes without a session have of an account.
@@ -226,7 +285,11 @@ impl Credit {
         if let Some(slot) = accounts.get_mut(account) {
             *slot = slot.saturating_add(units);
         }
-        let now = self.granted(account).saturating_add(self.retired(account));
+        self.note_peak(account);
+    }
+
+    fn note_peak(&mut self, account: usize) {
+        let now = self.charged(account);
         if let Some(peak) = self.peaks.get_mut(account) {
             *peak = now.max(*peak);
         }
@@ -352,6 +415,36 @@ mod tests {
         let rest = credit.kept.clone();
         credit.keep_at_most(0, Units::ZERO, &rest);
         assert_eq!(credit.grant(3, 0, Units(10)), Ok(Units(10)));
+    }
+
+    #[test]
+    fn a_kept_lease_is_charged_until_nobody_can_hold_what_it_had() {
+        let mut credit = Credit::new(vec![Units(10)]);
+        credit.grant(1, 0, Units(4)).unwrap();
+        assert_eq!(credit.lease(7, 0, Units(7)), Err(Units(6)));
+        credit.lease(7, 0, Units(6)).unwrap();
+        assert_eq!(
+            (credit.leased(0), credit.free(0), credit.peak(0)),
+            (Units(6), Units(0), Units(10))
+        );
+        credit.release_lease(7);
+        credit.release_lease(7);
+        assert_eq!((credit.leased(0), credit.kept(0)), (Units(0), Units(6)));
+        let asked = credit.kept.clone();
+        credit.adopt_lease(8, 0, Units(1));
+        credit.release_lease(8);
+        credit.keep_at_most(0, Units::ZERO, &asked);
+        assert_eq!(
+            credit.kept(0),
+            Units(7),
+            "what was released later was not asked about"
+        );
+        let asked = credit.kept.clone();
+        credit.keep_at_most(0, Units::ZERO, &asked);
+        assert_eq!(credit.free(0), Units(6));
+        credit.lease(9, 0, Units(6)).unwrap();
+        credit.forget_lease(9);
+        assert_eq!(credit.free(0), Units(6), "there was no memory of it");
     }
 
     #[test]

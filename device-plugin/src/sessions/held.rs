@@ -13,6 +13,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::Look;
 use super::charges::unlisted_by;
+use crate::kept::LeaseId;
 use crate::units::Bytes;
 
 /// The looks in a row that prove something.
@@ -54,6 +55,8 @@ struct Seen {
     used: u64,
     /// What living processes have by their own doing.
     own: BTreeMap<u32, u64>,
+    /// What kept leases have that were there before the look and after it.
+    leases: BTreeMap<LeaseId, u64>,
 }
 
 impl<T> Default for Looks<T> {
@@ -63,12 +66,20 @@ impl<T> Default for Looks<T> {
 }
 
 impl<T> Looks<T> {
-    /// Takes one more look in. `asked` was read before it, as was what each living process has by its own doing.
-    pub(super) fn add(&mut self, asked: T, look: &Look, own: &BTreeMap<u32, Own>) {
+    /// Takes one more look in. `asked` was read before it, as was what each living process has by its own doing; the
+    /// kept leases were there before it and after it.
+    pub(super) fn add(
+        &mut self,
+        asked: T,
+        look: &Look,
+        own: &BTreeMap<u32, Own>,
+        leases: &BTreeMap<LeaseId, Bytes>,
+    ) {
         let told = |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.of(bytes?).0));
         let seen = Seen {
             used: look.used.0,
             own: look.charges.iter().filter_map(told).collect(),
+            leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
         };
         self.0.push_back((asked, seen));
         if self.0.len() > LOOKS {
@@ -100,6 +111,12 @@ impl<T> Looks<T> {
         let known = own.iter().fold(unlisted_by(own.len()), |sum, bytes| {
             sum.saturating_add(*bytes)
         });
+        // Charged to nobody as long as the vault holds them (design F5).
+        let stayed = first
+            .leases
+            .iter()
+            .filter(|(lease, _)| seen().all(|seen| seen.leases.contains_key(lease)));
+        let known = stayed.fold(known, |sum, (_, bytes)| sum.saturating_add(*bytes));
         let held = used.saturating_sub(known);
         Some((asked, Bytes(if held > NOISE { held } else { 0 })))
     }
@@ -135,7 +152,10 @@ mod tests {
 
     fn held(looks: impl IntoIterator<Item = Look>, own: &BTreeMap<u32, Own>) -> Option<Bytes> {
         let mut all = Looks::default();
-        looks.into_iter().for_each(|look| all.add((), &look, own));
+        let none = BTreeMap::new();
+        looks
+            .into_iter()
+            .for_each(|look| all.add((), &look, own, &none));
         all.held().map(|(_, held)| held)
     }
 
@@ -171,6 +191,26 @@ mod tests {
             held(same(look(527 * MIB, &[(1, 518 * MIB)])), &own),
             Some(Bytes::ZERO)
         );
+    }
+
+    #[test]
+    fn kept_leases_explain_what_they_have_only_while_they_stay() {
+        let kept = look(3_072 * MIB, &[]);
+        let leases = |ids: &[u64]| {
+            let ids = ids.iter();
+            ids.map(|id| (LeaseId(*id), Bytes::gib(1))).collect()
+        };
+        let held = |last: BTreeMap<LeaseId, Bytes>| {
+            let mut looks = Looks::default();
+            for _ in 1..LOOKS {
+                looks.add((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
+            }
+            looks.add((), &kept, &BTreeMap::new(), &last);
+            looks.held().map(|(_, held)| held)
+        };
+        assert_eq!(held(leases(&[1, 2])), Some(Bytes::gib(1)));
+        assert_eq!(held(leases(&[1, 3])), Some(Bytes::gib(2)), "2 is let go");
+        assert_eq!(held(leases(&[])), Some(Bytes::gib(3)), "the vault is away");
     }
 
     #[test]
@@ -241,7 +281,7 @@ mod tests {
                     .collect();
                 let used = charged.iter().map(|(_, bytes)| bytes + 10 * MIB).sum::<u64>() + parked;
                 let own: Vec<_> = has.iter().map(|(pid, bytes)| (*pid, *bytes)).collect();
-                looks.add((), &look(used, &charged), &self::own(&own));
+                looks.add((), &look(used, &charged), &self::own(&own), &BTreeMap::new());
             };
             for step in steps {
                 match step {

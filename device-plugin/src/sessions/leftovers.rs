@@ -15,6 +15,7 @@ use std::time::Duration;
 use super::credit::Books;
 use super::held::{Looks, Own};
 use super::{Shared, lock};
+use crate::kept::LeaseId;
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
 /// From one look to the next: [`LOOKS`](super::held::LOOKS) of them take half a second.
@@ -48,12 +49,15 @@ pub(super) async fn watch(gpu: GpuUuid, shared: Arc<Shared>) {
             continue;
         };
         let own = own(&shared, &gpu);
+        let before = living(&shared, &gpu);
         let (driver, of) = (Arc::clone(&shared.charges), gpu.clone());
         let answer = tokio::task::spawn_blocking(move || driver.look(&of));
         let Ok(Some(look)) = answer.await else {
             continue;
         };
-        looks.add(asked, &look, &own);
+        let mut leases = living(&shared, &gpu);
+        leases.retain(|lease, _| before.contains_key(lease));
+        looks.add(asked, &look, &own, &leases);
         let news = looks
             .held()
             .is_some_and(|(asked, held)| settle(&shared, &gpu, asked, held));
@@ -82,6 +86,13 @@ fn own(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<u32, Own> {
         .values()
         .flat_map(|running| lock(&running.container).own_of(gpu))
         .collect()
+}
+
+/// The kept leases on a GPU that the vault has.
+fn living(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<LeaseId, Bytes> {
+    let living = shared.living.as_ref().map(|living| living.borrow());
+    let of_it = living.as_ref().and_then(|living| living.get(gpu));
+    of_it.cloned().unwrap_or_default()
 }
 
 /// At most `held` is held of what was asked about: whether that frees anything.

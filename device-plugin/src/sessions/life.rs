@@ -8,14 +8,14 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 /// A process whose death can be waited for: never one that later has the same pid.
-pub(super) struct Life(AsyncFd<OwnedFd>);
+pub(crate) struct Life(AsyncFd<OwnedFd>);
 
 impl Life {
     /// The process that has this pid now.
     ///
     /// # Errors
     /// `ESRCH` when there is none, and what else `pidfd_open(2)` answers.
-    pub(super) fn of(pid: u32) -> io::Result<Life> {
+    pub(crate) fn of(pid: u32) -> io::Result<Life> {
         let pid = i32::try_from(pid)
             .ok()
             .and_then(Pid::from_raw)
@@ -29,7 +29,7 @@ impl Life {
     }
 
     /// Returns once the process has ended (a zombie has).
-    pub(super) async fn ended(&self) {
+    pub(crate) async fn ended(&self) {
         // An error means that the runtime shuts down.
         let _ = self.0.readable().await;
     }

@@ -5,7 +5,9 @@ use std::path::PathBuf;
 use crate::units::PodUid;
 
 /// One process of the host, told apart from a later one with the same pid.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize,
+)]
 pub struct Process {
     /// The pid in the agent's (the host's) pid namespace.
     pub pid: u32,

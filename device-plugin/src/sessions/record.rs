@@ -4,6 +4,7 @@
 //! A grant is written before the process learns of it; credit that comes back may be written
 //! later, for charging too much is safe and corrected by the next write.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -36,6 +37,9 @@ pub(super) struct Content {
     /// The same of what ended images had exported, and others may hold.
     #[serde(default)]
     pub(super) kept: Vec<(u32, Vec<u32>)>,
+    /// Kept leases that the container owns: each with its account and its units.
+    #[serde(default)]
+    pub(super) leases: Vec<(u64, usize, u32)>,
     /// The GPUs, in the order of the accounts: for whoever finds the record when the container is gone.
     #[serde(default)]
     pub(super) gpus: Vec<GpuUuid>,
@@ -69,6 +73,16 @@ pub(super) struct Entry {
 }
 
 impl Content {
+    /// The kept leases, each with its GPU and what it has.
+    pub(super) fn leases(&self) -> BTreeMap<u64, (GpuUuid, Bytes)> {
+        let leases = self.leases.iter();
+        let on_gpu = |(lease, index, units): &(u64, usize, u32)| {
+            let bytes = Bytes(Units(*units).min(Units::MAX).bytes());
+            Some((*lease, (self.gpus.get(*index)?.clone(), bytes)))
+        };
+        leases.filter_map(on_gpu).collect()
+    }
+
     /// What of each GPU processes had exported, living or dead.
     pub(super) fn exported(&self) -> Vec<(GpuUuid, Bytes)> {
         let of = |units: &[u32], index: usize| units.get(index).copied().unwrap_or_default();

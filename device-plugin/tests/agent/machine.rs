@@ -136,6 +136,11 @@ impl Machine {
         status.expect("it has ended")
     }
 
+    #[allow(dead_code, reason = "the tests of kept memory look for its workers")]
+    pub(crate) fn agent_pid(&self) -> u32 {
+        self.agent.as_ref().expect("a running agent").id()
+    }
+
     pub(crate) fn is_agent_alive(&mut self) -> bool {
         self.agent
             .as_mut()

@@ -64,6 +64,8 @@ cdi-dir = "{root}/cdi"
 cgroup-root = "{root}/cgroup"
 shim-dir = "{root}/shim"
 kernel-log = "{lab}/state/kernel-log"
+[kept]
+vault-socket = "{root}/vault/vault.sock"
 [http]
 listen = "127.0.0.1:0"
 "#

@@ -143,6 +143,11 @@ const CHECKS: &[Check] = &[
         &["--test", "worker"],
     ),
     test_check(
+        "runtime/leases",
+        "kept leases through every death of tenants, workers, agents and vaults; none where freed memory is not cleared",
+        &["--test", "leases"],
+    ),
+    test_check(
         "operator/operator",
         "the whole operator against an API server in memory: a crash before and after each write, writes that \
          fail or are not answered, two operators at once",

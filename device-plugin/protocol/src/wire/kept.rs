@@ -87,6 +87,17 @@ pub enum KeptQuestion {
     },
 }
 
+impl KeptQuestion {
+    /// The highest version that who asks speaks.
+    pub fn version(&self) -> u16 {
+        match self {
+            KeptQuestion::Open { version, .. }
+            | KeptQuestion::Commit { version, .. }
+            | KeptQuestion::Discard { version, .. } => *version,
+        }
+    }
+}
+
 /// What the agent answers about kept memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KeptAnswer {

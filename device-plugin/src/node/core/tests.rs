@@ -23,6 +23,13 @@ struct Disk {
     exported: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
     /// What is held on each GPU of what was left.
     held: Bytes,
+    /// The kept leases that allocations are charged for.
+    leases: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
+    /// How the node stood when kept leases were last asked for, and what is answered.
+    stood: Node,
+    turn: Turn,
+    /// The kept leases that the ledger has on record.
+    recorded: Vec<LeaseId>,
     /// Steps that were done.
     done: usize,
     /// The agent dies before the step with this number.
@@ -98,6 +105,28 @@ impl Host for MemoryHost {
     fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
         let held = self.disk().held;
         left.into_keys().map(|gpu| (gpu, held)).collect()
+    }
+
+    fn leases(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
+        self.disk()
+            .leases
+            .get(&allocation)
+            .cloned()
+            .unwrap_or_default()
+    }
+
+    async fn keep(&mut self, node: Node) -> Turn {
+        let mut disk = self.disk();
+        disk.stood = node;
+        Turn {
+            orphaned: disk.turn.orphaned.clone(),
+            // Told once.
+            left: std::mem::take(&mut disk.turn.left),
+        }
+    }
+
+    async fn recorded(&mut self, leases: Vec<LeaseId>) {
+        self.disk().recorded.extend(leases);
     }
 
     fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
@@ -846,6 +875,67 @@ async fn what_an_ended_pod_had_exported_is_bound_again_once_nobody_holds_it_past
         assert_eq!(answered(&mut third), Some(Ok(())), "crash at {crash_at}");
         bed.assert_host_is_true();
     }
+}
+
+#[tokio::test]
+async fn what_is_kept_without_an_owner_is_bound_to_nobody_until_it_has_ended_and_is_proven_free() {
+    let mut bed = Bed::new().await;
+    let gpu: GpuUuid = "GPU-a".parse().unwrap();
+    bed.device("first", 0..16);
+    bed.start_device("first", 0..16).await;
+    bed.tick(1).await;
+    let stood = bed.host.disk().stood.clone();
+    assert!(
+        stood.containers.values().all(|container| {
+            container.pod.as_str().contains("first") && container.gpus.contains(&gpu)
+        }) && stood.containers.len() == 1,
+        "{stood:?}"
+    );
+    let kept = |bytes| Some(BTreeMap::from([("GPU-a".parse().unwrap(), bytes)]));
+    bed.host.disk().turn.orphaned = kept(Bytes::mib(3_500));
+    bed.end("first").await;
+    bed.restart().await;
+    // The vault is not heard yet: what the checkpoint says stands.
+    bed.host.disk().turn.orphaned = None;
+    bed.tick(1).await;
+    assert_eq!(bed.core.view(bed.now).gpus[0].free, Quanta(12));
+    let mut turn = Turn {
+        orphaned: kept(Bytes::ZERO),
+        ..Turn::default()
+    };
+    // The ledger was told of it before.
+    turn.left = vec![(LeaseId(7), gpu, Bytes::ZERO)];
+    bed.host.disk().held = Bytes::gib(16);
+    bed.host.disk().refused.insert("persist");
+    bed.host.disk().turn = turn;
+    bed.tick(1).await;
+    assert_eq!(
+        bed.host.disk().recorded,
+        [],
+        "its descriptor stays while it is not on record"
+    );
+    bed.host.disk().refused.clear();
+    bed.tick(1).await;
+    assert_eq!(bed.host.disk().recorded, [LeaseId(7)]);
+    assert_eq!(bed.core.view(bed.now).gpus[0].free, Quanta(12));
+    bed.host.disk().held = Bytes::ZERO;
+    bed.tick(1).await;
+    assert_eq!(bed.core.view(bed.now).gpus[0].free, Quanta(16));
+}
+
+#[tokio::test]
+async fn what_a_container_kept_is_left_where_the_vault_is_not_heard_at_its_pods_end() {
+    let mut bed = Bed::new().await;
+    let first = bed.device("first", 0..16);
+    bed.start_device("first", 0..16).await;
+    let leases = vec![("GPU-a".parse().unwrap(), Bytes::gib(5))];
+    bed.host.disk().leases.insert(first, leases);
+    bed.host.disk().held = Bytes::gib(16);
+    bed.end("first").await;
+    assert_eq!(bed.core.view(bed.now).gpus[0].free, Quanta(11));
+    bed.host.disk().held = Bytes::ZERO;
+    bed.tick(1).await;
+    assert_eq!(bed.core.view(bed.now).gpus[0].free, Quanta(16));
 }
 
 #[tokio::test]

@@ -26,6 +26,7 @@ fn snapshot() -> Snapshot {
                 bound: Quanta(10),
                 left: Bytes::gib(1),
                 leaked: Bytes::ZERO,
+                kept: Bytes::ZERO,
                 free: Quanta(4),
                 reserved: Quanta(2),
                 pods: [("pod-0".parse().unwrap(), Quanta(10))].into(),
@@ -93,6 +94,11 @@ fn around() -> Around {
         limits: [(("/cg/pod".into(), uuid()), Limit::Set(Bytes::gib(1)))].into(),
         ordered: Ordered::default(),
         faults: Vec::new(),
+        kept: KeptStatus {
+            enabled: true,
+            heard: true,
+            ..KeptStatus::default()
+        },
     }
 }
 
@@ -414,4 +420,36 @@ fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
     );
     assert_eq!(said.reason, "MountedOver");
     assert!(said.message.contains("/opt/bursar/lib"), "{}", said.message);
+}
+
+#[test]
+fn why_no_memory_is_kept_is_told_and_keeps_no_node_from_being_ready() {
+    let said = |kept: KeptStatus| {
+        let mut around = around();
+        around.kept = kept;
+        let report = report(&snapshot(), &around);
+        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+        condition(&report, names::KEPT_MEMORY)
+    };
+    let well = around().kept;
+    assert_eq!(said(well.clone()), (Some(true), names::OK));
+    assert_eq!(
+        said(KeptStatus::default()),
+        (Some(false), names::SWITCHED_OFF)
+    );
+    let away = KeptStatus {
+        heard: false,
+        ..well.clone()
+    };
+    assert_eq!(said(away), (Some(false), names::VAULT_AWAY));
+    let dirty = KeptStatus {
+        refused: BTreeMap::from([(uuid(), "why".to_owned())]),
+        ..well.clone()
+    };
+    assert_eq!(said(dirty.clone()), (Some(false), names::NOT_SCRUBBED));
+    let stuck = KeptStatus {
+        stuck: [uuid()].into(),
+        ..dirty
+    };
+    assert_eq!(said(stuck), (Some(false), names::WORKER_STUCK));
 }

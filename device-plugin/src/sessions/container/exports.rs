@@ -11,7 +11,7 @@ use super::Container;
 use crate::units::{Bytes, GpuUuid};
 
 impl Container {
-    fn index_of(&self, gpu: &GpuUuid) -> Option<usize> {
+    pub(super) fn index_of(&self, gpu: &GpuUuid) -> Option<usize> {
         let is_it = |account: &Account| matches!(account, Account::Gpu(here) if here == gpu);
         self.accounts.iter().position(is_it)
     }

@@ -28,6 +28,7 @@ impl Container {
                 used: usage.used,
                 retired: usage.retired,
                 exported: bytes(self.exported_by_living(index)),
+                leased: bytes(self.credit.leased(index)),
                 outside: bytes(self.credit.outside(index)),
                 peak: usage.peak,
             });

@@ -1,0 +1,19 @@
+//! Kept memory: leases that outlive the processes that use them (design, section 9).
+//!
+//! ```text
+//! tenants --> sessions --> desk --> serve --> leases (pure: what each lease is, and what is to be done)
+//!                                     |--> workers: one process per GPU that makes the memory and keeps none of it
+//!                                     |--> vault: the process that holds the descriptors; it is the truth
+//!                                     +--> sessions: who is charged; the node's ledger: what nobody living is
+//! ```
+
+pub mod desk;
+pub mod leases;
+pub mod numbers;
+pub mod scrub;
+pub mod serve;
+pub mod status;
+pub mod vault;
+pub mod workers;
+
+pub use leases::LeaseId;

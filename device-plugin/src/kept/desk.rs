@@ -1,0 +1,113 @@
+//! Where questions about kept memory are handed in: by the conversations with tenants, and by the node.
+
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use tokio::sync::{mpsc, oneshot};
+
+use super::leases::{LeaseId, Node, Turn};
+use crate::sessions::Process;
+use crate::units::{Bytes, GpuUuid};
+
+pub use super::leases::Asker;
+
+/// How long an answer may take: longer than what a worker and the vault may.
+const PATIENCE: Duration = Duration::from_secs(25);
+
+/// Questions that wait for the desk.
+const QUEUE: usize = 256;
+
+/// What the vault keeps of each GPU, by lease.
+pub type Living = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
+
+/// An answer, with the lease's descriptor where one goes with it.
+#[derive(Debug)]
+pub struct Reply {
+    /// The answer.
+    pub answer: KeptAnswer,
+    /// The descriptor.
+    pub fd: Option<OwnedFd>,
+}
+
+impl Reply {
+    /// A refusal.
+    pub fn refused(why: KeptRefusal) -> Reply {
+        Reply {
+            answer: KeptAnswer::Refused(why),
+            fd: None,
+        }
+    }
+}
+
+/// What is handed in.
+#[derive(Debug)]
+pub enum Note {
+    /// A tenant asks.
+    Asked {
+        /// Who.
+        asker: Asker,
+        /// What.
+        question: KeptQuestion,
+        /// Where the answer goes.
+        reply: oneshot::Sender<Reply>,
+    },
+    /// A process image ended, by its death or an exec.
+    Ended(Process),
+    /// The node stands like this.
+    Stands {
+        /// The node.
+        node: Node,
+        /// What its ledger is told.
+        reply: oneshot::Sender<Turn>,
+    },
+    /// The node's ledger has on record what it was told that leases left.
+    Recorded(Vec<LeaseId>),
+}
+
+/// The desk.
+#[derive(Clone, Debug)]
+pub struct Desk(mpsc::Sender<Note>);
+
+impl Desk {
+    /// A desk, and what is handed in there.
+    pub fn open() -> (Desk, mpsc::Receiver<Note>) {
+        let (notes, received) = mpsc::channel(QUEUE);
+        (Desk(notes), received)
+    }
+
+    /// The answer to a tenant's question, in bounded time.
+    pub async fn ask(&self, asker: Asker, question: KeptQuestion) -> Reply {
+        let (reply, answer) = oneshot::channel();
+        let note = Note::Asked {
+            asker,
+            question,
+            reply,
+        };
+        let answer = async {
+            self.0.send(note).await.ok()?;
+            answer.await.ok()
+        };
+        let answered = tokio::time::timeout(PATIENCE, answer).await;
+        let unavailable = || Reply::refused(KeptRefusal::Unavailable);
+        answered.ok().flatten().unwrap_or_else(unavailable)
+    }
+
+    /// A process image ended.
+    pub async fn ended(&self, process: Process) {
+        let _ = self.0.send(Note::Ended(process)).await;
+    }
+
+    /// The node stands like this; what its ledger is told. Nothing where nobody keeps any more: the agent is ending.
+    pub async fn stands(&self, node: Node) -> Turn {
+        let (reply, turn) = oneshot::channel();
+        let _ = self.0.send(Note::Stands { node, reply }).await;
+        turn.await.unwrap_or_default()
+    }
+
+    /// What leases left is on record in the node's ledger.
+    pub async fn recorded(&self, leases: Vec<LeaseId>) {
+        let _ = self.0.send(Note::Recorded(leases)).await;
+    }
+}

@@ -1,0 +1,689 @@
+//! The book of the node's kept leases: pure.
+//!
+//! ```text
+//!            begin            made              commit
+//!   (charged) ----> Making ---------> Writing -----------> Committed
+//!                     |                  |  its image ended,    |  discarded while other pods have it open
+//!                     | failed           |  another took over   v
+//!                     |                  |                   Abandoned (no open finds it)
+//!                     v                  v                      |
+//!                 Releasing: Due <-------+---- discarded, its last opener's pod ended, its GPU lost it
+//!                     |  its owner, or the node, is charged as for what a dead process exported
+//!                     v
+//!                 Releasing: Charged --- the vault closed its descriptor ---> (forgotten)
+//! ```
+//!
+//! The vault is the truth: what a lease is stands in a blob beside its descriptor, and what the vault lists replaces
+//! what stands here ([`Leases::heard`]). So every answer to a tenant follows the vault's to the change that it tells
+//! of, and what an agent did not live to see done is done by its successor or was never told.
+//! From `Due` on a lease is in the residual of its GPU like anything that the dead exported: it is bound again once that
+//! proves it free. Nothing here waits, asks or tells: what is to be done comes out as [`Effect`]s.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use bursar_protocol::wire::kept::{KeptRefusal, Key};
+use serde::{Deserialize, Serialize};
+
+use crate::ledger::Moment;
+use crate::sessions::Process;
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+
+/// The leases that one container may own.
+pub const MOST_OWNED: usize = 64;
+
+/// The pods that may have one lease open: their names are in the lease's blob.
+pub const MOST_OPENERS: usize = 64;
+
+/// For how long a writer may commit; opening its lease again begins it anew.
+pub const WRITE_TIME: Duration = Duration::from_secs(15 * 60);
+
+/// Names a lease, never another one on this node. It grows, so it is the lease's generation L too.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
+)]
+#[serde(transparent)]
+pub struct LeaseId(pub u64);
+
+impl std::fmt::Display for LeaseId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What a lease is found by.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Title {
+    /// The namespace that shares it.
+    pub namespace: String,
+    /// What the namespace calls it.
+    pub name: String,
+    /// What its content is of.
+    pub key: Key,
+    /// Where it is.
+    pub gpu: GpuUuid,
+}
+
+/// What a lease is: the blob beside its descriptor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Meta {
+    /// What it is found by.
+    pub title: Title,
+    /// How large it is.
+    pub bytes: Bytes,
+    /// G of its GPU when it was made: with the next one its memory is lost.
+    pub gpu_generation: u64,
+    /// The container that is charged for it: who made it; when that ends before its pod does, another of the pod
+    /// that has the GPU.
+    pub owner: AllocationId,
+    /// Its pod.
+    pub pod: PodUid,
+    /// The pods that opened it: it lives as long as one of them.
+    pub openers: BTreeSet<PodUid>,
+    /// What is in it.
+    pub content: Content,
+}
+
+/// What is in a lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Content {
+    /// Nothing yet.
+    Writing(Writer),
+    /// What was committed.
+    Committed {
+        /// What it was committed by: saying it again is no error.
+        token: u64,
+        /// Of all of its bytes.
+        checksum: u64,
+    },
+    /// What somebody discarded and others may have mapped.
+    Abandoned,
+}
+
+/// Who writes a lease.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct Writer {
+    /// The process.
+    pub process: Process,
+    /// Which of its images.
+    pub image: u64,
+    /// The right to commit.
+    pub token: u64,
+    /// How long that lasts.
+    pub until: Moment,
+}
+
+/// Who asks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Asker {
+    /// Its container.
+    pub allocation: AllocationId,
+    /// The process.
+    pub process: Process,
+}
+
+/// What is opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Open {
+    /// The GPU.
+    pub gpu: GpuUuid,
+    /// The lease's name.
+    pub name: String,
+    /// What its content is of.
+    pub key: Key,
+    /// How large to make it; zero makes nothing.
+    pub bytes: Bytes,
+    /// The process's image.
+    pub image: u64,
+    /// A number that nobody can guess.
+    pub token: u64,
+}
+
+/// What an open comes to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Opened {
+    /// The lease has what was committed.
+    Read(LeaseId),
+    /// The lease is the asker's to write, and was before.
+    Write(LeaseId),
+    /// Such a lease is to be made: charge its owner, then [`begin`](Leases::begin).
+    Make(Box<Meta>),
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Effect {
+    /// Charge a lease's owner as for what a dead process exported; then [`charged`](Leases::charged). Where the owner
+    /// is not served it is asked for again.
+    Charge(LeaseId, AllocationId),
+    /// Have the vault keep this with the lease.
+    Update(LeaseId, Box<Meta>),
+    /// Have the vault close the lease's descriptor; then [`dropped`](Leases::dropped).
+    Drop(LeaseId),
+}
+
+/// A container that is bound.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// Its pod.
+    pub pod: PodUid,
+    /// The pod's namespace, once it is known.
+    pub namespace: Option<String>,
+    /// The GPUs that it has memory of.
+    pub gpus: BTreeSet<GpuUuid>,
+}
+
+/// The node as it stands.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Node {
+    /// The containers that are bound.
+    pub containers: BTreeMap<AllocationId, Standing>,
+    /// G of each GPU.
+    pub generations: BTreeMap<GpuUuid, u64>,
+}
+
+impl Node {
+    /// Who owns a lease from now on, where that is another container.
+    fn heir(&self, meta: &Meta) -> Option<AllocationId> {
+        if self.containers.contains_key(&meta.owner) {
+            return None;
+        }
+        let mut containers = self.containers.iter();
+        let heir = containers.find(|(_, container)| {
+            container.pod == meta.pod && container.gpus.contains(&meta.title.gpu)
+        });
+        heir.map(|(allocation, _)| *allocation)
+    }
+}
+
+/// What the node's ledger is told.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Turn {
+    /// What living leases have whose owner is gone; none while the vault was not heard. What it has less than
+    /// before is left by pods that ended.
+    pub orphaned: Option<BTreeMap<GpuUuid, Bytes>>,
+    /// What is to be charged to the node as left by pods that ended, once each; then [`Leases::charged`].
+    pub left: Vec<(LeaseId, GpuUuid, Bytes)>,
+}
+
+/// Where a lease is on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// The worker and the vault are at it.
+    Making,
+    /// The vault has it.
+    Held,
+    /// To be charged to the dead.
+    Due,
+    /// The node's ledger was told to.
+    Told,
+    /// Charged; the vault is to close it.
+    Charged,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Lease {
+    meta: Meta,
+    stage: Stage,
+    /// Somebody is charged for it. Of what another agent left that is not known before the node stood.
+    charged: bool,
+    /// The node's ledger was told of it as one without an owner.
+    orphaned: bool,
+}
+
+/// The book.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Leases {
+    leases: BTreeMap<LeaseId, Lease>,
+    node: Node,
+    /// Whether the vault is there and what it has is known.
+    heard: bool,
+}
+
+impl Leases {
+    /// Whether what the vault has is known.
+    pub fn is_heard(&self) -> bool {
+        self.heard
+    }
+
+    /// Opens a lease for `asker`.
+    ///
+    /// # Errors
+    /// What the tenant is answered.
+    pub fn open(
+        &mut self,
+        asker: Asker,
+        open: Open,
+        now: Moment,
+    ) -> (Result<Opened, KeptRefusal>, Vec<Effect>) {
+        let mut effects = Vec::new();
+        let Some((pod, namespace)) = self.whereabouts(asker).filter(|_| self.heard) else {
+            return (Err(KeptRefusal::Unavailable), effects);
+        };
+        let title = Title {
+            namespace,
+            name: open.name,
+            key: open.key,
+            gpu: open.gpu,
+        };
+        let writer = Writer {
+            process: asker.process,
+            image: open.image,
+            token: open.token,
+            until: now + WRITE_TIME,
+        };
+        self.end_writers(
+            |other| other.process == writer.process && other.image != writer.image,
+            &mut effects,
+        );
+        if let Some((id, found)) = self.find(&title) {
+            match &mut found.meta.content {
+                Content::Committed { .. } => {
+                    if !found.meta.openers.contains(&pod) {
+                        if found.meta.openers.len() >= MOST_OPENERS {
+                            return (Err(KeptRefusal::TooMany), effects);
+                        }
+                        found.meta.openers.insert(pod);
+                        effects.push(Effect::Update(id, Box::new(found.meta.clone())));
+                    }
+                    return (Ok(Opened::Read(id)), effects);
+                }
+                Content::Writing(at_it)
+                    if (at_it.process, at_it.image) == (writer.process, writer.image)
+                        && found.stage == Stage::Held
+                        && found.meta.owner == asker.allocation =>
+                {
+                    *at_it = writer;
+                    effects.push(Effect::Update(id, Box::new(found.meta.clone())));
+                    return (Ok(Opened::Write(id)), effects);
+                }
+                Content::Writing(at_it) if now < at_it.until || found.stage == Stage::Making => {
+                    return (Err(KeptRefusal::Writing), effects);
+                }
+                Content::Writing(_) | Content::Abandoned => self.release(id, &mut effects),
+            }
+        }
+        if open.bytes == Bytes::ZERO {
+            return (Err(KeptRefusal::Missing), effects);
+        }
+        let owned = self.leases.values().filter(|lease| {
+            lease.meta.owner == asker.allocation
+                && matches!(lease.stage, Stage::Making | Stage::Held)
+        });
+        if owned.count() >= MOST_OWNED {
+            return (Err(KeptRefusal::TooMany), effects);
+        }
+        // A lease of a generation that is not known could not be told from one of the next.
+        let Some(generation) = self.node.generations.get(&title.gpu) else {
+            return (Err(KeptRefusal::Unavailable), effects);
+        };
+        let meta = Meta {
+            gpu_generation: *generation,
+            title,
+            bytes: open.bytes,
+            owner: asker.allocation,
+            openers: BTreeSet::from([pod.clone()]),
+            pod,
+            content: Content::Writing(writer),
+        };
+        (Ok(Opened::Make(Box::new(meta))), effects)
+    }
+
+    /// A lease is being made; its owner is charged for it.
+    pub fn begin(&mut self, id: LeaseId, meta: Meta) {
+        let lease = Lease {
+            meta,
+            stage: Stage::Making,
+            charged: true,
+            orphaned: false,
+        };
+        self.leases.insert(id, lease);
+    }
+
+    /// The vault has a lease that was being made: what it is, if it is its writer's to have.
+    pub fn made(&mut self, id: LeaseId) -> (Option<&Meta>, Vec<Effect>) {
+        let mut effects = Vec::new();
+        match self.leases.get_mut(&id) {
+            Some(lease) if lease.stage == Stage::Making => lease.stage = Stage::Held,
+            _ => {}
+        }
+        // While it was made its writer may have ended.
+        let ended = self.get(id).is_some_and(|meta| {
+            !matches!(meta.content, Content::Writing(_)) || meta.openers.is_empty()
+        });
+        if ended {
+            self.release(id, &mut effects);
+        }
+        (self.get(id), effects)
+    }
+
+    /// A lease that is being made, and what it will be.
+    pub fn making(&self, id: LeaseId) -> Option<&Meta> {
+        let lease = self.leases.get(&id)?;
+        (lease.stage == Stage::Making).then_some(&lease.meta)
+    }
+
+    /// A lease was not made, and there is certainly no memory of it: who is to be charged no more.
+    pub fn never_made(&mut self, id: LeaseId) -> Option<AllocationId> {
+        self.leases.remove(&id).map(|lease| lease.meta.owner)
+    }
+
+    /// A lease was perhaps made, and nobody will know of it.
+    pub fn lost(&mut self, id: LeaseId) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.release(id, &mut effects);
+        effects
+    }
+
+    /// A lease that the vault has, and what it is.
+    pub fn get(&self, id: LeaseId) -> Option<&Meta> {
+        let lease = self.leases.get(&id)?;
+        (lease.stage == Stage::Held).then_some(&lease.meta)
+    }
+
+    /// Commits what a writer wrote: tell it once the vault has taken that in.
+    ///
+    /// # Errors
+    /// What the tenant is answered.
+    pub fn commit(
+        &mut self,
+        asker: Asker,
+        id: LeaseId,
+        token: u64,
+        checksum: u64,
+        now: Moment,
+    ) -> Result<Vec<Effect>, KeptRefusal> {
+        let (_, namespace) = self.whereabouts(asker).ok_or(KeptRefusal::Unavailable)?;
+        if !self.heard {
+            return Err(KeptRefusal::Unavailable);
+        }
+        let lease = self.leases.get_mut(&id);
+        let lease = lease.filter(|lease| lease.meta.title.namespace == namespace);
+        let meta = match lease {
+            Some(lease) if lease.stage == Stage::Held => &mut lease.meta,
+            _ => return Err(KeptRefusal::Missing),
+        };
+        let after = Content::Committed { token, checksum };
+        match &meta.content {
+            same if *same == after => {}
+            Content::Writing(writer)
+                if (writer.process, writer.token) == (asker.process, token)
+                    && now < writer.until => {}
+            _ => return Err(KeptRefusal::Fenced),
+        }
+        meta.content = after;
+        // The vault's answer to the same again is what the tenant waits for.
+        Ok(vec![Effect::Update(id, Box::new(meta.clone()))])
+    }
+
+    /// Gives a lease up: who writes it may, and every pod that has it open.
+    ///
+    /// # Errors
+    /// What the tenant is answered.
+    pub fn discard(&mut self, asker: Asker, id: LeaseId) -> Result<Vec<Effect>, KeptRefusal> {
+        let (pod, _) = self.whereabouts(asker).ok_or(KeptRefusal::Unavailable)?;
+        if !self.heard {
+            return Err(KeptRefusal::Unavailable);
+        }
+        let lease = self.leases.get_mut(&id);
+        let lease = lease
+            .filter(|lease| lease.stage == Stage::Held && lease.meta.openers.contains(&pod))
+            .ok_or(KeptRefusal::Missing)?;
+        if let Content::Writing(writer) = &lease.meta.content
+            && writer.process != asker.process
+        {
+            return Err(KeptRefusal::Fenced);
+        }
+        let mut effects = Vec::new();
+        if lease.meta.openers.iter().any(|opener| *opener != pod) {
+            lease.meta.content = Content::Abandoned;
+            effects.push(Effect::Update(id, Box::new(lease.meta.clone())));
+        } else {
+            self.release(id, &mut effects);
+        }
+        Ok(effects)
+    }
+
+    /// A process image ended, or the agent does nothing more for it: what it was writing is discarded.
+    pub fn ended(&mut self, process: Process) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.end_writers(|writer| writer.process == process, &mut effects);
+        effects
+    }
+
+    /// Who is writing.
+    pub fn writers(&self) -> BTreeSet<Process> {
+        let leases = self.leases.values();
+        leases
+            .filter(|lease| matches!(lease.stage, Stage::Making | Stage::Held))
+            .filter_map(|lease| match &lease.meta.content {
+                Content::Writing(writer) => Some(writer.process),
+                Content::Committed { .. } | Content::Abandoned => None,
+            })
+            .collect()
+    }
+
+    /// The node as it stands now: leases whose last opener is gone end, and what has no owner any more is the
+    /// node's to account for. Containers are `charged` for these.
+    pub fn stand(&mut self, node: Node, charged: &BTreeSet<LeaseId>) -> (Turn, Vec<Effect>) {
+        self.node = node;
+        let mut effects = Vec::new();
+        let pods: BTreeSet<PodUid> = self
+            .node
+            .containers
+            .values()
+            .map(|container| container.pod.clone())
+            .collect();
+        for (id, lease) in &mut self.leases {
+            lease.meta.openers.retain(|opener| pods.contains(opener));
+            if lease.stage == Stage::Held
+                && let Some(heir) = self.node.heir(&lease.meta)
+            {
+                lease.meta.owner = heir;
+                effects.push(Effect::Update(*id, Box::new(lease.meta.clone())));
+            }
+            let is_lost = self
+                .node
+                .generations
+                .get(&lease.meta.title.gpu)
+                .is_some_and(|generation| *generation > lease.meta.gpu_generation);
+            if lease.stage == Stage::Held && (lease.meta.openers.is_empty() || is_lost) {
+                lease.stage = Stage::Due;
+            }
+        }
+        let mut turn = Turn::default();
+        let mut orphaned = BTreeMap::<GpuUuid, Bytes>::new();
+        for (id, lease) in &mut self.leases {
+            let Meta {
+                title,
+                bytes,
+                owner,
+                ..
+            } = &lease.meta;
+            match (lease.stage, self.node.containers.contains_key(owner)) {
+                (Stage::Due, true) => effects.push(Effect::Charge(*id, *owner)),
+                (Stage::Due, false) => {
+                    // With what it had without an owner the ledger does the same by itself.
+                    let left = if lease.orphaned { Bytes::ZERO } else { *bytes };
+                    turn.left.push((*id, title.gpu.clone(), left));
+                    lease.stage = Stage::Told;
+                }
+                (Stage::Making | Stage::Held, false) => {
+                    // Where the vault is away the ledger is not told.
+                    lease.charged = self.heard;
+                    lease.orphaned = self.heard;
+                    let sum = orphaned.entry(title.gpu.clone()).or_default();
+                    sum.0 = sum.0.saturating_add(bytes.0);
+                }
+                (Stage::Making | Stage::Held, true) => lease.charged |= charged.contains(id),
+                (Stage::Told | Stage::Charged, _) => {}
+            }
+        }
+        turn.orphaned = self.heard.then_some(orphaned);
+        (turn, effects)
+    }
+
+    /// A lease's bytes are charged as what the dead exported, on record: its descriptor may go.
+    pub fn charged(&mut self, id: LeaseId) -> Option<Effect> {
+        let lease = self.leases.get_mut(&id)?;
+        let is_due = matches!(lease.stage, Stage::Due | Stage::Told);
+        lease.stage = if is_due { Stage::Charged } else { lease.stage };
+        (is_due && self.heard).then_some(Effect::Drop(id))
+    }
+
+    /// The vault has closed a lease's descriptor.
+    pub fn dropped(&mut self, id: LeaseId) {
+        if self.leases.get(&id).map(|lease| lease.stage) == Some(Stage::Charged) {
+            self.leases.remove(&id);
+        }
+    }
+
+    /// The vault is away: nothing is known of its descriptors any more.
+    pub fn vault_lost(&mut self) {
+        self.heard = false;
+    }
+
+    /// What the vault has, with what it keeps beside it: that counts, whatever stood here. Leases that are not in it are
+    /// lost with their memory. Of who `lives` not what they were writing is discarded.
+    pub fn heard(
+        &mut self,
+        held: BTreeMap<LeaseId, Option<Meta>>,
+        lives: impl Fn(Process) -> bool,
+    ) -> Vec<Effect> {
+        self.heard = true;
+        let mut effects = Vec::new();
+        let known: Vec<LeaseId> = self.leases.keys().copied().collect();
+        for id in known {
+            let stage = self.leases.get(&id).map(|lease| lease.stage);
+            match stage {
+                Some(Stage::Held) if !held.contains_key(&id) => self.release(id, &mut effects),
+                Some(Stage::Charged) if !held.contains_key(&id) => drop(self.leases.remove(&id)),
+                _ => {}
+            }
+        }
+        for (id, meta) in held {
+            match (self.leases.get_mut(&id), meta) {
+                (Some(lease), _) if lease.stage == Stage::Charged => effects.push(Effect::Drop(id)),
+                (Some(lease), Some(meta)) if lease.stage == Stage::Held => lease.meta = meta,
+                (Some(_), _) => {}
+                (None, Some(meta)) => {
+                    let lease = Lease {
+                        meta,
+                        stage: Stage::Held,
+                        charged: false,
+                        orphaned: false,
+                    };
+                    self.leases.insert(id, lease);
+                }
+                // Nobody can say what it is, nor ever open it.
+                (None, None) => effects.push(Effect::Drop(id)),
+            }
+        }
+        self.end_writers(|writer| !lives(writer.process), &mut effects);
+        effects
+    }
+
+    /// What of a GPU the vault keeps, by lease: no process is charged for it, and somebody is. Nothing while the vault
+    /// is away: its descriptors may be closed.
+    pub fn living(&self) -> BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> {
+        let mut living: BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>> = BTreeMap::new();
+        if self.heard {
+            for (id, lease) in &self.leases {
+                if lease.stage == Stage::Held && lease.charged {
+                    let of_gpu = living.entry(lease.meta.title.gpu.clone()).or_default();
+                    of_gpu.insert(*id, lease.meta.bytes);
+                }
+            }
+        }
+        living
+    }
+
+    /// Who is charged for a lease as one.
+    pub fn owner(&self, id: LeaseId) -> Option<AllocationId> {
+        let lease = self.leases.get(&id)?;
+        let is_one = !matches!(lease.stage, Stage::Told | Stage::Charged);
+        is_one.then_some(lease.meta.owner)
+    }
+
+    /// Where a lease is, and what it has.
+    pub fn extent(&self, id: LeaseId) -> Option<(GpuUuid, Bytes)> {
+        let Meta { title, bytes, .. } = &self.leases.get(&id)?.meta;
+        Some((title.gpu.clone(), *bytes))
+    }
+
+    /// The node's GPUs.
+    pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
+        self.node.generations.keys()
+    }
+
+    /// Whom each lease that may be used is charged to.
+    pub fn owned(&self) -> BTreeMap<LeaseId, (AllocationId, GpuUuid, Bytes)> {
+        let leases = self.leases.iter();
+        leases
+            .filter(|(_, lease)| matches!(lease.stage, Stage::Making | Stage::Held))
+            .map(|(id, lease)| {
+                let Meta { owner, bytes, .. } = lease.meta;
+                (*id, (owner, lease.meta.title.gpu.clone(), bytes))
+            })
+            .collect()
+    }
+
+    /// The pod and the namespace of who asks, if its container is bound and they are known.
+    fn whereabouts(&self, asker: Asker) -> Option<(PodUid, String)> {
+        let Standing { pod, namespace, .. } = self.node.containers.get(&asker.allocation)?;
+        Some((pod.clone(), namespace.clone()?))
+    }
+
+    fn find(&mut self, title: &Title) -> Option<(LeaseId, &mut Lease)> {
+        let mut leases = self.leases.iter_mut();
+        let found = leases.find(|(_, lease)| {
+            lease.meta.title == *title
+                && matches!(lease.stage, Stage::Making | Stage::Held)
+                && lease.meta.content != Content::Abandoned
+        });
+        found.map(|(id, lease)| (*id, lease))
+    }
+
+    fn end_writers(&mut self, is_over: impl Fn(&Writer) -> bool, effects: &mut Vec<Effect>) {
+        let over: Vec<LeaseId> = self
+            .leases
+            .iter()
+            .filter(
+                |(_, lease)| matches!(&lease.meta.content, Content::Writing(writer) if is_over(writer)),
+            )
+            .map(|(id, _)| *id)
+            .collect();
+        for id in over {
+            match self.leases.get_mut(&id) {
+                // Its end is waited for: who makes it asks what became of it.
+                Some(lease) if lease.stage == Stage::Making => {
+                    lease.meta.content = Content::Abandoned;
+                }
+                _ => self.release(id, effects),
+            }
+        }
+    }
+
+    /// From now on nobody opens it, and what it has is in the residual.
+    fn release(&mut self, id: LeaseId, effects: &mut Vec<Effect>) {
+        let Some(lease) = self.leases.get_mut(&id) else {
+            return;
+        };
+        if matches!(lease.stage, Stage::Making | Stage::Held) {
+            lease.stage = Stage::Due;
+            let owner = lease.meta.owner;
+            if self.node.containers.contains_key(&owner) {
+                effects.push(Effect::Charge(id, owner));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod history;
+#[cfg(test)]
+mod tests;

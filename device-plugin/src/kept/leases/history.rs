@@ -1,0 +1,822 @@
+//! A million steps of tenants, agents, workers and vaults that die at any moment, held against what was promised.
+//!
+//! The world around the book is a model: memory lives while a descriptor or a mapping does; charges, and what the
+//! node's ledger has, are on disk; the vault's answers are its truth. The agent does what the book says in the order of
+//! `serve`, and may die between any two steps.
+
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+
+use super::tests::gpu;
+use super::*;
+
+const STEPS: u32 = 1_000_000;
+const MIB: u64 = 1 << 20;
+/// What the GPU has.
+const CAPACITY: u64 = 64 * MIB;
+/// What each container may use.
+const QUOTA: u64 = 16 * MIB;
+/// Pods that may be bound at the same time, by what they were given.
+const PODS: u32 = 6;
+
+/// What a process remembers of a lease that it opened.
+#[derive(Clone, Debug)]
+struct Grip {
+    lease: LeaseId,
+    title: Title,
+    /// None where it reads.
+    token: Option<(u64, Moment)>,
+}
+
+#[derive(Clone, Debug)]
+struct Tenant {
+    asker: Asker,
+    image: u64,
+    grips: Vec<Grip>,
+}
+
+/// What is on disk of a container's account.
+#[derive(Clone, Debug, Default)]
+struct Account {
+    leases: BTreeMap<LeaseId, u64>,
+    /// As what dead processes exported.
+    dead: u64,
+}
+
+impl Account {
+    fn charged(&self) -> u64 {
+        self.leases.values().sum::<u64>() + self.dead
+    }
+}
+
+/// What a lease of some title must hold when it is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Expected {
+    /// Anything: the last commit or discard was not answered.
+    Anything,
+    /// What was committed.
+    Content(LeaseId, u64),
+}
+
+/// A lease that is being made: what the agent does step by step.
+#[derive(Clone, Debug)]
+struct Making {
+    lease: LeaseId,
+    tenant: usize,
+    title: Title,
+    token: u64,
+    until: Moment,
+    /// The worker has made it: the agent has its descriptor.
+    created: bool,
+    /// On which connection to the vault it is put.
+    line: u32,
+}
+
+struct World {
+    dice: StdRng,
+    now: Moment,
+    book: Leases,
+    node: Node,
+    namespaces: BTreeMap<PodUid, String>,
+    tenants: Vec<Tenant>,
+    /// What the vault has: it answers on this connection, if there is one.
+    vault: BTreeMap<LeaseId, Meta>,
+    line: u32,
+    linked: bool,
+    making: Vec<Making>,
+    /// Leases that were ever made, with what they have.
+    sizes: BTreeMap<LeaseId, u64>,
+    /// Descriptors in the agent's hands.
+    hands: BTreeSet<LeaseId>,
+    /// On disk: each bound container's account, and what the node's ledger has.
+    accounts: BTreeMap<AllocationId, Account>,
+    kept: u64,
+    leaked: u64,
+    expected: BTreeMap<Title, Expected>,
+    next: u64,
+    /// What happened, for a history that shows nothing to be found out.
+    counts: BTreeMap<&'static str, u64>,
+}
+
+impl World {
+    fn new(seed: u64) -> World {
+        let mut world = World {
+            dice: StdRng::seed_from_u64(seed),
+            now: Moment(0),
+            book: Leases::default(),
+            node: Node {
+                generations: BTreeMap::from([(gpu(), 1)]),
+                ..Node::default()
+            },
+            namespaces: BTreeMap::new(),
+            tenants: Vec::new(),
+            vault: BTreeMap::new(),
+            line: 0,
+            linked: false,
+            making: Vec::new(),
+            sizes: BTreeMap::new(),
+            hands: BTreeSet::new(),
+            accounts: BTreeMap::new(),
+            kept: 0,
+            leaked: 0,
+            expected: BTreeMap::new(),
+            next: 1,
+            counts: BTreeMap::new(),
+        };
+        world.link();
+        world
+    }
+
+    fn below(&mut self, sides: usize) -> usize {
+        self.dice.random_range(0..sides.max(1))
+    }
+
+    fn one_in(&mut self, many: u32) -> bool {
+        self.dice.random_range(0..many) == 0
+    }
+
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    fn count(&mut self, what: &'static str) {
+        *self.counts.entry(what).or_default() += 1;
+    }
+
+    /// Whether there is memory of a lease.
+    fn exists(&self, lease: LeaseId) -> bool {
+        let mapped = |tenant: &Tenant| tenant.grips.iter().any(|grip| grip.lease == lease);
+        self.vault.contains_key(&lease)
+            || self.hands.contains(&lease)
+            || self.tenants.iter().any(mapped)
+    }
+
+    fn memory(&self) -> u64 {
+        let sizes = self.sizes.iter();
+        sizes
+            .filter(|(lease, _)| self.exists(**lease))
+            .map(|(_, bytes)| *bytes)
+            .sum()
+    }
+
+    // The agent's part, in the order of `serve`.
+
+    /// Does what the book says, unless the agent dies in between: whether it lives.
+    fn carry_out(&mut self, effects: Vec<Effect>) -> bool {
+        for effect in effects {
+            if self.one_in(400) {
+                self.agent_dies();
+                return false;
+            }
+            match effect {
+                Effect::Charge(lease, owner) => {
+                    let Some(account) = self.accounts.get_mut(&owner) else {
+                        continue;
+                    };
+                    if let Some(bytes) = account.leases.remove(&lease) {
+                        account.dead += bytes;
+                    }
+                    if self.one_in(400) {
+                        self.agent_dies();
+                        return false;
+                    }
+                    if let Some(Effect::Drop(lease)) = self.book.charged(lease) {
+                        self.close(lease);
+                    }
+                }
+                Effect::Drop(lease) => self.close(lease),
+                Effect::Update(lease, meta) => {
+                    if self.linked
+                        && let Some(held) = self.vault.get_mut(&lease)
+                    {
+                        *held = *meta;
+                    }
+                }
+            }
+        }
+        true
+    }
+
+    fn close(&mut self, lease: LeaseId) {
+        if self.linked {
+            self.vault.remove(&lease);
+            self.book.dropped(lease);
+        }
+    }
+
+    fn agent_dies(&mut self) {
+        self.count("agent deaths");
+        self.book = Leases::default();
+        self.making.clear();
+        self.hands.clear();
+        self.link();
+    }
+
+    /// The agent and the vault find each other.
+    fn link(&mut self) {
+        self.line += 1;
+        self.linked = true;
+        let held = self.vault.iter();
+        let held = held
+            .map(|(lease, meta)| (*lease, Some(meta.clone())))
+            .collect();
+        let alive: BTreeSet<Process> = self.tenants.iter().map(|t| t.asker.process).collect();
+        let effects = self.book.heard(held, |process| alive.contains(&process));
+        self.reconcile();
+        self.carry_out(effects);
+    }
+
+    fn reconcile(&mut self) {
+        for (lease, (owner, _, bytes)) in self.book.owned() {
+            if let Some(account) = self.accounts.get_mut(&owner) {
+                account.leases.entry(lease).or_insert(bytes.0);
+            }
+        }
+        for (allocation, account) in &mut self.accounts {
+            let gone: Vec<LeaseId> = account
+                .leases
+                .keys()
+                .copied()
+                .filter(|lease| self.book.owner(*lease) != Some(*allocation))
+                .collect();
+            for lease in gone {
+                let bytes = account.leases.remove(&lease).unwrap_or(0);
+                if self.book.owner(lease).is_none() {
+                    account.dead += bytes;
+                }
+            }
+        }
+    }
+
+    /// As the node's ledger does.
+    fn set_kept(&mut self, orphaned: &BTreeMap<GpuUuid, Bytes>) {
+        let kept = orphaned.values().map(|bytes| bytes.0).sum();
+        self.leaked += self.kept.saturating_sub(kept);
+        self.kept = kept;
+    }
+
+    fn charged(&self) -> BTreeSet<LeaseId> {
+        let accounts = self.accounts.values();
+        accounts
+            .flat_map(|account| account.leases.keys().copied())
+            .collect()
+    }
+
+    /// The node's tick.
+    fn stand(&mut self) {
+        if self.book.is_heard() {
+            self.reconcile();
+        }
+        let charged = self.charged();
+        let (turn, effects) = self.book.stand(self.node.clone(), &charged);
+        if !self.carry_out(effects) {
+            return;
+        }
+        if let Some(orphaned) = turn.orphaned {
+            self.set_kept(&orphaned);
+        }
+        let left: u64 = turn.left.iter().map(|(_, _, bytes)| bytes.0).sum();
+        self.leaked += left;
+        for (lease, _, _) in turn.left {
+            if self.one_in(100) {
+                return self.agent_dies();
+            }
+            if let Some(effect) = self.book.charged(lease)
+                && !self.carry_out(vec![effect])
+            {
+                return;
+            }
+        }
+    }
+
+    // What happens.
+
+    fn step(&mut self) {
+        self.now = self.now + Duration::from_millis(200);
+        match self.below(1_000) {
+            0..30 => self.pod_begins(),
+            30..45 => self.pod_ends(),
+            45..120 => self.process_begins(),
+            120..150 => self.process_ends(),
+            150..165 => self.process_execs(),
+            165..500 => self.open(),
+            500..640 => self.making_goes_on(),
+            640..760 => self.commit(),
+            760..785 => self.discard(),
+            785..850 => self.unmap(),
+            850..930 => self.stand(),
+            930..980 => self.prove(),
+            980..984 => self.agent_dies(),
+            984..988 => self.vault_dies(),
+            988..993 => self.line_breaks(),
+            993..995 => self.gpu_is_reset(),
+            995..998 => self.now = self.now + WRITE_TIME,
+            _ => self.worker_dies(),
+        }
+    }
+
+    fn pod_begins(&mut self) {
+        let bound = self.accounts.len() as u64 * QUOTA;
+        // What the node's ledger binds.
+        if bound + self.kept + self.leaked + QUOTA > CAPACITY {
+            return;
+        }
+        let number = self.number();
+        let allocation = AllocationId::from_bits(number);
+        let pod: PodUid = format!("p{number}").parse().unwrap();
+        let namespace = if self.one_in(4) { "other" } else { "team" };
+        self.namespaces.insert(pod.clone(), namespace.to_owned());
+        let standing = Standing {
+            pod,
+            namespace: Some(namespace.to_owned()),
+            gpus: BTreeSet::from([gpu()]),
+        };
+        self.node.containers.insert(allocation, standing);
+        self.accounts.insert(allocation, Account::default());
+        assert!(self.accounts.len() <= PODS as usize);
+        self.stand();
+    }
+
+    fn pod_ends(&mut self) {
+        let at = self.below(self.accounts.len());
+        let Some(allocation) = self.accounts.keys().nth(at).copied() else {
+            return;
+        };
+        let dying: Vec<usize> = (0..self.tenants.len())
+            .rev()
+            .filter(|at| self.tenants[*at].asker.allocation == allocation)
+            .collect();
+        dying.into_iter().for_each(|at| self.kill(at));
+        // In the order of the core: the book knows, then what the account has is the ledger's, at once on disk.
+        self.node.containers.remove(&allocation);
+        if self.book.is_heard() {
+            self.reconcile();
+        }
+        let charged = self.charged();
+        let (turn, effects) = self.book.stand(self.node.clone(), &charged);
+        let known = turn.orphaned.is_some();
+        let account = self.accounts.remove(&allocation).unwrap_or_default();
+        self.leaked += account.dead;
+        if known {
+            let orphaned = turn.orphaned.unwrap_or_default();
+            self.set_kept(&orphaned);
+        } else {
+            self.leaked += account.leases.values().sum::<u64>();
+        }
+        self.leaked += turn.left.iter().map(|(_, _, bytes)| bytes.0).sum::<u64>();
+        for (lease, _, _) in turn.left {
+            if let Some(effect) = self.book.charged(lease)
+                && !self.carry_out(vec![effect])
+            {
+                return;
+            }
+        }
+        if self.carry_out(effects) {
+            self.forget_ended();
+        }
+    }
+
+    /// Nothing is promised of leases whose openers' pods have all ended.
+    fn forget_ended(&mut self) {
+        let held: BTreeSet<Title> = self.vault.values().map(|meta| meta.title.clone()).collect();
+        let open = |meta: &Meta| {
+            let containers = self.node.containers.values();
+            let pods: BTreeSet<&PodUid> = containers.map(|container| &container.pod).collect();
+            meta.openers.iter().any(|opener| pods.contains(opener))
+        };
+        let alive: BTreeSet<LeaseId> = self
+            .vault
+            .iter()
+            .filter(|(_, meta)| open(meta))
+            .map(|(lease, _)| *lease)
+            .collect();
+        self.expected.retain(|title, expected| match expected {
+            Expected::Content(lease, _) => alive.contains(lease),
+            Expected::Anything => held.contains(title),
+        });
+    }
+
+    fn process_begins(&mut self) {
+        let at = self.below(self.accounts.len());
+        let Some(allocation) = self.accounts.keys().nth(at).copied() else {
+            return;
+        };
+        if self.tenants.len() < 16 {
+            let number = self.number();
+            let process = Process {
+                pid: number as u32,
+                start: number,
+            };
+            self.tenants.push(Tenant {
+                asker: Asker {
+                    allocation,
+                    process,
+                },
+                image: number,
+                grips: Vec::new(),
+            });
+        }
+    }
+
+    fn process_ends(&mut self) {
+        if !self.tenants.is_empty() {
+            let at = self.below(self.tenants.len());
+            self.kill(at);
+        }
+    }
+
+    /// SIGKILL.
+    fn kill(&mut self, at: usize) {
+        self.count("process deaths");
+        let tenant = self.tenants.remove(at);
+        self.making.retain_mut(|making| {
+            if making.tenant > at {
+                making.tenant -= 1;
+            } else if making.tenant == at {
+                making.tenant = usize::MAX;
+            }
+            true
+        });
+        let effects = self.book.ended(tenant.asker.process);
+        self.carry_out(effects);
+    }
+
+    fn process_execs(&mut self) {
+        if self.tenants.is_empty() {
+            return;
+        }
+        let (at, image) = (self.below(self.tenants.len()), self.number());
+        self.tenants[at].image = image;
+        self.tenants[at].grips.clear();
+        for making in &mut self.making {
+            // Nobody takes the answer.
+            if making.tenant == at {
+                making.tenant = usize::MAX;
+            }
+        }
+        if self.one_in(2) {
+            // The shim says hello; otherwise the next open tells.
+            let process = self.tenants[at].asker.process;
+            let effects = self.book.ended(process);
+            self.carry_out(effects);
+        }
+    }
+
+    fn title(&mut self, tenant: &Tenant) -> Title {
+        let standing = &self.node.containers[&tenant.asker.allocation];
+        let namespace = standing.namespace.clone().unwrap_or_default();
+        Title {
+            namespace,
+            name: ["a", "b", "c"][self.below(3)].to_owned(),
+            key: [0; 32],
+            gpu: gpu(),
+        }
+    }
+
+    fn open(&mut self) {
+        if self.tenants.is_empty() {
+            return;
+        }
+        let at = self.below(self.tenants.len());
+        let tenant = self.tenants[at].clone();
+        let title = self.title(&tenant);
+        let bytes = match self.below(4) {
+            0 => 0,
+            blocks => blocks as u64 * 2 * MIB,
+        };
+        let token = self.number();
+        let open = Open {
+            gpu: gpu(),
+            name: title.name.clone(),
+            key: title.key,
+            bytes: Bytes(bytes),
+            image: tenant.image,
+            token,
+        };
+        let expected = self.expected.get(&title).copied();
+        let (opened, effects) = self.book.open(tenant.asker, open, self.now);
+        if !self.carry_out(effects) {
+            return;
+        }
+        let promised = |found: Option<(LeaseId, u64)>| match expected {
+            Some(Expected::Content(lease, checksum)) => {
+                assert_eq!(found, Some((lease, checksum)), "{title:?}");
+            }
+            Some(Expected::Anything) => {}
+            None => assert_eq!(found, None, "{title:?} was never committed"),
+        };
+        match opened {
+            Ok(Opened::Read(lease)) => {
+                // The vault has it, and says what it is.
+                let Some(meta) = self.vault.get(&lease).filter(|_| self.linked) else {
+                    return;
+                };
+                let Content::Committed { checksum, .. } = meta.content else {
+                    panic!("{meta:?} is read");
+                };
+                promised(Some((lease, checksum)));
+                self.count("reads");
+                let token = None;
+                self.tenants[at].grips.push(Grip {
+                    lease,
+                    title,
+                    token,
+                });
+            }
+            Ok(Opened::Write(lease)) => {
+                promised(None);
+                if self.linked && self.vault.contains_key(&lease) {
+                    let token = Some((token, self.now + WRITE_TIME));
+                    self.tenants[at].grips.push(Grip {
+                        lease,
+                        title,
+                        token,
+                    });
+                }
+            }
+            Ok(Opened::Make(meta)) => {
+                promised(None);
+                self.make(at, *meta, title, token);
+            }
+            Err(KeptRefusal::Missing | KeptRefusal::Writing) => promised(None),
+            Err(_) => {}
+        }
+    }
+
+    fn make(&mut self, at: usize, meta: Meta, title: Title, token: u64) {
+        let lease = LeaseId(self.number());
+        let bytes = meta.bytes.0;
+        let account = self.accounts.get_mut(&meta.owner).unwrap();
+        if account.charged() + bytes > QUOTA {
+            return self.count("over quota");
+        }
+        account.leases.insert(lease, bytes);
+        if self.one_in(200) {
+            return self.agent_dies();
+        }
+        self.sizes.insert(lease, bytes);
+        self.book.begin(lease, meta);
+        self.making.push(Making {
+            lease,
+            tenant: at,
+            title,
+            token,
+            until: self.now + WRITE_TIME,
+            created: false,
+            line: self.line,
+        });
+    }
+
+    fn making_goes_on(&mut self) {
+        if self.making.is_empty() {
+            return;
+        }
+        let at = self.below(self.making.len());
+        let making = self.making[at].clone();
+        if !making.created {
+            self.making[at].created = true;
+            self.hands.insert(making.lease);
+            return;
+        }
+        self.making.remove(at);
+        self.hands.remove(&making.lease);
+        if !self.linked || self.line != making.line {
+            let effects = self.book.lost(making.lease);
+            self.carry_out(effects);
+            return;
+        }
+        // What it is when the vault gets it: as it was when it began, but for who died.
+        let Some(meta) = self.book.making(making.lease) else {
+            return;
+        };
+        let meta = meta.clone();
+        self.vault.insert(making.lease, meta);
+        if self.one_in(200) {
+            return self.agent_dies();
+        }
+        let (made, effects) = self.book.made(making.lease);
+        let is_his = made.is_some();
+        // The answer goes out, to whoever still takes it.
+        if is_his && let Some(tenant) = self.tenants.get_mut(making.tenant) {
+            tenant.grips.push(Grip {
+                lease: making.lease,
+                title: making.title,
+                token: Some((making.token, making.until)),
+            });
+        }
+        self.count("made");
+        self.carry_out(effects);
+    }
+
+    fn commit(&mut self) {
+        let Some((at, grip)) = self.some_grip() else {
+            return;
+        };
+        let Some((token, until)) = grip.token else {
+            return;
+        };
+        let checksum = self.number();
+        let asker = self.tenants[at].asker;
+        let committed = self
+            .book
+            .commit(asker, grip.lease, token, checksum, self.now);
+        let effects = match committed {
+            Ok(effects) => effects,
+            Err(_) => return,
+        };
+        assert!(self.now < until, "an expired token commits");
+        // From here on what is promised is either, until it is answered.
+        self.expected.insert(grip.title.clone(), Expected::Anything);
+        if !self.carry_out(effects) || self.one_in(100) || !self.linked {
+            return;
+        }
+        let content = self.vault.get(&grip.lease).map(|meta| &meta.content);
+        assert_eq!(content, Some(&Content::Committed { token, checksum }));
+        self.count("commits");
+        self.expected
+            .insert(grip.title.clone(), Expected::Content(grip.lease, checksum));
+        if let Some(held) = self.tenants[at]
+            .grips
+            .iter_mut()
+            .find(|held| held.token == grip.token)
+        {
+            // It may say so again.
+            if self.dice.random_range(0..2) == 0 {
+                held.token = None;
+            }
+        }
+        let titled = self.vault.values().filter(|meta| {
+            meta.title == grip.title && matches!(meta.content, Content::Committed { .. })
+        });
+        let titled: Vec<_> = titled.collect();
+        assert!(titled.len() <= 1, "two of one title: {titled:?}");
+    }
+
+    fn some_grip(&mut self) -> Option<(usize, Grip)> {
+        let at = self.below(self.tenants.len());
+        let which = self.below(self.tenants.get(at)?.grips.len());
+        let grip = self.tenants[at].grips.get(which)?.clone();
+        Some((at, grip))
+    }
+
+    fn discard(&mut self) {
+        let Some((at, grip)) = self.some_grip() else {
+            return;
+        };
+        let asker = self.tenants[at].asker;
+        if let Ok(effects) = self.book.discard(asker, grip.lease) {
+            if self.expected.contains_key(&grip.title) {
+                self.expected.insert(grip.title.clone(), Expected::Anything);
+            }
+            if self.carry_out(effects) && self.linked && self.book.get(grip.lease).is_none() {
+                self.count("discards");
+                // It is answered once the vault has closed it.
+                if !self.vault.contains_key(&grip.lease) {
+                    self.expected.remove(&grip.title);
+                }
+            }
+        }
+    }
+
+    /// A process lets go of a lease.
+    fn unmap(&mut self) {
+        if let Some((at, grip)) = self.some_grip() {
+            self.tenants[at]
+                .grips
+                .retain(|held| held.lease != grip.lease);
+        }
+    }
+
+    fn vault_dies(&mut self) {
+        self.count("vault deaths");
+        self.vault.clear();
+        self.expected.clear();
+        self.linked = false;
+        self.line += 1;
+        self.lost_after_some_steps();
+    }
+
+    fn line_breaks(&mut self) {
+        self.linked = false;
+        self.line += 1;
+        self.lost_after_some_steps();
+    }
+
+    /// The agent notices, and later finds a vault again.
+    fn lost_after_some_steps(&mut self) {
+        // Commits that nobody was answered: either.
+        self.book.vault_lost();
+        for _ in 0..self.below(6) {
+            match self.below(5) {
+                0 => self.open(),
+                1 => self.making_goes_on(),
+                2 => self.commit(),
+                3 => self.process_ends(),
+                _ => self.stand(),
+            }
+            if self.linked {
+                // The agent died meanwhile.
+                return;
+            }
+        }
+        self.link();
+    }
+
+    fn gpu_is_reset(&mut self) {
+        *self.node.generations.get_mut(&gpu()).unwrap() += 1;
+        // Whatever is committed on it is gone.
+        self.expected.clear();
+        for tenant in &mut self.tenants {
+            tenant.grips.clear();
+        }
+        let making: Vec<Making> = self.making.drain(..).collect();
+        for making in making {
+            self.hands.remove(&making.lease);
+            let effects = self.book.lost(making.lease);
+            if !self.carry_out(effects) {
+                return;
+            }
+        }
+        self.stand();
+    }
+
+    fn worker_dies(&mut self) {
+        let Some(at) = self.making.iter().position(|making| !making.created) else {
+            return;
+        };
+        let making = self.making.remove(at);
+        self.count("worker deaths");
+        if let Some(owner) = self.book.never_made(making.lease)
+            && let Some(account) = self.accounts.get_mut(&owner)
+        {
+            account.leases.remove(&making.lease);
+        }
+    }
+
+    /// The residual: what is in use, less what the vault is known to keep.
+    fn prove(&mut self) {
+        let known: u64 = self
+            .book
+            .living()
+            .values()
+            .flat_map(BTreeMap::values)
+            .map(|bytes| bytes.0)
+            .sum();
+        let held = self.memory().saturating_sub(known);
+        self.leaked = self.leaked.min(held);
+        for account in self.accounts.values_mut() {
+            account.dead = account.dead.min(held);
+        }
+    }
+
+    // What must hold after every step.
+
+    fn check(&mut self) {
+        let gone: Vec<LeaseId> = self
+            .sizes
+            .keys()
+            .copied()
+            .filter(|lease| !self.exists(*lease))
+            .filter(|lease| self.making.iter().all(|making| making.lease != *lease))
+            .collect();
+        for lease in gone {
+            self.sizes.remove(&lease);
+        }
+        let memory = self.memory();
+        let accounts: u64 = self.accounts.values().map(Account::charged).sum();
+        let charged = accounts + self.kept + self.leaked;
+        assert!(
+            memory <= charged,
+            "{memory} in use, {charged} charged: {:?}",
+            self.book
+        );
+        assert!(
+            memory <= CAPACITY,
+            "{memory} in use: reused before it was free"
+        );
+    }
+}
+
+#[test]
+fn nothing_is_lost_shared_or_reused_in_a_million_steps_of_which_any_may_be_somebodys_last() {
+    let mut world = World::new(7);
+    for _ in 0..STEPS {
+        world.step();
+        world.check();
+    }
+    for what in [
+        "made",
+        "commits",
+        "reads",
+        "discards",
+        "over quota",
+        "agent deaths",
+        "vault deaths",
+        "worker deaths",
+        "process deaths",
+    ] {
+        let times = world.counts.get(what).copied().unwrap_or(0);
+        assert!(times > 100, "{what}: {times} of {:?}", world.counts);
+    }
+}

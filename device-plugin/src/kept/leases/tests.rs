@@ -1,0 +1,374 @@
+//! What each step of a lease comes to.
+
+use super::*;
+
+pub(super) const A: AllocationId = AllocationId::from_bits(1);
+const B: AllocationId = AllocationId::from_bits(2);
+const C: AllocationId = AllocationId::from_bits(3);
+
+pub(super) fn gpu() -> GpuUuid {
+    "GPU-a".parse().unwrap()
+}
+
+fn pod(name: &str) -> PodUid {
+    name.parse().unwrap()
+}
+
+fn standing(name: &str, namespace: &str) -> Standing {
+    Standing {
+        pod: pod(name),
+        namespace: Some(namespace.to_owned()),
+        gpus: BTreeSet::from([gpu()]),
+    }
+}
+
+/// Pods `a` and `b` of one namespace, `c` of another; each with one container.
+fn node() -> Node {
+    Node {
+        containers: BTreeMap::from([
+            (A, standing("a", "team")),
+            (B, standing("b", "team")),
+            (C, standing("c", "other")),
+        ]),
+        generations: BTreeMap::from([(gpu(), 1)]),
+    }
+}
+
+fn asker(allocation: AllocationId, pid: u32) -> Asker {
+    let process = Process { pid, start: 1 };
+    Asker {
+        allocation,
+        process,
+    }
+}
+
+fn weights(bytes: Bytes, image: u64, token: u64) -> Open {
+    Open {
+        gpu: gpu(),
+        name: "weights".to_owned(),
+        key: [7; 32],
+        bytes,
+        image,
+        token,
+    }
+}
+
+/// The book with the node, a vault, and lease 1, which process 10 of container A writes with token 99.
+fn writing() -> Leases {
+    let mut book = Leases::default();
+    book.heard(BTreeMap::new(), |_| true);
+    book.stand(node(), &BTreeSet::new());
+    let (opened, effects) = book.open(asker(A, 10), weights(Bytes::gib(1), 5, 99), Moment(0));
+    let Ok(Opened::Make(meta)) = opened else {
+        panic!("{opened:?}");
+    };
+    assert_eq!(effects, []);
+    book.begin(LeaseId(1), *meta);
+    assert!(book.made(LeaseId(1)).0.is_some());
+    book
+}
+
+fn committed() -> Leases {
+    let mut book = writing();
+    book.commit(asker(A, 10), LeaseId(1), 99, 0xfeed, Moment(1))
+        .unwrap();
+    book
+}
+
+fn reopen(book: &mut Leases, who: Asker) -> Result<Opened, KeptRefusal> {
+    let missing = weights(Bytes::ZERO, 5, 1);
+    book.open(who, missing, Moment(2)).0
+}
+
+#[test]
+fn one_writes_others_wait_and_once_it_is_committed_its_namespace_reads_it() {
+    let mut book = writing();
+    assert_eq!(reopen(&mut book, asker(B, 20)), Err(KeptRefusal::Writing));
+    assert_eq!(
+        reopen(&mut book, asker(C, 30)),
+        Err(KeptRefusal::Missing),
+        "another namespace's"
+    );
+    assert_eq!(
+        book.commit(asker(A, 10), LeaseId(1), 98, 0, Moment(1)),
+        Err(KeptRefusal::Fenced)
+    );
+    let told = book.commit(asker(A, 10), LeaseId(1), 99, 0xfeed, Moment(1));
+    assert!(matches!(
+        &told.unwrap()[..],
+        [Effect::Update(LeaseId(1), _)]
+    ));
+    let (opened, effects) = book.open(asker(B, 20), weights(Bytes::ZERO, 5, 1), Moment(2));
+    assert_eq!(opened, Ok(Opened::Read(LeaseId(1))));
+    assert!(
+        matches!(&effects[..], [Effect::Update(_, meta)] if meta.openers == BTreeSet::from([pod("a"), pod("b")])),
+        "{effects:?}"
+    );
+    assert_eq!(
+        book.commit(asker(C, 30), LeaseId(1), 99, 0xfeed, Moment(3)),
+        Err(KeptRefusal::Missing)
+    );
+}
+
+#[test]
+fn an_answer_that_was_lost_can_be_asked_for_again() {
+    let mut book = writing();
+    let again = weights(Bytes::gib(1), 5, 100);
+    let (opened, _) = book.open(asker(A, 10), again, Moment(1));
+    assert_eq!(opened, Ok(Opened::Write(LeaseId(1))));
+    assert_eq!(
+        book.commit(asker(A, 10), LeaseId(1), 99, 1, Moment(1)),
+        Err(KeptRefusal::Fenced),
+        "the later token counts"
+    );
+    for _ in 0..2 {
+        assert!(
+            book.commit(asker(A, 10), LeaseId(1), 100, 1, Moment(1))
+                .is_ok()
+        );
+    }
+    assert_eq!(
+        book.commit(asker(A, 10), LeaseId(1), 100, 2, Moment(1)),
+        Err(KeptRefusal::Fenced),
+        "another content"
+    );
+}
+
+#[test]
+fn what_a_writer_that_died_or_execed_wrote_is_discarded_and_charged_until_it_is_proven_free() {
+    let charge = [Effect::Charge(LeaseId(1), A)];
+    let mut died = writing();
+    assert_eq!(died.ended(asker(A, 10).process), charge);
+    assert_eq!(died.charged(LeaseId(1)), Some(Effect::Drop(LeaseId(1))));
+    died.dropped(LeaseId(1));
+    assert_eq!(died.leases, BTreeMap::new());
+    let mut execed = writing();
+    let (opened, effects) = execed.open(asker(A, 10), weights(Bytes::gib(1), 6, 1), Moment(1));
+    assert!(matches!(opened, Ok(Opened::Make(_))), "{opened:?}");
+    assert_eq!(effects, charge);
+    let mut whole = committed();
+    assert_eq!(
+        whole.ended(asker(A, 10).process),
+        [],
+        "what is committed stays"
+    );
+}
+
+#[test]
+fn a_token_ends_with_its_time_and_another_writer_may_take_over() {
+    let mut book = writing();
+    let late = Moment(0) + WRITE_TIME;
+    assert_eq!(
+        book.commit(asker(A, 10), LeaseId(1), 99, 1, late),
+        Err(KeptRefusal::Fenced)
+    );
+    let (opened, effects) = book.open(asker(B, 20), weights(Bytes::gib(1), 5, 1), late);
+    assert!(matches!(opened, Ok(Opened::Make(_))), "{opened:?}");
+    assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
+    // Reading does not end.
+    let mut book = committed();
+    let (opened, _) = book.open(asker(A, 10), weights(Bytes::ZERO, 5, 1), late);
+    assert_eq!(opened, Ok(Opened::Read(LeaseId(1))));
+}
+
+#[test]
+fn a_lease_lives_as_long_as_one_pod_that_opened_it_and_is_the_nodes_without_its_owner() {
+    let mut book = committed();
+    reopen(&mut book, asker(B, 20)).unwrap();
+    let mut node = node();
+    node.containers.remove(&A);
+    let (turn, effects) = book.stand(node.clone(), &BTreeSet::new());
+    assert_eq!(
+        (turn.orphaned, turn.left, effects),
+        (
+            Some(BTreeMap::from([(gpu(), Bytes::gib(1))])),
+            vec![],
+            vec![]
+        )
+    );
+    node.containers.remove(&B);
+    let (turn, effects) = book.stand(node.clone(), &BTreeSet::new());
+    assert_eq!(turn.orphaned, Some(BTreeMap::new()));
+    assert_eq!(
+        turn.left,
+        [(LeaseId(1), gpu(), Bytes::ZERO)],
+        "it is kept no more"
+    );
+    assert_eq!(effects, []);
+    assert_eq!(book.stand(node, &BTreeSet::new()).0.left, [], "told once");
+    assert_eq!(book.living(), BTreeMap::new());
+    assert_eq!(book.charged(LeaseId(1)), Some(Effect::Drop(LeaseId(1))));
+}
+
+#[test]
+fn what_an_init_container_made_is_its_pods_next_containers() {
+    let mut book = committed();
+    let mut node = node();
+    let next = AllocationId::from_bits(9);
+    node.containers.remove(&A);
+    node.containers.insert(next, standing("a", "team"));
+    let (turn, effects) = book.stand(node, &BTreeSet::new());
+    assert_eq!(turn.orphaned, Some(BTreeMap::new()));
+    assert!(matches!(&effects[..], [Effect::Update(LeaseId(1), meta)] if meta.owner == next));
+    assert_eq!(book.owner(LeaseId(1)), Some(next));
+}
+
+#[test]
+fn what_others_may_have_mapped_is_discarded_only_by_name() {
+    let mut book = committed();
+    reopen(&mut book, asker(B, 20)).unwrap();
+    assert_eq!(
+        book.discard(asker(C, 30), LeaseId(1)),
+        Err(KeptRefusal::Missing)
+    );
+    let effects = book.discard(asker(B, 20), LeaseId(1)).unwrap();
+    assert!(
+        matches!(&effects[..], [Effect::Update(_, _)]),
+        "{effects:?}"
+    );
+    assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+    let mut alone = committed();
+    assert_eq!(
+        alone.discard(asker(A, 10), LeaseId(1)).unwrap(),
+        [Effect::Charge(LeaseId(1), A)]
+    );
+    let mut writing = writing();
+    assert_eq!(
+        writing.discard(asker(A, 11), LeaseId(1)),
+        Err(KeptRefusal::Fenced),
+        "another process writes it"
+    );
+}
+
+#[test]
+fn the_vault_is_the_truth_for_the_next_agent() {
+    let before = committed();
+    let meta = before.get(LeaseId(1)).cloned();
+    let held = BTreeMap::from([(LeaseId(1), meta), (LeaseId(2), None)]);
+    let mut book = Leases::default();
+    book.stand(node(), &BTreeSet::new());
+    assert_eq!(
+        reopen(&mut book, asker(A, 11)),
+        Err(KeptRefusal::Unavailable),
+        "before the vault is heard"
+    );
+    let effects = book.heard(held, |_| false);
+    assert_eq!(
+        effects,
+        [Effect::Drop(LeaseId(2))],
+        "nobody knows what it is"
+    );
+    assert_eq!(
+        reopen(&mut book, asker(B, 20)),
+        Ok(Opened::Read(LeaseId(1)))
+    );
+    assert_eq!(
+        book.living(),
+        BTreeMap::new(),
+        "nobody is charged for it yet"
+    );
+    book.stand(node(), &BTreeSet::from([LeaseId(1)]));
+    assert_eq!(book.living()[&gpu()].len(), 1);
+    // A writer's death counts, whoever saw it.
+    let held = BTreeMap::from([(LeaseId(1), writing().get(LeaseId(1)).cloned())]);
+    let mut book = Leases::default();
+    book.stand(node(), &BTreeSet::new());
+    assert_eq!(
+        book.heard(held.clone(), |_| false),
+        [Effect::Charge(LeaseId(1), A)]
+    );
+    let mut book = Leases::default();
+    book.stand(node(), &BTreeSet::new());
+    assert_eq!(book.heard(held, |_| true), []);
+    assert_eq!(book.writers(), BTreeSet::from([asker(A, 10).process]));
+}
+
+#[test]
+fn leases_are_lost_with_the_vault_and_with_their_gpu() {
+    let mut book = committed();
+    book.vault_lost();
+    assert_eq!(book.living(), BTreeMap::new(), "nothing is known of it");
+    assert_eq!(
+        reopen(&mut book, asker(A, 10)),
+        Err(KeptRefusal::Unavailable)
+    );
+    assert_eq!(
+        book.heard(BTreeMap::new(), |_| true),
+        [Effect::Charge(LeaseId(1), A)]
+    );
+    assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+    let mut book = committed();
+    let mut node = node();
+    node.generations.insert(gpu(), 2);
+    let (_, effects) = book.stand(node, &BTreeSet::new());
+    assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
+    assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+}
+
+#[test]
+fn a_writer_that_ends_while_its_lease_is_made_gets_none() {
+    let mut book = Leases::default();
+    book.heard(BTreeMap::new(), |_| true);
+    book.stand(node(), &BTreeSet::new());
+    let (opened, _) = book.open(asker(A, 10), weights(Bytes::gib(1), 5, 99), Moment(0));
+    let Ok(Opened::Make(meta)) = opened else {
+        panic!("{opened:?}");
+    };
+    book.begin(LeaseId(1), *meta);
+    assert_eq!(book.ended(asker(A, 10).process), []);
+    let (meta, effects) = book.made(LeaseId(1));
+    assert_eq!((meta, effects), (None, vec![Effect::Charge(LeaseId(1), A)]));
+}
+
+#[test]
+fn a_container_owns_so_many_leases_and_no_more() {
+    let mut book = Leases::default();
+    book.heard(BTreeMap::new(), |_| true);
+    book.stand(node(), &BTreeSet::new());
+    for number in 0..=MOST_OWNED as u64 {
+        let open = Open {
+            name: number.to_string(),
+            ..weights(Bytes::mib(2), 5, number)
+        };
+        match book.open(asker(A, 10), open, Moment(0)).0 {
+            Ok(Opened::Make(meta)) => book.begin(LeaseId(number + 1), *meta),
+            refused => {
+                assert_eq!(refused, Err(KeptRefusal::TooMany));
+                assert_eq!(number, MOST_OWNED as u64);
+                return;
+            }
+        }
+    }
+    panic!("nothing was refused");
+}
+
+#[test]
+fn the_longest_blob_fits_into_the_vault() {
+    let name = |number: u32| format!("{number:036}");
+    let meta = Meta {
+        title: Title {
+            namespace: "n".repeat(63),
+            name: "\u{1}".repeat(96),
+            key: [255; 32],
+            gpu: format!("MIG-{}", "f".repeat(60)).parse().unwrap(),
+        },
+        bytes: Bytes(u64::MAX),
+        gpu_generation: u64::MAX,
+        owner: A,
+        pod: pod(&name(0)),
+        openers: (0..MOST_OPENERS as u32)
+            .map(|number| pod(&name(number)))
+            .collect(),
+        content: Content::Writing(Writer {
+            process: Process {
+                pid: u32::MAX,
+                start: u64::MAX,
+            },
+            image: u64::MAX,
+            token: u64::MAX,
+            until: Moment(u64::MAX),
+        }),
+    };
+    let length = serde_json::to_vec(&meta).unwrap().len();
+    assert!(length <= bursar_protocol::vault::MAX_BLOB, "{length}");
+}

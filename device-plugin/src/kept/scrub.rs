@@ -1,0 +1,167 @@
+//! Finds out whether the driver clears memory between tenants: once per boot, GPU and driver, by a process of its own.
+//!
+//! Nothing of ours clears kept memory (design F6), so there is none on a GPU before the canary saw that the driver does.
+
+use std::collections::BTreeMap;
+use std::io::Read;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+use tracing::{info, warn};
+
+use super::workers::Program;
+use crate::checkpoint::Checkpoint;
+use crate::units::GpuUuid;
+
+/// How long the canary may take: it makes a context, and looks at less than 4 GiB.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What is known of one GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Verdict {
+    /// Freed memory comes back cleared.
+    Scrubbed,
+    /// It does not.
+    NotScrubbed,
+    /// It was not seen: why.
+    Unseen(String),
+}
+
+/// What the canary prints.
+#[derive(Deserialize)]
+#[serde(tag = "verdict")]
+enum Printed {
+    Scrubbed {},
+    NotScrubbed { old_words: u64 },
+    Failed { error: String },
+}
+
+/// What was seen, on a file that a reboot takes away.
+#[derive(Debug)]
+pub struct Verdicts {
+    file: Checkpoint,
+    /// By GPU: the driver's version then, and what it did.
+    seen: BTreeMap<GpuUuid, (String, Verdict)>,
+}
+
+impl Verdicts {
+    /// Those that earlier agents of this boot came to.
+    pub fn of(file: Checkpoint) -> Verdicts {
+        let seen = file.load().ok().flatten().unwrap_or_default();
+        Verdicts { file, seen }
+    }
+
+    /// Whether a GPU clears memory with this driver; none where that was not looked at.
+    pub fn of_gpu(&self, gpu: &GpuUuid, driver: &str) -> Option<&Verdict> {
+        let (with, verdict) = self.seen.get(gpu)?;
+        (with == driver).then_some(verdict)
+    }
+
+    /// A GPU was looked at.
+    pub fn note(&mut self, gpu: GpuUuid, driver: String, verdict: Verdict) {
+        match &verdict {
+            Verdict::Scrubbed => info!(%gpu, "freed memory comes back cleared"),
+            other => warn!(%gpu, verdict = ?other, "no kept memory on this gpu"),
+        }
+        self.seen.insert(gpu, (driver, verdict));
+        // What was not seen is looked at again by a successor.
+        let definite: BTreeMap<_, _> = self
+            .seen
+            .iter()
+            .filter(|(_, (_, verdict))| !matches!(verdict, Verdict::Unseen(_)))
+            .collect();
+        if let Err(error) = self.file.save(&definite) {
+            warn!(%error, "verdict not written: the next agent looks again");
+        }
+    }
+}
+
+/// Looks; takes up to [`PATIENCE`].
+pub fn look(program: &Program, gpu: &GpuUuid) -> Verdict {
+    let mut command = program.command(gpu);
+    command.args(["canary", "--gpu", gpu.as_str()]);
+    run(command, PATIENCE).unwrap_or_else(Verdict::Unseen)
+}
+
+fn run(mut command: Command, patience: Duration) -> Result<Verdict, String> {
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .map_err(|error| format!("{}: {error}", command.get_program().display()))?;
+    let until = Instant::now() + patience;
+    loop {
+        match child.try_wait() {
+            Ok(Some(_)) => break,
+            Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
+            Ok(None) => {
+                // It may hang in the driver: its end is not waited for.
+                let _ = child.kill();
+                return Err("the canary does not come back".to_owned());
+            }
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+    let mut text = String::new();
+    if let Some(mut printed) = child.stdout.take() {
+        printed
+            .read_to_string(&mut text)
+            .map_err(|error| error.to_string())?;
+    }
+    match serde_json::from_str(text.trim()) {
+        Ok(Printed::Scrubbed {}) => Ok(Verdict::Scrubbed),
+        Ok(Printed::NotScrubbed { old_words }) => {
+            warn!(old_words, "words of freed memory came back");
+            Ok(Verdict::NotScrubbed)
+        }
+        Ok(Printed::Failed { error }) => Err(error),
+        Err(error) => Err(format!("the canary printed {text:?}: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn said(script: &str) -> Result<Verdict, String> {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        run(command, Duration::from_millis(500))
+    }
+
+    #[test]
+    fn only_a_canary_that_saw_cleared_memory_counts_as_one() {
+        let clean = r#"echo '{"verdict":"Scrubbed","rounds":12,"bytes":2097152}'"#;
+        assert_eq!(said(clean), Ok(Verdict::Scrubbed));
+        let dirty = r#"echo '{"verdict":"NotScrubbed","rounds":12,"bytes":2097152,"old_words":3}'"#;
+        assert_eq!(said(dirty), Ok(Verdict::NotScrubbed));
+        for other in [
+            r#"echo '{"verdict":"Failed","error":"no room"}'"#,
+            "exit 1",
+            "echo hello",
+            "exec sleep 5",
+        ] {
+            assert!(said(other).is_err(), "{other}");
+        }
+    }
+
+    #[test]
+    fn a_verdict_holds_for_this_driver_and_what_was_not_seen_is_looked_at_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let verdicts = || Verdicts::of(Checkpoint::new(folder.path().join("scrub.json")));
+        let [a, b]: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|gpu| gpu.parse().unwrap());
+        let mut first = verdicts();
+        first.note(a.clone(), "580".to_owned(), Verdict::Scrubbed);
+        first.note(
+            b.clone(),
+            "580".to_owned(),
+            Verdict::Unseen("busy".to_owned()),
+        );
+        let second = verdicts();
+        assert_eq!(second.of_gpu(&a, "580"), Some(&Verdict::Scrubbed));
+        assert_eq!(second.of_gpu(&a, "590"), None);
+        assert_eq!(second.of_gpu(&b, "580"), None);
+    }
+}

@@ -1,0 +1,685 @@
+//! Has done what the book says: asks the workers and the vault, charges, and answers. Decides nothing itself.
+//!
+//! One task holds the book and never waits; what takes time runs beside it and comes back as [`Done`]. What is to be
+//! said to the vault is queued in the order in which the book said it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use bursar_protocol::vault::{Blob, SENTINEL};
+use bursar_protocol::wire::Account;
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use super::desk::{Living, Note, Reply};
+use super::leases::{
+    Asker, Content, Effect, LeaseId, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME,
+};
+use super::numbers::Numbers;
+use super::scrub::{self, Verdict, Verdicts};
+use super::status::{self, KeptStatus};
+use super::vault::{Line, News, VaultError};
+use super::workers::{Program, WorkerError, Workers};
+use crate::node::clock;
+use crate::sessions::life::Life;
+use crate::sessions::{Membership, Process, Sessions};
+use crate::units::{Bytes, GpuUuid};
+
+/// What sizes are rounded up to: the granularity of every NVIDIA GPU's memory.
+const GRANULARITY: u64 = 2 << 20;
+
+/// How large the sentinel is.
+const SENTINEL_BYTES: Bytes = Bytes(GRANULARITY);
+
+/// After so much was given back the next create would wait for the driver (design F6).
+const SWEPT_FROM: Bytes = Bytes::gib(1);
+
+/// From one try to see whether a GPU's memory is cleared to the next.
+const LOOK_AGAIN: Duration = Duration::from_secs(60);
+
+/// What the part works with.
+pub struct Keeper {
+    /// What is handed in at the desk.
+    pub notes: mpsc::Receiver<Note>,
+    /// What becomes of the vault; none where nothing is kept.
+    pub news: Option<mpsc::UnboundedReceiver<News>>,
+    /// Who is charged.
+    pub sessions: Arc<Sessions>,
+    /// Who processes are.
+    pub membership: Arc<dyn Membership>,
+    /// Who makes memory.
+    pub workers: Arc<Workers>,
+    /// How the canary is run.
+    pub program: Program,
+    /// What it saw.
+    pub verdicts: Verdicts,
+    /// The leases' numbers.
+    pub numbers: Numbers,
+    /// What the vault keeps of each GPU.
+    pub living: watch::Sender<Living>,
+    /// How it stands.
+    pub status: watch::Sender<KeptStatus>,
+}
+
+/// What came back.
+enum Done {
+    /// A lease was made, or not.
+    Made {
+        lease: LeaseId,
+        made: Result<OwnedFd, NotMade>,
+        reply: oneshot::Sender<Reply>,
+    },
+    /// The vault has closed a lease's descriptor.
+    Dropped(LeaseId, GpuUuid, Bytes),
+    /// A process has ended.
+    Ended(Process),
+    /// A GPU was looked at.
+    Seen(GpuUuid, String, Verdict),
+    /// Nothing that anybody waits for.
+    Nothing,
+}
+
+/// Why there is no lease.
+enum NotMade {
+    /// There is no memory either.
+    Nothing(KeptRefusal),
+    /// There may be memory.
+    Unsure,
+}
+
+/// The part while it runs.
+struct Serving {
+    keeper: Keeper,
+    leases: Leases,
+    line: Option<Line>,
+    jobs: JoinSet<Done>,
+    /// Writers whose end is waited for.
+    watched: BTreeSet<Process>,
+    /// Who waits for a lease's end.
+    discarding: BTreeMap<LeaseId, Vec<oneshot::Sender<Reply>>>,
+    /// GPUs that are being looked at, or were not long ago.
+    looking: BTreeSet<GpuUuid>,
+    /// The driver's version: it is of each verdict.
+    driver: String,
+    sentinel: bool,
+}
+
+impl Keeper {
+    /// Runs until `stop`.
+    pub async fn run(self, stop: CancellationToken) {
+        let driver = self.program.driver_version();
+        let mut serving = Serving {
+            keeper: self,
+            leases: Leases::default(),
+            line: None,
+            jobs: JoinSet::new(),
+            watched: BTreeSet::new(),
+            discarding: BTreeMap::new(),
+            looking: BTreeSet::new(),
+            driver,
+            sentinel: false,
+        };
+        // After the token pods' ends are still to be accounted for: the node's last calls come before its end.
+        loop {
+            tokio::select! {
+                () = stop.cancelled() => break,
+                note = serving.keeper.notes.recv() => match note {
+                    Some(note) => serving.take(note),
+                    None => break,
+                },
+                news = told(&mut serving.keeper.news) => serving.hear(news),
+                Some(done) = serving.jobs.join_next() => match done {
+                    Ok(done) => serving.done(done),
+                    Err(error) => warn!(%error, "kept memory"),
+                },
+            }
+            serving.publish();
+        }
+        stop.cancelled().await;
+    }
+}
+
+/// The next news; never any where nothing is kept.
+async fn told(news: &mut Option<mpsc::UnboundedReceiver<News>>) -> Option<News> {
+    match news {
+        Some(news) => news.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+impl Serving {
+    fn take(&mut self, note: Note) {
+        match note {
+            Note::Asked {
+                asker,
+                question,
+                reply,
+            } => self.answer(asker, question, reply),
+            Note::Ended(process) => self.ended(process),
+            Note::Stands { node, reply } => {
+                let turn = self.stand(node);
+                // Who asked may be ending.
+                let _ = reply.send(turn);
+            }
+            Note::Recorded(leases) => {
+                for lease in leases {
+                    let effect = self.leases.charged(lease);
+                    self.carry_out(effect.into_iter().collect());
+                }
+            }
+        }
+    }
+
+    fn answer(&mut self, asker: Asker, question: KeptQuestion, reply: oneshot::Sender<Reply>) {
+        match question {
+            KeptQuestion::Open {
+                version: _,
+                image,
+                account,
+                name,
+                key,
+                bytes,
+            } => {
+                let Some(gpu) = gpu_of(&account) else {
+                    return refuse(reply, KeptRefusal::Missing);
+                };
+                let Some(bytes) = bytes.checked_next_multiple_of(GRANULARITY) else {
+                    return refuse(reply, KeptRefusal::Quota { free: 0 });
+                };
+                let open = Open {
+                    gpu,
+                    name: name.as_str().to_owned(),
+                    key,
+                    bytes: Bytes(bytes),
+                    image,
+                    token: rand::random(),
+                };
+                self.open(asker, open, reply);
+            }
+            KeptQuestion::Commit {
+                version: _,
+                lease,
+                token,
+                checksum,
+            } => {
+                let lease = LeaseId(lease);
+                let now = clock::now();
+                let committed = self.leases.commit(asker, lease, token, checksum, now);
+                match committed {
+                    Ok(effects) => {
+                        info!(%lease, allocation = %asker.allocation, "kept lease committed");
+                        let told = self.carry_out(effects);
+                        self.reply_after(told, KeptAnswer::Committed, reply);
+                    }
+                    Err(why) => refuse(reply, why),
+                }
+            }
+            KeptQuestion::Discard { version: _, lease } => {
+                let lease = LeaseId(lease);
+                match self.leases.discard(asker, lease) {
+                    Ok(effects) => {
+                        info!(%lease, allocation = %asker.allocation, "kept lease discarded");
+                        let ends = self.leases.get(lease).is_none();
+                        if ends {
+                            self.discarding.entry(lease).or_default().push(reply);
+                            self.carry_out(effects);
+                        } else {
+                            let told = self.carry_out(effects);
+                            self.reply_after(told, KeptAnswer::Discarded, reply);
+                        }
+                    }
+                    Err(why) => refuse(reply, why),
+                }
+            }
+        }
+    }
+
+    fn open(&mut self, asker: Asker, open: Open, reply: oneshot::Sender<Reply>) {
+        let gpu = open.gpu.clone();
+        let (opened, effects) = self.leases.open(asker, open, clock::now());
+        let told = self.carry_out(effects);
+        match opened {
+            Err(why) => refuse(reply, why),
+            Ok(Opened::Read(lease) | Opened::Write(lease)) => self.fetch(lease, told, reply),
+            Ok(Opened::Make(meta)) => match self.may_make(&gpu) {
+                Ok(line) => self.make(*meta, line, reply),
+                Err(why) => refuse(reply, why),
+            },
+        }
+    }
+
+    /// Whether kept memory may be made on a GPU.
+    fn may_make(&self, gpu: &GpuUuid) -> Result<Line, KeptRefusal> {
+        match self.keeper.verdicts.of_gpu(gpu, &self.driver) {
+            Some(Verdict::Scrubbed) => self.line.clone().ok_or(KeptRefusal::Unavailable),
+            Some(Verdict::NotScrubbed | Verdict::Unseen(_)) => Err(KeptRefusal::NotScrubbed),
+            None => Err(KeptRefusal::Unavailable),
+        }
+    }
+
+    /// Charges for a lease, then has it made.
+    fn make(&mut self, meta: Meta, line: Line, reply: oneshot::Sender<Reply>) {
+        let Some(lease) = self.keeper.numbers.next() else {
+            return refuse(reply, KeptRefusal::Unavailable);
+        };
+        let (gpu, bytes) = (meta.title.gpu.clone(), meta.bytes);
+        let Some(blob) = blob(&meta) else {
+            return refuse(reply, KeptRefusal::TooMany);
+        };
+        let sessions = &self.keeper.sessions;
+        if let Err(Bytes(free)) = sessions.lease(&meta.owner, &gpu, lease, bytes) {
+            return refuse(reply, KeptRefusal::Quota { free });
+        }
+        self.leases.begin(lease, meta);
+        self.watch_writers();
+        let workers = Arc::clone(&self.keeper.workers);
+        self.jobs.spawn(async move {
+            let made = made(&workers, &line, lease, &gpu, bytes, blob).await;
+            Done::Made { lease, made, reply }
+        });
+    }
+
+    /// Fetches a lease's descriptor, and answers with what the lease is now.
+    fn fetch(&mut self, lease: LeaseId, told: Told, reply: oneshot::Sender<Reply>) {
+        let (Some(line), Some(meta)) = (&self.line, self.leases.get(lease)) else {
+            return refuse(reply, KeptRefusal::Unavailable);
+        };
+        let Some(answer) = answer(lease, meta) else {
+            return refuse(reply, KeptRefusal::Missing);
+        };
+        let fetched = line.get(lease);
+        self.jobs.spawn(async move {
+            let told = told.all().await;
+            let _ = match told.and(fetched.await) {
+                Ok(fd) => reply.send(Reply {
+                    answer,
+                    fd: Some(fd),
+                }),
+                Err(_) => reply.send(Reply::refused(KeptRefusal::Unavailable)),
+            };
+            Done::Nothing
+        });
+    }
+
+    /// Answers once the vault has taken in what it was told.
+    fn reply_after(&mut self, told: Told, answer: KeptAnswer, reply: oneshot::Sender<Reply>) {
+        self.jobs.spawn(async move {
+            let _ = reply.send(match told.all().await {
+                Ok(()) => Reply { answer, fd: None },
+                Err(_) => Reply::refused(KeptRefusal::Unavailable),
+            });
+            Done::Nothing
+        });
+    }
+
+    fn done(&mut self, done: Done) {
+        match done {
+            Done::Made { lease, made, reply } => self.made(lease, made, reply),
+            Done::Dropped(lease, gpu, bytes) => {
+                info!(%lease, "kept lease closed");
+                self.leases.dropped(lease);
+                for reply in self.discarding.remove(&lease).unwrap_or_default() {
+                    let answer = KeptAnswer::Discarded;
+                    // Who asked may have gone.
+                    let _ = reply.send(Reply { answer, fd: None });
+                }
+                if bytes >= SWEPT_FROM {
+                    let workers = Arc::clone(&self.keeper.workers);
+                    self.jobs.spawn(async move {
+                        workers.sweep(&gpu, bytes).await;
+                        Done::Nothing
+                    });
+                }
+            }
+            Done::Ended(process) => {
+                self.watched.remove(&process);
+                self.ended(process);
+            }
+            Done::Seen(gpu, driver, verdict) => {
+                if matches!(verdict, Verdict::Unseen(_)) {
+                    self.look_again_later(gpu.clone());
+                } else {
+                    self.looking.remove(&gpu);
+                }
+                self.keeper.verdicts.note(gpu, driver, verdict);
+            }
+            Done::Nothing => {}
+        }
+    }
+
+    fn made(
+        &mut self,
+        lease: LeaseId,
+        made: Result<OwnedFd, NotMade>,
+        reply: oneshot::Sender<Reply>,
+    ) {
+        match made {
+            Ok(fd) => {
+                let (meta, effects) = self.leases.made(lease);
+                let answer = meta.and_then(|meta| answer(lease, meta));
+                let _ = reply.send(match answer {
+                    Some(answer) => Reply {
+                        answer,
+                        fd: Some(fd),
+                    },
+                    None => Reply::refused(KeptRefusal::Fenced),
+                });
+                info!(%lease, "kept lease made");
+                self.carry_out(effects);
+            }
+            Err(NotMade::Nothing(why)) => {
+                if let Some(owner) = self.leases.never_made(lease) {
+                    self.keeper.sessions.forget_lease(&owner, lease);
+                }
+                refuse(reply, why);
+            }
+            Err(NotMade::Unsure) => {
+                let effects = self.leases.lost(lease);
+                self.carry_out(effects);
+                refuse(reply, KeptRefusal::Unavailable);
+            }
+        }
+    }
+
+    fn ended(&mut self, process: Process) {
+        let effects = self.leases.ended(process);
+        self.carry_out(effects);
+    }
+
+    fn stand(&mut self, node: Node) -> Turn {
+        let gpus: Vec<GpuUuid> = node.generations.keys().cloned().collect();
+        if self.leases.is_heard() {
+            self.reconcile();
+        }
+        let charged = self.keeper.sessions.all_leases();
+        let charged = charged.into_values().flatten().collect();
+        let (turn, effects) = self.leases.stand(node, &charged);
+        self.carry_out(effects);
+        if self.line.is_some() {
+            gpus.into_iter().for_each(|gpu| self.look_at(gpu));
+        }
+        turn
+    }
+
+    /// Has each container charged for the leases that it owns, and for no other.
+    fn reconcile(&mut self) {
+        let sessions = &self.keeper.sessions;
+        let charged = sessions.all_leases();
+        let owned = self.leases.owned();
+        for (lease, (owner, gpu, bytes)) in &owned {
+            if charged
+                .get(owner)
+                .is_some_and(|leases| !leases.contains(lease))
+            {
+                sessions.adopt_lease(owner, gpu, *lease, *bytes);
+            }
+        }
+        for (allocation, leases) in charged {
+            for lease in leases {
+                match self.leases.owner(lease) {
+                    Some(owner) if owner == allocation => {}
+                    // Its heir is charged.
+                    Some(_) => sessions.forget_lease(&allocation, lease),
+                    // It ended with an agent, a vault, or before it was made.
+                    None => drop(sessions.release_lease(&allocation, lease)),
+                }
+            }
+        }
+    }
+
+    /// Sees once whether a GPU's memory is cleared, and makes the sentinel on the first where it is.
+    fn look_at(&mut self, gpu: GpuUuid) {
+        let seen = self.keeper.verdicts.of_gpu(&gpu, &self.driver);
+        match seen {
+            Some(Verdict::Scrubbed) if !self.sentinel => return self.make_sentinel(gpu),
+            None | Some(Verdict::Unseen(_)) => {}
+            Some(Verdict::Scrubbed | Verdict::NotScrubbed) => return,
+        }
+        if !self.looking.insert(gpu.clone()) {
+            return;
+        }
+        let (program, driver) = (self.keeper.program.clone(), self.driver.clone());
+        self.jobs.spawn(async move {
+            let of_it = gpu.clone();
+            let looked = tokio::task::spawn_blocking(move || scrub::look(&program, &of_it));
+            let verdict = looked.await;
+            let verdict = verdict.unwrap_or_else(|error| Verdict::Unseen(error.to_string()));
+            Done::Seen(gpu, driver, verdict)
+        });
+    }
+
+    fn look_again_later(&mut self, gpu: GpuUuid) {
+        // It stands in `looking` until then.
+        let (program, driver) = (self.keeper.program.clone(), self.driver.clone());
+        self.jobs.spawn(async move {
+            tokio::time::sleep(LOOK_AGAIN).await;
+            let of_it = gpu.clone();
+            let looked = tokio::task::spawn_blocking(move || scrub::look(&program, &of_it)).await;
+            let verdict = looked.unwrap_or_else(|error| Verdict::Unseen(error.to_string()));
+            Done::Seen(gpu, driver, verdict)
+        });
+    }
+
+    /// While one exported descriptor is open on a system, further ones are quick (design F3).
+    fn make_sentinel(&mut self, gpu: GpuUuid) {
+        let Some(line) = self.line.clone() else {
+            return;
+        };
+        self.sentinel = true;
+        let workers = Arc::clone(&self.keeper.workers);
+        self.jobs.spawn(async move {
+            let lease = LeaseId(SENTINEL);
+            if let Ok(fd) = workers.create(&gpu, SENTINEL_BYTES).await {
+                // Without one everything is slower, and nothing else.
+                let _ = line.put(lease, Blob::default(), fd).await;
+            }
+            Done::Nothing
+        });
+    }
+
+    fn hear(&mut self, news: Option<News>) {
+        match news {
+            Some(News::Heard(line, held)) => {
+                self.line = Some(line);
+                self.sentinel = held.contains_key(&LeaseId(SENTINEL));
+                let held = held.into_iter();
+                let held = held.filter(|(lease, _)| lease.0 != SENTINEL);
+                let parsed = |(lease, blob): (LeaseId, Blob)| {
+                    let meta = serde_json::from_slice(blob.as_bytes());
+                    let meta = meta.inspect_err(
+                        |error| warn!(%lease, %error, "kept lease of an unknown kind"),
+                    );
+                    (lease, meta.ok())
+                };
+                let held: BTreeMap<LeaseId, Option<Meta>> = held.map(parsed).collect();
+                held.keys()
+                    .for_each(|lease| self.keeper.numbers.seen(*lease));
+                let membership = Arc::clone(&self.keeper.membership);
+                let lives = |process: Process| membership.process(process.pid) == Some(process);
+                let effects = self.leases.heard(held, lives);
+                self.reconcile();
+                self.carry_out(effects);
+                self.watch_writers();
+            }
+            Some(News::Lost) => {
+                self.line = None;
+                self.leases.vault_lost();
+                let waiting = std::mem::take(&mut self.discarding).into_values().flatten();
+                waiting.for_each(|reply| refuse(reply, KeptRefusal::Unavailable));
+            }
+            // Its thread has ended.
+            None => {
+                self.keeper.news = None;
+                self.line = None;
+                self.leases.vault_lost();
+            }
+        }
+    }
+
+    /// Has the effects done in their order; what the vault answers to what it is told.
+    fn carry_out(&mut self, effects: Vec<Effect>) -> Told {
+        // Before a descriptor is closed nothing may take it for known.
+        self.publish();
+        let mut told = Told::default();
+        for effect in effects {
+            match effect {
+                Effect::Charge(lease, owner) => {
+                    if self.keeper.sessions.release_lease(&owner, lease)
+                        && let Some(Effect::Drop(lease)) = self.leases.charged(lease)
+                    {
+                        self.close(lease);
+                    }
+                }
+                Effect::Drop(lease) => self.close(lease),
+                Effect::Update(lease, meta) => match (&self.line, blob(&meta)) {
+                    (Some(line), Some(blob)) => told.0.push(Box::pin(line.update(lease, blob))),
+                    // What the vault has counts when it is back.
+                    _ => told.0.push(Box::pin(async { Err(VaultError::Away) })),
+                },
+            }
+        }
+        told
+    }
+
+    fn close(&mut self, lease: LeaseId) {
+        let Some(line) = &self.line else {
+            return;
+        };
+        let (gpu, bytes) = self.leases.extent(lease).unzip();
+        let closed = line.close(lease);
+        self.jobs.spawn(async move {
+            match (closed.await, gpu, bytes) {
+                (Ok(()), Some(gpu), Some(bytes)) => Done::Dropped(lease, gpu, bytes),
+                // Tried again when the vault is heard.
+                _ => Done::Nothing,
+            }
+        });
+    }
+
+    fn watch_writers(&mut self) {
+        for process in self.leases.writers() {
+            if self.watched.insert(process) {
+                let membership = Arc::clone(&self.keeper.membership);
+                self.jobs.spawn(async move {
+                    // In this order: the pidfd first, then what `/proc` says, so that both are of one process.
+                    if let Ok(life) = Life::of(process.pid)
+                        && membership.process(process.pid) == Some(process)
+                    {
+                        life.ended().await;
+                    }
+                    Done::Ended(process)
+                });
+            }
+        }
+    }
+
+    /// Tells the residual what the vault keeps, and people how it stands.
+    fn publish(&mut self) {
+        let living = self.leases.living();
+        self.keeper.living.send_if_modified(|before| {
+            let changed = *before != living;
+            *before = living;
+            changed
+        });
+        let status = status::of(
+            self.keeper.news.is_some(),
+            &self.leases,
+            &self.keeper.verdicts,
+            &self.driver,
+            &self.keeper.workers.stuck().borrow(),
+        );
+        self.keeper.status.send_if_modified(|before| {
+            let changed = *before != status;
+            *before = status;
+            changed
+        });
+    }
+}
+
+/// What the vault was told and has still to answer.
+#[derive(Default)]
+struct Told(Vec<std::pin::Pin<Box<dyn Future<Output = Result<(), VaultError>> + Send>>>);
+
+impl Told {
+    async fn all(self) -> Result<(), VaultError> {
+        for told in self.0 {
+            told.await?;
+        }
+        Ok(())
+    }
+}
+
+/// Has a lease's memory made, and held.
+async fn made(
+    workers: &Workers,
+    line: &Line,
+    lease: LeaseId,
+    gpu: &GpuUuid,
+    bytes: Bytes,
+    blob: Blob,
+) -> Result<OwnedFd, NotMade> {
+    let fd = match workers.create(gpu, bytes).await {
+        Ok(fd) => fd,
+        Err(WorkerError::Driver { code, .. }) => {
+            return Err(NotMade::Nothing(KeptRefusal::Driver { code }));
+        }
+        Err(error @ WorkerError::Dead(_)) => {
+            warn!(%gpu, %error, "kept lease not made");
+            return Err(NotMade::Nothing(KeptRefusal::Unavailable));
+        }
+        Err(WorkerError::Stuck) => return Err(NotMade::Unsure),
+    };
+    let Ok(tenants) = fd.try_clone() else {
+        return Err(NotMade::Unsure);
+    };
+    match line.put(lease, blob, fd).await {
+        Ok(()) => Ok(tenants),
+        Err(error) => {
+            warn!(%lease, %error, "kept lease not held");
+            Err(NotMade::Unsure)
+        }
+    }
+}
+
+/// What who opens a lease is answered.
+fn answer(lease: LeaseId, meta: &Meta) -> Option<KeptAnswer> {
+    let (lease, bytes) = (lease.0, meta.bytes.0);
+    match &meta.content {
+        Content::Committed { checksum, .. } => Some(KeptAnswer::Ready {
+            lease,
+            generation: lease,
+            bytes,
+            checksum: *checksum,
+        }),
+        Content::Writing(writer) => Some(KeptAnswer::Write {
+            lease,
+            generation: lease,
+            bytes,
+            token: writer.token,
+            expires_ms: u64::try_from(WRITE_TIME.as_millis()).unwrap_or(u64::MAX),
+        }),
+        Content::Abandoned => None,
+    }
+}
+
+fn blob(meta: &Meta) -> Option<Blob> {
+    let text = serde_json::to_vec(meta).ok()?;
+    Blob::new(text).ok()
+}
+
+fn gpu_of(account: &Account) -> Option<GpuUuid> {
+    match account {
+        Account::Device(uuid) => uuid.parse().ok(),
+        Account::Managed => None,
+    }
+}
+
+fn refuse(reply: oneshot::Sender<Reply>, why: KeptRefusal) {
+    // Who asked may have gone.
+    let _ = reply.send(Reply::refused(why));
+}

@@ -1,0 +1,53 @@
+//! How kept memory stands on this node, for conditions and metrics: pure.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::leases::Leases;
+use super::scrub::{Verdict, Verdicts};
+use crate::units::{Bytes, GpuUuid};
+
+/// How it stands.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct KeptStatus {
+    /// Whether it is switched on.
+    pub enabled: bool,
+    /// Whether the vault is there.
+    pub heard: bool,
+    /// The GPUs that memory may not be kept on, and why.
+    pub refused: BTreeMap<GpuUuid, String>,
+    /// The GPUs whose worker hangs in the driver.
+    pub stuck: BTreeSet<GpuUuid>,
+    /// What is kept of each GPU: how many leases, and what they have.
+    pub kept: BTreeMap<GpuUuid, (usize, Bytes)>,
+}
+
+/// How these stand.
+pub(super) fn of(
+    enabled: bool,
+    leases: &Leases,
+    verdicts: &Verdicts,
+    driver: &str,
+    stuck: &BTreeSet<GpuUuid>,
+) -> KeptStatus {
+    let why = |gpu: &GpuUuid| match verdicts.of_gpu(gpu, driver)? {
+        Verdict::Scrubbed => None,
+        Verdict::NotScrubbed => Some("freed memory does not come back cleared".to_owned()),
+        Verdict::Unseen(error) => Some(format!("not seen to clear freed memory: {error}")),
+    };
+    let gpus = leases.gpus();
+    let living = leases.living().into_iter().map(|(gpu, leases)| {
+        let bytes = leases
+            .values()
+            .fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0));
+        (gpu, (leases.len(), Bytes(bytes)))
+    });
+    KeptStatus {
+        enabled,
+        heard: leases.is_heard(),
+        refused: gpus
+            .filter_map(|gpu| Some((gpu.clone(), why(gpu)?)))
+            .collect(),
+        stuck: stuck.clone(),
+        kept: living.collect(),
+    }
+}

@@ -1,0 +1,73 @@
+//! Kept leases whose owner's pod has ended while other pods have them open: nobody's quota holds them any more, so
+//! their memory is bound to nobody.
+
+use std::collections::BTreeMap;
+
+use super::Ledger;
+use super::time::Moment;
+use crate::units::{Bytes, GpuUuid, Quanta};
+
+impl Ledger {
+    /// What kept leases have of each GPU that no bound container owns. Says whether that is news. What is kept no
+    /// more is left by pods that ended: leases may be lost with an agent and a vault, and be mapped.
+    pub fn set_kept(&mut self, kept: BTreeMap<GpuUuid, Bytes>, now: Moment) -> bool {
+        let news = self.kept != kept;
+        for (gpu, before) in self.kept.clone() {
+            let after = kept.get(&gpu).copied().unwrap_or_default();
+            self.leak(gpu, Bytes(before.0.saturating_sub(after.0)), now);
+        }
+        self.kept = kept;
+        news
+    }
+
+    /// What of a GPU such leases have.
+    pub(super) fn kept_on(&self, gpu: &GpuUuid) -> Bytes {
+        self.kept.get(gpu).copied().unwrap_or_default()
+    }
+
+    /// What of a GPU is bound to nobody: what ended pods left, and what is kept without an owner.
+    pub(super) fn unowned_on(&self, gpu: &GpuUuid) -> Quanta {
+        let bytes = self.left_on(gpu).0.saturating_add(self.kept_on(gpu).0);
+        let quanta = bytes.div_ceil(self.quantum.bytes());
+        Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::ledger::{Gpu, Health};
+    use crate::units::Quantum;
+
+    #[test]
+    fn what_is_kept_without_an_owner_and_what_was_left_are_bound_to_nobody_also_after_a_restart() {
+        let gpu: GpuUuid = "GPU-a".parse().unwrap();
+        let mut ledger = Ledger::new(Quantum::Gib1);
+        ledger.set_gpus([Gpu {
+            uuid: gpu.clone(),
+            capacity: Quanta(8),
+            health: Health::Healthy,
+        }]);
+        let kept = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
+        assert!(ledger.set_kept(kept(Bytes::mib(2_560)), Moment(0)));
+        assert!(
+            !ledger.set_kept(kept(Bytes::mib(2_560)), Moment(0)),
+            "no news"
+        );
+        ledger.leak(gpu.clone(), Bytes::mib(512), Moment(0));
+        let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, Moment(0)).unwrap();
+        let view = ledger.view(Moment(0));
+        assert_eq!(
+            (view.gpus[0].free, view.gpus[0].kept),
+            (Quanta(5), Bytes::mib(2_560)),
+            "together they take three quanta"
+        );
+        ledger.set_kept(BTreeMap::new(), Moment(0));
+        let view = ledger.view(Moment(0));
+        assert_eq!(
+            (view.gpus[0].free, view.gpus[0].left),
+            (Quanta(5), Bytes::gib(3)),
+            "what is kept no more is to be proven free"
+        );
+    }
+}

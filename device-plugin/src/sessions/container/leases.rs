@@ -1,0 +1,111 @@
+//! The kept leases that the container owns, on its account.
+
+use std::collections::BTreeMap;
+
+use bursar_protocol::units::Units;
+use bursar_protocol::wire::kept::KeptQuestion;
+use bursar_protocol::wire::{Account, Reason};
+
+use super::{Container, Membership};
+use crate::kept::LeaseId;
+use crate::sessions::credit::NOBODY;
+use crate::units::{AllocationId, Bytes, GpuUuid};
+
+impl Container {
+    /// Whether a process may ask this about kept memory, and for which allocation.
+    ///
+    /// # Errors
+    /// Why not.
+    pub(in super::super) fn keeps(
+        &self,
+        pid: u32,
+        question: &KeptQuestion,
+        membership: &dyn Membership,
+    ) -> Result<AllocationId, Reason> {
+        self.home_of(pid, membership)?;
+        match question {
+            KeptQuestion::Open { account, .. }
+                if !self.gpus().iter().any(|gpu| *account == on_wire(gpu)) =>
+            {
+                Err(Reason::Account)
+            }
+            _ => Ok(self.served.allocation),
+        }
+    }
+
+    /// Charges a lease: from what is free, then from what processes have idle. It is on record when this returns.
+    ///
+    /// # Errors
+    /// What the quota has left.
+    pub(in super::super) fn lease(
+        &mut self,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) -> Result<(), Bytes> {
+        let (Some(index), false) = (self.index_of(gpu), self.record_lost) else {
+            return Err(Bytes::ZERO);
+        };
+        let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
+        let idle = self.idle_of_others(NOBODY, index);
+        let free = self.credit.free(index);
+        let missing = need.saturating_sub(free);
+        if missing > idle {
+            return Err(Bytes(free.saturating_add(idle).bytes()));
+        }
+        self.take_idle(NOBODY, index, missing);
+        let leased = self.credit.lease(lease.0, index, need);
+        leased.map_err(|free| Bytes(free.bytes()))?;
+        if !self.write_record() {
+            self.credit.forget_lease(lease.0);
+            return Err(Bytes::ZERO);
+        }
+        self.refresh();
+        Ok(())
+    }
+
+    /// Charges a lease that the vault has, if it is not charged by now.
+    pub(in super::super) fn adopt_lease(&mut self, gpu: &GpuUuid, lease: LeaseId, bytes: Bytes) {
+        let Some(index) = self.index_of(gpu) else {
+            return;
+        };
+        if !self.credit.leases().contains_key(&lease.0) {
+            let units = Units::holding(bytes.0).unwrap_or(Units::MAX);
+            self.credit.adopt_lease(lease.0, index, units);
+            self.note_leases();
+        }
+    }
+
+    /// Charges what a lease has as what dead processes exported from now on: whether that is on record.
+    pub(in super::super) fn release_lease(&mut self, lease: LeaseId) -> bool {
+        self.credit.release_lease(lease.0);
+        self.note_leases()
+    }
+
+    /// There is no memory of a lease that was charged.
+    pub(in super::super) fn forget_lease(&mut self, lease: LeaseId) {
+        self.credit.forget_lease(lease.0);
+        self.note_leases();
+    }
+
+    /// The leases that are charged, each with its GPU and what it has.
+    pub(in super::super) fn leases(&self) -> BTreeMap<LeaseId, (GpuUuid, Bytes)> {
+        let gpus = self.gpus();
+        let leases = self.credit.leases().iter();
+        leases
+            .filter_map(|(lease, (index, units))| {
+                let gpu = gpus.get(*index)?.clone();
+                Some((LeaseId(*lease), (gpu, Bytes(units.bytes()))))
+            })
+            .collect()
+    }
+
+    fn note_leases(&mut self) -> bool {
+        self.refresh();
+        self.write_record()
+    }
+}
+
+fn on_wire(gpu: &GpuUuid) -> Account {
+    Account::Device(gpu.as_str().to_owned())
+}

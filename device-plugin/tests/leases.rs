@@ -1,0 +1,24 @@
+//! The whole agent with a real vault and real workers over the simulated driver, and tenants as processes: what is kept
+//! outlives all of them but the vault, and what they leave is charged until nobody holds it.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod common;
+
+#[allow(dead_code, reason = "the agent's tests use the rest of it")]
+#[path = "agent/machine.rs"]
+mod machine;
+
+#[path = "leases/bed.rs"]
+mod bed;
+#[path = "leases/ends.rs"]
+mod ends;
+#[path = "leases/lives.rs"]
+mod lives;
+#[path = "leases/storm.rs"]
+mod storm;
+#[path = "leases/tenant.rs"]
+mod tenant;

@@ -1,0 +1,77 @@
+//! How kept memory ends, and who is charged until it is free.
+
+use std::time::{Duration, Instant};
+
+use crate::bed::{Bed, GIB, open, read};
+use crate::tenant::Opened;
+
+/// A process that holds a descriptor, in no container.
+struct Parked(i32);
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        let pid = rustix::process::Pid::from_raw(self.0).unwrap();
+        let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+    }
+}
+
+#[tokio::test]
+async fn what_is_kept_is_bound_to_nobody_before_its_last_pod_has_ended_and_nobody_holds_it() {
+    let mut bed = Bed::new().await;
+    bed.machine.run("full", 16).await;
+    let (first, second) = (bed.machine.run("a", 8).await, bed.machine.run("b", 2).await);
+    let mut writer = bed.tenant(&first);
+    let Ok(Opened::Write { lease, token }) = open(&mut writer, "weights", 6 * GIB) else {
+        panic!("it is there");
+    };
+    assert_eq!(writer.commit(lease, token, 7), "committed");
+    let mut reader = bed.tenant(&second);
+    assert_eq!(read(&mut reader, "weights"), (lease, 7));
+    writer.kill();
+    bed.machine.end(&first);
+    // 16 - 2 - 6: its owner is gone, and it is not.
+    let waiter = bed.machine.admit("c", 11).await;
+    let expected = "waiting for 11 GiB on one GPU: largest free 8 GiB";
+    let error = bed.machine.start(&waiter).await.unwrap_err();
+    assert!(error.contains(expected), "{error}");
+    bed.machine.restart_agent().await;
+    let error = bed.machine.start(&waiter).await.unwrap_err();
+    assert!(error.contains(expected), "after a restart: {error}");
+    assert_eq!(read(&mut reader, "weights"), (lease, 7));
+    let holder = reader.ask(&format!("park {lease}")).unwrap();
+    let parked = Parked(holder.parse().unwrap());
+    reader.kill();
+    bed.machine.end(&second);
+    let error = bed.machine.start(&waiter).await.unwrap_err();
+    assert!(error.contains("largest free 10 GiB"), "{error}");
+    drop(parked);
+    bed.machine.until_started(&waiter).await;
+}
+
+#[tokio::test]
+async fn a_container_is_charged_for_what_it_discarded_until_nobody_holds_it() {
+    let bed = Bed::new().await;
+    let pod = bed.machine.run("a", 8).await;
+    let mut tenant = bed.tenant(&pod);
+    let Ok(Opened::Write { lease, token }) = open(&mut tenant, "weights", 6 * GIB) else {
+        panic!("it is there");
+    };
+    assert_eq!(tenant.commit(lease, token, 7), "committed");
+    let holder = tenant.ask(&format!("park {lease}")).unwrap();
+    let parked = Parked(holder.parse().unwrap());
+    assert_eq!(
+        tenant.ask(&format!("discard {lease}")).as_deref(),
+        Some("discarded")
+    );
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_secs(2) {
+        let refused = tenant.open("weights", 3 * GIB).unwrap_err();
+        assert!(refused.starts_with("refused Quota"), "{refused}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    drop(parked);
+    assert!(matches!(
+        open(&mut tenant, "weights", 3 * GIB),
+        Ok(Opened::Write { .. })
+    ));
+}

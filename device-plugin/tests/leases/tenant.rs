@@ -1,0 +1,245 @@
+//! A tenant's process: this program once more, which does what it is told over its standard input.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use bursar_protocol::VERSION;
+use bursar_protocol::socket::{receive_message, send_message};
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion};
+use bursar_protocol::wire::{Account, ToAgent, ToShim};
+
+/// Bytes of a lease that say what is in it.
+const MARK: usize = 8;
+
+/// A process in a pod's container.
+pub(crate) struct Tenant {
+    child: Child,
+    words: BufReader<UnixStream>,
+}
+
+/// What an open comes to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Opened {
+    Ready { lease: u64, mark: u64 },
+    Write { lease: u64, token: u64 },
+}
+
+impl Tenant {
+    /// A process that nobody knows yet.
+    pub(crate) fn spawn() -> Tenant {
+        let (ours, its) = UnixStream::pair().unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["tenant::a_tenants_process", "--exact", "--ignored"])
+            .stdin(Stdio::from(OwnedFd::from(its)))
+            .stdout(Stdio::null());
+        let child = command.spawn().unwrap();
+        drop(command);
+        ours.set_read_timeout(Some(Duration::from_secs(60)))
+            .unwrap();
+        Tenant {
+            child,
+            words: BufReader::new(ours),
+        }
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// What it answers; none where it is gone.
+    pub(crate) fn ask(&mut self, line: &str) -> Option<String> {
+        writeln!(self.words.get_mut(), "{line}").ok()?;
+        let mut answer = String::new();
+        let read = self.words.read_line(&mut answer).ok()?;
+        (read > 0).then(|| answer.trim_end().to_owned())
+    }
+
+    /// Opens a lease of its namespace; or why not.
+    pub(crate) fn open(&mut self, name: &str, bytes: u64) -> Result<Opened, String> {
+        let answer = self.ask(&format!("open {name} {bytes}")).unwrap();
+        let words: Vec<&str> = answer.split(' ').collect();
+        let number = |at: usize| words[at].parse().unwrap();
+        match words[0] {
+            "ready" => Ok(Opened::Ready {
+                lease: number(1),
+                mark: number(2),
+            }),
+            "write" => Ok(Opened::Write {
+                lease: number(1),
+                token: number(2),
+            }),
+            _ => Err(answer),
+        }
+    }
+
+    /// Becomes another image, which knows nothing.
+    pub(crate) fn exec(&mut self) {
+        assert_eq!(self.ask("exec").as_deref(), Some("ok"));
+    }
+
+    pub(crate) fn commit(&mut self, lease: u64, token: u64, mark: u64) -> String {
+        self.ask(&format!("mark {lease} {mark}")).unwrap();
+        self.ask(&format!("commit {lease} {token} {mark}")).unwrap()
+    }
+
+    /// SIGKILL; it has ended when this returns.
+    pub(crate) fn kill(mut self) {
+        self.end();
+    }
+
+    fn end(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Tenant {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+#[test]
+#[ignore = "is not a test: it is what the tests start"]
+fn a_tenants_process() {
+    let stdin = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    let words = UnixStream::from(stdin);
+    let mut inside = Inside::default();
+    let mut lines = BufReader::new(words.try_clone().unwrap());
+    let mut line = String::new();
+    while lines.read_line(&mut line).unwrap_or(0) > 0 {
+        if line == "exec\n" {
+            // Before the next line comes, which is for the next image.
+            writeln!(&words, "ok").unwrap();
+            let failed = Command::new(std::env::current_exe().unwrap())
+                .args(["tenant::a_tenants_process", "--exact", "--ignored"])
+                .exec();
+            panic!("{failed}");
+        }
+        let answer = inside.answer(line.trim_end());
+        line.clear();
+        if writeln!(&words, "{answer}").is_err() {
+            break;
+        }
+    }
+}
+
+#[derive(Default)]
+struct Inside {
+    socket: String,
+    gpu: String,
+    /// Another one in each image.
+    image: u64,
+    leases: BTreeMap<u64, OwnedFd>,
+}
+
+impl Inside {
+    fn answer(&mut self, line: &str) -> String {
+        if self.image == 0 {
+            self.image = rand::random();
+        }
+        let words: Vec<&str> = line.split(' ').collect();
+        let number = |at: usize| words[at].parse::<u64>().unwrap();
+        match words[0] {
+            "at" => {
+                (self.socket, self.gpu) = (words[1].to_owned(), words[2].to_owned());
+                "ok".to_owned()
+            }
+            "open" => self.open(words[1], number(2)),
+            "mark" => {
+                let fd = &self.leases[&number(1)];
+                let written = rustix::io::pwrite(fd, &number(2).to_le_bytes(), 0);
+                assert_eq!(written, Ok(MARK));
+                "ok".to_owned()
+            }
+            "read" => read(&self.leases[&number(1)]).to_string(),
+            "commit" => said(self.say(KeptQuestion::Commit {
+                version: VERSION,
+                lease: number(1),
+                token: number(2),
+                checksum: number(3),
+            })),
+            "discard" => {
+                self.leases.remove(&number(1));
+                said(self.say(KeptQuestion::Discard {
+                    version: VERSION,
+                    lease: number(1),
+                }))
+            }
+            // A process that holds the descriptor, in no container.
+            "park" => {
+                let kept = rustix::io::dup(&self.leases[&number(1)]).unwrap();
+                let holder = Command::new("sleep").arg("1000").spawn().unwrap();
+                drop(kept);
+                holder.id().to_string()
+            }
+            other => panic!("{other}"),
+        }
+    }
+
+    fn open(&mut self, name: &str, bytes: u64) -> String {
+        let question = KeptQuestion::Open {
+            version: VERSION,
+            image: self.image,
+            account: Account::Device(self.gpu.clone()),
+            name: name.to_owned().try_into().unwrap(),
+            key: [1; 32],
+            bytes,
+        };
+        match self.say(question) {
+            Ok((
+                KeptAnswer::Ready {
+                    lease, checksum, ..
+                },
+                Some(fd),
+            )) => {
+                let mark = read(&fd);
+                assert_eq!(mark, checksum, "what was committed is what is read");
+                self.leases.insert(lease, fd);
+                format!("ready {lease} {mark}")
+            }
+            Ok((KeptAnswer::Write { lease, token, .. }, Some(fd))) => {
+                self.leases.insert(lease, fd);
+                format!("write {lease} {token}")
+            }
+            other => said(other),
+        }
+    }
+
+    fn say(&self, question: KeptQuestion) -> Result<(KeptAnswer, Option<OwnedFd>), String> {
+        let told = || -> std::io::Result<_> {
+            let stream = UnixStream::connect(&self.socket)?;
+            stream.set_read_timeout(Some(Duration::from_secs(30)))?;
+            send_message(&stream, &ToAgent::Kept(question), None)?;
+            receive_message::<ToShim>(&stream)
+        };
+        match told() {
+            Ok((ToShim::Kept(answer), fd)) => Ok((answer, fd)),
+            Ok((other, _)) => Err(format!("{other:?}")),
+            Err(error) => Err(format!("away: {error}")),
+        }
+    }
+}
+
+/// The simulated driver's memory is a file.
+fn read(fd: &OwnedFd) -> u64 {
+    let mut mark = [0; MARK];
+    assert_eq!(rustix::io::pread(fd, &mut mark, 0), Ok(MARK));
+    u64::from_le_bytes(mark)
+}
+
+fn said(answer: Result<(KeptAnswer, Option<OwnedFd>), String>) -> String {
+    match answer {
+        Ok((KeptAnswer::Committed, _)) => "committed".to_owned(),
+        Ok((KeptAnswer::Discarded, _)) => "discarded".to_owned(),
+        Ok((KeptAnswer::Refused(why), _)) => format!("refused {why:?}"),
+        Ok((other, _)) => format!("{other:?}"),
+        Err(why) => why,
+    }
+}
