@@ -59,6 +59,26 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a running pod's quota is raised and lowered; below what is used it is pending until the program frees, and nobody is killed",
     ),
     (
+        "operator/cluster/steered",
+        "an 8 beside two 10s is scheduled to a node that has room, or held back until one has",
+    ),
+    (
+        "operator/cluster/moved",
+        "without steering the 8 waits, and is moved once another node has room",
+    ),
+    (
+        "operator/cluster/owners",
+        "an owner of a whole GPU gets it from borrowers, again and again, and no borrower goes for nothing",
+    ),
+    (
+        "operator/cluster/disruption",
+        "a disruption budget keeps a borrower for its grace, and no Job's pod goes",
+    ),
+    (
+        "operator/cluster/override",
+        "a budget's override lowers the quota of a running pod, and is lifted with it",
+    ),
+    (
         "enforcement/cluster/covered",
         "a pod's volumes over our files and NVIDIA_VISIBLE_DEVICES=all take nothing from the quota, or are told within 2 s",
     ),

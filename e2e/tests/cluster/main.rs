@@ -19,6 +19,7 @@ mod resize;
 mod restarts;
 mod stage;
 mod told;
+mod waiters;
 mod witness;
 
 use std::path::PathBuf;
@@ -46,6 +47,7 @@ fn main() -> ExitCode {
         health::trials(),
         enforcement::trials(),
         resize::trials(),
+        waiters::trials(),
         covered::trials(),
         poison::trials(),
         lifecycle::trials(),

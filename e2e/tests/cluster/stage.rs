@@ -9,9 +9,10 @@ use std::process::Stdio;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use bursar_e2e::chart::Chart;
+use bursar_e2e::chart::{self, Chart};
 use bursar_e2e::cluster::Local;
-use bursar_e2e::kube;
+use bursar_e2e::folders;
+use bursar_e2e::kube::{self, Toolbox};
 use bursar_e2e::pods::Pods;
 use bursar_e2e::progress::Progress;
 use bursar_e2e::scene::Scene;
@@ -19,6 +20,7 @@ use bursar_e2e::supplies::Supplies;
 use bursar_e2e::workspace::Profile;
 use futures::FutureExt;
 use libtest_mimic::{Failed, Trial};
+use tokio::io::AsyncWriteExt as _;
 use tokio::process::Command;
 use tokio::runtime::Runtime;
 
@@ -44,8 +46,8 @@ pub(crate) const CLEARED: Duration = Duration::from_secs(150);
 pub(crate) struct Stage {
     /// The cluster with Bursar on it.
     pub(crate) scene: Scene,
-    /// The kubectl program.
-    kubectl: PathBuf,
+    /// kubectl and helm.
+    toolbox: Toolbox,
     /// The trial's pods. None is there when a trial begins.
     pub(crate) pods: Pods,
     /// Sees every one of them from the trial's beginning.
@@ -105,12 +107,12 @@ fn start() -> Result<State, Failed> {
     let runtime = Runtime::new()?;
     let progress = Progress::start();
     let stage = runtime.block_on(async {
-        let (kubectl, scene) = match kubeconfig() {
+        let (toolbox, scene) = match kubeconfig() {
             Some(kubeconfig) => join(kubeconfig, &progress).await?,
             None => {
                 let supplies = Supplies::from_workspace(Profile::Dev, crate::harness(), &progress)?;
                 let scene = Scene::start(&supplies, CLUSTER, &progress).await?;
-                (supplies.toolbox.program("kubectl"), scene)
+                (supplies.toolbox, scene)
             }
         };
         let client = scene.cluster.client();
@@ -118,7 +120,7 @@ fn start() -> Result<State, Failed> {
         let witness = Witness::of(&client, NAMESPACE);
         Ok::<_, Failed>(Stage {
             scene,
-            kubectl,
+            toolbox,
             pods,
             witness,
             progress: progress.clone(),
@@ -128,13 +130,13 @@ fn start() -> Result<State, Failed> {
 }
 
 /// The user's cluster, with the images that `BURSAR_IMAGES` names.
-async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(PathBuf, Scene), Failed> {
+async fn join(kubeconfig: PathBuf, progress: &Progress) -> Result<(Toolbox, Scene), Failed> {
     let images = std::env::var("BURSAR_IMAGES")
         .map_err(|error| format!("BURSAR_IMAGES ({error}): where do its nodes find our images?"))?;
     let toolbox = kube::build(progress)?;
     let chart = Chart::of_repository(toolbox.program("helm"));
     let scene = Scene::join(kubeconfig, &chart, &images.parse()?, progress).await?;
-    Ok((toolbox.program("kubectl"), scene))
+    Ok((toolbox, scene))
 }
 
 /// The file of the user's cluster, if the trials are to use that.
@@ -208,7 +210,7 @@ impl Stage {
 
     /// The probe in a pod's container.
     fn probe(&self, pod: &str, arguments: &[&str]) -> Command {
-        let mut command = Command::new(&self.kubectl);
+        let mut command = Command::new(self.toolbox.program("kubectl"));
         command
             .args([
                 "exec",
@@ -224,6 +226,45 @@ impl Stage {
             .stdin(Stdio::null())
             .kill_on_drop(true);
         command
+    }
+
+    /// Puts the chart's steering policy into another mode.
+    ///
+    /// # Errors
+    /// When helm or kubectl fails.
+    pub(crate) async fn steer(&self, mode: &str) -> Result<(), Failed> {
+        let chart = folders::repository().join("charts/bursar");
+        let kubectl = async |arguments: &[&str], input: Vec<u8>| {
+            let mut kubectl = Command::new(self.toolbox.program("kubectl"));
+            kubectl
+                .args(arguments)
+                .env("KUBECONFIG", self.scene.cluster.kubeconfig());
+            succeed(kubectl, input).await
+        };
+        if mode == "off" {
+            let policy = format!("{}-steering", chart::RELEASE);
+            let kind = "mutatingadmissionpolicybindings";
+            kubectl(&["delete", kind, &policy], Vec::new()).await?;
+            return Ok(());
+        }
+        let mut helm = Command::new(self.toolbox.program("helm"));
+        helm.args(["template", chart::RELEASE]).arg(chart).args([
+            "--kube-version=1.36.0",
+            "--show-only=templates/steering.yaml",
+            &format!("--set=steering.mode={mode}"),
+        ]);
+        let policy = succeed(helm, Vec::new()).await?;
+        kubectl(
+            &[
+                "apply",
+                "--server-side",
+                "--force-conflicts",
+                "--filename=-",
+            ],
+            policy,
+        )
+        .await?;
+        Ok(())
     }
 
     /// Our own cluster.
@@ -242,6 +283,25 @@ impl Stage {
     pub(crate) fn on_node(&mut self) -> Result<OnNode, Failed> {
         Ok(OnNode::of(self.local()?))
     }
+}
+
+/// Runs a command on this input; what it printed.
+async fn succeed(mut command: Command, input: Vec<u8>) -> Result<Vec<u8>, Failed> {
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    let mut child = command.spawn()?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(&input).await?;
+    }
+    let output = tokio::time::timeout(SOON, child.wait_with_output()).await??;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    let said = String::from_utf8_lossy(&output.stderr);
+    Err(format!("{command:?}: {said}").into())
 }
 
 fn message_of(panic: &(dyn std::any::Any + Send)) -> String {
