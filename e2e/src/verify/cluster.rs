@@ -87,6 +87,22 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a pod's main process faults five times in a row and the kubelet sees nothing; without a policy it restarts the container each time",
     ),
     (
+        "operator/cluster/refused",
+        "a pod beyond its namespace's budget is refused when it is created, with a message that names the budget",
+    ),
+    (
+        "operator/cluster/reclaim",
+        "a team borrows what another leaves idle, and that one takes it back at once, with no operator running",
+    ),
+    (
+        "operator/cluster/slipped-in",
+        "pods that a late quota let in too many are told and evicted, the newest first",
+    ),
+    (
+        "operator/cluster/accounts",
+        "an agent's token writes its own node's GpuNode only, and the operator's changes its own labels only",
+    ),
+    (
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind, twice",
     ),

@@ -18,6 +18,7 @@ mod release;
 mod resize;
 mod restarts;
 mod stage;
+mod teams;
 mod told;
 mod waiters;
 mod witness;
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         waiters::trials(),
         covered::trials(),
         poison::trials(),
+        teams::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();

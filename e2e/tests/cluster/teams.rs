@@ -1,0 +1,403 @@
+//! Budgets in force: pods beyond them are refused, idle memory is lent and comes back, what slips in goes.
+
+use std::time::{Duration, Instant};
+
+use bursar_crds::conditions::budget::{ENFORCED, EXCEEDED};
+use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
+use bursar_crds::{GpuMemoryBudget, GpuNode};
+use bursar_e2e::chart;
+use bursar_e2e::pods::{GPU_MEMORY, PodError, Pods};
+use bursar_e2e::wait::{self, Look};
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
+use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota, ServiceAccount};
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
+use kube::config::{KubeConfigOptions, Kubeconfig};
+use kube::{Client, Config};
+use libtest_mimic::{Failed, Trial};
+use serde_json::{Value, json};
+
+use crate::placement::holder;
+use crate::stage::{SOON, Stage, trial};
+
+const PAUSE: Duration = Duration::from_millis(200);
+const TEAMS: [&str; 2] = ["team-a", "team-b"];
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("operator/cluster/refused", async |stage| {
+            cleared(stage, beyond_the_budget).await
+        }),
+        trial("operator/cluster/reclaim", async |stage| {
+            cleared(stage, lent_and_taken_back).await
+        }),
+        trial("operator/cluster/slipped-in", async |stage| {
+            cleared(stage, slipped_in).await
+        }),
+        trial("operator/cluster/accounts", own_accounts),
+    ]
+}
+
+/// Runs a trial that uses the teams' namespaces, and leaves nothing in them, however it ends.
+async fn cleared(
+    stage: &mut Stage,
+    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed>,
+) -> Result<(), Failed> {
+    let outcome = act(stage).await;
+    let client = stage.scene.cluster.client();
+    scale_operator(&client, 1).await?;
+    for team in TEAMS {
+        Api::<GpuMemoryBudget>::namespaced(client.clone(), team)
+            .delete_collection(&DeleteParams::default(), &ListParams::default())
+            .await?;
+        Pods::in_namespace(&client, team).await?.clear().await?;
+        let quotas: Api<ResourceQuota> = Api::namespaced(client.clone(), team);
+        let namespaces: Api<Namespace> = Api::all(client.clone());
+        let released = async || {
+            let left = quotas.list(&ListParams::default()).await;
+            let left = left.map_or(usize::MAX, |list| list.items.len());
+            let label = namespaces.get(team).await.is_ok_and(|namespace| {
+                let labels = namespace.metadata.labels.unwrap_or_default();
+                labels.contains_key("bursar.dev/budget")
+            });
+            match (left, label) {
+                (0, false) => Look::Found(()),
+                state => Look::NotYet(format!("{state:?} quotas and label are left")),
+            }
+        };
+        let what = format!("{team} to be rid of its budget");
+        wait::until(&what, SOON, PAUSE, released).await?;
+    }
+    outcome
+}
+
+/// Gives a team a budget and waits until it is in force.
+async fn give(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> {
+    let pods = Pods::in_namespace(client, team).await?;
+    let api: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), team);
+    let budget = json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+        "metadata": { "name": "default" }, "spec": spec,
+    });
+    api.create(&PostParams::default(), &serde_json::from_value(budget)?)
+        .await?;
+    until_condition(client, team, ENFORCED, "True", SOON).await?;
+    Ok(pods)
+}
+
+async fn until_condition(
+    client: &Client,
+    team: &str,
+    type_: &str,
+    status: &str,
+    bound: Duration,
+) -> Result<(), Failed> {
+    let api: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), team);
+    let look = async || match api.get("default").await {
+        Ok(budget) => {
+            let conditions = budget.status.map(|status| status.conditions);
+            let conditions = conditions.unwrap_or_default();
+            match conditions.iter().find(|one| one.type_ == type_) {
+                Some(one) if one.status == status => Look::Found(()),
+                other => Look::NotYet(format!("{other:?}")),
+            }
+        }
+        Err(error) => Look::NotYet(error.to_string()),
+    };
+    let what = format!("the budget of {team} to be {type_} {status}");
+    Ok(wait::until(&what, bound, PAUSE, look).await?)
+}
+
+async fn scale_operator(client: &Client, replicas: u32) -> Result<(), Failed> {
+    let api: Api<Deployment> = Api::namespaced(client.clone(), chart::NAMESPACE);
+    let name = format!("{}-operator", chart::RELEASE);
+    let patch = json!({ "spec": { "replicas": replicas } });
+    api.patch(&name, &PatchParams::default(), &Patch::Merge(patch))
+        .await?;
+    let look = async || match api.get(&name).await {
+        Ok(deployment) => {
+            let status = deployment.status.unwrap_or_default();
+            let (ready, all) = (
+                status.ready_replicas.unwrap_or(0),
+                status.replicas.unwrap_or(0),
+            );
+            let wanted = i32::try_from(replicas).unwrap_or(0);
+            if (ready, all) == (wanted, wanted) {
+                Look::Found(())
+            } else {
+                Look::NotYet(format!("{ready} of {all} are ready"))
+            }
+        }
+        Err(error) => Look::NotYet(error.to_string()),
+    };
+    let what = format!("{replicas} operators to be ready");
+    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+}
+
+/// The words with which the API server refused.
+fn refusal<T>(result: Result<T, PodError>) -> Result<String, Failed> {
+    match result {
+        Ok(_) => Err("it was let in".into()),
+        Err(PodError::Api { source, .. }) => match *source {
+            kube::Error::Api(status) => Ok(status.message),
+            other => Err(other.into()),
+        },
+        Err(other) => Err(other.into()),
+    }
+}
+
+async fn beyond_the_budget(stage: &mut Stage) -> Result<(), Failed> {
+    let client = stage.scene.cluster.client();
+    let spec = json!({ "deviceMemory": { "guaranteed": "8Gi" }, "perContainer": { "max": "6Gi" } });
+    let pods = give(&client, TEAMS[0], spec).await?;
+    pods.create(&holder(stage, "fits", 5)).await?;
+    pods.until_running("fits", SOON).await?;
+    let refused = [
+        (
+            "beyond",
+            holder(stage, "beyond", 4),
+            "gpu-memory-budget-limit",
+        ),
+        (
+            "large",
+            holder(stage, "large", 7),
+            "GpuMemoryBudget default of namespace team-a allows 6",
+        ),
+        (
+            "seeing",
+            holder(stage, "seeing", 1).variable("NVIDIA_VISIBLE_DEVICES", "all"),
+            "NVIDIA_VISIBLE_DEVICES",
+        ),
+        (
+            "covering",
+            holder(stage, "covering", 1).empty_volume("/opt/bursar/lib"),
+            "/opt/bursar/lib",
+        ),
+    ];
+    for (name, plan, words) in refused {
+        let said = refusal(pods.create(&plan).await)?;
+        stage.progress.say(format_args!("{name}: {said}"));
+        assert!(said.contains(words), "{said}");
+    }
+    pods.create(&holder(stage, "rest", 3)).await?;
+    pods.until_running("rest", SOON).await?;
+    Ok(())
+}
+
+/// Each team is guaranteed half of the GPUs. One takes all of them while the other sleeps, and gives back
+/// what is not its own as soon as that one wakes, though no operator is there.
+async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
+    let client = stage.scene.cluster.client();
+    let sizes = stage.scene.gpu_sizes().await?;
+    let (all, half) = (sizes.iter().sum::<u32>(), sizes[0] / 2);
+    let count = sizes.iter().map(|size| size / half).sum::<u32>();
+    let guaranteed = half * (count / 2);
+    let spec = json!({
+        "deviceMemory": { "guaranteed": format!("{guaranteed}Gi"), "limit": format!("{all}Gi") },
+        "overflow": "Borrow",
+    });
+    let borrower = give(&client, TEAMS[0], spec.clone()).await?;
+    let owner = give(&client, TEAMS[1], spec).await?;
+    let names: Vec<String> = (0..count).map(|index| format!("a-{index}")).collect();
+    for name in &names {
+        borrower.create(&holder(stage, name, half)).await?;
+        borrower.until_running(name, SOON).await?;
+    }
+    let mut borrowed = Vec::new();
+    for name in &names {
+        let pod = borrower.get(name).await?;
+        let class = pod.spec.and_then(|spec| spec.priority_class_name);
+        if class.as_deref() == Some(BORROWED_PRIORITY_CLASS) {
+            borrowed.push(name.clone());
+        }
+    }
+    assert_eq!(
+        borrowed,
+        names[names.len() / 2..],
+        "who no longer fits the guarantee borrows"
+    );
+
+    scale_operator(&client, 0).await?;
+    for index in 0..count / 2 {
+        let name = format!("b-{index}");
+        let asked = Instant::now();
+        owner.create(&holder(stage, &name, half)).await?;
+        owner.until_running(&name, SOON).await?;
+        stage.progress.say(format_args!(
+            "without an operator, {name} took {half} GiB back in {:.1?}",
+            asked.elapsed()
+        ));
+    }
+    let left = borrower.list().await?;
+    let left: Vec<_> = left
+        .into_iter()
+        .filter_map(|pod| pod.metadata.name)
+        .collect();
+    assert_eq!(left, names[..names.len() / 2], "the guarantee stays");
+    scale_operator(&client, 1).await?;
+    for team in TEAMS {
+        until_condition(&client, team, "Ready", "True", SOON).await?;
+    }
+    Ok(())
+}
+
+/// A quota counts late, so that more pods can be let in than fit. Here its count is set back by hand, which a
+/// storm of creates and deletes does now and then.
+async fn slipped_in(stage: &mut Stage) -> Result<(), Failed> {
+    const FITS: usize = 16;
+    const BEYOND: usize = 4;
+    let client = stage.scene.cluster.client();
+    let spec = json!({ "deviceMemory": { "guaranteed": "16Gi" } });
+    drop(give(&client, TEAMS[0], spec).await?);
+    let pods: Api<Pod> = Api::namespaced(client.clone(), TEAMS[0]);
+    let create = async |name: String| {
+        let pod = serde_json::from_value(unscheduled(&name))?;
+        Ok::<_, Failed>(pods.create(&PostParams::default(), &pod).await.is_ok())
+    };
+    for index in 0..FITS {
+        assert!(create(format!("fits-{index}")).await?, "{index} fits");
+    }
+    // Who is created within the first seconds of a budget may be from before it.
+    tokio::time::sleep(Duration::from_secs(8)).await;
+    assert!(!create("refused".to_owned()).await?);
+    let quotas: Api<ResourceQuota> = Api::namespaced(client.clone(), TEAMS[0]);
+    let used = json!({ "status": { "used": { format!("requests.{GPU_MEMORY}"): "0" } } });
+    let (mut beyond, begin) = (0, Instant::now());
+    while beyond < BEYOND {
+        assert!(begin.elapsed() < SOON, "the quota lets nobody in");
+        for quota in ["gpu-memory-budget-guaranteed", "gpu-memory-budget-limit"] {
+            let patch = Patch::Merge(&used);
+            quotas
+                .patch_status(quota, &PatchParams::default(), &patch)
+                .await?;
+        }
+        beyond += usize::from(create(format!("beyond-{beyond}")).await?);
+    }
+    until_condition(&client, TEAMS[0], EXCEEDED, "True", SOON).await?;
+    let told = Instant::now();
+    until_condition(&client, TEAMS[0], EXCEEDED, "False", SOON).await?;
+    stage.progress.say(format_args!(
+        "{BEYOND} pods that slipped in were evicted {:.1?} after that was told",
+        told.elapsed()
+    ));
+    let left = pods.list(&ListParams::default()).await?.items;
+    let fits = |pod: &Pod| {
+        pod.metadata
+            .name
+            .as_deref()
+            .is_some_and(|name| name.starts_with("fits-"))
+    };
+    assert_eq!(left.iter().filter(|pod| fits(pod)).count(), FITS);
+    assert_eq!(left.len(), FITS, "those who came last went");
+    Ok(())
+}
+
+/// A pod that asks for 1 GiB and is never given to a node.
+fn unscheduled(name: &str) -> Value {
+    json!({
+        "metadata": { "name": name },
+        "spec": {
+            "nodeSelector": { "nowhere": "to be found" },
+            "containers": [{ "name": "c", "image": "none", "resources": { "limits": { GPU_MEMORY: "1" } } }],
+        },
+    })
+}
+
+/// The agent's token writes its own node's GpuNode and no other; the operator's changes its labels only.
+async fn own_accounts(stage: &mut Stage) -> Result<(), Failed> {
+    let client = stage.scene.cluster.client();
+    let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
+    let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
+    let agent = pods.list(&agents).await?.items.into_iter().next();
+    let agent = agent.ok_or("there is no agent")?;
+    let node = agent.spec.as_ref().and_then(|spec| spec.node_name.clone());
+    let node = node.ok_or("the agent has no node")?;
+
+    let apply = |name: &str| {
+        Patch::Apply(json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name }, "spec": {},
+        }))
+    };
+    let dry = PatchParams {
+        dry_run: true,
+        ..PatchParams::apply("trial")
+    };
+    let bound = as_account(stage, "agent", Some(&agent)).await?;
+    let nodes: Api<GpuNode> = Api::all(bound);
+    nodes.patch(&node, &dry, &apply(&node)).await?;
+    let other = nodes.patch("another", &dry, &apply("another")).await;
+    let said = refused(other)?;
+    assert!(
+        said.contains(&format!("its token is of node {node}")),
+        "{said}"
+    );
+
+    let unbound: Api<GpuNode> = Api::all(as_account(stage, "agent", None).await?);
+    let said = refused(unbound.patch(&node, &dry, &apply(&node)).await)?;
+    assert!(said.contains("its token is of no node"), "{said}");
+
+    let operator = as_account(stage, "operator", None).await?;
+    let namespaces: Api<Namespace> = Api::all(operator);
+    let merge = |patch: Value| Patch::Merge(json!({ "metadata": patch }));
+    let dry = PatchParams {
+        dry_run: true,
+        ..PatchParams::default()
+    };
+    let own = merge(json!({ "labels": { "bursar.dev/budget": "enforced" } }));
+    namespaces.patch_metadata("default", &dry, &own).await?;
+    for foreign in [
+        json!({ "labels": { "pod-security.kubernetes.io/enforce": "privileged" } }),
+        json!({ "annotations": { "a": "b" } }),
+    ] {
+        let said = refused(
+            namespaces
+                .patch_metadata("default", &dry, &merge(foreign))
+                .await,
+        )?;
+        assert!(
+            said.contains("labels that begin with bursar.dev/"),
+            "{said}"
+        );
+    }
+    let admin: Api<Namespace> = Api::all(client);
+    let said = refused(admin.patch_metadata("default", &dry, &own).await)?;
+    assert!(said.contains("set by Bursar's operator"), "{said}");
+    Ok(())
+}
+
+fn refused<T>(result: Result<T, kube::Error>) -> Result<String, Failed> {
+    match result {
+        Err(kube::Error::Api(status)) => Ok(status.message.clone()),
+        Err(other) => Err(other.into()),
+        Ok(_) => Err("it was let do it".into()),
+    }
+}
+
+/// A client with a token of one of Bursar's accounts, bound to `pod`.
+async fn as_account(stage: &Stage, part: &str, pod: Option<&Pod>) -> Result<Client, Failed> {
+    let client = stage.scene.cluster.client();
+    let accounts: Api<ServiceAccount> = Api::namespaced(client, chart::NAMESPACE);
+    let request = TokenRequest {
+        spec: TokenRequestSpec {
+            bound_object_ref: pod.map(|pod| BoundObjectReference {
+                api_version: Some("v1".to_owned()),
+                kind: Some("Pod".to_owned()),
+                name: pod.metadata.name.clone(),
+                uid: pod.metadata.uid.clone(),
+            }),
+            ..TokenRequestSpec::default()
+        },
+        ..TokenRequest::default()
+    };
+    let name = format!("{}-{part}", chart::RELEASE);
+    let token = accounts
+        .create_token_request(&name, &PostParams::default(), &request)
+        .await?
+        .status
+        .ok_or("no token")?
+        .token;
+    let admin = Kubeconfig::read_from(stage.scene.cluster.kubeconfig())?;
+    let mut config = Config::from_custom_kubeconfig(admin, &KubeConfigOptions::default()).await?;
+    config.auth_info = serde_json::from_value(json!({ "token": token }))?;
+    Ok(Client::try_from(config)?)
+}
