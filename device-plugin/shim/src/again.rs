@@ -357,7 +357,7 @@ mod tests {
     #[test]
     fn empty_arguments_are_arguments() {
         assert_eq!(strings(b"a\0\0b\0"), [c("a"), c(""), c("b")]);
-        assert_eq!(strings(b""), []);
+        assert!(strings(b"").is_empty());
     }
 
     #[test]

@@ -29,7 +29,7 @@ impl Numbers {
     }
 
     /// The next number; none where the disk does not take it.
-    pub fn next(&mut self) -> Option<LeaseId> {
+    pub fn take(&mut self) -> Option<LeaseId> {
         if self.end == 0 {
             let end: u64 = match self.file.load() {
                 Ok(end) => end.unwrap_or(1),
@@ -72,21 +72,21 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let numbers = || Numbers::of(Checkpoint::new(folder.path().join("leases.json")));
         let mut first = numbers();
-        let given: Vec<u64> = (0..BLOCK + 5).map(|_| first.next().unwrap().0).collect();
+        let given: Vec<u64> = (0..BLOCK + 5).map(|_| first.take().unwrap().0).collect();
         assert!(given.windows(2).all(|two| two[0] < two[1]));
         let mut second = numbers();
-        let next = second.next().unwrap();
+        let next = second.take().unwrap();
         assert!(next.0 > *given.last().unwrap());
         std::fs::remove_file(folder.path().join("leases.json")).unwrap();
         let mut third = numbers();
         third.seen(next);
-        assert!(third.next().unwrap() > next);
+        assert!(third.take().unwrap() > next);
     }
 
     #[test]
     fn without_a_disk_no_number_is_given() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("none").join("leases.json");
-        assert_eq!(Numbers::of(Checkpoint::new(file)).next(), None);
+        assert_eq!(Numbers::of(Checkpoint::new(file)).take(), None);
     }
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use bursar_protocol::vault::{Blob, SENTINEL};
 use bursar_protocol::wire::Account;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use futures::future::BoxFuture;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -264,7 +265,7 @@ impl Serving {
 
     /// Charges for a lease, then has it made.
     fn make(&mut self, meta: Meta, line: Line, reply: oneshot::Sender<Reply>) {
-        let Some(lease) = self.keeper.numbers.next() else {
+        let Some(lease) = self.keeper.numbers.take() else {
             return refuse(reply, KeptRefusal::Unavailable);
         };
         let (gpu, bytes) = (meta.title.gpu.clone(), meta.bytes);
@@ -603,7 +604,7 @@ impl Serving {
 
 /// What the vault was told and has still to answer.
 #[derive(Default)]
-struct Told(Vec<std::pin::Pin<Box<dyn Future<Output = Result<(), VaultError>> + Send>>>);
+struct Told(Vec<BoxFuture<'static, Result<(), VaultError>>>);
 
 impl Told {
     async fn all(self) -> Result<(), VaultError> {

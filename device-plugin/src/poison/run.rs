@@ -1,7 +1,7 @@
 //! The loop: reads the kernel's log, applies policies, tells, kills.
 
 use std::collections::BTreeMap;
-use std::path::PathBuf;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -128,7 +128,7 @@ impl Around {
 }
 
 /// None where it cannot be read: the shims' reports are all that is known then.
-fn opened(path: &PathBuf) -> Option<Log> {
+fn opened(path: &Path) -> Option<Log> {
     Log::open(path)
         .inspect_err(|error| {
             warn!(path = %path.display(), %error, "the kernel's log is not read: XIDs name no processes");

@@ -506,7 +506,7 @@ impl Container {
     /// A process image ended. What it had stays charged.
     pub(super) fn died(&mut self, process: Process, image: u64) {
         let member = self.members.get(&process.pid);
-        if !member.is_some_and(|member| (member.process, member.image) == (process, image)) {
+        if member.is_none_or(|member| (member.process, member.image) != (process, image)) {
             return;
         }
         let Some(member) = self.members.remove(&process.pid) else {

@@ -175,6 +175,10 @@ impl Inside {
             // A process that holds the descriptor, in no container.
             "park" => {
                 let kept = rustix::io::dup(&self.leases[&number(1)]).unwrap();
+                #[expect(
+                    clippy::zombie_processes,
+                    reason = "it outlives this process; the test ends it"
+                )]
                 let holder = Command::new("sleep").arg("1000").spawn().unwrap();
                 drop(kept);
                 holder.id().to_string()

@@ -37,7 +37,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 13] = [
+    let groups: [Vec<Trial>; 15] = [
         quota::trials(),
         placement::trials(),
         budgets::trials(),

@@ -58,6 +58,7 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
                 let child = child
                     .args(["-c", &script])
                     .stdout(std::process::Stdio::null());
+                #[expect(clippy::zombie_processes, reason = "a restart of this process ends it")]
                 child.process_group(0).spawn().expect("there is a shell");
             }
             "ok".to_owned()
