@@ -31,9 +31,7 @@ use crate::placement::Told;
 use crate::placement::landscape::lowered;
 use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
 use crate::placement::pod::PodFacts;
-use crate::world::{
-    Change, Claim, Dirty, Gpus, World, budget_label, cohort_label, kinds, slimmed,
-};
+use crate::world::{Change, Claim, Dirty, Gpus, World, budget_label, cohort_label, kinds, slimmed};
 
 /// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
 /// connection that died in silence is noticed then.
