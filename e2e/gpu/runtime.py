@@ -112,7 +112,9 @@ def planted(program):
 def sources(program):
     """Every source of memory and the layers over it, alone and under compute-sanitizer."""
     program = os.path.join(os.path.dirname(program), "sources")
-    for title, command in ("sources", [program]), ("sources, memcheck", sanitized(program)):
+    # Calls that the driver refuses are a part of it.
+    checked = sanitized(program, "--report-api-errors", "no")
+    for title, command in ("sources", [program]), ("sources, memcheck", checked):
         if command is None:
             yield title, "no compute-sanitizer", "", verdict("not run")
             continue
@@ -120,10 +122,10 @@ def sources(program):
         yield title, f"{len(said.splitlines())} lines", "", verdict(said[-1500:] if code else None)
 
 
-def sanitized(program):
+def sanitized(program, *options):
     """The program under memcheck, which answers 9 where it found something."""
     found = shutil.which("compute-sanitizer") or next((path for path in SANITIZERS if os.path.exists(path)), None)
-    return found and [found, "--tool", "memcheck", "--error-exitcode", "9", program]
+    return found and [found, "--tool", "memcheck", "--error-exitcode", "9", *options, program]
 
 
 def show(row):

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::socket::send_with_fd;
-use bursar_protocol::wire::kept::{KeptQuestion, KeptRefusal};
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use jiff::Timestamp;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
@@ -221,18 +221,21 @@ impl Conversation {
         pace::wait(shared).await;
         let admitted =
             lock(&self.container).keeps(process.pid, &question, self.membership.as_ref());
-        let asker = match admitted {
-            Ok(allocation) => Asker {
-                allocation,
-                process,
-            },
-            Err(reason) => return goodbye(stream, reason).await,
+        let (answer, fd) = match (admitted, &self.desk) {
+            (Ok(allocation), Some(desk)) => {
+                let asker = Asker {
+                    allocation,
+                    process,
+                };
+                let Reply { answer, fd } = desk.ask(asker, question).await;
+                (ToShim::Kept(answer), fd)
+            }
+            (Ok(_), None) => {
+                let why = KeptRefusal::Unavailable;
+                (ToShim::Kept(KeptAnswer::Refused(why)), None)
+            }
+            (Err(answer), _) => (answer, None),
         };
-        let Reply { answer, fd } = match &self.desk {
-            Some(desk) => desk.ask(asker, question).await,
-            None => Reply::refused(KeptRefusal::Unavailable),
-        };
-        let answer = ToShim::Kept(answer);
         let sent = async {
             match fd {
                 Some(fd) => send_with(stream, &answer, fd).await,

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::kept::KeptQuestion;
-use bursar_protocol::wire::{Account, Reason};
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use bursar_protocol::wire::{Account, Reason, ToShim};
 
 use super::{Container, Membership};
 use crate::kept::LeaseId;
@@ -12,22 +12,26 @@ use crate::sessions::credit::NOBODY;
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
 impl Container {
-    /// Whether a process may ask this about kept memory, and for which allocation.
+    /// The allocation that a process asks this about kept memory for.
     ///
     /// # Errors
-    /// Why not.
+    /// What it is answered instead: it is none of the container's, or poisoned, or asks for another one's GPU.
     pub(in super::super) fn keeps(
         &self,
         pid: u32,
         question: &KeptQuestion,
         membership: &dyn Membership,
-    ) -> Result<AllocationId, Reason> {
-        self.home_of(pid, membership)?;
+    ) -> Result<AllocationId, ToShim> {
+        let goodbye = |reason| ToShim::Goodbye { reason };
+        self.home_of(pid, membership).map_err(goodbye)?;
+        if self.is_fenced(pid) {
+            return Err(ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Fenced)));
+        }
         match question {
             KeptQuestion::Open { account, .. }
                 if !self.gpus().iter().any(|gpu| *account == on_wire(gpu)) =>
             {
-                Err(Reason::Account)
+                Err(goodbye(Reason::Account))
             }
             _ => Ok(self.served.allocation),
         }

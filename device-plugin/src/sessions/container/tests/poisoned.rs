@@ -2,6 +2,7 @@
 
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::wire::Verdict;
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use jiff::Timestamp;
 
 use super::super::super::poison::Policy;
@@ -214,4 +215,23 @@ fn the_main_process_is_the_first_of_a_namespace_below_the_hosts() {
         .collect();
     // By their pids in the tests' namespaces; the process 1 is the machine's own first.
     assert_eq!(main, [1, 101]);
+}
+
+#[test]
+fn a_poisoned_image_is_refused_kept_memory_and_its_successor_is_not() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    generation(&mut container, 1, 7, VERSION);
+    let question = KeptQuestion::Commit {
+        version: VERSION,
+        lease: 1,
+        token: 1,
+        checksum: 0,
+    };
+    assert!(container.keeps(1, &question, &Host).is_ok());
+    report(&mut container, 1, 700);
+    let fenced = ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Fenced));
+    assert_eq!(container.keeps(1, &question, &Host), Err(fenced));
+    generation(&mut container, 1, 8, VERSION);
+    assert!(container.keeps(1, &question, &Host).is_ok());
 }
