@@ -16,6 +16,9 @@ pub(crate) const GIB: u64 = 1 << 30;
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// How soon what was discarded, and nobody holds, is free again.
+const FREE_AGAIN: Duration = Duration::from_secs(3);
+
 pub(crate) struct Bed {
     pub(crate) machine: Machine,
     vault: Option<Child>,
@@ -148,11 +151,18 @@ pub(crate) fn open(tenant: &mut Tenant, name: &str, bytes: u64) -> Result<Opened
     let begun = Instant::now();
     loop {
         match tenant.open(name, bytes) {
-            Err(why) if passes(&why) && begun.elapsed() < PATIENCE => {
+            Err(why) if passes(&why) && begun.elapsed() < patience(&why) => {
                 std::thread::sleep(Duration::from_millis(20));
             }
             opened => return opened,
         }
+    }
+}
+
+fn patience(why: &str) -> Duration {
+    match why.starts_with("refused Quota") {
+        true => FREE_AGAIN,
+        false => PATIENCE,
     }
 }
 

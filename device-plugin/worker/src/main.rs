@@ -10,6 +10,7 @@
 mod canary;
 mod serve;
 
+use std::io::Write as _;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 
@@ -45,8 +46,8 @@ fn main() -> anyhow::Result<()> {
             command: Some(Command::Canary(Gpu { gpu })),
             ..
         } => {
-            println!("{}", serde_json::to_string(&canary::look(gpu))?);
-            Ok(())
+            let verdict = serde_json::to_string(&canary::look(gpu))?;
+            writeln!(std::io::stdout(), "{verdict}").context("telling the verdict")
         }
         Args {
             serve: Some(Gpu { gpu }),

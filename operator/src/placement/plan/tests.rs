@@ -630,13 +630,14 @@ proptest! {
             }
             live.live();
         }
-        live.run(&mut memory, 60, 60);
+        // Three moves and their pauses take some 100 s, and who starts anew counts from none.
+        live.run(&mut memory, 60, 180);
         for uid in &live.evicted {
             prop_assert_eq!(live.evicted.iter().filter(|other| *other == uid).count(), 1, "{} twice", uid);
             prop_assert_eq!(cluster.pods[uid].priority, BORROWED);
         }
         let writes = live.writes;
-        live.run(&mut memory, 120, 120);
+        live.run(&mut memory, 240, 120);
         prop_assert_eq!(live.writes, writes, "it does not come to rest");
         prop_assert_eq!(hopeful(&live), Vec::<String>::new(), "somebody who could be helped waits");
         let held = live.reservations.values().flatten().count();
