@@ -79,7 +79,7 @@ fn a_name_that_the_nodes_driver_lacks_is_not_found_and_others_are() {
 }
 
 #[test]
-fn a_program_that_never_calls_cuda_pays_for_maps_and_for_nothing_else() {
+fn a_program_that_never_calls_cuda_pays_for_maps_and_one_look_at_its_pid() {
     let machine = Machine::new();
     let image = machine.image(Base::Glibc, Compat::Absent);
     let nothing = ContainerEdits {
@@ -106,8 +106,10 @@ fn a_program_that_never_calls_cuda_pays_for_maps_and_for_nothing_else() {
     let mut more = 0;
     for (call, times) in &ours {
         let extra = times.saturating_sub(bare.get(call).copied().unwrap_or(0));
+        // Whether it is a container's main process, which may have to be executed again.
+        let looks = *call == libc::SYS_getpid && extra == 1;
         assert!(
-            extra == 0 || maps.contains(call),
+            extra == 0 || maps.contains(call) || looks,
             "system call {call} is made {extra} times more"
         );
         more += extra;
