@@ -95,10 +95,6 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a team borrows what another leaves idle, and that one takes it back at once, with no operator running",
     ),
     (
-        "operator/cluster/slipped-in",
-        "pods that a late quota let in too many are told and evicted, the newest first",
-    ),
-    (
         "operator/cluster/accounts",
         "an agent's token writes its own node's GpuNode only, and the operator's changes its own labels only",
     ),

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use bursar_crds::conditions::budget::{ENFORCED, EXCEEDED};
+use bursar_crds::conditions::budget::ENFORCED;
 use bursar_crds::resources::BORROWED_PRIORITY_CLASS;
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::chart;
-use bursar_e2e::pods::{GPU_MEMORY, PodError, Pods};
+use bursar_e2e::pods::{PodError, Pods};
 use bursar_e2e::wait::{self, Look};
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
@@ -30,9 +30,6 @@ pub(crate) fn trials() -> Vec<Trial> {
         }),
         trial("operator/cluster/reclaim", async |stage| {
             cleared(stage, lent_and_taken_back).await
-        }),
-        trial("operator/cluster/slipped-in", async |stage| {
-            cleared(stage, slipped_in).await
         }),
         trial("operator/cluster/accounts", own_accounts),
     ]
@@ -239,73 +236,6 @@ async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
         until_condition(&client, team, "Ready", "True", SOON).await?;
     }
     Ok(())
-}
-
-/// A quota counts late, so that more pods can be let in than fit. Here its count is set back by hand, which a
-/// storm of creates and deletes does now and then.
-async fn slipped_in(stage: &mut Stage) -> Result<(), Failed> {
-    const FITS: usize = 16;
-    const BEYOND: usize = 4;
-    let client = stage.scene.cluster.client();
-    let spec = json!({ "deviceMemory": { "guaranteed": "16Gi" } });
-    drop(give(&client, TEAMS[0], spec).await?);
-    let pods: Api<Pod> = Api::namespaced(client.clone(), TEAMS[0]);
-    let create = async |name: String| {
-        let pod = serde_json::from_value(unscheduled(&name))?;
-        Ok::<_, Failed>(pods.create(&PostParams::default(), &pod).await.is_ok())
-    };
-    // What the trial before had may be counted for some seconds.
-    let begin = Instant::now();
-    for index in 0..FITS {
-        while !create(format!("fits-{index}")).await? {
-            assert!(begin.elapsed() < SOON, "{index} fits");
-            tokio::time::sleep(Duration::from_millis(200)).await;
-        }
-    }
-    // Who is created within the first seconds of a budget may be from before it.
-    tokio::time::sleep(Duration::from_secs(8)).await;
-    assert!(!create("refused".to_owned()).await?);
-    let quotas: Api<ResourceQuota> = Api::namespaced(client.clone(), TEAMS[0]);
-    let used = json!({ "status": { "used": { format!("requests.{GPU_MEMORY}"): "0" } } });
-    let (mut beyond, begin) = (0, Instant::now());
-    while beyond < BEYOND {
-        assert!(begin.elapsed() < SOON, "the quota lets nobody in");
-        for quota in ["gpu-memory-budget-guaranteed", "gpu-memory-budget-limit"] {
-            let patch = Patch::Merge(&used);
-            quotas
-                .patch_status(quota, &PatchParams::default(), &patch)
-                .await?;
-        }
-        beyond += usize::from(create(format!("beyond-{beyond}")).await?);
-    }
-    until_condition(&client, TEAMS[0], EXCEEDED, "True", SOON).await?;
-    let told = Instant::now();
-    until_condition(&client, TEAMS[0], EXCEEDED, "False", SOON).await?;
-    stage.progress.say(format_args!(
-        "{BEYOND} pods that slipped in were evicted {:.1?} after that was told",
-        told.elapsed()
-    ));
-    let left = pods.list(&ListParams::default()).await?.items;
-    let fits = |pod: &Pod| {
-        pod.metadata
-            .name
-            .as_deref()
-            .is_some_and(|name| name.starts_with("fits-"))
-    };
-    assert_eq!(left.iter().filter(|pod| fits(pod)).count(), FITS);
-    assert_eq!(left.len(), FITS, "those who came last went");
-    Ok(())
-}
-
-/// A pod that asks for 1 GiB and is never given to a node.
-fn unscheduled(name: &str) -> Value {
-    json!({
-        "metadata": { "name": name },
-        "spec": {
-            "nodeSelector": { "nowhere": "to be found" },
-            "containers": [{ "name": "c", "image": "none", "resources": { "limits": { GPU_MEMORY: "1" } } }],
-        },
-    })
 }
 
 /// The agent's token writes its own node's GpuNode and no other; the operator's changes its labels only.
