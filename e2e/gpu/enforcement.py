@@ -16,6 +16,7 @@ import time
 
 import image
 from cluster import CUDA, PYTHON, REFERENCE, Cluster, pod
+from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 OUT_OF_MEMORY = 2
@@ -119,10 +120,10 @@ def together(cluster, programs):
     said = filled(4)(greedy) if phase == "Succeeded" and greedy else f"{phase}: {log[-1500:]}"
     if said is None and steady_phase != "Running":
         said = f"the other pod was {steady_phase} by then"
-    yield "beside it: torch takes all it can get", 4, show(greedy), verdict(said)
+    yield "beside it: torch takes all it can get", 4, show(greedy), said
     phase, steady, log = cluster.answer("steady", 60)
     said = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or steady is None else field("wrong", 0)(steady)
-    yield "torch computes all the while", 16, show(steady), verdict(said)
+    yield "torch computes all the while", 16, show(steady), said
     print("\n| NODE | GPU | POD | QUOTA | SEES | TOOK | WHAT IT WAS TOLD |\n|---|---|---|---|---|---|---|")
     for name, gib, answer in ("steady", 16, steady), ("greedy", 4, greedy):
         node = cluster.kubectl("get", "pod", name, "--output", "jsonpath={.spec.nodeName}")
@@ -130,11 +131,6 @@ def together(cluster, programs):
         if answer:
             cells = node, answer["gpu"], name, f"{gib} GiB", f"{answer['sees_mib']} MiB", f"{answer['got_mib']} MiB"
             print("| " + " | ".join((*cells, answer.get("told", ""))) + " |")
-
-
-def verdict(said):
-    """A row's last cell."""
-    return "right" if said is None else f"WRONG: {said}"
 
 
 def compile_programs(into):
@@ -173,18 +169,17 @@ def main():
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
-    begun = time.monotonic()
+    table = Table("program", "quota GiB", "answer")
     with tempfile.TemporaryDirectory() as scratch:
         programs = os.path.join(scratch, "programs")
         os.mkdir(programs)
         os.chmod(scratch, 0o755)
         compile_programs(programs)
         archive = image.write(REFERENCE, scratch)
-        print(f"[{time.monotonic() - begun:5.1f}s] compiled; the image has {os.path.getsize(archive) >> 20} MiB", flush=True)
+        table.say(f"compiled; the image has {os.path.getsize(archive) >> 20} MiB")
         with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
             cluster.load(archive)
-            print(f"[{time.monotonic() - begun:5.1f}s] the cluster is up", flush=True)
-            table = []
+            table.say("the cluster is up")
             for number, (title, gib, command, env, judge) in enumerate(rows(arguments.rounds)):
                 if arguments.only and not any(title.startswith(only) for only in arguments.only):
                     continue
@@ -195,23 +190,18 @@ def main():
                     said = f"{phase}: {log[-1500:]}" if phase != "Succeeded" or answer is None else judge(answer)
                 except KeyError as missing:
                     said = f"no {missing} in its answer"
-                table.append((title, gib, show(answer), verdict(said)))
-                print(f"[{time.monotonic() - begun:5.1f}s] {title}: {table[-1][3]}", flush=True)
+                table.add(title, gib, show(answer), wrong=said)
                 cluster.kubectl("delete", "pod", name, "--now", "--wait=true")
             if not arguments.only or "together" in arguments.only:
-                table.extend(together(cluster, programs))
+                for *cells, wrong in together(cluster, programs):
+                    table.add(*cells, wrong=wrong)
             smi = pod("smi", 4, ["/opt/nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,noheader"], programs)
             cluster.apply(smi)
             phase, _, log = cluster.answer("smi", 60)
             shown = log.strip().replace("\n", " ")[-200:]
             right = phase == "Succeeded" and shown.startswith("4096 MiB")
-            table.append(("nvidia-smi", 4, shown, verdict(None if right else phase)))
-        print("\n| program | quota GiB | answer | verdict |\n|---|---|---|---|")
-        for row in table:
-            print("| " + " | ".join(str(cell).replace("\n", " ") for cell in row) + " |")
-    wrong = sum(row[-1].startswith("WRONG") for row in table)
-    print(f"{len(table)} rows, {wrong} wrong, {time.monotonic() - begun:.0f} s")
-    return 1 if wrong else 0
+            table.add("nvidia-smi", 4, shown, wrong=None if right else phase)
+    return table.show()
 
 
 if __name__ == "__main__":

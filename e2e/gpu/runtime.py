@@ -14,7 +14,8 @@ import os
 import shutil
 import subprocess
 import sys
-import time
+
+from table import Table
 
 SANITIZERS = ["/usr/local/cuda/bin/compute-sanitizer", "/usr/local/cuda-13.0/bin/compute-sanitizer"]
 # What RMM 26.10 took at best (arena, pool, binning, cuda_async) on an H200, in milliseconds, by allocations and MiB.
@@ -39,11 +40,6 @@ def rows_of(program, *arguments, bound=500):
     return rows, ran.returncode, ran.stdout + ran.stderr
 
 
-def verdict(said):
-    """A row's last cell."""
-    return "right" if said is None else f"WRONG: {said}"
-
-
 def random(program):
     """RMM's nine cells, and how often an allocation failed."""
     rows, code, said = rows_of([program], "random")
@@ -61,10 +57,10 @@ def random(program):
         took = f"{row['ms']:.3g} ms ({row['ns_a_step']:.0f} ns a step), best {row['best_ms']:.3g}"
         beside = f"RMM {RMM[cell]} ms: {RMM[cell] / row['ms']:.1f}x; driver's pool {native.get(cell, 0):.3g} ms: "
         beside += f"{native.get(cell, 0) / row['ms']:.1f}x"
-        yield f"{row['source']}: {cell[0]} to {cell[1]} MiB", took, beside, verdict(wrong)
+        yield f"{row['source']}: {cell[0]} to {cell[1]} MiB", took, beside, wrong
     left = next((row for row in rows if row["row"] == "left"), None)
     wrong = said[-800:] if code or left is None else None
-    yield "what is left after all", show(left), "", verdict(wrong)
+    yield "what is left after all", show(left), "", wrong
 
 
 def pair(program):
@@ -79,19 +75,19 @@ def pair(program):
         wrong = f"goal {PAIR_GOAL} ns" if judged and row["ns"] > PAIR_GOAL else None
         took = f"{row['ns']:.1f} ns, best {row['best_ns']:.1f}"
         beside = f"RMM {RMM_PAIR} ns: {RMM_PAIR / row['ns']:.1f}x; driver's pool {native.get(row['bytes'], 0):.0f} ns"
-        yield f"pair, {row['bytes']} bytes, {row['threads']} threads: {row['source']}", took, beside, verdict(wrong)
+        yield f"pair, {row['bytes']} bytes, {row['threads']} threads: {row['source']}", took, beside, wrong
     if code:
-        yield "pair", said[-800:], "", verdict(f"exit code {code}")
+        yield "pair", said[-800:], "", f"exit code {code}"
 
 
 def steal(program):
     """A block goes from one stream to another, with its data checked, and the same under compute-sanitizer."""
     for title, command in ("steal", [program]), ("steal, memcheck", sanitized(program)):
         if command is None:
-            yield title, "no compute-sanitizer", "", verdict("not run")
+            yield title, "no compute-sanitizer", "", "not run"
             continue
         rows, code, said = rows_of(command, "steal")
-        yield title, show(rows[0] if rows else None), "", verdict(said[-800:] if code or not rows else None)
+        yield title, show(rows[0] if rows else None), "", said[-800:] if code or not rows else None
 
 
 def planted(program):
@@ -99,14 +95,14 @@ def planted(program):
     for how in "direct", "guarded":
         command = sanitized(program)
         if command is None:
-            yield f"overflow, {how}", "no compute-sanitizer", "", verdict("not run")
+            yield f"overflow, {how}", "no compute-sanitizer", "", "not run"
             continue
         _, code, said = rows_of(command, "planted", how)
         found = next((line.strip("= ") for line in said.splitlines() if "Invalid __global__ write" in line), None)
-        yield f"overflow, {how}", found or said[-800:], "", verdict(None if found and code else "not found")
+        yield f"overflow, {how}", found or said[-800:], "", None if found and code else "not found"
     rows, _, said = rows_of([program], "planted", "canary")
     right = rows and rows[0]["refused"] == "Corrupted"
-    yield "overflow, canary", show(rows[0]) if rows else said[-800:], "", verdict(None if right else "not found")
+    yield "overflow, canary", show(rows[0]) if rows else said[-800:], "", None if right else "not found"
 
 
 def sources(program):
@@ -116,10 +112,10 @@ def sources(program):
     checked = sanitized(program, "--report-api-errors", "no")
     for title, command in ("sources", [program]), ("sources, memcheck", checked):
         if command is None:
-            yield title, "no compute-sanitizer", "", verdict("not run")
+            yield title, "no compute-sanitizer", "", "not run"
             continue
         _, code, said = rows_of(command)
-        yield title, f"{len(said.splitlines())} lines", "", verdict(said[-1500:] if code else None)
+        yield title, f"{len(said.splitlines())} lines", "", said[-1500:] if code else None
 
 
 def sanitized(program, *options):
@@ -142,19 +138,13 @@ def main():
     parser.add_argument("--only", nargs="*")
     arguments = parser.parse_args()
     program = os.path.join(os.path.abspath(arguments.folder), "runtime-bench")
-    begun = time.monotonic()
-    table = []
+    table = Table("what", "answer", "beside")
     for part in random, pair, steal, planted, sources:
         if arguments.only and part.__name__ not in arguments.only:
             continue
-        table.extend(part(program))
-        print(f"[{time.monotonic() - begun:5.1f}s] {part.__name__}", flush=True)
-    print("\n| what | answer | beside | verdict |\n|---|---|---|---|")
-    for row in table:
-        print("| " + " | ".join(str(cell).replace("\n", " ") for cell in row) + " |")
-    wrong = sum(row[-1].startswith("WRONG") for row in table)
-    print(f"{len(table)} rows, {wrong} wrong, {time.monotonic() - begun:.0f} s")
-    return 1 if wrong else 0
+        for *cells, wrong in part(program):
+            table.add(*cells, wrong=wrong)
+    return table.show()
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-//! What kept memory costs, for e2e/gpu/kept.py: each mode prints lines of JSON.
+//! What kept memory costs, for e2e/gpu/kept.py and recovery.py: each mode prints lines of JSON.
 //!
 //! ```text
 //! kept bare BYTES ROUNDS            cuMemCreate and map, swept between rounds
 //! kept lease SOCKET BYTES ROUNDS    the same by a lease that is begun, written to nobody and discarded
 //! kept image SOCKET BYTES [SINCE]   finds a lease or commits one, verifies it, says what each step took since SINCE; then
 //!                                   reads what to do: kill, fault, trap or misaligned; after a fault it executes itself
+//! kept restarted FILE BYTES TIMES   the main process of a container whose contexts are restarted in place: the same, and faults
+//!                                   until FILE, which outlives its images, has so many lines
 //! kept tenant BYTES                 for each line it reads: takes memory, looks at all of it, fills it, gives it back
 //! kept neighbour BYTES              takes the checksum of its own memory until its standard input ends
 //! ```
 //!
+//! SOCKET is where an agent or who stands in for it listens; `-` is the container's own.
 //! Times are those of CLOCK_MONOTONIC in nanoseconds, the same for every process of a machine.
 
 #![allow(unsafe_code, reason = "launches kernels that fault")]
 
 use std::error::Error;
+use std::fs::OpenOptions;
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -24,7 +28,7 @@ use std::time::{Duration, Instant};
 use bursar_runtime::Checksum;
 use bursar_runtime::driver::{Access, Context, Driver, Grid, Mapping};
 use bursar_runtime::error::CudaError;
-use bursar_runtime::kept::{Key, Opened, Shelf};
+use bursar_runtime::kept::{Kept, Key, Opened, Shelf};
 use rustix::time::{ClockId, clock_gettime};
 
 type Done = Result<(), Box<dyn Error>>;
@@ -71,6 +75,7 @@ fn main() -> Done {
         ["lease", socket, bytes, rounds] => lease(socket, bytes.parse()?, rounds.parse()?),
         ["image", socket, bytes] => image(socket, bytes.parse()?, now()),
         ["image", socket, bytes, since] => image(socket, bytes.parse()?, since.parse()?),
+        ["restarted", file, bytes, times] => restarted(file, bytes.parse()?, times.parse()?),
         ["tenant", bytes] => tenant(bytes.parse()?),
         ["neighbour", bytes] => neighbour(bytes.parse()?),
         _ => Err("see the head of examples/kept.rs".into()),
@@ -129,13 +134,18 @@ fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
     Ok(())
 }
 
-fn image(socket: &str, bytes: u64, since: u64) -> Done {
+/// Finds the kept memory or makes it, verifies it, and says what each step took.
+fn come_back(
+    shelf: impl FnOnce(&Context) -> Shelf,
+    bytes: u64,
+    since: u64,
+) -> Result<Kept, Box<dyn Error>> {
     let started = now();
     let driver = Driver::get()?;
     let initialised = now();
     let context = driver.device(0)?.primary_context()?;
     let made = now();
-    let shelf = Shelf::at(&context, Path::new(socket));
+    let shelf = shelf(&context);
     // Verified here: this is the first correct kernel.
     let opened = shelf.open("image", &KEY, bytes, PATIENCE)?;
     let attached = now();
@@ -166,6 +176,15 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
         attached.saturating_sub(since),
     );
     std::io::stdout().flush()?;
+    Ok(kept)
+}
+
+fn image(socket: &str, bytes: u64, since: u64) -> Done {
+    let shelf = |context: &Context| match socket {
+        "-" => Shelf::new(context),
+        socket => Shelf::at(context, Path::new(socket)),
+    };
+    let kept = come_back(shelf, bytes, since)?;
     let mut order = String::new();
     // By the byte: what comes after this line is the next image's to read.
     while !order.ends_with('\n') {
@@ -183,26 +202,49 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
                 rustix::process::Signal::KILL,
             )?)
         }
-        kernel => fault(&context, kernel, kept.address(), socket, bytes),
+        kernel => {
+            let error = fault(&kept, kernel)?;
+            execute_again(error, socket, bytes)
+        }
     }
 }
 
-/// Faults, and executes itself: as the shim does for a container's main process.
-fn fault(context: &Context, kernel: &str, mut at: u64, socket: &str, bytes: u64) -> Done {
+/// Poisons the context; what the driver says of it.
+fn fault(kept: &Kept, kernel: &str) -> Result<CudaError, Box<dyn Error>> {
+    let (context, mut at) = (kept.context(), kept.address());
     let name = std::ffi::CString::new(kernel)?;
     let function = context.load(FAULTS)?.function(&name)?;
     let stream = context.default_stream();
     // SAFETY: each of the kernels has one argument, an address; what they write is no memory of the host's.
     unsafe { function.launch(&stream, Grid::line(1, 1), &mut [(&raw mut at).cast()])? };
-    let error = match context.synchronize() {
-        Err(error) => error,
-        Ok(()) => return Err("the kernel did not fault".into()),
-    };
+    match context.synchronize() {
+        Err(error) => Ok(error),
+        Ok(()) => Err("the kernel did not fault".into()),
+    }
+}
+
+/// As the shim does for a container's main process.
+fn execute_again(error: CudaError, socket: &str, bytes: u64) -> Done {
     let since = now();
     eprintln!("{error}");
     let me = std::env::current_exe()?;
     let arguments = ["image", socket, &bytes.to_string(), &since.to_string()];
     Err(Command::new(me).args(arguments).exec().into())
+}
+
+fn restarted(file: &str, bytes: u64, times: usize) -> Done {
+    const KINDS: [&str; 3] = ["fault", "trap", "misaligned"];
+    let before = std::fs::read_to_string(file).unwrap_or_default();
+    let done = before.lines().count();
+    let since = before.lines().last().map_or(Ok(now()), str::parse)?;
+    let kept = come_back(Shelf::new, bytes, since)?;
+    if done == times {
+        return Ok(());
+    }
+    let mut file = OpenOptions::new().create(true).append(true).open(file)?;
+    writeln!(file, "{}", now())?;
+    let error = fault(&kept, KINDS[done % KINDS.len()])?;
+    Err(format!("the program saw its fault: {error}").into())
 }
 
 fn tenant(bytes: u64) -> Done {

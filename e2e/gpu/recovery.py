@@ -1,0 +1,99 @@
+"""Shows on a real GPU that a container computes again after faults and kills with the memory that it had kept, and how soon.
+
+usage: recovery.py ARCHIVE PROGRAM [--gib N] [--times N]
+
+ARCHIVE is what `cargo e2e pack` wrote, PROGRAM what `cargo build --release --package bursar-runtime --example kept`
+made. Needs root, an NVIDIA driver and a Python with torch; no network. Starts a cluster of one node with Bursar on it.
+The main process of one pod faults again and again and is restarted in place, that of a second one has its child killed;
+a third one computes beside them. Prints one table. Exits with 1 if a row is not as it must be.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+
+import image
+from cluster import PYTHON, REFERENCE, Cluster, pod
+from table import Table, milliseconds, percentile
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+GOAL_MS = 400
+STEPS = "exec", "init", "context", "attach", "verify", "whole"
+
+
+def judge(table, name, times, log):
+    """Rows on the images of one pod, of which the first kept the memory."""
+    images = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    first, *later = images or [{"checksum": None}]
+    right = sum(row["found"] and row["checksum"] == first["checksum"] for row in later)
+    wrong = None if right == times and not first["found"] else log[-1500:]
+    table.add(f"{name}: found what was kept", f"{right} of {len(later)}", f"all {times}", wrong=wrong)
+    for step in STEPS if later else ():
+        spans = [row[f"{step}_ns"] for row in later]
+        whole = step == "whole"
+        what = "to the first correct kernel" if whole else step
+        late = whole and percentile(spans, 99) > GOAL_MS * 1e6
+        table.add(f"{name}: {what}, p50 / p99", milliseconds(spans), f"p99 <= {GOAL_MS} ms" if whole else "", wrong=late)
+
+
+def main():
+    """Runs everything; the process's exit code."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("archive")
+    parser.add_argument("program")
+    parser.add_argument("--gib", type=int, default=40)
+    parser.add_argument("--times", type=int, default=100)
+    arguments = parser.parse_args()
+    gib, times = arguments.gib, arguments.times
+    table = Table("what", "measured", "wanted")
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chmod(scratch, 0o755)
+        programs = os.path.join(scratch, "programs")
+        os.mkdir(programs)
+        shutil.copy(arguments.program, f"{programs}/kept")
+        os.chmod(f"{programs}/kept", 0o755)
+        for name in "steady.py", "killed.py":
+            shutil.copy(os.path.join(HERE, "programs", name), programs)
+        archive = image.write(REFERENCE, scratch)
+        with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
+            cluster.load(archive)
+            table.say("the cluster is up")
+            policy = {"action": "InPlace", "maxRestarts": 100, "windowSeconds": 86400}
+            cluster.apply(
+                {
+                    "apiVersion": "bursar.dev/v1alpha1",
+                    "kind": "GpuMemoryBudget",
+                    "metadata": {"name": "default"},
+                    "spec": {"deviceMemory": {"guaranteed": "128Gi"}, "contextPolicy": policy},
+                }
+            )
+            cluster.apply(pod("beside", 16, [PYTHON, "/programs/steady.py", str(2 * times)], programs))
+            size = str(gib << 30)
+            for name, command in (
+                ("faults", ["/programs/kept", "restarted", "/state/faults", size, str(times)]),
+                ("SIGKILLs", [PYTHON, "/programs/killed.py", "/programs/kept", size, str(times)]),
+            ):
+                manifest = pod(name.lower(), gib + 4, command, programs)
+                # Outlives the images of a process, not the pod: how often it has faulted.
+                manifest["spec"]["containers"][0]["volumeMounts"].append({"name": "state", "mountPath": "/state"})
+                manifest["spec"]["volumes"].append({"name": "state", "emptyDir": {}})
+                manifest["spec"]["restartPolicy"] = "OnFailure"
+                cluster.apply(manifest)
+                phase, _, log = cluster.answer(name.lower(), 30 + times)
+                judge(table, name, times, log)
+                path = "jsonpath={.status.containerStatuses[0].restartCount}"
+                restarts = cluster.kubectl("get", "pod", name.lower(), "--output", path)
+                wrong = phase != "Succeeded" or restarts != "0"
+                table.add(f"{name}: the pod, restarts by the kubelet", f"{phase}, {restarts}", "Succeeded, 0", wrong=wrong)
+                cluster.kubectl("delete", "pod", name.lower(), "--now", "--wait=true")
+            phase, beside, log = cluster.answer("beside", 60 + 2 * times)
+            wrong = log[-600:] if phase != "Succeeded" or beside is None or beside["wrong"] else None
+            table.add("a neighbour that computes", json.dumps(beside), "0 wrong", wrong=wrong)
+    return table.show()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
