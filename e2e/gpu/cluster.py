@@ -10,6 +10,7 @@ REFERENCE = "localhost/gpu-host:1"
 PYTHON = "/opt/torch/.venv/bin/python3"
 CUDA = "/usr/local/cuda-13.0"
 RESOURCE = "bursar.dev/gpu-memory-gib"
+NAMESPACE = "bursar-system"
 
 
 class Cluster:
@@ -53,6 +54,15 @@ class Cluster:
     def apply(self, manifest):
         """Creates an object."""
         self.kubectl("apply", "--filename", "-", input=json.dumps(manifest), stdout=subprocess.DEVNULL)
+
+    def complaint(self):
+        """What node and agent say of themselves: for a row that is not as it must be."""
+        nodes = json.loads(self.kubectl("get", "gpunodes", "--output", "json"))["items"]
+        said = [json.dumps(condition) for node in nodes for condition in node["status"]["conditions"]]
+        said.append(self.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "wide"))
+        agent = "daemonset/bursar-agent"
+        said.append(self.kubectl("logs", agent, "--namespace", NAMESPACE, "--tail", "60", check=False))
+        return "\n".join(said)
 
     def answer(self, name, bound):
         """Waits for a pod's end: its phase, and the last line of its log that is JSON."""

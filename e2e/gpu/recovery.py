@@ -88,6 +88,8 @@ def main():
                 restarts = cluster.kubectl("get", "pod", name.lower(), "--output", path)
                 wrong = phase != "Succeeded" or restarts != "0"
                 table.add(f"{name}: the pod, restarts by the kubelet", f"{phase}, {restarts}", "Succeeded, 0", wrong=wrong)
+                if wrong:
+                    table.say(cluster.complaint())
                 cluster.kubectl("delete", "pod", name.lower(), "--now", "--wait=true")
             phase, beside, log = cluster.answer("beside", 60 + 2 * times)
             wrong = log[-600:] if phase != "Succeeded" or beside is None or beside["wrong"] else None
