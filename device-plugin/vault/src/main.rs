@@ -14,6 +14,8 @@ mod held;
 mod place;
 mod serve;
 
+use std::fmt::Arguments;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -29,8 +31,13 @@ fn main() -> ExitCode {
         .map_err(Into::into)
         .and_then(|place| serve::serve(&place, &mut held));
     let Err(error): Result<std::convert::Infallible, Box<dyn std::error::Error>> = ended;
-    eprintln!("bursar-vault: {error}");
+    log(format_args!("{error}"));
     ExitCode::FAILURE
+}
+
+/// A line for whoever reads them. Where nobody does, what is kept matters more: `eprintln` would panic.
+fn log(text: Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "bursar-vault: {text}");
 }
 
 /// Raises the limit of open files to the most that is allowed; what it is then.

@@ -8,10 +8,10 @@ use std::time::Duration;
 use bursar_protocol::socket::{receive_message, send_message};
 use bursar_protocol::vault::{FromVault, Refusal, ToVault};
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::sockopt::socket_peercred;
 
 use crate::answer::answer;
 use crate::held::Held;
+use crate::log;
 use crate::place::Place;
 
 /// How long the rest of a message may take, and room for an answer: agents write and read whole ones.
@@ -42,7 +42,7 @@ pub(crate) fn serve(
             match place.listener.accept() {
                 Ok((stream, _)) => admit(&mut peers, stream),
                 Err(error) => {
-                    eprintln!("bursar-vault: accept failed: {error}");
+                    log(format_args!("accept failed: {error}"));
                     std::thread::sleep(ACCEPT_PAUSE);
                 }
             }
@@ -50,7 +50,7 @@ pub(crate) fn serve(
             && let Err(end) = converse(held, &mut peers, place)
             && peers.remove(place).is_agent
         {
-            eprintln!("bursar-vault: the agent is gone: {end}");
+            log(format_args!("the agent is gone: {end}"));
         }
     }
 }
@@ -73,13 +73,13 @@ fn wait(place: &Place, peers: &[Peer]) -> io::Result<(bool, Option<usize>)> {
     Ok((fds.last().is_some_and(ready), speaking))
 }
 
-/// Takes a connection of this user's in; where there are too many, the oldest that said nothing goes.
+/// Takes a connection in; where there are too many, the oldest that said nothing goes. Who may enter the socket's folder
+/// may talk: no look at who it is, which nobody can tell of a process outside this one's PID namespace.
 fn admit(peers: &mut Vec<Peer>, stream: UnixStream) {
-    let ours = socket_peercred(&stream).is_ok_and(|peer| peer.uid == rustix::process::geteuid());
     let bounded = stream
         .set_read_timeout(Some(PATIENCE))
         .and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
-    if !ours || bounded.is_err() {
+    if bounded.is_err() {
         return;
     }
     if peers.len() == MOST_PEERS {
@@ -103,7 +103,7 @@ fn converse(held: &mut Held, peers: &mut Vec<Peer>, place: usize) -> io::Result<
     };
     send_message(&peers[place].stream, &answer, fd)?;
     if matches!(answer, FromVault::Ready { .. }) && !peers[place].is_agent {
-        eprintln!("bursar-vault: a new agent: {answer:?}");
+        log(format_args!("a new agent: {answer:?}"));
         peers[place].is_agent = true;
         let mut at = 0..;
         peers.retain(|peer| at.next() == Some(place) || !peer.is_agent);

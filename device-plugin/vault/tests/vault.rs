@@ -22,6 +22,8 @@ use rand::RngExt as _;
 use rustix::fs::{MemfdFlags, memfd_create};
 use tempfile::TempDir;
 
+const PROGRAM: &str = env!("CARGO_BIN_EXE_bursar-vault");
+
 const BOUND: Duration = Duration::from_secs(10);
 
 /// Told by the test to itself, run again as an agent: the folder of the vault.
@@ -34,14 +36,14 @@ struct Vault {
 
 impl Vault {
     fn start() -> Vault {
-        let program = env!("CARGO_BIN_EXE_bursar-vault");
-        Vault::of(Command::new(program))
+        let mut command = Command::new(PROGRAM);
+        command.stderr(Stdio::null());
+        Vault::of(command)
     }
 
     fn of(mut command: Command) -> Vault {
         let folder = tempfile::tempdir().unwrap();
-        command.arg(folder.path()).stderr(Stdio::null());
-        let process = command.spawn().unwrap();
+        let process = command.arg(folder.path()).spawn().unwrap();
         let vault = Vault { folder, process };
         let since = Instant::now();
         while vault.dial().is_none() {
@@ -270,6 +272,24 @@ fn the_newest_agent_is_served_and_the_one_before_hung_up_on() {
     let refused = FromVault::Refused(Refusal::NoHello);
     assert_eq!(silent.ask(&ToVault::Drop { lease: 7 }), refused);
     assert_eq!(second.list().len(), 2);
+}
+
+#[test]
+fn an_agent_outside_of_the_vaults_pid_namespace_is_served() {
+    let mut command = Command::new("unshare");
+    command.args(["--pid", "--fork", "--kill-child", PROGRAM]);
+    let vault = Vault::of(command);
+    assert_eq!(vault.agent().put(1), FromVault::Held);
+}
+
+#[test]
+fn what_is_kept_outlives_whoever_read_the_vaults_log() {
+    let mut command = Command::new(PROGRAM);
+    command.stderr(Stdio::piped());
+    let mut vault = Vault::of(command);
+    drop(vault.process.stderr.take());
+    assert_eq!(vault.agent().put(1), FromVault::Held);
+    assert_eq!(vault.agent().list().len(), 1);
 }
 
 #[test]
