@@ -47,7 +47,10 @@ fn forwarders(symbols: &[Symbol<'_>]) -> Result<String, std::fmt::Error> {
         writeln!(names, "    c\"{name}\",")?;
         match own {
             None => writeln!(bodies, "forward!({name}, {count});")?,
-            Some(Own::Watch) => writeln!(bodies, "watch!({name}, {count});")?,
+            Some(Own::Watch { arguments }) => writeln!(
+                bodies,
+                "watch!({name}, {count}, {arguments}, crate::poison::noticed);"
+            )?,
             Some(Own::Refused) => writeln!(bodies, "refuse!({name});")?,
             Some(Own::Hook) => {}
         }

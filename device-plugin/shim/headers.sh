@@ -2,7 +2,8 @@
 # Writes headers.txt: every function of the driver API that the published CUDA headers declare.
 #
 # A line is a name and the first and last CUDA version whose headers have it. A name is an exported symbol, or
-# for a type of cuda*Typedefs.h what cuGetProcAddress is asked for: <base>@<version>[/ptds|/ptsz].
+# for a type of cuda*Typedefs.h what cuGetProcAddress is asked for, and how many arguments the function has:
+# <base>@<version>[/ptds|/ptsz]=<arguments>.
 #
 # Needs pip and unzip, and the network once: ./headers.sh > headers.txt
 set -eu
@@ -14,8 +15,9 @@ names() {
         -e 's/.*CUDAAPI  *\(cu[A-Za-z0-9_]*\) *(.*/\1/p' \
         -e 's/^ *# *define  *cu[A-Za-z0-9_]*  *\(cu[A-Za-z0-9_]*\) *$/\1/p' \
         -e 's/^ *# *define  *cu[A-Za-z0-9_]*  *__CUDA_API_PT\(DS\|SZ\)(\(cu[A-Za-z0-9_]*\)) *$/\2/p' \
-        -e 's/.*CUDAAPI *\* *PFN_\(cu[A-Za-z0-9_]*\)_v\([0-9]*\))(.*/\1@\2/p' \
-        -e 's/.*CUDAAPI *\* *PFN_\(cu[A-Za-z0-9_]*\)_v\([0-9]*\)_\(pt[ds][sz]\))(.*/\1@\2\/\3/p'
+        -e 's/.*CUDAAPI *\* *PFN_\(cu[A-Za-z0-9_]*\)_v\([0-9]*\))(\(.*\));.*/\1@\2 \3/p' \
+        -e 's/.*CUDAAPI *\* *PFN_\(cu[A-Za-z0-9_]*\)_v\([0-9]*\)_\(pt[ds][sz]\))(\(.*\));.*/\1@\2\/\3 \4/p' |
+        awk 'NF > 1 { count = $2 == "void" ? 0 : gsub(",", "") + 1; print $1 "=" count; next } { print }'
 }
 
 echo "# Written by headers.sh from the headers of CUDA 11.8, 12.0, 12.4, 12.9, 13.0 and 13.5."

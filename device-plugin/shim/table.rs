@@ -30,10 +30,16 @@ pub enum Own {
     /// The crate has a function of this name.
     Hook,
     /// It forwards it, and looks at the answer.
-    Watch,
+    Watch {
+        /// How many arguments it has, if these are more than [`IN_REGISTERS`].
+        arguments: usize,
+    },
     /// It answers NOT_SUPPORTED.
     Refused,
 }
+
+/// How many arguments need no word on the stack, on any processor.
+pub const IN_REGISTERS: usize = 6;
 
 /// What `cuGetProcAddress` is asked for a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,12 +92,11 @@ fn symbol(line: &str) -> Option<Symbol<'_>> {
     for field in fields {
         match field.strip_prefix("proc=") {
             Some(text) if proc.is_none() => proc = Some(parse_proc(text)?),
-            None if own.is_none() && because.is_none() && proc.is_none() => match field {
-                "hook" => own = Some(Own::Hook),
-                "watch" => own = Some(Own::Watch),
-                "refused" => own = Some(Own::Refused),
-                reason if REASONS.contains(&reason) => because = Some(reason),
-                _ => return None,
+            None if own.is_none() && proc.is_none() => match field {
+                "hook" if because.is_none() => own = Some(Own::Hook),
+                "refused" if because.is_none() => own = Some(Own::Refused),
+                reason if because.is_none() && REASONS.contains(&reason) => because = Some(reason),
+                watch => own = Some(parse_watch(watch)?),
             },
             _ => return None,
         }
@@ -105,6 +110,14 @@ fn symbol(line: &str) -> Option<Symbol<'_>> {
             because,
             proc,
         }))
+}
+
+fn parse_watch(text: &str) -> Option<Own> {
+    let arguments = match text.strip_prefix("watch")? {
+        "" => IN_REGISTERS,
+        count => count.strip_prefix('=')?.parse().ok()?,
+    };
+    Some(Own::Watch { arguments })
 }
 
 fn parse_proc(text: &str) -> Option<Proc<'_>> {

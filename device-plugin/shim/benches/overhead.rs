@@ -40,6 +40,7 @@ fn main() {
         "query 500000",
         500_000,
     );
+    compare("launch", &mut bare, &mut shim, "launches 500000", 500_000);
     compare(
         "cuMemAlloc + cuMemFree 2 MiB",
         &mut bare,

@@ -1,8 +1,7 @@
 //! A trampoline for every function that the shim does not hook: of libcuda's, and of NVML's, whose shim
 //! has this module too.
 //!
-//! Each is two instructions: its index into a scratch register that the calling convention gives to
-//! linkage code, and a jump through its slot. A slot leads to [`lazy`] until the first call, which
+//! Each ([`crate::trampoline`]) puts its index into a scratch register and jumps through its slot. A slot leads to [`lazy`] until the first call, which
 //! asks the real library for the function, keeps every argument register as it was, and goes on
 //! there. So no prototype is needed, and arguments of any shape pass through.
 
@@ -57,78 +56,8 @@ extern "C" fn unloadable() -> codes::Code {
     codes::UNLOADABLE
 }
 
-#[cfg(target_arch = "x86_64")]
-macro_rules! forward {
-    ($name:ident, $index:literal) => {
-        #[unsafe(naked)]
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $name() {
-            core::arch::naked_asm!(
-                "mov r11d, {index}",
-                "jmp qword ptr [rip + {slots} + {offset}]",
-                index = const $index,
-                offset = const $index * 8,
-                slots = sym SLOTS,
-            )
-        }
-    };
-}
-
-#[cfg(target_arch = "x86_64")]
+// The way of every first call.
 at_first_call!(lazy, resolve);
-
-#[cfg(target_arch = "aarch64")]
-macro_rules! forward {
-    ($name:ident, $index:literal) => {
-        #[unsafe(naked)]
-        #[unsafe(no_mangle)]
-        unsafe extern "C" fn $name() {
-            core::arch::naked_asm!(
-                "adrp x16, {slots}",
-                "add x16, x16, :lo12:{slots}",
-                "mov x17, {index}",
-                "ldr x16, [x16, x17, lsl #3]",
-                "br x16",
-                index = const $index,
-                slots = sym SLOTS,
-            )
-        }
-    };
-}
-
-/// First call of a function: its index is in x17 (AAPCS64: x16 and x17 are linkage code's own).
-#[cfg(target_arch = "aarch64")]
-#[unsafe(naked)]
-unsafe extern "C" fn lazy() {
-    core::arch::naked_asm!(
-        "stp x29, x30, [sp, #-224]!",
-        "mov x29, sp",
-        "stp x0, x1, [sp, #16]",
-        "stp x2, x3, [sp, #32]",
-        "stp x4, x5, [sp, #48]",
-        "stp x6, x7, [sp, #64]",
-        "str x8, [sp, #80]",
-        "stp q0, q1, [sp, #96]",
-        "stp q2, q3, [sp, #128]",
-        "stp q4, q5, [sp, #160]",
-        "stp q6, q7, [sp, #192]",
-        "mov x0, x17",
-        "bl {resolve}",
-        "mov x16, x0",
-        "ldp x0, x1, [sp, #16]",
-        "ldp x2, x3, [sp, #32]",
-        "ldp x4, x5, [sp, #48]",
-        "ldp x6, x7, [sp, #64]",
-        "ldr x8, [sp, #80]",
-        "ldp q0, q1, [sp, #96]",
-        "ldp q2, q3, [sp, #128]",
-        "ldp q4, q5, [sp, #160]",
-        "ldp q6, q7, [sp, #192]",
-        "ldp x29, x30, [sp], #224",
-        "br x16",
-        resolve = sym resolve,
-    )
-}
 
 /// A variable of the driver, which debuggers look for. It is the shim's own and stays zero: no
 /// debugger of the driver attaches through it.

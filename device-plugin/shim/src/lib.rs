@@ -23,9 +23,7 @@ mod again;
 mod codes;
 mod compat;
 #[macro_use]
-mod first_call;
-#[macro_use]
-mod watched;
+mod trampoline;
 mod forward;
 mod graphs;
 mod hooks;

@@ -9,11 +9,11 @@
 #[allow(dead_code, reason = "the build script uses all of it")]
 mod table;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
-use table::{Function, Proc, Symbol};
+use table::{Function, IN_REGISTERS, Own, Proc, Symbol};
 
 const HEADERS: &str = include_str!("../headers.txt");
 
@@ -40,10 +40,17 @@ fn functions() -> Vec<Function<'static>> {
     functions.collect()
 }
 
-/// What the headers declare: symbols, and questions to `cuGetProcAddress` (with an `@`).
-fn declared() -> BTreeSet<&'static str> {
+/// What the headers declare: symbols, and questions to `cuGetProcAddress` (with an `@`) with how many arguments the
+/// function has.
+fn declared() -> BTreeMap<&'static str, Option<usize>> {
     let lines = HEADERS.lines().filter(|line| !line.starts_with('#'));
-    lines.map(|line| line.split(' ').next().unwrap()).collect()
+    let names = lines.map(|line| line.split(' ').next().unwrap());
+    names
+        .map(|name| match name.split_once('=') {
+            Some((question, count)) => (question, Some(count.parse().unwrap())),
+            None => (name, None),
+        })
+        .collect()
 }
 
 fn question(proc: Proc<'_>) -> String {
@@ -60,9 +67,9 @@ fn every_function_that_a_header_declares_is_in_the_table() {
         .flatten()
         .collect();
     let declared = declared();
-    assert!(declared.len() > 1300 && declared.contains("cuMemAlloc@3020"));
+    assert!(declared.len() > 1300 && declared.contains_key("cuMemAlloc@3020"));
     let missing: Vec<_> = declared
-        .iter()
+        .keys()
         .filter(|name| !known.contains(**name))
         .collect();
     assert!(
@@ -77,7 +84,7 @@ fn every_question_to_get_proc_address_in_the_table_is_one_of_the_headers() {
     for proc in functions().into_iter().filter_map(|function| function.proc) {
         let asked = question(proc);
         assert!(
-            declared.contains(asked.as_str()) || WITHOUT_TYPE.contains(&asked.as_str()),
+            declared.contains_key(asked.as_str()) || WITHOUT_TYPE.contains(&asked.as_str()),
             "{asked}"
         );
     }
@@ -95,6 +102,24 @@ fn a_question_to_get_proc_address_names_the_symbol_it_stands_with() {
         );
         assert!(function.name.ends_with(&suffix.unwrap_or_default()));
     }
+}
+
+#[test]
+fn a_function_that_is_watched_has_as_many_arguments_as_the_headers_say() {
+    let declared = declared();
+    let watched = functions()
+        .into_iter()
+        .filter_map(|function| match function.own {
+            Some(Own::Watch { arguments }) => Some((question(function.proc.unwrap()), arguments)),
+            _ => None,
+        });
+    let mut beyond = 0;
+    for (asked, arguments) in watched {
+        let declared = declared[asked.as_str()].unwrap();
+        assert_eq!(arguments, declared.max(IN_REGISTERS), "{asked}");
+        beyond += usize::from(arguments > IN_REGISTERS);
+    }
+    assert!(beyond > 4, "launches are among them");
 }
 
 #[test]

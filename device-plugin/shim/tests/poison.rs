@@ -62,17 +62,31 @@ fn under_in_place_the_main_process_is_executed_again_and_its_program_sees_no_err
 fn a_code_is_met_by_whatever_call_reports_errors_of_work_that_went_before() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
-    let pointer = program.ok("alloc 4096")[0];
     for call in [
-        "sync 0".to_owned(),
-        "streamquery".to_owned(),
-        "eventquery".to_owned(),
-        format!("copy {pointer}"),
-        "alloc 4096".to_owned(),
-        "asyncalloc 4096 0".to_owned(),
-        format!("free {pointer}"),
+        "sync 0",
+        "streamquery",
+        "eventquery",
+        "copy POINTER",
+        "alloc 4096",
+        "asyncalloc 4096 0",
+        "free POINTER",
+        "launch KERNEL",
+        "launchex KERNEL",
+        "cooperative KERNEL",
+        "launchgraph GRAPH",
+        "newstream",
+        "load",
+        "hostmemory",
     ] {
-        fault(&mut program, "fault");
+        let pointer = program.ok("alloc 4096")[0].to_string();
+        let kernel = program.ok("function fault")[0].to_string();
+        let graph = program.ok("graph 0")[0];
+        let graph = program.ok(format!("instantiate {graph}"))[0].to_string();
+        program.ok(format!("launch {kernel}"));
+        let call = call
+            .replace("POINTER", &pointer)
+            .replace("KERNEL", &kernel)
+            .replace("GRAPH", &graph);
         assert_eq!(program.call(&call), "ready", "{call}");
     }
 }

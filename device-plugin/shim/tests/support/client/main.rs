@@ -195,6 +195,14 @@ impl Cuda {
         answer(code, handles.iter().filter(|handle| **handle != 0).count())
     }
 
+    /// A kernel without arguments.
+    fn launch(&self, function: u64) -> i32 {
+        call!(self, c"cuLaunchKernel", (
+            function => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64,
+            0 => u64, 0 => u64
+        ))
+    }
+
     fn alloc(&self, bytes: u64) -> Result<u64, i32> {
         let mut pointer = 0;
         answer(
@@ -390,13 +398,7 @@ fn run(cuda: &Cuda, line: &str) -> String {
         "kernel" => say(cuda.kernel(true, words[1]).map(|handle| handle.to_string())),
         "functions" => say(cuda.kernels(false).map(|count| count.to_string())),
         "kernels" => say(cuda.kernels(true).map(|count| count.to_string())),
-        "launch" => {
-            let code = call!(cuda, c"cuLaunchKernel", (
-                number(1) => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64,
-                0 => u64, 0 => u64
-            ));
-            say(answer(code, String::new()))
-        }
+        "launch" => say(answer(cuda.launch(number(1)), String::new())),
         "green" => {
             let mut green = 0_u64;
             let code = call!(cuda, c"cuGreenCtxCreate", (

@@ -2,6 +2,8 @@
 //!
 //! ```text
 //! streamquery, eventquery, copy POINTER -> ok | err CODE
+//! launchex HANDLE, cooperative HANDLE, newstream, load, hostmemory -> ok | err CODE
+//! launches N             -> ok NANOSECONDS (N times a kernel that fills nothing)
 //! faultthreads N         -> ok CODES      (N threads synchronise at once after a fault)
 //! children N SECONDS     -> ok            (starts as many; they ignore what they can)
 //! image                  -> ok TEXT       (what this process was started with, and has of it)
@@ -31,12 +33,54 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
                 call!(cuda, c"cuMemcpyDtoH_v2", (&raw mut byte => *mut u8, number(1) => u64, 1 => usize)),
             )
         }
+        "launchex" => {
+            // `CUlaunchConfig`: six sizes of 1, no shared memory, the default stream, no attributes.
+            let mut config = [0_u64; 7];
+            config[..3].fill(1 | 1 << 32);
+            done(call!(cuda, c"cuLaunchKernelEx", (
+                config.as_ptr() => *const u64, number(1) => u64, 0 => u64, 0 => u64
+            )))
+        }
+        "cooperative" => done(call!(cuda, c"cuLaunchCooperativeKernel", (
+            number(1) => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64, 0 => u64
+        ))),
+        "newstream" => {
+            let mut stream = 0_u64;
+            done(call!(cuda, c"cuStreamCreate", (&raw mut stream => *mut u64, 0 => u32)))
+        }
+        "load" => say(cuda.load(false).map(|_| String::new())),
+        "hostmemory" => {
+            let mut pointer = 0_u64;
+            done(
+                call!(cuda, c"cuMemHostAlloc", (&raw mut pointer => *mut u64, 64 => usize, 0 => u32)),
+            )
+        }
+        "launches" => {
+            // Looked up once, as programs do.
+            // SAFETY: the prototype is that of cuda.h.
+            let launch = unsafe {
+                std::mem::transmute::<*mut libc::c_void, Launch>(cuda.symbol(c"cuLaunchKernel"))
+            };
+            let function = cuda.kernel(false, "fill").expect("it has such a kernel");
+            let (to, value, len) = (cuda.alloc(1).expect("there is room"), 0_u8, 0_u64);
+            let arguments = [
+                (&raw const to).addr(),
+                (&raw const value).addr(),
+                (&raw const len).addr(),
+            ];
+            let arguments = arguments.as_ptr().addr() as u64;
+            let begun = std::time::Instant::now();
+            for _ in 0..number(1) {
+                // SAFETY: the kernel's arguments are as it wants them.
+                let code = unsafe { launch(function, 1, 1, 1, 1, 1, 1, 0, 0, arguments, 0) };
+                assert_eq!(code, 0);
+            }
+            cuda.free(to);
+            format!("ok {}", begun.elapsed().as_nanos())
+        }
         "faultthreads" => {
             let function = cuda.kernel(false, "fault").expect("it has such a kernel");
-            call!(cuda, c"cuLaunchKernel", (
-                function => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64,
-                0 => u64, 0 => u64
-            ));
+            cuda.launch(function);
             let codes: Vec<_> = std::thread::scope(|scope| {
                 let synchronise = || {
                     cuda.retain();
@@ -71,6 +115,9 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
         _ => return None,
     })
 }
+
+/// `cuLaunchKernel`.
+type Launch = unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> i32;
 
 /// What exec brings back and a program can change.
 fn image() -> String {

@@ -1,0 +1,90 @@
+//! Functions of assembly that lead to functions of the real library, whose prototypes they need not know.
+//!
+//! [`forward!`] jumps there and leaves everything as it was. [`watch!`] calls and looks at the answer: errors of work
+//! that went before come to light there, and those that poison the context are acted on (`poison.rs`). It must know
+//! how many arguments there are, for those on the stack are the callee's only where it is called as they were
+//! left; a success costs the call and one comparison. Its frame is described to debuggers and to whoever ends a
+//! thread: the functions that wait are among those that are watched.
+
+macro_rules! naked {
+    ($(#[$about:meta])* $name:ident: $($assembly:tt)*) => {
+        $(#[$about])*
+        #[unsafe(naked)]
+        unsafe extern "C" fn $name() {
+            core::arch::naked_asm!($($assembly)*)
+        }
+    };
+}
+
+#[cfg(target_arch = "aarch64")]
+#[macro_use]
+#[path = "trampoline/aarch64.rs"]
+mod aarch64;
+#[cfg(target_arch = "x86_64")]
+#[macro_use]
+#[path = "trampoline/x86_64.rs"]
+mod x86_64;
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+    use std::ffi::{c_int, c_void};
+    use std::sync::atomic::AtomicPtr;
+
+    type Eleven = extern "C" fn(u64, u64, u64, u64, u64, u64, u64, u64, u64, u64, u64) -> c_int;
+
+    static SLOTS: [AtomicPtr<c_void>; 1] = [AtomicPtr::new(real as Eleven as *mut c_void)];
+
+    thread_local! {
+        /// What the real function was last called with.
+        static CALLED: Cell<[u64; 11]> = const { Cell::new([0; 11]) };
+    }
+
+    /// Answers its first argument.
+    #[allow(clippy::too_many_arguments, reason = "as a launch has")]
+    #[rustfmt::skip]
+    extern "C" fn real(
+        a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64, i: u64, j: u64, k: u64,
+    ) -> c_int {
+        CALLED.set([a, b, c, d, e, f, g, h, i, j, k]);
+        // Compilers take the stack for aligned, and so find it.
+        #[repr(align(16))]
+        struct Aligned(u64);
+        let aligned = std::hint::black_box(Aligned(a));
+        assert_eq!(std::ptr::from_ref(&aligned).addr() % 16, 0);
+        aligned.0 as c_int
+    }
+
+    extern "C" fn noticed(code: c_int) -> c_int {
+        code + 10_000
+    }
+
+    watch!(bursar_watched_6, 0, 6, noticed);
+    watch!(bursar_watched_7, 0, 7, noticed);
+    watch!(bursar_watched_8, 0, 8, noticed);
+    watch!(bursar_watched_9, 0, 9, noticed);
+    watch!(bursar_watched_10, 0, 10, noticed);
+    watch!(bursar_watched_11, 0, 11, noticed);
+
+    #[test]
+    fn every_argument_comes_through_and_only_a_failure_is_noticed() {
+        let watched: [(usize, unsafe extern "C" fn()); 6] = [
+            (6, bursar_watched_6),
+            (7, bursar_watched_7),
+            (8, bursar_watched_8),
+            (9, bursar_watched_9),
+            (10, bursar_watched_10),
+            (11, bursar_watched_11),
+        ];
+        for (count, function) in watched {
+            // SAFETY: it leads to a function of this prototype.
+            let function =
+                unsafe { std::mem::transmute::<unsafe extern "C" fn(), Eleven>(function) };
+            for (first, answer) in [(0, 0), (700, 10_700)] {
+                assert_eq!(function(first, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11), answer);
+                let wanted = [first, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
+                assert_eq!(CALLED.get()[..count], wanted[..count]);
+            }
+        }
+    }
+}
