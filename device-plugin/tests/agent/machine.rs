@@ -7,25 +7,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use bursar_sim_lab::Lab;
+pub(crate) use bursar_sim_lab::TWO_GPUS;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 pub(crate) use crate::common::agent::GPU;
 use crate::common::kubelet::{FakeKubelet, Phase, Pod};
 use crate::common::{PATIENCE, eventually};
-
-pub(crate) const TWO_GPUS: &str = r#"
-[[gpu]]
-name = "NVIDIA H200"
-uuid = "GPU-00000000-0000-0000-0000-000000000001"
-memory = "16Gi"
-minor = 0
-[[gpu]]
-name = "NVIDIA H200"
-uuid = "GPU-00000000-0000-0000-0000-000000000002"
-memory = "16Gi"
-minor = 1
-"#;
 
 pub(crate) struct Machine {
     pub(crate) lab: Lab,

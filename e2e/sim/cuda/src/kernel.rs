@@ -28,6 +28,10 @@ impl Arguments {
     fn get<T: Copy>(&self, place: usize) -> Result<T, Code> {
         In::at_address(self.0.at(place)?).get()
     }
+
+    fn three<A: Copy, B: Copy, C: Copy>(&self) -> Result<(A, B, C), Code> {
+        Ok((self.get(0)?, self.get(1)?, self.get(2)?))
+    }
 }
 
 /// A century: a `spin` without an end.
@@ -39,11 +43,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         name: "fill",
         local_bytes: 0,
         run: |current, arguments, _| {
-            let (to, value, len) = (
-                arguments.get::<u64>(0)?,
-                arguments.get::<u8>(1)?,
-                arguments.get::<u64>(2)?,
-            );
+            let (to, value, len) = arguments.three::<u64, u8, u64>()?;
             if current.may(to, len, true) {
                 // SAFETY: `may` looked the range up.
                 unsafe { std::ptr::write_bytes(to as *mut u8, value, len as usize) };
@@ -56,11 +56,7 @@ pub(crate) static KERNELS: &[Kernel] = &[
         name: "copy",
         local_bytes: 0,
         run: |current, arguments, _| {
-            let (to, from, len) = (
-                arguments.get::<u64>(0)?,
-                arguments.get::<u64>(1)?,
-                arguments.get::<u64>(2)?,
-            );
+            let (to, from, len) = arguments.three::<u64, u64, u64>()?;
             if current.may(from, len, false) && current.may(to, len, true) {
                 // SAFETY: `may` looked both ranges up.
                 unsafe { std::ptr::copy(from as *const u8, to as *mut u8, len as usize) };
@@ -73,22 +69,9 @@ pub(crate) static KERNELS: &[Kernel] = &[
         name: "checksum",
         local_bytes: 0,
         run: |current, arguments, _| {
-            let (from, len, to) = (
-                arguments.get::<u64>(0)?,
-                arguments.get::<u64>(1)?,
-                arguments.get::<u64>(2)?,
-            );
-            if current.may(from, len, false) && current.may(to, 8, true) {
-                // SAFETY: `may` looked both ranges up.
-                unsafe {
-                    let sum = crate::memory::bytes(from, len)
-                        .iter()
-                        .map(|byte| u64::from(*byte))
-                        .sum::<u64>();
-                    (to as *mut u64).write_unaligned(sum);
-                }
-            }
-            Ok(())
+            sum(current, arguments, |bytes, _| {
+                bytes.iter().map(|byte| u64::from(*byte)).sum()
+            })
         },
     },
     // bursar_checksum(const uint8_t *from, size_t len, uint64_t *sum): adds what `partial` says
@@ -96,20 +79,9 @@ pub(crate) static KERNELS: &[Kernel] = &[
         name: "bursar_checksum",
         local_bytes: 0,
         run: |current, arguments, _| {
-            let (from, len, to) = (
-                arguments.get::<u64>(0)?,
-                arguments.get::<u64>(1)?,
-                arguments.get::<u64>(2)?,
-            );
-            if current.may(from, len, false) && current.may(to, 8, true) {
-                // SAFETY: `may` looked both ranges up.
-                unsafe {
-                    let sum = checksum::partial(crate::memory::bytes(from, len), 0);
-                    let to = to as *mut u64;
-                    to.write_unaligned(to.read_unaligned().wrapping_add(sum));
-                }
-            }
-            Ok(())
+            sum(current, arguments, |bytes, before| {
+                before.wrapping_add(checksum::partial(bytes, 0))
+            })
         },
     },
     // spin(uint64_t nanoseconds): 0 is for ever
@@ -175,6 +147,17 @@ pub(crate) static KERNELS: &[Kernel] = &[
         },
     },
 ];
+
+/// A kernel of (const uint8_t *from, size_t len, uint64_t *sum): what the sum becomes, by the bytes and by what it was.
+fn sum(current: &Current, arguments: &Arguments, of: impl Fn(&[u8], u64) -> u64) -> Answer {
+    let (from, len, to) = arguments.three::<u64, u64, u64>()?;
+    if current.may(from, len, false) && current.may(to, 8, true) {
+        let to = to as *mut u64;
+        // SAFETY: `may` looked both ranges up.
+        unsafe { to.write_unaligned(of(crate::memory::bytes(from, len), to.read_unaligned())) };
+    }
+    Ok(())
+}
 
 impl Current {
     /// Whether a kernel may access a range; where not, that was its illegal address.
