@@ -2,8 +2,9 @@
 //!
 //! The new image is the container's main process as the container runtime started it: program, arguments,
 //! environment, working directory, umask, processors, blocked and ignored signals are as they were when this library
-//! was loaded, which the loader does before the program's first instruction. Its descriptors are the standard ones,
-//! and the other processes of its pid namespace are gone. What is not brought back: user and group,
+//! was loaded, which the loader does before the program's first instruction. Its descriptors are the standard ones
+//! that it was given (one that it put something else in the place of leads nowhere: what it put there may be the GPU's,
+//! and would keep its memory), and the other processes of its pid namespace are gone. What is not brought back: user and group,
 //! resource limits, priority, and what the program wrote to files.
 //!
 //! Only the first process of a pid namespace does this: it is the main process of a container that shares its namespace
@@ -67,8 +68,18 @@ struct Start {
     directory: CString,
     signals: Signals,
     umask: libc::mode_t,
+    /// None where there was none.
+    standard: [Option<Descriptor>; 3],
     /// None on a machine with more processors than the set has places.
     processors: Option<libc::cpu_set_t>,
+}
+
+/// A descriptor as the program was given it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Descriptor {
+    file: (libc::dev_t, libc::ino_t),
+    /// Of the open file, which the image's end leaves as they are: whether it waits, for one.
+    flags: c_int,
 }
 
 /// Sets of signals: bit 0 is signal 1.
@@ -91,6 +102,7 @@ impl Start {
                 .ok()?,
             signals,
             umask,
+            standard: [0, 1, 2].map(Descriptor::read),
             processors: processors(),
         })
     }
@@ -112,22 +124,26 @@ impl Start {
     }
 
     fn execute(&self) {
+        let Some(here) = Here::leave(&self.directory) else {
+            return;
+        };
+        // It may be named from there.
         let (program, arguments) = self.program();
         let pointers = |all: &[CString]| -> Vec<*const c_char> {
             let all = all.iter().map(|one| one.as_ptr());
             all.chain([std::ptr::null()]).collect()
         };
         let (arguments, environment) = (pointers(arguments), pointers(&self.environment));
-        let Some(here) = Here::leave(&self.directory) else {
-            return;
-        };
         // SAFETY: a string of this function's.
         if unsafe { libc::access(program.as_ptr(), libc::X_OK) } != 0 {
             return here.come_back();
         }
         let blocked = block(u64::MAX);
         end_others();
-        keep_standard_descriptors();
+        close_all_but_standard_descriptors();
+        for (number, given) in (0..).zip(self.standard) {
+            Descriptor::restore(number, given);
+        }
         stop_timers();
         self.signals.restore_ignored();
         // SAFETY: both take values; the set is whole.
@@ -142,6 +158,43 @@ impl Start {
         unsafe { libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
         block(blocked);
         here.come_back();
+    }
+}
+
+impl Descriptor {
+    /// None where that is not open.
+    fn read(number: c_int) -> Option<Descriptor> {
+        let mut stat = MaybeUninit::<libc::stat>::uninit();
+        // SAFETY: fstat writes the whole structure where it answers zero; the other call takes a number.
+        unsafe {
+            let stat = (libc::fstat(number, stat.as_mut_ptr()) == 0).then(|| stat.assume_init())?;
+            Some(Descriptor {
+                file: (stat.st_dev, stat.st_ino),
+                flags: libc::fcntl(number, libc::F_GETFL),
+            })
+        }
+    }
+
+    /// Has the new image find what the program was given.
+    fn restore(number: c_int, given: Option<Descriptor>) {
+        let same = Descriptor::read(number).map(|now| now.file) == given.map(|given| given.file);
+        // SAFETY: system calls on numbers, and a string that ends with a zero.
+        unsafe {
+            match given {
+                Some(given) if same => {
+                    libc::fcntl(number, libc::F_SETFL, given.flags);
+                }
+                Some(_) => {
+                    let nothing = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);
+                    libc::dup2(nothing, number);
+                }
+                None => {
+                    libc::fcntl(number, libc::F_SETFD, libc::FD_CLOEXEC);
+                    return;
+                }
+            }
+            libc::fcntl(number, libc::F_SETFD, 0);
+        }
     }
 }
 
@@ -232,13 +285,10 @@ fn end_others() {
     }
 }
 
-/// The new image gets the standard descriptors, and no other.
-fn keep_standard_descriptors() {
+/// The new image gets no others.
+fn close_all_but_standard_descriptors() {
     // SAFETY: system calls on numbers; a descriptor that is not open is an error without effect.
     unsafe {
-        for standard in 0..3 {
-            libc::fcntl(standard, libc::F_SETFD, 0);
-        }
         if libc::syscall(libc::SYS_close_range, 3, u32::MAX, CLOSE_RANGE_CLOEXEC) == 0 {
             return;
         }

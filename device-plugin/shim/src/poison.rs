@@ -9,7 +9,7 @@ use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
 
-use bursar_protocol::sticky::ErrorClass;
+use bursar_protocol::sticky::{self, ErrorClass};
 use bursar_protocol::wire::Verdict;
 
 use crate::codes::{self, CuResult};
@@ -25,9 +25,16 @@ pub(crate) extern "C" fn noticed(code: CuResult) -> CuResult {
 fn answer(code: CuResult) -> CuResult {
     match ErrorClass::of(code) {
         ErrorClass::Caller | ErrorClass::NotReady | ErrorClass::Gone => code,
-        // The shim's own, to a fenced image: the driver would have said this.
-        ErrorClass::OutOfMemory => known().unwrap_or(code),
-        ErrorClass::Unknown if !is_answered_again(code) => code,
+        // The shim's own, to a fenced image: the driver would have said another. That image may not know yet what the
+        // agent has from the kernel's log.
+        ErrorClass::OutOfMemory => known().unwrap_or_else(|| match asked() {
+            poison if sticky::poisons(poison) => {
+                act(poison);
+                poison
+            }
+            _ => code,
+        }),
+        ErrorClass::Unknown if asked() != code => code,
         ErrorClass::Unknown
         | ErrorClass::Hardware
         | ErrorClass::StickyContext
@@ -44,13 +51,13 @@ fn known() -> Option<CuResult> {
     (code != codes::SUCCESS).then_some(code)
 }
 
-/// Whether a call that has nothing to do with the first one fails in the same way: a code that says nothing is poison
-/// then.
-fn is_answered_again(code: CuResult) -> bool {
+/// What a call answers that has nothing to do with the one that failed: a code that says nothing is poison if that says
+/// the same.
+fn asked() -> CuResult {
     let (mut free, mut total) = (0_usize, 0_usize);
-    captures::apart(|| {
-        real!(cuMemGetInfo_v2(&raw mut free => *mut usize, &raw mut total => *mut usize)) == code
-    })
+    captures::apart(
+        || real!(cuMemGetInfo_v2(&raw mut free => *mut usize, &raw mut total => *mut usize)),
+    )
 }
 
 /// Reports the first code of this image, and does what the agent says. With the lock of the conversation held: who
@@ -69,12 +76,13 @@ fn act(code: CuResult) {
     if known().is_some() {
         return;
     }
-    state.poisoned.store(code, Ordering::Release);
     let verdict = ledger::poisoned(state, &held, device, code, again::is_possible());
     if verdict == Some(Verdict::Execute) {
         say(code);
         again::execute();
     }
+    // From here on nobody waits: before, a thread with its error in hand could end a program that is to go on.
+    state.poisoned.store(code, Ordering::Release);
 }
 
 /// The program never gets to tell of it, so its log does.

@@ -111,6 +111,28 @@ fn the_new_image_is_what_the_container_was_started_as() {
 }
 
 #[test]
+fn no_thread_has_its_error_before_the_agent_has_said_what_becomes_of_the_program() {
+    let mut container = container(ContextAction::InPlace);
+    let mut program = container.main_program();
+    container.stop_agent();
+    program.send("faultthreads 8");
+    std::thread::sleep(Duration::from_millis(300));
+    container.start_agent();
+    assert_eq!(program.read(), "ready");
+}
+
+#[test]
+fn what_a_program_put_in_the_place_of_a_standard_descriptor_ends_with_its_image() {
+    let container = container(ContextAction::InPlace);
+    let mut program = container.main_program();
+    assert_eq!(program.call("replace"), "ok");
+    assert!(program.call("image").contains("stderr /dev/zero "));
+    fault(&mut program, "fault");
+    assert_eq!(program.call("sync 0"), "ready");
+    assert!(program.call("image").contains("stderr /dev/null "));
+}
+
+#[test]
 fn a_thread_that_is_not_the_first_and_children_are_no_hindrance() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
@@ -161,6 +183,19 @@ fn a_poisoned_image_is_told_its_code_by_every_kernel_that_faults() {
         assert_eq!(container.faults().len(), 1);
         assert_eq!(container.condemned().len(), 0);
     }
+}
+
+#[test]
+fn an_image_that_the_kernels_log_told_of_learns_its_code_where_it_is_refused_memory() {
+    let container = container(ContextAction::Report);
+    let mut program = container.program();
+    fault(&mut program, "fault");
+    container.xid(&program, 31);
+    assert_eq!(program.call(format!("alloc {QUOTA}")), "err 700");
+    assert_eq!(container.faults()[0].cuda_error, Some(700));
+    // Who is refused for its quota alone is told that.
+    let mut other = container.program();
+    assert_eq!(other.call(format!("alloc {}", 2 * QUOTA)), "err 2");
 }
 
 #[test]

@@ -211,6 +211,12 @@ impl Container {
         sessions.set_context_policy(&self.served.allocation, policy);
     }
 
+    /// The kernel's log has an XID of a program.
+    pub fn xid(&self, program: &Client, code: u32) {
+        let sessions = self.sessions.as_ref().unwrap();
+        assert!(sessions.xid(program.pid(), code, jiff::Timestamp::now()));
+    }
+
     /// The faults that are open.
     pub fn faults(&self) -> Vec<Fault> {
         let faults = self.sessions.as_ref().unwrap().faults();
@@ -234,7 +240,8 @@ impl Container {
         let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
             for f in lib/libcuda.so.1:$LIBRARY ${DRIVER#/opt/bursar/}:$REAL; do \
             touch /opt/bursar/${f%%:*}; mount --bind ${f#*:} /opt/bursar/${f%%:*}; done; \
-            mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; exec ${PRELOAD:+env LD_PRELOAD=$PRELOAD} $CLIENT";
+            mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; \
+            cd ${CLIENT%/*}; exec ${PRELOAD:+env LD_PRELOAD=$PRELOAD} ./${CLIENT##*/}";
         let mut command = Command::new("unshare");
         command.arg("--mount").args(namespace);
         // SAFETY: asks for a number.

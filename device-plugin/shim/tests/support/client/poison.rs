@@ -4,10 +4,11 @@
 //! streamquery, eventquery, copy POINTER -> ok | err CODE
 //! launchex HANDLE, cooperative HANDLE, newstream, load, hostmemory -> ok | err CODE
 //! launches N             -> ok NANOSECONDS (N times a kernel that fills nothing)
-//! faultthreads N         -> ok CODES      (N threads synchronise at once after a fault)
+//! faultthreads N         -> ok CODES      (N threads synchronise at once after a fault; a line "early CODE" from each)
 //! children N SECONDS     -> ok            (starts as many; they ignore what they can)
 //! image                  -> ok TEXT       (what this process was started with, and has of it)
 //! disturb                -> ok            (changes all of that)
+//! replace                -> ok            (its standard error, by another file)
 //! ```
 
 use std::fmt::Write as _;
@@ -84,7 +85,9 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             let codes: Vec<_> = std::thread::scope(|scope| {
                 let synchronise = || {
                     cuda.retain();
-                    call!(cuda, c"cuCtxSynchronize", ())
+                    let code = call!(cuda, c"cuCtxSynchronize", ());
+                    println!("early {code}");
+                    code
                 };
                 let threads: Vec<_> = (0..number(1)).map(|_| scope.spawn(synchronise)).collect();
                 let joined = threads.into_iter().map(|thread| thread.join());
@@ -110,6 +113,11 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
         "image" => format!("ok {}", image()),
         "disturb" => {
             disturb();
+            "ok".to_owned()
+        }
+        "replace" => {
+            // SAFETY: a string that ends with a zero, and numbers.
+            unsafe { libc::dup2(libc::open(c"/dev/zero".as_ptr(), libc::O_RDWR), 2) };
             "ok".to_owned()
         }
         _ => return None,
@@ -153,9 +161,14 @@ fn image() -> String {
     };
     let _ = write!(
         text,
-        "{} pid {} fds {inherited:?} timer {} {}",
+        "{} pid {} fds {inherited:?} waits {} stderr {} timer {} {}",
         directory.display(),
         std::process::id(),
+        // SAFETY: asks for a number.
+        unsafe { libc::fcntl(1, libc::F_GETFL) } & libc::O_NONBLOCK == 0,
+        std::fs::read_link("/proc/self/fd/2")
+            .expect("it is open")
+            .display(),
         timer.it_value.tv_sec > 0,
         std::env::args().collect::<Vec<_>>().join(" "),
     );
@@ -181,6 +194,7 @@ fn disturb() {
         libc::signal(libc::SIGHUP, libc::SIG_IGN);
         libc::prctl(libc::PR_SET_NAME, c"disturbed".as_ptr());
         libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY);
+        libc::fcntl(1, libc::F_SETFL, libc::O_NONBLOCK);
         let mut one = std::mem::zeroed::<libc::cpu_set_t>();
         libc::CPU_SET(0, &mut one);
         libc::sched_setaffinity(0, size_of_val(&one), &raw const one);
