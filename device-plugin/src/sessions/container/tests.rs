@@ -781,4 +781,5 @@ fn a_full_disk_refuses_what_could_not_be_remembered_and_forgets_nothing() {
     assert!(is_granted(&container.request(1, 0, units(512 * MIB))));
 }
 
+mod events;
 mod poisoned;
