@@ -9,9 +9,10 @@ use std::alloc::Layout;
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Context, Driver, Grid, Stream};
+use bursar_runtime::faults::Plan;
 use bursar_runtime::{
-    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource as _, Direct, FreeError, Pool,
-    PoolSettings, ResourceError, Tag,
+    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource as _, Direct, FaultInjection, FreeError,
+    Pool, PoolSettings, ResourceError, Tag,
 };
 use bursar_sim_lab::{H200, ONE_GPU, TWO_GPUS, inside};
 
@@ -341,6 +342,91 @@ fn a_slab_goes_back_only_after_the_work_that_uses_it() {
         pool.deallocate(block, &stream).unwrap();
         pool.trim().unwrap();
         assert!(stream.is_idle().unwrap());
+    });
+}
+
+#[test]
+fn a_steal_that_the_driver_fails_leaves_the_block_free_where_it_was() {
+    inside(ONE_GPU, |machine| {
+        let (context, pool) = pool(2);
+        let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
+        let block = take(&pool, 2 * MIB, &first);
+        let address = block.address();
+        pool.deallocate(block, &first).unwrap();
+        assert!(machine.inject(std::process::id(), 700));
+        for _ in 0..2 {
+            let refused = pool.allocate(bytes(2 * MIB), &second, Tag::default());
+            assert_eq!(refused.unwrap_err().reason(), "Cuda");
+            assert_eq!(pool.bytes_outstanding().total(), 0);
+            assert_eq!(pool.statistics().free, 2 * MIB);
+        }
+        let again = take(&pool, 2 * MIB, &first);
+        assert_eq!(again.address(), address, "its own stream needs no event");
+        pool.deallocate(again, &first).unwrap();
+    });
+}
+
+#[test]
+fn a_trim_that_the_driver_fails_keeps_the_slab_and_what_may_still_use_it() {
+    inside(ONE_GPU, |machine| {
+        let (context, pool) = pool(2);
+        let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
+        let block = take(&pool, MIB, &first);
+        pool.deallocate(block, &first).unwrap();
+        assert!(machine.inject(std::process::id(), 700));
+        assert_eq!(pool.trim().unwrap_err().reason(), "Cuda");
+        let left = pool.statistics();
+        assert_eq!(
+            (left.slabs, left.reserved, left.free),
+            (1, 2 * MIB, 2 * MIB)
+        );
+        let whole = take(&pool, 2 * MIB, &first);
+        pool.deallocate(whole, &first).unwrap();
+        let stolen = pool.allocate(bytes(2 * MIB), &second, Tag::default());
+        assert_eq!(stolen.unwrap_err().reason(), "Cuda");
+    });
+}
+
+#[test]
+fn a_slab_whose_free_fails_is_retired_and_freed_by_a_reap() {
+    inside(ONE_GPU, |machine| {
+        let context = context(0);
+        let before = machine.used(0);
+        let plan = Plan {
+            frees: [Some(1)].into(),
+            ..Plan::default()
+        };
+        let source = FaultInjection::new(Direct::new(&context), plan);
+        let pool = Pool::new(source, &context, PoolSettings::default()).unwrap();
+        let stream = context.stream().unwrap();
+        let block = pool.allocate(bytes(MIB), &stream, Tag::default()).unwrap();
+        pool.deallocate(block, &stream).unwrap();
+        let slab = pool.statistics().reserved;
+        assert_eq!(pool.trim(), Ok(slab));
+        assert_eq!(pool.statistics().reserved, 0);
+        assert_eq!(pool.bytes_outstanding().retired, slab);
+        assert_eq!(machine.used(0) - before, slab);
+        assert_eq!(pool.reap_pending().unwrap().freed, slab);
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn a_limit_that_is_lowered_under_what_is_live_admits_nothing_until_enough_came_back() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(64);
+        let stream = context.stream().unwrap();
+        pool.set_limit(10 * MIB);
+        let mut blocks: Vec<_> = (0..10).map(|_| take(&pool, MIB, &stream)).collect();
+        pool.set_limit(9 * MIB);
+        pool.deallocate(blocks.pop().unwrap(), &stream).unwrap();
+        let refused = pool.allocate(bytes(1), &stream, Tag::default());
+        assert_eq!(refused.unwrap_err().reason(), "OverBudget");
+        pool.deallocate(blocks.pop().unwrap(), &stream).unwrap();
+        blocks.push(take(&pool, MIB, &stream));
+        for block in blocks {
+            pool.deallocate(block, &stream).unwrap();
+        }
     });
 }
 

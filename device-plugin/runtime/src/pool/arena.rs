@@ -1,19 +1,22 @@
 //! The heaps of a pool: one that has all memory, and shards that threads and streams allocate from side by side.
 //!
 //! A shard takes chunks from the central heap and cuts its blocks from them under a lock of its own, so that eight
-//! threads meet rarely. A chunk is a 16th of what is free then: many shards find one, and a large request goes to
-//! the central heap itself. What is free in a shard is never lost to others: before a request is refused, empty
-//! chunks go back, other shards are asked, and the free ends of chunks go back too, so that free neighbours become
+//! threads meet rarely. A chunk is as large as what the shard has live, an 8th of what is free at most: many shards
+//! find one. What is free in a shard is never lost to others: where no chunk is to be had, empty ones go back; before a
+//! request is refused, other shards are asked, and the free ends of chunks go back too, so that free neighbours become
 //! one across chunks. A request is refused only where no free range is large enough.
 //!
-//! The limit is kept in the same way: a share draws credit from an account ahead, so that a block costs no atomic
-//! operation on what all threads share. Idle credit is gathered before a request is refused, so the limit is exact.
+//! The limit is kept in the same way: a part draws credit from an account ahead, and keeps that of the blocks that are
+//! freed in it, so that a block costs no atomic operation on what all threads share. Before a request is refused it gets
+//! what is idle in the account and in all parts, so the limit is exact.
 //!
-//! Locks are taken in one order: a shard's, then the central heap's; never two shards'.
+//! Locks are taken in one order: the credit's, a shard's, the central heap's; never two shards'.
 
-use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::heap::{BlockId, End, Heap, Open, Refusal, Taken, Whole};
+use super::lock::{Guard, Lock};
 use super::order::After;
 use super::seat;
 use crate::budget::Account;
@@ -25,20 +28,20 @@ const SHARDS: usize = 32;
 const CENTRAL: usize = 0;
 /// Chunks have whole multiples of this.
 const CHUNK_LEAST: u64 = 2 << 20;
-/// A chunk is such a part of what is free.
-const CHUNKS: u64 = 16;
-/// A chunk has room for this many of the blocks that are cut from it.
+/// A chunk is such a part of what is free at most.
+const CHUNKS: u64 = 8;
+/// A chunk has room for this many of the blocks that are cut from it where there is as much, and for two at least.
 const CHUNK_HOLDS: u64 = 4;
 /// Credit is drawn ahead by such a part of what is left.
 const CREDITS: u64 = 64;
-/// A share that never drew credit keeps up to this.
-const CREDIT_KEPT: u64 = 64 << 20;
+/// Of a part's idle credit that another part needs, such a part goes there ahead.
+const CREDITS_MOVED: u64 = 8;
 
 /// A block's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Place {
     /// The heap that it is of.
-    pub(super) part: u8,
+    pub(super) part: u32,
     /// Its name there.
     pub(super) id: BlockId,
 }
@@ -91,12 +94,6 @@ struct Share {
     heap: Heap,
     /// By the region's number; the central heap's regions are slabs, and not here.
     chunks: Vec<Option<Chunk>>,
-    /// A chunk that was empty last, kept for the next allocation.
-    spare: Option<u32>,
-    /// Bytes that may be allocated here before the account is asked.
-    credit: u64,
-    /// More credit than this and [`CREDIT_KEPT`] goes back.
-    drawn: u64,
 }
 
 impl Share {
@@ -105,7 +102,7 @@ impl Share {
         let taken = self.heap.allocate(request.bytes, request.align)?;
         Some(Placed {
             place: Place {
-                part: part as u8,
+                part: part as u32,
                 id: taken.id,
             },
             address: taken.address,
@@ -135,22 +132,43 @@ impl Share {
 /// A part on cache lines of its own: neighbours are other threads'.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Part(Mutex<Share>);
+struct Part {
+    share: Lock<Share>,
+    /// Bytes that may be allocated here before the account is asked. It is changed under the share's lock only, and looked
+    /// at without it.
+    credit: AtomicU64,
+}
 
 impl Part {
     #[inline]
-    fn lock(&self) -> MutexGuard<'_, Share> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn credit(&self) -> u64 {
+        self.credit.load(Ordering::Relaxed)
     }
 
     #[inline]
-    fn try_lock(&self) -> Option<MutexGuard<'_, Share>> {
-        match self.0.try_lock() {
-            Ok(share) => Some(share),
-            Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
-            Err(TryLockError::WouldBlock) => None,
-        }
+    fn set_credit(&self, _: &mut Share, bytes: u64) {
+        self.credit.store(bytes, Ordering::Relaxed);
     }
+
+    /// Takes up to `most` of the credit that is idle here; how much it was.
+    fn take_idle(&self, most: u64) -> u64 {
+        let mut share = self.share.lock();
+        let idle = self.credit();
+        let taken = idle.min(most);
+        self.set_credit(&mut share, idle - taken);
+        taken
+    }
+}
+
+/// What all threads write, apart from what they only read.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Apart<T>(T);
+
+/// The shard of a lane and a thread's seat.
+#[inline]
+fn shard_of(lane: usize, seat: usize) -> usize {
+    1 + lane.wrapping_add(seat) % SHARDS
 }
 
 /// The heaps.
@@ -158,17 +176,23 @@ impl Part {
 pub(super) struct Arena {
     parts: Box<[Part]>,
     /// Live bytes as asked for, and credit.
-    account: Account,
+    account: Apart<Account>,
+    /// Held by whoever moves credit between parts, so that nobody who looks through them misses any.
+    moving: Mutex<()>,
+    /// More is live than a limit that was lowered: what is freed is not for the next.
+    over: AtomicBool,
 }
 
 impl Arena {
     /// Without memory, and with a limit for live bytes.
     pub(super) fn new(limit: u64) -> Arena {
         Arena {
-            account: Account::new(limit),
+            account: Apart(Account::new(limit)),
             parts: std::iter::repeat_with(Part::default)
                 .take(1 + SHARDS)
                 .collect(),
+            moving: Mutex::default(),
+            over: AtomicBool::new(false),
         }
     }
 
@@ -182,20 +206,41 @@ impl Arena {
         self.central().heap.remove(slab)
     }
 
-    /// A block for a stream's lane, of the shard that the calling thread uses for it or of the central heap. `None` also
-    /// where idle credit has to be gathered for it.
+    /// A block for a stream's lane, of the shard that the calling thread uses for it, if that is all it takes. `None` where
+    /// credit, a chunk or the shard's lock have to be got first: the others do.
     #[inline]
     pub(super) fn take(&self, lane: usize, request: Request) -> Option<Placed> {
-        let (part, mut share) = self.shard(lane);
-        if share.credit < request.bytes {
-            self.draw(&mut share, request.bytes)?;
-        }
-        let placed = match share.take(part, request) {
-            Some(placed) => placed,
-            None => self.refill(part, &mut share, request)?,
-        };
-        share.credit -= request.bytes;
+        let number = shard_of(lane, seat::of_thread());
+        let part = &self.parts[number];
+        let mut share = part.share.try_lock()?;
+        let credit = part.credit().checked_sub(request.bytes)?;
+        let placed = share.take(number, request)?;
+        part.set_credit(&mut share, credit);
         Some(placed)
+    }
+
+    /// The same with a chunk and with credit that are got for it. `None` where the account has too little, or no free range of
+    /// the shard or the central heap is large enough.
+    pub(super) fn take_drawing(&self, lane: usize, request: Request) -> Option<Placed> {
+        let (number, mut share) = self.shard(lane);
+        let part = &self.parts[number];
+        if part.credit() < request.bytes {
+            self.draw(part, &mut share, request.bytes)?;
+        }
+        let placed = self.place(number, &mut share, request)?;
+        part.set_credit(&mut share, part.credit() - request.bytes);
+        Some(placed)
+    }
+
+    /// The same for bytes that were charged.
+    pub(super) fn take_charged(&self, lane: usize, request: Request) -> Option<Placed> {
+        let (number, mut share) = self.shard(lane);
+        self.place(number, &mut share, request)
+    }
+
+    fn place(&self, part: usize, share: &mut Share, request: Request) -> Option<Placed> {
+        let placed = share.take(part, request);
+        placed.or_else(|| self.refill(part, share, request))
     }
 
     /// A block from wherever there is one, for bytes that were charged.
@@ -207,75 +252,90 @@ impl Arena {
         let shards = self.parts.iter().enumerate().skip(1);
         let placed = shards
             .clone()
-            .find_map(|(number, part)| part.lock().take(number, request));
+            .find_map(|(number, part)| part.share.lock().take(number, request));
         placed.or_else(|| {
             self.return_ends();
             self.central().take(CENTRAL, request)
         })
     }
 
-    /// Charges bytes for [`Arena::take_anywhere`]. It fails only where no credit is idle.
-    pub(super) fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
-        loop {
-            let found = match self.account.take(bytes) {
-                Ok(()) => return Ok(()),
-                Err(found) => found,
+    /// Charges bytes for the other ways to take a block. It fails only where not enough credit is idle, wherever it is.
+    pub(super) fn charge(&self, lane: usize, bytes: u64) -> Result<(), BudgetSnapshot> {
+        let _one = self.moving();
+        let home = &self.parts[shard_of(lane, seat::of_thread())];
+        let mut got = home.take_idle(bytes);
+        while got < bytes {
+            let Err(found) = self.account.0.take(bytes - got) else {
+                return Ok(());
             };
-            // Others draw ahead meanwhile; they draw less each time.
-            if self.gather_credit() == 0 {
+            let before = got;
+            for part in self.parts.iter().filter(|part| part.credit() > 0) {
+                let ahead = part.credit() / CREDITS_MOVED;
+                got += part.take_idle(ahead.max(bytes.saturating_sub(got)));
+                if got >= bytes {
+                    break;
+                }
+            }
+            if got == before {
+                self.account.0.give_back(got);
                 return Err(found);
             }
         }
+        let mut share = home.share.lock();
+        home.set_credit(&mut share, home.credit() + (got - bytes));
+        Ok(())
     }
 
     /// Gives back what was charged and got no block.
     pub(super) fn discharge(&self, bytes: u64) {
-        self.account.give_back(bytes);
+        self.account.0.give_back(bytes);
     }
 
     /// Changes the limit: what is taken after the return is within it.
     pub(super) fn set_limit(&self, limit: u64) {
-        self.account.resize(limit);
-        self.gather_credit();
+        let _one = self.moving();
+        self.account.0.resize(limit);
+        // Who frees in a part after its credit was taken sees this.
+        self.over.store(true, Ordering::Relaxed);
+        for part in &self.parts {
+            self.account.0.give_back(part.take_idle(u64::MAX));
+        }
+        self.look_at_limit();
+    }
+
+    /// Lets parts keep the credit of what is freed, once all that is drawn is within the limit. `moving` is held.
+    fn look_at_limit(&self) {
+        let BudgetSnapshot { limit, used } = self.account.0.snapshot();
+        self.over.store(used > limit, Ordering::Relaxed);
     }
 
     /// The limit, and live bytes as asked for.
     pub(super) fn limit(&self) -> BudgetSnapshot {
         BudgetSnapshot {
             used: self.totals().asked,
-            ..self.account.snapshot()
+            ..self.account.0.snapshot()
         }
     }
 
-    /// Takes all credit that is idle from the shares; how much it was.
-    fn gather_credit(&self) -> u64 {
-        let idle = |part: &Part| {
-            let idle = std::mem::take(&mut part.lock().credit);
-            self.account.give_back(idle);
-            idle
-        };
-        self.parts.iter().map(idle).sum()
+    fn moving(&self) -> MutexGuard<'_, ()> {
+        self.moving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    #[cold]
-    fn draw(&self, share: &mut Share, bytes: u64) -> Option<()> {
-        let BudgetSnapshot { limit, used } = self.account.snapshot();
+    /// Draws credit for a request of `bytes`, and some ahead.
+    fn draw(&self, part: &Part, share: &mut Share, bytes: u64) -> Option<()> {
+        if self.over.load(Ordering::Relaxed)
+            && let Ok(_one) = self.moving.try_lock()
+        {
+            self.look_at_limit();
+        }
+        let BudgetSnapshot { limit, used } = self.account.0.snapshot();
         let ahead = limit.saturating_sub(used) / CREDITS;
-        let least = bytes - share.credit;
+        let least = bytes - part.credit();
         let drawn = [least.saturating_add(ahead), least]
             .into_iter()
-            .find(|&wanted| self.account.take(wanted).is_ok())?;
-        share.credit += drawn;
-        share.drawn = drawn;
+            .find(|&wanted| self.account.0.take(wanted).is_ok())?;
+        part.set_credit(share, part.credit() + drawn);
         Some(())
-    }
-
-    /// Gives back half of more credit than a share needs.
-    #[cold]
-    fn return_credit(&self, share: &mut Share) {
-        let back = share.credit / 2;
-        share.credit -= back;
-        self.account.give_back(back);
     }
 
     /// Frees a block that `after` may still use; `left` as in [`Heap::free`].
@@ -286,36 +346,47 @@ impl Arena {
         after: After,
         left: impl Fn(After) -> After,
     ) -> Result<(), Refusal> {
-        let mut share = self.part(place)?.lock();
-        let freed = share.heap.free(place.id, after, left)?;
-        if usize::from(place.part) == CENTRAL {
-            self.account.give_back(freed.asked);
-            return Ok(());
-        }
-        share.credit += freed.asked;
-        if share.credit > share.drawn.max(CREDIT_KEPT).saturating_mul(2) {
-            self.return_credit(&mut share);
-        }
-        if let Some(whole) = freed.whole {
-            self.emptied(&mut share, whole);
+        let part = self.part(place)?;
+        let mut share = part.share.lock();
+        let asked = share.heap.free(place.id, after, left)?;
+        // What is of the central heap was paid for by shards.
+        if place.part as usize == CENTRAL || self.over.load(Ordering::Relaxed) {
+            self.account.0.give_back(asked);
+        } else {
+            part.set_credit(&mut share, part.credit() + asked);
         }
         Ok(())
     }
 
     /// Remembers what more may use a live block.
     pub(super) fn used(&self, place: Place, after: After, open: Open) -> Result<(), Refusal> {
-        self.part(place)?.lock().heap.used(place.id, after, open)
+        self.part(place)?
+            .share
+            .lock()
+            .heap
+            .used(place.id, after, open)
     }
 
     /// Gives the empty chunks of all shards back to the central heap.
     pub(super) fn return_chunks(&self) {
         for part in &self.parts[1..] {
-            let mut share = part.lock();
-            for region in 0..share.chunks.len() {
-                self.return_chunk(&mut share, region);
-            }
-            share.spare = None;
+            self.return_chunks_of(&mut part.share.lock());
         }
+    }
+
+    /// The same without waiting for shards that are in use; whether there was a chunk.
+    fn return_idle_chunks(&self) -> bool {
+        let shares = self.parts[1..]
+            .iter()
+            .filter_map(|part| part.share.try_lock());
+        let returned = shares.map(|mut share| self.return_chunks_of(&mut share));
+        returned.sum::<usize>() > 0
+    }
+
+    fn return_chunks_of(&self, share: &mut Share) -> usize {
+        let chunks = 0..share.chunks.len();
+        let returned = chunks.filter(|&region| self.return_chunk(share, region));
+        returned.count()
     }
 
     /// What there is. Heaps are looked at one after the other: sums over a moment in which others go on.
@@ -323,7 +394,7 @@ impl Arena {
         let mut totals = Totals::default();
         let (mut lent, mut chunks) = (0, 0);
         for (number, part) in self.parts.iter().enumerate() {
-            let share = part.lock();
+            let mut share = part.share.lock();
             totals.asked += share.heap.asked_bytes();
             totals.live += share.heap.live_bytes();
             totals.blocks += share.heap.live_blocks();
@@ -339,73 +410,69 @@ impl Arena {
         totals
     }
 
-    fn central(&self) -> MutexGuard<'_, Share> {
-        self.parts[CENTRAL].lock()
+    fn central(&self) -> Guard<'_, Share> {
+        self.parts[CENTRAL].share.lock()
     }
 
     fn part(&self, place: Place) -> Result<&Part, Refusal> {
-        self.parts
-            .get(usize::from(place.part))
-            .ok_or(Refusal::NotLive)
+        self.parts.get(place.part as usize).ok_or(Refusal::NotLive)
     }
 
     /// The shard of a lane and the calling thread. A thread that finds another one there moves to the next.
-    #[inline]
-    fn shard(&self, lane: usize) -> (usize, MutexGuard<'_, Share>) {
-        let part = 1 + (lane + seat::of_thread()) % SHARDS;
-        if let Some(share) = self.parts[part].try_lock() {
-            return (part, share);
+    fn shard(&self, lane: usize) -> (usize, Guard<'_, Share>) {
+        let number = shard_of(lane, seat::of_thread());
+        if let Some(share) = self.parts[number].share.try_lock() {
+            return (number, share);
         }
-        let part = 1 + (lane + seat::next()) % SHARDS;
-        (part, self.parts[part].lock())
+        let number = shard_of(lane, seat::next());
+        (number, self.parts[number].share.lock())
     }
 
-    /// Gives a shard a chunk and allocates from it, or from the central heap where the request is a large one.
-    #[cold]
+    /// Gives a shard a chunk and allocates from it, or from the central heap where there is none.
     fn refill(&self, part: usize, share: &mut Share, request: Request) -> Option<Placed> {
-        let mut central = self.central();
-        let chunk = central.heap.free_bytes() / CHUNKS;
-        let chunk = (chunk - chunk % CHUNK_LEAST).max(CHUNK_LEAST);
-        let four = request
-            .bytes
-            .saturating_add(request.align)
-            .saturating_mul(CHUNK_HOLDS);
-        if four <= chunk
-            && let Some(taken) = central.heap.lend(chunk)
-            && share.adopt(taken).is_some()
+        if self.add_chunk(share, request).is_some()
+            || self.return_idle_chunks() && self.add_chunk(share, request).is_some()
         {
-            return share.take(part, request);
+            let placed = share.take(part, request);
+            if placed.is_some() {
+                return placed;
+            }
         }
-        central.take(CENTRAL, request)
+        self.central().take(CENTRAL, request)
     }
 
-    /// Keeps a chunk that became empty, and gives back the one that was kept before.
-    #[cold]
-    fn emptied(&self, share: &mut Share, whole: Whole) {
-        if let Some(spare) = share.spare.replace(whole.region)
-            && spare != whole.region
-        {
-            self.return_chunk(share, spare as usize);
+    /// Gives a shard a chunk, if there is one that is worth it for a request.
+    fn add_chunk(&self, share: &mut Share, request: Request) -> Option<()> {
+        let mut central = self.central();
+        let most = central.heap.free_bytes() / CHUNKS;
+        let one = request.bytes.saturating_add(request.align);
+        let wanted = one.saturating_mul(CHUNK_HOLDS).max(share.heap.live_bytes());
+        let chunk = wanted.min(most).next_multiple_of(CHUNK_LEAST);
+        if one.saturating_mul(2) > chunk {
+            return None;
         }
+        share.adopt(central.heap.lend(chunk)?)
     }
 
     /// Gives a chunk back, if it is empty.
-    fn return_chunk(&self, share: &mut Share, region: usize) {
+    fn return_chunk(&self, share: &mut Share, region: usize) -> bool {
         let Some(chunk) = &share.chunks[region] else {
-            return;
+            return false;
         };
         let (id, whole) = (chunk.id, chunk.whole);
-        if let Some(after) = share.heap.remove(whole) {
-            share.chunks[region] = None;
-            // A chunk stays allocated for as long as its shard has it.
-            let _ = self.central().heap.free(id, after, |all| all);
-        }
+        let Some(after) = share.heap.remove(whole) else {
+            return false;
+        };
+        share.chunks[region] = None;
+        // A chunk stays allocated for as long as its shard has it.
+        let _ = self.central().heap.free(id, after, |all| all);
+        true
     }
 
     /// Gives back the free ends of all shards' chunks.
     fn return_ends(&self) {
         for part in &self.parts[1..] {
-            let mut share = part.lock();
+            let mut share = part.share.lock();
             for end in share.heap.ends() {
                 self.return_end(&mut share, &end);
             }

@@ -12,31 +12,35 @@ const CUT_BITS: u32 = CUTS.trailing_zeros();
 const ROWS: usize = (u32::BITS - CUT_BITS + 1) as usize;
 
 /// No block.
-pub(super) const NONE: u32 = u32::MAX;
+pub(super) const NONE: u32 = 0;
 
-/// One size class.
+/// One size class: its row, and its cut of that in the low bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Class {
-    row: u32,
-    cut: u32,
-}
+pub(super) struct Class(u32);
 
 impl Class {
     /// The class that a block of `size` granules stands in.
     #[inline]
     pub(super) fn of(size: u32) -> Class {
-        if size < CUTS {
-            return Class { row: 0, cut: size };
-        }
-        let row = size.ilog2() - CUT_BITS + 1;
-        Class {
-            row,
-            cut: (size >> (row - 1)) & (CUTS - 1),
-        }
+        let row = (size | (CUTS - 1)).ilog2() - (CUT_BITS - 1);
+        Class::at(row, (size >> row.saturating_sub(1)) & (CUTS - 1))
+    }
+
+    #[inline]
+    fn at(row: u32, cut: u32) -> Class {
+        Class(row << CUT_BITS | cut)
+    }
+
+    fn row(self) -> u32 {
+        self.0 >> CUT_BITS
+    }
+
+    fn cut(self) -> u32 {
+        self.0 & (CUTS - 1)
     }
 
     fn slot(self) -> usize {
-        (self.row * CUTS + self.cut) as usize
+        self.0 as usize
     }
 }
 
@@ -63,44 +67,32 @@ impl Classes {
         self.first[class.slot()]
     }
 
-    /// Makes `block` the first of a class; [`NONE`] empties the class.
+    /// Makes `block` the first of a class; [`NONE`] empties the class. Which of the two it is nobody can foresee: no branch.
     #[inline]
     pub(super) fn set_first(&mut self, class: Class, block: u32) {
         self.first[class.slot()] = block;
-        let cuts = &mut self.cuts[class.row as usize];
-        if block == NONE {
-            *cuts &= !(1 << class.cut);
-        } else {
-            *cuts |= 1 << class.cut;
-        }
-        if *cuts == 0 {
-            self.rows &= !(1 << class.row);
-        } else {
-            self.rows |= 1 << class.row;
-        }
+        let (row, cut) = (class.row(), class.cut());
+        let cuts = &mut self.cuts[row as usize];
+        *cuts = *cuts & !(1 << cut) | u64::from(block != NONE) << cut;
+        self.rows = self.rows & !(1 << row) | u32::from(*cuts != 0) << row;
     }
 
     /// The smallest class above `class` that has a block: each block there is larger than every one of `class`.
     #[inline]
     pub(super) fn above(&self, class: Class) -> Option<Class> {
-        let cuts = self.cuts[class.row as usize] & (u64::MAX << class.cut) & !(1 << class.cut);
+        let (row, cut) = (class.row(), class.cut());
+        let cuts = self.cuts[row as usize] & (u64::MAX << cut) & !(1 << cut);
         if cuts != 0 {
-            return Some(Class {
-                row: class.row,
-                cut: cuts.trailing_zeros(),
-            });
+            return Some(Class::at(row, cuts.trailing_zeros()));
         }
-        self.lowest_of(self.rows & (u32::MAX << class.row) & !(1 << class.row))
+        self.lowest_of(self.rows & (u32::MAX << row) & !(1 << row))
     }
 
     #[inline]
     fn lowest_of(&self, rows: u32) -> Option<Class> {
         (rows != 0).then(|| {
             let row = rows.trailing_zeros();
-            Class {
-                row,
-                cut: self.cuts[row as usize].trailing_zeros(),
-            }
+            Class::at(row, self.cuts[row as usize].trailing_zeros())
         })
     }
 
@@ -113,10 +105,7 @@ impl Classes {
     pub(super) fn largest(&self) -> Option<Class> {
         (self.rows != 0).then(|| {
             let row = self.rows.ilog2();
-            Class {
-                row,
-                cut: self.cuts[row as usize].ilog2(),
-            }
+            Class::at(row, self.cuts[row as usize].ilog2())
         })
     }
 }
@@ -148,7 +137,7 @@ mod tests {
             asked in 1u32..,
         ) {
             let mut classes = Classes::new();
-            for (block, &size) in (0..).zip(&sizes) {
+            for (block, &size) in (1..).zip(&sizes) {
                 classes.set_first(Class::of(size), block);
             }
             let slots = sizes.iter().map(|&size| Class::of(size).slot());

@@ -48,15 +48,6 @@ pub(super) struct Whole {
     pub(super) index: u32,
 }
 
-/// What a free gave back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Freed {
-    /// Bytes as they were asked for.
-    pub(super) asked: u64,
-    /// The region, where it is free from end to end now.
-    pub(super) whole: Option<Whole>,
-}
-
 /// Why nothing was done with a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Refusal {
@@ -91,18 +82,21 @@ pub(super) struct End {
     pub(super) after: After,
 }
 
-/// Exactly a cache line: a merge with both neighbours touches three.
+/// Exactly a cache line: a merge with both neighbours touches three. Fields that are written one by one do not stand side
+/// by side where they would be read as one: a processor cannot read together what it has yet to write apart.
 #[derive(Clone, Copy, Debug)]
-#[repr(align(64))]
+#[repr(C, align(64))]
 struct Header {
+    /// Of a free block: the lanes of what may still use it. Of an allocated one: of what may, beside what it is freed by.
+    lanes: u64,
     address: u64,
+    /// When the latest of these uses was.
+    stamp: u64,
     /// The allocation's number; 0 while the block is free.
     serial: u64,
-    /// Of a free block: what may still use it. Of an allocated one: what may, beside what it is freed by.
-    after: After,
     /// Bytes that were asked for.
     asked: u64,
-    /// In granules; 0 while the header is unused.
+    /// In granules; 0 while the header is unused, and of [`EDGE`].
     size: u32,
     /// The neighbour at the lower address.
     below: u32,
@@ -115,10 +109,27 @@ struct Header {
     region: u32,
 }
 
+impl Header {
+    #[inline]
+    fn after(&self) -> After {
+        After {
+            lanes: self.lanes,
+            stamp: self.stamp,
+        }
+    }
+
+    #[inline]
+    fn set_after(&mut self, After { lanes, stamp }: After) {
+        self.lanes = lanes;
+        self.stamp = stamp;
+    }
+}
+
 const UNUSED: Header = Header {
+    lanes: 0,
     address: 0,
+    stamp: 0,
     serial: 0,
-    after: After::NOTHING,
     asked: 0,
     size: 0,
     below: NONE,
@@ -128,17 +139,33 @@ const UNUSED: Header = Header {
     region: 0,
 };
 
+/// The header with the index [`NONE`]: the neighbour of a block that has none, and of the ends of lists. It is never free,
+/// and written to like any other, which saves to ask each time.
+const EDGE: Header = Header {
+    serial: ASIDE,
+    ..UNUSED
+};
+
+/// The number of a block that is neither allocated nor one with its neighbours.
+const ASIDE: u64 = u64::MAX;
+
 /// The heap.
 #[derive(Debug)]
 pub(super) struct Heap {
     headers: Vec<Header>,
     unused: u32,
     classes: Classes,
+    /// Bytes, free or not.
+    all: u64,
     free: u64,
-    live: u64,
     asked: u64,
-    blocks: u64,
+    /// A free block that stands in no list, and is one with no neighbour: the last allocation's, freed before the next. Who
+    /// allocates and frees the same size over and over gets it as it is.
+    aside: u32,
+    /// Allocations so far.
     taken: u64,
+    /// Frees so far.
+    freed: u64,
 }
 
 impl Default for Heap {
@@ -151,14 +178,15 @@ impl Heap {
     /// A heap without memory.
     pub(super) fn new() -> Heap {
         Heap {
-            headers: Vec::new(),
+            headers: vec![EDGE],
             unused: NONE,
             classes: Classes::new(),
+            all: 0,
             free: 0,
-            live: 0,
             asked: 0,
-            blocks: 0,
+            aside: NONE,
             taken: 0,
+            freed: 0,
         }
     }
 
@@ -169,7 +197,7 @@ impl Heap {
 
     /// Bytes of allocated blocks, as large as they are.
     pub(super) fn live_bytes(&self) -> u64 {
-        self.live
+        self.all - self.free
     }
 
     /// Bytes of allocated blocks, as they were asked for.
@@ -179,11 +207,12 @@ impl Heap {
 
     /// Allocated blocks.
     pub(super) fn live_blocks(&self) -> u64 {
-        self.blocks
+        self.taken - self.freed
     }
 
     /// Bytes of the largest free block.
-    pub(super) fn largest_free(&self) -> u64 {
+    pub(super) fn largest_free(&mut self) -> u64 {
+        self.settle();
         let Some(class) = self.classes.largest() else {
             return 0;
         };
@@ -205,13 +234,15 @@ impl Heap {
             .ok()
             .filter(|&size| size > 0)?;
         let index = self.header()?;
-        self.headers[index as usize] = Header {
+        let header = &mut self.headers[index as usize];
+        *header = Header {
             address,
             size,
             region,
-            after,
             ..UNUSED
         };
+        header.set_after(after);
+        self.all += bytes(size);
         self.free += bytes(size);
         self.link(index);
         Some(Whole { region, index })
@@ -222,31 +253,37 @@ impl Heap {
     pub(super) fn whole(&self, whole: Whole) -> Option<After> {
         let header = self.headers.get(whole.index as usize)?;
         let spans = header.size > 0 && header.below == NONE && header.above == NONE;
-        (spans && is_free(header) && header.region == whole.region).then_some(header.after)
+        (spans && is_free(header) && header.region == whole.region).then_some(header.after())
     }
 
     /// Takes a region away that is free from end to end; what may still use it.
     pub(super) fn remove(&mut self, whole: Whole) -> Option<After> {
+        self.settle();
         let after = self.whole(whole)?;
+        let size = bytes(self.headers[whole.index as usize].size);
         self.unlink(whole.index);
-        self.free -= bytes(self.headers[whole.index as usize].size);
+        self.all -= size;
+        self.free -= size;
         self.recycle(whole.index);
         Some(after)
     }
 
-    /// A block of at least `size` bytes at a multiple of `align` (a power of two).
+    /// A block of at least `asked` bytes at a multiple of `align` (a power of two).
     #[inline]
     pub(super) fn allocate(&mut self, asked: u64, align: u64) -> Option<Taken> {
         let size = u32::try_from(asked.div_ceil(GRANULE)).ok()?.max(1);
-        if align > GRANULE {
+        let index = if align > GRANULE {
             let index = self.find_aligned(size, align)?;
-            return Some(self.take(index, size, asked));
-        }
-        let index = self.find(size)?;
-        Some(match self.cut_top(index, size) {
-            Some(top) => self.hand_out(top, asked),
-            None => self.take(index, size, asked),
-        })
+            self.cut_bottom(index, size)
+        } else if let Some(rest) = self.headers[self.aside as usize].size.checked_sub(size)
+            && !is_worth_it(rest, size)
+        {
+            std::mem::replace(&mut self.aside, NONE)
+        } else {
+            let index = self.find(size)?;
+            self.cut_top(index, size)
+        };
+        Some(self.hand_out(index, asked))
     }
 
     /// A block for another heap to cut up: one that nobody asked for yet.
@@ -255,7 +292,8 @@ impl Heap {
             .ok()
             .filter(|&size| size > 0)?;
         let index = self.find(size)?;
-        Some(self.take(index, size, 0))
+        let index = self.cut_bottom(index, size);
+        Some(self.hand_out(index, 0))
     }
 
     /// Cuts a lent block where one of its ends is free in the heap that has it: what stays lent, and the end.
@@ -266,7 +304,6 @@ impl Heap {
             .filter(|&cut| 0 < cut && cut < size)?;
         let index = self.split(id.index, if end.low { cut } else { size - cut })?;
         self.taken += 1;
-        self.blocks += 1;
         let upper = &mut self.headers[index as usize];
         upper.serial = self.taken;
         upper.previous = 0;
@@ -285,7 +322,8 @@ impl Heap {
     }
 
     /// The free blocks at the ends of regions that are not free from end to end.
-    pub(super) fn ends(&self) -> Vec<End> {
+    pub(super) fn ends(&mut self) -> Vec<End> {
+        self.settle();
         let Some(first) = self.classes.smallest() else {
             return Vec::new();
         };
@@ -297,7 +335,7 @@ impl Heap {
                 index,
                 bytes: bytes(header.size),
                 low,
-                after: header.after,
+                after: header.after(),
             })
         });
         ends.collect()
@@ -310,6 +348,7 @@ impl Heap {
         } = self.headers[end.index as usize];
         self.unlink(end.index);
         self.recycle(end.index);
+        self.all -= bytes(size);
         self.free -= bytes(size);
         if end.low {
             self.headers[above as usize].below = NONE;
@@ -323,68 +362,95 @@ impl Heap {
     }
 
     /// Frees a block that `after` may still use. `left` says what of a neighbour's users is still to be waited for by
-    /// who waits for `after`.
+    /// who waits for `after`. Answers the bytes that were asked for.
     #[inline]
     pub(super) fn free(
         &mut self,
         id: BlockId,
         after: After,
         left: impl Fn(After) -> After,
-    ) -> Result<Freed, Refusal> {
-        let mut index = id.index;
-        let mut header = *self.live(id)?;
-        if header.previous != 0 {
-            return Err(Refusal::InUse(header.previous));
+    ) -> Result<u64, Refusal> {
+        let header = self.live(id)?;
+        let (uses, asked) = (header.previous, header.asked);
+        if uses != 0 {
+            return Err(Refusal::InUse(uses));
         }
-        header.serial = 0;
-        header.after = header.after.and(after);
-        self.headers[index as usize].serial = 0;
-        self.live -= bytes(header.size);
         self.free += bytes(header.size);
-        let asked = header.asked;
         self.asked -= asked;
-        self.blocks -= 1;
-        if let Some(above) = self.free_at(header.above) {
-            self.unlink(header.above);
-            self.recycle(header.above);
-            header.size += above.size;
-            header.after = header.after.and(left(above.after));
-            header.above = above.above;
+        self.freed += 1;
+        let header = &mut self.headers[id.index as usize];
+        header.set_after(header.after().and(after));
+        let mut index = id.index;
+        if id.serial == self.taken {
+            header.serial = ASIDE;
+            index = std::mem::replace(&mut self.aside, index);
+            if index == NONE {
+                return Ok(asked);
+            }
+        }
+        // Who waits for what was set aside earlier waits for `after` where both are one and the same stream.
+        let set_aside = self.headers[index as usize].lanes;
+        let waits = index == id.index || (set_aside == after.lanes && set_aside.is_power_of_two());
+        self.merge(index, |before| if waits { left(before) } else { before });
+        Ok(asked)
+    }
+
+    /// Makes the block that was set aside one with its neighbours.
+    #[cold]
+    fn settle(&mut self) {
+        let index = std::mem::replace(&mut self.aside, NONE);
+        if index != NONE {
+            self.merge(index, |all| all);
+        }
+    }
+
+    /// Makes a block that was freed one with its neighbours, and puts it in its list.
+    #[inline]
+    fn merge(&mut self, mut index: u32, left: impl Fn(After) -> After) {
+        let header = &mut self.headers[index as usize];
+        header.serial = 0;
+        let mut after = header.after();
+        let Header {
+            mut size,
+            below,
+            mut above,
+            ..
+        } = *header;
+        let upper = self.headers[above as usize];
+        if is_free(&upper) {
+            self.unlink(above);
+            self.recycle(above);
+            size += upper.size;
+            after = after.and(left(upper.after()));
+            above = upper.above;
         }
         let mut stays = false;
-        if let Some(below) = self.free_at(header.below) {
+        let lower = self.headers[below as usize];
+        if is_free(&lower) {
             self.recycle(index);
-            index = header.below;
-            stays = Class::of(below.size) == Class::of(below.size + header.size);
+            index = below;
+            stays = Class::of(lower.size) == Class::of(lower.size + size);
             if !stays {
                 self.unlink(index);
             }
-            header = Header {
-                size: header.size + below.size,
-                after: header.after.and(left(below.after)),
-                above: header.above,
-                ..below
-            };
+            size += lower.size;
+            after = after.and(left(lower.after()));
         }
-        self.headers[index as usize] = header;
-        if header.above != NONE {
-            self.headers[header.above as usize].below = index;
-        }
+        let header = &mut self.headers[index as usize];
+        header.size = size;
+        header.set_after(after);
+        header.above = above;
+        self.headers[above as usize].below = index;
         if !stays {
             self.link(index);
         }
-        let whole = (header.below == NONE && header.above == NONE).then_some(Whole {
-            region: header.region,
-            index,
-        });
-        Ok(Freed { asked, whole })
     }
 
     /// Remembers what more may use an allocated block.
     pub(super) fn used(&mut self, id: BlockId, after: After, open: Open) -> Result<(), Refusal> {
         self.live(id)?;
         let header = &mut self.headers[id.index as usize];
-        header.after = header.after.and(after);
+        header.set_after(header.after().and(after));
         header.previous = match open {
             Open::More => header.previous.saturating_add(1),
             Open::Same => header.previous,
@@ -401,31 +467,34 @@ impl Heap {
             .ok_or(Refusal::NotLive)
     }
 
-    #[inline]
-    fn free_at(&self, index: u32) -> Option<Header> {
-        let header = self.headers.get(index as usize)?;
-        is_free(header).then_some(*header)
-    }
-
     /// A free block of at least `size` granules: the best class's first, or one of the request's own class.
     #[inline]
-    fn find(&self, size: u32) -> Option<u32> {
+    fn find(&mut self, size: u32) -> Option<u32> {
         let own = Class::of(size);
         let first = self.classes.first(own);
-        if first != NONE && self.headers[first as usize].size >= size {
+        if self.headers[first as usize].size >= size {
             return Some(first);
         }
         match self.classes.above(own) {
             Some(class) => Some(self.classes.first(class)),
-            None => self
-                .list(own)
-                .find(|&index| self.headers[index as usize].size >= size),
+            None => self.find_in(own, size),
         }
+    }
+
+    #[cold]
+    fn find_in(&mut self, class: Class, size: u32) -> Option<u32> {
+        if self.aside != NONE {
+            self.settle();
+            return self.find(size);
+        }
+        self.list(class)
+            .find(|&index| self.headers[index as usize].size >= size)
     }
 
     /// A free block of at least `size` granules that begins at a multiple of `align`: what is below is cut off.
     #[cold]
     fn find_aligned(&mut self, size: u32, align: u64) -> Option<u32> {
+        self.settle();
         let room = u32::try_from(align / GRANULE).ok()?;
         // The largest shift that any address can need; a block that needs less may be smaller.
         let roomy = self.find(size.checked_add(room - 1)?);
@@ -448,79 +517,85 @@ impl Heap {
         rest
     }
 
-    /// Allocates a free block, and gives back what is above `size` granules.
-    #[inline]
-    fn take(&mut self, index: u32, size: u32, asked: u64) -> Taken {
+    /// Takes a free block from its list, and gives back what is above `size` granules.
+    fn cut_bottom(&mut self, index: u32, size: u32) -> u32 {
         self.unlink(index);
         let rest = self.headers[index as usize].size - size;
-        if rest > (size >> CRUMB_SHIFT).min(CRUMB_MOST)
+        if is_worth_it(rest, size)
             && let Some(rest) = self.split(index, size)
         {
             self.link(rest);
         }
-        self.hand_out(index, asked)
+        index
     }
 
-    /// Cuts `size` granules from the upper end of a free block, where more than a crumb is left. The block keeps its place in
-    /// its list as long as it stays in its class, which a large one does.
+    /// Cuts `size` granules from the upper end of a free block, where more than a crumb is left; what stands in no list
+    /// then. The block keeps its place in its list as long as it stays in its class, which a large one does.
     #[inline]
-    fn cut_top(&mut self, index: u32, size: u32) -> Option<u32> {
+    fn cut_top(&mut self, index: u32, size: u32) -> u32 {
         let whole = self.headers[index as usize].size;
         let rest = whole - size;
-        if rest <= (size >> CRUMB_SHIFT).min(CRUMB_MOST) {
-            return None;
+        let stays = is_worth_it(rest, size) && Class::of(rest) == Class::of(whole);
+        if !stays {
+            self.unlink(index);
         }
-        if Class::of(rest) == Class::of(whole) {
-            return self.split(index, rest);
+        if is_worth_it(rest, size)
+            && let Some(top) = self.split(index, rest)
+        {
+            if !stays {
+                self.link(index);
+            }
+            return top;
         }
-        self.unlink(index);
-        let top = self.split(index, rest);
-        self.link(index);
-        top
+        index
     }
 
     /// Allocates a block that stands in no list.
     #[inline]
     fn hand_out(&mut self, index: u32, asked: u64) -> Taken {
         self.taken += 1;
+        let serial = self.taken;
         let header = &mut self.headers[index as usize];
-        header.serial = self.taken;
+        header.serial = serial;
         header.asked = asked;
         header.previous = 0;
         let taken = Taken {
-            id: BlockId {
-                index,
-                serial: header.serial,
-            },
+            id: BlockId { serial, index },
             address: header.address,
             bytes: bytes(header.size),
-            after: std::mem::replace(&mut header.after, After::NOTHING),
+            after: header.after(),
         };
+        header.set_after(After::NOTHING);
         self.free -= taken.bytes;
-        self.live += taken.bytes;
         self.asked += asked;
-        self.blocks += 1;
         taken
     }
 
-    /// Cuts a block that stands in no list after `size` granules; the rest, in no list either.
+    /// Cuts a block after `size` granules; the rest, in no list.
     #[inline]
     fn split(&mut self, index: u32, size: u32) -> Option<u32> {
         let rest = self.header()?;
         let header = &mut self.headers[index as usize];
-        let above = header.above;
-        let cut = Header {
-            address: header.address + bytes(size),
-            size: header.size - size,
-            below: index,
-            ..*header
-        };
+        let Header {
+            address,
+            size: whole,
+            above,
+            region,
+            ..
+        } = *header;
+        let after = header.after();
         header.size = size;
         header.above = rest;
-        self.headers[rest as usize] = cut;
-        if above != NONE {
-            self.headers[above as usize].below = rest;
-        }
+        let upper = &mut self.headers[rest as usize];
+        upper.address = address + bytes(size);
+        upper.size = whole - size;
+        upper.below = index;
+        upper.above = above;
+        upper.region = region;
+        upper.serial = 0;
+        upper.asked = 0;
+        upper.set_after(after);
+        self.headers[above as usize].below = rest;
         Some(rest)
     }
 
@@ -531,13 +606,11 @@ impl Heap {
         let header = &mut self.headers[index as usize];
         header.previous = NONE;
         header.next = next;
-        if next != NONE {
-            self.headers[next as usize].previous = index;
-        }
+        self.headers[next as usize].previous = index;
         self.classes.set_first(class, index);
     }
 
-    #[inline]
+    #[inline(always)]
     fn unlink(&mut self, index: u32) {
         let Header {
             previous,
@@ -545,12 +618,9 @@ impl Heap {
             size,
             ..
         } = self.headers[index as usize];
-        if next != NONE {
-            self.headers[next as usize].previous = previous;
-        }
-        if previous != NONE {
-            self.headers[previous as usize].next = next;
-        } else {
+        self.headers[next as usize].previous = previous;
+        self.headers[previous as usize].next = next;
+        if previous == NONE {
             self.classes.set_first(Class::of(size), next);
         }
     }
@@ -559,13 +629,16 @@ impl Heap {
     #[inline]
     fn header(&mut self) -> Option<u32> {
         let index = self.unused;
-        if index != NONE {
-            self.unused = self.headers[index as usize].next;
-            return Some(index);
+        if index == NONE {
+            return self.new_header();
         }
-        let index = u32::try_from(self.headers.len())
-            .ok()
-            .filter(|&index| index < NONE)?;
+        self.unused = self.headers[index as usize].next;
+        Some(index)
+    }
+
+    #[cold]
+    fn new_header(&mut self) -> Option<u32> {
+        let index = u32::try_from(self.headers.len()).ok()?;
         self.headers.push(UNUSED);
         Some(index)
     }
@@ -590,6 +663,12 @@ impl Heap {
         std::iter::successors(Some(class), |&class| self.classes.above(class))
             .flat_map(|class| self.list(class))
     }
+}
+
+/// Whether what is left of a block of which `size` granules are taken gets a header of its own.
+#[inline]
+fn is_worth_it(rest: u32, size: u32) -> bool {
+    rest > (size >> CRUMB_SHIFT).min(CRUMB_MOST)
 }
 
 #[inline]

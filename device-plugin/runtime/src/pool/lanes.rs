@@ -31,7 +31,7 @@ impl Lanes {
     /// With a lane for the pool's own stream.
     pub(super) fn new(keeper: Stream) -> Lanes {
         let key = key(&keeper);
-        let lane = places(key).next().unwrap_or(Lane::FIRST);
+        let lane = place(key, 0);
         let lanes = Lanes {
             keys: [const { AtomicU64::new(EMPTY) }; STREAMS],
             streams: Mutex::new(vec![None; STREAMS]),
@@ -51,17 +51,39 @@ impl Lanes {
     /// A stream's lane; `None` where all are taken.
     #[inline]
     pub(super) fn of(&self, stream: &Stream) -> Result<Option<Lane>, CudaError> {
-        let key = key(stream);
-        match self.find(key) {
+        match self.find(stream) {
             Some(lane) => Ok(Some(lane)),
-            None => self.claim(key, stream),
+            None => self.claim(stream),
         }
+    }
+
+    /// The lane that a stream has already.
+    #[inline]
+    fn find(&self, stream: &Stream) -> Option<Lane> {
+        let key = key(stream);
+        let first = place(key, 0);
+        if self.keys[first.number()].load(Ordering::Acquire) == key {
+            return Some(first);
+        }
+        self.find_further(key)
+    }
+
+    #[cold]
+    fn find_further(&self, key: u64) -> Option<Lane> {
+        for lane in places(key) {
+            match self.keys[lane.number()].load(Ordering::Acquire) {
+                found if found == key => return Some(lane),
+                EMPTY => return None,
+                _ => {}
+            }
+        }
+        None
     }
 
     /// Takes the lane of a stream away, so that the stream can be destroyed by who made it.
     pub(super) fn forget(&self, stream: &Stream) -> Result<(), CudaError> {
         let mut streams = self.streams();
-        let Some(lane) = self.find(key(stream)) else {
+        let Some(lane) = self.find(stream) else {
             return Ok(());
         };
         let (keeper, own) = self.keeper();
@@ -94,22 +116,11 @@ impl Lanes {
         Ok(())
     }
 
-    #[inline]
-    fn find(&self, key: u64) -> Option<Lane> {
-        for lane in places(key) {
-            match self.keys[lane.number()].load(Ordering::Acquire) {
-                found if found == key => return Some(lane),
-                EMPTY => return None,
-                _ => {}
-            }
-        }
-        None
-    }
-
     #[cold]
-    fn claim(&self, key: u64, stream: &Stream) -> Result<Option<Lane>, CudaError> {
+    fn claim(&self, stream: &Stream) -> Result<Option<Lane>, CudaError> {
+        let key = key(stream);
         let mut streams = self.streams();
-        if let Some(lane) = self.find(key) {
+        if let Some(lane) = self.find(stream) {
             return Ok(Some(lane));
         }
         let open = |lane: &Lane| {
@@ -154,12 +165,16 @@ impl Lanes {
 
 #[inline]
 fn key(stream: &Stream) -> u64 {
-    stream.key().number() + 1
+    stream.key().number().wrapping_add(1)
+}
+
+/// Where a key looks for its lane at a step.
+#[inline]
+fn place(key: u64, step: usize) -> Lane {
+    Lane::of(key.wrapping_add(step as u64))
 }
 
 /// All lanes, in the order in which a key looks for its own.
-#[inline]
 fn places(key: u64) -> impl Iterator<Item = Lane> {
-    let first = key as usize;
-    (0..STREAMS).filter_map(move |step| Lane::new(first.wrapping_add(step) % STREAMS))
+    (0..STREAMS).map(move |step| place(key, step))
 }

@@ -2,7 +2,7 @@
 //!
 //! * [`classes`] says which list a size stands in
 //! * [`heap`] places blocks and makes free neighbours one
-//! * [`seat`] keeps threads apart
+//! * [`seat`] keeps threads apart, [`lock`] those that meet
 //! * [`arena`] has a heap for each of many shards over a central one, and loses no byte between them
 //! * [`order`] says what a free block still waits for
 //! * [`lanes`] numbers streams, and puts one behind others
@@ -17,6 +17,7 @@ mod arena;
 mod classes;
 mod heap;
 mod lanes;
+mod lock;
 mod order;
 mod seat;
 
@@ -25,10 +26,10 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Context, Stream};
-use crate::error::{ErrorClass, FreeError, ResourceError};
+use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
-    Tag, check_own, check_request, check_stream,
+    Tag, check_request, check_stream,
 };
 use arena::{Arena, Place, Placed, Request};
 use heap::{BlockId, Open, Refusal, Whole};
@@ -207,12 +208,17 @@ impl<R: DeviceMemoryResource> Pool<R> {
         self.growing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Charges a request, and finds room for it.
-    #[cold]
-    fn find_room(&self, request: Request) -> Result<Placed, ResourceError> {
-        let _one = self.growing();
+    /// Gets a request credit and room, wherever they are.
+    fn find_room(&self, lane: usize, request: Request) -> Result<Placed, ResourceError> {
+        if let Some(placed) = self.arena.take_drawing(lane, request) {
+            return Ok(placed);
+        }
         let over = |found: BudgetSnapshot| self.over_budget(request, found);
-        self.arena.charge(request.bytes).map_err(over)?;
+        self.arena.charge(lane, request.bytes).map_err(over)?;
+        if let Some(placed) = self.arena.take_charged(lane, request) {
+            return Ok(placed);
+        }
+        let _one = self.growing();
         self.make_room(request)
             .inspect_err(|_| self.arena.discharge(request.bytes))
     }
@@ -350,8 +356,34 @@ impl<R: DeviceMemoryResource> Pool<R> {
         }
     }
 
-    /// Puts a stream behind those that used a block before; frees the block as it was where that fails.
+    /// Finds room where none was taken yet, and puts the stream behind those that used it before.
     #[cold]
+    fn place(
+        &self,
+        taken: Option<Placed>,
+        request: Request,
+        stream: &Stream,
+        lane: Option<Lane>,
+    ) -> Result<Placed, ResourceError> {
+        let placed = match taken {
+            Some(placed) => placed,
+            None => self.find_room(lane.map_or(0, Lane::number), request)?,
+        };
+        let missing = match lane {
+            Some(lane) => self.order.missing(lane, placed.after),
+            None => placed.after.lanes,
+        };
+        if missing != 0 {
+            self.put_behind(&placed, stream, lane, missing)?;
+        }
+        if lane.is_none() {
+            // Nobody can ask its stream later what it waited for.
+            let _ = self.arena.used(placed.place, placed.after, Open::Same);
+        }
+        Ok(placed)
+    }
+
+    /// Puts a stream behind those that used a block before; frees the block as it was where that fails.
     fn put_behind(
         &self,
         placed: &Placed,
@@ -368,10 +400,20 @@ impl<R: DeviceMemoryResource> Pool<R> {
         Ok(())
     }
 
+    /// Checks that a block is this pool's, and a stream this device's.
+    #[inline]
+    fn check(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
+        let (origin, found) = (self.origin, block.origin);
+        if origin != found {
+            return Err(ResourceError::Foreign { origin, found });
+        }
+        check_stream(self.ordinal, stream)
+    }
+
     /// A block's name in the arena, and the lane that it was allocated in.
     fn known(&self, block: BlockRef) -> (Place, Option<Lane>) {
         let place = Place {
-            part: (block.generation & ((1 << PART_BITS) - 1)) as u8,
+            part: (block.generation & ((1 << PART_BITS) - 1)) as u32,
             id: BlockId {
                 index: block.cookie as u32,
                 serial: block.generation >> PART_BITS,
@@ -386,11 +428,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
         block: BlockRef,
         stream: &Stream,
     ) -> Result<(Place, Lane, Lane), ResourceError> {
-        check_stream(self.ordinal, stream)?;
-        if block.origin != self.origin {
-            let (origin, found) = (self.origin, block.origin);
-            return Err(ResourceError::Foreign { origin, found });
-        }
+        self.check(block, stream)?;
         let (place, home) = self.known(block);
         match (home, self.lanes.of(stream)?) {
             (Some(home), Some(lane)) => Ok((place, home, lane)),
@@ -407,7 +445,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
         let (place, home, lane) = self.tracked(block, stream)?;
         let after = self.order.freed(lane.bit());
         let used = self.arena.used(place, after, open);
-        used.map_err(|why| refused(block, why))?;
+        used.map_err(|why| refused(block.generation, why))?;
         Ok((home, lane))
     }
 
@@ -415,25 +453,33 @@ impl<R: DeviceMemoryResource> Pool<R> {
     /// is waited for.
     #[inline]
     fn free(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
+        self.check(block, stream)?;
         let (place, home) = self.known(block);
         let home = home.map_or(0, Lane::bit);
         let freed = match self.lanes.of(stream)? {
             Some(lane) => {
                 let after = self.order.freed(lane.bit() | home);
-                self.arena
-                    .free(place, after, |before| self.order.left(lane, before))
+                let left = |before| self.order.left(lane, before);
+                self.arena.free(place, after, left)
             }
-            None => {
-                stream.synchronize()?;
-                self.arena.free(place, self.order.freed(home), |all| all)
-            }
+            None => self.free_after_all(place, home, stream)?,
         };
-        freed.map_err(|why| refused(block, why))
+        freed.map_err(|why| refused(block.generation, why))
+    }
+
+    #[cold]
+    fn free_after_all(
+        &self,
+        place: Place,
+        home: u64,
+        stream: &Stream,
+    ) -> Result<Result<(), Refusal>, CudaError> {
+        stream.synchronize()?;
+        Ok(self.arena.free(place, self.order.freed(home), |all| all))
     }
 }
 
-fn refused(block: BlockRef, why: Refusal) -> ResourceError {
-    let generation = block.generation;
+fn refused(generation: u64, why: Refusal) -> ResourceError {
     match why {
         Refusal::NotLive => ResourceError::Stale { generation },
         Refusal::InUse(uses) => ResourceError::InUse { generation, uses },
@@ -444,44 +490,30 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
     #[inline]
     fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
         check_request(self.ordinal, layout, MOST_ALIGN, stream)?;
-        let lane = self.lanes.of(stream)?;
         let request = Request {
             bytes: layout.size() as u64,
             align: layout.align() as u64,
         };
-        let placed = match self.arena.take(lane.map_or(0, Lane::number), request) {
-            Some(placed) => placed,
-            None => self.find_room(request)?,
-        };
-        let missing = match lane {
-            Some(lane) => self.order.missing(lane, placed.after),
-            None => placed.after.lanes,
-        };
-        if missing != 0 {
-            self.put_behind(&placed, stream, lane, missing)?;
-        }
-        let home = match lane {
-            Some(lane) => lane.number(),
-            None => {
-                // Nobody can ask its stream later what it waited for.
-                let _ = self.arena.used(placed.place, placed.after, Open::Same);
-                order::STREAMS
-            }
+        let lane = self.lanes.of(stream)?;
+        let taken = self.arena.take(lane.map_or(0, Lane::number), request);
+        let placed = match (lane, taken) {
+            (Some(lane), Some(placed)) if self.order.missing(lane, placed.after) == 0 => placed,
+            (lane, taken) => self.place(taken, request, stream, lane)?,
         };
         let Place { part, id } = placed.place;
+        let home = lane.map_or(order::STREAMS, Lane::number) as u64;
         Ok(Block::new(BlockRef {
             address: placed.address,
             layout,
             origin: self.origin,
             generation: id.serial << PART_BITS | u64::from(part),
-            cookie: (home as u64) << u32::BITS | u64::from(id.index),
+            cookie: home << u32::BITS | u64::from(id.index),
         }))
     }
 
     #[inline]
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.origin, block)?;
-        match check_stream(self.ordinal, stream).and_then(|()| self.free(block.as_ref(), stream)) {
+        match self.free(block.as_ref(), stream) {
             Ok(()) => Ok(()),
             Err(why) => Err(FreeError::Refused { block, why }),
         }

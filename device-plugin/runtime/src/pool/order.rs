@@ -41,8 +41,11 @@ impl After {
 pub(super) struct Lane(u8);
 
 impl Lane {
-    /// The first.
-    pub(super) const FIRST: Lane = Lane(0);
+    /// The one that a number comes to where it is counted round.
+    #[inline]
+    pub(super) fn of(number: u64) -> Lane {
+        Lane((number % STREAMS as u64) as u8)
+    }
 
     /// The `number`th, below [`STREAMS`].
     pub(super) fn new(number: usize) -> Option<Lane> {
@@ -50,6 +53,7 @@ impl Lane {
     }
 
     /// Its number.
+    #[inline]
     pub(super) fn number(self) -> usize {
         usize::from(self.0)
     }

@@ -77,7 +77,9 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
             }
             Step::Take { lane, request } => {
                 let fits = model.fits(request);
-                let placed = arena.take(lane, request);
+                let placed = arena
+                    .take(lane, request)
+                    .or_else(|| arena.take_drawing(lane, request));
                 prop_assert!(fits || placed.is_none());
                 let placed = placed.or_else(|| arena.anywhere(request));
                 // The gaps of the model know nothing of chunks, and each block's crumb is still in them.
@@ -141,7 +143,7 @@ proptest! {
 impl Arena {
     /// As a pool does that cannot grow.
     fn anywhere(&self, request: Request) -> Option<Placed> {
-        self.charge(request.bytes).ok()?;
+        self.charge(0, request.bytes).ok()?;
         let placed = self.take_anywhere(request);
         if placed.is_none() {
             self.discharge(request.bytes);
@@ -150,7 +152,8 @@ impl Arena {
     }
 
     fn bytes_of(&self, place: Place) -> u64 {
-        self.parts[usize::from(place.part)]
+        self.parts[place.part as usize]
+            .share
             .lock()
             .heap
             .bytes_of(place.id)
@@ -203,7 +206,8 @@ fn eight_threads_never_get_one_byte_twice_and_lose_none() {
                     let lane = usize::from(thread % 2);
                     let placed = arena
                         .take(lane, request)
-                        .or_else(|| arena.take_anywhere(request));
+                        .or_else(|| arena.take_drawing(lane, request))
+                        .or_else(|| arena.anywhere(request));
                     let placed =
                         placed.expect("8 x 40 blocks of half a MiB at most are less than there is");
                     for owner in owners(placed.address, bytes) {
@@ -244,6 +248,7 @@ fn eight_threads_fill_the_limit_to_its_last_byte_and_never_pass_it() {
                 let take = || {
                     arena
                         .take(lane, request)
+                        .or_else(|| arena.take_drawing(lane, request))
                         .or_else(|| arena.anywhere(request))
                 };
                 std::iter::from_fn(take).collect()
@@ -282,7 +287,7 @@ fn credit_that_was_drawn_is_within_a_limit_that_was_lowered() {
         bytes: MIB,
         align: 1,
     };
-    let first = arena.take(0, request).expect("it fits");
+    let first = arena.take_drawing(0, request).expect("it fits");
     arena.set_limit(MIB);
     assert!(
         arena
@@ -300,4 +305,63 @@ fn credit_that_was_drawn_is_within_a_limit_that_was_lowered() {
             .free(placed.place, After::NOTHING, |all| all)
             .expect("it is live");
     }
+}
+
+#[test]
+fn what_is_freed_above_a_lowered_limit_is_not_for_the_next_until_live_bytes_are_within_it() {
+    let arena = Arena::new(10 * MIB);
+    arena
+        .add(0, GRANULE, 64 * MIB, After::NOTHING)
+        .expect("it can be added");
+    let request = Request {
+        bytes: MIB,
+        align: 1,
+    };
+    let take = || {
+        arena
+            .take(0, request)
+            .or_else(|| arena.take_drawing(0, request))
+            .or_else(|| arena.anywhere(request))
+    };
+    let free = |placed: Placed| {
+        arena
+            .free(placed.place, After::NOTHING, |all| all)
+            .expect("it is live");
+    };
+    let mut live: Vec<_> = std::iter::from_fn(take).collect();
+    assert_eq!(live.len(), 10);
+    arena.set_limit(5 * MIB);
+    for _ in 0..5 {
+        live.pop().into_iter().for_each(free);
+        assert!(take().is_none(), "{:?}", arena.limit());
+    }
+    for _ in 0..3 {
+        live.pop().into_iter().for_each(free);
+        live.push(take().expect("it is within the limit"));
+        assert!(take().is_none(), "{:?}", arena.limit());
+    }
+}
+
+#[test]
+fn a_part_gets_the_credit_that_another_has() {
+    let arena = Arena::new(8 * MIB);
+    arena
+        .add(0, GRANULE, 64 * MIB, After::NOTHING)
+        .expect("it can be added");
+    let request = |bytes| Request { bytes, align: 1 };
+    let take = |lane, bytes| {
+        arena
+            .take_drawing(lane, request(bytes))
+            .or_else(|| arena.anywhere(request(bytes)))
+    };
+    let blocks: Vec<_> = (0..8).filter_map(|lane| take(lane, MIB)).collect();
+    assert_eq!(blocks.len(), 8);
+    for block in blocks {
+        arena
+            .free(block.place, After::NOTHING, |all| all)
+            .expect("it is live");
+    }
+    assert!(take(9, 8 * MIB + 1).is_none());
+    assert!(take(9, 8 * MIB).is_some(), "it is idle in eight parts");
+    assert!(take(1, 1).is_none());
 }

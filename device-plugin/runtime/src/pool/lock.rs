@@ -1,0 +1,43 @@
+//! The lock of a heap, which is held for tens of nanoseconds: given back by a store, where a mutex of the system's
+//! exchanges a word with whoever may sleep.
+//!
+//! Who waits for a holder that is not running gives its processor up to it.
+
+use std::cell::Cell;
+use std::time::Duration;
+
+use spin::mutex::{SpinMutex, SpinMutexGuard};
+use spin::relax::RelaxStrategy;
+
+/// A lock.
+pub(super) type Lock<T> = SpinMutex<T, Patience>;
+/// Its holder.
+pub(super) type Guard<'a, T> = SpinMutexGuard<'a, T, Patience>;
+
+/// Looks this often before it lets others run: a multiple of what a holder needs.
+const LOOKS: u32 = 64;
+/// Lets others run this often before it sleeps, for who is to run may have less of a right to than this thread.
+const YIELDS: u32 = 64;
+const SLEEP: Duration = Duration::from_micros(50);
+
+/// Looks, then lets others run, then sleeps.
+#[derive(Debug)]
+pub(super) struct Patience;
+
+impl RelaxStrategy for Patience {
+    #[cold]
+    fn relax() {
+        thread_local! {
+            static WAITED: Cell<u32> = const { Cell::new(0) };
+        }
+        let waited = WAITED.get().wrapping_add(1);
+        WAITED.set(waited);
+        if !waited.is_multiple_of(LOOKS) {
+            std::hint::spin_loop();
+        } else if !waited.is_multiple_of(LOOKS * YIELDS) {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(SLEEP);
+        }
+    }
+}
