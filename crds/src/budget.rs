@@ -4,12 +4,15 @@
     reason = "KubeSchema copies each struct into a function, `pub` included"
 )]
 
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use kube::{CustomResource, KubeSchema};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::{Amount, DEFAULT_COHORT, schema};
+
+/// The most evictions in one status.
+pub const MAX_EVICTIONS: usize = 8;
 
 /// What a namespace may use of the cluster's GPU memory. A namespace has at most one, named `default`.
 #[derive(CustomResource, KubeSchema, Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -231,6 +234,13 @@ pub struct GpuMemoryBudgetStatus {
     pub device_memory: DeviceMemoryStatus,
     /// CUDA managed memory.
     pub managed_memory: ManagedMemoryStatus,
+    /// Allocations that were denied to the namespace's pods for want of quota, on the nodes that there are.
+    pub denials: i64,
+    /// The CUDA contexts of the namespace's pods.
+    pub contexts: ContextsStatus,
+    /// Pods that have to go, or went, for a fault, the newest first; at most 8.
+    #[schemars(length(max = 8), extend("x-kubernetes-list-type" = "atomic"))]
+    pub evictions: Vec<FaultEviction>,
     /// What the operator says of the budget: Ready, Accepted, Covered, Exceeded, Enforced.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
@@ -267,6 +277,46 @@ pub struct DeviceMemoryStatus {
     pub requested: Counted,
     /// What of it borrowed pods ask for.
     pub borrowed: Counted,
+    /// What the pods have, as the agents saw it within the last minute that they looked at, rounded up on each node.
+    pub observed: Counted,
+    /// The most that `observed` has been.
+    pub peak: Counted,
+}
+
+/// CUDA contexts of a namespace's pods, on the nodes that there are.
+#[derive(JsonSchema, Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", default)]
+pub struct ContextsStatus {
+    /// Faults that are open now, of GPUs that the pods have memory of too.
+    pub open: i64,
+    /// Process images whose context was poisoned so far.
+    pub poisoned: i64,
+    /// Restarts for that so far, in place or not.
+    pub restarts: i64,
+}
+
+/// A pod that has to go, or went, for a fault.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct FaultEviction {
+    /// The fault, as `GpuNode.status.faults` names it.
+    #[schemars(length(min = 1, max = 64))]
+    pub fault: String,
+    /// The pod's name.
+    #[schemars(length(min = 1, max = 253))]
+    pub pod: String,
+    /// The pod's UID.
+    #[schemars(length(min = 1, max = 64))]
+    pub pod_uid: String,
+    /// Why, in one word: `ContextPolicy`, `TooManyRestarts`, `GpuFault`.
+    #[schemars(length(min = 1, max = 64))]
+    pub reason: String,
+    /// Why, for people.
+    #[schemars(length(max = 512))]
+    pub message: String,
+    /// When that was decided.
+    #[schemars(schema_with = "schema::time")]
+    pub time: Time,
 }
 
 /// Managed memory: what is allowed and what is asked for.

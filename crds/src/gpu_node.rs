@@ -30,6 +30,12 @@ pub const MAX_NOT_ENFORCED: usize = 16;
 pub const MAX_PODS: usize = 32;
 /// The most lowered quotas in one object.
 pub const MAX_QUOTAS: usize = 64;
+/// The most ordered restarts in one object; others wait until those are done.
+pub const MAX_RESTARTS: usize = 16;
+/// The most owners of pods with moves in one object; older ones are dropped.
+pub const MAX_MOVES: usize = 64;
+/// The most namespaces whose use is told in one object: those with pods there first.
+pub const MAX_NAMESPACES: usize = 32;
 
 /// A node's GPUs. Named as the node; the agent owns the status, the operator the spec.
 #[derive(CustomResource, KubeSchema, Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -114,6 +120,47 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = 1024))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
     pub context_policies: Vec<ContextOrder>,
+    /// Poisoned contexts that were left as they are, and are to be restarted now.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 16))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["fault".to_owned()]))]
+    pub restarts: Vec<RestartOrder>,
+    /// How often the operator moved waiting pods of an owner away from here. Nothing for the agent.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 64))]
+    #[x_kube(merge_strategy = ListMerge::Map(vec!["owner".to_owned()]))]
+    pub moves: Vec<Moved>,
+}
+
+/// A poisoned context that is to be restarted. It says where that ends, so that it may be read twice.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct RestartOrder {
+    /// The fault that it is about, as `status.faults` names it.
+    #[schemars(length(min = 1, max = 64))]
+    pub fault: String,
+    /// The pod's UID.
+    #[schemars(length(min = 1, max = 64))]
+    pub pod_uid: String,
+    /// The container's name.
+    #[schemars(length(min = 1, max = 63))]
+    pub container: String,
+    /// P that the container has at least when it is done: poisoned images of a lower one are ended.
+    pub process_generation: i64,
+}
+
+/// How often pods of one owner were moved.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct Moved {
+    /// The owner's UID.
+    #[schemars(length(min = 1, max = 64))]
+    pub owner: String,
+    /// How often.
+    pub count: i32,
+    /// When last.
+    #[schemars(schema_with = "schema::time")]
+    pub last: Time,
 }
 
 /// What is done about poisoned contexts in a namespace's pods.
@@ -217,10 +264,30 @@ pub struct GpuNodeStatus {
     /// Faults that nobody has dealt with, the oldest first; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
+    /// What the pods of each namespace use here, and what befell them; at most 32.
+    #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
+    pub namespaces: Vec<NamespaceUse>,
     /// What the agent says of the node: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
     /// CheckpointIntact, Audited, DriverLimits.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
+}
+
+/// What a namespace's pods use of a node, and what befell them. The counts only grow, for as long as the node is there.
+#[derive(KubeSchema, Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+pub struct NamespaceUse {
+    /// The namespace.
+    #[schemars(length(min = 1, max = 63))]
+    pub namespace: String,
+    /// The most device memory that they had at a time within the last minute that was looked at, in quanta, rounded up.
+    pub observed: i32,
+    /// Allocations that were denied to them.
+    pub denials: i64,
+    /// Process images of theirs whose context was poisoned.
+    pub poisoned: i64,
+    /// Restarts of theirs for that, in place or not.
+    pub restarts: i64,
 }
 
 /// Memory of a node, in quanta.
@@ -418,6 +485,9 @@ pub struct Fault {
     /// The XID, where the kernel's log reported one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub xid: Option<i32>,
+    /// What is done about it, or has to be. Absent while that is not decided.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub action: Option<FaultAction>,
     /// Whose context it was. Absent where the GPU itself is at fault.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub container: Option<FaultContainer>,
@@ -433,6 +503,27 @@ pub enum FaultKind {
     Context,
     /// The GPU.
     Gpu,
+}
+
+/// What is done about a fault, or has to be.
+#[derive(JsonSchema, Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum FaultAction {
+    /// Of a context: its process executes its program again.
+    InPlace,
+    /// Of a context: its container is killed, and restarted by the kubelet.
+    Restart,
+    /// Of a context: its container was restarted too often, and is killed. Its pod has to go.
+    BeyondMaximum,
+    /// Of a context: its pod has to go.
+    Evict,
+    /// Of a context: nothing.
+    Report,
+    /// Of a GPU: only a reset cures it.
+    ResetGpu,
+    /// Of a GPU: only a restart of the machine cures it.
+    RestartNode,
+    /// Of a GPU: it is away, and may come back.
+    Wait,
 }
 
 /// The container whose context a fault poisoned.

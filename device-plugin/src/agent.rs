@@ -10,6 +10,7 @@ use kube::Client;
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info, warn};
 
@@ -189,11 +190,14 @@ pub async fn run(
     parts.start("audit", auditor.run(config.clone(), stop.clone()));
     let (acknowledge, ordered) = watch::channel(Ordered::default());
     let (open, faults) = watch::channel(Vec::new());
+    // Without an API server nobody is ever told.
+    let (unheard, alone) = watch::channel(Some(Instant::now()));
     let around = poison::Around {
         paths: config.paths.clone(),
         sessions: sessions.clone(),
         snapshots: snapshots.clone(),
         orders: told.clone(),
+        unheard: alone,
         events: events.clone(),
         metrics: metrics.clone(),
     };
@@ -239,7 +243,7 @@ pub async fn run(
         );
         parts.start(
             "status",
-            crate::status::run(client, node, reports, metrics, stop),
+            crate::status::run(client, node, reports, unheard, metrics, stop),
         );
     }
     parts.supervise(shutdown).await

@@ -6,6 +6,7 @@
 //! | [`judge`] | sets what the driver charges against the ledger: pure |
 //! | [`policy`] | what is done about a finding: pure |
 //! | [`kill`] | kills a process, and never a later one with its pid |
+//! | [`tally`] | sums up by namespace, for its budget's status: pure |
 //! | [`tell`] | Events |
 //! | [`run`] | the loop |
 
@@ -14,6 +15,7 @@ pub mod judge;
 pub mod kill;
 pub mod policy;
 pub mod run;
+pub mod tally;
 pub mod tell;
 
 pub use run::{Audited, Auditor};

@@ -6,18 +6,21 @@
 //! | [`roster`] | keeps the GPUs that NVML listed, with their health: pure |
 //! | [`limits`] | sets the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
+//! | [`pci`] | where a GPU is on the PCI bus |
 //! | [`nvml`] | the one thread that talks to NVML |
-//! | [`xid`] | which XIDs condemn a whole GPU: a table |
+//! | [`xid`] | what each XID asks for: a table |
 
 pub mod health;
 pub mod limits;
 pub mod mig;
 pub mod nvml;
+pub mod pci;
 pub mod roster;
 pub mod xid;
 
 use crate::units::{Bytes, GpuUuid};
 use health::{Health, Memory};
+use pci::PciAddress;
 
 /// A GPU, or a MIG instance, which is a GPU to its programs.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -30,6 +33,8 @@ pub struct Gpu {
     pub model: String,
     /// What programs can allocate in all: NVML's total less what the driver keeps for itself.
     pub memory: Bytes,
+    /// Where it is on the PCI bus; a MIG instance is where its parent is. None where NVML does not tell.
+    pub pci: Option<PciAddress>,
     /// The GPU that a MIG instance is cut from.
     pub mig_parent: Option<GpuUuid>,
     /// The numbers of a MIG instance's capability nodes (`/dev/nvidia-caps/nvidia-cap<N>`).
@@ -89,5 +94,12 @@ impl Inventory {
             Self::Gpus { gpus, .. } => gpus,
             Self::Starting | Self::NoDriver(_) | Self::NoGpu => &[],
         }
+    }
+
+    /// The GPU at `address`, or the MIG instances that it is cut into.
+    pub fn at(&self, address: PciAddress) -> Vec<GpuUuid> {
+        let there = self.gpus().iter().map(|state| &state.gpu);
+        let there = there.filter(|gpu| gpu.pci == Some(address));
+        there.map(|gpu| gpu.uuid.clone()).collect()
     }
 }

@@ -8,7 +8,9 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{ContextOrder, DEVICE, MANAGED, QuotaOrder, QuotaState, Reservation};
+use bursar_crds::gpu_node::{
+    ContextOrder, DEVICE, MANAGED, QuotaOrder, QuotaState, Reservation, RestartOrder,
+};
 use tokio::sync::watch;
 use tokio::time::{MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -33,6 +35,8 @@ pub struct Orders {
     pub reservations: Vec<Reservation>,
     /// `spec.contextPolicies`.
     pub contexts: Vec<ContextOrder>,
+    /// `spec.restarts`.
+    pub restarts: Vec<RestartOrder>,
 }
 
 /// What became of the orders.

@@ -35,6 +35,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::net::UnixListener;
@@ -490,17 +491,23 @@ impl Sessions {
         let _ = self.with(allocation, |container| container.set_policy(policy));
     }
 
-    /// An XID names a process of the host; whether it is one of a container's.
-    pub fn xid(&self, pid: u32, code: u32, now: Timestamp) -> bool {
+    /// An XID of one of the GPUs `on` names a process of the host; whether it is one of a container's.
+    pub fn xid(&self, pid: u32, code: u32, on: &[GpuUuid], now: Timestamp) -> bool {
         let running = lock(&self.shared.running);
         let mut running = running.values();
-        running.any(|running| lock(&running.container).xid(pid, code, now))
+        running.any(|running| lock(&running.container).xid(pid, code, on, now))
+    }
+
+    /// The poisoned images of an allocation's container below this number are to be ended. One that has ended needs nothing.
+    pub fn reach(&self, allocation: &AllocationId, generation: u64, now: Timestamp) {
+        let _ = self.with(allocation, |container| container.reach(generation, now));
     }
 
     /// The faults that were opened since this was last asked, after deciding about those that waited long enough.
-    pub fn new_faults(&self, now: Timestamp) -> Vec<(AllocationId, Fault)> {
+    /// `alone`: for how long nobody could be told of them.
+    pub fn new_faults(&self, alone: Duration, now: Timestamp) -> Vec<(AllocationId, Fault)> {
         self.of_each(|container| {
-            container.overdue(now);
+            container.overdue(alone, now);
             container.take_news()
         })
     }

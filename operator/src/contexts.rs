@@ -1,7 +1,8 @@
-//! Tells the agents ahead what is done about poisoned contexts, by namespace.
+//! Tells the agents what is done about poisoned contexts: ahead by namespace, and afterwards where that changed.
 //!
 //! ```text
 //!   budgets' contextPolicy --> world --> the same list to every GpuNode.spec.contextPolicies that has another
+//!            faults that were left as they are, with a policy now that restarts --> GpuNode.spec.restarts
 //! ```
 //!
 //! Every node gets every namespace's order: a pod may be on a node before a watch says so, and its first fault must
@@ -26,34 +27,38 @@ const PACE: Duration = Duration::from_millis(50);
 
 /// Keeps the nodes' orders at what the budgets say, until `shutdown`.
 pub async fn run(writer: Writer, world: watch::Receiver<World>, shutdown: CancellationToken) {
-    let follow = async {
-        let mut failing = false;
-        loop {
-            sleep(EVERY).await;
-            let (orders, nodes) = {
-                let world = world.borrow();
-                if !world.missing().is_empty() {
-                    continue;
-                }
-                let orders = world.contexts();
-                let nodes = world.nodes_without(&orders);
-                (orders, nodes)
-            };
-            let mut failed = false;
-            for (node, uid) in nodes {
-                match writer.contexts(&node, &uid, &orders).await {
-                    Ok(()) => info!(node, namespaces = orders.len(), "context policies"),
-                    Err(error) => {
-                        failed = true;
-                        if !failing {
-                            warn!(error = %chain(&error), "trying on");
-                        }
+    let mut failing = false;
+    while shutdown.run_until_cancelled(sleep(EVERY)).await.is_some() {
+        let (orders, nodes) = {
+            let world = world.borrow();
+            if !world.missing().is_empty() {
+                continue;
+            }
+            let orders = world.contexts();
+            let nodes = world.nodes_without(&orders);
+            (orders, nodes)
+        };
+        let mut failed = false;
+        for (node, uid, restarts) in nodes {
+            match writer.contexts(&node, &uid, &orders, &restarts).await {
+                Ok(()) => info!(
+                    node,
+                    namespaces = orders.len(),
+                    ?restarts,
+                    "context policies"
+                ),
+                Err(error) => {
+                    failed = true;
+                    if !failing {
+                        warn!(error = %chain(&error), "trying on");
                     }
                 }
-                sleep(PACE).await;
             }
-            failing = failed;
+            // What was begun is finished; nothing more is.
+            if shutdown.run_until_cancelled(sleep(PACE)).await.is_none() {
+                return;
+            }
         }
-    };
-    let _: Option<std::convert::Infallible> = shutdown.run_until_cancelled(follow).await;
+        failing = failed;
+    }
 }

@@ -113,6 +113,15 @@ pub struct Resources {
     pub requests: BTreeMap<String, Quantity>,
 }
 
+/// What made a pod.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Owner {
+    /// Its name.
+    pub name: String,
+    /// Its UID.
+    pub uid: String,
+}
+
 /// A pod's class, given at birth by its PriorityClass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Class {
@@ -131,8 +140,10 @@ pub struct Demand {
     pub created: Timestamp,
     /// Its end was asked for already.
     pub ending: bool,
-    /// It belongs to a Job, which takes its deletion for a failure.
-    pub of_job: bool,
+    /// The Job that it belongs to, which may take its deletion for a failure.
+    pub job: Option<Owner>,
+    /// Something makes another one when it goes, and may put it elsewhere.
+    pub replaced: bool,
     /// Its class.
     pub class: Class,
     /// Device memory.
@@ -152,6 +163,7 @@ impl Demand {
         let borrows = pod.spec.priority_class_name.as_deref() == Some(BORROWED_PRIORITY_CLASS);
         let meta = &pod.metadata;
         let mut owners = meta.owner_references.iter().flatten();
+        let controller = owners.find(|owner| owner.controller == Some(true));
         let demand = Self {
             uid: meta.uid.clone().unwrap_or_default(),
             created: meta
@@ -159,7 +171,13 @@ impl Demand {
                 .as_ref()
                 .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
             ending: meta.deletion_timestamp.is_some(),
-            of_job: owners.any(|owner| owner.controller == Some(true) && owner.kind == "Job"),
+            replaced: controller.is_some_and(|owner| owner.kind != "Node"),
+            job: controller
+                .filter(|owner| owner.kind == "Job")
+                .map(|owner| Owner {
+                    name: owner.name.clone(),
+                    uid: owner.uid.clone(),
+                }),
             class: if borrows {
                 Class::Borrowed
             } else {

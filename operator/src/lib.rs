@@ -13,8 +13,10 @@
 //! | [`demand`] | what a pod asks for: pure |
 //! | [`budget`] | from a budget and the facts to what is to be done and said: pure |
 //! | [`quanta`] | amounts in whole quanta |
+//! | [`job`] | whether a Job lets its pods be disrupted |
 //! | [`reconcile`] | does it, budget by budget |
 //! | [`release`] | lets go of namespaces whose budget is gone |
+//! | [`contexts`] | orders of the agents what is done about poisoned contexts |
 //! | [`write`](mod@write) | the API calls that change something |
 //! | [`placement`] | helps pods to a GPU: node labels, moves, reservations and evictions, lowered quotas |
 //! | [`metrics`], [`http`] | what is measured, and how it is served |
@@ -25,6 +27,7 @@ pub mod budget;
 pub mod contexts;
 pub mod demand;
 pub mod http;
+pub mod job;
 pub mod metrics;
 pub mod observe;
 pub mod operator;

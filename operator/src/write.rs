@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::ContextOrder;
+use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
 use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
@@ -20,7 +20,7 @@ use crate::metrics::{Metrics, Written};
 /// How long one write may take. Less than the time that a pod gets to stop.
 const TIME: Duration = Duration::from_secs(5);
 
-/// Who owns `spec.contextPolicies`: other orders in the same object are other applies.
+/// Who owns `spec.contextPolicies` and `spec.restarts`: other orders in the same object are other applies.
 const CONTEXTS_MANAGER: &str = "bursar-operator-contexts";
 
 /// A write that failed. All are worth another try later.
@@ -128,12 +128,13 @@ impl Writer {
         self.write(Written::Label, what, write).await.map(drop)
     }
 
-    /// Orders what a node's agent does about poisoned contexts. Nothing where the object is gone or was made anew.
+    /// Orders what a node's agent does about poisoned contexts, and which it restarts now. Nothing where the object is gone or was made anew.
     pub async fn contexts(
         &self,
         node: &str,
         uid: &str,
         orders: &[ContextOrder],
+        restarts: &[RestartOrder],
     ) -> Result<(), WriteError> {
         let api = Api::<GpuNode>::all(self.client.clone());
         let body = json!({
@@ -141,7 +142,7 @@ impl Writer {
             "kind": GpuNode::kind(&()),
             // An apply without a UID would make the object.
             "metadata": { "name": node, "uid": uid },
-            "spec": { "contextPolicies": orders },
+            "spec": { "contextPolicies": orders, "restarts": restarts },
         });
         let what = format!("the context policies of GpuNode {node}");
         let params = PatchParams::apply(CONTEXTS_MANAGER).force();

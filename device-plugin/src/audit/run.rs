@@ -16,14 +16,16 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 use tokio_util::sync::CancellationToken;
-use tracing::{info, warn};
+use tracing::{debug, info, warn};
 
 use super::gather::{Questions, identified};
 use super::judge::{Containers, Finding, GpuSeen, Strikes, Verdict, judge};
 use super::kill::kill;
 use super::policy::action;
+use super::tally::Tally;
 use super::tell;
 use crate::attest::{Attested, Attestor, Lack, Reason, Target};
+use crate::checkpoint::Checkpoint;
 use crate::config::{AuditConfig, Config};
 use crate::inventory::nvml::NvmlHandle;
 use crate::limits::{self, Limits};
@@ -32,7 +34,7 @@ use crate::node::actor::Snapshot;
 use crate::node::core::BoundContainer;
 use crate::proc::Stat;
 use crate::sessions::{Account, Books, Sessions};
-use crate::status::Events;
+use crate::status::{Events, NamespaceReport};
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
 /// From one audit to the next.
@@ -53,6 +55,8 @@ pub struct Audited {
     pub stale: BTreeSet<GpuUuid>,
     /// The containers that are not held to their quota.
     pub not_enforced: Vec<(BoundContainer, Lack)>,
+    /// What the pods of each namespace use, and what befell them.
+    pub namespaces: Vec<NamespaceReport>,
 }
 
 /// What the audit works with.
@@ -77,6 +81,8 @@ pub struct Auditor {
     answered: BTreeMap<GpuUuid, Instant>,
     /// What was said of each running container last.
     enforced: BTreeMap<AllocationId, Option<Reason>>,
+    tally: Tally,
+    tally_file: Checkpoint,
 }
 
 /// The attestor with what it found.
@@ -102,6 +108,11 @@ impl Auditor {
         metrics: Metrics,
     ) -> (Self, watch::Receiver<Audited>) {
         let (audited, told) = watch::channel(Audited::default());
+        let tally_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
+        let kept = tally_file.load().unwrap_or_else(|error| {
+            warn!(%error, "counts of namespaces begin anew");
+            None
+        });
         let auditor = Self {
             config: config.audit,
             proc: config.paths.proc.clone(),
@@ -119,6 +130,8 @@ impl Auditor {
             strikes: Strikes::default(),
             answered: BTreeMap::new(),
             enforced: BTreeMap::new(),
+            tally: Tally::new(config.resources.quantum, kept.unwrap_or_default()),
+            tally_file,
         };
         (auditor, told)
     }
@@ -173,11 +186,13 @@ impl Auditor {
         self.measure(&containers, &books, &attested, &verdict, &gpus, &stale);
         self.act(&verdict.findings, &containers);
         let not_enforced = self.transitions(&containers, &attested);
+        self.count(&containers, &books, begun);
         self.metrics.audited(begun.elapsed());
         let after = Audited {
             begun: true,
             stale: stale.intersection(&healthy).cloned().collect(),
             not_enforced,
+            namespaces: self.tally.report(),
         };
         self.audited.send_if_modified(|before| {
             let changed = *before != after;
@@ -289,6 +304,16 @@ impl Auditor {
                     Err(error) => warn!(pid = process.pid, %error, "not killed"),
                 }
             }
+        }
+    }
+
+    fn count(&mut self, containers: &[BoundContainer], books: &[Books], now: Instant) {
+        let before = self.tally.kept().clone();
+        self.tally.see(containers, books, now);
+        if *self.tally.kept() != before {
+            // What is lost with a file that cannot be written are counts.
+            let saved = self.tally_file.save(self.tally.kept());
+            saved.unwrap_or_else(|error| debug!(%error, "counts of namespaces not written"));
         }
     }
 

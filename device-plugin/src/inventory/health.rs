@@ -194,9 +194,9 @@ impl Monitor {
                 self.worsen(Sickness::Lost, now);
             }
             News::Xid(code) => match verdict(code) {
-                Verdict::Application => {}
+                Verdict::Ignore | Verdict::Application => {}
                 Verdict::Transient => self.worsen(Sickness::Xid(code), now),
-                Verdict::Reset => self.need_reset(code, now),
+                Verdict::Reset | Verdict::Node => self.need_reset(code, now),
             },
         }
     }

@@ -21,6 +21,7 @@ use tracing::{debug, info, warn};
 use super::health::{Memory, Policy};
 use super::limits;
 use super::mig::{CAPABILITIES, Instance};
+use super::pci::PciAddress;
 use super::roster::{Probe, Roster};
 use super::{Gpu, Inventory, NoDriver};
 use crate::sessions::{DriverCharges, Look};
@@ -348,6 +349,7 @@ fn describe(nvml: &Nvml, device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>
                     .map(|numbers| numbers.capabilities(Path::new(CAPABILITIES), minor))
                     .unwrap_or_default();
                 instances.push(Gpu {
+                    pci: pci(device),
                     mig_parent: Some(uuid.clone()),
                     capabilities,
                     ..gpu(&instance, name, minor)?
@@ -368,9 +370,14 @@ fn gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError>
         minor,
         model: device.name()?,
         memory: Bytes(memory.total.saturating_sub(memory.reserved)),
+        pci: pci(device),
         mig_parent: None,
         capabilities: Vec::new(),
     })
+}
+
+fn pci(device: &Device<'_>) -> Option<PciAddress> {
+    device.pci_info().ok()?.bus_id.parse().ok()
 }
 
 /// Why a GPU cannot be told of.

@@ -191,6 +191,7 @@ mod tests {
             minor: 0,
             model: "T".into(),
             memory: Bytes::gib(16),
+            pci: None,
             mig_parent: None,
             capabilities: Vec::new(),
         }

@@ -1,54 +1,103 @@
-//! Which XIDs say that a whole GPU is sick.
+//! What each XID asks for: nothing, a restart of the program, a reset of the GPU, a restart of the machine.
 //!
-//! Source: NVIDIA's XID catalogue (<https://docs.nvidia.com/deploy/xid-errors/>), column "immediate
-//! action": what asks for a reset of the GPU or of the machine is [`Verdict::Reset`]; what asks for a look at
-//! a link, which may mend itself, is [`Verdict::Transient`]. XID 154 only announces what another one of the
-//! table asks for, and comes again when that is done: it says nothing by itself. What ends one
-//! application ([`Verdict::Application`]) leaves the GPU to the others; an XID that this table does not
-//! know is taken for the application's too, for a healthy GPU that is not offered helps nobody and
-//! the probes find one that is truly gone.
+//! Source: NVIDIA's XID catalogue (<https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html>), column
+//! "immediate action" (RESTART_APP, RESET_GPU and WORKFLOW_XID_48, RESTART_BM and RESTART_VM, the NVLink workflows).
+//! XID 154 only announces what another one of the table asks for, and comes again when that is done: it says nothing
+//! by itself. An XID that this table does not know asks for nothing, for a healthy GPU that is not offered helps
+//! nobody and the probes find one that is truly gone.
 
-/// What an XID says about the GPU that it came from.
+use std::ops::RangeInclusive;
+
+/// What an XID asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// Only a reset or a reboot cures it: no new pod gets the GPU before.
-    Reset,
-    /// No new pod gets the GPU until it has been well for a while.
-    Transient,
-    /// One program did wrong or was hit; the GPU goes on.
+    /// Nothing, or nothing that anybody but the driver could do.
+    Ignore,
+    /// One program did wrong or was hit, and has to start again; the GPU goes on.
     Application,
+    /// A look at a link, which may mend itself: no new pod gets the GPU until it has been well for a while.
+    Transient,
+    /// A reset of the GPU: no new pod gets it before, and what runs on it has to go.
+    Reset,
+    /// A restart of the machine, in the same way.
+    Node,
 }
 
-/// XIDs whose remedy is a reset of the GPU or a restart of the machine, ascending.
-const RESET: &[u64] = &[
-    46,  // GPU stopped processing
-    48,  // double bit ECC error
-    62,  // internal micro-controller halt
-    64,  // row remapping or page retirement failed
-    79,  // GPU has fallen off the bus
-    95,  // uncontained ECC error
-    110, // security fault
-    119, // GSP RPC timeout
-    120, // GSP error
-    140, // unrecovered ECC error
-    143, // GPU initialisation failed
-    158, // GPU fatal timeout
+type Codes = &'static [RangeInclusive<u32>];
+
+const APPLICATION: Codes = &[
+    8..=8,
+    11..=11,
+    13..=13, // graphics engine exception
+    25..=25,
+    31..=32,   // GPU memory page fault, push buffer
+    39..=41,   // copy engines
+    60..=60,   // video processor
+    68..=72,   // video decoder, graphics engine class, copy engines
+    75..=77,   // copy engines
+    80..=80,   // corrupted data sent to the GPU
+    82..=86,   // JPEG, video decoders, copy engine, optical flow
+    88..=89,   // video decoders
+    94..=94,   // contained memory error
+    96..=105,  // video decoders, JPEG
+    126..=135, // copy engines
+    139..=139, // optical flow
 ];
 
-/// XIDs of the whole GPU that may pass, ascending.
-const TRANSIENT: &[u64] = &[
-    74, // NVLink error
+const TRANSIENT: Codes = &[
+    74..=74,   // NVLink
+    144..=150, // NVLink 5
 ];
+
+const RESET: Codes = &[
+    46..=46,   // GPU stopped processing
+    48..=48,   // double bit ECC error
+    62..=62,   // internal micro-controller halt
+    64..=64,   // memory remapping failed
+    95..=95,   // uncontained memory error
+    109..=110, // context switch timeout, security fault
+    119..=120, // GSP
+    136..=136, // link training failed
+    140..=140, // unrecovered ECC error
+    143..=143, // GPU initialisation failed
+    155..=156, // NVLink, by software; a resource was retired
+    158..=158, // fatal timeout
+];
+
+const NODE: Codes = &[
+    79..=79,   // fell off the bus
+    151..=151, // key rotation
+];
+
+/// XIDs beside the applications' that name a process whose context is lost: the driver ended its channels.
+const FOLLOWED_BY_LOSS: &[u32] = &[
+    43,  // GPU stopped processing
+    45,  // preemptive clean-up, due to previous errors
+    109, // context switch timeout
+];
+
+fn is_in(codes: Codes, code: u32) -> bool {
+    codes.iter().any(|codes| codes.contains(&code))
+}
 
 /// The verdict on XID `code`.
 pub fn verdict(code: u64) -> Verdict {
-    if RESET.binary_search(&code).is_ok() {
-        Verdict::Reset
-    } else if TRANSIENT.binary_search(&code).is_ok() {
-        Verdict::Transient
-    } else {
-        Verdict::Application
-    }
+    let Ok(code) = u32::try_from(code) else {
+        return Verdict::Ignore;
+    };
+    let table = [
+        (NODE, Verdict::Node),
+        (RESET, Verdict::Reset),
+        (TRANSIENT, Verdict::Transient),
+        (APPLICATION, Verdict::Application),
+    ];
+    let found = table.into_iter().find(|(codes, _)| is_in(codes, code));
+    found.map_or(Verdict::Ignore, |(_, verdict)| verdict)
+}
+
+/// Whether a context of the process that XID `code` names is lost.
+pub fn loses_context(code: u32) -> bool {
+    is_in(APPLICATION, code) || FOLLOWED_BY_LOSS.contains(&code)
 }
 
 #[cfg(test)]
@@ -56,22 +105,60 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_tables_are_ascending_so_that_the_search_finds_every_row() {
-        assert!(RESET.is_sorted() && TRANSIENT.is_sorted());
+    fn no_code_asks_for_two_things() {
+        for code in 0..1_000 {
+            let tables = [APPLICATION, TRANSIENT, RESET, NODE];
+            let found = tables.iter().filter(|codes| is_in(codes, code)).count();
+            assert!(found <= 1, "xid {code}");
+        }
     }
 
     #[test]
-    fn a_fault_of_one_program_does_not_condemn_the_gpu() {
-        for code in [13, 31, 43, 45, 68, 94, 109, 154] {
+    fn a_fault_of_one_program_does_not_condemn_the_gpu_and_loses_its_context() {
+        for code in [13, 31, 32, 39, 68, 69, 94] {
             assert_eq!(verdict(code), Verdict::Application, "xid {code}");
         }
+        for code in [13, 31, 43, 45, 94, 109] {
+            assert!(loses_context(code), "xid {code}");
+        }
     }
 
     #[test]
-    fn a_gpu_off_the_bus_or_with_uncontained_memory_errors_needs_a_reset_and_a_link_may_recover() {
-        for code in [48, 62, 64, 79, 95, 119, 120, 140] {
+    fn what_is_told_for_information_asks_for_nothing() {
+        for code in [
+            0,
+            14,
+            37,
+            43,
+            45,
+            63,
+            92,
+            106,
+            121,
+            137,
+            154,
+            160,
+            4_000,
+            u64::MAX,
+        ] {
+            assert_eq!(verdict(code), Verdict::Ignore, "xid {code}");
+        }
+        for code in [14, 48, 63, 79, 95, 154] {
+            assert!(!loses_context(code), "xid {code}");
+        }
+    }
+
+    #[test]
+    fn uncontained_errors_ask_for_a_reset_a_gpu_off_the_bus_for_the_machine_and_a_link_may_recover()
+    {
+        for code in [46, 48, 62, 64, 95, 109, 119, 120, 136, 140, 143, 158] {
             assert_eq!(verdict(code), Verdict::Reset, "xid {code}");
         }
-        assert_eq!(verdict(74), Verdict::Transient);
+        for code in [79, 151] {
+            assert_eq!(verdict(code), Verdict::Node, "xid {code}");
+        }
+        for code in [74, 144, 150] {
+            assert_eq!(verdict(code), Verdict::Transient, "xid {code}");
+        }
     }
 }

@@ -163,6 +163,7 @@ mod tests {
             minor: 0,
             model: "T".into(),
             memory: Bytes::gib(1),
+            pci: None,
             mig_parent: None,
             capabilities: Vec::new(),
         };

@@ -95,6 +95,7 @@ mod tests {
             minor: 0,
             model: "T".into(),
             memory,
+            pci: None,
             mig_parent: None,
             capabilities: Vec::new(),
         };

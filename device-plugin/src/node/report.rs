@@ -1,8 +1,10 @@
 //! What the node says of itself to the API server: a snapshot as a [`NodeReport`], and what of it
 //! is worth an event. Pure.
 
+use std::collections::BTreeMap;
+
 use bursar_crds::conditions::{Statement, gpu_node as names};
-use bursar_crds::gpu_node::GpuState as State;
+use bursar_crds::gpu_node::{FaultAction, GpuState as State};
 
 use super::actor::Snapshot;
 use super::core::BoundContainer;
@@ -11,6 +13,7 @@ use crate::attest::Lack;
 use crate::audit::Audited;
 use crate::config::ResourcesConfig;
 use crate::inventory::health::{Health, Sickness};
+use crate::inventory::xid::{Verdict, verdict};
 use crate::inventory::{GpuState, Inventory, NoDriver};
 use crate::kept::status::KeptStatus;
 use crate::kubelet::lifecycle::{NotRegistered, Registration};
@@ -20,7 +23,7 @@ use crate::resize::Ordered;
 use crate::status::{
     FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, Reason, WaitingReport,
 };
-use crate::units::{Bytes, Quanta, Resource};
+use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 /// What is known besides the snapshot.
 #[derive(Debug, Clone)]
@@ -58,16 +61,7 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
         Inventory::Gpus { driver, .. } => driver.clone(),
         Inventory::Starting | Inventory::NoDriver(_) | Inventory::NoGpu => None,
     };
-    let gpu = |state: &GpuState| {
-        gpu(
-            state,
-            view,
-            generations
-                .get(&state.gpu.uuid)
-                .copied()
-                .unwrap_or_default(),
-        )
-    };
+    let gpu = |state: &GpuState| gpu(state, view, generation(state, generations));
     NodeReport {
         boot_id: around.boot.clone(),
         driver_version,
@@ -82,7 +76,13 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             .collect(),
         not_enforced: around.audited.not_enforced.iter().map(lacking).collect(),
         ordered: around.ordered.clone(),
-        faults: around.faults.clone(),
+        faults: inventory
+            .gpus()
+            .iter()
+            .filter_map(|state| gpu_fault(state, generations))
+            .chain(around.faults.iter().cloned())
+            .collect(),
+        namespaces: around.audited.namespaces.clone(),
         conditions: vec![
             gpus_found(snapshot),
             registered(&around.registration),
@@ -138,6 +138,9 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
         memory: state.gpu.memory,
         state: match state.health {
             Health::Unhealthy(Sickness::Lost | Sickness::NoAnswer) => State::Lost,
+            Health::Unhealthy(Sickness::Xid(_)) if state.memory.awaits_reset.is_some() => {
+                State::Draining
+            }
             Health::Healthy if held_for.is_some() => State::Reserved,
             Health::Healthy | Health::Unhealthy(Sickness::Xid(_)) => State::Active,
         },
@@ -161,6 +164,34 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
         held_for,
         pods: of_it.map(|gpu| gpu.pods.clone()).unwrap_or_default(),
     }
+}
+
+fn generation(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> u64 {
+    let generation = generations.get(&state.gpu.uuid).copied();
+    generation.unwrap_or_default()
+}
+
+/// The fault by which a GPU's memory is lost; none where it is well, or may mend with all that is in it. With its
+/// generation it has its name for good: G grows when it is over.
+fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<FaultReport> {
+    let code = state.memory.awaits_reset;
+    let action = match code.map(verdict) {
+        Some(Verdict::Node) => FaultAction::RestartNode,
+        Some(_) => FaultAction::ResetGpu,
+        None if state.memory.away => FaultAction::Wait,
+        None => return None,
+    };
+    let (gpu, generation) = (&state.gpu.uuid, generation(state, generations));
+    Some(FaultReport {
+        id: format!("{gpu}-{generation}"),
+        gpu: gpu.clone(),
+        gpu_generation: generation,
+        cuda_error: None,
+        xid: code.and_then(|code| u32::try_from(code).ok()),
+        action: Some(action),
+        image: None,
+        time: None,
+    })
 }
 
 fn waiting(wait: &super::core::Wait) -> WaitingReport {

@@ -10,19 +10,8 @@ use std::path::Path;
 
 use rustix::fs::OFlags;
 
-/// XIDs that say that a context of the process they name is lost (NVIDIA's XID catalogue): a fault of its own
-/// kernels, an error that was contained in it, or its clean-up after one.
-const OF_CONTEXT: &[u32] = &[
-    13,  // graphics engine exception
-    31,  // GPU memory page fault
-    32,  // invalid or corrupted push buffer
-    43,  // GPU stopped processing
-    45,  // preemptive clean-up, due to previous errors
-    68,  // video processor exception
-    69,  // graphics engine class error
-    94,  // contained ECC error
-    109, // context switch timeout
-];
+use crate::inventory::pci::PciAddress;
+use crate::inventory::xid::loses_context;
 
 /// A record of `/dev/kmsg` is no longer (printk.c, `PRINTK_MESSAGE_MAX`); of another file, what is read at once.
 const LONGEST: usize = 8192;
@@ -33,6 +22,8 @@ const MOST_RECORDS: usize = 1024;
 /// An XID and the process that it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Named {
+    /// The GPU, where the line says which.
+    pub gpu: Option<PciAddress>,
     /// The code.
     pub xid: u32,
     /// The process, in the host's pid namespace.
@@ -42,16 +33,17 @@ pub struct Named {
 /// The XID of a context and its process, if a line of the log tells of one.
 pub fn parse(line: &str) -> Option<Named> {
     let (_, rest) = line.split_once("NVRM: Xid (")?;
-    let (_, rest) = rest.split_once("): ")?;
+    let (gpu, rest) = rest.split_once("): ")?;
     let (code, rest) = rest.split_once(',')?;
     let pid = rest.trim_start().strip_prefix("pid=")?;
     // Drivers before 450 wrote the number alone; an unknown process is `'<unknown>'`.
     let digits = pid.split(|letter: char| !letter.is_ascii_digit()).next()?;
     let named = Named {
+        gpu: gpu.parse().ok(),
         xid: code.trim().parse().ok()?,
         pid: digits.parse().ok()?,
     };
-    OF_CONTEXT.contains(&named.xid).then_some(named)
+    loses_context(named.xid).then_some(named)
 }
 
 /// The log, from its end on.
@@ -108,7 +100,7 @@ mod tests {
     use super::*;
 
     fn named(line: &str) -> Option<(u32, u32)> {
-        parse(line).map(|Named { xid, pid }| (xid, pid))
+        parse(line).map(|Named { xid, pid, .. }| (xid, pid))
     }
 
     #[test]
@@ -122,6 +114,17 @@ mod tests {
             named("NVRM: Xid (PCI:0000:01:00): 43, pid=5"),
             Some((43, 5))
         );
+    }
+
+    #[test]
+    fn the_line_says_which_gpu_it_was() {
+        for said in ["PCI:0000:3b:00", "0000:3b:00", "PCI:0000:3B:00.0"] {
+            let named = parse(&format!("NVRM: Xid ({said}): 31, pid=5")).unwrap();
+            assert_eq!(named.gpu, "00000000:3B:00.0".parse().ok(), "{said}");
+            assert!(named.gpu.is_some());
+        }
+        let odd = parse("NVRM: Xid (bus nine): 31, pid=5").unwrap();
+        assert_eq!(odd.gpu, None);
     }
 
     #[test]
@@ -149,9 +152,13 @@ mod tests {
         assert_eq!(log.read(), []);
         let (begin, end) = (&line(2)[..40], &line(2)[40..]);
         write!(file, "{}{begin}", line(3)).unwrap();
-        assert_eq!(log.read(), [Named { xid: 31, pid: 3 }]);
+        let pids = |log: &mut Log| {
+            let named = log.read();
+            named.into_iter().map(|named| named.pid).collect::<Vec<_>>()
+        };
+        assert_eq!(pids(&mut log), [3]);
         write!(file, "{end}").unwrap();
-        assert_eq!(log.read(), [Named { xid: 31, pid: 2 }]);
+        assert_eq!(pids(&mut log), [2]);
         assert_eq!(log.read(), []);
     }
 }

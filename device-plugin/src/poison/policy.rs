@@ -1,6 +1,6 @@
 //! What is done about poisoned contexts of which container: pure.
 
-use bursar_crds::gpu_node::ContextOrder;
+use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
 
 use crate::node::core::BoundContainer;
 use crate::sessions::Policy;
@@ -12,6 +12,16 @@ pub fn policy(orders: &[ContextOrder], container: &BoundContainer) -> Option<Pol
     Some(order.map_or_else(Policy::default, |order| {
         Policy::new(order.action, order.max_restarts, order.window_seconds)
     }))
+}
+
+/// The number that the container's images are ordered to reach; none where no order is about it.
+pub fn reach(orders: &[RestartOrder], container: &BoundContainer) -> Option<u64> {
+    let holder = container.holder.as_ref()?;
+    let of_it = orders.iter().filter(|order| {
+        order.pod_uid == container.pod.as_str() && order.container == holder.container
+    });
+    let most = of_it.map(|order| order.process_generation).max()?;
+    u64::try_from(most).ok()
 }
 
 #[cfg(test)]
@@ -49,5 +59,25 @@ mod tests {
         assert_eq!(elsewhere, Policy::default());
         assert_eq!(elsewhere.action, ContextAction::Restart);
         assert_eq!(policy(&orders, &of(None)), None);
+    }
+
+    #[test]
+    fn of_several_orders_for_a_container_the_furthest_counts_and_others_are_not_its() {
+        let order = |pod: &str, container: &str, process_generation| RestartOrder {
+            fault: "f".into(),
+            pod_uid: pod.into(),
+            container: container.into(),
+            process_generation,
+        };
+        let container = of(Some("here"));
+        let uid = container.pod.as_str();
+        let orders = [
+            order(uid, "c", 3),
+            order(uid, "c", 5),
+            order(uid, "d", 8),
+            order("q", "c", 9),
+        ];
+        assert_eq!(reach(&orders, &container), Some(5));
+        assert_eq!(reach(&orders[2..], &container), None);
     }
 }

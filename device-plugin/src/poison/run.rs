@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::sync::watch;
-use tokio::time::{MissedTickBehavior, interval};
+use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::log::Log;
+use super::log::{Log, Named};
 use super::{policy, tell};
 use crate::audit::kill::kill;
 use crate::config::PathsConfig;
@@ -34,6 +34,8 @@ pub struct Around {
     pub snapshots: watch::Receiver<Snapshot>,
     /// What the node's `GpuNode` orders; none before the API server told any.
     pub orders: watch::Receiver<Option<Orders>>,
+    /// Since when the node's status could not be written; none while it can.
+    pub unheard: watch::Receiver<Option<Instant>>,
     /// Where people are told.
     pub events: Events,
     /// Where it is counted.
@@ -54,15 +56,9 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
             _ = every.tick() => {}
         }
         let now = Timestamp::now();
-        around.order();
+        around.order(now);
         for named in log.iter_mut().flat_map(Log::read) {
-            if around.sessions.xid(named.pid, named.xid, now) {
-                info!(
-                    pid = named.pid,
-                    xid = named.xid,
-                    "xid of a container's process"
-                );
-            }
+            around.xid(named, now);
         }
         around.tell(now);
         around.kill();
@@ -76,20 +72,35 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
 }
 
 impl Around {
-    fn order(&self) {
-        let Some(Orders { contexts, .. }) = &*self.orders.borrow() else {
+    fn order(&self, now: Timestamp) {
+        let Some(Orders {
+            contexts, restarts, ..
+        }) = &*self.orders.borrow()
+        else {
             return;
         };
         for container in &self.snapshots.borrow().containers {
+            let allocation = &container.allocation;
             if let Some(policy) = policy::policy(contexts, container) {
-                self.sessions
-                    .set_context_policy(&container.allocation, policy);
+                self.sessions.set_context_policy(allocation, policy);
+            }
+            if let Some(generation) = policy::reach(restarts, container) {
+                self.sessions.reach(allocation, generation, now);
             }
         }
     }
 
+    fn xid(&self, Named { gpu, xid, pid }: Named, now: Timestamp) {
+        let on = gpu.map(|gpu| self.snapshots.borrow().inventory.at(gpu));
+        let is_ours = self.sessions.xid(pid, xid, &on.unwrap_or_default(), now);
+        if is_ours {
+            info!(pid, xid, "xid of a container's process");
+        }
+    }
+
     fn tell(&self, now: Timestamp) {
-        let faults = self.sessions.new_faults(now);
+        let alone = self.unheard.borrow().map(|since| since.elapsed());
+        let faults = self.sessions.new_faults(alone.unwrap_or_default(), now);
         if faults.is_empty() {
             return;
         }

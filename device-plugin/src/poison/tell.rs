@@ -2,7 +2,7 @@
 
 use crate::node::core::BoundContainer;
 use crate::sessions::{Decision, Fault};
-use crate::status::{Events, FaultReport, PodRef, Reason};
+use crate::status::{Events, FaultReport, ImageReport, PodRef, Reason};
 use crate::units::AllocationId;
 
 /// Names a fault for ever: an image is poisoned once.
@@ -26,14 +26,17 @@ pub fn report(
         gpu_generation,
         cuda_error: fault.cuda_error,
         xid: fault.xid,
-        pod_uid: container.map(|container| container.pod.clone()),
-        namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
-        pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
-        container: holder
-            .map(|holder| holder.container.clone())
-            .unwrap_or_default(),
-        process_generation: fault.image.generation,
-        time: fault.time,
+        action: fault.decision().map(Decision::action),
+        image: Some(ImageReport {
+            pod_uid: container.map(|container| container.pod.clone()),
+            namespace: pod.map(|pod| pod.namespace.clone()).unwrap_or_default(),
+            pod: pod.map(|pod| pod.name.clone()).unwrap_or_default(),
+            container: holder
+                .map(|holder| holder.container.clone())
+                .unwrap_or_default(),
+            process_generation: fault.image.generation,
+        }),
+        time: Some(fault.time),
     }
 }
 
@@ -98,6 +101,7 @@ fn container<'a>(
 
 #[cfg(test)]
 mod tests {
+    use bursar_crds::gpu_node::FaultAction;
     use jiff::Timestamp;
 
     use super::*;
@@ -140,7 +144,9 @@ mod tests {
             (said.id.as_str(), said.gpu_generation),
             ("00000000000000aa-3", 5)
         );
-        assert_eq!(said.pod_uid, Some("p".parse().unwrap()));
-        assert_eq!(report(&allocation, &fault(), 5, &[]).pod_uid, None);
+        assert_eq!(said.action, Some(FaultAction::InPlace));
+        assert_eq!(said.image.unwrap().pod_uid, Some("p".parse().unwrap()));
+        let unknown = report(&allocation, &fault(), 5, &[]);
+        assert_eq!(unknown.image.unwrap().pod_uid, None);
     }
 }

@@ -24,6 +24,10 @@ pub struct Books {
     pub requests: u64,
     /// Denied allocations by the driver's function.
     pub denied: Vec<(String, u64)>,
+    /// Its process images whose context was poisoned.
+    pub poisoned: u64,
+    /// Restarts that were ordered for that.
+    pub restarted: u64,
 }
 
 impl Books {
@@ -85,6 +89,8 @@ impl Books {
             retired: Vec::new(),
             requests: 0,
             denied: Vec::new(),
+            poisoned: 0,
+            restarted: 0,
         }
     }
 }

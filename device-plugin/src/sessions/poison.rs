@@ -9,6 +9,9 @@
 //!                after GRACE
 //! ```
 //!
+//! Who is left for eviction and cannot be evicted, because the API server has been away for `ALONE`, is restarted. What
+//! was left as it is can be ordered to be restarted later, by the number that its container's images have to reach.
+//!
 //! An image is fenced from its first fault on: the agent grants it nothing more. It is decided about once, however
 //! often and by whichever way it is told of. An XID alone decides nothing for a while: its process may be dying
 //! already, or its shim be about to report, with the chance to restart in place.
@@ -16,6 +19,7 @@
 use std::time::Duration;
 
 use bursar_crds::budget::{ContextAction, ContextPolicy};
+use bursar_crds::gpu_node::FaultAction;
 use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
@@ -24,6 +28,9 @@ use crate::units::GpuUuid;
 
 /// How long an image may take to report what an XID said of it, and to do what it was told.
 const GRACE: Duration = Duration::from_secs(5);
+
+/// How long an image waits for its pod's eviction while nobody can be told of it.
+const ALONE: Duration = Duration::from_secs(30);
 
 /// What is done about poisoned contexts of a container.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -84,6 +91,17 @@ impl Decision {
             Decision::Kill { beyond: true } => "beyond-maximum",
             Decision::Leave { open: true } => "evict",
             Decision::Leave { open: false } => "report",
+        }
+    }
+
+    /// As the API says it.
+    pub fn action(self) -> FaultAction {
+        match self {
+            Decision::Execute => FaultAction::InPlace,
+            Decision::Kill { beyond: false } => FaultAction::Restart,
+            Decision::Kill { beyond: true } => FaultAction::BeyondMaximum,
+            Decision::Leave { open: true } => FaultAction::Evict,
+            Decision::Leave { open: false } => FaultAction::Report,
         }
     }
 
@@ -152,6 +170,9 @@ pub(super) struct Poisonings {
     /// When restarts were ordered, the oldest first, as far as the window reaches.
     restarts: Vec<Timestamp>,
     faults: Vec<Fault>,
+    /// How many images were poisoned, and how many restarts were ordered, ever.
+    pub(super) poisoned: u64,
+    pub(super) restarted: u64,
 }
 
 impl Poisonings {
@@ -183,6 +204,7 @@ impl Poisonings {
         let at = known.unwrap_or_else(|| {
             // One that ended stands for all before it that were one too many.
             self.faults.retain(|fault| !fault.ended);
+            self.poisoned += 1;
             self.faults.push(Fault {
                 image,
                 gpu: gpu.clone(),
@@ -225,9 +247,10 @@ impl Poisonings {
         self.faults.retain(|fault| !fault.ended || stays(fault));
     }
 
-    /// Decides about those that were told of by an XID alone, and about those that did not do what they were told.
-    /// Whether anything changed.
-    pub(super) fn overdue(&mut self, now: Timestamp) -> bool {
+    /// Decides about those that were told of by an XID alone, about those that did not do what they were told, and,
+    /// where nobody has been reached for so long (`alone`), about those that were left for eviction. Whether anything
+    /// changed.
+    pub(super) fn overdue(&mut self, alone: Duration, now: Timestamp) -> bool {
         let before = self.faults.clone();
         for at in 0..self.faults.len() {
             let Some(fault) = self.faults.get_mut(at).filter(|fault| !fault.ended) else {
@@ -238,7 +261,30 @@ impl Poisonings {
                 Some((Decision::Execute, then)) if since(then, now) >= GRACE => {
                     fault.decided = Some((Decision::Kill { beyond: false }, now));
                 }
+                Some((Decision::Leave { open: true }, then))
+                    if since(then, now).min(alone) >= ALONE =>
+                {
+                    self.restart(at, now);
+                }
                 _ => {}
+            }
+        }
+        before != self.faults
+    }
+
+    /// The container's images have to reach the number `generation`: poisoned ones below it that were left as they
+    /// are end, and faults of those that have ended are done. Whether anything changed.
+    pub(super) fn reach(&mut self, generation: u64, now: Timestamp) -> bool {
+        let before = self.faults.clone();
+        self.faults
+            .retain(|fault| !fault.ended || fault.image.generation >= generation);
+        for at in 0..self.faults.len() {
+            let left = self.faults.get(at).is_some_and(|fault| {
+                let is_left = matches!(fault.decision(), Some(Decision::Leave { .. }));
+                is_left && fault.image.generation < generation
+            });
+            if left {
+                self.restart(at, now);
             }
         }
         before != self.faults
@@ -253,31 +299,49 @@ impl Poisonings {
     }
 
     fn decide(&mut self, at: usize, able: bool, now: Timestamp) {
-        let Policy {
-            action,
-            max_restarts,
-            window,
-        } = self.policy;
-        self.restarts.retain(|then| since(*then, now) < window);
-        let is_left = self.restarts.len() < usize::try_from(max_restarts).unwrap_or(usize::MAX);
-        let Some(fault) = self.faults.get_mut(at) else {
-            return;
-        };
-        if fault.decided.is_some() {
+        if self
+            .faults
+            .get(at)
+            .is_none_or(|fault| fault.decided.is_some())
+        {
             return;
         }
-        let decision = match action {
+        let has_restarts = self.has_restarts(now);
+        let decision = match self.policy.action {
             ContextAction::Report => Decision::Leave { open: false },
             ContextAction::Evict => Decision::Leave { open: true },
-            ContextAction::InPlace if able && is_left => Decision::Execute,
-            ContextAction::InPlace | ContextAction::Restart => Decision::Kill { beyond: !is_left },
+            ContextAction::InPlace if able && has_restarts => Decision::Execute,
+            ContextAction::InPlace | ContextAction::Restart => return self.restart(at, now),
         };
-        fault.decided = Some((decision, now));
+        self.carry(at, decision, now);
+    }
+
+    fn restart(&mut self, at: usize, now: Timestamp) {
+        let beyond = !self.has_restarts(now);
+        self.carry(at, Decision::Kill { beyond }, now);
+    }
+
+    /// Whether the window has room for a restart.
+    fn has_restarts(&mut self, now: Timestamp) -> bool {
+        let Policy {
+            max_restarts,
+            window,
+            ..
+        } = self.policy;
+        self.restarts.retain(|then| since(*then, now) < window);
+        self.restarts.len() < usize::try_from(max_restarts).unwrap_or(usize::MAX)
+    }
+
+    fn carry(&mut self, at: usize, decision: Decision, now: Timestamp) {
+        if let Some(fault) = self.faults.get_mut(at) {
+            fault.decided = Some((decision, now));
+        }
         if matches!(
             decision,
             Decision::Execute | Decision::Kill { beyond: false }
         ) {
             self.restarts.push(now);
+            self.restarted += 1;
         }
     }
 }

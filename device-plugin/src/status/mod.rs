@@ -22,7 +22,8 @@ pub mod report;
 pub use events::{Events, PodRef, Reason};
 pub use publish::run;
 pub use report::{
-    FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport,
+    FaultReport, GpuHealth, GpuReport, ImageReport, Memory, NamespaceReport, NodeReport,
+    NotEnforcedReport, WaitingReport,
 };
 #[cfg(test)]
 pub(crate) mod testing;

@@ -69,5 +69,6 @@ fn of(object: &GpuNode) -> Orders {
         quotas: object.spec.quotas.clone(),
         reservations: object.spec.reservations.clone(),
         contexts: object.spec.context_policies.clone(),
+        restarts: object.spec.restarts.clone(),
     }
 }

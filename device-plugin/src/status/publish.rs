@@ -47,16 +47,18 @@ impl Default for Rate {
 }
 
 /// Keeps the `GpuNode` of `node` at what `reports` says, until `shutdown` or until there are no more
-/// reports. The API server being away is waited out.
+/// reports. The API server being away is waited out, and `unheard` says since when it is.
 pub async fn run(
     client: Client,
     node: String,
     reports: watch::Receiver<NodeReport>,
+    unheard: watch::Sender<Option<Instant>>,
     metrics: Metrics,
     shutdown: CancellationToken,
 ) {
     let object = ApiObject::new(client, node);
-    publish(&object, reports, Rate::default(), &metrics, shutdown).await;
+    let rate = Rate::default();
+    publish(&object, reports, rate, &unheard, &metrics, shutdown).await;
 }
 
 /// [`run`] over any [`Object`], at any rate.
@@ -64,6 +66,7 @@ pub async fn publish(
     object: &impl Object,
     mut reports: watch::Receiver<NodeReport>,
     rate: Rate,
+    unheard: &watch::Sender<Option<Instant>>,
     metrics: &Metrics,
     shutdown: CancellationToken,
 ) {
@@ -85,6 +88,14 @@ pub async fn publish(
             () = shutdown.cancelled() => return,
             outcome = bring_up(object, &mut known, &report) => outcome,
         };
+        unheard.send_if_modified(|since| {
+            let before = *since;
+            *since = match &outcome {
+                Ok(_) => None,
+                Err(_) => before.or_else(|| Some(Instant::now())),
+            };
+            *since != before
+        });
         match outcome {
             Ok(false) => {}
             Ok(true) => {
@@ -206,7 +217,8 @@ mod tests {
         let (sender, receiver) = watch::channel(report());
         let shutdown = CancellationToken::new();
         let metrics = Metrics::new();
-        let publishing = publish(fake, receiver, FAST, &metrics, shutdown.clone());
+        let unheard = watch::Sender::new(Some(Instant::now()));
+        let publishing = publish(fake, receiver, FAST, &unheard, &metrics, shutdown.clone());
         let acting = async {
             act(sender).await;
             shutdown.cancel();
@@ -291,6 +303,25 @@ mod tests {
         })
         .await;
         assert_eq!(fake.fail_next.load(Ordering::SeqCst), 0);
+    }
+
+    #[tokio::test]
+    async fn since_when_nobody_could_be_told_is_known_until_somebody_is() {
+        let fake = Fake::default();
+        fake.fail_next.store(usize::MAX, Ordering::SeqCst);
+        let (_sender, receiver) = watch::channel(report());
+        let (unheard, mut since) = watch::channel(None);
+        let (shutdown, metrics) = (CancellationToken::new(), Metrics::new());
+        let publishing = publish(&fake, receiver, FAST, &unheard, &metrics, shutdown.clone());
+        let acting = async {
+            let first = *since.wait_for(Option::is_some).await.unwrap();
+            sleep(Duration::from_millis(50)).await;
+            assert_eq!(*since.borrow(), first, "it is the first failure's time");
+            fake.fail_next.store(0, Ordering::SeqCst);
+            since.wait_for(Option::is_none).await.unwrap();
+            shutdown.cancel();
+        };
+        tokio::join!(publishing, acting);
     }
 
     #[test]

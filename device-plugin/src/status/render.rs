@@ -7,13 +7,14 @@ use bursar_crds::Amount;
 use bursar_crds::conditions::{self, Statement, gpu_node as names};
 use bursar_crds::gpu_node::{
     Fault, FaultContainer, FaultKind, GpuNodeStatus, GpuPod, GpuStatus, Health, HealthStatus,
-    MAX_FAULTS, MAX_GPUS, MAX_NOT_ENFORCED, MAX_PODS, MAX_QUOTAS, MAX_WAITING, NodeMemory,
-    NotEnforced, QuotaOrder, QuotaStatus, Waiting,
+    MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_PODS, MAX_QUOTAS, MAX_WAITING,
+    NamespaceUse, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::report::{
-    FaultReport, GpuHealth, GpuReport, Memory, NodeReport, NotEnforcedReport, WaitingReport,
+    FaultReport, GpuHealth, GpuReport, ImageReport, Memory, NamespaceReport, NodeReport,
+    NotEnforcedReport, WaitingReport,
 };
 use crate::resize::Outcome;
 use crate::units::{PodUid, Quanta};
@@ -41,6 +42,7 @@ pub fn render(
         not_enforced,
         ordered,
         faults,
+        namespaces,
         conditions,
     } = report;
     let mut statements = vec![ready(conditions)];
@@ -70,7 +72,8 @@ pub fn render(
             None => before.quotas.clone(),
             Some(_) => ordered.quotas.iter().take(MAX_QUOTAS).map(quota).collect(),
         },
-        faults: oldest(faults).into_iter().map(fault).collect(),
+        faults: oldest(faults.iter().map(|one| fault(one, before, now)).collect()),
+        namespaces: namespaces.iter().take(MAX_NAMESPACES).map(used).collect(),
         conditions: conditions::merge(&before.conditions, &statements, generation, now),
     }
 }
@@ -208,44 +211,78 @@ fn lacking(lacking: &NotEnforcedReport) -> NotEnforced {
     }
 }
 
-fn oldest(faults: &[FaultReport]) -> Vec<&FaultReport> {
-    let mut faults: Vec<_> = faults.iter().collect();
-    faults.sort_by_key(|fault| (fault.time, &fault.id));
+fn used(used: &NamespaceReport) -> NamespaceUse {
+    let NamespaceReport {
+        namespace,
+        observed,
+        denials,
+        poisoned,
+        restarts,
+    } = used;
+    NamespaceUse {
+        namespace: namespace.clone(),
+        observed: count(*observed),
+        denials: signed(*denials),
+        poisoned: signed(*poisoned),
+        restarts: signed(*restarts),
+    }
+}
+
+/// A GPU's come first: there are few, and each concerns many.
+fn oldest(mut faults: Vec<Fault>) -> Vec<Fault> {
+    faults.sort_by(|a, b| {
+        let key = |fault: &Fault| (fault.kind == FaultKind::Context, fault.time.0);
+        key(a).cmp(&key(b)).then_with(|| a.id.cmp(&b.id))
+    });
     faults.truncate(MAX_FAULTS);
     faults
 }
 
-fn fault(fault: &FaultReport) -> Fault {
+fn fault(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
     let FaultReport {
         id,
         gpu,
         gpu_generation,
         cuda_error,
         xid,
+        action,
+        image,
+        time,
+    } = fault;
+    let written = before.faults.iter().find(|old| old.id == *id);
+    let first = || written.map_or_else(|| now.clone(), |old| old.time.clone());
+    Fault {
+        id: id.clone(),
+        kind: match image {
+            Some(_) => FaultKind::Context,
+            None => FaultKind::Gpu,
+        },
+        gpu: gpu.as_str().to_owned(),
+        gpu_generation: signed(*gpu_generation),
+        cuda_error: *cuda_error,
+        xid: xid.and_then(|xid| i32::try_from(xid).ok()),
+        action: *action,
+        container: image.as_ref().and_then(faulty),
+        time: time.map_or_else(first, seconds),
+    }
+}
+
+/// None where nobody knows whose it is.
+fn faulty(image: &ImageReport) -> Option<FaultContainer> {
+    let ImageReport {
         pod_uid,
         namespace,
         pod,
         container,
         process_generation,
-        time,
-    } = fault;
-    let generation = |generation: u64| i64::try_from(generation).unwrap_or(i64::MAX);
-    Fault {
-        id: id.clone(),
-        kind: FaultKind::Context,
-        gpu: gpu.as_str().to_owned(),
-        gpu_generation: generation(*gpu_generation),
-        cuda_error: *cuda_error,
-        xid: xid.and_then(|xid| i32::try_from(xid).ok()),
-        container: pod_uid.as_ref().map(|pod_uid| FaultContainer {
-            pod_uid: pod_uid.as_str().to_owned(),
-            namespace: namespace.clone(),
-            pod: pod.clone(),
-            container: container.clone(),
-            process_generation: generation(*process_generation),
-        }),
-        time: seconds(*time),
-    }
+    } = image;
+    Some(FaultContainer {
+        pod_uid: pod_uid.as_ref()?.as_str().to_owned(),
+        namespace: namespace.clone(),
+        pod: pod.clone(),
+        container: container.clone(),
+        process_generation: signed(*process_generation),
+    })
 }
 
 fn quota((order, outcome): &(QuotaOrder, Outcome)) -> QuotaStatus {
@@ -272,6 +309,10 @@ fn quota((order, outcome): &(QuotaOrder, Outcome)) -> QuotaStatus {
 }
 
 /// The API has signed integers only.
+fn signed(number: u64) -> i64 {
+    i64::try_from(number).unwrap_or(i64::MAX)
+}
+
 fn count(quanta: Quanta) -> i32 {
     i32::try_from(quanta.0).unwrap_or(i32::MAX)
 }
@@ -347,6 +388,40 @@ mod tests {
         assert_eq!(after.gpus[0].health.reason, "Xid79");
         assert_eq!(after.gpus[0].health.since, Some(at(60)));
         assert_eq!(after.gpus[1].health.since, Some(at(10)));
+    }
+
+    #[test]
+    fn a_fault_of_a_gpu_keeps_the_time_at_which_it_was_first_written_and_comes_first() {
+        let of_gpu = FaultReport {
+            id: "GPU-00000000-3".into(),
+            gpu: "GPU-00000000".parse().unwrap(),
+            gpu_generation: 3,
+            cuda_error: None,
+            xid: Some(79),
+            action: None,
+            image: None,
+            time: None,
+        };
+        let of_context = FaultReport {
+            id: "a-1".into(),
+            image: Some(ImageReport {
+                pod_uid: None,
+                namespace: String::new(),
+                pod: String::new(),
+                container: String::new(),
+                process_generation: 1,
+            }),
+            time: Some("2026-01-01T00:00:00Z".parse().unwrap()),
+            ..of_gpu.clone()
+        };
+        let mut ill = report();
+        ill.faults = vec![of_context, of_gpu];
+        let first = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
+        let said: Vec<_> = first.faults.iter().map(|fault| &fault.time).collect();
+        assert_eq!(first.faults[0].kind, FaultKind::Gpu);
+        assert_eq!(*said[0], at(10));
+        assert_ne!(*said[1], at(10));
+        assert_eq!(render(&ill, &first, Some(1), &at(500)), first);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::conditions::Statement;
-use bursar_crds::gpu_node::GpuState;
+use bursar_crds::gpu_node::{FaultAction, GpuState};
 use jiff::Timestamp;
 
 use crate::resize::Ordered;
@@ -34,6 +34,8 @@ pub struct NodeReport {
     pub ordered: Ordered,
     /// Faults that nobody has dealt with. More than 16 are cut off.
     pub faults: Vec<FaultReport>,
+    /// What the pods of each namespace use, and what befell them. More than 32 are cut off.
+    pub namespaces: Vec<NamespaceReport>,
     /// One statement per condition type of [`bursar_crds::conditions::gpu_node`], but for `Ready`, which
     /// [`render`](super::render) concludes from them.
     pub conditions: Vec<Statement>,
@@ -127,7 +129,22 @@ pub struct NotEnforcedReport {
     pub message: String,
 }
 
-/// A process image whose context is poisoned.
+/// What a namespace's pods use of the node, and what befell them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NamespaceReport {
+    /// The namespace.
+    pub namespace: String,
+    /// The most that they had at a time lately, rounded up.
+    pub observed: Quanta,
+    /// Allocations that were denied to them.
+    pub denials: u64,
+    /// Images of theirs that were poisoned.
+    pub poisoned: u64,
+    /// Restarts of theirs for that.
+    pub restarts: u64,
+}
+
+/// A process image whose context is poisoned, or a GPU that is at fault itself.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultReport {
     /// Names this occurrence for ever.
@@ -138,8 +155,19 @@ pub struct FaultReport {
     pub gpu_generation: u64,
     /// The CUDA error, where the process reported one.
     pub cuda_error: Option<i32>,
-    /// The XID, where the kernel's log named the process.
+    /// The XID, where there was one.
     pub xid: Option<u32>,
+    /// What is done about it, or has to be, once that is decided.
+    pub action: Option<FaultAction>,
+    /// Whose context it was; none where the GPU itself is at fault.
+    pub image: Option<ImageReport>,
+    /// When it was first told; none: when it is first written.
+    pub time: Option<Timestamp>,
+}
+
+/// A process image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageReport {
     /// Its pod, where that is known.
     pub pod_uid: Option<PodUid>,
     /// Its pod's namespace.
@@ -150,6 +178,4 @@ pub struct FaultReport {
     pub container: String,
     /// P of the image.
     pub process_generation: u64,
-    /// When it was first told.
-    pub time: Timestamp,
 }

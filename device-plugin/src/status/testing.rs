@@ -27,6 +27,7 @@ pub(crate) fn report() -> NodeReport {
         waiting: Vec::new(),
         not_enforced: Vec::new(),
         faults: Vec::new(),
+        namespaces: Vec::new(),
         ordered: crate::resize::Ordered::default(),
         conditions: vec![Statement::new(names::GPUS_FOUND, true, names::OK, "2 GPUs")],
     }

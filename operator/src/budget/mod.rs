@@ -1,5 +1,6 @@
 //! From a budget and the facts to what is to be done and said: pure.
 
+mod contexts;
 mod judge;
 mod plan;
 mod quota;
@@ -7,10 +8,11 @@ mod repair;
 mod status;
 mod terms;
 
-pub use plan::{Plan, Step, plan};
+pub use contexts::{Remedy, remedy};
+pub use plan::{Leaver, Plan, Step, plan};
 pub use quota::{Cap, Quota, Scope, Which, is_enforced};
-pub use repair::{Surplus, surplus};
-pub use status::status;
+pub use repair::surplus;
+use status::status;
 pub use terms::{InvalidSpec, Terms};
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 //! From a budget and the facts to what is to be done: pure.
 //!
 //! ```text
-//!   quotas as the spec says --> namespace labelled once both are in force --> surplus pods ended --> status
+//!   quotas as the spec says --> namespace labelled once both are in force --> surplus pods ended
+//!     --> pods ended for faults that are on record in the status --> status
 //! ```
 //!
 //! Each step is planned from what is there, never from what an earlier step will have done, so a crash after
@@ -15,17 +16,34 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 use k8s_openapi::jiff::Timestamp;
 
 use super::quota::{Cap, Which};
-use super::repair::{Surplus, surplus};
-use super::{Terms, status};
+use super::repair::surplus;
+use super::{Terms, contexts, status};
+use crate::demand::Owner;
 use crate::world::Facts;
 
 /// Pods are ended that go beyond the budget for this long: a delete that is on its way may settle it.
 const REPAIR_AFTER: Duration = Duration::from_secs(5);
 
-/// How long disruption budgets keep such a pod.
+/// How soon it is looked again after a look at a Job.
+const LOOKED_AT: Duration = Duration::from_millis(100);
+
+/// How long disruption budgets keep a pod that has to go.
 const GRACE: Duration = Duration::from_secs(60);
 
-/// One write.
+/// A pod that has to go.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Leaver {
+    /// Its name.
+    pub pod: String,
+    /// Its UID.
+    pub uid: String,
+    /// The reason of the Event.
+    pub reason: &'static str,
+    /// Why, for people.
+    pub why: String,
+}
+
+/// One write, or one look.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
     /// Apply a quota.
@@ -35,10 +53,12 @@ pub enum Step {
     /// End a pod.
     Evict {
         /// Which, and why.
-        pod: Surplus,
+        pod: Leaver,
         /// Past its disruption budget: that had its time.
         by_force: bool,
     },
+    /// Find out whether a Job lets its pods be disrupted.
+    LookAtJob(Owner),
     /// Apply the status.
     Status(Box<GpuMemoryBudgetStatus>),
 }
@@ -74,11 +94,41 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
             repair(&mut plan, budget, terms, facts, now.0);
         }
     }
+    let due = contexts::due(&budget.spec.context_policy, facts, now.0);
+    for (pod, since) in contexts::leavers(budget, &due, now.0) {
+        plan.evict(pod, since >= GRACE, facts);
+    }
+    for job in &due.looks {
+        plan.look_at((*job).clone());
+    }
+    plan.look_within(due.again);
     let wanted = status(budget, facts, now);
     if budget.status.as_ref() != Some(&wanted) {
         plan.steps.push(Step::Status(Box::new(wanted)));
     }
     plan
+}
+
+impl Plan {
+    fn evict(&mut self, pod: Leaver, by_force: bool, facts: &Facts) {
+        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says.
+        let mut of_jobs = facts.pods.iter().filter(|(_, demand)| demand.job.is_some());
+        let by_force = by_force && !of_jobs.any(|(_, demand)| demand.uid == pod.uid);
+        self.steps.push(Step::Evict { pod, by_force });
+        self.look_within(Some(REPAIR_AFTER));
+    }
+
+    fn look_at(&mut self, job: Owner) {
+        let look = Step::LookAtJob(job);
+        if !self.steps.contains(&look) {
+            self.steps.push(look);
+        }
+        self.look_within(Some(LOOKED_AT));
+    }
+
+    fn look_within(&mut self, time: Option<Duration>) {
+        self.again = self.again.into_iter().chain(time).min();
+    }
 }
 
 fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts, now: Timestamp) {
@@ -88,19 +138,38 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
     ) else {
         return;
     };
-    let surplus = surplus(terms, &facts.pods, enforced);
-    if surplus.is_empty() {
+    let known = |job: &Owner| facts.jobs.get(&job.uid).copied();
+    let surplus_of = |or: bool| {
+        let lets_go = |job: &Owner| known(job).unwrap_or(or);
+        surplus(terms, &facts.pods, enforced, lets_go)
+    };
+    let possible = surplus_of(true);
+    if possible.is_empty() {
         return;
     }
     let lasted = Duration::try_from(now.duration_since(exceeded)).unwrap_or_default();
     if lasted < REPAIR_AFTER {
-        plan.again = Some(REPAIR_AFTER - lasted);
+        plan.look_within(Some(REPAIR_AFTER - lasted));
         return;
     }
-    let by_force = lasted >= GRACE;
-    plan.again = Some(REPAIR_AFTER);
-    let steps = surplus.into_iter().map(|pod| Step::Evict { pod, by_force });
-    plan.steps.extend(steps);
+    let jobs = facts.pods.iter().filter_map(|(_, demand)| {
+        let goes = possible.iter().any(|pod| pod.uid == demand.uid);
+        demand
+            .job
+            .as_ref()
+            .filter(|job| goes && known(job).is_none())
+    });
+    let unknown: Vec<_> = jobs.collect();
+    if !unknown.is_empty() {
+        // Who goes depends on what they say.
+        unknown
+            .into_iter()
+            .for_each(|job| plan.look_at(job.clone()));
+        return;
+    }
+    for pod in surplus_of(false) {
+        plan.evict(pod, lasted >= GRACE, facts);
+    }
 }
 
 /// Since when a condition of the budget is True.

@@ -2,17 +2,19 @@
 
 use std::collections::BTreeMap;
 
+use bursar_crds::budget::{ContextAction, ContextPolicy, MAX_EVICTIONS};
 use bursar_crds::conditions::budget as names;
+use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind};
 use bursar_crds::{GpuMemoryBudget, Quantum};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::{Plan, Quota, Step, Terms, Which, plan, surplus};
-use crate::demand::{Class, Demand};
+use super::{Plan, Quota, Remedy, Step, Terms, Which, plan, remedy, surplus};
+use crate::demand::{Class, Demand, Owner};
 use crate::quanta::Quanta;
-use crate::world::{Cohort, Facts};
+use crate::world::{AgentsSay, Cohort, Facts, Sufferer};
 
 /// A namespace as the API server has it.
 struct Namespace {
@@ -21,6 +23,10 @@ struct Namespace {
     labelled: bool,
     pods: BTreeMap<String, Demand>,
     second: i64,
+    /// The faults that pods suffer from.
+    faults: Vec<(String, Fault)>,
+    /// What was asked about Jobs so far.
+    jobs: BTreeMap<String, bool>,
     /// How often each pod's end was asked for.
     evicted: BTreeMap<String, usize>,
 }
@@ -30,7 +36,8 @@ fn demand(uid: &str, class: Class, device: u64, created: i64) -> Demand {
         uid: uid.to_owned(),
         created: Timestamp::from_second(created).unwrap(),
         ending: false,
-        of_job: false,
+        job: None,
+        replaced: true,
         class,
         device: Quanta::new(device),
         managed: Quanta::ZERO,
@@ -50,6 +57,8 @@ impl Namespace {
             labelled: false,
             pods: BTreeMap::new(),
             second: 1_000,
+            faults: Vec::new(),
+            jobs: BTreeMap::new(),
             evicted: BTreeMap::new(),
         }
     }
@@ -75,6 +84,19 @@ impl Namespace {
             guaranteed_quota: self.quotas.get(&Which::Guaranteed).cloned(),
             limit_quota: self.quotas.get(&Which::Limit).cloned(),
             labelled: self.labelled,
+            sufferers: self
+                .faults
+                .iter()
+                .filter_map(|(pod, fault)| {
+                    Some(Sufferer {
+                        pod: pod.clone(),
+                        demand: self.pods.get(pod)?.clone(),
+                        fault: fault.clone(),
+                    })
+                })
+                .collect(),
+            jobs: self.jobs.clone(),
+            told: AgentsSay::default(),
         }
     }
 
@@ -97,6 +119,7 @@ impl Namespace {
                     demand.ending = true;
                 }
             }
+            Step::LookAtJob(job) => drop(self.jobs.insert(job.uid, job.name == "lets-go")),
             Step::Status(status) => self.budget.status = Some(*status),
         }
     }
@@ -207,7 +230,7 @@ fn a_quota_changed_by_hand_is_put_back_and_a_jobs_pod_is_left_alone() {
     namespace.settle();
     namespace.second += 100;
     let mut pod = demand("j", Class::Guaranteed, 20, namespace.second - 10);
-    pod.of_job = true;
+    pod.job = job("would-fail");
     namespace.pods.insert("j".to_owned(), pod);
     let quota = namespace.quotas.get_mut(&Which::Limit).unwrap();
     quota
@@ -223,6 +246,247 @@ fn a_quota_changed_by_hand_is_put_back_and_a_jobs_pod_is_left_alone() {
         limit.in_force["requests.bursar.dev/gpu-memory-gib"],
         Quanta::new(16)
     );
+}
+
+fn job(name: &str) -> Option<Owner> {
+    Some(Owner {
+        name: name.to_owned(),
+        uid: name.to_owned(),
+    })
+}
+
+#[test]
+fn of_jobs_pods_those_go_whose_job_takes_no_eviction_for_a_failure_and_never_by_force() {
+    let mut namespace = Namespace::new(16, 16);
+    namespace.settle();
+    namespace.second += 100;
+    for (name, created) in [("would-fail", 5), ("lets-go", 10), ("before", 20)] {
+        let mut pod = demand(name, Class::Guaranteed, 16, namespace.second - created);
+        pod.job = job(name).filter(|_| name != "before");
+        namespace.pods.insert(name.to_owned(), pod);
+    }
+    namespace
+        .plan()
+        .steps
+        .into_iter()
+        .for_each(|step| namespace.take(step));
+    namespace.second += 100;
+    let asks = namespace.plan();
+    assert!(
+        matches!(asks.steps[..], [Step::LookAtJob(_), Step::LookAtJob(_), ..]),
+        "{asks:?}"
+    );
+    asks.steps.into_iter().for_each(|step| namespace.take(step));
+    for step in namespace.plan().steps {
+        let forced = matches!(&step, Step::Evict { pod, by_force: true } if pod.uid != "before");
+        assert!(!forced, "{step:?}");
+    }
+    namespace.settle();
+    let gone: Vec<_> = namespace.evicted.keys().collect();
+    assert_eq!(gone, ["before", "lets-go"]);
+}
+
+fn fault(id: &str, kind: FaultKind, action: FaultAction, second: i64) -> Fault {
+    Fault {
+        id: id.to_owned(),
+        kind,
+        gpu: "GPU-a".to_owned(),
+        gpu_generation: 1,
+        cuda_error: Some(700),
+        xid: None,
+        action: Some(action),
+        container: None,
+        time: Time(Timestamp::from_second(second).unwrap()),
+    }
+}
+
+impl Namespace {
+    /// In force, with one pod for each name.
+    fn running(action: ContextAction, pods: &[&str]) -> Self {
+        let mut namespace = Self::new(100, 100);
+        namespace.budget.spec.context_policy.action = action;
+        for pod in pods {
+            let demand = demand(pod, Class::Guaranteed, 1, namespace.second);
+            namespace.pods.insert((*pod).to_owned(), demand);
+        }
+        namespace.settle();
+        namespace
+    }
+
+    fn strike(&mut self, pod: &str, kind: FaultKind, action: FaultAction) {
+        let fault = fault(&format!("f-{pod}"), kind, action, self.second);
+        self.faults.push((pod.to_owned(), fault));
+    }
+
+    fn on_record(&self) -> Vec<(&str, &str)> {
+        let status = self.budget.status.as_ref().unwrap();
+        let evictions = status.evictions.iter();
+        evictions
+            .map(|one| (one.pod.as_str(), one.reason.as_str()))
+            .collect()
+    }
+}
+
+#[test]
+fn what_is_done_about_a_fault_goes_by_what_the_agent_did_and_the_policy_now() {
+    use ContextAction as Now;
+    use FaultAction as Agent;
+    let evict = |reason| Some(Remedy::Evict(reason));
+    let restart = Some(Remedy::Restart);
+    let table = [
+        (Agent::InPlace, [None; 4]),
+        (Agent::Restart, [None; 4]),
+        (
+            Agent::Report,
+            [restart, restart, evict("ContextPolicy"), None],
+        ),
+        (
+            Agent::Evict,
+            [restart, restart, evict("ContextPolicy"), None],
+        ),
+        (
+            Agent::BeyondMaximum,
+            [
+                evict("TooManyRestarts"),
+                evict("TooManyRestarts"),
+                evict("TooManyRestarts"),
+                None,
+            ],
+        ),
+    ];
+    for (agent, wanted) in table {
+        for (action, wanted) in [Now::InPlace, Now::Restart, Now::Evict, Now::Report]
+            .into_iter()
+            .zip(wanted)
+        {
+            let policy = ContextPolicy {
+                action,
+                ..ContextPolicy::default()
+            };
+            let of_context = fault("f", FaultKind::Context, agent, 0);
+            assert_eq!(
+                remedy(&of_context, &policy),
+                wanted,
+                "{agent:?}, {action:?}"
+            );
+            let of_gpu = fault("f", FaultKind::Gpu, Agent::ResetGpu, 0);
+            let goes = evict("GpuFault").filter(|_| action != Now::Report);
+            assert_eq!(remedy(&of_gpu, &policy), goes);
+            let undecided = Fault {
+                action: None,
+                ..of_context
+            };
+            assert_eq!(remedy(&undecided, &policy), None);
+        }
+    }
+}
+
+#[test]
+fn who_has_to_go_for_a_fault_is_on_record_first_and_stays_there_after() {
+    let mut namespace = Namespace::running(ContextAction::Restart, &["a", "b"]);
+    namespace.strike("a", FaultKind::Context, FaultAction::BeyondMaximum);
+    let first = namespace.plan();
+    assert!(matches!(first.steps[..], [Step::Status(_)]), "{first:?}");
+    namespace.settle();
+    assert_eq!(namespace.evicted, BTreeMap::from([("a".to_owned(), 1)]));
+    assert_eq!(namespace.on_record(), [("a", "TooManyRestarts")]);
+    namespace.faults.clear();
+    namespace.second += 10_000;
+    namespace.settle();
+    assert_eq!(namespace.on_record(), [("a", "TooManyRestarts")]);
+}
+
+#[test]
+fn a_pod_goes_for_its_gpu_only_after_a_while_and_where_another_takes_its_place() {
+    let pods = ["bare", "lets-go", "other", "would-fail"];
+    let mut namespace = Namespace::running(ContextAction::Restart, &pods);
+    namespace.pods.get_mut("bare").unwrap().replaced = false;
+    for name in ["lets-go", "would-fail"] {
+        namespace.pods.get_mut(name).unwrap().job = job(name);
+    }
+    pods.iter()
+        .for_each(|pod| namespace.strike(pod, FaultKind::Gpu, FaultAction::ResetGpu));
+    namespace
+        .plan()
+        .steps
+        .into_iter()
+        .for_each(|step| namespace.take(step));
+    let early = namespace.plan();
+    assert_eq!(early.steps, []);
+    assert!(early.again.is_some());
+    namespace.second += 30;
+    namespace.settle();
+    let gone: Vec<_> = namespace.evicted.keys().collect();
+    assert_eq!(gone, ["lets-go", "other"]);
+}
+
+#[test]
+fn no_more_pods_go_at_a_time_than_the_record_has_room_for_and_all_of_them_go() {
+    let names: Vec<String> = (0..30).map(|number| format!("p{number:02}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut namespace = Namespace::running(ContextAction::Evict, &names);
+    names
+        .iter()
+        .for_each(|pod| namespace.strike(pod, FaultKind::Context, FaultAction::Evict));
+    for _ in 0..20 {
+        let plan = namespace.plan();
+        let evicts = plan
+            .steps
+            .iter()
+            .filter(|step| matches!(step, Step::Evict { .. }));
+        assert!(evicts.count() <= MAX_EVICTIONS);
+        plan.steps.into_iter().for_each(|step| namespace.take(step));
+        namespace.others(true);
+    }
+    assert!(namespace.pods.is_empty());
+    assert!(namespace.evicted.values().all(|times| *times == 1));
+    assert_eq!(namespace.on_record().len(), MAX_EVICTIONS);
+}
+
+#[test]
+fn records_of_pods_that_recovered_and_live_on_take_nobodys_place() {
+    let names: Vec<String> = (0..20).map(|number| format!("p{number:02}")).collect();
+    let names: Vec<&str> = names.iter().map(String::as_str).collect();
+    let mut namespace = Namespace::running(ContextAction::Evict, &names);
+    for pod in names {
+        namespace.strike(pod, FaultKind::Context, FaultAction::Evict);
+        namespace
+            .plan()
+            .steps
+            .into_iter()
+            .for_each(|step| namespace.take(step));
+        assert_eq!(namespace.on_record()[0].0, pod);
+        // Its agent restarted it alone.
+        namespace.faults.clear();
+        namespace.settle();
+    }
+    assert_eq!(namespace.evicted.len(), 0);
+}
+
+#[test]
+fn a_pod_that_a_disruption_budget_keeps_is_deleted_after_its_grace_but_a_jobs() {
+    for (of_job, forced) in [(None, true), (job("lets-go"), false)] {
+        let mut namespace = Namespace::running(ContextAction::Evict, &["a"]);
+        namespace.pods.get_mut("a").unwrap().job = of_job;
+        namespace.strike("a", FaultKind::Context, FaultAction::Evict);
+        namespace
+            .plan()
+            .steps
+            .into_iter()
+            .for_each(|step| namespace.take(step));
+        let by_force = |plan: Plan| {
+            let steps = plan.steps.into_iter();
+            steps
+                .filter_map(|step| match step {
+                    Step::Evict { by_force, .. } => Some(by_force),
+                    _ => None,
+                })
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(by_force(namespace.plan()), [false]);
+        namespace.second += 60;
+        assert_eq!(by_force(namespace.plan()), [forced]);
+    }
 }
 
 /// Pods by class, size and age in seconds.
@@ -257,7 +521,7 @@ proptest! {
     ) {
         let terms = Namespace::new(guaranteed, guaranteed + beyond).terms();
         let pods = demands(&pods);
-        let ended = surplus(&terms, &pods, Timestamp::from_second(-10).unwrap());
+        let ended = surplus(&terms, &pods, Timestamp::from_second(-10).unwrap(), |_| true);
         let left = |without: &dyn Fn(&str) -> bool| -> (i64, i64) {
             let stays = pods.iter().filter(|(name, _)| !without(name)).map(|(_, demand)| demand);
             stays.fold((0, 0), |(owned, all), demand| {
@@ -280,7 +544,7 @@ proptest! {
         let terms = Namespace::new(0, limit).terms();
         let pods = demands(&pods);
         let since = Timestamp::from_second(since).unwrap();
-        for one in surplus(&terms, &pods, since) {
+        for one in surplus(&terms, &pods, since, |_| true) {
             let (_, demand) = pods.iter().find(|(name, _)| *name == one.pod).unwrap();
             prop_assert!(demand.created > since);
         }
@@ -322,6 +586,38 @@ proptest! {
         prop_assert!(owned <= namespace.terms().guaranteed.count());
         prop_assert!(namespace.labelled && namespace.holds(names::ENFORCED) && namespace.holds(names::READY));
         prop_assert!(namespace.evicted.values().all(|times| *times == 1));
+        prop_assert_eq!(namespace.plan(), Plan::default());
+    }
+
+    /// Faults come, the operator crashes after any prefix of any of its plans: in the end all who had to go are gone,
+    /// each was asked once, and why is on record as far as there is room.
+    #[test]
+    fn whatever_is_cut_short_who_had_to_go_for_a_fault_goes_once_with_the_reason_on_record(
+        faults in prop::collection::vec((0usize..12, any::<bool>()), 1..12),
+        crashes in prop::collection::vec((0usize..4, 0i64..8), 0..12),
+    ) {
+        let names: Vec<String> = (0..12).map(|number| format!("p{number:02}")).collect();
+        let all: Vec<&str> = names.iter().map(String::as_str).collect();
+        let mut namespace = Namespace::running(ContextAction::Restart, &all);
+        let mut wanted = std::collections::BTreeSet::new();
+        for (pod, of_gpu) in faults {
+            if wanted.insert(names[pod].clone()) {
+                let kind = if of_gpu { FaultKind::Gpu } else { FaultKind::Context };
+                let action = if of_gpu { FaultAction::Wait } else { FaultAction::BeyondMaximum };
+                namespace.strike(&names[pod], kind, action);
+            }
+        }
+        for (done, pause) in crashes {
+            namespace.plan().steps.into_iter().take(done).for_each(|step| namespace.take(step));
+            namespace.others(true);
+            namespace.second += pause;
+        }
+        namespace.second += 60;
+        namespace.settle();
+        let gone: std::collections::BTreeSet<_> = namespace.evicted.keys().cloned().collect();
+        prop_assert_eq!(&gone, &wanted);
+        prop_assert!(namespace.evicted.values().all(|times| *times == 1));
+        prop_assert_eq!(namespace.on_record().len(), wanted.len().min(MAX_EVICTIONS));
         prop_assert_eq!(namespace.plan(), Plan::default());
     }
 }

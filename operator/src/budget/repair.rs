@@ -7,31 +7,30 @@
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
 use super::Terms;
-use crate::demand::{Class, Demand};
+use super::plan::Leaver;
+use crate::demand::{Class, Demand, Owner};
 use crate::quanta::Quanta;
+
+/// The reason of their Events.
+const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 
 /// Pods created this long after the budget came into force were admitted by it: the clocks of two machines,
 /// and the second that a creation time is rounded to.
 const SETTLED: SignedDuration = SignedDuration::from_secs(5);
 
-/// A pod that was admitted beyond the budget.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Surplus {
-    /// Its name.
-    pub pod: String,
-    /// Its UID.
-    pub uid: String,
-    /// Why it is one, for people.
-    pub why: &'static str,
-}
-
 /// The pods to end so that the rest fits `terms`, in force since `since`: borrowed before guaranteed, the
-/// newest first, none that is not needed. Pods of Jobs are passed over, for they would fail; they end anyway.
-pub fn surplus(terms: &Terms, pods: &[(String, Demand)], since: Timestamp) -> Vec<Surplus> {
+/// newest first, none that is not needed. Pods of Jobs that would fail by it are passed over; they end anyway.
+pub fn surplus(
+    terms: &Terms,
+    pods: &[(String, Demand)],
+    since: Timestamp,
+    lets_go: impl Fn(&Owner) -> bool,
+) -> Vec<Leaver> {
     let alive = || pods.iter().filter(|(_, demand)| !demand.ending);
     let mut over = Over::of(terms, alive().map(|(_, demand)| demand));
     let mut candidates: Vec<_> = alive()
-        .filter(|(_, demand)| !demand.of_job && demand.created > since + SETTLED)
+        .filter(|(_, demand)| demand.created > since + SETTLED)
+        .filter(|(_, demand)| demand.job.as_ref().is_none_or(&lets_go))
         .collect();
     candidates.sort_by_key(|(name, demand)| {
         let class = demand.class == Class::Guaranteed;
@@ -52,10 +51,11 @@ pub fn surplus(terms: &Terms, pods: &[(String, Demand)], since: Timestamp) -> Ve
         }
         needed
     });
-    let surplus = ended.into_iter().map(|(name, demand, why)| Surplus {
+    let surplus = ended.into_iter().map(|(name, demand, why)| Leaver {
         pod: name.clone(),
         uid: demand.uid.clone(),
-        why,
+        reason: EXCEEDED,
+        why: why.to_owned(),
     });
     surplus.collect()
 }

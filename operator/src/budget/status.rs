@@ -1,18 +1,18 @@
 //! The status of a budget.
 
-use bursar_crds::budget::{DeviceMemoryStatus, ManagedMemoryStatus};
+use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, ManagedMemoryStatus};
 use bursar_crds::conditions::merge;
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use super::Terms;
 use super::judge::statements;
+use super::{Terms, contexts};
 use crate::quanta::Quanta;
-use crate::world::{Facts, Usage};
+use crate::world::{AgentsSay, Facts, Usage};
 
 /// The status that `budget` should have. Equal to the one that it has while nothing changed: only a
 /// condition that changes its status takes the time `now`.
-pub fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryBudgetStatus {
+pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryBudgetStatus {
     let terms = Terms::of(&budget.spec, facts.quantum);
     let said = statements(budget, &terms, facts);
     let before: &[Condition] = budget
@@ -29,6 +29,16 @@ pub fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryB
         borrowed,
         managed,
     } = facts.usage;
+    let AgentsSay {
+        observed,
+        denials,
+        poisoned,
+        restarts,
+    } = facts.told;
+    let peak = budget
+        .status
+        .as_ref()
+        .and_then(|status| Quanta::within(&status.device_memory.peak.bytes, facts.quantum).ok());
     GpuMemoryBudgetStatus {
         observed_generation: generation,
         quantum: Some(Amount::from_bytes(facts.quantum.bytes())),
@@ -39,11 +49,20 @@ pub fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryB
             limit: counted(allowed(|terms| terms.limit)),
             requested: counted(guaranteed.plus(borrowed)),
             borrowed: counted(borrowed),
+            observed: counted(observed),
+            peak: counted(observed.max(peak.unwrap_or_default())),
         },
         managed_memory: ManagedMemoryStatus {
             limit: counted(allowed(|terms| terms.managed)),
             requested: counted(managed),
         },
+        denials,
+        contexts: ContextsStatus {
+            open: i64::try_from(facts.sufferers.len()).unwrap_or(i64::MAX),
+            poisoned,
+            restarts,
+        },
+        evictions: contexts::on_record(budget, facts, now),
         conditions: merge(before, &said, generation, now),
     }
 }

@@ -43,6 +43,9 @@ fn idle() -> Facts {
         guaranteed_quota: None,
         limit_quota: None,
         labelled: true,
+        sufferers: Vec::new(),
+        jobs: std::collections::BTreeMap::new(),
+        told: crate::world::AgentsSay::default(),
     }
 }
 

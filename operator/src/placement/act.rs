@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use bursar_crds::GpuNode;
-use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Node, ObjectReference};
+use k8s_openapi::jiff::Timestamp;
+use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
-use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 use tracing::{debug, info, warn};
@@ -16,6 +16,7 @@ use super::memory::{Answer, Memory, Moment};
 use super::plan::{Object, Pod, Step, Victim};
 use super::pod::{Place, PodFacts};
 use crate::demand::AskingPod;
+use crate::job::{self, JobError};
 use crate::observe::chain;
 use crate::world::Key;
 use crate::write::{Evicted, WriteError, Writer};
@@ -24,6 +25,7 @@ use crate::write::{Evicted, WriteError, Writer};
 const LABELS_MANAGER: &str = "bursar-operator-labels";
 const RESERVATIONS_MANAGER: &str = "bursar-operator-reservations";
 const QUOTAS_MANAGER: &str = "bursar-operator-quotas";
+const MOVES_MANAGER: &str = "bursar-operator-moves";
 
 /// How long one request may take.
 const REQUEST_TIME: Duration = Duration::from_secs(5);
@@ -44,6 +46,9 @@ pub(super) enum ActError {
     /// An eviction.
     #[error(transparent)]
     Write(#[from] WriteError),
+    /// A look at a Job.
+    #[error(transparent)]
+    Job(#[from] JobError),
     /// No answer in time.
     #[error("no answer within {} s: {what} {name}", REQUEST_TIME.as_secs())]
     TimedOut {
@@ -135,9 +140,19 @@ impl Hands {
             Step::Move {
                 pod,
                 owner,
+                from,
                 to,
                 room,
             } => {
+                let wall = Timestamp::now();
+                if memory.is_first_ask(&pod.uid) {
+                    // Before the eviction: whoever comes after a crash may count one too many, never one too few.
+                    let moves = memory.moves_with(&from.name, &owner, wall);
+                    let body = json!({ "spec": { "moves": moves } });
+                    self.apply::<GpuNode>(MOVES_MANAGER, "count a move from", &from, body)
+                        .await?;
+                    memory.recorded(from.name, moves);
+                }
                 if self.evict(&pod, false, memory, now).await? == Evicted::Ends {
                     let Key { namespace, name } = &pod.key;
                     info!(namespace, pod = name, to, "waiter moved");
@@ -147,18 +162,9 @@ impl Hands {
                 }
                 Ok(())
             }
-            Step::LookAtJob {
-                namespace,
-                name,
-                uid,
-            } => {
-                let jobs = Api::<Job>::namespaced(self.client.clone(), &namespace);
-                let job = within("look at Job", &name, jobs.get_opt(&name)).await?;
-                let job = job.filter(|job| job.uid().as_deref() == Some(uid.as_str()));
-                // Of a Job that is gone nothing can fail any more.
-                memory
-                    .jobs
-                    .insert(uid, job.is_none_or(|job| ignores_disruption(&job)));
+            Step::LookAtJob { namespace, job } => {
+                let lets_go = job::lets_go(&self.client, &namespace, &job).await?;
+                memory.jobs.insert(job.uid, lets_go);
                 Ok(())
             }
         }
@@ -308,51 +314,5 @@ async fn within<T>(
             source: Box::new(source),
         }),
         Err(_) => Err(ActError::TimedOut { what, name: name() }),
-    }
-}
-
-/// Whether the Job does not take a pod that was evicted for one that failed.
-fn ignores_disruption(job: &Job) -> bool {
-    let policy = job
-        .spec
-        .as_ref()
-        .and_then(|spec| spec.pod_failure_policy.as_ref());
-    let first = policy
-        .into_iter()
-        .flat_map(|policy| &policy.rules)
-        .find(|rule| {
-            let conditions = rule.on_pod_conditions.iter().flatten();
-            let mut conditions = conditions.filter(|on| on.type_ == "DisruptionTarget");
-            conditions.any(|on| on.status == "True")
-        });
-    // A rule on exit codes that comes before it may match a program that ends badly when it is told to.
-    let exits_first = policy
-        .and_then(|policy| policy.rules.first())
-        .is_some_and(|rule| rule.on_exit_codes.is_some());
-    first.is_some_and(|rule| rule.action == "Ignore") && !exits_first
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn job(rules: Value) -> Job {
-        serde_json::from_value(json!({ "spec": {
-            "template": { "spec": { "containers": [] } }, "podFailurePolicy": { "rules": rules } } }))
-        .unwrap()
-    }
-
-    #[test]
-    fn a_job_lets_its_pods_go_only_where_its_policy_says_so_first() {
-        let ignore = json!({ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
-        let fail = json!({ "action": "FailJob", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
-        let exit =
-            json!({ "action": "FailJob", "onExitCodes": { "operator": "In", "values": [1] } });
-        assert!(ignores_disruption(&job(json!([ignore]))));
-        assert!(ignores_disruption(&job(json!([ignore, exit]))));
-        assert!(!ignores_disruption(&job(json!([exit, ignore]))));
-        assert!(!ignores_disruption(&job(json!([fail, ignore]))));
-        assert!(!ignores_disruption(&job(json!([]))));
-        assert!(!ignores_disruption(&Job::default()));
     }
 }

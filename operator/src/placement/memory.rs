@@ -5,7 +5,9 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{QuotaOrder, Reservation};
+use bursar_crds::gpu_node::{MAX_MOVES, Moved, QuotaOrder, Reservation};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
 
 use super::landscape::Scene;
 use super::pod::{Owner, Place};
@@ -43,6 +45,8 @@ pub struct Memory {
     asked: BTreeMap<String, Asked>,
     /// How often pods of an owner were moved.
     moves: BTreeMap<String, Moves>,
+    /// What is on record of that with each node's `GpuNode`, or was last written there.
+    recorded: BTreeMap<String, Vec<Moved>>,
     /// Room on nodes that pods were moved for.
     promised: Vec<(String, Quanta, Moment)>,
     /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
@@ -75,7 +79,8 @@ struct Moves {
 
 impl Memory {
     /// Looks at who waits, and forgets who does not any more.
-    pub(super) fn see(&mut self, scene: &Scene<'_>, now: Moment) {
+    pub(super) fn see(&mut self, scene: &Scene<'_>, now: Moment, wall: Timestamp) {
+        self.recall(scene, now, wall);
         let on_nodes = scene.gpu_nodes.values().flat_map(|gpus| &gpus.waiting);
         let unplaced = scene.pods.iter().filter(|(_, (_, pod))| {
             matches!(
@@ -121,12 +126,68 @@ impl Memory {
         self.promised.retain(|(_, _, until)| *until > now);
         let owned = |job: &String| {
             let mut pods = scene.pods.values();
-            pods.any(|(_, pod)| matches!(&pod.owner, Owner::Job { uid, .. } if uid == job))
+            pods.any(|(_, pod)| matches!(&pod.owner, Owner::Job(owner) if owner.uid == *job))
         };
         self.jobs.retain(|job, _| owned(job));
         let known = |node: &String| scene.gpu_nodes.contains_key(node.as_str());
         self.reservations.retain(|node, _| known(node));
         self.quotas.retain(|node, _| known(node));
+    }
+
+    /// Takes in what an operator before put on record of moves.
+    fn recall(&mut self, scene: &Scene<'_>, now: Moment, wall: Timestamp) {
+        for (node, gpus) in &scene.gpu_nodes {
+            // What was written last here is newer than what a watch tells late.
+            let recorded = self.recorded.entry((*node).to_owned());
+            recorded.or_insert_with(|| gpus.moves.clone());
+        }
+        let known = |node: &String| scene.gpu_nodes.contains_key(node.as_str());
+        self.recorded.retain(|node, _| known(node));
+        let mut sums: BTreeMap<&str, (u32, Duration)> = BTreeMap::new();
+        for moved in self.recorded.values().flatten() {
+            let age = age(moved, wall);
+            let (count, youngest) = sums.entry(&moved.owner).or_insert((0, age));
+            *count += moved.count.unsigned_abs();
+            *youngest = age.min(*youngest);
+        }
+        for (owner, (count, age)) in sums {
+            if age < MOVES_FORGOTTEN && !self.moves.contains_key(owner) {
+                let last = now.saturating_sub(age);
+                self.moves.insert(owner.to_owned(), Moves { count, last });
+            }
+        }
+    }
+
+    /// Whether nobody has asked this pod to go before.
+    pub(super) fn is_first_ask(&self, pod: &str) -> bool {
+        !self.asked.contains_key(pod)
+    }
+
+    /// The record of a node with one move more of `owner`'s pods; what is forgotten is left out.
+    pub(super) fn moves_with(&self, node: &str, owner: &str, wall: Timestamp) -> Vec<Moved> {
+        let recorded = self.recorded.get(node).into_iter().flatten();
+        let (mut of_owner, mut others) = (0, Vec::new());
+        for moved in recorded.filter(|moved| age(moved, wall) < MOVES_FORGOTTEN) {
+            if moved.owner == owner {
+                of_owner = moved.count;
+            } else {
+                others.push(moved.clone());
+            }
+        }
+        others.sort_by_key(|moved| moved.last.0);
+        let over = (others.len() + 1).saturating_sub(MAX_MOVES);
+        others.drain(..over);
+        others.push(Moved {
+            owner: owner.to_owned(),
+            count: of_owner.saturating_add(1),
+            last: Time(wall),
+        });
+        others
+    }
+
+    /// So much is on record of a node's moves by now.
+    pub(super) fn recorded(&mut self, node: String, moves: Vec<Moved>) {
+        self.recorded.insert(node, moves);
     }
 
     /// For how long a pod has been waiting.
@@ -220,6 +281,10 @@ pub(super) enum Answer {
     Refused,
     /// Something else.
     Failed,
+}
+
+fn age(moved: &Moved, wall: Timestamp) -> Duration {
+    Duration::try_from(wall.duration_since(moved.last.0)).unwrap_or_default()
 }
 
 #[cfg(test)]

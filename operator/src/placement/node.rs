@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bursar_crds::gpu_node::{GpuStatus, HealthStatus, QuotaOrder, Reservation};
+use bursar_crds::gpu_node::{GpuStatus, HealthStatus, Moved, QuotaOrder, Reservation};
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::{GpuNode, Quantum};
 use k8s_openapi::api::core::v1::{Node, NodeCondition, Taint};
@@ -91,6 +91,8 @@ pub struct GpuFacts {
     pub reservations: Vec<Reservation>,
     /// `spec.quotas`.
     pub quotas: Vec<QuotaOrder>,
+    /// `spec.moves`.
+    pub moves: Vec<Moved>,
 }
 
 /// One GPU.
@@ -139,6 +141,7 @@ impl GpuFacts {
                 .collect(),
             reservations: node.spec.reservations.clone(),
             quotas: node.spec.quotas.clone(),
+            moves: node.spec.moves.clone(),
         }
     }
 }

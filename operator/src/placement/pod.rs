@@ -6,7 +6,7 @@ use bursar_crds::Quantum;
 use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
-use crate::demand::{AskingPod, Class, Demand, asks};
+use crate::demand::{self, AskingPod, Class, Demand, asks};
 use crate::quanta::Quanta;
 
 /// Over how many GPUs a container wants to be spread; what the agent reads too.
@@ -67,12 +67,7 @@ pub enum Owner {
     /// A DaemonSet, on the same node.
     DaemonSet,
     /// A Job, which may take the deletion for a failure.
-    Job {
-        /// Its name.
-        name: String,
-        /// Its UID.
-        uid: String,
-    },
+    Job(demand::Owner),
     /// Another controller.
     Other {
         /// Its UID.
@@ -177,10 +172,10 @@ fn owner(pod: &AskingPod, mirror: bool) -> Owner {
         Some(owner) => match owner.kind.as_str() {
             "Node" => Owner::Node,
             "DaemonSet" => Owner::DaemonSet,
-            "Job" => Owner::Job {
+            "Job" => Owner::Job(demand::Owner {
                 name: owner.name.clone(),
                 uid: owner.uid.clone(),
-            },
+            }),
             _ => Owner::Other {
                 uid: owner.uid.clone(),
             },
@@ -239,7 +234,7 @@ mod tests {
         assert_eq!(facts(json!({}), json!({}), json!({})).owner, Owner::Nobody);
         assert_eq!(owned("DaemonSet"), Owner::DaemonSet);
         assert_eq!(owned("Node"), Owner::Node);
-        assert!(matches!(owned("Job"), Owner::Job { .. }));
+        assert!(matches!(owned("Job"), Owner::Job(_)));
         assert!(matches!(owned("ReplicaSet"), Owner::Other { .. }));
     }
 

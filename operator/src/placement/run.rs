@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use k8s_openapi::jiff::Timestamp;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -44,7 +45,13 @@ pub async fn run(
             if !world.missing().is_empty() {
                 continue;
             }
-            plan(world.landscape(), &mut memory, &rules, now)
+            plan(
+                world.landscape(),
+                &mut memory,
+                &rules,
+                now,
+                Timestamp::now(),
+            )
         };
         let mut failed = false;
         for step in steps {

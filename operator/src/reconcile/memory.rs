@@ -1,10 +1,12 @@
 //! What is remembered of a budget between two looks at it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
+
+use crate::demand::{Demand, Owner};
 
 /// The first wait after a failure, doubled from then on, and the longest.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
@@ -24,6 +26,8 @@ pub(super) struct Memory {
     written: Option<(String, GpuMemoryBudgetStatus)>,
     /// The UIDs of pods whose end was asked for, and when.
     ended: BTreeMap<String, Instant>,
+    /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
+    jobs: BTreeMap<String, bool>,
 }
 
 impl Memory {
@@ -50,6 +54,22 @@ impl Memory {
     /// The end of the pod `uid` was asked for.
     pub(super) fn ends(&mut self, uid: &str, now: Instant) {
         self.ended.insert(uid.to_owned(), now);
+    }
+
+    /// What is known of the Jobs of `pods`; others are forgotten.
+    pub(super) fn jobs(&mut self, pods: &[(String, Demand)]) -> BTreeMap<String, bool> {
+        let jobs: BTreeSet<_> = pods
+            .iter()
+            .filter_map(|(_, pod)| pod.job.as_ref())
+            .collect();
+        let uids: BTreeSet<_> = jobs.into_iter().map(|job| &job.uid).collect();
+        self.jobs.retain(|uid, _| uids.contains(uid));
+        self.jobs.clone()
+    }
+
+    /// A Job was looked at.
+    pub(super) fn looked_at(&mut self, job: Owner, lets_go: bool) {
+        self.jobs.insert(job.uid, lets_go);
     }
 
     /// `status` was written over `budget`.

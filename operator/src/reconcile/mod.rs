@@ -23,9 +23,10 @@ use kube::runtime::controller::{Action, Config, Error as ControllerError, applie
 use kube::runtime::reflector::{ObjectRef, Store};
 use tokio::sync::watch;
 use tokio::time::Instant;
-use tracing::{error, info, warn};
+use tracing::{debug, error, info, warn};
 
 use crate::budget::{Step, plan};
+use crate::job;
 use crate::metrics::{Metrics, Outcome};
 use crate::observe::chain;
 use crate::world::{Key, World};
@@ -98,10 +99,11 @@ impl Reconciler {
             return Ok(Action::requeue(wait));
         }
         let current = self.newest(&key, &budget);
-        let facts = self
+        let mut facts = self
             .world
             .borrow()
             .facts(&key.namespace, &budget.spec.cohort);
+        facts.jobs = self.memory(&key, |memory| memory.jobs(&facts.pods));
         let plan = plan(&current, &facts, &(self.clock)());
         let outcome = if plan.steps.is_empty() {
             Outcome::Unchanged
@@ -131,6 +133,14 @@ impl Reconciler {
                 self.writer.quota(namespace, which.name(), object).await
             }
             Step::Label => self.writer.label(namespace, Some(ENFORCED)).await,
+            Step::LookAtJob(job) => {
+                match job::lets_go(self.writer.client(), namespace, &job).await {
+                    Ok(lets_go) => self.memory(key, |memory| memory.looked_at(job, lets_go)),
+                    // It is asked again with the next look.
+                    Err(why) => debug!(error = %chain(&why), "trying on"),
+                }
+                Ok(())
+            }
             Step::Evict { pod, by_force } => {
                 let now = Instant::now();
                 if self.memory(key, |memory| memory.has_ended(&pod.uid, now)) {
@@ -140,7 +150,7 @@ impl Reconciler {
                 if evict.await? == Evicted::Ends {
                     self.memory(key, |memory| memory.ends(&pod.uid, now));
                     let client = self.writer.client();
-                    tell_pod(client, namespace, &pod.pod, &pod.uid, pod.why).await;
+                    tell_pod(client, namespace, &pod).await;
                 }
                 Ok(())
             }

@@ -11,6 +11,8 @@ use kube::{Client, Resource as _};
 use tokio::time::timeout;
 use tracing::{debug, info};
 
+use crate::budget::Leaver;
+
 /// How long an Event may take: it is worth no wait.
 const TIME: Duration = Duration::from_secs(2);
 /// The longest note that the API server takes (`events.k8s.io/v1`).
@@ -81,18 +83,23 @@ pub(super) async fn tell(
 }
 
 /// A pod is ended for its budget.
-pub(super) async fn tell_pod(client: &Client, namespace: &str, pod: &str, uid: &str, why: &str) {
-    info!(namespace, pod, uid, why, "evicted");
+pub(super) async fn tell_pod(client: &Client, namespace: &str, leaver: &Leaver) {
+    let Leaver {
+        pod,
+        uid,
+        reason,
+        why,
+    } = leaver;
+    info!(namespace, pod, uid, reason, why, "evicted");
     let about = ObjectReference {
         api_version: Some("v1".to_owned()),
         kind: Some("Pod".to_owned()),
         namespace: Some(namespace.to_owned()),
-        name: Some(pod.to_owned()),
-        uid: Some(uid.to_owned()),
+        name: Some(pod.clone()),
+        uid: Some(uid.clone()),
         ..ObjectReference::default()
     };
-    let (action, reason) = ("Evict", "GpuMemoryBudgetExceeded");
-    event(client, &about, EventType::Warning, action, reason, why).await;
+    event(client, &about, EventType::Warning, "Evict", reason, why).await;
 }
 
 async fn event(

@@ -1,7 +1,9 @@
 //! What is kept of each object.
 
+use std::collections::BTreeSet;
+
 use bursar_crds::budget::ContextPolicy;
-use bursar_crds::gpu_node::ContextOrder;
+use bursar_crds::gpu_node::{ContextOrder, Fault, FaultKind, NamespaceUse, RestartOrder};
 use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
@@ -35,6 +37,15 @@ impl Claim {
     }
 }
 
+/// A fault that is open on a node.
+#[derive(Clone, Debug, PartialEq)]
+pub struct OpenFault {
+    /// It.
+    pub fault: Fault,
+    /// Where a GPU is at fault: the UIDs of the pods that have memory of it.
+    pub pods: Vec<String>,
+}
+
 /// What is known of a node's GPUs.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Gpus {
@@ -44,16 +55,65 @@ pub struct Gpus {
     pub uid: String,
     /// What is ordered about poisoned contexts there.
     pub contexts: Vec<ContextOrder>,
+    /// Which poisoned contexts are ordered to be restarted there.
+    pub restarts: Vec<RestartOrder>,
+    /// The faults that are open.
+    pub faults: Vec<OpenFault>,
+    /// What the pods of each namespace use there.
+    pub namespaces: Vec<NamespaceUse>,
+    /// The type and the status of each condition.
+    pub conditions: Vec<(String, String)>,
 }
 
 impl Gpus {
     /// The GPUs of `node`.
     pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
+        let status = node.status.as_ref();
+        let conditions = status.into_iter().flat_map(|status| &status.conditions);
         Self {
             offer: Offer::of(node, quantum),
             uid: node.uid().unwrap_or_default(),
             contexts: node.spec.context_policies.clone(),
+            restarts: node.spec.restarts.clone(),
+            faults: OpenFault::all(node),
+            namespaces: status
+                .map(|status| status.namespaces.clone())
+                .unwrap_or_default(),
+            conditions: conditions
+                .map(|one| (one.type_.clone(), one.status.clone()))
+                .collect(),
         }
+    }
+
+    /// The namespaces of which something is said here; none where it may concern all.
+    pub fn concerned(&self) -> Option<BTreeSet<&str>> {
+        let faults = self.faults.iter();
+        let faults = faults.map(|open| Some(open.fault.container.as_ref()?.namespace.as_str()));
+        let uses = self.namespaces.iter();
+        faults
+            .chain(uses.map(|one| Some(one.namespace.as_str())))
+            .collect()
+    }
+}
+
+impl OpenFault {
+    fn all(node: &GpuNode) -> Vec<Self> {
+        let Some(status) = &node.status else {
+            return Vec::new();
+        };
+        let on = |gpu: &str| {
+            let gpu = status.gpus.iter().find(|one| one.uuid == gpu);
+            let pods = gpu.into_iter().flat_map(|gpu| &gpu.pods);
+            pods.map(|pod| pod.uid.clone()).collect()
+        };
+        let faults = status.faults.iter().map(|fault| Self {
+            pods: match fault.kind {
+                FaultKind::Gpu => on(&fault.gpu),
+                FaultKind::Context => Vec::new(),
+            },
+            fault: fault.clone(),
+        });
+        faults.collect()
     }
 }
 

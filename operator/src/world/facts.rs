@@ -1,6 +1,9 @@
 //! What a budget's status is computed from.
 
+use std::collections::BTreeMap;
+
 use bursar_crds::Quantum;
+use bursar_crds::gpu_node::{Fault, NamespaceUse};
 
 use crate::budget::{Quota, Which};
 use crate::demand::{Class, Demand};
@@ -32,7 +35,8 @@ impl<'a> FromIterator<&'a Demand> for Usage {
                 uid: _,
                 created: _,
                 ending: _,
-                of_job: _,
+                job: _,
+                replaced: _,
             } = demand;
             sum.pods += 1;
             sum.managed = sum.managed.plus(*managed);
@@ -43,6 +47,51 @@ impl<'a> FromIterator<&'a Demand> for Usage {
                     sum.borrowed = sum.borrowed.plus(*device);
                 }
             }
+        }
+        sum
+    }
+}
+
+/// A pod of the namespace and a fault that it suffers from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Sufferer {
+    /// The pod's name.
+    pub pod: String,
+    /// What it asks for, and who it is.
+    pub demand: Demand,
+    /// The fault: of a context of its, or of a GPU that it has memory of.
+    pub fault: Fault,
+}
+
+/// What the agents say of the namespace's pods, on all nodes together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AgentsSay {
+    /// Device memory that they have.
+    pub observed: Quanta,
+    /// Allocations that were denied.
+    pub denials: i64,
+    /// Process images that were poisoned.
+    pub poisoned: i64,
+    /// Restarts for that.
+    pub restarts: i64,
+}
+
+impl<'a> FromIterator<&'a NamespaceUse> for AgentsSay {
+    fn from_iter<I: IntoIterator<Item = &'a NamespaceUse>>(uses: I) -> Self {
+        let mut sum = Self::default();
+        for one in uses {
+            let NamespaceUse {
+                namespace: _,
+                observed,
+                denials,
+                poisoned,
+                restarts,
+            } = one;
+            let observed = u64::try_from(*observed).unwrap_or(0);
+            sum.observed = sum.observed.plus(Quanta::new(observed));
+            sum.denials = sum.denials.saturating_add(*denials);
+            sum.poisoned = sum.poisoned.saturating_add(*poisoned);
+            sum.restarts = sum.restarts.saturating_add(*restarts);
         }
         sum
     }
@@ -64,7 +113,7 @@ pub struct Cohort {
 }
 
 /// What a budget's status is computed from.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Facts {
     /// The size of one quantum, of the whole cluster.
     pub quantum: Quantum,
@@ -72,6 +121,12 @@ pub struct Facts {
     pub usage: Usage,
     /// The pods that it is the sum of, by name.
     pub pods: Vec<(String, Demand)>,
+    /// Those of them that suffer from a fault.
+    pub sufferers: Vec<Sufferer>,
+    /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
+    pub jobs: BTreeMap<String, bool>,
+    /// What the agents say.
+    pub told: AgentsSay,
     /// Its cohort.
     pub cohort: Cohort,
     /// Its quota of guaranteed pods, as the API server has it.

@@ -7,15 +7,15 @@ mod mirror;
 use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::budget::ContextPolicy;
-use bursar_crds::gpu_node::{ContextOrder, MAX_CONTEXTS};
+use bursar_crds::gpu_node::{ContextOrder, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartOrder};
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 
-pub use entries::{Claim, Gpus, Offer, budget_label, cohort_label};
-pub use facts::{Cohort, Facts, Usage};
+pub use entries::{Claim, Gpus, Offer, OpenFault, budget_label, cohort_label};
+pub use facts::{AgentsSay, Cohort, Facts, Sufferer, Usage};
 pub use mirror::{Entry, Key, Mirror, slimmed};
 
-use crate::budget::{Quota, Which, is_enforced};
+use crate::budget::{Quota, Remedy, Which, is_enforced, remedy};
 use crate::demand::Demand;
 use crate::placement::{Landscape, Told};
 use crate::quanta::Quanta;
@@ -121,7 +121,7 @@ impl World {
                 all: false,
                 namespaces: namespaces(self.pods.apply(event)),
             },
-            Change::GpuNode(event) => everything(&self.gpu_nodes.apply(event)),
+            Change::GpuNode(event) => self.gpu_node(event),
             Change::Node(event) => everything(&self.cohorts.apply(event)),
             Change::Quota(event) => Dirty {
                 all: false,
@@ -138,6 +138,28 @@ impl World {
                 self.landscape.apply(told);
                 Dirty::default()
             }
+        }
+    }
+
+    /// What a node offers concerns every budget; what is said of a namespace there, that one's.
+    fn gpu_node(&mut self, event: Event<Entry<Gpus>>) -> Dirty {
+        let name = match &event {
+            Event::Apply((key, _)) => Some(key.clone()),
+            _ => None,
+        };
+        let known = name.and_then(|key| Some((self.gpu_nodes.get(&key)?.clone(), key)));
+        let changed = self.gpu_nodes.apply(event);
+        let concerned = known.as_ref().and_then(|(before, key)| {
+            let now = self.gpu_nodes.get(key)?;
+            let both = before.concerned()?.into_iter().chain(now.concerned()?);
+            let namespaces = both.map(str::to_owned).collect();
+            (before.offer == now.offer).then_some(namespaces)
+        });
+        Dirty {
+            all: !changed.is_empty() && concerned.is_none(),
+            namespaces: concerned
+                .filter(|_| !changed.is_empty())
+                .unwrap_or_default(),
         }
     }
 
@@ -186,6 +208,9 @@ impl World {
             pods: pods()
                 .map(|(key, demand)| (key.name.clone(), demand.clone()))
                 .collect(),
+            sufferers: self.sufferers(namespace),
+            jobs: BTreeMap::new(),
+            told: self.told(namespace).collect(),
             cohort: self.cohort(cohort),
             guaranteed_quota: self.quota(namespace, Which::Guaranteed),
             limit_quota: self.quota(namespace, Which::Limit),
@@ -227,13 +252,83 @@ impl World {
         orders.take(MAX_CONTEXTS).collect()
     }
 
-    /// The nodes that have other orders about poisoned contexts than these, with their objects' UIDs.
-    pub fn nodes_without(&self, contexts: &[ContextOrder]) -> Vec<(String, String)> {
-        let others = self.gpu_nodes.iter();
-        let others = others.filter(|(_, node)| node.contexts != contexts);
+    /// The nodes whose orders about poisoned contexts are others than `contexts` and the restarts that are due there,
+    /// with their objects' UIDs and those restarts.
+    pub fn nodes_without(
+        &self,
+        contexts: &[ContextOrder],
+    ) -> Vec<(String, String, Vec<RestartOrder>)> {
+        let all = self.gpu_nodes.iter().map(|(key, node)| {
+            let restarts = self.restarts(node);
+            (key, node, restarts)
+        });
+        let others =
+            all.filter(|(_, node, due)| node.contexts != contexts || node.restarts != *due);
         others
-            .map(|(key, node)| (key.name.clone(), node.uid.clone()))
+            .map(|(key, node, due)| (key.name.clone(), node.uid.clone(), due))
             .collect()
+    }
+
+    /// The contexts on a node that were left poisoned and are to be restarted by what the budgets say now.
+    fn restarts(&self, node: &Gpus) -> Vec<RestartOrder> {
+        let due = node.faults.iter().filter_map(|OpenFault { fault, .. }| {
+            let container = fault.container.as_ref()?;
+            let policy = self.context_policy(&container.namespace);
+            (remedy(fault, &policy) == Some(Remedy::Restart)).then(|| RestartOrder {
+                fault: fault.id.clone(),
+                pod_uid: container.pod_uid.clone(),
+                container: container.container.clone(),
+                process_generation: container.process_generation.saturating_add(1),
+            })
+        });
+        due.take(MAX_RESTARTS).collect()
+    }
+
+    fn context_policy(&self, namespace: &str) -> ContextPolicy {
+        let claim = self.budgets.within(namespace).next();
+        claim
+            .map(|(_, claim)| claim.contexts.clone())
+            .unwrap_or_default()
+    }
+
+    /// The pods of a namespace that suffer from faults.
+    fn sufferers(&self, namespace: &str) -> Vec<Sufferer> {
+        let mut sufferers = Vec::new();
+        for OpenFault { fault, pods } in self.gpu_nodes.iter().flat_map(|(_, node)| &node.faults) {
+            let of_container = fault
+                .container
+                .iter()
+                .filter(|container| container.namespace == namespace)
+                .map(|container| &container.pod_uid);
+            let uids: BTreeSet<&String> = of_container.chain(pods).collect();
+            if uids.is_empty() {
+                continue;
+            }
+            let suffers = self.pods.within(namespace);
+            let suffers = suffers.filter(|(_, demand)| uids.contains(&demand.uid));
+            sufferers.extend(suffers.map(|(key, demand)| Sufferer {
+                pod: key.name.clone(),
+                demand: demand.clone(),
+                fault: fault.clone(),
+            }));
+        }
+        sufferers
+    }
+
+    fn told(&self, namespace: &str) -> impl Iterator<Item = &NamespaceUse> {
+        let uses = self.gpu_nodes.iter();
+        let uses = uses.flat_map(|(_, node)| &node.namespaces);
+        uses.filter(move |one| one.namespace == namespace)
+    }
+
+    /// How many nodes have each condition in each status.
+    pub fn nodes_by_condition(&self) -> BTreeMap<(&str, &str), i64> {
+        let mut counts = BTreeMap::new();
+        let conditions = self.gpu_nodes.iter().flat_map(|(_, node)| &node.conditions);
+        for (type_, status) in conditions {
+            *counts.entry((type_.as_str(), status.as_str())).or_default() += 1;
+        }
+        counts
     }
 
     fn cohort(&self, name: &str) -> Cohort {

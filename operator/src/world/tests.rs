@@ -32,7 +32,8 @@ fn pod(namespace: &str, name: &str, class: Class, device: u64) -> Change {
         uid: format!("{namespace}/{name}"),
         created: Timestamp::UNIX_EPOCH,
         ending: false,
-        of_job: false,
+        job: None,
+        replaced: true,
         class,
         device: Quanta::new(device),
         managed: Quanta::ZERO,
@@ -86,6 +87,82 @@ fn world(changes: impl IntoIterator<Item = Change>) -> World {
 fn concerned(world: &World, dirty: &Dirty) -> Vec<String> {
     let keys = world.budgets(dirty);
     keys.into_iter().map(|key| key.namespace).collect()
+}
+
+/// What a node says of a namespace's pods.
+fn told_of(node: &str, namespace: &str, observed: i32) -> Change {
+    let object: GpuNode = serde_json::from_value(json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": node }, "spec": {},
+        "status": { "quantum": "1Gi", "deviceMemory": { "allocatable": 8, "free": 8, "largestFree": 8 },
+            "namespaces": [{ "namespace": namespace, "observed": observed, "denials": 0, "poisoned": 0, "restarts": 0 }] },
+    }))
+    .unwrap();
+    let gpus = Gpus::of(&object, Quantum::Gib1);
+    Change::GpuNode(Event::Apply((key("", node), Some(gpus))))
+}
+
+#[test]
+fn what_a_node_says_of_a_namespace_concerns_its_budget_and_what_it_offers_all() {
+    let mut world = world([
+        budget("a", claim("x", 8, 1)),
+        budget("b", claim("x", 8, 1)),
+        budget("c", claim("x", 8, 1)),
+        told_of("n", "a", 1),
+    ]);
+    let dirty = world.apply(told_of("n", "a", 2));
+    assert_eq!(concerned(&world, &dirty), ["a"]);
+    assert!(world.apply(told_of("n", "a", 2)).is_empty());
+    let moved_on = world.apply(told_of("n", "b", 2));
+    assert_eq!(concerned(&world, &moved_on), ["a", "b"]);
+    let shrunk = world.apply(node("n", 4));
+    assert_eq!(concerned(&world, &shrunk), ["a", "b", "c"]);
+}
+
+#[test]
+fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own() {
+    let fault = |id: &str, kind: &str, container: serde_json::Value| {
+        json!({ "id": id, "kind": kind, "gpu": "GPU-a", "gpuGeneration": 1, "time": "2026-01-01T00:00:00Z",
+            "action": if kind == "Gpu" { "ResetGpu" } else { "Evict" }, "container": container })
+    };
+    let of = json!({ "podUid": "a/q", "namespace": "a", "pod": "q", "container": "c", "processGeneration": 4 });
+    let object: GpuNode = serde_json::from_value(json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n", "uid": "u" }, "spec": {},
+        "status": {
+            "faults": [fault("g", "Gpu", json!(null)), fault("c", "Context", of)],
+            "gpus": [{ "uuid": "GPU-a", "index": 0, "model": "m", "memory": "16Gi", "state": "Draining",
+                "generation": 1, "health": { "status": "Unhealthy", "reason": "Xid48" }, "capacity": 0, "free": 0,
+                "largestFree": 0, "pods": [{ "uid": "a/p", "quanta": 4 }, { "uid": "b/p", "quanta": 4 }] }] },
+    }))
+    .unwrap();
+    let gpus = Gpus::of(&object, Quantum::Gib1);
+    let mut world = world([
+        budget("a", claim("x", 8, 1)),
+        pod("a", "p", Class::Guaranteed, 4),
+        pod("a", "q", Class::Guaranteed, 4),
+        pod("b", "p", Class::Guaranteed, 4),
+        Change::GpuNode(Event::Apply((key("", "n"), Some(gpus)))),
+    ]);
+    let suffers = |world: &World, namespace: &str| -> Vec<(String, String)> {
+        let facts = world.facts(namespace, "x");
+        let all = facts.sufferers.into_iter();
+        all.map(|one| (one.pod, one.fault.id)).collect()
+    };
+    let pair = |pod: &str, fault: &str| (pod.to_owned(), fault.to_owned());
+    assert_eq!(suffers(&world, "a"), [pair("p", "g"), pair("q", "c")]);
+    assert_eq!(suffers(&world, "b"), [pair("p", "g")]);
+    // Without another policy a context is restarted: to one number above that of the fault.
+    let due = &world.nodes_without(&[])[0].2;
+    assert_eq!((due[0].fault.as_str(), due[0].process_generation), ("c", 5));
+    let policy = ContextPolicy {
+        action: bursar_crds::budget::ContextAction::Evict,
+        ..ContextPolicy::default()
+    };
+    let evicts = Claim {
+        contexts: policy,
+        ..claim("x", 8, 2)
+    };
+    world.apply(budget("a", evicts));
+    assert!(world.nodes_without(&[]).is_empty());
 }
 
 #[test]

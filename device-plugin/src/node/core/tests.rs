@@ -162,6 +162,7 @@ fn gpu(name: &str, minor: u32, health: Health) -> GpuState {
         minor,
         model: "T".into(),
         memory: Bytes::gib(16),
+        pci: None,
         mig_parent: None,
         capabilities: Vec::new(),
     };

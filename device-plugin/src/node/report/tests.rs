@@ -3,6 +3,7 @@ use std::path::PathBuf;
 
 use super::*;
 use crate::inventory::Gpu;
+use crate::inventory::health::Memory as GpuMemory;
 use crate::kubelet::devices::{Devices, TokenHealth};
 use crate::ledger::{Health as LedgerHealth, ManagedView};
 use crate::metrics::Counts;
@@ -64,6 +65,7 @@ fn inventory(health: Health) -> Inventory {
         minor: 5,
         model: "Simulated".into(),
         memory: Bytes::gib(16),
+        pci: None,
         mig_parent: None,
         capabilities: Vec::new(),
     };
@@ -204,6 +206,64 @@ fn a_sick_gpu_offers_nothing_and_says_why() {
             }
         );
     }
+}
+
+#[test]
+fn a_gpu_whose_memory_is_lost_has_a_fault_of_one_name_until_it_is_back() {
+    let sick = |away, awaits_reset, sickness| {
+        let mut snapshot = snapshot();
+        snapshot.inventory = inventory(Health::Unhealthy(sickness));
+        if let Inventory::Gpus { gpus, .. } = &mut snapshot.inventory {
+            gpus[0].memory = GpuMemory { away, awaits_reset };
+        }
+        report(&snapshot, &around())
+    };
+    for (away, awaits_reset, sickness, action, state) in [
+        (
+            false,
+            Some(48),
+            Sickness::Xid(48),
+            FaultAction::ResetGpu,
+            State::Draining,
+        ),
+        (
+            false,
+            Some(79),
+            Sickness::Xid(79),
+            FaultAction::RestartNode,
+            State::Draining,
+        ),
+        (
+            true,
+            Some(79),
+            Sickness::Lost,
+            FaultAction::RestartNode,
+            State::Lost,
+        ),
+        (
+            true,
+            None,
+            Sickness::NoAnswer,
+            FaultAction::Wait,
+            State::Lost,
+        ),
+    ] {
+        let said = sick(away, awaits_reset, sickness);
+        let [fault] = said.faults.as_slice() else {
+            panic!("{:?}", said.faults);
+        };
+        assert_eq!((fault.id.as_str(), fault.action), ("GPU-a-3", Some(action)));
+        assert_eq!(fault.xid.map(u64::from), awaits_reset);
+        assert_eq!((&fault.image, said.gpus[0].state), (&None, state));
+    }
+    let back = sick(false, None, Sickness::Xid(79));
+    assert_eq!(
+        back.faults,
+        [],
+        "quiet for a while still, and all is lost already"
+    );
+    assert_eq!(sick(false, None, Sickness::Xid(74)).faults, []);
+    assert_eq!(report(&snapshot(), &around()).faults, []);
 }
 
 #[test]

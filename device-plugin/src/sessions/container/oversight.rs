@@ -51,6 +51,8 @@ impl Container {
             retired: self.credit.retired_pids(),
             requests: self.requests,
             denied: self.denied_by.clone().into_iter().collect(),
+            poisoned: self.poisonings.poisoned,
+            restarted: self.poisonings.restarted,
         }
     }
 

@@ -1,5 +1,7 @@
 //! The container's poisoned process images: told of, fenced, and decided about.
 
+use std::time::Duration;
+
 use bursar_protocol::sticky::ErrorClass;
 use bursar_protocol::wire::{ToShim, Verdict};
 use jiff::Timestamp;
@@ -35,7 +37,11 @@ impl Container {
         let class = ErrorClass::of(code);
         let is_fault = code != 0 && (class.poisons() || class == ErrorClass::Unknown);
         let cause = Cause::Cuda { code, able };
-        let decision = is_fault.then(|| self.strike(pid, Some(account), cause, now));
+        let gpu = match self.accounts.get(usize::from(account)) {
+            Some(Account::Gpu(gpu)) => Some(gpu.clone()),
+            _ => None,
+        };
+        let decision = is_fault.then(|| self.strike(pid, gpu, cause, now));
         ToShim::Verdict(match decision.flatten() {
             Some(Decision::Execute) => Verdict::Execute,
             _ => Verdict::GoOn,
@@ -58,18 +64,34 @@ impl Container {
         &self.served.pod
     }
 
-    /// An XID names a process; whether that is one of this container's.
-    pub(in super::super) fn xid(&mut self, pid: u32, code: u32, now: Timestamp) -> bool {
+    /// An XID of one of the GPUs `on` names a process; whether that is one of this container's.
+    pub(in super::super) fn xid(
+        &mut self,
+        pid: u32,
+        code: u32,
+        on: &[GpuUuid],
+        now: Timestamp,
+    ) -> bool {
         let is_here = self.members.contains_key(&pid);
         if is_here {
-            self.strike(pid, None, Cause::Xid(code), now);
+            let mut gpus = self.served.gpus.iter().map(|(gpu, _)| gpu);
+            let gpu = gpus.find(|gpu| on.contains(gpu)).cloned();
+            self.strike(pid, gpu, Cause::Xid(code), now);
         }
         is_here
     }
 
-    /// Decides what waited long enough.
-    pub(in super::super) fn overdue(&mut self, now: Timestamp) {
-        if self.poisonings.overdue(now) {
+    /// Decides what waited long enough; nobody has been reached for `alone`.
+    pub(in super::super) fn overdue(&mut self, alone: Duration, now: Timestamp) {
+        if self.poisonings.overdue(alone, now) {
+            self.write_record();
+        }
+    }
+
+    /// Ends what is poisoned and has a number below `generation`, as was ordered.
+    pub(in super::super) fn reach(&mut self, generation: u64, now: Timestamp) {
+        if self.poisonings.reach(generation, now) {
+            tracing::info!(allocation = %self.served.allocation, generation, "restart ordered");
             self.write_record();
         }
     }
@@ -96,10 +118,11 @@ impl Container {
         member.is_some_and(|member| self.poisonings.is_fenced(member.process, member.generation))
     }
 
+    /// `gpu`: the container's first where it is not known.
     fn strike(
         &mut self,
         pid: u32,
-        account: Option<u8>,
+        gpu: Option<GpuUuid>,
         cause: Cause,
         now: Timestamp,
     ) -> Option<Decision> {
@@ -108,7 +131,8 @@ impl Container {
             process: member.process,
             generation: member.generation,
         };
-        let gpu = self.gpu_of(account)?.clone();
+        let first = || self.served.gpus.first().map(|(gpu, _)| gpu.clone());
+        let gpu = gpu.or_else(first)?;
         let before = self.poisonings.clone();
         let (decision, opened) = self.poisonings.strike(image, &gpu, cause, now);
         if let Some(fault) = opened {
@@ -121,14 +145,5 @@ impl Container {
             self.write_record();
         }
         decision
-    }
-
-    /// The GPU of an account; the first where it has none.
-    fn gpu_of(&self, account: Option<u8>) -> Option<&GpuUuid> {
-        let account = account.and_then(|account| self.accounts.get(usize::from(account)));
-        match account {
-            Some(Account::Gpu(gpu)) => Some(gpu),
-            _ => self.served.gpus.first().map(|(gpu, _)| gpu),
-        }
     }
 }

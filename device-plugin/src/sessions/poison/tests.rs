@@ -122,13 +122,13 @@ fn a_second_telling_of_a_fault_is_no_second_fault() {
 fn an_xid_alone_restarts_the_container_only_of_an_image_that_lives_on() {
     let mut book = under(ContextAction::InPlace);
     assert_eq!(book.xid(1, 0), None);
-    assert!(!book.overdue(at(4)));
-    assert!(book.overdue(at(5)));
+    assert!(!book.overdue(Duration::ZERO, at(4)));
+    assert!(book.overdue(Duration::ZERO, at(5)));
     assert_eq!(book.faults()[0].decision(), RESTART);
     let mut dying = under(ContextAction::InPlace);
     dying.xid(1, 0);
     dying.end(1);
-    assert!(!dying.overdue(at(100)));
+    assert!(!dying.overdue(Duration::ZERO, at(100)));
     assert!(dying.faults().is_empty() && dying.restarts.is_empty());
 }
 
@@ -136,11 +136,11 @@ fn an_xid_alone_restarts_the_container_only_of_an_image_that_lives_on() {
 fn who_does_not_execute_itself_in_time_is_killed_and_that_counts_once() {
     let mut book = under(ContextAction::InPlace);
     book.report(1, 0);
-    assert!(!book.overdue(at(4)));
-    assert!(book.overdue(at(5)));
+    assert!(!book.overdue(Duration::ZERO, at(4)));
+    assert!(book.overdue(Duration::ZERO, at(5)));
     assert_eq!(book.condemned().count(), 1);
     assert_eq!(book.restarts.len(), 1);
-    assert!(!book.overdue(at(50)));
+    assert!(!book.overdue(Duration::ZERO, at(50)));
 }
 
 #[test]
@@ -180,12 +180,67 @@ fn what_is_decided_stands_whatever_the_policy_becomes() {
     assert_eq!(book.condemned().count(), 0);
 }
 
+#[test]
+fn who_waits_for_an_eviction_is_restarted_once_nobody_has_been_reached_for_long() {
+    let mut book = under(ContextAction::Evict);
+    book.report(1, 0);
+    assert!(!book.overdue(Duration::ZERO, at(100)), "somebody will come");
+    assert!(!book.overdue(ALONE, at(29)));
+    assert!(!book.overdue(ALONE / 2, at(100)));
+    assert!(book.overdue(ALONE, at(100)));
+    assert_eq!(book.condemned().collect::<Vec<_>>(), [&image(1)]);
+    book.end(1);
+    assert!(
+        book.faults().is_empty(),
+        "who comes later finds nothing to do"
+    );
+    // Beyond the maximum it is killed all the same, and stays open for who comes.
+    for generation in 2..=3 {
+        book.report(generation, 101);
+        book.overdue(ALONE, at(131));
+        book.end(generation);
+    }
+    let [fault] = book.faults() else { panic!() };
+    assert_eq!((&fault.image, fault.decision()), (&image(3), TOO_MANY));
+    let mut only_told = under(ContextAction::Report);
+    only_told.report(1, 0);
+    assert!(!only_told.overdue(ALONE, at(100)));
+}
+
+#[test]
+fn an_ordered_restart_ends_what_was_left_below_its_number_and_a_second_one_changes_nothing() {
+    for action in [ContextAction::Report, ContextAction::Evict] {
+        let mut book = under(action);
+        book.report(1, 0);
+        assert!(!book.reach(1, at(1)), "that number is reached");
+        assert!(book.reach(2, at(1)));
+        assert_eq!(book.faults()[0].decision(), RESTART);
+        assert!(!book.reach(2, at(2)));
+        assert_eq!((book.restarts.len(), book.restarted), (1, 1));
+        book.end(1);
+        book.report(2, 3);
+        assert!(!book.reach(2, at(4)), "the next fault is another one");
+        assert_eq!(book.condemned().count(), 0);
+    }
+}
+
+#[test]
+fn an_ordered_restart_closes_a_fault_whose_image_has_ended() {
+    let mut book = under(ContextAction::Evict);
+    book.report(1, 0);
+    book.end(1);
+    assert!(book.reach(2, at(1)));
+    assert!(book.faults().is_empty());
+    assert_eq!(book.restarted, 0);
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Report(u64, bool),
     Xid(u64),
     End(u64),
     Wait(u64),
+    Reach(u64),
 }
 
 fn step() -> impl Strategy<Value = Step> {
@@ -194,14 +249,18 @@ fn step() -> impl Strategy<Value = Step> {
         (1..5_u64).prop_map(Step::Xid),
         (1..5_u64).prop_map(Step::End),
         (0..40_u64).prop_map(Step::Wait),
+        (1..6_u64).prop_map(Step::Reach),
     ]
 }
 
 proptest! {
     /// And a book that went through its record is the same book.
     #[test]
-    fn no_window_has_more_restarts_than_the_maximum(steps in vec(step(), 0..60), in_place: bool) {
-        let action = if in_place { ContextAction::InPlace } else { ContextAction::Restart };
+    fn no_window_has_more_restarts_than_the_maximum(steps in vec(step(), 0..60), action in 0..4_usize) {
+        let actions = [
+            ContextAction::InPlace, ContextAction::Restart, ContextAction::Evict, ContextAction::Report,
+        ];
+        let action = actions[action];
         let mut book = under(action);
         let (mut now, mut restarts) = (0, Vec::new());
         for step in steps {
@@ -215,8 +274,9 @@ proptest! {
                 Step::End(generation) => book.end(generation),
                 Step::Wait(seconds) => {
                     now += seconds;
-                    book.overdue(at(now));
+                    book.overdue(ALONE, at(now));
                 }
+                Step::Reach(generation) => drop(book.reach(generation, at(now))),
             }
             let new = book.restarts.iter().filter(|then| **then == at(now)).count();
             let known = restarts.iter().filter(|then| **then == now).count();

@@ -53,11 +53,11 @@ impl Sim {
             true => format!("pid={}, name=simulated", xid.pid),
             false => "pid='<unknown>', name=<unknown>".to_owned(),
         };
-        let gpu = self.units[xid.unit].gpu;
-        let line = format!(
-            "NVRM: Xid (PCI:0000:{gpu:02x}:00): {}, {process}\n",
-            xid.code
-        );
+        let position = self.units[xid.unit].gpu;
+        // `00000000:3B:00.0`: the driver has four digits of the domain, and leaves out the function.
+        let address = self.config.gpu[position].bus_id(position).to_lowercase();
+        let address = address.trim_end_matches(".0").get(4..).unwrap_or_default();
+        let line = format!("NVRM: Xid (PCI:{address}): {}, {process}\n", xid.code);
         let log = std::fs::OpenOptions::new()
             .append(true)
             .open(self.folder.kernel_log());

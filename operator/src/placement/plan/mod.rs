@@ -22,9 +22,11 @@ use std::time::Duration;
 
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOrder, Reservation};
+use k8s_openapi::jiff::Timestamp;
 
 use super::landscape::{Landscape, Scene};
 use super::memory::{Memory, Moment};
+use crate::demand;
 use crate::quanta::Quanta;
 use crate::world::Key;
 
@@ -82,6 +84,8 @@ pub(super) enum Step {
         pod: Pod,
         /// What makes another one.
         owner: String,
+        /// The `GpuNode` that it leaves.
+        from: Object,
         /// The node that has room.
         to: String,
         /// How much it needs there.
@@ -91,10 +95,8 @@ pub(super) enum Step {
     LookAtJob {
         /// Its namespace.
         namespace: String,
-        /// Its name.
-        name: String,
-        /// Its UID.
-        uid: String,
+        /// It.
+        job: demand::Owner,
     },
 }
 
@@ -145,15 +147,16 @@ pub(super) struct Victim {
     pub(super) overdue: bool,
 }
 
-/// What is to be done now. Nothing where all is as it should be.
+/// What is to be done now, by the operator's clock and the world's. Nothing where all is as it should be.
 pub(super) fn plan(
     landscape: &Landscape,
     memory: &mut Memory,
     rules: &Rules,
     now: Moment,
+    wall: Timestamp,
 ) -> Vec<Step> {
     let scene = landscape.scene();
-    memory.see(&scene, now);
+    memory.see(&scene, now, wall);
     let mut steps = waiters::plan(&scene, memory, rules, now);
     steps.extend(quotas::plan(&scene, memory));
     steps.extend(labels::plan(&scene, memory, rules, now));

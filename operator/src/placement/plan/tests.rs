@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 
+use bursar_crds::gpu_node::Moved;
 use kube::runtime::watcher::Event;
 use proptest::prelude::*;
 
@@ -18,6 +19,11 @@ const RULES: Rules = Rules {
     move_waiters: true,
     disruption_grace: Duration::from_secs(60),
 };
+/// The world's clock when the operator's shows `now`.
+fn wall(now: Moment) -> Timestamp {
+    Timestamp::UNIX_EPOCH + now
+}
+
 const GUARANTEED: i32 = 0;
 const BORROWED: i32 = -10;
 
@@ -45,6 +51,7 @@ struct Cluster {
     held: BTreeMap<String, Reservation>,
     labels: BTreeMap<String, BTreeMap<String, String>>,
     quotas: BTreeMap<String, Vec<QuotaOrder>>,
+    moves: BTreeMap<String, Vec<Moved>>,
     lowered: BTreeMap<String, String>,
     /// Whom a disruption budget keeps.
     kept: Vec<String>,
@@ -178,6 +185,7 @@ impl Cluster {
                     .collect(),
                 reservations: self.reservations.get(node).cloned().unwrap_or_default(),
                 quotas: self.quotas.get(node).cloned().unwrap_or_default(),
+                moves: self.moves.get(node).cloned().unwrap_or_default(),
             };
             landscape.apply(Told::Gpus(Event::Apply((key("", node), Some(facts)))));
         }
@@ -233,18 +241,22 @@ impl Cluster {
             Step::Move {
                 pod,
                 owner,
+                from,
                 to,
                 room,
             } => {
+                let moves = memory.moves_with(&from.name, &owner, wall(now));
+                self.moves.insert(from.name.clone(), moves.clone());
+                memory.recorded(from.name, moves);
                 memory.asked(&pod.uid, Answer::Goes, now);
                 memory.moved(&owner, &to, room, now);
                 self.moved.push(pod.uid.clone());
                 self.pods.get_mut(&pod.uid).unwrap().ending = true;
             }
-            Step::LookAtJob { uid, .. } => {
+            Step::LookAtJob { job, .. } => {
                 // Those with an even number of letters let go.
-                let lets = uid.len() % 2 == 0;
-                memory.jobs.insert(uid, lets);
+                let lets = job.uid.len() % 2 == 0;
+                memory.jobs.insert(job.uid, lets);
             }
         }
     }
@@ -322,7 +334,7 @@ impl Cluster {
     fn run(&mut self, memory: &mut Memory, from: u64, seconds: u64) {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
-            for step in plan(&self.landscape(), memory, &RULES, now) {
+            for step in plan(&self.landscape(), memory, &RULES, now, wall(now)) {
                 self.act(step, memory, now);
             }
             self.live();
@@ -393,12 +405,59 @@ fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
     assert_eq!(cluster.evicted, [] as [&str; 0]);
 }
 
-#[test]
-fn a_daemon_sets_a_bare_and_a_static_pod_are_never_moved_and_a_job_only_if_it_lets_go() {
-    let job = |uid: &str| Owner::Job {
+/// One with an even number of letters lets its pods go.
+fn job(uid: &str) -> Owner {
+    Owner::Job(demand::Owner {
         name: "j".to_owned(),
         uid: uid.to_owned(),
-    };
+    })
+}
+
+#[test]
+fn an_operator_that_starts_anew_moves_no_owners_pods_more_often_than_one_that_lives_on() {
+    let mut moves = Vec::new();
+    for reborn in [false, true] {
+        let mut memory = Memory::default();
+        let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]);
+        let mut count = 0;
+        for round in 0..8 {
+            // It always comes to rest where it has to wait, and there is always room elsewhere.
+            cluster.pods.clear();
+            cluster = cluster.pod("10", 10, GUARANTEED, Some(("a", Some(0)))).pod(
+                "8",
+                8,
+                GUARANTEED,
+                Some(("a", None)),
+            );
+            cluster.pods.get_mut("8").unwrap().owner = Owner::Other {
+                uid: "o".to_owned(),
+            };
+            cluster.moved.clear();
+            if reborn {
+                memory = Memory::default();
+            }
+            cluster.run(&mut memory, round * 400, 60);
+            count += cluster.moved.len();
+        }
+        moves.push(count);
+    }
+    assert_eq!(moves, [3, 3]);
+}
+
+#[test]
+fn a_jobs_pod_that_a_disruption_budget_keeps_is_never_deleted_past_it() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    cluster.kept = vec!["b".to_owned()];
+    cluster.pods.get_mut("b").unwrap().owner = job("even");
+    cluster.run(&mut Memory::default(), 0, 150);
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+}
+
+#[test]
+fn a_daemon_sets_a_bare_and_a_static_pod_are_never_moved_and_a_job_only_if_it_lets_go() {
     let table = [
         (Owner::DaemonSet, false),
         (Owner::Nobody, false),
@@ -425,10 +484,7 @@ fn a_jobs_pod_goes_for_an_owner_only_if_the_job_lets_it() {
             .node("a", &[16])
             .pod("job", 10, BORROWED, Some(("a", Some(0))))
             .pod("owner", 8, GUARANTEED, Some(("a", None)));
-        cluster.pods.get_mut("job").unwrap().owner = Owner::Job {
-            name: "j".to_owned(),
-            uid: uid.to_owned(),
-        };
+        cluster.pods.get_mut("job").unwrap().owner = job(uid);
         cluster.run(&mut Memory::default(), 0, 20);
         assert_eq!(cluster.bound("owner"), goes);
     }
@@ -459,7 +515,7 @@ fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
     // No agent answers.
     for second in 0..400 {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
             cluster.act(step, &mut memory, now);
         }
     }
@@ -483,7 +539,7 @@ fn a_foreign_reservation_and_a_foreign_quota_are_not_written_against_for_ever() 
             .reservations
             .insert("a".to_owned(), vec![foreign.clone()]);
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
             writes += usize::from(matches!(step, Step::Reserve { .. }));
             cluster.act(step, &mut memory, now);
         }
@@ -619,7 +675,7 @@ proptest! {
         let mut memory = Memory::default();
         for (second, cut) in cuts.iter().enumerate() {
             let now = Duration::from_secs(second as u64);
-            let steps = plan(&live.landscape(), &mut memory, &RULES, now);
+            let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
             // An operator that was killed after so many steps remembers nothing.
             let kept = cut.filter(|_| second % 5 == 4);
             for step in steps.into_iter().take(kept.unwrap_or(usize::MAX)) {
@@ -653,20 +709,20 @@ proptest! {
         for second in 0..20 {
             let now = Duration::from_secs(second);
             let before = live.clone();
-            for step in plan(&live.landscape(), &mut memory, &RULES, now) {
+            for step in plan(&live.landscape(), &mut memory, &RULES, now, wall(now)) {
                 live.act(step, &mut memory, now);
             }
             let gone = live.evicted.len();
             // The watch shows nothing of it yet: memory does.
             let mut blind = before;
             blind.reservations.clone_from(&live.reservations);
-            for step in plan(&blind.landscape(), &mut memory, &RULES, now) {
+            for step in plan(&blind.landscape(), &mut memory, &RULES, now, wall(now)) {
                 let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
                 prop_assert!(!asks, "{:?}", step);
             }
             // It shows all of it, to an operator that remembers nothing.
             let mut anew = Memory::default();
-            for step in plan(&live.landscape(), &mut anew, &RULES, now) {
+            for step in plan(&live.landscape(), &mut anew, &RULES, now, wall(now)) {
                 let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
                 prop_assert!(!asks, "{:?}", step);
             }

@@ -180,12 +180,13 @@ impl<'a> Planner<'a> {
         })?;
         let owner = match &want.pod.owner {
             Owner::Other { uid } => uid,
-            Owner::Job { uid, .. } if self.lets_go(want.key, want.pod) => uid,
-            Owner::Job { .. } | Owner::Nobody | Owner::Node | Owner::DaemonSet => return None,
+            Owner::Job(job) if self.lets_go(want.key, want.pod) => &job.uid,
+            Owner::Job(_) | Owner::Nobody | Owner::Node | Owner::DaemonSet => return None,
         };
         self.memory.may_move(owner, self.now).then(|| Step::Move {
             pod: pod(want.key, want.pod),
             owner: owner.clone(),
+            from: gpu_node(self.scene, at),
             to: (*to).to_owned(),
             room: want.pod.asks,
         })
@@ -307,18 +308,17 @@ impl<'a> Planner<'a> {
 
     /// Whether nothing is lost with the pod but its own work: a Job may take a deleted pod for a failed one.
     fn lets_go(&mut self, key: &Key, pod: &PodFacts) -> bool {
-        let Owner::Job { name, uid } = &pod.owner else {
+        let Owner::Job(job) = &pod.owner else {
             return true;
         };
-        if let Some(lets) = self.memory.jobs.get(uid) {
+        if let Some(lets) = self.memory.jobs.get(&job.uid) {
             return *lets;
         }
         let look = Step::LookAtJob {
             namespace: key.namespace.clone(),
-            name: name.clone(),
-            uid: uid.clone(),
+            job: job.clone(),
         };
-        self.jobs.insert(uid.clone(), look);
+        self.jobs.insert(job.uid.clone(), look);
         false
     }
 
@@ -370,9 +370,11 @@ impl<'a> Planner<'a> {
         let refused = self.memory.refused_for(one.uid, self.now);
         // The reservation must live to see the end of it.
         let grace = self.rules.disruption_grace.min(RESERVED_AT_MOST / 2);
+        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says.
+        let of_job = matches!(facts.owner, Owner::Job(_));
         Some(Victim {
             pod: pod(key, facts),
-            overdue: refused.is_some_and(|refused| refused >= grace),
+            overdue: !of_job && refused.is_some_and(|refused| refused >= grace),
         })
     }
 }

@@ -74,7 +74,7 @@ fn a_shim_of_version_1_is_told_no_number_and_its_fence_in_words_that_it_knows() 
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     assert_eq!(generation(&mut container, 1, 7, 1), None);
-    assert!(container.xid(1, 31, now()));
+    assert!(container.xid(1, 31, &[], now()));
     let refused = ToShim::Refused {
         account: 0,
         free: Units::ZERO,
@@ -174,12 +174,39 @@ fn an_xid_of_another_process_is_not_this_containers() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     hello(&mut container, 1, 7).unwrap();
-    assert!(!container.xid(2, 31, now()));
+    assert!(!container.xid(2, 31, &[], now()));
     assert!(container.faults().is_empty());
-    assert!(container.xid(1, 31, now()));
+    assert!(container.xid(1, 31, &[], now()));
     assert_eq!(container.take_news().len(), 1);
-    assert!(container.xid(1, 43, now()));
+    assert!(container.xid(1, 43, &[], now()));
     assert!(container.take_news().is_empty(), "it is the same fault");
+}
+
+#[test]
+fn an_xid_says_which_of_the_containers_gpus_it_was() {
+    let folder = tempfile::tempdir().unwrap();
+    let [first, second, foreign]: [GpuUuid; 3] =
+        ["GPU-a", "GPU-b", "GPU-c"].map(|gpu| gpu.parse().unwrap());
+    let served = Served {
+        allocation: "00000000000000aa".parse().unwrap(),
+        pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+        gpus: vec![
+            (first.clone(), Bytes::gib(1)),
+            (second.clone(), Bytes::gib(1)),
+        ],
+        managed: Bytes::ZERO,
+    };
+    let record = Record::at(folder.path().join("record.json")).unwrap();
+    let (mut container, _) = Container::restore(served, record, false, &Host);
+    for (pid, on, gpu) in [
+        (1, vec![second.clone()], &second),
+        (2, vec![foreign], &first),
+        (3, Vec::new(), &first),
+    ] {
+        hello(&mut container, pid, 7).unwrap();
+        assert!(container.xid(pid, 31, &on, now()));
+        assert_eq!(&container.take_news()[0].gpu, gpu);
+    }
 }
 
 #[test]

@@ -1,0 +1,99 @@
+//! Whether a Job lets its pods be disrupted.
+
+use std::time::Duration;
+
+use k8s_openapi::api::batch::v1::Job;
+use kube::{Api, Client, ResourceExt as _};
+use tokio::time::timeout;
+
+use crate::demand::Owner;
+
+/// How long the API server may take to answer.
+const TIME: Duration = Duration::from_secs(5);
+
+/// Nobody knows what the Job says.
+#[derive(Debug, thiserror::Error)]
+pub enum JobError {
+    /// The API server or the way to it.
+    #[error("cannot look at Job {name}")]
+    Request {
+        /// The Job.
+        name: String,
+        /// What was said.
+        source: Box<kube::Error>,
+    },
+    /// No answer in time.
+    #[error("no answer within {} s about Job {name}", TIME.as_secs())]
+    TimedOut {
+        /// The Job.
+        name: String,
+    },
+}
+
+/// Whether `job` does not take an evicted pod for a failed one. Of a Job that is gone nothing can fail any more. What is
+/// asked never changes: the policy of a Job is immutable.
+///
+/// # Errors
+/// None of them says anything of the Job.
+pub async fn lets_go(client: &Client, namespace: &str, job: &Owner) -> Result<bool, JobError> {
+    let jobs = Api::<Job>::namespaced(client.clone(), namespace);
+    let name = || job.name.clone();
+    match timeout(TIME, jobs.get_opt(&job.name)).await {
+        Ok(Ok(found)) => {
+            let found = found.filter(|found| found.uid().as_ref() == Some(&job.uid));
+            Ok(found.is_none_or(|found| ignores_disruption(&found)))
+        }
+        Ok(Err(source)) => Err(JobError::Request {
+            name: name(),
+            source: Box::new(source),
+        }),
+        Err(_) => Err(JobError::TimedOut { name: name() }),
+    }
+}
+
+fn ignores_disruption(job: &Job) -> bool {
+    let policy = job
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.pod_failure_policy.as_ref());
+    let first = policy
+        .into_iter()
+        .flat_map(|policy| &policy.rules)
+        .find(|rule| {
+            let conditions = rule.on_pod_conditions.iter().flatten();
+            let mut conditions = conditions.filter(|on| on.type_ == "DisruptionTarget");
+            conditions.any(|on| on.status == "True")
+        });
+    // A rule on exit codes that comes before it may match a program that ends badly when it is told to.
+    let exits_first = policy
+        .and_then(|policy| policy.rules.first())
+        .is_some_and(|rule| rule.on_exit_codes.is_some());
+    first.is_some_and(|rule| rule.action == "Ignore") && !exits_first
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::{Value, json};
+
+    use super::*;
+
+    fn job(rules: Value) -> Job {
+        serde_json::from_value(json!({ "spec": {
+            "template": { "spec": { "containers": [] } }, "podFailurePolicy": { "rules": rules } } }))
+        .unwrap()
+    }
+
+    #[test]
+    fn a_job_lets_its_pods_go_only_where_its_policy_says_so_first() {
+        let ignore = json!({ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
+        let fail = json!({ "action": "FailJob", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
+        let exit =
+            json!({ "action": "FailJob", "onExitCodes": { "operator": "In", "values": [1] } });
+        assert!(ignores_disruption(&job(json!([ignore]))));
+        assert!(ignores_disruption(&job(json!([ignore, exit]))));
+        assert!(!ignores_disruption(&job(json!([exit, ignore]))));
+        assert!(!ignores_disruption(&job(json!([fail, ignore]))));
+        assert!(!ignores_disruption(&job(json!([]))));
+        assert!(!ignores_disruption(&Job::default()));
+    }
+}
