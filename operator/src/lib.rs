@@ -19,6 +19,7 @@
 //! | [`contexts`] | orders of the agents what is done about poisoned contexts |
 //! | [`write`](mod@write) | the API calls that change something |
 //! | [`placement`] | helps pods to a GPU: node labels, moves, reservations and evictions, lowered quotas |
+//! | [`pulse`] | when each watch last made progress |
 //! | [`metrics`], [`http`] | what is measured, and how it is served |
 //! | [`operator`] | the tasks and their end |
 
@@ -32,6 +33,7 @@ pub mod metrics;
 pub mod observe;
 pub mod operator;
 pub mod placement;
+pub mod pulse;
 pub mod quanta;
 pub mod reconcile;
 pub mod release;

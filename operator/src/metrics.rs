@@ -2,6 +2,7 @@
 //!
 //! Names, labels and units stand in `docs/metrics.md`; a test holds the two against each other.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,9 +20,11 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
+use tokio::sync::watch;
 
 use crate::placement;
-use crate::world::kinds;
+use crate::pulse::Pulse;
+use crate::world::{World, kinds};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfResult {
@@ -56,6 +59,12 @@ struct OfAmount {
 struct OfCondition {
     namespace: String,
     condition: String,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct OfStatus {
+    condition: String,
+    status: String,
 }
 
 /// How a look at a budget ended.
@@ -117,8 +126,12 @@ pub struct Metrics {
 const SECONDS: [f64; 9] = [0.000_05, 0.000_25, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0];
 
 impl Metrics {
-    /// All at zero; what is said of each budget is read from `budgets` when it is asked for.
-    pub fn new(budgets: Store<GpuMemoryBudget>) -> Self {
+    /// All at zero; what is said of budgets, nodes and watches is read when it is asked for.
+    pub fn new(
+        budgets: Store<GpuMemoryBudget>,
+        world: watch::Receiver<World>,
+        pulse: Pulse,
+    ) -> Self {
         let looks = Family::<OfResult, Counter>::default();
         let look_seconds = Histogram::new(SECONDS);
         let writes = Family::<OfWrite, Counter>::default();
@@ -173,6 +186,7 @@ impl Metrics {
             steps.clone(),
         );
         registry.register_collector(Box::new(Published(budgets)));
+        registry.register_collector(Box::new(Watched { world, pulse }));
         Self {
             registry: Arc::new(registry),
             looks,
@@ -233,7 +247,7 @@ impl Collector for Published {
         let budgets = self.0.state();
         let mut family = encoder.encode_descriptor(
             "bursar_budget_memory_bytes",
-            "Memory of a budget: guaranteed, limit, requested, borrowed",
+            "Memory of a budget: guaranteed, limit, requested, borrowed, observed, peak",
             None,
             MetricType::Gauge,
         )?;
@@ -248,6 +262,23 @@ impl Collector for Published {
                 let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
                 gauge.encode(family.encode_family(&labels)?)?;
             }
+        }
+        let mut counts: BTreeMap<OfStatus, i64> = BTreeMap::new();
+        for condition in statuses(&budgets).flat_map(|(_, status)| &status.conditions) {
+            let labels = OfStatus {
+                condition: condition.type_.clone(),
+                status: condition.status.clone(),
+            };
+            *counts.entry(labels).or_default() += 1;
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_operator_budgets",
+            "Budgets by condition and its status",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (labels, budgets) in counts {
+            ConstGauge::new(budgets).encode(family.encode_family(&labels)?)?;
         }
         let mut family = encoder.encode_descriptor(
             "bursar_budget_condition",
@@ -273,6 +304,42 @@ impl Collector for Published {
     }
 }
 
+/// What the watches tell of nodes, and how they are.
+#[derive(Debug)]
+struct Watched {
+    world: watch::Receiver<World>,
+    pulse: Pulse,
+}
+
+impl Collector for Watched {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
+        let mut family = encoder.encode_descriptor(
+            "bursar_operator_watch_age_seconds",
+            "Time since a watch last made progress",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (kind, age) in self.pulse.ages() {
+            let gauge = ConstGauge::new(age.as_secs_f64());
+            gauge.encode(family.encode_family(&OfKind { kind })?)?;
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_operator_nodes",
+            "GpuNodes by condition and its status",
+            None,
+            MetricType::Gauge,
+        )?;
+        for ((condition, status), nodes) in self.world.borrow().nodes_by_condition() {
+            let labels = OfStatus {
+                condition: condition.to_owned(),
+                status: status.to_owned(),
+            };
+            ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
+
 fn statuses(
     budgets: &[Arc<GpuMemoryBudget>],
 ) -> impl Iterator<Item = (String, &GpuMemoryBudgetStatus)> {
@@ -281,13 +348,15 @@ fn statuses(
         .filter_map(|budget| Some((budget.namespace()?, budget.status.as_ref()?)))
 }
 
-fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &Counted); 6] {
+fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &Counted); 8] {
     let (device, managed) = (&status.device_memory, &status.managed_memory);
     [
         ("gpu-memory", "guaranteed", &device.guaranteed),
         ("gpu-memory", "limit", &device.limit),
         ("gpu-memory", "requested", &device.requested),
         ("gpu-memory", "borrowed", &device.borrowed),
+        ("gpu-memory", "observed", &device.observed),
+        ("gpu-memory", "peak", &device.peak),
         ("managed-memory", "limit", &managed.limit),
         ("managed-memory", "requested", &managed.requested),
     ]
@@ -296,6 +365,7 @@ fn amounts(status: &GpuMemoryBudgetStatus) -> [(&'static str, &'static str, &Cou
 #[cfg(test)]
 mod tests {
     use super::*;
+    use bursar_crds::Quantum;
     use kube::runtime::reflector;
     use kube::runtime::watcher::Event;
     use serde_json::json;
@@ -309,7 +379,8 @@ mod tests {
         }))
         .unwrap();
         writer.apply_watcher_event(&Event::Apply(budget));
-        Metrics::new(store).encode()
+        let (_, world) = watch::channel(World::new(Quantum::Gib1));
+        Metrics::new(store, world, Pulse::default()).encode()
     }
 
     #[test]

@@ -31,6 +31,7 @@ use crate::placement::Told;
 use crate::placement::landscape::lowered;
 use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
 use crate::placement::pod::PodFacts;
+use crate::pulse::Pulse;
 use crate::world::{Change, Claim, Dirty, Gpus, World, budget_label, cohort_label, kinds, slimmed};
 
 /// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
@@ -39,7 +40,7 @@ const WATCH_SECONDS: u32 = 200;
 
 /// How long the API server may be silent within an answer: a watch's time, and some. A watch that died in
 /// silence is begun anew after it.
-const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
+pub const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
 /// How long changes are gathered.
 pub const GATHER: Duration = Duration::from_millis(500);
@@ -62,13 +63,16 @@ pub fn changes(
     quantum: Quantum,
     budgets: Writer<GpuMemoryBudget>,
     metrics: &Metrics,
+    pulse: &Pulse,
 ) -> BoxStream<'static, Change> {
+    let client = &pulse.listening(client.clone());
+    let pulse = || pulse.clone();
     let config = || watcher::Config::default().timeout(WATCH_SECONDS);
     let watches = [
         {
             let watch = watcher(Api::<GpuMemoryBudget>::all(client.clone()), config());
             let watch = watch.default_backoff().reflect(budgets);
-            heard(kinds::BUDGETS, metrics, watch)
+            heard(kinds::BUDGETS, metrics, pulse(), watch)
                 .flat_map(move |event| {
                     both(
                         Told::Lowered(slimmed(event.clone(), lowered)),
@@ -79,7 +83,7 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<AskingPod>::all(client.clone()), config());
-            heard(kinds::PODS, metrics, watch.default_backoff())
+            heard(kinds::PODS, metrics, pulse(), watch.default_backoff())
                 .flat_map(move |event| {
                     both(
                         Told::Pod(slimmed(event.clone(), |pod| PodFacts::of(pod, quantum))),
@@ -90,7 +94,7 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<GpuNode>::all(client.clone()), config());
-            heard(kinds::GPU_NODES, metrics, watch.default_backoff())
+            heard(kinds::GPU_NODES, metrics, pulse(), watch.default_backoff())
                 .flat_map(move |event| {
                     let facts = |node: &GpuNode| Some(GpuFacts::of(node, quantum));
                     both(
@@ -102,7 +106,7 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<SlimNode>::all(client.clone()), config());
-            heard(kinds::NODES, metrics, watch.default_backoff())
+            heard(kinds::NODES, metrics, pulse(), watch.default_backoff())
                 .flat_map(move |event| {
                     let facts = |node: &SlimNode| Some(NodeFacts::of(node, quantum));
                     both(
@@ -115,14 +119,14 @@ pub fn changes(
         {
             let ours = config().labels(QUOTA_LABEL);
             let watch = watcher(Api::<ResourceQuota>::all(client.clone()), ours);
-            heard(kinds::QUOTAS, metrics, watch.default_backoff())
+            heard(kinds::QUOTAS, metrics, pulse(), watch.default_backoff())
                 .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
                 .boxed()
         },
         {
             let namespaces = Api::<PartialObjectMeta<Namespace>>::all(client.clone());
             let watch = watcher(namespaces, config().labels(BUDGET_LABEL));
-            heard(kinds::NAMESPACES, metrics, watch.default_backoff())
+            heard(kinds::NAMESPACES, metrics, pulse(), watch.default_backoff())
                 .map(|event| Change::Namespace(slimmed(event, budget_label)))
                 .boxed()
         },
@@ -139,6 +143,7 @@ fn both(told: Told, change: Change) -> impl Stream<Item = Change> + Send {
 fn heard<T, S>(
     kind: &'static str,
     metrics: &Metrics,
+    pulse: Pulse,
     watch: S,
 ) -> impl Stream<Item = watcher::Event<T>> + Send + use<T, S>
 where
@@ -148,6 +153,7 @@ where
     let metrics = metrics.clone();
     let mut failures = 0_u32;
     watch.filter_map(move |item| {
+        pulse.beat(kind);
         let event = match item {
             Ok(event) => {
                 if failures > 0 && !matches!(event, watcher::Event::Init) {

@@ -16,6 +16,7 @@ use crate::http::{self, Sources};
 use crate::metrics::Metrics;
 use crate::observe::{GATHER, changes, observe};
 use crate::placement::{self, Rules};
+use crate::pulse::Pulse;
 use crate::reconcile::Reconciler;
 use crate::release;
 use crate::world::World;
@@ -51,13 +52,15 @@ pub async fn run(
 ) -> Result<(), OperatorError> {
     let quantum = rules.quantum;
     let (budgets, writer) = reflector::store();
-    let metrics = Metrics::new(budgets.clone());
     let (world_sender, world) = watch::channel(World::new(quantum));
+    let pulse = Pulse::default();
+    let metrics = Metrics::new(budgets.clone(), world.clone(), pulse.clone());
     let (work_sender, mut work) = mpsc::channel(WORK);
-    let changes = changes(&client, quantum, writer, &metrics);
+    let changes = changes(&client, quantum, writer, &metrics, &pulse);
     let sources = Sources {
         metrics: metrics.clone(),
         world: world.clone(),
+        pulse,
     };
     let writer = Writer::new(client, metrics.clone());
     let placement = placement::run::run(

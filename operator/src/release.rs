@@ -25,6 +25,9 @@ pub async fn run(writer: Writer, world: watch::Receiver<World>, shutdown: Cancel
         let deserted = world.borrow().deserted();
         let mut failed = false;
         for namespace in deserted {
+            if shutdown.is_cancelled() {
+                return;
+            }
             if let Err(error) = writer.label(&namespace, None).await {
                 failed = true;
                 if !failing {

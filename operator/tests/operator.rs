@@ -2,6 +2,8 @@
 
 #[path = "operator/api.rs"]
 mod api;
+#[path = "operator/contexts.rs"]
+mod contexts;
 #[path = "operator/faults.rs"]
 mod faults;
 #[path = "operator/waiters.rs"]

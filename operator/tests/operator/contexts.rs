@@ -1,0 +1,202 @@
+//! Faults that the agents leave to the operator: evictions and ordered restarts, whatever happens to any write on the way.
+
+use std::time::Duration;
+
+use axum::http::StatusCode;
+use futures::stream::{self, StreamExt as _};
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+
+use super::api::{Api, Fate};
+use super::{BUDGETS, Running, budget, condition, small};
+
+/// The clean end is reached within this time; a write that is not answered takes 5 s of it.
+const END: Duration = Duration::from_secs(30);
+
+/// What the agent of the node says: the pod `p`, uid `p`, has poisoned its context.
+fn fault(action: &str) -> Value {
+    json!([{ "id": "aa-3", "kind": "Context", "gpu": "GPU-0", "gpuGeneration": 1, "cudaError": 700, "action": action,
+        "time": "2026-01-01T00:00:00Z",
+        "container": { "podUid": "p", "namespace": "team", "pod": "p", "container": "c", "processGeneration": 3 } }])
+}
+
+fn set_faults(api: &Api, faults: Value) {
+    let mut node = api.get("gpunodes", "", "n");
+    if node["status"]["faults"] != faults {
+        node["status"]["faults"] = faults;
+        api.put("gpunodes", node);
+    }
+}
+
+fn status(api: &Api) -> Value {
+    api.status(BUDGETS, "team", "default")
+}
+
+/// The agent's part: the fault is open for as long as the pod is there.
+fn live(api: &Api) {
+    if api.get("pods", "team", "p").is_null() {
+        set_faults(api, json!([]));
+    }
+}
+
+fn is_done(api: &Api) -> bool {
+    let status = status(api);
+    api.get("pods", "team", "p").is_null()
+        && status["contexts"]["open"] == 0
+        && status["evictions"][0]["reason"] == "TooManyRestarts"
+        && condition(&status, "Ready")["status"] == "True"
+}
+
+/// Runs the operator to the end, killed at the doomed write where it is to be; the writes that it took.
+async fn to_the_end(doom: Option<(usize, Fate, bool)>) -> usize {
+    let mut running = Running::start(small).await;
+    running.until_ready().await;
+    let before = running.api.writes().len();
+    if let Some((number, fate, _)) = doom {
+        running.api.doom(number, fate);
+    }
+    set_faults(&running.api, fault("BeyondMaximum"));
+    let mut dies = doom.is_some_and(|(.., dies)| dies);
+    let begin = Instant::now();
+    while !is_done(&running.api) {
+        live(&running.api);
+        if dies && running.api.has_doomed() {
+            dies = false;
+            running = Running::over(running.kill().await).await;
+        }
+        let writes = || running.api.writes();
+        assert!(begin.elapsed() < END, "{doom:?}: {:?}", writes());
+        sleep(Duration::from_millis(20)).await;
+    }
+    let writes = running.api.writes();
+    sleep(Duration::from_millis(2500)).await;
+    assert_eq!(running.api.writes(), writes, "{doom:?}: it goes on");
+    let status = status(&running.api);
+    let [eviction] = status["evictions"].as_array().expect("a list").as_slice() else {
+        panic!("{status}");
+    };
+    assert_eq!(eviction["podUid"], "p");
+    let why = eviction["message"].as_str().expect("a text");
+    assert!(
+        why.contains("CUDA error 700") && why.contains("5 times"),
+        "{why}"
+    );
+    running.stop().await;
+    writes.len() - before
+}
+
+#[tokio::test]
+async fn who_faults_beyond_the_maximum_is_evicted_with_the_reason_on_record_whatever_becomes_of_any_write()
+ {
+    let writes = to_the_end(None).await;
+    assert!(writes >= 3, "recorded, evicted, closed: {writes}");
+    let fates = [
+        (Fate::Refused(StatusCode::INTERNAL_SERVER_ERROR), false),
+        (Fate::Garbled, false),
+        (Fate::Lost, true),
+        (Fate::Unanswered, true),
+    ];
+    let dooms = (1..=writes).flat_map(|number| fates.map(|(fate, dies)| (number, fate, dies)));
+    let ends = stream::iter(dooms).map(|doom| to_the_end(Some(doom)));
+    ends.buffer_unordered(6).collect::<Vec<_>>().await;
+}
+
+#[tokio::test]
+async fn the_reason_is_on_record_before_the_pod_goes_and_it_goes_once_with_two_operators() {
+    let first = Running::start(small).await;
+    first.until_ready().await;
+    let second = Running::over(first.api.clone()).await;
+    first.api.protect("p");
+    set_faults(&first.api, fault("BeyondMaximum"));
+    let tried = first.until("it is on record", |status| {
+        status["evictions"][0]["pod"] == "p"
+    });
+    tried.await;
+    assert!(!first.api.get("pods", "team", "p").is_null());
+    assert_eq!(status(&first.api)["contexts"]["open"], 1);
+    sleep(Duration::from_millis(1500)).await;
+    let status = status(&first.api);
+    assert_eq!(
+        status["evictions"].as_array().expect("a list").len(),
+        1,
+        "{status}"
+    );
+    second.stop().await;
+    first.stop().await;
+}
+
+#[tokio::test]
+async fn what_was_only_reported_is_ordered_to_restart_when_the_policy_becomes_that_and_once() {
+    let with = |action: &str, generation: u64| {
+        let mut budget = budget("team", "16Gi");
+        budget["spec"]["contextPolicy"] = json!({ "action": action });
+        budget["metadata"]["generation"] = json!(generation);
+        budget
+    };
+    let running = Running::start(|api| {
+        small(api);
+        api.put(BUDGETS, with("Report", 1));
+    })
+    .await;
+    running.until_ready().await;
+    set_faults(&running.api, fault("Report"));
+    let orders = || running.api.get("gpunodes", "", "n")["spec"]["restarts"].clone();
+    let until = async |wanted: Value| {
+        let begin = Instant::now();
+        while orders() != wanted {
+            assert!(begin.elapsed() < END, "{}", orders());
+            sleep(Duration::from_millis(20)).await;
+        }
+    };
+    running
+        .until("it is told", |status| status["contexts"]["open"] == 1)
+        .await;
+    sleep(Duration::from_millis(1500)).await;
+    assert!(orders().as_array().is_none_or(Vec::is_empty));
+    running.api.put(BUDGETS, with("InPlace", 2));
+    let order = json!({ "fault": "aa-3", "podUid": "p", "container": "c", "processGeneration": 4 });
+    until(json!([order])).await;
+    let written = running.orders_written();
+    sleep(Duration::from_millis(1500)).await;
+    assert_eq!(running.orders_written(), written, "said once");
+    set_faults(&running.api, json!([]));
+    until(json!([])).await;
+    assert!(!running.api.get("pods", "team", "p").is_null());
+    running.stop().await;
+}
+
+#[tokio::test]
+async fn what_agents_say_of_a_namespace_is_summed_up_over_the_nodes_and_the_peak_stays() {
+    let running = Running::start(small).await;
+    running.until_ready().await;
+    let say = |node: &str, observed: u64, denials: u64| {
+        let mut object = running.api.get("gpunodes", "", node);
+        object["status"]["namespaces"] = json!([
+            { "namespace": "team", "observed": observed, "denials": denials, "poisoned": 2, "restarts": 1 },
+            { "namespace": "other", "observed": 9, "denials": 9, "poisoned": 9, "restarts": 9 }]);
+        running.api.put("gpunodes", object);
+    };
+    running.api.put("gpunodes", super::gpu_node("m", 8));
+    say("n", 3, 5);
+    say("m", 4, 6);
+    let seen = |observed: u64, peak: u64| {
+        move |status: &Value| {
+            let memory = &status["deviceMemory"];
+            memory["observed"]["quanta"] == observed && memory["peak"]["quanta"] == peak
+        }
+    };
+    let status = running.until("both nodes count", seen(7, 7)).await;
+    assert_eq!(status["denials"], 11);
+    assert_eq!(
+        status["contexts"],
+        json!({ "open": 0, "poisoned": 4, "restarts": 2 })
+    );
+    say("m", 1, 6);
+    running.until("the peak stays", seen(4, 7)).await;
+    let metrics = running.get("/metrics").await;
+    let peak = r#"bursar_budget_memory_bytes{namespace="team",resource="gpu-memory",amount="peak"} 7516192768"#;
+    assert!(metrics.contains(peak), "{metrics}");
+    assert!(metrics.contains(r#"bursar_operator_budgets{condition="Ready",status="True"} 1"#));
+    assert!(metrics.contains(r#"bursar_operator_watch_age_seconds{kind="Pods"} "#));
+    running.stop().await;
+}
