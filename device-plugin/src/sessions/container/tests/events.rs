@@ -297,7 +297,7 @@ impl Machine {
     }
 
     fn xid(&mut self) {
-        assert!(self.container.xid(self.process.pid, 31, now()));
+        assert!(self.container.xid(self.process.pid, 31, &[], now()));
         assert!(self.container.is_fenced(self.process.pid));
     }
 
@@ -399,6 +399,7 @@ fn gpu() -> Gpu {
         minor: 0,
         model: "T".to_owned(),
         memory: Bytes::gib(1),
+        pci: None,
         mig_parent: None,
         capabilities: Vec::new(),
     }
