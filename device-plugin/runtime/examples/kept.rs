@@ -29,7 +29,11 @@ use bursar_runtime::Checksum;
 use bursar_runtime::driver::{Access, Context, Driver, Grid, Mapping};
 use bursar_runtime::error::CudaError;
 use bursar_runtime::kept::{Kept, Key, Opened, Shelf};
+use raw::Raw as _;
 use rustix::time::{ClockId, clock_gettime};
+
+#[path = "../tests/support/raw.rs"]
+mod raw;
 
 type Done = Result<(), Box<dyn Error>>;
 

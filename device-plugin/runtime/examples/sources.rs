@@ -1,7 +1,6 @@
 //! Tries every source of memory, and the layers that call the driver, on this machine's first GPU.
 //!
 //! `sources` prints a line for each and fails where one does. It runs over the simulated driver too. Under `compute-sanitizer --tool memcheck` it is clean.
-#![forbid(unsafe_code)]
 
 use std::alloc::Layout;
 use std::error::Error;
@@ -9,11 +8,15 @@ use std::os::fd::AsFd as _;
 use std::process::{Command, ExitCode};
 use std::time::Instant;
 
+#[path = "../tests/support/raw.rs"]
+mod raw;
+
 use bursar_runtime::driver::{Access, Advice, Attach, Context, Driver, Location, Stream};
 use bursar_runtime::{
     Async, Budget, Checksum, DeviceMemoryResource, DeviceRuntime, Direct, Exportable, FreeError,
     Guard, Managed, Tag, checksum, exportable,
 };
+use raw::Raw as _;
 
 type Outcome = Result<String, Box<dyn Error>>;
 type Trial = fn() -> Outcome;

@@ -91,7 +91,6 @@ fn what_was_current_before_is_current_again() {
         let [first, second] =
             [0, 1].map(|at| driver.device(at).unwrap().primary_context().unwrap());
         let _outer = first.enter().unwrap();
-        second.fill(0, 0, 0).unwrap();
         assert_eq!(second.memory_info().unwrap().1, 16 << 30);
         let stream = second.stream().unwrap();
         drop(stream);
@@ -115,16 +114,12 @@ fn exported_memory_keeps_its_bytes_through_an_import_and_two_mappings() {
         let room = Arc::new(driver.reserve(2 * bytes).unwrap());
         let written = room.map(0, &handle, Access::ReadWrite, &context).unwrap();
         let read = room.map(bytes, &imported, Access::Read, &context).unwrap();
-        context
-            .copy_to_device(written.address() + 7, b"bursar")
-            .unwrap();
+        written.write(&context, 7, b"bursar").unwrap();
         let mut back = [0; 6];
-        context
-            .copy_from_device(&mut back, read.address() + 7)
-            .unwrap();
+        read.read(&context, 7, &mut back).unwrap();
         assert_eq!(&back, b"bursar");
         assert!(
-            context.copy_to_device(read.address(), b"no").is_err(),
+            read.write(&context, 0, b"no").is_err(),
             "it is mapped for reading"
         );
         assert_eq!(imported.export().unwrap_err().code, 1);
@@ -146,9 +141,7 @@ fn a_failed_mapping_leaves_the_one_that_is_there() {
         let room = Arc::new(driver.reserve(2 * MIB).unwrap());
         let mapping = room.map(0, &first, Access::ReadWrite, &context).unwrap();
         assert!(room.map(0, &second, Access::ReadWrite, &context).is_err());
-        context
-            .copy_to_device(mapping.address(), b"still here")
-            .unwrap();
+        mapping.write(&context, 0, b"still here").unwrap();
     });
 }
 

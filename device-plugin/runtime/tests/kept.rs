@@ -8,6 +8,8 @@
 
 #[path = "support/keeper.rs"]
 mod keeper;
+#[path = "support/raw.rs"]
+mod raw;
 
 use std::alloc::Layout;
 use std::path::{Path, PathBuf};
@@ -22,6 +24,7 @@ use bursar_runtime::{DeviceMemoryResource, Tag};
 use bursar_sim_lab::{ONE_GPU, inside};
 use bursar_sim_state::Sim;
 use keeper::Keeper;
+use raw::Raw as _;
 
 const KEY: Key = [7; 32];
 const MIB: u64 = 1 << 20;

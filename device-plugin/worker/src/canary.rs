@@ -95,7 +95,8 @@ fn seen(gpu: GpuUuid) -> Result<(u64, u64), CanaryError> {
         };
         old_words += memory.words_that_are_not(0)?;
         let pattern = round as u8;
-        context.fill(memory.address(), pattern, memory.bytes())?;
+        let mapping = &memory.mapping;
+        mapping.fill(&context, 0, pattern, memory.bytes())?;
         if memory.words_that_are_not(pattern)? > 0 {
             return Err(CanaryError::Blind { round });
         }
@@ -117,10 +118,6 @@ impl Memory<'_> {
         Ok(Memory { context, mapping })
     }
 
-    fn address(&self) -> u64 {
-        self.mapping.address()
-    }
-
     fn bytes(&self) -> usize {
         self.mapping.bytes() as usize
     }
@@ -130,8 +127,7 @@ impl Memory<'_> {
         let (wanted, mut window) = ([byte; 8], vec![0; WINDOW.min(self.bytes())]);
         let mut starts = (0..self.bytes()).step_by(window.len());
         starts.try_fold(0, |others, start| {
-            self.context
-                .copy_from_device(&mut window, self.address() + start as u64)?;
+            self.mapping.read(self.context, start as u64, &mut window)?;
             let (words, _) = window.as_chunks::<8>();
             Ok(others + words.iter().filter(|word| **word != wanted).count() as u64)
         })

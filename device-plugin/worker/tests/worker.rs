@@ -101,12 +101,10 @@ fn what_a_worker_made_outlives_it_and_is_kept_by_the_descriptor_alone() {
             room.map(0, &handle, access, &context).unwrap()
         };
         let mapping = map(Access::ReadWrite);
-        context.fill(mapping.address(), 7, 4096).unwrap();
+        mapping.fill(&context, 0, 7, 4096).unwrap();
         drop(mapping);
         let (mapping, mut bytes) = (map(Access::Read), [0; 4096]);
-        context
-            .copy_from_device(&mut bytes, mapping.address())
-            .unwrap();
+        mapping.read(&context, 0, &mut bytes).unwrap();
         assert_eq!(bytes, [7; 4096]);
         drop((mapping, fd));
         assert_eq!(machine.used(0), with_context);

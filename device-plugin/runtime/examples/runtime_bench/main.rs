@@ -16,6 +16,8 @@ mod minstd;
 mod native;
 mod planted;
 mod random;
+#[path = "../../tests/support/raw.rs"]
+mod raw;
 mod steal;
 
 use std::process::ExitCode;

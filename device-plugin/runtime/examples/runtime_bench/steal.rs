@@ -7,6 +7,8 @@ use bursar_runtime::driver::{Context, Stream};
 use bursar_runtime::{DeviceMemoryResource as _, Direct, Pool, PoolSettings, Tag};
 use serde_json::json;
 
+use super::raw::Raw as _;
+
 const BYTES: usize = 256 << 20;
 const FILLS: usize = 100;
 const ROUNDS: u64 = 20;

@@ -1,14 +1,63 @@
-//! Fills and copies.
+//! Fills and copies, of mappings for everybody and by address for this crate.
+//!
+//! An address may be the host's memory too, pinned or managed, and a fill writes it under whoever borrows it. So who is not
+//! of this crate says by [`raw`](super::raw) that it is not; modules of this crate pass memory of blocks and leases.
 
-use super::{Context, Stream, call};
+use super::{Context, Mapping, Stream, call};
 use crate::error::CudaError;
+
+impl Mapping {
+    /// Fills a part of it, and waits for that.
+    ///
+    /// # Errors
+    /// What the driver answered; 1 (invalid value) past its end.
+    pub fn fill(
+        &self,
+        context: &Context,
+        at: u64,
+        value: u8,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
+        context.fill(self.part("Mapping::fill", at, bytes)?, value, bytes)
+    }
+
+    /// Copies from the host to a part of it, and waits for that.
+    ///
+    /// # Errors
+    /// As [`fill`](Self::fill).
+    pub fn write(&self, context: &Context, at: u64, from: &[u8]) -> Result<(), CudaError> {
+        context.copy_to_device(self.part("Mapping::write", at, from.len())?, from)
+    }
+
+    /// Copies a part of it to the host, and waits for that.
+    ///
+    /// # Errors
+    /// As [`fill`](Self::fill).
+    pub fn read(&self, context: &Context, at: u64, to: &mut [u8]) -> Result<(), CudaError> {
+        let from = self.part("Mapping::read", at, to.len())?;
+        context.copy_from_device(to, from)
+    }
+
+    /// The address of a part.
+    fn part(&self, call: &'static str, at: u64, bytes: usize) -> Result<u64, CudaError> {
+        /// `CUDA_ERROR_INVALID_VALUE`
+        const INVALID_VALUE: i32 = 1;
+        match at.checked_add(bytes as u64) {
+            Some(end) if end <= self.bytes() => Ok(self.address() + at),
+            _ => Err(CudaError {
+                call,
+                code: INVALID_VALUE,
+            }),
+        }
+    }
+}
 
 impl Context {
     /// Fills device memory, and waits for it.
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
+    pub(crate) fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemsetD8_v2(address, value, bytes))?;
         // The driver returns before the device is done ("API synchronization behavior" in its manual).
@@ -19,7 +68,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn fill_async(
+    pub(crate) fn fill_async(
         &self,
         address: u64,
         value: u8,
@@ -37,7 +86,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn copy_to_device(&self, address: u64, from: &[u8]) -> Result<(), CudaError> {
+    pub(crate) fn copy_to_device(&self, address: u64, from: &[u8]) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(
             self.driver(),
@@ -51,7 +100,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn copy_from_device(&self, to: &mut [u8], address: u64) -> Result<(), CudaError> {
+    pub(crate) fn copy_from_device(&self, to: &mut [u8], address: u64) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(
             self.driver(),
@@ -59,29 +108,11 @@ impl Context {
         )
     }
 
-    /// Copies inside the device in the order of a stream.
-    ///
-    /// # Errors
-    /// What the driver answered.
-    pub fn copy_async(
-        &self,
-        to: u64,
-        from: u64,
-        bytes: usize,
-        stream: &Stream,
-    ) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        call!(
-            self.driver(),
-            cuMemcpyDtoDAsync_v2(to, from, bytes, stream.raw())
-        )
-    }
-
     /// Copies from another device's memory to this one's in the order of a stream of either.
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn copy_from_peer_async(
+    pub(crate) fn copy_from_peer_async(
         &self,
         to: u64,
         (peer, from): (&Context, u64),

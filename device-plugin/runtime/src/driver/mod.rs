@@ -5,7 +5,8 @@
 //! codes that an enum of today has not; functions that not every driver has are optional, each by itself.
 //!
 //! What is safe here cannot break Rust's rules for memory of the host. Device addresses are numbers: a wrong one
-//! makes the driver refuse a call, or a kernel fault, which poisons the process image (design F1).
+//! makes the driver refuse a call, or a kernel fault, which poisons the process image (design F1). What writes or reads
+//! by an address, which may be the host's, is [`raw`].
 #![allow(
     unsafe_code,
     reason = "the crate's one way to the driver; each block says why it is sound"
@@ -19,6 +20,7 @@ mod kernel;
 mod linear;
 mod managed;
 mod module;
+pub mod raw;
 mod stream;
 mod table;
 mod vmm;

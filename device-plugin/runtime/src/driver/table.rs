@@ -96,7 +96,6 @@ table! {
         fn cuMemsetD8Async(CUdeviceptr, u8, usize, CUstream);
         fn cuMemcpyHtoD_v2(CUdeviceptr, *const c_void, usize);
         fn cuMemcpyDtoH_v2(*mut c_void, CUdeviceptr, usize);
-        fn cuMemcpyDtoDAsync_v2(CUdeviceptr, CUdeviceptr, usize, CUstream);
         fn cuMemcpyPeerAsync(CUdeviceptr, CUcontext, CUdeviceptr, CUcontext, usize, CUstream);
 
         fn cuModuleLoadData(*mut CUmodule, *const c_void);

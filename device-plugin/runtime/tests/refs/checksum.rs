@@ -5,6 +5,8 @@ use bursar_runtime::driver::{Context, Driver};
 use bursar_runtime::{DeviceMemoryResource as _, Direct, Tag};
 use bursar_sim_lab::{ONE_GPU, inside};
 
+use crate::raw::Raw as _;
+
 fn context() -> Context {
     let device = Driver::get().unwrap().device(0).unwrap();
     device.primary_context().unwrap()

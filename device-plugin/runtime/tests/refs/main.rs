@@ -10,6 +10,8 @@ mod gpu_ref;
 mod launch;
 mod managed_ref;
 mod peer;
+#[path = "../support/raw.rs"]
+mod raw;
 mod reservation;
 mod state;
 mod streams;

@@ -10,6 +10,7 @@ use bursar_runtime::driver::Access;
 use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, exportable};
 use bursar_sim_lab::{ONE_GPU, inside, role, twin};
 
+use crate::raw::Raw as _;
 use crate::{MIB, bytes, context, spin};
 
 #[test]

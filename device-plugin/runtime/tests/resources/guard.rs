@@ -8,6 +8,7 @@ use bursar_runtime::{
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 
+use crate::raw::Raw as _;
 use crate::{MIB, bytes, context};
 
 fn corrupted(address: u64, before: bool) -> ResourceError {

@@ -12,6 +12,7 @@ use bursar_runtime::{
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 
+use crate::raw::Raw as _;
 use crate::{MIB, bytes, context};
 
 #[test]

@@ -12,6 +12,8 @@ mod exportable;
 mod guard;
 mod histories;
 mod layers;
+#[path = "../support/raw.rs"]
+mod raw;
 mod runtime;
 
 use std::alloc::Layout;
