@@ -10,10 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Context, LINEAR_ALIGNMENT, Stream};
 use crate::error::{CudaError, FreeError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, BlockUse, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_own,
-    check_request, check_stream,
+    Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
 };
-use crate::tracking::{Retired, Tracking};
+use crate::tracking::{Retired, Tracking, tracked};
 
 /// Above so many retired blocks, a free looks which of them are done.
 const MANY: usize = 256;
@@ -64,17 +63,9 @@ impl DeviceMemoryResource for Async {
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.origin, block)?;
-        let bytes = block.bytes();
-        let ended = check_stream(self.ordinal(), stream).and_then(|()| {
-            self.blocks
-                .end(block.as_ref(), stream, |retired| self.free(retired))
-        });
-        match ended {
-            Err(why) => return Err(FreeError::Refused { block, why }),
-            Ok(Err(source)) => return Err(FreeError::Retired { bytes, source }),
-            Ok(Ok(())) => {}
-        }
+        let block = check_free(self.origin, self.ordinal(), block, stream)?;
+        self.blocks
+            .end(block, stream, |retired| self.free(retired))?;
         if self.blocks.retired() > MANY {
             // This block was freed; what others fail with is told to who reaps.
             let _ = self.reap_pending();
@@ -82,45 +73,13 @@ impl DeviceMemoryResource for Async {
         Ok(())
     }
 
-    fn ordinal(&self) -> u32 {
-        self.context.ordinal()
-    }
-
-    fn origin(&self) -> Origin {
-        self.origin
-    }
-
-    fn bytes_outstanding(&self) -> Outstanding {
-        self.blocks.outstanding()
-    }
-
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         self.blocks.reap(|retired| self.free(retired), |_| Ok(()))
-    }
-
-    fn is_retired(&self, block: BlockRef) -> bool {
-        self.blocks.is_retired(block)
-    }
-
-    fn prepare_block_use(
-        &self,
-        block: BlockRef,
-        stream: &Stream,
-    ) -> Result<BlockUse, ResourceError> {
-        check_stream(self.ordinal(), stream)?;
-        self.blocks.prepare(block, stream)
-    }
-
-    fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
-        self.blocks.finish(used, stream)
-    }
-
-    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        check_stream(self.ordinal(), stream)?;
-        self.blocks.record(block, stream)
     }
 
     fn kind(&self) -> &'static str {
         "async"
     }
+
+    tracked!();
 }

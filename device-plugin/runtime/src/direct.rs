@@ -12,8 +12,8 @@ use std::sync::{Mutex, PoisonError};
 use crate::driver::{Attach, Context, LINEAR_ALIGNMENT, Stream};
 use crate::error::{CudaError, FreeError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_own,
-    check_request, check_stream,
+    Block, BlockRef, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_free,
+    check_request,
 };
 
 /// What kind of memory: how it is allocated, and what it is called.
@@ -110,10 +110,7 @@ impl<S: Source> DeviceMemoryResource for Direct<S> {
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.origin, block)?;
-        if let Err(why) = check_stream(self.ordinal(), stream) {
-            return Err(FreeError::Refused { block, why });
-        }
+        let block = check_free(self.origin, self.ordinal(), block, stream)?;
         let (gone, bytes) = (block.as_ref(), block.bytes());
         let freed = self.context.free(gone.address);
         if freed.is_err() {

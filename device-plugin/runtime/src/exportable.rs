@@ -14,10 +14,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use crate::driver::{Access, Context, Handle, Mapping, Reservation, Stream};
 use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, BlockUse, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_own,
-    check_request, check_stream,
+    Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
 };
-use crate::tracking::{Retired, Tracking};
+use crate::tracking::{Retired, Tracking, tracked};
 
 /// What is behind a block.
 #[derive(Debug)]
@@ -185,57 +184,16 @@ impl DeviceMemoryResource for Exportable {
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.origin, block)?;
-        let bytes = block.bytes();
-        let ended = check_stream(self.ordinal(), stream)
-            .and_then(|()| self.blocks.end(block.as_ref(), stream, |_| Ok(())));
-        match ended {
-            Err(why) => return Err(FreeError::Refused { block, why }),
-            Ok(Err(source)) => return Err(FreeError::Retired { bytes, source }),
-            Ok(Ok(())) => {}
-        }
+        let block = check_free(self.origin, self.ordinal(), block, stream)?;
+        self.blocks.end(block, stream, |_| Ok(()))?;
         // This block was freed; what others fail with is told to who reaps.
         let _ = self.reap_pending();
         Ok(())
     }
 
-    fn ordinal(&self) -> u32 {
-        self.context.ordinal()
-    }
-
-    fn origin(&self) -> Origin {
-        self.origin
-    }
-
-    fn bytes_outstanding(&self) -> Outstanding {
-        self.blocks.outstanding()
-    }
-
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         self.blocks
             .reap(|_| Ok(()), |retired| self.give_back(retired))
-    }
-
-    fn is_retired(&self, block: BlockRef) -> bool {
-        self.blocks.is_retired(block)
-    }
-
-    fn prepare_block_use(
-        &self,
-        block: BlockRef,
-        stream: &Stream,
-    ) -> Result<BlockUse, ResourceError> {
-        check_stream(self.ordinal(), stream)?;
-        self.blocks.prepare(block, stream)
-    }
-
-    fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
-        self.blocks.finish(used, stream)
-    }
-
-    fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        check_stream(self.ordinal(), stream)?;
-        self.blocks.record(block, stream)
     }
 
     fn kind(&self) -> &'static str {
@@ -244,4 +202,6 @@ impl DeviceMemoryResource for Exportable {
             None => "exportable",
         }
     }
+
+    tracked!();
 }

@@ -335,6 +335,23 @@ pub fn check_stream(ordinal: u32, stream: &Stream) -> Result<(), ResourceError> 
     Ok(())
 }
 
+/// Checks that a block is a resource's own, and a stream its device's; gives the block back otherwise.
+///
+/// # Errors
+/// [`FreeError::Refused`] with [`ResourceError::Foreign`] or [`ResourceError::WrongOrdinal`].
+pub fn check_free(
+    origin: Origin,
+    ordinal: u32,
+    block: Block,
+    stream: &Stream,
+) -> Result<Block, FreeError> {
+    let block = check_own(origin, block)?;
+    match check_stream(ordinal, stream) {
+        Ok(()) => Ok(block),
+        Err(why) => Err(FreeError::Refused { block, why }),
+    }
+}
+
 /// Checks that a block is a resource's own; gives it back otherwise.
 ///
 /// # Errors

@@ -13,8 +13,8 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Context, Event, Stream, StreamKey};
-use crate::error::{CudaError, ResourceError};
-use crate::resource::{BlockRef, BlockUse, Outstanding, Reaped};
+use crate::error::{CudaError, FreeError, ResourceError};
+use crate::resource::{Block, BlockRef, BlockUse, Outstanding, Reaped};
 
 /// A live block.
 #[derive(Debug)]
@@ -201,6 +201,20 @@ impl<P> Tracking<P> {
     /// free into the stream's order. Where something fails the block stays retired, and is tried again by `reap`.
     pub(crate) fn end(
         &self,
+        block: Block,
+        stream: &Stream,
+        free: impl FnOnce(&Retired<P>) -> Result<(), CudaError>,
+    ) -> Result<(), FreeError> {
+        let bytes = block.bytes();
+        match self.retire(block.as_ref(), stream, free) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(source)) => Err(FreeError::Retired { bytes, source }),
+            Err(why) => Err(FreeError::Refused { block, why }),
+        }
+    }
+
+    fn retire(
+        &self,
         block: BlockRef,
         stream: &Stream,
         free: impl FnOnce(&Retired<P>) -> Result<(), CudaError>,
@@ -355,3 +369,45 @@ fn stale(block: BlockRef) -> ResourceError {
         generation: block.generation,
     }
 }
+
+/// The methods of a source whose field `blocks` is a [`Tracking`], beside `context` and `origin`.
+macro_rules! tracked {
+    () => {
+        fn ordinal(&self) -> u32 {
+            self.context.ordinal()
+        }
+        fn origin(&self) -> $crate::resource::Origin {
+            self.origin
+        }
+        fn bytes_outstanding(&self) -> $crate::resource::Outstanding {
+            self.blocks.outstanding()
+        }
+        fn is_retired(&self, block: $crate::resource::BlockRef) -> bool {
+            self.blocks.is_retired(block)
+        }
+        fn prepare_block_use(
+            &self,
+            block: $crate::resource::BlockRef,
+            stream: &$crate::driver::Stream,
+        ) -> Result<$crate::resource::BlockUse, $crate::error::ResourceError> {
+            $crate::resource::check_stream(self.ordinal(), stream)?;
+            self.blocks.prepare(block, stream)
+        }
+        fn finish_block_use(
+            &self,
+            used: $crate::resource::BlockUse,
+            stream: &$crate::driver::Stream,
+        ) -> Result<(), $crate::error::ResourceError> {
+            self.blocks.finish(used, stream)
+        }
+        fn record_block_use(
+            &self,
+            block: $crate::resource::BlockRef,
+            stream: &$crate::driver::Stream,
+        ) -> Result<(), $crate::error::ResourceError> {
+            $crate::resource::check_stream(self.ordinal(), stream)?;
+            self.blocks.record(block, stream)
+        }
+    };
+}
+pub(crate) use tracked;

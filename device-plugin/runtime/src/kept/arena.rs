@@ -12,8 +12,8 @@ use super::{Kept, KeptError, Writing};
 use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Tag, check_own,
-    check_request, check_stream,
+    Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Tag, check_free,
+    check_request,
 };
 
 /// What a mapping's address is a multiple of, at least: the smallest granularity of a driver is 2 MiB.
@@ -96,10 +96,7 @@ impl DeviceMemoryResource for Arena {
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.origin, block)?;
-        if let Err(why) = check_stream(self.ordinal(), stream) {
-            return Err(FreeError::Refused { block, why });
-        }
+        let block = check_free(self.origin, self.ordinal(), block, stream)?;
         let mut state = self.state();
         state.live = state.live.saturating_sub(block.bytes());
         Ok(())
