@@ -1,8 +1,19 @@
-//! What `/proc` tells of a process: parsers of its text, and nothing that reads it.
+//! What `/proc` tells of a process.
 
+use std::io;
+use std::path::Path;
 use std::time::Duration;
 
 use crate::units::PodUid;
+
+/// A file of `/proc` as text. A process chooses its name, which may be any bytes: who has no name in UTF-8 must not be
+/// who is not there.
+///
+/// # Errors
+/// What the system answers.
+pub fn read(path: &Path) -> io::Result<String> {
+    Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned())
+}
 
 /// What `/proc/<pid>/stat` tells (proc(5)).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,8 +109,23 @@ pub fn variable<'a>(environ: &'a [u8], name: &str) -> Option<std::borrow::Cow<'a
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+    use std::os::unix::fs::symlink;
+    use std::os::unix::process::CommandExt as _;
+    use std::process::{Child, Command};
+
     use super::*;
+
+    /// A process whose name is no UTF-8, and the folder of its program.
+    pub(crate) fn nameless() -> (Child, tempfile::TempDir) {
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join(OsStr::from_bytes(b"\xff\xfe"));
+        symlink("/bin/sleep", &program).unwrap();
+        let child = Command::new(program).arg0("sleep").arg("60").spawn();
+        (child.unwrap(), folder)
+    }
 
     const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
 

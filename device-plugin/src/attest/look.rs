@@ -17,7 +17,7 @@ use super::verdict::{self, Expected, Installed, Lack, Uses};
 use crate::cdi::CdiDir;
 use crate::config::{Config, DriverConfig, PathsConfig};
 use crate::pods::{container_folders, processes_in};
-use crate::proc::{Stat, bounding_capabilities, variable};
+use crate::proc::{self, Stat, bounding_capabilities, variable};
 use crate::units::{AllocationId, PodUid};
 
 /// How old what is known of an unchanged process may become.
@@ -322,8 +322,7 @@ impl Attestor {
     }
 
     fn uses(&self, pid: u32, first: (&Option<PathBuf>, &Mounts), look: &Look) -> Option<Uses> {
-        let maps = std::fs::read(self.path(pid, "maps")).ok()?;
-        let files = maps::files(&String::from_utf8_lossy(&maps));
+        let files = maps::files(&self.text(pid, "maps")?);
         if files.is_empty() {
             return Some(Uses::default());
         }
@@ -342,8 +341,7 @@ impl Attestor {
 
     /// None where the process is gone.
     fn text(&self, pid: impl std::fmt::Display, file: &str) -> Option<String> {
-        let bytes = std::fs::read(self.path(pid, file)).ok()?;
-        Some(String::from_utf8_lossy(&bytes).into_owned())
+        proc::read(&self.path(pid, file)).ok()
     }
 
     fn link(&self, pid: impl std::fmt::Display, file: &str) -> Option<PathBuf> {

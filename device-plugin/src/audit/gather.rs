@@ -9,7 +9,7 @@ use tracing::debug;
 
 use super::judge::{Alive, GpuSeen, Listed};
 use crate::inventory::nvml::QueryError;
-use crate::proc::{Owner, Stat};
+use crate::proc::{self, Owner, Stat};
 use crate::sessions::Look;
 use crate::units::{Bytes, GpuUuid};
 
@@ -68,7 +68,7 @@ pub fn identified(gpu: GpuUuid, look: Look, proc: &Path) -> GpuSeen {
 }
 
 fn is_our_own(proc: &Path, pid: u32) -> bool {
-    let stat = std::fs::read_to_string(proc.join(pid.to_string()).join("stat"));
+    let stat = proc::read(&proc.join(pid.to_string()).join("stat"));
     let stat = stat.ok().and_then(|text| Stat::parse(&text));
     stat.is_some_and(|stat| stat.parent == std::process::id())
 }
@@ -76,8 +76,8 @@ fn is_our_own(proc: &Path, pid: u32) -> bool {
 /// None where it is gone. A process whose pid came again in between has another start than the ledger knows.
 fn alive(proc: &Path, pid: u32) -> Option<Alive> {
     let folder = proc.join(pid.to_string());
-    let cgroup = std::fs::read_to_string(folder.join("cgroup")).ok()?;
-    let stat = std::fs::read_to_string(folder.join("stat")).ok()?;
+    let cgroup = proc::read(&folder.join("cgroup")).ok()?;
+    let stat = proc::read(&folder.join("stat")).ok()?;
     Some(Alive {
         start: Stat::parse(&stat)?.start,
         owner: Owner::parse(&cgroup),
@@ -142,5 +142,15 @@ mod tests {
         let proc = Path::new("/proc");
         assert!(alive(proc, std::process::id()).is_some());
         assert_eq!(alive(proc, u32::MAX), None);
+    }
+
+    #[test]
+    fn a_process_whose_name_is_no_text_is_alive_and_known_for_a_child_of_the_agents() {
+        let (mut child, _folder) = crate::proc::tests::nameless();
+        let proc = Path::new("/proc");
+        assert!(alive(proc, child.id()).is_some());
+        assert!(is_our_own(proc, child.id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 }

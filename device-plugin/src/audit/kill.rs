@@ -5,7 +5,7 @@ use std::path::Path;
 
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
-use crate::proc::Stat;
+use crate::proc::{self, Stat};
 use crate::sessions::Process;
 
 /// SIGKILL to `process`, if it still lives; whether it did. `proc` is the host's `/proc`.
@@ -20,7 +20,7 @@ pub fn kill(proc: &Path, process: Process) -> io::Result<bool> {
         pinned => pinned?,
     };
     // Read while the pid is pinned: it is this process's start, or the process has ended.
-    let stat = std::fs::read_to_string(proc.join(process.pid.to_string()).join("stat"));
+    let stat = proc::read(&proc.join(process.pid.to_string()).join("stat"));
     let start = stat
         .ok()
         .and_then(|text| Stat::parse(&text))
@@ -58,5 +58,15 @@ mod tests {
         assert!(kill(proc, process).unwrap());
         assert_eq!(child.wait().unwrap().signal(), Some(9));
         assert!(!kill(proc, process).unwrap(), "it is gone");
+    }
+
+    #[test]
+    fn a_process_whose_name_is_no_text_ends_too() {
+        let (mut child, _folder) = crate::proc::tests::nameless();
+        let pid = child.id();
+        let text = crate::proc::read(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
+        let start = Stat::parse(&text).unwrap().start;
+        assert!(kill(Path::new("/proc"), Process { pid, start }).unwrap());
+        assert_eq!(child.wait().unwrap().signal(), Some(9));
     }
 }

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::proc;
 use crate::units::PodUid;
 
 /// One process of the host, told apart from a later one with the same pid.
@@ -56,7 +57,7 @@ impl Cgroups {
 
 impl Membership for Cgroups {
     fn process(&self, pid: u32) -> Option<Process> {
-        let stat = std::fs::read_to_string(self.proc.join(pid.to_string()).join("stat")).ok()?;
+        let stat = proc::read(&self.proc.join(pid.to_string()).join("stat")).ok()?;
         Some(Process {
             pid,
             start: start_time(&stat)?,
@@ -64,8 +65,7 @@ impl Membership for Cgroups {
     }
 
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String> {
-        let cgroup =
-            std::fs::read_to_string(self.proc.join(pid.to_string()).join("cgroup")).ok()?;
+        let cgroup = proc::read(&self.proc.join(pid.to_string()).join("cgroup")).ok()?;
         container_of(&cgroup, pod)
     }
 
@@ -74,7 +74,7 @@ impl Membership for Cgroups {
         let mut first = (self.process(process.pid)? == process).then_some(process)?;
         for _ in 0..DEEPEST {
             let status = self.proc.join(first.pid.to_string()).join("status");
-            let parent = parent_of(&std::fs::read_to_string(status).ok()?)?;
+            let parent = parent_of(&proc::read(&status).ok()?)?;
             if self.container(parent, pod).as_ref() != Some(&container) {
                 return Some(first);
             }
@@ -84,7 +84,7 @@ impl Membership for Cgroups {
     }
 
     fn pids(&self, pid: u32) -> Vec<u32> {
-        std::fs::read_to_string(self.proc.join(pid.to_string()).join("status"))
+        proc::read(&self.proc.join(pid.to_string()).join("status"))
             .map(|status| pids_of(&status))
             .unwrap_or_default()
     }
@@ -230,5 +230,16 @@ mod tests {
         assert_eq!(cgroups.pids(me).first(), Some(&me));
         assert_eq!(cgroups.process(me).map(|process| process.pid), Some(me));
         assert_eq!(cgroups.container(me, &UID.parse().unwrap()), None);
+    }
+
+    #[test]
+    fn a_process_whose_name_is_no_text_is_a_process() {
+        let (mut child, _folder) = crate::proc::tests::nameless();
+        let cgroups = Cgroups::new("/proc".into());
+        let pid = child.id();
+        assert_eq!(cgroups.process(pid).map(|process| process.pid), Some(pid));
+        assert_eq!(cgroups.pids(pid).first(), Some(&pid));
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 }
