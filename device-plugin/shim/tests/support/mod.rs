@@ -214,7 +214,7 @@ impl Container {
     /// The kernel's log has an XID of a program.
     pub fn xid(&self, program: &Client, code: u32) {
         let sessions = self.sessions.as_ref().unwrap();
-        assert!(sessions.xid(program.pid(), code, jiff::Timestamp::now()));
+        assert!(sessions.xid(program.pid(), code, &[], jiff::Timestamp::now()));
     }
 
     /// The faults that are open.
