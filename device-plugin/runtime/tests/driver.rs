@@ -9,7 +9,7 @@ use std::os::fd::AsFd as _;
 use std::process::Command;
 use std::sync::Arc;
 
-use bursar_runtime::driver::{Access, Driver, DriverError, Grid};
+use bursar_runtime::driver::{Access, Context, Driver, DriverError, Grid};
 use bursar_runtime::{CudaError, DeviceRuntime, ErrorClass};
 use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
 
@@ -32,6 +32,11 @@ fn with_library(test: &str, contents: Option<&[u8]>) {
         output.status.success() && told.contains("1 passed"),
         "{told}"
     );
+}
+
+fn context(ordinal: u32) -> Context {
+    let device = Driver::get().unwrap().device(ordinal).unwrap();
+    device.primary_context().unwrap()
 }
 
 /// What every way in answers without a driver; on a host that has one there is nothing to show.
@@ -87,9 +92,7 @@ fn a_device_is_found_by_ordinal_and_by_uuid() {
 #[test]
 fn what_was_current_before_is_current_again() {
     inside(TWO_GPUS, |_| {
-        let driver = Driver::get().unwrap();
-        let [first, second] =
-            [0, 1].map(|at| driver.device(at).unwrap().primary_context().unwrap());
+        let [first, second] = [0, 1].map(context);
         let _outer = first.enter().unwrap();
         assert_eq!(second.memory_info().unwrap().1, 16 << 30);
         let stream = second.stream().unwrap();
@@ -148,12 +151,7 @@ fn a_failed_mapping_leaves_the_one_that_is_there() {
 #[test]
 fn an_event_tells_when_the_work_before_it_is_done() {
     inside(ONE_GPU, |_| {
-        let context = Driver::get()
-            .unwrap()
-            .device(0)
-            .unwrap()
-            .primary_context()
-            .unwrap();
+        let context = context(0);
         let (stream, event) = (context.stream().unwrap(), context.event().unwrap());
         assert!(event.is_done().unwrap(), "it was never recorded");
         let spin = context.load(c"").unwrap().function(c"spin").unwrap();
@@ -172,12 +170,7 @@ fn an_event_tells_when_the_work_before_it_is_done() {
 #[test]
 fn a_fault_is_a_later_calls_sticky_error() {
     inside(ONE_GPU, |_| {
-        let context = Driver::get()
-            .unwrap()
-            .device(0)
-            .unwrap()
-            .primary_context()
-            .unwrap();
+        let context = context(0);
         let stream = context.stream().unwrap();
         let fault = context.load(c"").unwrap().function(c"fault").unwrap();
         // SAFETY: fault() has no arguments.

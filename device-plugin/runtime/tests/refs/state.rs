@@ -1,11 +1,9 @@
 //! Supervision: what poisons the image is seen wherever it comes up, and ends with the image.
 
-use std::process::Command;
-
 use bursar_runtime::checksum::ChecksumError;
 use bursar_runtime::driver::Driver;
 use bursar_runtime::{Checksum, Stale, Supervisor};
-use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
+use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside, role, twin};
 
 use crate::{fault, runtime};
 
@@ -48,44 +46,30 @@ fn a_code_that_no_table_has_is_asked_for_again_and_poisons() {
     });
 }
 
-/// Set for the process that a test starts from its own.
-const ROLE: &str = "BURSAR_TEST_ROLE";
-
-/// Runs a test of this program again on the same machine, in a process of its own.
-fn another_process(test: &str, role: &str) {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture"])
-        .env(ROLE, role)
-        .output()
-        .unwrap();
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert!(
-        output.status.success() && told.contains("1 passed"),
-        "{told}"
-    );
+/// Runs the test again on the same machine, in a process of its own.
+fn another_process(role: &str) {
+    assert!(twin(role).status().unwrap().success());
 }
 
 #[test]
 fn a_neighbours_fault_is_nothing_to_this_image_and_its_own_is_nothing_to_the_next() {
     inside(ONE_GPU, |_| {
-        let name =
-            "state::a_neighbours_fault_is_nothing_to_this_image_and_its_own_is_nothing_to_the_next";
         let runtime = runtime(0);
         let good = |runtime: &bursar_runtime::DeviceRuntime| {
             runtime.context().synchronize().unwrap();
             runtime.state().check()
         };
-        match std::env::var(ROLE).as_deref() {
-            Ok("neighbour") => {
+        match role().as_deref() {
+            Some("neighbour") => {
                 fault(runtime.context());
                 assert_eq!(runtime.state().check(), Err(Stale::Poisoned(700)));
             }
-            Ok(_) => assert_eq!(good(&runtime), Ok(())),
-            Err(_) => {
-                another_process(name, "neighbour");
+            Some(_) => assert_eq!(good(&runtime), Ok(())),
+            None => {
+                another_process("neighbour");
                 assert_eq!(good(&runtime), Ok(()));
                 fault(runtime.context());
-                another_process(name, "next image");
+                another_process("next image");
                 assert_eq!(runtime.state().check(), Err(Stale::Poisoned(700)));
             }
         }

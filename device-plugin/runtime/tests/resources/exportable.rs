@@ -6,21 +6,23 @@ use std::os::fd::AsFd as _;
 use std::process::Stdio;
 use std::time::Duration;
 
-use bursar_runtime::driver::Access;
+use bursar_runtime::driver::{Access, Context, Stream};
 use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, exportable};
 use bursar_sim_lab::{ONE_GPU, inside, role, twin};
 
 use crate::raw::Raw as _;
 use crate::{MIB, bytes, context, spin};
 
+fn exportable() -> (Context, Exportable, Stream) {
+    let context = context(0);
+    let (memory, stream) = (Exportable::new(&context), context.stream());
+    (context, memory.unwrap(), stream.unwrap())
+}
+
 #[test]
 fn an_exported_block_outlives_its_free_in_who_imports_it() {
     inside(ONE_GPU, |machine| {
-        let context = context(0);
-        let (memory, stream) = (
-            Exportable::new(&context).unwrap(),
-            context.stream().unwrap(),
-        );
+        let (context, memory, stream) = exportable();
         let before = machine.used(0);
         let block = memory
             .allocate(bytes(3 * MIB), &stream, Tag::default())
@@ -69,11 +71,7 @@ fn two_processes_share_a_block_and_either_may_end_first() {
         if role().is_some() {
             return importer();
         }
-        let context = context(0);
-        let (memory, stream) = (
-            Exportable::new(&context).unwrap(),
-            context.stream().unwrap(),
-        );
+        let (context, memory, stream) = exportable();
         let before = machine.used(0);
         let block = memory
             .allocate(bytes(MIB), &stream, Tag::default())
@@ -105,11 +103,7 @@ fn two_processes_share_a_block_and_either_may_end_first() {
 #[test]
 fn a_freed_block_is_mapped_until_its_stream_is_done() {
     inside(ONE_GPU, |machine| {
-        let context = context(0);
-        let (memory, stream) = (
-            Exportable::new(&context).unwrap(),
-            context.stream().unwrap(),
-        );
+        let (_, memory, stream) = exportable();
         let block = memory
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
