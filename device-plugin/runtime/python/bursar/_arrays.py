@@ -1,17 +1,16 @@
 """The array libraries that tensors come from and go to.
 
-Each has the same functions: `has` tells its arrays, `tensor` describes one, `copy` copies bytes that it reaches into a lease,
-`view` makes one over a lease. Neither library is imported before one of its arrays is seen, or asked for.
+Each has the same functions: `has` tells its arrays, `tensor` describes one, `copy` copies bytes that one reaches to a part of
+a lease, `view` makes one over a lease. Neither library is imported before one of its arrays is seen, or asked for.
 """
 
-import ctypes
 import sys
 
 from bursar import _index
 
 
 class NumPy:
-    """NumPy, where device memory is the host's too: over a simulated driver, and for managed memory."""
+    """NumPy. Its views are for device memory that is the host's too: over a simulated driver, and managed memory."""
 
     @staticmethod
     def has(array):
@@ -26,8 +25,8 @@ class NumPy:
         return _index.Tensor(array.dtype.name, array.shape, array.strides, address, array.itemsize)
 
     @staticmethod
-    def copy(array, low, high, address, device):
-        ctypes.memmove(address, low, high - low)
+    def copy(array, low, high, lease, at):
+        lease.write_from(at, low, high - low)
 
     @staticmethod
     def view(owner, address, size, layout, device):
@@ -67,12 +66,12 @@ class Torch:
         return _index.Tensor(str(array.dtype).removeprefix("torch."), tuple(array.shape), strides, array.data_ptr(), size)
 
     @staticmethod
-    def copy(array, low, high, address, device):
+    def copy(array, low, high, lease, at):
         torch = _torch()
         storage = array.detach().untyped_storage()
         source = torch.empty(0, dtype=torch.uint8, device=array.device)
         source.set_(storage, low - storage.data_ptr(), (high - low,), (1,))
-        _bytes(None, address, high - low, device).copy_(source)
+        _bytes(None, lease.look().address + at, high - low, lease.device).copy_(source)
 
     @staticmethod
     def view(owner, address, size, layout, device):

@@ -4,7 +4,7 @@ import hashlib
 import json
 
 from bursar import _arrays, _index, _modules
-from bursar._library import Error, Lease, Missing
+from bursar._library import Corrupt, Error, Lease, Missing
 
 PATIENCE = 600.0
 
@@ -41,7 +41,8 @@ class Kept:
     def __enter__(self):
         try:
             self._lease = self._open(0)
-        except Missing:
+        except (Missing, Corrupt):
+            # What is corrupt is discarded by now: a commit begins it anew.
             self._lease = None
         return self
 
@@ -98,8 +99,7 @@ class Kept:
         view = lease.look()
         if not view.ready:
             for part in ranges:
-                to = view.address + part.offset
-                libraries[part.name].copy(arrays[part.name], part.low, part.high, to, lease.device)
+                libraries[part.name].copy(arrays[part.name], part.low, part.high, lease, part.offset)
             lease.write(view.bytes - len(tail), tail)
             lease.commit()
         self._lease = lease

@@ -75,7 +75,7 @@ def _load():
         "bursar_open": [ctypes.POINTER(_Question), ctypes.POINTER(lease)],
         "bursar_look": [lease, ctypes.POINTER(View)],
         "bursar_read": [lease, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64],
-        "bursar_write": [lease, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_uint64],
+        "bursar_write": [lease, ctypes.c_uint64, ctypes.c_void_p, ctypes.c_uint64],
         "bursar_commit": [lease],
         "bursar_discard": [lease],
     }.items():
@@ -137,7 +137,11 @@ class Lease:
 
     def write(self, at, data):
         """Copies bytes of the host to a part of it."""
-        _check(_LIBRARY.bursar_write(self._raw, at, data, len(data)))
+        self.write_from(at, data, len(data))
+
+    def write_from(self, at, address, size):
+        """Copies memory of the host to a part of it."""
+        _check(_LIBRARY.bursar_write(self._raw, at, address, size))
 
     def commit(self):
         """Makes it read-only and findable."""

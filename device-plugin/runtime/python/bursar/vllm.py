@@ -3,12 +3,16 @@
 A worker that comes first loads as vLLM would (`--model-loader-extra-config '{"load_format": "auto"}'` says how) and commits
 what it has after vLLM's own processing; one that comes after a crash makes the model with random weights, and attaches. So
 for a moment it has both. Tensors are found as parameters, buffers and plain attributes of modules; a layer that
-hides one elsewhere cannot be kept. Follows vLLM's `BaseModelLoader` (vllm/model_executor/model_loader/base_loader.py) as of 2026.
+hides one elsewhere cannot be kept. Where the node keeps nothing, or has no room, the worker runs all the same. Follows vLLM's `BaseModelLoader` (vllm/model_executor/model_loader/base_loader.py) as of 2026.
 """
 
+import contextlib
 import copy
+import logging
 
 import bursar
+
+_LOG = logging.getLogger(__name__)
 
 
 def register():
@@ -38,15 +42,24 @@ def register():
 
             key = _key(vllm_config, model_config, self.load_format, others)
             arguments = {"vllm_config": vllm_config, "model_config": model_config, **others}
-            with bursar.kept("vllm", key, device=torch.cuda.current_device()) as k:
+            with contextlib.ExitStack() as block:
+                try:
+                    k = block.enter_context(bursar.kept("vllm", key, device=torch.cuda.current_device()))
+                except bursar.Error as error:
+                    _LOG.warning("weights are loaded without kept memory: %s", error)
+                    return self.loader.load_model(**arguments)
                 if k.ready:
                     random = get_model_loader(_with(self.load_config, "dummy", {}))
                     model = random.load_model(**arguments)
                     k.attach(model)
-                else:
-                    model = self.loader.load_model(**arguments)
+                    return model
+                model = self.loader.load_model(**arguments)
+                try:
                     k.commit(model)
-            return model
+                except bursar.Error as error:
+                    # The model is as vLLM loaded it.
+                    _LOG.warning("weights are not kept: %s", error)
+                return model
 
 
 def _with(load_config, load_format, extra):

@@ -11,9 +11,11 @@ import sys
 import threading
 import time
 import unittest
+from unittest import mock
 
 import bursar
 import numpy
+from bursar._arrays import NumPy
 
 SOCKET = os.environ["BURSAR_TEST_SOCKET"]
 
@@ -92,6 +94,18 @@ with kept("fault") as k:
         self.assertEqual(mine.sum(), 7000)
         with kept("fault") as k:
             self.assertEqual(k.attach()["x"].sum(), 7000)
+
+    def test_what_is_found_spoilt_is_not_ready_and_can_be_committed_anew(self):
+        spoilt = mock.Mock(side_effect=bursar.Corrupt)
+        with mock.patch("bursar._kept.Lease", spoilt):
+            lease = kept("spoilt").__enter__()
+        self.assertFalse(lease.ready)
+
+    def test_arrays_are_copied_by_the_driver_for_no_host_reaches_a_gpus_memory(self):
+        device, array = mock.Mock(), weights()["matrix"]
+        low = array.ctypes.data
+        NumPy.copy(array, low, low + array.nbytes, device, 4096)
+        device.write_from.assert_called_once_with(4096, low, array.nbytes)
 
     def test_a_process_that_ends_before_its_commit_leaves_nothing(self):
         code = """

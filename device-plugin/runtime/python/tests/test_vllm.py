@@ -44,7 +44,7 @@ def modules(loaders):
 
 
 class Loader(unittest.TestCase):
-    def load(self, ready, revision="main", extra=None):
+    def load(self, ready, revision="main", extra=None, opening=None, committing=None):
         def inner(kind):
             def make(config):
                 self.assertEqual(config.load_format, kind)
@@ -56,6 +56,8 @@ class Loader(unittest.TestCase):
         found, registered = modules({kind: inner(kind) for kind in ("auto", "dummy", "runai_streamer")})
         lease = mock.MagicMock(ready=ready)
         lease.__enter__.return_value = lease
+        lease.__enter__.side_effect = opening
+        lease.commit.side_effect = committing
         model_config = types.SimpleNamespace(
             model="m", revision=revision, dtype="bf16", quantization=None, compute_hash=lambda: "h"
         )
@@ -84,6 +86,14 @@ class Loader(unittest.TestCase):
         self.assertEqual(model, "model of dummy")
         lease.attach.assert_called_once_with(model)
         lease.commit.assert_not_called()
+
+    def test_a_node_that_keeps_nothing_or_has_no_room_costs_a_worker_nothing_but_the_keeping(self):
+        for why in (bursar.Refused, bursar.Busy, bursar.Quota, bursar.DriverError("no memory", 2)):
+            with self.assertLogs("bursar.vllm", "WARNING"):
+                self.assertEqual(self.load(False, opening=why)[0], "model of auto")
+            with self.assertLogs("bursar.vllm", "WARNING"):
+                self.assertEqual(self.load(False, committing=why)[0], "model of auto")
+            self.assertEqual(self.inner, [("auto", {})])
 
     def test_another_revision_is_another_key(self):
         self.assertNotEqual(self.load(False)[2], self.load(False, revision="other")[2])
