@@ -414,16 +414,17 @@ fn a_slab_whose_free_fails_is_retired_and_freed_by_a_reap() {
 #[test]
 fn a_limit_that_is_lowered_under_what_is_live_admits_nothing_until_enough_came_back() {
     inside(ONE_GPU, |_| {
+        const EACH: u64 = 64 << 10;
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
-        pool.set_limit(10 * MIB);
-        let mut blocks: Vec<_> = (0..10).map(|_| take(&pool, MIB, &stream)).collect();
-        pool.set_limit(9 * MIB);
+        pool.set_limit(10 * EACH);
+        let mut blocks: Vec<_> = (0..10).map(|_| take(&pool, EACH, &stream)).collect();
+        pool.set_limit(9 * EACH);
         pool.deallocate(blocks.pop().unwrap(), &stream).unwrap();
         let refused = pool.allocate(bytes(1), &stream, Tag::default());
         assert_eq!(refused.unwrap_err().reason(), "OverBudget");
         pool.deallocate(blocks.pop().unwrap(), &stream).unwrap();
-        blocks.push(take(&pool, MIB, &stream));
+        blocks.push(take(&pool, EACH, &stream));
         for block in blocks {
             pool.deallocate(block, &stream).unwrap();
         }
