@@ -87,10 +87,6 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a pod's main process faults five times in a row and the kubelet sees nothing; without a policy it restarts the container each time",
     ),
     (
-        "operator/cluster/contexts",
-        "a pod that faults more often than its namespace's policy allows is evicted and the budget says why, also by an operator that was away",
-    ),
-    (
         "operator/cluster/refused",
         "a pod beyond its namespace's budget is refused when it is created, with a message that names the budget",
     ),

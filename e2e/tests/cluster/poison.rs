@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bursar_crds::gpu_node::{ContextOrder, FaultAction};
+use bursar_crds::gpu_node::ContextOrder;
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::pods::PodPlan;
 use bursar_e2e::wait::{self, Look};
@@ -13,7 +13,7 @@ use serde_json::json;
 
 use crate::quota::event;
 use crate::stage::{NAMESPACE, SOON, Stage, trial};
-use crate::{teams, told};
+use crate::told;
 
 /// The metric with P of the container's last image.
 const GENERATION: &str = "bursar_container_generation";
@@ -27,86 +27,34 @@ const BACK_OFF: Duration = Duration::from_secs(180);
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![
-        trial("runtime/cluster/poison", poison),
-        trial("operator/cluster/contexts", beyond_the_maximum),
-    ]
+    vec![trial("runtime/cluster/poison", poison)]
 }
 
 async fn poison(stage: &mut Stage) -> Result<(), Failed> {
-    under_a_budget(stage, 10, in_place).await?;
-    // Without a budget the container is restarted.
-    restarted(stage).await
-}
-
-/// Acts while processes are executed again in their place, at most so often.
-async fn under_a_budget(
-    stage: &mut Stage,
-    most: u32,
-    act: impl AsyncFnOnce(&Stage) -> Result<(), Failed>,
-) -> Result<(), Failed> {
-    let budgets = budgets(stage);
-    let budget: GpuMemoryBudget = serde_json::from_value(json!({
-        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
-        "metadata": { "name": "default" },
-        "spec": {
-            "deviceMemory": { "guaranteed": "24Gi" },
-            "contextPolicy": { "action": "InPlace", "maxRestarts": most },
-        },
-    }))?;
-    budgets.create(&PostParams::default(), &budget).await?;
+    let budgets: Api<GpuMemoryBudget> = Api::namespaced(stage.scene.cluster.client(), NAMESPACE);
+    let budget = |action: &str| -> Result<GpuMemoryBudget, Failed> {
+        Ok(serde_json::from_value(json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+            "metadata": { "name": "default" },
+            "spec": {
+                "deviceMemory": { "guaranteed": "24Gi" },
+                "contextPolicy": { "action": action, "maxRestarts": 10 },
+            },
+        }))?)
+    };
+    budgets
+        .create(&PostParams::default(), &budget("InPlace")?)
+        .await?;
     let outcome = async {
         until_ordered(stage, |orders| !orders.is_empty()).await?;
-        act(stage).await
+        in_place(stage).await
     }
     .await;
-    teams::scale_operator(&stage.scene.cluster.client(), 1).await?;
     budgets.delete("default", &DeleteParams::default()).await?;
     outcome?;
-    until_ordered(stage, <[_]>::is_empty).await
-}
-
-fn budgets(stage: &Stage) -> Api<GpuMemoryBudget> {
-    Api::namespaced(stage.scene.cluster.client(), NAMESPACE)
-}
-
-/// A pod faults once in place, and once too often: it goes, and the budget's status says why, with an operator there
-/// or with one that comes later.
-async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
-    under_a_budget(stage, 1, async |stage| {
-        stage.pods.create(&plan(stage, "beyond", 9)).await?;
-        evicted(stage, "beyond").await?;
-        let why = "had been restarted for that 1 times";
-        told::until_event(stage, "beyond", POISONED, why).await?;
-        let client = stage.scene.cluster.client();
-        teams::scale_operator(&client, 0).await?;
-        stage.pods.create(&plan(stage, "unseen", 9)).await?;
-        stage.pods.until_running("unseen", SOON).await?;
-        let node = stage.pods.node("unseen").await?;
-        told::until_status(stage, &node, "a fault that is left open", |status| {
-            let mut actions = status.faults.iter().map(|fault| fault.action);
-            actions.any(|action| action == Some(FaultAction::BeyondMaximum))
-        })
-        .await?;
-        teams::scale_operator(&client, 1).await?;
-        evicted(stage, "unseen").await
-    })
-    .await
-}
-
-/// Waits until the pod is gone, with the reason on record.
-async fn evicted(stage: &Stage, pod: &str) -> Result<(), Failed> {
-    stage.pods.until_gone(pod, SOON).await?;
-    let status = budgets(stage).get("default").await?.status;
-    let evictions = status.unwrap_or_default().evictions;
-    let Some(eviction) = evictions.iter().find(|eviction| eviction.pod == pod) else {
-        return Err(format!("{pod} is not on record: {evictions:?}").into());
-    };
-    assert_eq!(eviction.reason, "TooManyRestarts");
-    stage
-        .progress
-        .say(format_args!("{pod}: {}", eviction.message));
-    Ok(())
+    // Without a budget the container is restarted.
+    until_ordered(stage, <[_]>::is_empty).await?;
+    restarted(stage).await
 }
 
 /// Waits until every node has such orders about poisoned contexts.

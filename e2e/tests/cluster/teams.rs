@@ -105,7 +105,7 @@ async fn until_condition(
     Ok(wait::until(&what, bound, PAUSE, look).await?)
 }
 
-pub(crate) async fn scale_operator(client: &Client, replicas: u32) -> Result<(), Failed> {
+async fn scale_operator(client: &Client, replicas: u32) -> Result<(), Failed> {
     let api: Api<Deployment> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let name = format!("{}-operator", chart::RELEASE);
     let patch = json!({ "spec": { "replicas": replicas } });
