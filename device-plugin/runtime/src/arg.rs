@@ -5,6 +5,7 @@ use crate::driver::{Access, Stream};
 use crate::shared::SharedMemory;
 use crate::state::DeviceState;
 use crate::tracked::Tracked;
+use crate::write_token::{WriteGate, WriteToken};
 
 /// Device memory as an argument: borrowed for as long as the kernel's arguments are put together, to read or to write.
 #[derive(Clone, Copy, Debug)]
@@ -16,6 +17,8 @@ pub struct DevSliceArg<'a> {
     pub(crate) only: Option<&'a Stream>,
     /// Where its uses are put in order.
     pub(crate) shared: Option<&'a SharedMemory>,
+    /// The right to write it, which may have ended by the time of the launch.
+    pub(crate) right: Option<(&'a WriteGate, &'a WriteToken)>,
 }
 
 impl<'a> DevSliceArg<'a> {
@@ -27,6 +30,7 @@ impl<'a> DevSliceArg<'a> {
             state: &memory.state,
             only: Some(&memory.stream),
             shared: None,
+            right: None,
         }
     }
 
@@ -38,6 +42,7 @@ impl<'a> DevSliceArg<'a> {
             state: &shared.memory.state,
             only: None,
             shared: Some(shared),
+            right: None,
         }
     }
 }

@@ -63,20 +63,20 @@ impl<R: DeviceMemoryResource> Budget<R> {
         }
     }
 
-    /// Tries again as long as a reap made room.
+    /// Tries again as long as a reap made room, and once more where it made none: somebody else's may have.
     fn reaping<T>(
         &self,
         attempt: impl Fn() -> Result<T, ResourceError>,
     ) -> Result<T, ResourceError> {
         loop {
-            let error = match attempt() {
-                Err(error) if error.class() == ErrorClass::OutOfMemory => error,
+            match attempt() {
+                Err(error) if error.class() == ErrorClass::OutOfMemory => {}
                 other => return other,
-            };
+            }
             // What the reap failed with, if it did, is not why there is no room.
             let _ = self.under.resource.reap_pending();
             if self.settle() == 0 {
-                return Err(error);
+                return attempt();
             }
         }
     }

@@ -47,6 +47,18 @@ pub struct Exportable {
     blocks: Tracking<Backing>,
 }
 
+/// What is live is left to the context, as of every resource. Unmapping does not wait for kernels, so what is retired
+/// is waited for, and left to the context too where that cannot be done.
+impl Drop for Exportable {
+    fn drop(&mut self) {
+        let (live, retired) = self.blocks.take_payloads();
+        std::mem::forget(live);
+        if !retired.is_empty() && self.context.synchronize().is_err() {
+            std::mem::forget(retired);
+        }
+    }
+}
+
 impl Exportable {
     /// Memory that can be exported.
     ///
@@ -69,13 +81,12 @@ impl Exportable {
     /// # Errors
     /// As [`Exportable::new`].
     pub fn guarded(context: &Context, quarantine: usize) -> Result<Exportable, CudaError> {
-        Ok(Exportable {
-            guards: Some(Guards {
-                quarantine: Mutex::default(),
-                most: quarantine,
-            }),
-            ..Exportable::new(context)?
-        })
+        let mut memory = Exportable::new(context)?;
+        memory.guards = Some(Guards {
+            quarantine: Mutex::default(),
+            most: quarantine,
+        });
+        Ok(memory)
     }
 
     /// A descriptor of a block's memory, which keeps the memory past the block's free and this process's end (design F4).

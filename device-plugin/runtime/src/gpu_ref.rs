@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use crate::arg::DevSliceArg;
 use crate::driver::{Access, Stream};
-use crate::shared::SharedMemory;
+use crate::shared::{Held, SharedMemory};
 use crate::state::Stale;
 use crate::tracked::{MemoryError, TrackedSlice};
 use crate::write_token::{WriteGate, WriteRefused, WriteToken};
@@ -122,16 +122,17 @@ impl<T> GpuRef<T> {
         DevSliceArg::of_shared(&self.inner.shared, Access::Read)
     }
 
-    /// For a kernel that writes it.
+    /// For a kernel that writes it, as long as the token may: the launch looks again.
     ///
     /// # Errors
     /// [`WriteRefused::Fenced`] or [`WriteRefused::Foreign`].
-    pub fn arg_mut(&self, token: &WriteToken) -> Result<DevSliceArg<'_>, WriteRefused> {
-        self.inner.gate.admit(token)?;
-        Ok(DevSliceArg::of_shared(
-            &self.inner.shared,
-            Access::ReadWrite,
-        ))
+    pub fn arg_mut<'a>(&'a self, token: &'a WriteToken) -> Result<DevSliceArg<'a>, WriteRefused> {
+        let Inner { shared, gate } = &*self.inner;
+        gate.admit(token)?;
+        Ok(DevSliceArg {
+            right: Some((gate, token)),
+            ..DevSliceArg::of_shared(shared, Access::ReadWrite)
+        })
     }
 
     /// Runs a function that submits work of others, which reads the memory, to a stream; it must not wait for anything.
@@ -143,7 +144,7 @@ impl<T> GpuRef<T> {
         stream: &Stream,
         submit: impl FnOnce(u64) -> R,
     ) -> Result<R, MemoryError> {
-        self.use_in(stream, Access::Read, submit)
+        self.use_in(self.inner.shared.hold(), stream, Access::Read, submit)
     }
 
     /// As [`read_in`](Self::read_in), for work that writes.
@@ -156,18 +157,20 @@ impl<T> GpuRef<T> {
         stream: &Stream,
         submit: impl FnOnce(u64) -> R,
     ) -> Result<R, WriteError> {
+        let order = self.inner.shared.hold();
+        // In the order of all uses: whoever has the right next writes behind this.
         self.inner.gate.admit(token)?;
-        Ok(self.use_in(stream, Access::ReadWrite, submit)?)
+        Ok(self.use_in(order, stream, Access::ReadWrite, submit)?)
     }
 
     fn use_in<R>(
         &self,
+        mut order: Held<'_>,
         stream: &Stream,
         access: Access,
         submit: impl FnOnce(u64) -> R,
     ) -> Result<R, MemoryError> {
         let shared = &self.inner.shared;
-        let mut order = shared.hold();
         let used = shared.begin(&order, stream, access)?;
         let answer = submit(self.as_raw());
         shared.end(&mut order, used, stream, Some(access))?;

@@ -11,6 +11,7 @@ use crate::resource::BlockUse;
 use crate::shared::{Held, SharedMemory};
 use crate::state::Stale;
 use crate::tracked::MemoryError;
+use crate::write_token::WriteRefused;
 
 /// Why a kernel was not launched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -48,6 +49,9 @@ pub enum LaunchError {
     /// An argument's memory cannot be used any more.
     #[error(transparent)]
     Stale(#[from] Stale),
+    /// The right to write an argument's memory has ended.
+    #[error(transparent)]
+    Refused(#[from] WriteRefused),
     /// An argument's use cannot be put in order or tracked.
     #[error(transparent)]
     Memory(#[from] MemoryError),
@@ -145,7 +149,8 @@ impl<'a> Launch<'a> {
             .collect()
     }
 
-    /// Holds the order of all shared memory, and begins its uses.
+    /// Holds the order of all shared memory, and begins its uses. Who has no right to write any more is told only then:
+    /// whoever has it next writes behind this launch.
     fn begin(&self, uses: &mut Vec<Use<'a>>) -> Result<(), LaunchError> {
         for (shared, access) in self.shared() {
             let order = shared.hold();
@@ -156,6 +161,15 @@ impl<'a> Launch<'a> {
                 order,
                 block,
             });
+        }
+        for argument in &self.arguments {
+            if let KernelArg::Memory(DevSliceArg {
+                right: Some((gate, token)),
+                ..
+            }) = argument
+            {
+                gate.admit(token)?;
+            }
         }
         Ok(())
     }

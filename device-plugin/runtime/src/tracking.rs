@@ -9,7 +9,8 @@
 //! Driver calls here order streams and ask events; none waits.
 #![forbid(unsafe_code)]
 
-use std::collections::{BTreeMap, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Context, Event, Stream, StreamKey};
@@ -22,11 +23,29 @@ struct Live<P> {
     block: BlockRef,
     /// The stream that it was allocated in.
     home: Stream,
-    /// Behind the last use in each other stream.
-    uses: Vec<(StreamKey, Event)>,
+    /// Behind the last use in each other stream, and that use's number.
+    uses: Vec<(StreamKey, u64, Event)>,
     /// Uses that were prepared and not finished.
     open: u32,
     payload: P,
+}
+
+impl<P> Live<P> {
+    /// Keeps the later of two uses in a stream; the event that nobody needs any more.
+    fn note(&mut self, stream: StreamKey, number: u64, mark: Event) -> Option<Event> {
+        let known = self.uses.iter_mut().find(|(of, ..)| *of == stream);
+        match known {
+            Some((_, later, _)) if number < *later => Some(mark),
+            Some((_, last, event)) => {
+                *last = number;
+                Some(std::mem::replace(event, mark))
+            }
+            None => {
+                self.uses.push((stream, number, mark));
+                None
+            }
+        }
+    }
 }
 
 /// A block that was freed, and whose memory has not been given back.
@@ -36,8 +55,10 @@ pub(crate) struct Retired<P> {
     /// The stream that the free is in the order of.
     pub(crate) stream: Stream,
     /// What the free's stream has yet to be ordered behind: uses, and the allocation where it was in another stream.
-    uses: Vec<(StreamKey, Event)>,
+    uses: Vec<(StreamKey, u64, Event)>,
     home: Option<Stream>,
+    /// Frees of one stream end in the order of their numbers.
+    number: u64,
     /// The free is in the stream's order.
     freed: bool,
     /// Behind the free.
@@ -48,7 +69,7 @@ pub(crate) struct Retired<P> {
 #[derive(Debug)]
 struct Blocks<P> {
     live: HashMap<u64, Live<P>>,
-    retired: BTreeMap<u64, Retired<P>>,
+    retired: HashMap<u64, Retired<P>>,
     /// Retired blocks that somebody is freeing or reaping now.
     leaving: HashSet<u64>,
     live_bytes: u64,
@@ -61,6 +82,8 @@ struct Blocks<P> {
 #[derive(Debug)]
 pub(crate) struct Tracking<P> {
     context: Context,
+    /// Numbers uses and frees: who has the higher number comes behind whatever was submitted before the lower was taken.
+    numbers: AtomicU64,
     blocks: Mutex<Blocks<P>>,
 }
 
@@ -71,9 +94,10 @@ impl<P> Tracking<P> {
     pub(crate) fn new(context: &Context) -> Self {
         Tracking {
             context: context.clone(),
+            numbers: AtomicU64::new(0),
             blocks: Mutex::new(Blocks {
                 live: HashMap::new(),
-                retired: BTreeMap::new(),
+                retired: HashMap::new(),
                 leaving: HashSet::new(),
                 live_bytes: 0,
                 retired_bytes: 0,
@@ -84,6 +108,10 @@ impl<P> Tracking<P> {
 
     fn blocks(&self) -> MutexGuard<'_, Blocks<P>> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn number(&self) -> u64 {
+        self.numbers.fetch_add(1, Ordering::AcqRel)
     }
 
     /// An event behind what a stream has to do now.
@@ -161,17 +189,9 @@ impl<P> Tracking<P> {
 
     /// Notes a use by what is in a stream now.
     pub(crate) fn record(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
+        let number = self.number();
         let mark = self.mark(stream)?;
-        let key = stream.key();
-        let old = self.change(block, |live| {
-            match live.uses.iter_mut().find(|(of, _)| *of == key) {
-                Some((_, event)) => Some(std::mem::replace(event, mark)),
-                None => {
-                    live.uses.push((key, mark));
-                    None
-                }
-            }
-        })?;
+        let old = self.change(block, |live| live.note(stream.key(), number, mark))?;
         self.keep(old);
         Ok(())
     }
@@ -242,6 +262,7 @@ impl<P> Tracking<P> {
             stream: stream.clone(),
             uses: live.uses,
             home: (live.home.key() != stream.key()).then_some(live.home),
+            number: self.number(),
             freed: false,
             done: None,
             payload: live.payload,
@@ -264,7 +285,9 @@ impl<P> Tracking<P> {
             let mut blocks = self.blocks();
             let all = std::mem::take(&mut blocks.retired);
             blocks.leaving.extend(all.keys());
-            all.into_values()
+            let mut all: Vec<_> = all.into_values().collect();
+            all.sort_unstable_by_key(|one| one.number);
+            all
         };
         let (mut busy, mut left, mut events, mut answer, mut freed) =
             (HashSet::new(), Vec::new(), Vec::new(), Ok(()), 0);
@@ -307,11 +330,11 @@ impl<P> Tracking<P> {
         one: &mut Retired<P>,
         free: impl FnOnce(&Retired<P>) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        while let Some((of, event)) = one.uses.last() {
+        while let Some((of, _, event)) = one.uses.last() {
             if *of != one.stream.key() {
                 one.stream.wait(event)?;
             }
-            self.keep(one.uses.pop().map(|(_, event)| event));
+            self.keep(one.uses.pop().map(|(.., event)| event));
         }
         if let Some(home) = &one.home {
             self.order(&one.stream, home)?;
@@ -343,6 +366,18 @@ impl<P> Tracking<P> {
             busy.insert(one.stream.key());
         }
         Ok(done)
+    }
+
+    /// All that is kept beside blocks, those of live ones first: for the end of a resource.
+    pub(crate) fn take_payloads(&mut self) -> (Vec<P>, Vec<P>) {
+        let blocks = self
+            .blocks
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner);
+        let live = std::mem::take(&mut blocks.live).into_values();
+        let retired = std::mem::take(&mut blocks.retired).into_values();
+        let retired = retired.map(|one| one.payload).collect();
+        (live.map(|one| one.payload).collect(), retired)
     }
 
     pub(crate) fn is_retired(&self, block: BlockRef) -> bool {

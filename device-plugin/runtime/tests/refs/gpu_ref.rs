@@ -165,8 +165,17 @@ fn a_fenced_writer_gives_no_argument_and_commits_nothing() {
             held,
             Err(WriteError::Refused(WriteRefused::Held(_)))
         ));
+        let argument = reference.arg_mut(&token).unwrap();
         clone.fence_writer();
         let fenced = WriteRefused::Fenced;
+        let kernel = fill(runtime.context());
+        let launch = Launch::new(&kernel, &stream, Grid::line(1, 1));
+        let late = launch.arg(argument).arg(7_u8).arg(4_u64).submit();
+        assert_eq!(
+            late,
+            Err(LaunchError::Refused(fenced)),
+            "a launch looks again"
+        );
         assert_eq!(reference.arg_mut(&token).map(|_| ()), Err(fenced));
         let write = reference.write_in(&token, &stream, |_| unreachable!("it is fenced"));
         assert_eq!(write, Err(fenced.into()));

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use bursar_runtime::driver::Stream;
-use bursar_runtime::{Async, DeviceMemoryResource as _, FreeError, ResourceError, Tag};
+use bursar_runtime::{Async, Budget, DeviceMemoryResource as _, FreeError, ResourceError, Tag};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
 use crate::{MIB, bytes, context, spin};
@@ -35,6 +35,22 @@ fn a_freed_block_is_retired_until_its_stream_is_done() {
         let reaped = memory.reap_pending().unwrap();
         assert_eq!((reaped.freed, reaped.pending), (1 << 20, 0));
         assert!(!memory.is_retired(gone));
+    });
+}
+
+#[test]
+fn what_was_freed_first_is_given_back_first_whatever_was_allocated_first() {
+    inside(ONE_GPU, |_| {
+        let (memory, stream, _) = memory();
+        let memory = Budget::new(memory, 2 << 20);
+        let allocate = || memory.allocate(bytes(MIB), &stream, Tag::default());
+        let (old, young) = (allocate().unwrap(), allocate().unwrap());
+        memory.deallocate(young, &stream).unwrap();
+        stream.synchronize().unwrap();
+        spin(&stream, BUSY);
+        memory.deallocate(old, &stream).unwrap();
+        // There is room: what was allocated last was freed long ago.
+        memory.deallocate(allocate().unwrap(), &stream).unwrap();
     });
 }
 

@@ -4,7 +4,7 @@ use std::alloc::Layout;
 use std::io::{BufRead as _, BufReader};
 use std::os::fd::AsFd as _;
 use std::process::Stdio;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Access, Context, Stream};
 use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, exportable};
@@ -115,6 +115,32 @@ fn a_freed_block_is_mapped_until_its_stream_is_done() {
         stream.synchronize().unwrap();
         assert_eq!(memory.reap_pending().unwrap().freed, 1 << 20);
         assert_eq!(machine.used(0), used - (2 << 20));
+    });
+}
+
+#[test]
+fn dropped_memory_is_mapped_until_the_work_before_its_free_is_done() {
+    inside(ONE_GPU, |machine| {
+        let context = context(0);
+        let (memory, stream) = (
+            Exportable::new(&context).unwrap(),
+            context.stream().unwrap(),
+        );
+        let [freed, live] = [(); 2].map(|()| {
+            memory
+                .allocate(bytes(MIB), &stream, Tag::default())
+                .unwrap()
+        });
+        let used = machine.used(0);
+        let begun = Instant::now();
+        spin(&stream, Duration::from_millis(300));
+        memory.deallocate(freed, &stream).unwrap();
+        let address = live.as_ref().address;
+        drop(memory);
+        assert!(begun.elapsed() >= Duration::from_millis(300));
+        assert_eq!(machine.used(0), used - (2 << 20));
+        // What was not freed is there still.
+        context.fill(address, 1, 1 << 20).unwrap();
     });
 }
 
