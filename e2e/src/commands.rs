@@ -6,7 +6,7 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use bursar_e2e::chart::{self, Chart};
-use bursar_e2e::cluster::{self, Cluster, Local, Options, RunFolder};
+use bursar_e2e::cluster::{self, Cluster, Extent, Local, Options, RunFolder};
 use bursar_e2e::demo;
 use bursar_e2e::images::Template;
 use bursar_e2e::kube;
@@ -101,6 +101,7 @@ async fn up(name: String, bare: bool, bursar: Bursar, progress: Progress) -> any
                 name,
                 harness,
                 toolbox,
+                extent: Extent::Node,
             },
             &progress,
         );

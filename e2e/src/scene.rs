@@ -11,7 +11,7 @@ use k8s_openapi::api::core::v1::{Node, Pod};
 use kube::api::{Api, ListParams, LogParams, ObjectList};
 
 use crate::chart::{self, Chart, ChartError};
-use crate::cluster::{Cluster, KubeconfigError, Local, LocalError, Options};
+use crate::cluster::{Cluster, Extent, KubeconfigError, Local, LocalError, Options};
 use crate::images::Template;
 use crate::pods::{GPU_MEMORY, PodError};
 use crate::progress::Progress;
@@ -87,6 +87,7 @@ impl Scene {
             name: name.to_owned(),
             harness: supplies.harness.clone(),
             toolbox: supplies.toolbox.clone(),
+            extent: Extent::Node,
         };
         let local = Local::up(options, progress).await?;
         for archive in supplies.images.values() {

@@ -45,15 +45,20 @@ pub const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 /// How long changes are gathered.
 pub const GATHER: Duration = Duration::from_millis(500);
 
-/// A client by the pod's service account or `KUBECONFIG`, none of whose requests waits for ever.
+/// A client by the pod's service account or `KUBECONFIG`.
 pub async fn client() -> Result<Client, kube::Error> {
-    let mut config = Config::infer().await.map_err(kube::Error::InferConfig)?;
-    config.read_timeout = Some(SILENCE);
+    let config = Config::infer().await.map_err(kube::Error::InferConfig)?;
+    Client::try_from(patient(config, SILENCE))
+}
+
+/// `config` with none of its requests waiting for ever: the API server may be silent for so long within an answer.
+pub fn patient(mut config: Config, silence: Duration) -> Config {
+    config.read_timeout = Some(silence);
     config.reset_reader_on_write = true;
     // The library would wait the 10 s that an eviction's refusal asks for, and hide that it was refused. Everything
     // here is tried again by who wanted it.
     config.default_retry = false;
-    Client::try_from(config)
+    config
 }
 
 /// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The

@@ -50,6 +50,17 @@ pub enum WriteError {
     },
 }
 
+impl WriteError {
+    /// What was to be written.
+    pub fn what(&self) -> &str {
+        match self {
+            Self::Forbidden { what, .. } | Self::Failed { what, .. } | Self::TimedOut { what } => {
+                what
+            }
+        }
+    }
+}
+
 /// How a pod's eviction went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Evicted {
@@ -195,8 +206,7 @@ impl Writer {
             self.write(Written::Eviction, what, write).await.map(drop)
         };
         match result {
-            // Another pod has the name by now.
-            Err(WriteError::Failed { source, .. }) if code(&source) == 409 => Ok(Evicted::Ends),
+            // A conflict (409) says that another pod has the name by now, which is soon seen, or nothing of the pod.
             Err(WriteError::Failed { source, .. }) if code(&source) == 429 => Ok(Evicted::Kept),
             other => other.map(|()| Evicted::Ends),
         }

@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use serde_json::{Value, json};
 
 use super::certs;
+use super::local::Extent;
 use super::run_folder::RunFolder;
 use crate::kube::Toolbox;
 use crate::node::{ADDRESS, API_PORT, SERVICE_ADDRESS};
@@ -31,6 +32,7 @@ pub(super) struct Component {
 pub(super) struct Layout {
     pub(super) folder: RunFolder,
     pub(super) toolbox: Toolbox,
+    pub(super) extent: Extent,
     /// The node's only cgroup hierarchy is v2.
     pub(super) cgroup_v2: bool,
     /// `cgroupRoot` of the kubelet.
@@ -157,6 +159,10 @@ impl Layout {
     }
 
     pub(super) fn controller_manager(&self) -> Component {
+        let controllers = match self.extent {
+            Extent::Node => "*",
+            Extent::ControlPlane => "*,-node-lifecycle-controller,-taint-eviction-controller",
+        };
         self.component(
             "kube-controller-manager",
             flags(&[
@@ -167,6 +173,7 @@ impl Layout {
                     &self.path("service-account.key"),
                 ),
                 ("use-service-account-credentials", "true"),
+                ("controllers", controllers),
                 // One account for each of 40 controllers, before anything else.
                 ("kube-api-qps", "500"),
                 ("kube-api-burst", "1000"),

@@ -33,6 +33,18 @@ pub struct Options {
     pub harness: PathBuf,
     /// Kubernetes and its friends.
     pub toolbox: Toolbox,
+    /// How much of a cluster it is.
+    pub extent: Extent,
+}
+
+/// How much of a cluster is started.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Extent {
+    /// A node that runs pods.
+    Node,
+    /// etcd, the API server and the controller manager, for nodes that are objects only. Nobody minds that they are
+    /// never heard of.
+    ControlPlane,
 }
 
 /// Why a cluster could not be started or operated on.
@@ -94,7 +106,7 @@ pub struct Local {
 }
 
 impl Local {
-    /// Starts a cluster and waits until its node is Ready and pods can be made in `default`.
+    /// Starts a cluster and waits until its node, if it is to have one, is Ready and pods can be made in `default`.
     ///
     /// # Errors
     /// When anything of it does not start in its bound; the error has the end of its log. What
@@ -108,6 +120,7 @@ impl Local {
         let cgroup = folder.cgroup()?;
         let layout = Layout {
             toolbox: options.toolbox,
+            extent: options.extent,
             cgroup_v2: cgroup.is_v2(),
             cgroup_root: cgroup.root(),
             folder: folder.clone(),
@@ -188,6 +201,23 @@ impl Local {
     pub async fn start_kubelet(&mut self) -> Result<(), LocalError> {
         let kubelet = self.layout.kubelet();
         self.start(&kubelet).await
+    }
+
+    /// Ends the controller manager, for a test that does something while it is away.
+    ///
+    /// # Errors
+    /// When it does not end.
+    pub async fn stop_controller_manager(&mut self) -> Result<(), LocalError> {
+        self.end("kube-controller-manager", false).await
+    }
+
+    /// Starts the controller manager again after [`Self::stop_controller_manager`].
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_controller_manager(&mut self) -> Result<(), LocalError> {
+        let manager = self.layout.controller_manager();
+        self.start(&manager).await
     }
 
     /// Ends containerd and starts it again; containers live on.
@@ -406,14 +436,16 @@ impl Start {
         layout
             .write_host_kubeconfig(port)
             .map_err(step("kubeconfig"))?;
-        let components = [
-            layout.etcd(),
-            layout.apiserver(),
-            layout.containerd(),
-            layout.controller_manager(),
-            layout.scheduler(),
-            layout.kubelet(),
-        ];
+        let mut components = vec![layout.etcd(), layout.apiserver()];
+        match layout.extent {
+            Extent::Node => components.extend([
+                layout.containerd(),
+                layout.controller_manager(),
+                layout.scheduler(),
+                layout.kubelet(),
+            ]),
+            Extent::ControlPlane => components.push(layout.controller_manager()),
+        }
         for component in components {
             if component.name == "kube-controller-manager" {
                 self.api_ready(progress).await?;
@@ -473,15 +505,9 @@ impl Start {
     }
 
     async fn ready(&mut self, client: &Client, progress: &Progress) -> Result<(), LocalError> {
-        let nodes: Api<Node> = Api::all(client.clone());
-        let node = async || match nodes.get_opt(NODE).await {
-            Ok(Some(node)) => node_state(&node),
-            Ok(None) => Look::NotYet("it has not registered".to_owned()),
-            Err(error) => Look::NotYet(error.to_string()),
-        };
-        self.wait("the node to be Ready", &["containerd", "kubelet"], node)
-            .await?;
-        progress.say("node is Ready");
+        if self.layout.extent == Extent::Node {
+            self.node_ready(client, progress).await?;
+        }
         let accounts: Api<ServiceAccount> = Api::namespaced(client.clone(), "default");
         let account = async || match accounts.get_opt("default").await {
             Ok(Some(_)) => Look::Found(()),
@@ -494,6 +520,19 @@ impl Start {
             account,
         )
         .await
+    }
+
+    async fn node_ready(&mut self, client: &Client, progress: &Progress) -> Result<(), LocalError> {
+        let nodes: Api<Node> = Api::all(client.clone());
+        let node = async || match nodes.get_opt(NODE).await {
+            Ok(Some(node)) => node_state(&node),
+            Ok(None) => Look::NotYet("it has not registered".to_owned()),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        self.wait("the node to be Ready", &["containerd", "kubelet"], node)
+            .await?;
+        progress.say("node is Ready");
+        Ok(())
     }
 
     fn finish(mut self, client: Client) -> Local {

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
 
-pub use local::{Local, LocalError, Options, down};
+pub use local::{Extent, Local, LocalError, Options, down};
 pub use run_folder::{RunFolder, RunFolderError};
 
 /// Where scenarios run.

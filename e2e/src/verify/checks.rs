@@ -154,6 +154,12 @@ const CHECKS: &[Check] = &[
         &["--test", "operator"],
     ),
     test_check(
+        "operator/api/server",
+        "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, twice, \
+         again or nothing, silence, two operators, no controller manager, quota churn; steering of every shape of pod",
+        &["--test", "api"],
+    ),
+    test_check(
         "enforcement/quota",
         "real processes are held to their quota to the byte, past kills and agent restarts",
         &["--test", "quota"],

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use bursar_e2e::cluster::{Local, Options, RunFolder};
+use bursar_e2e::cluster::{Extent, Local, Options, RunFolder};
 use bursar_e2e::images;
 use bursar_e2e::kube;
 use bursar_e2e::pods::{PodPlan, Pods};
@@ -56,6 +56,7 @@ fn twice(end: impl Fn(Local) -> Result<(), Failed>) -> Result<(), Failed> {
                 name: "life".to_owned(),
                 harness: crate::harness(),
                 toolbox: toolbox.clone(),
+                extent: Extent::Node,
             };
             let local = Local::up(options, &progress).await?;
             run_a_pod(&local).await?;

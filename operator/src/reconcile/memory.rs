@@ -18,7 +18,10 @@ const ENDED: Duration = Duration::from_secs(30);
 /// What is remembered of one budget.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
-    /// How many writes failed in a row.
+    /// The write that failed last, and how often it did in a row.
+    failing: Option<String>,
+    repeated: u32,
+    /// How many looks failed in a row.
     failures: u32,
     /// No write before, whatever changes.
     not_before: Option<Instant>,
@@ -78,10 +81,16 @@ impl Memory {
         self.written = over.map(|over| (over, status));
     }
 
-    /// A look failed. Says whether it is the first of a row, and how long to wait.
-    pub(super) fn failed(&mut self, now: Instant) -> (bool, Duration) {
+    /// A look failed with the write of `what`. Says whether it is the first of a row, and how long to wait: longer
+    /// with each time that it is the same write. Where it is another one, the last one has come to something.
+    pub(super) fn failed(&mut self, what: &str, now: Instant) -> (bool, Duration) {
+        if self.failing.as_deref() != Some(what) {
+            self.failing = Some(what.to_owned());
+            self.repeated = 0;
+        }
+        self.repeated = self.repeated.saturating_add(1);
         self.failures = self.failures.saturating_add(1);
-        let wait = backoff(self.failures);
+        let wait = backoff(self.repeated);
         self.not_before = Some(now + wait);
         (self.failures == 1, wait)
     }
@@ -89,6 +98,7 @@ impl Memory {
     /// A look did not fail. Says how many before it did.
     pub(super) fn succeeded(&mut self) -> u32 {
         self.not_before = None;
+        self.failing = None;
         std::mem::take(&mut self.failures)
     }
 }
@@ -110,12 +120,23 @@ mod tests {
     }
 
     #[test]
+    fn writes_that_fail_one_after_another_do_not_add_up() {
+        let (mut memory, now) = (Memory::default(), Instant::now());
+        for what in ["quota", "other quota", "label", "status"] {
+            assert_eq!(memory.failed(what, now).1, RETRY_FIRST);
+        }
+        assert_eq!(memory.failed("status", now).1, RETRY_FIRST * 2);
+        assert_eq!(memory.succeeded(), 5);
+        assert_eq!(memory.failed("status", now), (true, RETRY_FIRST));
+    }
+
+    #[test]
     fn a_budget_is_held_back_until_its_time_or_a_success() {
         let (mut memory, now) = (Memory::default(), Instant::now());
-        assert_eq!(memory.failed(now), (true, RETRY_FIRST));
+        assert_eq!(memory.failed("quota", now), (true, RETRY_FIRST));
         assert_eq!(memory.held_back(now), Some(RETRY_FIRST));
         assert_eq!(memory.held_back(now + RETRY_FIRST), None);
-        assert_eq!(memory.failed(now), (false, RETRY_FIRST * 2));
+        assert_eq!(memory.failed("quota", now), (false, RETRY_FIRST * 2));
         assert_eq!(memory.succeeded(), 2);
         assert_eq!(memory.held_back(now), None);
     }

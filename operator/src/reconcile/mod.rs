@@ -201,7 +201,7 @@ impl Reconciler {
         self.metrics.look_failed();
         let mut memories = self.memories();
         let memory = memories.entry(Key::of(budget)).or_default();
-        let (first, wait) = memory.failed(Instant::now());
+        let (first, wait) = memory.failed(why.what(), Instant::now());
         if first {
             warn!(error = %chain(why), "trying on");
         }

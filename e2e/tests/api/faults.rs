@@ -1,0 +1,397 @@
+//! What goes wrong between an operator and the API server: a layer of the operator's client.
+//!
+//! ```text
+//!   operator --> kube's Client --> Faulty --write--> refused | lost | made and not answered | made and answered 500
+//!                                         --watch--> told late | twice | again | cut off | expired
+//! ```
+//!
+//! It also shows the operator one case's objects only, so that many operators share one API server.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::future::{pending, ready};
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::body::{self, Bytes};
+use futures::future::BoxFuture;
+use futures::{FutureExt as _, TryStreamExt as _};
+use http::{Method, Request, Response, StatusCode};
+use kube::client::{Body, DynBody};
+use serde_json::{Value, json};
+use tokio::io::AsyncBufReadExt as _;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::io::StreamReader;
+use tower::{BoxError, Layer, Service};
+
+/// What becomes of a write.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Fate {
+    /// It is refused with this code, and nothing is written.
+    Refused(StatusCode),
+    /// It is never answered, and nothing is written.
+    Lost,
+    /// It is written and never answered.
+    Unanswered,
+    /// It is written, and answered with an error.
+    Garbled,
+}
+
+/// Which writes end badly.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Doomed {
+    /// None.
+    Nothing,
+    /// The one of this number, counted from 1.
+    Number(usize),
+    /// Each, when it is tried for the first time.
+    FirstTries,
+}
+
+/// How a watch tells what happens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Telling {
+    /// At once.
+    Plain,
+    /// Each event some time later, another one for each kind.
+    Late,
+    /// Each event two times.
+    Twice,
+    /// After each event the last few once more, as a watch does that began anew from an old version.
+    Again,
+    /// Instead of each event the watch ends; it is told to the next one.
+    Cut,
+    /// Instead of an event the watch ends, and the API server has forgotten what came after the last one.
+    Expired,
+}
+
+/// How often a kind's watch expires: the library waits twice as long each time, up to 30 s.
+const EXPIRES_AT_MOST: usize = 3;
+
+/// The faults of one operator. Clones are the same ones.
+#[derive(Clone)]
+pub(crate) struct Faults(Arc<Shared>);
+
+struct Shared {
+    /// The name of the case: of its namespace, and of its node.
+    case: String,
+    fate: Fate,
+    telling: Telling,
+    /// How long the API server keeps a watch, where it is not as long as the operator asks for.
+    watch_seconds: Option<u32>,
+    state: Mutex<State>,
+}
+
+struct State {
+    doomed: Doomed,
+    /// The writes since faults were last set, as `METHOD path`; Events are none.
+    writes: Vec<String>,
+    last: Instant,
+    tried: BTreeSet<String>,
+    /// How many writes met their fate.
+    met: usize,
+    /// The versions that watches have been told.
+    told: BTreeSet<String>,
+    expired: BTreeMap<String, usize>,
+}
+
+impl Faults {
+    /// Writes end by `fate`, once [`Self::doom`] says which; watches tell by `telling`.
+    pub(crate) fn new(case: &str, fate: Fate, telling: Telling) -> Self {
+        Self::within(case, fate, telling, None)
+    }
+
+    /// None, and watches that the API server ends after so many seconds.
+    pub(crate) fn short_watches(case: &str, seconds: u32) -> Self {
+        Self::within(case, Fate::Lost, Telling::Plain, Some(seconds))
+    }
+
+    fn within(case: &str, fate: Fate, telling: Telling, watch_seconds: Option<u32>) -> Self {
+        Self(Arc::new(Shared {
+            case: case.to_owned(),
+            fate,
+            telling,
+            watch_seconds,
+            state: Mutex::new(State {
+                doomed: Doomed::Nothing,
+                writes: Vec::new(),
+                last: Instant::now(),
+                tried: BTreeSet::new(),
+                met: 0,
+                told: BTreeSet::new(),
+                expired: BTreeMap::new(),
+            }),
+        }))
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// From now on these writes end badly; they are counted anew.
+    pub(crate) fn doom(&self, doomed: Doomed) {
+        let mut state = self.state();
+        state.doomed = doomed;
+        state.writes.clear();
+        state.tried.clear();
+        state.met = 0;
+    }
+
+    /// How many writes met their fate since [`Self::doom`].
+    pub(crate) fn met(&self) -> usize {
+        self.state().met
+    }
+
+    /// The writes since [`Self::doom`].
+    pub(crate) fn writes(&self) -> Vec<String> {
+        self.state().writes.clone()
+    }
+
+    /// For how long nothing has been written.
+    pub(crate) fn quiet(&self) -> Duration {
+        self.state().last.elapsed()
+    }
+
+    /// Counts a write and tells its fate.
+    fn fate(&self, write: String) -> Option<Fate> {
+        let mut state = self.state();
+        state.last = Instant::now();
+        state.writes.push(write.clone());
+        let doomed = match state.doomed {
+            Doomed::Nothing => false,
+            Doomed::Number(number) => number == state.writes.len(),
+            Doomed::FirstTries => state.tried.insert(write),
+        };
+        doomed.then_some(self.0.fate)
+    }
+
+    fn has_met(&self) {
+        self.state().met += 1;
+    }
+
+    /// A list or a watch of the case's objects only.
+    fn scoped(&self, request: &mut Request<Body>) -> Result<(), http::Error> {
+        let path = request.uri().path();
+        let query = request.uri().query().unwrap_or_default();
+        let kind = path.rsplit('/').next().unwrap_or_default();
+        let field = match kind {
+            "nodes" | "gpunodes" | "namespaces" => "metadata.name",
+            _ => "metadata.namespace",
+        };
+        let case = &self.0.case;
+        let mut query = format!("{query}&fieldSelector={field}%3D{case}");
+        if let Some(seconds) = self.0.watch_seconds {
+            let asked = query
+                .split('&')
+                .find(|pair| pair.starts_with("timeoutSeconds="));
+            if let Some(asked) = asked.map(str::to_owned) {
+                query = query.replace(&asked, &format!("timeoutSeconds={seconds}"));
+            }
+        }
+        *request.uri_mut() = format!("{path}?{query}").parse()?;
+        Ok(())
+    }
+
+    /// The answer to a watch, told as it is told here.
+    fn told(&self, kind: String, answer: Response<Box<DynBody>>) -> Response<body::Body> {
+        let (parts, events) = answer.into_parts();
+        if self.0.telling == Telling::Plain || !parts.status.is_success() {
+            return Response::from_parts(parts, body::Body::new(events));
+        }
+        let (sender, receiver) = mpsc::channel(16);
+        let faults = self.clone();
+        tokio::spawn(async move {
+            let events = body::Body::new(events).into_data_stream();
+            let mut lines = StreamReader::new(events.map_err(io::Error::other)).lines();
+            let mut past = VecDeque::new();
+            loop {
+                let line = tokio::select! {
+                    line = lines.next_line() => line,
+                    () = sender.closed() => return,
+                };
+                let Ok(Some(line)) = line else { return };
+                let dealt = faults.deal(&kind, line, &mut past);
+                sleep(dealt.after).await;
+                for line in dealt.lines {
+                    let sent = sender.send(Ok::<_, BoxError>(Bytes::from(line + "\n")));
+                    if sent.await.is_err() {
+                        return;
+                    }
+                }
+                if dealt.ends {
+                    return;
+                }
+            }
+        });
+        let events = body::Body::from_stream(ReceiverStream::new(receiver));
+        Response::from_parts(parts, events)
+    }
+
+    fn deal(&self, kind: &str, line: String, past: &mut VecDeque<String>) -> Dealt {
+        let event: Value = serde_json::from_str(&line).unwrap_or_default();
+        let plain = Dealt {
+            after: Duration::ZERO,
+            lines: vec![line.clone()],
+            ends: false,
+        };
+        if event["type"] == "BOOKMARK" || event["type"] == "ERROR" {
+            return plain;
+        }
+        let version = &event["object"]["metadata"]["resourceVersion"];
+        let version = format!("{kind} {version}");
+        match self.0.telling {
+            Telling::Plain => plain,
+            Telling::Late => Dealt {
+                // Kinds overtake each other.
+                after: Duration::from_millis(100 * (kind.len() as u64 % 8) + 100),
+                ..plain
+            },
+            Telling::Twice => Dealt {
+                lines: vec![line.clone(), line],
+                ..plain
+            },
+            Telling::Again => {
+                past.push_back(line);
+                let lines = plain.lines.into_iter().chain(past.iter().cloned());
+                let lines = lines.collect();
+                while past.len() > 4 {
+                    past.pop_front();
+                }
+                Dealt { lines, ..plain }
+            }
+            Telling::Cut if self.state().told.insert(version) => Dealt {
+                lines: Vec::new(),
+                ends: true,
+                ..plain
+            },
+            Telling::Expired if self.expires(kind) => Dealt {
+                lines: vec![gone().to_string()],
+                ends: true,
+                ..plain
+            },
+            Telling::Cut | Telling::Expired => plain,
+        }
+    }
+
+    /// Every other event of a kind, at the beginning.
+    fn expires(&self, kind: &str) -> bool {
+        let mut state = self.state();
+        let events = state.expired.entry(kind.to_owned()).or_default();
+        *events += 1;
+        *events % 2 == 1 && *events < 2 * EXPIRES_AT_MOST
+    }
+}
+
+/// What a watch is told in place of one event.
+struct Dealt {
+    after: Duration,
+    lines: Vec<String>,
+    /// The watch ends with it.
+    ends: bool,
+}
+
+fn gone() -> Value {
+    let status = status(StatusCode::GONE, "Expired");
+    json!({ "type": "ERROR", "object": status })
+}
+
+fn status(code: StatusCode, reason: &str) -> Value {
+    json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
+        "message": "by the test", "reason": reason, "code": code.as_u16(),
+    })
+}
+
+fn failure(code: StatusCode) -> Response<body::Body> {
+    let mut answer = Response::new(body::Body::from(status(code, "Test").to_string()));
+    *answer.status_mut() = code;
+    answer
+}
+
+impl<S> Layer<S> for Faults {
+    type Service = Faulty<S>;
+
+    fn layer(&self, inner: S) -> Faulty<S> {
+        Faulty {
+            inner,
+            faults: self.clone(),
+        }
+    }
+}
+
+/// A way to the API server with faults.
+pub(crate) struct Faulty<S> {
+    inner: S,
+    faults: Faults,
+}
+
+impl<S> Service<Request<Body>> for Faulty<S>
+where
+    S: Service<Request<Body>, Response = Response<Box<DynBody>>, Error = BoxError>,
+    S::Future: Send + 'static,
+{
+    type Response = Response<body::Body>;
+    type Error = BoxError;
+    type Future = BoxFuture<'static, Result<Self::Response, BoxError>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.inner.poll_ready(context)
+    }
+
+    fn call(&mut self, mut request: Request<Body>) -> Self::Future {
+        let faults = self.faults.clone();
+        let (method, path) = (request.method().clone(), request.uri().path().to_owned());
+        if method == Method::GET {
+            let query = request.uri().query().unwrap_or_default();
+            let watches = query.contains("watch=true");
+            let lists = watches || query.contains("limit=");
+            if lists && let Err(error) = faults.scoped(&mut request) {
+                return ready(Err(error.into())).boxed();
+            }
+            let answer = self.inner.call(request);
+            return async move {
+                let answer = answer.await?;
+                if !watches {
+                    return Ok(answer.map(body::Body::new));
+                }
+                let kind = path.rsplit('/').next().unwrap_or_default();
+                Ok(faults.told(kind.to_owned(), answer))
+            }
+            .boxed();
+        }
+        let fate = if path.ends_with("/events") {
+            None
+        } else {
+            faults.fate(format!("{method} {path}"))
+        };
+        match fate {
+            None => {
+                let answer = self.inner.call(request);
+                async move { Ok(answer.await?.map(body::Body::new)) }.boxed()
+            }
+            Some(Fate::Refused(code)) => {
+                faults.has_met();
+                ready(Ok(failure(code))).boxed()
+            }
+            Some(Fate::Lost) => {
+                faults.has_met();
+                pending().boxed()
+            }
+            Some(fate @ (Fate::Unanswered | Fate::Garbled)) => {
+                let answer = self.inner.call(request);
+                async move {
+                    drop(answer.await);
+                    faults.has_met();
+                    if fate == Fate::Unanswered {
+                        pending::<()>().await;
+                    }
+                    Ok(failure(StatusCode::INTERNAL_SERVER_ERROR))
+                }
+                .boxed()
+            }
+        }
+    }
+}

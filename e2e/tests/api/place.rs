@@ -1,0 +1,274 @@
+//! A case's own part of the API server: a namespace, and a node with one GPU, which nobody else touches.
+
+use http::{Method, Request};
+use kube::Client;
+use libtest_mimic::Failed;
+use serde_json::{Value, json};
+use std::time::Duration;
+use tokio::time::{Instant, sleep};
+
+use crate::server::Server;
+
+/// The GPU's memory, in GiB.
+pub(crate) const GPU: i32 = 32;
+const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
+/// What quotas call it.
+pub(crate) const HARD: &str = "requests.bursar.dev/gpu-memory-gib";
+
+/// The objects of one case.
+#[derive(Clone)]
+pub(crate) struct Place {
+    /// Of the case, its namespace, its cohort and its node.
+    pub(crate) name: String,
+    client: Client,
+}
+
+impl Place {
+    /// Makes the namespace, the node and its GPU.
+    pub(crate) async fn make(server: &Server, name: &str) -> Result<Self, Failed> {
+        let place = Self {
+            name: name.to_owned(),
+            client: server.client(),
+        };
+        let namespace = json!({ "metadata": { "name": name } });
+        place.create("/api/v1/namespaces", namespace).await?;
+        let ready = json!([{ "type": "Ready", "status": "True" }]);
+        let node = json!({
+            "metadata": { "name": name, "labels": { "bursar.dev/cohort": name } },
+            // Its other GPU is of no interest here.
+            "status": { "conditions": ready, "allocatable": { RESOURCE: "64" }, "capacity": { RESOURCE: "64" } },
+        });
+        place.create("/api/v1/nodes", node).await?;
+        let gpus = json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name }, "spec": {},
+        });
+        place
+            .create("/apis/bursar.dev/v1alpha1/gpunodes", gpus)
+            .await?;
+        place.report(GPU, &[]).await?;
+        let begin = Instant::now();
+        // A pod is refused until its service account is there.
+        let account = format!("/api/v1/namespaces/{name}/serviceaccounts/default");
+        while place.get(&account).await?.is_null() {
+            if begin.elapsed() > Duration::from_secs(30) {
+                return Err(format!("{name} has no service account").into());
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+        Ok(place)
+    }
+
+    /// The same place with other rights.
+    pub(crate) fn with(&self, client: Client) -> Self {
+        Self {
+            name: self.name.clone(),
+            client,
+        }
+    }
+
+    /// Another namespace.
+    pub(crate) fn in_namespace(&self, name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            client: self.client.clone(),
+        }
+    }
+
+    async fn request(&self, method: Method, path: &str, body: &Value) -> kube::Result<Value> {
+        let patch = method == Method::PATCH;
+        let mut request = Request::builder().method(method).uri(path);
+        let kind = if patch {
+            "application/merge-patch+json"
+        } else {
+            "application/json"
+        };
+        request = request.header("content-type", kind);
+        let body = if body.is_null() {
+            Vec::new()
+        } else {
+            body.to_string().into_bytes()
+        };
+        let request = request.body(body).map_err(kube::Error::HttpError)?;
+        self.client.request(request).await
+    }
+
+    /// An object; null where there is none.
+    pub(crate) async fn get(&self, path: &str) -> Result<Value, Failed> {
+        match self.request(Method::GET, path, &Value::Null).await {
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(Value::Null),
+            other => Ok(other?),
+        }
+    }
+
+    pub(crate) async fn create(&self, path: &str, object: Value) -> kube::Result<Value> {
+        self.request(Method::POST, path, &object).await
+    }
+
+    pub(crate) async fn merge(&self, path: &str, patch: Value) -> Result<(), Failed> {
+        Ok(self.request(Method::PATCH, path, &patch).await.map(drop)?)
+    }
+
+    /// Deletes an object, if it is there.
+    pub(crate) async fn delete(&self, path: &str) -> Result<(), Failed> {
+        match self.request(Method::DELETE, path, &Value::Null).await {
+            Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
+            other => Ok(other.map(drop)?),
+        }
+    }
+
+    /// The paths of things.
+    pub(crate) fn budget_path(&self) -> String {
+        format!("{}/default", self.budgets_path())
+    }
+
+    fn budgets_path(&self) -> String {
+        let name = &self.name;
+        format!("/apis/bursar.dev/v1alpha1/namespaces/{name}/gpumemorybudgets")
+    }
+
+    pub(crate) fn quota_path(&self, which: &str) -> String {
+        let name = &self.name;
+        format!("/api/v1/namespaces/{name}/resourcequotas/gpu-memory-budget-{which}")
+    }
+
+    pub(crate) fn pods_path(&self) -> String {
+        format!("/api/v1/namespaces/{}/pods", self.name)
+    }
+
+    pub(crate) fn pod_path(&self, pod: &str) -> String {
+        format!("{}/{pod}", self.pods_path())
+    }
+
+    pub(crate) fn namespace_path(&self) -> String {
+        format!("/api/v1/namespaces/{}", self.name)
+    }
+
+    fn gpus_path(&self) -> String {
+        format!("/apis/bursar.dev/v1alpha1/gpunodes/{}", self.name)
+    }
+
+    /// Declares the budget.
+    pub(crate) async fn declare(&self, guaranteed: &str, limit: &str) -> Result<(), Failed> {
+        let spec = json!({ "cohort": self.name, "deviceMemory": { "guaranteed": guaranteed, "limit": limit } });
+        let budget = json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+            "metadata": { "name": "default" }, "spec": spec,
+        });
+        self.create(&self.budgets_path(), budget).await?;
+        Ok(())
+    }
+
+    /// Changes the budget's spec.
+    pub(crate) async fn amend(&self, spec: Value) -> Result<(), Failed> {
+        self.merge(&self.budget_path(), json!({ "spec": spec }))
+            .await
+    }
+
+    pub(crate) async fn budget(&self) -> Result<Value, Failed> {
+        self.get(&self.budget_path()).await
+    }
+
+    pub(crate) async fn gpus(&self) -> Result<Value, Failed> {
+        self.get(&self.gpus_path()).await
+    }
+
+    pub(crate) async fn node_labels(&self) -> Result<Value, Failed> {
+        let node = self.get(&format!("/api/v1/nodes/{}", self.name)).await?;
+        Ok(node["metadata"]["labels"].clone())
+    }
+
+    /// Makes a pod that asks for so many GiB, on the node where that is said, without a scheduler or a kubelet.
+    pub(crate) async fn pod(
+        &self,
+        pod: &str,
+        gib: i32,
+        borrows: bool,
+        on_node: bool,
+    ) -> kube::Result<Value> {
+        let class = borrows.then_some("bursar-borrowed");
+        let node = on_node.then_some(&self.name);
+        let pod = json!({
+            "apiVersion": "v1", "kind": "Pod", "metadata": { "name": pod },
+            "spec": {
+                "priorityClassName": class, "nodeName": node, "terminationGracePeriodSeconds": 0,
+                "containers": [{ "name": "c", "image": "i", "resources": { "limits": { RESOURCE: gib.to_string() } } }],
+            },
+        });
+        self.create(&self.pods_path(), pod).await
+    }
+
+    /// What the kubelet says.
+    pub(crate) async fn runs(&self, pod: &str) -> Result<(), Failed> {
+        let path = format!("{}/status", self.pod_path(pod));
+        self.merge(&path, json!({ "status": { "phase": "Running" } }))
+            .await
+    }
+
+    /// What the agent says: the GPU's memory, and which pods are bound to how much of it.
+    pub(crate) async fn report(&self, memory: i32, bound: &[(String, i32)]) -> Result<(), Failed> {
+        self.report_waiter(memory, bound, None).await
+    }
+
+    /// As [`Self::report`], with a pod that waits for so much; whom the GPU is reserved for it is held for.
+    pub(crate) async fn report_waiter(
+        &self,
+        memory: i32,
+        bound: &[(String, i32)],
+        waiter: Option<(&str, &str, i32)>,
+    ) -> Result<(), Failed> {
+        let before = self.gpus().await?;
+        let held = &before["spec"]["reservations"][0]["waiter"];
+        let free = memory - bound.iter().map(|(_, gib)| gib).sum::<i32>();
+        let pods: Vec<_> = bound
+            .iter()
+            .map(|(uid, gib)| json!({ "uid": uid, "quanta": gib }))
+            .collect();
+        let waiting: Vec<_> = waiter
+            .into_iter()
+            .map(|(uid, pod, gib)| {
+                json!({ "podUid": uid, "namespace": self.name, "pod": pod, "container": "c", "quanta": gib,
+                    "since": "2026-01-01T00:00:00Z" })
+            })
+            .collect();
+        let largest = if held.is_null() { free } else { 0 };
+        let status = json!({
+            "quantum": "1Gi",
+            "deviceMemory": { "allocatable": memory, "free": free, "largestFree": largest },
+            "waiting": waiting,
+            "gpus": [{ "uuid": "GPU-0", "index": 0, "model": "m", "memory": format!("{memory}Gi"), "state": "Active",
+                "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": memory, "free": free,
+                "largestFree": largest, "heldFor": held, "pods": pods }],
+        });
+        if is_within(&status, &before["status"]) {
+            return Ok(());
+        }
+        let path = format!("{}/status", self.gpus_path());
+        self.merge(&path, json!({ "status": status })).await
+    }
+}
+
+/// Whether everything that `wanted` says is so.
+fn is_within(wanted: &Value, there: &Value) -> bool {
+    match (wanted, there) {
+        (Value::Object(wanted), Value::Object(there)) => wanted.iter().all(|(key, value)| {
+            let null = Value::Null;
+            is_within(value, there.get(key).unwrap_or(&null))
+        }),
+        (Value::Array(wanted), Value::Array(there)) => {
+            let pairs = wanted.iter().zip(there);
+            wanted.len() == there.len() && pairs.fold(true, |all, (a, b)| all && is_within(a, b))
+        }
+        (wanted, Value::Null) => wanted.as_array().is_some_and(Vec::is_empty),
+        (wanted, there) => wanted == there,
+    }
+}
+
+/// The status of one of a budget's conditions.
+pub(crate) fn condition<'a>(budget: &'a Value, type_: &str) -> &'a str {
+    let conditions = budget["status"]["conditions"].as_array();
+    let mut conditions = conditions.into_iter().flatten();
+    let condition = conditions.find(|condition| condition["type"] == type_);
+    condition
+        .and_then(|condition| condition["status"].as_str())
+        .unwrap_or_default()
+}

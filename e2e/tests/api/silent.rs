@@ -1,0 +1,120 @@
+//! Connections that die in silence: nothing arrives on them any more, and nobody closes them.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use std::future::pending;
+
+use libtest_mimic::Failed;
+use serde_json::json;
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::watch;
+
+use crate::case::{Case, Plan};
+use crate::faults::{Doomed, Faults};
+use crate::place::{Place, condition};
+use crate::server::Server;
+
+/// The operator's own times are 200 s for a watch and 5 s more of silence. Here a watch ends after 5 s, and what is
+/// silent for longer is given up.
+const WATCH_SECONDS: u32 = 5;
+const SILENCE: Duration = Duration::from_secs(8);
+
+/// A way to the API server that can go silent.
+struct Line {
+    /// How often it went silent.
+    frozen: Arc<watch::Sender<u32>>,
+    address: SocketAddr,
+}
+
+impl Line {
+    async fn to(server: SocketAddr) -> std::io::Result<Self> {
+        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let address = listener.local_addr()?;
+        let frozen = Arc::new(watch::Sender::new(0));
+        let news = frozen.clone();
+        tokio::spawn(async move {
+            while let Ok((mut near, _)) = listener.accept().await {
+                let mut frozen = news.subscribe();
+                tokio::spawn(async move {
+                    let Ok(mut far) = TcpStream::connect(server).await else {
+                        return;
+                    };
+                    tokio::select! {
+                        _ = copy_bidirectional(&mut near, &mut far) => {}
+                        // Both ends stay open.
+                        _ = frozen.changed() => pending().await,
+                    }
+                });
+            }
+        });
+        Ok(Self { frozen, address })
+    }
+
+    /// Connections that there are die in silence.
+    fn freeze(&self) {
+        self.frozen.send_modify(|times| *times += 1);
+    }
+}
+
+fn ready(budget: &serde_json::Value) -> bool {
+    let observed = budget["status"]["observedGeneration"] == budget["metadata"]["generation"];
+    observed && condition(budget, "Ready") == "True"
+}
+
+pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
+    let name = "silent";
+    let mut config = server.operators();
+    let port = config.cluster_url.port_u16().ok_or("no port")?;
+    let line = Line::to(SocketAddr::from(([127, 0, 0, 1], port))).await?;
+    config.cluster_url = format!("https://{}", line.address).parse()?;
+    let plan = Plan {
+        faults: Faults::short_watches(name, WATCH_SECONDS),
+        doomed: Doomed::Nothing,
+        killed: false,
+        two: false,
+    };
+    let mut case = Case::over(server, config, SILENCE, name, plan).await?;
+    let done = async |at: &Place| Ok(ready(&at.budget().await?));
+    let made = async |at: &Place| at.declare("16Gi", "24Gi").await;
+    case.through("a budget is made", made, done).await?;
+    case.through(
+        "it is raised in silence",
+        async |at| {
+            line.freeze();
+            at.amend(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
+                .await
+        },
+        done,
+    )
+    .await?;
+    case.through(
+        "a pod comes in silence",
+        async |at| {
+            line.freeze();
+            Ok(at.pod("p", 3, false, false).await.map(drop)?)
+        },
+        async |at| Ok(at.budget().await?["status"]["deviceMemory"]["requested"]["quanta"] == 3),
+    )
+    .await?;
+    case.through(
+        "the GPU is lost in silence",
+        async |at| {
+            line.freeze();
+            at.report(8, &[]).await
+        },
+        async |at| {
+            let labels = at.node_labels().await?;
+            Ok(condition(&at.budget().await?, "Covered") == "False"
+                && labels["bursar.dev/largest-gpu-gib"] == "8")
+        },
+    )
+    .await?;
+    let outcome = case.end().await?;
+    Ok(format!(
+        "at most {:.1?} to the end of a transition",
+        outcome.longest
+    ))
+}

@@ -1,0 +1,453 @@
+//! The policy that steers pods, over every shape of pod: what it adds is what it should be, and nothing is lost.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use libtest_mimic::Failed;
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+
+use crate::place::Place;
+use crate::server::Server;
+
+/// What the pods ask for.
+const ASKED: i64 = 12;
+const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
+/// What the API server logs of a panic: of a request, of something else, and its stacks.
+const PANICS: [&str; 3] = ["panicked: true", "Observed a panic", "goroutine "];
+/// A policy that was changed is in force within this time.
+const IN_FORCE: Duration = Duration::from_secs(30);
+
+/// Terms on the pod's own, as many as wanted.
+fn terms(count: usize) -> Value {
+    let term = |number: usize| {
+        let zone = if number.is_multiple_of(2) { "a" } else { "b" };
+        json!({ "matchExpressions": [
+            { "key": "zone", "operator": "In", "values": [zone] },
+            { "key": "rank", "operator": "Lt", "values": [(number + 3).to_string()] } ] })
+    };
+    let terms: Vec<_> = (0..count).map(term).collect();
+    json!({ "nodeAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": { "nodeSelectorTerms": terms } } })
+}
+
+/// Every shape of affinity, by name.
+fn affinities() -> Vec<(&'static str, Value)> {
+    let apart = json!({ "podAntiAffinity": { "preferredDuringSchedulingIgnoredDuringExecution": [{ "weight": 3,
+        "podAffinityTerm": { "topologyKey": "zone", "labelSelector": { "matchLabels": { "a": "b" } } } }] } });
+    let prefers = json!([{ "weight": 7, "preference": { "matchExpressions": [
+        { "key": "zone", "operator": "NotIn", "values": ["b"] }] } }]);
+    let pinned = json!({ "nodeSelectorTerms": [{ "matchFields": [
+        { "key": "metadata.name", "operator": "In", "values": ["node-a"] }] }] });
+    let mixed = json!({ "nodeSelectorTerms": [
+        { "matchFields": [{ "key": "metadata.name", "operator": "In", "values": ["node-a"] }],
+          "matchExpressions": [{ "key": "zone", "operator": "Exists" }] },
+        { "matchExpressions": [{ "key": "rank", "operator": "Gt", "values": ["1"] },
+                               { "key": "zone", "operator": "DoesNotExist" }] }] });
+    let required = "requiredDuringSchedulingIgnoredDuringExecution";
+    let preferred = "preferredDuringSchedulingIgnoredDuringExecution";
+    let mut both = terms(2);
+    both["nodeAffinity"][preferred] = prefers.clone();
+    both["podAntiAffinity"] = apart["podAntiAffinity"].clone();
+    vec![
+        ("none", Value::Null),
+        ("empty", json!({})),
+        ("an empty one of nodes", json!({ "nodeAffinity": {} })),
+        ("of pods", apart),
+        (
+            "preferred",
+            json!({ "nodeAffinity": { preferred: prefers } }),
+        ),
+        (
+            "preferred and empty",
+            json!({ "nodeAffinity": { preferred: [] } }),
+        ),
+        ("one term", terms(1)),
+        ("two terms", terms(2)),
+        ("eight terms", terms(8)),
+        ("nine terms", terms(9)),
+        (
+            "pinned by name",
+            json!({ "nodeAffinity": { required: pinned } }),
+        ),
+        (
+            "names and labels",
+            json!({ "nodeAffinity": { required: mixed } }),
+        ),
+        (
+            "a term that selects nothing",
+            json!({ "nodeAffinity": { required: { "nodeSelectorTerms": [{}] } } }),
+        ),
+        ("everything", both),
+    ]
+}
+
+fn pod(affinity: &Value, asks: &[(&str, i64)], meta: Value) -> Value {
+    let container = |name: &str, gib: i64| {
+        let limits = if gib == 0 {
+            json!({ "cpu": "1" })
+        } else {
+            json!({ RESOURCE: gib.to_string() })
+        };
+        json!({ "name": name, "image": "i", "resources": { "limits": limits } })
+    };
+    let of = |init: bool| -> Vec<Value> {
+        let asks = asks
+            .iter()
+            .filter(|(name, _)| name.starts_with("init") == init);
+        asks.map(|(name, gib)| container(name, *gib)).collect()
+    };
+    let mut pod = json!({
+        "apiVersion": "v1", "kind": "Pod", "metadata": meta,
+        "spec": { "containers": of(false), "initContainers": of(true) },
+    });
+    pod["metadata"]["name"] = json!("shape");
+    if !affinity.is_null() {
+        pod["spec"]["affinity"] = affinity.clone();
+    }
+    pod
+}
+
+/// The pod's spec as the API server would store it.
+async fn admitted(at: &Place, pod: Value) -> Result<Value, Failed> {
+    let path = format!("{}?dryRun=All", at.pods_path());
+    Ok(at.create(&path, pod).await?["spec"].take())
+}
+
+fn required(affinity: &Value) -> &Value {
+    &affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+}
+
+fn preferred(affinity: &Value) -> Vec<Value> {
+    let list = &affinity["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"];
+    list.as_array().cloned().unwrap_or_default()
+}
+
+/// Empty lists are left out.
+fn stored(mut affinity: Value) -> Value {
+    let of_nodes = affinity
+        .get_mut("nodeAffinity")
+        .and_then(Value::as_object_mut);
+    if let Some(of_nodes) = of_nodes {
+        of_nodes.retain(|_, list| list != &json!([]));
+    }
+    affinity
+}
+
+/// What the policy looks at, taken out, so that the rest can be compared.
+fn rest(spec: &Value) -> Value {
+    let mut spec = spec.clone();
+    let of = |field: &str| field == "affinity" || field == "topologySpreadConstraints";
+    if let Some(fields) = spec.as_object_mut() {
+        fields.retain(|field, _| !of(field));
+    }
+    // Of each pod another one.
+    spec["volumes"] = Value::Null;
+    for containers in ["containers", "initContainers"] {
+        for container in spec[containers].as_array_mut().into_iter().flatten() {
+            container["volumeMounts"] = Value::Null;
+            container["resources"] = Value::Null;
+        }
+    }
+    spec
+}
+
+type Labels = BTreeMap<&'static str, String>;
+
+/// Nodes of every kind that matters, by name.
+fn nodes() -> Vec<(&'static str, Labels)> {
+    let mut nodes = Vec::new();
+    let values = [None, Some(ASKED - 1), Some(ASKED), Some(ASKED + 50)];
+    for name in ["node-a", "node-b"] {
+        for zone in [None, Some("a"), Some("b")] {
+            for rank in [None, Some(2), Some(5), Some(9)] {
+                for free in values {
+                    for reclaimable in values {
+                        for gpu in values {
+                            let labels = [
+                                ("zone", zone.map(str::to_owned)),
+                                ("rank", rank.map(|rank: i64| rank.to_string())),
+                                (
+                                    "bursar.dev/largest-free-gib",
+                                    free.map(|gib| gib.to_string()),
+                                ),
+                                (
+                                    "bursar.dev/largest-reclaimable-gib",
+                                    reclaimable.map(|gib| gib.to_string()),
+                                ),
+                                ("bursar.dev/largest-gpu-gib", gpu.map(|gib| gib.to_string())),
+                            ];
+                            let labels = labels.into_iter();
+                            let labels = labels.filter_map(|(key, value)| Some((key, value?)));
+                            nodes.push((name, labels.collect()));
+                        }
+                    }
+                }
+            }
+        }
+    }
+    nodes
+}
+
+/// Whether a node selector selects a node, as the scheduler has it; without one any.
+fn selects(selector: &Value, name: &str, labels: &Labels) -> bool {
+    let Some(terms) = selector["nodeSelectorTerms"].as_array() else {
+        return true;
+    };
+    let all = |list: &Value, get: &dyn Fn(&str) -> Option<String>| {
+        let mut requirements = list.as_array().into_iter().flatten();
+        requirements.all(|requirement| {
+            let value = get(requirement["key"].as_str().unwrap_or_default());
+            let values = requirement["values"]
+                .as_array()
+                .cloned()
+                .unwrap_or_default();
+            let first: Option<i64> = values.first().and_then(|one| one.as_str()?.parse().ok());
+            let number: Option<i64> = value.as_ref().and_then(|value| value.parse().ok());
+            let among = value
+                .as_ref()
+                .is_some_and(|value| values.contains(&json!(value)));
+            let compared = number.zip(first);
+            match requirement["operator"].as_str().unwrap_or_default() {
+                "In" => among,
+                "NotIn" => !among,
+                "Exists" => value.is_some(),
+                "DoesNotExist" => value.is_none(),
+                "Gt" => compared.is_some_and(|(number, bound)| number > bound),
+                "Lt" => compared.is_some_and(|(number, bound)| number < bound),
+                _ => false,
+            }
+        })
+    };
+    let length = |list: &Value| list.as_array().map_or(0, Vec::len);
+    terms.iter().any(|term| {
+        let (expressions, fields) = (&term["matchExpressions"], &term["matchFields"]);
+        // A term without a requirement selects nothing.
+        length(expressions) + length(fields) > 0
+            && all(expressions, &|key| labels.get(key).cloned())
+            && all(fields, &|_| Some(name.to_owned()))
+    })
+}
+
+/// Whether the node is one that the pod should be sent to.
+fn has_room(label: &str, labels: &Labels) -> bool {
+    let value = |label: &str| {
+        labels
+            .get(label)
+            .and_then(|value| value.parse::<i64>().ok())
+    };
+    value(label).is_none_or(|gib| gib >= ASKED)
+        || value("bursar.dev/largest-gpu-gib").is_some_and(|gib| gib < ASKED)
+}
+
+/// Puts the policy into another mode, and waits until it acts so.
+async fn mode(server: &Server, at: &Place, mode: &str) -> Result<(), Failed> {
+    let chart = server
+        .chart(&[&format!("--set=steering.mode={mode}")])
+        .await?;
+    let steers = |object: &Value| {
+        let name = object["metadata"]["name"].as_str().unwrap_or_default();
+        name.ends_with("-steering")
+    };
+    server
+        .apply(chart.into_iter().filter(steers).collect())
+        .await?;
+    let begin = Instant::now();
+    loop {
+        let spec = admitted(at, pod(&Value::Null, &[("c", ASKED)], json!({}))).await?;
+        let is = if required(&spec["affinity"]).is_null() {
+            "preferred"
+        } else {
+            "required"
+        };
+        if is == mode && !spec["affinity"].is_null() {
+            return Ok(());
+        }
+        if begin.elapsed() > IN_FORCE {
+            return Err(format!("steering is not {mode}: {spec}").into());
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+}
+
+pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
+    let at = Place::make(server, "steered").await?;
+    mode(server, &at, "preferred").await?;
+    let preferred = preferences(&at).await?;
+    let left_alone = who_is_left_alone(&at).await?;
+    by_controllers(&at).await?;
+    mode(server, &at, "required").await?;
+    let required = requirements(&at).await?;
+    let untouched = who_is_left_alone(&at).await?;
+    // As the chart has it, for whoever comes after.
+    mode(server, &at, "preferred").await?;
+    let log = server.log().await?;
+    let is_panic = |line: &&str| PANICS.iter().any(|words| line.contains(words));
+    if let Some(panic) = log.lines().find(is_panic) {
+        return Err(format!("the API server panicked: {panic}").into());
+    }
+    Ok(format!(
+        "{preferred} shapes preferred, {required} required, {} left alone",
+        left_alone + untouched
+    ))
+}
+
+/// One preference is added, and a constraint that spreads nothing where there is none; all else stays.
+async fn preferences(at: &Place) -> Result<usize, Failed> {
+    let mut shapes = 0;
+    for (name, affinity) in affinities() {
+        for asks in [
+            vec![("c", ASKED)],
+            vec![("c", 4), ("init", ASKED), ("web", 0)],
+        ] {
+            let own = admitted(at, pod(&affinity, &no_asks(&asks), json!({}))).await?;
+            let steered = admitted(at, pod(&affinity, &asks, json!({}))).await?;
+            assert_eq!(rest(&steered), rest(&own), "{name}");
+            let (before, after) = (&own["affinity"], &steered["affinity"]);
+            assert_eq!(required(after), required(before), "{name}");
+            assert_eq!(
+                after["podAntiAffinity"], before["podAntiAffinity"],
+                "{name}"
+            );
+            let mut wanted = preferred(before);
+            wanted.push(json!({ "weight": 100, "preference": { "matchExpressions": [{
+                "key": "bursar.dev/largest-free-gib", "operator": "Gt", "values": [(ASKED - 1).to_string()] }] } }));
+            assert_eq!(preferred(after), wanted, "{name}");
+            let spread = steered["topologySpreadConstraints"].as_array();
+            assert_eq!(spread.map(Vec::len), Some(1), "{name}");
+            shapes += 1;
+        }
+    }
+    // Who spreads stays spread as it was.
+    let mut spread = pod(&Value::Null, &[("c", ASKED)], json!({}));
+    spread["spec"]["topologySpreadConstraints"] = json!([
+        { "maxSkew": 2, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule",
+          "labelSelector": { "matchLabels": { "a": "b" } } }]);
+    let kept = admitted(at, spread.clone()).await?;
+    assert_eq!(
+        kept["topologySpreadConstraints"],
+        spread["spec"]["topologySpreadConstraints"]
+    );
+    Ok(shapes)
+}
+
+/// The nodes that are left are the pod's own that have room, or of which nobody knows.
+async fn requirements(at: &Place) -> Result<usize, Failed> {
+    let nodes = nodes();
+    let mut shapes = 0;
+    let classes = [
+        (Value::Null, "bursar.dev/largest-reclaimable-gib"),
+        (json!("bursar-borrowed"), "bursar.dev/largest-free-gib"),
+    ];
+    for (class, label) in classes {
+        for (name, affinity) in affinities() {
+            let mut asking = pod(&affinity, &[("c", ASKED)], json!({}));
+            asking["spec"]["priorityClassName"] = class.clone();
+            let mut plain = pod(&affinity, &[("c", 0)], json!({}));
+            plain["spec"]["priorityClassName"] = class.clone();
+            let own = admitted(at, plain).await?;
+            let steered = admitted(at, asking).await?;
+            assert_eq!(rest(&steered), rest(&own), "{name}");
+            let (before, after) = (&own["affinity"], &steered["affinity"]);
+            assert_eq!(
+                after["podAntiAffinity"], before["podAntiAffinity"],
+                "{name}"
+            );
+            assert_eq!(preferred(after), preferred(before), "{name}");
+            let left = name == "nine terms" || name == "a term that selects nothing";
+            for (node, labels) in &nodes {
+                let mut wanted = selects(required(before), node, labels);
+                wanted &= left || has_room(label, labels);
+                let is = selects(required(after), node, labels);
+                assert_eq!(is, wanted, "{name}, {node} {labels:?}: {after}");
+            }
+            shapes += 1;
+        }
+    }
+    Ok(shapes)
+}
+
+fn no_asks<'a>(asks: &[(&'a str, i64)]) -> Vec<(&'a str, i64)> {
+    asks.iter().map(|(name, _)| (*name, 0)).collect()
+}
+
+/// Pods that do not ask, in whatever namespace; those of DaemonSets, on a node already, or that want several GPUs.
+async fn who_is_left_alone(at: &Place) -> Result<usize, Failed> {
+    let owned = json!({ "ownerReferences": [{ "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "u",
+        "controller": true }] });
+    let several = json!({ "annotations": { "bursar.dev/gpus": "2" } });
+    let mut shapes = 0;
+    let system = at.in_namespace("kube-system");
+    for (_, affinity) in affinities() {
+        let quiet = pod(&affinity, &[("c", 0), ("init", 0)], json!({}));
+        let mut on_node = pod(&affinity, &[("c", ASKED)], json!({}));
+        on_node["spec"]["nodeName"] = json!(at.name);
+        for (place, pod) in [
+            (at, quiet.clone()),
+            (&system, quiet),
+            (at, pod(&affinity, &[("c", ASKED)], owned.clone())),
+            (at, pod(&affinity, &[("c", ASKED)], several.clone())),
+            (at, on_node),
+        ] {
+            let spec = admitted(place, pod.clone()).await?;
+            assert_eq!(spec["affinity"], stored(affinity.clone()), "{pod}");
+            assert_eq!(spec["topologySpreadConstraints"], Value::Null, "{pod}");
+            shapes += 1;
+        }
+    }
+    Ok(shapes)
+}
+
+/// What controllers make: a DaemonSet's pods keep their nodes, a Job's are steered.
+async fn by_controllers(at: &Place) -> Result<(), Failed> {
+    let template = |restarts: &str| {
+        // The API server takes a new node for one that is not ready.
+        let everywhere = json!([{ "operator": "Exists" }]);
+        json!({
+            "metadata": { "labels": { "app": restarts } },
+            "spec": { "restartPolicy": restarts, "tolerations": everywhere, "nodeSelector": { "bursar.dev/cohort": at.name }, "containers": [
+                { "name": "c", "image": "i", "resources": { "limits": { RESOURCE: ASKED.to_string() } } }] },
+        })
+    };
+    let daemons = json!({ "metadata": { "name": "d" }, "spec": {
+        "selector": { "matchLabels": { "app": "Always" } }, "template": template("Always") } });
+    let job = json!({ "metadata": { "name": "j" }, "spec": { "template": template("Never") } });
+    let name = &at.name;
+    at.create(
+        &format!("/apis/apps/v1/namespaces/{name}/daemonsets"),
+        daemons,
+    )
+    .await?;
+    at.create(&format!("/apis/batch/v1/namespaces/{name}/jobs"), job)
+        .await?;
+    let (of_daemons, of_job) = (made(at, "Always").await?, made(at, "Never").await?);
+    let pinned = json!([{ "matchFields": [{ "key": "metadata.name", "operator": "In", "values": [name] }] }]);
+    let affinity = &of_daemons["spec"]["affinity"];
+    assert_eq!(
+        required(affinity)["nodeSelectorTerms"],
+        pinned,
+        "{affinity}"
+    );
+    assert!(preferred(affinity).is_empty(), "{affinity}");
+    assert_eq!(preferred(&of_job["spec"]["affinity"]).len(), 1, "{of_job}");
+    Ok(())
+}
+
+/// The pod that a controller made by this template.
+async fn made(at: &Place, app: &str) -> Result<Value, Failed> {
+    let begin = Instant::now();
+    loop {
+        let path = format!("{}?labelSelector=app%3D{app}", at.pods_path());
+        let pods = at.get(&path).await?;
+        if let Some(pod) = pods["items"].as_array().and_then(|pods| pods.first()) {
+            return Ok(pod.clone());
+        }
+        if begin.elapsed() > IN_FORCE {
+            let events = format!("/api/v1/namespaces/{}/events", at.name);
+            let events = at.get(&events).await?;
+            let told = events["items"].as_array().into_iter().flatten();
+            let told: Vec<_> = told.map(|event| event["message"].clone()).collect();
+            return Err(format!("no pod of {app}: {told:?}").into());
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
+}

@@ -1,0 +1,321 @@
+//! The changes that a case goes through, each with what it should come to.
+
+use std::time::Duration;
+
+use kube::Client;
+use libtest_mimic::Failed;
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+
+use crate::case::{Case, END, Outcome};
+use crate::place::{GPU, HARD, Place, condition};
+
+async fn hard(place: &Place, which: &str) -> Result<Value, Failed> {
+    let quota = place.get(&place.quota_path(which)).await?;
+    Ok(quota["spec"]["hard"][HARD].clone())
+}
+
+async fn is_labelled(place: &Place) -> Result<bool, Failed> {
+    let namespace = place.get(&place.namespace_path()).await?;
+    Ok(namespace["metadata"]["labels"]["bursar.dev/budget"] == "enforced")
+}
+
+/// What the status says is of the spec as it is.
+fn is_observed(budget: &Value) -> bool {
+    budget["status"]["observedGeneration"] == budget["metadata"]["generation"]
+}
+
+fn is(budget: &Value, type_: &str) -> bool {
+    is_observed(budget) && condition(budget, type_) == "True"
+}
+
+/// Both quotas are so, in force, and all is well.
+async fn in_force(place: &Place, guaranteed: &str, limit: &str) -> Result<bool, Failed> {
+    Ok(is(&place.budget().await?, "Ready")
+        && hard(place, "guaranteed").await? == guaranteed
+        && hard(place, "limit").await? == limit
+        && is_labelled(place).await?)
+}
+
+fn requested(budget: &Value) -> &Value {
+    &budget["status"]["deviceMemory"]["requested"]["quanta"]
+}
+
+/// Twelve changes of a budget, its quotas and the pods of its namespace.
+pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outcome, Failed> {
+    case.place.pod("p", 4, false, false).await?;
+    let case_ = &mut case;
+    case_
+        .through(
+            "a budget is made",
+            async |at| at.declare("16Gi", "24Gi").await,
+            async |at| in_force(at, "16", "24").await,
+        )
+        .await?;
+    case_
+        .through(
+            "it is raised",
+            async |at| {
+                at.amend(json!({ "deviceMemory": { "guaranteed": "20Gi", "limit": "32Gi" } }))
+                    .await
+            },
+            async |at| in_force(at, "20", "32").await,
+        )
+        .await?;
+    case_
+        .through(
+            "it is lowered below what runs",
+            async |at| {
+                at.amend(json!({ "deviceMemory": { "guaranteed": "2Gi", "limit": "2Gi" } }))
+                    .await
+            },
+            async |at| {
+                let budget = at.budget().await?;
+                Ok(is(&budget, "Enforced")
+                    && is(&budget, "Exceeded")
+                    && hard(at, "limit").await? == "2")
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "it lends",
+            async |at| {
+                at.amend(json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" }, "overflow": "Borrow" }))
+                    .await
+            },
+            async |at| {
+                let quota = at.get(&at.quota_path("guaranteed")).await?;
+                Ok(quota["metadata"]["labels"]["bursar.dev/overflow"] == "Borrow"
+                    && in_force(at, "16", "24").await?)
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "a quota is changed by hand",
+            async |at| {
+                let more = json!({ "spec": { "hard": { HARD: "999" } } });
+                at.merge(&at.quota_path("limit"), more).await
+            },
+            async |at| in_force(at, "16", "24").await,
+        )
+        .await?;
+    case_
+        .through(
+            "a quota is deleted by hand",
+            async |at| at.delete(&at.quota_path("guaranteed")).await,
+            async |at| in_force(at, "16", "24").await,
+        )
+        .await?;
+    case_
+        .through(
+            "the namespace's label is taken off",
+            async |at| {
+                // Nobody but the operator may.
+                let at = at.with(operator);
+                let off = json!({ "metadata": { "labels": { "bursar.dev/budget": null } } });
+                at.merge(&at.namespace_path(), off).await
+            },
+            async |at| in_force(at, "16", "24").await,
+        )
+        .await?;
+    case_
+        .through(
+            "a pod comes",
+            async |at| Ok(at.pod("q", 3, false, false).await.map(drop)?),
+            async |at| Ok(requested(&at.budget().await?) == 7),
+        )
+        .await?;
+    case_
+        .through(
+            "a pod ends",
+            async |at| at.delete(&at.pod_path("q")).await,
+            async |at| Ok(requested(&at.budget().await?) == 4),
+        )
+        .await?;
+    case_
+        .through("a pod slips in", slip_in, async |at| {
+            Ok(at.get(&at.pod_path("late")).await?.is_null()
+                && !at.get(&at.pod_path("p")).await?.is_null()
+                && in_force(at, "16", "24").await?)
+        })
+        .await?;
+    case_
+        .through(
+            "the budget goes",
+            async |at| at.delete(&at.budget_path()).await,
+            async |at| {
+                Ok(at.get(&at.quota_path("limit")).await?.is_null()
+                    && at.get(&at.quota_path("guaranteed")).await?.is_null()
+                    && !is_labelled(at).await?)
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "it is made again, and lets a pod in",
+            async |at| at.declare("16Gi", "24Gi").await,
+            async |at| {
+                if !in_force(at, "16", "24").await? {
+                    return Ok(false);
+                }
+                match at.pod("again", 1, false, false).await {
+                    Err(kube::Error::Api(status)) if status.code == 409 => Ok(true),
+                    other => Ok(other.map(|_| true)?),
+                }
+            },
+        )
+        .await?;
+    case.end().await
+}
+
+/// A quota counts late now and then; here its count is set back by hand.
+async fn slip_in(at: &Place) -> Result<(), Failed> {
+    // A pod of the first seconds may be from before the budget.
+    sleep(Duration::from_secs(6)).await;
+    let begin = Instant::now();
+    loop {
+        let unused = json!({ "status": { "used": { HARD: "0" } } });
+        let quota = format!("{}/status", at.quota_path("limit"));
+        at.merge(&quota, unused).await?;
+        match at.pod("late", 22, true, false).await {
+            Ok(_) => return Ok(()),
+            Err(error) if begin.elapsed() > END => return Err(error.into()),
+            Err(_) => sleep(Duration::from_millis(100)).await,
+        }
+    }
+}
+
+async fn labels_are(at: &Place, free: i32, reclaimable: i32, gpu: i32) -> Result<bool, Failed> {
+    let labels = at.node_labels().await?;
+    let is = |name: &str, value: i32| {
+        let label = labels[format!("bursar.dev/largest-{name}-gib")].as_str();
+        label.and_then(|label| label.parse().ok()) == Some(value)
+    };
+    Ok(is("free", free) && is("reclaimable", reclaimable) && is("gpu", gpu))
+}
+
+/// Eight changes of a node's GPU and of what is ordered of its agent.
+pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
+    let case_ = &mut case;
+    let p = case_.place.pod("p", 4, false, true).await?;
+    let p = uid(&p);
+    case_.place.runs("p").await?;
+    case_.place.report(GPU, &[(p.clone(), 4)]).await?;
+    case_
+        .through(
+            "a budget is made",
+            async |at| at.declare("20Gi", "60Gi").await,
+            async |at| Ok(in_force(at, "20", "60").await? && labels_are(at, 28, 28, 32).await?),
+        )
+        .await?;
+    case_
+        .through(
+            "the cohort loses memory",
+            async |at| at.report(12, &[(p.clone(), 4)]).await,
+            async |at| {
+                let budget = at.budget().await?;
+                Ok(condition(&budget, "Covered") == "False" && labels_are(at, 8, 8, 12).await?)
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "it comes back",
+            async |at| at.report(GPU, &[(p.clone(), 4)]).await,
+            async |at| Ok(is(&at.budget().await?, "Covered") && labels_are(at, 28, 28, 32).await?),
+        )
+        .await?;
+    case_
+        .through(
+            "poisoned contexts are restarted in place",
+            async |at| {
+                at.amend(json!({ "contextPolicy": { "action": "InPlace" } }))
+                    .await
+            },
+            async |at| {
+                let orders = &at.gpus().await?["spec"]["contextPolicies"];
+                Ok(orders[0]["namespace"] == at.name.as_str() && orders[0]["action"] == "InPlace")
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "a pod's quota is lowered",
+            async |at| {
+                at.amend(json!({ "overrides": [{ "pod": "p", "deviceMemory": "2Gi" }] }))
+                    .await
+            },
+            async |at| {
+                let orders = &at.gpus().await?["spec"]["quotas"];
+                Ok(orders[0]["podUid"] == p.as_str() && orders[0]["quota"] == "2Gi")
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "both are taken back",
+            async |at| {
+                at.amend(json!({ "overrides": null, "contextPolicy": null }))
+                    .await
+            },
+            async |at| {
+                let spec = &at.gpus().await?["spec"];
+                let none = |list: &Value| list.as_array().is_none_or(Vec::is_empty);
+                Ok(none(&spec["quotas"]) && none(&spec["contextPolicies"]))
+            },
+        )
+        .await?;
+    owner_waits(case_, p).await?;
+    case.end().await
+}
+
+fn uid(object: &Value) -> String {
+    let uid = object["metadata"]["uid"].as_str();
+    uid.unwrap_or_default().to_owned()
+}
+
+/// A pod of 16 waits for a GPU that has 2 left and 26 of borrowers: the larger one goes, and no other.
+async fn owner_waits(case: &mut Case, p: String) -> Result<(), Failed> {
+    let mut bound = vec![(p, 4)];
+    for (name, gib) in [("large", 18), ("small", 8)] {
+        let pod = case.place.pod(name, gib, true, true).await?;
+        case.place.runs(name).await?;
+        bound.push((uid(&pod), gib));
+    }
+    let of_large = bound[1].0.clone();
+    case.through(
+        "borrowers take what is idle",
+        async |at| at.report(GPU, &bound).await,
+        async |at| labels_are(at, 2, 28, 32).await,
+    )
+    .await?;
+    let owner = case.place.pod("owner", 16, false, true).await?;
+    let owner = uid(&owner);
+    let (after, waits) = (
+        [bound[0].clone(), bound[2].clone(), (owner.clone(), 16)],
+        Some((owner.as_str(), "owner", 16)),
+    );
+    case.through(
+        "an owner waits",
+        async |at| at.report_waiter(GPU, &bound, waits).await,
+        async |at| {
+            // The agent's part: it answers reservations, and binds who has room.
+            let large = at.get(&at.pod_path("large")).await?;
+            if uid(&large) == of_large {
+                at.report_waiter(GPU, &bound, waits).await?;
+                return Ok(false);
+            }
+            at.runs("owner").await?;
+            at.report(GPU, &after).await?;
+            let reserved = at.gpus().await?["spec"]["reservations"].clone();
+            let small = at.get(&at.pod_path("small")).await?;
+            if small.is_null() {
+                return Err("who need not go went".into());
+            }
+            Ok(reserved.as_array().is_none_or(Vec::is_empty) && labels_are(at, 4, 12, 32).await?)
+        },
+    )
+    .await
+}
