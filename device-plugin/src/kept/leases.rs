@@ -203,9 +203,9 @@ impl Node {
 /// What the node's ledger is told.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Turn {
-    /// What living leases have whose owner is gone; none while the vault was not heard. What it has less than
-    /// before is left by pods that ended.
-    pub orphaned: Option<BTreeMap<GpuUuid, Bytes>>,
+    /// What living leases have whose owner is gone; none while the vault was not heard. What of before is not among
+    /// them is left by pods that ended.
+    pub orphaned: Option<BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>>,
     /// What is to be charged to the node as left by pods that ended, once each; then [`Leases::charged`].
     pub left: Vec<(LeaseId, GpuUuid, Bytes)>,
 }
@@ -496,7 +496,7 @@ impl Leases {
             }
         }
         let mut turn = Turn::default();
-        let mut orphaned = BTreeMap::<GpuUuid, Bytes>::new();
+        let mut orphaned = BTreeMap::<GpuUuid, BTreeMap<LeaseId, Bytes>>::new();
         for (id, lease) in &mut self.leases {
             let Meta {
                 title,
@@ -516,10 +516,13 @@ impl Leases {
                     // Where the vault is away the ledger is not told.
                     lease.charged = self.heard;
                     lease.orphaned = self.heard;
-                    let sum = orphaned.entry(title.gpu.clone()).or_default();
-                    sum.0 = sum.0.saturating_add(bytes.0);
+                    let of_gpu = orphaned.entry(title.gpu.clone()).or_default();
+                    of_gpu.insert(*id, *bytes);
                 }
-                (Stage::Making | Stage::Held, true) => lease.charged |= charged.contains(id),
+                (Stage::Making | Stage::Held, true) => {
+                    lease.charged |= charged.contains(id);
+                    lease.orphaned = false;
+                }
                 (Stage::Told | Stage::Charged, _) => {}
             }
         }
@@ -583,6 +586,7 @@ impl Leases {
                 (None, None) => effects.push(Effect::Drop(id)),
             }
         }
+        self.end_replaced(&mut effects);
         self.end_writers(|writer| !lives(writer.process), &mut effects);
         effects
     }
@@ -646,6 +650,23 @@ impl Leases {
                 && lease.meta.content != Content::Abandoned
         });
         found.map(|(id, lease)| (*id, lease))
+    }
+
+    /// A lease is begun where none of its title is found: others of the title were given up before, by an agent that
+    /// did not live to see them closed.
+    fn end_replaced(&mut self, effects: &mut Vec<Effect>) {
+        let found = self.leases.iter().filter(|(_, lease)| {
+            matches!(lease.stage, Stage::Making | Stage::Held)
+                && lease.meta.content != Content::Abandoned
+        });
+        let mut newest = BTreeMap::new();
+        // In the order of their numbers.
+        let replaced: Vec<LeaseId> = found
+            .filter_map(|(id, lease)| newest.insert(&lease.meta.title, *id))
+            .collect();
+        for id in replaced {
+            self.release(id, effects);
+        }
     }
 
     fn end_writers(&mut self, is_over: impl Fn(&Writer) -> bool, effects: &mut Vec<Effect>) {

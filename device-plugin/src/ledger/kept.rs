@@ -5,16 +5,32 @@ use std::collections::BTreeMap;
 
 use super::Ledger;
 use super::time::Moment;
+use crate::kept::LeaseId;
 use crate::units::{Bytes, GpuUuid, Quanta};
+
+/// Leases of each GPU, with what they have. One by one: where one ends while another loses its owner, what the first
+/// had is left all the same.
+pub(super) type Kept = BTreeMap<GpuUuid, BTreeMap<LeaseId, Bytes>>;
+
+fn sum<'a>(bytes: impl Iterator<Item = &'a Bytes>) -> Bytes {
+    bytes.fold(Bytes::ZERO, |sum, bytes| {
+        Bytes(sum.0.saturating_add(bytes.0))
+    })
+}
 
 impl Ledger {
     /// What kept leases have of each GPU that no bound container owns. Says whether that is news. What is kept no
     /// more is left by pods that ended: leases may be lost with an agent and a vault, and be mapped.
-    pub fn set_kept(&mut self, kept: BTreeMap<GpuUuid, Bytes>, now: Moment) -> bool {
+    pub fn set_kept(&mut self, kept: Kept, now: Moment) -> bool {
         let news = self.kept != kept;
         for (gpu, before) in self.kept.clone() {
-            let after = kept.get(&gpu).copied().unwrap_or_default();
-            self.leak(gpu, Bytes(before.0.saturating_sub(after.0)), now);
+            let stays = |lease| {
+                kept.get(&gpu)
+                    .is_some_and(|of_gpu| of_gpu.contains_key(lease))
+            };
+            let left = before.iter().filter(|(lease, _)| !stays(lease));
+            let left = sum(left.map(|(_, bytes)| bytes));
+            self.leak(gpu, left, now);
         }
         self.kept = kept;
         news
@@ -22,7 +38,7 @@ impl Ledger {
 
     /// What of a GPU such leases have.
     pub(super) fn kept_on(&self, gpu: &GpuUuid) -> Bytes {
-        self.kept.get(gpu).copied().unwrap_or_default()
+        sum(self.kept.get(gpu).into_iter().flat_map(BTreeMap::values))
     }
 
     /// What of a GPU is bound to nobody: what ended pods left, and what is kept without an owner.
@@ -48,10 +64,12 @@ mod tests {
             capacity: Quanta(8),
             health: Health::Healthy,
         }]);
-        let kept = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
-        assert!(ledger.set_kept(kept(Bytes::mib(2_560)), Moment(0)));
+        let kept = |lease, bytes| {
+            BTreeMap::from([(gpu.clone(), BTreeMap::from([(LeaseId(lease), bytes)]))])
+        };
+        assert!(ledger.set_kept(kept(1, Bytes::mib(2_560)), Moment(0)));
         assert!(
-            !ledger.set_kept(kept(Bytes::mib(2_560)), Moment(0)),
+            !ledger.set_kept(kept(1, Bytes::mib(2_560)), Moment(0)),
             "no news"
         );
         ledger.leak(gpu.clone(), Bytes::mib(512), Moment(0));
@@ -62,11 +80,18 @@ mod tests {
             (Quanta(5), Bytes::mib(2_560)),
             "together they take three quanta"
         );
+        ledger.set_kept(kept(2, Bytes::mib(2_560)), Moment(0));
+        let view = ledger.view(Moment(0));
+        assert_eq!(
+            (view.gpus[0].kept, view.gpus[0].left),
+            (Bytes::mib(2_560), Bytes::gib(3)),
+            "one that ends is not made up for by another"
+        );
         ledger.set_kept(BTreeMap::new(), Moment(0));
         let view = ledger.view(Moment(0));
         assert_eq!(
             (view.gpus[0].free, view.gpus[0].left),
-            (Quanta(5), Bytes::gib(3)),
+            (Quanta(2), Bytes::mib(5_632)),
             "what is kept no more is to be proven free"
         );
     }

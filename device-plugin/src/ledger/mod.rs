@@ -49,7 +49,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
+use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
 use claim::{Booking, Claim, State};
 use leaked::Leaked;
 use reserved::Reserved;
@@ -81,7 +81,7 @@ pub struct Ledger {
     /// What the operator has put aside for single pods.
     reserved: BTreeMap<GpuUuid, Reserved>,
     /// What kept leases have of GPUs that no bound container owns.
-    kept: BTreeMap<GpuUuid, Bytes>,
+    kept: kept::Kept,
     /// The next number for a claim, an arrival or a call.
     next: u64,
 }

@@ -1,6 +1,6 @@
 //! The ledger as the checkpoint keeps it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
@@ -10,7 +10,7 @@ use super::reserved::Reserved;
 use super::time::Moment;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
-use crate::units::{AllocationId, Bytes, GpuUuid, Quanta, Quantum, Resource};
+use crate::units::{AllocationId, GpuUuid, Quanta, Quantum, Resource};
 
 /// A ledger at rest. Its GPUs are part of it, so that a restarted agent accounts for a GPU that
 /// has vanished meanwhile.
@@ -27,7 +27,7 @@ pub struct Snapshot {
     #[serde(default)]
     reserved: Vec<(GpuUuid, Reserved)>,
     #[serde(default)]
-    kept: BTreeMap<GpuUuid, Bytes>,
+    kept: super::kept::Kept,
     next: u64,
 }
 

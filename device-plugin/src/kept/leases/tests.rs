@@ -181,7 +181,10 @@ fn a_lease_lives_as_long_as_one_pod_that_opened_it_and_is_the_nodes_without_its_
     assert_eq!(
         (turn.orphaned, turn.left, effects),
         (
-            Some(BTreeMap::from([(gpu(), Bytes::gib(1))])),
+            Some(BTreeMap::from([(
+                gpu(),
+                BTreeMap::from([(LeaseId(1), Bytes::gib(1))])
+            )])),
             vec![],
             vec![]
         )
@@ -237,6 +240,24 @@ fn what_others_may_have_mapped_is_discarded_only_by_name() {
         writing.discard(asker(A, 11), LeaseId(1)),
         Err(KeptRefusal::Fenced),
         "another process writes it"
+    );
+}
+
+#[test]
+fn of_two_leases_of_a_title_the_next_agent_knows_that_the_older_one_was_given_up() {
+    let older = committed().get(LeaseId(1)).cloned().unwrap();
+    let mut newer = older.clone();
+    newer.content = Content::Committed {
+        token: 9,
+        checksum: 9,
+    };
+    let held = BTreeMap::from([(LeaseId(1), Some(older)), (LeaseId(4), Some(newer))]);
+    let mut book = Leases::default();
+    book.stand(node(), &BTreeSet::new());
+    assert_eq!(book.heard(held, |_| true), [Effect::Charge(LeaseId(1), A)]);
+    assert_eq!(
+        reopen(&mut book, asker(A, 11)),
+        Ok(Opened::Read(LeaseId(4)))
     );
 }
 

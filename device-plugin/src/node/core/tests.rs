@@ -892,8 +892,8 @@ async fn what_is_kept_without_an_owner_is_bound_to_nobody_until_it_has_ended_and
         }) && stood.containers.len() == 1,
         "{stood:?}"
     );
-    let kept = |bytes| Some(BTreeMap::from([("GPU-a".parse().unwrap(), bytes)]));
-    bed.host.disk().turn.orphaned = kept(Bytes::mib(3_500));
+    let kept = BTreeMap::from([(LeaseId(7), Bytes::mib(3_500))]);
+    bed.host.disk().turn.orphaned = Some(BTreeMap::from([(gpu.clone(), kept)]));
     bed.end("first").await;
     bed.restart().await;
     // The vault is not heard yet: what the checkpoint says stands.
@@ -901,7 +901,7 @@ async fn what_is_kept_without_an_owner_is_bound_to_nobody_until_it_has_ended_and
     bed.tick(1).await;
     assert_eq!(bed.core.view(bed.now).gpus[0].free, Quanta(12));
     let mut turn = Turn {
-        orphaned: kept(Bytes::ZERO),
+        orphaned: Some(BTreeMap::new()),
         ..Turn::default()
     };
     // The ledger was told of it before.
