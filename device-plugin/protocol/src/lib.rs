@@ -34,10 +34,14 @@ pub mod worker;
 ///
 /// * 1: credit, reports
 /// * 2: the welcome has a generation; a process reports poison
-pub const VERSION: u16 = 2;
+/// * 3: who opens a lease that is made is handed its memory before the vault has it
+pub const VERSION: u16 = 3;
 
 /// The first version whose agent takes a report of poison.
 pub const POISON_SINCE: u16 = 2;
+
+/// The first version whose processes are told that a lease is [made](wire::kept::KeptAnswer::Made).
+pub const MADE_SINCE: u16 = 3;
 
 /// The folder of the agent's socket as a container sees it (design section 5).
 pub const CONTAINER_RUN_DIR: &str = "/run/bursar";

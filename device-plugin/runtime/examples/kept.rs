@@ -133,6 +133,8 @@ fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
             Opened::Writing(writing) => writing.discard()?,
             Opened::Ready(_) => return Err("the lease was there".into()),
         }
+        // The worker lets go of what it made only then.
+        std::thread::sleep(Duration::from_millis(10));
         sweep(&context, bytes)?;
     }
     Ok(())

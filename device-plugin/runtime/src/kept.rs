@@ -33,10 +33,10 @@ pub use bursar_protocol::wire::kept::{Key, LeaseName};
 pub use lease::{Kept, Writing};
 
 use crate::checksum::{Checksum, ChecksumError};
-use crate::driver::{Context, DriverError};
+use crate::driver::{Access, Context, DriverError};
 use crate::error::{CudaError, ErrorClass};
 use ask::Agent;
-use lease::Granted;
+use lease::{Granted, Mapped};
 
 /// How often a lease that another process writes, or an agent that is away, is asked for again.
 const ASK_EVERY: Duration = Duration::from_millis(20);
@@ -265,14 +265,16 @@ impl Shelf {
     }
 
     fn ask_once(&self, name: &LeaseName, key: &Key, bytes: u64) -> Result<Granted, KeptError> {
-        let uuid = self.0.context.uuid();
-        let (answer, fd) = self.0.agent.open(uuid, name, key, bytes)?;
+        let context = &self.0.context;
+        let map = |fd, bytes| Mapped::of(context, &fd, bytes, Access::ReadWrite);
+        let opened = self.0.agent.open(context.uuid(), name, key, bytes, map);
+        let (answer, fd, made) = opened?;
         match answer {
             KeptAnswer::Refused(why) => Err(KeptError::Refused {
                 name: name.as_str().to_owned(),
                 why,
             }),
-            granted => Granted::of(&self.0.context, granted, fd.ok_or(KeptError::Unexpected)?),
+            granted => Granted::of(context, granted, fd, made),
         }
     }
 
@@ -308,12 +310,7 @@ impl Shelf {
 
     fn discard(&self, lease: u64) -> Result<(), KeptError> {
         let version = bursar_protocol::VERSION;
-        match self
-            .0
-            .agent
-            .ask(KeptQuestion::Discard { version, lease })?
-            .0
-        {
+        match self.0.agent.ask(KeptQuestion::Discard { version, lease })? {
             // A lease that somebody else discarded is as gone.
             KeptAnswer::Discarded | KeptAnswer::Refused(KeptRefusal::Missing) => Ok(()),
             KeptAnswer::Refused(why) => Err(refused(lease, why)),

@@ -12,11 +12,15 @@ mod keeper;
 mod raw;
 
 use std::alloc::Layout;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::time::{Duration, Instant};
 
-use bursar_protocol::wire::kept::KeptRefusal;
+use bursar_protocol::socket::{receive_message, send_message};
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use bursar_protocol::wire::{ToAgent, ToShim};
 use bursar_runtime::driver::{Context, Driver};
 use bursar_runtime::error::{ErrorClass, ResourceError};
 use bursar_runtime::kept::{Arena, Kept, KeptError, Key, Opened, Shelf, Writing};
@@ -154,8 +158,10 @@ fn a_writer_that_is_killed_leaves_nothing_to_the_next() {
         let keeper = keeper();
         let shelf = Shelf::at(&context(), &keeper.socket());
         // What the first checksum takes stays with the context.
-        writing(&shelf, MIB).commit().unwrap().discard().unwrap();
-        let before = machine.used(0);
+        let first = writing(&shelf, 2 * MIB).commit().unwrap();
+        let before = machine.used(0) - 2 * MIB;
+        first.discard().unwrap();
+        assert_falls_to(machine, before);
         assert!(!run("is killed while it writes", &keeper).success());
         let error = shelf.find("weights", &KEY, NOW).unwrap_err();
         let why = KeptRefusal::Missing;
@@ -232,10 +238,9 @@ fn content_that_is_not_what_was_committed_is_found_and_begun_anew() {
 
 /// Commits a lease, and changes one byte of it as a process that means to can: an importer may map it to write (F6).
 fn spoilt(shelf: &Shelf, keeper: &Keeper) -> u64 {
-    use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, LeaseName};
-    use bursar_protocol::wire::{Account, ToAgent, ToShim};
+    use bursar_protocol::wire::Account;
+    use bursar_protocol::wire::kept::LeaseName;
     use bursar_runtime::driver::Access;
-    use std::os::fd::AsFd;
 
     let kept = writing(shelf, 2 * MIB).commit().unwrap();
     let stream = bursar_protocol::dial::dial_at(&keeper.socket(), PATIENCE).unwrap();
@@ -247,8 +252,8 @@ fn spoilt(shelf: &Shelf, keeper: &Keeper) -> u64 {
         key: KEY,
         bytes: 0,
     });
-    bursar_protocol::socket::send_message(&stream, &question, None).unwrap();
-    let (answer, fd) = bursar_protocol::socket::receive_message(&stream).unwrap();
+    send_message(&stream, &question, None).unwrap();
+    let (answer, fd) = receive_message(&stream).unwrap();
     let ToShim::Kept(KeptAnswer::Ready { bytes, .. }) = answer else {
         panic!("{answer:?}")
     };
@@ -275,6 +280,57 @@ fn a_lease_that_is_dropped_before_its_commit_is_discarded() {
         assert_falls_to(machine, before);
         writing(&shelf, 2 * MIB).discard().unwrap();
         assert_falls_to(machine, before);
+    });
+}
+
+/// An agent that makes a lease, and then says `answer` or dies.
+fn opens_at_an_agent_that(answer: Option<KeptAnswer>, machine: &Sim) -> KeptError {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("agent.sock");
+    let listener = UnixListener::bind(&socket).unwrap();
+    let context = context();
+    let before = machine.used(0);
+    let agent = std::thread::spawn(move || {
+        let (client, _) = listener.accept().unwrap();
+        let (question, _) = receive_message::<ToAgent>(&client).unwrap();
+        let ToAgent::Kept(KeptQuestion::Open { bytes, .. }) = question else {
+            panic!("{question:?}")
+        };
+        let memory = Driver::get().unwrap().device(0).unwrap().create(bytes);
+        let fd = memory.unwrap().export().unwrap();
+        let made = ToShim::Kept(KeptAnswer::Made { bytes });
+        send_message(&client, &made, Some(fd.as_fd())).unwrap();
+        if let Some(answer) = answer {
+            send_message(&client, &ToShim::Kept(answer), None).unwrap();
+        }
+    });
+    let opened = Shelf::at(&context, &socket).open("weights", &KEY, 4 * MIB, NOW);
+    agent.join().unwrap();
+    assert_eq!(machine.used(0), before, "it is still mapped");
+    opened.unwrap_err()
+}
+
+#[test]
+fn memory_that_nobody_said_is_kept_is_unmapped_again() {
+    inside(ONE_GPU, |machine| {
+        let dies = opens_at_an_agent_that(None, machine);
+        assert!(matches!(dies, KeptError::Agent { .. }), "{dies}");
+        assert!(dies.retryable());
+        let why = KeptRefusal::Unavailable;
+        let refuses = opens_at_an_agent_that(Some(KeptAnswer::Refused(why)), machine);
+        assert!(
+            matches!(&refuses, KeptError::Refused { why: said, .. } if *said == why),
+            "{refuses}"
+        );
+        let other = KeptAnswer::Write {
+            lease: 1,
+            generation: 1,
+            bytes: 2 * MIB,
+            token: 1,
+            expires_ms: 1,
+        };
+        let confused = opens_at_an_agent_that(Some(other), machine);
+        assert!(matches!(confused, KeptError::Unexpected), "{confused}");
     });
 }
 

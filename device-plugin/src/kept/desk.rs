@@ -41,6 +41,15 @@ impl Reply {
     }
 }
 
+/// The memory of a lease that the vault does not have yet.
+#[derive(Debug)]
+pub struct Made {
+    /// How large it is.
+    pub bytes: Bytes,
+    /// Its descriptor.
+    pub fd: OwnedFd,
+}
+
 /// What is handed in.
 #[derive(Debug)]
 pub enum Note {
@@ -50,6 +59,8 @@ pub enum Note {
         asker: Asker,
         /// What.
         question: KeptQuestion,
+        /// Where the descriptor of a lease that is made goes before the answer: then none goes with that.
+        made: Option<oneshot::Sender<Made>>,
         /// Where the answer goes.
         reply: oneshot::Sender<Reply>,
     },
@@ -77,12 +88,18 @@ impl Desk {
         (Desk(notes), received)
     }
 
-    /// The answer to a tenant's question, in bounded time.
-    pub async fn ask(&self, asker: Asker, question: KeptQuestion) -> Reply {
+    /// The answer to a tenant's question, in bounded time; where a lease is made, `made` is told first.
+    pub async fn ask(
+        &self,
+        asker: Asker,
+        question: KeptQuestion,
+        made: Option<oneshot::Sender<Made>>,
+    ) -> Reply {
         let (reply, answer) = oneshot::channel();
         let note = Note::Asked {
             asker,
             question,
+            made,
             reply,
         };
         let answer = async {

@@ -17,7 +17,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::desk::{Living, Note, Reply};
+use super::desk::{Living, Made, Note, Reply};
 use super::leases::{
     Asker, Content, Effect, LeaseId, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME,
 };
@@ -72,7 +72,8 @@ enum Done {
     /// A lease was made, or not.
     Made {
         lease: LeaseId,
-        made: Result<OwnedFd, NotMade>,
+        /// Its descriptor for who asked, if that was not handed out yet.
+        made: Result<Option<OwnedFd>, NotMade>,
         reply: oneshot::Sender<Reply>,
     },
     /// The vault has closed a lease's descriptor.
@@ -159,8 +160,9 @@ impl Serving {
             Note::Asked {
                 asker,
                 question,
+                made,
                 reply,
-            } => self.answer(asker, question, reply),
+            } => self.answer(asker, question, made, reply),
             Note::Ended(process) => self.ended(process),
             Note::Stands { node, reply } => {
                 let turn = self.stand(node);
@@ -176,7 +178,13 @@ impl Serving {
         }
     }
 
-    fn answer(&mut self, asker: Asker, question: KeptQuestion, reply: oneshot::Sender<Reply>) {
+    fn answer(
+        &mut self,
+        asker: Asker,
+        question: KeptQuestion,
+        early: Option<oneshot::Sender<Made>>,
+        reply: oneshot::Sender<Reply>,
+    ) {
         match question {
             KeptQuestion::Open {
                 version: _,
@@ -200,7 +208,7 @@ impl Serving {
                     image,
                     token: rand::random(),
                 };
-                self.open(asker, open, reply);
+                self.open(asker, open, early, reply);
             }
             KeptQuestion::Commit {
                 version: _,
@@ -240,7 +248,13 @@ impl Serving {
         }
     }
 
-    fn open(&mut self, asker: Asker, open: Open, reply: oneshot::Sender<Reply>) {
+    fn open(
+        &mut self,
+        asker: Asker,
+        open: Open,
+        early: Option<oneshot::Sender<Made>>,
+        reply: oneshot::Sender<Reply>,
+    ) {
         let gpu = open.gpu.clone();
         let (opened, effects) = self.leases.open(asker, open, clock::now());
         let told = self.carry_out(effects);
@@ -248,7 +262,7 @@ impl Serving {
             Err(why) => refuse(reply, why),
             Ok(Opened::Read(lease) | Opened::Write(lease)) => self.fetch(lease, told, reply),
             Ok(Opened::Make(meta)) => match self.may_make(&gpu) {
-                Ok(line) => self.make(*meta, line, reply),
+                Ok(line) => self.make(*meta, line, early, reply),
                 Err(why) => refuse(reply, why),
             },
         }
@@ -264,7 +278,13 @@ impl Serving {
     }
 
     /// Charges for a lease, then has it made.
-    fn make(&mut self, meta: Meta, line: Line, reply: oneshot::Sender<Reply>) {
+    fn make(
+        &mut self,
+        meta: Meta,
+        line: Line,
+        early: Option<oneshot::Sender<Made>>,
+        reply: oneshot::Sender<Reply>,
+    ) {
         let Some(lease) = self.keeper.numbers.take() else {
             return refuse(reply, KeptRefusal::Unavailable);
         };
@@ -280,7 +300,10 @@ impl Serving {
         self.watch_writers();
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
-            let made = made(&workers, &line, lease, &gpu, bytes, blob).await;
+            let made = match created(&workers, &gpu, bytes).await {
+                Ok(fd) => held(&line, lease, bytes, blob, fd, early).await,
+                Err(why) => Err(why),
+            };
             Done::Made { lease, made, reply }
         });
     }
@@ -356,7 +379,7 @@ impl Serving {
     fn made(
         &mut self,
         lease: LeaseId,
-        made: Result<OwnedFd, NotMade>,
+        made: Result<Option<OwnedFd>, NotMade>,
         reply: oneshot::Sender<Reply>,
     ) {
         match made {
@@ -364,10 +387,7 @@ impl Serving {
                 let (meta, effects) = self.leases.made(lease);
                 let answer = meta.and_then(|meta| answer(lease, meta));
                 let _ = reply.send(match answer {
-                    Some(answer) => Reply {
-                        answer,
-                        fd: Some(fd),
-                    },
+                    Some(answer) => Reply { answer, fd },
                     None => Reply::refused(KeptRefusal::Fenced),
                 });
                 info!(%lease, "kept lease made");
@@ -615,28 +635,41 @@ impl Told {
     }
 }
 
-/// Has a lease's memory made, and held.
-async fn made(
-    workers: &Workers,
-    line: &Line,
-    lease: LeaseId,
-    gpu: &GpuUuid,
-    bytes: Bytes,
-    blob: Blob,
-) -> Result<OwnedFd, NotMade> {
-    let fd = match workers.create(gpu, bytes).await {
-        Ok(fd) => fd,
+/// Has a lease's memory made.
+async fn created(workers: &Workers, gpu: &GpuUuid, bytes: Bytes) -> Result<OwnedFd, NotMade> {
+    match workers.create(gpu, bytes).await {
+        Ok(fd) => Ok(fd),
         Err(WorkerError::Driver { code, .. }) => {
-            return Err(NotMade::Nothing(KeptRefusal::Driver { code }));
+            Err(NotMade::Nothing(KeptRefusal::Driver { code }))
         }
         Err(error @ WorkerError::Dead(_)) => {
             warn!(%gpu, %error, "kept lease not made");
-            return Err(NotMade::Nothing(KeptRefusal::Unavailable));
+            Err(NotMade::Nothing(KeptRefusal::Unavailable))
         }
-        Err(WorkerError::Stuck) => return Err(NotMade::Unsure),
-    };
+        Err(WorkerError::Stuck) => Err(NotMade::Unsure),
+    }
+}
+
+/// Has a lease's memory held. Whoever takes it `early` maps it meanwhile; it is charged for, and stays so until it is
+/// proven free, whatever becomes of the vault or of this agent. The descriptor for who asked, if it was not taken.
+async fn held(
+    line: &Line,
+    lease: LeaseId,
+    bytes: Bytes,
+    blob: Blob,
+    fd: OwnedFd,
+    early: Option<oneshot::Sender<Made>>,
+) -> Result<Option<OwnedFd>, NotMade> {
     let Ok(tenants) = fd.try_clone() else {
         return Err(NotMade::Unsure);
+    };
+    let tenants = match early {
+        // Who asked may have gone.
+        Some(early) => early
+            .send(Made { bytes, fd: tenants })
+            .err()
+            .map(|made| made.fd),
+        None => Some(tenants),
     };
     match line.put(lease, blob, fd).await {
         Ok(()) => Ok(tenants),

@@ -6,20 +6,21 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use bursar_protocol::MADE_SINCE;
 use bursar_protocol::socket::send_with_fd;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use jiff::Timestamp;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 
 use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
 use super::{DriverCharges, Membership, Process, lock};
-use crate::kept::desk::{Asker, Desk, Reply};
+use crate::kept::desk::{Asker, Desk, Made, Reply};
 use crate::units::Bytes;
 
 /// How long a peer may take to say hello.
@@ -227,7 +228,10 @@ impl Conversation {
                     allocation,
                     process,
                 };
-                let Reply { answer, fd } = desk.ask(asker, question).await;
+                let (early, made) = oneshot::channel();
+                let early = (question.version() >= MADE_SINCE).then_some(early);
+                let ((), Reply { answer, fd }) =
+                    tokio::join!(hand_over(stream, made), desk.ask(asker, question, early));
                 (ToShim::Kept(answer), fd)
             }
             (Ok(_), None) => {
@@ -359,6 +363,15 @@ async fn read(stream: &mut UnixStream) -> Result<ToAgent, Hangup> {
     let mut payload = vec![0; wire::payload_length(header)?];
     stream.read_exact(&mut payload).await?;
     Ok(ToAgent::parse(&payload)?)
+}
+
+/// Sends the memory of a lease that the vault does not have yet, where one is made.
+async fn hand_over(stream: &mut UnixStream, made: oneshot::Receiver<Made>) {
+    if let Ok(Made { bytes, fd }) = made.await {
+        let made = ToShim::Kept(KeptAnswer::Made { bytes: bytes.0 });
+        // Who does not take it gets the answer, and no lease.
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, send_with(stream, &made, fd)).await;
+    }
 }
 
 async fn send_with(stream: &mut UnixStream, message: &ToShim, fd: OwnedFd) -> io::Result<()> {

@@ -183,6 +183,18 @@ impl Inside {
                 drop(kept);
                 holder.id().to_string()
             }
+            // The same, of which no table of descriptors tells.
+            "ring" => {
+                let kept = rustix::io::dup(&self.leases[&number(1)]).unwrap();
+                let mut holder = Command::new(words[2]);
+                holder.stdin(Stdio::from(kept)).stdout(Stdio::piped());
+                #[expect(clippy::zombie_processes, reason = "as above")]
+                let mut holder = holder.spawn().unwrap();
+                let mut said = String::new();
+                let mut output = BufReader::new(holder.stdout.take().unwrap());
+                output.read_line(&mut said).unwrap();
+                format!("{} {}", said.trim_end(), holder.id())
+            }
             other => panic!("{other}"),
         }
     }
@@ -221,7 +233,13 @@ impl Inside {
             let stream = UnixStream::connect(&self.socket)?;
             stream.set_read_timeout(Some(Duration::from_secs(30)))?;
             send_message(&stream, &ToAgent::Kept(question), None)?;
-            receive_message::<ToShim>(&stream)
+            // What is made comes before the answer.
+            match receive_message::<ToShim>(&stream)? {
+                (ToShim::Kept(KeptAnswer::Made { .. }), made) => {
+                    Ok((receive_message::<ToShim>(&stream)?.0, made))
+                }
+                answered => Ok(answered),
+            }
         };
         match told() {
             Ok((ToShim::Kept(answer), fd)) => Ok((answer, fd)),

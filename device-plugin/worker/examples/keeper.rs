@@ -14,6 +14,7 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
+use bursar_protocol::MADE_SINCE;
 use bursar_protocol::dial::dial_at;
 use bursar_protocol::socket::{receive_message, send_message};
 use bursar_protocol::vault::{self, Blob, FromVault, ToVault};
@@ -101,17 +102,20 @@ impl Keeper {
     fn answer(
         &mut self,
         question: KeptQuestion,
-        pid: i32,
+        client: &UnixStream,
     ) -> io::Result<(ToShim, Option<OwnedFd>)> {
         let answered = match question {
             KeptQuestion::Open {
+                version,
                 account: Account::Device(gpu),
                 name,
                 key,
                 bytes,
                 ..
             } if self.workers.contains_key(&gpu) => {
-                return self.open(Title { gpu, name, key }, bytes, pid);
+                let early = (version >= MADE_SINCE).then_some(client);
+                let pid = socket_peercred(client)?.pid.as_raw_nonzero().get();
+                return self.open(Title { gpu, name, key }, bytes, pid, early);
             }
             KeptQuestion::Open { .. } => {
                 let reason = Reason::Account;
@@ -151,6 +155,7 @@ impl Keeper {
         title: Title,
         bytes: u64,
         pid: i32,
+        early: Option<&UnixStream>,
     ) -> io::Result<(ToShim, Option<OwnedFd>)> {
         if let Some(held) = self.leases.get(&title) {
             match held.state {
@@ -185,6 +190,11 @@ impl Keeper {
             Ok(made) => made,
             Err(why) => return Ok((refused(why), None)),
         };
+        if let Some(client) = early {
+            let made = ToShim::Kept(KeptAnswer::Made { bytes });
+            // One that hung up is found to have ended by the next open.
+            let _ = send_message(client, &made, Some(fd.as_fd()));
+        }
         self.made += 1;
         let (lease, token) = (self.made, self.made.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let blob = Blob::default();
@@ -203,7 +213,7 @@ impl Keeper {
             token,
             expires_ms: EXPIRES_MS,
         };
-        Ok((ToShim::Kept(write), Some(fd)))
+        Ok((ToShim::Kept(write), early.is_none().then_some(fd)))
     }
 }
 
@@ -261,8 +271,7 @@ fn main() -> anyhow::Result<()> {
         let Ok((ToAgent::Kept(question), _)) = receive_message(&client) else {
             continue;
         };
-        let pid = socket_peercred(&client)?.pid.as_raw_nonzero().get();
-        let (answer, fd) = keeper.answer(question, pid)?;
+        let (answer, fd) = keeper.answer(question, &client)?;
         // A client that hung up has no use for it.
         let _ = send_message(&client, &answer, fd.as_ref().map(AsFd::as_fd));
     }

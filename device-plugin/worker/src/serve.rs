@@ -9,9 +9,17 @@ use bursar_protocol::socket::{receive_message, send_message};
 use bursar_protocol::worker::{FromWorker, ToWorker};
 use bursar_runtime::driver::{Device, Driver, DriverError, GpuUuid, Handle};
 use bursar_runtime::error::CudaError;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 /// How quickly the driver scrubs freed memory, in bytes a second (design F6).
 const SCRUBBED_PER_SECOND: u64 = 350_000_000_000;
+
+/// How long what was made is kept here too, unless something else is to be done: to give it up takes the driver's locks,
+/// which the process that it was made for needs to map it.
+const MAPPED_WITHIN: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 10_000_000,
+};
 
 /// What a failure without a `CUresult` says for one.
 const NO_DRIVER: i32 = -1;
@@ -29,17 +37,30 @@ pub(crate) fn serve(agent: &UnixStream, gpu: GpuUuid) -> io::Result<()> {
         Err(error) => return send_message(agent, &failed(&error), None),
     };
     send_message(agent, &worker.ready(), None)?;
+    let mut made: Option<Made> = None;
     loop {
+        if let Some(made) = made.take() {
+            wait(agent, &MAPPED_WITHIN)?;
+            drop(made);
+        }
         let message = match receive_message(agent) {
             Err(end) if end.kind() == io::ErrorKind::UnexpectedEof => return Ok(()),
             received => received?.0,
         };
-        let (answer, made) = worker
+        let (answer, created) = worker
             .answer(message)
             .unwrap_or_else(|error| (failed(&DriverError::Cuda(error)), None));
-        send_message(agent, &answer, made.as_ref().map(|(fd, _)| fd.as_fd()))?;
-        // What was made is given up only now: that takes the driver time, for which nobody has to wait.
-        drop(made);
+        send_message(agent, &answer, created.as_ref().map(|(fd, _)| fd.as_fd()))?;
+        made = created;
+    }
+}
+
+/// Waits until there is something to read, or for so long.
+fn wait(agent: &UnixStream, patience: &Timespec) -> io::Result<()> {
+    let mut fds = [PollFd::new(agent, PollFlags::IN)];
+    match poll(&mut fds, Some(patience)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(error) => Err(error.into()),
     }
 }
 

@@ -1,13 +1,15 @@
 //! What a process and the agent say to each other about kept memory.
 //!
-//! Each question is a connection of its own on the allocation's socket: one message, one answer.
+//! Each question is a connection of its own on the allocation's socket: one message, one answer. Where a lease is made, its
+//! descriptor comes before the answer: it can be mapped while the node still makes sure that it will be kept.
 //!
 //! ```text
 //! client                                      agent
 //!   Open {version, image, account,        ->        (bytes 0: only if it is there)
 //!         name, key, bytes}
 //!                                         <-  Ready {lease, generation, bytes, checksum} + the lease's fd
-//!                                             or Write {lease, generation, bytes, token, expires} + its fd
+//!                                             or Made {bytes} + its fd (since version 3), and then
+//!                                             Write {lease, generation, bytes, token, expires}, with its fd if it was not Made
 //!                                             or Refused {why}
 //!   Commit {version, lease, token,        ->        (everything is written, nobody maps it to write)
 //!           checksum}
@@ -112,7 +114,13 @@ pub enum KeptAnswer {
         /// What it was committed with.
         checksum: u64,
     },
-    /// The lease is new, zeroed, and this process's to write. Its descriptor comes with it.
+    /// The lease's memory, whose descriptor comes with it: to be mapped, and used only once the answer has come too.
+    Made {
+        /// How large it is.
+        bytes: u64,
+    },
+    /// The lease is new, zeroed, and this process's to write. Its descriptor came with [`Made`](Self::Made), or comes
+    /// with this.
     Write {
         /// Names the lease; never another one on this node.
         lease: u64,
@@ -255,6 +263,10 @@ pub(super) fn put_answer(out: &mut Vec<u8>, answer: &KeptAnswer) {
             out.push(5);
             put_refusal(out, why);
         }
+        KeptAnswer::Made { bytes } => {
+            out.push(6);
+            put_numbers(out, &[bytes]);
+        }
     }
 }
 
@@ -276,6 +288,9 @@ pub(super) fn answer(fields: &mut Fields<'_>) -> Result<KeptAnswer, WireError> {
         3 => KeptAnswer::Committed,
         4 => KeptAnswer::Discarded,
         5 => KeptAnswer::Refused(refusal(fields)?),
+        6 => KeptAnswer::Made {
+            bytes: fields.u64()?,
+        },
         _ => return Err(WireError::BadValue("answer about kept memory")),
     })
 }
@@ -396,6 +411,7 @@ pub(super) mod tests {
             ),
             Just(KeptAnswer::Committed),
             Just(KeptAnswer::Discarded),
+            any::<u64>().prop_map(|bytes| KeptAnswer::Made { bytes }),
             refusal.prop_map(KeptAnswer::Refused),
         ]
     }

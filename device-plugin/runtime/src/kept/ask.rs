@@ -2,6 +2,7 @@
 
 use std::hash::{BuildHasher, RandomState};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -36,24 +37,34 @@ impl Agent {
         }
     }
 
-    /// Asks for a lease of a GPU. The driver does not say whether a UUID is a MIG instance's, and the agent has an account
-    /// of one of both names.
-    pub(super) fn open(
+    /// Asks for a lease of a GPU. What is made is handed to `map` while the agent still makes sure that it will be
+    /// kept: what that comes to is to be used only with an answer. The driver does not say whether a UUID is a MIG
+    /// instance's, and the agent has an account of one of both names.
+    pub(super) fn open<M>(
         &self,
         gpu: GpuUuid,
         name: &LeaseName,
         key: &Key,
         bytes: u64,
-    ) -> Result<(KeptAnswer, Option<OwnedFd>), KeptError> {
+        map: impl Fn(OwnedFd, u64) -> Result<M, KeptError>,
+    ) -> Result<(KeptAnswer, Option<OwnedFd>, Option<M>), KeptError> {
         let named = |uuid: String| {
-            self.ask(KeptQuestion::Open {
+            let stream = self.say(KeptQuestion::Open {
                 version: VERSION,
                 image: image(),
                 account: Account::Device(uuid),
                 name: name.clone(),
                 key: *key,
                 bytes,
-            })
+            })?;
+            match self.hear(&stream)? {
+                (KeptAnswer::Made { bytes }, Some(fd)) => {
+                    let mapped = map(fd, bytes)?;
+                    let (answer, fd) = self.hear(&stream)?;
+                    Ok((answer, fd, Some(mapped)))
+                }
+                (answer, fd) => Ok((answer, fd, None)),
+            }
         };
         match named(gpu.to_string()) {
             Err(KeptError::Goodbye(Reason::Account)) => {
@@ -63,20 +74,31 @@ impl Agent {
         }
     }
 
-    pub(super) fn ask(
-        &self,
-        question: KeptQuestion,
-    ) -> Result<(KeptAnswer, Option<OwnedFd>), KeptError> {
-        let failed = |source| KeptError::Agent {
-            path: self.socket.display().to_string(),
-            source,
-        };
+    /// Asks what is answered in one message without a descriptor.
+    pub(super) fn ask(&self, question: KeptQuestion) -> Result<KeptAnswer, KeptError> {
+        let stream = self.say(question)?;
+        Ok(self.hear(&stream)?.0)
+    }
+
+    fn say(&self, question: KeptQuestion) -> Result<UnixStream, KeptError> {
+        let failed = |source| self.failed(source);
         let stream = dial_at(&self.socket, PATIENCE).map_err(failed)?;
         send_message(&stream, &ToAgent::Kept(question), None).map_err(failed)?;
-        match receive_message(&stream).map_err(failed)? {
+        Ok(stream)
+    }
+
+    fn hear(&self, stream: &UnixStream) -> Result<(KeptAnswer, Option<OwnedFd>), KeptError> {
+        match receive_message(stream).map_err(|source| self.failed(source))? {
             (ToShim::Kept(answer), fd) => Ok((answer, fd)),
             (ToShim::Goodbye { reason }, _) => Err(KeptError::Goodbye(reason)),
             _ => Err(KeptError::Unexpected),
+        }
+    }
+
+    fn failed(&self, source: std::io::Error) -> KeptError {
+        KeptError::Agent {
+            path: self.socket.display().to_string(),
+            source,
         }
     }
 }

@@ -7,14 +7,22 @@ use bursar_protocol::VERSION;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion};
 
 use super::{KeptError, Shelf, refused};
-use crate::driver::{Access, Context, Mapping};
+use crate::driver::{Access, Context, Handle, Mapping};
 
 /// A lease's memory, mapped. The mapping keeps it, whatever becomes of the lease.
 #[derive(Debug)]
 pub(super) struct Memory {
     pub(super) lease: u64,
     generation: u64,
+    mapped: Mapped,
+}
+
+/// A descriptor's memory, mapped: that alone keeps it. The handle is given up with the mapping, for to do so takes
+/// time, and nobody is to wait for a lease longer than they must.
+#[derive(Debug)]
+pub(super) struct Mapped {
     mapping: Mapping,
+    _handle: Handle,
 }
 
 /// What the agent gave.
@@ -25,11 +33,20 @@ pub(super) enum Granted {
 }
 
 impl Granted {
+    /// What an answer gives: its descriptor is in it, or was `made` before.
     pub(super) fn of(
         context: &Context,
         answer: KeptAnswer,
-        fd: OwnedFd,
+        fd: Option<OwnedFd>,
+        made: Option<Mapped>,
     ) -> Result<Granted, KeptError> {
+        let mapped = |bytes, access| match (made, fd) {
+            (Some(made), _) if access == Access::ReadWrite && made.mapping.bytes() == bytes => {
+                Ok(made)
+            }
+            (None, Some(fd)) => Mapped::of(context, &fd, bytes, access),
+            _ => Err(KeptError::Unexpected),
+        };
         match answer {
             KeptAnswer::Ready {
                 lease,
@@ -37,11 +54,10 @@ impl Granted {
                 bytes,
                 checksum,
             } => {
-                let mapping = map(context, &fd, bytes, Access::Read)?;
                 let memory = Memory {
                     lease,
                     generation,
-                    mapping,
+                    mapped: mapped(bytes, Access::Read)?,
                 };
                 Ok(Granted::Ready { memory, checksum })
             }
@@ -52,11 +68,10 @@ impl Granted {
                 token,
                 expires_ms: _,
             } => {
-                let mapping = map(context, &fd, bytes, Access::ReadWrite)?;
                 let memory = Memory {
                     lease,
                     generation,
-                    mapping,
+                    mapped: mapped(bytes, Access::ReadWrite)?,
                 };
                 Ok(Granted::Writing { memory, token })
             }
@@ -65,21 +80,30 @@ impl Granted {
     }
 }
 
-/// Maps a descriptor's memory. The mapping alone keeps it then: neither the handle nor the descriptor is needed.
-fn map(context: &Context, fd: &OwnedFd, bytes: u64, access: Access) -> Result<Mapping, KeptError> {
-    let driver = context.driver();
-    let handle = driver.import(fd.as_fd(), bytes)?;
-    let addresses = Arc::new(driver.reserve(bytes)?);
-    Ok(addresses.map(0, &handle, access, context)?)
+impl Mapped {
+    pub(super) fn of(
+        context: &Context,
+        fd: &OwnedFd,
+        bytes: u64,
+        access: Access,
+    ) -> Result<Mapped, KeptError> {
+        let driver = context.driver();
+        let handle = driver.import(fd.as_fd(), bytes)?;
+        let addresses = Arc::new(driver.reserve(bytes)?);
+        Ok(Mapped {
+            mapping: addresses.map(0, &handle, access, context)?,
+            _handle: handle,
+        })
+    }
 }
 
 impl Memory {
     pub(super) fn address(&self) -> u64 {
-        self.mapping.address()
+        self.mapped.mapping.address()
     }
 
     pub(super) fn bytes(&self) -> u64 {
-        self.mapping.bytes()
+        self.mapped.mapping.bytes()
     }
 }
 
@@ -228,6 +252,7 @@ impl Writing {
         let memory = self.memory.as_ref().ok_or(KeptError::Unexpected)?;
         self.shelf.context().synchronize()?;
         memory
+            .mapped
             .mapping
             .set_access(Access::Read, self.shelf.context())?;
         let question = KeptQuestion::Commit {
@@ -236,7 +261,7 @@ impl Writing {
             token: self.token,
             checksum: self.shelf.checksum_of(memory)?,
         };
-        match self.shelf.0.agent.ask(question)?.0 {
+        match self.shelf.0.agent.ask(question)? {
             KeptAnswer::Committed => {}
             KeptAnswer::Refused(why) => return Err(refused(self.lease, why)),
             _ => return Err(KeptError::Unexpected),
