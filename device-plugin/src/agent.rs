@@ -142,6 +142,7 @@ pub async fn run(
     let (status, kept) = watch::channel(KeptStatus::default());
     // Before anything is recovered: what ended meanwhile may have kept leases.
     let keeper = keeper(&config, notes, sessions.clone(), living, status)?;
+    let stuck = keeper.workers.stuck();
     parts.start("kept memory", keeper.run(stop.clone()));
     let core = recovered(
         &config,
@@ -163,6 +164,7 @@ pub async fn run(
         config.bind_wait,
         Followed {
             inventory,
+            stuck,
             orders: told.clone(),
         },
         generations,

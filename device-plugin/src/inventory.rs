@@ -18,8 +18,10 @@ pub mod pci;
 pub mod roster;
 pub mod xid;
 
+use std::collections::BTreeSet;
+
 use crate::units::{Bytes, GpuUuid};
-use health::{Health, Memory};
+use health::{Health, Memory, Sickness};
 use pci::PciAddress;
 
 /// A GPU, or a MIG instance, which is a GPU to its programs.
@@ -101,5 +103,20 @@ impl Inventory {
         let there = self.gpus().iter().map(|state| &state.gpu);
         let there = there.filter(|gpu| gpu.pci == Some(address));
         there.map(|gpu| gpu.uuid.clone()).collect()
+    }
+
+    /// The same, where a worker of these GPUs hangs in the driver: what a GPU does to one process it may do to the next,
+    /// however well it answers NVML.
+    #[must_use]
+    pub fn with_stuck(mut self, stuck: &BTreeSet<GpuUuid>) -> Self {
+        if let Self::Gpus { gpus, .. } = &mut self {
+            let hang = |state: &&mut GpuState| {
+                state.health.is_healthy() && stuck.contains(&state.gpu.uuid)
+            };
+            for state in gpus.iter_mut().filter(hang) {
+                state.health = Health::Unhealthy(Sickness::WorkerStuck);
+            }
+        }
+        self
     }
 }

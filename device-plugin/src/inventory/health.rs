@@ -29,6 +29,8 @@ pub enum Sickness {
     Lost,
     /// NVML finds it and cannot read it.
     NoAnswer,
+    /// The process that makes its kept memory hangs in the driver, and cannot be killed.
+    WorkerStuck,
 }
 
 impl Sickness {
@@ -38,6 +40,7 @@ impl Sickness {
             Self::Xid(_) => "Xid",
             Self::Lost => "GpuLost",
             Self::NoAnswer => "NoAnswer",
+            Self::WorkerStuck => "WorkerStuck",
         }
     }
 }
@@ -48,6 +51,7 @@ impl std::fmt::Display for Sickness {
             Self::Xid(code) => write!(f, "XID {code}"),
             Self::Lost => f.write_str("the GPU is lost"),
             Self::NoAnswer => f.write_str("the GPU does not answer"),
+            Self::WorkerStuck => f.write_str("a worker hangs in the driver"),
         }
     }
 }

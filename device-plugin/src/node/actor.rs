@@ -80,8 +80,17 @@ pub struct Snapshot {
 pub struct Followed {
     /// The GPUs.
     pub inventory: watch::Receiver<Inventory>,
+    /// Those whose worker hangs in the driver.
+    pub stuck: watch::Receiver<BTreeSet<GpuUuid>>,
     /// What is ordered in the node's `GpuNode`; none before the API server told.
     pub orders: watch::Receiver<Option<Orders>>,
+}
+
+impl Followed {
+    fn inventory(&self) -> Inventory {
+        let inventory = self.inventory.borrow().clone();
+        inventory.with_stuck(&self.stuck.borrow())
+    }
 }
 
 /// Asks the node; what the kubelet's plugins allocate from.
@@ -187,8 +196,7 @@ pub struct Actor {
     commands: mpsc::Receiver<Command>,
     collected: mpsc::WeakSender<Command>,
     identities: Arc<Identities>,
-    inventory: watch::Receiver<Inventory>,
-    orders: watch::Receiver<Option<Orders>>,
+    followed: Followed,
     device: watch::Sender<Devices>,
     managed: watch::Sender<Devices>,
     snapshot: watch::Sender<Snapshot>,
@@ -204,7 +212,7 @@ pub fn actor(
     config: ResourcesConfig,
     identities: Identities,
     bind_wait: Duration,
-    Followed { inventory, orders }: Followed,
+    followed: Followed,
     generations: Generations,
     voice: Voice,
 ) -> (
@@ -237,8 +245,7 @@ pub fn actor(
         collected: commands.downgrade(),
         commands: received,
         identities: identities.clone(),
-        inventory,
-        orders,
+        followed,
         device,
         managed,
         snapshot,
@@ -278,13 +285,15 @@ impl Actor {
                     Some(command) => self.take(command).await,
                     None => return,
                 },
-                changed = self.inventory.changed() => match changed {
+                changed = self.followed.inventory.changed() => match changed {
                     Ok(()) => self.take_inventory().await,
                     // The NVML thread ends with the agent only.
                     Err(_) => return,
                 },
+                // It ends with the agent too.
+                Ok(()) = self.followed.stuck.changed() => self.take_inventory().await,
                 // Without the API server nothing is ordered, and what was stands.
-                Ok(()) = self.orders.changed() => self.take_orders().await,
+                Ok(()) = self.followed.orders.changed() => self.take_orders().await,
                 _ = tick.tick() => {
                     self.core.tick(clock::now()).await;
                     self.publish();
@@ -294,7 +303,7 @@ impl Actor {
                     let trouble = self.core.host_mut().cdi_trouble();
                     self.core.note_cdi(trouble);
                     // For what could not be read or written before.
-                    self.generations.see(self.inventory.borrow().gpus());
+                    self.generations.see(self.followed.inventory.borrow().gpus());
                     self.core.note_generations(self.generations.all());
                     self.look_at_the_kubelet();
                 }
@@ -326,7 +335,8 @@ impl Actor {
     }
 
     async fn take_inventory(&mut self) {
-        let inventory = self.inventory.borrow_and_update().clone();
+        self.followed.inventory.mark_unchanged();
+        let inventory = self.followed.inventory();
         if inventory == Inventory::Starting {
             return;
         }
@@ -341,7 +351,8 @@ impl Actor {
     }
 
     async fn take_orders(&mut self) {
-        let Some(Orders { reservations, .. }) = self.orders.borrow_and_update().clone() else {
+        let Some(Orders { reservations, .. }) = self.followed.orders.borrow_and_update().clone()
+        else {
             return;
         };
         self.core.reserve(&reservations, clock::now()).await;
@@ -371,7 +382,7 @@ impl Actor {
 
     fn publish(&mut self) {
         let snapshot = Snapshot {
-            inventory: self.inventory.borrow().clone(),
+            inventory: self.followed.inventory(),
             view: self.core.view(clock::now()),
             waits: self.core.waits(),
             counts: counts(&self.core),

@@ -142,7 +142,9 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
                 State::Draining
             }
             Health::Healthy if held_for.is_some() => State::Reserved,
-            Health::Healthy | Health::Unhealthy(Sickness::Xid(_)) => State::Active,
+            Health::Healthy | Health::Unhealthy(Sickness::Xid(_) | Sickness::WorkerStuck) => {
+                State::Active
+            }
         },
         generation,
         health: match state.health {

@@ -192,6 +192,7 @@ fn a_sick_gpu_offers_nothing_and_says_why() {
     for (sickness, state, reason) in [
         (Sickness::Lost, State::Lost, "GpuLost"),
         (Sickness::Xid(79), State::Active, "Xid79"),
+        (Sickness::WorkerStuck, State::Active, "WorkerStuck"),
     ] {
         let snapshot = Snapshot {
             inventory: inventory(Health::Unhealthy(sickness)),
