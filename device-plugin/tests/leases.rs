@@ -12,13 +12,21 @@ mod common;
 #[path = "agent/machine.rs"]
 mod machine;
 
+#[allow(dead_code, reason = "the audit's tests use the rest of it")]
+#[path = "audit/container.rs"]
+mod container;
+
 #[path = "leases/bed.rs"]
 mod bed;
 #[path = "leases/ends.rs"]
 mod ends;
 #[path = "leases/lives.rs"]
 mod lives;
+#[path = "leases/real.rs"]
+mod real;
 #[path = "leases/storm.rs"]
 mod storm;
+#[path = "leases/stuck.rs"]
+mod stuck;
 #[path = "leases/tenant.rs"]
 mod tenant;

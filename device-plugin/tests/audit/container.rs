@@ -98,6 +98,17 @@ fn which(program: &str) -> PathBuf {
 /// needs of the simulated driver. `audit` are lines of `[audit]`.
 pub(crate) async fn machine(audit: &str) -> Machine {
     let mut machine = Machine::new().await;
+    configure(&machine, audit);
+    machine.start_agent();
+    machine
+        .kubelet
+        .until_allocatable(crate::machine::GPU, 32)
+        .await;
+    machine
+}
+
+/// The same for an agent that has not started.
+pub(crate) fn configure(machine: &Machine, audit: &str) {
     fs::copy(shim(), machine.path("shim/libcuda.so.1")).unwrap();
     fs::create_dir_all(machine.path("proc")).unwrap();
     symlink("/proc/self", machine.path("proc/self")).unwrap();
@@ -112,18 +123,26 @@ pub(crate) async fn machine(audit: &str) -> Machine {
         "[audit]\n{audit}\n[[driver.extra-mounts]]\nhost-path = \"{lab}\"\nread-only = false\n"
     );
     fs::write(machine.path("agent.toml"), config + &more).unwrap();
-    machine.start_agent();
-    machine
-        .kubelet
-        .until_allocatable(crate::machine::GPU, 32)
-        .await;
-    machine
 }
 
 impl Container {
     /// Runs `pod`, which is admitted, and starts a program in its container; a second time, a second one in a
     /// container of the same device.
     pub(crate) async fn start(machine: &Machine, pod: &Pod, start: Start<'_>) -> Container {
+        let mut container = Self::run(machine, pod, start, tenant(), "").await;
+        assert_eq!(container.read(), "ready");
+        machine.adopt(pod, container.pid());
+        container
+    }
+
+    /// The same with another program, which no cgroup is of yet.
+    pub(crate) async fn run(
+        machine: &Machine,
+        pod: &Pod,
+        start: Start<'_>,
+        program: &Path,
+        arguments: &str,
+    ) -> Container {
         let devices = machine.start(pod).await.unwrap();
         let allocation = devices[0].strip_prefix("bursar.dev/gpu=").unwrap();
         let file = machine.path(&format!("cdi/bursar.dev-gpu-{allocation}.json"));
@@ -134,14 +153,15 @@ impl Container {
             let path = which(program);
             copy_whole(&path, &root);
         }
-        copy_whole(tenant(), &root);
+        copy_whole(program, &root);
         // As every image with glibc has; the simulated driver, unlike a real one, needs more than that.
         copy_libraries(shim(), &root);
         copy_libraries(&machine.lab.library("libcuda.so.1"), &root);
         for folder in ["dev", "proc", "old"] {
             fs::create_dir_all(root.join(folder)).unwrap();
         }
-        let script = script(edits, &start);
+        let run = format!("{} {} {arguments}", start.with, program.display());
+        let script = script(edits, start.more, &run);
         let mut command = Command::new("unshare");
         command
             .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
@@ -156,21 +176,19 @@ impl Container {
         let mut child = command.spawn().unwrap();
         let input = child.stdin.take().unwrap();
         let output = BufReader::new(child.stdout.take().unwrap());
-        let mut container = Container {
+        Container {
             child,
             input,
             output,
-        };
-        assert_eq!(container.read(), "ready");
-        machine.adopt(pod, container.pid());
-        container
+        }
     }
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    fn read(&mut self) -> String {
+    /// The next line that it prints.
+    pub(crate) fn read(&mut self) -> String {
         let mut line = String::new();
         self.output.read_line(&mut line).unwrap();
         line.trim_end().to_owned()
@@ -201,7 +219,7 @@ impl Drop for Container {
 }
 
 /// What a runtime does: the root, the device's nodes and mounts in it, then the program in that root alone.
-fn script(edits: &Value, start: &Start<'_>) -> String {
+fn script(edits: &Value, more: &str, run: &str) -> String {
     let mut lines = vec![
         "set -e".to_owned(),
         "mount --bind $ROOT $ROOT; mount -t tmpfs none $ROOT/dev; mount --rbind /proc $ROOT/proc"
@@ -222,11 +240,9 @@ fn script(edits: &Value, start: &Start<'_>) -> String {
         };
         lines.push(format!("{make}; mount --bind {from} $ROOT{to}"));
     }
-    lines.push(start.more.to_owned());
-    let tenant = tenant().display();
+    lines.push(more.to_owned());
     lines.push(format!(
-        "cd $ROOT; pivot_root . old; cd /; umount -l /old; exec {} {tenant}",
-        start.with
+        "cd $ROOT; pivot_root . old; cd /; umount -l /old; exec {run}"
     ));
     lines.join("\n")
 }

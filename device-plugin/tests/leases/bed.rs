@@ -1,13 +1,17 @@
 //! A machine with a vault.
 
+use std::collections::BTreeSet;
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
+use tempfile::TempDir;
+
 use crate::common::kubelet::Pod;
+use crate::container;
 use crate::machine::{GPU, Machine, TWO_GPUS};
 use crate::tenant::{Opened, Tenant};
 
@@ -25,18 +29,35 @@ pub(crate) struct Bed {
 }
 
 /// Where cargo puts programs of other packages, built once.
-fn programs() -> &'static Path {
+pub(crate) fn programs() -> &'static Path {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
     FOLDER.get_or_init(|| {
         let build = Command::new(env!("CARGO"))
             .args(["build", "--quiet"])
             .args(["--package", "bursar-vault", "--package", "bursar-worker"])
+            .args(["--package", "bursar-runtime", "--bins", "--example", "kept"])
             .status();
         assert!(build.unwrap().success());
         // target/<profile>/deps/<this test>
         let test = std::env::current_exe().unwrap();
         test.ancestors().nth(2).unwrap().to_owned()
     })
+}
+
+/// A program of one of the C files beside this one.
+pub(crate) fn compiled(source: &str) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    let program = folder.path().join("program");
+    let compile = Command::new("cc")
+        .args(["-Wall", "-Werror", "-o"])
+        .arg(&program)
+        .arg(format!(
+            "{}/tests/leases/{source}",
+            env!("CARGO_MANIFEST_DIR")
+        ))
+        .status();
+    assert!(compile.unwrap().success());
+    (folder, program)
 }
 
 impl Bed {
@@ -50,15 +71,11 @@ impl Bed {
     /// The same with this configuration of the simulated driver, and no vault.
     pub(crate) async fn with_driver(config: &str) -> Bed {
         let mut machine = Machine::with_driver(config).await;
-        fs::create_dir_all(machine.path("proc")).unwrap();
-        symlink("/proc/self", machine.path("proc/self")).unwrap();
+        container::configure(&machine, "");
         let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
-        let proc = machine.path("proc");
-        let paths = format!("[paths]\nproc = \"{}\"", proc.display());
         let worker = programs().join("bursar-worker");
         let kept = format!("[kept]\nworker = \"{}\"", worker.display());
-        let config = config.replace("[paths]", &paths).replace("[kept]", &kept);
-        fs::write(machine.path("agent.toml"), config).unwrap();
+        fs::write(machine.path("agent.toml"), config.replace("[kept]", &kept)).unwrap();
         machine.start_agent();
         machine.kubelet.until_allocatable(GPU, 32).await;
         Bed {
@@ -81,8 +98,8 @@ impl Bed {
         vault.wait().unwrap();
     }
 
-    /// SIGKILL to every worker of this machine's agent.
-    pub(crate) fn kill_workers(&self) -> usize {
+    /// The workers of this machine's agent.
+    pub(crate) fn workers(&self) -> Vec<Pid> {
         let agent = self.machine.agent_pid();
         let children = fs::read_to_string(format!("/proc/{agent}/task/{agent}/children"));
         let threads = fs::read_dir(format!("/proc/{agent}/task"))
@@ -90,18 +107,28 @@ impl Bed {
             .flatten();
         let of_threads =
             threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
-        let mut killed = 0;
-        for pids in of_threads.chain(children) {
-            for pid in pids.split_whitespace() {
-                let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-                let pid = rustix::process::Pid::from_raw(pid.parse().unwrap()).unwrap();
-                if name.starts_with("bursar-worker") {
-                    let gone = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
-                    killed += usize::from(gone.is_ok());
-                }
-            }
-        }
-        killed
+        let pids: BTreeSet<String> = of_threads
+            .chain(children)
+            .flat_map(|pids| {
+                pids.split_whitespace()
+                    .map(str::to_owned)
+                    .collect::<Vec<_>>()
+            })
+            .collect();
+        let is_worker = |pid: &String| {
+            let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+            name.starts_with("bursar-worker")
+        };
+        let workers = pids.into_iter().filter(is_worker);
+        workers
+            .map(|pid| Pid::from_raw(pid.parse().unwrap()).unwrap())
+            .collect()
+    }
+
+    /// SIGKILL to every worker of this machine's agent.
+    pub(crate) fn kill_workers(&self) -> usize {
+        let gone = |pid: &Pid| kill_process(*pid, Signal::KILL).is_ok();
+        self.workers().iter().filter(|pid| gone(pid)).count()
     }
 
     /// A process in a pod's container that knows where the agent is.

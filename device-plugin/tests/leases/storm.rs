@@ -94,7 +94,9 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
                         tenants.clear();
                         pods.iter().for_each(|pod| bed.machine.end(pod));
                         for (at, pod) in pods.iter_mut().enumerate() {
-                            *pod = bed.machine.run(&format!("p{round}-{at}"), 6).await;
+                            // What the pod's leases had is proven free first.
+                            *pod = bed.machine.admit(&format!("p{round}-{at}"), 6).await;
+                            bed.machine.until_started(pod).await;
                             tenants.push(bed.tenant(pod));
                         }
                         promised.clear();

@@ -144,7 +144,7 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/leases",
-        "kept leases through every death of tenants, workers, agents and vaults; none where freed memory is not cleared",
+        "kept leases through every death of tenants, workers, agents and vaults, by a real client through the shim too",
         &["--test", "leases"],
     ),
     test_check(

@@ -1,0 +1,20 @@
+// Keeps its standard input open in no table of descriptors but in an io_uring's files, where /proc does not show it (design
+// F4). Prints "holds" or "cannot", and stays.
+#include <linux/io_uring.h>
+#include <stdio.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int main(void) {
+    struct io_uring_params params = {0};
+    int held = 0;
+    int ring = syscall(SYS_io_uring_setup, 1, &params);
+    int can = ring >= 0 && syscall(SYS_io_uring_register, ring, IORING_REGISTER_FILES, &held, 1) == 0;
+    close(held);
+    puts(can ? "holds" : "cannot");
+    fflush(stdout);
+    while (can) {
+        pause();
+    }
+    return 0;
+}
