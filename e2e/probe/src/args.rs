@@ -52,6 +52,9 @@ pub(crate) enum Command {
         /// How much is held, as 6Gi
         #[arg(long, value_parser = bytes, default_value = "1Gi")]
         bytes: u64,
+        /// How much the node keeps for the images to come, as 64Mi
+        #[arg(long, value_parser = bytes)]
+        keep: Option<u64>,
     },
     /// Take and free as lines of standard input say, until it ends: `take 4Gi`, `free 1Gi`, `look`. Each is answered by a
     /// line

@@ -9,6 +9,7 @@ use serde_json::json;
 
 use crate::args::{Args, Command, Order, Take, Then};
 use crate::cuda::{self, Refusal};
+use crate::kept;
 use crate::nvml;
 
 /// Runs the command; returns only when nothing is held.
@@ -19,7 +20,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Hold { bytes, take } => hold(*bytes, take),
         Command::Greedy { take } => greedy(take),
         Command::Churn { bytes, chunk } => churn(*bytes, *chunk),
-        Command::Fault { times, file, bytes } => fault(*times, file, *bytes),
+        Command::Fault {
+            times,
+            file,
+            bytes,
+            keep,
+        } => fault(*times, file, *bytes, *keep),
         Command::Obey => obey(),
     }
 }
@@ -109,16 +115,18 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
 /// Long enough for what the last image had to be free again.
 const BEFORE_FAULT: Duration = Duration::from_millis(500);
 
-fn fault(times: u32, file: &Path, bytes: u64) -> anyhow::Result<ExitCode> {
+fn fault(times: u32, file: &Path, bytes: u64, keep: Option<u64>) -> anyhow::Result<ExitCode> {
     let before: u32 = match std::fs::read_to_string(file) {
         Ok(text) => text.trim().parse()?,
         Err(_) => 0,
     };
     cuda::use_device(0)?;
     let held = cuda::allocate(bytes);
+    // Mapped until the end of the image.
+    let (_kept, told) = keep.map(kept::keep).transpose()?.unzip();
     println!(
         "{}",
-        json!({ "event": "started", "faults": before, "refused": held.as_ref().err(), "pid": std::process::id() })
+        json!({ "event": "started", "faults": before, "refused": held.as_ref().err(), "kept": told, "pid": std::process::id() })
     );
     if before < times {
         std::fs::write(file, (before + 1).to_string())?;

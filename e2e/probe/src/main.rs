@@ -6,6 +6,7 @@ mod args;
 mod commands;
 mod cuda;
 mod ending;
+mod kept;
 mod nvml;
 
 use std::process::ExitCode;
