@@ -4,10 +4,11 @@
 
 use std::collections::BTreeMap;
 use std::io::Read;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use tokio::sync::oneshot;
 use tracing::{info, warn};
 
 use super::workers::Program;
@@ -78,26 +79,53 @@ impl Verdicts {
     }
 }
 
-/// Looks; takes up to [`PATIENCE`].
-pub fn look(program: &Program, gpu: &GpuUuid) -> Verdict {
-    let mut command = program.command(gpu);
-    command.args(["canary", "--gpu", gpu.as_str()]);
-    run(command, PATIENCE).unwrap_or_else(Verdict::Unseen)
+/// The process that looks.
+#[derive(Debug, Default)]
+pub struct Canary(Option<Child>);
+
+impl Canary {
+    /// Whether it has ended: one that hangs in the driver does not, killed or not.
+    pub fn has_ended(&mut self) -> bool {
+        let status = self.0.as_mut().map(Child::try_wait);
+        !matches!(status, Some(Ok(None)))
+    }
 }
 
-fn run(mut command: Command, patience: Duration) -> Result<Verdict, String> {
-    let mut child = command
+/// Looks; takes up to [`PATIENCE`]. On a thread of its own, which nobody waits for when the agent ends.
+pub async fn look(program: Program, gpu: GpuUuid) -> (Verdict, Canary) {
+    let (tell, told) = oneshot::channel();
+    let looks = std::thread::Builder::new()
+        .name("canary".to_owned())
+        .spawn(move || {
+            let mut command = program.command(&gpu);
+            command.args(["canary", "--gpu", gpu.as_str()]);
+            let mut canary = Canary::default();
+            let verdict = run(command, PATIENCE, &mut canary);
+            let _ = tell.send((verdict.unwrap_or_else(Verdict::Unseen), canary));
+        });
+    let unseen = |why: String| (Verdict::Unseen(why), Canary::default());
+    match looks {
+        Ok(_) => told
+            .await
+            .unwrap_or_else(|_| unseen("its thread has ended".to_owned())),
+        Err(error) => unseen(error.to_string()),
+    }
+}
+
+fn run(mut command: Command, patience: Duration, canary: &mut Canary) -> Result<Verdict, String> {
+    let child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn()
         .map_err(|error| format!("{}: {error}", command.get_program().display()))?;
+    let child = canary.0.insert(child);
     let until = Instant::now() + patience;
     loop {
         match child.try_wait() {
             Ok(Some(_)) => break,
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(10)),
             Ok(None) => {
-                // It may hang in the driver: its end is not waited for.
+                // It may hang in the driver: its end is not waited for here.
                 let _ = child.kill();
                 return Err("the canary does not come back".to_owned());
             }
@@ -128,7 +156,21 @@ mod tests {
     fn said(script: &str) -> Result<Verdict, String> {
         let mut command = Command::new("sh");
         command.args(["-c", script]);
-        run(command, Duration::from_millis(500))
+        run(command, Duration::from_millis(500), &mut Canary::default())
+    }
+
+    #[test]
+    fn a_canary_that_does_not_come_back_is_killed_and_leaves_no_zombie() {
+        let mut command = Command::new("sleep");
+        command.arg("60");
+        let mut canary = Canary::default();
+        assert!(run(command, Duration::from_millis(20), &mut canary).is_err());
+        let pid = canary.0.as_ref().unwrap().id();
+        let until = Instant::now() + Duration::from_secs(20);
+        while !canary.has_ended() && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert!(!std::fs::exists(format!("/proc/{pid}")).unwrap());
     }
 
     #[test]

@@ -12,8 +12,9 @@ use bursar_protocol::vault::{Blob, SENTINEL};
 use bursar_protocol::wire::Account;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use futures::future::BoxFuture;
+use rustix::io::Errno;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -21,8 +22,8 @@ use super::desk::{Living, Made, Note, Reply};
 use super::leases::{
     Asker, Content, Effect, LeaseId, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME,
 };
-use super::numbers::Numbers;
-use super::scrub::{self, Verdict, Verdicts};
+use super::numbers::{Block, Numbers};
+use super::scrub::{self, Canary, Verdict, Verdicts};
 use super::status::{self, KeptStatus};
 use super::vault::{Line, News, VaultError};
 use super::workers::{Program, WorkerError, Workers};
@@ -42,6 +43,9 @@ const SWEPT_FROM: Bytes = Bytes::gib(1);
 
 /// From one try to see whether a GPU's memory is cleared to the next.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
+
+/// From one try to watch a process to the next.
+const WATCH_AGAIN: Duration = Duration::from_secs(1);
 
 /// What the part works with.
 pub struct Keeper {
@@ -81,7 +85,11 @@ enum Done {
     /// A process has ended.
     Ended(Process),
     /// A GPU was looked at.
-    Seen(GpuUuid, String, Verdict),
+    Seen(GpuUuid, String, Verdict, Canary),
+    /// There is no sentinel after all.
+    NoSentinel,
+    /// The disk was asked for numbers.
+    Numbers(Option<Block>),
     /// Nothing that anybody waits for.
     Nothing,
 }
@@ -101,7 +109,7 @@ struct Serving {
     line: Option<Line>,
     jobs: JoinSet<Done>,
     /// Writers whose end is waited for.
-    watched: BTreeSet<Process>,
+    watched: BTreeMap<Process, AbortHandle>,
     /// Who waits for a lease's end.
     discarding: BTreeMap<LeaseId, Vec<oneshot::Sender<Reply>>>,
     /// GPUs that are being looked at, or were not long ago.
@@ -120,13 +128,14 @@ impl Keeper {
             leases: Leases::default(),
             line: None,
             jobs: JoinSet::new(),
-            watched: BTreeSet::new(),
+            watched: BTreeMap::new(),
             discarding: BTreeMap::new(),
             looking: BTreeSet::new(),
             driver,
             sentinel: false,
         };
         // After the token pods' ends are still to be accounted for: the node's last calls come before its end.
+        serving.order_numbers();
         loop {
             tokio::select! {
                 () = stop.cancelled() => break,
@@ -137,9 +146,11 @@ impl Keeper {
                 news = told(&mut serving.keeper.news) => serving.hear(news),
                 Some(done) = serving.jobs.join_next() => match done {
                     Ok(done) => serving.done(done),
+                    Err(error) if error.is_cancelled() => {}
                     Err(error) => warn!(%error, "kept memory"),
                 },
             }
+            serving.watch_writers();
             serving.publish();
         }
         stop.cancelled().await;
@@ -285,7 +296,8 @@ impl Serving {
         early: Option<oneshot::Sender<Made>>,
         reply: oneshot::Sender<Reply>,
     ) {
-        let Some(lease) = self.keeper.numbers.take() else {
+        self.order_numbers();
+        let Some(lease) = self.keeper.numbers.peek() else {
             return refuse(reply, KeptRefusal::Unavailable);
         };
         let (gpu, bytes) = (meta.title.gpu.clone(), meta.bytes);
@@ -296,8 +308,8 @@ impl Serving {
         if let Err(Bytes(free)) = sessions.lease(&meta.owner, &gpu, lease, bytes) {
             return refuse(reply, KeptRefusal::Quota { free });
         }
+        self.keeper.numbers.seen(lease);
         self.leases.begin(lease, meta);
-        self.watch_writers();
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
             let made = match created(&workers, &gpu, bytes).await {
@@ -306,6 +318,14 @@ impl Serving {
             };
             Done::Made { lease, made, reply }
         });
+    }
+
+    /// Has the disk take in the next numbers of leases, before they are needed.
+    fn order_numbers(&mut self) {
+        if let Some(order) = self.keeper.numbers.order() {
+            self.jobs
+                .spawn_blocking(move || Done::Numbers(order.carry_out()));
+        }
     }
 
     /// Fetches a lease's descriptor, and answers with what the lease is now.
@@ -364,14 +384,17 @@ impl Serving {
                 self.watched.remove(&process);
                 self.ended(process);
             }
-            Done::Seen(gpu, driver, verdict) => {
+            Done::Seen(gpu, driver, verdict, canary) => {
                 if matches!(verdict, Verdict::Unseen(_)) {
-                    self.look_again_later(gpu.clone());
+                    self.look(gpu.clone(), Some(canary));
                 } else {
                     self.looking.remove(&gpu);
                 }
                 self.keeper.verdicts.note(gpu, driver, verdict);
             }
+            // The next look at the GPU tries again.
+            Done::NoSentinel => self.sentinel = false,
+            Done::Numbers(block) => self.keeper.numbers.arrived(block),
             Done::Nothing => {}
         }
     }
@@ -461,28 +484,23 @@ impl Serving {
             None | Some(Verdict::Unseen(_)) => {}
             Some(Verdict::Scrubbed | Verdict::NotScrubbed) => return,
         }
-        if !self.looking.insert(gpu.clone()) {
-            return;
+        if self.looking.insert(gpu.clone()) {
+            self.look(gpu, None);
         }
-        let (program, driver) = (self.keeper.program.clone(), self.driver.clone());
-        self.jobs.spawn(async move {
-            let of_it = gpu.clone();
-            let looked = tokio::task::spawn_blocking(move || scrub::look(&program, &of_it));
-            let verdict = looked.await;
-            let verdict = verdict.unwrap_or_else(|error| Verdict::Unseen(error.to_string()));
-            Done::Seen(gpu, driver, verdict)
-        });
     }
 
-    fn look_again_later(&mut self, gpu: GpuUuid) {
-        // It stands in `looking` until then.
+    /// Looks at a GPU; after a while, where one that looked `before` hangs or saw nothing.
+    fn look(&mut self, gpu: GpuUuid, before: Option<Canary>) {
         let (program, driver) = (self.keeper.program.clone(), self.driver.clone());
         self.jobs.spawn(async move {
-            tokio::time::sleep(LOOK_AGAIN).await;
-            let of_it = gpu.clone();
-            let looked = tokio::task::spawn_blocking(move || scrub::look(&program, &of_it)).await;
-            let verdict = looked.unwrap_or_else(|error| Verdict::Unseen(error.to_string()));
-            Done::Seen(gpu, driver, verdict)
+            if let Some(mut before) = before {
+                tokio::time::sleep(LOOK_AGAIN).await;
+                while !before.has_ended() {
+                    tokio::time::sleep(LOOK_AGAIN).await;
+                }
+            }
+            let (verdict, canary) = scrub::look(program, gpu.clone()).await;
+            Done::Seen(gpu, driver, verdict, canary)
         });
     }
 
@@ -495,11 +513,14 @@ impl Serving {
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
             let lease = LeaseId(SENTINEL);
-            if let Ok(fd) = workers.create(&gpu, SENTINEL_BYTES).await {
-                // Without one everything is slower, and nothing else.
-                let _ = line.put(lease, Blob::default(), fd).await;
+            // Without one everything is slower, and nothing else.
+            let Ok(fd) = workers.create(&gpu, SENTINEL_BYTES).await else {
+                return Done::NoSentinel;
+            };
+            match line.put(lease, Blob::default(), fd).await {
+                Ok(()) => Done::Nothing,
+                Err(_) => Done::NoSentinel,
             }
-            Done::Nothing
         });
     }
 
@@ -525,7 +546,6 @@ impl Serving {
                 let effects = self.leases.heard(held, lives);
                 self.reconcile();
                 self.carry_out(effects);
-                self.watch_writers();
             }
             Some(News::Lost) => {
                 self.line = None;
@@ -544,8 +564,10 @@ impl Serving {
 
     /// Has the effects done in their order; what the vault answers to what it is told.
     fn carry_out(&mut self, effects: Vec<Effect>) -> Told {
-        // Before a descriptor is closed nothing may take it for known.
-        self.publish();
+        if !effects.is_empty() {
+            // Before a descriptor is closed nothing may take it for known.
+            self.publish_living();
+        }
         let mut told = Told::default();
         for effect in effects {
             match effect {
@@ -582,31 +604,40 @@ impl Serving {
         });
     }
 
+    /// Waits for the ends of those that write, and of nobody else: each costs a descriptor.
     fn watch_writers(&mut self) {
-        for process in self.leases.writers() {
-            if self.watched.insert(process) {
+        let writers = self.leases.writers();
+        self.watched.retain(|process, watch| {
+            let writes = writers.contains(process);
+            if !writes {
+                watch.abort();
+            }
+            writes
+        });
+        for process in writers {
+            self.watched.entry(process).or_insert_with(|| {
                 let membership = Arc::clone(&self.keeper.membership);
                 self.jobs.spawn(async move {
-                    // In this order: the pidfd first, then what `/proc` says, so that both are of one process.
-                    if let Ok(life) = Life::of(process.pid)
-                        && membership.process(process.pid) == Some(process)
-                    {
-                        life.ended().await;
-                    }
+                    until_ended(process, membership.as_ref()).await;
                     Done::Ended(process)
-                });
-            }
+                })
+            });
         }
     }
 
-    /// Tells the residual what the vault keeps, and people how it stands.
-    fn publish(&mut self) {
+    /// Tells the residual what the vault keeps.
+    fn publish_living(&mut self) {
         let living = self.leases.living();
         self.keeper.living.send_if_modified(|before| {
             let changed = *before != living;
             *before = living;
             changed
         });
+    }
+
+    /// The same, and tells people how it stands.
+    fn publish(&mut self) {
+        self.publish_living();
         let status = status::of(
             self.keeper.news.is_some(),
             &self.leases,
@@ -632,6 +663,23 @@ impl Told {
             told.await?;
         }
         Ok(())
+    }
+}
+
+/// Returns once a process has ended.
+async fn until_ended(process: Process, membership: &dyn Membership) {
+    loop {
+        // In this order: the pidfd first, then what `/proc` says, so that both are of one process.
+        match Life::of(process.pid) {
+            Ok(life) if membership.process(process.pid) == Some(process) => {
+                return life.ended().await;
+            }
+            Ok(_) => return,
+            Err(error) if error.raw_os_error() == Some(Errno::SRCH.raw_os_error()) => return,
+            // No descriptor is left, say: it may live.
+            Err(error) => warn!(pid = process.pid, %error, "writer not watched yet"),
+        }
+        tokio::time::sleep(WATCH_AGAIN).await;
     }
 }
 

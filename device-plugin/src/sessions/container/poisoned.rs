@@ -137,9 +137,10 @@ impl Container {
         let (decision, opened) = self.poisonings.strike(image, &gpu, cause, now);
         if let Some(fault) = opened {
             tracing::warn!(allocation = %self.served.allocation, pid, ?fault, "context poisoned");
-            if self.news.len() < MOST_NEWS {
-                self.news.push(fault);
+            if self.news.len() >= MOST_NEWS {
+                self.news.remove(0);
             }
+            self.news.push(fault);
         }
         if before != self.poisonings {
             self.write_record();

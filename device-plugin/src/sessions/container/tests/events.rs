@@ -227,7 +227,11 @@ impl Machine {
         match self.open(Bytes::mib(64)) {
             Some(Opened::Make(meta)) => {
                 let mut numbers = Numbers::of(self.file("numbers"));
-                let lease = numbers.take().unwrap();
+                if let Some(order) = numbers.order() {
+                    numbers.arrived(order.carry_out());
+                }
+                let lease = numbers.peek().unwrap();
+                numbers.seen(lease);
                 self.leases.begin(lease, *meta);
                 assert!(self.leases.made(lease).0.is_some());
                 self.leases

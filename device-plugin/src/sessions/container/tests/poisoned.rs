@@ -262,3 +262,16 @@ fn a_poisoned_image_is_refused_kept_memory_and_its_successor_is_not() {
     generation(&mut container, 1, 8, VERSION);
     assert!(container.keeps(1, &question, &Host).is_ok());
 }
+
+#[test]
+fn of_more_news_than_are_kept_the_newest_are() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    for image in 1..=100 {
+        generation(&mut container, 1, image, VERSION);
+        report(&mut container, 1, 700);
+    }
+    let news = container.take_news();
+    let last = news.last().map(|fault| fault.image.generation);
+    assert!(news.len() < 100 && last == Some(100), "{news:?}");
+}
