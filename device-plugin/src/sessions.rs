@@ -44,6 +44,7 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use crate::kept::LeaseId;
 use crate::kept::desk::{Desk, Living};
+use crate::kept::leases::Charged;
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use container::Container;
 use contexts::ContextSizes;
@@ -350,11 +351,11 @@ impl Sessions {
     }
 
     /// The kept leases that the allocations which are served are charged for.
-    pub fn all_leases(&self) -> BTreeMap<AllocationId, BTreeSet<LeaseId>> {
+    pub fn all_leases(&self) -> Charged {
         let running = lock(&self.shared.running);
         running
             .iter()
-            .map(|(id, running)| (*id, lock(&running.container).leases().into_keys().collect()))
+            .map(|(id, running)| (*id, lock(&running.container).leases()))
             .collect()
     }
 
@@ -390,11 +391,18 @@ impl Sessions {
         });
     }
 
-    /// Charges what a kept lease has as what dead processes exported from now on: whether that is on record.
-    pub fn release_lease(&self, allocation: &AllocationId, lease: LeaseId) -> bool {
+    /// Charges what a kept lease has as what dead processes exported from now on, whether or not it was charged by now:
+    /// whether that is on record.
+    pub fn release_lease(
+        &self,
+        allocation: &AllocationId,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) -> bool {
         let mut released = false;
         let served = self.with(allocation, |container| {
-            released = container.release_lease(lease);
+            released = container.release_lease(gpu, lease, bytes);
         });
         served.is_ok() && released
     }

@@ -86,6 +86,13 @@ pub struct Meta {
     pub content: Content,
 }
 
+impl Meta {
+    /// Whether a pod that does not own it has it open.
+    fn is_shared(&self) -> bool {
+        self.openers.iter().any(|opener| *opener != self.pod)
+    }
+}
+
 /// What is in a lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -177,11 +184,16 @@ pub struct Standing {
     pub gpus: BTreeSet<GpuUuid>,
 }
 
+/// The leases that containers are charged for, each with its GPU and what it has.
+pub type Charged = BTreeMap<AllocationId, BTreeMap<LeaseId, (GpuUuid, Bytes)>>;
+
 /// The node as it stands.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Node {
     /// The containers that are bound.
     pub containers: BTreeMap<AllocationId, Standing>,
+    /// What the pods of each namespace may use of each GPU.
+    pub quotas: BTreeMap<String, BTreeMap<GpuUuid, Bytes>>,
     /// G of each GPU.
     pub generations: BTreeMap<GpuUuid, u64>,
 }
@@ -229,7 +241,7 @@ enum Stage {
 struct Lease {
     meta: Meta,
     stage: Stage,
-    /// Somebody is charged for it. Of what another agent left that is not known before the node stood.
+    /// Its owner, or the node, is charged for it. Of what another agent left that is not known before the node stood.
     charged: bool,
     /// The node's ledger was told of it as one without an owner.
     orphaned: bool,
@@ -280,6 +292,7 @@ impl Leases {
             |other| other.process == writer.process && other.image != writer.image,
             &mut effects,
         );
+        let to_share = self.to_share(&title);
         if let Some((id, found)) = self.find(&title) {
             match &mut found.meta.content {
                 Content::Committed { .. } => {
@@ -287,24 +300,35 @@ impl Leases {
                         if found.meta.openers.len() >= MOST_OPENERS {
                             return (Err(KeptRefusal::TooMany), effects);
                         }
+                        if !found.meta.is_shared()
+                            && found.meta.pod != pod
+                            && found.meta.bytes > to_share
+                        {
+                            let Bytes(free) = to_share;
+                            return (Err(KeptRefusal::Quota { free }), effects);
+                        }
                         found.meta.openers.insert(pod);
                         effects.push(Effect::Update(id, Box::new(found.meta.clone())));
                     }
                     return (Ok(Opened::Read(id)), effects);
                 }
-                Content::Writing(at_it)
-                    if (at_it.process, at_it.image) == (writer.process, writer.image)
+                Content::Writing(at_it) => {
+                    // Who only looks takes nothing from another of its threads.
+                    let is_again = (at_it.process, at_it.image) == (writer.process, writer.image)
                         && found.stage == Stage::Held
-                        && found.meta.owner == asker.allocation =>
-                {
-                    *at_it = writer;
-                    effects.push(Effect::Update(id, Box::new(found.meta.clone())));
-                    return (Ok(Opened::Write(id)), effects);
+                        && found.meta.owner == asker.allocation
+                        && open.bytes != Bytes::ZERO;
+                    if is_again && open.bytes <= found.meta.bytes {
+                        *at_it = writer;
+                        effects.push(Effect::Update(id, Box::new(found.meta.clone())));
+                        return (Ok(Opened::Write(id)), effects);
+                    }
+                    if !is_again && (now < at_it.until || found.stage == Stage::Making) {
+                        return (Err(KeptRefusal::Writing), effects);
+                    }
+                    self.release(id, &mut effects);
                 }
-                Content::Writing(at_it) if now < at_it.until || found.stage == Stage::Making => {
-                    return (Err(KeptRefusal::Writing), effects);
-                }
-                Content::Writing(_) | Content::Abandoned => self.release(id, &mut effects),
+                Content::Abandoned => self.release(id, &mut effects),
             }
         }
         if open.bytes == Bytes::ZERO {
@@ -455,6 +479,13 @@ impl Leases {
         effects
     }
 
+    /// It is so late: what writers whose time is over were writing is discarded.
+    pub fn late(&mut self, now: Moment) -> Vec<Effect> {
+        let mut effects = Vec::new();
+        self.end_writers(|writer| writer.until <= now, &mut effects);
+        effects
+    }
+
     /// Who is writing.
     pub fn writers(&self) -> BTreeSet<Process> {
         let leases = self.leases.values();
@@ -469,7 +500,7 @@ impl Leases {
 
     /// The node as it stands now: leases whose last opener is gone end, and what has no owner any more is the
     /// node's to account for. Containers are `charged` for these.
-    pub fn stand(&mut self, node: Node, charged: &BTreeSet<LeaseId>) -> (Turn, Vec<Effect>) {
+    pub fn stand(&mut self, node: Node, charged: &Charged) -> (Turn, Vec<Effect>) {
         self.node = node;
         let mut effects = Vec::new();
         let pods: BTreeSet<PodUid> = self
@@ -484,6 +515,8 @@ impl Leases {
                 && let Some(heir) = self.node.heir(&lease.meta)
             {
                 lease.meta.owner = heir;
+                // It has it open: its pod's next container is there before this one's end, or was a moment later.
+                lease.meta.openers.insert(lease.meta.pod.clone());
                 effects.push(Effect::Update(*id, Box::new(lease.meta.clone())));
             }
             let is_lost = self
@@ -520,7 +553,8 @@ impl Leases {
                     of_gpu.insert(*id, *bytes);
                 }
                 (Stage::Making | Stage::Held, true) => {
-                    lease.charged |= charged.contains(id);
+                    let its = charged.get(owner);
+                    lease.charged = its.is_some_and(|leases| leases.contains_key(id));
                     lease.orphaned = false;
                 }
                 (Stage::Told | Stage::Charged, _) => {}
@@ -640,6 +674,21 @@ impl Leases {
     fn whereabouts(&self, asker: Asker) -> Option<(PodUid, String)> {
         let Standing { pod, namespace, .. } = self.node.containers.get(&asker.allocation)?;
         Some((pod.clone(), namespace.clone()?))
+    }
+
+    /// How much more of a GPU may be open in pods that do not own it, of the leases of a namespace: when an owner's pod
+    /// ends nobody's quota has its lease any more, so all of these together have no more than its pods may use.
+    fn to_share(&self, title: &Title) -> Bytes {
+        let quotas = self.node.quotas.get(&title.namespace);
+        let quota = quotas.and_then(|quotas| quotas.get(&title.gpu));
+        let shared = self.leases.values().filter(|lease| {
+            let its = &lease.meta.title;
+            lease.stage == Stage::Held
+                && lease.meta.is_shared()
+                && (&its.namespace, &its.gpu) == (&title.namespace, &title.gpu)
+        });
+        let shared = shared.fold(0_u64, |sum, lease| sum.saturating_add(lease.meta.bytes.0));
+        Bytes(quota.map_or(0, |quota| quota.0.saturating_sub(shared)))
     }
 
     fn find(&mut self, title: &Title) -> Option<(LeaseId, &mut Lease)> {

@@ -266,6 +266,9 @@ impl Serving {
         early: Option<oneshot::Sender<Made>>,
         reply: oneshot::Sender<Reply>,
     ) {
+        if self.keeper.news.is_none() {
+            return refuse(reply, KeptRefusal::Off);
+        }
         let gpu = open.gpu.clone();
         let (opened, effects) = self.leases.open(asker, open, clock::now());
         let told = self.carry_out(effects);
@@ -409,12 +412,17 @@ impl Serving {
             Ok(fd) => {
                 let (meta, effects) = self.leases.made(lease);
                 let answer = meta.and_then(|meta| answer(lease, meta));
-                let _ = reply.send(match answer {
+                let told = reply.send(match answer {
                     Some(answer) => Reply { answer, fd },
                     None => Reply::refused(KeptRefusal::Fenced),
                 });
                 info!(%lease, "kept lease made");
                 self.carry_out(effects);
+                if told.is_err() {
+                    // Nobody waited so long: nobody would write it, nor give it up.
+                    let effects = self.leases.lost(lease);
+                    self.carry_out(effects);
+                }
             }
             Err(NotMade::Nothing(why)) => {
                 if let Some(owner) = self.leases.never_made(lease) {
@@ -437,12 +445,17 @@ impl Serving {
 
     fn stand(&mut self, node: Node) -> Turn {
         let gpus: Vec<GpuUuid> = node.generations.keys().cloned().collect();
+        let late = self.leases.late(clock::now());
+        self.carry_out(late);
         if self.leases.is_heard() {
             self.reconcile();
         }
         let charged = self.keeper.sessions.all_leases();
-        let charged = charged.into_values().flatten().collect();
         let (turn, effects) = self.leases.stand(node, &charged);
+        if self.leases.is_heard() {
+            // Who came into a lease now is charged now.
+            self.reconcile();
+        }
         self.carry_out(effects);
         if self.line.is_some() {
             gpus.into_iter().for_each(|gpu| self.look_at(gpu));
@@ -458,19 +471,19 @@ impl Serving {
         for (lease, (owner, gpu, bytes)) in &owned {
             if charged
                 .get(owner)
-                .is_some_and(|leases| !leases.contains(lease))
+                .is_some_and(|leases| !leases.contains_key(lease))
             {
                 sessions.adopt_lease(owner, gpu, *lease, *bytes);
             }
         }
         for (allocation, leases) in charged {
-            for lease in leases {
+            for (lease, (gpu, bytes)) in leases {
                 match self.leases.owner(lease) {
                     Some(owner) if owner == allocation => {}
                     // Its heir is charged.
                     Some(_) => sessions.forget_lease(&allocation, lease),
                     // It ended with an agent, a vault, or before it was made.
-                    None => drop(sessions.release_lease(&allocation, lease)),
+                    None => drop(sessions.release_lease(&allocation, &gpu, lease, bytes)),
                 }
             }
         }
@@ -572,7 +585,9 @@ impl Serving {
         for effect in effects {
             match effect {
                 Effect::Charge(lease, owner) => {
-                    if self.keeper.sessions.release_lease(&owner, lease)
+                    let sessions = &self.keeper.sessions;
+                    if let Some((gpu, bytes)) = self.leases.extent(lease)
+                        && sessions.release_lease(&owner, &gpu, lease, bytes)
                         && let Some(Effect::Drop(lease)) = self.leases.charged(lease)
                     {
                         self.close(lease);

@@ -355,11 +355,32 @@ impl<H: Host> Core<H> {
             allocations.map(move |id| (id, standing(&id)))
         };
         let of_device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
-        let bindings = self.ledger.bindings().filter(of_device);
+        let bindings: Vec<Binding> = self.ledger.bindings().filter(of_device).collect();
         Node {
-            containers: bindings.flat_map(of_binding).collect(),
+            quotas: self.quotas(&bindings),
+            containers: bindings.into_iter().flat_map(of_binding).collect(),
             generations: self.generations.clone(),
         }
+    }
+
+    /// What the pods of each namespace may use of each GPU by these bindings.
+    fn quotas(&self, bindings: &[Binding]) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
+        let mut quotas: BTreeMap<String, BTreeMap<GpuUuid, Bytes>> = BTreeMap::new();
+        for binding in bindings {
+            let holders = binding.allocations.iter().map(|id| self.holders.get(id));
+            let pod = holders.flatten().find_map(|holder| holder.pod.as_ref());
+            let (Some(pod), Placement::Device(shares)) = (pod, &binding.placement) else {
+                continue;
+            };
+            let of_namespace = quotas.entry(pod.namespace.clone()).or_default();
+            for share in shares {
+                let quota = of_namespace.entry(share.gpu.clone()).or_default();
+                quota.0 = quota
+                    .0
+                    .saturating_add(share.quanta.bytes(self.config.quantum).0);
+            }
+        }
+        quotas
     }
 
     /// A look at the kubelet's checkpoint, and at the cgroups of pods that are not followed.

@@ -162,12 +162,15 @@ pub enum KeptRefusal {
     /// The token is not, or no longer, the right to do so; or the process image is poisoned.
     #[error("the right to do so has ended")]
     Fenced,
-    /// The part of the node that would do it is away, or switched off: ask again later.
+    /// The part of the node that would do it is away: ask again later.
     #[error("kept memory is not available now")]
     Unavailable,
     /// The container may not have that many leases, or none so large.
     #[error("more leases than a container may have")]
     TooMany,
+    /// Kept memory is switched off on this node.
+    #[error("this node keeps no memory: it is switched off")]
+    Off,
     /// The driver failed.
     #[error("the driver answered {code}")]
     Driver {
@@ -307,6 +310,7 @@ fn put_refusal(out: &mut Vec<u8>, why: KeptRefusal) {
         KeptRefusal::Fenced => out.push(5),
         KeptRefusal::Unavailable => out.push(6),
         KeptRefusal::TooMany => out.push(7),
+        KeptRefusal::Off => out.push(9),
         KeptRefusal::Driver { code } => {
             out.push(8);
             out.extend_from_slice(&code.to_le_bytes());
@@ -328,6 +332,7 @@ fn refusal(fields: &mut Fields<'_>) -> Result<KeptRefusal, WireError> {
         8 => KeptRefusal::Driver {
             code: i32::from_le_bytes(fields.array()?),
         },
+        9 => KeptRefusal::Off,
         _ => return Err(WireError::BadValue("refusal")),
     })
 }
@@ -389,6 +394,7 @@ pub(super) mod tests {
             Just(KeptRefusal::Fenced),
             Just(KeptRefusal::Unavailable),
             Just(KeptRefusal::TooMany),
+            Just(KeptRefusal::Off),
             any::<i32>().prop_map(|code| KeptRefusal::Driver { code }),
         ];
         prop_oneof![

@@ -85,7 +85,7 @@ fn status(error: &KeptError) -> Status {
             KeptRefusal::Quota { .. } => Status::Quota,
             KeptRefusal::Writing | KeptRefusal::Unavailable => Status::Busy,
             KeptRefusal::Fenced => Status::Fenced,
-            KeptRefusal::NotScrubbed | KeptRefusal::TooMany => Status::Refused,
+            KeptRefusal::NotScrubbed | KeptRefusal::TooMany | KeptRefusal::Off => Status::Refused,
             KeptRefusal::Driver { .. } => Status::Driver,
         },
     }

@@ -16,8 +16,12 @@ const MIB: u64 = 1 << 20;
 const CAPACITY: u64 = 64 * MIB;
 /// What each container may use.
 const QUOTA: u64 = 16 * MIB;
-/// Pods that may be bound at the same time, by what they were given.
-const PODS: u32 = 6;
+/// Pods, whose containers begin and end.
+const PODS: usize = 5;
+
+fn pod(number: usize) -> PodUid {
+    format!("p{number}").parse().unwrap()
+}
 
 /// What a process remembers of a lease that it opened.
 #[derive(Clone, Debug)]
@@ -79,7 +83,6 @@ struct World {
     now: Moment,
     book: Leases,
     node: Node,
-    namespaces: BTreeMap<PodUid, String>,
     tenants: Vec<Tenant>,
     /// What the vault has: it answers on this connection, if there is one.
     vault: BTreeMap<LeaseId, Meta>,
@@ -110,7 +113,6 @@ impl World {
                 generations: BTreeMap::from([(gpu(), 1)]),
                 ..Node::default()
             },
-            namespaces: BTreeMap::new(),
             tenants: Vec::new(),
             vault: BTreeMap::new(),
             line: 0,
@@ -178,9 +180,10 @@ impl World {
                     let Some(account) = self.accounts.get_mut(&owner) else {
                         continue;
                     };
-                    if let Some(bytes) = account.leases.remove(&lease) {
-                        account.dead += bytes;
-                    }
+                    let Some((_, Bytes(bytes))) = self.book.extent(lease) else {
+                        continue;
+                    };
+                    account.dead += account.leases.remove(&lease).unwrap_or(bytes);
                     if self.one_in(400) {
                         self.agent_dies();
                         return false;
@@ -265,20 +268,31 @@ impl World {
         self.kept = kept;
     }
 
-    fn charged(&self) -> BTreeSet<LeaseId> {
-        let accounts = self.accounts.values();
+    fn charged(&self) -> Charged {
+        let accounts = self.accounts.iter();
         accounts
-            .flat_map(|account| account.leases.keys().copied())
+            .map(|(allocation, account)| {
+                let leases = account.leases.iter();
+                let leases = leases.map(|(lease, bytes)| (*lease, (gpu(), Bytes(*bytes))));
+                (*allocation, leases.collect())
+            })
             .collect()
     }
 
     /// The node's tick.
     fn stand(&mut self) {
+        let late = self.book.late(self.now);
+        if !self.carry_out(late) {
+            return;
+        }
         if self.book.is_heard() {
             self.reconcile();
         }
         let charged = self.charged();
         let (turn, effects) = self.book.stand(self.node.clone(), &charged);
+        if self.book.is_heard() {
+            self.reconcile();
+        }
         if !self.carry_out(effects) {
             return;
         }
@@ -304,12 +318,8 @@ impl World {
     fn step(&mut self) {
         self.now = self.now + Duration::from_millis(200);
         match self.below(1_000) {
-            0..30 => self.pod_begins(),
-            30..45 => {
-                self.pod_ends();
-                // Whether or not the agent lived to the end of it.
-                self.forget_ended();
-            }
+            0..30 => self.container_begins(),
+            30..45 => self.container_ends(),
             45..120 => self.process_begins(),
             120..150 => self.process_ends(),
             150..165 => self.process_execs(),
@@ -329,30 +339,48 @@ impl World {
         }
     }
 
-    fn pod_begins(&mut self) {
+    fn container_begins(&mut self) {
         let bound = self.accounts.len() as u64 * QUOTA;
         // What the node's ledger binds.
         let kept: u64 = self.kept.values().sum();
         if bound + kept + self.leaked + QUOTA > CAPACITY {
             return;
         }
-        let number = self.number();
-        let allocation = AllocationId::from_bits(number);
-        let pod: PodUid = format!("p{number}").parse().unwrap();
-        let namespace = if self.one_in(4) { "other" } else { "team" };
-        self.namespaces.insert(pod.clone(), namespace.to_owned());
+        let allocation = AllocationId::from_bits(self.number());
+        // Of a pod that has none now, and perhaps had one.
+        let pods: BTreeSet<PodUid> = (0..PODS).map(pod).collect();
+        let containers = self.node.containers.values();
+        let bound: BTreeSet<PodUid> = containers.map(|container| container.pod.clone()).collect();
+        let begins: Vec<&PodUid> = pods.difference(&bound).collect();
+        let Some(pod) = begins.get(self.below(begins.len())) else {
+            return;
+        };
+        let namespace = if **pod == self::pod(0) {
+            "other"
+        } else {
+            "team"
+        };
         let standing = Standing {
-            pod,
+            pod: (*pod).clone(),
             namespace: Some(namespace.to_owned()),
             gpus: BTreeSet::from([gpu()]),
         };
         self.node.containers.insert(allocation, standing);
         self.accounts.insert(allocation, Account::default());
-        assert!(self.accounts.len() <= PODS as usize);
+        self.set_quotas();
         self.stand();
     }
 
-    fn pod_ends(&mut self) {
+    fn set_quotas(&mut self) {
+        self.node.quotas.clear();
+        for container in self.node.containers.values() {
+            let namespace = container.namespace.clone().unwrap_or_default();
+            let quotas = self.node.quotas.entry(namespace).or_default();
+            quotas.entry(gpu()).or_default().0 += QUOTA;
+        }
+    }
+
+    fn container_ends(&mut self) {
         let at = self.below(self.accounts.len());
         let Some(allocation) = self.accounts.keys().nth(at).copied() else {
             return;
@@ -362,13 +390,23 @@ impl World {
             .filter(|at| self.tenants[*at].asker.allocation == allocation)
             .collect();
         dying.into_iter().for_each(|at| self.kill(at));
+        self.unbind(allocation);
+        // Whether or not the agent lived to the end of it.
+        self.forget_ended();
+    }
+
+    fn unbind(&mut self, allocation: AllocationId) {
         // In the order of the core: the book knows, then what the account has is the ledger's, at once on disk.
         self.node.containers.remove(&allocation);
+        self.set_quotas();
         if self.book.is_heard() {
             self.reconcile();
         }
         let charged = self.charged();
         let (turn, effects) = self.book.stand(self.node.clone(), &charged);
+        if self.book.is_heard() {
+            self.reconcile();
+        }
         let known = turn.orphaned.is_some();
         let account = self.accounts.remove(&allocation).unwrap_or_default();
         self.leaked += account.dead;
@@ -391,21 +429,22 @@ impl World {
 
     /// Nothing is promised of leases whose openers' pods have all ended.
     fn forget_ended(&mut self) {
-        let held: BTreeSet<Title> = self.vault.values().map(|meta| meta.title.clone()).collect();
-        let open = |meta: &Meta| {
-            let containers = self.node.containers.values();
-            let pods: BTreeSet<&PodUid> = containers.map(|container| &container.pod).collect();
-            meta.openers.iter().any(|opener| pods.contains(opener))
-        };
-        let alive: BTreeSet<LeaseId> = self
+        let bound: BTreeSet<&PodUid> = self.node.containers.values().map(|c| &c.pod).collect();
+        let vault: BTreeMap<LeaseId, &Title> = self
             .vault
             .iter()
-            .filter(|(_, meta)| open(meta))
-            .map(|(lease, _)| *lease)
+            .map(|(lease, meta)| (*lease, &meta.title))
             .collect();
+        let is_open = |lease: &LeaseId| {
+            let meta = self.book.get(*lease);
+            meta.is_some_and(|meta| meta.openers.iter().any(|opener| bound.contains(opener)))
+        };
         self.expected.retain(|title, expected| match expected {
-            Expected::Content(lease, _) => alive.contains(lease),
-            Expected::Anything => held.contains(title),
+            Expected::Content(lease, _) if vault.contains_key(lease) && is_open(lease) => true,
+            _ => {
+                *expected = Expected::Anything;
+                vault.values().any(|held| *held == title)
+            }
         });
     }
 
@@ -683,17 +722,16 @@ impl World {
         };
         let asker = self.tenants[at].asker;
         if let Ok(effects) = self.book.discard(asker, grip.lease) {
-            // One that was abandoned before gave its name to another.
-            let expected = self.expected.get(&grip.title);
-            let is_found =
-                matches!(expected, Some(Expected::Content(lease, _)) if *lease == grip.lease);
-            if is_found {
-                self.expected.insert(grip.title.clone(), Expected::Anything);
+            // Its title may be another lease's by now.
+            if let Some(expected) = self.expected.get_mut(&grip.title)
+                && matches!(expected, Expected::Content(lease, _) if *lease == grip.lease)
+            {
+                *expected = Expected::Anything;
             }
             if self.carry_out(effects) && self.linked && self.book.get(grip.lease).is_none() {
                 self.count("discards");
                 // It is answered once the vault has closed it.
-                if is_found && !self.vault.contains_key(&grip.lease) {
+                if self.vault.values().all(|held| held.title != grip.title) {
                     self.expected.remove(&grip.title);
                 }
             }

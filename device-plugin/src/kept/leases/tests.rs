@@ -30,8 +30,18 @@ fn node() -> Node {
             (B, standing("b", "team")),
             (C, standing("c", "other")),
         ]),
+        quotas: BTreeMap::from([
+            ("team".to_owned(), BTreeMap::from([(gpu(), Bytes::gib(2))])),
+            ("other".to_owned(), BTreeMap::from([(gpu(), Bytes::gib(1))])),
+        ]),
         generations: BTreeMap::from([(gpu(), 1)]),
     }
+}
+
+/// A container is charged for a lease of 1 GiB.
+fn charged(allocation: AllocationId, lease: LeaseId) -> Charged {
+    let leases = BTreeMap::from([(lease, (gpu(), Bytes::gib(1)))]);
+    BTreeMap::from([(allocation, leases)])
 }
 
 fn asker(allocation: AllocationId, pid: u32) -> Asker {
@@ -57,7 +67,7 @@ fn weights(bytes: Bytes, image: u64, token: u64) -> Open {
 fn writing() -> Leases {
     let mut book = Leases::default();
     book.heard(BTreeMap::new(), |_| true);
-    book.stand(node(), &BTreeSet::new());
+    book.stand(node(), &Charged::new());
     let (opened, effects) = book.open(asker(A, 10), weights(Bytes::gib(1), 5, 99), Moment(0));
     let Ok(Opened::Make(meta)) = opened else {
         panic!("{opened:?}");
@@ -135,6 +145,99 @@ fn an_answer_that_was_lost_can_be_asked_for_again() {
 }
 
 #[test]
+fn of_two_threads_that_want_the_same_one_writes_and_who_asked_for_more_writes_anew() {
+    let mut book = writing();
+    assert_eq!(
+        reopen(&mut book, asker(A, 10)),
+        Err(KeptRefusal::Writing),
+        "who only looks takes no right away"
+    );
+    let (opened, effects) = book.open(asker(A, 10), weights(Bytes::gib(2), 5, 100), Moment(1));
+    let Ok(Opened::Make(meta)) = opened else {
+        panic!("{opened:?}: too small");
+    };
+    assert_eq!(meta.bytes, Bytes::gib(2));
+    assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
+}
+
+#[test]
+fn what_a_writer_does_not_commit_in_time_ends_though_nobody_asks_for_it() {
+    let mut book = writing();
+    let end = Moment(0) + WRITE_TIME;
+    assert_eq!(book.late(Moment(end.0 - 1)), []);
+    assert_eq!(book.late(end), [Effect::Charge(LeaseId(1), A)]);
+    assert_eq!(committed().late(end), []);
+}
+
+#[test]
+fn pods_that_own_nothing_keep_no_more_of_a_namespaces_leases_than_its_pods_may_use() {
+    let mut book = committed();
+    reopen(&mut book, asker(B, 20)).unwrap();
+    let mut node = node();
+    // Pods that make a lease, and end.
+    for number in 2..4 {
+        let allocation = AllocationId::from_bits(100 + number);
+        let maker = standing(&format!("maker-{number}"), "team");
+        node.containers = BTreeMap::from([(B, standing("b", "team")), (allocation, maker)]);
+        book.stand(node.clone(), &Charged::new());
+        let open = |bytes| Open {
+            name: number.to_string(),
+            ..weights(bytes, 5, 99)
+        };
+        let maker = asker(allocation, 30);
+        let (Ok(Opened::Make(meta)), _) = book.open(maker, open(Bytes::gib(1)), Moment(2)) else {
+            panic!("{number} is there");
+        };
+        book.begin(LeaseId(number), *meta);
+        book.made(LeaseId(number));
+        let id = LeaseId(number);
+        book.commit(maker, id, 99, 1, Moment(2)).unwrap();
+        let (opened, _) = book.open(asker(B, 20), open(Bytes::ZERO), Moment(3));
+        let expected = match number {
+            2 => Ok(Opened::Read(id)),
+            _ => Err(KeptRefusal::Quota { free: 0 }),
+        };
+        assert_eq!(opened, expected, "{number}");
+        let (again, _) = book.open(maker, open(Bytes::ZERO), Moment(3));
+        assert_eq!(again, Ok(Opened::Read(id)), "its own");
+    }
+    assert_eq!(
+        reopen(&mut book, asker(B, 20)),
+        Ok(Opened::Read(LeaseId(1))),
+        "what is open stays so"
+    );
+}
+
+#[test]
+fn a_lease_that_has_an_owner_again_leaves_its_bytes_when_that_ends() {
+    let mut book = committed();
+    reopen(&mut book, asker(B, 20)).unwrap();
+    let mut without = node();
+    without.containers.remove(&A);
+    book.stand(without, &Charged::new());
+    let next = AllocationId::from_bits(9);
+    let mut with = node();
+    with.containers = BTreeMap::from([(B, standing("b", "team")), (next, standing("a", "team"))]);
+    let (turn, _) = book.stand(with, &charged(next, LeaseId(1)));
+    assert_eq!(turn.orphaned, Some(BTreeMap::new()));
+    let (turn, _) = book.stand(Node::default(), &Charged::new());
+    assert_eq!(turn.left, [(LeaseId(1), gpu(), Bytes::gib(1))]);
+}
+
+#[test]
+fn a_lease_is_known_once_its_heir_is_charged_and_not_because_its_last_owner_is() {
+    let mut book = committed();
+    let next = AllocationId::from_bits(9);
+    let mut node = node();
+    node.containers.remove(&A);
+    node.containers.insert(next, standing("a", "team"));
+    book.stand(node.clone(), &charged(A, LeaseId(1)));
+    assert_eq!(book.living(), BTreeMap::new());
+    book.stand(node, &charged(next, LeaseId(1)));
+    assert_eq!(book.living()[&gpu()].len(), 1);
+}
+
+#[test]
 fn what_a_writer_that_died_or_execed_wrote_is_discarded_and_charged_until_it_is_proven_free() {
     let charge = [Effect::Charge(LeaseId(1), A)];
     let mut died = writing();
@@ -177,7 +280,7 @@ fn a_lease_lives_as_long_as_one_pod_that_opened_it_and_is_the_nodes_without_its_
     reopen(&mut book, asker(B, 20)).unwrap();
     let mut node = node();
     node.containers.remove(&A);
-    let (turn, effects) = book.stand(node.clone(), &BTreeSet::new());
+    let (turn, effects) = book.stand(node.clone(), &Charged::new());
     assert_eq!(
         (turn.orphaned, turn.left, effects),
         (
@@ -190,7 +293,7 @@ fn a_lease_lives_as_long_as_one_pod_that_opened_it_and_is_the_nodes_without_its_
         )
     );
     node.containers.remove(&B);
-    let (turn, effects) = book.stand(node.clone(), &BTreeSet::new());
+    let (turn, effects) = book.stand(node.clone(), &Charged::new());
     assert_eq!(turn.orphaned, Some(BTreeMap::new()));
     assert_eq!(
         turn.left,
@@ -198,7 +301,7 @@ fn a_lease_lives_as_long_as_one_pod_that_opened_it_and_is_the_nodes_without_its_
         "it is kept no more"
     );
     assert_eq!(effects, []);
-    assert_eq!(book.stand(node, &BTreeSet::new()).0.left, [], "told once");
+    assert_eq!(book.stand(node, &Charged::new()).0.left, [], "told once");
     assert_eq!(book.living(), BTreeMap::new());
     assert_eq!(book.charged(LeaseId(1)), Some(Effect::Drop(LeaseId(1))));
 }
@@ -210,7 +313,7 @@ fn what_an_init_container_made_is_its_pods_next_containers() {
     let next = AllocationId::from_bits(9);
     node.containers.remove(&A);
     node.containers.insert(next, standing("a", "team"));
-    let (turn, effects) = book.stand(node, &BTreeSet::new());
+    let (turn, effects) = book.stand(node, &Charged::new());
     assert_eq!(turn.orphaned, Some(BTreeMap::new()));
     assert!(matches!(&effects[..], [Effect::Update(LeaseId(1), meta)] if meta.owner == next));
     assert_eq!(book.owner(LeaseId(1)), Some(next));
@@ -253,7 +356,7 @@ fn of_two_leases_of_a_title_the_next_agent_knows_that_the_older_one_was_given_up
     };
     let held = BTreeMap::from([(LeaseId(1), Some(older)), (LeaseId(4), Some(newer))]);
     let mut book = Leases::default();
-    book.stand(node(), &BTreeSet::new());
+    book.stand(node(), &Charged::new());
     assert_eq!(book.heard(held, |_| true), [Effect::Charge(LeaseId(1), A)]);
     assert_eq!(
         reopen(&mut book, asker(A, 11)),
@@ -267,7 +370,7 @@ fn the_vault_is_the_truth_for_the_next_agent() {
     let meta = before.get(LeaseId(1)).cloned();
     let held = BTreeMap::from([(LeaseId(1), meta), (LeaseId(2), None)]);
     let mut book = Leases::default();
-    book.stand(node(), &BTreeSet::new());
+    book.stand(node(), &Charged::new());
     assert_eq!(
         reopen(&mut book, asker(A, 11)),
         Err(KeptRefusal::Unavailable),
@@ -288,18 +391,18 @@ fn the_vault_is_the_truth_for_the_next_agent() {
         BTreeMap::new(),
         "nobody is charged for it yet"
     );
-    book.stand(node(), &BTreeSet::from([LeaseId(1)]));
+    book.stand(node(), &charged(A, LeaseId(1)));
     assert_eq!(book.living()[&gpu()].len(), 1);
     // A writer's death counts, whoever saw it.
     let held = BTreeMap::from([(LeaseId(1), writing().get(LeaseId(1)).cloned())]);
     let mut book = Leases::default();
-    book.stand(node(), &BTreeSet::new());
+    book.stand(node(), &Charged::new());
     assert_eq!(
         book.heard(held.clone(), |_| false),
         [Effect::Charge(LeaseId(1), A)]
     );
     let mut book = Leases::default();
-    book.stand(node(), &BTreeSet::new());
+    book.stand(node(), &Charged::new());
     assert_eq!(book.heard(held, |_| true), []);
     assert_eq!(book.writers(), BTreeSet::from([asker(A, 10).process]));
 }
@@ -321,7 +424,7 @@ fn leases_are_lost_with_the_vault_and_with_their_gpu() {
     let mut book = committed();
     let mut node = node();
     node.generations.insert(gpu(), 2);
-    let (_, effects) = book.stand(node, &BTreeSet::new());
+    let (_, effects) = book.stand(node, &Charged::new());
     assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
     assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
 }
@@ -330,7 +433,7 @@ fn leases_are_lost_with_the_vault_and_with_their_gpu() {
 fn a_writer_that_ends_while_its_lease_is_made_gets_none() {
     let mut book = Leases::default();
     book.heard(BTreeMap::new(), |_| true);
-    book.stand(node(), &BTreeSet::new());
+    book.stand(node(), &Charged::new());
     let (opened, _) = book.open(asker(A, 10), weights(Bytes::gib(1), 5, 99), Moment(0));
     let Ok(Opened::Make(meta)) = opened else {
         panic!("{opened:?}");
@@ -345,7 +448,7 @@ fn a_writer_that_ends_while_its_lease_is_made_gets_none() {
 fn a_container_owns_so_many_leases_and_no_more() {
     let mut book = Leases::default();
     book.heard(BTreeMap::new(), |_| true);
-    book.stand(node(), &BTreeSet::new());
+    book.stand(node(), &Charged::new());
     for number in 0..=MOST_OWNED as u64 {
         let open = Open {
             name: number.to_string(),

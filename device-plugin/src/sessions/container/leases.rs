@@ -80,10 +80,22 @@ impl Container {
         }
     }
 
-    /// Charges what a lease has as what dead processes exported from now on: whether that is on record.
-    pub(in super::super) fn release_lease(&mut self, lease: LeaseId) -> bool {
+    /// Charges what a lease has as what dead processes exported from now on, whether or not it was charged by now:
+    /// whether that is on record. Where it is not, nothing has changed.
+    pub(in super::super) fn release_lease(
+        &mut self,
+        gpu: &GpuUuid,
+        lease: LeaseId,
+        bytes: Bytes,
+    ) -> bool {
+        self.adopt_lease(gpu, lease, bytes);
+        let before = self.credit.clone();
         self.credit.release_lease(lease.0);
-        self.note_leases()
+        let is_on_record = self.note_leases();
+        if !is_on_record {
+            self.credit = before;
+        }
+        is_on_record
     }
 
     /// There is no memory of a lease that was charged.

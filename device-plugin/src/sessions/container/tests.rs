@@ -1,4 +1,5 @@
 use super::*;
+use crate::kept::LeaseId;
 use crate::units::PodUid;
 
 const MIB: u64 = 1 << 20;
@@ -783,3 +784,15 @@ fn a_full_disk_refuses_what_could_not_be_remembered_and_forgets_nothing() {
 
 mod events;
 mod poisoned;
+
+#[test]
+fn a_lease_that_was_not_charged_is_so_when_it_is_released() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let gpu: GpuUuid = "GPU-aaaa".parse().unwrap();
+    let half = Bytes::mib(512);
+    assert!(container.release_lease(&gpu, LeaseId(7), half));
+    assert_eq!(container.lease(&gpu, LeaseId(8), Bytes::gib(1)), Err(half));
+    let mut again = fixture.start();
+    assert_eq!(again.lease(&gpu, LeaseId(8), Bytes::gib(1)), Err(half));
+}

@@ -13,7 +13,7 @@ use crate::checkpoint::Checkpoint;
 use crate::inventory::health::{Health, Memory, Sickness};
 use crate::inventory::{Gpu, GpuState};
 use crate::kept::LeaseId;
-use crate::kept::leases::{Asker, Leases, Meta, Node, Open, Opened, Standing};
+use crate::kept::leases::{Asker, Charged, Leases, Meta, Node, Open, Opened, Standing};
 use crate::kept::numbers::Numbers;
 use crate::ledger::Moment;
 use crate::node::generations::Generations;
@@ -268,8 +268,9 @@ impl Machine {
         let node = Node {
             containers: BTreeMap::from([(AllocationId::from_bits(self.allocation), standing)]),
             generations: self.gpus.all(),
+            ..Node::default()
         };
-        self.leases.stand(node, &BTreeSet::new());
+        self.leases.stand(node, &Charged::new());
     }
 
     fn hello(&mut self) {
