@@ -13,12 +13,14 @@
 //! versions). The node owns the memory, so it survives a fault, an exec and a kill of whoever has it open.
 //!
 //! * [`ask`] asks the agent
+//! * [`claim`] keeps threads of this process from writing the same
 //! * [`lease`] maps, commits, verifies
 //! * [`arena`] is a lease that is being written as a resource to allocate from
 #![forbid(unsafe_code)]
 
 mod arena;
 mod ask;
+mod claim;
 mod lease;
 
 use std::path::Path;
@@ -36,6 +38,7 @@ use crate::checksum::{Checksum, ChecksumError};
 use crate::driver::{Access, Context, DriverError};
 use crate::error::{CudaError, ErrorClass};
 use ask::Agent;
+use claim::{Claim, Title};
 use lease::{Granted, Mapped};
 
 /// How often a lease that another process writes, or an agent that is away, is asked for again.
@@ -208,7 +211,7 @@ impl Shelf {
     /// # Errors
     /// [`KeptRefusal::Missing`] where there is none, [`KeptError::Corrupt`] where it is not what was committed, and others.
     pub fn find(&self, name: &str, key: &Key, patience: Duration) -> Result<Kept, KeptError> {
-        match self.ask(name, key, 0, patience)? {
+        match self.ask(name, key, 0, patience)?.0 {
             Granted::Ready { memory, checksum } => self.verified(memory, checksum),
             Granted::Writing { .. } => Err(KeptError::Unexpected),
         }
@@ -229,10 +232,14 @@ impl Shelf {
         loop {
             let left = patience.saturating_sub(since.elapsed());
             match self.ask(name, key, bytes.max(1), left)? {
-                Granted::Writing { memory, token } => {
-                    return Ok(Opened::Writing(Writing::new(self.clone(), memory, token)));
+                (Granted::Writing { memory, token }, claim) => {
+                    let writing = Writing::new(self.clone(), memory, token, claim);
+                    // One that is too small is discarded.
+                    return (writing.bytes() >= bytes)
+                        .then_some(Opened::Writing(writing))
+                        .ok_or(KeptError::Unexpected);
                 }
-                Granted::Ready { memory, checksum } => match self.verified(memory, checksum) {
+                (Granted::Ready { memory, checksum }, _) => match self.verified(memory, checksum) {
                     // It is discarded: the next question begins it anew.
                     Err(KeptError::Corrupt { .. }) if since.elapsed() < patience => {}
                     done => return done.map(Opened::Ready),
@@ -247,7 +254,7 @@ impl Shelf {
         key: &Key,
         bytes: u64,
         patience: Duration,
-    ) -> Result<Granted, KeptError> {
+    ) -> Result<(Granted, Option<Claim>), KeptError> {
         let since = Instant::now();
         let lease_name =
             LeaseName::try_from(name.to_owned()).map_err(|source| KeptError::Name {
@@ -264,17 +271,44 @@ impl Shelf {
         }
     }
 
-    fn ask_once(&self, name: &LeaseName, key: &Key, bytes: u64) -> Result<Granted, KeptError> {
+    /// Who may have to write what is asked for has claimed it.
+    fn ask_once(
+        &self,
+        name: &LeaseName,
+        key: &Key,
+        bytes: u64,
+    ) -> Result<(Granted, Option<Claim>), KeptError> {
         let context = &self.0.context;
+        let refused = |why| KeptError::Refused {
+            name: name.as_str().to_owned(),
+            why,
+        };
+        let claim = match bytes {
+            0 => None,
+            _ => {
+                let title = Title {
+                    agent: self.0.agent.socket().to_owned(),
+                    gpu: context.uuid(),
+                    name: name.clone(),
+                    key: *key,
+                };
+                Some(Claim::of(title).ok_or_else(|| refused(KeptRefusal::Writing))?)
+            }
+        };
         let map = |fd, bytes| Mapped::of(context, &fd, bytes, Access::ReadWrite);
         let opened = self.0.agent.open(context.uuid(), name, key, bytes, map);
         let (answer, fd, made) = opened?;
         match answer {
-            KeptAnswer::Refused(why) => Err(KeptError::Refused {
-                name: name.as_str().to_owned(),
-                why,
-            }),
-            granted => Granted::of(context, granted, fd, made),
+            KeptAnswer::Refused(why) => Err(refused(why)),
+            granted => {
+                let made = made.transpose();
+                let given = made.and_then(|made| Granted::of(context, granted, fd, made));
+                if let (Err(_), KeptAnswer::Write { lease, .. }) = (&given, granted) {
+                    // It is this process's to write, and cannot be.
+                    let _ = self.discard(lease);
+                }
+                Ok((given?, claim))
+            }
         }
     }
 

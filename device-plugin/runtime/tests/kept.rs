@@ -13,6 +13,7 @@ mod raw;
 
 use std::alloc::Layout;
 use std::os::fd::AsFd;
+use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
@@ -331,6 +332,56 @@ fn memory_that_nobody_said_is_kept_is_unmapped_again() {
         };
         let confused = opens_at_an_agent_that(Some(other), machine);
         assert!(matches!(confused, KeptError::Unexpected), "{confused}");
+    });
+}
+
+#[test]
+fn a_commit_that_an_agent_did_not_live_to_hear_is_said_to_the_next() {
+    inside(ONE_GPU, |_| {
+        let (keeper, folder) = (keeper(), tempfile::tempdir().unwrap());
+        let (socket, dying) = (folder.path().join("agent"), folder.path().join("dying"));
+        symlink(keeper.socket(), &socket).unwrap();
+        let shelf = Shelf::at(&context(), &socket);
+        let writing = writing(&shelf, 2 * MIB);
+        std::fs::remove_file(&socket).unwrap();
+        let agent = UnixListener::bind(&dying).unwrap();
+        symlink(&dying, &socket).unwrap();
+        let successor = std::thread::spawn(move || {
+            let (client, _) = agent.accept().unwrap();
+            let (asked, _) = receive_message::<ToAgent>(&client).unwrap();
+            assert!(matches!(asked, ToAgent::Kept(KeptQuestion::Commit { .. })));
+            drop((client, agent));
+            std::thread::sleep(Duration::from_millis(100));
+            std::fs::remove_file(&socket).unwrap();
+            symlink(keeper.socket(), &socket).unwrap();
+            keeper
+        });
+        let kept = writing.commit().unwrap();
+        let _keeper = successor.join().unwrap();
+        let found = shelf.find("weights", &KEY, NOW).unwrap();
+        assert_eq!(found.lease(), kept.lease());
+    });
+}
+
+#[test]
+fn of_threads_that_begin_the_same_one_writes_and_the_others_have_what_it_commits() {
+    inside(ONE_GPU, |_| {
+        let keeper = keeper();
+        let shelf = Shelf::at(&context(), &keeper.socket());
+        let first = writing(&shelf, 2 * MIB);
+        let error = shelf.open("weights", &KEY, 4 * MIB, NOW).unwrap_err();
+        assert!(error.retryable(), "{error}");
+        let lease = std::thread::scope(|scope| {
+            let second = scope.spawn(|| shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap());
+            std::thread::sleep(Duration::from_millis(50));
+            let lease = first.commit().unwrap().lease();
+            let Opened::Ready(kept) = second.join().unwrap() else {
+                panic!("both write")
+            };
+            assert_eq!(kept.lease(), lease);
+            lease
+        });
+        assert_eq!(shelf.find("weights", &KEY, NOW).unwrap().lease(), lease);
     });
 }
 

@@ -157,9 +157,17 @@ impl Keeper {
         pid: i32,
         early: Option<&UnixStream>,
     ) -> io::Result<(ToShim, Option<OwnedFd>)> {
-        if let Some(held) = self.leases.get(&title) {
-            match held.state {
-                State::Writing { pid, .. } if lives(pid) => {
+        if let Some(held) = self.leases.get_mut(&title) {
+            match &mut held.state {
+                // As the agent does: an answer may have been lost.
+                State::Writing { pid: writer, token } if *writer == pid && bytes > 0 => {
+                    *token = token.wrapping_add(1);
+                    let given = write(held.lease, held.bytes, *token);
+                    let lease = held.lease;
+                    let (_, fd) = self.vault.ask(&ToVault::Get { lease }, None)?;
+                    return Ok((given, fd));
+                }
+                State::Writing { pid, .. } if lives(*pid) => {
                     return Ok((refused(KeptRefusal::Writing), None));
                 }
                 State::Writing { .. } => {
@@ -168,7 +176,7 @@ impl Keeper {
                     self.vault.ask(&ToVault::Drop { lease }, None)?;
                 }
                 State::Committed { checksum } => {
-                    let (lease, bytes) = (held.lease, held.bytes);
+                    let (lease, bytes, checksum) = (held.lease, held.bytes, *checksum);
                     let (_, fd) = self.vault.ask(&ToVault::Get { lease }, None)?;
                     let ready = KeptAnswer::Ready {
                         lease,
@@ -206,15 +214,19 @@ impl Keeper {
             state,
         };
         self.leases.insert(title, held);
-        let write = KeptAnswer::Write {
-            lease,
-            generation: lease,
-            bytes,
-            token,
-            expires_ms: EXPIRES_MS,
-        };
-        Ok((ToShim::Kept(write), early.is_none().then_some(fd)))
+        let fd = early.is_none().then_some(fd);
+        Ok((write(lease, bytes, token), fd))
     }
+}
+
+fn write(lease: u64, bytes: u64, token: u64) -> ToShim {
+    ToShim::Kept(KeptAnswer::Write {
+        lease,
+        generation: lease,
+        bytes,
+        token,
+        expires_ms: EXPIRES_MS,
+    })
 }
 
 fn refused(why: KeptRefusal) -> ToShim {

@@ -37,6 +37,11 @@ impl Agent {
         }
     }
 
+    /// Where it listens.
+    pub(super) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
     /// Asks for a lease of a GPU. What is made is handed to `map` while the agent still makes sure that it will be
     /// kept: what that comes to is to be used only with an answer. The driver does not say whether a UUID is a MIG
     /// instance's, and the agent has an account of one of both names.
@@ -46,7 +51,7 @@ impl Agent {
         name: &LeaseName,
         key: &Key,
         bytes: u64,
-        map: impl Fn(OwnedFd, u64) -> Result<M, KeptError>,
+        map: impl Fn(OwnedFd, u64) -> M,
     ) -> Result<(KeptAnswer, Option<OwnedFd>, Option<M>), KeptError> {
         let named = |uuid: String| {
             let stream = self.say(KeptQuestion::Open {
@@ -59,7 +64,7 @@ impl Agent {
             })?;
             match self.hear(&stream)? {
                 (KeptAnswer::Made { bytes }, Some(fd)) => {
-                    let mapped = map(fd, bytes)?;
+                    let mapped = map(fd, bytes);
                     let (answer, fd) = self.hear(&stream)?;
                     Ok((answer, fd, Some(mapped)))
                 }

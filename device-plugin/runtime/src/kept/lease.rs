@@ -2,12 +2,17 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use bursar_protocol::VERSION;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion};
 
-use super::{KeptError, Shelf, refused};
+use super::claim::Claim;
+use super::{ASK_EVERY, KeptError, Shelf, refused};
 use crate::driver::{Access, Context, Handle, Mapping};
+
+/// For how long a commit is said again that the agent has not heard, or cannot have done.
+const COMMIT: Duration = Duration::from_secs(30);
 
 /// A lease's memory, mapped. The mapping keeps it, whatever becomes of the lease.
 #[derive(Debug)]
@@ -193,12 +198,15 @@ pub struct Writing {
     address: u64,
     bytes: u64,
     token: u64,
+    /// Until its lease is committed or discarded.
+    _claim: Option<Claim>,
 }
 
 impl Writing {
-    pub(super) fn new(shelf: Shelf, memory: Memory, token: u64) -> Writing {
+    pub(super) fn new(shelf: Shelf, memory: Memory, token: u64, claim: Option<Claim>) -> Writing {
         Writing {
             shelf,
+            _claim: claim,
             lease: memory.lease,
             generation: memory.generation,
             address: memory.address(),
@@ -261,13 +269,29 @@ impl Writing {
             token: self.token,
             checksum: self.shelf.checksum_of(memory)?,
         };
-        match self.shelf.0.agent.ask(question)? {
-            KeptAnswer::Committed => {}
-            KeptAnswer::Refused(why) => return Err(refused(self.lease, why)),
-            _ => return Err(KeptError::Unexpected),
-        }
+        self.state(&question)?;
         let memory = self.memory.take().ok_or(KeptError::Unexpected)?;
         Ok(Kept::new(self.shelf.clone(), memory))
+    }
+
+    /// States what is in the lease. To say the same again is no error, so it is said until it is heard: while the agent is
+    /// replaced, or has lost the vault.
+    fn state(&self, question: &KeptQuestion) -> Result<(), KeptError> {
+        let since = Instant::now();
+        loop {
+            let stated = match self.shelf.0.agent.ask(question.clone()) {
+                Ok(KeptAnswer::Committed) => Ok(()),
+                Ok(KeptAnswer::Refused(why)) => Err(refused(self.lease, why)),
+                Ok(_) => Err(KeptError::Unexpected),
+                Err(error) => Err(error),
+            };
+            match stated {
+                Err(error) if error.passes() && since.elapsed() < COMMIT => {
+                    std::thread::sleep(ASK_EVERY);
+                }
+                done => return done,
+            }
+        }
     }
 
     /// Gives the lease up.
