@@ -462,6 +462,7 @@ mod tests {
             xid: None,
             time: jiff::Timestamp::UNIX_EPOCH,
             decided: None,
+            executed: false,
             ended: false,
         });
     }

@@ -525,12 +525,15 @@ impl Sessions {
         self.of_each(|container| container.faults().to_vec())
     }
 
-    /// The first processes of containers that are to be killed for a fault.
+    /// The first processes of containers that are to be killed for a fault, one of each container at a time.
     pub fn condemned(&self) -> Vec<(AllocationId, Process)> {
         let poisoned = self.of_each(|container| {
             let pod = container.pod().clone();
-            let condemned = container.condemned().into_iter();
-            condemned.map(|process| (process, pod.clone())).collect()
+            let condemned = container.condemned();
+            condemned
+                .map(|process| (process, pod))
+                .into_iter()
+                .collect()
         });
         // Outside of the locks: it reads files.
         let first = |(allocation, (process, pod)): (AllocationId, (Process, PodUid))| {

@@ -35,7 +35,7 @@ pub fn dial_at(path: &Path, timeout: Duration) -> io::Result<UnixStream> {
         sockopt::set_socket_timeout(&socket, direction, Some(timeout))?;
     }
     let address = SocketAddrUnix::new(path)?;
-    rustix::net::connect(&socket, &address)?;
+    rustix::io::retry_on_intr(|| rustix::net::connect(&socket, &address))?;
     Ok(UnixStream::from(socket))
 }
 

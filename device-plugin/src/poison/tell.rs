@@ -118,6 +118,7 @@ mod tests {
             xid: Some(31),
             time: Timestamp::UNIX_EPOCH,
             decided: Some((Decision::Execute, Timestamp::UNIX_EPOCH)),
+            executed: false,
             ended: false,
         }
     }

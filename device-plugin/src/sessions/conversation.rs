@@ -46,6 +46,8 @@ const OLDEST_VERSION: u16 = 1;
 enum Hangup {
     #[error("{0}")]
     Io(#[from] io::Error),
+    #[error("an answer was not taken: {0}")]
+    Unsent(#[source] io::Error),
     #[error("{0}")]
     Wire(#[from] wire::WireError),
     #[error("no hello in time")]
@@ -113,6 +115,9 @@ impl Conversation {
                 // The socket ends nothing: the process may live on with what it has, or a child
                 // of it may hold the socket long after its death.
                 tracing::debug!(pid = session.process.pid, %error, "peer hung up");
+                if !matches!(error, Hangup::Unsent(_)) {
+                    lock(&self.container).hung_up(session.process, session.image);
+                }
                 drop(stream);
                 tokio::select! {
                     () = session.ended.cancelled() => return,
@@ -276,8 +281,7 @@ impl Conversation {
                     tokio::time::sleep(SETTLE_PAUSE).await;
                 }
             }
-            let able = matches!(message, ToAgent::Poisoned { able: true, .. })
-                && lock(&self.container).is_main(pid, self.membership.as_ref());
+            let able = matches!(message, ToAgent::Poisoned { able: true, .. }) && self.is_main(pid);
             // Before the lock: the driver may take its time.
             let charged = match message {
                 ToAgent::ContextMade { account } => self.charged(pid, account).await,
@@ -315,13 +319,22 @@ impl Conversation {
                 }
             };
             if let Some(answer) = answer {
-                stream.write_all(&answer.frame()).await?;
+                let sent = stream.write_all(&answer.frame()).await;
+                sent.map_err(Hangup::Unsent)?;
             }
         }
     }
 }
 
 impl Conversation {
+    /// Whether a process is the container's main one. Without the lock: it reads files.
+    fn is_main(&self, pid: u32) -> bool {
+        let container = lock(&self.container);
+        let (first, pod) = (container.first_of_namespace(pid), container.pod().clone());
+        drop(container);
+        first.is_some_and(|process| self.membership.is_begun_outside(process, &pod))
+    }
+
     /// What the driver charges a process on an account's GPU, if its contexts should be measured and it
     /// can tell in time.
     async fn charged(&self, pid: u32, account: u8) -> Option<Bytes> {

@@ -16,7 +16,7 @@ pub struct Process {
     pub start: u64,
 }
 
-/// A process has no more ancestors inside its container that count.
+/// A process has no more ancestors inside its container that are looked at.
 const DEEPEST: u32 = 1024;
 
 /// Tells which container a process belongs to.
@@ -29,10 +29,16 @@ pub trait Membership: Send + Sync + 'static {
     fn container(&self, pid: u32, pod: &PodUid) -> Option<String>;
 
     /// The process that a process of a container of `pod` descends from and that was begun from outside of that
-    /// container: its main process, or what was executed into it. `None` when the process is gone.
+    /// container: its main process, or what was executed into it. The process itself where it has ancestors without
+    /// end. `None` when the process is gone.
     fn first(&self, process: Process, pod: &PodUid) -> Option<Process> {
         let _ = pod;
         (self.process(process.pid)? == process).then_some(process)
+    }
+
+    /// Whether a process of a container of `pod` was itself begun from outside of that container.
+    fn is_begun_outside(&self, process: Process, pod: &PodUid) -> bool {
+        self.first(process, pod) == Some(process)
     }
 
     /// What a process is called in the agent's pid namespace and in each one nested in that, down
@@ -73,20 +79,35 @@ impl Membership for Cgroups {
         let container = self.container(process.pid, pod)?;
         let mut first = (self.process(process.pid)? == process).then_some(process)?;
         for _ in 0..DEEPEST {
-            let status = self.proc.join(first.pid.to_string()).join("status");
-            let parent = parent_of(&proc::read(&status).ok()?)?;
-            if self.container(parent, pod).as_ref() != Some(&container) {
-                return Some(first);
+            match self.parent_inside(first.pid, &container, pod)? {
+                Some(parent) => first = self.process(parent)?,
+                None => return Some(first),
             }
-            first = self.process(parent)?;
         }
-        None
+        Some(process)
+    }
+
+    fn is_begun_outside(&self, process: Process, pod: &PodUid) -> bool {
+        let parent = self
+            .container(process.pid, pod)
+            .and_then(|container| self.parent_inside(process.pid, &container, pod));
+        parent == Some(None) && self.process(process.pid) == Some(process)
     }
 
     fn pids(&self, pid: u32) -> Vec<u32> {
         proc::read(&self.proc.join(pid.to_string()).join("status"))
             .map(|status| pids_of(&status))
             .unwrap_or_default()
+    }
+}
+
+impl Cgroups {
+    /// The parent of a process, if that is in the same container; `None` when the process is gone.
+    fn parent_inside(&self, pid: u32, container: &str, pod: &PodUid) -> Option<Option<u32>> {
+        let status = self.proc.join(pid.to_string()).join("status");
+        let parent = parent_of(&proc::read(&status).ok()?)?;
+        let of_parent = self.container(parent, pod);
+        Some((of_parent.as_deref() == Some(container)).then_some(parent))
     }
 }
 
@@ -218,7 +239,19 @@ mod tests {
         for (pid, first) in [(10, 10), (11, 10), (12, 10), (21, 20), (30, 30)] {
             assert_eq!(cgroups.first(of(pid), &pod), Some(of(first)), "{pid}");
         }
+        let outside: Vec<u32> = [10, 11, 12, 20, 21, 30]
+            .into_iter()
+            .filter(|pid| cgroups.is_begun_outside(of(*pid), &pod))
+            .collect();
+        assert_eq!(outside, [10, 20, 30]);
+        for pid in 100..=100 + DEEPEST {
+            process(pid, if pid == 100 { 2 } else { pid - 1 }, &here);
+        }
+        let deepest = 100 + DEEPEST;
+        assert_eq!(cgroups.first(of(deepest - 1), &pod), Some(of(100)));
+        assert_eq!(cgroups.first(of(deepest), &pod), Some(of(deepest)));
         let earlier = Process { start: 1, ..of(12) };
+        assert!(!cgroups.is_begun_outside(Process { start: 1, ..of(10) }, &pod));
         assert_eq!(cgroups.first(earlier, &pod), None);
         assert_eq!(cgroups.first(of(2), &pod), None, "it is in no container");
     }

@@ -1,7 +1,7 @@
 //! What is done about a container's poisoned process images: pure, time included.
 //!
 //! ```text
-//!            report (the shim)           Execute -- its image ends: closed
+//!            report (the shim)           Execute -- it hung up: executed, and closed once the new image says hello
 //!   living -----------------> decided --<           still there after `GRACE`: Kill
 //!      \                       ^         Kill ----- its image ends: closed, or stays open where it was one too many
 //!       \ XID    no report     |         Leave ---- its image ends: closed, or stays open for who evicts
@@ -151,6 +151,10 @@ pub struct Fault {
     pub time: Timestamp,
     /// What is done about it, since when; none while a report is waited for.
     pub decided: Option<(Decision, Timestamp)>,
+    /// Whether an image that was told to execute its program again has done so. The new one may take its time to say
+    /// hello: a program imports for minutes before it calls CUDA.
+    #[serde(default)]
+    pub executed: bool,
     /// Whether the image has ended.
     pub ended: bool,
 }
@@ -212,6 +216,7 @@ impl Poisonings {
                 xid: None,
                 time: now,
                 decided: None,
+                executed: false,
                 ended: false,
             });
             self.faults.len() - 1
@@ -237,6 +242,15 @@ impl Poisonings {
         )
     }
 
+    /// An image heard what was decided, and then its socket ended, as an exec ends it.
+    pub(super) fn hung_up(&mut self, process: Process, generation: u64) {
+        for fault in &mut self.faults {
+            let image = &fault.image;
+            fault.executed |= (image.process, image.generation) == (process, generation)
+                && fault.decision() == Some(Decision::Execute);
+        }
+    }
+
     /// An image ended: whatever was decided about it is done.
     pub(super) fn ended(&mut self, process: Process, generation: u64) {
         for fault in &mut self.faults {
@@ -258,7 +272,7 @@ impl Poisonings {
             };
             match fault.decided {
                 None if since(fault.time, now) >= GRACE => self.decide(at, false, now),
-                Some((Decision::Execute, then)) if since(then, now) >= GRACE => {
+                Some((Decision::Execute, then)) if !fault.executed && since(then, now) >= GRACE => {
                     fault.decided = Some((Decision::Kill { beyond: false }, now));
                 }
                 Some((Decision::Leave { open: true }, then))

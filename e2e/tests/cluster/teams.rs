@@ -1,5 +1,6 @@
 //! Budgets in force: pods beyond them are refused, idle memory is lent and comes back, what slips in goes.
 
+use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::{Duration, Instant};
 
 use bursar_crds::conditions::budget::ENFORCED;
@@ -8,6 +9,7 @@ use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::chart;
 use bursar_e2e::pods::{PodError, Pods};
 use bursar_e2e::wait::{self, Look};
+use futures::FutureExt as _;
 use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota, ServiceAccount};
@@ -40,7 +42,8 @@ async fn cleared(
     stage: &mut Stage,
     act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
-    let outcome = act(stage).await;
+    // A failed assertion too.
+    let outcome = AssertUnwindSafe(act(stage)).catch_unwind().await;
     let client = stage.scene.cluster.client();
     scale_operator(&client, 1).await?;
     for team in TEAMS {
@@ -65,7 +68,7 @@ async fn cleared(
         let what = format!("{team} to be rid of its budget");
         wait::until(&what, SOON, PAUSE, released).await?;
     }
-    outcome
+    outcome.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
 /// Gives a team a budget and waits until it is in force.
@@ -153,7 +156,7 @@ async fn beyond_the_budget(stage: &mut Stage) -> Result<(), Failed> {
         (
             "beyond",
             holder(stage, "beyond", 4),
-            "gpu-memory-budget-limit",
+            "exceeded quota: gpu-memory-budget-",
         ),
         (
             "large",

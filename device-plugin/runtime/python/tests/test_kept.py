@@ -135,6 +135,19 @@ with kept("race") as k:
         self.assertEqual(len(set(answers)), 1, answers)
         self.assertTrue(answers[0].startswith(b"500000 "), answers)
 
+    def test_signals_of_a_profiler_are_no_error(self):
+        seen = []
+        before = signal.signal(signal.SIGALRM, lambda *_: seen.append(None))
+        signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
+        try:
+            for round_ in range(200):
+                with kept("signals", round=round_) as k:
+                    k.commit({"x": numpy.full(3, round_)})
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+        self.assertGreater(len(seen), 100)
+
     def test_what_cannot_be_is_an_exception_with_its_name(self):
         with kept("errors") as k:
             with self.assertRaises(ValueError):

@@ -17,6 +17,7 @@ use bursar_device_plugin::sessions::{
 };
 use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::{Folder, Sim};
+use jiff::Timestamp;
 
 mod agent;
 mod program;
@@ -214,7 +215,20 @@ impl Container {
     /// The kernel's log has an XID of a program.
     pub fn xid(&self, program: &Client, code: u32) {
         let sessions = self.sessions.as_ref().unwrap();
-        assert!(sessions.xid(program.pid(), code, &[], jiff::Timestamp::now()));
+        assert!(sessions.xid(program.pid(), code, &[], Timestamp::now()));
+    }
+
+    /// While there is such a file programs say `busy`, and do not call CUDA yet.
+    pub fn busy(&self) -> PathBuf {
+        self.folder.path().join("busy")
+    }
+
+    /// Decides what is overdue by then.
+    pub fn overdue(&self, then: Timestamp) {
+        self.sessions
+            .as_ref()
+            .unwrap()
+            .new_faults(Duration::ZERO, then);
     }
 
     /// The faults that are open.
@@ -241,7 +255,7 @@ impl Container {
             for f in lib/libcuda.so.1:$LIBRARY ${DRIVER#/opt/bursar/}:$REAL; do \
             touch /opt/bursar/${f%%:*}; mount --bind ${f#*:} /opt/bursar/${f%%:*}; done; \
             mount -t tmpfs none /run; mkdir /run/bursar; mount --bind -o ro $ALLOC /run/bursar; \
-            cd ${CLIENT%/*}; exec ${PRELOAD:+env LD_PRELOAD=$PRELOAD} ./${CLIENT##*/}";
+            cd ${CLIENT%/*}; exec ${PRELOAD:+env LD_PRELOAD=$PRELOAD} ./${CLIENT##*/} $BUSY";
         let mut command = Command::new("unshare");
         command.arg("--mount").args(namespace);
         // SAFETY: asks for a number.
@@ -262,6 +276,7 @@ impl Container {
             .env("PRELOAD", preload)
             .env("ALLOC", self.alloc_dir())
             .env("CLIENT", env!("CARGO_BIN_EXE_quota-client"))
+            .env("BUSY", self.busy())
             .env("LD_LIBRARY_PATH", "/opt/bursar/lib")
             .env("SIMGPU_DEV", sim.join("dev"))
             .env("SIMGPU_DIR", sim);

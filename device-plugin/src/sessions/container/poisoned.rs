@@ -7,7 +7,7 @@ use bursar_protocol::wire::{ToShim, Verdict};
 use jiff::Timestamp;
 
 use super::super::poison::{Cause, Decision, Fault, Image, Policy};
-use super::super::{Account, Membership, Process};
+use super::super::{Account, Process};
 use super::Container;
 use crate::units::{GpuUuid, PodUid};
 
@@ -48,16 +48,26 @@ impl Container {
         })
     }
 
-    /// Whether a process is the container's main one: the first of its pid namespace, begun from outside of the
-    /// container. What `kubectl exec` begins is the first of none, and who is the first of a namespace that the
-    /// container made was begun inside.
-    pub(in super::super) fn is_main(&self, pid: u32, membership: &dyn Membership) -> bool {
-        let Some(member) = self.members.get(&pid) else {
-            return false;
+    /// A process, where it is the first of its pid namespace: then it is the container's main one if it was begun from
+    /// outside of the container. What `kubectl exec` begins is the first of none, and who is the first of a namespace
+    /// that the container made was begun inside.
+    pub(in super::super) fn first_of_namespace(&self, pid: u32) -> Option<Process> {
+        let member = self.members.get(&pid)?;
+        (member.pids.last() == Some(&1)).then_some(member.process)
+    }
+
+    /// A process's socket ended, after it took what it was told last.
+    pub(in super::super) fn hung_up(&mut self, process: Process, image: u64) {
+        let member = self.members.get(&process.pid);
+        let same = member.filter(|member| (member.process, member.image) == (process, image));
+        let Some(generation) = same.map(|member| member.generation) else {
+            return;
         };
-        let begun_outside =
-            membership.first(member.process, &self.served.pod) == Some(member.process);
-        begun_outside && member.pids.last() == Some(&1)
+        let before = self.poisonings.clone();
+        self.poisonings.hung_up(process, generation);
+        if before != self.poisonings {
+            self.write_record();
+        }
     }
 
     pub(in super::super) fn pod(&self) -> &PodUid {
@@ -96,10 +106,10 @@ impl Container {
         }
     }
 
-    /// The processes whose container is to be killed for their fault.
-    pub(in super::super) fn condemned(&self) -> Vec<Process> {
-        let images = self.poisonings.condemned();
-        images.map(|image| image.process).collect()
+    /// A process whose container is to be killed for its fault.
+    pub(in super::super) fn condemned(&self) -> Option<Process> {
+        let mut images = self.poisonings.condemned();
+        images.next().map(|image| image.process)
     }
 
     /// The faults that are open.

@@ -288,3 +288,25 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn an_image_that_executed_its_program_again_may_take_its_time_and_stays_fenced() {
+    let mut book = under(ContextAction::InPlace);
+    assert_eq!(book.report(1, 0), Some(Decision::Execute));
+    book.hung_up(image(1).process, 1);
+    book.overdue(Duration::ZERO, at(3600));
+    assert_eq!(book.condemned().next(), None);
+    assert!(book.fences(1));
+    book.end(1);
+    assert!(book.faults().is_empty());
+}
+
+#[test]
+fn who_hangs_up_without_an_order_to_execute_gains_nothing() {
+    let mut book = under(ContextAction::InPlace);
+    book.hung_up(image(1).process, 1);
+    book.xid(1, 0);
+    book.hung_up(image(1).process, 1);
+    book.overdue(Duration::ZERO, at(10));
+    assert_eq!(book.condemned().next(), Some(&image(1)));
+}
