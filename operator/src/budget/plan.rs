@@ -1,9 +1,12 @@
 //! From a budget and the facts to what is to be done: pure.
 //!
 //! ```text
-//!   quotas as the spec says --> namespace labelled once both are in force --> surplus pods ended
-//!     --> pods ended for faults that are on record in the status --> status
+//!   namespace labelled once both quotas are in force --> status --> quotas as the spec says --> surplus pods ended
+//!     --> pods ended for faults that are on record in the status
 //! ```
+//!
+//! The status says first that the quotas of a new spec are not in force yet: nobody is ended by how long the ones
+//! before were. And what fails after it keeps nobody from reading what is so.
 //!
 //! Each step is planned from what is there, never from what an earlier step will have done, so a crash after
 //! any of them is repaired by planning again; with nothing left to do the plan is empty.
@@ -76,23 +79,30 @@ pub struct Plan {
 pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
     let mut plan = Plan::default();
     let terms = Terms::of(&budget.spec, facts.quantum);
+    let (mut quotas, mut in_force) = (Vec::new(), terms.is_ok());
     // The quotas of a spec that cannot be read stay what they were.
     if let Ok(terms) = &terms {
-        let mut in_force = true;
         for which in Which::ALL {
             let wanted = Cap::wanted(which, budget, terms, facts.quantum);
             let quota = facts.quota(which);
             if quota.is_none_or(|quota| quota.cap != wanted) {
-                plan.steps.push(Step::Quota(which, wanted.clone()));
+                quotas.push(Step::Quota(which, wanted.clone()));
             }
             in_force &= quota.is_some_and(|quota| quota.enforces(&wanted));
         }
-        if in_force && !facts.labelled {
-            plan.steps.push(Step::Label);
-        }
-        if in_force {
-            repair(&mut plan, budget, terms, facts, now.0);
-        }
+    }
+    if in_force && !facts.labelled {
+        plan.steps.push(Step::Label);
+    }
+    let wanted = status(budget, facts, now);
+    if budget.status.as_ref() != Some(&wanted) {
+        plan.steps.push(Step::Status(Box::new(wanted)));
+    }
+    plan.steps.extend(quotas);
+    if let Ok(terms) = &terms
+        && in_force
+    {
+        repair(&mut plan, budget, terms, facts, now.0);
     }
     let due = contexts::due(&budget.spec.context_policy, facts, now.0);
     for (pod, since) in contexts::leavers(budget, &due, now.0) {
@@ -102,10 +112,6 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
         plan.look_at((*job).clone());
     }
     plan.look_within(due.again);
-    let wanted = status(budget, facts, now);
-    if budget.status.as_ref() != Some(&wanted) {
-        plan.steps.push(Step::Status(Box::new(wanted)));
-    }
     plan
 }
 
@@ -168,14 +174,19 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
         return;
     }
     for pod in surplus_of(false) {
-        plan.evict(pod, lasted >= GRACE, facts);
+        let refused = facts.refused.get(&pod.uid);
+        plan.evict(pod, refused.is_some_and(|refused| *refused >= GRACE), facts);
     }
 }
 
-/// Since when a condition of the budget is True.
+/// Since when a condition is True of the budget as its spec is now.
 fn since(budget: &GpuMemoryBudget, type_: &str) -> Option<Timestamp> {
     let conditions = budget.status.iter().flat_map(|status| &status.conditions);
-    let holds = |condition: &&Condition| condition.type_ == type_ && condition.status == "True";
+    let holds = |condition: &&Condition| {
+        condition.type_ == type_
+            && condition.status == "True"
+            && condition.observed_generation == budget.metadata.generation
+    };
     let condition = conditions.into_iter().find(holds)?;
     Some(condition.last_transition_time.0)
 }

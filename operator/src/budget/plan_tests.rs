@@ -1,6 +1,7 @@
 //! The plan against a cluster as values: quotas that are taken up late, pods that slip in, crashes.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use bursar_crds::budget::{ContextAction, ContextPolicy, MAX_EVICTIONS};
 use bursar_crds::conditions::budget as names;
@@ -27,6 +28,8 @@ struct Namespace {
     faults: Vec<(String, Fault)>,
     /// What was asked about Jobs so far.
     jobs: BTreeMap<String, bool>,
+    /// For how long disruption budgets have kept pods.
+    refused: BTreeMap<String, Duration>,
     /// How often each pod's end was asked for.
     evicted: BTreeMap<String, usize>,
 }
@@ -59,6 +62,7 @@ impl Namespace {
             second: 1_000,
             faults: Vec::new(),
             jobs: BTreeMap::new(),
+            refused: BTreeMap::new(),
             evicted: BTreeMap::new(),
         }
     }
@@ -76,6 +80,7 @@ impl Namespace {
                 .iter()
                 .map(|(name, demand)| (name.clone(), demand.clone()))
                 .collect(),
+            refused: self.refused.clone(),
             cohort: Cohort {
                 nodes: 1,
                 allocatable: Quanta::new(1000),
@@ -135,6 +140,13 @@ impl Namespace {
         }
     }
 
+    /// The budget is made smaller.
+    fn shrink(&mut self, limit: u64) {
+        self.budget.spec.device_memory.guaranteed = format!("{limit}Gi").as_str().into();
+        self.budget.spec.device_memory.limit = None;
+        self.budget.metadata.generation = Some(2);
+    }
+
     /// Plans and does until nothing is left to do.
     fn settle(&mut self) {
         for _ in 0..200 {
@@ -180,14 +192,66 @@ fn a_budget_over_running_pods_or_made_smaller_takes_nothing_from_anybody() {
     namespace.pods.insert("old".to_owned(), old);
     namespace.settle();
     assert!(namespace.holds(names::EXCEEDED));
-    namespace.budget.spec.device_memory.guaranteed = "8Gi".into();
-    namespace.budget.spec.device_memory.limit = None;
-    namespace.budget.metadata.generation = Some(2);
+    namespace.shrink(8);
     namespace.second += 100;
     namespace.settle();
     namespace.second += 1000;
     namespace.settle();
     assert!(namespace.evicted.is_empty());
+}
+
+#[test]
+fn a_budget_made_smaller_takes_nothing_from_those_whom_it_had_admitted_even_if_a_status_is_missed()
+{
+    let mut namespace = Namespace::new(100, 100);
+    namespace.settle();
+    namespace.second += 100;
+    let pod = demand("admitted", Class::Guaranteed, 60, namespace.second - 10);
+    namespace.pods.insert("admitted".to_owned(), pod);
+    namespace.settle();
+    namespace.shrink(50);
+    let first = namespace.plan().steps.into_iter().next();
+    assert!(
+        matches!(first, Some(Step::Status(_))),
+        "before the quotas: {first:?}"
+    );
+    // As if it had been lost.
+    let quotas = namespace.plan().steps.into_iter();
+    let quotas: Vec<_> = quotas
+        .filter(|step| matches!(step, Step::Quota(..)))
+        .collect();
+    quotas.into_iter().for_each(|step| namespace.take(step));
+    namespace.settle();
+    namespace.second += 1000;
+    namespace.settle();
+    assert!(namespace.holds(names::EXCEEDED) && namespace.evicted.is_empty());
+}
+
+#[test]
+fn who_slips_into_a_budget_that_is_exceeded_for_long_has_its_disruption_budget_asked_all_the_same()
+{
+    let mut namespace = Namespace::new(16, 16);
+    let old = demand("old", Class::Guaranteed, 40, 900);
+    namespace.pods.insert("old".to_owned(), old);
+    namespace.settle();
+    namespace.second += 10_000;
+    let late = demand("late", Class::Borrowed, 4, namespace.second - 10);
+    namespace.pods.insert("late".to_owned(), late);
+    let status = namespace.plan().steps;
+    status
+        .into_iter()
+        .filter(|step| matches!(step, Step::Status(_)))
+        .for_each(|step| namespace.take(step));
+    let forced = |namespace: &Namespace| match &namespace.plan().steps[..] {
+        [Step::Evict { pod, by_force }] if pod.uid == "late" => *by_force,
+        other => panic!("{other:?}"),
+    };
+    assert!(!forced(&namespace), "nobody has asked");
+    for (second, by_force) in [(59, false), (60, true)] {
+        let refused = ("late".to_owned(), Duration::from_secs(second));
+        namespace.refused = [refused].into();
+        assert_eq!(forced(&namespace), by_force);
+    }
 }
 
 #[test]
@@ -619,5 +683,34 @@ proptest! {
         prop_assert!(namespace.evicted.values().all(|times| *times == 1));
         prop_assert_eq!(namespace.on_record().len(), wanted.len().min(MAX_EVICTIONS));
         prop_assert_eq!(namespace.plan(), Plan::default());
+    }
+
+    /// The operator crashes after any prefix of any of its plans while the budget is made smaller than what it
+    /// admitted: nobody goes for it.
+    #[test]
+    fn a_crash_while_a_budget_is_made_smaller_takes_nothing_from_anybody(
+        pods in pods(), limit in 0u64..30,
+        crashes in prop::collection::vec((0usize..5, any::<bool>(), 0i64..8), 0..12),
+    ) {
+        let mut namespace = Namespace::new(200, 200);
+        namespace.settle();
+        namespace.second += 100;
+        let now = namespace.second;
+        for (name, mut demand) in demands(&pods) {
+            demand.created = Timestamp::from_second(now - demand.created.as_second()).unwrap();
+            namespace.pods.insert(name, demand);
+        }
+        namespace.settle();
+        namespace.shrink(limit);
+        for (done, copies, pause) in crashes {
+            namespace.plan().steps.into_iter().take(done).for_each(|step| namespace.take(step));
+            namespace.others(copies);
+            namespace.second += pause;
+        }
+        for _ in 0..2 {
+            namespace.settle();
+            namespace.second += 1000;
+        }
+        prop_assert!(namespace.evicted.is_empty());
     }
 }

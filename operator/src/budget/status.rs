@@ -1,7 +1,7 @@
 //! The status of a budget.
 
 use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, ManagedMemoryStatus};
-use bursar_crds::conditions::merge;
+use bursar_crds::conditions::{budget as names, merge};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
@@ -15,13 +15,25 @@ use crate::world::{AgentsSay, Facts, Usage};
 pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryBudgetStatus {
     let terms = Terms::of(&budget.spec, facts.quantum);
     let said = statements(budget, &terms, facts);
-    let before: &[Condition] = budget
-        .status
-        .as_ref()
-        .map_or(&[], |status| &status.conditions);
     let generation = budget.metadata.generation;
     let counted = |quanta: Quanta| quanta.counted(facts.quantum);
-    let allowed = |of: fn(&Terms) -> Quanta| terms.as_ref().map_or(Quanta::ZERO, of);
+    let allowed = |of: fn(&Terms) -> Quanta| counted(terms.as_ref().map_or(Quanta::ZERO, of));
+    let (guarantee, limit) = (
+        allowed(|terms| terms.guaranteed),
+        allowed(|terms| terms.limit),
+    );
+    let managed_limit = allowed(|terms| terms.managed);
+    // What was in force before, if it was something else, says nothing of since when this is: a status may be missed.
+    let same_terms = budget.status.as_ref().is_some_and(|status| {
+        status.device_memory.guaranteed == guarantee
+            && status.device_memory.limit == limit
+            && status.managed_memory.limit == managed_limit
+    });
+    let before = budget.status.iter().flat_map(|status| &status.conditions);
+    let before: Vec<Condition> = before
+        .filter(|condition| same_terms || condition.type_ != names::ENFORCED)
+        .cloned()
+        .collect();
     let Usage {
         pods,
         borrowed_pods,
@@ -45,15 +57,15 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
         pods,
         borrowed_pods,
         device_memory: DeviceMemoryStatus {
-            guaranteed: counted(allowed(|terms| terms.guaranteed)),
-            limit: counted(allowed(|terms| terms.limit)),
+            guaranteed: guarantee,
+            limit,
             requested: counted(guaranteed.plus(borrowed)),
             borrowed: counted(borrowed),
             observed: counted(observed),
             peak: counted(observed.max(peak.unwrap_or_default())),
         },
         managed_memory: ManagedMemoryStatus {
-            limit: counted(allowed(|terms| terms.managed)),
+            limit: managed_limit,
             requested: counted(managed),
         },
         denials,
@@ -63,6 +75,6 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
             restarts,
         },
         evictions: contexts::on_record(budget, facts, now),
-        conditions: merge(before, &said, generation, now),
+        conditions: merge(&before, &said, generation, now),
     }
 }

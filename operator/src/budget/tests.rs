@@ -40,6 +40,7 @@ fn idle() -> Facts {
             other_quantum: Vec::new(),
         },
         pods: Vec::new(),
+        refused: Default::default(),
         guaranteed_quota: None,
         limit_quota: None,
         labelled: true,

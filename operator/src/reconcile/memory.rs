@@ -15,6 +15,9 @@ const RETRY_MOST: Duration = Duration::from_secs(30);
 /// A pod that was ended is left to the API server for this long.
 const ENDED: Duration = Duration::from_secs(30);
 
+/// A disruption budget's refusal is forgotten when the pod has not been asked to end for this long.
+const REFUSED: Duration = Duration::from_secs(60);
+
 /// What is remembered of one budget.
 #[derive(Debug, Default)]
 pub(super) struct Memory {
@@ -31,6 +34,10 @@ pub(super) struct Memory {
     ended: BTreeMap<String, Instant>,
     /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
     jobs: BTreeMap<String, bool>,
+    /// The UIDs of pods that a disruption budget keeps: since when, and when it said so last.
+    refused: BTreeMap<String, (Instant, Instant)>,
+    /// The last eviction failed.
+    evicts_badly: bool,
 }
 
 impl Memory {
@@ -73,6 +80,27 @@ impl Memory {
     /// A Job was looked at.
     pub(super) fn looked_at(&mut self, job: Owner, lets_go: bool) {
         self.jobs.insert(job.uid, lets_go);
+    }
+
+    /// A disruption budget keeps the pod `uid`.
+    pub(super) fn is_refused(&mut self, uid: &str, now: Instant) {
+        let refused = self.refused.entry(uid.to_owned()).or_insert((now, now));
+        refused.1 = now;
+    }
+
+    /// For how long disruption budgets have kept pods, by UID.
+    pub(super) fn refused(&mut self, now: Instant) -> BTreeMap<String, Duration> {
+        self.refused
+            .retain(|_, (_, last)| now.saturating_duration_since(*last) < REFUSED);
+        let refused = self.refused.iter();
+        refused
+            .map(|(uid, (since, _))| (uid.clone(), now.saturating_duration_since(*since)))
+            .collect()
+    }
+
+    /// An eviction was answered, or failed. Says whether that is news.
+    pub(super) fn evicts(&mut self, well: bool) -> bool {
+        std::mem::replace(&mut self.evicts_badly, !well) == well
     }
 
     /// `status` was written over `budget`.
@@ -139,5 +167,17 @@ mod tests {
         assert_eq!(memory.failed("quota", now), (false, RETRY_FIRST * 2));
         assert_eq!(memory.succeeded(), 2);
         assert_eq!(memory.held_back(now), None);
+    }
+
+    #[test]
+    fn a_refusal_lasts_from_the_first_one_and_only_while_the_pod_is_asked() {
+        let (mut memory, start) = (Memory::default(), Instant::now());
+        let at = |second| start + Duration::from_secs(second);
+        memory.is_refused("p", at(0));
+        memory.is_refused("p", at(30));
+        assert_eq!(memory.refused(at(70))["p"], Duration::from_secs(70));
+        assert!(memory.refused(at(90)).is_empty());
+        memory.is_refused("p", at(500));
+        assert_eq!(memory.refused(at(501))["p"], Duration::from_secs(1));
     }
 }

@@ -104,6 +104,7 @@ impl Reconciler {
             .borrow()
             .facts(&key.namespace, &budget.spec.cohort);
         facts.jobs = self.memory(&key, |memory| memory.jobs(&facts.pods));
+        facts.refused = self.memory(&key, |memory| memory.refused(start));
         let plan = plan(&current, &facts, &(self.clock)());
         let outcome = if plan.steps.is_empty() {
             Outcome::Unchanged
@@ -147,10 +148,20 @@ impl Reconciler {
                     return Ok(());
                 }
                 let evict = self.writer.evict(namespace, &pod.pod, &pod.uid, by_force);
-                if evict.await? == Evicted::Ends {
-                    self.memory(key, |memory| memory.ends(&pod.uid, now));
-                    let client = self.writer.client();
-                    tell_pod(client, namespace, &pod).await;
+                let evicted = evict.await;
+                let news = self.memory(key, |memory| memory.evicts(evicted.is_ok()));
+                match evicted {
+                    Ok(Evicted::Ends) => {
+                        self.memory(key, |memory| memory.ends(&pod.uid, now));
+                        let client = self.writer.client();
+                        tell_pod(client, namespace, &pod).await;
+                    }
+                    Ok(Evicted::Kept) => {
+                        self.memory(key, |memory| memory.is_refused(&pod.uid, now));
+                    }
+                    // It is asked again with the next look, for which neither the others nor the status wait.
+                    Err(why) if news => warn!(error = %chain(&why), "trying on"),
+                    Err(_) => {}
                 }
                 Ok(())
             }

@@ -1,6 +1,7 @@
 //! What a budget's status is computed from.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{Fault, NamespaceUse};
@@ -127,6 +128,8 @@ pub struct Facts {
     pub jobs: BTreeMap<String, bool>,
     /// What the agents say.
     pub told: AgentsSay,
+    /// For how long disruption budgets have kept pods that were to end, by UID.
+    pub refused: BTreeMap<String, Duration>,
     /// Its cohort.
     pub cohort: Cohort,
     /// Its quota of guaranteed pods, as the API server has it.

@@ -213,6 +213,7 @@ impl World {
             told: self.told(namespace).collect(),
             cohort: self.cohort(cohort),
             guaranteed_quota: self.quota(namespace, Which::Guaranteed),
+            refused: BTreeMap::new(),
             limit_quota: self.quota(namespace, Which::Limit),
             labelled: label.is_some_and(|label| is_enforced(label)),
         }

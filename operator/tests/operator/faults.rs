@@ -307,6 +307,23 @@ async fn who_slipped_in_is_evicted_once_and_told() {
 }
 
 #[tokio::test]
+async fn an_eviction_that_fails_keeps_nobody_from_reading_what_is_so() {
+    let running = Running::start(small).await;
+    running.until_ready().await;
+    let refused = StatusCode::INTERNAL_SERVER_ERROR;
+    running.api.refuse("/late/eviction", refused, usize::MAX);
+    running.api.put("pods", slipped_in("late", 14));
+    until("it is told", &running.api, exceeded).await;
+    // An eviction has failed by then, and is tried again.
+    sleep(Duration::from_millis(6500)).await;
+    let before = running.api.status(BUDGETS, "team", "default");
+    let before = before["deviceMemory"]["requested"]["quanta"].as_i64();
+    running.api.put("pods", pod("more", 1));
+    running.until_requested(before.expect("a count") + 1).await;
+    running.stop().await;
+}
+
+#[tokio::test]
 async fn a_disruption_budget_is_kept_to_for_its_time() {
     let running = Running::start(|api| {
         small(api);
