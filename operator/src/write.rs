@@ -207,7 +207,7 @@ impl Writer {
         };
         match result {
             // A conflict (409) says that another pod has the name by now, which is soon seen, or nothing of the pod.
-            Err(WriteError::Failed { source, .. }) if code(&source) == 429 => Ok(Evicted::Kept),
+            Err(WriteError::Failed { source, .. }) if is_kept(&source) => Ok(Evicted::Kept),
             other => other.map(|()| Evicted::Ends),
         }
     }
@@ -249,5 +249,47 @@ fn code(error: &kube::Error) -> u16 {
     match error {
         kube::Error::Api(status) => status.code,
         _ => 0,
+    }
+}
+
+/// Whether the pod's disruption budgets refused its eviction. What else answers 429 is about the request (the API
+/// server's own flow control); a pod under two disruption budgets is refused by an error of the server
+/// (`pkg/registry/core/pod/storage/eviction.go`).
+fn is_kept(error: &kube::Error) -> bool {
+    let kube::Error::Api(status) = error else {
+        return false;
+    };
+    let causes = status.details.iter().flat_map(|details| &details.causes);
+    match status.code {
+        429 => causes
+            .into_iter()
+            .any(|cause| cause.reason == "DisruptionBudget"),
+        500 => status.message.contains("more than one PodDisruptionBudget"),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pod_is_kept_by_disruption_budgets_and_by_no_other_refusal() {
+        let kept = |status: Value| {
+            let status = serde_json::from_value(status).unwrap();
+            is_kept(&kube::Error::Api(status))
+        };
+        let causes = json!({ "causes": [{ "reason": "DisruptionBudget", "message": "needs 1 healthy pods and has 1" }] });
+        assert!(kept(
+            json!({ "code": 429, "reason": "TooManyRequests", "details": causes })
+        ));
+        assert!(kept(json!({ "code": 500, "message":
+            "This pod has more than one PodDisruptionBudget, which the eviction subresource does not support." })));
+        assert!(!kept(
+            json!({ "code": 429, "reason": "TooManyRequests", "message":
+            "Too many requests, please try again later.", "details": { "retryAfterSeconds": 1 } })
+        ));
+        assert!(!kept(json!({ "code": 500, "reason": "InternalError" })));
+        assert!(!kept(json!({ "code": 409, "details": causes })));
     }
 }

@@ -22,6 +22,8 @@ pub(super) const RESERVED_AT_MOST: Duration = Duration::from_secs(300);
 const SHOWN: Duration = Duration::from_secs(10);
 /// When a request that was refused, or failed, is made again.
 const AGAIN: Duration = Duration::from_secs(5);
+/// A refusal is forgotten when nobody has asked the pod to go for this long: whom it was for waits no more.
+const REFUSAL_FORGOTTEN: Duration = Duration::from_secs(20);
 /// How often pods of one owner are moved, and after which quiet it is forgotten.
 const MOVES: u32 = 3;
 const MOVES_FORGOTTEN: Duration = Duration::from_secs(3600);
@@ -213,15 +215,24 @@ impl Memory {
         asked.is_none_or(|asked| now.saturating_sub(asked.last) >= AGAIN)
     }
 
-    /// For how long a disruption budget has kept a pod.
+    /// For how long a disruption budget has kept a pod that is being asked to go.
     pub(super) fn refused_for(&self, pod: &str, now: Moment) -> Option<Duration> {
-        let since = self.asked.get(pod)?.refused?;
+        let asked = self.asked.get(pod)?;
+        let forgotten = now.saturating_sub(asked.last) >= REFUSAL_FORGOTTEN;
+        let since = asked.refused.filter(|_| !forgotten)?;
         Some(now.saturating_sub(since))
+    }
+
+    /// Whether a disruption budget kept a pod when it was last asked to go.
+    pub(super) fn was_refused(&self, pod: &str) -> bool {
+        let asked = self.asked.get(pod);
+        asked.is_some_and(|asked| asked.refused.is_some())
     }
 
     /// A pod was asked to go.
     pub(super) fn asked(&mut self, pod: &str, answer: Answer, now: Moment) {
-        let refused = self.asked.get(pod).and_then(|asked| asked.refused);
+        let refused = self.refused_for(pod, now);
+        let refused = refused.map(|lasted| now.saturating_sub(lasted));
         let asked = Asked {
             last: now,
             refused: match answer {
@@ -320,6 +331,17 @@ mod tests {
         memory.asked("p", Answer::Goes, at(22));
         assert!(memory.goes("p", at(23)));
         assert_eq!(memory.refused_for("p", at(23)), None);
+    }
+
+    #[test]
+    fn a_refusal_for_one_waiter_is_not_held_against_the_pod_hours_later() {
+        let mut memory = Memory::default();
+        memory.asked("p", Answer::Refused, at(1));
+        assert_eq!(memory.refused_for("p", at(20)), Some(at(19)));
+        assert_eq!(memory.refused_for("p", at(7200)), None);
+        assert!(memory.was_refused("p"));
+        memory.asked("p", Answer::Refused, at(7200));
+        assert_eq!(memory.refused_for("p", at(7201)), Some(at(1)));
     }
 
     #[test]

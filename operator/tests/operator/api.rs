@@ -357,7 +357,7 @@ impl Api {
             return failure(StatusCode::CONFLICT);
         }
         if evicted && self.data().protected.iter().any(|pod| pod == name) {
-            return failure(StatusCode::TOO_MANY_REQUESTS);
+            return kept();
         }
         self.delete("pods", namespace, name);
         json_body(&json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
@@ -403,6 +403,18 @@ fn failure(code: StatusCode) -> Response {
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
         "message": "refused by the test", "reason": "Test", "code": code.as_u16(),
+    });
+    (code, status.to_string()).into_response()
+}
+
+/// As the eviction API says that a disruption budget keeps a pod.
+fn kept() -> Response {
+    let code = StatusCode::TOO_MANY_REQUESTS;
+    let causes =
+        json!([{ "reason": "DisruptionBudget", "message": "needs 1 healthy pods and has 1" }]);
+    let status = json!({
+        "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure", "reason": "TooManyRequests",
+        "code": code.as_u16(), "details": { "causes": causes, "retryAfterSeconds": 10 },
     });
     (code, status.to_string()).into_response()
 }

@@ -171,7 +171,7 @@ impl<'a> Planner<'a> {
         let at = want.node?;
         let uid = &want.pod.uid;
         let patient = self.memory.waited(uid, self.now) >= MOVE_PATIENCE;
-        let kept = self.memory.refused_for(uid, self.now).is_some();
+        let kept = self.memory.was_refused(uid);
         if !self.rules.move_waiters || !patient || kept || !self.memory.may_ask(uid, self.now) {
             return None;
         }
