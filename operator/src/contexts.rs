@@ -8,6 +8,8 @@
 //! Every node gets every namespace's order: a pod may be on a node before a watch says so, and its first fault must
 //! find the order there. Asking when it happens would take longer than the restart.
 
+use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
@@ -28,27 +30,34 @@ const PACE: Duration = Duration::from_millis(50);
 /// Keeps the nodes' orders at what the budgets say, until `shutdown`.
 pub async fn run(writer: Writer, world: watch::Receiver<World>, shutdown: CancellationToken) {
     let mut failing = false;
+    // What each node was given last. What else is there others wrote, and an apply leaves it.
+    let mut written = BTreeMap::new();
     while shutdown.run_until_cancelled(sleep(EVERY)).await.is_some() {
         let (orders, nodes) = {
             let world = world.borrow();
             if !world.missing().is_empty() {
                 continue;
             }
-            let orders = world.contexts();
-            let nodes = world.nodes_without(&orders);
+            let orders = Arc::new(world.contexts());
+            let nodes = world.nodes_without(&orders, &written);
             (orders, nodes)
         };
         let mut failed = false;
         for (node, uid, restarts) in nodes {
             match writer.contexts(&node, &uid, &orders, &restarts).await {
-                Ok(()) => info!(
-                    node,
-                    namespaces = orders.len(),
-                    ?restarts,
-                    "context policies"
-                ),
+                Ok(()) => {
+                    info!(
+                        node,
+                        namespaces = orders.len(),
+                        ?restarts,
+                        "context policies"
+                    );
+                    written.insert(node, (orders.clone(), restarts));
+                }
                 Err(error) => {
                     failed = true;
+                    // It may have arrived: whose what is there is, is open then.
+                    written.remove(&node);
                     if !failing {
                         warn!(error = %chain(&error), "trying on");
                     }

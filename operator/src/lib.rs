@@ -15,6 +15,7 @@
 //! | [`quanta`] | amounts in whole quanta |
 //! | [`job`] | whether a Job lets its pods be disrupted |
 //! | [`reconcile`] | does it, budget by budget |
+//! | `orders` | whether what is ordered of an agent has to be written: pure |
 //! | [`release`] | lets go of namespaces whose budget is gone |
 //! | [`contexts`] | orders of the agents what is done about poisoned contexts |
 //! | [`write`](mod@write) | the API calls that change something |
@@ -32,6 +33,7 @@ pub mod job;
 pub mod metrics;
 pub mod observe;
 pub mod operator;
+mod orders;
 pub mod placement;
 pub mod pulse;
 pub mod quanta;

@@ -5,6 +5,7 @@ mod facts;
 mod mirror;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use bursar_crds::budget::ContextPolicy;
 use bursar_crds::gpu_node::{ContextOrder, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartOrder};
@@ -17,6 +18,7 @@ pub use mirror::{Entry, Key, Mirror, slimmed};
 
 use crate::budget::{Quota, Remedy, Which, is_enforced, remedy};
 use crate::demand::Demand;
+use crate::orders::has_to_be_written;
 use crate::placement::{Landscape, Told};
 use crate::quanta::Quanta;
 
@@ -37,6 +39,9 @@ pub mod kinds {
     /// All of them.
     pub const ALL: [&str; 6] = [BUDGETS, PODS, GPU_NODES, NODES, QUOTAS, NAMESPACES];
 }
+
+/// What a node is ordered about poisoned contexts: by namespace, and of single ones.
+pub type ContextOrders = (Arc<Vec<ContextOrder>>, Vec<RestartOrder>);
 
 /// One event of one watch.
 #[derive(Debug)]
@@ -208,12 +213,12 @@ impl World {
             pods: pods()
                 .map(|(key, demand)| (key.name.clone(), demand.clone()))
                 .collect(),
+            refused: BTreeMap::new(),
             sufferers: self.sufferers(namespace),
             jobs: BTreeMap::new(),
             told: self.told(namespace).collect(),
             cohort: self.cohort(cohort),
             guaranteed_quota: self.quota(namespace, Which::Guaranteed),
-            refused: BTreeMap::new(),
             limit_quota: self.quota(namespace, Which::Limit),
             labelled: label.is_some_and(|label| is_enforced(label)),
         }
@@ -253,18 +258,25 @@ impl World {
         orders.take(MAX_CONTEXTS).collect()
     }
 
-    /// The nodes whose orders about poisoned contexts are others than `contexts` and the restarts that are due there,
-    /// with their objects' UIDs and those restarts.
+    /// The nodes that lack some of the orders `contexts` about poisoned contexts or of the restarts that are due there,
+    /// or still have others of those that were `written` to them, with their objects' UIDs and those restarts.
     pub fn nodes_without(
         &self,
         contexts: &[ContextOrder],
+        written: &BTreeMap<String, ContextOrders>,
     ) -> Vec<(String, String, Vec<RestartOrder>)> {
         let all = self.gpu_nodes.iter().map(|(key, node)| {
             let restarts = self.restarts(node);
             (key, node, restarts)
         });
-        let others =
-            all.filter(|(_, node, due)| node.contexts != contexts || node.restarts != *due);
+        let others = all.filter(|(key, node, due)| {
+            let written = written.get(&key.name);
+            let (before, restarts) = written
+                .map(|(contexts, restarts)| (contexts.as_ref(), restarts))
+                .unzip();
+            has_to_be_written(&node.contexts, contexts, before)
+                || has_to_be_written(&node.restarts, due, restarts)
+        });
         others
             .map(|(key, node, due)| (key.name.clone(), node.uid.clone(), due))
             .collect()

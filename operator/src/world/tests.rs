@@ -51,6 +51,29 @@ fn node(name: &str, quanta: u64) -> Change {
     )))
 }
 
+#[test]
+fn a_context_order_that_somebody_else_wrote_is_not_written_against_for_ever() {
+    let order = |namespace: &str| ContextOrder {
+        namespace: namespace.to_owned(),
+        action: bursar_crds::budget::ContextAction::Report,
+        max_restarts: 1,
+        window_seconds: 60,
+    };
+    let mut world = World::new(Quantum::Gib1);
+    let gpus = Gpus {
+        contexts: vec![order("foreign"), order("ours")],
+        ..Gpus::default()
+    };
+    world.apply(Change::GpuNode(Event::Apply((key("", "n"), Some(gpus)))));
+    let wanted = [order("ours")];
+    assert_eq!(world.nodes_without(&wanted, &BTreeMap::new()).len(), 1);
+    let given = (Arc::new(wanted.to_vec()), Vec::new());
+    let written = BTreeMap::from([("n".to_owned(), given)]);
+    assert!(world.nodes_without(&wanted, &written).is_empty());
+    assert_eq!(world.nodes_without(&[order("new")], &written).len(), 1);
+    assert_eq!(world.nodes_without(&[], &written).len(), 1, "ours goes");
+}
+
 fn label(node: &str, cohort: &str) -> Change {
     Change::Node(Event::Apply((key("", node), Some(cohort.to_owned()))))
 }
@@ -151,7 +174,7 @@ fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own(
     assert_eq!(suffers(&world, "a"), [pair("p", "g"), pair("q", "c")]);
     assert_eq!(suffers(&world, "b"), [pair("p", "g")]);
     // Without another policy a context is restarted: to one number above that of the fault.
-    let due = &world.nodes_without(&[])[0].2;
+    let due = &world.nodes_without(&[], &BTreeMap::new())[0].2;
     assert_eq!((due[0].fault.as_str(), due[0].process_generation), ("c", 5));
     let policy = ContextPolicy {
         action: bursar_crds::budget::ContextAction::Evict,
@@ -162,7 +185,7 @@ fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own(
         ..claim("x", 8, 2)
     };
     world.apply(budget("a", evicts));
-    assert!(world.nodes_without(&[]).is_empty());
+    assert!(world.nodes_without(&[], &BTreeMap::new()).is_empty());
 }
 
 #[test]

@@ -172,18 +172,5 @@ fn gpu_node(scene: &Scene<'_>, node: &str) -> Object {
     }
 }
 
-/// Whether a list of `GpuNode.spec` has to be written: it lacks something, or has something that we wrote and
-/// that is not wanted any more. What others wrote into it is theirs.
-fn has_to_be_written<T: PartialEq>(there: &[T], wanted: &[T], written: Option<&Vec<T>>) -> bool {
-    let lacks = wanted.iter().any(|one| !there.contains(one));
-    // Of what was there before this operator started, whose it is shows when it is written without it.
-    let of_ours = |one: &&T| written.is_none_or(|written| written.contains(*one));
-    let stale = there
-        .iter()
-        .filter(of_ours)
-        .any(|one| !wanted.contains(one));
-    lacks || stale
-}
-
 #[cfg(test)]
 mod tests;

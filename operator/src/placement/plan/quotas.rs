@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use bursar_crds::Amount;
 use bursar_crds::gpu_node::{DEVICE, MAX_QUOTAS, QuotaOrder};
 
-use super::{Step, gpu_node, has_to_be_written};
+use super::{Step, gpu_node};
+use crate::orders::has_to_be_written;
 use crate::placement::landscape::Scene;
 use crate::placement::memory::Memory;
 use crate::placement::pod::PodFacts;

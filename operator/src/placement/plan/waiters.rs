@@ -7,7 +7,8 @@ use std::time::Duration;
 use bursar_crds::gpu_node::Reservation;
 
 use super::room::{Candidate, fewest};
-use super::{Pod, Rules, Step, Victim, gpu_node, has_to_be_written};
+use super::{Pod, Rules, Step, Victim, gpu_node};
+use crate::orders::has_to_be_written;
 use crate::placement::landscape::Scene;
 use crate::placement::matching::may_be_on;
 use crate::placement::memory::{Memory, Moment, RESERVED_AT_MOST};

@@ -1,0 +1,33 @@
+//! Whether what is ordered in a `GpuNode.spec` has to be written: pure.
+
+/// Whether a list of `GpuNode.spec` has to be written: it lacks something, or has something that we wrote and
+/// that is not wanted any more. What others wrote into it is theirs.
+pub(crate) fn has_to_be_written<T: PartialEq>(
+    there: &[T],
+    wanted: &[T],
+    written: Option<&Vec<T>>,
+) -> bool {
+    let lacks = wanted.iter().any(|one| !there.contains(one));
+    // Of what was there before this operator started, whose it is shows when it is written without it.
+    let of_ours = |one: &&T| written.is_none_or(|written| written.contains(*one));
+    let stale = there
+        .iter()
+        .filter(of_ours)
+        .any(|one| !wanted.contains(one));
+    lacks || stale
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_others_wrote_is_taken_for_ours_only_until_we_have_written() {
+        let ours = vec![1, 2];
+        assert!(has_to_be_written(&[1], &[1, 2], None));
+        assert!(has_to_be_written(&[1, 2, 9], &[1, 2], None));
+        assert!(!has_to_be_written(&[9, 2, 1], &[1, 2], Some(&ours)));
+        assert!(has_to_be_written(&[1, 2], &[1], Some(&ours)));
+        assert!(!has_to_be_written::<i32>(&[], &[], None));
+    }
+}
