@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
-use super::memory::{Answer, Memory, Moment};
+use super::memory::{Answer, Memory, Moment, NodeLabels};
 use super::plan::{Object, Pod, Step, Victim};
 use super::pod::{Place, PodFacts};
 use crate::demand::AskingPod;
@@ -92,11 +92,10 @@ impl Hands {
         match step {
             Step::Label { node, labels } => {
                 info!(node = node.name, ?labels, "node labels");
-                let metadata = json!({ "name": node.name, "uid": node.uid, "labels": labels });
-                let body = json!({ "metadata": metadata });
                 memory.label_written();
-                self.apply::<Node>(LABELS_MANAGER, "label node", &node, body)
-                    .await
+                self.label(&node, &labels).await?;
+                memory.labelled.insert(node.name, (labels, now));
+                Ok(())
             }
             Step::Reserve { node, reservations } => {
                 info!(node = node.name, ?reservations, "reservations");
@@ -168,6 +167,18 @@ impl Hands {
                 Ok(())
             }
         }
+    }
+
+    /// No apply: that would leave a label in place which somebody else wrote too.
+    async fn label(&self, node: &Object, labels: &NodeLabels) -> Result<(), ActError> {
+        let api = Api::<Node>::all(self.client.clone());
+        let patch = Patch::Merge(json!({ "metadata": { "uid": node.uid, "labels": labels } }));
+        let params = PatchParams {
+            field_manager: Some(LABELS_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
+        let request = api.patch_metadata(&node.name, &params, &patch);
+        within("label node", &node.name, request).await.map(drop)
     }
 
     /// A server-side apply of `body` to an object that must be there and be the same one.

@@ -16,6 +16,9 @@ use crate::quanta::Quanta;
 /// Time since the operator started.
 pub type Moment = Duration;
 
+/// What a node's labels should say; those without a value go.
+pub(super) type NodeLabels = BTreeMap<String, Option<String>>;
+
 /// How long a reservation may take to come to something, and how long its waiter is left alone after.
 pub(super) const RESERVED_AT_MOST: Duration = Duration::from_secs(300);
 /// How long a watch may take to show that a pod is ending.
@@ -59,6 +62,8 @@ pub struct Memory {
     pub(super) quotas: BTreeMap<String, Vec<QuotaOrder>>,
     /// Since when a node's labels have not said what is so.
     pub(super) mislabelled: BTreeMap<String, Moment>,
+    /// The labels that such a node was given, and when.
+    pub(super) labelled: BTreeMap<String, (NodeLabels, Moment)>,
     /// Node writes that were saved up, and until when.
     labels: (f64, Moment),
 }

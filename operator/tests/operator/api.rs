@@ -311,16 +311,13 @@ impl Api {
         json_body(&patch)
     }
 
-    /// A server-side apply of labels, or of a list of the spec, by somebody who writes all of it.
+    /// A server-side apply of a list of the spec, by somebody who writes all of it.
     fn apply_part(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
             return failure(StatusCode::CONFLICT);
         };
         if object["metadata"]["uid"] != patch["metadata"]["uid"] {
             return failure(StatusCode::CONFLICT);
-        }
-        if let Some(labels) = patch["metadata"].get("labels") {
-            object["metadata"]["labels"] = labels.clone();
         }
         for (list, value) in patch["spec"].as_object().into_iter().flatten() {
             object["spec"][list] = value.clone();
@@ -333,6 +330,10 @@ impl Api {
         let Some(mut object) = self.stored(kind, at) else {
             return failure(StatusCode::NOT_FOUND);
         };
+        let uid = patch["metadata"].get("uid");
+        if uid.is_some_and(|uid| *uid != object["metadata"]["uid"]) {
+            return failure(StatusCode::CONFLICT);
+        }
         let labels = patch["metadata"]["labels"].as_object().expect("labels");
         for (key, value) in labels {
             let before = object["metadata"]["labels"].take();
@@ -379,9 +380,12 @@ impl Api {
                     body.clone(),
                 )
             }
-            (&Method::PATCH, [.., kind @ ("nodes" | "gpunodes"), name]) => {
+            (&Method::PATCH, [.., "gpunodes", name]) => {
                 assert!(applies, "{query}");
-                self.apply_part(kind, &format!("/{name}"), body)
+                self.apply_part("gpunodes", &format!("/{name}"), body)
+            }
+            (&Method::PATCH, [.., "nodes", name]) => {
+                self.merge_labels("nodes", &format!("/{name}"), body)
             }
             (&Method::PATCH, [.., "namespaces", namespace]) => {
                 self.merge_labels("namespaces", &format!("/{namespace}"), body)

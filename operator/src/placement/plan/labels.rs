@@ -12,7 +12,7 @@ use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_recl
 use super::{Object, Rules, Step};
 use crate::demand::Class;
 use crate::placement::landscape::Scene;
-use crate::placement::memory::{Memory, Moment};
+use crate::placement::memory::{Memory, Moment, NodeLabels};
 use crate::placement::node::{Gpu, GpuFacts};
 use crate::quanta::Quanta;
 
@@ -30,20 +30,27 @@ pub(super) fn plan(
     let (mut wrong, mut since) = (Vec::new(), BTreeMap::new());
     for (name, node) in &scene.nodes {
         let gpus = scene.gpu_nodes.get(name);
-        let wanted: BTreeMap<String, String> = gpus
+        let values = gpus
             .filter(|gpus| !gpus.gpus.is_empty())
-            .map(|gpus| names.iter().cloned().zip(values(scene, gpus)).collect())
-            .unwrap_or_default();
+            .map_or([const { None }; 3], |gpus| values(scene, gpus).map(Some));
+        let wanted: NodeLabels = names.iter().cloned().zip(values).collect();
         let there = |label: &String| node.labels.get(label);
-        if names.iter().all(|label| there(label) == wanted.get(label)) {
+        if wanted
+            .iter()
+            .all(|(label, value)| there(label) == value.as_ref())
+        {
             continue;
         }
         let first = memory.mislabelled.get(*name).copied().unwrap_or(now);
         since.insert((*name).to_owned(), first);
-        let rough = names
+        let rough = wanted
             .iter()
-            .any(|label| bucket(there(label)) != bucket(wanted.get(label)));
-        if rough || now.saturating_sub(first) >= LASTS {
+            .any(|(label, value)| bucket(there(label)) != bucket(value.as_ref()));
+        // The watch is behind, or somebody else wants it otherwise and would have it back at once.
+        let given = memory.labelled.get(*name);
+        let given =
+            given.is_some_and(|(labels, at)| *labels == wanted && now.saturating_sub(*at) < LASTS);
+        if !given && (rough || now.saturating_sub(first) >= LASTS) {
             let node = Object {
                 name: (*name).to_owned(),
                 uid: node.uid.clone(),
@@ -51,6 +58,7 @@ pub(super) fn plan(
             wrong.push((Reverse(rough), first, node, wanted));
         }
     }
+    memory.labelled.retain(|node, _| since.contains_key(node));
     memory.mislabelled = since;
     wrong.sort_by(|a, b| (a.0, a.1, &a.2.name).cmp(&(b.0, b.1, &b.2.name)));
     wrong.truncate(memory.label_writes(now));

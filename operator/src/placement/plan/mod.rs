@@ -17,7 +17,6 @@ mod quotas;
 mod room;
 mod waiters;
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
@@ -25,7 +24,7 @@ use bursar_crds::gpu_node::{QuotaOrder, Reservation};
 use k8s_openapi::jiff::Timestamp;
 
 use super::landscape::{Landscape, Scene};
-use super::memory::{Memory, Moment};
+use super::memory::{Memory, Moment, NodeLabels};
 use crate::demand;
 use crate::quanta::Quanta;
 use crate::world::Key;
@@ -48,8 +47,8 @@ pub(super) enum Step {
     Label {
         /// The node.
         node: Object,
-        /// What they should say; those that are not among them go.
-        labels: BTreeMap<String, String>,
+        /// What they should say; those without a value go.
+        labels: NodeLabels,
     },
     /// Write all reservations of a node.
     Reserve {

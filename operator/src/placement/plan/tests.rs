@@ -203,7 +203,14 @@ impl Cluster {
         match step {
             Step::Label { node, labels } => {
                 memory.label_written();
-                self.labels.insert(node.name, labels);
+                let there = self.labels.entry(node.name.clone()).or_default();
+                for (label, value) in &labels {
+                    match value {
+                        Some(value) => drop(there.insert(label.clone(), value.clone())),
+                        None => drop(there.remove(label)),
+                    }
+                }
+                memory.labelled.insert(node.name, (labels, now));
             }
             Step::Reserve { node, reservations } => {
                 self.reservations
@@ -521,6 +528,23 @@ fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
     }
     assert_eq!(cluster.reservations["a"], []);
     assert_eq!(cluster.evicted, [] as [&str; 0]);
+}
+
+#[test]
+fn a_label_that_somebody_else_keeps_on_a_node_without_gpus_starves_nobody() {
+    let mut cluster = Cluster::default().node("a", &[]);
+    let name = "bursar.dev/largest-gpu-gib".to_owned();
+    let mut memory = Memory::default();
+    for second in 1..101 {
+        let stubborn = [(name.clone(), "80".to_owned())];
+        cluster.labels.insert("a".to_owned(), stubborn.into());
+        cluster.run(&mut memory, second, 1);
+        assert!(
+            second > 1 || cluster.labels["a"].is_empty(),
+            "it is taken off"
+        );
+    }
+    assert_eq!(cluster.writes, 10);
 }
 
 #[test]
