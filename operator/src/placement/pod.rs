@@ -11,13 +11,14 @@ use crate::quanta::Quanta;
 
 /// Over how many GPUs a container wants to be spread; what the agent reads too.
 const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
-/// The annotation of a static pod's mirror, which no deletion ends.
+/// The annotation of a static pod's mirror, which no deletion ends. Its value is the static pod's own UID
+/// (`pkg/kubelet/pod/mirror_client.go`, `pkg/kubelet/config/common.go`).
 const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
 /// A pod that asks for device memory and has not ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodFacts {
-    /// Its UID.
+    /// Its UID, as its node knows it: the API server has a static pod's mirror under another one.
     pub uid: String,
     /// Its class.
     pub class: Class,
@@ -97,6 +98,7 @@ impl PodFacts {
         }
         let (meta, spec, status) = (&pod.metadata, &pod.spec, &pod.status);
         let annotation = |name| meta.annotations.as_ref().and_then(|all| all.get(name));
+        let mirrored = annotation(MIRROR_ANNOTATION);
         let resource = quantum.device_memory();
         let sidecar = |policy: &Option<String>| policy.as_deref() == Some("Always");
         let sidecars = spec
@@ -110,7 +112,7 @@ impl PodFacts {
             .map(|container| (container.name.clone(), asks(container, resource)))
             .filter(|(_, quanta)| *quanta != Quanta::ZERO);
         Some(Self {
-            uid: meta.uid.clone().unwrap_or_default(),
+            uid: mirrored.or(meta.uid.as_ref()).cloned().unwrap_or_default(),
             class: demand.class,
             asks: demand.device,
             containers: containers.collect(),
@@ -126,7 +128,7 @@ impl PodFacts {
             ending: meta.deletion_timestamp.is_some(),
             pending: matches!(status.phase.as_deref(), None | Some("Pending")),
             one_gpu: annotation(GPUS_ANNOTATION).is_none_or(|gpus| gpus == "1"),
-            owner: owner(pod, annotation(MIRROR_ANNOTATION).is_some()),
+            owner: owner(pod, mirrored.is_some()),
             wants: Wants {
                 selector: spec.node_selector.clone(),
                 affinity: spec.affinity.node_affinity.required.clone(),
@@ -236,6 +238,13 @@ mod tests {
         assert_eq!(owned("Node"), Owner::Node);
         assert!(matches!(owned("Job"), Owner::Job(_)));
         assert!(matches!(owned("ReplicaSet"), Owner::Other { .. }));
+    }
+
+    #[test]
+    fn a_static_pod_goes_by_the_uid_that_its_node_knows() {
+        let annotations = json!({ "annotations": { "kubernetes.io/config.mirror": "5e1f" } });
+        let facts = facts(annotations, json!({ "nodeName": "n1" }), json!({}));
+        assert_eq!((facts.uid.as_str(), facts.owner), ("5e1f", Owner::Node));
     }
 
     #[test]
