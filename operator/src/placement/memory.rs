@@ -1,8 +1,9 @@
 //! What was tried, and when: what the cluster itself does not show.
 //!
-//! Losing it costs a repeated request, never a second victim: who has to go is chosen from what the cluster shows.
+//! Losing it costs a repeated request, and no second victim: who has to go is chosen from what the cluster shows, but
+//! for the seconds in which the memory of one that went is proven free.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use bursar_crds::gpu_node::{MAX_MOVES, Moved, QuotaOrder, Reservation};
@@ -10,6 +11,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
 use super::landscape::Scene;
+use super::node::Gpu;
 use super::pod::{Owner, Place};
 use crate::quanta::Quanta;
 
@@ -21,6 +23,8 @@ pub(super) type NodeLabels = BTreeMap<String, Option<String>>;
 
 /// How long a reservation may take to come to something, and how long its waiter is left alone after.
 pub(super) const RESERVED_AT_MOST: Duration = Duration::from_secs(300);
+/// How long a GPU may take to have free what a pod had that is gone; what is held for longer, somebody else has.
+const SETTLING: Duration = Duration::from_secs(5);
 /// How long a watch may take to show that a pod is ending.
 const SHOWN: Duration = Duration::from_secs(10);
 /// When a request that was refused, or failed, is made again.
@@ -38,7 +42,7 @@ const PROMISED: Duration = Duration::from_secs(30);
 const LABELS_A_SECOND: f64 = 20.0;
 
 /// What was tried.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Memory {
     /// Since when each pod has been seen to wait.
     waits: BTreeMap<String, Moment>,
@@ -46,6 +50,8 @@ pub struct Memory {
     reserved: BTreeMap<(String, String, String), Moment>,
     /// The waiters for whom no GPU is reserved before then.
     left_alone: BTreeMap<String, Moment>,
+    /// Who had how much of GPUs where somebody waits, and when it was seen last; by GPU and pod.
+    had: BTreeMap<String, BTreeMap<String, (Quanta, Moment)>>,
     /// What became of asking pods to go.
     asked: BTreeMap<String, Asked>,
     /// How often pods of an owner were moved.
@@ -124,6 +130,7 @@ impl Memory {
                     .insert(waiter.clone(), now + RESERVED_AT_MOST);
             }
         }
+        self.see_who_has(scene, now);
         self.left_alone
             .retain(|pod, until| *until > now && scene.pods.contains_key(pod.as_str()));
         self.asked
@@ -131,11 +138,14 @@ impl Memory {
         self.moves
             .retain(|_, moves| now.saturating_sub(moves.last) < MOVES_FORGOTTEN);
         self.promised.retain(|(_, _, until)| *until > now);
-        let owned = |job: &String| {
-            let mut pods = scene.pods.values();
-            pods.any(|(_, pod)| matches!(&pod.owner, Owner::Job(owner) if owner.uid == *job))
-        };
-        self.jobs.retain(|job, _| owned(job));
+        let owners = scene.pods.values().map(|(_, pod)| &pod.owner);
+        let jobs: BTreeSet<&String> = owners
+            .filter_map(|owner| match owner {
+                Owner::Job(job) => Some(&job.uid),
+                _ => None,
+            })
+            .collect();
+        self.jobs.retain(|job, _| jobs.contains(job));
         let known = |node: &String| scene.gpu_nodes.contains_key(node.as_str());
         self.reservations.retain(|node, _| known(node));
         self.quotas.retain(|node, _| known(node));
@@ -195,6 +205,31 @@ impl Memory {
     /// So much is on record of a node's moves by now.
     pub(super) fn recorded(&mut self, node: String, moves: Vec<Moved>) {
         self.recorded.insert(node, moves);
+    }
+
+    fn see_who_has(&mut self, scene: &Scene<'_>, now: Moment) {
+        let concerned = scene
+            .gpu_nodes
+            .values()
+            .filter(|gpus| !gpus.waiting.is_empty() || !gpus.reservations.is_empty());
+        for gpu in concerned.flat_map(|gpus| &gpus.gpus) {
+            let had = self.had.entry(gpu.uuid.clone()).or_default();
+            let pods = gpu.pods.iter();
+            had.extend(pods.map(|(pod, quanta)| (pod.clone(), (*quanta, now))));
+        }
+        self.had.retain(|_, had| {
+            had.retain(|_, (_, seen)| now.saturating_sub(*seen) < SETTLING);
+            !had.is_empty()
+        });
+    }
+
+    /// What of a GPU pods had that went a moment ago, and is not free yet.
+    pub(super) fn settling(&self, gpu: &Gpu) -> Quanta {
+        let had = self.had.get(&gpu.uuid).into_iter().flatten();
+        let gone = had.filter(|(pod, _)| !gpu.pods.contains_key(*pod));
+        let gone: Quanta = gone.map(|(_, (quanta, _))| *quanta).sum();
+        let bound: Quanta = gpu.pods.values().copied().sum();
+        gone.min(gpu.capacity.minus(gpu.free).minus(bound))
     }
 
     /// For how long a pod has been waiting.

@@ -45,8 +45,15 @@ pub(super) fn plan(scene: &Scene<'_>, memory: &Memory, rules: &Rules, now: Momen
         memory,
         rules,
         now,
+        going: BTreeMap::new(),
         jobs: BTreeMap::new(),
     };
+    for (uid, (_, pod)) in &scene.pods {
+        if let Some(node) = pod.node().filter(|_| planner.is_going(uid, pod)) {
+            let going = planner.going.entry(node).or_default();
+            *going = going.plus(pod.asks);
+        }
+    }
     let mut steps = planner.steps();
     steps.extend(planner.jobs.into_values());
     steps
@@ -57,6 +64,8 @@ struct Planner<'a> {
     memory: &'a Memory,
     rules: &'a Rules,
     now: Moment,
+    /// What those ask for who are going, by node.
+    going: BTreeMap<&'a str, Quanta>,
     /// Looks at the Jobs whose answer would matter.
     jobs: BTreeMap<String, Step>,
 }
@@ -135,13 +144,37 @@ impl<'a> Planner<'a> {
         wants
     }
 
-    /// The reservations that there are, without those that came to their end.
+    /// The reservations that there are, without those that came to their end: one for each waiter, for nobody goes
+    /// from two nodes for the same one.
     fn still_reserved(&mut self, wants: &[Want<'a>]) -> Reserved {
-        let mut kept = Reserved::new();
+        let mut held = Vec::new();
         for (node, gpus) in &self.scene.gpu_nodes {
-            let held = gpus.reservations.iter();
-            let held = held.filter(|held| self.is_of_use(node, held, wants));
-            kept.insert((*node).to_owned(), held.cloned().collect());
+            // What was written last a watch may tell late.
+            let written = self.memory.reservations.get(*node).into_iter().flatten();
+            let late = written.filter(|held| !gpus.reservations.contains(held));
+            let told = gpus.reservations.iter().map(|held| (false, held));
+            for (late, one) in told.chain(late.map(|held| (true, held))) {
+                if self.is_of_use(node, one, wants) {
+                    held.push((late, *node, one));
+                }
+            }
+        }
+        held.sort_by_key(|(late, node, held)| {
+            let gpu = self.scene.gpu(node, &held.gpu);
+            let answered = gpu.is_some_and(|gpu| gpu.held_for.as_ref() == Some(&held.waiter));
+            let nominated = match self.scene.pod(&held.waiter).map(|pod| &pod.place) {
+                Some(Place::Nowhere { nominated, .. }) => nominated.as_deref() == Some(*node),
+                Some(Place::On(_)) | None => false,
+            };
+            (!nominated, !answered, *late)
+        });
+        let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
+        let mut kept = Reserved::new();
+        for (_, node, held) in held {
+            if !gpus.contains(&held.gpu) && waiters.insert(&held.waiter) {
+                gpus.insert(&held.gpu);
+                kept.entry(node.to_owned()).or_default().push(held.clone());
+            }
         }
         kept
     }
@@ -267,10 +300,7 @@ impl<'a> Planner<'a> {
     fn tokens_suffice(&self, node: &str, gone: &[Candidate<'_>], pod: &PodFacts) -> bool {
         let of = |one: &Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
         let theirs: Quanta = gone.iter().filter_map(of).sum();
-        let here = self.scene.pods.iter();
-        let going =
-            here.filter(|(uid, (_, pod))| pod.node() == Some(node) && self.is_going(uid, pod));
-        let coming: Quanta = going.map(|(_, (_, pod))| pod.asks).sum();
+        let coming = self.going.get(node).copied().unwrap_or_default();
         self.scene.unasked(node).plus(theirs).plus(coming) >= pod.asks
     }
 
@@ -279,7 +309,7 @@ impl<'a> Planner<'a> {
         if gpu.capacity < want.quanta {
             return None;
         }
-        let (mut coming, mut candidates) = (Quanta::ZERO, Vec::new());
+        let (mut coming, mut candidates) = (self.memory.settling(gpu), Vec::new());
         for (uid, quanta) in &gpu.pods {
             let Some((uid, (key, pod))) = self.scene.pods.get_key_value(uid.as_str()) else {
                 // It has ended, and the agent has not seen that yet.
