@@ -1,4 +1,5 @@
-//! A pod whose main process faults again and again: executed again in its place, or restarted by the kubelet.
+//! A pod whose main process faults again and again: executed again in its place, or restarted by the kubelet, and finds the
+//! memory that its first image had kept.
 
 use std::time::Duration;
 
@@ -9,7 +10,7 @@ use bursar_e2e::wait::{self, Look};
 use jiff::Timestamp;
 use kube::api::{Api, DeleteParams, PostParams};
 use libtest_mimic::{Failed, Trial};
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::quota::event;
 use crate::stage::{NAMESPACE, SOON, Stage, trial};
@@ -74,10 +75,23 @@ async fn until_ordered(
 fn plan(stage: &Stage, name: &str, times: u32) -> PodPlan {
     let times = format!("--times={times}");
     PodPlan::new(name, &stage.scene.probe)
-        .arguments(&["fault", &times, "--file=/count/faults"])
+        .arguments(&["fault", &times, "--file=/count/faults", "--keep=64Mi"])
         .empty_volume("/count")
         .restarts()
         .gib(4)
+}
+
+/// What a program says of the memory that its first image kept, if that is right: every other found it, as it was.
+fn found_what_was_kept(starts: &[Value]) -> Result<(), Failed> {
+    let same = |start: &Value| {
+        ["lease", "generation", "checksum"].map(|field| start["kept"][field].clone())
+    };
+    let right = starts.iter().enumerate().all(|(image, start)| {
+        start["kept"]["found"] == (image > 0) && same(start) == same(&starts[0])
+    });
+    right
+        .then_some(())
+        .ok_or_else(|| format!("kept memory: {starts:?}").into())
 }
 
 async fn in_place(stage: &Stage) -> Result<(), Failed> {
@@ -88,6 +102,10 @@ async fn in_place(stage: &Stage) -> Result<(), Failed> {
     assert_eq!(steady["faults"], IN_PLACE);
     let node = pods.node(POD).await?;
     assert_eq!(pods.state(POD).await?.restarts, 0);
+    let log = pods.log(POD).await?;
+    let starts: Vec<Value> = log.lines().filter_map(event("started")).collect();
+    assert_eq!(starts.len(), IN_PLACE as usize + 1, "{log}");
+    found_what_was_kept(&starts)?;
     let wanted = f64::from(IN_PLACE + 1);
     let labels = [("pod", POD)];
     told::until_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
@@ -99,7 +117,7 @@ async fn in_place(stage: &Stage) -> Result<(), Failed> {
     told::until_event(stage, POD, POISONED, &last).await?;
     stage.witness.nobody_failed_or_restarted()?;
     stage.progress.say(format_args!(
-        "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}",
+        "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, kept memory found each time",
         IN_PLACE + 1
     ));
     Ok(pods.delete(POD).await?)
