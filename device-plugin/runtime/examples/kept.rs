@@ -209,18 +209,23 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
             )?)
         }
         kernel => {
-            let error = fault(&kept, kernel)?;
+            let error = fault(&kept, kernel, || Ok(()))?;
             execute_again(error, socket, bytes)
         }
     }
 }
 
-/// Poisons the context; what the driver says of it.
-fn fault(kept: &Kept, kernel: &str) -> Result<CudaError, Box<dyn Error>> {
+/// Poisons the context, after `note`; what the driver says of it.
+fn fault(
+    kept: &Kept,
+    kernel: &str,
+    note: impl FnOnce() -> Done,
+) -> Result<CudaError, Box<dyn Error>> {
     let (context, mut at) = (kept.context(), kept.address());
     let name = std::ffi::CString::new(kernel)?;
     let function = context.load(FAULTS)?.function(&name)?;
     let stream = context.default_stream();
+    note()?;
     // SAFETY: each of the kernels has one argument, an address; what they write is no memory of the host's.
     unsafe { function.launch(&stream, Grid::line(1, 1), &mut [(&raw mut at).cast()])? };
     match context.synchronize() {
@@ -248,8 +253,8 @@ fn restarted(file: &str, bytes: u64, times: usize) -> Done {
         return Ok(());
     }
     let mut file = OpenOptions::new().create(true).append(true).open(file)?;
-    writeln!(file, "{}", now())?;
-    let error = fault(&kept, KINDS[done % KINDS.len()])?;
+    let note = || Ok(writeln!(file, "{}", now())?);
+    let error = fault(&kept, KINDS[done % KINDS.len()], note)?;
     Err(format!("the program saw its fault: {error}").into())
 }
 
