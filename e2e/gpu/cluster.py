@@ -60,8 +60,8 @@ class Cluster:
         nodes = json.loads(self.kubectl("get", "gpunodes", "--output", "json"))["items"]
         said = [json.dumps(condition) for node in nodes for condition in node["status"]["conditions"]]
         said.append(self.kubectl("get", "pods", "--namespace", NAMESPACE, "--output", "wide"))
-        agent = "daemonset/bursar-agent"
-        said.append(self.kubectl("logs", agent, "--namespace", NAMESPACE, "--tail", "60", check=False))
+        said.append(self.kubectl("get", "events"))
+        said.append(self.kubectl("logs", "daemonset/bursar-agent", "--namespace", NAMESPACE, check=False))
         return "\n".join(said)
 
     def answer(self, name, bound):

@@ -94,6 +94,8 @@ def main():
             phase, beside, log = cluster.answer("beside", 60 + 2 * times)
             wrong = log[-600:] if phase != "Succeeded" or beside is None or beside["wrong"] else None
             table.add("a neighbour that computes", json.dumps(beside), "0 wrong", wrong=wrong)
+            if wrong:
+                table.say(cluster.complaint())
     return table.show()
 
 
