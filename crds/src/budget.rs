@@ -92,8 +92,9 @@ pub struct GpuMemoryBudgetSpec {
     pub context_policy: ContextPolicy,
 
     /// Quotas of running pods, lower than what they asked for.
+    // With a default, whoever applies may take the last one away that somebody else wrote too: null is no list.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 64))]
+    #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["pod".to_owned()]))]
     pub overrides: Vec<Override>,
 }

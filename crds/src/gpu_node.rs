@@ -98,36 +98,37 @@ pub const MAX_NAMESPACES: usize = 32;
     )
 )]
 #[cfg_attr(test, kube(cel))]
-// A server-side apply that takes the last entry away leaves null otherwise, and is refused.
+// A server-side apply that takes the last entry of a list away leaves null otherwise, for the list where somebody else
+// wrote it too and for the spec where not, and is refused.
 #[schemars(extend("default" = {}))]
 #[serde(rename_all = "camelCase")]
 pub struct GpuNodeSpec {
     /// GPUs that are held for a waiting container of higher priority while room is made for it. One
     /// plan per GPU at a time.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 112))]
+    #[schemars(length(max = 112), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["gpu".to_owned()]))]
     pub reservations: Vec<Reservation>,
     /// Quotas of running containers that are lowered below what they asked for; without an entry a container has
     /// what it asked for. An entry above that changes nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 64))]
+    #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["podUid".to_owned(), "container".to_owned(), "account".to_owned()]))]
     pub quotas: Vec<QuotaOrder>,
     /// What is done about poisoned contexts in pods of these namespaces, known to the agent before it happens. In all
     /// others the container is restarted, at most 5 times in 10 minutes.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 1024))]
+    #[schemars(length(max = 1024), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["namespace".to_owned()]))]
     pub context_policies: Vec<ContextOrder>,
     /// Poisoned contexts that were left as they are, and are to be restarted now.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 16))]
+    #[schemars(length(max = 16), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["fault".to_owned()]))]
     pub restarts: Vec<RestartOrder>,
     /// How often the operator moved waiting pods of an owner away from here. Nothing for the agent.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    #[schemars(length(max = 64))]
+    #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["owner".to_owned()]))]
     pub moves: Vec<Moved>,
 }

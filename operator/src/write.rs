@@ -139,7 +139,8 @@ impl Writer {
         self.write(Written::Label, what, write).await.map(drop)
     }
 
-    /// Orders what a node's agent does about poisoned contexts, and which it restarts now. Nothing where the object is gone or was made anew.
+    /// Orders what a node's agent does about poisoned contexts, and which it restarts now. Fails where the
+    /// object is gone or was made anew.
     pub async fn contexts(
         &self,
         node: &str,
@@ -159,10 +160,7 @@ impl Writer {
         let params = PatchParams::apply(CONTEXTS_MANAGER).force();
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
-        match self.write(Written::Contexts, what, write).await {
-            Err(WriteError::Failed { source, .. }) if code(&source) == 409 => Ok(()),
-            other => other.map(drop),
-        }
+        self.write(Written::Contexts, what, write).await.map(drop)
     }
 
     /// Evicts the pod of this UID and no other. `by_force`: whatever its disruption budgets say.

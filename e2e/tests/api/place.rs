@@ -172,6 +172,12 @@ impl Place {
         self.get(&self.gpus_path()).await
     }
 
+    /// Writes orders of quotas by hand.
+    pub(crate) async fn order(&self, quotas: Value) -> Result<(), Failed> {
+        self.merge(&self.gpus_path(), json!({ "spec": { "quotas": quotas } }))
+            .await
+    }
+
     pub(crate) async fn node_labels(&self) -> Result<Value, Failed> {
         let node = self.get(&format!("/api/v1/nodes/{}", self.name)).await?;
         Ok(node["metadata"]["labels"].clone())

@@ -242,8 +242,11 @@ pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
         .await?;
     case_
         .through(
-            "a pod's quota is lowered",
+            "a pod's quota is lowered, after somebody ordered one by hand",
             async |at| {
+                let by_hand = json!({ "podUid": p, "container": "c", "quota": "3Gi" });
+                at.order(json!([by_hand])).await?;
+                at.order(json!([])).await?;
                 at.amend(json!({ "overrides": [{ "pod": "p", "deviceMemory": "2Gi" }] }))
                     .await
             },

@@ -98,22 +98,22 @@ impl Hands {
                 Ok(())
             }
             Step::Reserve { node, reservations } => {
-                info!(node = node.name, ?reservations, "reservations");
                 let body = json!({ "spec": { "reservations": reservations } });
                 let what = "reserve a GPU of";
                 // A write that fails may have arrived: whose what is there is, is open then.
                 memory.reservations.remove(&node.name);
                 self.apply::<GpuNode>(RESERVATIONS_MANAGER, what, &node, body)
                     .await?;
+                info!(node = node.name, ?reservations, "reservations");
                 memory.reservations.insert(node.name, reservations);
                 Ok(())
             }
             Step::Lower { node, quotas } => {
-                info!(node = node.name, orders = quotas.len(), "quotas");
                 let body = json!({ "spec": { "quotas": quotas } });
                 memory.quotas.remove(&node.name);
                 self.apply::<GpuNode>(QUOTAS_MANAGER, "order quotas of", &node, body)
                     .await?;
+                info!(node = node.name, orders = quotas.len(), "quotas");
                 memory.quotas.insert(node.name, quotas);
                 Ok(())
             }

@@ -1,5 +1,6 @@
 //! The task that plans and acts, for as long as the operator lives.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
 use k8s_openapi::jiff::Timestamp;
@@ -32,8 +33,8 @@ pub async fn run(
     let mut memory = Memory::default();
     let mut every = interval(EVERY);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    // The first failure of a row is logged.
-    let mut failing = false;
+    // Of each kind of step the first failure of a row is logged.
+    let mut failing = BTreeSet::new();
     loop {
         tokio::select! {
             () = shutdown.cancelled() => return,
@@ -53,21 +54,21 @@ pub async fn run(
                 Timestamp::now(),
             )
         };
-        let mut failed = false;
+        let mut failed = BTreeSet::new();
         for step in steps {
             let name = step.name();
             let result = hands.act(step, &mut memory, now).await;
             metrics.stepped(name, result.is_ok());
             if let Err(error) = result {
-                if !failing {
+                if failing.insert(name) {
                     warn!(step = name, error = %chain(&error), "trying on");
                 }
-                (failed, failing) = (true, true);
+                failed.insert(name);
             }
             if shutdown.is_cancelled() {
                 return;
             }
         }
-        failing &= failed;
+        failing = failed;
     }
 }
