@@ -156,7 +156,8 @@ const CHECKS: &[Check] = &[
     test_check(
         "operator/api/server",
         "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, twice, \
-         again or nothing, silence, two operators, no controller manager, quota churn; steering of every shape of pod",
+         again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes and faults; \
+         quota churn; steering of every shape of pod",
         &["--test", "api"],
     ),
     test_check(

@@ -114,22 +114,28 @@ pub(crate) struct Case {
     met: usize,
     /// The longest time that a transition took.
     longest: Duration,
+    /// The writes of each transition.
+    writes: Vec<Vec<String>>,
 }
 
 /// How a case went.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Outcome {
     /// How many writes met their fate.
     pub(crate) met: usize,
     /// The longest time from a change to the state that it asks for.
     pub(crate) longest: Duration,
+    /// The writes of each transition.
+    pub(crate) writes: Vec<Vec<String>>,
 }
 
 impl Outcome {
-    pub(crate) fn and(self, other: Self) -> Self {
+    pub(crate) fn and(mut self, other: Self) -> Self {
+        self.writes.extend(other.writes);
         Self {
             met: self.met + other.met,
             longest: self.longest.max(other.longest),
+            writes: self.writes,
         }
     }
 }
@@ -155,12 +161,18 @@ impl Case {
             operators: Vec::new(),
             met: 0,
             longest: Duration::ZERO,
+            writes: Vec::new(),
             plan,
         };
         for _ in 0..=usize::from(case.plan.two) {
             case.operate().await?;
         }
         Ok(case)
+    }
+
+    /// Whether no write ends badly.
+    pub(crate) fn is_undisturbed(&self) -> bool {
+        self.plan.doomed == Doomed::Nothing
     }
 
     async fn operate(&mut self) -> Result<(), Failed> {
@@ -194,6 +206,7 @@ impl Case {
             if is_done && took > SETTLED && faults.quiet() > SETTLED {
                 self.longest = self.longest.max(took);
                 self.met += faults.met();
+                self.writes.push(faults.writes());
                 return Ok(());
             }
             if took > END {
@@ -246,6 +259,7 @@ impl Case {
         Ok(Outcome {
             met: self.met,
             longest: self.longest,
+            writes: self.writes,
         })
     }
 }

@@ -177,12 +177,13 @@ impl Faults {
         let path = request.uri().path();
         let query = request.uri().query().unwrap_or_default();
         let kind = path.rsplit('/').next().unwrap_or_default();
-        let field = match kind {
-            "nodes" | "gpunodes" | "namespaces" => "metadata.name",
-            _ => "metadata.namespace",
+        let selector = match kind {
+            "nodes" | "gpunodes" => "labelSelector=bursar.dev%2Fcohort",
+            "namespaces" => "fieldSelector=metadata.name",
+            _ => "fieldSelector=metadata.namespace",
         };
         let case = &self.0.case;
-        let mut query = format!("{query}&fieldSelector={field}%3D{case}");
+        let mut query = format!("{query}&{selector}%3D{case}");
         if let Some(seconds) = self.0.watch_seconds {
             let asked = query
                 .split('&')

@@ -69,6 +69,7 @@ fn main() -> ExitCode {
     let log = tracing_subscriber::fmt().with_env_filter(filter);
     log.with_ansi(false).with_writer(std::io::stderr).init();
     let together = vec![
+        trial("undisturbed", false, disturbed::undisturbed),
         trial("crashes", false, disturbed::crashes),
         trial("failing-writes", false, disturbed::failing_writes),
         trial("unanswered-writes", false, disturbed::unanswered_writes),

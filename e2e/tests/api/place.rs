@@ -1,4 +1,4 @@
-//! A case's own part of the API server: a namespace, and a node with one GPU, which nobody else touches.
+//! A case's own part of the API server: a namespace, and nodes with one GPU each, which nobody else touches.
 
 use http::{Method, Request};
 use kube::Client;
@@ -32,20 +32,7 @@ impl Place {
         };
         let namespace = json!({ "metadata": { "name": name } });
         place.create("/api/v1/namespaces", namespace).await?;
-        let ready = json!([{ "type": "Ready", "status": "True" }]);
-        let node = json!({
-            "metadata": { "name": name, "labels": { "bursar.dev/cohort": name } },
-            // Its other GPU is of no interest here.
-            "status": { "conditions": ready, "allocatable": { RESOURCE: "64" }, "capacity": { RESOURCE: "64" } },
-        });
-        place.create("/api/v1/nodes", node).await?;
-        let gpus = json!({
-            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name }, "spec": {},
-        });
-        place
-            .create("/apis/bursar.dev/v1alpha1/gpunodes", gpus)
-            .await?;
-        place.report(GPU, &[]).await?;
+        place.make_node(name).await?;
         let begin = Instant::now();
         // A pod is refused until its service account is there.
         let account = format!("/api/v1/namespaces/{name}/serviceaccounts/default");
@@ -56,6 +43,36 @@ impl Place {
             sleep(Duration::from_millis(100)).await;
         }
         Ok(place)
+    }
+
+    /// Makes a node named as the place, and its GPU.
+    async fn make_node(&self, case: &str) -> Result<(), Failed> {
+        // By the label an operator sees them, and no other case's.
+        let metadata = json!({ "name": self.name, "labels": { "bursar.dev/cohort": case } });
+        let ready = json!([{ "type": "Ready", "status": "True" }]);
+        let node = json!({
+            "metadata": metadata,
+            // Its other GPU is of no interest here.
+            "status": { "conditions": ready, "allocatable": { RESOURCE: "64" }, "capacity": { RESOURCE: "64" } },
+        });
+        self.create("/api/v1/nodes", node).await?;
+        // Whoever sees that it is Ready takes off what the API server taints a new node with.
+        let path = format!("/api/v1/nodes/{}", self.name);
+        self.merge(&path, json!({ "spec": { "taints": null } }))
+            .await?;
+        let gpus = json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": metadata, "spec": {},
+        });
+        self.create("/apis/bursar.dev/v1alpha1/gpunodes", gpus)
+            .await?;
+        self.report(GPU, &[]).await
+    }
+
+    /// Makes another node of the case; there is no namespace of its name.
+    pub(crate) async fn second_node(&self) -> Result<Self, Failed> {
+        let node = self.in_namespace(&format!("{}-b", self.name));
+        node.make_node(&self.name).await?;
+        Ok(node)
     }
 
     /// The same place with other rights.
@@ -203,6 +220,25 @@ impl Place {
         self.create(&self.pods_path(), pod).await
     }
 
+    /// Gives a pod something that would make another one; its UID.
+    pub(crate) async fn own(&self, pod: &str) -> Result<String, Failed> {
+        let path = format!("/api/v1/namespaces/{}/configmaps", self.name);
+        let owner = self.create(&path, json!({ "metadata": { "name": pod } }));
+        let uid = owner.await?["metadata"]["uid"].clone();
+        let owner = json!({ "apiVersion": "v1", "kind": "ConfigMap", "name": pod, "uid": uid, "controller": true });
+        let owned = json!({ "metadata": { "ownerReferences": [owner] } });
+        self.merge(&self.pod_path(pod), owned).await?;
+        Ok(uid.as_str().unwrap_or_default().to_owned())
+    }
+
+    /// Whether somebody was told this of the pod.
+    pub(crate) async fn was_told(&self, reason: &str, pod: &str) -> Result<bool, Failed> {
+        let path = format!("/api/v1/namespaces/{}/events", self.name);
+        let events = self.get(&path).await?["items"].take();
+        let mut events = events.as_array().into_iter().flatten();
+        Ok(events.any(|event| event["reason"] == reason && event["involvedObject"]["name"] == pod))
+    }
+
     /// What the kubelet says.
     pub(crate) async fn runs(&self, pod: &str) -> Result<(), Failed> {
         let path = format!("{}/status", self.pod_path(pod));
@@ -213,6 +249,13 @@ impl Place {
     /// What the agent says: the GPU's memory, and which pods are bound to how much of it.
     pub(crate) async fn report(&self, memory: i32, bound: &[(String, i32)]) -> Result<(), Failed> {
         self.report_waiter(memory, bound, None).await
+    }
+
+    /// What the agent says of faults that nobody has dealt with.
+    pub(crate) async fn report_faults(&self, faults: Value) -> Result<(), Failed> {
+        let path = format!("{}/status", self.gpus_path());
+        self.merge(&path, json!({ "status": { "faults": faults } }))
+            .await
     }
 
     /// As [`Self::report`], with a pod that waits for so much; whom the GPU is reserved for it is held for.

@@ -322,3 +322,195 @@ async fn owner_waits(case: &mut Case, p: String) -> Result<(), Failed> {
     )
     .await
 }
+
+/// What is ordered of the agents of both nodes about poisoned contexts.
+async fn policies_are(at: &Place, other: &Place, action: Option<&str>) -> Result<bool, Failed> {
+    for node in [at, other] {
+        let policies = node.gpus().await?["spec"]["contextPolicies"].take();
+        if policies[0]["action"].as_str() != action {
+            return Ok(false);
+        }
+    }
+    Ok(is(&at.budget().await?, "Ready"))
+}
+
+/// A poisoned context of the only container of a pod, and what its agent did about it.
+fn poisoned(at: &Place, pod: &str, pod_uid: &str, action: &str) -> Value {
+    let container = json!({ "podUid": pod_uid, "namespace": at.name, "pod": pod, "container": "c", "processGeneration": 3 });
+    json!([{ "id": format!("{action}-3").to_lowercase(), "kind": "Context", "gpu": "GPU-0", "gpuGeneration": 1,
+        "cudaError": 700, "action": action, "time": "2026-01-01T00:00:00Z", "container": container }])
+}
+
+/// Whether a pod is gone and the status says why, the newest of so many. As its agent does, closes its fault then.
+async fn went(at: &Place, pod: &str, reason: &str, evictions: usize) -> Result<bool, Failed> {
+    if !at.get(&at.pod_path(pod)).await?.is_null() {
+        return Ok(false);
+    }
+    at.report(GPU, &[]).await?;
+    at.report_faults(json!([])).await?;
+    let status = &at.budget().await?["status"];
+    let told = status["evictions"].as_array();
+    let told = told.filter(|told| told.len() == evictions);
+    let newest = told.and_then(|told| told.first());
+    Ok(
+        newest.is_some_and(|newest| newest["pod"] == pod && newest["reason"] == reason)
+            && status["contexts"]["open"] == 0,
+    )
+}
+
+/// Nine changes of what is done about faults, and a pod that waits while another node has room.
+pub(crate) async fn of_faults(mut case: Case) -> Result<Outcome, Failed> {
+    let other = case.place.second_node().await?;
+    let plain = case.is_undisturbed();
+    let case_ = &mut case;
+    let p = uid(&case_.place.pod("p", 4, false, true).await?);
+    let q = uid(&case_.place.pod("q", 4, false, true).await?);
+    for pod in ["p", "q"] {
+        case_.place.runs(pod).await?;
+    }
+    let none = |list: &Value| list.as_array().is_none_or(Vec::is_empty);
+    case_
+        .through(
+            "a budget of two nodes is made",
+            async |at| at.declare("40Gi", "60Gi").await,
+            async |at| {
+                Ok(in_force(at, "40", "60").await?
+                    && labels_are(at, GPU, GPU, GPU).await?
+                    && labels_are(&other, GPU, GPU, GPU).await?)
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "faults are only reported",
+            async |at| {
+                at.amend(json!({ "contextPolicy": { "action": "Report" } }))
+                    .await
+            },
+            async |at| policies_are(at, &other, Some("Report")).await,
+        )
+        .await?;
+    case_
+        .through(
+            "a context is left poisoned",
+            async |at| at.report_faults(poisoned(at, "p", &p, "Report")).await,
+            async |at| {
+                let restarts = &at.gpus().await?["spec"]["restarts"];
+                Ok(at.budget().await?["status"]["contexts"]["open"] == 1 && none(restarts))
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "poisoned contexts are restarted",
+            async |at| {
+                at.amend(json!({ "contextPolicy": { "action": "Restart" } }))
+                    .await
+            },
+            async |at| {
+                let order = json!([{ "fault": "report-3", "podUid": p, "container": "c", "processGeneration": 4 }]);
+                Ok(at.gpus().await?["spec"]["restarts"] == order
+                    && policies_are(at, &other, None).await?)
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "the agent has restarted it",
+            async |at| at.report_faults(json!([])).await,
+            async |at| {
+                let restarts = &at.gpus().await?["spec"]["restarts"];
+                Ok(at.budget().await?["status"]["contexts"]["open"] == 0 && none(restarts))
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "it is poisoned beyond the maximum",
+            async |at| {
+                at.report_faults(poisoned(at, "p", &p, "BeyondMaximum"))
+                    .await
+            },
+            async |at| {
+                let told = !plain || at.was_told("GpuContextPoisoned", "p").await?;
+                Ok(told && went(at, "p", "TooManyRestarts", 1).await?)
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "poisoned contexts are evicted",
+            async |at| {
+                at.amend(json!({ "contextPolicy": { "action": "Evict" } }))
+                    .await
+            },
+            async |at| policies_are(at, &other, Some("Evict")).await,
+        )
+        .await?;
+    case_
+        .through(
+            "another one is poisoned",
+            async |at| at.report_faults(poisoned(at, "q", &q, "Evict")).await,
+            async |at| {
+                let told = !plain || at.was_told("GpuContextPoisoned", "q").await?;
+                Ok(told && went(at, "q", "ContextPolicy", 2).await?)
+            },
+        )
+        .await?;
+    waiter_is_moved(case_, plain).await?;
+    case_
+        .through(
+            "its GPU is lost",
+            async |at| {
+                let fault = json!({ "id": "lost", "kind": "Gpu", "gpu": "GPU-0", "gpuGeneration": 1, "xid": 79,
+                    "action": "ResetGpu", "time": "2026-01-01T00:00:00Z" });
+                at.report_faults(json!([fault])).await
+            },
+            async |at| {
+                let told = !plain || at.was_told("GpuFault", "holder").await?;
+                Ok(told && went(at, "holder", "GpuFault", 3).await?)
+            },
+        )
+        .await?;
+    case.end().await
+}
+
+/// A pod of 10 waits for a GPU that has 6 left; another node's has 32.
+async fn waiter_is_moved(case: &mut Case, plain: bool) -> Result<(), Failed> {
+    let holder = case.place.pod("holder", 26, false, true).await?;
+    case.place.runs("holder").await?;
+    let bound = [(uid(&holder), 26)];
+    case.through(
+        "one pod has most of a GPU",
+        async |at| at.report(GPU, &bound).await,
+        async |at| labels_are(at, 6, 6, GPU).await,
+    )
+    .await?;
+    let waiter = uid(&case.place.pod("waiter", 10, false, true).await?);
+    let owner = case.place.own("waiter").await?;
+    case.through(
+        "another one waits",
+        async |at| {
+            at.report_waiter(GPU, &bound, Some((&waiter, "waiter", 10)))
+                .await
+        },
+        async |at| {
+            if !at.get(&at.pod_path("waiter")).await?.is_null() {
+                return Ok(false);
+            }
+            at.report(GPU, &bound).await?;
+            let spec = at.gpus().await?["spec"].take();
+            let moved = &spec["moves"][0];
+            // A crash between the count and the eviction costs one of three.
+            let most = if plain { 1 } else { 2 };
+            if moved["owner"] != owner.as_str()
+                || !(1..=most).contains(&moved["count"].as_i64().unwrap_or(0))
+            {
+                return Err(format!("the record of moves: {}", spec["moves"]).into());
+            }
+            let told = !plain || at.was_told("GpuMemoryWaiterMoved", "waiter").await?;
+            Ok(told && spec["reservations"].as_array().is_none_or(Vec::is_empty))
+        },
+    )
+    .await
+}
