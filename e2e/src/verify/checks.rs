@@ -82,7 +82,7 @@ const CHECKS: &[Check] = &[
     },
     Check {
         name: "main/chart",
-        shows: "helm lints and renders the chart, and its schema refuses bad values",
+        shows: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses bad values",
         how: How::Here(chart),
     },
     test_check(
@@ -329,6 +329,23 @@ fn chart() -> anyhow::Result<()> {
     };
     let rendered = template("quantum=512Mi").output()?;
     anyhow::ensure!(rendered.status.success(), "the chart does not render");
+    // MutatingAdmissionPolicy is served as v1 from 1.36 on; before, by default, not at all.
+    for (version, mutates) in [
+        ("1.34.0", false),
+        ("1.35.0", false),
+        ("1.36.0", true),
+        ("1.37.0", true),
+    ] {
+        let mut helm = template("steering.mode=required");
+        let rendered = helm.args(["--kube-version", version]).output()?;
+        let objects = String::from_utf8_lossy(&rendered.stdout);
+        anyhow::ensure!(
+            rendered.status.success()
+                && objects.contains("kind: ValidatingAdmissionPolicy")
+                && objects.contains("kind: MutatingAdmissionPolicy") == mutates,
+            "for Kubernetes {version} the chart must have what that serves"
+        );
+    }
     for refused in ["quantum=3Gi", "driver.extraMount=x", "agent.port=0"] {
         let output = template(refused).output()?;
         let said = String::from_utf8_lossy(&output.stderr);
