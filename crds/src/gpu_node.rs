@@ -131,6 +131,12 @@ pub struct GpuNodeSpec {
     #[schemars(length(max = 64), extend("default" = []))]
     #[x_kube(merge_strategy = ListMerge::Map(vec!["owner".to_owned()]))]
     pub moves: Vec<Moved>,
+    /// UUIDs of GPUs that nothing is to hold, for a reset or another driver. Containers with memory of them are killed
+    /// and not started again, what is kept there is lost. A GPU's names its MIG instances too.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    #[schemars(length(max = 112), inner(length(min = 1, max = 96)), extend("default" = []))]
+    #[x_kube(merge_strategy = ListMerge::Set)]
+    pub drain: Vec<String>,
 }
 
 /// A poisoned context that is to be restarted. It says where that ends, so that it may be read twice.
@@ -372,7 +378,7 @@ pub enum GpuState {
 pub struct Health {
     /// The verdict.
     pub status: HealthStatus,
-    /// Why, in one word: `Ok`, `Lost`, `Xid79`, `EccUncorrectable`.
+    /// Why, in one word: `Ok`, `GpuLost`, `Xid79`, `Draining`, and `Drained` once nothing of the node's agent holds it.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
     /// When the status last changed.

@@ -17,6 +17,7 @@ use tracing::{error, info, warn};
 use crate::audit::Auditor;
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
+use crate::drain::{self, Drain};
 use crate::http::{self, Pulse, Sources};
 use crate::inventory::health::Policy;
 use crate::inventory::nvml::{self, Pace};
@@ -126,8 +127,11 @@ pub async fn run(
     });
     let generations = Checkpoint::new(config.paths.state_dir.join("generations.json"));
     let generations = Generations::load(generations, clock::boot_id());
-    let (inventory, nvml) =
-        nvml::start(library, pace, health, generations.remembered()).map_err(AgentError::Thread)?;
+    let remembered = generations.remembered();
+    let drained = remembered.iter().filter(|(_, memory)| memory.drained);
+    let drain = drain::begin(drained.map(|(gpu, _)| gpu.clone()).collect());
+    let (inventory, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe())
+        .map_err(AgentError::Thread)?;
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
     let identities = identities(&config, client.clone());
@@ -141,7 +145,15 @@ pub async fn run(
     let sessions = sessions(&config, nvml.clone(), desk.clone(), of_vault);
     let (status, kept) = watch::channel(KeptStatus::default());
     // Before anything is recovered: what ended meanwhile may have kept leases.
-    let keeper = keeper(&config, notes, sessions.clone(), living, status)?;
+    let keeper = keeper(
+        &config,
+        notes,
+        sessions.clone(),
+        living,
+        status,
+        drain.subscribe(),
+    )?;
+    let let_go = keeper.let_go.subscribe();
     let stuck = keeper.workers.stuck();
     parts.start("kept memory", keeper.run(stop.clone()));
     let core = recovered(
@@ -163,14 +175,23 @@ pub async fn run(
         identities,
         config.bind_wait,
         Followed {
-            inventory,
+            inventory: inventory.clone(),
             stuck,
+            drain: drain.subscribe(),
             orders: told.clone(),
         },
         generations,
         voice,
     );
     parts.start("node", actor.run());
+    let drains = drain::Around {
+        proc: config.paths.proc.clone(),
+        sessions: sessions.clone(),
+        orders: told.clone(),
+        inventory,
+        let_go,
+    };
+    parts.start("drain", drain::run(drains, drain, stop.clone()));
     let (set, limits) = watch::channel(Limits::new());
     let limiter = limits::run(
         nvml.clone(),
@@ -366,6 +387,7 @@ fn keeper(
     sessions: Arc<Sessions>,
     living: watch::Sender<Living>,
     status: watch::Sender<KeptStatus>,
+    drain: watch::Receiver<Drain>,
 ) -> Result<Keeper, AgentError> {
     let folder = config.paths.run_dir.join("kept");
     let beside = || {
@@ -395,6 +417,8 @@ fn keeper(
         verdicts: Verdicts::of(Checkpoint::new(folder.join("scrubbed.json"))),
         numbers: Numbers::of(Checkpoint::new(state.join("leases.json"))),
         living,
+        drain,
+        let_go: watch::Sender::default(),
         status,
     })
 }

@@ -20,6 +20,7 @@ pub mod xid;
 
 use std::collections::BTreeSet;
 
+use crate::drain::Drain;
 use crate::units::{Bytes, GpuUuid};
 use health::{Health, Memory, Sickness};
 use pci::PciAddress;
@@ -41,6 +42,14 @@ pub struct Gpu {
     pub mig_parent: Option<GpuUuid>,
     /// The numbers of a MIG instance's capability nodes (`/dev/nvidia-caps/nvidia-cap<N>`).
     pub capabilities: Vec<u32>,
+}
+
+impl Gpu {
+    /// Whether these are it, or the GPU that it is cut from.
+    pub fn is_in(&self, gpus: &BTreeSet<GpuUuid>) -> bool {
+        let parent = self.mig_parent.as_ref();
+        gpus.contains(&self.uuid) || parent.is_some_and(|parent| gpus.contains(parent))
+    }
 }
 
 /// A GPU as it stands.
@@ -115,6 +124,20 @@ impl Inventory {
             };
             for state in gpus.iter_mut().filter(hang) {
                 state.health = Health::Unhealthy(Sickness::WorkerStuck);
+            }
+        }
+        self
+    }
+
+    /// The same, where these GPUs are to be drained and something holds some still.
+    #[must_use]
+    pub fn with_draining(mut self, Drain { ordered, busy, .. }: &Drain) -> Self {
+        if let Self::Gpus { gpus, .. } = &mut self {
+            for state in gpus {
+                let holds = busy.contains(&state.gpu.uuid) || !state.memory.drained;
+                if holds && state.gpu.is_in(ordered) {
+                    state.health = Health::Unhealthy(Sickness::Draining);
+                }
             }
         }
         self

@@ -8,6 +8,7 @@ pub mod audit;
 pub mod cdi;
 pub mod checkpoint;
 pub mod config;
+pub mod drain;
 pub mod driver;
 pub mod http;
 pub mod inventory;

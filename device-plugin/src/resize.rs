@@ -4,7 +4,7 @@
 //! API server goes on with what was ordered last. An order that is gone is lifted. Nothing is ever given above what
 //! a container asked for.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use tracing::info;
 use crate::node::actor::Snapshot;
 use crate::node::core::BoundContainer;
 use crate::sessions::{Account, AccountBooks, Books, Sessions};
-use crate::units::{AllocationId, Bytes};
+use crate::units::{AllocationId, Bytes, GpuUuid};
 
 /// How often what is freed is taken from the idle, and a pending order looked at again.
 const EVERY: Duration = Duration::from_secs(1);
@@ -37,6 +37,8 @@ pub struct Orders {
     pub contexts: Vec<ContextOrder>,
     /// `spec.restarts`.
     pub restarts: Vec<RestartOrder>,
+    /// `spec.drain`.
+    pub drain: BTreeSet<GpuUuid>,
 }
 
 /// What became of the orders.

@@ -47,6 +47,7 @@ use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 use container::Container;
+use container::drained::Holder;
 use contexts::ContextSizes;
 use leftovers::Left;
 use seats::Seats;
@@ -541,6 +542,22 @@ impl Sessions {
             Some((allocation, first))
         };
         poisoned.into_iter().filter_map(first).collect()
+    }
+
+    /// Containers with memory of these GPUs get nothing more: which of the GPUs living processes hold so, and the first
+    /// processes of their containers, which are to be killed.
+    pub fn drain(&self, gpus: &BTreeSet<GpuUuid>) -> (BTreeSet<GpuUuid>, BTreeSet<Process>) {
+        let found = self.of_each(|container| container.drain(gpus));
+        let (mut held, mut doomed) = (BTreeSet::new(), BTreeSet::new());
+        // Outside of the locks: it reads files.
+        for (_, Holder { pid, pod, gpus }) in found {
+            let process = self.membership.process(pid);
+            if let Some(first) = process.and_then(|process| self.membership.first(process, &pod)) {
+                held.extend(gpus);
+                doomed.insert(first);
+            }
+        }
+        (held, doomed)
     }
 
     fn of_each<T>(&self, ask: impl Fn(&mut Container) -> Vec<T>) -> Vec<(AllocationId, T)> {

@@ -16,8 +16,12 @@ mod machine;
 #[path = "audit/container.rs"]
 mod container;
 
+#[path = "leases/api.rs"]
+mod api;
 #[path = "leases/bed.rs"]
 mod bed;
+#[path = "leases/drained.rs"]
+mod drained;
 #[path = "leases/ends.rs"]
 mod ends;
 #[path = "leases/lives.rs"]

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! After an XID whose remedy is a reset, good probes mean nothing by themselves: the GPU must have been away
-//! since, as every reset takes it away, or the node must have booted ([`Memory`] outlives the agent).
+//! since, as every reset takes it away, or the node must have booted ([`Memory`] outlives the agent). Nobody sees what is
+//! done to a GPU that is drained: afterwards it counts as having been away.
 //!
 //! A GPU that falls sick again soon after a recovery must stay quiet twice as long, up to a
 //! bound: so a flapping GPU settles. Pure: time comes in as an argument.
@@ -31,6 +32,10 @@ pub enum Sickness {
     NoAnswer,
     /// The process that makes its kept memory hangs in the driver, and cannot be killed.
     WorkerStuck,
+    /// It is to be drained, and something holds it still.
+    Draining,
+    /// Nothing of ours holds it: it is not even looked at.
+    Drained,
 }
 
 impl Sickness {
@@ -41,6 +46,8 @@ impl Sickness {
             Self::Lost => "GpuLost",
             Self::NoAnswer => "NoAnswer",
             Self::WorkerStuck => "WorkerStuck",
+            Self::Draining => "Draining",
+            Self::Drained => "Drained",
         }
     }
 }
@@ -52,6 +59,8 @@ impl std::fmt::Display for Sickness {
             Self::Lost => f.write_str("the GPU is lost"),
             Self::NoAnswer => f.write_str("the GPU does not answer"),
             Self::WorkerStuck => f.write_str("a worker hangs in the driver"),
+            Self::Draining => f.write_str("the GPU is being drained"),
+            Self::Drained => f.write_str("the GPU is drained"),
         }
     }
 }
@@ -83,6 +92,8 @@ pub enum News {
     Missing,
     /// NVML reported this XID.
     Xid(u64),
+    /// It is drained: nobody looks at it any more.
+    Drained,
 }
 
 /// How quickly a [`Monitor`] changes its mind.
@@ -120,6 +131,8 @@ pub struct Memory {
     pub away: bool,
     /// The XID that only a reset cures, until the GPU was away.
     pub awaits_reset: Option<u64>,
+    /// Whether it is away because it is drained.
+    pub drained: bool,
 }
 
 /// What is known of one GPU's health.
@@ -157,6 +170,10 @@ impl Monitor {
             quiet: policy.quiet,
             recovered: None,
         };
+        if monitor.memory.drained {
+            monitor.state = monitor.fall(Sickness::Drained, now);
+            return monitor;
+        }
         monitor.is_here();
         if let Some(code) = monitor.memory.awaits_reset {
             monitor.state = monitor.fall(Sickness::Xid(code), now);
@@ -179,6 +196,7 @@ impl Monitor {
 
     /// Takes one piece of news in.
     pub fn hear(&mut self, news: News, now: Instant) {
+        self.memory.drained = news == News::Drained;
         match news {
             News::Answered => {
                 self.is_here();
@@ -202,6 +220,12 @@ impl Monitor {
                 Verdict::Transient => self.worsen(Sickness::Xid(code), now),
                 Verdict::Reset | Verdict::Node => self.need_reset(code, now),
             },
+            News::Drained => {
+                self.memory.away = true;
+                // Whatever ailed it: it is no relapse to be taken up again.
+                self.quiet = self.policy.quiet;
+                self.state = unhealthy(Sickness::Drained, now);
+            }
         }
     }
 
@@ -216,7 +240,11 @@ impl Monitor {
     /// The first cause stands: what follows an XID 79 is its consequence.
     fn worsen(&mut self, why: Sickness, now: Instant) {
         self.state = match self.state {
-            State::Healthy => self.fall(why, now),
+            State::Healthy
+            | State::Unhealthy {
+                why: Sickness::Drained,
+                ..
+            } => self.fall(why, now),
             State::Unhealthy { why: first, .. } => unhealthy(first, now),
         };
     }
@@ -390,6 +418,43 @@ mod tests {
             }
             assert_eq!(bed.recovery(1_003), 1_012);
         }
+    }
+
+    #[test]
+    fn a_gpu_that_was_drained_counts_as_reset_and_is_taken_up_again_by_probes() {
+        let mut bed = Bed::new();
+        bed.hear(0, News::Xid(48));
+        let drained = Health::Unhealthy(Sickness::Drained);
+        assert_eq!(bed.hear(1, News::Drained), drained);
+        let memory = Memory {
+            away: true,
+            awaits_reset: Some(48),
+            drained: true,
+        };
+        assert_eq!(bed.monitor.memory(), memory);
+        let successor = Bed::after(memory);
+        assert_eq!(successor.monitor.health(), drained);
+        assert_eq!(successor.monitor.memory(), memory);
+        for mut bed in [bed, successor] {
+            assert_eq!(bed.hear(100, News::Answered), drained);
+            assert_eq!(bed.monitor.memory(), Memory::default());
+            assert_eq!(
+                bed.recovery(101),
+                102,
+                "as many probes as after any sickness"
+            );
+        }
+    }
+
+    #[test]
+    fn one_that_does_not_come_back_from_being_drained_is_lost() {
+        let mut bed = Bed::new();
+        bed.hear(0, News::Drained);
+        assert_eq!(
+            bed.hear(1, News::Missing),
+            Health::Unhealthy(Sickness::Lost)
+        );
+        assert!(!bed.monitor.memory().drained);
     }
 
     #[test]

@@ -4,8 +4,11 @@
 //! processes, and publishes what changed. After a reset, or an update of the driver, old handles stay broken for
 //! ever: while NVML cannot be used it opens the library afresh for each probe, and while a GPU ails each
 //! [`Pace::reopen`], for XIDs of the other GPUs are lost in between.
+//!
+//! A GPU that is drained is held by nobody: the library is closed, and opened again for the others only. Those are
+//! asked for by their place on the bus, as NVML opens every GPU that it is walked past, or that it compares an UUID with.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
@@ -23,7 +26,8 @@ use super::limits;
 use super::mig::{CAPABILITIES, Instance};
 use super::pci::PciAddress;
 use super::roster::{Probe, Roster};
-use super::{Gpu, Inventory, NoDriver};
+use super::{Gpu, GpuState, Inventory, NoDriver};
+use crate::drain::Drain;
 use crate::sessions::{DriverCharges, Look};
 use crate::units::{Bytes, GpuUuid, UnitError};
 
@@ -133,12 +137,13 @@ impl NvmlHandle {
 }
 
 /// Starts the thread. `find` says where the driver's library is; `remembered` is what a predecessor in the same
-/// boot knew of its GPUs' health.
+/// boot knew of its GPUs' health; of `drain`, nothing is held that is released.
 pub fn start(
     find: FindLibrary,
     pace: Pace,
     policy: Policy,
     remembered: BTreeMap<GpuUuid, Memory>,
+    drain: watch::Receiver<Drain>,
 ) -> std::io::Result<(watch::Receiver<Inventory>, NvmlHandle)> {
     let (questions, asked) = mpsc::channel();
     let (publish, inventory) = watch::channel(Inventory::Starting);
@@ -146,6 +151,7 @@ pub fn start(
         pace,
         asked,
         publish,
+        drain,
         roster: Roster::new(policy, remembered),
         complaint: None,
     };
@@ -160,6 +166,7 @@ struct Watcher {
     pace: Pace,
     asked: mpsc::Receiver<Question>,
     publish: watch::Sender<Inventory>,
+    drain: watch::Receiver<Drain>,
     roster: Roster,
     /// The trouble that was logged last: each is logged once.
     complaint: Option<NoDriver>,
@@ -175,6 +182,12 @@ impl Watcher {
 
     /// Uses one opening of the library for as long as all is well.
     fn session(&mut self, find: &FindLibrary) -> Result<(), Ended> {
+        let released = self.drain.borrow().released.clone();
+        self.roster.drain(released, Instant::now());
+        self.announce();
+        if self.roster.places().is_some_and(|places| places.is_empty()) {
+            return self.idle(None, self.pace.poll_ailing);
+        }
         let opened = find().map_err(NoDriver::Missing).and_then(|path| {
             let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
             nvml.map_err(|error| NoDriver::Failed(format!("{}: {error}", path.display())))
@@ -194,9 +207,14 @@ impl Watcher {
         loop {
             // Before the probe, which takes its time where a GPU is sick, and after it for what it found.
             register_new(nvml, &mut events, &self.roster.inventory());
-            let probe = probe(nvml);
+            let spares = self.roster.has_drained();
+            let probe = probe(nvml, self.roster.places());
             let broken = matches!(probe, Probe::NoDriver(_));
             self.take(probe);
+            if !spares && self.roster.has_drained() {
+                // An agent that starts looks at all of them once, to know which are which.
+                return Ok(());
+            }
             let inventory = self.roster.inventory();
             register_new(nvml, &mut events, &inventory);
             let session = Session {
@@ -217,13 +235,21 @@ impl Watcher {
                 self.pace.poll
             };
             self.idle(Some(session), pause)?;
+            if self.is_drain_changed() {
+                return Ok(());
+            }
             if self.roster.is_ailing() && opened.elapsed() >= self.pace.reopen {
                 return Ok(());
             }
         }
     }
 
-    /// Answers questions and drains events for `time`, or until a GPU falls sick.
+    /// Whether other GPUs are released than were when the library was opened.
+    fn is_drain_changed(&self) -> bool {
+        self.drain.borrow().released != *self.roster.drained()
+    }
+
+    /// Answers questions and drains events for `time`, or until a GPU falls sick or others are drained.
     fn idle(&mut self, session: Option<Session<'_, '_>>, time: Duration) -> Result<(), Ended> {
         let until = Instant::now() + time;
         let ailing = self.roster.is_ailing();
@@ -235,11 +261,11 @@ impl Watcher {
                 }
             }
             let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() {
+            if left.is_zero() || self.is_drain_changed() {
                 return Ok(());
             }
             match self.asked.recv_timeout(left.min(self.pace.events)) {
-                Ok(question) => answer(session.as_ref(), question),
+                Ok(question) => answer(session.as_ref(), &self.roster, question),
                 Err(RecvTimeoutError::Timeout) => {}
                 Err(RecvTimeoutError::Disconnected) => return Err(Ended),
             }
@@ -293,7 +319,8 @@ struct Session<'nvml, 'events> {
     events: &'events [(GpuUuid, EventSet<'nvml>)],
 }
 
-fn probe(nvml: &Nvml) -> Probe {
+/// Of all GPUs, or of those at these places.
+fn probe(nvml: &Nvml, places: Option<BTreeSet<PciAddress>>) -> Probe {
     let count = match nvml.device_count() {
         Ok(count) => count,
         Err(error) => {
@@ -301,14 +328,23 @@ fn probe(nvml: &Nvml) -> Probe {
         }
     };
     let (mut gpus, mut silent, mut lost, mut complete) = (Vec::new(), Vec::new(), Vec::new(), true);
-    for index in 0..count {
-        let named = nvml.device_by_index(index).map_err(GpuError::Nvml);
+    let devices: Vec<_> = match places {
+        None => (0..count)
+            .map(|index| nvml.device_by_index(index))
+            .collect(),
+        Some(places) => {
+            let at = |place: PciAddress| nvml.device_by_pci_bus_id(place.to_string());
+            places.into_iter().map(at).collect()
+        }
+    };
+    for (number, named) in devices.into_iter().enumerate() {
+        let named = named.map_err(GpuError::Nvml);
         let (device, uuid) = match named.and_then(|device| Ok((uuid_of(&device)?, device))) {
             Ok((uuid, device)) => (device, uuid),
             // Then the one that is not listed is the one that is lost.
-            Err(GpuError::Nvml(NvmlError::GpuLost)) => continue,
+            Err(GpuError::Nvml(NvmlError::GpuLost | NvmlError::NotFound)) => continue,
             Err(error) => {
-                debug!(index, %error, "gpu without a name");
+                debug!(number, %error, "gpu without a name");
                 complete = false;
                 continue;
             }
@@ -399,12 +435,13 @@ fn register_new<'nvml>(
     events: &mut Vec<(GpuUuid, EventSet<'nvml>)>,
     inventory: &Inventory,
 ) {
-    for state in inventory.gpus() {
-        let physical = state.gpu.mig_parent.as_ref().unwrap_or(&state.gpu.uuid);
+    let looked_at = |state: &&GpuState| !state.memory.drained;
+    for GpuState { gpu, .. } in inventory.gpus().iter().filter(looked_at) {
+        let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
         if events.iter().any(|(watched, _)| watched == physical) {
             continue;
         }
-        let registered = nvml.device_by_uuid(physical.as_str()).and_then(|device| {
+        let registered = physical_of(nvml, gpu).and_then(|device| {
             let set = nvml.create_event_set()?;
             device
                 .register_events(EventTypes::CRITICAL_XID_ERROR, set)
@@ -417,39 +454,63 @@ fn register_new<'nvml>(
     }
 }
 
-fn answer(session: Option<&Session<'_, '_>>, Question { gpu, answer }: Question) {
+/// The GPU, or what a MIG instance is cut from.
+fn physical_of<'nvml>(nvml: &'nvml Nvml, gpu: &Gpu) -> Result<Device<'nvml>, NvmlError> {
+    let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
+    match gpu.pci {
+        Some(place) => nvml.device_by_pci_bus_id(place.to_string()),
+        None => nvml.device_by_uuid(physical.as_str()),
+    }
+}
+
+fn device_of<'nvml>(nvml: &'nvml Nvml, gpu: &Gpu) -> Result<Device<'nvml>, NvmlError> {
+    let physical = physical_of(nvml, gpu)?;
+    if gpu.mig_parent.is_none() {
+        return Ok(physical);
+    }
+    for index in 0..physical.mig_device_count()? {
+        match physical.mig_device_by_index(index) {
+            Ok(instance) if instance.uuid()? == gpu.uuid.as_str() => return Ok(instance),
+            Ok(_) | Err(NvmlError::NotFound) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Err(NvmlError::NotFound)
+}
+
+fn answer(session: Option<&Session<'_, '_>>, roster: &Roster, Question { gpu, answer }: Question) {
     match answer {
         // Nobody waits any more, so NVML need not be asked.
         Answer::Look(answer) if answer.is_closed() => {}
         Answer::Look(answer) => {
             // Who asked may have given up meanwhile.
-            let _ = answer.send(ask(session, gpu, look));
+            let _ = answer.send(ask(session, roster, gpu, |_, device| look(device)));
         }
         Answer::Limit {
             cgroup,
             hard,
             answer,
         } => {
-            let limit = |nvml: &Nvml, gpu: &GpuUuid| {
-                limits::set(nvml, &nvml.device_by_uuid(gpu.as_str())?, &cgroup, hard)
-            };
-            let _ = answer.send(ask(session, gpu, limit));
+            let limit = |nvml: &Nvml, device: &Device<'_>| limits::set(nvml, device, &cgroup, hard);
+            let _ = answer.send(ask(session, roster, gpu, limit));
         }
     }
 }
 
 fn ask<T>(
     session: Option<&Session<'_, '_>>,
+    roster: &Roster,
     gpu: GpuUuid,
-    what: impl FnOnce(&Nvml, &GpuUuid) -> Result<T, NvmlError>,
+    what: impl FnOnce(&Nvml, &Device<'_>) -> Result<T, NvmlError>,
 ) -> Result<T, QueryError> {
-    let session = session.ok_or(QueryError::NotAvailable)?;
-    what(session.nvml, &gpu).map_err(|source| QueryError::Nvml { gpu, source })
+    let Session { nvml, .. } = session.ok_or(QueryError::NotAvailable)?;
+    let known = roster.gpu(&gpu).ok_or(QueryError::NotAvailable)?;
+    let answer = device_of(nvml, known).and_then(|device| what(nvml, &device));
+    answer.map_err(|source| QueryError::Nvml { gpu, source })
 }
 
 /// The memory first: a process that is in it is listed then, unless it has ended.
-fn look(nvml: &Nvml, gpu: &GpuUuid) -> Result<Look, NvmlError> {
-    let device = nvml.device_by_uuid(gpu.as_str())?;
+fn look(device: &Device<'_>) -> Result<Look, NvmlError> {
     let used = Bytes(device.memory_info()?.used);
     let compute = device.running_compute_processes()?;
     // A GPU without graphics answers NotSupported.

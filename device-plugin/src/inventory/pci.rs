@@ -3,7 +3,7 @@
 use std::str::FromStr;
 
 /// Domain, bus and device. Functions are not told apart: a GPU's others are its sound and its USB.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct PciAddress {
     domain: u32,
     bus: u8,
@@ -35,6 +35,18 @@ impl FromStr for PciAddress {
     }
 }
 
+impl std::fmt::Display for PciAddress {
+    /// As NVML writes it.
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Self {
+            domain,
+            bus,
+            device,
+        } = self;
+        write!(f, "{domain:08X}:{bus:02X}:{device:02X}.0")
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -43,6 +55,7 @@ mod tests {
     fn nvml_and_the_kernels_log_write_the_same_address_in_two_ways() {
         let nvml: PciAddress = "00000001:3B:0A.0".parse().unwrap();
         assert_eq!("PCI:0001:3b:0a".parse(), Ok(nvml));
+        assert_eq!(nvml.to_string(), "00000001:3B:0A.0");
         assert_ne!("PCI:0000:3b:0a".parse(), Ok(nvml));
         for odd in ["", "PCI:", "3b:00", "0000:3b", "0000:3b:00:1", "x:y:z"] {
             assert!(odd.parse::<PciAddress>().is_err(), "{odd}");

@@ -1,9 +1,10 @@
 //! Keeps the GPUs that NVML listed since the agent started, each with its health.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Instant;
 
 use super::health::{Memory, Monitor, News, Policy};
+use super::pci::PciAddress;
 use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::units::GpuUuid;
 
@@ -59,6 +60,8 @@ pub struct Roster {
     /// What a predecessor in the same boot left, of GPUs that have not been listed yet.
     remembered: BTreeMap<GpuUuid, Memory>,
     entries: Vec<Entry>,
+    /// Those that nobody is to look at.
+    drained: BTreeSet<GpuUuid>,
     /// What stands where there has never been a GPU.
     without: Inventory,
     driver: Option<String>,
@@ -77,6 +80,7 @@ impl Roster {
             policy,
             remembered,
             entries: Vec::new(),
+            drained: BTreeSet::new(),
             without: Inventory::Starting,
             driver: None,
         }
@@ -95,7 +99,10 @@ impl Roster {
                 self.forget_recut(gpus);
             }
         }
-        for entry in &mut self.entries {
+        let Self {
+            entries, drained, ..
+        } = self;
+        for entry in entries.iter_mut().filter(|entry| !entry.gpu.is_in(drained)) {
             let (news, found) = probe.news(&entry.gpu);
             if let Some(found) = found {
                 entry.gpu = found.clone();
@@ -116,11 +123,46 @@ impl Roster {
         }
     }
 
-    /// Whether some GPU is not well: probe sooner, and open NVML afresh.
+    /// Nobody looks at these from now on, nor holds them.
+    pub fn drain(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
+        for entry in &mut self.entries {
+            if entry.gpu.is_in(&drained) {
+                entry.monitor.hear(News::Drained, now);
+            }
+        }
+        self.drained = drained;
+    }
+
+    /// Those that nobody looks at.
+    pub fn drained(&self) -> &BTreeSet<GpuUuid> {
+        &self.drained
+    }
+
+    /// Whether there is a GPU that nobody is to look at.
+    pub fn has_drained(&self) -> bool {
+        let mut entries = self.entries.iter();
+        entries.any(|entry| entry.gpu.is_in(&self.drained))
+    }
+
+    /// Where the GPUs are that may be looked at; none where all may, or where that is not known.
+    pub fn places(&self) -> Option<BTreeSet<PciAddress>> {
+        let spared = self.entries.iter();
+        let spared = spared.filter(|entry| !entry.gpu.is_in(&self.drained));
+        let places = spared.map(|entry| entry.gpu.pci).collect::<Option<_>>();
+        places.filter(|_| self.has_drained())
+    }
+
+    /// A GPU, if it may be looked at.
+    pub fn gpu(&self, uuid: &GpuUuid) -> Option<&Gpu> {
+        let entry = self.entries.iter().find(|entry| entry.gpu.uuid == *uuid)?;
+        (!entry.gpu.is_in(&self.drained)).then_some(&entry.gpu)
+    }
+
+    /// Whether some GPU is not well: probe sooner, and open NVML afresh. None that is drained will be better for that.
     pub fn is_ailing(&self) -> bool {
         self.entries
             .iter()
-            .any(|entry| !entry.monitor.health().is_healthy())
+            .any(|entry| !entry.monitor.health().is_healthy() && !entry.gpu.is_in(&self.drained))
     }
 
     /// The GPUs as they stand.
@@ -329,6 +371,7 @@ mod tests {
         let awaits = Memory {
             away: false,
             awaits_reset: Some(48),
+            drained: false,
         };
         let mut roster = Roster::new(Policy::default(), BTreeMap::from([(uuid("GPU-a"), awaits)]));
         roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
@@ -338,6 +381,51 @@ mod tests {
             [("GPU-a".into(), sick), ("GPU-b".into(), Health::Healthy)]
         );
         assert_eq!(roster.inventory().gpus()[0].memory, awaits);
+    }
+
+    #[test]
+    fn a_drained_gpu_is_not_looked_at_with_all_its_instances_and_the_others_are_by_their_place() {
+        let at = |place: &str, gpu: Gpu| Gpu {
+            pci: place.parse().ok(),
+            ..gpu
+        };
+        let (one, two) = ("00000000:3B:00.0", "00000000:86:00.0");
+        let gpus = [
+            at(one, mig("MIG-1", "GPU-a")),
+            at(one, mig("MIG-2", "GPU-a")),
+            at(two, gpu("GPU-b")),
+        ];
+        let (mut roster, start) = (roster(), Instant::now());
+        roster.probed(listed(&gpus), start);
+        assert_eq!((roster.has_drained(), roster.places()), (false, None));
+        roster.drain(BTreeSet::from([uuid("GPU-a")]), start);
+        assert!(roster.has_drained() && !roster.is_ailing());
+        assert_eq!(
+            roster.places(),
+            Some(BTreeSet::from([two.parse().unwrap()]))
+        );
+        assert!(roster.gpu(&uuid("MIG-1")).is_none() && roster.gpu(&uuid("GPU-b")).is_some());
+        // Nobody looked: that it is not listed is no news.
+        roster.probed(listed(&gpus[2..]), start);
+        let drained = Health::Unhealthy(Sickness::Drained);
+        let expected = [
+            ("MIG-1", drained),
+            ("MIG-2", drained),
+            ("GPU-b", Health::Healthy),
+        ];
+        assert_eq!(
+            healths(&roster),
+            expected.map(|(gpu, health)| (gpu.to_owned(), health))
+        );
+        roster.drain(BTreeSet::new(), start);
+        roster.probed(listed(&gpus), start);
+        let memories: Vec<_> = roster
+            .inventory()
+            .gpus()
+            .iter()
+            .map(|gpu| gpu.memory)
+            .collect();
+        assert_eq!(memories, [Memory::default(); 3]);
     }
 
     #[test]

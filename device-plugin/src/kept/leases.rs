@@ -252,6 +252,8 @@ struct Lease {
 pub struct Leases {
     leases: BTreeMap<LeaseId, Lease>,
     node: Node,
+    /// GPUs that nothing is kept on.
+    drained: BTreeSet<GpuUuid>,
     /// Whether the vault is there and what it has is known.
     heard: bool,
 }
@@ -342,7 +344,9 @@ impl Leases {
             return (Err(KeptRefusal::TooMany), effects);
         }
         // A lease of a generation that is not known could not be told from one of the next.
-        let Some(generation) = self.node.generations.get(&title.gpu) else {
+        let generations = &self.node.generations;
+        let generation = generations.get(&title.gpu);
+        let Some(generation) = generation.filter(|_| !self.drained.contains(&title.gpu)) else {
             return (Err(KeptRefusal::Unavailable), effects);
         };
         let meta = Meta {
@@ -498,6 +502,17 @@ impl Leases {
             .collect()
     }
 
+    /// What these GPUs have is lost: none is made there, and those that there are end as the node stands next.
+    pub fn drain(&mut self, gpus: BTreeSet<GpuUuid>) {
+        self.drained = gpus;
+    }
+
+    /// Whether the vault may have something of a GPU.
+    pub fn are_on(&self, gpu: &GpuUuid) -> bool {
+        let mut leases = self.leases.values();
+        leases.any(|lease| lease.meta.title.gpu == *gpu)
+    }
+
     /// The node as it stands now: leases whose last opener is gone end, and what has no owner any more is the
     /// node's to account for. Containers are `charged` for these.
     pub fn stand(&mut self, node: Node, charged: &Charged) -> (Turn, Vec<Effect>) {
@@ -519,11 +534,10 @@ impl Leases {
                 lease.meta.openers.insert(lease.meta.pod.clone());
                 effects.push(Effect::Update(*id, Box::new(lease.meta.clone())));
             }
-            let is_lost = self
-                .node
-                .generations
-                .get(&lease.meta.title.gpu)
-                .is_some_and(|generation| *generation > lease.meta.gpu_generation);
+            let gpu = &lease.meta.title.gpu;
+            let generation = self.node.generations.get(gpu);
+            let is_lost = self.drained.contains(gpu)
+                || generation.is_some_and(|generation| *generation > lease.meta.gpu_generation);
             if lease.stage == Stage::Held && (lease.meta.openers.is_empty() || is_lost) {
                 lease.stage = Stage::Due;
             }

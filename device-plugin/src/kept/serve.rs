@@ -27,6 +27,7 @@ use super::scrub::{self, Canary, Verdict, Verdicts};
 use super::status::{self, KeptStatus};
 use super::vault::{Line, News, VaultError};
 use super::workers::{Program, WorkerError, Workers};
+use crate::drain::Drain;
 use crate::node::clock;
 use crate::sessions::life::Life;
 use crate::sessions::{Membership, Process, Sessions};
@@ -67,6 +68,10 @@ pub struct Keeper {
     pub numbers: Numbers,
     /// What the vault keeps of each GPU.
     pub living: watch::Sender<Living>,
+    /// The GPUs that nothing is to hold.
+    pub drain: watch::Receiver<Drain>,
+    /// Those that nothing of this part holds any more.
+    pub let_go: watch::Sender<BTreeSet<GpuUuid>>,
     /// How it stands.
     pub status: watch::Sender<KeptStatus>,
 }
@@ -86,8 +91,12 @@ enum Done {
     Ended(Process),
     /// A GPU was looked at.
     Seen(GpuUuid, String, Verdict, Canary),
-    /// There is no sentinel after all.
+    /// A sentinel was made on a GPU, or not.
+    Sentinel(GpuUuid, bool),
+    /// The vault has closed the sentinel.
     NoSentinel,
+    /// A GPU was not looked at: it is drained.
+    NotSeen(GpuUuid),
     /// The disk was asked for numbers.
     Numbers(Option<Block>),
     /// Nothing that anybody waits for.
@@ -116,7 +125,19 @@ struct Serving {
     looking: BTreeSet<GpuUuid>,
     /// The driver's version: it is of each verdict.
     driver: String,
-    sentinel: bool,
+    /// The GPUs that nothing is to hold.
+    drained: BTreeSet<GpuUuid>,
+    sentinel: Sentinel,
+}
+
+/// The descriptor that the vault holds so that others are quick.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Sentinel {
+    None,
+    Making(GpuUuid),
+    /// On some GPU that was not drained when it was made.
+    Held,
+    Closing,
 }
 
 impl Keeper {
@@ -132,8 +153,10 @@ impl Keeper {
             discarding: BTreeMap::new(),
             looking: BTreeSet::new(),
             driver,
-            sentinel: false,
+            drained: BTreeSet::new(),
+            sentinel: Sentinel::None,
         };
+        serving.drain();
         // After the token pods' ends are still to be accounted for: the node's last calls come before its end.
         serving.order_numbers();
         loop {
@@ -144,6 +167,7 @@ impl Keeper {
                     None => break,
                 },
                 news = told(&mut serving.keeper.news) => serving.hear(news),
+                Ok(()) = serving.keeper.drain.changed() => serving.drain(),
                 Some(done) = serving.jobs.join_next() => match done {
                     Ok(done) => serving.done(done),
                     Err(error) if error.is_cancelled() => {}
@@ -388,15 +412,22 @@ impl Serving {
                 self.ended(process);
             }
             Done::Seen(gpu, driver, verdict, canary) => {
-                if matches!(verdict, Verdict::Unseen(_)) {
+                if matches!(verdict, Verdict::Unseen(_)) && !self.drained.contains(&gpu) {
                     self.look(gpu.clone(), Some(canary));
                 } else {
                     self.looking.remove(&gpu);
                 }
                 self.keeper.verdicts.note(gpu, driver, verdict);
             }
-            // The next look at the GPU tries again.
-            Done::NoSentinel => self.sentinel = false,
+            Done::Sentinel(gpu, made) => {
+                // Where there is none, the next look at the GPU tries again.
+                self.sentinel = if made { Sentinel::Held } else { Sentinel::None };
+                if self.drained.contains(&gpu) {
+                    self.close_sentinel();
+                }
+            }
+            Done::NoSentinel => self.sentinel = Sentinel::None,
+            Done::NotSeen(gpu) => drop(self.looking.remove(&gpu)),
             Done::Numbers(block) => self.keeper.numbers.arrived(block),
             Done::Nothing => {}
         }
@@ -458,7 +489,9 @@ impl Serving {
         }
         self.carry_out(effects);
         if self.line.is_some() {
-            gpus.into_iter().for_each(|gpu| self.look_at(gpu));
+            let spared = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
+            let spared: Vec<GpuUuid> = spared.collect();
+            spared.into_iter().for_each(|gpu| self.look_at(gpu));
         }
         turn
     }
@@ -493,7 +526,9 @@ impl Serving {
     fn look_at(&mut self, gpu: GpuUuid) {
         let seen = self.keeper.verdicts.of_gpu(&gpu, &self.driver);
         match seen {
-            Some(Verdict::Scrubbed) if !self.sentinel => return self.make_sentinel(gpu),
+            Some(Verdict::Scrubbed) if self.sentinel == Sentinel::None => {
+                return self.make_sentinel(gpu);
+            }
             None | Some(Verdict::Unseen(_)) => {}
             Some(Verdict::Scrubbed | Verdict::NotScrubbed) => return,
         }
@@ -505,12 +540,16 @@ impl Serving {
     /// Looks at a GPU; after a while, where one that looked `before` hangs or saw nothing.
     fn look(&mut self, gpu: GpuUuid, before: Option<Canary>) {
         let (program, driver) = (self.keeper.program.clone(), self.driver.clone());
+        let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
             if let Some(mut before) = before {
                 tokio::time::sleep(LOOK_AGAIN).await;
                 while !before.has_ended() {
                     tokio::time::sleep(LOOK_AGAIN).await;
                 }
+            }
+            if workers.is_drained(&gpu) {
+                return Done::NotSeen(gpu);
             }
             let (verdict, canary) = scrub::look(program, gpu.clone()).await;
             Done::Seen(gpu, driver, verdict, canary)
@@ -522,26 +561,79 @@ impl Serving {
         let Some(line) = self.line.clone() else {
             return;
         };
-        self.sentinel = true;
+        self.sentinel = Sentinel::Making(gpu.clone());
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
             let lease = LeaseId(SENTINEL);
             // Without one everything is slower, and nothing else.
-            let Ok(fd) = workers.create(&gpu, SENTINEL_BYTES).await else {
-                return Done::NoSentinel;
+            let made = match workers.create(&gpu, SENTINEL_BYTES).await {
+                Ok(fd) => line.put(lease, Blob::default(), fd).await.is_ok(),
+                Err(_) => false,
             };
-            match line.put(lease, Blob::default(), fd).await {
-                Ok(()) => Done::Nothing,
-                Err(_) => Done::NoSentinel,
-            }
+            Done::Sentinel(gpu, made)
         });
+    }
+
+    /// Has the sentinel closed: nobody knows which GPU it is on. The next is made on one that is not drained.
+    fn close_sentinel(&mut self) {
+        if let (Sentinel::Held, Some(line)) = (&self.sentinel, &self.line) {
+            self.sentinel = Sentinel::Closing;
+            let closed = line.close(LeaseId(SENTINEL));
+            self.jobs.spawn(async move {
+                // Where the vault is away, it says what it has when it is back.
+                let _ = closed.await;
+                Done::NoSentinel
+            });
+        }
+    }
+
+    /// Other GPUs are drained, or none any more.
+    fn drain(&mut self) {
+        let drained = self.keeper.drain.borrow_and_update().ordered.clone();
+        if drained == self.drained {
+            return;
+        }
+        let is_more = !drained.is_subset(&self.drained);
+        self.keeper.workers.drain(drained.clone());
+        self.leases.drain(drained.clone());
+        self.drained = drained;
+        if is_more {
+            self.close_sentinel();
+        }
+        // It may be another one afterwards.
+        self.driver = self.keeper.program.driver_version();
+    }
+
+    /// The drained GPUs that nothing here holds.
+    fn let_go(&self) -> BTreeSet<GpuUuid> {
+        let may_be_held = self.keeper.news.is_some() && !self.leases.is_heard();
+        let is_held = |gpu: &GpuUuid| {
+            let sentinel = match &self.sentinel {
+                Sentinel::None | Sentinel::Held => false,
+                Sentinel::Making(at) => at == gpu,
+                Sentinel::Closing => true,
+            };
+            may_be_held
+                || sentinel
+                || self.leases.are_on(gpu)
+                || self.looking.contains(gpu)
+                || self.keeper.workers.holds(gpu)
+        };
+        let drained = self.drained.iter();
+        drained.filter(|gpu| !is_held(gpu)).cloned().collect()
     }
 
     fn hear(&mut self, news: Option<News>) {
         match news {
             Some(News::Heard(line, held)) => {
                 self.line = Some(line);
-                self.sentinel = held.contains_key(&LeaseId(SENTINEL));
+                self.sentinel = match held.contains_key(&LeaseId(SENTINEL)) {
+                    true => Sentinel::Held,
+                    false => Sentinel::None,
+                };
+                if !self.drained.is_empty() {
+                    self.close_sentinel();
+                }
                 let held = held.into_iter();
                 let held = held.filter(|(lease, _)| lease.0 != SENTINEL);
                 let parsed = |(lease, blob): (LeaseId, Blob)| {
@@ -653,6 +745,12 @@ impl Serving {
     /// The same, and tells people how it stands.
     fn publish(&mut self) {
         self.publish_living();
+        let let_go = self.let_go();
+        self.keeper.let_go.send_if_modified(|before| {
+            let changed = *before != let_go;
+            *before = let_go;
+            changed
+        });
         let status = status::of(
             self.keeper.news.is_some(),
             &self.leases,

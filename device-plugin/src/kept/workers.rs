@@ -11,7 +11,8 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bursar_protocol::socket::{receive_message, send_message};
@@ -110,10 +111,32 @@ struct Job {
 
 type Answer = Result<(FromWorker, Option<OwnedFd>), WorkerError>;
 
+/// A GPU's thread. It ends its worker, and itself, when nobody can give it jobs any more.
+struct Thread {
+    jobs: Sender<Job>,
+    life: JoinHandle<()>,
+}
+
+#[derive(Default)]
+struct Threads {
+    running: BTreeMap<GpuUuid, Thread>,
+    /// Those of GPUs that are drained, until they have ended.
+    ending: BTreeMap<GpuUuid, JoinHandle<()>>,
+    /// GPUs that nobody is to hold.
+    drained: BTreeSet<GpuUuid>,
+}
+
+impl Threads {
+    fn holds(&self, gpu: &GpuUuid) -> bool {
+        let ending = self.ending.get(gpu);
+        self.running.contains_key(gpu) || ending.is_some_and(|life| !life.is_finished())
+    }
+}
+
 /// The workers.
 pub struct Workers {
     program: Program,
-    threads: Mutex<BTreeMap<GpuUuid, Sender<Job>>>,
+    threads: Mutex<Threads>,
     stuck: Arc<watch::Sender<BTreeSet<GpuUuid>>>,
 }
 
@@ -155,6 +178,31 @@ impl Workers {
         }
     }
 
+    /// The workers of these GPUs end, and none is started there before they are no more among them.
+    pub fn drain(&self, gpus: BTreeSet<GpuUuid>) {
+        let mut threads = self.threads();
+        for gpu in &gpus {
+            if let Some(Thread { jobs: _, life }) = threads.running.remove(gpu) {
+                threads.ending.insert(gpu.clone(), life);
+            }
+        }
+        threads.drained = gpus;
+    }
+
+    /// Whether nobody is to hold a GPU.
+    pub fn is_drained(&self, gpu: &GpuUuid) -> bool {
+        self.threads().drained.contains(gpu)
+    }
+
+    /// Whether a GPU has a worker, or may have.
+    pub fn holds(&self, gpu: &GpuUuid) -> bool {
+        self.threads().holds(gpu)
+    }
+
+    fn threads(&self) -> MutexGuard<'_, Threads> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     async fn ask(&self, gpu: &GpuUuid, call: ToWorker, patience: Duration) -> Answer {
         let (reply, answer) = oneshot::channel();
         let job = Job {
@@ -171,9 +219,12 @@ impl Workers {
     }
 
     fn thread(&self, gpu: &GpuUuid) -> io::Result<Sender<Job>> {
-        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(thread) = threads.get(gpu) {
-            return Ok(thread.clone());
+        let mut threads = self.threads();
+        if let Some(thread) = threads.running.get(gpu) {
+            return Ok(thread.jobs.clone());
+        }
+        if threads.drained.contains(gpu) || threads.holds(gpu) {
+            return Err(io::Error::other(format!("{gpu} is drained")));
         }
         let (jobs, received) = channel();
         let supervisor = Supervisor {
@@ -185,10 +236,14 @@ impl Workers {
             not_before: None,
             stuck: Arc::clone(&self.stuck),
         };
-        std::thread::Builder::new()
+        let life = std::thread::Builder::new()
             .name("worker".to_owned())
             .spawn(move || supervisor.run(&received))?;
-        threads.insert(gpu.clone(), jobs.clone());
+        let thread = Thread {
+            jobs: jobs.clone(),
+            life,
+        };
+        threads.running.insert(gpu.clone(), thread);
         Ok(jobs)
     }
 }
@@ -227,6 +282,11 @@ impl Supervisor {
             }
         }
         self.kill();
+        // Where the whole agent ends nobody waits for this.
+        while self.dying.is_some() {
+            std::thread::sleep(DEATH);
+            self.mourn();
+        }
     }
 
     fn answer(&mut self, call: ToWorker, patience: Duration) -> Answer {

@@ -17,7 +17,7 @@ use super::api::deviceplugin as api;
 use super::count::Counter;
 use super::devices::Devices;
 use crate::cdi;
-use crate::units::{AllocationId, Resource, TokenSet, UnitError};
+use crate::units::{AllocationId, GpuUuid, Resource, TokenSet, UnitError};
 
 /// Annotation of the Allocate answer for managed memory; its value is the allocation id.
 pub const MANAGED_ANNOTATION: &str = "bursar.dev/managed-allocation";
@@ -74,6 +74,9 @@ pub enum NotBound {
     /// The agent is about to end; its successor will be asked.
     #[error("the agent is stopping")]
     Stopping,
+    /// The pod has memory of a GPU that nothing is to hold.
+    #[error("{0} is drained: the container starts when that is over")]
+    Drained(GpuUuid),
     /// Room was found, but something that the container needs could not be made.
     #[error("{0}")]
     Failed(String),
@@ -266,6 +269,7 @@ fn status_of(error: &NotBound) -> Status {
         NotBound::NoRoom(_) => Status::resource_exhausted(message),
         NotBound::NotBooked { .. } => Status::not_found(message),
         NotBound::Stopping => Status::unavailable(message),
+        NotBound::Drained(_) => Status::failed_precondition(message),
         NotBound::Failed(_) => Status::internal(message),
     }
 }

@@ -15,6 +15,7 @@ use super::identity::Identities;
 use super::offer;
 use super::state::PodName;
 use crate::config::ResourcesConfig;
+use crate::drain::Drain;
 use crate::inventory::Inventory;
 use crate::kubelet::devices::{Devices, DevicesError};
 use crate::kubelet::plugin::{Allocator, NotBooked, NotBound};
@@ -82,6 +83,8 @@ pub struct Followed {
     pub inventory: watch::Receiver<Inventory>,
     /// Those whose worker hangs in the driver.
     pub stuck: watch::Receiver<BTreeSet<GpuUuid>>,
+    /// Those that are drained.
+    pub drain: watch::Receiver<Drain>,
     /// What is ordered in the node's `GpuNode`; none before the API server told.
     pub orders: watch::Receiver<Option<Orders>>,
 }
@@ -89,7 +92,8 @@ pub struct Followed {
 impl Followed {
     fn inventory(&self) -> Inventory {
         let inventory = self.inventory.borrow().clone();
-        inventory.with_stuck(&self.stuck.borrow())
+        let inventory = inventory.with_stuck(&self.stuck.borrow());
+        inventory.with_draining(&self.drain.borrow())
     }
 }
 
@@ -292,6 +296,7 @@ impl Actor {
                 },
                 // It ends with the agent too.
                 Ok(()) = self.followed.stuck.changed() => self.take_inventory().await,
+                Ok(()) = self.followed.drain.changed() => self.take_inventory().await,
                 // Without the API server nothing is ordered, and what was stands.
                 Ok(()) = self.followed.orders.changed() => self.take_orders().await,
                 _ = tick.tick() => {

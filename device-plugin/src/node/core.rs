@@ -24,6 +24,7 @@ use super::state::{Holder, PodName, State};
 use crate::cdi;
 use crate::config::ResourcesConfig;
 use crate::inventory::GpuState;
+use crate::inventory::health::{Health, Sickness};
 use crate::kept::LeaseId;
 use crate::kept::leases::{Node, Standing, Turn};
 use crate::kubelet::device_checkpoint::Held;
@@ -249,7 +250,10 @@ impl<H: Host> Core<H> {
         self.leftovers.extend(started.ended.iter().copied());
         match started.answer {
             Answer::Bound(binding) => {
-                let result = self.carry_out(&binding).await;
+                let result = match self.drained(&binding) {
+                    Some(gpu) => Err(NotBound::Drained(gpu)),
+                    None => self.carry_out(&binding).await,
+                };
                 answer(reply, result);
             }
             Answer::Wait(ticket, reason) => {
@@ -673,6 +677,23 @@ impl<H: Host> Core<H> {
             })
             .fold(0_u32, u32::saturating_add);
         Quanta(quanta).bytes(self.config.quantum)
+    }
+
+    /// A GPU of a binding that is drained.
+    fn drained(&self, binding: &Binding) -> Option<GpuUuid> {
+        let Placement::Device(shares) = &binding.placement else {
+            return None;
+        };
+        let is_drained = |state: &&GpuState| {
+            let why = state.health;
+            matches!(
+                why,
+                Health::Unhealthy(Sickness::Draining | Sickness::Drained)
+            )
+        };
+        let mut drained = self.gpus.iter().filter(is_drained);
+        let bound = |state: &&GpuState| shares.iter().any(|share| share.gpu == state.gpu.uuid);
+        drained.find(bound).map(|state| state.gpu.uuid.clone())
     }
 
     fn nodes_of(&self, uuid: &GpuUuid) -> Result<Vec<String>, HostError> {

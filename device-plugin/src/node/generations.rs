@@ -146,14 +146,17 @@ mod tests {
     const WELL: Memory = Memory {
         away: false,
         awaits_reset: None,
+        drained: false,
     };
     const AWAY: Memory = Memory {
         away: true,
         awaits_reset: None,
+        drained: false,
     };
     const AWAITS_RESET: Memory = Memory {
         away: false,
         awaits_reset: Some(48),
+        drained: false,
     };
 
     fn state(memory: Memory) -> Vec<GpuState> {

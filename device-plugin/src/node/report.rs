@@ -141,6 +141,7 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
             Health::Unhealthy(Sickness::Xid(_)) if state.memory.awaits_reset.is_some() => {
                 State::Draining
             }
+            Health::Unhealthy(Sickness::Draining | Sickness::Drained) => State::Draining,
             Health::Healthy if held_for.is_some() => State::Reserved,
             Health::Healthy | Health::Unhealthy(Sickness::Xid(_) | Sickness::WorkerStuck) => {
                 State::Active
@@ -180,7 +181,7 @@ fn gpu_fault(state: &GpuState, generations: &BTreeMap<GpuUuid, u64>) -> Option<F
     let action = match code.map(verdict) {
         Some(Verdict::Node) => FaultAction::RestartNode,
         Some(_) => FaultAction::ResetGpu,
-        None if state.memory.away => FaultAction::Wait,
+        None if state.memory.away && !state.memory.drained => FaultAction::Wait,
         None => return None,
     };
     let (gpu, generation) = (&state.gpu.uuid, generation(state, generations));

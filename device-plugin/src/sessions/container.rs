@@ -3,6 +3,7 @@
 //! Nothing here waits: every call is a few memory operations and at most one small write to tmpfs.
 
 mod contexts;
+pub(super) mod drained;
 mod exports;
 mod leases;
 mod oversight;
@@ -63,6 +64,8 @@ pub(super) struct Container {
     poisonings: Poisonings,
     /// Faults that nobody was told of yet.
     news: Vec<Fault>,
+    /// Whether a GPU of it is drained.
+    drained: bool,
     make_page: MakePage,
 }
 
@@ -171,6 +174,7 @@ impl Container {
             },
             poisonings: content.poisonings,
             news: Vec::new(),
+            drained: false,
             make_page: CreditPage::create,
         };
         for index in 0..container.accounts.len() {

@@ -163,6 +163,11 @@ impl Credit {
         charged.copied().unwrap_or(Units::ZERO)
     }
 
+    /// The processes without a session that have something.
+    pub(super) fn outsiders(&self) -> impl Iterator<Item = u32> {
+        self.outside.iter().flat_map(BTreeMap::keys).copied()
+    }
+
     /// Replaces what processes without a session have of an account, by pid. It is not granted to anybody else.
     pub fn set_outside(&mut self, account: usize, charged: BTreeMap<u32, Units>) {
         if let Some(slot) = self.outside.get_mut(account) {

@@ -70,5 +70,12 @@ fn of(object: &GpuNode) -> Orders {
         reservations: object.spec.reservations.clone(),
         contexts: object.spec.context_policies.clone(),
         restarts: object.spec.restarts.clone(),
+        // What is no UUID is no GPU's.
+        drain: object
+            .spec
+            .drain
+            .iter()
+            .flat_map(|gpu| gpu.parse())
+            .collect(),
     }
 }

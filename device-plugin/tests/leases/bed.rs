@@ -150,7 +150,7 @@ impl Bed {
     }
 
     /// The allocation and the GPU that a pod was given.
-    fn device(&self, pod: &Pod) -> (String, String) {
+    pub(crate) fn device(&self, pod: &Pod) -> (String, String) {
         let devices = self.machine.devices();
         let of_pod = devices.iter().find_map(|(file, binding)| {
             let binding: serde_json::Value = serde_json::from_str(binding).unwrap();

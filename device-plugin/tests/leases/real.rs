@@ -7,7 +7,7 @@ use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN};
 
 /// An image of the client in a pod's container, and what it says of the memory that it found or kept.
-async fn client(bed: &Bed, pod: &Pod) -> (Container, Value) {
+pub(crate) async fn client(bed: &Bed, pod: &Pod) -> (Container, Value) {
     let program = programs().join("examples/kept");
     let mut client = Container::run(&bed.machine, pod, PLAIN, &program, "image - 67108864").await;
     bed.machine.adopt(pod, client.pid());

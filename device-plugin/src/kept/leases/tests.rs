@@ -430,6 +430,25 @@ fn leases_are_lost_with_the_vault_and_with_their_gpu() {
 }
 
 #[test]
+fn a_drained_gpu_loses_its_leases_and_none_is_made_there_before_that_is_over() {
+    let mut book = committed();
+    book.drain(BTreeSet::from([gpu()]));
+    let (_, effects) = book.stand(node(), &charged(A, LeaseId(1)));
+    assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
+    let make = |book: &mut Leases| {
+        book.open(asker(A, 10), weights(Bytes::gib(1), 5, 99), Moment(9))
+            .0
+    };
+    assert_eq!(make(&mut book), Err(KeptRefusal::Unavailable));
+    assert!(book.are_on(&gpu()));
+    assert_eq!(book.charged(LeaseId(1)), Some(Effect::Drop(LeaseId(1))));
+    book.dropped(LeaseId(1));
+    assert!(!book.are_on(&gpu()));
+    book.drain(BTreeSet::new());
+    assert!(matches!(make(&mut book), Ok(Opened::Make(_))));
+}
+
+#[test]
 fn a_writer_that_ends_while_its_lease_is_made_gets_none() {
     let mut book = Leases::default();
     book.heard(BTreeMap::new(), |_| true);

@@ -592,6 +592,26 @@ async fn a_lost_gpu_keeps_its_pods_and_gets_no_new_one_until_it_is_back() {
 }
 
 #[tokio::test]
+async fn a_container_is_not_started_again_while_its_gpu_is_drained() {
+    let mut bed = Bed::new().await;
+    bed.device("a", 0..10);
+    bed.start_device("a", 0..10).await;
+    let before = bed.placements();
+    for why in [Sickness::Draining, Sickness::Drained] {
+        let gpus = ["GPU-a", "GPU-b"].into_iter().zip(0..);
+        let gpus = gpus.map(|(uuid, minor)| gpu(uuid, minor, Health::Unhealthy(why)));
+        bed.core.set_gpus(gpus.collect(), bed.now).await;
+        let mut refused = bed.start_device("a", 0..10).await;
+        let refused = answered(&mut refused).unwrap().unwrap_err();
+        assert!(refused.contains("is drained"), "{refused}");
+    }
+    bed.core.set_gpus(two_gpus(), bed.now).await;
+    let mut again = bed.start_device("a", 0..10).await;
+    assert_eq!(answered(&mut again), Some(Ok(())));
+    assert_eq!(bed.placements(), before);
+}
+
+#[tokio::test]
 async fn a_booking_that_never_became_a_pod_is_collected() {
     let mut bed = Bed::new().await;
     bed.device("a", 0..10);

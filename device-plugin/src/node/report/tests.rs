@@ -193,6 +193,8 @@ fn a_sick_gpu_offers_nothing_and_says_why() {
         (Sickness::Lost, State::Lost, "GpuLost"),
         (Sickness::Xid(79), State::Active, "Xid79"),
         (Sickness::WorkerStuck, State::Active, "WorkerStuck"),
+        (Sickness::Draining, State::Draining, "Draining"),
+        (Sickness::Drained, State::Draining, "Drained"),
     ] {
         let snapshot = Snapshot {
             inventory: inventory(Health::Unhealthy(sickness)),
@@ -215,7 +217,11 @@ fn a_gpu_whose_memory_is_lost_has_a_fault_of_one_name_until_it_is_back() {
         let mut snapshot = snapshot();
         snapshot.inventory = inventory(Health::Unhealthy(sickness));
         if let Inventory::Gpus { gpus, .. } = &mut snapshot.inventory {
-            gpus[0].memory = GpuMemory { away, awaits_reset };
+            gpus[0].memory = GpuMemory {
+                away,
+                awaits_reset,
+                drained: false,
+            };
         }
         report(&snapshot, &around())
     };

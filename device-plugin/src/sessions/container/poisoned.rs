@@ -8,7 +8,7 @@ use jiff::Timestamp;
 
 use super::super::poison::{Cause, Decision, Fault, Image, Policy};
 use super::super::{Account, Process};
-use super::Container;
+use super::{Container, Member};
 use crate::units::{GpuUuid, PodUid};
 
 /// News that are kept for who tells them. Older ones are dropped: they were of the same container.
@@ -125,7 +125,9 @@ impl Container {
     /// Whether a process's image gets nothing more.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
         let member = self.members.get(&pid);
-        member.is_some_and(|member| self.poisonings.is_fenced(member.process, member.generation))
+        let is_poisoned =
+            |member: &Member| self.poisonings.is_fenced(member.process, member.generation);
+        self.drained || member.is_some_and(is_poisoned)
     }
 
     /// `gpu`: the container's first where it is not known.

@@ -63,12 +63,21 @@ impl Device {
 
 fn by_index(index: u32, out: &Out<u64>) -> Answer {
     let library = library()?;
-    out.set(handle(
-        library
-            .gpus()
-            .get(index as usize)
-            .ok_or(Code::INVALID_ARGUMENT)?,
-    ))
+    let gpus = library.gpus();
+    let unit = gpus.get(index as usize).ok_or(Code::INVALID_ARGUMENT)?;
+    library.hold(unit);
+    out.set(handle(unit))
+}
+
+/// Every GPU is opened that it is compared with.
+fn by_uuid(text: &Text, out: &Out<u64>) -> Answer {
+    let (library, wanted) = (library()?, text.get()?);
+    let mut units = library.units();
+    let found = units.find(|unit| {
+        library.hold(unit);
+        library.sim.uuid(unit) == wanted
+    });
+    out.set(handle(found.ok_or(Code::NOT_FOUND)?))
 }
 
 fn by_bus_id(text: &Text, out: &Out<u64>) -> Answer {
@@ -84,7 +93,9 @@ fn by_bus_id(text: &Text, out: &Out<u64>) -> Answer {
         .gpus()
         .into_iter()
         .find(|unit| bus_id(unit).trim_start_matches('0').trim_start_matches(':') == wanted);
-    out.set(handle(found.ok_or(Code::NOT_FOUND)?))
+    let unit = found.ok_or(Code::NOT_FOUND)?;
+    library.hold(unit);
+    out.set(handle(unit))
 }
 
 /// `nvmlPciInfo_t`.
@@ -131,11 +142,7 @@ exports! {
     fn nvmlDeviceGetCount_v2(count: Out<u32>) = count.set(library()?.gpus().len() as u32);
     fn nvmlDeviceGetHandleByIndex(index: u32, device: Out<u64>) = by_index(index, &device);
     fn nvmlDeviceGetHandleByIndex_v2(index: u32, device: Out<u64>) = by_index(index, &device);
-    fn nvmlDeviceGetHandleByUUID(uuid: Text, device: Out<u64>) = {
-        let (library, wanted) = (library()?, uuid.get()?);
-        let found = library.units().find(|unit| library.sim.uuid(unit) == wanted);
-        device.set(handle(found.ok_or(Code::NOT_FOUND)?))
-    };
+    fn nvmlDeviceGetHandleByUUID(uuid: Text, device: Out<u64>) = by_uuid(&uuid, &device);
     fn nvmlDeviceGetHandleByPciBusId(bus_id: Text, device: Out<u64>) = by_bus_id(&bus_id, &device);
     fn nvmlDeviceGetHandleByPciBusId_v2(bus_id: Text, device: Out<u64>) = by_bus_id(&bus_id, &device);
     fn nvmlDeviceGetName(device: u64, text: Out<u8>, len: u32) = put_text(&text, len, &present(device)?.name());

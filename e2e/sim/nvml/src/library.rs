@@ -2,14 +2,20 @@
 
 use crate::abi::{Answer, Code, exports};
 use bursar_sim_state::{Sim, Unit};
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
+use std::fs::File;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The machine and the GPUs of it that this process sees.
 #[derive(Debug)]
 pub(crate) struct Library {
     pub(crate) sim: Sim,
     dev: PathBuf,
+    /// The device nodes of the GPUs that somebody asked for, by minor: NVML opens a GPU with its first handle, and
+    /// closes all at its end.
+    nodes: Mutex<BTreeMap<u32, File>>,
 }
 
 /// The library with the number of `nvmlInit` calls. A sim that was opened stays open: see
@@ -38,7 +44,11 @@ fn init() -> Answer {
             eprintln!("simulated libnvidia-ml: {error}");
             Code::DRIVER_NOT_LOADED
         })?;
-        held.0 = Some(Arc::new(Library { sim, dev }));
+        held.0 = Some(Arc::new(Library {
+            sim,
+            dev,
+            nodes: Mutex::default(),
+        }));
     }
     held.1 += 1;
     Ok(())
@@ -47,10 +57,26 @@ fn init() -> Answer {
 fn shutdown() -> Answer {
     let mut held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
     held.1 = held.1.checked_sub(1).ok_or(Code::UNINITIALIZED)?;
+    if let (Some(library), 0) = &*held {
+        library.nodes().clear();
+    }
     Ok(())
 }
 
 impl Library {
+    fn nodes(&self) -> MutexGuard<'_, BTreeMap<u32, File>> {
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Holds the GPU of a unit from now on, as far as its node can be opened.
+    pub(crate) fn hold(&self, unit: &Unit) {
+        let minor = self.sim.config.gpu[unit.gpu].minor;
+        let node = self.dev.join(format!("nvidia{minor}"));
+        if let (Entry::Vacant(place), Ok(node)) = (self.nodes().entry(minor), File::open(node)) {
+            place.insert(node);
+        }
+    }
+
     /// Whole GPUs whose device node is there, in order.
     pub(crate) fn gpus(&self) -> Vec<&Unit> {
         let whole = self.sim.units.iter().filter(|unit| unit.mig.is_none());

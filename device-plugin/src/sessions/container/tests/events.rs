@@ -108,6 +108,11 @@ const EVENTS: &[(&str, Event, [Is; 3])] = &[
         Machine::reset_unseen,
         [Next, Same, Lost],
     ),
+    (
+        "it is drained, and that is over",
+        Machine::drained,
+        [Next, Same, Lost],
+    ),
     ("the machine boots", Machine::boot, [Next, Anew, Lost]),
 ];
 
@@ -141,10 +146,17 @@ fn each_event_moves_the_generations_of_what_it_ends_and_no_other() {
 const WELL: Memory = Memory {
     away: false,
     awaits_reset: None,
+    drained: false,
+};
+const DRAINED: Memory = Memory {
+    away: true,
+    awaits_reset: None,
+    drained: true,
 };
 const AWAY: Memory = Memory {
     away: true,
     awaits_reset: None,
+    drained: false,
 };
 
 const SUM: u64 = 0xfeed;
@@ -304,6 +316,14 @@ impl Machine {
     fn xid(&mut self) {
         assert!(self.container.xid(self.process.pid, 31, &[], now()));
         assert!(self.container.is_fenced(self.process.pid));
+    }
+
+    fn drained(&mut self) {
+        let gpu = gpu().uuid;
+        self.leases.drain(BTreeSet::from([gpu]));
+        self.see(DRAINED, false);
+        self.leases.drain(BTreeSet::new());
+        self.see(WELL, false);
     }
 
     fn restart_in_place(&mut self) {

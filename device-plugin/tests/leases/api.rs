@@ -1,0 +1,165 @@
+//! An API server that knows one `GpuNode`: it orders what a test says, and hears its status.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use serde_json::{Value, json};
+
+use crate::machine::Machine;
+
+const OBJECTS: &str = "/apis/bursar.dev/v1alpha1/gpunodes";
+
+/// The object's spec and status, and how often its spec changed.
+#[derive(Default)]
+struct Object {
+    generation: u64,
+    spec: Value,
+    status: Value,
+}
+
+impl Object {
+    fn whole(&self) -> Value {
+        json!({
+            "apiVersion": "bursar.dev/v1alpha1",
+            "kind": "GpuNode",
+            "metadata": {
+                "name": "node-1",
+                "resourceVersion": self.generation.to_string(),
+                "generation": self.generation,
+            },
+            "spec": self.spec,
+            "status": self.status,
+        })
+    }
+}
+
+pub(crate) struct Api(Arc<Mutex<Object>>);
+
+impl Api {
+    /// The API server of the next agent of this machine.
+    pub(crate) fn of(machine: &Machine) -> Api {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let server = format!("http://{}", listener.local_addr().unwrap());
+        let config = json!({
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{ "name": "a", "cluster": { "server": server } }],
+            "users": [{ "name": "a", "user": {} }],
+            "contexts": [{ "name": "a", "context": { "cluster": "a", "user": "a" } }],
+            "current-context": "a",
+        });
+        fs::create_dir_all(machine.path(".kube")).unwrap();
+        fs::write(machine.path(".kube/config"), config.to_string()).unwrap();
+        let object = Arc::new(Mutex::new(Object {
+            generation: 1,
+            spec: json!({}),
+            status: json!({}),
+        }));
+        let served = Arc::clone(&object);
+        std::thread::spawn(move || {
+            for stream in listener.incoming().flatten() {
+                let object = Arc::clone(&served);
+                // One that hangs up is served no longer.
+                std::thread::spawn(move || serve(stream, &object).unwrap_or_default());
+            }
+        });
+        Api(object)
+    }
+
+    /// Orders that these GPUs are drained, and no others.
+    pub(crate) fn drain(&self, gpus: &[&str]) {
+        let mut object = self.0.lock().unwrap();
+        object.spec = json!({ "drain": gpus });
+        object.generation += 1;
+    }
+
+    /// What the agent said last of a GPU.
+    pub(crate) fn gpu(&self, uuid: &str) -> Value {
+        let object = self.0.lock().unwrap();
+        let mut gpus = object.status["gpus"].as_array().into_iter().flatten();
+        gpus.find(|gpu| gpu["uuid"] == uuid)
+            .cloned()
+            .unwrap_or_default()
+    }
+}
+
+fn serve(stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
+    let mut reader = BufReader::new(stream.try_clone()?);
+    let (mut line, mut length) = (String::new(), 0);
+    reader.read_line(&mut line)?;
+    let mut words = line.split(' ').map(str::to_owned);
+    let (method, path) = (
+        words.next().unwrap_or_default(),
+        words.next().unwrap_or_default(),
+    );
+    loop {
+        let mut header = String::new();
+        reader.read_line(&mut header)?;
+        match header.trim_end().split_once(": ") {
+            Some((name, value)) if name.eq_ignore_ascii_case("content-length") => {
+                length = value.parse().unwrap();
+            }
+            Some(_) => {}
+            None => break,
+        }
+    }
+    let mut body = vec![0; length];
+    reader.read_exact(&mut body)?;
+    let is_object = path.starts_with(OBJECTS);
+    if is_object && path.contains("watch=true") {
+        return watch(stream, object);
+    }
+    let mut held = object.lock().unwrap();
+    let answer = match method.as_str() {
+        "PATCH" if is_object => {
+            let patch: Value = serde_json::from_slice(&body)?;
+            if let Some(status) = patch.get("status") {
+                held.status = status.clone();
+            }
+            held.whole()
+        }
+        "GET" if is_object && path.contains('?') => json!({
+            "apiVersion": "bursar.dev/v1alpha1",
+            "kind": "GpuNodeList",
+            "metadata": { "resourceVersion": held.generation.to_string() },
+            "items": [held.whole()],
+        }),
+        "GET" if is_object => held.whole(),
+        // Of what is posted, events, nobody reads the answer; what else is asked for is the Node.
+        "POST" => serde_json::from_slice(&body)?,
+        _ => json!({
+            "kind": "Node",
+            "apiVersion": "v1",
+            "metadata": { "name": "node-1", "uid": "n" },
+        }),
+    };
+    drop(held);
+    let answer = answer.to_string();
+    write!(
+        &stream,
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {}\r\n\r\n{answer}",
+        answer.len()
+    )
+}
+
+fn watch(mut stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
+    write!(
+        stream,
+        "HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+    )?;
+    let mut told = 0;
+    loop {
+        let (generation, whole) = {
+            let object = object.lock().unwrap();
+            (object.generation, object.whole())
+        };
+        if generation != told {
+            writeln!(stream, "{}", json!({ "type": "MODIFIED", "object": whole }))?;
+            told = generation;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
