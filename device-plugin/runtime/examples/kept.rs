@@ -7,6 +7,8 @@
 //!                                   reads what to do: kill, fault, trap or misaligned; after a fault it executes itself
 //! kept restarted FILE BYTES TIMES   the main process of a container whose contexts are restarted in place: the same, and faults
 //!                                   until FILE, which outlives its images, has so many lines
+//! kept floor BYTES TIMES [LAUNCHED FAILED]
+//!                                   the same without Bursar and without kept memory: what driver and kernel take
 //! kept tenant BYTES                 for each line it reads: takes memory, looks at all of it, fills it, gives it back
 //! kept neighbour BYTES              takes the checksum of its own memory until its standard input ends
 //! ```
@@ -71,6 +73,8 @@ const FAULTS: &std::ffi::CStr = c"
 }
 ";
 
+const KINDS: [&str; 3] = ["fault", "trap", "misaligned"];
+
 fn main() -> Done {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
@@ -80,6 +84,11 @@ fn main() -> Done {
         ["image", socket, bytes] => image(socket, bytes.parse()?, now()),
         ["image", socket, bytes, since] => image(socket, bytes.parse()?, since.parse()?),
         ["restarted", file, bytes, times] => restarted(file, bytes.parse()?, times.parse()?),
+        ["floor", bytes, times] => floor(bytes.parse()?, times.parse()?, None),
+        ["floor", bytes, times, launched, failed] => {
+            let before = (launched.parse()?, failed.parse()?);
+            floor(bytes.parse()?, times.parse()?, Some(before))
+        }
         ["tenant", bytes] => tenant(bytes.parse()?),
         ["neighbour", bytes] => neighbour(bytes.parse()?),
         _ => Err("see the head of examples/kept.rs".into()),
@@ -209,19 +218,19 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
             )?)
         }
         kernel => {
-            let error = fault(&kept, kernel, || Ok(()))?;
+            let error = fault(kept.context(), kept.address(), kernel, || Ok(()))?;
             execute_again(error, socket, bytes)
         }
     }
 }
 
-/// Poisons the context, after `note`; what the driver says of it.
+/// Poisons the context that has memory at an address, after `note`; what the driver says of it.
 fn fault(
-    kept: &Kept,
+    context: &Context,
+    mut at: u64,
     kernel: &str,
     note: impl FnOnce() -> Done,
 ) -> Result<CudaError, Box<dyn Error>> {
-    let (context, mut at) = (kept.context(), kept.address());
     let name = std::ffi::CString::new(kernel)?;
     let function = context.load(FAULTS)?.function(&name)?;
     let stream = context.default_stream();
@@ -244,7 +253,6 @@ fn execute_again(error: CudaError, socket: &str, bytes: u64) -> Done {
 }
 
 fn restarted(file: &str, bytes: u64, times: usize) -> Done {
-    const KINDS: [&str; 3] = ["fault", "trap", "misaligned"];
     let before = std::fs::read_to_string(file).unwrap_or_default();
     let done = before.lines().count();
     let since = before.lines().last().map_or(Ok(now()), str::parse)?;
@@ -254,8 +262,47 @@ fn restarted(file: &str, bytes: u64, times: usize) -> Done {
     }
     let mut file = OpenOptions::new().create(true).append(true).open(file)?;
     let note = || Ok(writeln!(file, "{}", now())?);
-    let error = fault(&kept, KINDS[done % KINDS.len()], note)?;
+    let (kind, at) = (KINDS[done % KINDS.len()], kept.address());
+    let error = fault(kept.context(), at, kind, note)?;
     Err(format!("the program saw its fault: {error}").into())
+}
+
+/// Times run from the launch of the kernel that faulted in the image `before` to the first correct kernel in this one.
+fn floor(bytes: u64, times: usize, before: Option<(u64, u64)>) -> Done {
+    let started = now();
+    let driver = Driver::get()?;
+    let initialised = now();
+    let context = driver.device(0)?.primary_context()?;
+    let made = now();
+    let memory = take(&context, bytes)?;
+    let taken = now();
+    let mut checksum = Checksum::new(&context)?;
+    checksum.of(memory.address(), GRANULARITY, &context.default_stream())?;
+    if let Some((launched, failed)) = before {
+        println!(
+            r#"{{"fault_ns": {}, "exec_ns": {}, "init_ns": {}, "context_ns": {}, "take_ns": {}, "whole_ns": {}}}"#,
+            failed - launched,
+            started - failed,
+            initialised - started,
+            made - initialised,
+            taken - made,
+            now() - launched,
+        );
+    }
+    let Some(left) = times.checked_sub(1) else {
+        return Ok(());
+    };
+    let (kind, mut launched) = (KINDS[left % KINDS.len()], 0);
+    fault(&context, memory.address(), kind, || {
+        launched = now();
+        Ok(())
+    })?;
+    let numbers = [bytes, left as u64, launched, now()];
+    let again = Command::new(std::env::current_exe()?)
+        .arg("floor")
+        .args(numbers.map(|number| number.to_string()))
+        .exec();
+    Err(again.into())
 }
 
 fn tenant(bytes: u64) -> Done {
