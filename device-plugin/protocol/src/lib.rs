@@ -12,6 +12,7 @@
 //! * [`wire`] is the messages, their encoding and a total parser; [`wire::kept`] those about kept memory
 //! * [`dial`] reaches the agent from inside a container
 //! * [`checksum`] is what kept memory is verified by
+//! * [`fence`] is what the page says of an image that gets nothing more
 //! * [`socket`] passes a page's file descriptor beside a message
 //! * [`sticky`] says which errors of the driver poison a context
 //! * [`vault`] is what the agent says to the keeper of kept memory's descriptors
@@ -20,6 +21,7 @@
 mod cell;
 pub mod checksum;
 pub mod dial;
+pub mod fence;
 pub mod page;
 pub mod socket;
 pub mod sticky;

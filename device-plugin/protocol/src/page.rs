@@ -15,6 +15,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 use crate::cell::Cell;
+use crate::fence::Fence;
 use crate::units::Units;
 use crate::word::{NoCredit, Word};
 
@@ -170,13 +171,25 @@ pub struct Page {
     magic: AtomicU64,
     version: AtomicU32,
     slots: AtomicU32,
-    reserved: [AtomicU64; 6],
+    fence: AtomicU64,
+    reserved: [AtomicU64; 5],
     slot: [Slot; MAX_SLOTS],
 }
 
 const _: () = assert!(size_of::<Page>() == PAGE_BYTES && size_of::<Slot>() == 64);
 
 impl Page {
+    /// Why the agent does nothing more for the process, as a word of [`Fence`](crate::fence::Fence); zero while it does.
+    pub fn fence(&self) -> u64 {
+        self.fence.load(Ordering::Acquire)
+    }
+
+    /// Writes that (the agent).
+    pub fn set_fence(&self, fence: Option<Fence>) {
+        let word = fence.map_or(0, Fence::word);
+        self.fence.store(word, Ordering::Release);
+    }
+
     /// The account at `index`, if the page has that many.
     pub fn slot(&self, index: usize) -> Option<&Slot> {
         self.slot
@@ -321,6 +334,9 @@ mod tests {
         assert_eq!(slot.charge(Units(1)), Err(NoCredit::Short(1)));
         assert!(slot.discharge(Units(7)));
         assert!(shim.slot(2).is_none());
+        assert_eq!(shim.fence(), 0);
+        agent.set_fence(Some(Fence::Drained));
+        assert_eq!(Fence::of(shim.fence()), Some(Fence::Drained));
     }
 
     #[test]

@@ -1,7 +1,8 @@
 //! Typed references and checksums on a GPU: what they do on the first one, and how fast a checksum is.
 //!
 //! `cargo run --release --package bursar-runtime --example references [GIB]`. Every line that it prints was checked; the
-//! last ones are times of checksums over so much memory (8 GiB).
+//! last ones are times of checksums over so much memory (8 GiB). With `watch` it says, whenever it reads a line, whether a
+//! reference can be used: for a test of what an agent says of a process.
 #![allow(
     unsafe_code,
     reason = "says what its kernel takes, and that its length is the memory's"
@@ -70,6 +71,9 @@ fn add(runtime: &DeviceRuntime) -> Done<Kernel> {
 }
 
 fn main() -> Done<()> {
+    if std::env::args().nth(1).as_deref() == Some("watch") {
+        return watch(&*DeviceRuntime::of_ordinal(0)?);
+    }
     let gibibytes: usize = std::env::args().nth(1).map_or(Ok(8), |word| word.parse())?;
     let runtime = DeviceRuntime::of_ordinal(0)?;
     println!("{} {}", runtime.context().device().name()?, runtime.uuid());
@@ -77,6 +81,21 @@ fn main() -> Done<()> {
     streams(&runtime)?;
     managed(&runtime)?;
     speed(&runtime, gibibytes << 30)
+}
+
+/// Says for each line of its standard input whether a reference can be used.
+fn watch(runtime: &DeviceRuntime) -> Done<()> {
+    let stream = runtime.stream()?;
+    let slice = TrackedSlice::<u8>::allocate(runtime, ITEMS, &stream, Tag("watched"))?;
+    let shared = GpuRef::from(slice);
+    for line in std::io::stdin().lines() {
+        line?;
+        match shared.access() {
+            Ok(_) => println!("good"),
+            Err(why) => println!("{why:?}"),
+        }
+    }
+    Ok(())
 }
 
 /// The kernel against its definition, at lengths around everything that it treats apart.

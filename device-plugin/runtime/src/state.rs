@@ -12,10 +12,15 @@
 //! is one [`Supervisor`] for the image, which sees every code that the driver answers in this crate, and each
 //! runtime of a device has a [`DeviceState`] from it. What was allocated under a state stays bound to that
 //! one: a handle cannot become fresh again by being wrapped after the fact.
+//!
+//! In a container the agent may know first: of a fault by the kernel's log, of a drain always. It says so in the page that
+//! it shares with the shim, which answers for it. Nobody is told: a state asks when it is asked.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use bursar_protocol::fence::{Ask, Fence};
 
 use crate::error::ErrorClass;
 
@@ -61,23 +66,49 @@ impl Stale {
     }
 }
 
+impl From<Fence> for Stale {
+    fn from(fence: Fence) -> Stale {
+        match fence {
+            Fence::Drained => Stale::Draining,
+            Fence::Poisoned(0) => Stale::Poisoned(UNKNOWN),
+            Fence::Poisoned(code) => Stale::Poisoned(code),
+        }
+    }
+}
+
+/// `CUDA_ERROR_UNKNOWN`: a fault that only the kernel's log told of.
+const UNKNOWN: i32 = 999;
+
 /// A device's state in this process image, shared by all that was allocated under it.
 #[derive(Debug, Default)]
 pub struct DeviceState {
     word: AtomicU64,
+    /// Asks what the node's agent says of this image; none outside of its containers.
+    fence: Option<Ask>,
 }
 
 impl DeviceState {
-    /// Whether memory of this state can be used: one load.
+    /// Whether memory of this state can be used: one load, and where an agent may fence this image, one of what it said.
     ///
     /// # Errors
     /// Why not.
     #[inline]
     pub fn check(&self) -> Result<(), Stale> {
-        match self.word.load(Ordering::Acquire) {
-            0 => Ok(()),
-            word => Err(Stale::of(word)),
+        match (self.word.load(Ordering::Acquire), self.fence) {
+            (0, None) => Ok(()),
+            (0, Some(ask)) => match ask() {
+                0 => Ok(()),
+                word => self.fenced(word),
+            },
+            (word, _) => Err(Stale::of(word)),
         }
+    }
+
+    /// The agent does nothing more for this image: that stays so.
+    #[cold]
+    fn fenced(&self, word: u64) -> Result<(), Stale> {
+        let why = Fence::of(word).map(Stale::from);
+        why.inspect(|why| self.advance(*why)).map_or(Ok(()), Err)
     }
 
     /// Lets nothing new start.
@@ -104,6 +135,7 @@ impl DeviceState {
 #[derive(Debug)]
 pub struct Supervisor {
     watched: Mutex<Watched>,
+    fence: OnceLock<Ask>,
 }
 
 #[derive(Debug)]
@@ -123,7 +155,14 @@ impl Supervisor {
                 poison: None,
                 states: Vec::new(),
             }),
+            fence: OnceLock::new(),
         }
+    }
+
+    /// How the states that are made from now on ask what the node's agent says of this image.
+    pub fn ask(&self, fence: Ask) {
+        // Whoever was first asked for the same.
+        let _ = self.fence.set(fence);
     }
 
     /// That of this process image, which every call of the driver in this crate reports to.
@@ -133,7 +172,10 @@ impl Supervisor {
 
     /// A fresh state of a device; one of a poisoned image is poisoned from the start.
     pub fn watch(&self) -> Arc<DeviceState> {
-        let state = Arc::new(DeviceState::default());
+        let state = Arc::new(DeviceState {
+            fence: self.fence.get().copied(),
+            ..DeviceState::default()
+        });
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(code) = watched.poison {
             state.advance(Stale::Poisoned(code));
@@ -205,6 +247,26 @@ mod tests {
         assert_eq!(one.check(), Err(Stale::Poisoned(700)));
         assert_eq!(other.check(), Err(Stale::Poisoned(700)));
         assert_eq!(image.poison(), Some(700));
+    }
+
+    #[test]
+    fn what_the_agent_says_makes_a_state_stale_at_once_and_for_good() {
+        static SAID: AtomicU64 = AtomicU64::new(0);
+        extern "C" fn ask() -> u64 {
+            SAID.load(Ordering::Relaxed)
+        }
+        let image = Supervisor::new();
+        let before = image.watch();
+        image.ask(ask);
+        let state = image.watch();
+        assert_eq!(state.check(), Ok(()));
+        SAID.store(Fence::Drained.word(), Ordering::Relaxed);
+        assert_eq!(state.check(), Err(Stale::Draining));
+        SAID.store(Fence::Poisoned(0).word(), Ordering::Relaxed);
+        assert_eq!(image.watch().check(), Err(Stale::Poisoned(UNKNOWN)));
+        SAID.store(0, Ordering::Relaxed);
+        assert_eq!(state.check(), Err(Stale::Draining));
+        assert_eq!((before.check(), image.watch().check()), (Ok(()), Ok(())));
     }
 
     #[test]

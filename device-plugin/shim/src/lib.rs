@@ -24,6 +24,7 @@ mod codes;
 mod compat;
 #[macro_use]
 mod trampoline;
+mod fence;
 mod forward;
 mod graphs;
 mod hooks;

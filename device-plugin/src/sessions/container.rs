@@ -295,6 +295,7 @@ impl Container {
             },
         );
         self.refresh();
+        self.tell_fences();
         self.write_record();
         Ok(Admitted {
             welcome: self.welcome(version, generation),

@@ -190,10 +190,11 @@ impl Poisonings {
         &self.faults
     }
 
-    /// Whether an image gets nothing more.
-    pub(super) fn is_fenced(&self, process: Process, generation: u64) -> bool {
-        let mut images = self.faults.iter().map(|fault| &fault.image);
-        images.any(|image| (image.process, image.generation) == (process, generation))
+    /// The fault by which an image gets nothing more.
+    pub(super) fn of(&self, process: Process, generation: u64) -> Option<&Fault> {
+        let mut faults = self.faults.iter();
+        faults
+            .find(|Fault { image, .. }| (image.process, image.generation) == (process, generation))
     }
 
     /// An image is poisoned; the fault, where that is new.

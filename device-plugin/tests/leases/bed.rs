@@ -35,7 +35,8 @@ pub(crate) fn programs() -> &'static Path {
         let build = Command::new(env!("CARGO"))
             .args(["build", "--quiet"])
             .args(["--package", "bursar-vault", "--package", "bursar-worker"])
-            .args(["--package", "bursar-runtime", "--bins", "--example", "kept"])
+            .args(["--package", "bursar-runtime", "--bins"])
+            .args(["--example", "kept", "--example", "references"])
             .status();
         assert!(build.unwrap().success());
         // target/<profile>/deps/<this test>

@@ -1,5 +1,7 @@
 //! A tenant as users have it: the runtime's own client, in a container of its CDI file, through the shim.
 
+use std::time::{Duration, Instant};
+
 use serde_json::Value;
 
 use crate::bed::{Bed, GIB, open, programs};
@@ -43,4 +45,36 @@ async fn a_real_client_finds_what_it_kept_through_the_shim_after_kills_and_an_ag
         (&again["found"], &again["checksum"]),
         (&Value::Bool(true), &made["checksum"])
     );
+}
+
+#[tokio::test]
+async fn what_the_agent_fences_is_stale_in_its_process_at_once_and_in_no_other() {
+    let bed = Bed::new().await;
+    let (pod, other) = (
+        bed.machine.admit("a", 4).await,
+        bed.machine.admit("b", 4).await,
+    );
+    let mut images = Vec::new();
+    for pod in [&pod, &other] {
+        let program = programs().join("examples/references");
+        let mut image = Container::run(&bed.machine, pod, PLAIN, &program, "watch").await;
+        // Before it says hello, which it does once it has the driver.
+        bed.machine.adopt(pod, image.pid());
+        assert_eq!(image.call("?"), "good");
+        images.push(image);
+    }
+    let (_, gpu) = bed.device(&pod);
+    let pid = images[0].pid().to_string();
+    let xid = ["xid", &gpu, "31", "--pid", &pid];
+    bed.machine.lab.simgpu(&xid).unwrap();
+    let told = Instant::now();
+    // Nothing was called that could tell it, and nobody has ended it yet.
+    while images[0].call("?") != "Poisoned(999)" {
+        assert!(
+            told.elapsed() < Duration::from_secs(3),
+            "it does not hear of it"
+        );
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(images[1].call("?"), "good");
 }

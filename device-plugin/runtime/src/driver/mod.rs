@@ -84,7 +84,13 @@ impl Driver {
     pub fn get() -> Result<&'static Driver, DriverError> {
         static READY: AtomicBool = AtomicBool::new(false);
         let driver = LOADED
-            .get_or_init(|| table::load().map(|table| Driver { table }))
+            .get_or_init(|| {
+                let table = table::load()?;
+                if let Some(fence) = table.fence() {
+                    Supervisor::of_this_image().ask(fence);
+                }
+                Ok(Driver { table })
+            })
             .as_ref()
             .map_err(|why| DriverError::NoDriver(why.clone()))?;
         if !READY.load(Ordering::Acquire) {

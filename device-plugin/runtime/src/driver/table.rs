@@ -4,12 +4,17 @@
 #![allow(non_snake_case, reason = "fields are named as the driver's functions")]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::ptr::NonNull;
 
+use bursar_protocol::fence::{self, Ask};
 use cudarc::driver::sys::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAccessDesc, CUmemAllocationProp,
     CUmemGenericAllocationHandle, CUmemLocation, CUmodule, CUstream, CUuuid,
 };
 use libloading::Library;
+
+/// The CUDA version whose forms of functions are asked for by name.
+const VERSION: c_int = 12_000;
 
 macro_rules! table {
     (
@@ -110,6 +115,8 @@ table! {
         // CUDA 12.2; the only ones that CUDA 13's headers declare.
         fn cuMemPrefetchAsync_v2(CUdeviceptr, usize, CUmemLocation, c_uint, CUstream);
         fn cuMemAdvise_v2(CUdeviceptr, usize, c_int, CUmemLocation);
+        // CUDA 12.0.
+        fn cuGetProcAddress_v2(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int);
     }
 }
 
@@ -120,6 +127,26 @@ pub(super) fn load() -> Result<Table, String> {
     let table = Table::of(&library).map_err(|error| told(&error))?;
     std::mem::forget(library);
     Ok(table)
+}
+
+impl Table {
+    /// How the agent's shim is asked whether it fenced this image; none where the driver itself answers.
+    pub(super) fn fence(&self) -> Option<Ask> {
+        let (mut found, mut status) = (std::ptr::null_mut(), 0);
+        // SAFETY: the name ends with a zero, and the pointers are good for the call.
+        let code = unsafe {
+            (self.cuGetProcAddress_v2?)(
+                fence::ASK.as_ptr(),
+                &raw mut found,
+                VERSION,
+                0,
+                &raw mut status,
+            )
+        };
+        let found = NonNull::new(found).filter(|_| code == 0)?;
+        // SAFETY: the driver has nothing of this name; what has it is of this type, and never unloaded.
+        Some(unsafe { std::mem::transmute::<NonNull<c_void>, Ask>(found) })
+    }
 }
 
 /// What the loader says, which is behind the error's own words.

@@ -12,6 +12,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 
 use super::{hooked, real};
 use crate::codes::{self, CuResult};
+use crate::fence;
 use crate::forward::{self, index};
 
 /// A function of ours that programs get for one of the driver's.
@@ -74,6 +75,10 @@ macro_rules! get_proc_address {
             $($status: *mut c_int,)?
         ) -> CuResult {
             hooked(|| {
+                // SAFETY: the program's pointers, as the driver takes them.
+                if unsafe { is_our_own(symbol, function) } {
+                    return codes::SUCCESS;
+                }
                 let answer = real!($name(
                     symbol => *const c_char, function => *mut *const c_void, version => c_int,
                     flags => u64, $($status => *mut c_int,)?
@@ -95,6 +100,23 @@ get_proc_address! {
     cuGetProcAddress_ptsz(per_thread: true);
     cuGetProcAddress_v2(per_thread: false, status);
     cuGetProcAddress_v2_ptsz(per_thread: true, status);
+}
+
+/// Whether what is asked for is a function that the shim has and no driver; then it is handed out.
+///
+/// # Safety
+/// `symbol` is null or a string that ends with a zero; `function` is null or can be written.
+unsafe fn is_our_own(symbol: *const c_char, function: *mut *const c_void) -> bool {
+    if symbol.is_null() || function.is_null() {
+        return false;
+    }
+    // SAFETY: the caller's promise.
+    let found = fence::asked_for(unsafe { CStr::from_ptr(symbol) });
+    if let Some(found) = found {
+        // SAFETY: the caller's promise.
+        unsafe { *function = found as *const c_void };
+    }
+    found.is_some()
 }
 
 /// Puts our function in the place of the driver's, where we have one and the driver too, and takes back

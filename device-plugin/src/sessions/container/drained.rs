@@ -18,7 +18,10 @@ impl Container {
     pub(in super::super) fn drain(&mut self, gpus: &BTreeSet<GpuUuid>) -> Vec<Holder> {
         let mut its = self.gpus();
         its.retain(|gpu| gpus.contains(gpu));
-        self.drained = !its.is_empty();
+        if self.drained == its.is_empty() {
+            self.drained = !its.is_empty();
+            self.tell_fences();
+        }
         if !self.drained {
             return Vec::new();
         }

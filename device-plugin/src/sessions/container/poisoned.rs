@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use bursar_protocol::fence::Fence;
 use bursar_protocol::sticky::ErrorClass;
 use bursar_protocol::wire::{ToShim, Verdict};
 use jiff::Timestamp;
@@ -125,9 +126,29 @@ impl Container {
     /// Whether a process's image gets nothing more.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
         let member = self.members.get(&pid);
-        let is_poisoned =
-            |member: &Member| self.poisonings.is_fenced(member.process, member.generation);
-        self.drained || member.is_some_and(is_poisoned)
+        self.drained || member.is_some_and(|member| self.fence(member).is_some())
+    }
+
+    /// Tells every process in its page whether it gets nothing more, and why.
+    pub(super) fn tell_fences(&self) {
+        for member in self.members.values() {
+            if let Some(page) = &member.page {
+                page.set_fence(self.fence(member));
+            }
+        }
+    }
+
+    fn fence(
+        &self,
+        Member {
+            process,
+            generation,
+            ..
+        }: &Member,
+    ) -> Option<Fence> {
+        let fault = self.poisonings.of(*process, *generation);
+        let poisoned = fault.map(|fault| Fence::Poisoned(fault.cuda_error.unwrap_or_default()));
+        poisoned.or(self.drained.then_some(Fence::Drained))
     }
 
     /// `gpu`: the container's first where it is not known.
@@ -155,6 +176,7 @@ impl Container {
             self.news.push(fault);
         }
         if before != self.poisonings {
+            self.tell_fences();
             self.write_record();
         }
         decision

@@ -49,7 +49,7 @@ impl Poisonings {
     }
 
     fn fences(&self, generation: u64) -> bool {
-        self.is_fenced(image(generation).process, generation)
+        self.of(image(generation).process, generation).is_some()
     }
 }
 
