@@ -612,6 +612,19 @@ impl Pods {
             .map_err(api(format!("log of pod {}/{name}", self.namespace)))
     }
 
+    /// What the pod's container printed before it was restarted last.
+    ///
+    /// # Errors
+    /// When it was not, or its log cannot be read.
+    pub async fn log_before(&self, name: &str) -> Result<String, PodError> {
+        let params = LogParams {
+            previous: true,
+            ..LogParams::default()
+        };
+        let what = format!("log of the last container of pod {}/{name}", self.namespace);
+        self.api.logs(name, &params).await.map_err(api(what))
+    }
+
     /// When the pod's container printed its first line, by the node's clock; none before it did.
     ///
     /// # Errors

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::json;
 
@@ -113,7 +113,7 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
 }
 
 /// Long enough for what the last image had to be free again.
-const BEFORE_FAULT: Duration = Duration::from_millis(500);
+const BEFORE_FAULT: Duration = Duration::from_millis(250);
 
 fn fault(times: u32, file: &Path, bytes: u64, keep: Option<u64>) -> anyhow::Result<ExitCode> {
     let before: u32 = match std::fs::read_to_string(file) {
@@ -126,17 +126,25 @@ fn fault(times: u32, file: &Path, bytes: u64, keep: Option<u64>) -> anyhow::Resu
     let (_kept, told) = keep.map(kept::keep).transpose()?.unzip();
     println!(
         "{}",
-        json!({ "event": "started", "faults": before, "refused": held.as_ref().err(), "kept": told, "pid": std::process::id() })
+        json!({ "event": "started", "at": now()?, "faults": before, "refused": held.as_ref().err(), "kept": told,
+            "pid": std::process::id() })
     );
     if before < times {
         std::fs::write(file, (before + 1).to_string())?;
         std::thread::sleep(BEFORE_FAULT);
+        println!("{}", json!({ "event": "faulting", "at": now()? }));
         let answer = cuda::fault()?;
         println!("{}", json!({ "event": "faulted", "answer": answer }));
         return Ok(ExitCode::FAILURE);
     }
     println!("{}", json!({ "event": "steady", "faults": before }));
     Ok(finish(Then::Hold))
+}
+
+/// In milliseconds of the Unix epoch, for times that begin in one image and end in the next.
+fn now() -> anyhow::Result<u64> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH)?;
+    Ok(u64::try_from(now.as_millis())?)
 }
 
 /// What a program that obeys takes and frees at a time.

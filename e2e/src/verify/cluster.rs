@@ -68,7 +68,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "operator/cluster/owners",
-        "an owner of a whole GPU gets it from borrowers, again and again, and no borrower goes for nothing",
+        "owners get half a GPU each from borrowers, two at a time and 100 times, and no borrower goes for nothing",
     ),
     (
         "operator/cluster/disruption",
@@ -84,7 +84,11 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "runtime/cluster/poison",
-        "a pod's main process faults five times in a row and the kubelet sees nothing; without a policy it restarts the container each time",
+        "a pod's main process faults 50 times in a row, has its kept memory again within a second, and the kubelet sees nothing; without a policy it restarts the container each time",
+    ),
+    (
+        "operator/cluster/contexts",
+        "a pod that faults more often than its namespace's policy allows is evicted and the budget says why, also by an operator that was away",
     ),
     (
         "operator/cluster/refused",

@@ -11,6 +11,7 @@ mod input;
 mod lifecycle;
 mod obedient;
 mod on_node;
+mod operator;
 mod placement;
 mod poison;
 mod quota;

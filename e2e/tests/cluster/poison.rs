@@ -1,12 +1,14 @@
 //! A pod whose main process faults again and again: executed again in its place, or restarted by the kubelet, and finds the
 //! memory that its first image had kept.
 
+use std::panic::{AssertUnwindSafe, resume_unwind};
 use std::time::Duration;
 
-use bursar_crds::gpu_node::ContextOrder;
+use bursar_crds::gpu_node::{ContextOrder, FaultAction};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::pods::PodPlan;
 use bursar_e2e::wait::{self, Look};
+use futures::FutureExt as _;
 use jiff::Timestamp;
 use kube::api::{Api, DeleteParams, PostParams};
 use libtest_mimic::{Failed, Trial};
@@ -14,48 +16,108 @@ use serde_json::{Value, json};
 
 use crate::quota::event;
 use crate::stage::{NAMESPACE, SOON, Stage, trial};
-use crate::told;
+use crate::{operator, told};
 
 /// The metric with P of the container's last image.
 const GENERATION: &str = "bursar_container_generation";
 const POISONED: &str = "GpuContextPoisoned";
 /// How often the main process faults in a row.
-const IN_PLACE: u32 = 5;
+const IN_PLACE: u32 = 50;
+/// It computes again within this time, with what it had kept.
+const AGAIN: Duration = Duration::from_secs(1);
 /// The kubelet waits 10, 20, 40 s ... between restarts.
 const RESTARTS: u32 = 4;
-/// How long those take together, on a loaded machine.
-const BACK_OFF: Duration = Duration::from_secs(180);
+/// How long either take together, on a loaded machine.
+const TOGETHER: Duration = Duration::from_secs(180);
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
-    vec![trial("runtime/cluster/poison", poison)]
+    vec![
+        trial("runtime/cluster/poison", poison),
+        trial("operator/cluster/contexts", beyond_the_maximum),
+    ]
 }
 
 async fn poison(stage: &mut Stage) -> Result<(), Failed> {
-    let budgets: Api<GpuMemoryBudget> = Api::namespaced(stage.scene.cluster.client(), NAMESPACE);
-    let budget = |action: &str| -> Result<GpuMemoryBudget, Failed> {
-        Ok(serde_json::from_value(json!({
-            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
-            "metadata": { "name": "default" },
-            "spec": {
-                "deviceMemory": { "guaranteed": "24Gi" },
-                "contextPolicy": { "action": action, "maxRestarts": 10 },
-            },
-        }))?)
-    };
-    budgets
-        .create(&PostParams::default(), &budget("InPlace")?)
-        .await?;
+    under_a_budget(stage, 2 * IN_PLACE, in_place).await?;
+    // Without a budget the container is restarted.
+    restarted(stage).await
+}
+
+/// Acts while processes are executed again in their place, at most so often.
+async fn under_a_budget(
+    stage: &mut Stage,
+    most: u32,
+    act: impl AsyncFnOnce(&Stage) -> Result<(), Failed>,
+) -> Result<(), Failed> {
+    let budgets = budgets(stage);
+    let budget: GpuMemoryBudget = serde_json::from_value(json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
+        "metadata": { "name": "default" },
+        "spec": {
+            "deviceMemory": { "guaranteed": "24Gi" },
+            "contextPolicy": { "action": "InPlace", "maxRestarts": most },
+        },
+    }))?;
+    budgets.create(&PostParams::default(), &budget).await?;
     let outcome = async {
         until_ordered(stage, |orders| !orders.is_empty()).await?;
-        in_place(stage).await
-    }
-    .await;
+        act(stage).await
+    };
+    // A failed assertion too.
+    let outcome = AssertUnwindSafe(outcome).catch_unwind().await;
+    operator::scale(&stage.scene.cluster.client(), 1).await?;
     budgets.delete("default", &DeleteParams::default()).await?;
-    outcome?;
-    // Without a budget the container is restarted.
-    until_ordered(stage, <[_]>::is_empty).await?;
-    restarted(stage).await
+    outcome.unwrap_or_else(|panic| resume_unwind(panic))?;
+    until_ordered(stage, <[_]>::is_empty).await
+}
+
+fn budgets(stage: &Stage) -> Api<GpuMemoryBudget> {
+    Api::namespaced(stage.scene.cluster.client(), NAMESPACE)
+}
+
+/// A pod faults once in place, and once too often: it goes, and the budget's status says why, with an operator there
+/// or with one that comes later.
+async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
+    under_a_budget(stage, 1, async |stage| {
+        let client = stage.scene.cluster.client();
+        stage.pods.create(&plan(stage, "beyond", 9)).await?;
+        let faulting = event("faulting");
+        stage.pods.until_logged("beyond", SOON, faulting).await?;
+        operator::kill(&client).await?;
+        evicted(stage, "beyond").await?;
+        let why = "had been restarted for that 1 times";
+        told::until_event(stage, "beyond", POISONED, why).await?;
+        operator::scale(&client, 0).await?;
+        stage.pods.create(&plan(stage, "unseen", 9)).await?;
+        stage.pods.until_running("unseen", SOON).await?;
+        let node = stage.pods.node("unseen").await?;
+        told::until_status(stage, &node, "a fault that is left open", |status| {
+            let mut actions = status.faults.iter().map(|fault| fault.action);
+            actions.any(|action| action == Some(FaultAction::BeyondMaximum))
+        })
+        .await?;
+        operator::scale(&client, 1).await?;
+        evicted(stage, "unseen").await
+    })
+    .await
+}
+
+/// Waits until the pod is gone, with the reason on record.
+async fn evicted(stage: &Stage, pod: &str) -> Result<(), Failed> {
+    stage.pods.until_gone(pod, SOON).await?;
+    let status = budgets(stage).get("default").await?.status;
+    let evictions = status.unwrap_or_default().evictions;
+    let Some(eviction) = evictions.iter().find(|eviction| eviction.pod == pod) else {
+        return Err(format!("{pod} is not on record: {evictions:?}").into());
+    };
+    if eviction.reason != "TooManyRestarts" {
+        return Err(format!("{pod}: {eviction:?}").into());
+    }
+    stage
+        .progress
+        .say(format_args!("{pod}: {}", eviction.message));
+    Ok(())
 }
 
 /// Waits until every node has such orders about poisoned contexts.
@@ -94,18 +156,43 @@ fn found_what_was_kept(starts: &[Value]) -> Result<(), Failed> {
         .ok_or_else(|| format!("kept memory: {starts:?}").into())
 }
 
+/// The median and the 99th percentile from a fault until the next image had what was kept.
+fn times(log: &str, starts: &[Value]) -> (Duration, Duration) {
+    let at = |event: &Value| event["at"].as_u64().unwrap_or(u64::MAX);
+    let faults = log.lines().filter_map(event("faulting"));
+    let pairs = faults.zip(starts.iter().skip(1));
+    let mut times: Vec<u64> = pairs
+        .map(|(fault, start)| at(start).saturating_sub(at(&fault)))
+        .collect();
+    times.sort_unstable();
+    let rank =
+        |percent: usize| Duration::from_millis(times[(times.len() * percent).div_ceil(100) - 1]);
+    (rank(50), rank(99))
+}
+
 async fn in_place(stage: &Stage) -> Result<(), Failed> {
     const POD: &str = "in-place";
     let pods = &stage.pods;
     pods.create(&plan(stage, POD, IN_PLACE)).await?;
-    let steady = pods.until_logged(POD, SOON, event("steady")).await?;
+    pods.until_logged(POD, SOON, event("faulting")).await?;
+    operator::kill(&stage.scene.cluster.client()).await?;
+    let steady = pods.until_logged(POD, TOGETHER, event("steady")).await?;
     assert_eq!(steady["faults"], IN_PLACE);
     let node = pods.node(POD).await?;
-    assert_eq!(pods.state(POD).await?.restarts, 0);
+    let restarts = pods.state(POD).await?.restarts;
+    if restarts != 0 {
+        let before = pods.log_before(POD).await?;
+        return Err(format!(
+            "{restarts} restarts by the kubelet; the last container said {before}"
+        )
+        .into());
+    }
     let log = pods.log(POD).await?;
     let starts: Vec<Value> = log.lines().filter_map(event("started")).collect();
     assert_eq!(starts.len(), IN_PLACE as usize + 1, "{log}");
     found_what_was_kept(&starts)?;
+    let (median, p99) = times(&log, &starts);
+    assert!(p99 < AGAIN, "from a fault to the kept memory: {p99:?}");
     let wanted = f64::from(IN_PLACE + 1);
     let labels = [("pod", POD)];
     told::until_metric(stage, &node, GENERATION, &labels, |value| value == wanted).await?;
@@ -113,11 +200,12 @@ async fn in_place(stage: &Stage) -> Result<(), Failed> {
         status.faults.is_empty()
     })
     .await?;
-    let last = format!("(generation {IN_PLACE}): it is executed again");
-    told::until_event(stage, POD, POISONED, &last).await?;
+    // Of a storm of them some are told.
+    told::until_event(stage, POD, POISONED, "(generation 1): it is executed again").await?;
     stage.witness.nobody_failed_or_restarted()?;
     stage.progress.say(format_args!(
-        "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, kept memory found each time",
+        "in place: {IN_PLACE} faults in a row, 0 restarts of the container, P {}, kept memory found each time, after \
+         {median:?} (p50) and {p99:?} (p99)",
         IN_PLACE + 1
     ));
     Ok(pods.delete(POD).await?)
@@ -140,7 +228,7 @@ async fn restarted(stage: &Stage) -> Result<(), Failed> {
     let begun = Timestamp::now();
     while known < RESTARTS {
         let left = Timestamp::now().duration_since(begun).unsigned_abs();
-        if left > BACK_OFF {
+        if left > TOGETHER {
             return Err(format!("{known} restarts after {left:?}").into());
         }
         let now = wait::until("the pod", SOON, PAUSE, &look).await?;

@@ -35,7 +35,7 @@ pub(crate) const NAMESPACE: &str = "trials";
 /// The probe in its image.
 const PROBE: &str = "/usr/local/bin/bursar-probe";
 /// No trial may take longer.
-const BOUND: Duration = Duration::from_secs(300);
+const BOUND: Duration = Duration::from_secs(600);
 /// A pod that has room runs within this time, on a loaded machine.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 /// A booking that never became a container is collected after two looks of the agent, 30 s apart, when it

@@ -10,7 +10,6 @@ use bursar_e2e::chart;
 use bursar_e2e::pods::{PodError, Pods};
 use bursar_e2e::wait::{self, Look};
 use futures::FutureExt as _;
-use k8s_openapi::api::apps::v1::Deployment;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota, ServiceAccount};
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
@@ -19,6 +18,7 @@ use kube::{Client, Config};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
+use crate::operator;
 use crate::placement::holder;
 use crate::stage::{SOON, Stage, trial};
 
@@ -45,7 +45,7 @@ async fn cleared(
     // A failed assertion too.
     let outcome = AssertUnwindSafe(act(stage)).catch_unwind().await;
     let client = stage.scene.cluster.client();
-    scale_operator(&client, 1).await?;
+    operator::scale(&client, 1).await?;
     for team in TEAMS {
         Api::<GpuMemoryBudget>::namespaced(client.clone(), team)
             .delete_collection(&DeleteParams::default(), &ListParams::default())
@@ -71,7 +71,7 @@ async fn cleared(
     outcome.unwrap_or_else(|panic| resume_unwind(panic))
 }
 
-/// Gives a team a budget and waits until it is in force.
+/// Gives a team a budget and waits until it is in force, by an operator that is killed meanwhile.
 async fn give(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> {
     let pods = Pods::in_namespace(client, team).await?;
     let api: Api<GpuMemoryBudget> = Api::namespaced(client.clone(), team);
@@ -81,6 +81,7 @@ async fn give(client: &Client, team: &str, spec: Value) -> Result<Pods, Failed> 
     });
     api.create(&PostParams::default(), &serde_json::from_value(budget)?)
         .await?;
+    operator::kill(client).await?;
     until_condition(client, team, ENFORCED, "True", SOON).await?;
     Ok(pods)
 }
@@ -106,32 +107,6 @@ async fn until_condition(
     };
     let what = format!("the budget of {team} to be {type_} {status}");
     Ok(wait::until(&what, bound, PAUSE, look).await?)
-}
-
-async fn scale_operator(client: &Client, replicas: u32) -> Result<(), Failed> {
-    let api: Api<Deployment> = Api::namespaced(client.clone(), chart::NAMESPACE);
-    let name = format!("{}-operator", chart::RELEASE);
-    let patch = json!({ "spec": { "replicas": replicas } });
-    api.patch(&name, &PatchParams::default(), &Patch::Merge(patch))
-        .await?;
-    let look = async || match api.get(&name).await {
-        Ok(deployment) => {
-            let status = deployment.status.unwrap_or_default();
-            let (ready, all) = (
-                status.ready_replicas.unwrap_or(0),
-                status.replicas.unwrap_or(0),
-            );
-            let wanted = i32::try_from(replicas).unwrap_or(0);
-            if (ready, all) == (wanted, wanted) {
-                Look::Found(())
-            } else {
-                Look::NotYet(format!("{ready} of {all} are ready"))
-            }
-        }
-        Err(error) => Look::NotYet(error.to_string()),
-    };
-    let what = format!("{replicas} operators to be ready");
-    Ok(wait::until(&what, SOON, PAUSE, look).await?)
 }
 
 /// The words with which the API server refused.
@@ -217,7 +192,7 @@ async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
         "who no longer fits the guarantee borrows"
     );
 
-    scale_operator(&client, 0).await?;
+    operator::scale(&client, 0).await?;
     for index in 0..count / 2 {
         let name = format!("b-{index}");
         let asked = Instant::now();
@@ -234,7 +209,7 @@ async fn lent_and_taken_back(stage: &mut Stage) -> Result<(), Failed> {
         .filter_map(|pod| pod.metadata.name)
         .collect();
     assert_eq!(left, names[..names.len() / 2], "the guarantee stays");
-    scale_operator(&client, 1).await?;
+    operator::scale(&client, 1).await?;
     for team in TEAMS {
         until_condition(&client, team, "Ready", "True", SOON).await?;
     }

@@ -1,4 +1,5 @@
-//! Pods that wait for a GPU: kept from nodes that have none for them, moved to one that has, or given room.
+//! Pods that wait for a GPU: kept from nodes that have none for them, moved to one that has, or given room; by an
+//! operator that is killed in the middle of it.
 
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
@@ -6,6 +7,7 @@ use std::time::{Duration, Instant};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use bursar_e2e::pods::{GPU_MEMORY, State};
 use bursar_e2e::wait::{self, Look};
+use futures::future::try_join_all;
 use k8s_openapi::api::apps::v1::ReplicaSet;
 use k8s_openapi::api::batch::v1::Job;
 use k8s_openapi::api::core::v1::{Node, Pod};
@@ -15,6 +17,7 @@ use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
+use crate::operator;
 use crate::placement::{holder, run_each};
 use crate::stage::{NAMESPACE, SOON, Stage, trial};
 use crate::told;
@@ -26,7 +29,9 @@ const LARGEST_FREE: &str = "bursar.dev/largest-free-gib";
 /// How long the chart lets a disruption budget keep a pod.
 const GRACE: Duration = Duration::from_secs(60);
 /// Owner against borrower, so many times.
-const ROUNDS: usize = 8;
+const ROUNDS: usize = 100;
+/// Each time that so many pairs have come the operator is killed.
+const KILLED: usize = 10;
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
@@ -36,6 +41,10 @@ pub(crate) fn trials() -> Vec<Trial> {
         trial("operator/cluster/disruption", a_disruption_budget_and_a_job),
         trial("operator/cluster/override", an_override_lowers_a_quota),
     ]
+}
+
+async fn kill_operator(stage: &Stage) -> Result<(), Failed> {
+    operator::kill(&stage.scene.cluster.client()).await
 }
 
 fn nodes(stage: &Stage) -> Api<Node> {
@@ -234,6 +243,7 @@ async fn steered(stage: &mut Stage) -> Result<(), Failed> {
 }
 
 async fn placed_elsewhere(stage: &Stage) -> Result<(), Failed> {
+    kill_operator(stage).await?;
     until_label(stage, ELSEWHERE, LARGEST_FREE, "16").await?;
     stage.pods.create(&holder(stage, "eight", 8)).await?;
     stage
@@ -270,6 +280,7 @@ async fn held_back(stage: &Stage) -> Result<(), Failed> {
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert!(!stage.pods.state("eight").await?.scheduled);
     stage.pods.delete("ten-a").await?;
+    kill_operator(stage).await?;
     let room = Instant::now();
     stage.pods.until_running("eight", SOON).await?;
     stage.progress.say(format_args!(
@@ -299,6 +310,7 @@ async fn moves(stage: &Stage) -> Result<(), Failed> {
     })
     .await?;
     add_elsewhere(stage).await?;
+    kill_operator(stage).await?;
     let begin = Instant::now();
     let first = &waits[0].0;
     let there = until_pods(stage, "eight", "another 8 elsewhere", |pods| {
@@ -320,7 +332,7 @@ async fn moves(stage: &Stage) -> Result<(), Failed> {
     Ok(())
 }
 
-/// Borrowers have everything; an owner of a whole GPU comes, and gets it, again and again.
+/// Borrowers have everything; two owners of half a GPU come, and get it, again and again.
 async fn owners_against_borrowers(stage: &mut Stage) -> Result<(), Failed> {
     let outcome = rounds(stage).await;
     remove_workloads(stage).await?;
@@ -328,38 +340,54 @@ async fn owners_against_borrowers(stage: &mut Stage) -> Result<(), Failed> {
 }
 
 async fn rounds(stage: &Stage) -> Result<(), Failed> {
-    replicas(stage, "borrower", 4, 8, true).await?;
-    let (mut times, mut reclaimed) = (Vec::new(), BTreeSet::new());
-    for round in 0..ROUNDS {
-        until_running(stage, "borrower", 4).await?;
-        let owner = format!("owner-{round}");
-        stage.pods.create(&holder(stage, &owner, 16)).await?;
-        let begin = Instant::now();
-        stage.pods.until_running(&owner, SOON).await?;
-        times.push(begin.elapsed());
-        // Whoever had to go for it beside the scheduler's choice: one, and once.
-        let events = told::events(stage, "GpuMemoryReclaimed").await?;
-        let of_it = events.iter().filter(|event| {
-            let note = event.note.as_deref().unwrap_or_default();
-            note.contains(&format!("/{owner},"))
+    let pods = &stage.pods;
+    replicas(stage, "borrower", 8, 4, true).await?;
+    let mut times = Vec::new();
+    for round in 0..ROUNDS / 2 {
+        until_running(stage, "borrower", 8).await?;
+        let owners = ["a", "b"].map(|one| format!("owner-{round}-{one}"));
+        let run = owners.each_ref().map(async |owner| {
+            pods.create(&holder(stage, owner, 8)).await?;
+            let begin = Instant::now();
+            pods.until_running(owner, SOON).await?;
+            Ok::<_, Failed>(begin.elapsed())
         });
-        let gone: Vec<_> = of_it.filter_map(told::pod_of).collect();
-        assert!(gone.len() <= 1, "{gone:?} went for {owner}");
-        for pod in gone {
-            assert!(reclaimed.insert(pod.to_owned()), "{pod} went twice");
+        let kill = async {
+            match round % KILLED == KILLED - 1 {
+                true => kill_operator(stage).await,
+                false => Ok(()),
+            }
+        };
+        let (took, ()) = futures::try_join!(try_join_all(run), kill)?;
+        times.extend(took);
+        until_running(stage, "borrower", 4).await?;
+        for owner in &owners {
+            pods.delete(owner).await?;
         }
-        until_running(stage, "borrower", 2).await?;
-        stage.pods.delete(&owner).await?;
-        stage.pods.until_gone(&owner, SOON).await?;
+        for owner in &owners {
+            pods.until_gone(owner, SOON).await?;
+        }
+    }
+    let events = told::events(stage, "GpuMemoryReclaimed").await?;
+    let gone: Vec<_> = events.iter().filter_map(told::pod_of).collect();
+    let once: BTreeSet<_> = gone.iter().collect();
+    assert_eq!(once.len(), gone.len(), "somebody went twice: {gone:?}");
+    // Beside those whom the scheduler chose at most one had to go for each.
+    for round in 0..ROUNDS / 2 {
+        for one in ["a", "b"] {
+            let owner = format!("/owner-{round}-{one},");
+            let of_it = events.iter().filter_map(|event| event.note.as_deref());
+            let of_it: Vec<_> = of_it.filter(|note| note.contains(&owner)).collect();
+            assert!(of_it.len() <= 1, "{of_it:?}");
+        }
     }
     times.sort_unstable();
     stage.progress.say(format_args!(
-        "{ROUNDS} owners ran after {:.1?} to {:.1?}, median {:.1?}; for {} of them a borrower went beside the \
-         scheduler's",
+        "{ROUNDS} owners ran after {:.1?} to {:.1?}, median {:.1?}; {} borrowers went beside the scheduler's",
         times[0],
         times[ROUNDS - 1],
         times[ROUNDS / 2],
-        reclaimed.len()
+        gone.len()
     ));
     Ok(())
 }
@@ -397,6 +425,7 @@ async fn kept_and_let_go(stage: &Stage) -> Result<(), Failed> {
         .pods
         .until_waiting("owner", "waiting for 8 GiB", SOON)
         .await?;
+    kill_operator(stage).await?;
     tokio::time::sleep((GRACE / 2).saturating_sub(begin.elapsed())).await;
     let still = until_running(stage, "kept", 1).await?;
     assert_eq!(still[0].0, kept[0].0, "it went within the grace");
@@ -434,6 +463,7 @@ async fn overridden(stage: &Stage) -> Result<(), Failed> {
     budgets
         .create(&PostParams::default(), &serde_json::from_value(budget)?)
         .await?;
+    kill_operator(stage).await?;
     for total in [4_u64 << 30, 8 << 30] {
         let bound = Instant::now() + SOON;
         loop {
@@ -457,6 +487,7 @@ async fn overridden(stage: &Stage) -> Result<(), Failed> {
             budgets
                 .patch("default", &PatchParams::default(), &lifted)
                 .await?;
+            kill_operator(stage).await?;
         }
     }
     Ok(())

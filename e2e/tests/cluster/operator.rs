@@ -1,0 +1,62 @@
+//! The operator's own pods: none, or killed in the middle of its work.
+
+use std::time::Duration;
+
+use bursar_e2e::chart;
+use bursar_e2e::wait::{self, Look};
+use k8s_openapi::api::apps::v1::Deployment;
+use k8s_openapi::api::core::v1::Pod;
+use kube::Client;
+use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams};
+use libtest_mimic::Failed;
+use serde_json::json;
+
+use crate::stage::SOON;
+
+const PAUSE: Duration = Duration::from_millis(200);
+
+/// Kills the operator where it stands. Another one takes over by itself.
+///
+/// # Errors
+/// When there is none, or the API server refuses.
+pub(crate) async fn kill(client: &Client) -> Result<(), Failed> {
+    let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
+    let operators = ListParams::default().labels("app.kubernetes.io/component=operator");
+    let at_once = DeleteParams::default().grace_period(0);
+    let gone = pods.delete_collection(&at_once, &operators).await?;
+    let none = gone.left().is_some_and(|list| list.items.is_empty());
+    if none {
+        return Err("there is no operator to kill".into());
+    }
+    Ok(())
+}
+
+/// Runs so many of them, and waits until they are ready.
+///
+/// # Errors
+/// When that does not become so.
+pub(crate) async fn scale(client: &Client, replicas: u32) -> Result<(), Failed> {
+    let api: Api<Deployment> = Api::namespaced(client.clone(), chart::NAMESPACE);
+    let name = format!("{}-operator", chart::RELEASE);
+    let patch = json!({ "spec": { "replicas": replicas } });
+    api.patch(&name, &PatchParams::default(), &Patch::Merge(patch))
+        .await?;
+    let look = async || match api.get(&name).await {
+        Ok(deployment) => {
+            let status = deployment.status.unwrap_or_default();
+            let (ready, all) = (
+                status.ready_replicas.unwrap_or(0),
+                status.replicas.unwrap_or(0),
+            );
+            let wanted = i32::try_from(replicas).unwrap_or(0);
+            if (ready, all) == (wanted, wanted) {
+                Look::Found(())
+            } else {
+                Look::NotYet(format!("{ready} of {all} are ready"))
+            }
+        }
+        Err(error) => Look::NotYet(error.to_string()),
+    };
+    let what = format!("{replicas} operators to be ready");
+    Ok(wait::until(&what, SOON, PAUSE, look).await?)
+}
