@@ -52,7 +52,7 @@ use serde::{Deserialize, Serialize};
 use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
 use claim::{Booking, Claim, State};
 use leaked::Leaked;
-use reserved::Reserved;
+use reserved::{Reserved, Unheard};
 
 pub use claim::{HOLD, LATE, SENIORITY};
 pub use end::COLLECT_AGE;
@@ -80,6 +80,8 @@ pub struct Ledger {
     leaked: BTreeMap<GpuUuid, Leaked>,
     /// What the operator has put aside for single pods.
     reserved: BTreeMap<GpuUuid, Reserved>,
+    /// The GPUs among those whose pod has no claim here.
+    unheard: BTreeMap<GpuUuid, Unheard>,
     /// What kept leases have of GPUs that no bound container owns.
     kept: kept::Kept,
     /// The next number for a claim, an arrival or a call.
@@ -104,6 +106,7 @@ impl Ledger {
             claims: BTreeMap::new(),
             leaked: BTreeMap::new(),
             reserved: BTreeMap::new(),
+            unheard: BTreeMap::new(),
             kept: BTreeMap::new(),
             next: 0,
         }

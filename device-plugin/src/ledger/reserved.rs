@@ -1,12 +1,26 @@
 //! Memory of a GPU that the operator puts aside for one pod, while it makes room for it there.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::Ledger;
+use super::time::Moment;
 use super::types::Health;
 use crate::units::{GpuUuid, PodUid, Quanta};
+
+/// How long a GPU is held for a pod that has no claim here. It may have no node yet; but the operator that would lift
+/// the reservation may be gone as well.
+const UNHEARD: Duration = Duration::from_secs(300);
+
+/// A reservation whose pod has no claim.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Unheard {
+    since: Moment,
+    /// For too long: it holds nothing until its pod comes.
+    lapsed: bool,
+}
 
 /// What is reserved on one GPU.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -19,21 +33,45 @@ pub struct Reserved {
 }
 
 impl Ledger {
-    /// The reservations that are in force from now on, and no others. Nothing that is bound gives way to one.
-    pub fn reserve(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) {
+    /// The reservations that are in force from now on, and no others. Nothing that is bound gives way to one. Says
+    /// whether they are others than before.
+    pub fn reserve(&mut self, reserved: BTreeMap<GpuUuid, Reserved>) -> bool {
+        self.unheard
+            .retain(|gpu, _| reserved.get(gpu) == self.reserved.get(gpu));
+        let news = self.reserved != reserved;
         self.reserved = reserved;
+        news
+    }
+
+    /// Gives up, until they come, what is held for pods that have had no claim for too long.
+    pub fn lapse(&mut self, now: Moment) {
+        let pods = self.pods();
+        let unheard = self.reserved.iter();
+        let unheard = unheard.filter(|(_, reserved)| !pods.contains(&reserved.waiter));
+        let unheard = unheard.map(|(gpu, _)| {
+            let since = self.unheard.get(gpu).map_or(now, |unheard| unheard.since);
+            let lapsed = now.since(since) >= UNHEARD;
+            (gpu.clone(), Unheard { since, lapsed })
+        });
+        self.unheard = unheard.collect();
+    }
+
+    /// The reservation that is in force on a GPU.
+    fn in_force(&self, gpu: &GpuUuid) -> Option<&Reserved> {
+        let lapsed = self.unheard.get(gpu).is_some_and(|unheard| unheard.lapsed);
+        self.reserved.get(gpu).filter(|_| !lapsed)
     }
 
     /// The pod that the GPU is held for.
     pub(super) fn held_for(&self, gpu: &GpuUuid) -> Option<&PodUid> {
         let state = self.gpus.get(gpu)?;
-        let reserved = self.reserved.get(gpu)?;
+        let reserved = self.in_force(gpu)?;
         (state.health == Health::Healthy).then_some(&reserved.waiter)
     }
 
     /// What of the GPU is still to be kept for that pod.
     pub(super) fn reserved_on(&self, gpu: &GpuUuid) -> Quanta {
-        let Some(Reserved { waiter, quanta }) = self.reserved.get(gpu) else {
+        let Some(Reserved { waiter, quanta }) = self.in_force(gpu) else {
             return Quanta::ZERO;
         };
         let used = self.usage();
@@ -143,6 +181,39 @@ mod tests {
         assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 4);
         ledger.pod_gone(&"owner".parse().unwrap());
         assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.free.0), 8);
+    }
+
+    #[test]
+    fn a_reservation_lapses_while_its_pod_is_not_heard_of_and_no_sooner() {
+        let mut ledger = ledger();
+        assert!(matches!(
+            start(&mut ledger, "known", 0, 2),
+            Answer::Bound(_)
+        ));
+        let both: BTreeMap<_, _> = [("GPU-a", "known"), ("GPU-b", "unheard")]
+            .map(|(gpu, waiter)| {
+                let (waiter, quanta) = (waiter.parse().unwrap(), Quanta(8));
+                (gpu.parse().unwrap(), Reserved { waiter, quanta })
+            })
+            .into();
+        assert!(ledger.reserve(both.clone()));
+        let free =
+            |ledger: &Ledger| ["GPU-a", "GPU-b"].map(|uuid| gpu(ledger, uuid, |gpu| gpu.free.0));
+        ledger.lapse(NOW);
+        ledger.lapse(NOW + (UNHEARD - Duration::from_secs(1)));
+        assert_eq!(free(&ledger), [0, 0]);
+        ledger.lapse(NOW + UNHEARD);
+        assert_eq!(free(&ledger), [0, 8]);
+        // The same orders again change nothing, and the pod has its GPU once it comes.
+        assert!(!ledger.reserve(both));
+        assert_eq!(free(&ledger), [0, 8]);
+        assert!(matches!(
+            start(&mut ledger, "unheard", 10, 8),
+            Answer::Bound(_)
+        ));
+        ledger.lapse(NOW + UNHEARD);
+        assert_eq!(gpu(&ledger, "GPU-b", |gpu| gpu.bound.0), 8);
+        assert!(ledger.unheard.is_empty());
     }
 
     #[test]

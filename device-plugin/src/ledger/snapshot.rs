@@ -67,6 +67,7 @@ impl Ledger {
             claims,
             leaked,
             reserved,
+            unheard: _,
             kept,
             next,
         } = self.clone();
@@ -119,6 +120,7 @@ impl Ledger {
             claims: claims.into_iter().collect(),
             leaked: leaked.into_iter().collect(),
             reserved: reserved.into_iter().collect(),
+            unheard: Default::default(),
             kept,
             next,
         })

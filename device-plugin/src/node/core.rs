@@ -299,9 +299,10 @@ impl<H: Host> Core<H> {
 
     /// Holds GPUs for the pods that the operator makes room for.
     pub async fn reserve(&mut self, reservations: &[Reservation], now: Moment) {
-        self.ledger.reserve(offer::reserved(reservations));
-        self.unsaved = true;
-        self.advance(now).await;
+        if self.ledger.reserve(offer::reserved(reservations)) {
+            self.unsaved = true;
+            self.advance(now).await;
+        }
     }
 
     /// What time brings: pods that ended, waiters that gave up, steps that failed before.
@@ -312,6 +313,7 @@ impl<H: Host> Core<H> {
         self.prove();
         self.keep(now).await;
         self.give_up(now);
+        self.ledger.lapse(now);
         self.advance(now).await;
         self.finish().await;
         if !self.unsaved && !self.unrecorded.is_empty() {

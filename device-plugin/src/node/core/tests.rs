@@ -435,6 +435,27 @@ async fn a_container_without_room_waits_and_then_tells_why() {
 }
 
 #[tokio::test]
+async fn a_gpu_held_for_a_pod_that_never_comes_is_bound_to_another_after_five_minutes() {
+    let mut bed = Bed::new().await;
+    let held = ["GPU-a", "GPU-b"].map(|gpu| Reservation {
+        gpu: gpu.to_owned(),
+        waiter: "nobody".to_owned(),
+        quanta: 16,
+    });
+    bed.core.reserve(&held, bed.now).await;
+    bed.tick(1).await;
+    let steps = bed.host.disk().done;
+    bed.core.reserve(&held, bed.now).await;
+    bed.tick(289).await;
+    assert_eq!(bed.host.disk().done, steps, "nothing new is on record");
+    bed.device("a", 0..10);
+    let _waits = bed.start_device("a", 0..10).await;
+    assert!(bed.placements().is_empty());
+    bed.tick(11).await;
+    assert_eq!(bed.placements().len(), 1);
+}
+
+#[tokio::test]
 async fn a_waiter_is_bound_when_a_pod_ends_and_what_that_pod_had_is_gone_from_the_host() {
     let mut bed = Bed::new().await;
     for (pod, tokens) in [("a", 0..10), ("b", 10..20)] {
