@@ -124,8 +124,10 @@ impl Hands {
                 nominate,
                 victims,
             } => {
-                if !self.still_waits(&waiter, &node).await? {
-                    debug!(waiter = waiter.key.name, "waits no more");
+                if !self.still_waits(&waiter, &node).await?
+                    || !self.still_held(&waiter, &node, &gpu).await?
+                {
+                    debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
                     return Ok(());
                 }
                 if nominate {
@@ -143,6 +145,11 @@ impl Hands {
                 to,
                 room,
             } => {
+                // Who was bound a moment ago would lose what it has begun.
+                if !self.still_waits(&pod, &from.name).await? {
+                    debug!(waiter = pod.key.name, "waits no more");
+                    return Ok(());
+                }
                 let wall = Timestamp::now();
                 if memory.is_first_ask(&pod.uid) {
                     // Before the eviction: whoever comes after a crash may count one too many, never one too few.
@@ -215,6 +222,19 @@ impl Hands {
                 Place::Nowhere { .. } => true,
             };
             here && pod.uid == waiter.uid && pod.pending && !pod.ending
+        }))
+    }
+
+    /// Whether the GPU is reserved and held for the waiter, by the API server's own word: another operator may have
+    /// chosen another one.
+    async fn still_held(&self, waiter: &Pod, node: &str, gpu: &str) -> Result<bool, ActError> {
+        let nodes = Api::<GpuNode>::all(self.client.clone());
+        let found = within("read GpuNode", node, nodes.get_opt(node)).await?;
+        Ok(found.is_some_and(|node| {
+            let mut reserved = node.spec.reservations.iter();
+            let mut gpus = node.status.iter().flat_map(|status| &status.gpus);
+            reserved.any(|held| held.gpu == gpu && held.waiter == waiter.uid)
+                && gpus.any(|one| one.uuid == gpu && one.held_for.as_ref() == Some(&waiter.uid))
         }))
     }
 

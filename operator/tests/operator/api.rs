@@ -468,6 +468,10 @@ async fn answer(State(api): State<Api>, request: Request) -> Response {
             let pod = api.stored("pods", &format!("{namespace}/{name}"));
             return pod.map_or_else(|| failure(StatusCode::NOT_FOUND), |pod| json_body(&pod));
         }
+        if let [.., "gpunodes", name] = segments.as_slice() {
+            let node = api.stored("gpunodes", &format!("/{name}"));
+            return node.map_or_else(|| failure(StatusCode::NOT_FOUND), |node| json_body(&node));
+        }
         return if query.contains("watch=true") {
             let from = parameter(query, "resourceVersion").and_then(|text| text.parse().ok());
             api.watch(kind.to_owned(), label, from.unwrap_or(0))

@@ -263,7 +263,7 @@ impl<'a> Planner<'a> {
                     // Who is ending anyway will do.
                     return None;
                 }
-                if want.node.is_none() && !self.tokens_suffice(node, &room, want.pod) {
+                if want.node.is_none() && !self.tokens_suffice(node, &room, want.pod, taken) {
                     continue;
                 }
                 let highest = room.iter().map(|one| one.priority).max();
@@ -296,12 +296,24 @@ impl<'a> Planner<'a> {
         (!some).then_some(may)
     }
 
-    /// The scheduler could put the pod on the node if these went.
-    fn tokens_suffice(&self, node: &str, gone: &[Candidate<'_>], pod: &PodFacts) -> bool {
+    /// The scheduler could put the pod on the node if these went, beside those that are `taken` care of there: pods
+    /// that are nominated to the same node keep each other off.
+    fn tokens_suffice(
+        &self,
+        node: &str,
+        gone: &[Candidate<'_>],
+        pod: &PodFacts,
+        taken: &[Reservation],
+    ) -> bool {
+        let others = taken
+            .iter()
+            .filter_map(|held| self.scene.pod(&held.waiter))
+            .filter(|other| other.node().is_none());
+        let nominated: Quanta = others.map(|other| other.asks).sum();
         let of = |one: &Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
         let theirs: Quanta = gone.iter().filter_map(of).sum();
         let coming = self.going.get(node).copied().unwrap_or_default();
-        self.scene.unasked(node).plus(theirs).plus(coming) >= pod.asks
+        self.scene.unasked(node).plus(theirs).plus(coming) >= pod.asks.plus(nominated)
     }
 
     /// Who has to go from a GPU for the waiter, besides those who are going; none where that would not help.
