@@ -142,7 +142,7 @@ impl Outcome {
 
 impl Case {
     pub(crate) async fn start(server: &Server, name: &str, plan: Plan) -> Result<Self, Failed> {
-        Self::over(server, server.operators(), SILENCE, name, plan).await
+        Self::over(server, server.plane.operators(), SILENCE, name, plan).await
     }
 
     /// With another way to the API server, and less patience with its silence.

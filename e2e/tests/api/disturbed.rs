@@ -21,7 +21,7 @@ async fn tour(server: &Server, name: &str, plan: impl Fn(&str) -> Plan) -> Resul
         ["budget", "node", "faults"].map(|about| format!("{name}-{about}"));
     let by_budget = async {
         let case = Case::start(server, &budget, plan(&budget)).await?;
-        let operator = Client::try_from(server.operators())?;
+        let operator = Client::try_from(server.plane.operators())?;
         tours::of_a_budget(case, operator).await
     };
     let by_node = async {
@@ -142,7 +142,7 @@ pub(crate) async fn two_operators(server: &Server) -> Result<String, Failed> {
 pub(crate) async fn no_controller_manager(server: &Server) -> Result<String, Failed> {
     let name = "unmanaged";
     let mut case = Case::start(server, name, Plan::told(name, Telling::Plain)).await?;
-    server.controller_manager(false).await?;
+    server.plane.controller_manager(false).await?;
     case.through(
         "a budget is made",
         async |at| at.declare("16Gi", "24Gi").await,
@@ -156,11 +156,11 @@ pub(crate) async fn no_controller_manager(server: &Server) -> Result<String, Fai
     .await?;
     case.through(
         "the controller manager is back",
-        async |_| server.controller_manager(true).await,
+        async |_| Ok(server.plane.controller_manager(true).await?),
         async |at| Ok(condition(&at.budget().await?, "Ready") == "True"),
     )
     .await?;
-    server.controller_manager(false).await?;
+    server.plane.controller_manager(false).await?;
     case.through(
         "it is amended",
         async |at| {
@@ -172,7 +172,7 @@ pub(crate) async fn no_controller_manager(server: &Server) -> Result<String, Fai
     .await?;
     case.through(
         "the controller manager is back again",
-        async |_| server.controller_manager(true).await,
+        async |_| Ok(server.plane.controller_manager(true).await?),
         async |at| Ok(condition(&at.budget().await?, "Ready") == "True"),
     )
     .await?;

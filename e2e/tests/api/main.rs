@@ -31,7 +31,7 @@ fn server() -> Result<&'static (Runtime, Server), Failed> {
     let start = || {
         let runtime = Runtime::new().map_err(|error| error.to_string())?;
         let server = runtime.block_on(Server::start(Progress::start()));
-        let server = server.map_err(|failed| failed.message().unwrap_or_default().to_owned())?;
+        let server = server.map_err(|error| error.to_string())?;
         Ok((runtime, server))
     };
     let server = SERVER.get_or_init(start);
@@ -91,7 +91,7 @@ fn main() -> ExitCode {
     let trials = together.into_iter().chain(alone).collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
     if let Some(Ok((runtime, server))) = SERVER.get() {
-        runtime.block_on(server.stop());
+        runtime.block_on(server.plane.stop());
     }
     conclusion.exit_code()
 }

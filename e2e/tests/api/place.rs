@@ -1,6 +1,6 @@
 //! A case's own part of the API server: a namespace, and nodes with one GPU each, which nobody else touches.
 
-use http::{Method, Request};
+use bursar_e2e::objects::Objects;
 use kube::Client;
 use libtest_mimic::Failed;
 use serde_json::{Value, json};
@@ -20,7 +20,7 @@ pub(crate) const HARD: &str = "requests.bursar.dev/gpu-memory-gib";
 pub(crate) struct Place {
     /// Of the case, its namespace, its cohort and its node.
     pub(crate) name: String,
-    client: Client,
+    objects: Objects,
 }
 
 impl Place {
@@ -28,7 +28,7 @@ impl Place {
     pub(crate) async fn make(server: &Server, name: &str) -> Result<Self, Failed> {
         let place = Self {
             name: name.to_owned(),
-            client: server.client(),
+            objects: Objects::new(server.plane.client()),
         };
         let namespace = json!({ "metadata": { "name": name } });
         place.create("/api/v1/namespaces", namespace).await?;
@@ -79,7 +79,7 @@ impl Place {
     pub(crate) fn with(&self, client: Client) -> Self {
         Self {
             name: self.name.clone(),
-            client,
+            objects: Objects::new(client),
         }
     }
 
@@ -87,50 +87,26 @@ impl Place {
     pub(crate) fn in_namespace(&self, name: &str) -> Self {
         Self {
             name: name.to_owned(),
-            client: self.client.clone(),
+            objects: self.objects.clone(),
         }
-    }
-
-    async fn request(&self, method: Method, path: &str, body: &Value) -> kube::Result<Value> {
-        let patch = method == Method::PATCH;
-        let mut request = Request::builder().method(method).uri(path);
-        let kind = if patch {
-            "application/merge-patch+json"
-        } else {
-            "application/json"
-        };
-        request = request.header("content-type", kind);
-        let body = if body.is_null() {
-            Vec::new()
-        } else {
-            body.to_string().into_bytes()
-        };
-        let request = request.body(body).map_err(kube::Error::HttpError)?;
-        self.client.request(request).await
     }
 
     /// An object; null where there is none.
     pub(crate) async fn get(&self, path: &str) -> Result<Value, Failed> {
-        match self.request(Method::GET, path, &Value::Null).await {
-            Err(kube::Error::Api(status)) if status.code == 404 => Ok(Value::Null),
-            other => Ok(other?),
-        }
+        Ok(self.objects.get(path).await?)
     }
 
     pub(crate) async fn create(&self, path: &str, object: Value) -> kube::Result<Value> {
-        self.request(Method::POST, path, &object).await
+        self.objects.create(path, &object).await
     }
 
     pub(crate) async fn merge(&self, path: &str, patch: Value) -> Result<(), Failed> {
-        Ok(self.request(Method::PATCH, path, &patch).await.map(drop)?)
+        Ok(self.objects.merge(path, &patch).await.map(drop)?)
     }
 
     /// Deletes an object, if it is there.
     pub(crate) async fn delete(&self, path: &str) -> Result<(), Failed> {
-        match self.request(Method::DELETE, path, &Value::Null).await {
-            Err(kube::Error::Api(status)) if status.code == 404 => Ok(()),
-            other => Ok(other.map(drop)?),
-        }
+        Ok(self.objects.delete(path).await?)
     }
 
     /// The paths of things.

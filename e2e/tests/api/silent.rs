@@ -66,7 +66,7 @@ fn ready(budget: &serde_json::Value) -> bool {
 
 pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
     let name = "silent";
-    let mut config = server.operators();
+    let mut config = server.plane.operators();
     let port = config.cluster_url.port_u16().ok_or("no port")?;
     let line = Line::to(SocketAddr::from(([127, 0, 0, 1], port))).await?;
     config.cluster_url = format!("https://{}", line.address).parse()?;

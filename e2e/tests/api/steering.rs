@@ -242,6 +242,7 @@ fn has_room(label: &str, labels: &Labels) -> bool {
 /// Puts the policy into another mode, and waits until it acts so.
 async fn mode(server: &Server, at: &Place, mode: &str) -> Result<(), Failed> {
     let chart = server
+        .plane
         .chart(&[&format!("--set=steering.mode={mode}")])
         .await?;
     let steers = |object: &Value| {
@@ -249,6 +250,7 @@ async fn mode(server: &Server, at: &Place, mode: &str) -> Result<(), Failed> {
         name.ends_with("-steering")
     };
     server
+        .plane
         .apply(chart.into_iter().filter(steers).collect())
         .await?;
     let begin = Instant::now();
@@ -280,7 +282,7 @@ pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
     let untouched = who_is_left_alone(&at).await?;
     // As the chart has it, for whoever comes after.
     mode(server, &at, "preferred").await?;
-    let log = server.log().await?;
+    let log = server.plane.log().await?;
     let is_panic = |line: &&str| PANICS.iter().any(|words| line.contains(words));
     if let Some(panic) = log.lines().find(is_panic) {
         return Err(format!("the API server panicked: {panic}").into());

@@ -1,0 +1,262 @@
+//! A control plane without nodes, with what the chart puts on it but its workloads.
+
+use std::io;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use kube::config::{KubeConfigOptions, Kubeconfig, KubeconfigError};
+use kube::{Client, Config};
+use serde::Deserialize as _;
+use serde_json::{Value, json};
+use tokio::io::AsyncWriteExt as _;
+use tokio::process::Command;
+use tokio::sync::Mutex;
+use tokio::time::timeout;
+
+use crate::cache::CacheError;
+use crate::chart::{NAMESPACE, RELEASE};
+use crate::cluster::{Extent, Local, LocalError, Options};
+use crate::folders;
+use crate::kube::{self as supplies, BuildError, Toolbox};
+use crate::progress::Progress;
+
+/// Of the chart, what is no workload.
+const WORKLOADS: [&str; 2] = ["Deployment", "DaemonSet"];
+/// How long helm and kubectl may take.
+const PROGRAM_TIME: Duration = Duration::from_secs(60);
+
+/// Why there is no control plane, or something cannot be put on it.
+#[derive(Debug, thiserror::Error)]
+pub enum ControlPlaneError {
+    /// Kubernetes could not be built.
+    #[error(transparent)]
+    Supplies(#[from] CacheError<BuildError>),
+    /// It did not start, or one of its processes did not.
+    #[error(transparent)]
+    Local(#[from] LocalError),
+    /// Its kubeconfig cannot be used.
+    #[error("the cluster's kubeconfig")]
+    Kubeconfig(#[from] KubeconfigError),
+    /// A program could not be run, or a file not be written.
+    #[error("{what}: {source}")]
+    System {
+        /// The program or the file.
+        what: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A program failed.
+    #[error("{program}: {said}")]
+    Program {
+        /// The program.
+        program: PathBuf,
+        /// What it said.
+        said: String,
+    },
+    /// What helm rendered is no YAML.
+    #[error("the rendered chart: {0}")]
+    Chart(#[from] serde_yaml_ng::Error),
+    /// It was taken down.
+    #[error("the control plane is down")]
+    Down,
+}
+
+/// etcd, the API server and the controller manager, with the chart's types, rights and policies.
+pub struct ControlPlane {
+    local: Mutex<Option<Local>>,
+    toolbox: Toolbox,
+    folder: PathBuf,
+    kubeconfig: PathBuf,
+    log: PathBuf,
+    config: Config,
+    client: Client,
+}
+
+impl ControlPlane {
+    /// Starts one of this name. `harness` is the program whose subcommand `node` is the node process.
+    ///
+    /// # Errors
+    /// When something does not start, or the chart is refused.
+    pub async fn up(
+        name: &str,
+        harness: PathBuf,
+        progress: &Progress,
+    ) -> Result<Self, ControlPlaneError> {
+        let toolbox = supplies::build(progress)?;
+        let options = Options {
+            name: name.to_owned(),
+            harness,
+            toolbox: toolbox.clone(),
+            extent: Extent::ControlPlane,
+        };
+        let mut local = Local::up(options, progress).await?;
+        // The garbage collector learns of new types every 30 s, and when it starts.
+        local.stop_controller_manager().await?;
+        let kubeconfig = Kubeconfig::read_from(local.kubeconfig())?;
+        let config =
+            Config::from_custom_kubeconfig(kubeconfig, &KubeConfigOptions::default()).await?;
+        let plane = Self {
+            folder: local.folder().path().to_path_buf(),
+            kubeconfig: local.kubeconfig(),
+            log: local.folder().log("kube-apiserver"),
+            client: local.client(),
+            local: Mutex::new(Some(local)),
+            toolbox,
+            config,
+        };
+        let mut objects = vec![json!({
+            "apiVersion": "v1", "kind": "Namespace", "metadata": { "name": NAMESPACE } })];
+        objects.extend(plane.chart(&[]).await?);
+        plane.apply(objects).await?;
+        plane.controller_manager(true).await?;
+        progress.say("the chart's types, rights and policies are there");
+        Ok(plane)
+    }
+
+    /// Everything but workloads of the chart with these settings.
+    ///
+    /// # Errors
+    /// When helm fails.
+    pub async fn chart(&self, settings: &[&str]) -> Result<Vec<Value>, ControlPlaneError> {
+        let program = self.toolbox.program("helm");
+        let mut helm = Command::new(&program);
+        helm.args(["template", RELEASE])
+            .arg(folders::repository().join("charts/bursar"))
+            .args(["--namespace", NAMESPACE, "--kube-version=1.36.0"])
+            .args(settings);
+        let rendered = succeed(&program, helm, Vec::new()).await?;
+        let mut objects = Vec::new();
+        for document in serde_yaml_ng::Deserializer::from_slice(&rendered) {
+            let object = Value::deserialize(document)?;
+            let kind = object["kind"].as_str();
+            if kind.is_some_and(|kind| !WORKLOADS.contains(&kind)) {
+                objects.push(object);
+            }
+        }
+        Ok(objects)
+    }
+
+    /// Makes or changes these objects.
+    ///
+    /// # Errors
+    /// When kubectl fails.
+    pub async fn apply(&self, objects: Vec<Value>) -> Result<(), ControlPlaneError> {
+        let list = json!({ "apiVersion": "v1", "kind": "List", "items": objects });
+        let program = self.toolbox.program("kubectl");
+        let mut kubectl = Command::new(&program);
+        kubectl
+            .args([
+                "apply",
+                "--server-side",
+                "--force-conflicts",
+                "--filename=-",
+            ])
+            .env("KUBECONFIG", &self.kubeconfig);
+        let input = list.to_string().into_bytes();
+        succeed(&program, kubectl, input).await.map(drop)
+    }
+
+    /// Starts or stops the controller manager.
+    ///
+    /// # Errors
+    /// When it does not start or end.
+    pub async fn controller_manager(&self, runs: bool) -> Result<(), ControlPlaneError> {
+        let mut local = self.local.lock().await;
+        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
+        if runs {
+            return Ok(local.start_controller_manager().await?);
+        }
+        Ok(local.stop_controller_manager().await?)
+    }
+
+    /// A client with all rights.
+    pub fn client(&self) -> Client {
+        self.client.clone()
+    }
+
+    /// The way to the API server with the operator's rights, and no others.
+    pub fn operators(&self) -> Config {
+        let mut config = self.config.clone();
+        config.auth_info.impersonate = Some(operators_account());
+        config
+    }
+
+    /// The same as a file, for a process of its own.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn operators_kubeconfig(&self) -> Result<PathBuf, ControlPlaneError> {
+        let mut kubeconfig = Kubeconfig::read_from(&self.kubeconfig)?;
+        for user in &mut kubeconfig.auth_infos {
+            if let Some(user) = &mut user.auth_info {
+                user.impersonate = Some(operators_account());
+            }
+        }
+        let path = self.folder.join("operator.kubeconfig");
+        let text = serde_yaml_ng::to_string(&kubeconfig)?;
+        std::fs::write(&path, text).map_err(system(&path))?;
+        Ok(path)
+    }
+
+    /// Ids of its processes whose program has this name.
+    pub async fn processes_named(&self, program: &str) -> Vec<i32> {
+        let local = self.local.lock().await;
+        let local = local.as_ref();
+        local
+            .map(|local| local.processes_named(program))
+            .unwrap_or_default()
+    }
+
+    /// What the API server has logged so far.
+    ///
+    /// # Errors
+    /// When its log cannot be read.
+    pub async fn log(&self) -> Result<String, ControlPlaneError> {
+        let log = tokio::fs::read_to_string(&self.log).await;
+        log.map_err(system(&self.log))
+    }
+
+    /// Takes it down.
+    pub async fn stop(&self) {
+        drop(self.local.lock().await.take());
+    }
+}
+
+fn operators_account() -> String {
+    format!("system:serviceaccount:{NAMESPACE}:{RELEASE}-operator")
+}
+
+fn system(what: &Path) -> impl FnOnce(io::Error) -> ControlPlaneError {
+    let what = what.to_path_buf();
+    move |source| ControlPlaneError::System { what, source }
+}
+
+/// Runs a command on this input; what it printed.
+async fn succeed(
+    program: &Path,
+    mut command: Command,
+    input: Vec<u8>,
+) -> Result<Vec<u8>, ControlPlaneError> {
+    command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true);
+    let mut child = command.spawn().map_err(system(program))?;
+    if let Some(mut stdin) = child.stdin.take() {
+        stdin.write_all(&input).await.map_err(system(program))?;
+    }
+    let failed = |said: String| ControlPlaneError::Program {
+        program: program.to_path_buf(),
+        said,
+    };
+    let output = timeout(PROGRAM_TIME, child.wait_with_output())
+        .await
+        .map_err(|_| failed(format!("no end within {PROGRAM_TIME:?}")))?
+        .map_err(system(program))?;
+    if output.status.success() {
+        return Ok(output.stdout);
+    }
+    Err(failed(String::from_utf8_lossy(&output.stderr).into_owned()))
+}
