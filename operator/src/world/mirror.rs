@@ -69,8 +69,8 @@ impl<V> Default for Mirror<V> {
 }
 
 impl<V: PartialEq> Mirror<V> {
-    /// Takes in one event and says whose value it changed.
-    pub fn apply(&mut self, event: Event<Entry<V>>) -> Vec<Key> {
+    /// Takes in one event and says whose value it changed, and from what.
+    pub fn apply(&mut self, event: Event<Entry<V>>) -> Vec<Entry<V>> {
         match event {
             Event::Init => self.arriving.clear(),
             Event::InitApply((key, Some(value))) => {
@@ -84,26 +84,30 @@ impl<V: PartialEq> Mirror<V> {
         Vec::new()
     }
 
-    fn replace(&mut self) -> Vec<Key> {
-        let before = std::mem::replace(&mut self.live, std::mem::take(&mut self.arriving));
+    fn replace(&mut self) -> Vec<Entry<V>> {
+        let mut before = std::mem::replace(&mut self.live, std::mem::take(&mut self.arriving));
         self.listed = true;
-        let gone = before.keys().filter(|key| !self.live.contains_key(key));
-        let changed = self
-            .live
-            .iter()
-            .filter(|(key, value)| before.get(key) != Some(value));
-        gone.chain(changed.map(|(key, _)| key)).cloned().collect()
+        let mut changed = Vec::new();
+        for (key, value) in &self.live {
+            let was = before.remove(key);
+            if was.as_ref() != Some(value) {
+                changed.push((key.clone(), was));
+            }
+        }
+        let gone = before.into_iter().map(|(key, was)| (key, Some(was)));
+        changed.extend(gone);
+        changed
     }
 
-    fn set(&mut self, key: Key, value: Option<V>) -> Vec<Key> {
+    fn set(&mut self, key: Key, value: Option<V>) -> Vec<Entry<V>> {
         if self.live.get(&key) == value.as_ref() {
             return Vec::new();
         }
-        match value {
+        let was = match value {
             Some(value) => self.live.insert(key.clone(), value),
             None => self.live.remove(&key),
         };
-        vec![key]
+        vec![(key, was)]
     }
 
     /// Whether all objects have been heard of once.
@@ -152,9 +156,14 @@ mod tests {
     #[test]
     fn only_what_changed_is_named() {
         let mut mirror = Mirror::default();
-        assert_eq!(mirror.apply(Event::Apply(entry("a", 1))), [key("n", "a")]);
-        assert_eq!(mirror.apply(Event::Apply(entry("a", 1))), []);
-        assert_eq!(mirror.apply(Event::Delete(entry("a", 1))), [key("n", "a")]);
+        let (apply, change) = (
+            |value| Event::Apply(entry("a", value)),
+            |was| [(key("n", "a"), was)],
+        );
+        assert_eq!(mirror.apply(apply(1)), change(None));
+        assert_eq!(mirror.apply(apply(1)), []);
+        assert_eq!(mirror.apply(apply(2)), change(Some(1)));
+        assert_eq!(mirror.apply(Event::Delete(entry("a", 1))), change(Some(2)));
         assert_eq!(mirror.apply(Event::Delete(entry("a", 1))), []);
     }
 
@@ -164,7 +173,7 @@ mod tests {
         mirror.apply(Event::Apply(entry("a", 1)));
         assert_eq!(
             mirror.apply(Event::Apply((key("n", "a"), None))),
-            [key("n", "a")]
+            [entry("a", 1)]
         );
         assert_eq!(mirror.iter().count(), 0);
     }
@@ -179,7 +188,7 @@ mod tests {
         assert!(!mirror.is_listed());
         assert_eq!(
             mirror.apply(Event::InitDone),
-            [key("n", "old"), key("n", "new")]
+            [(key("n", "new"), None), entry("old", 1)]
         );
         assert!(mirror.is_listed());
         assert_eq!(mirror.get(&key("n", "old")), None);

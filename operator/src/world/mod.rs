@@ -3,6 +3,7 @@
 mod entries;
 mod facts;
 mod mirror;
+mod tally;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::budget::{Quota, Remedy, Which, is_enforced, remedy};
 use crate::demand::Demand;
 use crate::orders::has_to_be_written;
 use crate::placement::{Landscape, Told};
-use crate::quanta::Quanta;
+use tally::Tally;
 
 /// What is watched, as probes, logs and metrics call it.
 pub mod kinds {
@@ -93,6 +94,7 @@ pub struct World {
     cohorts: Mirror<String>,
     quotas: Mirror<Quota>,
     labels: Mirror<String>,
+    tally: Tally,
     landscape: Landscape,
 }
 
@@ -107,6 +109,7 @@ impl World {
             cohorts: Mirror::default(),
             quotas: Mirror::default(),
             labels: Mirror::default(),
+            tally: Tally::default(),
             landscape: Landscape::default(),
         }
     }
@@ -115,10 +118,13 @@ impl World {
     pub fn apply(&mut self, change: Change) -> Dirty {
         match change {
             Change::Budget(event) => {
-                let before = self.guarantees();
                 let changed = self.budgets.apply(event);
+                let mut all = false;
+                for (key, before) in &changed {
+                    all |= self.tally.budget(before.as_ref(), self.budgets.get(key));
+                }
                 Dirty {
-                    all: !changed.is_empty() && self.guarantees() != before,
+                    all,
                     namespaces: namespaces(changed),
                 }
             }
@@ -127,7 +133,7 @@ impl World {
                 namespaces: namespaces(self.pods.apply(event)),
             },
             Change::GpuNode(event) => self.gpu_node(event),
-            Change::Node(event) => everything(&self.cohorts.apply(event)),
+            Change::Node(event) => self.cohort_label(event),
             Change::Quota(event) => Dirty {
                 all: false,
                 namespaces: namespaces(self.quotas.apply(event)),
@@ -136,7 +142,7 @@ impl World {
                 let changed = self.labels.apply(event);
                 Dirty {
                     all: false,
-                    namespaces: changed.into_iter().map(|key| key.name).collect(),
+                    namespaces: changed.into_iter().map(|(key, _)| key.name).collect(),
                 }
             }
             Change::Placement(told) => {
@@ -148,23 +154,37 @@ impl World {
 
     /// What a node offers concerns every budget; what is said of a namespace there, that one's.
     fn gpu_node(&mut self, event: Event<Entry<Gpus>>) -> Dirty {
-        let name = match &event {
-            Event::Apply((key, _)) => Some(key.clone()),
-            _ => None,
-        };
-        let known = name.and_then(|key| Some((self.gpu_nodes.get(&key)?.clone(), key)));
-        let changed = self.gpu_nodes.apply(event);
-        let concerned = known.as_ref().and_then(|(before, key)| {
-            let now = self.gpu_nodes.get(key)?;
-            let both = before.concerned()?.into_iter().chain(now.concerned()?);
-            let namespaces = both.map(str::to_owned).collect();
-            (before.offer == now.offer).then_some(namespaces)
-        });
+        let mut dirty = Dirty::default();
+        for (key, before) in self.gpu_nodes.apply(event) {
+            let now = self.gpu_nodes.get(&key);
+            let cohort = cohort_of(self.cohorts.get(&key));
+            let with_cohort = |gpus| (gpus, cohort);
+            let was = before.as_ref();
+            self.tally
+                .node(&key, was.map(with_cohort), now.map(with_cohort));
+            match concerned(was, now) {
+                Some(namespaces) => dirty
+                    .namespaces
+                    .extend(namespaces.into_iter().map(str::to_owned)),
+                None => dirty.all = true,
+            }
+        }
+        dirty
+    }
+
+    /// A node's cohort concerns every budget.
+    fn cohort_label(&mut self, event: Event<Entry<String>>) -> Dirty {
+        let changed = self.cohorts.apply(event);
+        for (key, before) in &changed {
+            if let Some(gpus) = self.gpu_nodes.get(key) {
+                let (before, now) = (cohort_of(before.as_ref()), cohort_of(self.cohorts.get(key)));
+                self.tally
+                    .node(key, Some((gpus, before)), Some((gpus, now)));
+            }
+        }
         Dirty {
-            all: !changed.is_empty() && concerned.is_none(),
-            namespaces: concerned
-                .filter(|_| !changed.is_empty())
-                .unwrap_or_default(),
+            all: !changed.is_empty(),
+            namespaces: BTreeSet::new(),
         }
     }
 
@@ -217,7 +237,7 @@ impl World {
             sufferers: self.sufferers(namespace),
             jobs: BTreeMap::new(),
             told: self.told(namespace).collect(),
-            cohort: self.cohort(cohort),
+            cohort: self.tally.cohort(cohort),
             guaranteed_quota: self.quota(namespace, Which::Guaranteed),
             limit_quota: self.quota(namespace, Which::Limit),
             labelled: label.is_some_and(|label| is_enforced(label)),
@@ -307,7 +327,9 @@ impl World {
     /// The pods of a namespace that suffer from faults.
     fn sufferers(&self, namespace: &str) -> Vec<Sufferer> {
         let mut sufferers = Vec::new();
-        for OpenFault { fault, pods } in self.gpu_nodes.iter().flat_map(|(_, node)| &node.faults) {
+        let nodes = self.tally.suffering(namespace);
+        let nodes = nodes.into_iter().filter_map(|key| self.gpu_nodes.get(key));
+        for OpenFault { fault, pods } in nodes.flat_map(|node| &node.faults) {
             let of_container = fault
                 .container
                 .iter()
@@ -329,8 +351,9 @@ impl World {
     }
 
     fn told(&self, namespace: &str) -> impl Iterator<Item = &NamespaceUse> {
-        let uses = self.gpu_nodes.iter();
-        let uses = uses.flat_map(|(_, node)| &node.namespaces);
+        let nodes = self.tally.saying(namespace);
+        let nodes = nodes.filter_map(|key| self.gpu_nodes.get(key));
+        let uses = nodes.flat_map(|node| &node.namespaces);
         uses.filter(move |one| one.namespace == namespace)
     }
 
@@ -343,63 +366,22 @@ impl World {
         }
         counts
     }
-
-    fn cohort(&self, name: &str) -> Cohort {
-        let mut cohort = Cohort::default();
-        for (_, claim) in self
-            .budgets
-            .iter()
-            .filter(|(_, claim)| claim.cohort == name)
-        {
-            cohort.budgets += 1;
-            cohort.guaranteed = cohort.guaranteed.plus(claim.guaranteed);
-        }
-        for (node, Gpus { offer, .. }) in self.gpu_nodes.iter() {
-            if self
-                .cohorts
-                .get(node)
-                .map_or(DEFAULT_COHORT, String::as_str)
-                != name
-            {
-                continue;
-            }
-            match offer {
-                None => {}
-                Some(Offer::Counted(quanta)) => {
-                    cohort.nodes += 1;
-                    cohort.allocatable = cohort.allocatable.plus(*quanta);
-                }
-                Some(Offer::OtherQuantum(size)) => {
-                    cohort.other_quantum.push((node.name.clone(), size.clone()));
-                }
-            }
-        }
-        cohort
-    }
-
-    /// Each cohort's budgets and what they guarantee together.
-    fn guarantees(&self) -> BTreeMap<String, (usize, Quanta)> {
-        let mut sums = BTreeMap::new();
-        for (_, claim) in self.budgets.iter() {
-            let (budgets, guaranteed) = sums
-                .entry(claim.cohort.clone())
-                .or_insert((0, Quanta::ZERO));
-            *budgets += 1;
-            *guaranteed = guaranteed.plus(claim.guaranteed);
-        }
-        sums
-    }
 }
 
-fn namespaces(keys: Vec<Key>) -> BTreeSet<String> {
-    keys.into_iter().map(|key| key.namespace).collect()
+fn cohort_of(label: Option<&String>) -> &str {
+    label.map_or(DEFAULT_COHORT, String::as_str)
 }
 
-fn everything(changed: &[Key]) -> Dirty {
-    Dirty {
-        all: !changed.is_empty(),
-        namespaces: BTreeSet::new(),
-    }
+/// The namespaces that a node's change concerns; none where it may concern all.
+fn concerned<'a>(before: Option<&'a Gpus>, now: Option<&'a Gpus>) -> Option<BTreeSet<&'a str>> {
+    let (before, now) = before.zip(now)?;
+    let mut both = before.concerned()?;
+    both.extend(now.concerned()?);
+    (before.offer == now.offer).then_some(both)
+}
+
+fn namespaces<V>(changed: Vec<Entry<V>>) -> BTreeSet<String> {
+    changed.into_iter().map(|(key, _)| key.namespace).collect()
 }
 
 #[cfg(test)]

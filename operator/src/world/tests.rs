@@ -1,6 +1,7 @@
 use super::*;
 use crate::budget::{Cap, Scope};
 use crate::demand::Class;
+use crate::quanta::Quanta;
 use bursar_crds::GpuNode;
 use bursar_crds::budget::ContextPolicy;
 use k8s_openapi::jiff::Timestamp;
@@ -296,8 +297,84 @@ fn a_node_that_counts_in_another_quantum_is_left_out_and_named() {
     assert_eq!(cohort.nodes, 0);
 }
 
+/// The tally of what is there, made anew.
+fn tallied(world: &World) -> Tally {
+    let mut tally = Tally::default();
+    for (_, claim) in world.budgets.iter() {
+        tally.budget(None, Some(claim));
+    }
+    for (key, gpus) in world.gpu_nodes.iter() {
+        tally.node(key, None, Some((gpus, cohort_of(world.cohorts.get(key)))));
+    }
+    tally
+}
+
+/// A node that tells of a namespace's use, of a poisoned context of another one, and of a fault of a GPU.
+fn eventful(offer: u64, uses: u8, fault: u8, gpu_fault: bool) -> Gpus {
+    let object: GpuNode = serde_json::from_value(json!({
+        "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {},
+        "status": {
+            "quantum": if offer == 3 { "512Mi" } else { "1Gi" },
+            "deviceMemory": { "allocatable": offer, "free": 0, "largestFree": 0 },
+            "namespaces": [{ "namespace": uses.to_string(), "observed": 1, "denials": 0, "poisoned": 0, "restarts": 0 }],
+            "faults": [{ "id": "f", "kind": if gpu_fault { "Gpu" } else { "Context" }, "gpu": "g", "gpuGeneration": 1,
+                "time": "2026-01-01T00:00:00Z", "container": if gpu_fault { json!(null) } else { json!({
+                    "podUid": format!("{fault}/p"), "namespace": fault.to_string(), "pod": "p", "container": "c",
+                    "processGeneration": 1 }) } }],
+            "gpus": [{ "uuid": "g", "index": 0, "model": "m", "memory": "8Gi", "state": "Active", "generation": 1,
+                "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 8, "free": 0, "largestFree": 0,
+                "pods": [{ "uid": format!("{fault}/p"), "quanta": 4 }] }],
+        },
+    }))
+    .unwrap();
+    Gpus::of(&object, Quantum::Gib1)
+}
+
 proptest! {
-    /// Nothing is kept incrementally, so what is counted is what there is: each quantum once.
+    /// Whatever came before, and also where everything is listed anew.
+    #[test]
+    fn what_is_kept_up_is_what_is_there(
+        steps in prop::collection::vec((0u8..7, 0u8..3, 0u8..3, 0u64..4), 1..60),
+    ) {
+        let mut world = World::new(Quantum::Gib1);
+        for (kind, which, other, amount) in steps {
+            let (name, cohort) = (which.to_string(), ["default", "x", "y"][usize::from(other)]);
+            let gpus = || eventful(amount, which, other, amount % 2 == 1);
+            let listed = (key("", &name), Some(gpus()));
+            let changes = match kind {
+                0 => vec![Change::Budget(Event::Delete((key(&name, "default"), None)))],
+                1 => vec![budget(&name, claim(cohort, amount.saturating_mul(1 << 62), amount))],
+                2 => vec![Change::GpuNode(Event::Delete((key("", &name), None)))],
+                3 => vec![Change::GpuNode(Event::Apply(listed))],
+                4 => vec![Change::Node(Event::Delete((key("", &name), None)))],
+                5 => vec![label(&name, cohort)],
+                _ => [Event::Init, Event::InitApply(listed), Event::InitDone].map(Change::GpuNode).into(),
+            };
+            for change in changes {
+                world.apply(change);
+            }
+            prop_assert_eq!(&world.tally, &tallied(&world));
+            // Nobody suffers, or is told of, by a node that is not looked at.
+            for namespace in (0..3u8).map(|namespace| namespace.to_string()) {
+                world.apply(pod(&namespace, "p", Class::Guaranteed, 1));
+                let facts = world.facts(&namespace, "x");
+                let nodes = || world.gpu_nodes.iter().map(|(_, node)| node);
+                let told = nodes().flat_map(|node| &node.namespaces);
+                let told = told.filter(|one| one.namespace == namespace).count();
+                prop_assert_eq!(facts.told.observed, Quanta::new(told as u64));
+                let on = |open: &&OpenFault| {
+                    let pods = &open.pods;
+                    let container = open.fault.container.as_ref();
+                    let uid = container.map_or_else(|| pods[0].clone(), |one| one.pod_uid.clone());
+                    uid == format!("{namespace}/p")
+                };
+                let suffered = nodes().flat_map(|node| &node.faults).filter(on).count();
+                prop_assert_eq!(facts.sufferers.len(), suffered);
+            }
+        }
+    }
+
+    /// Pods are not kept up but counted, so what is counted is what there is: each quantum once.
     #[test]
     fn every_pod_is_counted_once_in_its_namespace_and_its_class(
         pods in prop::collection::btree_map((0u8..4, 0u8..8), (any::<bool>(), 1u64..100), 0..24),
