@@ -20,6 +20,7 @@ use crate::quanta::Quanta;
 #[resource(inherit = Pod)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
 pub struct AskingPod {
+    #[serde(deserialize_with = "crate::slim::metadata")]
     pub metadata: ObjectMeta,
     #[serde(default)]
     pub spec: PodSpec,

@@ -16,6 +16,7 @@
 //! | [`job`] | whether a Job lets its pods be disrupted |
 //! | [`reconcile`] | does it, budget by budget |
 //! | `orders` | whether what is ordered of an agent has to be written: pure |
+//! | `slim` | an object's metadata without `managedFields` |
 //! | [`release`] | lets go of namespaces whose budget is gone |
 //! | [`contexts`] | orders of the agents what is done about poisoned contexts |
 //! | [`write`](mod@write) | the API calls that change something |
@@ -39,5 +40,6 @@ pub mod pulse;
 pub mod quanta;
 pub mod reconcile;
 pub mod release;
+mod slim;
 pub mod world;
 pub mod write;

@@ -18,7 +18,7 @@ use kube::runtime::WatchStreamExt as _;
 use kube::runtime::reflector::ObjectRef;
 use kube::runtime::reflector::store::Writer;
 use kube::runtime::watcher::{self, watcher};
-use kube::{Api, Client, Config};
+use kube::{Api, Client, Config, ResourceExt as _};
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -41,6 +41,10 @@ const WATCH_SECONDS: u32 = 200;
 /// How long the API server may be silent within an answer: a watch's time, and some. A watch that died in
 /// silence is begun anew after it.
 pub const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
+
+/// How many objects of our own kinds a list tells in one answer: they are parsed whole, and most of one is
+/// its `managedFields`.
+const OURS_AT_ONCE: u32 = 50;
 
 /// How long changes are gathered.
 pub const GATHER: Duration = Duration::from_millis(500);
@@ -73,10 +77,14 @@ pub fn changes(
     let client = &pulse.listening(client.clone());
     let pulse = || pulse.clone();
     let config = || watcher::Config::default().timeout(WATCH_SECONDS);
+    let ours = || config().page_size(OURS_AT_ONCE);
     let watches = [
         {
-            let watch = watcher(Api::<GpuMemoryBudget>::all(client.clone()), config());
-            let watch = watch.default_backoff().reflect(budgets);
+            let watch = watcher(Api::<GpuMemoryBudget>::all(client.clone()), ours());
+            let watch = watch
+                .default_backoff()
+                .modify(|budget| budget.managed_fields_mut().clear())
+                .reflect(budgets);
             heard(kinds::BUDGETS, metrics, pulse(), watch)
                 .flat_map(move |event| {
                     both(
@@ -98,7 +106,7 @@ pub fn changes(
                 .boxed()
         },
         {
-            let watch = watcher(Api::<GpuNode>::all(client.clone()), config());
+            let watch = watcher(Api::<GpuNode>::all(client.clone()), ours());
             heard(kinds::GPU_NODES, metrics, pulse(), watch.default_backoff())
                 .flat_map(move |event| {
                     let facts = |node: &GpuNode| Some(GpuFacts::of(node, quantum));
@@ -122,8 +130,8 @@ pub fn changes(
                 .boxed()
         },
         {
-            let ours = config().labels(QUOTA_LABEL);
-            let watch = watcher(Api::<ResourceQuota>::all(client.clone()), ours);
+            let quotas = Api::<ResourceQuota>::all(client.clone());
+            let watch = watcher(quotas, config().labels(QUOTA_LABEL));
             heard(kinds::QUOTAS, metrics, pulse(), watch.default_backoff())
                 .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
                 .boxed()

@@ -18,6 +18,7 @@ use crate::quanta::Quanta;
 #[resource(inherit = Node)]
 #[expect(missing_docs, reason = "the names are the Node's own")]
 pub struct SlimNode {
+    #[serde(deserialize_with = "crate::slim::metadata")]
     pub metadata: ObjectMeta,
     #[serde(default)]
     pub spec: NodeSpec,
