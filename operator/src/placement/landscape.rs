@@ -42,17 +42,23 @@ pub struct Landscape {
     nodes: Mirror<NodeFacts>,
     gpu_nodes: Mirror<GpuFacts>,
     lowered: Mirror<Lowered>,
+    changes: usize,
 }
 
 impl Landscape {
     /// Takes in one event.
     pub fn apply(&mut self, told: Told) {
-        match told {
-            Told::Pod(event) => drop(self.pods.apply(event)),
-            Told::Node(event) => drop(self.nodes.apply(event)),
-            Told::Gpus(event) => drop(self.gpu_nodes.apply(event)),
-            Told::Lowered(event) => drop(self.lowered.apply(event)),
-        }
+        self.changes += match told {
+            Told::Pod(event) => self.pods.apply(event).len(),
+            Told::Node(event) => self.nodes.apply(event).len(),
+            Told::Gpus(event) => self.gpu_nodes.apply(event).len(),
+            Told::Lowered(event) => self.lowered.apply(event).len(),
+        };
+    }
+
+    /// How often it has changed: where that is the same, so is all of it.
+    pub(super) fn changes(&self) -> usize {
+        self.changes
     }
 
     /// It as plans look at it.

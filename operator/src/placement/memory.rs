@@ -151,6 +151,11 @@ impl Memory {
         self.quotas.retain(|node, _| known(node));
     }
 
+    /// Whether nothing is to be done later that was not to be done when it was planned last, while nothing changes.
+    pub(super) fn is_at_rest(&self) -> bool {
+        self.waits.is_empty() && self.reserved.is_empty() && self.mislabelled.is_empty()
+    }
+
     /// Takes in what an operator before put on record of moves.
     fn recall(&mut self, scene: &Scene<'_>, now: Moment, wall: Timestamp) {
         for (node, gpus) in &scene.gpu_nodes {

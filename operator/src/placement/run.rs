@@ -35,6 +35,8 @@ pub async fn run(
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     // Of each kind of step the first failure of a row is logged.
     let mut failing = BTreeSet::new();
+    // How often the landscape had changed when there was nothing to be done, and nothing that waits for time.
+    let mut at_rest = None;
     loop {
         tokio::select! {
             () = shutdown.cancelled() => return,
@@ -46,13 +48,15 @@ pub async fn run(
             if !world.missing().is_empty() {
                 continue;
             }
-            plan(
-                world.landscape(),
-                &mut memory,
-                &rules,
-                now,
-                Timestamp::now(),
-            )
+            let landscape = world.landscape();
+            let changes = Some(landscape.changes());
+            if at_rest == changes {
+                continue;
+            }
+            let steps = plan(landscape, &mut memory, &rules, now, Timestamp::now());
+            let rests = steps.is_empty() && memory.is_at_rest();
+            at_rest = changes.filter(|_| rests);
+            steps
         };
         let mut failed = BTreeSet::new();
         for step in steps {

@@ -1060,6 +1060,24 @@ proptest! {
         prop_assert_eq!(live.reservations.values().flatten().filter(|held| waits(held)).count(), held);
     }
 
+    /// What is not planned while nothing changes would have come to nothing.
+    #[test]
+    fn at_rest_nothing_comes_of_time_alone(cluster in layouts(), seconds in 0_u64..240) {
+        let mut live = cluster;
+        let mut memory = Memory::default();
+        live.run(&mut memory, 0, seconds);
+        let now = Duration::from_secs(seconds);
+        let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
+        if !steps.is_empty() || !memory.is_at_rest() {
+            return Ok(());
+        }
+        for later in [1, 10, 60, 600, 7200] {
+            let now = Duration::from_secs(seconds + later);
+            let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
+            prop_assert_eq!(steps, Vec::new(), "after {} s", later);
+        }
+    }
+
     /// The same facts again, with and without what is remembered: nobody else has to go.
     #[test]
     fn a_replayed_plan_evicts_nobody_else(cluster in layouts()) {
