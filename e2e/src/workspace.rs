@@ -91,13 +91,23 @@ struct Target {
 /// # Errors
 /// When cargo is missing or something does not compile.
 pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError> {
+    let harness = harness.then_some(HARNESS);
+    let packages: Vec<&str> = PACKAGES.iter().copied().chain(harness).collect();
+    build_only(profile, &packages)
+}
+
+/// Compiles these packages. The compiler's messages go to standard error.
+///
+/// # Errors
+/// As [`build`].
+pub fn build_only(profile: Profile, packages: &[&str]) -> Result<Binaries, WorkspaceError> {
     let mut command = cargo::command();
     command.args([
         "build",
         "--quiet",
         "--message-format=json-render-diagnostics",
     ]);
-    for package in PACKAGES.iter().chain(harness.then_some(&HARNESS)) {
+    for package in packages {
         command.args(["--package", package]);
     }
     if profile == Profile::Release {

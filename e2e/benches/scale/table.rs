@@ -1,0 +1,74 @@
+//! What was measured at each size, and what that comes to at five times the largest.
+
+use crate::fleet::Size;
+
+/// How a value is projected.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Projected {
+    /// By a straight line through what was measured, over the number of nodes.
+    Line,
+    /// It is not.
+    No,
+}
+
+/// One value.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measured {
+    pub(crate) what: &'static str,
+    pub(crate) value: f64,
+    pub(crate) projected: Projected,
+}
+
+/// How much larger the projected cluster is than the largest measured one.
+const LARGER: usize = 5;
+
+/// The rows of all sizes, which are the same, in Markdown.
+pub(crate) fn table(sizes: &[(Size, Vec<Measured>)]) -> String {
+    let Some((largest, rows)) = sizes.last() else {
+        return String::new();
+    };
+    let far = Size {
+        nodes: largest.nodes * LARGER,
+        pods: largest.pods * LARGER,
+        budgets: largest.budgets * LARGER,
+    };
+    let title = |size: &Size| format!(" {}/{}/{} |", size.nodes, size.pods, size.budgets);
+    let titles: String = sizes.iter().map(|(size, _)| title(size)).collect();
+    let mut text = format!("| nodes/pods/budgets |{titles}{} projected\n", title(&far));
+    text += &format!("|---|{}---|\n", "---|".repeat(sizes.len()));
+    for (at, row) in rows.iter().enumerate() {
+        let points: Vec<(f64, f64)> = sizes
+            .iter()
+            .filter_map(|(size, rows)| Some((size.nodes as f64, rows.get(at)?.value)))
+            .collect();
+        let values: String = points.iter().map(|(_, value)| cell(*value)).collect();
+        let projected = match row.projected {
+            Projected::Line => line(&points, far.nodes as f64).map(cell),
+            Projected::No => None,
+        };
+        let projected = projected.unwrap_or_else(|| " |".to_owned());
+        text += &format!("| {} |{values}{projected}\n", row.what);
+    }
+    text
+}
+
+fn cell(value: f64) -> String {
+    if value == 0.0 || value >= 100.0 {
+        format!(" {value:.0} |")
+    } else if value >= 10.0 {
+        format!(" {value:.1} |")
+    } else {
+        format!(" {value:.2} |")
+    }
+}
+
+/// The straight line with the least squares through `points`, at `x`; none through fewer than two.
+fn line(points: &[(f64, f64)], x: f64) -> Option<f64> {
+    let count = points.len() as f64;
+    let mean = |of: fn(&(f64, f64)) -> f64| points.iter().map(of).sum::<f64>() / count;
+    let (mean_x, mean_y) = (mean(|point| point.0), mean(|point| point.1));
+    let spread: f64 = points.iter().map(|(x, _)| (x - mean_x).powi(2)).sum();
+    let together = points.iter().map(|(x, y)| (x - mean_x) * (y - mean_y));
+    let slope = together.sum::<f64>() / spread;
+    (points.len() > 1).then_some(mean_y + slope * (x - mean_x))
+}
