@@ -34,7 +34,7 @@ pub(crate) fn table(sizes: &[(Size, Vec<Measured>)]) -> String {
     };
     let title = |size: &Size| format!(" {}/{}/{} |", size.nodes, size.pods, size.budgets);
     let titles: String = sizes.iter().map(|(size, _)| title(size)).collect();
-    let mut text = format!("| nodes/pods/budgets |{titles}{} projected\n", title(&far));
+    let mut text = format!("| nodes/pods/budgets |{titles} projected:{}\n", title(&far));
     text += &format!("|---|{}---|\n", "---|".repeat(sizes.len()));
     for (at, row) in rows.iter().enumerate() {
         let points: Vec<(f64, f64)> = sizes
