@@ -24,12 +24,13 @@ pub(crate) fn real(index: usize) -> Option<*mut c_void> {
     } else {
         known
     };
-    let stubs = [
-        missing as *const () as *mut c_void,
-        unloadable as *const () as *mut c_void,
-    ];
+    let stubs = [&MISSING, &UNLOADABLE].map(|stub| stub.load(Ordering::Relaxed));
     (!stubs.contains(&found)).then_some(found)
 }
+
+// A function has an address in each unit that it is compiled into: what is compared is taken here, once.
+static MISSING: AtomicPtr<c_void> = AtomicPtr::new(missing as *const () as *mut c_void);
+static UNLOADABLE: AtomicPtr<c_void> = AtomicPtr::new(unloadable as *const () as *mut c_void);
 
 /// Finds the function at `index` and fills its slot. Threads that race find the same.
 #[cold]
@@ -37,8 +38,8 @@ extern "C" fn resolve(index: usize) -> *mut c_void {
     let found = match (crate::real::library(), NAMES.get(index)) {
         (Some(library), Some(name)) => library
             .symbol(name)
-            .unwrap_or(missing as *const () as *mut c_void),
-        _ => unloadable as *const () as *mut c_void,
+            .unwrap_or_else(|| MISSING.load(Ordering::Relaxed)),
+        _ => UNLOADABLE.load(Ordering::Relaxed),
     };
     if let Some(slot) = SLOTS.get(index) {
         slot.store(found, Ordering::Release);
