@@ -262,6 +262,7 @@ async fn a_budget_is_in_force_only_when_the_controller_manager_has_taken_its_quo
     running.api.controller_manager(true);
     running.until_ready().await;
     assert!(labelled(&running.api));
+    until("it is told", &running.api, |api| !api.events().is_empty()).await;
     assert_eq!(running.api.events(), ["QuotasInForce"]);
     running.stop().await;
 }
@@ -293,16 +294,18 @@ async fn who_slipped_in_is_evicted_once_and_told() {
     let evictions = writes.iter().filter(|write| write.ends_with("/eviction"));
     assert_eq!(evictions.count(), 1);
     assert!(!running.api.get("pods", "team", "p").is_null());
-    let events = running.api.events();
-    assert_eq!(
-        events,
-        [
-            "QuotasInForce",
-            "OverLimit",
-            "GpuMemoryBudgetExceeded",
-            "WithinBudget"
-        ]
-    );
+    // Told after the status that says so.
+    let told = [
+        "QuotasInForce",
+        "OverLimit",
+        "GpuMemoryBudgetExceeded",
+        "WithinBudget",
+    ];
+    until("its end is told", &running.api, |api| {
+        api.events().len() >= told.len()
+    })
+    .await;
+    assert_eq!(running.api.events(), told);
     running.stop().await;
 }
 
