@@ -605,11 +605,7 @@ impl Pods {
     /// # Errors
     /// When it cannot be read.
     pub async fn log(&self, name: &str) -> Result<String, PodError> {
-        let params = LogParams::default();
-        self.api
-            .logs(name, &params)
-            .await
-            .map_err(api(format!("log of pod {}/{name}", self.namespace)))
+        self.logged(name, LogParams::default()).await
     }
 
     /// What the pod's container printed before it was restarted last.
@@ -621,8 +617,7 @@ impl Pods {
             previous: true,
             ..LogParams::default()
         };
-        let what = format!("log of the last container of pod {}/{name}", self.namespace);
-        self.api.logs(name, &params).await.map_err(api(what))
+        self.logged(name, params).await
     }
 
     /// When the pod's container printed its first line, by the node's clock; none before it did.
@@ -634,10 +629,14 @@ impl Pods {
             timestamps: true,
             ..LogParams::default()
         };
-        let what = format!("log of pod {}/{name}", self.namespace);
-        let log = self.api.logs(name, &params).await.map_err(api(what))?;
+        let log = self.logged(name, params).await?;
         let first = log.split(' ').next();
         Ok(first.and_then(|time| time.parse().ok()))
+    }
+
+    async fn logged(&self, name: &str, params: LogParams) -> Result<String, PodError> {
+        let what = format!("log of pod {}/{name}", self.namespace);
+        self.api.logs(name, &params).await.map_err(api(what))
     }
 
     /// Waits for a line of the pod's log that `wanted` makes something of.

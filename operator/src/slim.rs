@@ -22,27 +22,17 @@ struct Slim {
 
 /// For `deserialize_with`. The rest is not even kept while it is parsed: a list has hundreds of objects in one answer.
 pub(crate) fn metadata<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta, D::Error> {
-    let Slim {
-        name,
-        namespace,
-        uid,
-        resource_version,
-        creation_timestamp,
-        deletion_timestamp,
-        labels,
-        annotations,
-        owner_references,
-    } = Slim::deserialize(from)?;
+    let slim = Slim::deserialize(from)?;
     Ok(ObjectMeta {
-        name,
-        namespace,
-        uid,
-        resource_version,
-        creation_timestamp,
-        deletion_timestamp,
-        labels,
-        annotations,
-        owner_references,
+        name: slim.name,
+        namespace: slim.namespace,
+        uid: slim.uid,
+        resource_version: slim.resource_version,
+        creation_timestamp: slim.creation_timestamp,
+        deletion_timestamp: slim.deletion_timestamp,
+        labels: slim.labels,
+        annotations: slim.annotations,
+        owner_references: slim.owner_references,
         ..ObjectMeta::default()
     })
 }

@@ -14,7 +14,7 @@ use crate::place::condition;
 use crate::server::Server;
 use crate::tours;
 
-/// The writes of a transition that are met by number: all that there are, but for the same ones again.
+/// The writes of a transition that are met by number. What comes later is of a kind that is met in other transitions.
 const NUMBERS: std::ops::RangeInclusive<usize> = 1..=7;
 
 /// All tours, at the same time.
