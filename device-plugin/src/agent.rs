@@ -45,6 +45,8 @@ use crate::poison;
 use crate::resize::{self, Ordered};
 use crate::sessions::{Cgroups, Sessions};
 use crate::status::{Events, orders};
+use crate::tokens::key;
+use crate::tokens::seal::{NameTooLong, NodeKey};
 use crate::units::Resource;
 use reporter::Reporter;
 
@@ -82,6 +84,9 @@ pub enum AgentError {
     /// The run folder cannot be used.
     #[error(transparent)]
     Host(#[from] HostError),
+    /// No node can have this name.
+    #[error("--node-name: {0}")]
+    Node(#[from] NameTooLong),
     /// A thread could not be started.
     #[error("start a thread: {0}")]
     Thread(#[source] std::io::Error),
@@ -145,8 +150,10 @@ pub async fn run(
     let sessions = sessions(&config, nvml.clone(), desk.clone(), of_vault);
     let (status, kept) = watch::channel(KeptStatus::default());
     // Before anything is recovered: what ended meanwhile may have kept leases.
+    let secret = key::load(&config.paths.run_dir.join(key::FILE));
     let keeper = keeper(
         &config,
+        NodeKey::new(node.clone(), secret)?,
         notes,
         sessions.clone(),
         living,
@@ -383,6 +390,7 @@ fn sessions(
 /// What keeps memory, or where that is switched off what says so.
 fn keeper(
     config: &Config,
+    key: NodeKey,
     notes: mpsc::Receiver<Note>,
     sessions: Arc<Sessions>,
     living: watch::Sender<Living>,
@@ -416,6 +424,7 @@ fn keeper(
         program,
         verdicts: Verdicts::of(Checkpoint::new(folder.join("scrubbed.json"))),
         numbers: Numbers::of(Checkpoint::new(state.join("leases.json"))),
+        key,
         living,
         drain,
         let_go: watch::Sender::default(),

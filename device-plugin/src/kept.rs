@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! tenants --> sessions --> desk --> serve --> leases (pure: what each lease is, and what is to be done)
+//!                                     |--> tokens (pure): what of a tenant's memory others may be told
 //!                                     |--> workers: one process per GPU that makes the memory and keeps none of it
 //!                                     |--> vault: the process that holds the descriptors; it is the truth
 //!                                     +--> sessions: who is charged; the node's ledger: what nobody living is

@@ -26,4 +26,5 @@ pub mod runtime;
 pub mod sessions;
 pub mod shim_files;
 pub mod status;
+pub mod tokens;
 pub mod units;

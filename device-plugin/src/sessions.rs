@@ -490,6 +490,13 @@ impl Sessions {
             .collect()
     }
 
+    /// The images of an allocation's container that live and are not fenced; none where it is not served.
+    pub fn images(&self, allocation: &AllocationId) -> Option<Vec<Image>> {
+        let running = lock(&self.shared.running);
+        let running = running.get(allocation)?;
+        Some(lock(&running.container).images())
+    }
+
     /// Told each time that a process reported poison.
     pub fn news(&self) -> Arc<Notify> {
         Arc::clone(&self.news)

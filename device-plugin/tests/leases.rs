@@ -34,3 +34,5 @@ mod storm;
 mod stuck;
 #[path = "leases/tenant.rs"]
 mod tenant;
+#[path = "leases/tokens.rs"]
+mod tokens;

@@ -9,7 +9,8 @@
 //! * [`word`] is the arithmetic of one credit word, without memory or atomics
 //! * `cell` is one word in memory that both sides change, checked with every interleaving
 //! * [`page`] is the shared page of such words; the only module here with `unsafe`
-//! * [`wire`] is the messages, their encoding and a total parser; [`wire::kept`] those about kept memory
+//! * [`wire`] is the messages, their encoding and a total parser; [`wire::kept`] those about kept memory,
+//!   [`wire::token`] those about tokens of memory
 //! * [`dial`] reaches the agent from inside a container
 //! * [`checksum`] is what kept memory is verified by
 //! * [`fence`] is what the page says of an image that gets nothing more

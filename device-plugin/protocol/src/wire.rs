@@ -24,12 +24,16 @@
 //!                                     <-  Usage {quota, used, processes} or Goodbye {reason}
 //!   Kept (question)                   ->                         (the same: see [`kept`])
 //!                                     <-  Kept (answer) or Goodbye {reason}
+//!   Token (question)                  ->                         (the same: see [`token`])
+//!                                     <-  Token (answer) or Goodbye {reason}
 //! ```
 #![forbid(unsafe_code)]
 
 pub mod kept;
+pub mod token;
 
 use kept::{KeptAnswer, KeptQuestion};
+use token::{TokenAnswer, TokenQuestion};
 
 use crate::page::MAX_SLOTS;
 use crate::units::Units;
@@ -129,6 +133,8 @@ pub enum ToAgent {
     },
     /// Asks about kept memory: first and only message of a connection that is no session.
     Kept(KeptQuestion),
+    /// Asks about a token of memory: first and only message of a connection that is no session.
+    Token(TokenQuestion),
     /// A fault has poisoned the process's context. Since version 2.
     Poisoned {
         /// The account of the GPU that was current.
@@ -186,6 +192,8 @@ pub enum ToShim {
     },
     /// Answers a question about kept memory.
     Kept(KeptAnswer),
+    /// Answers a question about a token of memory.
+    Token(TokenAnswer),
     /// The image that asked is poisoned: it is granted nothing any more. Since version 2.
     Fenced {
         /// The account asked for.
@@ -328,6 +336,10 @@ impl Message for ToAgent {
                 out.push(16);
                 kept::put_question(&mut out, question);
             }
+            ToAgent::Token(question) => {
+                out.push(17);
+                token::put_question(&mut out, question);
+            }
             ToAgent::Poisoned {
                 account,
                 code,
@@ -373,6 +385,7 @@ impl Message for ToAgent {
                 account: fields.slot()?,
             },
             16 => ToAgent::Kept(kept::question(&mut fields)?),
+            17 => ToAgent::Token(token::question(&mut fields)?),
             8 => ToAgent::Poisoned {
                 account: fields.slot()?,
                 code: fields.i32()?,
@@ -449,6 +462,10 @@ impl Message for ToShim {
                 out.push(16);
                 kept::put_answer(&mut out, answer);
             }
+            ToShim::Token(answer) => {
+                out.push(17);
+                token::put_answer(&mut out, answer);
+            }
             ToShim::Fenced { account } => out.extend_from_slice(&[9, *account]),
             ToShim::Verdict(verdict) => {
                 let verdict = match verdict {
@@ -505,6 +522,7 @@ impl Message for ToShim {
                 units: fields.units()?,
             },
             16 => ToShim::Kept(kept::answer(&mut fields)?),
+            17 => ToShim::Token(token::answer(&mut fields)?),
             9 => ToShim::Fenced {
                 account: fields.slot()?,
             },
@@ -711,6 +729,7 @@ mod tests {
             (any::<u16>(), account())
                 .prop_map(|(version, account)| ToAgent::Query { version, account }),
             kept::tests::questions(account()).prop_map(ToAgent::Kept),
+            token::tests::questions(account()).prop_map(ToAgent::Token),
         ]
     }
 
@@ -751,6 +770,7 @@ mod tests {
             ),
             reason.prop_map(|reason| ToShim::Goodbye { reason }),
             kept::tests::answers().prop_map(ToShim::Kept),
+            token::tests::answers().prop_map(ToShim::Token),
         ]
     }
 

@@ -4,7 +4,8 @@
 //! kept bare BYTES ROUNDS            cuMemCreate and map, swept between rounds
 //! kept lease SOCKET BYTES ROUNDS    the same by a lease that is begun, written to nobody and discarded
 //! kept image SOCKET BYTES [SINCE]   finds a lease or commits one, verifies it, says what each step took since SINCE; then
-//!                                   reads what to do: kill, fault, trap or misaligned; after a fault it executes itself
+//!                                   reads what to do: kill, fault, trap or misaligned; after a fault it executes itself;
+//!                                   token says one for the lease and one for its own memory, which it redeemed
 //! kept restarted FILE BYTES TIMES   the main process of a container whose contexts are restarted in place: the same, and faults
 //!                                   until FILE, which outlives its images, has so many lines
 //! kept floor BYTES TIMES [LAUNCHED FAILED]
@@ -27,10 +28,10 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_runtime::Checksum;
 use bursar_runtime::driver::{Access, Context, Driver, Grid, Mapping};
 use bursar_runtime::error::CudaError;
 use bursar_runtime::kept::{Kept, Key, Opened, Shelf};
+use bursar_runtime::{Checksum, Tokens};
 use raw::Raw as _;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -200,28 +201,53 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
         socket => Shelf::at(context, Path::new(socket)),
     };
     let kept = come_back(shelf, bytes, since)?;
-    let mut order = String::new();
-    // By the byte: what comes after this line is the next image's to read.
-    while !order.ends_with('\n') {
-        let mut byte = [0];
-        if rustix::io::read(std::io::stdin(), &mut byte)? == 0 {
-            return Ok(());
+    loop {
+        let mut order = String::new();
+        // By the byte: what comes after this line is the next image's to read.
+        while !order.ends_with('\n') {
+            let mut byte = [0];
+            if rustix::io::read(std::io::stdin(), &mut byte)? == 0 {
+                return Ok(());
+            }
+            order.push(char::from(byte[0]));
         }
-        order.push(char::from(byte[0]));
+        match order.trim_end() {
+            "token" => println!("{}", tokens(&kept, socket)?),
+            "kill" => {
+                let me = rustix::process::getpid();
+                return Ok(rustix::process::kill_process(
+                    me,
+                    rustix::process::Signal::KILL,
+                )?);
+            }
+            kernel => {
+                let error = fault(kept.context(), kept.address(), kernel, || Ok(()))?;
+                return execute_again(error, socket, bytes);
+            }
+        }
     }
-    match order.trim_end() {
-        "kill" => {
-            let me = rustix::process::getpid();
-            Ok(rustix::process::kill_process(
-                me,
-                rustix::process::Signal::KILL,
-            )?)
+}
+
+/// A token for the lease and one for this process's own memory, in hexadecimal digits.
+fn tokens(kept: &Kept, socket: &str) -> Result<String, Box<dyn Error>> {
+    let agent = match socket {
+        "-" => Tokens::of_this_container(),
+        socket => Tokens::at(Path::new(socket)),
+    };
+    let tokens = [
+        (agent.kept(kept, 1)?, kept.lease()),
+        (agent.own(kept.context().uuid(), 2)?, 0),
+    ];
+    let mut said = Vec::new();
+    for (token, lease) in tokens {
+        let id = agent.redeem(&token)?;
+        if id.generations.lease != lease {
+            return Err(format!("a token of lease {lease} names {id:?}").into());
         }
-        kernel => {
-            let error = fault(kept.context(), kept.address(), kernel, || Ok(()))?;
-            execute_again(error, socket, bytes)
-        }
+        let hex = token.as_bytes().iter().map(|byte| format!("{byte:02x}"));
+        said.push(hex.collect::<String>());
     }
+    Ok(said.join(" "))
 }
 
 /// Poisons the context that has memory at an address, after `note`; what the driver says of it.

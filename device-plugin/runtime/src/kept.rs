@@ -34,10 +34,10 @@ pub use arena::Arena;
 pub use bursar_protocol::wire::kept::{Key, LeaseName};
 pub use lease::{Kept, Writing};
 
+use crate::agent::{Agent, Unheard};
 use crate::checksum::{Checksum, ChecksumError};
 use crate::driver::{Access, Context, DriverError};
 use crate::error::{CudaError, ErrorClass};
-use ask::Agent;
 use claim::{Claim, Title};
 use lease::{Granted, Mapped};
 
@@ -103,6 +103,15 @@ pub enum KeptError {
     /// There is no driver, or not this GPU.
     #[error(transparent)]
     Driver(#[from] DriverError),
+}
+
+impl From<Unheard> for KeptError {
+    fn from(unheard: Unheard) -> KeptError {
+        match unheard {
+            Unheard::Away { path, source } => KeptError::Agent { path, source },
+            Unheard::Goodbye(reason) => KeptError::Goodbye(reason),
+        }
+    }
 }
 
 impl From<ChecksumError> for KeptError {
@@ -296,7 +305,7 @@ impl Shelf {
             }
         };
         let map = |fd, bytes| Mapped::of(context, &fd, bytes, Access::ReadWrite);
-        let opened = self.0.agent.open(context.uuid(), name, key, bytes, map);
+        let opened = ask::open(&self.0.agent, context.uuid(), name, key, bytes, map);
         let (answer, fd, made) = opened?;
         match answer {
             KeptAnswer::Refused(why) => Err(refused(why)),
@@ -344,7 +353,7 @@ impl Shelf {
 
     fn discard(&self, lease: u64) -> Result<(), KeptError> {
         let version = bursar_protocol::VERSION;
-        match self.0.agent.ask(KeptQuestion::Discard { version, lease })? {
+        match ask::ask(&self.0.agent, KeptQuestion::Discard { version, lease })? {
             // A lease that somebody else discarded is as gone.
             KeptAnswer::Discarded | KeptAnswer::Refused(KeptRefusal::Missing) => Ok(()),
             KeptAnswer::Refused(why) => Err(refused(lease, why)),

@@ -8,7 +8,7 @@
 //! * [`managed_ref`] is typed managed memory, for the host and the device; [`advice`] says where it should be
 //! * [`launch`] launches kernels with what [`arg`] gives them, and puts their work in order
 //! * [`peer`] copies between devices; [`streams`] are a few that many share
-//! * [`write_token`] is the right to write; [`gpu_token`] is the sealed identity of memory
+//! * [`write_token`] is the right to write; [`gpu_token`] is the sealed identity of memory, by the node's agent
 //! * [`checksum`] is what kept memory is verified by
 //! * [`runtime`] is one GPU: its context, and the resource that it allocates from
 //! * sources of memory: [`direct`] (and managed), [`asynchronous`], [`exportable`] (and guard pages)
@@ -17,6 +17,7 @@
 //! * [`kept`] is memory that outlives the process that filled it
 
 pub mod advice;
+mod agent;
 pub mod arg;
 pub mod asynchronous;
 pub mod budget;
@@ -59,7 +60,7 @@ pub use exportable::Exportable;
 pub use failure::OnFailure;
 pub use faults::FaultInjection;
 pub use gpu_ref::GpuRef;
-pub use gpu_token::{GpuToken, NodeKey};
+pub use gpu_token::{GpuToken, Tokens};
 pub use guard::Guard;
 pub use launch::Launch;
 pub use logging::Logging;

@@ -1,10 +1,11 @@
-//! Where questions about kept memory are handed in: by the conversations with tenants, and by the node.
+//! Where questions about kept memory and tokens are handed in: by the conversations with tenants, and by the node.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
 use tokio::sync::{mpsc, oneshot};
 
 use super::leases::{LeaseId, Node, Turn};
@@ -64,6 +65,15 @@ pub enum Note {
         /// Where the answer goes.
         reply: oneshot::Sender<Reply>,
     },
+    /// A tenant asks about a token.
+    Token {
+        /// Who.
+        asker: Asker,
+        /// What.
+        question: TokenQuestion,
+        /// Where the answer goes.
+        reply: oneshot::Sender<TokenAnswer>,
+    },
     /// A process image ended, by its death or an exec.
     Ended(Process),
     /// The node stands like this.
@@ -95,20 +105,34 @@ impl Desk {
         question: KeptQuestion,
         made: Option<oneshot::Sender<Made>>,
     ) -> Reply {
-        let (reply, answer) = oneshot::channel();
-        let note = Note::Asked {
+        let asked = |reply| Note::Asked {
             asker,
             question,
             made,
             reply,
         };
+        let unavailable = || Reply::refused(KeptRefusal::Unavailable);
+        self.answer(asked).await.unwrap_or_else(unavailable)
+    }
+
+    /// The answer to a tenant's question about a token, in bounded time.
+    pub async fn ask_token(&self, asker: Asker, question: TokenQuestion) -> TokenAnswer {
+        let asked = |reply| Note::Token {
+            asker,
+            question,
+            reply,
+        };
+        let unavailable = || TokenAnswer::Refused(TokenRefusal::Unavailable);
+        self.answer(asked).await.unwrap_or_else(unavailable)
+    }
+
+    async fn answer<T>(&self, note: impl FnOnce(oneshot::Sender<T>) -> Note) -> Option<T> {
+        let (reply, answer) = oneshot::channel();
         let answer = async {
-            self.0.send(note).await.ok()?;
+            self.0.send(note(reply)).await.ok()?;
             answer.await.ok()
         };
-        let answered = tokio::time::timeout(PATIENCE, answer).await;
-        let unavailable = || Reply::refused(KeptRefusal::Unavailable);
-        answered.ok().flatten().unwrap_or_else(unavailable)
+        tokio::time::timeout(PATIENCE, answer).await.ok().flatten()
     }
 
     /// A process image ended.

@@ -264,6 +264,36 @@ impl Leases {
         self.heard
     }
 
+    /// Whether a container is bound.
+    pub fn is_bound(&self, allocation: &AllocationId) -> bool {
+        self.node.containers.contains_key(allocation)
+    }
+
+    /// The namespace of a container, if that is bound and known.
+    pub fn namespace(&self, allocation: &AllocationId) -> Option<&str> {
+        let standing = self.node.containers.get(allocation)?;
+        standing.namespace.as_deref()
+    }
+
+    /// G of a GPU.
+    pub fn generation(&self, gpu: &GpuUuid) -> Option<u64> {
+        self.node.generations.get(gpu).copied()
+    }
+
+    /// Whether a process may use a lease of a GPU: its pod opened it and nobody discarded it; before the commit only its
+    /// writer.
+    pub fn is_open(&self, who: Asker, id: LeaseId, gpu: &GpuUuid) -> bool {
+        let pod = self.node.containers.get(&who.allocation);
+        self.get(id).zip(pod).is_some_and(|(meta, standing)| {
+            let may_use = match &meta.content {
+                Content::Committed { .. } => true,
+                Content::Writing(writer) => writer.process == who.process,
+                Content::Abandoned => false,
+            };
+            may_use && meta.title.gpu == *gpu && meta.openers.contains(&standing.pod)
+        })
+    }
+
     /// Opens a lease for `asker`.
     ///
     /// # Errors

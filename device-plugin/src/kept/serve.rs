@@ -11,6 +11,7 @@ use std::time::Duration;
 use bursar_protocol::vault::{Blob, SENTINEL};
 use bursar_protocol::wire::Account;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
 use futures::future::BoxFuture;
 use rustix::io::Errno;
 use tokio::sync::{mpsc, oneshot, watch};
@@ -31,6 +32,8 @@ use crate::drain::Drain;
 use crate::node::clock;
 use crate::sessions::life::Life;
 use crate::sessions::{Membership, Process, Sessions};
+use crate::tokens::Judge;
+use crate::tokens::seal::NodeKey;
 use crate::units::{Bytes, GpuUuid};
 
 /// What sizes are rounded up to: the granularity of every NVIDIA GPU's memory.
@@ -66,6 +69,8 @@ pub struct Keeper {
     pub verdicts: Verdicts,
     /// The leases' numbers.
     pub numbers: Numbers,
+    /// What tokens are sealed with.
+    pub key: NodeKey,
     /// What the vault keeps of each GPU.
     pub living: watch::Sender<Living>,
     /// The GPUs that nothing is to hold.
@@ -198,6 +203,14 @@ impl Serving {
                 made,
                 reply,
             } => self.answer(asker, question, made, reply),
+            Note::Token {
+                asker,
+                question,
+                reply,
+            } => {
+                // Who asked may have gone.
+                let _ = reply.send(self.token(asker, question));
+            }
             Note::Ended(process) => self.ended(process),
             Note::Stands { node, reply } => {
                 let turn = self.stand(node);
@@ -281,6 +294,29 @@ impl Serving {
                 }
             }
         }
+    }
+
+    fn token(&self, asker: Asker, question: TokenQuestion) -> TokenAnswer {
+        let judge = Judge {
+            key: &self.keeper.key,
+            leases: &self.leases,
+            images: |allocation: &_| self.keeper.sessions.images(allocation),
+        };
+        let answer = match question {
+            TokenQuestion::Seal {
+                version: _,
+                account,
+                lease,
+                block,
+            } => gpu_of(&account)
+                .ok_or(TokenRefusal::Unknown)
+                .and_then(|gpu| judge.seal(asker, &gpu, LeaseId(lease), block))
+                .map(TokenAnswer::Sealed),
+            TokenQuestion::Redeem { version: _, token } => {
+                judge.redeem(asker, &token).map(TokenAnswer::Redeemed)
+            }
+        };
+        answer.unwrap_or_else(TokenAnswer::Refused)
     }
 
     fn open(

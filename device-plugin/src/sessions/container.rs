@@ -5,7 +5,7 @@
 mod contexts;
 pub(super) mod drained;
 mod exports;
-mod leases;
+pub(super) mod leases;
 mod oversight;
 mod poisoned;
 

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use bursar_protocol::MADE_SINCE;
 use bursar_protocol::socket::send_with_fd;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use jiff::Timestamp;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
@@ -16,12 +17,13 @@ use tokio::net::UnixStream;
 use tokio::sync::{Notify, oneshot};
 use tokio_util::sync::CancellationToken;
 
+use super::container::leases::NotAsked;
 use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
 use super::{DriverCharges, Membership, Process, lock};
 use crate::kept::desk::{Asker, Desk, Made, Reply};
-use crate::units::Bytes;
+use crate::units::{AllocationId, Bytes};
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -151,6 +153,10 @@ impl Conversation {
                 self.keep(stream, process, question).await?;
                 return Ok(None);
             }
+            ToAgent::Token(question) => {
+                self.token(stream, process, question).await?;
+                return Ok(None);
+            }
             _ => return Err(Hangup::OutOfOrder),
         };
         if version < OLDEST_VERSION {
@@ -220,14 +226,8 @@ impl Conversation {
         process: Process,
         question: KeptQuestion,
     ) -> Result<(), Hangup> {
-        if question.version() < OLDEST_VERSION {
-            return goodbye(stream, Reason::Version).await;
-        }
-        let shared = lock(&self.shared).take(Instant::now());
-        pace::wait(shared).await;
-        let admitted =
-            lock(&self.container).keeps(process.pid, &question, self.membership.as_ref());
-        let (answer, fd) = match (admitted, &self.desk) {
+        let asked = self.asked(process, question.version(), question.account());
+        let (answer, fd) = match (asked.await, &self.desk) {
             (Ok(allocation), Some(desk)) => {
                 let asker = Asker {
                     allocation,
@@ -243,7 +243,11 @@ impl Conversation {
                 let why = KeptRefusal::Unavailable;
                 (ToShim::Kept(KeptAnswer::Refused(why)), None)
             }
-            (Err(answer), _) => (answer, None),
+            (Err(NotAsked::Fenced), _) => {
+                let why = KeptRefusal::Fenced;
+                (ToShim::Kept(KeptAnswer::Refused(why)), None)
+            }
+            (Err(NotAsked::Unwelcome(reason)), _) => return goodbye(stream, reason).await,
         };
         let sent = async {
             match fd {
@@ -253,6 +257,46 @@ impl Conversation {
         };
         let _ = tokio::time::timeout(ANSWER_TIMEOUT, sent).await;
         Ok(())
+    }
+
+    /// Passes a question about a token on, and the answer back.
+    async fn token(
+        &self,
+        stream: &mut UnixStream,
+        process: Process,
+        question: TokenQuestion,
+    ) -> Result<(), Hangup> {
+        let asked = self.asked(process, question.version(), question.account());
+        let answer = match (asked.await, &self.desk) {
+            (Ok(allocation), Some(desk)) => {
+                let asker = Asker {
+                    allocation,
+                    process,
+                };
+                desk.ask_token(asker, question).await
+            }
+            (Ok(_), None) => TokenAnswer::Refused(TokenRefusal::Unavailable),
+            (Err(NotAsked::Fenced), _) => TokenAnswer::Refused(TokenRefusal::AskerFenced),
+            (Err(NotAsked::Unwelcome(reason)), _) => return goodbye(stream, reason).await,
+        };
+        let frame = ToShim::Token(answer).frame();
+        let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
+        Ok(())
+    }
+
+    /// The allocation that a process may ask at the desk for, in the container's pace.
+    async fn asked(
+        &self,
+        process: Process,
+        version: u16,
+        gpu: Option<&wire::Account>,
+    ) -> Result<AllocationId, NotAsked> {
+        if version < OLDEST_VERSION {
+            return Err(NotAsked::Unwelcome(Reason::Version));
+        }
+        let shared = lock(&self.shared).take(Instant::now());
+        pace::wait(shared).await;
+        lock(&self.container).may_ask(process.pid, gpu, self.membership.as_ref())
     }
 
     /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
@@ -313,9 +357,10 @@ impl Conversation {
                         self.news.notify_one();
                         Some(container.poisoned(pid, account, code, able, Timestamp::now()))
                     }
-                    ToAgent::Hello { .. } | ToAgent::Query { .. } | ToAgent::Kept(_) => {
-                        return Err(Hangup::OutOfOrder);
-                    }
+                    ToAgent::Hello { .. }
+                    | ToAgent::Query { .. }
+                    | ToAgent::Kept(_)
+                    | ToAgent::Token(_) => return Err(Hangup::OutOfOrder),
                 }
             };
             if let Some(answer) = answer {

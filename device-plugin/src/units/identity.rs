@@ -57,6 +57,11 @@ impl AllocationId {
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
+
+    /// Its bits.
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
 }
 
 impl fmt::Display for AllocationId {

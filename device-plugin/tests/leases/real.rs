@@ -2,11 +2,14 @@
 
 use std::time::{Duration, Instant};
 
+use bursar_protocol::wire::token::Generation;
 use serde_json::Value;
 
 use crate::bed::{Bed, GIB, open, programs};
+use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::container::{Container, PLAIN};
+use crate::tokens::{is_fenced, redeem};
 
 /// An image of the client in a pod's container, and what it says of the memory that it found or kept.
 pub(crate) async fn client(bed: &Bed, pod: &Pod) -> (Container, Value) {
@@ -26,13 +29,25 @@ async fn a_real_client_finds_what_it_kept_through_the_shim_after_kills_and_an_ag
     let mut bed = Bed::new().await;
     // Once this answers, the GPUs were seen to clear freed memory: the client would not wait so long.
     let other = bed.machine.run("other", 2).await;
-    assert!(open(&mut bed.tenant(&other), "other", GIB).is_ok());
+    let mut reader = bed.tenant(&other);
+    assert!(open(&mut reader, "other", GIB).is_ok());
     let pod = bed.machine.admit("a", 4).await;
     let (mut first, made) = client(&bed, &pod).await;
     assert_eq!(made["found"], false);
+    let said = first.call("token");
+    let (of_lease, own) = said.split_once(' ').unwrap();
+    let lease = redeem(&mut reader, of_lease).map(|(lease, block)| (lease > 0, block));
+    assert_eq!(lease, Ok((true, 1)));
+    assert_eq!(redeem(&mut reader, own), Ok((0, 2)));
     // It kills itself: what is read is the end of its output, which may come before it has ended.
     assert_eq!(first.call("kill"), "");
     drop(first);
+    for token in [of_lease, own] {
+        eventually("the end of its tokens", || {
+            is_fenced(&redeem(&mut reader, token), Generation::Process)
+        })
+        .await;
+    }
     let (second, found) = client(&bed, &pod).await;
     assert_eq!(
         (&found["found"], &found["checksum"]),

@@ -1,7 +1,7 @@
 //! A tenant's process: this program once more, which does what it is told over its standard input.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -11,7 +11,8 @@ use std::time::Duration;
 use bursar_protocol::VERSION;
 use bursar_protocol::socket::{receive_message, send_message};
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion};
-use bursar_protocol::wire::{Account, ToAgent, ToShim};
+use bursar_protocol::wire::token::{GpuToken, TokenAnswer, TokenQuestion};
+use bursar_protocol::wire::{Account, HEADER, Message, ToAgent, ToShim};
 
 /// Bytes of a lease that say what is in it.
 const MARK: usize = 8;
@@ -137,6 +138,7 @@ struct Inside {
     /// Another one in each image.
     image: u64,
     leases: BTreeMap<u64, OwnedFd>,
+    session: Option<UnixStream>,
 }
 
 impl Inside {
@@ -171,6 +173,51 @@ impl Inside {
                     version: VERSION,
                     lease: number(1),
                 }))
+            }
+            // As a shim does.
+            "hello" => {
+                let hello = ToAgent::Hello {
+                    version: VERSION,
+                    image: self.image,
+                    holdings: Vec::new(),
+                };
+                match self.first(&hello) {
+                    Ok((stream, ToShim::Welcome { .. }, _)) => {
+                        self.session = Some(stream);
+                        "welcome".to_owned()
+                    }
+                    other => format!("{other:?}"),
+                }
+            }
+            "seal" => self.token(TokenQuestion::Seal {
+                version: VERSION,
+                account: Account::Device(self.gpu.clone()),
+                lease: number(1),
+                block: number(2),
+            }),
+            "redeem" => self.token(TokenQuestion::Redeem {
+                version: VERSION,
+                token: unhex(words[1]),
+            }),
+            // A token of so many bytes, more than one may have.
+            "babble" => {
+                let longest = TokenQuestion::Redeem {
+                    version: VERSION,
+                    token: unhex(""),
+                };
+                let mut bytes = ToAgent::Token(longest).payload();
+                bytes.truncate(bytes.len() - 2);
+                bytes.extend(u16::try_from(number(1)).unwrap().to_le_bytes());
+                bytes.resize(bytes.len() + number(1) as usize, 0);
+                let mut frame = u16::try_from(bytes.len()).unwrap().to_le_bytes().to_vec();
+                assert_eq!(frame.len(), HEADER);
+                frame.extend(bytes);
+                let mut stream = UnixStream::connect(&self.socket).unwrap();
+                stream.write_all(&frame).unwrap();
+                match stream.read(&mut [0]) {
+                    Ok(0) => "hung up".to_owned(),
+                    other => format!("{other:?}"),
+                }
             }
             // A process that holds the descriptor, in no container.
             "park" => {
@@ -228,17 +275,38 @@ impl Inside {
         }
     }
 
+    fn token(&self, question: TokenQuestion) -> String {
+        match self.first(&ToAgent::Token(question)) {
+            Ok((_, ToShim::Token(TokenAnswer::Sealed(token)), _)) => {
+                let hex = token.as_bytes().iter().map(|byte| format!("{byte:02x}"));
+                format!("token {}", hex.collect::<String>())
+            }
+            Ok((_, ToShim::Token(TokenAnswer::Redeemed(id)), _)) => {
+                format!("good {} {}", id.generations.lease, id.block)
+            }
+            Ok((_, ToShim::Token(TokenAnswer::Refused(why)), _)) => format!("refused {why:?}"),
+            Ok((_, other, _)) => format!("{other:?}"),
+            Err(error) => format!("away: {error}"),
+        }
+    }
+
+    /// The first answer on a new connection.
+    fn first(&self, message: &ToAgent) -> std::io::Result<(UnixStream, ToShim, Option<OwnedFd>)> {
+        let stream = UnixStream::connect(&self.socket)?;
+        stream.set_read_timeout(Some(Duration::from_secs(30)))?;
+        send_message(&stream, message, None)?;
+        let (answer, fd) = receive_message(&stream)?;
+        Ok((stream, answer, fd))
+    }
+
     fn say(&self, question: KeptQuestion) -> Result<(KeptAnswer, Option<OwnedFd>), String> {
         let told = || -> std::io::Result<_> {
-            let stream = UnixStream::connect(&self.socket)?;
-            stream.set_read_timeout(Some(Duration::from_secs(30)))?;
-            send_message(&stream, &ToAgent::Kept(question), None)?;
             // What is made comes before the answer.
-            match receive_message::<ToShim>(&stream)? {
-                (ToShim::Kept(KeptAnswer::Made { .. }), made) => {
+            match self.first(&ToAgent::Kept(question))? {
+                (stream, ToShim::Kept(KeptAnswer::Made { .. }), made) => {
                     Ok((receive_message::<ToShim>(&stream)?.0, made))
                 }
-                answered => Ok(answered),
+                (_, answer, fd) => Ok((answer, fd)),
             }
         };
         match told() {
@@ -247,6 +315,12 @@ impl Inside {
             Err(error) => Err(format!("away: {error}")),
         }
     }
+}
+
+fn unhex(text: &str) -> GpuToken {
+    let places = (0..text.len()).step_by(2);
+    let bytes = places.map(|at| u8::from_str_radix(&text[at..at + 2], 16).unwrap());
+    GpuToken::try_from(bytes.collect::<Vec<u8>>()).unwrap()
 }
 
 /// The simulated driver's memory is a file.

@@ -144,7 +144,8 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/leases",
-        "kept leases through every death of tenants, workers, agents and vaults, by a real client through the shim too",
+        "kept leases and tokens of memory through every death of tenants, workers, agents and vaults, by a real client \
+         through the shim too",
         &["--test", "leases"],
     ),
     test_check(

@@ -7,6 +7,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 
 use super::kept::KeptRefusal;
+use super::token::{Generation, Generations, GpuToken, MemoryId, TokenRefusal};
 use super::*;
 
 const ROUNDS: u32 = 400_000;
@@ -15,7 +16,7 @@ const ROUNDS: u32 = 400_000;
 const CORPUS: usize = 1024;
 
 /// As many as [`corpus`] has.
-const BEGINNING: usize = 17;
+const BEGINNING: usize = 21;
 
 struct Dice(StdRng);
 
@@ -106,6 +107,16 @@ fn corpus() -> Vec<Vec<u8>> {
             code: 700,
             able: true,
         },
+        ToAgent::Token(TokenQuestion::Seal {
+            version: 3,
+            account: device(),
+            lease: 1,
+            block: 2,
+        }),
+        ToAgent::Token(TokenQuestion::Redeem {
+            version: 3,
+            token: GpuToken::try_from(vec![1; 99]).unwrap(),
+        }),
     ];
     let to_shim = [
         ToShim::Welcome {
@@ -143,6 +154,21 @@ fn corpus() -> Vec<Vec<u8>> {
             expires_ms: 60_000,
         }),
         ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Quota { free: 4096 })),
+        ToShim::Token(TokenAnswer::Redeemed(MemoryId {
+            node: "node-a".to_owned(),
+            gpu: "GPU-5e000000-0000-0000-0000-000000000001".to_owned(),
+            container: 1,
+            generations: Generations {
+                gpu: 2,
+                process: 3,
+                lease: 4,
+            },
+            block: 5,
+        })),
+        ToShim::Token(TokenAnswer::Refused(TokenRefusal::Fenced {
+            which: Generation::Lease,
+            generation: 4,
+        })),
     ];
     let to_agent = to_agent.iter().map(Message::payload);
     to_agent

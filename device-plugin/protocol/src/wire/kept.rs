@@ -98,6 +98,14 @@ impl KeptQuestion {
             | KeptQuestion::Discard { version, .. } => *version,
         }
     }
+
+    /// The GPU that it asks for by name.
+    pub fn account(&self) -> Option<&Account> {
+        match self {
+            KeptQuestion::Open { account, .. } => Some(account),
+            KeptQuestion::Commit { .. } | KeptQuestion::Discard { .. } => None,
+        }
+    }
 }
 
 /// What the agent answers about kept memory.

@@ -8,7 +8,7 @@ use bursar_protocol::VERSION;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion};
 
 use super::claim::Claim;
-use super::{ASK_EVERY, KeptError, Shelf, refused};
+use super::{ASK_EVERY, KeptError, Shelf, ask, refused};
 use crate::driver::{Access, Context, Handle, Mapping};
 
 /// For how long a commit is said again that the agent has not heard, or cannot have done.
@@ -279,7 +279,7 @@ impl Writing {
     fn state(&self, question: &KeptQuestion) -> Result<(), KeptError> {
         let since = Instant::now();
         loop {
-            let stated = match self.shelf.0.agent.ask(question.clone()) {
+            let stated = match ask::ask(&self.shelf.0.agent, question.clone()) {
                 Ok(KeptAnswer::Committed) => Ok(()),
                 Ok(KeptAnswer::Refused(why)) => Err(refused(self.lease, why)),
                 Ok(_) => Err(KeptError::Unexpected),

@@ -1,39 +1,40 @@
-//! The kept leases that the container owns, on its account.
+//! The kept leases that the container owns, on its account; and who of it may ask about kept memory.
 
 use std::collections::BTreeMap;
 
 use bursar_protocol::units::Units;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
-use bursar_protocol::wire::{Account, Reason, ToShim};
+use bursar_protocol::wire::{Account, Reason};
 
 use super::{Container, Membership};
 use crate::kept::LeaseId;
 use crate::sessions::credit::NOBODY;
 use crate::units::{AllocationId, Bytes, GpuUuid};
 
+/// Why a process may not ask.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in super::super) enum NotAsked {
+    /// It is none of the container's, or asks for another one's GPU.
+    Unwelcome(Reason),
+    /// It is poisoned, or its GPU is drained.
+    Fenced,
+}
+
 impl Container {
-    /// The allocation that a process asks this about kept memory for.
-    ///
-    /// # Errors
-    /// What it is answered instead: it is none of the container's, or poisoned, or asks for another one's GPU.
-    pub(in super::super) fn keeps(
+    /// The allocation that a process asks about kept memory for, or about tokens; of this GPU where it names one.
+    pub(in super::super) fn may_ask(
         &self,
         pid: u32,
-        question: &KeptQuestion,
+        gpu: Option<&Account>,
         membership: &dyn Membership,
-    ) -> Result<AllocationId, ToShim> {
-        let goodbye = |reason| ToShim::Goodbye { reason };
-        self.home_of(pid, membership).map_err(goodbye)?;
+    ) -> Result<AllocationId, NotAsked> {
+        self.home_of(pid, membership).map_err(NotAsked::Unwelcome)?;
         if self.is_fenced(pid) {
-            return Err(ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Fenced)));
+            return Err(NotAsked::Fenced);
         }
-        match question {
-            KeptQuestion::Open { account, .. }
-                if !self.gpus().iter().any(|gpu| *account == on_wire(gpu)) =>
-            {
-                Err(goodbye(Reason::Account))
-            }
-            _ => Ok(self.served.allocation),
+        let has = |account: &Account| self.gpus().iter().any(|gpu| *account == on_wire(gpu));
+        match gpu.is_none_or(has) {
+            true => Ok(self.served.allocation),
+            false => Err(NotAsked::Unwelcome(Reason::Account)),
         }
     }
 

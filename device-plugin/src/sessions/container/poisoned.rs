@@ -123,6 +123,18 @@ impl Container {
         std::mem::take(&mut self.news)
     }
 
+    /// The images that live and are not fenced.
+    pub(in super::super) fn images(&self) -> Vec<Image> {
+        let members = self.members.values();
+        members
+            .filter(|member| self.fence(member).is_none())
+            .map(|member| Image {
+                process: member.process,
+                generation: member.generation,
+            })
+            .collect()
+    }
+
     /// Whether a process's image gets nothing more.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
         let member = self.members.get(&pid);

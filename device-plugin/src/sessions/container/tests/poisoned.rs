@@ -2,10 +2,10 @@
 
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::wire::Verdict;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use jiff::Timestamp;
 
 use super::super::super::poison::Policy;
+use super::super::leases::NotAsked;
 use super::*;
 
 fn now() -> Timestamp {
@@ -245,22 +245,22 @@ fn the_main_process_is_the_first_of_a_namespace_below_the_hosts() {
 }
 
 #[test]
-fn a_poisoned_image_is_refused_kept_memory_and_its_successor_is_not() {
+fn a_poisoned_image_may_ask_for_nothing_and_has_no_tokens_and_its_successor_may() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
-    generation(&mut container, 1, 7, VERSION);
-    let question = KeptQuestion::Commit {
-        version: VERSION,
-        lease: 1,
-        token: 1,
-        checksum: 0,
+    let images = |container: &Container| -> Vec<u64> {
+        let images = container.images().into_iter();
+        images.map(|image| image.generation).collect()
     };
-    assert!(container.keeps(1, &question, &Host).is_ok());
+    generation(&mut container, 1, 7, VERSION);
+    assert!(container.may_ask(1, None, &Host).is_ok());
+    assert_eq!(images(&container), [1]);
     report(&mut container, 1, 700);
-    let fenced = ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Fenced));
-    assert_eq!(container.keeps(1, &question, &Host), Err(fenced));
+    assert_eq!(container.may_ask(1, None, &Host), Err(NotAsked::Fenced));
+    assert!(images(&container).is_empty());
     generation(&mut container, 1, 8, VERSION);
-    assert!(container.keeps(1, &question, &Host).is_ok());
+    assert!(container.may_ask(1, None, &Host).is_ok());
+    assert_eq!(images(&container), [2]);
 }
 
 #[test]

@@ -1,0 +1,120 @@
+//! The file of the node's key, on tmpfs: it ends with the boot, and with it every token that was sealed.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::Path;
+
+use tracing::{info, warn};
+
+/// A key's bytes.
+pub type Secret = [u8; 32];
+
+/// The file in the run folder.
+pub const FILE: &str = "token.key";
+
+/// Nobody but the agent's user reads or writes it.
+const MODE: u32 = 0o600;
+
+/// The key of the file at `path`; a new one where there is none, where the file is no key, or others may have read it.
+/// One that cannot be kept there lasts as long as this agent.
+pub fn load(path: &Path) -> Secret {
+    match read(path) {
+        Ok(Some(secret)) => return secret,
+        Ok(None) => info!(path = %path.display(), "new key for memory tokens"),
+        Err(error) => warn!(path = %path.display(), %error, "new key for memory tokens"),
+    }
+    let secret = rand::random();
+    if let Err(error) = write(path, &secret) {
+        warn!(path = %path.display(), %error, "key for memory tokens is lost with this agent");
+    }
+    secret
+}
+
+fn read(path: &Path) -> io::Result<Option<Secret>> {
+    let file = match File::open(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        opened => opened?,
+    };
+    let metadata = file.metadata()?;
+    let mut bytes = Vec::new();
+    file.take(Secret::default().len() as u64 + 1)
+        .read_to_end(&mut bytes)?;
+    match bytes.try_into() {
+        Ok(secret) if metadata.mode() & 0o777 == MODE => Ok(Some(secret)),
+        Ok(_) => Err(io::Error::other("others may have read it")),
+        Err(_) => Err(io::Error::other("it is no key")),
+    }
+}
+
+/// A crash leaves the file as it was, or whole.
+fn write(path: &Path, secret: &Secret) -> io::Result<()> {
+    let beside = path.with_extension("new");
+    match fs::remove_file(&beside) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    if let Some(folder) = path.parent() {
+        fs::create_dir_all(folder)?;
+    }
+    let mut options = OpenOptions::new();
+    let mut file = options
+        .write(true)
+        .create_new(true)
+        .mode(MODE)
+        .open(&beside)?;
+    file.write_all(secret)?;
+    fs::rename(&beside, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().mode() & 0o777
+    }
+
+    #[test]
+    fn a_key_is_made_once_and_is_the_agents_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("run").join(FILE);
+        let secret = load(&path);
+        assert_eq!((load(&path), mode(&path)), (secret, MODE));
+        assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_file_that_is_no_key_or_was_open_to_others_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(FILE);
+        let secret = load(&path);
+        for garbage in [&b""[..], &[7; 31], &[7; 33], &[7; 1 << 16]] {
+            fs::write(&path, garbage).unwrap();
+            let anew = load(&path);
+            assert_ne!(anew, secret);
+            assert_eq!((load(&path), mode(&path)), (anew, MODE));
+        }
+        let before = load(&path);
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        assert_ne!(load(&path), before);
+    }
+
+    #[test]
+    fn what_a_crash_left_beside_it_is_in_nobodys_way() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(FILE);
+        fs::write(path.with_extension("new"), "half").unwrap();
+        assert_eq!(load(&path), load(&path));
+    }
+
+    #[test]
+    fn where_it_cannot_be_kept_there_is_a_key_all_the_same() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(FILE);
+        fs::create_dir(&path).unwrap();
+        assert_ne!(load(&path), load(&path));
+    }
+}

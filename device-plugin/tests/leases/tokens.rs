@@ -1,0 +1,172 @@
+//! Tokens of memory: told to whoever is to know, and good until what they name has ended.
+
+use std::fs;
+use std::time::{Duration, Instant};
+
+use bursar_protocol::wire::token::{Generation, MAX_TOKEN, TokenRefusal};
+
+use crate::bed::{Bed, GIB, open};
+use crate::common::eventually;
+use crate::common::kubelet::Pod;
+use crate::machine::GPU;
+use crate::tenant::{Opened, Tenant};
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Asks until that is no longer refused for what passes by itself.
+fn ask(tenant: &mut Tenant, line: &str) -> String {
+    let begun = Instant::now();
+    loop {
+        let said = tenant.ask(line).unwrap();
+        let passes = said == "refused Unavailable" || said.starts_with("away");
+        if !passes || begun.elapsed() > PATIENCE {
+            return said;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// A token for a block of a lease, or of the process's own memory where that is zero.
+fn seal(tenant: &mut Tenant, lease: u64, block: u64) -> Result<String, String> {
+    let said = ask(tenant, &format!("seal {lease} {block}"));
+    let token = said.strip_prefix("token ").map(str::to_owned);
+    token.ok_or(said)
+}
+
+/// L and the block that a token names; or why not.
+pub(crate) fn redeem(tenant: &mut Tenant, token: &str) -> Result<(u64, u64), String> {
+    let said = ask(tenant, &format!("redeem {token}"));
+    let words: Vec<&str> = said.split(' ').collect();
+    match words[..] {
+        ["good", lease, block] => Ok((lease.parse().unwrap(), block.parse().unwrap())),
+        _ => Err(said),
+    }
+}
+
+fn refused(why: TokenRefusal) -> String {
+    format!("refused {why:?}")
+}
+
+/// Whether a generation has ended that a token has.
+pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation) -> bool {
+    let begins = format!("refused Fenced {{ which: {which:?},");
+    redeemed
+        .as_ref()
+        .is_err_and(|said| said.starts_with(&begins))
+}
+
+/// A pod of another namespace, started.
+async fn stranger(bed: &Bed, name: &str) -> Pod {
+    let mut pod = Pod::with(name, GPU, 1);
+    pod.namespace = "other".to_owned();
+    bed.machine.kubelet.admit(&pod).await.unwrap();
+    fs::create_dir_all(bed.machine.cgroup(&pod)).unwrap();
+    bed.machine.start(&pod).await.unwrap();
+    pod
+}
+
+#[tokio::test]
+async fn a_token_is_redeemed_in_its_namespace_until_its_lease_its_process_or_its_key_is_gone() {
+    let mut bed = Bed::new().await;
+    let (first, second) = (bed.machine.run("a", 4).await, bed.machine.run("b", 4).await);
+    let third = stranger(&bed, "c").await;
+    let (mut issuer, mut reader) = (bed.tenant(&first), bed.tenant(&second));
+    let mut other = bed.tenant(&third);
+    assert_eq!(
+        seal(&mut issuer, 0, 7),
+        Err(refused(TokenRefusal::NoSession))
+    );
+    for tenant in [&mut issuer, &mut reader] {
+        assert_eq!(tenant.ask("hello").as_deref(), Some("welcome"));
+    }
+    let own = seal(&mut issuer, 0, 7).unwrap();
+    let Ok(Opened::Write { lease, token }) = open(&mut issuer, "weights", GIB) else {
+        panic!("it is there");
+    };
+    assert_eq!(issuer.commit(lease, token, 42), "committed");
+    let kept = seal(&mut issuer, lease, 8).unwrap();
+    assert_eq!(
+        seal(&mut reader, lease, 8),
+        Err(refused(TokenRefusal::NoLease)),
+        "it has not opened it"
+    );
+    assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
+    assert_eq!(redeem(&mut reader, &kept), Ok((lease, 8)));
+    let unknown = Err(refused(TokenRefusal::Unknown));
+    assert_eq!(redeem(&mut other, &own), unknown);
+    assert_eq!(redeem(&mut other, &kept), unknown);
+
+    let garbage = Err(refused(TokenRefusal::Malformed));
+    assert_eq!(redeem(&mut other, "00"), garbage);
+    assert_eq!(redeem(&mut other, &"5a".repeat(MAX_TOKEN)), garbage);
+    let forged = match own.strip_suffix('0') {
+        Some(own) => format!("{own}1"),
+        None => format!("{}0", &own[..own.len() - 1]),
+    };
+    let forged = redeem(&mut other, &forged);
+    assert_eq!(forged, Err(refused(TokenRefusal::Forged)));
+    let longer = format!("babble {}", MAX_TOKEN + 1);
+    assert_eq!(other.ask(&longer).as_deref(), Some("hung up"));
+
+    bed.machine.restart_agent().await;
+    assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
+    assert_eq!(redeem(&mut reader, &kept), Ok((lease, 8)));
+
+    let discarded = ask(&mut issuer, &format!("discard {lease}"));
+    assert_eq!(discarded, "discarded");
+    let ended = redeem(&mut reader, &kept);
+    assert!(is_fenced(&ended, Generation::Lease), "{ended:?}");
+    assert_eq!(redeem(&mut reader, &own), Ok((0, 7)));
+
+    issuer.exec();
+    bed.tell(&first, &mut issuer);
+    assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
+    let ended = redeem(&mut reader, &own);
+    assert!(is_fenced(&ended, Generation::Process), "{ended:?}");
+
+    let own = seal(&mut issuer, 0, 9).unwrap();
+    assert_eq!(redeem(&mut reader, &own), Ok((0, 9)));
+    bed.machine.kill_agent();
+    fs::write(bed.machine.path("run/token.key"), "garbage").unwrap();
+    bed.machine.come_back().await;
+    let lost = redeem(&mut reader, &own);
+    assert_eq!(lost, Err(refused(TokenRefusal::Forged)));
+    let own = seal(&mut issuer, 0, 9).unwrap();
+    assert_eq!(redeem(&mut reader, &own), Ok((0, 9)));
+
+    issuer.kill();
+    bed.machine.end(&first);
+    eventually("the end of the pod", || {
+        redeem(&mut reader, &own) == Err(refused(TokenRefusal::Unknown))
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_gpu_that_lost_its_memory_and_a_poisoned_image_end_their_tokens() {
+    let bed = Bed::new().await;
+    let (first, second) = (bed.machine.run("a", 4).await, bed.machine.run("b", 4).await);
+    let (mut issuer, mut reader) = (bed.tenant(&first), bed.tenant(&second));
+    assert_eq!(issuer.ask("hello").as_deref(), Some("welcome"));
+    let before = seal(&mut issuer, 0, 1).unwrap();
+    assert_eq!(redeem(&mut reader, &before), Ok((0, 1)));
+    let (_, gpu) = bed.device(&first);
+    bed.machine.lab.simgpu(&["lose", &gpu]).unwrap();
+    bed.machine.kubelet.until_allocatable(GPU, 16).await;
+    bed.machine.lab.simgpu(&["restore", &gpu]).unwrap();
+    bed.machine.kubelet.until_allocatable(GPU, 32).await;
+    eventually("the next generation", || {
+        is_fenced(&redeem(&mut reader, &before), Generation::Gpu)
+    })
+    .await;
+    let after = seal(&mut issuer, 0, 1).unwrap();
+    assert_eq!(redeem(&mut reader, &after), Ok((0, 1)));
+
+    let pid = issuer.pid().to_string();
+    let xid = ["xid", &gpu, "31", "--pid", &pid];
+    bed.machine.lab.simgpu(&xid).unwrap();
+    eventually("the fence", || {
+        is_fenced(&redeem(&mut reader, &after), Generation::Process)
+    })
+    .await;
+}
