@@ -8,6 +8,7 @@ mod exports;
 pub(super) mod leases;
 mod oversight;
 mod poisoned;
+mod refused;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -29,6 +30,7 @@ use super::record::{Content, Entry, Record};
 use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
 use crate::node::clock;
 use crate::units::{Bytes, GpuUuid};
+use refused::{Told, Why};
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
 /// the memory of an image that exec replaced counts as gone, or what an exporter left with an importer.
@@ -52,6 +54,8 @@ pub(super) struct Container {
     /// None where contexts are not charged.
     contexts: Option<Arc<ContextSizes>>,
     denied_by: BTreeMap<String, u64>,
+    /// What of it is on record.
+    told: Told,
     requests: u64,
     /// What each account was given at birth.
     ceilings: Vec<Units>,
@@ -163,6 +167,7 @@ impl Container {
             denied,
             contexts: None,
             denied_by: BTreeMap::new(),
+            told: Told::default(),
             requests: 0,
             ceilings,
             orders,
@@ -453,21 +458,18 @@ impl Container {
         let index = usize::from(account);
         self.requests = self.requests.saturating_add(1);
         self.heard(pid);
+        match self.grant(pid, index, need) {
+            Ok(units) => ToShim::Granted { account, units },
+            Err(why) => self.refuse(pid, account, need, why),
+        }
+    }
+
+    fn grant(&mut self, pid: u32, index: usize, need: Units) -> Result<Units, Why> {
         if self.is_fenced(pid) {
-            let knows = |member: &Member| member.version >= POISON_SINCE;
-            return match self.members.get(&pid).is_some_and(knows) {
-                true => ToShim::Fenced { account },
-                false => ToShim::Refused {
-                    account,
-                    free: Units::ZERO,
-                },
-            };
+            return Err(Why::Fenced);
         }
         if self.record_lost {
-            return ToShim::Refused {
-                account,
-                free: Units::ZERO,
-            };
+            return Err(Why::RecordLost);
         }
         if self.credit.free(index) < need {
             let missing = need.saturating_sub(self.credit.free(index));
@@ -476,13 +478,11 @@ impl Container {
                 self.take_idle(pid, index, missing);
             }
         }
-        let refused = |free| ToShim::Refused { account, free };
-        let Ok(units) = self.credit.grant(pid, index, need) else {
-            return refused(self.credit.free(index));
-        };
+        let granted = self.credit.grant(pid, index, need);
+        let units = granted.map_err(|_| Why::Quota)?;
         if !self.write_record() {
             self.credit.give_back(pid, index, units);
-            return refused(Units::ZERO);
+            return Err(Why::Unrecorded);
         }
         let page = self
             .members
@@ -492,20 +492,11 @@ impl Container {
             .and_then(|page| page.slot(index))
             .is_some_and(|slot| slot.grant(units))
         {
-            ToShim::Granted { account, units }
+            Ok(units)
         } else {
             self.credit.give_back(pid, index, units);
-            refused(self.credit.free(index))
+            Err(Why::NoPage)
         }
-    }
-
-    /// A process was denied memory.
-    pub(super) fn denied(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
-        if let Some(count) = self.denied.get_mut(usize::from(account)) {
-            *count = count.saturating_add(1);
-        }
-        self.count_denial(function);
-        tracing::debug!(allocation = %self.served.allocation, pid, bytes, function, "allocation denied");
     }
 
     /// A process image ended. What it had stays charged.

@@ -40,6 +40,9 @@ const DRIVER_TIMEOUT: Duration = Duration::from_secs(1);
 /// How often a request looks whether what ended images had is free.
 const SETTLE_PAUSE: Duration = Duration::from_millis(10);
 
+/// An answer that takes longer is late: at worst a request waits for what ended images had, and for the driver.
+const LATE: Duration = Duration::from_secs(3);
+
 /// The oldest version of the protocol that is served.
 const OLDEST_VERSION: u16 = 1;
 
@@ -320,6 +323,7 @@ impl Conversation {
             pace::wait(own.take(Instant::now())).await;
             let shared = lock(&self.shared).take(Instant::now());
             pace::wait(shared).await;
+            let heard = Instant::now();
             if let ToAgent::Request { account, units } = message {
                 while lock(&self.container).is_settling(pid, account, units) {
                     tokio::time::sleep(SETTLE_PAUSE).await;
@@ -366,6 +370,11 @@ impl Conversation {
             if let Some(answer) = answer {
                 let sent = stream.write_all(&answer.frame()).await;
                 sent.map_err(Hangup::Unsent)?;
+                let took = heard.elapsed();
+                if took > LATE {
+                    // A shim that waited too long goes without, and the program is out of memory.
+                    tracing::warn!(pid, ?took, ?answer, "answered late");
+                }
             }
         }
     }

@@ -147,7 +147,7 @@ impl Container {
     }
 
     /// Counts a denial by its function, as far as the names are few and look like names.
-    pub(super) fn count_denial(&mut self, function: &str) {
+    pub(super) fn count_denial(&mut self, function: &str) -> String {
         let is_name = (1..=64).contains(&function.len())
             && function
                 .bytes()
@@ -158,5 +158,6 @@ impl Container {
         let name = if is_name && known { function } else { OTHER };
         let count = self.denied_by.entry(name.to_owned()).or_default();
         *count = count.saturating_add(1);
+        name.to_owned()
     }
 }

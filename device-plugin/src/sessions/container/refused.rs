@@ -1,0 +1,130 @@
+//! Why a process is refused memory: answered, and told on record with the figures.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use bursar_protocol::POISON_SINCE;
+use bursar_protocol::units::Units;
+use bursar_protocol::wire::ToShim;
+
+use super::{Container, Member};
+
+/// How often a container's refusals for the same reason are told: a program may ask in a loop.
+const TELL_EVERY: Duration = Duration::from_secs(60);
+
+/// Why a request is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    /// Its image is poisoned, or its GPU is drained.
+    Fenced,
+    /// The record was lost, and the driver has not said yet who has memory.
+    RecordLost,
+    /// The quota has less.
+    Quota,
+    /// The grant could not be put on record.
+    Unrecorded,
+    /// The process has no page that takes it.
+    NoPage,
+}
+
+impl Why {
+    fn as_str(self) -> &'static str {
+        match self {
+            Why::Fenced => "fenced",
+            Why::RecordLost => "record-lost",
+            Why::Quota => "quota",
+            Why::Unrecorded => "unrecorded",
+            Why::NoPage => "no-page",
+        }
+    }
+}
+
+/// When refusals were told last, by reason.
+#[derive(Debug, Default)]
+pub(super) struct Told(BTreeMap<String, (Instant, u64)>);
+
+impl Told {
+    /// Whether this one is to be told: how many for the same reason were not, since the last that was.
+    fn due(&mut self, reason: &str, now: Instant) -> Option<u64> {
+        let Some((told, untold)) = self.0.get_mut(reason) else {
+            self.0.insert(reason.to_owned(), (now, 0));
+            return Some(0);
+        };
+        if now.saturating_duration_since(*told) < TELL_EVERY {
+            *untold = untold.saturating_add(1);
+            return None;
+        }
+        *told = now;
+        Some(std::mem::take(untold))
+    }
+}
+
+impl Container {
+    /// The answer to a request that is refused.
+    pub(super) fn refuse(&mut self, pid: u32, account: u8, need: Units, why: Why) -> ToShim {
+        let index = usize::from(account);
+        if let Some(untold) = self.told.due(why.as_str(), Instant::now()) {
+            let credit = &self.credit;
+            tracing::info!(
+                allocation = %self.served.allocation,
+                pod = %self.served.pod,
+                pid,
+                account,
+                reason = why.as_str(),
+                asked = need.bytes(),
+                free = credit.free(index).bytes(),
+                idle = self.idle_of_others(pid, index).bytes(),
+                quota = credit.quota(index).bytes(),
+                granted = credit.granted(index).bytes(),
+                own = credit.granted_to(pid, index).bytes(),
+                retired = credit.retired(index).bytes(),
+                leased = credit.leased(index).bytes(),
+                outside = credit.outside(index).bytes(),
+                untold,
+                "memory refused"
+            );
+        }
+        let knows = |member: &Member| member.version >= POISON_SINCE;
+        match why {
+            Why::Fenced if self.members.get(&pid).is_some_and(knows) => ToShim::Fenced { account },
+            Why::Fenced | Why::RecordLost | Why::Unrecorded => ToShim::Refused {
+                account,
+                free: Units::ZERO,
+            },
+            Why::Quota | Why::NoPage => ToShim::Refused {
+                account,
+                free: self.credit.free(index),
+            },
+        }
+    }
+
+    /// A process was denied memory. Without a refusal at the same time the agent was not asked, or not heard.
+    pub(in super::super) fn denied(&mut self, pid: u32, account: u8, bytes: u64, function: &str) {
+        if let Some(count) = self.denied.get_mut(usize::from(account)) {
+            *count = count.saturating_add(1);
+        }
+        let function = self.count_denial(function);
+        if let Some(untold) = self.told.due(&function, Instant::now()) {
+            let allocation = self.served.allocation;
+            tracing::info!(%allocation, pid, account, bytes, function, untold, "allocation denied");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_refusals_for_one_reason_one_a_minute_is_told_with_how_many_were_not() {
+        let (mut told, begun) = (Told::default(), Instant::now());
+        let after = |seconds| begun + Duration::from_secs(seconds);
+        assert_eq!(told.due("quota", after(0)), Some(0));
+        assert_eq!(told.due("fenced", after(1)), Some(0), "each by itself");
+        assert_eq!(told.due("quota", after(1)), None);
+        assert_eq!(told.due("quota", after(59)), None);
+        assert_eq!(told.due("quota", after(60)), Some(2));
+        assert_eq!(told.due("quota", after(61)), None);
+        assert_eq!(told.due("quota", after(300)), Some(1));
+    }
+}
