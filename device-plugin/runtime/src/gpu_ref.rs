@@ -1,6 +1,7 @@
 //! Typed device memory with several owners, used in any streams of its device.
 //!
-//! [`GpuRef::access`] is one atomic load: the address, or why there is nothing behind it any more. Work in several streams
+//! [`GpuRef::access`] is one atomic load, and where an agent may fence this image one more of what it said: the address, or
+//! why there is nothing behind it any more. Work in several streams
 //! is put in order when it is submitted: a read waits for the last write, a write for all that came before. To
 //! write takes a [`WriteToken`], of which there is one at a time. A stream other than the memory's own takes
 //! a resource that tracks uses, for else a free would not wait for it:
@@ -77,7 +78,7 @@ impl<T> From<TrackedSlice<T>> for GpuRef<T> {
 }
 
 impl<T> GpuRef<T> {
-    /// The address, where there is something behind it: one load.
+    /// The address, where there is something behind it: what [`DeviceState::check`](crate::DeviceState::check) costs.
     ///
     /// # Errors
     /// Why not.

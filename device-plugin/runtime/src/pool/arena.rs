@@ -8,7 +8,9 @@
 //!
 //! The limit is kept in the same way: a part draws credit from an account ahead, and keeps that of the blocks that are
 //! freed in it, so that a block costs no atomic operation on what all threads share. Before a request is refused it gets
-//! what is idle in the account and in all parts, so the limit is exact.
+//! what is idle in the account and in all parts, so the limit is exact. From then on credit is scarce: parts draw what
+//! they need and give back what is freed, for who takes from one another by turns takes again and again. That ends where
+//! much is left, or by and by.
 //!
 //! Locks are taken in one order: the credit's, a shard's, the central heap's; never two shards'.
 
@@ -34,8 +36,10 @@ const CHUNKS: u64 = 8;
 const CHUNK_HOLDS: u64 = 4;
 /// Credit is drawn ahead by such a part of what is left.
 const CREDITS: u64 = 64;
-/// Of a part's idle credit that another part needs, such a part goes there ahead.
-const CREDITS_MOVED: u64 = 8;
+/// Credit is scarce no more where such a part of the limit is left.
+const PLENTY: u64 = 4;
+/// Nor where a part has drawn this often: it may be the only one that needs any.
+const SCARCE_DRAWS: u32 = 1024;
 
 /// A block's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -94,6 +98,8 @@ struct Share {
     heap: Heap,
     /// By the region's number; the central heap's regions are slabs, and not here.
     chunks: Vec<Option<Chunk>>,
+    /// How often credit was drawn while it was scarce.
+    draws: u32,
 }
 
 impl Share {
@@ -150,13 +156,12 @@ impl Part {
         self.credit.store(bytes, Ordering::Relaxed);
     }
 
-    /// Takes up to `most` of the credit that is idle here; how much it was.
-    fn take_idle(&self, most: u64) -> u64 {
+    /// Takes the credit that is idle here; how much it was.
+    fn take_idle(&self) -> u64 {
         let mut share = self.share.lock();
         let idle = self.credit();
-        let taken = idle.min(most);
-        self.set_credit(&mut share, idle - taken);
-        taken
+        self.set_credit(&mut share, 0);
+        idle
     }
 }
 
@@ -177,10 +182,11 @@ pub(super) struct Arena {
     parts: Box<[Part]>,
     /// Live bytes as asked for, and credit.
     account: Apart<Account>,
-    /// Held by whoever moves credit between parts, so that nobody who looks through them misses any.
-    moving: Mutex<()>,
-    /// More is live than a limit that was lowered: what is freed is not for the next.
-    over: AtomicBool,
+    /// Held by whoever takes credit from parts, so that nobody who looks through them misses any.
+    moving: Apart<Mutex<()>>,
+    /// What is freed is the account's, not for the next in its part: a request found none left, or more is live than a limit
+    /// that was lowered.
+    scarce: AtomicBool,
 }
 
 impl Arena {
@@ -191,8 +197,8 @@ impl Arena {
             parts: std::iter::repeat_with(Part::default)
                 .take(1 + SHARDS)
                 .collect(),
-            moving: Mutex::default(),
-            over: AtomicBool::new(false),
+            moving: Apart(Mutex::default()),
+            scarce: AtomicBool::new(false),
         }
     }
 
@@ -260,29 +266,20 @@ impl Arena {
     }
 
     /// Charges bytes for the other ways to take a block. It fails only where not enough credit is idle, wherever it is.
-    pub(super) fn charge(&self, lane: usize, bytes: u64) -> Result<(), BudgetSnapshot> {
+    pub(super) fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
         let _one = self.moving();
-        let home = &self.parts[shard_of(lane, seat::of_thread())];
-        let mut got = home.take_idle(bytes);
-        while got < bytes {
-            let Err(found) = self.account.0.take(bytes - got) else {
-                return Ok(());
-            };
-            let before = got;
-            for part in self.parts.iter().filter(|part| part.credit() > 0) {
-                let ahead = part.credit() / CREDITS_MOVED;
-                got += part.take_idle(ahead.max(bytes.saturating_sub(got)));
-                if got >= bytes {
-                    break;
-                }
-            }
-            if got == before {
+        self.scarce.store(true, Ordering::Relaxed);
+        let mut got = 0;
+        while let Err(found) = self.account.0.take(bytes.saturating_sub(got)) {
+            // Under each part's lock, so that what is being drawn ahead there is found too.
+            let idle: u64 = self.parts.iter().map(Part::take_idle).sum();
+            got += idle;
+            if idle == 0 {
                 self.account.0.give_back(got);
                 return Err(found);
             }
         }
-        let mut share = home.share.lock();
-        home.set_credit(&mut share, home.credit() + (got - bytes));
+        self.account.0.give_back(got.saturating_sub(bytes));
         Ok(())
     }
 
@@ -296,17 +293,17 @@ impl Arena {
         let _one = self.moving();
         self.account.0.resize(limit);
         // Who frees in a part after its credit was taken sees this.
-        self.over.store(true, Ordering::Relaxed);
+        self.scarce.store(true, Ordering::Relaxed);
         for part in &self.parts {
-            self.account.0.give_back(part.take_idle(u64::MAX));
+            self.account.0.give_back(part.take_idle());
         }
-        self.look_at_limit();
+        self.end_scarcity();
     }
 
-    /// Lets parts keep the credit of what is freed, once all that is drawn is within the limit. `moving` is held.
-    fn look_at_limit(&self) {
+    /// Lets parts keep the credit of what is freed, if all that is drawn is within the limit. `moving` is held.
+    fn end_scarcity(&self) {
         let BudgetSnapshot { limit, used } = self.account.0.snapshot();
-        self.over.store(used > limit, Ordering::Relaxed);
+        self.scarce.store(used > limit, Ordering::Relaxed);
     }
 
     /// The limit, and live bytes as asked for.
@@ -318,18 +315,23 @@ impl Arena {
     }
 
     fn moving(&self) -> MutexGuard<'_, ()> {
-        self.moving.lock().unwrap_or_else(PoisonError::into_inner)
+        self.moving.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Draws credit for a request of `bytes`, and some ahead.
     fn draw(&self, part: &Part, share: &mut Share, bytes: u64) -> Option<()> {
-        if self.over.load(Ordering::Relaxed)
-            && let Ok(_one) = self.moving.try_lock()
-        {
-            self.look_at_limit();
-        }
         let BudgetSnapshot { limit, used } = self.account.0.snapshot();
-        let ahead = limit.saturating_sub(used) / CREDITS;
+        let left = limit.saturating_sub(used);
+        let mut ahead = left / CREDITS;
+        if self.scarce.load(Ordering::Relaxed) {
+            ahead = 0;
+            share.draws = share.draws.wrapping_add(1);
+            if (left >= limit / PLENTY || share.draws.is_multiple_of(SCARCE_DRAWS))
+                && let Ok(_one) = self.moving.0.try_lock()
+            {
+                self.end_scarcity();
+            }
+        }
         let least = bytes - part.credit();
         let drawn = [least.saturating_add(ahead), least]
             .into_iter()
@@ -350,7 +352,7 @@ impl Arena {
         let mut share = part.share.lock();
         let asked = share.heap.free(place.id, after, left)?;
         // What is of the central heap was paid for by shards.
-        if place.part as usize == CENTRAL || self.over.load(Ordering::Relaxed) {
+        if place.part as usize == CENTRAL || self.scarce.load(Ordering::Relaxed) {
             self.account.0.give_back(asked);
         } else {
             part.set_credit(&mut share, part.credit() + asked);

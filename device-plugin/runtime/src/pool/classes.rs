@@ -8,8 +8,10 @@
 /// How many classes a power of two is cut into: the bits of a word.
 const CUTS: u32 = u64::BITS;
 const CUT_BITS: u32 = CUTS.trailing_zeros();
-/// Powers of two of a size in granules, those below [`CUTS`] being one.
-const ROWS: usize = (u32::BITS - CUT_BITS + 1) as usize;
+/// Powers of two of a size in granules, those below [`CUTS`] being one: 27, and a power of two, so that a row is in its array
+/// by its bits.
+const ROWS: usize = (u32::BITS - CUT_BITS + 1).next_power_of_two() as usize;
+const SLOTS: usize = ROWS * CUTS as usize;
 
 /// No block.
 pub(super) const NONE: u32 = 0;
@@ -22,8 +24,9 @@ impl Class {
     /// The class that a block of `size` granules stands in.
     #[inline]
     pub(super) fn of(size: u32) -> Class {
-        let row = (size | (CUTS - 1)).ilog2() - (CUT_BITS - 1);
-        Class::at(row, (size >> row.saturating_sub(1)) & (CUTS - 1))
+        // From row 1 on the size's leading bit counts the row up by one.
+        let shift = (size | (2 * CUTS - 1)).ilog2() - CUT_BITS;
+        Class((shift << CUT_BITS) + (size >> shift))
     }
 
     #[inline]
@@ -31,8 +34,8 @@ impl Class {
         Class(row << CUT_BITS | cut)
     }
 
-    fn row(self) -> u32 {
-        self.0 >> CUT_BITS
+    fn row(self) -> usize {
+        (self.0 >> CUT_BITS) as usize % ROWS
     }
 
     fn cut(self) -> u32 {
@@ -40,14 +43,14 @@ impl Class {
     }
 
     fn slot(self) -> usize {
-        self.0 as usize
+        self.0 as usize % SLOTS
     }
 }
 
 /// The first block of each class.
 #[derive(Debug)]
 pub(super) struct Classes {
-    first: Box<[u32]>,
+    first: Box<[u32; SLOTS]>,
     rows: u32,
     cuts: [u64; ROWS],
 }
@@ -55,7 +58,7 @@ pub(super) struct Classes {
 impl Classes {
     pub(super) fn new() -> Classes {
         Classes {
-            first: vec![NONE; ROWS * CUTS as usize].into_boxed_slice(),
+            first: Box::new([NONE; SLOTS]),
             rows: 0,
             cuts: [0; ROWS],
         }
@@ -67,23 +70,32 @@ impl Classes {
         self.first[class.slot()]
     }
 
-    /// Makes `block` the first of a class; [`NONE`] empties the class. Which of the two it is nobody can foresee: no branch.
+    /// Puts a block before the first of a class, and answers that one.
     #[inline]
-    pub(super) fn set_first(&mut self, class: Class, block: u32) {
-        self.first[class.slot()] = block;
-        let (row, cut) = (class.row(), class.cut());
-        let cuts = &mut self.cuts[row as usize];
-        *cuts = *cuts & !(1 << cut) | u64::from(block != NONE) << cut;
-        self.rows = self.rows & !(1 << row) | u32::from(*cuts != 0) << row;
+    pub(super) fn put_first(&mut self, class: Class, block: u32) -> u32 {
+        let row = class.row();
+        self.cuts[row] |= 1 << class.cut();
+        self.rows |= 1 << row;
+        std::mem::replace(&mut self.first[class.slot()], block)
+    }
+
+    /// Puts the second block of a class in the place of its first; [`NONE`] empties the class. Which of the two it is nobody
+    /// can foresee: no branch.
+    #[inline]
+    pub(super) fn take_first(&mut self, class: Class, second: u32) {
+        let row = class.row();
+        self.first[class.slot()] = second;
+        self.cuts[row] ^= u64::from(second == NONE) << class.cut();
+        self.rows ^= u32::from(self.cuts[row] == 0) << row;
     }
 
     /// The smallest class above `class` that has a block: each block there is larger than every one of `class`.
     #[inline]
     pub(super) fn above(&self, class: Class) -> Option<Class> {
         let (row, cut) = (class.row(), class.cut());
-        let cuts = self.cuts[row as usize] & (u64::MAX << cut) & !(1 << cut);
+        let cuts = self.cuts[row] & (u64::MAX << cut) & !(1 << cut);
         if cuts != 0 {
-            return Some(Class::at(row, cuts.trailing_zeros()));
+            return Some(Class::at(row as u32, cuts.trailing_zeros()));
         }
         self.lowest_of(self.rows & (u32::MAX << row) & !(1 << row))
     }
@@ -138,7 +150,7 @@ mod tests {
         ) {
             let mut classes = Classes::new();
             for (block, &size) in (1..).zip(&sizes) {
-                classes.set_first(Class::of(size), block);
+                classes.put_first(Class::of(size), block);
             }
             let slots = sizes.iter().map(|&size| Class::of(size).slot());
             let expected = slots.clone().filter(|&slot| slot > Class::of(asked).slot()).min();
@@ -151,9 +163,9 @@ mod tests {
     #[test]
     fn an_emptied_class_is_passed_over() {
         let mut classes = Classes::new();
-        classes.set_first(Class::of(100), 1);
-        classes.set_first(Class::of(1000), 2);
-        classes.set_first(Class::of(100), NONE);
+        classes.put_first(Class::of(100), 1);
+        classes.put_first(Class::of(1000), 2);
+        classes.take_first(Class::of(100), NONE);
         assert_eq!(classes.above(Class::of(1)), Some(Class::of(1000)));
     }
 }

@@ -280,8 +280,8 @@ impl Heap {
         {
             std::mem::replace(&mut self.aside, NONE)
         } else {
-            let index = self.find(size)?;
-            self.cut_top(index, size)
+            let class = self.find(size)?;
+            self.cut_top(class, size)
         };
         Some(self.hand_out(index, asked))
     }
@@ -291,8 +291,8 @@ impl Heap {
         let size = u32::try_from(bytes / GRANULE)
             .ok()
             .filter(|&size| size > 0)?;
-        let index = self.find(size)?;
-        let index = self.cut_bottom(index, size);
+        let class = self.find(size)?;
+        let index = self.cut_bottom(self.classes.first(class), size);
         Some(self.hand_out(index, 0))
     }
 
@@ -429,12 +429,13 @@ impl Heap {
         if is_free(&lower) {
             self.recycle(index);
             index = below;
-            stays = Class::of(lower.size) == Class::of(lower.size + size);
-            if !stays {
-                self.unlink(index);
-            }
             size += lower.size;
             after = after.and(left(lower.after()));
+            let before = Class::of(lower.size);
+            stays = before == Class::of(size);
+            if !stays {
+                self.unlink_from(before, index);
+            }
         }
         let header = &mut self.headers[index as usize];
         header.size = size;
@@ -442,7 +443,7 @@ impl Heap {
         header.above = above;
         self.headers[above as usize].below = index;
         if !stays {
-            self.link(index);
+            self.link_in(Class::of(size), index);
         }
     }
 
@@ -467,28 +468,33 @@ impl Heap {
             .ok_or(Refusal::NotLive)
     }
 
-    /// A free block of at least `size` granules: the best class's first, or one of the request's own class.
+    /// The class whose first block has at least `size` granules: the request's own, or the smallest above it.
     #[inline]
-    fn find(&mut self, size: u32) -> Option<u32> {
+    fn find(&mut self, size: u32) -> Option<Class> {
         let own = Class::of(size);
         let first = self.classes.first(own);
         if self.headers[first as usize].size >= size {
-            return Some(first);
+            return Some(own);
         }
         match self.classes.above(own) {
-            Some(class) => Some(self.classes.first(class)),
+            Some(class) => Some(class),
             None => self.find_in(own, size),
         }
     }
 
+    /// Makes a block of a class that is large enough its first.
     #[cold]
-    fn find_in(&mut self, class: Class, size: u32) -> Option<u32> {
+    fn find_in(&mut self, class: Class, size: u32) -> Option<Class> {
         if self.aside != NONE {
             self.settle();
             return self.find(size);
         }
-        self.list(class)
-            .find(|&index| self.headers[index as usize].size >= size)
+        let index = self
+            .list(class)
+            .find(|&index| self.headers[index as usize].size >= size)?;
+        self.unlink(index);
+        self.link(index);
+        Some(class)
     }
 
     /// A free block of at least `size` granules that begins at a multiple of `align`: what is below is cut off.
@@ -503,7 +509,7 @@ impl Heap {
             u64::from(header.size) >= u64::from(size) + shift(header.address, align)
         };
         let index = match roomy {
-            Some(index) => index,
+            Some(class) => self.classes.first(class),
             None => self.list_from(Class::of(size)).find(fits)?,
         };
         let skip = u32::try_from(shift(self.headers[index as usize].address, align)).ok()?;
@@ -529,25 +535,27 @@ impl Heap {
         index
     }
 
-    /// Cuts `size` granules from the upper end of a free block, where more than a crumb is left; what stands in no list
-    /// then. The block keeps its place in its list as long as it stays in its class, which a large one does.
+    /// Cuts `size` granules from the upper end of a class's first block, where more than a crumb is left; what stands in no
+    /// list then. The block keeps its place in its list as long as it stays in its class, which a large one does.
     #[inline]
-    fn cut_top(&mut self, index: u32, size: u32) -> u32 {
-        let whole = self.headers[index as usize].size;
-        let rest = whole - size;
-        let stays = is_worth_it(rest, size) && Class::of(rest) == Class::of(whole);
-        if !stays {
-            self.unlink(index);
+    fn cut_top(&mut self, class: Class, size: u32) -> u32 {
+        let index = self.classes.first(class);
+        let rest = self.headers[index as usize].size - size;
+        let top = if is_worth_it(rest, size) {
+            self.split(index, rest)
+        } else {
+            None
+        };
+        let Some(top) = top else {
+            self.unlink_first(class, index);
+            return index;
+        };
+        let left = Class::of(rest);
+        if left != class {
+            self.unlink_first(class, index);
+            self.link_in(left, index);
         }
-        if is_worth_it(rest, size)
-            && let Some(top) = self.split(index, rest)
-        {
-            if !stays {
-                self.link(index);
-            }
-            return top;
-        }
-        index
+        top
     }
 
     /// Allocates a block that stands in no list.
@@ -602,27 +610,42 @@ impl Heap {
     #[inline]
     fn link(&mut self, index: u32) {
         let class = Class::of(self.headers[index as usize].size);
-        let next = self.classes.first(class);
+        self.link_in(class, index);
+    }
+
+    /// Puts a block first in the list of its class.
+    #[inline]
+    fn link_in(&mut self, class: Class, index: u32) {
+        let next = self.classes.put_first(class, index);
         let header = &mut self.headers[index as usize];
         header.previous = NONE;
         header.next = next;
         self.headers[next as usize].previous = index;
-        self.classes.set_first(class, index);
     }
 
-    #[inline(always)]
+    #[inline]
     fn unlink(&mut self, index: u32) {
-        let Header {
-            previous,
-            next,
-            size,
-            ..
-        } = self.headers[index as usize];
+        let class = Class::of(self.headers[index as usize].size);
+        self.unlink_from(class, index);
+    }
+
+    /// Takes a block from the list of its class.
+    #[inline(always)]
+    fn unlink_from(&mut self, class: Class, index: u32) {
+        let Header { previous, next, .. } = self.headers[index as usize];
+        if previous == NONE {
+            return self.unlink_first(class, index);
+        }
         self.headers[next as usize].previous = previous;
         self.headers[previous as usize].next = next;
-        if previous == NONE {
-            self.classes.set_first(Class::of(size), next);
-        }
+    }
+
+    /// Takes the first block from the list of its class.
+    #[inline]
+    fn unlink_first(&mut self, class: Class, index: u32) {
+        let next = self.headers[index as usize].next;
+        self.headers[next as usize].previous = NONE;
+        self.classes.take_first(class, next);
     }
 
     /// An unused header; `None` where all indices are used.

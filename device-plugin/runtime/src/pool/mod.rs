@@ -214,7 +214,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
             return Ok(placed);
         }
         let over = |found: BudgetSnapshot| self.over_budget(request, found);
-        self.arena.charge(lane, request.bytes).map_err(over)?;
+        self.arena.charge(request.bytes).map_err(over)?;
         if let Some(placed) = self.arena.take_charged(lane, request) {
             return Ok(placed);
         }

@@ -143,7 +143,7 @@ proptest! {
 impl Arena {
     /// As a pool does that cannot grow.
     fn anywhere(&self, request: Request) -> Option<Placed> {
-        self.charge(0, request.bytes).ok()?;
+        self.charge(request.bytes).ok()?;
         let placed = self.take_anywhere(request);
         if placed.is_none() {
             self.discharge(request.bytes);
@@ -364,4 +364,78 @@ fn a_part_gets_the_credit_that_another_has() {
     assert!(take(9, 8 * MIB + 1).is_none());
     assert!(take(9, 8 * MIB).is_some(), "it is idle in eight parts");
     assert!(take(1, 1).is_none());
+}
+
+/// An arena whose limit of 8 MiB is reached by a block in each of eight parts, and how a part takes one: whether all others
+/// had to be asked.
+fn at_its_limit() -> (Arena, Vec<Placed>) {
+    let arena = Arena::new(8 * MIB);
+    arena
+        .add(0, GRANULE, 64 * MIB, After::NOTHING)
+        .expect("it can be added");
+    let blocks = (0..8).map(|lane| turn(&arena, lane).0).collect();
+    (arena, blocks)
+}
+
+fn turn(arena: &Arena, lane: usize) -> (Placed, bool) {
+    let request = Request {
+        bytes: MIB,
+        align: 1,
+    };
+    let taken = arena
+        .take(lane, request)
+        .or_else(|| arena.take_drawing(lane, request));
+    let asked = taken.is_none();
+    let placed = taken.or_else(|| arena.anywhere(request));
+    (placed.expect("it is within the limit"), asked)
+}
+
+fn give_back(arena: &Arena, placed: Placed) {
+    arena
+        .free(placed.place, After::NOTHING, |all| all)
+        .expect("it is live");
+}
+
+#[test]
+fn parts_that_take_turns_at_the_limit_ask_one_another_once_at_most() {
+    let (arena, mut blocks) = at_its_limit();
+    let mut asked = 0;
+    for at in 0..1000 {
+        give_back(&arena, blocks.remove(at % 8));
+        let (placed, others) = turn(&arena, at * 3);
+        asked += usize::from(others);
+        blocks.push(placed);
+    }
+    assert!(asked <= 1, "{asked} of 1000");
+}
+
+#[test]
+fn a_part_keeps_its_credit_again_once_much_of_the_limit_is_left() {
+    let (arena, mut blocks) = at_its_limit();
+    give_back(&arena, blocks.remove(0));
+    blocks.push(turn(&arena, 1).0);
+    for placed in blocks {
+        give_back(&arena, placed);
+    }
+    let scarce = || arena.scarce.load(Ordering::Relaxed);
+    assert!(scarce());
+    let kept = turn(&arena, 2).0;
+    give_back(&arena, kept);
+    assert!(!scarce());
+    assert!(arena.account.0.snapshot().used >= MIB);
+}
+
+#[test]
+fn who_alone_goes_on_at_the_limit_draws_for_a_while_only() {
+    let (arena, mut blocks) = at_its_limit();
+    give_back(&arena, blocks.remove(0));
+    for _ in 0..=SCARCE_DRAWS {
+        let placed = turn(&arena, 1).0;
+        give_back(&arena, placed);
+    }
+    let request = Request {
+        bytes: MIB,
+        align: 1,
+    };
+    assert!(arena.take(1, request).is_some(), "the part has credit");
 }
