@@ -1,0 +1,58 @@
+//! What it costs to ask whether device memory can still be used: `DeviceState::check`, which every `GpuRef::access` is, outside
+//! of Bursar's containers and inside, where it also asks what the agent said; beside the one load that it needs at least.
+//!
+//! Blocks of each are run in turn: the median time of one, and the median ratio of neighbouring blocks.
+
+use std::hint::black_box;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
+
+use bursar_runtime::state::Supervisor;
+
+const ROUNDS: usize = 301;
+const CALLS: u32 = 100_000;
+
+/// As the shim answers: from a page, once there is one.
+extern "C" fn fence() -> u64 {
+    static PAGE: OnceLock<Box<AtomicU64>> = OnceLock::new();
+    PAGE.get_or_init(Box::default).load(Ordering::Relaxed)
+}
+
+/// Nanoseconds of one call.
+fn block(call: impl Fn() -> bool) -> f64 {
+    let begun = Instant::now();
+    for _ in 0..CALLS {
+        assert!(black_box(call()));
+    }
+    begun.elapsed().as_secs_f64() * 1e9 / f64::from(CALLS)
+}
+
+fn median(times: impl Iterator<Item = f64>) -> f64 {
+    let mut times: Vec<_> = times.collect();
+    times.sort_by(f64::total_cmp);
+    times[times.len() / 2]
+}
+
+fn main() {
+    let (outside, inside) = (Supervisor::new(), Supervisor::new());
+    inside.ask(fence);
+    let (word, outside, inside) = (AtomicU64::new(0), outside.watch(), inside.watch());
+    let rounds: Vec<_> = (0..ROUNDS)
+        .map(|_| {
+            [
+                block(|| black_box(&word).load(Ordering::Acquire) == 0),
+                block(|| black_box(&outside).check().is_ok()),
+                block(|| black_box(&inside).check().is_ok()),
+            ]
+        })
+        .collect();
+    for (at, name) in ["one load", "no agent", "an agent's word"]
+        .iter()
+        .enumerate()
+    {
+        let time = median(rounds.iter().map(|round| round[at]));
+        let ratio = median(rounds.iter().map(|round| round[at] / round[0]));
+        println!("{name:<16} {time:>6.2} ns  {ratio:.2}x");
+    }
+}
