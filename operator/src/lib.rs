@@ -9,6 +9,7 @@
 //! |---|---|
 //! | [`args`] | the command line |
 //! | [`observe`] | turns watches into changes of the world, and those into work |
+//! | [`ahead`] | what was written itself is known before the watch tells |
 //! | [`world`] | what is known of the cluster: pure |
 //! | [`demand`] | what a pod asks for: pure |
 //! | [`budget`] | from a budget and the facts to what is to be done and said: pure |
@@ -25,6 +26,7 @@
 //! | [`metrics`], [`http`] | what is measured, and how it is served |
 //! | [`operator`] | the tasks and their end |
 
+pub mod ahead;
 pub mod args;
 pub mod budget;
 pub mod contexts;

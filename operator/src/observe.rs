@@ -1,7 +1,7 @@
 //! Turns watches into changes of the world, and those into budgets to look at.
 //!
 //! ```text
-//!   six watches --> world.apply --> dirty, gathered for a while --> one look at each budget concerned
+//!   six watches, own writes --> world.apply --> dirty, gathered for a while --> one look at each budget concerned
 //! ```
 //!
 //! Gathering bounds the writes: however fast pods come and go, a budget is looked at once per period.
@@ -24,6 +24,7 @@ use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::ahead::{Written, merged};
 use crate::budget::Quota;
 use crate::demand::{AskingPod, Demand};
 use crate::metrics::Metrics;
@@ -66,13 +67,14 @@ pub fn patient(mut config: Config, silence: Duration) -> Config {
 }
 
 /// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The
-/// budgets are kept in `budgets` as well. A watch that fails is taken up again, with back-off.
+/// budgets are kept in `budgets` as well. What was `written` is known before its watch tells. A watch that fails is taken up again, with back-off.
 pub fn changes(
     client: &Client,
     quantum: Quantum,
     budgets: Writer<GpuMemoryBudget>,
     metrics: &Metrics,
     pulse: &Pulse,
+    written: Written,
 ) -> BoxStream<'static, Change> {
     let client = &pulse.listening(client.clone());
     let pulse = || pulse.clone();
@@ -96,7 +98,8 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<AskingPod>::all(client.clone()), config());
-            heard(kinds::PODS, metrics, pulse(), watch.default_backoff())
+            let watch = heard(kinds::PODS, metrics, pulse(), watch.default_backoff());
+            merged(watch, written.pods)
                 .flat_map(move |event| {
                     both(
                         Told::Pod(slimmed(event.clone(), |pod| PodFacts::of(pod, quantum))),
@@ -107,7 +110,8 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<GpuNode>::all(client.clone()), ours());
-            heard(kinds::GPU_NODES, metrics, pulse(), watch.default_backoff())
+            let watch = heard(kinds::GPU_NODES, metrics, pulse(), watch.default_backoff());
+            merged(watch, written.gpu_nodes)
                 .flat_map(move |event| {
                     let facts = |node: &GpuNode| Some(GpuFacts::of(node, quantum));
                     both(
@@ -119,7 +123,8 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<SlimNode>::all(client.clone()), config());
-            heard(kinds::NODES, metrics, pulse(), watch.default_backoff())
+            let watch = heard(kinds::NODES, metrics, pulse(), watch.default_backoff());
+            merged(watch, written.nodes)
                 .flat_map(move |event| {
                     let facts = |node: &SlimNode| Some(NodeFacts::of(node, quantum));
                     both(
@@ -132,14 +137,16 @@ pub fn changes(
         {
             let quotas = Api::<ResourceQuota>::all(client.clone());
             let watch = watcher(quotas, config().labels(QUOTA_LABEL));
-            heard(kinds::QUOTAS, metrics, pulse(), watch.default_backoff())
+            let watch = heard(kinds::QUOTAS, metrics, pulse(), watch.default_backoff());
+            merged(watch, written.quotas)
                 .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
                 .boxed()
         },
         {
             let namespaces = Api::<PartialObjectMeta<Namespace>>::all(client.clone());
             let watch = watcher(namespaces, config().labels(BUDGET_LABEL));
-            heard(kinds::NAMESPACES, metrics, pulse(), watch.default_backoff())
+            let watch = heard(kinds::NAMESPACES, metrics, pulse(), watch.default_backoff());
+            merged(watch, written.namespaces)
                 .map(|event| Change::Namespace(slimmed(event, budget_label)))
                 .boxed()
         },

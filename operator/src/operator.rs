@@ -11,6 +11,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
+use crate::ahead;
 use crate::contexts;
 use crate::http::{self, Sources};
 use crate::metrics::Metrics;
@@ -56,13 +57,14 @@ pub async fn run(
     let pulse = Pulse::default();
     let metrics = Metrics::new(budgets.clone(), world.clone(), pulse.clone());
     let (work_sender, mut work) = mpsc::channel(WORK);
-    let changes = changes(&client, quantum, writer, &metrics, &pulse);
+    let (wrote, written) = ahead::channel();
+    let changes = changes(&client, quantum, writer, &metrics, &pulse, written);
     let sources = Sources {
         metrics: metrics.clone(),
         world: world.clone(),
         pulse,
     };
-    let writer = Writer::new(client, metrics.clone());
+    let writer = Writer::new(client, metrics.clone(), wrote);
     let placement = placement::run::run(
         writer.clone(),
         world.clone(),

@@ -13,8 +13,10 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions
 use kube::core::Resource as _;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
+use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::timeout;
 
+use crate::ahead::Wrote;
 use crate::metrics::{Metrics, Written};
 
 /// How long one write may take. Less than the time that a pod gets to stop.
@@ -75,12 +77,22 @@ pub enum Evicted {
 pub struct Writer {
     client: Client,
     metrics: Metrics,
+    wrote: Wrote,
 }
 
 impl Writer {
-    /// A writer with the rights of `client`.
-    pub fn new(client: Client, metrics: Metrics) -> Self {
-        Self { client, metrics }
+    /// A writer with the rights of `client`, which tells what it `wrote`.
+    pub fn new(client: Client, metrics: Metrics, wrote: Wrote) -> Self {
+        Self {
+            client,
+            metrics,
+            wrote,
+        }
+    }
+
+    /// Who is told what was written.
+    pub(crate) fn wrote(&self) -> &Wrote {
+        &self.wrote
     }
 
     /// The client that it writes with.
@@ -121,7 +133,9 @@ impl Writer {
         let what = format!("ResourceQuota {namespace}/{name}");
         let (params, patch) = (applied(), Patch::Apply(object));
         let write = api.patch(name, &params, &patch);
-        self.write(Written::Quota, what, write).await.map(drop)
+        let written = self.write(Written::Quota, what, write).await?;
+        tell(&self.wrote.quotas, written);
+        Ok(())
     }
 
     /// Sets the budget label of a namespace, or takes it off.
@@ -136,7 +150,9 @@ impl Writer {
         };
         let patch = Patch::Merge(patch);
         let write = api.patch_metadata(namespace, &params, &patch);
-        self.write(Written::Label, what, write).await.map(drop)
+        let written = self.write(Written::Label, what, write).await?;
+        tell(&self.wrote.namespaces, written);
+        Ok(())
     }
 
     /// Orders what a node's agent does about poisoned contexts, and which it restarts now. Fails where the
@@ -160,7 +176,9 @@ impl Writer {
         let params = PatchParams::apply(CONTEXTS_MANAGER).force();
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
-        self.write(Written::Contexts, what, write).await.map(drop)
+        let written = self.write(Written::Contexts, what, write).await?;
+        tell(&self.wrote.gpu_nodes, written);
+        Ok(())
     }
 
     /// Evicts the pod of this UID and no other. `by_force`: whatever its disruption budgets say.
@@ -235,6 +253,13 @@ impl Writer {
         };
         self.metrics.wrote(kind, result.is_ok());
         result
+    }
+}
+
+/// Nobody listens when the operator ends.
+pub(crate) fn tell<K>(who: &UnboundedSender<K>, written: impl IntoIterator<Item = K>) {
+    for object in written {
+        drop(who.send(object));
     }
 }
 

@@ -67,32 +67,24 @@ fn told(outcome: Outcome, least: usize) -> Result<String, Failed> {
 
 /// Nothing happens but the tours. What is written in them is what is met by number elsewhere.
 pub(crate) async fn undisturbed(server: &Server) -> Result<String, Failed> {
-    const NAME: &str = "plain";
     let plan = |case: &str| Plan::told(case, Telling::Plain);
-    let outcome = tour(server, NAME, plan).await?;
-    // Of what kind a write is, whichever tour makes it.
-    let kind = |write: &String| {
-        let parts = write.split('/').map(|part| match part.starts_with(NAME) {
-            true => "*",
-            false => part,
-        });
-        parts.collect::<Vec<_>>().join("/")
-    };
-    let numbered = |writes: &Vec<String>| -> Vec<_> {
-        let numbered = writes.iter().take(*NUMBERS.end());
-        numbered.map(kind).collect()
-    };
-    let met: BTreeSet<String> = outcome.writes.iter().flat_map(numbered).collect();
-    // Where a look comes before the watch tells of a write it is made again, and pushes others behind.
+    let outcome = tour(server, "plain", plan).await?;
+    let numbered = outcome
+        .writes
+        .iter()
+        .flat_map(|writes| writes.iter().take(*NUMBERS.end()));
+    let met: BTreeSet<&String> = numbered.collect();
     let all = outcome.writes.iter().flatten();
-    let unmet: Vec<_> = all.filter(|write| !met.contains(&kind(write))).collect();
+    let unmet: Vec<_> = all.filter(|write| !met.contains(write)).collect();
     if !unmet.is_empty() {
         return Err(format!("beyond {} in every transition: {unmet:?}", NUMBERS.end()).into());
     }
-    let all: usize = outcome.writes.iter().map(Vec::len).sum();
+    let counts = || outcome.writes.iter().map(Vec::len);
     Ok(format!(
-        "{all} writes in {} transitions",
-        outcome.writes.len()
+        "{} writes in {} transitions, at most {} in one",
+        counts().sum::<usize>(),
+        outcome.writes.len(),
+        counts().max().unwrap_or_default(),
     ))
 }
 

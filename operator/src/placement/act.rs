@@ -3,23 +3,24 @@
 use std::time::Duration;
 
 use bursar_crds::GpuNode;
-use k8s_openapi::api::core::v1::{Node, ObjectReference};
+use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::jiff::Timestamp;
-use kube::Client;
 use kube::api::{Api, Patch, PatchParams};
+use kube::{Client, Resource as _};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
 use super::memory::{Answer, Memory, Moment, NodeLabels};
+use super::node::SlimNode;
 use super::plan::{Object, Pod, Step, Victim};
 use super::pod::{Place, PodFacts};
 use crate::demand::AskingPod;
 use crate::job::{self, JobError};
 use crate::observe::chain;
 use crate::world::Key;
-use crate::write::{Evicted, WriteError, Writer};
+use crate::write::{Evicted, WriteError, Writer, tell};
 
 /// Field managers, one for each list or map that is written whole: what one applies takes nothing from the others.
 const LABELS_MANAGER: &str = "bursar-operator-labels";
@@ -102,7 +103,7 @@ impl Hands {
                 let what = "reserve a GPU of";
                 // A write that fails may have arrived: whose what is there is, is open then.
                 memory.reservations.remove(&node.name);
-                self.apply::<GpuNode>(RESERVATIONS_MANAGER, what, &node, body)
+                self.apply(RESERVATIONS_MANAGER, what, &node, body)
                     .await?;
                 info!(node = node.name, ?reservations, "reservations");
                 memory.reservations.insert(node.name, reservations);
@@ -111,7 +112,7 @@ impl Hands {
             Step::Lower { node, quotas } => {
                 let body = json!({ "spec": { "quotas": quotas } });
                 memory.quotas.remove(&node.name);
-                self.apply::<GpuNode>(QUOTAS_MANAGER, "order quotas of", &node, body)
+                self.apply(QUOTAS_MANAGER, "order quotas of", &node, body)
                     .await?;
                 info!(node = node.name, orders = quotas.len(), "quotas");
                 memory.quotas.insert(node.name, quotas);
@@ -155,7 +156,7 @@ impl Hands {
                     // Before the eviction: whoever comes after a crash may count one too many, never one too few.
                     let moves = memory.moves_with(&from.name, &owner, wall);
                     let body = json!({ "spec": { "moves": moves } });
-                    self.apply::<GpuNode>(MOVES_MANAGER, "count a move from", &from, body)
+                    self.apply(MOVES_MANAGER, "count a move from", &from, body)
                         .await?;
                     memory.recorded(from.name, moves);
                 }
@@ -178,37 +179,38 @@ impl Hands {
 
     /// No apply: that would leave a label in place which somebody else wrote too.
     async fn label(&self, node: &Object, labels: &NodeLabels) -> Result<(), ActError> {
-        let api = Api::<Node>::all(self.client.clone());
+        let api = Api::<SlimNode>::all(self.client.clone());
         let patch = Patch::Merge(json!({ "metadata": { "uid": node.uid, "labels": labels } }));
         let params = PatchParams {
             field_manager: Some(LABELS_MANAGER.to_owned()),
             ..PatchParams::default()
         };
-        let request = api.patch_metadata(&node.name, &params, &patch);
-        within("label node", &node.name, request).await.map(drop)
+        let request = api.patch(&node.name, &params, &patch);
+        let written = within("label node", &node.name, request).await?;
+        tell(&self.writer.wrote().nodes, [written]);
+        Ok(())
     }
 
-    /// A server-side apply of `body` to an object that must be there and be the same one.
-    async fn apply<K>(
+    /// A server-side apply of `body` to a `GpuNode` that must be there and be the same one.
+    async fn apply(
         &self,
         manager: &str,
         what: &'static str,
-        object: &Object,
+        node: &Object,
         mut body: Value,
-    ) -> Result<(), ActError>
-    where
-        K: kube::Resource<DynamicType = ()> + Clone + serde::de::DeserializeOwned + std::fmt::Debug,
-    {
-        body["apiVersion"] = json!(K::api_version(&()));
-        body["kind"] = json!(K::kind(&()));
-        body["metadata"]["name"] = json!(object.name);
+    ) -> Result<(), ActError> {
+        body["apiVersion"] = json!(GpuNode::api_version(&()));
+        body["kind"] = json!(GpuNode::kind(&()));
+        body["metadata"]["name"] = json!(node.name);
         // An apply makes what is missing, unless it says which one it means.
-        body["metadata"]["uid"] = json!(object.uid);
-        let api = Api::<kube::core::PartialObjectMeta<K>>::all(self.client.clone());
+        body["metadata"]["uid"] = json!(node.uid);
+        let api = Api::<GpuNode>::all(self.client.clone());
         let params = PatchParams::apply(manager).force();
         let patch = Patch::Apply(body);
-        let request = api.patch(&object.name, &params, &patch);
-        within(what, &object.name, request).await.map(drop)
+        let request = api.patch(&node.name, &params, &patch);
+        let written = within(what, &node.name, request).await?;
+        tell(&self.writer.wrote().gpu_nodes, [written]);
+        Ok(())
     }
 
     /// Whether the waiter is as the plan thought, by the API server's own word.
@@ -252,9 +254,9 @@ impl Hands {
         }));
         let params = PatchParams::default();
         let request = pods.patch_status(&pod.key.name, &params, &patch);
-        within("nominate pod", &pod.key.name, request)
-            .await
-            .map(drop)
+        let written = within("nominate pod", &pod.key.name, request).await?;
+        tell(&self.writer.wrote().pods, [written]);
+        Ok(())
     }
 
     /// Ends one pod for another.

@@ -23,6 +23,8 @@ pub(crate) struct Api {
     state: Arc<Mutex<Data>>,
     /// The version of the newest event that watches may see.
     told: Arc<watch::Sender<u64>>,
+    /// Kinds whose watches are told nothing, of those that came this way.
+    mute: Arc<Mutex<Vec<String>>>,
     client: Client,
 }
 
@@ -46,8 +48,6 @@ struct Data {
     objects: BTreeMap<(String, String), Value>,
     /// Version, kind and event.
     events: Vec<(u64, String, Value)>,
-    /// Kinds whose watches are told nothing.
-    mute: Vec<String>,
     /// What is answered instead, how often, to requests whose path ends so.
     refusals: Vec<(String, StatusCode, usize)>,
     /// The fate of the write of this number.
@@ -65,14 +65,24 @@ struct Data {
 impl Api {
     /// Serves until the test ends.
     pub(crate) async fn start() -> Self {
+        Self::over(Arc::default(), Arc::new(watch::Sender::new(0))).await
+    }
+
+    /// Another way to the same one.
+    pub(crate) async fn another_way(&self) -> Self {
+        Self::over(self.state.clone(), self.told.clone()).await
+    }
+
+    async fn over(state: Arc<Mutex<Data>>, told: Arc<watch::Sender<u64>>) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
         let address: SocketAddr = listener.local_addr().expect("an address");
         let uri = format!("http://{address}")
             .parse()
             .expect("an address is a URI");
         let api = Self {
-            state: Arc::default(),
-            told: Arc::new(watch::Sender::new(0)),
+            state,
+            told,
+            mute: Arc::default(),
             client: Client::try_from(Config::new(uri)).expect("a plain client"),
         };
         let routes = Router::new().fallback(answer).with_state(api.clone());
@@ -90,9 +100,15 @@ impl Api {
             .expect("no test panics while it holds this")
     }
 
+    fn muted(&self) -> MutexGuard<'_, Vec<String>> {
+        self.mute
+            .lock()
+            .expect("no test panics while it holds this")
+    }
+
     /// Makes or replaces an object.
     pub(crate) fn put(&self, kind: &str, object: Value) {
-        self.change(kind, object, None);
+        drop(self.change(kind, object, None));
     }
 
     pub(crate) fn delete(&self, kind: &str, namespace: &str, name: &str) {
@@ -101,20 +117,21 @@ impl Api {
             .objects
             .remove(&(kind.to_owned(), format!("{namespace}/{name}")));
         if let Some(object) = object {
-            self.change(kind, object, Some("DELETED"));
+            drop(self.change(kind, object, Some("DELETED")));
         }
     }
 
-    fn change(&self, kind: &str, mut object: Value, deleted: Option<&str>) {
+    /// The object as it is then.
+    fn change(&self, kind: &str, mut object: Value, deleted: Option<&str>) -> Value {
         let mut data = self.data();
         let at = (kind.to_owned(), path(&object));
-        let same = data.objects.get(&at).is_some_and(|before| {
-            let mut before = before.clone();
-            before["metadata"]["resourceVersion"] = object["metadata"]["resourceVersion"].clone();
-            before == object
+        let same = data.objects.get(&at).filter(|before| {
+            let version = &before["metadata"]["resourceVersion"];
+            object["metadata"]["resourceVersion"] = version.clone();
+            **before == object
         });
-        if same && deleted.is_none() {
-            return;
+        if let Some(same) = same.filter(|_| deleted.is_none()) {
+            return same.clone();
         }
         data.version += 1;
         let version = data.version;
@@ -126,16 +143,17 @@ impl Api {
         data.events.push((version, kind.to_owned(), event));
         drop(data);
         self.told.send_replace(version);
+        object
     }
 
     /// Keeps events of `kind` from its watches, or tells what was kept.
     pub(crate) fn mute(&self, kind: &str, mute: bool) {
-        let mut data = self.data();
-        data.mute.retain(|muted| muted != kind);
+        let mut muted = self.muted();
+        muted.retain(|muted| muted != kind);
         if mute {
-            data.mute.push(kind.to_owned());
+            muted.push(kind.to_owned());
         }
-        drop(data);
+        drop(muted);
         self.told.send_modify(|_| {});
     }
 
@@ -179,7 +197,7 @@ impl Api {
         };
         for mut quota in quotas {
             quota["status"] = json!({ "hard": quota["spec"]["hard"], "used": {} });
-            self.change("resourcequotas", quota, None);
+            drop(self.change("resourcequotas", quota, None));
         }
     }
 
@@ -264,10 +282,10 @@ impl Api {
 
     /// Of an object that loses the label, a watch by label is told the end.
     fn next_event(&self, kind: &str, label: Option<&str>, seen: u64) -> Option<(u64, Value)> {
-        let data = self.data();
-        if data.mute.iter().any(|muted| muted == kind) {
+        if self.muted().iter().any(|muted| muted == kind) {
             return None;
         }
+        let data = self.data();
         let mut news = data
             .events
             .iter()
@@ -295,8 +313,7 @@ impl Api {
             return failure(StatusCode::CONFLICT);
         }
         object["status"] = patch["status"].clone();
-        self.change(kind, object.clone(), None);
-        json_body(&object)
+        json_body(&self.change(kind, object, None))
     }
 
     /// A server-side apply of an object that nobody else writes.
@@ -304,11 +321,11 @@ impl Api {
         if let Some(before) = self.stored(kind, at) {
             patch["status"] = before["status"].clone();
         }
-        self.change(kind, patch.clone(), None);
+        let written = self.change(kind, patch, None);
         if !self.data().no_controller_manager {
             self.take_up_quotas();
         }
-        json_body(&patch)
+        json_body(&written)
     }
 
     /// A server-side apply of a list of the spec, by somebody who writes all of it.
@@ -316,14 +333,15 @@ impl Api {
         let Some(mut object) = self.stored(kind, at) else {
             return failure(StatusCode::CONFLICT);
         };
-        if object["metadata"]["uid"] != patch["metadata"]["uid"] {
+        let same = |field: &str| object["metadata"][field] == patch["metadata"][field];
+        let version = patch["metadata"].get("resourceVersion");
+        if !same("uid") || version.is_some() && !same("resourceVersion") {
             return failure(StatusCode::CONFLICT);
         }
         for (list, value) in patch["spec"].as_object().into_iter().flatten() {
             object["spec"][list] = value.clone();
         }
-        self.change(kind, object.clone(), None);
-        json_body(&object)
+        json_body(&self.change(kind, object, None))
     }
 
     fn merge_labels(&self, kind: &str, at: &str, patch: &Value) -> Response {
@@ -345,8 +363,7 @@ impl Api {
             }
             object["metadata"]["labels"] = Value::Object(now);
         }
-        self.change(kind, object.clone(), None);
-        json_body(&object)
+        json_body(&self.change(kind, object, None))
     }
 
     /// The kubelet is quick: a pod that is to end is gone.

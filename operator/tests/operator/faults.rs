@@ -349,6 +349,35 @@ async fn a_disruption_budget_is_kept_to_for_its_time() {
 }
 
 #[tokio::test]
+async fn what_was_written_is_not_written_again_because_a_watch_is_late() {
+    let running = Running::start(small).await;
+    running.until_ready().await;
+    for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
+        running.api.mute(kind, true);
+    }
+    let before = running.api.writes().len();
+    let mut raised = spec("20Gi", "32Gi", 2);
+    raised["spec"]["contextPolicy"] = json!({ "action": "InPlace" });
+    put_budget(&running.api, raised);
+    // Each is a reason to look again.
+    for name in ["q", "r", "s"] {
+        running.api.put("pods", pod(name, 1));
+        sleep(Duration::from_millis(1100)).await;
+    }
+    let writes = running.api.writes().split_off(before);
+    let of = |end: &str| writes.iter().filter(|write| write.ends_with(end)).count();
+    assert_eq!(of("/gpu-memory-budget-limit"), 1, "{writes:?}");
+    assert_eq!(of("/gpu-memory-budget-guaranteed"), 1, "{writes:?}");
+    assert_eq!(of("/gpunodes/n"), 1, "{writes:?}");
+    for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
+        running.api.mute(kind, false);
+    }
+    until("it is in force", &running.api, |api| ready(api, 2)).await;
+    until_quiet(&running.api).await;
+    running.stop().await;
+}
+
+#[tokio::test]
 async fn two_operators_at_once_do_no_harm() {
     let first = Running::start(small).await;
     let second = Running::over(first.api.clone()).await;
