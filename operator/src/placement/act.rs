@@ -6,8 +6,8 @@ use bursar_crds::GpuNode;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, Patch, PatchParams};
-use kube::{Client, Resource as _};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::{Client, Resource as _};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 use tracing::{debug, info, warn};
@@ -98,13 +98,24 @@ impl Hands {
                 memory.labelled.insert(node.name, (labels, now));
                 Ok(())
             }
-            Step::Reserve { node, reservations } => {
-                let body = json!({ "spec": { "reservations": reservations } });
+            Step::Reserve {
+                node,
+                over,
+                reservations,
+            } => {
+                let there = self.gpu_node(&node.name).await?;
+                let Some(there) = there.filter(|there| there.spec.reservations == over) else {
+                    debug!(node = node.name, "reserved otherwise by now");
+                    return Ok(());
+                };
+                let body = json!({
+                    "metadata": { "resourceVersion": there.metadata.resource_version },
+                    "spec": { "reservations": reservations },
+                });
                 let what = "reserve a GPU of";
                 // A write that fails may have arrived: whose what is there is, is open then.
                 memory.reservations.remove(&node.name);
-                self.apply(RESERVATIONS_MANAGER, what, &node, body)
-                    .await?;
+                self.apply(RESERVATIONS_MANAGER, what, &node, body).await?;
                 info!(node = node.name, ?reservations, "reservations");
                 memory.reservations.insert(node.name, reservations);
                 Ok(())
@@ -125,16 +136,15 @@ impl Hands {
                 nominate,
                 victims,
             } => {
-                if !self.still_waits(&waiter, &node).await?
-                    || !self.still_held(&waiter, &node, &gpu).await?
-                {
-                    debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
-                    return Ok(());
-                }
-                if nominate {
-                    self.nominate(&waiter, &node).await?;
+                if nominate && let Some(version) = self.still_needs(&waiter, &node, &gpu).await? {
+                    self.nominate(&waiter, &version, &node).await?;
                 }
                 for victim in victims {
+                    // An eviction may take seconds, in which another operator chooses otherwise.
+                    if self.still_needs(&waiter, &node, &gpu).await?.is_none() {
+                        debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
+                        return Ok(());
+                    }
                     self.end(&victim, &waiter, &gpu, memory, now).await?;
                 }
                 Ok(())
@@ -147,7 +157,7 @@ impl Hands {
                 room,
             } => {
                 // Who was bound a moment ago would lose what it has begun.
-                if !self.still_waits(&pod, &from.name).await? {
+                if self.still_waits(&pod, &from.name).await?.is_none() {
                     debug!(waiter = pod.key.name, "waits no more");
                     return Ok(());
                 }
@@ -213,35 +223,48 @@ impl Hands {
         Ok(())
     }
 
-    /// Whether the waiter is as the plan thought, by the API server's own word.
-    async fn still_waits(&self, waiter: &Pod, node: &str) -> Result<bool, ActError> {
+    /// Whether the waiter is as the plan thought, by the API server's own word: the version of it that says so.
+    async fn still_waits(&self, waiter: &Pod, node: &str) -> Result<Option<String>, ActError> {
         let pods = Api::<AskingPod>::namespaced(self.client.clone(), &waiter.key.namespace);
         let found = within("read pod", &waiter.key.name, pods.get_opt(&waiter.key.name)).await?;
-        let facts = found.and_then(|pod| PodFacts::of(&pod, self.rules.quantum));
-        Ok(facts.is_some_and(|pod| {
+        let Some(found) = found else { return Ok(None) };
+        let facts = PodFacts::of(&found, self.rules.quantum).filter(|pod| {
             let here = match &pod.place {
                 Place::On(at) => at == node,
-                Place::Nowhere { .. } => true,
+                Place::Nowhere { nominated, .. } => nominated.as_ref().is_none_or(|at| at == node),
             };
             here && pod.uid == waiter.uid && pod.pending && !pod.ending
-        }))
+        });
+        Ok(facts.and(found.metadata.resource_version))
     }
 
-    /// Whether the GPU is reserved and held for the waiter, by the API server's own word: another operator may have
-    /// chosen another one.
-    async fn still_held(&self, waiter: &Pod, node: &str, gpu: &str) -> Result<bool, ActError> {
+    /// The same, and whether the GPU is reserved and held for the waiter: another operator may have chosen another one.
+    async fn still_needs(
+        &self,
+        waiter: &Pod,
+        node: &str,
+        gpu: &str,
+    ) -> Result<Option<String>, ActError> {
+        let Some(there) = self.gpu_node(node).await? else {
+            return Ok(None);
+        };
+        let mut reserved = there.spec.reservations.iter();
+        let mut gpus = there.status.iter().flat_map(|status| &status.gpus);
+        let held = reserved.any(|held| held.gpu == gpu && held.waiter == waiter.uid)
+            && gpus.any(|one| one.uuid == gpu && one.held_for.as_ref() == Some(&waiter.uid));
+        match held {
+            true => self.still_waits(waiter, node).await,
+            false => Ok(None),
+        }
+    }
+
+    async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ActError> {
         let nodes = Api::<GpuNode>::all(self.client.clone());
-        let found = within("read GpuNode", node, nodes.get_opt(node)).await?;
-        Ok(found.is_some_and(|node| {
-            let mut reserved = node.spec.reservations.iter();
-            let mut gpus = node.status.iter().flat_map(|status| &status.gpus);
-            reserved.any(|held| held.gpu == gpu && held.waiter == waiter.uid)
-                && gpus.any(|one| one.uuid == gpu && one.held_for.as_ref() == Some(&waiter.uid))
-        }))
+        within("read GpuNode", node, nodes.get_opt(node)).await
     }
 
-    /// Tells the scheduler to keep the node's room for the pod.
-    async fn nominate(&self, pod: &Pod, node: &str) -> Result<(), ActError> {
+    /// Tells the scheduler to keep the node's room for the pod, unless somebody has changed the pod since this version.
+    async fn nominate(&self, pod: &Pod, version: &str, node: &str) -> Result<(), ActError> {
         info!(
             namespace = pod.key.namespace,
             pod = pod.key.name,
@@ -250,7 +273,7 @@ impl Hands {
         );
         let pods = Api::<AskingPod>::namespaced(self.client.clone(), &pod.key.namespace);
         let patch = Patch::Merge(json!({
-            "metadata": { "uid": pod.uid }, "status": { "nominatedNodeName": node },
+            "metadata": { "uid": pod.uid, "resourceVersion": version }, "status": { "nominatedNodeName": node },
         }));
         let params = PatchParams::default();
         let request = pods.patch_status(&pod.key.name, &params, &patch);

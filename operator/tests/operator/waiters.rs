@@ -143,3 +143,97 @@ async fn a_waiter_gets_its_gpu_whatever_becomes_of_any_write() {
     let ends = stream::iter(dooms).map(|doom| to_the_end(Some(doom)));
     ends.buffer_unordered(5).collect::<Vec<_>>().await;
 }
+
+/// An agent of two GPUs of 16: who has how much of which. A waiter is bound to the GPU that is held for it, if `binds`.
+fn report_two(api: &Api, pods: &[(&str, usize, u32)], binds: bool) {
+    let there = |name: &str| !api.get("pods", "team", name).is_null();
+    let mut node = api.get("gpunodes", "", "n");
+    let mut bound = false;
+    let gpus = [0, 1].map(|index| {
+        let uuid = format!("GPU-{index}");
+        let mut reserved = node["spec"]["reservations"].as_array().into_iter().flatten();
+        let held = reserved.find(|held| held["gpu"] == uuid.as_str()).cloned();
+        let on = pods.iter().filter(|(name, on, _)| *on == index && there(name));
+        let mut on: Vec<(&str, u32)> = on.map(|(name, _, gib)| (*name, *gib)).collect();
+        let used = |on: &[(&str, u32)]| on.iter().map(|(_, gib)| gib).sum::<u32>();
+        if binds && held.is_some() && used(&on) <= 8 {
+            on.push(("owner", 8));
+            bound = true;
+        }
+        let free = 16 - used(&on);
+        let pods: Vec<Value> = on.iter().map(|(name, gib)| json!({ "uid": name, "quanta": gib })).collect();
+        json!({ "uuid": uuid, "index": index, "model": "m", "memory": "16Gi", "state": "Active", "generation": 1,
+            "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": free,
+            "largestFree": if held.is_none() { free } else { 0 },
+            "heldFor": held.map(|held| held["waiter"].clone()), "pods": pods })
+    });
+    if bound {
+        api.put("pods", pod("owner", 8, false, true));
+    }
+    let waits = there("owner") && api.get("pods", "team", "owner")["status"]["phase"] == "Pending";
+    let waiting = json!({ "podUid": "owner", "namespace": "team", "pod": "owner", "container": "c",
+        "quanta": 8, "since": "2026-01-01T00:00:00Z" });
+    let free: i64 = gpus.iter().filter_map(|gpu| gpu["free"].as_i64()).sum();
+    node["status"] = json!({
+        "quantum": "1Gi", "deviceMemory": { "allocatable": 32, "free": free, "largestFree": free }, "gpus": gpus,
+        "waiting": if waits { vec![waiting] } else { Vec::new() },
+    });
+    api.put("gpunodes", node);
+}
+
+#[tokio::test]
+async fn two_operators_that_see_otherwise_take_from_one_gpu_for_one_waiter() {
+    let before = [("mine", 0, 6), ("a", 0, 10), ("b", 1, 12)];
+    let after = [("mine", 0, 6), ("a1", 0, 5), ("a2", 0, 5), ("b", 1, 12)];
+    let first = Running::start(|api| {
+        fill(api);
+        for name in ["large", "small"] {
+            api.delete("pods", "team", name);
+        }
+        for (name, _, gib) in before {
+            api.put("pods", pod(name, gib, name != "mine", true));
+        }
+        report_two(api, &before, false);
+    })
+    .await;
+    let api = first.api.clone();
+    sleep(Duration::from_secs(1)).await;
+    let second = Running::over(api.another_way().await).await;
+    while !second.get("/readyz").await.starts_with("HTTP/1.1 200") {
+        sleep(Duration::from_millis(20)).await;
+    }
+    // The second one would have one borrower go from the first GPU. By now there are two, and one on the other GPU.
+    for kind in ["gpunodes", "pods"] {
+        second.api.mute(kind, true);
+    }
+    for name in ["a1", "a2"] {
+        api.put("pods", pod(name, 5, true, true));
+    }
+    api.delete("pods", "team", "a");
+    let gone = |name: &str| api.get("pods", "team", name).is_null();
+    let begin = Instant::now();
+    while begin.elapsed() < Duration::from_secs(6) {
+        report_two(&api, &after, false);
+        sleep(Duration::from_millis(100)).await;
+    }
+    for kind in ["gpunodes", "pods"] {
+        second.api.mute(kind, false);
+    }
+    let reserved = || api.get("gpunodes", "", "n")["spec"]["reservations"].clone();
+    while reserved().as_array().is_none_or(|held| !held.is_empty()) {
+        report_two(&api, &after, true);
+        assert!(begin.elapsed() < END, "{:?}", api.writes());
+        sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(
+        api.get("pods", "team", "owner")["status"]["phase"],
+        "Running"
+    );
+    assert!(
+        gone("b") != (gone("a1") || gone("a2")),
+        "{:?}",
+        api.writes()
+    );
+    second.stop().await;
+    first.stop().await;
+}

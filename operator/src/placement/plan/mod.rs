@@ -54,6 +54,8 @@ pub(super) enum Step {
     Reserve {
         /// The `GpuNode`.
         node: Object,
+        /// Those that it is written over, and no others: two operators are not to choose one GPU each for one waiter.
+        over: Vec<Reservation>,
         /// They.
         reservations: Vec<Reservation>,
     },

@@ -11,10 +11,11 @@ pub(super) struct Candidate<'a> {
     pub(super) quanta: Quanta,
 }
 
-/// The fewest of `candidates` that together have what is lacking, in order of UID; none where all of them have not.
+/// The fewest of `candidates` that together have what is lacking, in the order in which they go; none where all of them
+/// have not.
 ///
 /// Of several choices one whose most important pod matters least, and then one that frees little more than is
-/// needed.
+/// needed. Who chooses again after the first of them went, among pods that matter alike, comes to the rest of them.
 pub(super) fn fewest<'a>(
     candidates: &[Candidate<'a>],
     lacking: Quanta,
@@ -41,7 +42,6 @@ pub(super) fn fewest<'a>(
         let smallest = others.iter().rev().find(|one| one.quanta >= still);
         chosen.push(*smallest.unwrap_or(&last));
     }
-    chosen.sort_by_key(|one| one.uid);
     Some(chosen)
 }
 
@@ -97,6 +97,22 @@ mod tests {
         assert_eq!(chosen(&[(8, 0)], 0).unwrap(), "");
         assert_eq!(chosen(&[], 0).unwrap(), "");
         assert_eq!(chosen(&[(8, 0), (4, 0)], 13), None);
+    }
+
+    proptest! {
+        /// Another operator may have asked some of them to go.
+        #[test]
+        fn who_chooses_after_the_first_went_chooses_the_rest(
+            sizes in prop::collection::vec(1_u64..8, 1..8), lacking in 1_u64..30, went in 0_usize..8,
+        ) {
+            let of: Vec<_> = sizes.into_iter().map(|size| (size, -10)).collect();
+            let mut all = candidates(&of);
+            let Some(chosen) = fewest(&all, Quanta::new(lacking)) else { return Ok(()) };
+            let (went, rest) = chosen.split_at(went.min(chosen.len()));
+            all.retain(|one| !went.contains(one));
+            let lacking = Quanta::new(lacking).minus(went.iter().map(|one| one.quanta).sum());
+            prop_assert_eq!(fewest(&all, lacking), Some(rest.to_vec()));
+        }
     }
 
     proptest! {

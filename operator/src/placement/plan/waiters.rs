@@ -46,12 +46,20 @@ pub(super) fn plan(scene: &Scene<'_>, memory: &Memory, rules: &Rules, now: Momen
         rules,
         now,
         going: BTreeMap::new(),
+        nominated: BTreeMap::new(),
         jobs: BTreeMap::new(),
     };
     for (uid, (_, pod)) in &scene.pods {
-        if let Some(node) = pod.node().filter(|_| planner.is_going(uid, pod)) {
-            let going = planner.going.entry(node).or_default();
-            *going = going.plus(pod.asks);
+        match &pod.place {
+            Place::On(node) if planner.is_going(uid, pod) => {
+                let going = planner.going.entry(node).or_default();
+                *going = going.plus(pod.asks);
+            }
+            Place::Nowhere {
+                nominated: Some(node),
+                ..
+            } => planner.nominated.entry(node).or_default().push(pod),
+            Place::On(_) | Place::Nowhere { .. } => {}
         }
     }
     let mut steps = planner.steps();
@@ -66,6 +74,8 @@ struct Planner<'a> {
     now: Moment,
     /// What those ask for who are going, by node.
     going: BTreeMap<&'a str, Quanta>,
+    /// The pods for whom the scheduler keeps room, by node.
+    nominated: BTreeMap<&'a str, Vec<&'a PodFacts>>,
     /// Looks at the Jobs whose answer would matter.
     jobs: BTreeMap<String, Step>,
 }
@@ -84,7 +94,7 @@ impl<'a> Planner<'a> {
         for want in unhelped {
             if let Some(step) = self.elsewhere(want) {
                 steps.push(step);
-            } else if let Some((node, reservation)) = self.here(want, &reserved) {
+            } else if let Some((node, reservation)) = self.here(want, &wants, &reserved) {
                 reserved.entry(node).or_default().push(reservation);
             }
         }
@@ -171,9 +181,14 @@ impl<'a> Planner<'a> {
         let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
         let mut kept = Reserved::new();
         for (_, node, held) in held {
-            if !gpus.contains(&held.gpu) && waiters.insert(&held.waiter) {
+            let taken = kept.entry(node.to_owned()).or_default();
+            if !gpus.contains(&held.gpu)
+                && !waiters.contains(&held.waiter)
+                && self.tokens_suffice(node, held, wants, taken)
+            {
                 gpus.insert(&held.gpu);
-                kept.entry(node.to_owned()).or_default().push(held.clone());
+                waiters.insert(&held.waiter);
+                taken.push(held.clone());
             }
         }
         kept
@@ -187,7 +202,11 @@ impl<'a> Planner<'a> {
         ) else {
             return false;
         };
-        let elsewhere = pod.node().is_some_and(|at| at != node);
+        let elsewhere = match &pod.place {
+            Place::On(at) => at != node,
+            // Another operator, or the scheduler itself, has room made there.
+            Place::Nowhere { nominated, .. } => nominated.as_ref().is_some_and(|at| at != node),
+        };
         let bound = gpu.pods.contains_key(&held.waiter);
         let given_up = self.memory.is_left_alone(&held.waiter);
         if pod.ending || !pod.pending || elsewhere || bound || given_up {
@@ -236,7 +255,12 @@ impl<'a> Planner<'a> {
     }
 
     /// A GPU to reserve for the waiter: where the fewest go.
-    fn here(&mut self, want: &Want<'a>, reserved: &Reserved) -> Option<(String, Reservation)> {
+    fn here(
+        &mut self,
+        want: &Want<'a>,
+        wants: &[Want<'a>],
+        reserved: &Reserved,
+    ) -> Option<(String, Reservation)> {
         let waited = self.memory.waited(&want.pod.uid, self.now);
         if !want.pod.preempts || self.memory.is_left_alone(&want.pod.uid) {
             return None;
@@ -263,21 +287,22 @@ impl<'a> Planner<'a> {
                     // Who is ending anyway will do.
                     return None;
                 }
-                if want.node.is_none() && !self.tokens_suffice(node, &room, want.pod, taken) {
+                let reservation = Reservation {
+                    gpu: gpu.uuid.clone(),
+                    waiter: want.pod.uid.clone(),
+                    quanta: i32::try_from(want.quanta.count()).ok()?,
+                };
+                if !self.tokens_suffice(node, &reservation, wants, taken) {
                     continue;
                 }
                 let highest = room.iter().map(|one| one.priority).max();
                 let freed: Quanta = room.iter().map(|one| one.quanta).sum();
-                choices.push((room.len(), highest, freed, node, gpu.uuid.as_str()));
+                let rank = (room.len(), highest, freed, node, gpu.uuid.as_str());
+                choices.push((rank, reservation));
             }
         }
-        let (.., node, gpu) = choices.into_iter().min()?;
-        let reservation = Reservation {
-            gpu: gpu.to_owned(),
-            waiter: want.pod.uid.clone(),
-            quanta: i32::try_from(want.quanta.count()).ok()?,
-        };
-        Some((node.to_owned(), reservation))
+        let best = choices.into_iter().min_by_key(|(rank, _)| *rank);
+        best.map(|((.., node, _), reservation)| (node.to_owned(), reservation))
     }
 
     /// The nodes that a pod without one may be on; none where it is for the scheduler to do: it keeps room for the
@@ -296,24 +321,48 @@ impl<'a> Planner<'a> {
         (!some).then_some(may)
     }
 
-    /// The scheduler could put the pod on the node if these went, beside those that are `taken` care of there: pods
-    /// that are nominated to the same node keep each other off.
+    /// The scheduler could put the waiter on the node if those went who go for it, beside those that are `taken` care
+    /// of there and those that it keeps room for: pods that are nominated to the same node keep each other off.
     fn tokens_suffice(
-        &self,
+        &mut self,
         node: &str,
-        gone: &[Candidate<'_>],
-        pod: &PodFacts,
+        held: &Reservation,
+        wants: &[Want<'a>],
         taken: &[Reservation],
     ) -> bool {
-        let others = taken
-            .iter()
-            .filter_map(|held| self.scene.pod(&held.waiter))
-            .filter(|other| other.node().is_none());
-        let nominated: Quanta = others.map(|other| other.asks).sum();
-        let of = |one: &Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
-        let theirs: Quanta = gone.iter().filter_map(of).sum();
+        let needs = self.needs(node, held, wants);
+        if needs == Quanta::ZERO {
+            return true;
+        }
+        let priority = self.scene.pod(&held.waiter).map(|pod| pod.priority);
+        let is_ours = |uid: &String| taken.iter().chain([held]).any(|held| held.waiter == *uid);
+        let nominated = self.nominated.get(node).into_iter().flatten();
+        let others = nominated.filter(|pod| Some(pod.priority) >= priority && !is_ours(&pod.uid));
+        let others: Quanta = others.map(|pod| pod.asks).sum();
+        let theirs = taken.iter().map(|held| self.needs(node, held, wants));
+        let theirs: Quanta = theirs.sum();
         let coming = self.going.get(node).copied().unwrap_or_default();
-        self.scene.unasked(node).plus(theirs).plus(coming) >= pod.asks.plus(nominated)
+        self.scene.unasked(node).plus(coming) >= needs.plus(theirs).plus(others)
+    }
+
+    /// What a waiter takes of what nobody on the node asks for, beside what those ask for who go for it. Who is on the
+    /// node has its share.
+    fn needs(&mut self, node: &str, held: &Reservation, wants: &[Want<'a>]) -> Quanta {
+        let Some(pod) = self
+            .scene
+            .pod(&held.waiter)
+            .filter(|pod| pod.node().is_none())
+        else {
+            return Quanta::ZERO;
+        };
+        let want = wants.iter().find(|want| want.pod.uid == held.waiter);
+        let gpu = self.scene.gpu(node, &held.gpu);
+        let room = want
+            .zip(gpu)
+            .and_then(|(want, gpu)| self.room_on(gpu, want));
+        let room = room.unwrap_or_default();
+        let of = |one: &Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
+        pod.asks.minus(room.iter().filter_map(of).sum())
     }
 
     /// Who has to go from a GPU for the waiter, besides those who are going; none where that would not help.
@@ -374,6 +423,7 @@ impl<'a> Planner<'a> {
             if has_to_be_written(&gpus.reservations, wanted, written) {
                 steps.push(Step::Reserve {
                     node: gpu_node(self.scene, node),
+                    over: gpus.reservations.clone(),
                     reservations: wanted.to_vec(),
                 });
             }
