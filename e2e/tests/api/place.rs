@@ -215,6 +215,25 @@ impl Place {
         Ok(events.any(|event| event["reason"] == reason && event["involvedObject"]["name"] == pod))
     }
 
+    /// What the scheduler says of a pod for which it has no node.
+    pub(crate) async fn refuse(&self, pod: &str) -> Result<(), Failed> {
+        let path = format!("{}/status", self.pod_path(pod));
+        let refused = json!({ "type": "PodScheduled", "status": "False", "reason": "Unschedulable",
+            "lastTransitionTime": "2026-01-01T00:00:00Z" });
+        self.merge(&path, json!({ "status": { "conditions": [refused] } }))
+            .await
+    }
+
+    /// The scheduler's part: the pod is on the node from now on.
+    pub(crate) async fn bind(&self, pod: &str) -> Result<(), Failed> {
+        let path = format!("{}/binding", self.pod_path(pod));
+        let target = json!({ "apiVersion": "v1", "kind": "Node", "name": self.name });
+        let binding = json!({
+            "apiVersion": "v1", "kind": "Binding", "metadata": { "name": pod }, "target": target,
+        });
+        Ok(self.create(&path, binding).await.map(drop)?)
+    }
+
     /// What the kubelet says.
     pub(crate) async fn runs(&self, pod: &str) -> Result<(), Failed> {
         let path = format!("{}/status", self.pod_path(pod));

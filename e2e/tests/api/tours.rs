@@ -196,7 +196,7 @@ async fn labels_are(at: &Place, free: i32, reclaimable: i32, gpu: i32) -> Result
     Ok(is("free", free) && is("reclaimable", reclaimable) && is("gpu", gpu))
 }
 
-/// Eight changes of a node's GPU and of what is ordered of its agent.
+/// Nine changes of a node's GPU and of what is ordered of its agent.
 pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
     let case_ = &mut case;
     let p = case_.place.pod("p", 4, false, true).await?;
@@ -270,7 +270,12 @@ pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
             },
         )
         .await?;
-    owner_waits(case_, p).await?;
+    let plain = case_.is_undisturbed();
+    let bound = owner_waits(case_, p).await?;
+    // The operator gives the scheduler 10 s first: with a crash on top it would take too long here.
+    if plain {
+        owner_is_nominated(case_, bound).await?;
+    }
     case.end().await
 }
 
@@ -279,8 +284,8 @@ fn uid(object: &Value) -> String {
     uid.unwrap_or_default().to_owned()
 }
 
-/// A pod of 16 waits for a GPU that has 2 left and 26 of borrowers: the larger one goes, and no other.
-async fn owner_waits(case: &mut Case, p: String) -> Result<(), Failed> {
+/// A pod of 16 waits for a GPU that has 2 left and 26 of borrowers: the larger one goes, and no other. Who is bound then.
+async fn owner_waits(case: &mut Case, p: String) -> Result<[(String, i32); 3], Failed> {
     let mut bound = vec![(p, 4)];
     for (name, gib) in [("large", 18), ("small", 8)] {
         let pod = case.place.pod(name, gib, true, true).await?;
@@ -318,6 +323,44 @@ async fn owner_waits(case: &mut Case, p: String) -> Result<(), Failed> {
                 return Err("who need not go went".into());
             }
             Ok(reserved.as_array().is_none_or(Vec::is_empty) && labels_are(at, 4, 12, 32).await?)
+        },
+    )
+    .await?;
+    Ok(after)
+}
+
+/// The scheduler has no node for a pod of 10; a GPU has 4 left and 8 of a borrower.
+async fn owner_is_nominated(case: &mut Case, bound: [(String, i32); 3]) -> Result<(), Failed> {
+    case.through(
+        "more is guaranteed",
+        async |at| {
+            at.amend(json!({ "deviceMemory": { "guaranteed": "30Gi" } }))
+                .await
+        },
+        async |at| in_force(at, "30", "60").await,
+    )
+    .await?;
+    let nowhere = uid(&case.place.pod("nowhere", 10, false, false).await?);
+    let after = [bound[0].clone(), bound[2].clone(), (nowhere, 10)];
+    case.through(
+        "the scheduler has no node for an owner",
+        async |at| at.refuse("nowhere").await,
+        async |at| {
+            if !at.get(&at.pod_path("small")).await?.is_null() {
+                at.report(GPU, &bound).await?;
+                return Ok(false);
+            }
+            let pod = at.get(&at.pod_path("nowhere")).await?;
+            if pod["spec"]["nodeName"].is_null() {
+                if pod["status"]["nominatedNodeName"] != at.name.as_str() {
+                    return Err("somebody went, and nobody keeps the room".into());
+                }
+                at.bind("nowhere").await?;
+                at.runs("nowhere").await?;
+            }
+            at.report(GPU, &after).await?;
+            let reserved = at.gpus().await?["spec"]["reservations"].clone();
+            Ok(reserved.as_array().is_none_or(Vec::is_empty) && labels_are(at, 2, 2, 32).await?)
         },
     )
     .await
