@@ -67,6 +67,12 @@ struct OfStatus {
     status: String,
 }
 
+#[derive(Clone, Debug, Hash, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
+struct OfCohort {
+    cohort: String,
+    amount: &'static str,
+}
+
 /// How a look at a budget ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
@@ -335,6 +341,22 @@ impl Collector for Watched {
                 status: status.to_owned(),
             };
             ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_cohort_memory_bytes",
+            "Device memory of a cohort: what its budgets guarantee, and what its nodes offer",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (cohort, guaranteed, allocatable) in self.world.borrow().cohorts() {
+            for (amount, bytes) in [("guaranteed", guaranteed), ("allocatable", allocatable)] {
+                let labels = OfCohort {
+                    cohort: cohort.to_owned(),
+                    amount,
+                };
+                let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
+                gauge.encode(family.encode_family(&labels)?)?;
+            }
         }
         Ok(())
     }

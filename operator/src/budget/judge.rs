@@ -95,21 +95,22 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
             ),
         );
     }
-    let sums = format!(
-        "cohort {name}: {} guaranteed by {}, {} on {}",
-        guaranteed.text(quantum),
-        count(*budgets, "budget"),
-        allocatable.text(quantum),
-        count(*nodes, "node"),
-    );
     if guaranteed <= allocatable {
-        return say(true, names::GUARANTEES_FIT, sums);
+        // No sums: each change of one node would be a write of every budget's status.
+        let fit = format!("cohort {name}: what is guaranteed fits into what its nodes offer");
+        return say(true, names::GUARANTEES_FIT, fit);
     }
     let missing = guaranteed.minus(*allocatable).text(quantum);
     say(
         false,
         names::OVERCOMMITTED,
-        format!("{sums}: lower guarantees by {missing}, or add GPUs"),
+        format!(
+            "cohort {name}: {} guaranteed by {}, {} on {}: lower guarantees by {missing}, or add GPUs",
+            guaranteed.text(quantum),
+            count(*budgets, "budget"),
+            allocatable.text(quantum),
+            count(*nodes, "node"),
+        ),
     )
 }
 

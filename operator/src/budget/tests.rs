@@ -207,6 +207,15 @@ fn guarantees_beyond_the_nodes_are_overcommitted_with_the_sums() {
 }
 
 #[test]
+fn while_guarantees_fit_the_status_stays_what_it_is_however_much_there_is() {
+    let before = status(&plain(), &idle(), &at(1));
+    let mut facts = idle();
+    facts.cohort.nodes += 1;
+    facts.cohort.allocatable = facts.cohort.allocatable.plus(Quanta::new(8));
+    assert_eq!(status(&plain(), &facts, &at(1)), before);
+}
+
+#[test]
 fn a_cohort_without_nodes_says_how_a_node_joins_it() {
     let elsewhere = budget(json!({ "deviceMemory": { "guaranteed": 0 }, "cohort": "lab" }));
     let mut facts = idle();

@@ -21,6 +21,7 @@ use crate::budget::{Quota, Remedy, Which, is_enforced, remedy};
 use crate::demand::Demand;
 use crate::orders::has_to_be_written;
 use crate::placement::{Landscape, Told};
+use crate::quanta::Quanta;
 use tally::Tally;
 
 /// What is watched, as probes, logs and metrics call it.
@@ -355,6 +356,13 @@ impl World {
         let nodes = nodes.filter_map(|key| self.gpu_nodes.get(key));
         let uses = nodes.flat_map(|node| &node.namespaces);
         uses.filter(move |one| one.namespace == namespace)
+    }
+
+    /// Each cohort's guarantees and memory, in bytes.
+    pub fn cohorts(&self) -> impl Iterator<Item = (&str, u64, u64)> {
+        let bytes = |amount: Quanta| amount.bytes(self.quantum);
+        let cohorts = self.tally.cohorts();
+        cohorts.map(move |(name, sum)| (name, bytes(sum.guaranteed), bytes(sum.allocatable)))
     }
 
     /// How many nodes have each condition in each status.

@@ -121,6 +121,12 @@ impl Tally {
         }
     }
 
+    /// All cohorts.
+    pub(super) fn cohorts(&self) -> impl Iterator<Item = (&str, Cohort)> {
+        let names = self.cohorts.keys().map(String::as_str);
+        names.map(|name| (name, self.cohort(name)))
+    }
+
     /// The nodes that say something of a namespace.
     pub(super) fn saying(&self, namespace: &str) -> impl Iterator<Item = &Key> {
         self.saying.get(namespace).into_iter().flatten()
