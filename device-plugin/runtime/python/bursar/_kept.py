@@ -59,6 +59,11 @@ class Kept:
         """The lease's generation: higher than that of any of this name and key before."""
         return self._ready().look().generation
 
+    @property
+    def bytes(self):
+        """How much memory it takes."""
+        return self._ready().look().bytes
+
     def tensors(self, library=None):
         """The tensors by name, read-only, without a copy. They are of the array library that the program imported."""
         lease = self._ready()

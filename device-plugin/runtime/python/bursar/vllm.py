@@ -1,18 +1,33 @@
 """Loads models of vLLM from kept memory: `vllm serve MODEL --load-format bursar`.
 
 A worker that comes first loads as vLLM would (`--model-loader-extra-config '{"load_format": "auto"}'` says how) and commits
-what it has after vLLM's own processing; one that comes after a crash makes the model with random weights, and attaches. So
-for a moment it has both. Tensors are found as parameters, buffers and plain attributes of modules; a layer that
-hides one elsewhere cannot be kept. Where the node keeps nothing, or has no room, the worker runs all the same. Follows vLLM's `BaseModelLoader` (vllm/model_executor/model_loader/base_loader.py) as of 2026.
+what it has after vLLM's own processing. One that comes after a crash makes the model without memory, attaches, and has vLLM
+make what it derives from processed weights, as vLLM's loader `ipc_cache` does. Parameters are those that are kept; the rest is
+the worker's own copy, for vLLM writes to some of it. What cannot be kept so is loaded as without this package, and that is
+logged. Follows vLLM 0.33.
 """
 
 import contextlib
 import copy
+import json
 import logging
+import os
 
 import bursar
+from bursar import _arrays, _modules
 
 _LOG = logging.getLogger(__name__)
+# Beside a model's tensors: what else there is to know about them.
+_ABOUT = "bursar::vllm"
+# Others commit in a moment, for they open a lease once they have loaded; an agent is replaced in two seconds. Without one, every
+# start waits this long, twice.
+_PATIENCE = 10.0
+# What a checkpoint's files end in.
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
+
+
+class Unkept(bursar.Error):
+    """This model's weights cannot be kept."""
 
 
 def register():
@@ -30,6 +45,14 @@ def register():
             self.load_format = extra.pop("load_format", "auto")
             self.loader = get_model_loader(_with(load_config, self.load_format, extra))
 
+        def get_external_weight_memory(self, vllm_config):
+            # Asked before the worker measures what is free: kept weights are in use by then, and are its own.
+            try:
+                with self._kept(vllm_config, vllm_config.model_config) as k:
+                    return k.bytes if k.ready else 0
+            except bursar.Error:
+                return 0
+
         def download_model(self, model_config):
             self.loader.download_model(model_config)
 
@@ -37,29 +60,144 @@ def register():
             # In place, into a model that exists already: nothing to keep.
             self.loader.load_weights(model, model_config)
 
-        def load_model(self, vllm_config, model_config, **others):
-            import torch
-
-            key = _key(vllm_config, model_config, self.load_format, others)
-            arguments = {"vllm_config": vllm_config, "model_config": model_config, **others}
+        def load_model(self, vllm_config, model_config, prefix=""):
+            arguments = {"vllm_config": vllm_config, "model_config": model_config, "prefix": prefix}
             with contextlib.ExitStack() as block:
                 try:
-                    k = block.enter_context(bursar.kept("vllm", key, device=torch.cuda.current_device()))
+                    k = block.enter_context(self._kept(vllm_config, model_config, prefix))
                 except bursar.Error as error:
                     _LOG.warning("weights are loaded without kept memory: %s", error)
                     return self.loader.load_model(**arguments)
                 if k.ready:
-                    random = get_model_loader(_with(self.load_config, "dummy", {}))
-                    model = random.load_model(**arguments)
-                    k.attach(model)
-                    return model
+                    layers = _Layers(vllm_config)
+                    try:
+                        return self._attached(k, **arguments)
+                    except Exception:
+                        # Whatever it is, it must not keep a worker from its start.
+                        _LOG.warning("weights are kept and cannot be attached: they are loaded", exc_info=True)
+                    layers.restore()
+                    return self.loader.load_model(**arguments)
                 model = self.loader.load_model(**arguments)
                 try:
-                    k.commit(model)
-                except bursar.Error as error:
+                    _commit(k, model, vllm_config)
+                except (bursar.Error, TypeError) as error:
                     # The model is as vLLM loaded it.
                     _LOG.warning("weights are not kept: %s", error)
                 return model
+
+        def _kept(self, vllm_config, model_config, prefix=""):
+            import torch
+
+            _refuse_writers(vllm_config, model_config)
+            key = _key(vllm_config, model_config, self.load_format, prefix)
+            return bursar.kept("vllm", key, device=torch.cuda.current_device(), patience=_PATIENCE)
+
+        def _attached(self, k, vllm_config, model_config, prefix):
+            import torch
+            from vllm.model_executor.model_loader.utils import process_weights_after_loading
+            from vllm.model_executor.utils import weights_already_processed
+            from vllm.utils.torch_utils import set_default_torch_dtype
+
+            views = k.tensors(_arrays.Torch)
+            about = json.loads(bytes(views.pop(_ABOUT).tolist()))
+            kinds, kept = about["kinds"], _state(views, about)
+            with set_default_torch_dtype(model_config.dtype):
+                with torch.device("meta"):
+                    model = self.create_model(vllm_config, model_config, prefix)
+                # Processing may write to what it makes itself: that is a copy until it is done.
+                made = kept.keys() - _modules.tensors(model).keys()
+                _modules.place(model, {name: t.clone() if name in made else t for name, t in kept.items()}, kinds)
+                with weights_already_processed():
+                    process_weights_after_loading(model, model_config, torch.device(vllm_config.device_config.device))
+            there = _modules.tensors(model)
+            missing = {name for name in kept if name not in there or kinds[name] == _modules.PARAMETER}
+            _modules.place(model, {name: kept[name] for name in missing}, kinds)
+            _modules.drop_meta(model)
+            tensors = _modules.tensors(model)
+            for name, marks in about["marks"].items():
+                vars(tensors[name]).update(marks)
+            for name, flag in about["flags"].items():
+                setattr(model, name, flag)
+            return model.eval()
+
+
+class _Layers:
+    """The layers that vLLM has on its lists, to which each model that is made adds its own, once."""
+
+    def __init__(self, vllm_config):
+        compilation = vllm_config.compilation_config
+        self.by_name, self.experts = compilation.static_forward_context, compilation.static_all_moe_layers
+        self.before = dict(self.by_name), list(self.experts)
+
+    def restore(self):
+        """Takes those off that were added since."""
+        self.by_name.clear()
+        self.by_name.update(self.before[0])
+        self.experts[:] = self.before[1]
+
+
+def _commit(k, model, vllm_config):
+    """Keeps a model's tensors; its parameters are then those that are kept."""
+    import torch
+    from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
+
+    device = torch.device(vllm_config.device_config.device).type
+    _refuse_unknown(model, device)
+    kinds, tensors = _modules.kinds(model), _modules.tensors(model)
+    parameters = [name for name, kind in kinds.items() if kind == _modules.PARAMETER]
+    about = {
+        "kinds": kinds,
+        "host": [name for name, tensor in tensors.items() if tensor.device.type != device],
+        "marks": {name: marks for name in parameters if (marks := _plain(vars(tensors[name])))},
+        "flags": export_model_attrs(model),
+    }
+    text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
+    views = k.commit({**tensors, _ABOUT: text})
+    _modules.place(model, {name: views[name] for name in parameters}, kinds)
+    del tensors
+    torch.cuda.empty_cache()
+
+
+def _state(views, about):
+    """What a module is to have: parameters as they are kept, and copies of the rest. What was one tensor is one tensor."""
+    found, host = {}, set(about["host"])
+    for name, view in views.items():
+        own = about["kinds"][name] != _modules.PARAMETER
+        place = (own, view.data_ptr(), view.shape, view.stride(), view.dtype)
+        if place not in found:
+            found[place] = view.to("cpu" if name in host else view.device, copy=True) if own else view
+        views[name] = found[place]
+    return views
+
+
+def _refuse_writers(vllm_config, model_config):
+    """What writes to weights while vLLM serves would fault: kept weights are read-only."""
+    for name, used in {
+        "sleep mode": model_config.enable_sleep_mode,
+        "expert load balancing": vllm_config.parallel_config.enable_eplb,
+        "weight transfer": vllm_config.weight_transfer_config is not None,
+    }.items():
+        if used:
+            raise Unkept(f"{name} writes to weights, and kept weights are read-only")
+
+
+def _refuse_unknown(model, device):
+    """A model that vLLM could not make from processed weights is not kept."""
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+    if hasattr(model, "process_weights_after_loading"):
+        raise Unkept(f"{type(model).__name__} processes weights by itself")
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
+            raise Unkept(f"{path}: vLLM's {type(method).__name__} does not start from processed weights")
+    for path, parameter in model.named_parameters():
+        if parameter.device.type != device:
+            raise Unkept(f"{path} is on {parameter.device}, not on {device}")
+
+
+def _plain(values):
+    return {name: value for name, value in values.items() if isinstance(value, (bool, int, float, str))}
 
 
 def _with(load_config, load_format, extra):
@@ -69,29 +207,47 @@ def _with(load_config, load_format, extra):
     return config
 
 
-def _key(vllm_config, model_config, load_format, others):
+def _key(vllm_config, model_config, load_format, prefix):
     """Of all that decides what a worker's tensors are after they are loaded."""
     import torch
     import vllm
+    from vllm import envs
     from vllm.distributed import parallel_state
 
-    parallel = vllm_config.parallel_config
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    configs = (model_config, vllm_config.kernel_config, vllm_config.attention_config)
     return bursar.key(
         model=model_config.model,
         revision=model_config.revision,
+        checkpoint=_checkpoint(model_config),
         dtype=model_config.dtype,
         quantization=model_config.quantization,
-        config=model_config.compute_hash(),
+        configs=[config.compute_hash() for config in configs],
+        environment=envs.compile_factors(),
+        cache=[cache.cache_dtype, sorted(cache.kv_cache_dtype_skip_layers)],
         load_format=load_format,
-        others=others,
+        prefix=prefix,
         ranks=[
             parallel_state.get_tensor_model_parallel_rank(),
             parallel.tensor_parallel_size,
             parallel_state.get_pp_group().rank_in_group,
             parallel.pipeline_parallel_size,
             parallel.data_parallel_rank,
+            parallel.data_parallel_size,
             parallel.enable_expert_parallel,
+            parallel.expert_placement_strategy,
         ],
         device=torch.cuda.get_device_name(),
         versions=[vllm.__version__, torch.__version__, torch.version.cuda],
     )
+
+
+def _checkpoint(model_config):
+    """Which checkpoint a path or a hub's name stands for now: its files' sizes and times, or the hub's commit."""
+    path = model_config.model
+    if os.path.isdir(path):
+        files = [entry for entry in os.scandir(path) if entry.name.endswith(_WEIGHTS)]
+        return sorted((entry.name, entry.stat().st_size, entry.stat().st_mtime_ns) for entry in files)
+    if os.path.isfile(path):
+        return [os.stat(path).st_size, os.stat(path).st_mtime_ns]
+    return getattr(model_config.hf_config, "_commit_hash", None)

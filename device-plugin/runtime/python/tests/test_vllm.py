@@ -1,103 +1,263 @@
 """The loader for vLLM against stand-ins of the parts of vLLM that it calls: it decides right, and calls as vLLM's are written.
 
-Not a test against vLLM itself, which takes a GPU and gigabytes.
+e2e/gpu/against_vllm.py holds it against vLLM itself, which takes gigabytes.
 """
 
+import inspect
+import json
+import os
 import sys
+import tempfile
 import types
 import unittest
 from unittest import mock
 
 import bursar
 import bursar.vllm
+import standins
+from standins import Linear, Module, Parameter, Tensor
 
 
-def modules(loaders):
-    """`vllm` and `torch` as far as they are called."""
-    registered = {}
+class Space(types.SimpleNamespace):
+    """A configuration of vLLM's."""
 
-    class BaseModelLoader:
-        def __init__(self, load_config):
-            self.load_config = load_config
+    def compute_hash(self):
+        return json.dumps(vars(self), default=str)
 
-    def register_model_loader(name):
-        return lambda loader: registered.setdefault(name, loader)
 
-    found = {name: types.ModuleType(name) for name in (
-        "torch", "torch.cuda", "torch.version", "vllm", "vllm.distributed", "vllm.distributed.parallel_state",
-        "vllm.model_executor", "vllm.model_executor.model_loader", "vllm.model_executor.model_loader.base_loader",
-    )}
-    loader = found["vllm.model_executor.model_loader"]
-    loader.register_model_loader = register_model_loader
-    loader.get_model_loader = lambda config: loaders[config.load_format](config)
-    found["vllm.model_executor.model_loader.base_loader"].BaseModelLoader = BaseModelLoader
-    state = found["vllm.distributed.parallel_state"]
-    state.get_tensor_model_parallel_rank = lambda: 0
-    state.get_pp_group = lambda: types.SimpleNamespace(rank_in_group=0)
-    found["vllm.distributed"].parallel_state = state
-    found["vllm"].__version__ = found["torch"].__version__ = "1"
-    found["torch"].cuda, found["torch"].version = found["torch.cuda"], found["torch.version"]
-    found["torch.cuda"].current_device = lambda: 3
-    found["torch.cuda"].get_device_name = lambda: "H200"
-    found["torch.version"].cuda = "13.0"
-    return found, registered
+class Lease:
+    """Kept memory as the package lends it."""
+
+    kept = None
+    bytes = 4096
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    @property
+    def ready(self):
+        return self.kept is not None
+
+    def commit(self, content):
+        self.kept = {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in content.items()}
+        return self.tensors(None)
+
+    def tensors(self, library):
+        return {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in self.kept.items()}
+
+
+def create(vllm_config, prefix):
+    """A model as vLLM makes it: each of its layers is put on a list by its name, which may be there once."""
+    layers = vllm_config.compilation_config.static_forward_context
+    if prefix + "attention" in layers:
+        raise ValueError("Duplicate layer name")
+    attention = Module(weight=Parameter("empty"), quant_method=Linear(), k_scale=Parameter("empty"))
+    attention._buffers["_k_scale"] = Tensor(1.0)
+    attention.kv_cache, attention._k_scale_float, attention._k_scale_cpu = Tensor(None), 1.0, Tensor(1.0)
+    attention.weight.weight_loader = len
+    layers[prefix + "attention"] = attention
+    model = Module(attention=attention, head=Module(weight=attention.weight, quant_method=Linear()))
+    model.has_own_lm_head = False
+    return model
+
+
+def process(model, processed):
+    """Layers process their weights: most where they were not processed, what is no tensor always."""
+    layer = model.attention
+    if not processed:
+        layer.weight.fill_("packed " + layer.weight.value)
+        layer.weight.is_shuffled = True
+        layer._buffers["_k_scale"].fill_(layer.k_scale.value)
+    if not processed or "table" not in layer._parameters:
+        layer._parameters["table"] = Parameter("of " + layer.weight.value)
+    else:
+        layer.table.fill_("of " + layer.weight.value)
+    layer._buffers["_k_scale"].fill_(layer._k_scale.value)
+    del layer._parameters["k_scale"]
+    layer._k_scale_float = layer._k_scale.value
+    layer._k_scale_cpu = Tensor(layer._k_scale.value, "cpu")
 
 
 class Loader(unittest.TestCase):
-    def load(self, ready, revision="main", extra=None, opening=None, committing=None):
+    def setUp(self):
+        self.inner, self.lease, self.opening, self.hide = [], Lease(), None, None
+        self.cache = types.SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
+        self.parallel = types.SimpleNamespace(
+            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0, data_parallel_size=1,
+            enable_expert_parallel=False, expert_placement_strategy="linear", enable_eplb=False,
+        )
+        self.model_config = Space(
+            model="m", revision="main", dtype="bf16", quantization=None, enable_sleep_mode=False,
+            hf_config=types.SimpleNamespace(_commit_hash="1"),
+        )
+        self.vllm_config = types.SimpleNamespace(
+            model_config=self.model_config, parallel_config=self.parallel, cache_config=self.cache, kernel_config=Space(moe="auto"),
+            attention_config=Space(backend="auto"), weight_transfer_config=None, device_config=types.SimpleNamespace(device="cuda"),
+        )
+
+    def created(self, vllm_config, prefix):
+        model = create(vllm_config, prefix)
+        if self.hide is not None:
+            self.hide(model)
+        return model
+
+    def load(self, extra=None):
+        """What a new process does, from the registration on; the model, and what it says it has from elsewhere."""
+        self.vllm_config.compilation_config = types.SimpleNamespace(static_forward_context={}, static_all_moe_layers=[])
+
         def inner(kind):
+            def load_model(vllm_config, model_config, prefix=""):
+                model = self.created(vllm_config, prefix)
+                model.attention.weight.fill_("weights")
+                model.attention.k_scale.fill_(0.25)
+                model.has_own_lm_head = True
+                process(model, False)
+                return model.eval()
+
             def make(config):
                 self.assertEqual(config.load_format, kind)
                 self.inner.append((kind, config.model_loader_extra_config))
-                return types.SimpleNamespace(load_model=lambda vllm_config, model_config, prefix="": f"model of {kind}")
+                return types.SimpleNamespace(load_model=load_model)
+
             return make
 
-        self.inner = []
-        found, registered = modules({kind: inner(kind) for kind in ("auto", "dummy", "runai_streamer")})
-        lease = mock.MagicMock(ready=ready)
-        lease.__enter__.return_value = lease
-        lease.__enter__.side_effect = opening
-        lease.commit.side_effect = committing
-        model_config = types.SimpleNamespace(
-            model="m", revision=revision, dtype="bf16", quantization=None, compute_hash=lambda: "h"
-        )
-        parallel = types.SimpleNamespace(
-            tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0, enable_expert_parallel=False
-        )
+        found, registered = standins.modules({kind: inner(kind) for kind in ("auto", "runai_streamer")}, self.created, process)
         config = types.SimpleNamespace(load_format="bursar", model_loader_extra_config=extra)
-        with mock.patch.dict(sys.modules, found), mock.patch.object(bursar, "kept", return_value=lease) as kept:
+        answer = {"side_effect": self.opening} if self.opening else {"return_value": self.lease}
+        with mock.patch.dict(sys.modules, found), mock.patch.object(bursar, "kept", **answer) as self.kept:
             bursar.vllm.register()
-            loader = registered["bursar"](config)
-            vllm_config = types.SimpleNamespace(parallel_config=parallel)
-            model = loader.load_model(vllm_config=vllm_config, model_config=model_config, prefix="p")
-        (_, key), options = kept.call_args
-        self.assertEqual(options, {"device": 3})
+            self.loader = registered["bursar"]
+            loader = self.loader(config)
+            external = loader.get_external_weight_memory(self.vllm_config)
+            model = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
         self.assertEqual(config.load_format, "bursar")
-        return model, lease, key
+        return model, external
 
-    def test_who_comes_first_loads_as_vllm_would_and_commits(self):
-        model, lease, _ = self.load(False, extra={"load_format": "runai_streamer", "concurrency": 4})
-        self.assertEqual(model, "model of runai_streamer")
-        lease.commit.assert_called_once_with(model)
-        self.assertEqual(self.inner, [("runai_streamer", {"concurrency": 4})])
+    def key(self):
+        self.load()
+        return self.kept.call_args.args[1]
 
-    def test_who_comes_later_reads_no_weights_and_attaches(self):
-        model, lease, _ = self.load(True)
-        self.assertEqual(model, "model of dummy")
-        lease.attach.assert_called_once_with(model)
-        lease.commit.assert_not_called()
+    def assert_as_loaded(self, model):
+        layer = model.attention
+        self.assertEqual((layer.weight.value, layer.table.value), ("packed weights", "of packed weights"))
+        self.assertEqual((layer._k_scale.value, layer._k_scale_float, layer._k_scale_cpu.value), (0.25, 0.25, 0.25))
+        self.assertEqual((layer._k_scale.device.type, layer._k_scale_cpu.device.type), ("cuda", "cpu"))
+        self.assertIs(model.head.weight, layer.weight)
+        self.assertIs(layer.weight.weight_loader, len)
+        self.assertTrue(layer.weight.is_shuffled and model.evaluated and model.has_own_lm_head)
+        self.assertNotIn("k_scale", layer._parameters)
+
+    def test_every_method_that_vllm_has_takes_what_vllms_takes(self):
+        self.load()
+        for name in ("get_external_weight_memory", "download_model", "load_weights", "load_model"):
+            signature = inspect.signature(getattr(self.loader, name))
+            self.assertEqual(signature, inspect.signature(getattr(standins.BaseModelLoader, name)), name)
+        self.assertFalse(inspect.isabstract(self.loader))
+
+    def test_who_comes_first_loads_as_vllm_would_and_its_parameters_are_then_those_that_are_kept(self):
+        model, external = self.load({"load_format": "runai_streamer", "concurrency": 4})
+        self.assertIn(("runai_streamer", {"concurrency": 4}), self.inner)
+        self.assertEqual(external, 0)
+        self.assert_as_loaded(model)
+        self.assertTrue(model.attention.weight.kept and model.attention.table.kept)
+
+    def test_who_comes_later_has_the_same_without_loading_and_says_that_it_has_the_memory_already(self):
+        self.load()
+        with self.assertNoLogs("bursar.vllm"):
+            model, external = self.load()
+        self.assertEqual(external, 4096)
+        self.assert_as_loaded(model)
+        self.assertTrue(model.attention.weight.kept and model.attention.table.kept)
+        self.assertIs(self.vllm_config.compilation_config.static_forward_context["attention"], model.attention)
+
+    def test_what_vllm_writes_to_while_it_serves_is_the_workers_own(self):
+        for _ in range(2):
+            model, _ = self.load()
+            model.attention._k_scale.fill_(2.0)
+            with self.assertRaises(standins.Fault):
+                model.attention.weight.fill_("other")
+
+    def test_a_model_that_cannot_be_attached_is_loaded_and_its_layers_are_on_vllms_list_once(self):
+        self.load()
+
+        def hide(model):
+            model.attention.impl = types.SimpleNamespace(slopes=[Tensor(1.0)])
+
+        self.hide = hide
+        with self.assertLogs("bursar.vllm", "WARNING") as said:
+            model, _ = self.load()
+        self.assertIn("impl", said.output[0])
+        self.assert_as_loaded(model)
+        self.assertIs(self.vllm_config.compilation_config.static_forward_context["attention"], model.attention)
 
     def test_a_node_that_keeps_nothing_or_has_no_room_costs_a_worker_nothing_but_the_keeping(self):
         for why in (bursar.Refused, bursar.Busy, bursar.Quota, bursar.DriverError("no memory", 2)):
+            self.opening = why
             with self.assertLogs("bursar.vllm", "WARNING"):
-                self.assertEqual(self.load(False, opening=why)[0], "model of auto")
-            with self.assertLogs("bursar.vllm", "WARNING"):
-                self.assertEqual(self.load(False, committing=why)[0], "model of auto")
-            self.assertEqual(self.inner, [("auto", {})])
+                self.assert_as_loaded(self.load()[0])
+            self.assertLess(self.kept.call_args.kwargs["patience"], 30)
+            self.opening = None
+            with self.assertLogs("bursar.vllm", "WARNING"), mock.patch.object(Lease, "commit", side_effect=why):
+                self.assert_as_loaded(self.load()[0])
 
-    def test_another_revision_is_another_key(self):
-        self.assertNotEqual(self.load(False)[2], self.load(False, revision="other")[2])
-        self.assertEqual(self.load(False)[2], self.load(True)[2])
+    def test_what_vllm_cannot_make_of_processed_weights_is_not_kept(self):
+        def other_method(model):
+            model.head.quant_method = standins.QuantizeMethodBase()
+
+        def own_hook(model):
+            model.process_weights_after_loading = print
+
+        def offloaded(model):
+            model.attention._parameters["offloaded"] = Parameter("weights", "cpu")
+
+        for self.hide in (other_method, own_hook, offloaded):
+            with self.assertLogs("bursar.vllm", "WARNING"):
+                self.load()
+            self.assertFalse(self.lease.ready)
+
+    def test_what_writes_to_weights_is_given_none_that_are_kept(self):
+        self.load()
+        for holder, name in (
+            (self.model_config, "enable_sleep_mode"),
+            (self.parallel, "enable_eplb"),
+            (self.vllm_config, "weight_transfer_config"),
+        ):
+            before = getattr(holder, name)
+            setattr(holder, name, True)
+            with self.assertLogs("bursar.vllm", "WARNING"):
+                model, external = self.load()
+            setattr(holder, name, before)
+            self.assertEqual((model.attention.weight.kept, external), (False, 0))
+
+    def test_whatever_decides_what_tensors_are_is_in_the_key(self):
+        first = self.key()
+        self.assertEqual(first, self.key())
+        for holder, name in (
+            (self.model_config, "revision"),
+            (self.model_config.hf_config, "_commit_hash"),
+            (self.cache, "cache_dtype"),
+            (self.vllm_config.kernel_config, "moe"),
+            (self.vllm_config.attention_config, "backend"),
+            (self.parallel, "expert_placement_strategy"),
+        ):
+            before = getattr(holder, name)
+            setattr(holder, name, "other")
+            self.assertNotEqual(first, self.key(), name)
+            setattr(holder, name, before)
+
+    def test_a_checkpoint_that_is_replaced_under_its_path_is_another_key(self):
+        with tempfile.TemporaryDirectory() as self.model_config.model:
+            path = os.path.join(self.model_config.model, "model.safetensors")
+            keys = []
+            for at in (1, 2):
+                with open(path, "wb") as file:
+                    file.write(b"weights")
+                os.utime(path, (at, at))
+                keys.append(self.key())
+        self.assertNotEqual(*keys)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,155 @@
+"""One load of a model by vLLM with the load format `bursar`, as vLLM's worker does it; prints what came of it as JSON.
+
+usage: against_vllm_worker.py SOCKET MODEL [--device host|cuda] [--format FORMAT] [--engine JSON] [--then exit|kill|write]
+
+On `host`, vLLM runs on a platform of its out-of-tree kind whose device is the CPU, and PyTorch's tensors lie in the simulated
+driver's memory, which is the host's: what is made read-only there is read-only for PyTorch.
+"""
+
+import argparse
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import os
+import signal
+import tempfile
+
+
+METHODS = ("get_external_weight_memory", "download_model", "load_weights", "load_model")
+
+
+class Log(logging.Handler):
+    """What the loader said."""
+
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.lines = []
+
+    def emit(self, record):
+        text = record.getMessage()
+        if record.exc_info:
+            text += f": {record.exc_info[1]!r}"
+        self.lines.append(text)
+
+
+def on_the_host():
+    """Makes the CPU what vLLM takes for its device, and what kept memory is mapped into."""
+    import numpy
+    import torch
+    import vllm.platforms
+    from bursar import _arrays
+
+    class Host(vllm.platforms.Platform):
+        _enum = vllm.platforms.PlatformEnum.OOT
+        device_name = device_type = "cpu"
+        dist_backend = "gloo"
+
+        @classmethod
+        def get_attn_backend_cls(cls, *_, **__):
+            return "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+
+    class Memory:
+        def __init__(self, owner, address, size):
+            self.owner = owner
+            self.__array_interface__ = {"version": 3, "shape": (size,), "typestr": "|u1", "data": (address, False)}
+
+    vllm.platforms._current_platform = Host()
+    _arrays._bytes = lambda owner, address, size, device: torch.from_numpy(numpy.asarray(Memory(owner, address, size)))
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_name = lambda: "simulated"
+
+
+def read_only(address):
+    """Whether this process may not write there, as the system has it."""
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        for line in maps:
+            span, rights = line.split()[:2]
+            low, high = (int(end, 16) for end in span.split("-"))
+            if low <= address < high:
+                return "w" not in rights
+    raise ValueError(f"nothing at {address:#x}")
+
+
+def tensors(model):
+    """Every parameter and buffer, under every name: shape, and a digest of the content."""
+    import torch
+
+    found = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        data = tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach().reshape(1).view(torch.uint8)
+        found[name] = [list(tensor.shape), str(tensor.dtype), hashlib.sha256(data.cpu().numpy().tobytes()).hexdigest()]
+    return found
+
+
+def parameters_of(loader, name):
+    """The names of what a method takes, but for itself."""
+    return [parameter for parameter in inspect.signature(getattr(loader, name)).parameters if parameter != "self"]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("socket")
+    parser.add_argument("model")
+    parser.add_argument("--device", choices=["host", "cuda"], default="host")
+    parser.add_argument("--format", default="bursar")
+    parser.add_argument("--engine", type=json.loads, default={})
+    parser.add_argument("--then", choices=["exit", "kill", "write"], default="exit")
+    options = parser.parse_args()
+
+    import bursar
+
+    if options.device == "host":
+        on_the_host()
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.model_loader import BaseModelLoader, get_model_loader
+    from vllm.plugins import load_general_plugins
+
+    log = Log()
+    logging.getLogger("bursar").addHandler(log)
+    bursar.kept = functools.partial(bursar.kept, socket=options.socket)
+    load_general_plugins()
+    arguments = {"model": options.model, "load_format": options.format, "skip_tokenizer_init": True, "enforce_eager": True}
+    config = EngineArgs(**arguments, **options.engine).create_engine_config()
+    with tempfile.NamedTemporaryFile() as rendezvous, set_current_vllm_config(config):
+        backend = "gloo" if options.device == "host" else "nccl"
+        init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, backend)
+        initialize_model_parallel(1, 1)
+        loader = get_model_loader(config.load_config)
+        external = loader.get_external_weight_memory(config)
+        model = loader.load_model(vllm_config=config, model_config=config.model_config)
+    parameters = dict(model.named_parameters())
+    kept = None
+    if options.device == "host":
+        kept = sorted(name for name, parameter in parameters.items() if read_only(parameter.data_ptr()))
+    attention = [module for module in model.modules() if hasattr(module, "_k_scale_float")]
+    said = {
+        "loader": type(loader).__name__,
+        "differ": [name for name in METHODS if parameters_of(loader, name) != parameters_of(BaseModelLoader, name)],
+        "external": external,
+        "log": log.lines,
+        "tensors": tensors(model),
+        "parameters": sorted(parameters),
+        "read_only": kept,
+        "scales": [[a._k_scale_float, a._k_scale_cpu.device.type, a._k_scale_cpu.item()] for a in attention],
+        "classes": {name: type(parameter).__name__ for name, parameter in parameters.items()},
+        "marked": sorted(name for name, parameter in parameters.items() if hasattr(parameter, "weight_loader")),
+    }
+    print(json.dumps(said), flush=True)
+    if options.then == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.then == "write":
+        try:
+            next(iter(parameters.values())).data.fill_(1)
+            torch.accelerator.synchronize()
+        except RuntimeError:
+            # An illegal address: the context is lost, and an ordinary end would ask it for more.
+            os._exit(3)
+
+
+if __name__ == "__main__":
+    main()
