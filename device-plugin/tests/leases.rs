@@ -16,6 +16,8 @@ mod machine;
 #[path = "audit/container.rs"]
 mod container;
 
+#[path = "leases/alone.rs"]
+mod alone;
 #[path = "leases/api.rs"]
 mod api;
 #[path = "leases/bed.rs"]

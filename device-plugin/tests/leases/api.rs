@@ -18,6 +18,8 @@ struct Object {
     generation: u64,
     spec: Value,
     status: Value,
+    /// It answers nobody.
+    away: bool,
 }
 
 impl Object {
@@ -57,6 +59,7 @@ impl Api {
             generation: 1,
             spec: json!({}),
             status: json!({}),
+            away: false,
         }));
         let served = Arc::clone(&object);
         std::thread::spawn(move || {
@@ -71,9 +74,24 @@ impl Api {
 
     /// Orders that these GPUs are drained, and no others.
     pub(crate) fn drain(&self, gpus: &[&str]) {
+        self.order(json!({ "drain": gpus }));
+    }
+
+    /// Orders this and nothing else.
+    pub(crate) fn order(&self, spec: Value) {
         let mut object = self.0.lock().unwrap();
-        object.spec = json!({ "drain": gpus });
+        object.spec = spec;
         object.generation += 1;
+    }
+
+    /// From now on it hangs up on everybody, or answers again.
+    pub(crate) fn goes_away(&self, away: bool) {
+        self.0.lock().unwrap().away = away;
+    }
+
+    /// What the agent said last.
+    pub(crate) fn status(&self) -> Value {
+        self.0.lock().unwrap().status.clone()
     }
 
     /// What the agent said last of a GPU.
@@ -108,6 +126,9 @@ fn serve(stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
     }
     let mut body = vec![0; length];
     reader.read_exact(&mut body)?;
+    if object.lock().unwrap().away {
+        return Ok(());
+    }
     let is_object = path.starts_with(OBJECTS);
     if is_object && path.contains("watch=true") {
         return watch(stream, object);
@@ -154,6 +175,9 @@ fn watch(mut stream: TcpStream, object: &Mutex<Object>) -> std::io::Result<()> {
     loop {
         let (generation, whole) = {
             let object = object.lock().unwrap();
+            if object.away {
+                return Ok(());
+            }
             (object.generation, object.whole())
         };
         if generation != told {

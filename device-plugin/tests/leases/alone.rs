@@ -1,0 +1,86 @@
+//! An agent that reaches nobody acts alone on what it left for the operator, which finds the same truth afterwards.
+
+use std::time::{Duration, Instant};
+
+use bursar_crds::GpuNodeStatus;
+use bursar_crds::gpu_node::FaultAction;
+use serde_json::json;
+
+use crate::api::Api;
+use crate::common::kubelet::Pod;
+use crate::container::{Container, PLAIN, configure};
+use crate::machine::{GPU, Machine};
+
+/// How long an agent waits for somebody to evict (`sessions/poison.rs`).
+const ALONE: Duration = Duration::from_secs(30);
+
+/// Waits until the API server has it of the agent.
+async fn until(api: &Api, what: &str, is: impl Fn(&GpuNodeStatus) -> bool) -> GpuNodeStatus {
+    let begun = Instant::now();
+    loop {
+        let status: GpuNodeStatus = serde_json::from_value(api.status()).unwrap();
+        if is(&status) {
+            return status;
+        }
+        // A write that failed is made again after 30 s at most.
+        assert!(begun.elapsed() < ALONE + ALONE, "{what}: {status:?}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+#[tokio::test]
+async fn who_waits_for_an_eviction_is_restarted_while_nobody_is_reached_and_told_of_afterwards() {
+    let mut machine = Machine::new().await;
+    configure(&machine, "");
+    let api = Api::of(&machine);
+    let policy = |namespace: &str, most: i32| json!({ "namespace": namespace, "action": "Evict", "maxRestarts": most, "windowSeconds": 600 });
+    api.order(json!({ "contextPolicies": [policy("some", 5), policy("none", 0)] }));
+    machine.start_agent();
+    machine.kubelet.until_allocatable(GPU, 32).await;
+    let mut programs = Vec::new();
+    for namespace in ["some", "none"] {
+        let pod = Pod {
+            namespace: namespace.to_owned(),
+            ..Pod::with(namespace, GPU, 4)
+        };
+        machine.kubelet.admit(&pod).await.unwrap();
+        std::fs::create_dir_all(machine.cgroup(&pod)).unwrap();
+        let mut program = Container::start(&machine, &pod, PLAIN).await;
+        program.ok("open libcuda.so.1");
+        programs.push(program);
+    }
+    // One fault is told before nobody is reached any more, the other one is not.
+    programs[0].ok("fault");
+    assert_eq!(programs[0].call("sync"), "err 700");
+    until(&api, "the fault is told", |status| status.faults.len() == 1).await;
+    api.goes_away(true);
+    programs[1].ok("fault");
+    assert_eq!(programs[1].call("sync"), "err 700");
+    let begun = Instant::now();
+    while programs.iter_mut().any(Container::is_alive) {
+        assert!(begun.elapsed() < 2 * ALONE, "they wait for ever");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert!(
+        begun.elapsed() >= ALONE - Duration::from_secs(2),
+        "{:?}",
+        begun.elapsed()
+    );
+    api.goes_away(false);
+    // A restart is done with. What was one too many is open, for whoever evicts for that.
+    let status = until(&api, "what became of them", |status| {
+        let [fault] = status.faults.as_slice() else {
+            return false;
+        };
+        fault.action == Some(FaultAction::BeyondMaximum)
+    })
+    .await;
+    let container = status.faults[0].container.as_ref().unwrap();
+    assert_eq!(
+        (
+            container.namespace.as_str(),
+            container.process_generation > 0
+        ),
+        ("none", true)
+    );
+}
