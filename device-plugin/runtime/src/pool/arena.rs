@@ -269,18 +269,11 @@ impl Arena {
     pub(super) fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
         let _one = self.moving();
         self.scarce.store(true, Ordering::Relaxed);
-        let mut got = 0;
-        while let Err(found) = self.account.0.take(bytes.saturating_sub(got)) {
-            // Under each part's lock, so that what is being drawn ahead there is found too.
-            let idle: u64 = self.parts.iter().map(Part::take_idle).sum();
-            got += idle;
-            if idle == 0 {
-                self.account.0.give_back(got);
-                return Err(found);
-            }
-        }
-        self.account.0.give_back(got.saturating_sub(bytes));
-        Ok(())
+        // Under each part's lock, so that what is being drawn ahead is found too. No part keeps any from here on: what
+        // came back meanwhile is in the account.
+        let idle = self.parts.iter().map(Part::take_idle).sum();
+        self.account.0.give_back(idle);
+        self.account.0.take(bytes)
     }
 
     /// Gives back what was charged and got no block.

@@ -194,7 +194,7 @@ fn eight_threads_never_get_one_byte_twice_and_lose_none() {
                         .free(placed.place, After::NOTHING, |all| all)
                         .expect("it is live");
                 };
-                for _ in 0..20_000 {
+                for _ in 0..1_000_000 {
                     let draw = next(&mut state);
                     if live.len() > 40 || (draw & 3 == 0 && !live.is_empty()) {
                         release(live.swap_remove((draw >> 8) as usize % live.len()));
@@ -438,4 +438,33 @@ fn who_alone_goes_on_at_the_limit_draws_for_a_while_only() {
         align: 1,
     };
     assert!(arena.take(1, request).is_some(), "the part has credit");
+}
+
+#[test]
+fn credit_that_comes_back_while_parts_are_looked_through_is_found() {
+    let arena = Arena::new(2 * MIB);
+    arena
+        .add(0, GRANULE, 64 * MIB, After::NOTHING)
+        .expect("it can be added");
+    let request = Request {
+        bytes: MIB,
+        align: 1,
+    };
+    let (first, idle) = (&arena.parts[shard_of(0, 0)], &arena.parts[shard_of(5, 0)]);
+    arena.account.0.take(MIB).expect("nothing is live");
+    idle.set_credit(&mut idle.share.lock(), MIB);
+    let live = arena.take_drawing(7, request).expect("it fits");
+    let held = first.share.lock();
+    std::thread::scope(|scope| {
+        let charged = scope.spawn(|| arena.charge(MIB));
+        while !arena.scarce.load(Ordering::Relaxed) {
+            std::thread::yield_now();
+        }
+        // It waits for the first part now. At no time is more than half of the limit live.
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        give_back(&arena, live);
+        assert!(arena.take_drawing(5, request).is_some(), "it has credit");
+        drop(held);
+        assert_eq!(charged.join().expect("it ends"), Ok(()));
+    });
 }
