@@ -12,7 +12,8 @@
 //! they need and give back what is freed, for who takes from one another by turns takes again and again. That ends where
 //! much is left, or by and by.
 //!
-//! Locks are taken in one order: the credit's, a shard's, the central heap's; never two shards'.
+//! Locks are taken in one order: the credit's, a shard's, the central heap's. Two shards' has only who takes from anywhere, and
+//! it has all of them, one after the other; the pool lets one do so at a time.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -249,18 +250,26 @@ impl Arena {
         placed.or_else(|| self.refill(part, share, request))
     }
 
-    /// A block from wherever there is one, for bytes that were charged.
+    /// A block from wherever there is one, for bytes that were charged. No shard takes or gives any memory meanwhile, so that
+    /// none is missed.
     pub(super) fn take_anywhere(&self, request: Request) -> Option<Placed> {
-        self.return_chunks();
+        let parts = self.parts.iter().enumerate().skip(1);
+        let mut shares: Vec<_> = parts
+            .map(|(number, part)| (number, part.share.lock()))
+            .collect();
+        for (_, share) in &mut shares {
+            self.return_chunks_of(share);
+        }
         if let Some(placed) = self.central().take(CENTRAL, request) {
             return Some(placed);
         }
-        let shards = self.parts.iter().enumerate().skip(1);
-        let placed = shards
-            .clone()
-            .find_map(|(number, part)| part.share.lock().take(number, request));
+        let placed = shares
+            .iter_mut()
+            .find_map(|(number, share)| share.take(*number, request));
         placed.or_else(|| {
-            self.return_ends();
+            for (_, share) in &mut shares {
+                self.return_ends_of(share);
+            }
             self.central().take(CENTRAL, request)
         })
     }
@@ -464,13 +473,10 @@ impl Arena {
         true
     }
 
-    /// Gives back the free ends of all shards' chunks.
-    fn return_ends(&self) {
-        for part in &self.parts[1..] {
-            let mut share = part.share.lock();
-            for end in share.heap.ends() {
-                self.return_end(&mut share, &end);
-            }
+    /// Gives back the free ends of a shard's chunks.
+    fn return_ends_of(&self, share: &mut Share) {
+        for end in share.heap.ends() {
+            self.return_end(share, &end);
         }
     }
 
