@@ -16,5 +16,3 @@ pub mod serve;
 pub mod status;
 pub mod vault;
 pub mod workers;
-
-pub use leases::LeaseId;

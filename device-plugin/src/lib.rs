@@ -14,7 +14,6 @@ pub mod http;
 pub mod inventory;
 pub mod kept;
 pub mod kubelet;
-pub mod ledger;
 pub mod limits;
 pub mod metrics;
 pub mod node;
@@ -27,4 +26,6 @@ pub mod sessions;
 pub mod shim_files;
 pub mod status;
 pub mod tokens;
-pub mod units;
+
+pub use bursar_ledger as ledger;
+pub use bursar_ledger::units;

@@ -42,10 +42,9 @@ use tokio::net::UnixListener;
 use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
-use crate::kept::LeaseId;
 use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
 use container::Container;
 use container::drained::Holder;
 use contexts::ContextSizes;

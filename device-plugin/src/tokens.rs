@@ -19,10 +19,9 @@ pub mod seal;
 use bursar_protocol::vault::SENTINEL;
 use bursar_protocol::wire::token::{Generation, Generations, GpuToken, MemoryId, TokenRefusal};
 
-use crate::kept::LeaseId;
 use crate::kept::leases::{Asker, Leases};
 use crate::sessions::Image;
-use crate::units::{AllocationId, GpuUuid};
+use crate::units::{AllocationId, GpuUuid, LeaseId};
 use seal::NodeKey;
 
 /// What tokens are judged by.

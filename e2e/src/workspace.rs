@@ -86,14 +86,23 @@ struct Target {
     kind: Vec<String>,
 }
 
+/// Cargo unifies features over what it is told to build, development dependencies among it where a test is. So this is
+/// what `cargo test --workspace` builds: with fewer packages, or no test, nearly every crate is compiled once more.
+const AS_TESTS_ARE: &[&str] = &["--workspace", "--lib", "--bins", "--test", "cluster"];
+
 /// Compiles everything that runs in a cluster, and the harness if asked to. The compiler's messages go to standard error.
 ///
 /// # Errors
 /// When cargo is missing or something does not compile.
 pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError> {
-    let harness = harness.then_some(HARNESS);
-    let packages: Vec<&str> = PACKAGES.iter().copied().chain(harness).collect();
-    build_only(profile, &packages)
+    let selection = match profile {
+        Profile::Dev => AS_TESTS_ARE.to_vec(),
+        Profile::Release => {
+            let harness = harness.then_some(HARNESS);
+            of_packages(PACKAGES.iter().copied().chain(harness))
+        }
+    };
+    build_selection(profile, &selection)
 }
 
 /// Compiles these packages. The compiler's messages go to standard error.
@@ -101,15 +110,23 @@ pub fn build(profile: Profile, harness: bool) -> Result<Binaries, WorkspaceError
 /// # Errors
 /// As [`build`].
 pub fn build_only(profile: Profile, packages: &[&str]) -> Result<Binaries, WorkspaceError> {
+    build_selection(profile, &of_packages(packages.iter().copied()))
+}
+
+fn of_packages<'a>(packages: impl Iterator<Item = &'a str>) -> Vec<&'a str> {
+    packages
+        .flat_map(|package| ["--package", package])
+        .collect()
+}
+
+fn build_selection(profile: Profile, selection: &[&str]) -> Result<Binaries, WorkspaceError> {
     let mut command = cargo::command();
     command.args([
         "build",
         "--quiet",
         "--message-format=json-render-diagnostics",
     ]);
-    for package in packages {
-        command.args(["--package", package]);
-    }
+    command.args(selection);
     if profile == Profile::Release {
         command.arg("--release");
     }

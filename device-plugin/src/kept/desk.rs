@@ -8,9 +8,9 @@ use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
 use tokio::sync::{mpsc, oneshot};
 
-use super::leases::{LeaseId, Node, Turn};
+use super::leases::{Node, Turn};
 use crate::sessions::Process;
-use crate::units::{Bytes, GpuUuid};
+use crate::units::{Bytes, GpuUuid, LeaseId};
 
 pub use super::leases::Asker;
 

@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::ledger::Moment;
 use crate::sessions::Process;
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
+use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
 
 /// The leases that one container may own.
 pub const MOST_OWNED: usize = 64;
@@ -37,19 +37,6 @@ pub const MOST_OPENERS: usize = 64;
 
 /// For how long a writer may commit; opening its lease again begins it anew.
 pub const WRITE_TIME: Duration = Duration::from_secs(15 * 60);
-
-/// Names a lease, never another one on this node. It grows, so it is the lease's generation L too.
-#[derive(
-    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
-)]
-#[serde(transparent)]
-pub struct LeaseId(pub u64);
-
-impl std::fmt::Display for LeaseId {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        self.0.fmt(f)
-    }
-}
 
 /// What a lease is found by.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]

@@ -5,7 +5,7 @@
 //! does not wait for the disk: the next thousand is [`Order`]ed while there are some left.
 
 use crate::checkpoint::{Checkpoint, LoadError};
-use crate::kept::LeaseId;
+use crate::units::LeaseId;
 
 /// Numbers that are taken from the disk at a time.
 const BLOCK: u64 = 1024;

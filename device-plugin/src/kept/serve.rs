@@ -20,9 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::desk::{Living, Made, Note, Reply};
-use super::leases::{
-    Asker, Content, Effect, LeaseId, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME,
-};
+use super::leases::{Asker, Content, Effect, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME};
 use super::numbers::{Block, Numbers};
 use super::scrub::{self, Canary, Verdict, Verdicts};
 use super::status::{self, KeptStatus};
@@ -34,7 +32,7 @@ use crate::sessions::life::Life;
 use crate::sessions::{Membership, Process, Sessions};
 use crate::tokens::Judge;
 use crate::tokens::seal::NodeKey;
-use crate::units::{Bytes, GpuUuid};
+use crate::units::{Bytes, GpuUuid, LeaseId};
 
 /// What sizes are rounded up to: the granularity of every NVIDIA GPU's memory.
 const GRANULARITY: u64 = 2 << 20;

@@ -12,13 +12,12 @@ use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
+use crate::units::LeaseId;
 use bursar_protocol::socket::{receive_message, send_message};
 use bursar_protocol::vault::{Blob, Entry, FromVault, Refusal, ToVault, VERSION};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tokio::sync::{mpsc, oneshot};
 use tracing::{debug, info};
-
-use super::leases::LeaseId;
 
 /// How long the vault may take for one message; it does nothing that waits.
 const PATIENCE: Duration = Duration::from_secs(2);

@@ -25,7 +25,6 @@ use crate::cdi;
 use crate::config::ResourcesConfig;
 use crate::inventory::GpuState;
 use crate::inventory::health::{Health, Sickness};
-use crate::kept::LeaseId;
 use crate::kept::leases::{Node, Standing, Turn};
 use crate::kubelet::device_checkpoint::Held;
 use crate::kubelet::plugin::NotBound;
@@ -34,7 +33,7 @@ use crate::ledger::{
 };
 use crate::metrics::{Counts, Metrics};
 use crate::pods::{PodCgroup, Pods};
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
+use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid, Quanta, Resource, TokenSet};
 
 /// Where the answer to a PreStartContainer goes; closed where nobody waits any more.
 pub type Reply = oneshot::Sender<Result<(), NotBound>>;

@@ -14,12 +14,11 @@ use crate::cdi::{self, CdiDir, CdiError};
 use crate::checkpoint::{Checkpoint, LoadError, SaveError};
 use crate::config::{Config, DriverConfig, PathsConfig};
 use crate::driver::{Driver, DriverError};
-use crate::kept::LeaseId;
 use crate::kept::desk::Desk;
 use crate::kept::leases::{Node, Turn};
 use crate::sessions::{Account, Served, Sessions, SessionsError};
 use crate::shim_files::{self, ShimFilesError};
-use crate::units::{AllocationId, Bytes, GpuUuid};
+use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// Why a step failed. Every step can be tried again.
 #[derive(Debug, thiserror::Error)]

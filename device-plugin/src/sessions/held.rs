@@ -13,8 +13,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::Look;
 use super::charges::unlisted_by;
-use crate::kept::LeaseId;
-use crate::units::Bytes;
+use crate::units::{Bytes, LeaseId};
 
 /// The looks in a row that prove something.
 pub(super) const LOOKS: usize = 10;

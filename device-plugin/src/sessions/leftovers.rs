@@ -15,8 +15,7 @@ use std::time::Duration;
 use super::credit::Books;
 use super::held::{Looks, Own};
 use super::{Shared, lock};
-use crate::kept::LeaseId;
-use crate::units::{AllocationId, Bytes, GpuUuid};
+use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// From one look to the next: [`LOOKS`](super::held::LOOKS) of them take half a second.
 const LOOK_EVERY: Duration = Duration::from_millis(50);

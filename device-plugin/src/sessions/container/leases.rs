@@ -6,9 +6,8 @@ use bursar_protocol::units::Units;
 use bursar_protocol::wire::{Account, Reason};
 
 use super::{Container, Membership};
-use crate::kept::LeaseId;
 use crate::sessions::credit::NOBODY;
-use crate::units::{AllocationId, Bytes, GpuUuid};
+use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
 /// Why a process may not ask.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

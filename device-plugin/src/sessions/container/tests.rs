@@ -1,6 +1,5 @@
 use super::*;
-use crate::kept::LeaseId;
-use crate::units::PodUid;
+use crate::units::{LeaseId, PodUid};
 
 const MIB: u64 = 1 << 20;
 

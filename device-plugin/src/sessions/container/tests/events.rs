@@ -12,12 +12,11 @@ use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::inventory::health::{Health, Memory, Sickness};
 use crate::inventory::{Gpu, GpuState};
-use crate::kept::LeaseId;
 use crate::kept::leases::{Asker, Charged, Leases, Meta, Node, Open, Opened, Standing};
 use crate::kept::numbers::Numbers;
 use crate::ledger::Moment;
 use crate::node::generations::Generations;
-use crate::units::AllocationId;
+use crate::units::{AllocationId, LeaseId};
 
 /// What becomes of a generation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

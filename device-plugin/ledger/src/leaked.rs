@@ -84,8 +84,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::ledger::{Answer, Gpu, Health, Shape, Start};
     use crate::units::{AllocationId, Quanta, Quantum, Resource, TokenSet};
+    use crate::{Answer, Gpu, Health, Shape, Start};
 
     fn gpu() -> GpuUuid {
         "GPU-a".parse().unwrap()

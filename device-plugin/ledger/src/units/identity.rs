@@ -1,7 +1,9 @@
-//! Names of things: GPUs, allocations and pods.
+//! Names of things: GPUs, allocations, pods and kept leases.
 
 use std::fmt;
 use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
 
 use super::{UnitError, serde_as_str};
 
@@ -123,6 +125,19 @@ impl FromStr for PodUid {
 }
 
 serde_as_str!(PodUid);
+
+/// Names a kept lease, never another one on this node. It grows, so it is the lease's generation L too.
+#[derive(
+    Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
+)]
+#[serde(transparent)]
+pub struct LeaseId(pub u64);
+
+impl fmt::Display for LeaseId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
 
 #[cfg(test)]
 mod tests {

@@ -43,6 +43,7 @@ mod snapshot;
 mod start;
 mod time;
 mod types;
+pub mod units;
 mod view;
 
 use std::collections::BTreeMap;

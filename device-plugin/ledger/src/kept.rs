@@ -5,8 +5,7 @@ use std::collections::BTreeMap;
 
 use super::Ledger;
 use super::time::Moment;
-use crate::kept::LeaseId;
-use crate::units::{Bytes, GpuUuid, Quanta};
+use crate::units::{Bytes, GpuUuid, LeaseId, Quanta};
 
 /// Leases of each GPU, with what they have. One by one: where one ends while another loses its owner, what the first
 /// had is left all the same.
@@ -52,8 +51,8 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::{Gpu, Health};
     use crate::units::Quantum;
+    use crate::{Gpu, Health};
 
     #[test]
     fn what_is_kept_without_an_owner_and_what_was_left_are_bound_to_nobody_also_after_a_restart() {

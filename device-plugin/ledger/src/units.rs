@@ -6,7 +6,7 @@ mod token;
 
 pub use amount::{Bytes, Quanta};
 pub use bursar_crds::Quantum;
-pub use identity::{AllocationId, GpuUuid, PodUid};
+pub use identity::{AllocationId, GpuUuid, LeaseId, PodUid};
 pub use token::{MAX_TOKENS, Resource, TokenId, TokenSet};
 
 /// Why a value from outside is not one of this module's units.

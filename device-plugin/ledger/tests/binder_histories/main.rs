@@ -1,6 +1,6 @@
 //! The ledger and its binder, held to their promises over random histories of a node.
 //!
-//! `cargo test -p bursar-device-plugin --test binder_histories`; `BURSAR_HISTORIES` says how many
+//! `cargo test -p bursar-ledger --test binder_histories`; `BURSAR_HISTORIES` says how many
 //! (100,000), `BURSAR_SEED` which one alone. A failure prints its seed and its history, cut to the
 //! shortest beginning that fails.
 

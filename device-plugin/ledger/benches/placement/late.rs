@@ -4,10 +4,10 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeSet, BinaryHeap, HashMap};
 
-use bursar_device_plugin::ledger::{
+use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
+use bursar_ledger::{
     Answer, Binding, ClaimId, Gpu, Health, Ledger, Moment, Priority, Shape, Start, Ticket,
 };
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
 
 use crate::Outcome;
 use crate::workload::{GPU_GIB, GPUS, Pod, Workload};

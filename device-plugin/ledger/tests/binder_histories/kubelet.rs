@@ -4,10 +4,8 @@ use std::collections::{BTreeSet, VecDeque};
 use std::num::NonZeroU16;
 use std::time::Duration;
 
-use bursar_device_plugin::ledger::{
-    Answer, Gpu, Health, LATE, Ledger, Moment, Priority, Shape, Start,
-};
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
+use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenSet};
+use bursar_ledger::{Answer, Gpu, Health, LATE, Ledger, Moment, Priority, Shape, Start};
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{RngExt, SeedableRng};

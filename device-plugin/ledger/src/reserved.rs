@@ -89,8 +89,8 @@ impl Ledger {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ledger::{Answer, Gpu, Moment, Shape, Start};
     use crate::units::{AllocationId, Quantum, Resource, TokenSet};
+    use crate::{Answer, Gpu, Moment, Shape, Start};
 
     const NOW: Moment = Moment(0);
 
@@ -131,7 +131,7 @@ mod tests {
         ledger.reserve([(gpu.parse().unwrap(), reserved)].into());
     }
 
-    fn gpu(ledger: &Ledger, uuid: &str, of: impl Fn(&crate::ledger::GpuView) -> u32) -> u32 {
+    fn gpu(ledger: &Ledger, uuid: &str, of: impl Fn(&crate::GpuView) -> u32) -> u32 {
         let view = ledger.view(NOW);
         of(view
             .gpus

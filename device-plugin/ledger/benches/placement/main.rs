@@ -2,7 +2,7 @@
 //! scheduler that sees node totals only: a discrete-event model, against an ideal scheduler that
 //! sees every GPU, over the same pods in the same run.
 //!
-//! `cargo bench -p bursar-device-plugin --bench placement`
+//! `cargo bench -p bursar-ledger --bench placement`
 
 mod ideal;
 mod late;

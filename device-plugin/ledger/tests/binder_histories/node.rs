@@ -4,11 +4,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use bursar_device_plugin::ledger::{
+use bursar_ledger::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenId};
+use bursar_ledger::{
     Answer, Binding, ClaimId, Gpu, HOLD, Health, Ledger, Moment, Placement, Priority, SENIORITY,
     Shape, Ticket,
 };
-use bursar_device_plugin::units::{AllocationId, PodUid, Quanta, Quantum, Resource, TokenId};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -324,7 +324,7 @@ impl Node {
             let mut ids: Vec<String> = ids.collect();
             ids.reverse();
             let tokens =
-                bursar_device_plugin::units::TokenSet::from_ids(container.resource, &ids).unwrap();
+                bursar_ledger::units::TokenSet::from_ids(container.resource, &ids).unwrap();
             self.ledger
                 .book(container.id, container.resource, tokens.clone(), self.now);
             if self.log || number.is_multiple_of(4) {

@@ -2,10 +2,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use bursar_device_plugin::ledger::{
-    Binding, ClaimId, Health, LATE, Moment, Placement, Start, View, Waiter,
-};
-use bursar_device_plugin::units::{AllocationId, GpuUuid, Quanta, Resource};
+use bursar_ledger::units::{AllocationId, GpuUuid, Quanta, Resource};
+use bursar_ledger::{Binding, ClaimId, Health, LATE, Moment, Placement, Start, View, Waiter};
 
 use crate::node::Node;
 
