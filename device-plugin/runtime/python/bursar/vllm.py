@@ -4,11 +4,12 @@ A worker that comes first loads as vLLM would (`--model-loader-extra-config '{"l
 what it has after vLLM's own processing. One that comes after a crash makes the model without memory, attaches, and has vLLM
 make what it derives from processed weights, as vLLM's loader `ipc_cache` does. Parameters are those that are kept; the rest is
 the worker's own copy, for vLLM writes to some of it. What cannot be kept so is loaded as without this package, and that is
-logged. Follows vLLM 0.33.
+logged: who commits tries it once, and what cannot be attached is given up. Follows vLLM 0.33.
 """
 
 import contextlib
 import copy
+import gc
 import json
 import logging
 import os
@@ -50,7 +51,9 @@ def register():
             try:
                 with self._kept(vllm_config, vllm_config.model_config) as k:
                     return k.bytes if k.ready else 0
-            except bursar.Error:
+            except Exception:
+                # `load_model` meets it again, and warns.
+                _LOG.info("kept weights are not counted", exc_info=True)
                 return 0
 
         def download_model(self, model_config):
@@ -64,26 +67,47 @@ def register():
             arguments = {"vllm_config": vllm_config, "model_config": model_config, "prefix": prefix}
             with contextlib.ExitStack() as block:
                 try:
+                    before = _Made(vllm_config)
                     k = block.enter_context(self._kept(vllm_config, model_config, prefix))
-                except bursar.Error as error:
-                    _LOG.warning("weights are loaded without kept memory: %s", error)
+                except Exception as error:
+                    # Whatever it is, it must not keep a worker from its start.
+                    _warn("weights are loaded without kept memory", error)
                     return self.loader.load_model(**arguments)
                 if k.ready:
-                    layers = _Layers(vllm_config)
                     try:
                         return self._attached(k, **arguments)
-                    except Exception:
-                        # Whatever it is, it must not keep a worker from its start.
-                        _LOG.warning("weights are kept and cannot be attached: they are loaded", exc_info=True)
-                    layers.restore()
+                    except Exception as error:
+                        _warn("weights are kept and cannot be attached: they are loaded", error)
+                    before.restore()
+                    _give_up(k)
                     return self.loader.load_model(**arguments)
                 model = self.loader.load_model(**arguments)
-                try:
-                    _commit(k, model, vllm_config)
-                except (bursar.Error, TypeError) as error:
-                    # The model is as vLLM loaded it.
-                    _LOG.warning("weights are not kept: %s", error)
+                self._keep(k, model, before, arguments)
                 return model
+
+        def _keep(self, k, model, before, arguments):
+            """Keeps a model's tensors; its parameters are then those that are kept."""
+            import torch
+
+            loaded, kept = _Made(arguments["vllm_config"]), None
+            try:
+                committed = _commit(k, model, arguments["vllm_config"])
+                before.restore()
+                # As the next worker will: it must not be the first to find that it cannot.
+                self._attached(k, **arguments)
+                kept = committed
+            except Exception as error:
+                # The model is as vLLM loaded it.
+                _warn("weights are not kept", error)
+            loaded.restore()
+            if kept is None:
+                _give_up(k)
+                return
+            # Nothing is caught from here on: a model that has some of them is none to serve with.
+            _modules.place(model, *kept)
+            # The model that was attached, and the weights as they were loaded.
+            gc.collect()
+            torch.cuda.empty_cache()
 
         def _kept(self, vllm_config, model_config, prefix=""):
             import torch
@@ -121,23 +145,27 @@ def register():
             return model.eval()
 
 
-class _Layers:
-    """The layers that vLLM has on its lists, to which each model that is made adds its own, once."""
+class _Made:
+    """What vLLM remembers of the models that it makes: layers, each name once, and rotary embeddings, which later models share."""
 
     def __init__(self, vllm_config):
+        from vllm.model_executor.layers import rotary_embedding
+
         compilation = vllm_config.compilation_config
-        self.by_name, self.experts = compilation.static_forward_context, compilation.static_all_moe_layers
-        self.before = dict(self.by_name), list(self.experts)
+        self.by_key = compilation.static_forward_context, rotary_embedding._ROPE_DICT
+        self.experts = compilation.static_all_moe_layers
+        self.then = [dict(made) for made in self.by_key], list(self.experts)
 
     def restore(self):
-        """Takes those off that were added since."""
-        self.by_name.clear()
-        self.by_name.update(self.before[0])
-        self.experts[:] = self.before[1]
+        """Has vLLM remember what it did then, and nothing else."""
+        for made, then in zip(self.by_key, self.then[0]):
+            made.clear()
+            made.update(then)
+        self.experts[:] = self.then[1]
 
 
 def _commit(k, model, vllm_config):
-    """Keeps a model's tensors; its parameters are then those that are kept."""
+    """Commits a model's tensors, and leaves it as it is. Answers its parameters as they are kept, and the kinds of all."""
     import torch
     from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
 
@@ -153,9 +181,27 @@ def _commit(k, model, vllm_config):
     }
     text = torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
     views = k.commit({**tensors, _ABOUT: text})
-    _modules.place(model, {name: views[name] for name in parameters}, kinds)
-    del tensors
-    torch.cuda.empty_cache()
+    return {name: views[name] for name in parameters}, kinds
+
+
+def _give_up(k):
+    """Discards what cannot be attached: it would be in memory beside what is loaded."""
+    import torch
+
+    # A model is a cycle.
+    gc.collect()
+    try:
+        if k.ready:
+            # It is unmapped at once, and what was begun may still read it.
+            torch.cuda.synchronize()
+            k.discard()
+    except Exception as error:
+        _warn("weights that cannot be attached stay in kept memory", error)
+
+
+def _warn(what, error):
+    """Of an error that is not this package's own it says where it came from."""
+    _LOG.warning("%s: %s", what, error, exc_info=not isinstance(error, bursar.Error))
 
 
 def _state(views, about):

@@ -12,9 +12,10 @@ ADDRESSES = itertools.count(4096, 4096)
 NAMES = (
     "torch", "torch.cuda", "torch.nn", "torch.version", "vllm", "vllm.distributed", "vllm.envs", "vllm.model_executor",
     "vllm.model_executor.layers", "vllm.model_executor.layers.quantization",
-    "vllm.model_executor.layers.quantization.base_config", "vllm.model_executor.model_loader",
-    "vllm.model_executor.model_loader.base_loader", "vllm.model_executor.model_loader.utils",
-    "vllm.model_executor.model_loader.weight_cache", "vllm.model_executor.model_loader.weight_cache.utils",
+    "vllm.model_executor.layers.quantization.base_config", "vllm.model_executor.layers.rotary_embedding",
+    "vllm.model_executor.model_loader", "vllm.model_executor.model_loader.base_loader",
+    "vllm.model_executor.model_loader.utils", "vllm.model_executor.model_loader.weight_cache",
+    "vllm.model_executor.model_loader.weight_cache.utils",
     "vllm.model_executor.utils", "vllm.utils", "vllm.utils.torch_utils",
 )
 
@@ -167,7 +168,7 @@ def modules(loaders, create, process):
     torch.tensor = lambda value, dtype: Tensor(value, "cpu")
     torch.uint8, torch.__version__, torch.version.cuda = "uint8", "1", "13.0"
     torch.cuda.current_device, torch.cuda.get_device_name = lambda: 3, lambda: "H200"
-    torch.cuda.empty_cache = lambda: None
+    torch.cuda.empty_cache = torch.cuda.synchronize = lambda: None
 
     @contextlib.contextmanager
     def weights_already_processed():
@@ -187,6 +188,7 @@ def modules(loaders, create, process):
     executor.model_loader.base_loader.BaseModelLoader = BaseModelLoader
     executor.model_loader.utils.process_weights_after_loading = process_weights_after_loading
     executor.model_loader.weight_cache.utils.export_model_attrs = lambda model: {"has_own_lm_head": model.has_own_lm_head}
+    executor.layers.rotary_embedding._ROPE_DICT = {}
     executor.utils.weights_already_processed = weights_already_processed
     executor.layers.quantization.base_config.QuantizeMethodBase = QuantizeMethodBase
     found["vllm.utils.torch_utils"].set_default_torch_dtype = lambda dtype: contextlib.nullcontext()

@@ -45,12 +45,16 @@ class Lease:
         self.kept = {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in content.items()}
         return self.tensors(None)
 
+    def discard(self):
+        self.kept = None
+
     def tensors(self, library):
         return {name: Tensor(tensor.value, "cuda", True, tensor.address) for name, tensor in self.kept.items()}
 
 
 def create(vllm_config, prefix):
-    """A model as vLLM makes it: each of its layers is put on a list by its name, which may be there once."""
+    """A model as vLLM makes it: each of its layers is put on a list by its name, which may be there once, and a rotary
+    embedding is that of an earlier model."""
     layers = vllm_config.compilation_config.static_forward_context
     if prefix + "attention" in layers:
         raise ValueError("Duplicate layer name")
@@ -59,7 +63,11 @@ def create(vllm_config, prefix):
     attention.kv_cache, attention._k_scale_float, attention._k_scale_cpu = Tensor(None), 1.0, Tensor(1.0)
     attention.weight.weight_loader = len
     layers[prefix + "attention"] = attention
-    model = Module(attention=attention, head=Module(weight=attention.weight, quant_method=Linear()))
+    ropes = sys.modules["vllm.model_executor.layers.rotary_embedding"]._ROPE_DICT
+    if "rope" not in ropes:
+        ropes["rope"] = Module()
+        ropes["rope"]._buffers["cosines"] = Tensor(0.5)
+    model = Module(attention=attention, rope=ropes["rope"], head=Module(weight=attention.weight, quant_method=Linear()))
     model.has_own_lm_head = False
     return model
 
@@ -84,6 +92,8 @@ def process(model, processed):
 class Loader(unittest.TestCase):
     def setUp(self):
         self.inner, self.lease, self.opening, self.hide = [], Lease(), None, None
+        # Of each load, whether weights were kept beside it.
+        self.beside = []
         self.cache = types.SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[])
         self.parallel = types.SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_rank=0, data_parallel_size=1,
@@ -110,6 +120,7 @@ class Loader(unittest.TestCase):
 
         def inner(kind):
             def load_model(vllm_config, model_config, prefix=""):
+                self.beside.append(self.lease.ready)
                 model = self.created(vllm_config, prefix)
                 model.attention.weight.fill_("weights")
                 model.attention.k_scale.fill_(0.25)
@@ -145,6 +156,7 @@ class Loader(unittest.TestCase):
         self.assertEqual((layer.weight.value, layer.table.value), ("packed weights", "of packed weights"))
         self.assertEqual((layer._k_scale.value, layer._k_scale_float, layer._k_scale_cpu.value), (0.25, 0.25, 0.25))
         self.assertEqual((layer._k_scale.device.type, layer._k_scale_cpu.device.type), ("cuda", "cpu"))
+        self.assertEqual((model.rope.cosines.value, model.rope.cosines.device.type), (0.5, "cuda"))
         self.assertIs(model.head.weight, layer.weight)
         self.assertIs(layer.weight.weight_loader, len)
         self.assertTrue(layer.weight.is_shuffled and model.evaluated and model.has_own_lm_head)
@@ -180,18 +192,84 @@ class Loader(unittest.TestCase):
             with self.assertRaises(standins.Fault):
                 model.attention.weight.fill_("other")
 
-    def test_a_model_that_cannot_be_attached_is_loaded_and_its_layers_are_on_vllms_list_once(self):
+    def hide_a_tensor(self, model):
+        model.attention.impl = types.SimpleNamespace(slopes=[Tensor(1.0)])
+
+    def assert_loaded_alone(self, model):
+        self.assert_as_loaded(model)
+        self.assertFalse(model.attention.weight.kept or self.lease.ready or any(self.beside))
+        self.assertEqual(self.vllm_config.compilation_config.static_forward_context, {"attention": model.attention})
+
+    def test_weights_that_cannot_be_attached_are_given_up_before_they_are_loaded(self):
         self.load()
-
-        def hide(model):
-            model.attention.impl = types.SimpleNamespace(slopes=[Tensor(1.0)])
-
-        self.hide = hide
+        self.hide = self.hide_a_tensor
         with self.assertLogs("bursar.vllm", "WARNING") as said:
             model, _ = self.load()
         self.assertIn("impl", said.output[0])
-        self.assert_as_loaded(model)
-        self.assertIs(self.vllm_config.compilation_config.static_forward_context["attention"], model.attention)
+        self.assert_loaded_alone(model)
+
+    def test_weights_that_cannot_be_attached_are_loaded_though_nobody_takes_them_back(self):
+        self.load()
+        self.hide = self.hide_a_tensor
+        with self.assertLogs("bursar.vllm", "WARNING"), mock.patch.object(Lease, "discard", side_effect=bursar.Busy):
+            self.assert_as_loaded(self.load()[0])
+
+    def test_a_model_that_could_not_be_attached_is_not_kept(self):
+        self.hide = self.hide_a_tensor
+        for _ in range(2):
+            with self.assertLogs("bursar.vllm", "WARNING") as said:
+                model, external = self.load()
+            self.assertIn("impl", said.output[0])
+            self.assertEqual(external, 0)
+            self.assert_loaded_alone(model)
+
+    def test_what_models_share_is_made_anew_for_the_one_that_is_tried(self):
+        self.hide = lambda model: vars(model.rope).setdefault("hidden", [Tensor(1.0)])
+        with self.assertLogs("bursar.vllm", "WARNING"):
+            model, _ = self.load()
+        self.assert_loaded_alone(model)
+        self.assertFalse(model.rope.hidden[0].is_meta)
+
+    def test_a_model_that_is_loaded_shares_nothing_with_one_without_memory(self):
+        def fail(model):
+            if model.attention.weight.is_meta:
+                raise RuntimeError
+
+        self.load()
+        self.hide = fail
+        with self.assertLogs("bursar.vllm", "WARNING"):
+            self.assert_loaded_alone(self.load()[0])
+
+    def test_whatever_fails_before_a_kept_tensor_is_placed_the_worker_starts(self):
+        for why in (OSError, AttributeError, ImportError, RuntimeError, ValueError):
+            self.opening = why
+            with self.assertLogs("bursar.vllm", "WARNING") as said:
+                model, external = self.load()
+            self.assertIn("Traceback", said.output[0])
+            self.assertEqual(external, 0)
+            self.assert_loaded_alone(model)
+            self.opening = None
+            for holder, step in ((Lease, "commit"), (bursar.vllm, "_refuse_unknown"), (bursar.vllm, "_state")):
+                with self.assertLogs("bursar.vllm", "WARNING"), mock.patch.object(holder, step, side_effect=why):
+                    self.assert_loaded_alone(self.load()[0])
+
+    def test_a_link_to_nothing_in_a_checkpoint_costs_a_worker_nothing_but_the_keeping(self):
+        with tempfile.TemporaryDirectory() as self.model_config.model:
+            os.symlink("nothing", os.path.join(self.model_config.model, "model.safetensors"))
+            with self.assertLogs("bursar.vllm", "WARNING"):
+                self.assert_loaded_alone(self.load()[0])
+
+    def test_a_model_that_has_some_of_the_kept_tensors_is_not_served_with(self):
+        place = bursar.vllm._modules.place
+
+        def fail(model, tensors, kinds):
+            place(model, tensors, kinds)
+            # Only one that vLLM loaded has it by now.
+            if model.has_own_lm_head:
+                raise TypeError
+
+        with mock.patch.object(bursar.vllm._modules, "place", fail), self.assertRaises(TypeError):
+            self.load()
 
     def test_a_node_that_keeps_nothing_or_has_no_room_costs_a_worker_nothing_but_the_keeping(self):
         for why in (bursar.Refused, bursar.Busy, bursar.Quota, bursar.DriverError("no memory", 2)):
