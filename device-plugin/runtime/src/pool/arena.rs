@@ -234,7 +234,15 @@ impl Arena {
         if part.credit() < request.bytes {
             self.draw(part, &mut share, request.bytes)?;
         }
-        let placed = self.place(number, &mut share, request)?;
+        let Some(placed) = self.place(number, &mut share, request) else {
+            // Somebody may be short of what was drawn for this.
+            if self.scarce.load(Ordering::Relaxed) {
+                let idle = part.credit();
+                part.set_credit(&mut share, 0);
+                self.account.0.give_back(idle);
+            }
+            return None;
+        };
         part.set_credit(&mut share, part.credit() - request.bytes);
         Some(placed)
     }
@@ -276,6 +284,10 @@ impl Arena {
 
     /// Charges bytes for the other ways to take a block. It fails only where not enough credit is idle, wherever it is.
     pub(super) fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
+        // Room may be all that was missing.
+        if self.account.0.take(bytes).is_ok() {
+            return Ok(());
+        }
         let _one = self.moving();
         self.scarce.store(true, Ordering::Relaxed);
         // Under each part's lock, so that what is being drawn ahead is found too. No part keeps any from here on: what
