@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 use std::future::ready;
+use std::time::Instant;
 
 use bursar_crds::GpuNode;
 use futures::stream::{Stream, StreamExt as _, poll_fn, select};
@@ -26,13 +27,13 @@ macro_rules! kinds {
         /// Takes objects as the API server answered writes of them. Cheap to clone.
         #[derive(Clone, Debug)]
         pub struct Wrote {
-            $(#[doc = $what] pub $kind: UnboundedSender<$object>,)*
+            $(#[doc = $what] pub $kind: UnboundedSender<Answer<$object>>,)*
         }
 
         /// The other end of [`Wrote`].
         #[derive(Debug)]
         pub struct Written {
-            $(#[doc = $what] pub $kind: UnboundedReceiver<$object>,)*
+            $(#[doc = $what] pub $kind: UnboundedReceiver<Answer<$object>>,)*
         }
 
         /// A way from who writes to who observes. What is written is bounded by the rate of writes.
@@ -51,10 +52,30 @@ kinds! {
     namespaces: PartialObjectMeta<Namespace>, "Namespaces.";
 }
 
+/// What the API server answered a write.
+#[derive(Debug)]
+pub struct Answer<K> {
+    /// The object as it is since.
+    object: K,
+    /// When the write was begun.
+    begun: Instant,
+}
+
+/// Tells what came of a write that was `begun` then. Nobody listens when the operator ends.
+pub(crate) fn tell<K>(
+    who: &UnboundedSender<Answer<K>>,
+    begun: Instant,
+    written: impl IntoIterator<Item = K>,
+) {
+    for object in written {
+        drop(who.send(Answer { object, begun }));
+    }
+}
+
 /// The events of `watch`, and what was `written` before it tells.
 pub(crate) fn merged<K>(
     watch: impl Stream<Item = Event<K>> + Send,
-    mut written: UnboundedReceiver<K>,
+    mut written: UnboundedReceiver<Answer<K>>,
 ) -> impl Stream<Item = Event<K>> + Send
 where
     K: ResourceExt + Send,
@@ -65,22 +86,22 @@ where
     select(told, written).filter_map(move |heard| {
         ready(match heard {
             Heard::Told(event) => gate.told(event),
-            Heard::Written(object) => gate.written(object),
+            Heard::Written(answer) => gate.written(answer),
         })
     })
 }
 
 enum Heard<K> {
     Told(Event<K>),
-    Written(K),
+    Written(Answer<K>),
 }
 
 /// Lets through what is newer. Versions of one kind are numbers that grow with each write (KEP-5504); one that is none
 /// is nothing to go by, so that the watch alone counts.
 #[derive(Debug, Default)]
 struct Gate {
-    /// All were listed, and the watch goes on from there.
-    listed: bool,
+    /// When all were listed; the watch goes on from there. None while a list is on its way.
+    listed: Option<Instant>,
     /// The newest version that the watch told of any of them: what is older it has told too.
     told: u64,
     /// The objects of which a version is known that the watch has not told.
@@ -91,7 +112,7 @@ impl Gate {
     fn told<K: ResourceExt>(&mut self, event: Event<K>) -> Option<Event<K>> {
         let (Event::InitApply(object) | Event::Apply(object) | Event::Delete(object)) = &event
         else {
-            self.listed = matches!(event, Event::InitDone);
+            self.listed = matches!(event, Event::InitDone).then(Instant::now);
             self.ahead.clear();
             return Some(event);
         };
@@ -105,9 +126,12 @@ impl Gate {
         Some(event)
     }
 
-    /// A list that is on its way may be older or newer, so what was written meanwhile is left to the watch.
-    fn written<K: ResourceExt>(&mut self, object: K) -> Option<Event<K>> {
-        let version = version(&object).filter(|_| self.listed)?;
+    /// What was begun before the last list was there may be older than that list, which knows no version of what is gone:
+    /// it is left to the watch.
+    fn written<K: ResourceExt>(&mut self, answer: Answer<K>) -> Option<Event<K>> {
+        let Answer { object, begun } = answer;
+        let since = self.listed?;
+        let version = version(&object).filter(|_| begun >= since)?;
         let key = Key::of(&object);
         let ahead = self.ahead.get(&key).copied().unwrap_or(0);
         if version <= ahead.max(self.told) {
@@ -135,6 +159,14 @@ mod tests {
         serde_json::from_value(json!({ "metadata": metadata })).unwrap()
     }
 
+    /// The answer to a write that is begun now.
+    fn now<K>(object: K) -> Answer<K> {
+        Answer {
+            object,
+            begun: Instant::now(),
+        }
+    }
+
     fn listed() -> Gate {
         let mut gate = Gate::default();
         gate.told(Event::<ResourceQuota>::Init);
@@ -146,7 +178,7 @@ mod tests {
     #[test]
     fn what_was_written_counts_until_the_watch_has_passed_it() {
         let mut gate = listed();
-        assert!(gate.written(quota("a", 9)).is_some());
+        assert!(gate.written(now(quota("a", 9))).is_some());
         assert!(gate.told(Event::Apply(quota("a", 7))).is_none(), "older");
         assert!(gate.told(Event::Apply(quota("b", 8))).is_some(), "another");
         assert!(gate.told(Event::Apply(quota("a", 9))).is_some());
@@ -157,20 +189,34 @@ mod tests {
     fn what_the_watch_has_passed_does_not_come_back() {
         let mut gate = listed();
         assert!(gate.told(Event::Delete(quota("a", 8))).is_some());
-        assert!(gate.written(quota("a", 7)).is_none(), "it is gone");
-        assert!(gate.written(quota("a", 9)).is_some(), "it is made anew");
-        assert!(gate.written(quota("a", 9)).is_none());
+        assert!(gate.written(now(quota("a", 7))).is_none(), "it is gone");
+        assert!(
+            gate.written(now(quota("a", 9))).is_some(),
+            "it is made anew"
+        );
+        assert!(gate.written(now(quota("a", 9))).is_none());
     }
 
     #[test]
     fn a_list_takes_the_place_of_all_and_what_is_written_meanwhile_is_left_to_the_watch() {
         let mut gate = listed();
-        assert!(gate.written(quota("a", 9)).is_some());
+        assert!(gate.written(now(quota("a", 9))).is_some());
         gate.told(Event::<ResourceQuota>::Init);
-        assert!(gate.written(quota("a", 10)).is_none());
+        assert!(gate.written(now(quota("a", 10))).is_none());
         assert!(gate.told(Event::InitApply(quota("a", 8))).is_some());
         gate.told(Event::<ResourceQuota>::InitDone);
         assert!(gate.told(Event::Apply(quota("a", 9))).is_some());
+    }
+
+    #[test]
+    fn a_write_whose_object_was_gone_when_all_were_listed_anew_does_not_bring_it_back() {
+        let mut gate = listed();
+        let late = now(quota("gone", 50));
+        gate.told(Event::<ResourceQuota>::Init);
+        gate.told(Event::InitApply(quota("a", 5)));
+        gate.told(Event::<ResourceQuota>::InitDone);
+        assert!(gate.written(late).is_none());
+        assert!(gate.written(now(quota("new", 51))).is_some());
     }
 
     proptest! {
@@ -197,7 +243,7 @@ mod tests {
             for (_, (at, name, deleted), answer) in queue {
                 let object = quota(name, at as u64 + 10);
                 let passed = match (answer, deleted) {
-                    (true, _) => gate.written(object),
+                    (true, _) => gate.written(now(object)),
                     (false, true) => gate.told(Event::Delete(object)),
                     (false, false) => gate.told(Event::Apply(object)),
                 };

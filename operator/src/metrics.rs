@@ -348,7 +348,10 @@ impl Collector for Watched {
             None,
             MetricType::Gauge,
         )?;
-        for (cohort, guaranteed, allocatable) in self.world.borrow().cohorts() {
+        let world = self.world.borrow();
+        // Before all are listed the sums are parts.
+        let known = world.missing().is_empty();
+        for (cohort, guaranteed, allocatable) in world.cohorts().filter(|_| known) {
             for (amount, bytes) in [("guaranteed", guaranteed), ("allocatable", allocatable)] {
                 let labels = OfCohort {
                     cohort: cohort.to_owned(),

@@ -1,7 +1,7 @@
 //! The operator's API calls that change something, each bounded in time and counted.
 
 use std::future::Future;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
 use bursar_crds::resources::BUDGET_LABEL;
@@ -13,10 +13,9 @@ use kube::api::{Api, DeleteParams, Patch, PatchParams, PostParams, Preconditions
 use kube::core::Resource as _;
 use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
-use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::timeout;
 
-use crate::ahead::Wrote;
+use crate::ahead::{Wrote, tell};
 use crate::metrics::{Metrics, Written};
 
 /// How long one write may take. Less than the time that a pod gets to stop.
@@ -133,8 +132,9 @@ impl Writer {
         let what = format!("ResourceQuota {namespace}/{name}");
         let (params, patch) = (applied(), Patch::Apply(object));
         let write = api.patch(name, &params, &patch);
+        let begun = Instant::now();
         let written = self.write(Written::Quota, what, write).await?;
-        tell(&self.wrote.quotas, written);
+        tell(&self.wrote.quotas, begun, written);
         Ok(())
     }
 
@@ -150,8 +150,9 @@ impl Writer {
         };
         let patch = Patch::Merge(patch);
         let write = api.patch_metadata(namespace, &params, &patch);
+        let begun = Instant::now();
         let written = self.write(Written::Label, what, write).await?;
-        tell(&self.wrote.namespaces, written);
+        tell(&self.wrote.namespaces, begun, written);
         Ok(())
     }
 
@@ -176,8 +177,9 @@ impl Writer {
         let params = PatchParams::apply(CONTEXTS_MANAGER).force();
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
+        let begun = Instant::now();
         let written = self.write(Written::Contexts, what, write).await?;
-        tell(&self.wrote.gpu_nodes, written);
+        tell(&self.wrote.gpu_nodes, begun, written);
         Ok(())
     }
 
@@ -253,13 +255,6 @@ impl Writer {
         };
         self.metrics.wrote(kind, result.is_ok());
         result
-    }
-}
-
-/// Nobody listens when the operator ends.
-pub(crate) fn tell<K>(who: &UnboundedSender<K>, written: impl IntoIterator<Item = K>) {
-    for object in written {
-        drop(who.send(object));
     }
 }
 

@@ -1,6 +1,6 @@
 //! Carries out one step of a plan.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_crds::GpuNode;
 use k8s_openapi::api::core::v1::ObjectReference;
@@ -16,11 +16,12 @@ use super::memory::{Answer, Memory, Moment, NodeLabels};
 use super::node::SlimNode;
 use super::plan::{Object, Pod, Step, Victim};
 use super::pod::{Place, PodFacts};
+use crate::ahead::tell;
 use crate::demand::AskingPod;
 use crate::job::{self, JobError};
 use crate::observe::chain;
 use crate::world::Key;
-use crate::write::{Evicted, WriteError, Writer, tell};
+use crate::write::{Evicted, WriteError, Writer};
 
 /// Field managers, one for each list or map that is written whole: what one applies takes nothing from the others.
 const LABELS_MANAGER: &str = "bursar-operator-labels";
@@ -136,7 +137,11 @@ impl Hands {
                 nominate,
                 victims,
             } => {
-                if nominate && let Some(version) = self.still_needs(&waiter, &node, &gpu).await? {
+                if nominate {
+                    let Some(version) = self.still_needs(&waiter, &node, &gpu).await? else {
+                        debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
+                        return Ok(());
+                    };
                     self.nominate(&waiter, &version, &node).await?;
                 }
                 for victim in victims {
@@ -196,8 +201,9 @@ impl Hands {
             ..PatchParams::default()
         };
         let request = api.patch(&node.name, &params, &patch);
+        let begun = Instant::now();
         let written = within("label node", &node.name, request).await?;
-        tell(&self.writer.wrote().nodes, [written]);
+        tell(&self.writer.wrote().nodes, begun, [written]);
         Ok(())
     }
 
@@ -218,8 +224,9 @@ impl Hands {
         let params = PatchParams::apply(manager).force();
         let patch = Patch::Apply(body);
         let request = api.patch(&node.name, &params, &patch);
+        let begun = Instant::now();
         let written = within(what, &node.name, request).await?;
-        tell(&self.writer.wrote().gpu_nodes, [written]);
+        tell(&self.writer.wrote().gpu_nodes, begun, [written]);
         Ok(())
     }
 
@@ -277,8 +284,9 @@ impl Hands {
         }));
         let params = PatchParams::default();
         let request = pods.patch_status(&pod.key.name, &params, &patch);
+        let begun = Instant::now();
         let written = within("nominate pod", &pod.key.name, request).await?;
-        tell(&self.writer.wrote().pods, [written]);
+        tell(&self.writer.wrote().pods, begun, [written]);
         Ok(())
     }
 
