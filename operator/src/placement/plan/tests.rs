@@ -627,6 +627,58 @@ fn a_disruption_budget_keeps_a_pod_for_its_grace_and_no_longer() {
 }
 
 #[test]
+fn who_waits_for_a_kept_pod_costs_nobody_else_the_gpu_that_somebody_left_for_it() {
+    let mut cluster = Cluster::default()
+        .node("a", &[8, 8, 3, 3])
+        .pod("b1", 8, BORROWED, Some(("a", Some(0))))
+        .pod("b2", 8, BORROWED, Some(("a", Some(1))))
+        .pod("owner1", 8, GUARANTEED, None)
+        .pod("owner2", 8, GUARANTEED, None)
+        .pod("thief", 4, BORROWED, Some(("a", None)));
+    cluster.kept = vec!["b2".to_owned()];
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 60);
+    assert_eq!(cluster.evicted, ["b1"]);
+    let waiters = cluster.reservations["a"].iter().map(|held| &held.waiter);
+    assert_eq!(waiters.collect::<Vec<_>>(), ["owner1", "owner2"]);
+    cluster.run(&mut memory, 60, 30);
+    assert_eq!(cluster.evicted, ["b1", "b2"]);
+    assert!(cluster.bound("owner1") && cluster.bound("owner2") && !cluster.bound("thief"));
+}
+
+#[test]
+fn an_operator_that_starts_anew_gives_up_nothing_before_it_has_looked_at_a_job() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("job", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    cluster.pods.get_mut("job").unwrap().owner = job("even");
+    cluster.kept = vec!["job".to_owned()];
+    cluster.run(&mut Memory::default(), 0, 20);
+    assert_eq!(cluster.reservations["a"].len(), 1);
+    let now = Duration::from_secs(20);
+    let steps = plan(
+        &cluster.landscape(),
+        &mut Memory::default(),
+        &RULES,
+        now,
+        wall(now),
+    );
+    assert!(
+        steps
+            .iter()
+            .any(|step| matches!(step, Step::LookAtJob { .. })),
+        "{steps:?}"
+    );
+    assert!(
+        !steps
+            .iter()
+            .any(|step| matches!(step, Step::Reserve { .. } | Step::MakeRoom { .. })),
+        "{steps:?}"
+    );
+}
+
+#[test]
 fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
     let mut cluster = Cluster::default()
         .node("a", &[16])

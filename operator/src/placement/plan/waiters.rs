@@ -26,6 +26,15 @@ const UNPLACED_PATIENCE: Duration = Duration::from_secs(10);
 /// How many waiters are helped, and pods asked to go for one, in one plan.
 const AT_ONCE: usize = 20;
 
+/// What a Job that was not looked at yet is taken for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Unseen {
+    /// One that keeps its pods: nobody goes on a guess.
+    Keeps,
+    /// One that lets them go: nothing that is under way is given up on a guess either.
+    LetsGo,
+}
+
 /// The reservations of each node.
 type Reserved = BTreeMap<String, Vec<Reservation>>;
 
@@ -213,7 +222,7 @@ impl<'a> Planner<'a> {
             return false;
         }
         match wants.iter().find(|want| want.pod.uid == held.waiter) {
-            Some(want) => self.room_on(gpu, want).is_some(),
+            Some(want) => self.room_on(gpu, want, Unseen::LetsGo).is_some(),
             // Scheduled and not started, or between two looks of the scheduler.
             None => true,
         }
@@ -233,7 +242,7 @@ impl<'a> Planner<'a> {
         })?;
         let owner = match &want.pod.owner {
             Owner::Other { uid } => uid,
-            Owner::Job(job) if self.lets_go(want.key, want.pod) => &job.uid,
+            Owner::Job(job) if self.lets_go(want.key, want.pod, Unseen::Keeps) => &job.uid,
             Owner::Job(_) | Owner::Nobody | Owner::Node | Owner::DaemonSet => return None,
         };
         self.memory.may_move(owner, self.now).then(|| Step::Move {
@@ -280,7 +289,7 @@ impl<'a> Planner<'a> {
                 if gpu.held_for.is_some() || taken.iter().any(|held| held.gpu == gpu.uuid) {
                     continue;
                 }
-                let Some(room) = self.room_on(gpu, want) else {
+                let Some(room) = self.room_on(gpu, want, Unseen::Keeps) else {
                     continue;
                 };
                 if room.is_empty() && want.node.is_some() {
@@ -338,7 +347,19 @@ impl<'a> Planner<'a> {
         let is_ours = |uid: &String| taken.iter().chain([held]).any(|held| held.waiter == *uid);
         let nominated = self.nominated.get(node).into_iter().flatten();
         let others = nominated.filter(|pod| Some(pod.priority) >= priority && !is_ours(&pod.uid));
-        let others: Quanta = others.map(|pod| pod.asks).sum();
+        let others: Vec<&PodFacts> = others.copied().collect();
+        // One for whom somebody goes here too, and whose turn comes after this one's.
+        let later = |uid: &String| {
+            let written = &self.scene.gpu_nodes.get(node)?.reservations;
+            written.iter().find(|held| held.waiter == *uid)
+        };
+        let others = others.iter().map(|pod| (pod.asks, later(&pod.uid)));
+        let others: Vec<(Quanta, Option<&Reservation>)> = others.collect();
+        let others = others.into_iter().map(|(asks, later)| match later {
+            Some(later) => self.needs(node, later, wants),
+            None => asks,
+        });
+        let others: Quanta = others.sum();
         let theirs = taken.iter().map(|held| self.needs(node, held, wants));
         let theirs: Quanta = theirs.sum();
         let coming = self.going.get(node).copied().unwrap_or_default();
@@ -359,14 +380,19 @@ impl<'a> Planner<'a> {
         let gpu = self.scene.gpu(node, &held.gpu);
         let room = want
             .zip(gpu)
-            .and_then(|(want, gpu)| self.room_on(gpu, want));
+            .and_then(|(want, gpu)| self.room_on(gpu, want, Unseen::LetsGo));
         let room = room.unwrap_or_default();
         let of = |one: &Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
         pod.asks.minus(room.iter().filter_map(of).sum())
     }
 
     /// Who has to go from a GPU for the waiter, besides those who are going; none where that would not help.
-    fn room_on(&mut self, gpu: &Gpu, want: &Want<'a>) -> Option<Vec<Candidate<'a>>> {
+    fn room_on(
+        &mut self,
+        gpu: &Gpu,
+        want: &Want<'a>,
+        unseen: Unseen,
+    ) -> Option<Vec<Candidate<'a>>> {
         if gpu.capacity < want.quanta {
             return None;
         }
@@ -382,7 +408,7 @@ impl<'a> Planner<'a> {
             } else if pod.priority < want.pod.priority
                 && want.pod.preempts
                 && pod.owner != Owner::Node
-                && self.lets_go(key, pod)
+                && self.lets_go(key, pod, unseen)
             {
                 candidates.push(Candidate {
                     uid,
@@ -399,7 +425,7 @@ impl<'a> Planner<'a> {
     }
 
     /// Whether nothing is lost with the pod but its own work: a Job may take a deleted pod for a failed one.
-    fn lets_go(&mut self, key: &Key, pod: &PodFacts) -> bool {
+    fn lets_go(&mut self, key: &Key, pod: &PodFacts, unseen: Unseen) -> bool {
         let Owner::Job(job) = &pod.owner else {
             return true;
         };
@@ -411,7 +437,7 @@ impl<'a> Planner<'a> {
             job: job.clone(),
         };
         self.jobs.insert(job.uid.clone(), look);
-        false
+        unseen == Unseen::LetsGo
     }
 
     /// The writes of reservations that differ.
@@ -442,7 +468,7 @@ impl<'a> Planner<'a> {
             Place::Nowhere { nominated, .. } => nominated.as_deref() != Some(node),
             Place::On(_) => false,
         };
-        let room = self.room_on(gpu, want)?;
+        let room = self.room_on(gpu, want, Unseen::Keeps)?;
         let victims: Vec<Victim> = room
             .iter()
             .filter(|one| self.memory.may_ask(one.uid, self.now))
