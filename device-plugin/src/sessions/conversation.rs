@@ -368,9 +368,10 @@ impl Conversation {
                 }
             };
             if let Some(answer) = answer {
+                // A peer that reads late is not the agent's doing.
+                let took = heard.elapsed();
                 let sent = stream.write_all(&answer.frame()).await;
                 sent.map_err(Hangup::Unsent)?;
-                let took = heard.elapsed();
                 if took > LATE {
                     // A shim that waited too long goes without, and the program is out of memory.
                     tracing::warn!(pid, ?took, ?answer, "answered late");

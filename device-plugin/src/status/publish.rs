@@ -32,6 +32,9 @@ pub struct Rate {
     pub retry_first: Duration,
     /// The longest wait after a failure.
     pub retry_most: Duration,
+    /// From one look at the API server to the next while a fault is open: whoever leaves it to somebody else has to notice
+    /// that nobody can be reached.
+    pub look: Duration,
 }
 
 impl Default for Rate {
@@ -42,6 +45,7 @@ impl Default for Rate {
             between: Duration::from_secs(1),
             retry_first: Duration::from_millis(500),
             retry_most: Duration::from_secs(30),
+            look: Duration::from_secs(10),
         }
     }
 }
@@ -75,9 +79,11 @@ pub async fn publish(
     let mut next_write = Instant::now();
     reports.mark_changed();
     loop {
+        let open = !reports.borrow().faults.is_empty();
         tokio::select! {
             () = shutdown.cancelled() => return,
             changed = reports.changed() => if changed.is_err() { return },
+            () = sleep(rate.look), if open => known = None,
         }
         tokio::select! {
             () = shutdown.cancelled() => return,
@@ -157,6 +163,7 @@ fn backoff(rate: Rate, failures: u32) -> Duration {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::status::report::FaultReport;
     use crate::status::testing::report;
     use bursar_crds::GpuNodeStatus;
     use std::sync::Mutex;
@@ -207,6 +214,7 @@ mod tests {
         between: Duration::from_millis(50),
         retry_first: Duration::from_millis(5),
         retry_most: Duration::from_millis(20),
+        look: Duration::from_millis(50),
     };
 
     /// Publishes while `act` goes on.
@@ -319,6 +327,37 @@ mod tests {
             assert_eq!(*since.borrow(), first, "it is the first failure's time");
             fake.fail_next.store(0, Ordering::SeqCst);
             since.wait_for(Option::is_none).await.unwrap();
+            shutdown.cancel();
+        };
+        tokio::join!(publishing, acting);
+    }
+
+    #[tokio::test]
+    async fn while_a_fault_is_open_it_is_noticed_that_nobody_is_reached() {
+        let fake = Fake::default();
+        let mut report = report();
+        report.faults = vec![FaultReport {
+            id: "f".to_owned(),
+            gpu: "GPU-0".parse().unwrap(),
+            gpu_generation: 1,
+            cuda_error: Some(700),
+            xid: None,
+            action: None,
+            image: None,
+            time: None,
+        }];
+        let (_sender, receiver) = watch::channel(report);
+        let (unheard, mut since) = watch::channel(Some(Instant::now()));
+        let (shutdown, metrics) = (CancellationToken::new(), Metrics::new());
+        let publishing = publish(&fake, receiver, FAST, &unheard, &metrics, shutdown.clone());
+        let acting = async {
+            since.wait_for(Option::is_none).await.unwrap();
+            let written = fake.writes();
+            fake.fail_next.store(usize::MAX, Ordering::SeqCst);
+            let noticed = since.wait_for(Option::is_some);
+            let noticed = tokio::time::timeout(Duration::from_secs(20), noticed).await;
+            noticed.expect("a look fails").unwrap();
+            assert_eq!(fake.writes(), written, "nothing is written for it");
             shutdown.cancel();
         };
         tokio::join!(publishing, acting);

@@ -49,23 +49,22 @@ async fn who_waits_for_an_eviction_is_restarted_while_nobody_is_reached_and_told
         program.ok("open libcuda.so.1");
         programs.push(program);
     }
-    // One fault is told before nobody is reached any more, the other one is not.
-    programs[0].ok("fault");
-    assert_eq!(programs[0].call("sync"), "err 700");
-    until(&api, "the fault is told", |status| status.faults.len() == 1).await;
+    for program in &mut programs {
+        program.ok("fault");
+        assert_eq!(program.call("sync"), "err 700");
+    }
+    until(&api, "the faults are told", |status| {
+        status.faults.len() == 2
+    })
+    .await;
+    // From here on the agent has nothing to write, by which it would learn that it is alone.
     api.goes_away(true);
-    programs[1].ok("fault");
-    assert_eq!(programs[1].call("sync"), "err 700");
     let begun = Instant::now();
     while programs.iter_mut().any(Container::is_alive) {
         assert!(begun.elapsed() < 2 * ALONE, "they wait for ever");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    assert!(
-        begun.elapsed() >= ALONE - Duration::from_secs(2),
-        "{:?}",
-        begun.elapsed()
-    );
+    assert!(begun.elapsed() >= ALONE, "{:?}", begun.elapsed());
     api.goes_away(false);
     // A restart is done with. What was one too many is open, for whoever evicts for that.
     let status = until(&api, "what became of them", |status| {

@@ -104,7 +104,9 @@ impl Container {
             *count = count.saturating_add(1);
         }
         let function = self.count_denial(function);
-        if let Some(untold) = self.told.due(&function, Instant::now()) {
+        // A peer names the function, and may name it as a reason is.
+        let what = format!("denied {function}");
+        if let Some(untold) = self.told.due(&what, Instant::now()) {
             let allocation = self.served.allocation;
             tracing::info!(%allocation, pid, account, bytes, function, untold, "allocation denied");
         }
