@@ -152,7 +152,8 @@ const CHECKS: &[Check] = &[
         "operator/operator",
         "the whole operator against an API server in memory: a crash before and after each write, writes that \
          fail or are not answered, two operators at once",
-        &["--test", "operator"],
+        // They wait for clocks and not for a processor.
+        &["--test", "operator", "--", "--test-threads=8"],
     ),
     test_check(
         "operator/api/server",

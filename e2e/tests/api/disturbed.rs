@@ -15,7 +15,7 @@ use crate::server::Server;
 use crate::tours;
 
 /// The writes of a transition that are met by number. What comes later is of a kind that is met in other transitions.
-const NUMBERS: std::ops::RangeInclusive<usize> = 1..=7;
+const NUMBERS: std::ops::RangeInclusive<usize> = 1..=8;
 
 /// All tours, at the same time.
 async fn tour(server: &Server, name: &str, plan: impl Fn(&str) -> Plan) -> Result<Outcome, Failed> {
