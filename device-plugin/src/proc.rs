@@ -20,6 +20,8 @@ pub fn read(path: &Path) -> io::Result<String> {
 pub struct Stat {
     /// The process that started it, or took it over.
     pub parent: u32,
+    /// Whether it has executed no program since it was forked (`PF_FORKNOEXEC`, linux/sched.h). No process gets that back.
+    pub forked: bool,
     /// When the process started, in clock ticks since boot: tells it from a later one with its pid.
     pub start: u64,
     /// Bytes of its address space: no file is mapped without a change of it.
@@ -28,6 +30,9 @@ pub struct Stat {
     pub stack: u64,
 }
 
+/// `PF_FORKNOEXEC`.
+const FORKED: u64 = 0x40;
+
 impl Stat {
     /// Reads the file's text; none where it is no such text.
     pub fn parse(text: &str) -> Option<Self> {
@@ -35,12 +40,14 @@ impl Stat {
         let (_, rest) = text.rsplit_once(')')?;
         let mut fields = rest.split_whitespace().skip(1);
         let parent = fields.next()?.parse().ok()?;
-        let mut fields = fields.skip(17);
+        let flags: u64 = fields.nth(4)?.parse().ok()?;
+        let mut fields = fields.skip(12);
         let start = fields.next()?.parse().ok()?;
         let size = fields.next()?.parse().ok()?;
         let stack = fields.nth(4)?.parse().ok()?;
         Some(Self {
             parent,
+            forked: flags & FORKED != 0,
             start,
             size,
             stack,
@@ -135,6 +142,7 @@ pub(crate) mod tests {
         let stat = Stat::parse(&format!("7 (a) R 1 (b) {}", fields.join(" ")));
         let expected = Stat {
             parent: 4,
+            forked: false,
             start: 22,
             size: 23,
             stack: 28,
@@ -142,6 +150,24 @@ pub(crate) mod tests {
         assert_eq!(stat, Some(expected));
         assert_eq!(Stat::parse("7 (a"), None);
         assert_eq!(Stat::parse("7 (a) R 1 2"), None);
+    }
+
+    #[test]
+    fn who_was_forked_and_has_executed_nothing_is_told_from_who_has() {
+        let mut shell = Command::new("sh");
+        // A subshell is forked; it executes nothing but what it waits for.
+        shell.args(["-c", "(sleep 2; :) & echo $!; wait"]);
+        let mut shell = shell.stdout(std::process::Stdio::piped()).spawn().unwrap();
+        let mut said = String::new();
+        let mut lines = io::BufReader::new(shell.stdout.take().unwrap());
+        io::BufRead::read_line(&mut lines, &mut said).unwrap();
+        let stat = |pid: &str| {
+            let text = read(Path::new(&format!("/proc/{pid}/stat"))).unwrap();
+            Stat::parse(&text).unwrap()
+        };
+        assert!(stat(said.trim()).forked);
+        assert!(!stat(&shell.id().to_string()).forked);
+        shell.wait().unwrap();
     }
 
     #[test]

@@ -178,18 +178,19 @@ impl Attestor {
         // Once known for ours it stays so, also where it hides the mount that told it.
         allocation = allocation.or_else(|| self.identify(&mounts, &look.own));
         let given = allocation.and_then(|allocation| self.given(allocation, &look.own));
+        let made = verdict::is_made(stat.forked, look.uptime.saturating_sub(stat.started()));
         let fixed = match (unchanged, &given) {
             (Some(lack), _) => lack,
             (None, given) => {
-                let age = look.uptime.saturating_sub(stat.started());
                 let lack = given
                     .as_ref()
-                    .and_then(|given| self.fixed_lack((first, age), &mounts, given, look));
+                    .filter(|_| made)
+                    .and_then(|given| self.fixed_lack(first, &mounts, given, look));
                 let container = Container {
                     first: (first, stat),
                     allocation,
                     lack: lack.clone(),
-                    settled: age >= verdict::SETTLED,
+                    settled: made,
                     at: look.now,
                 };
                 self.containers.insert(folder.to_owned(), container);
@@ -197,7 +198,9 @@ impl Attestor {
             }
         };
         let (allocation, given) = (allocation?, given?);
-        let of_mounts = verdict::of_mounts(&given.mounts, &mounts);
+        let of_mounts = made
+            .then(|| verdict::of_mounts(&given.mounts, &mounts))
+            .flatten();
         let (mut shims, mut uses) = (BTreeMap::new(), None);
         let namespace = self.link(first, "ns/mnt");
         for &(pid, stat) in processes {
@@ -275,17 +278,11 @@ impl Attestor {
     }
 
     /// What a container lacks that does not change while its first process does not.
-    fn fixed_lack(
-        &self,
-        (first, age): (u32, Duration),
-        mounts: &Mounts,
-        given: &Given,
-        look: &Look,
-    ) -> Option<Lack> {
+    fn fixed_lack(&self, first: u32, mounts: &Mounts, given: &Given, look: &Look) -> Option<Lack> {
         let bounding = bounding_capabilities(&self.text(first, "status")?)?;
         let namespace = self.link(first, "ns/user");
         let over_the_host = namespace.is_some() && namespace == look.namespace;
-        verdict::of_rights(bounding, over_the_host, age).or_else(|| {
+        verdict::of_rights(bounding, over_the_host).or_else(|| {
             let environ = std::fs::read(self.path(first, "environ")).unwrap_or_default();
             let visible = variable(&environ, "NVIDIA_VISIBLE_DEVICES");
             verdict::of_nodes(&given.nodes, &self.nodes(first, mounts), visible.as_deref())

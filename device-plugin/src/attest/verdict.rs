@@ -212,16 +212,23 @@ pub fn of_nodes(given: &BTreeSet<String>, seen: &[String], visible: Option<&str>
     Some(Lack::new(Reason::OtherGpus, detail))
 }
 
-/// How old a container's first process is when its rights can be told. A younger one may still be the container
-/// runtime's own, in the container's cgroup and mounts: it gives up its rights right before it starts the program.
-pub const SETTLED: Duration = Duration::from_secs(1);
+/// For how long a container's runtime may make it, at most. Its own process is the container's first until it executes the
+/// program, in the container's cgroup and mounts: it gives up its rights late, and has the host's root over the container's
+/// for a moment (`pivot_root`(2), "pivot_root(".", ".")").
+const MAKING: Duration = Duration::from_secs(60);
+
+/// Whether a container's rights and mounts are those that its program has. `forked`: its first process, of this age, has
+/// executed nothing, as the runtime's own.
+pub fn is_made(forked: bool, age: Duration) -> bool {
+    !forked || age >= MAKING
+}
 
 /// What a container may do to the host: `bounding` are the capabilities that its processes may ever have, over the
-/// host or over a user namespace of its own. `age` is its first process's.
-pub fn of_rights(bounding: u64, over_the_host: bool, age: Duration) -> Option<Lack> {
+/// host or over a user namespace of its own.
+pub fn of_rights(bounding: u64, over_the_host: bool) -> Option<Lack> {
     /// `CAP_SYS_ADMIN` (linux/capability.h).
     const SYS_ADMIN: u64 = 1 << 21;
-    (over_the_host && bounding & SYS_ADMIN != 0 && age >= SETTLED)
+    (over_the_host && bounding & SYS_ADMIN != 0)
         .then(|| Lack::new(Reason::Privileged, "CAP_SYS_ADMIN over the host"))
 }
 

@@ -92,6 +92,15 @@ fn a_file_of_another_build_in_the_place_of_ours_is_told() {
     );
 }
 
+#[test]
+fn a_container_has_its_rights_and_mounts_when_its_program_runs_and_its_runtime_is_not_waited_for_for_ever()
+ {
+    assert!(is_made(false, Duration::ZERO));
+    assert!(!is_made(true, Duration::ZERO));
+    assert!(!is_made(true, MAKING / 2), "a machine may be busy");
+    assert!(is_made(true, MAKING));
+}
+
 /// A place to mount at: one of our paths, a folder above one, or something in one.
 fn place() -> impl Strategy<Value = PathBuf> {
     let below = prop_oneof![Just(None), Just(Some("libcuda.so.1")), Just(Some("a/b"))];
@@ -225,17 +234,11 @@ fn device_nodes_of_gpus_that_were_not_given_are_told_with_the_variable_that_aske
 
 #[test]
 fn admin_rights_over_the_host_are_a_lack_and_those_over_an_own_user_namespace_none() {
-    let old = SETTLED;
     assert_eq!(
-        of_rights(u64::MAX, true, old).unwrap().reason,
+        of_rights(u64::MAX, true).unwrap().reason,
         Reason::Privileged
     );
-    assert_eq!(of_rights(u64::MAX, false, old), None);
+    assert_eq!(of_rights(u64::MAX, false), None);
     let usual = 0xa80425fb;
-    assert_eq!(of_rights(usual, true, old), None, "a container's usual set");
-}
-
-#[test]
-fn a_process_that_may_still_be_the_runtimes_own_is_not_judged_by_its_rights() {
-    assert_eq!(of_rights(u64::MAX, true, SETTLED / 2), None);
+    assert_eq!(of_rights(usual, true), None, "a container's usual set");
 }
