@@ -61,15 +61,17 @@ pub struct Answer<K> {
     begun: Instant,
 }
 
-/// Tells what came of a write that was `begun` then. Nobody listens when the operator ends.
-pub(crate) fn tell<K>(
+/// Does a write, and tells what came of it; none where its object is gone.
+pub(crate) async fn telling<K, E>(
     who: &UnboundedSender<Answer<K>>,
-    begun: Instant,
-    written: impl IntoIterator<Item = K>,
-) {
-    for object in written {
+    write: impl Future<Output = Result<Option<K>, E>>,
+) -> Result<(), E> {
+    let begun = Instant::now();
+    if let Some(object) = write.await? {
+        // Nobody listens when the operator ends.
         drop(who.send(Answer { object, begun }));
     }
+    Ok(())
 }
 
 /// The events of `watch`, and what was `written` before it tells.

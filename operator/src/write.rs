@@ -1,7 +1,7 @@
 //! The operator's API calls that change something, each bounded in time and counted.
 
 use std::future::Future;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
 use bursar_crds::resources::BUDGET_LABEL;
@@ -15,7 +15,7 @@ use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::ahead::{Wrote, tell};
+use crate::ahead::{Wrote, telling};
 use crate::metrics::{Metrics, Written};
 
 /// How long one write may take. Less than the time that a pod gets to stop.
@@ -132,10 +132,7 @@ impl Writer {
         let what = format!("ResourceQuota {namespace}/{name}");
         let (params, patch) = (applied(), Patch::Apply(object));
         let write = api.patch(name, &params, &patch);
-        let begun = Instant::now();
-        let written = self.write(Written::Quota, what, write).await?;
-        tell(&self.wrote.quotas, begun, written);
-        Ok(())
+        telling(&self.wrote.quotas, self.write(Written::Quota, what, write)).await
     }
 
     /// Sets the budget label of a namespace, or takes it off.
@@ -150,10 +147,11 @@ impl Writer {
         };
         let patch = Patch::Merge(patch);
         let write = api.patch_metadata(namespace, &params, &patch);
-        let begun = Instant::now();
-        let written = self.write(Written::Label, what, write).await?;
-        tell(&self.wrote.namespaces, begun, written);
-        Ok(())
+        telling(
+            &self.wrote.namespaces,
+            self.write(Written::Label, what, write),
+        )
+        .await
     }
 
     /// Orders what a node's agent does about poisoned contexts, and which it restarts now. Fails where the
@@ -177,10 +175,11 @@ impl Writer {
         let params = PatchParams::apply(CONTEXTS_MANAGER).force();
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
-        let begun = Instant::now();
-        let written = self.write(Written::Contexts, what, write).await?;
-        tell(&self.wrote.gpu_nodes, begun, written);
-        Ok(())
+        telling(
+            &self.wrote.gpu_nodes,
+            self.write(Written::Contexts, what, write),
+        )
+        .await
     }
 
     /// Evicts the pod of this UID and no other. `by_force`: whatever its disruption budgets say.

@@ -1,8 +1,9 @@
 //! Carries out one step of a plan.
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bursar_crds::GpuNode;
+use futures::TryFutureExt as _;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, Patch, PatchParams};
@@ -16,7 +17,7 @@ use super::memory::{Answer, Memory, Moment, NodeLabels};
 use super::node::SlimNode;
 use super::plan::{Object, Pod, Step, Victim};
 use super::pod::{Place, PodFacts};
-use crate::ahead::tell;
+use crate::ahead::telling;
 use crate::demand::AskingPod;
 use crate::job::{self, JobError};
 use crate::observe::chain;
@@ -201,10 +202,8 @@ impl Hands {
             ..PatchParams::default()
         };
         let request = api.patch(&node.name, &params, &patch);
-        let begun = Instant::now();
-        let written = within("label node", &node.name, request).await?;
-        tell(&self.writer.wrote().nodes, begun, [written]);
-        Ok(())
+        let write = within("label node", &node.name, request).map_ok(Some);
+        telling(&self.writer.wrote().nodes, write).await
     }
 
     /// A server-side apply of `body` to a `GpuNode` that must be there and be the same one.
@@ -224,10 +223,8 @@ impl Hands {
         let params = PatchParams::apply(manager).force();
         let patch = Patch::Apply(body);
         let request = api.patch(&node.name, &params, &patch);
-        let begun = Instant::now();
-        let written = within(what, &node.name, request).await?;
-        tell(&self.writer.wrote().gpu_nodes, begun, [written]);
-        Ok(())
+        let write = within(what, &node.name, request).map_ok(Some);
+        telling(&self.writer.wrote().gpu_nodes, write).await
     }
 
     /// Whether the waiter is as the plan thought, by the API server's own word: the version of it that says so.
@@ -284,10 +281,8 @@ impl Hands {
         }));
         let params = PatchParams::default();
         let request = pods.patch_status(&pod.key.name, &params, &patch);
-        let begun = Instant::now();
-        let written = within("nominate pod", &pod.key.name, request).await?;
-        tell(&self.writer.wrote().pods, begun, [written]);
-        Ok(())
+        let write = within("nominate pod", &pod.key.name, request).map_ok(Some);
+        telling(&self.writer.wrote().pods, write).await
     }
 
     /// Ends one pod for another.
