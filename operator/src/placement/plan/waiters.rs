@@ -348,16 +348,15 @@ impl<'a> Planner<'a> {
         let nominated = self.nominated.get(node).into_iter().flatten();
         let others = nominated.filter(|pod| Some(pod.priority) >= priority && !is_ours(&pod.uid));
         let others: Vec<&PodFacts> = others.copied().collect();
-        // One for whom somebody goes here too, and whose turn comes after this one's.
-        let later = |uid: &String| {
-            let written = &self.scene.gpu_nodes.get(node)?.reservations;
-            written.iter().find(|held| held.waiter == *uid)
-        };
-        let others = others.iter().map(|pod| (pod.asks, later(&pod.uid)));
-        let others: Vec<(Quanta, Option<&Reservation>)> = others.collect();
-        let others = others.into_iter().map(|(asks, later)| match later {
-            Some(later) => self.needs(node, later, wants),
-            None => asks,
+        let gpus = self.scene.gpu_nodes.get(node);
+        let written = gpus.map(|gpus| gpus.reservations.as_slice());
+        let written = written.unwrap_or_default();
+        let others = others.into_iter().map(|pod| {
+            match written.iter().find(|held| held.waiter == pod.uid) {
+                // Somebody goes here for this one too, and its turn comes later.
+                Some(later) => self.needs(node, later, wants),
+                None => pod.asks,
+            }
         });
         let others: Quanta = others.sum();
         let theirs = taken.iter().map(|held| self.needs(node, held, wants));
