@@ -179,13 +179,11 @@ impl Attestor {
         allocation = allocation.or_else(|| self.identify(&mounts, &look.own));
         let given = allocation.and_then(|allocation| self.given(allocation, &look.own));
         let made = verdict::is_made(stat.forked, look.uptime.saturating_sub(stat.started()));
-        let fixed = match (unchanged, &given) {
-            (Some(lack), _) => lack,
-            (None, given) => {
-                let lack = given
-                    .as_ref()
-                    .filter(|_| made)
-                    .and_then(|given| self.fixed_lack(first, &mounts, given, look));
+        let judged = given.as_ref().filter(|_| made);
+        let fixed = match unchanged {
+            Some(lack) => lack,
+            None => {
+                let lack = judged.and_then(|given| self.fixed_lack(first, &mounts, given, look));
                 let container = Container {
                     first: (first, stat),
                     allocation,
@@ -197,10 +195,8 @@ impl Attestor {
                 lack
             }
         };
-        let (allocation, given) = (allocation?, given?);
-        let of_mounts = made
-            .then(|| verdict::of_mounts(&given.mounts, &mounts))
-            .flatten();
+        let of_mounts = judged.and_then(|given| verdict::of_mounts(&given.mounts, &mounts));
+        let allocation = given.and(allocation)?;
         let (mut shims, mut uses) = (BTreeMap::new(), None);
         let namespace = self.link(first, "ns/mnt");
         for &(pid, stat) in processes {
