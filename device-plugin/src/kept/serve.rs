@@ -166,7 +166,7 @@ impl Keeper {
             tokio::select! {
                 () = stop.cancelled() => break,
                 note = serving.keeper.notes.recv() => match note {
-                    Some(note) => serving.take(note),
+                    Some(note) => if !serving.take(note) { continue },
                     None => break,
                 },
                 news = told(&mut serving.keeper.news) => serving.hear(news),
@@ -193,7 +193,8 @@ async fn told(news: &mut Option<mpsc::UnboundedReceiver<News>>) -> Option<News> 
 }
 
 impl Serving {
-    fn take(&mut self, note: Note) {
+    /// Whether anything may be otherwise now: what is said of a token changes nothing.
+    fn take(&mut self, note: Note) -> bool {
         match note {
             Note::Asked {
                 asker,
@@ -208,6 +209,7 @@ impl Serving {
             } => {
                 // Who asked may have gone.
                 let _ = reply.send(self.token(asker, question));
+                return false;
             }
             Note::Ended(process) => self.ended(process),
             Note::Stands { node, reply } => {
@@ -222,6 +224,7 @@ impl Serving {
                 }
             }
         }
+        true
     }
 
     fn answer(
