@@ -158,10 +158,9 @@ impl Part {
     }
 
     /// Takes the credit that is idle here; how much it was.
-    fn take_idle(&self) -> u64 {
-        let mut share = self.share.lock();
+    fn take_idle(&self, share: &mut Share) -> u64 {
         let idle = self.credit();
-        self.set_credit(&mut share, 0);
+        self.set_credit(share, 0);
         idle
     }
 }
@@ -237,9 +236,7 @@ impl Arena {
         let Some(placed) = self.place(number, &mut share, request) else {
             // Somebody may be short of what was drawn for this.
             if self.scarce.load(Ordering::Relaxed) {
-                let idle = part.credit();
-                part.set_credit(&mut share, 0);
-                self.account.0.give_back(idle);
+                self.account.0.give_back(part.take_idle(&mut share));
             }
             return None;
         };
@@ -292,7 +289,10 @@ impl Arena {
         self.scarce.store(true, Ordering::Relaxed);
         // Under each part's lock, so that what is being drawn ahead is found too. No part keeps any from here on: what
         // came back meanwhile is in the account.
-        let idle = self.parts.iter().map(Part::take_idle).sum();
+        let parts = self.parts.iter();
+        let idle = parts
+            .map(|part| part.take_idle(&mut part.share.lock()))
+            .sum();
         self.account.0.give_back(idle);
         self.account.0.take(bytes)
     }
@@ -309,7 +309,9 @@ impl Arena {
         // Who frees in a part after its credit was taken sees this.
         self.scarce.store(true, Ordering::Relaxed);
         for part in &self.parts {
-            self.account.0.give_back(part.take_idle());
+            self.account
+                .0
+                .give_back(part.take_idle(&mut part.share.lock()));
         }
         self.end_scarcity();
     }

@@ -8,6 +8,21 @@ use std::sync::atomic::{AtomicU8, Ordering};
 
 const MIB: u64 = 1 << 20;
 
+/// A request of 1 MiB.
+const ONE: Request = Request {
+    bytes: MIB,
+    align: 1,
+};
+
+/// With one slab, and a limit for live bytes.
+fn arena(limit: u64, slab: u64) -> Arena {
+    let arena = Arena::new(limit);
+    arena
+        .add(0, GRANULE, slab, After::NOTHING)
+        .expect("it can be added");
+    arena
+}
+
 #[derive(Clone, Debug)]
 enum Step {
     Take { lane: usize, request: Request },
@@ -171,10 +186,7 @@ fn next(state: &mut u64) -> u64 {
 #[test]
 fn eight_threads_never_get_one_byte_twice_and_lose_none() {
     const BYTES: u64 = 256 * MIB;
-    let arena = Arena::new(u64::MAX);
-    arena
-        .add(0, GRANULE, BYTES, After::NOTHING)
-        .expect("it can be added");
+    let arena = arena(u64::MAX, BYTES);
     let owners: Vec<AtomicU8> = (0..BYTES / GRANULE).map(|_| AtomicU8::new(0)).collect();
     let owners = |address: u64, bytes: u64| {
         let first = (address / GRANULE - 1) as usize;
@@ -234,10 +246,7 @@ fn eight_threads_never_get_one_byte_twice_and_lose_none() {
 fn eight_threads_fill_the_limit_to_its_last_byte_and_never_pass_it() {
     const EACH: u64 = 1000;
     const LIMIT: u64 = 801 * EACH - 1;
-    let arena = Arena::new(LIMIT);
-    arena
-        .add(0, GRANULE, 64 * MIB, After::NOTHING)
-        .expect("it can be added");
+    let arena = arena(LIMIT, 64 * MIB);
     let request = Request {
         bytes: EACH,
         align: 1,
@@ -279,26 +288,14 @@ fn eight_threads_fill_the_limit_to_its_last_byte_and_never_pass_it() {
 
 #[test]
 fn credit_that_was_drawn_is_within_a_limit_that_was_lowered() {
-    let arena = Arena::new(64 * MIB);
-    arena
-        .add(0, GRANULE, 64 * MIB, After::NOTHING)
-        .expect("it can be added");
-    let request = Request {
-        bytes: MIB,
-        align: 1,
-    };
-    let first = arena.take_drawing(0, request).expect("it fits");
+    let arena = arena(64 * MIB, 64 * MIB);
+    let first = arena.take_drawing(0, ONE).expect("it fits");
     arena.set_limit(MIB);
-    assert!(
-        arena
-            .take(0, request)
-            .or_else(|| arena.anywhere(request))
-            .is_none()
-    );
+    assert!(arena.take(0, ONE).or_else(|| arena.anywhere(ONE)).is_none());
     arena.set_limit(2 * MIB);
     let second = arena
-        .take(0, request)
-        .or_else(|| arena.anywhere(request))
+        .take(0, ONE)
+        .or_else(|| arena.anywhere(ONE))
         .expect("it fits");
     for placed in [first, second] {
         arena
@@ -309,19 +306,12 @@ fn credit_that_was_drawn_is_within_a_limit_that_was_lowered() {
 
 #[test]
 fn what_is_freed_above_a_lowered_limit_is_not_for_the_next_until_live_bytes_are_within_it() {
-    let arena = Arena::new(10 * MIB);
-    arena
-        .add(0, GRANULE, 64 * MIB, After::NOTHING)
-        .expect("it can be added");
-    let request = Request {
-        bytes: MIB,
-        align: 1,
-    };
+    let arena = arena(10 * MIB, 64 * MIB);
     let take = || {
         arena
-            .take(0, request)
-            .or_else(|| arena.take_drawing(0, request))
-            .or_else(|| arena.anywhere(request))
+            .take(0, ONE)
+            .or_else(|| arena.take_drawing(0, ONE))
+            .or_else(|| arena.anywhere(ONE))
     };
     let free = |placed: Placed| {
         arena
@@ -344,10 +334,7 @@ fn what_is_freed_above_a_lowered_limit_is_not_for_the_next_until_live_bytes_are_
 
 #[test]
 fn a_part_gets_the_credit_that_another_has() {
-    let arena = Arena::new(8 * MIB);
-    arena
-        .add(0, GRANULE, 64 * MIB, After::NOTHING)
-        .expect("it can be added");
+    let arena = arena(8 * MIB, 64 * MIB);
     let request = |bytes| Request { bytes, align: 1 };
     let take = |lane, bytes| {
         arena
@@ -369,24 +356,17 @@ fn a_part_gets_the_credit_that_another_has() {
 /// An arena whose limit of 8 MiB is reached by a block in each of eight parts, and how a part takes one: whether all others
 /// had to be asked.
 fn at_its_limit() -> (Arena, Vec<Placed>) {
-    let arena = Arena::new(8 * MIB);
-    arena
-        .add(0, GRANULE, 64 * MIB, After::NOTHING)
-        .expect("it can be added");
+    let arena = arena(8 * MIB, 64 * MIB);
     let blocks = (0..8).map(|lane| turn(&arena, lane).0).collect();
     (arena, blocks)
 }
 
 fn turn(arena: &Arena, lane: usize) -> (Placed, bool) {
-    let request = Request {
-        bytes: MIB,
-        align: 1,
-    };
     let taken = arena
-        .take(lane, request)
-        .or_else(|| arena.take_drawing(lane, request));
+        .take(lane, ONE)
+        .or_else(|| arena.take_drawing(lane, ONE));
     let asked = taken.is_none();
-    let placed = taken.or_else(|| arena.anywhere(request));
+    let placed = taken.or_else(|| arena.anywhere(ONE));
     (placed.expect("it is within the limit"), asked)
 }
 
@@ -433,27 +413,16 @@ fn who_alone_goes_on_at_the_limit_draws_for_a_while_only() {
         let placed = turn(&arena, 1).0;
         give_back(&arena, placed);
     }
-    let request = Request {
-        bytes: MIB,
-        align: 1,
-    };
-    assert!(arena.take(1, request).is_some(), "the part has credit");
+    assert!(arena.take(1, ONE).is_some(), "the part has credit");
 }
 
 #[test]
 fn credit_that_comes_back_while_parts_are_looked_through_is_found() {
-    let arena = Arena::new(2 * MIB);
-    arena
-        .add(0, GRANULE, 64 * MIB, After::NOTHING)
-        .expect("it can be added");
-    let request = Request {
-        bytes: MIB,
-        align: 1,
-    };
+    let arena = arena(2 * MIB, 64 * MIB);
     let (first, idle) = (&arena.parts[shard_of(0, 0)], &arena.parts[shard_of(5, 0)]);
     arena.account.0.take(MIB).expect("nothing is live");
     idle.set_credit(&mut idle.share.lock(), MIB);
-    let live = arena.take_drawing(7, request).expect("it fits");
+    let live = arena.take_drawing(7, ONE).expect("it fits");
     let held = first.share.lock();
     std::thread::scope(|scope| {
         let charged = scope.spawn(|| arena.charge(MIB));
@@ -463,7 +432,7 @@ fn credit_that_comes_back_while_parts_are_looked_through_is_found() {
         // It waits for the first part now. At no time is more than half of the limit live.
         std::thread::sleep(std::time::Duration::from_millis(50));
         give_back(&arena, live);
-        assert!(arena.take_drawing(5, request).is_some(), "it has credit");
+        assert!(arena.take_drawing(5, ONE).is_some(), "it has credit");
         drop(held);
         assert_eq!(charged.join().expect("it ends"), Ok(()));
     });
