@@ -1,10 +1,10 @@
-// RMM's resources on RMM's random allocations and on one allocation and its free, for e2e/gpu/runtime.py: the peer on the same
-// machine in the same minutes. The steps are those of device-plugin/runtime/examples/runtime_bench/random.rs, the numbers
-// libstdc++'s own. docs/benchmarks.md says how it is built. Prints a line of JSON for each row.
+// RMM's resources on RMM's random allocations and on one allocation and its free, for e2e/gpu/runtime.py: the peer on the
+// same machine in the same minutes. The steps are those of device-plugin/runtime/examples/runtime_bench/random.rs, the
+// numbers libstdc++'s own. docs/benchmarks.md says how it is built. Prints a line of JSON for each row.
 
+#include <cuda/stream_ref>
 #include <rmm/cuda_device.hpp>
 #include <rmm/cuda_stream.hpp>
-#include <rmm/cuda_stream_view.hpp>
 #include <rmm/mr/arena_memory_resource.hpp>
 #include <rmm/mr/binning_memory_resource.hpp>
 #include <rmm/mr/cuda_async_memory_resource.hpp>
@@ -50,7 +50,7 @@ struct Live {
 };
 
 // One run of a cell; how many allocations failed.
-std::uint64_t run(Resource resource, rmm::cuda_stream_view stream, std::uint64_t allocations, std::uint64_t max_mib) {
+std::uint64_t run(Resource resource, cuda::stream_ref stream, std::uint64_t allocations, std::uint64_t max_mib) {
   std::default_random_engine engine;
   std::uniform_int_distribution<std::uint64_t> size{1, max_mib * MIB}, chance{0, 99}, index{0, allocations - 1};
   std::vector<Live> live;
@@ -94,7 +94,7 @@ Times sorted(std::vector<double> times) {
   return {times[times.size() / 2], times.front()};
 }
 
-void measure(std::string const& source, Resource resource, rmm::cuda_stream_view stream) {
+void measure(std::string const& source, Resource resource, cuda::stream_ref stream) {
   std::map<std::uint64_t, double> smaller;
   for (auto const [allocations, max_mib] : CELLS) {
     if (smaller[max_mib] > HOPELESS_MS) { continue; }
@@ -124,13 +124,15 @@ void measure(std::string const& source, Resource resource, rmm::cuda_stream_view
       time = nanoseconds(Clock::now() - begun) / PAIRS;
     }
     auto const [median, best] = sorted(times);
-    std::printf(R"({"row": "pair", "source": "%s", "bytes": %lu, "ns": %g, "best_ns": %g})" "\n", source.c_str(), bytes, median, best);
+    std::printf(
+      R"({"row": "pair", "source": "%s", "bytes": %lu, "ns": %g, "best_ns": %g})"
+      "\n", source.c_str(), bytes, median, best);
   }
 }
 
 // In the default stream, as RMM's own benchmark does, and in one of its own.
 void measure(std::string const& source, Resource resource) {
-  measure(source, resource, rmm::cuda_stream_view{});
+  measure(source, resource, cudaStream_t{});
   rmm::cuda_stream const stream{};
   measure(source + ", own stream", resource, stream);
 }
