@@ -297,6 +297,11 @@ pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Compiles all tests.
+pub(super) fn compile() -> anyhow::Result<()> {
+    test(&["--no-run"])
+}
+
 fn test(targets: &[&str]) -> anyhow::Result<()> {
     succeed(
         cargo::command()

@@ -2,12 +2,19 @@
 //!
 //! A check is a command whose exit code is its answer; what it prints goes straight to the terminal,
 //! so that a test runner's closing line is seen where it is said.
+//!
+//! ```text
+//!   what compiles and computes --> what waits more than it computes, one check after another --> what the trials printed
+//!                             \--> the trials on the cluster, beside them ----------------------/
+//! ```
 
 mod checks;
 mod cluster;
 mod tools;
 
-use std::process::ExitCode;
+use std::fs::File;
+use std::io::Seek as _;
+use std::process::{Child, Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -16,6 +23,9 @@ pub use self::cluster::TRIALS;
 
 use self::checks::Check;
 use crate::progress::Progress;
+
+/// The last of the checks that have the processors to themselves.
+const COMPUTES: &str = "main/unit";
 
 /// What `cargo verify` is asked to do.
 #[derive(Debug, Args)]
@@ -57,19 +67,26 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let progress = Progress::start();
     let (trials, checks): (Vec<&Check>, Vec<&Check>) =
         chosen.into_iter().partition(|check| check.on_cluster());
-    let mut outcomes: Vec<Outcome> = checks
-        .into_iter()
-        .map(|check| carry_out(check.name, check.shows, || check.run(), &progress))
-        .collect();
     let names: Vec<&str> = trials.iter().map(|check| check.name).collect();
-    if !names.is_empty() {
-        let shows = format!("on a real cluster: {}", names.join(", "));
+    let (mut outcomes, mut beside) = (Vec::new(), None);
+    for check in &checks {
         outcomes.push(carry_out(
-            "main/cluster",
-            &shows,
-            || cluster::run(&names),
+            check.name,
+            check.shows,
+            || check.run(),
             &progress,
         ));
+        if check.name == COMPUTES && !names.is_empty() {
+            beside = Some(Beside::start(&names));
+        }
+    }
+    if !names.is_empty() {
+        let shows = format!("on a real cluster: {}", names.join(", "));
+        let run = || match beside {
+            Some(started) => started?.end(),
+            None => cluster::run(&names),
+        };
+        outcomes.push(carry_out("main/cluster", &shows, run, &progress));
     }
     Ok(report(&outcomes))
 }
@@ -91,6 +108,34 @@ fn select<'a>(checks: &'a [Check], only: &[String]) -> Result<Vec<&'a Check>, Ve
     }
     let wanted = |check: &&Check| only.is_empty() || only.iter().any(|word| matches(check, word));
     Ok(checks.iter().filter(wanted).collect())
+}
+
+/// The trials on the cluster, by a program of their own whose output is kept.
+struct Beside {
+    program: Child,
+    output: File,
+}
+
+impl Beside {
+    fn start(names: &[&str]) -> anyhow::Result<Self> {
+        checks::compile()?;
+        let output = tempfile::tempfile()?;
+        let program = Command::new(std::env::current_exe()?)
+            .arg("verify")
+            .args(names.iter().flat_map(|name| ["--only", name]))
+            .stdout(output.try_clone()?)
+            .stderr(output.try_clone()?)
+            .spawn()?;
+        Ok(Self { program, output })
+    }
+
+    fn end(mut self) -> anyhow::Result<()> {
+        let status = self.program.wait()?;
+        self.output.rewind()?;
+        std::io::copy(&mut self.output, &mut std::io::stdout())?;
+        anyhow::ensure!(status.success(), "the trials: {status}");
+        Ok(())
+    }
 }
 
 struct Outcome {
