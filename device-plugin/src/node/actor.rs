@@ -28,7 +28,7 @@ use crate::units::{AllocationId, GpuUuid, Resource, TokenSet};
 /// How often pods' ends and waiters' patience are looked at: most of a release's delay.
 pub const TICK: Duration = Duration::from_millis(250);
 /// How often the kubelet's checkpoint is compared with the bookings.
-pub const COLLECT: Duration = Duration::from_secs(30);
+pub const COLLECT: Duration = Duration::from_secs(10);
 /// Commands that may wait for the task: far above what a kubelet sends at once.
 const QUEUE: usize = 256;
 
