@@ -67,7 +67,7 @@ pub struct Meta {
     pub owner: AllocationId,
     /// Its pod.
     pub pod: PodUid,
-    /// The pods that opened it: it lives as long as one of them.
+    /// The pods that opened it and have not discarded it: it lives as long as one of them.
     pub openers: BTreeSet<PodUid>,
     /// What is in it.
     pub content: Content,
@@ -347,7 +347,8 @@ impl Leases {
                     }
                     self.release(id, &mut effects);
                 }
-                Content::Abandoned => self.release(id, &mut effects),
+                // None is found.
+                Content::Abandoned => {}
             }
         }
         if open.bytes == Bytes::ZERO {
@@ -486,6 +487,7 @@ impl Leases {
         let mut effects = Vec::new();
         if lease.meta.openers.iter().any(|opener| *opener != pod) {
             lease.meta.content = Content::Abandoned;
+            lease.meta.openers.remove(&pod);
             effects.push(Effect::Update(id, Box::new(lease.meta.clone())));
         } else {
             self.release(id, &mut effects);
@@ -548,7 +550,9 @@ impl Leases {
             {
                 lease.meta.owner = heir;
                 // It has it open: its pod's next container is there before this one's end, or was a moment later.
-                lease.meta.openers.insert(lease.meta.pod.clone());
+                if lease.meta.content != Content::Abandoned {
+                    lease.meta.openers.insert(lease.meta.pod.clone());
+                }
                 effects.push(Effect::Update(*id, Box::new(lease.meta.clone())));
             }
             let gpu = &lease.meta.title.gpu;

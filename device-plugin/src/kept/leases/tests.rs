@@ -347,6 +347,29 @@ fn what_others_may_have_mapped_is_discarded_only_by_name() {
 }
 
 #[test]
+fn a_lease_that_its_owner_discarded_is_its_owners_until_the_other_pods_have_ended_and_no_longer() {
+    let mut book = committed();
+    reopen(&mut book, asker(B, 20)).unwrap();
+    let effects = book.discard(asker(A, 10), LeaseId(1)).unwrap();
+    assert!(
+        matches!(&effects[..], [Effect::Update(_, meta)] if meta.openers == BTreeSet::from([pod("b")])),
+        "{effects:?}"
+    );
+    let (_, effects) = book.stand(node(), &charged(A, LeaseId(1)));
+    assert_eq!(effects, [], "the other pod may have it mapped");
+    // Its pod's next container owns it, and does not have it open.
+    let next = AllocationId::from_bits(9);
+    let mut node = node();
+    node.containers.remove(&A);
+    node.containers.insert(next, standing("a", "team"));
+    let (_, effects) = book.stand(node.clone(), &charged(A, LeaseId(1)));
+    assert!(matches!(&effects[..], [Effect::Update(_, meta)] if meta.owner == next));
+    node.containers.remove(&B);
+    let (_, effects) = book.stand(node, &charged(next, LeaseId(1)));
+    assert_eq!(effects, [Effect::Charge(LeaseId(1), next)]);
+}
+
+#[test]
 fn of_two_leases_of_a_title_the_next_agent_knows_that_the_older_one_was_given_up() {
     let older = committed().get(LeaseId(1)).cloned().unwrap();
     let mut newer = older.clone();
