@@ -60,7 +60,7 @@ pub struct Meta {
     pub title: Title,
     /// How large it is.
     pub bytes: Bytes,
-    /// G of its GPU when it was made: with the next one its memory is lost.
+    /// G of its GPU when it was made: under any other its memory is lost. G may start again where its file is lost.
     pub gpu_generation: u64,
     /// The container that is charged for it: who made it; when that ends before its pod does, another of the pod
     /// that has the GPU.
@@ -558,7 +558,7 @@ impl Leases {
             let gpu = &lease.meta.title.gpu;
             let generation = self.node.generations.get(gpu);
             let is_lost = self.drained.contains(gpu)
-                || generation.is_some_and(|generation| *generation > lease.meta.gpu_generation);
+                || generation.is_some_and(|generation| *generation != lease.meta.gpu_generation);
             if lease.stage == Stage::Held && (lease.meta.openers.is_empty() || is_lost) {
                 lease.stage = Stage::Due;
             }

@@ -127,10 +127,11 @@ impl Generations {
         }
     }
 
-    /// G of every GPU that was ever seen.
+    /// G of every GPU that was ever seen; of none before the file was read: another number than that of before means
+    /// that what a GPU had is lost.
     pub fn all(&self) -> BTreeMap<GpuUuid, u64> {
-        self.entries
-            .iter()
+        let known = self.entries.iter().filter(|_| !self.unread);
+        known
             .map(|(uuid, entry)| (uuid.clone(), entry.generation))
             .collect()
     }
@@ -261,6 +262,7 @@ mod tests {
         let mut agent = bed.agent("boot-3");
         agent.see(&state(WELL));
         assert!(bed.path().is_dir());
+        assert_eq!(agent.all(), BTreeMap::new(), "it is not 1");
         std::fs::remove_dir(bed.path()).unwrap();
         std::fs::rename(&away, bed.path()).unwrap();
         agent.see(&state(WELL));

@@ -444,12 +444,20 @@ fn leases_are_lost_with_the_vault_and_with_their_gpu() {
         [Effect::Charge(LeaseId(1), A)]
     );
     assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
-    let mut book = committed();
-    let mut node = node();
-    node.generations.insert(gpu(), 2);
-    let (_, effects) = book.stand(node, &Charged::new());
-    assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
-    assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+    // A lower one is of a count that started again.
+    for generation in [0, 2] {
+        let mut book = committed();
+        assert_eq!(book.stand(node(), &charged(A, LeaseId(1))).1, []);
+        let mut node = node();
+        node.generations.insert(gpu(), generation);
+        let (_, effects) = book.stand(node, &Charged::new());
+        assert_eq!(effects, [Effect::Charge(LeaseId(1), A)]);
+        assert_eq!(reopen(&mut book, asker(A, 10)), Err(KeptRefusal::Missing));
+    }
+    let mut unknown = node();
+    unknown.generations.clear();
+    let (_, effects) = committed().stand(unknown, &charged(A, LeaseId(1)));
+    assert_eq!(effects, [], "nobody knows yet");
 }
 
 #[test]
