@@ -1,4 +1,5 @@
-//! Finds out whether the driver clears memory between tenants: once per boot, GPU and driver, by a process of its own.
+//! Finds out whether the driver clears memory between tenants: once per boot, GPU, its generation and driver, by a
+//! process of its own.
 //!
 //! Nothing of ours clears kept memory (design F6), so there is none on a GPU before the canary saw that the driver does.
 
@@ -39,12 +40,21 @@ enum Printed {
     Failed { error: String },
 }
 
+/// What a verdict is of: a driver that is loaded anew may have other options, and has lost what each GPU had.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct With {
+    /// The driver's version.
+    pub driver: String,
+    /// G of the GPU, where it is known.
+    pub generation: Option<u64>,
+}
+
 /// What was seen, on a file that a reboot takes away.
 #[derive(Debug)]
 pub struct Verdicts {
     file: Checkpoint,
-    /// By GPU: the driver's version then, and what it did.
-    seen: BTreeMap<GpuUuid, (String, Verdict)>,
+    seen: BTreeMap<GpuUuid, (With, Verdict)>,
 }
 
 impl Verdicts {
@@ -54,19 +64,30 @@ impl Verdicts {
         Verdicts { file, seen }
     }
 
-    /// Whether a GPU clears memory with this driver; none where that was not looked at.
-    pub fn of_gpu(&self, gpu: &GpuUuid, driver: &str) -> Option<&Verdict> {
+    /// Whether a GPU clears memory as it is now; none where that was not looked at.
+    pub fn of_gpu(&self, gpu: &GpuUuid, now: &With) -> Option<&Verdict> {
         let (with, verdict) = self.seen.get(gpu)?;
-        (with == driver).then_some(verdict)
+        (with == now).then_some(verdict)
     }
 
     /// A GPU was looked at.
-    pub fn note(&mut self, gpu: GpuUuid, driver: String, verdict: Verdict) {
+    pub fn note(&mut self, gpu: GpuUuid, with: With, verdict: Verdict) {
         match &verdict {
             Verdict::Scrubbed => info!(%gpu, "freed memory comes back cleared"),
             other => warn!(%gpu, verdict = ?other, "no kept memory on this gpu"),
         }
-        self.seen.insert(gpu, (driver, verdict));
+        self.seen.insert(gpu, (with, verdict));
+        self.save();
+    }
+
+    /// Nothing is known of a GPU any more.
+    pub fn forget(&mut self, gpu: &GpuUuid) {
+        if self.seen.remove(gpu).is_some() {
+            self.save();
+        }
+    }
+
+    fn save(&self) {
         // What was not seen is looked at again by a successor.
         let definite: BTreeMap<_, _> = self
             .seen
@@ -190,20 +211,26 @@ mod tests {
     }
 
     #[test]
-    fn a_verdict_holds_for_this_driver_and_what_was_not_seen_is_looked_at_again() {
+    fn a_verdict_holds_for_this_driver_and_generation_and_what_was_not_seen_is_looked_at_again() {
         let folder = tempfile::tempdir().unwrap();
         let verdicts = || Verdicts::of(Checkpoint::new(folder.path().join("scrub.json")));
         let [a, b]: [GpuUuid; 2] = ["GPU-a", "GPU-b"].map(|gpu| gpu.parse().unwrap());
+        let with = |driver: &str, generation| With {
+            driver: driver.to_owned(),
+            generation: Some(generation),
+        };
         let mut first = verdicts();
-        first.note(a.clone(), "580".to_owned(), Verdict::Scrubbed);
-        first.note(
-            b.clone(),
-            "580".to_owned(),
-            Verdict::Unseen("busy".to_owned()),
-        );
-        let second = verdicts();
-        assert_eq!(second.of_gpu(&a, "580"), Some(&Verdict::Scrubbed));
-        assert_eq!(second.of_gpu(&a, "590"), None);
-        assert_eq!(second.of_gpu(&b, "580"), None);
+        first.note(a.clone(), with("580", 7), Verdict::Scrubbed);
+        let busy = Verdict::Unseen("busy".to_owned());
+        first.note(b.clone(), with("580", 1), busy);
+        let mut second = verdicts();
+        assert_eq!(second.of_gpu(&a, &with("580", 7)), Some(&Verdict::Scrubbed));
+        assert_eq!(second.of_gpu(&a, &with("590", 7)), None);
+        assert_eq!(second.of_gpu(&a, &with("580", 8)), None);
+        assert_eq!(second.of_gpu(&b, &with("580", 1)), None);
+        second.forget(&a);
+        for verdicts in [second, verdicts()] {
+            assert_eq!(verdicts.of_gpu(&a, &with("580", 7)), None);
+        }
     }
 }

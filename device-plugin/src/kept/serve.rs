@@ -22,7 +22,7 @@ use tracing::{info, warn};
 use super::desk::{Living, Made, Note, Reply};
 use super::leases::{Asker, Content, Effect, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME};
 use super::numbers::{Block, Numbers};
-use super::scrub::{self, Canary, Verdict, Verdicts};
+use super::scrub::{self, Canary, Verdict, Verdicts, With};
 use super::status::{self, KeptStatus};
 use super::vault::{Line, News, VaultError};
 use super::workers::{Program, WorkerError, Workers};
@@ -93,7 +93,7 @@ enum Done {
     /// A process has ended.
     Ended(Process),
     /// A GPU was looked at.
-    Seen(GpuUuid, String, Verdict, Canary),
+    Seen(GpuUuid, With, Verdict, Canary),
     /// A sentinel was made on a GPU, or not.
     Sentinel(GpuUuid, bool),
     /// The vault has closed the sentinel.
@@ -345,7 +345,7 @@ impl Serving {
 
     /// Whether kept memory may be made on a GPU.
     fn may_make(&self, gpu: &GpuUuid) -> Result<Line, KeptRefusal> {
-        match self.keeper.verdicts.of_gpu(gpu, &self.driver) {
+        match self.keeper.verdicts.of_gpu(gpu, &self.with(gpu)) {
             Some(Verdict::Scrubbed) => self.line.clone().ok_or(KeptRefusal::Unavailable),
             Some(Verdict::NotScrubbed | Verdict::Unseen(_)) => Err(KeptRefusal::NotScrubbed),
             None => Err(KeptRefusal::Unavailable),
@@ -448,13 +448,15 @@ impl Serving {
                 self.watched.remove(&process);
                 self.ended(process);
             }
-            Done::Seen(gpu, driver, verdict, canary) => {
-                if matches!(verdict, Verdict::Unseen(_)) && !self.drained.contains(&gpu) {
+            // Of a driver that may be gone once it lets go.
+            Done::Seen(gpu, ..) if self.drained.contains(&gpu) => drop(self.looking.remove(&gpu)),
+            Done::Seen(gpu, with, verdict, canary) => {
+                if matches!(verdict, Verdict::Unseen(_)) {
                     self.look(gpu.clone(), Some(canary));
                 } else {
                     self.looking.remove(&gpu);
                 }
-                self.keeper.verdicts.note(gpu, driver, verdict);
+                self.keeper.verdicts.note(gpu, with, verdict);
             }
             Done::Sentinel(gpu, made) => {
                 // Where there is none, the next look at the GPU tries again.
@@ -559,9 +561,17 @@ impl Serving {
         }
     }
 
+    /// What a verdict on a GPU is of now.
+    fn with(&self, gpu: &GpuUuid) -> With {
+        With {
+            driver: self.driver.clone(),
+            generation: self.leases.generation(gpu),
+        }
+    }
+
     /// Sees once whether a GPU's memory is cleared, and makes the sentinel on the first where it is.
     fn look_at(&mut self, gpu: GpuUuid) {
-        let seen = self.keeper.verdicts.of_gpu(&gpu, &self.driver);
+        let seen = self.keeper.verdicts.of_gpu(&gpu, &self.with(&gpu));
         match seen {
             Some(Verdict::Scrubbed) if self.sentinel == Sentinel::None => {
                 return self.make_sentinel(gpu);
@@ -576,7 +586,7 @@ impl Serving {
 
     /// Looks at a GPU; after a while, where one that looked `before` hangs or saw nothing.
     fn look(&mut self, gpu: GpuUuid, before: Option<Canary>) {
-        let (program, driver) = (self.keeper.program.clone(), self.driver.clone());
+        let (program, with) = (self.keeper.program.clone(), self.with(&gpu));
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
             if let Some(mut before) = before {
@@ -589,7 +599,7 @@ impl Serving {
                 return Done::NotSeen(gpu);
             }
             let (verdict, canary) = scrub::look(program, gpu.clone()).await;
-            Done::Seen(gpu, driver, verdict, canary)
+            Done::Seen(gpu, with, verdict, canary)
         });
     }
 
@@ -633,6 +643,9 @@ impl Serving {
         let is_more = !drained.is_subset(&self.drained);
         self.keeper.workers.drain(drained.clone());
         self.leases.drain(drained.clone());
+        // Before its G has grown the driver may be another, or loaded with other options.
+        let verdicts = &mut self.keeper.verdicts;
+        drained.iter().for_each(|gpu| verdicts.forget(gpu));
         self.drained = drained;
         if is_more {
             self.close_sentinel();
@@ -792,7 +805,7 @@ impl Serving {
             self.keeper.news.is_some(),
             &self.leases,
             &self.keeper.verdicts,
-            &self.driver,
+            |gpu| self.with(gpu),
             &self.keeper.workers.stuck().borrow(),
         );
         self.keeper.status.send_if_modified(|before| {

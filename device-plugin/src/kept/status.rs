@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::leases::Leases;
-use super::scrub::{Verdict, Verdicts};
+use super::scrub::{Verdict, Verdicts, With};
 use crate::units::{Bytes, GpuUuid};
 
 /// How it stands.
@@ -26,10 +26,10 @@ pub(super) fn of(
     enabled: bool,
     leases: &Leases,
     verdicts: &Verdicts,
-    driver: &str,
+    with: impl Fn(&GpuUuid) -> With,
     stuck: &BTreeSet<GpuUuid>,
 ) -> KeptStatus {
-    let why = |gpu: &GpuUuid| match verdicts.of_gpu(gpu, driver)? {
+    let why = |gpu: &GpuUuid| match verdicts.of_gpu(gpu, &with(gpu))? {
         Verdict::Scrubbed => None,
         Verdict::NotScrubbed => Some("freed memory does not come back cleared".to_owned()),
         Verdict::Unseen(error) => Some(format!("not seen to clear freed memory: {error}")),

@@ -127,6 +127,28 @@ async fn a_drained_gpu_is_held_by_nobody_and_begins_anew_when_that_is_over() {
         before["generation"].as_u64().map(|before| before + 1)
     );
     assert_eq!(api.gpu(&elsewhere)["generation"], before["generation"]);
+    // Once this answers the GPU was seen to clear freed memory anew.
+    assert!(open(&mut bed.tenant(&pod), "seen", GIB).is_ok());
     let (_tenant, anew) = client(&bed, &pod).await;
     assert_eq!(anew["found"], false, "what was kept is lost");
+}
+
+#[tokio::test]
+async fn a_driver_that_was_loaded_anew_is_seen_to_clear_memory_before_any_is_kept() {
+    let mut bed = Bed::new().await;
+    let api = Api::of(&bed.machine);
+    bed.machine.restart_agent().await;
+    let pod = bed.machine.run("a", 4).await;
+    let (_, gpu) = bed.device(&pod);
+    let mut tenant = bed.tenant(&pod);
+    assert!(open(&mut tenant, "weights", GIB).is_ok());
+    tenant.kill();
+    api.drain(&[&gpu]);
+    until(&api, &gpu, "Draining", "Drained").await;
+    // As a module that is loaded with RmDisableScrubOnFree.
+    bed.machine.lab.simgpu(&["scrub", "off"]).unwrap();
+    api.drain(&[]);
+    until(&api, &gpu, "Active", "Ok").await;
+    let refused = open(&mut bed.tenant(&pod), "weights", GIB).unwrap_err();
+    assert!(refused.contains("NotScrubbed"), "{refused}");
 }
