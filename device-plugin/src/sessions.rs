@@ -16,6 +16,7 @@
 //! the agent.
 
 mod allocation;
+mod bell;
 mod books;
 mod charges;
 mod container;
@@ -39,18 +40,20 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use tokio::net::UnixListener;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
 use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
+use bell::Bell;
 use container::Container;
 use container::drained::Holder;
 use contexts::ContextSizes;
 use leftovers::Left;
 use seats::Seats;
 
+pub use bell::Waits;
 pub use books::{AccountBooks, Books, MemberBooks};
 pub use charges::{Charges, DriverCharges, Look};
 pub use credit::Credit;
@@ -146,7 +149,7 @@ pub struct Sessions {
     seats: Seats,
     /// None where contexts are not charged.
     contexts: Option<Arc<ContextSizes>>,
-    news: Arc<Notify>,
+    bell: Bell,
     /// None where nothing is kept.
     desk: Option<Desk>,
     /// The GPUs that have a task in `watches`, which ends with these sessions.
@@ -201,7 +204,7 @@ impl Sessions {
             membership,
             seats: Seats::of_this_process(),
             contexts: None,
-            news: Arc::default(),
+            bell: Bell::default(),
             desk: None,
             watched: Mutex::default(),
             watches: Mutex::default(),
@@ -282,7 +285,7 @@ impl Sessions {
             charges: Arc::clone(&self.shared.charges),
             membership: Arc::clone(&self.membership),
             seats: self.seats.clone(),
-            news: Arc::clone(&self.news),
+            bell: self.bell.clone(),
             desk: self.desk.clone(),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
@@ -498,7 +501,13 @@ impl Sessions {
 
     /// Told each time that a process reported poison.
     pub fn news(&self) -> Arc<Notify> {
-        Arc::clone(&self.news)
+        self.bell.news()
+    }
+
+    /// Who waits until the kernel's log was read to its end: from now on every image does before it is greeted, so that
+    /// no XID of the image before it, nor of a process that had its pid, is taken for its own.
+    pub fn wait_for_log(&self) -> mpsc::Receiver<Waits> {
+        self.bell.waits()
     }
 
     /// What is done about poisoned contexts of an allocation's container from now on. One that has ended needs nothing.

@@ -70,16 +70,17 @@ impl Log {
         Ok(Log { file, begun })
     }
 
-    /// The XIDs of contexts since the last call. What the kernel has overwritten meanwhile is lost.
-    pub fn read(&mut self) -> Vec<Named> {
+    /// The XIDs of contexts since the last call, and whether there is nothing more to read. What the kernel has
+    /// overwritten meanwhile is lost.
+    pub fn read(&mut self) -> (Vec<Named>, bool) {
         let (mut named, mut bytes) = (Vec::new(), [0; LONGEST]);
         for _ in 0..MOST_RECORDS {
             let read = match self.file.read(&mut bytes) {
-                Ok(0) => break,
+                Ok(0) => return (named, true),
                 Ok(read) => read,
                 // EPIPE: records were overwritten; the next read goes on behind them.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => continue,
-                Err(_) => break,
+                Err(_) => return (named, true),
             };
             self.begun
                 .extend_from_slice(bytes.get(..read).unwrap_or_default());
@@ -89,7 +90,7 @@ impl Log {
             }
             self.begun.truncate(LONGEST);
         }
-        named
+        (named, false)
     }
 }
 
@@ -149,16 +150,30 @@ mod tests {
         let line = |pid: u32| format!("NVRM: Xid (PCI:0000:01:00): 31, pid={pid}, name=a\n");
         write!(file, "{}", line(1)).unwrap();
         let mut log = Log::open(file.path()).unwrap();
-        assert_eq!(log.read(), []);
+        assert_eq!(log.read(), (vec![], true));
         let (begin, end) = (&line(2)[..40], &line(2)[40..]);
         write!(file, "{}{begin}", line(3)).unwrap();
         let pids = |log: &mut Log| {
-            let named = log.read();
+            let (named, _) = log.read();
             named.into_iter().map(|named| named.pid).collect::<Vec<_>>()
         };
         assert_eq!(pids(&mut log), [3]);
         write!(file, "{end}").unwrap();
         assert_eq!(pids(&mut log), [2]);
-        assert_eq!(log.read(), []);
+        assert_eq!(log.read(), (vec![], true));
+    }
+
+    #[test]
+    fn a_log_that_floods_is_read_in_parts_and_its_end_is_known() {
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        let mut log = Log::open(file.path()).unwrap();
+        let line = "x".repeat(LONGEST - 1) + "\n";
+        for _ in 0..=MOST_RECORDS {
+            file.write_all(line.as_bytes()).unwrap();
+        }
+        writeln!(file, "NVRM: Xid (PCI:0000:01:00): 31, pid=4, name=a").unwrap();
+        assert_eq!(log.read(), (vec![], false));
+        let (named, is_whole) = log.read();
+        assert_eq!((named.len(), is_whole), (1, true));
     }
 }

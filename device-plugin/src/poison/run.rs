@@ -24,6 +24,9 @@ use crate::status::{Events, FaultReport};
 /// How often the kernel's log is read, and what is overdue looked for.
 const EVERY: Duration = Duration::from_millis(200);
 
+/// How many images are let go on after one read of the log.
+const MOST_WAIT: usize = 64;
+
 /// What the loop works with.
 pub struct Around {
     /// Where the log is, and `/proc`.
@@ -45,6 +48,7 @@ pub struct Around {
 /// Acts on faults until `stop`, and keeps `faults` at those that are open.
 pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: CancellationToken) {
     let news = around.sessions.news();
+    let (mut waits, mut waiting) = (around.sessions.wait_for_log(), Vec::new());
     let mut log = opened(&around.paths.kernel_log);
     let mut generations = BTreeMap::new();
     let mut every = interval(EVERY);
@@ -53,12 +57,22 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
         tokio::select! {
             () = stop.cancelled() => return,
             () = news.notified() => {}
+            1.. = waits.recv_many(&mut waiting, MOST_WAIT) => {}
             _ = every.tick() => {}
         }
         let now = Timestamp::now();
         around.order(now);
-        for named in log.iter_mut().flat_map(Log::read) {
+        let (named, is_whole) = log.as_mut().map_or((Vec::new(), true), Log::read);
+        for named in named {
             around.xid(named, now);
+        }
+        if is_whole {
+            for waits in waiting.drain(..) {
+                // One that waited too long has gone.
+                let _ = waits.send(());
+            }
+        } else if !waiting.is_empty() {
+            every.reset_immediately();
         }
         around.tell(now);
         around.kill();

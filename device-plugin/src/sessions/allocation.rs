@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use bursar_protocol::wire::{Message, Reason, ToShim};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::Notify;
 use tokio::task::JoinSet;
 
+use super::bell::Bell;
 use super::charges::DriverCharges;
 use super::container::{Container, Known};
 use super::conversation::{self, Conversation};
@@ -38,8 +38,7 @@ pub(super) struct Task {
     pub(super) charges: Arc<dyn DriverCharges>,
     pub(super) membership: Arc<dyn Membership>,
     pub(super) seats: Seats,
-    /// Told when a process reported poison.
-    pub(super) news: Arc<Notify>,
+    pub(super) bell: Bell,
     pub(super) desk: Option<Desk>,
 }
 
@@ -106,7 +105,7 @@ impl Task {
             Arc::clone(&self.charges),
             Arc::clone(&self.membership),
             messages,
-            Arc::clone(&self.news),
+            self.bell.clone(),
             self.desk.clone(),
         );
         async move {

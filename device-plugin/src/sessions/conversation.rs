@@ -14,9 +14,10 @@ use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use jiff::Timestamp;
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
+use super::bell::Bell;
 use super::container::leases::NotAsked;
 use super::container::{Admitted, Container};
 use super::life::Life;
@@ -71,8 +72,7 @@ pub(super) struct Conversation {
     /// The budget that the container's processes share: each message costs time that grows with
     /// their number.
     shared: Arc<Mutex<Pace>>,
-    /// Told when a process reported poison.
-    news: Arc<Notify>,
+    bell: Bell,
     /// None where nothing is kept.
     desk: Option<Desk>,
 }
@@ -91,7 +91,7 @@ impl Conversation {
         charges: Arc<dyn DriverCharges>,
         membership: Arc<dyn Membership>,
         shared: Arc<Mutex<Pace>>,
-        news: Arc<Notify>,
+        bell: Bell,
         desk: Option<Desk>,
     ) -> Conversation {
         Conversation {
@@ -99,7 +99,7 @@ impl Conversation {
             charges,
             membership,
             shared,
-            news,
+            bell,
             desk,
         }
     }
@@ -165,6 +165,8 @@ impl Conversation {
         if version < OLDEST_VERSION {
             return goodbye(stream, Reason::Version).await;
         }
+        // An exec keeps the pid that the log names.
+        self.bell.log_read().await;
         let admitted = lock(&self.container).hello(
             process,
             image,
@@ -358,7 +360,7 @@ impl Conversation {
                         Some(container.context_made(pid, account, charged))
                     }
                     ToAgent::Poisoned { account, code, .. } => {
-                        self.news.notify_one();
+                        self.bell.ring();
                         Some(container.poisoned(pid, account, code, able, Timestamp::now()))
                     }
                     ToAgent::Hello { .. }

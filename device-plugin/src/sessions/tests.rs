@@ -252,6 +252,36 @@ async fn an_allocation_that_ended_leaves_nothing() {
 }
 
 #[tokio::test]
+async fn what_the_kernels_log_says_when_an_image_says_hello_is_of_the_image_before() {
+    let folder = tempfile::tempdir().unwrap();
+    let sessions = sessions(folder.path(), true);
+    sessions.serve(served()).await.unwrap();
+    beside(folder.path(), is_served).await;
+    let allocation = AllocationId::from_bits(7);
+    let images = || sessions.images(&allocation).unwrap();
+    let before = images();
+    assert_eq!(before.len(), 1);
+    let mut waits = sessions.wait_for_log();
+    let reader = async {
+        let asked = tokio::time::timeout(Duration::from_secs(5), waits.recv()).await;
+        let waits: Waits = asked.unwrap().unwrap();
+        assert_eq!(images(), before, "nobody else was greeted");
+        assert!(sessions.xid(std::process::id(), 43, &[], Timestamp::now()));
+        assert_eq!(images(), [], "it is fenced");
+        waits.send(()).unwrap();
+    };
+    let execs = beside(folder.path(), |run_dir| drop(hello_as(run_dir, 2)));
+    tokio::join!(reader, execs);
+    assert_eq!((images().len(), sessions.faults()), (1, vec![]));
+    // Whoever hangs there, or has ended, keeps nobody out.
+    let begun = Instant::now();
+    beside(folder.path(), |run_dir| drop(hello_as(run_dir, 3))).await;
+    assert!(begun.elapsed() < Duration::from_secs(3));
+    drop(waits);
+    beside(folder.path(), |run_dir| drop(hello_as(run_dir, 4))).await;
+}
+
+#[tokio::test]
 async fn a_gpu_that_hangs_keeps_no_new_process_out() {
     let folder = tempfile::tempdir().unwrap();
     let (go_on, held) = std::sync::mpsc::channel();
