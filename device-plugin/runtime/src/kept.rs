@@ -12,7 +12,7 @@
 //! A lease is found by a name and a key: a digest of all that decides its content (model, revision, quantisation, rank,
 //! versions). The node owns the memory, so it survives a fault, an exec and a kill of whoever has it open.
 //!
-//! * [`ask`] asks the agent
+//! * [`ask`] asks the agent, [`image`] says which image of the process asks
 //! * [`claim`] keeps threads of this process from writing the same
 //! * [`lease`] maps, commits, verifies
 //! * [`arena`] is a lease that is being written as a resource to allocate from
@@ -21,6 +21,7 @@
 mod arena;
 mod ask;
 mod claim;
+mod image;
 mod lease;
 
 use std::path::Path;

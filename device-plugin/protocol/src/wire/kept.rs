@@ -58,7 +58,8 @@ pub enum KeptQuestion {
     Open {
         /// The highest version that the process speaks.
         version: u16,
-        /// Drawn once per process image: what an image before an exec was writing is discarded.
+        /// Names the process image, by the same number for all of it: what an image before an exec was writing is
+        /// discarded.
         image: u64,
         /// The GPU.
         account: Account,

@@ -1,15 +1,14 @@
 //! Asks the agent about kept memory.
 
-use std::hash::{BuildHasher, RandomState};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::OnceLock;
 
 use bursar_protocol::VERSION;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, Key, LeaseName};
 use bursar_protocol::wire::{Reason, ToAgent, ToShim};
 
 use super::KeptError;
+use super::image::image;
 use crate::agent::{Agent, by_name};
 use crate::driver::GpuUuid;
 
@@ -57,10 +56,4 @@ fn hear(agent: &Agent, stream: &UnixStream) -> Result<(KeptAnswer, Option<OwnedF
         (ToShim::Kept(answer), fd) => Ok((answer, fd)),
         _ => Err(KeptError::Unexpected),
     }
-}
-
-/// Tells this process image from one before an exec: drawn once.
-fn image() -> u64 {
-    static IMAGE: OnceLock<u64> = OnceLock::new();
-    *IMAGE.get_or_init(|| RandomState::new().hash_one(std::process::id()))
 }
