@@ -42,6 +42,12 @@ use crate::error::{CudaError, ErrorClass};
 use claim::{Claim, Title};
 use lease::{Granted, Mapped};
 
+/// `CUDA_ERROR_INVALID_VALUE`
+const INVALID_VALUE: i32 = 1;
+
+/// `CUDA_ERROR_INVALID_HANDLE`
+const INVALID_HANDLE: i32 = 400;
+
 /// How often a lease that another process writes, or an agent that is away, is asked for again.
 const ASK_EVERY: Duration = Duration::from_millis(20);
 
@@ -88,6 +94,15 @@ pub enum KeptError {
         /// What it has now.
         found: u64,
     },
+    /// The node says that it keeps the lease, and the driver that there is no such memory. The lease is discarded:
+    /// the next open begins it anew.
+    #[error("lease {lease}: its memory is lost ({source}); it is discarded, load it again")]
+    Lost {
+        /// The lease.
+        lease: u64,
+        /// What the driver answered.
+        source: CudaError,
+    },
     /// A range that is not inside the lease.
     #[error("{bytes} bytes at {at} of a lease of {whole} bytes")]
     OutOfRange {
@@ -133,7 +148,7 @@ impl KeptError {
                 why,
                 KeptRefusal::Writing | KeptRefusal::Unavailable | KeptRefusal::Quota { .. }
             ),
-            KeptError::Agent { .. } | KeptError::Corrupt { .. } => true,
+            KeptError::Agent { .. } | KeptError::Corrupt { .. } | KeptError::Lost { .. } => true,
             KeptError::Goodbye(reason) => *reason == Reason::Busy,
             KeptError::Cuda(error) | KeptError::Driver(DriverError::Cuda(error)) => {
                 error.retryable()
@@ -219,7 +234,8 @@ impl Shelf {
     /// for as long as `patience` lasts.
     ///
     /// # Errors
-    /// [`KeptRefusal::Missing`] where there is none, [`KeptError::Corrupt`] where it is not what was committed, and others.
+    /// [`KeptRefusal::Missing`] where there is none, [`KeptError::Corrupt`] where it is not what was committed,
+    /// [`KeptError::Lost`] where its memory is no more, and others.
     pub fn find(&self, name: &str, key: &Key, patience: Duration) -> Result<Kept, KeptError> {
         match self.ask(name, key, 0, patience)?.0 {
             Granted::Ready { memory, checksum } => self.verified(memory, checksum),
@@ -227,7 +243,8 @@ impl Shelf {
         }
     }
 
-    /// Opens a lease, or begins it with at least so many bytes where it is not there or is not what was committed. Waits as [`find`](Self::find) does.
+    /// Opens a lease, or begins it with at least so many bytes where it is not there, is lost or is not what was
+    /// committed. Waits as [`find`](Self::find) does.
     ///
     /// # Errors
     /// What the agent refused, or the driver answered.
@@ -241,19 +258,22 @@ impl Shelf {
         let since = Instant::now();
         loop {
             let left = patience.saturating_sub(since.elapsed());
-            match self.ask(name, key, bytes.max(1), left)? {
-                (Granted::Writing { memory, token }, claim) => {
+            let ready = match self.ask(name, key, bytes.max(1), left) {
+                Ok((Granted::Writing { memory, token }, claim)) => {
                     let writing = Writing::new(self.clone(), memory, token, claim);
                     // One that is too small is discarded.
                     return (writing.bytes() >= bytes)
                         .then_some(Opened::Writing(writing))
                         .ok_or(KeptError::Unexpected);
                 }
-                (Granted::Ready { memory, checksum }, _) => match self.verified(memory, checksum) {
-                    // It is discarded: the next question begins it anew.
-                    Err(KeptError::Corrupt { .. }) if since.elapsed() < patience => {}
-                    done => return done.map(Opened::Ready),
-                },
+                Ok((Granted::Ready { memory, checksum }, _)) => self.verified(memory, checksum),
+                Err(error) => Err(error),
+            };
+            match ready {
+                // It is discarded: the next question begins it anew.
+                Err(KeptError::Corrupt { .. } | KeptError::Lost { .. })
+                    if since.elapsed() < patience => {}
+                done => return done.map(Opened::Ready),
             }
         }
     }
@@ -313,9 +333,17 @@ impl Shelf {
             granted => {
                 let made = made.transpose();
                 let given = made.and_then(|made| Granted::of(context, granted, fd, made));
-                if let (Err(_), KeptAnswer::Write { lease, .. }) = (&given, granted) {
+                match (&given, granted) {
                     // It is this process's to write, and cannot be.
-                    let _ = self.discard(lease);
+                    (Err(_), KeptAnswer::Write { lease, .. }) => drop(self.discard(lease)),
+                    (Err(KeptError::Cuda(source)), KeptAnswer::Ready { lease, .. })
+                        if is_no_memory(source) =>
+                    {
+                        self.discard(lease)?;
+                        let source = *source;
+                        return Err(KeptError::Lost { lease, source });
+                    }
+                    _ => {}
                 }
                 Ok((given?, claim))
             }
@@ -361,6 +389,12 @@ impl Shelf {
             _ => Err(KeptError::Unexpected),
         }
     }
+}
+
+/// Whether the driver says of a descriptor that it is no memory.
+fn is_no_memory(error: &CudaError) -> bool {
+    error.call == "cuMemImportFromShareableHandle"
+        && matches!(error.code, INVALID_VALUE | INVALID_HANDLE)
 }
 
 fn refused(lease: u64, why: KeptRefusal) -> KeptError {

@@ -12,11 +12,12 @@ mod keeper;
 mod raw;
 
 use std::alloc::Layout;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use bursar_protocol::socket::{receive_message, send_message};
@@ -332,6 +333,102 @@ fn memory_that_nobody_said_is_kept_is_unmapped_again() {
         };
         let confused = opens_at_an_agent_that(Some(other), machine);
         assert!(matches!(confused, KeptError::Unexpected), "{confused}");
+    });
+}
+
+/// An agent that is asked so often, and answers what `answer` says; the kinds of questions.
+fn scripted(
+    socket: &Path,
+    questions: usize,
+    mut answer: impl FnMut(&UnixStream, &KeptQuestion) -> (KeptAnswer, Option<OwnedFd>) + Send + 'static,
+) -> JoinHandle<Vec<&'static str>> {
+    let listener = UnixListener::bind(socket).unwrap();
+    std::thread::spawn(move || {
+        let asked = (0..questions).map(|_| {
+            let (client, _) = listener.accept().unwrap();
+            let (ToAgent::Kept(question), _) = receive_message(&client).unwrap() else {
+                panic!("another question")
+            };
+            let (answer, fd) = answer(&client, &question);
+            let fd = fd.as_ref().map(AsFd::as_fd);
+            send_message(&client, &ToShim::Kept(answer), fd).unwrap();
+            match question {
+                KeptQuestion::Open { .. } => "open",
+                KeptQuestion::Commit { .. } => "commit",
+                KeptQuestion::Discard { lease: 7, .. } => "discard",
+                other => panic!("{other:?}"),
+            }
+        });
+        asked.collect()
+    })
+}
+
+#[test]
+fn a_lease_whose_memory_the_driver_does_not_know_is_discarded_and_begun_anew() {
+    inside(ONE_GPU, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent.sock");
+        let mut opens = 0;
+        let agent = scripted(&socket, 5, move |_, question| match question {
+            KeptQuestion::Open { .. } if opens < 2 => {
+                opens += 1;
+                let ready = KeptAnswer::Ready {
+                    lease: 7,
+                    generation: 7,
+                    bytes: 2 * MIB,
+                    checksum: 1,
+                };
+                // What the GPU lost is not what it was.
+                (ready, Some(tempfile::tempfile().unwrap().into()))
+            }
+            KeptQuestion::Open { .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),
+            _ => (KeptAnswer::Discarded, None),
+        });
+        let shelf = Shelf::at(&context(), &socket);
+        let lost = shelf.find("weights", &KEY, NOW).unwrap_err();
+        assert!(matches!(lost, KeptError::Lost { lease: 7, .. }), "{lost}");
+        assert!(lost.retryable());
+        let anew = shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap_err();
+        assert!(
+            matches!(&anew, KeptError::Refused { why, .. } if *why == KeptRefusal::Off),
+            "{anew}"
+        );
+        let asked = agent.join().unwrap();
+        assert_eq!(asked, ["open", "discard", "open", "discard", "open"]);
+    });
+}
+
+#[test]
+fn who_lost_the_right_to_commit_does_not_discard_what_another_may_have_committed() {
+    inside(ONE_GPU, |_| {
+        let folder = tempfile::tempdir().unwrap();
+        let socket = folder.path().join("agent.sock");
+        let agent = scripted(&socket, 3, |client, question| match question {
+            KeptQuestion::Open { bytes: 0, .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),
+            KeptQuestion::Open { bytes, .. } => {
+                let memory = Driver::get().unwrap().device(0).unwrap().create(*bytes);
+                let fd = memory.unwrap().export().unwrap();
+                let made = ToShim::Kept(KeptAnswer::Made { bytes: *bytes });
+                send_message(client, &made, Some(fd.as_fd())).unwrap();
+                let write = KeptAnswer::Write {
+                    lease: 7,
+                    generation: 7,
+                    bytes: *bytes,
+                    token: 1,
+                    expires_ms: 1,
+                };
+                (write, None)
+            }
+            _ => (KeptAnswer::Refused(KeptRefusal::Fenced), None),
+        });
+        let shelf = Shelf::at(&context(), &socket);
+        let error = writing(&shelf, 2 * MIB).commit().unwrap_err();
+        assert!(
+            matches!(&error, KeptError::Refused { why, .. } if *why == KeptRefusal::Fenced),
+            "{error}"
+        );
+        assert!(shelf.find("weights", &KEY, NOW).is_err());
+        assert_eq!(agent.join().unwrap(), ["open", "commit", "open"]);
     });
 }
 

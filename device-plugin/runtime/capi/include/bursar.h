@@ -30,7 +30,7 @@ typedef enum bursar_status {
     BURSAR_BUSY = 3,
     /* The container's quota has no room for it. */
     BURSAR_QUOTA = 4,
-    /* The content is not what was committed; the lease is discarded. */
+    /* The content is not what was committed, or is lost; the lease is discarded. */
     BURSAR_CORRUPT = 5,
     /* The right to commit has ended; the lease is discarded. */
     BURSAR_FENCED = 6,

@@ -57,7 +57,9 @@ impl Failure {
 impl From<KeptError> for Failure {
     fn from(error: KeptError) -> Failure {
         let cuda = match &error {
-            KeptError::Cuda(error) | KeptError::Driver(DriverError::Cuda(error)) => error.code,
+            KeptError::Cuda(error)
+            | KeptError::Driver(DriverError::Cuda(error))
+            | KeptError::Lost { source: error, .. } => error.code,
             KeptError::Refused {
                 why: KeptRefusal::Driver { code },
                 ..
@@ -78,7 +80,7 @@ fn status(error: &KeptError) -> Status {
         KeptError::Agent { .. } => Status::Busy,
         KeptError::Goodbye(_) => Status::Refused,
         KeptError::Unexpected => Status::Internal,
-        KeptError::Corrupt { .. } => Status::Corrupt,
+        KeptError::Corrupt { .. } | KeptError::Lost { .. } => Status::Corrupt,
         KeptError::Cuda(_) | KeptError::Driver(_) => Status::Driver,
         KeptError::Refused { why, .. } => match why {
             KeptRefusal::Missing => Status::Missing,

@@ -21,7 +21,7 @@ class Quota(Error):
 
 
 class Corrupt(Error):
-    """The content is not what was committed; the lease is discarded."""
+    """The content is not what was committed, or is lost; the lease is discarded."""
 
 
 class Fenced(Error):

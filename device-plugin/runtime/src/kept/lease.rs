@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_protocol::VERSION;
-use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion};
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 
 use super::claim::Claim;
 use super::{ASK_EVERY, KeptError, Shelf, ask, refused};
@@ -254,7 +254,8 @@ impl Writing {
     /// process, and states the checksum. The address stays.
     ///
     /// # Errors
-    /// What the driver answered; [`KeptRefusal::Fenced`](bursar_protocol::wire::kept::KeptRefusal::Fenced) where the right to commit has ended. The lease is discarded.
+    /// What the driver answered; [`KeptRefusal::Fenced`] where the right to commit has ended. Either way the lease is
+    /// this writer's no more: it is discarded, but for one that is another's to write by now.
     pub fn commit(mut self) -> Result<Kept, KeptError> {
         // Taken only when nothing can fail any more: until then the end of `self` discards the lease.
         let memory = self.memory.as_ref().ok_or(KeptError::Unexpected)?;
@@ -269,7 +270,13 @@ impl Writing {
             token: self.token,
             checksum: self.shelf.checksum_of(memory)?,
         };
-        self.state(&question)?;
+        if let Err(error) = self.state(&question) {
+            if matches!(&error, KeptError::Refused { why, .. } if *why == KeptRefusal::Fenced) {
+                // It ended with the right to write it, or who asked for it later has that: theirs is not discarded.
+                self.memory = None;
+            }
+            return Err(error);
+        }
         let memory = self.memory.take().ok_or(KeptError::Unexpected)?;
         Ok(Kept::new(self.shelf.clone(), memory))
     }
