@@ -12,8 +12,6 @@
 //!                                     <-  Created {bytes} + fd | Failed {code, call}
 //!   Sweep {bytes}                     ->                         (waits until the driver has scrubbed so much)
 //!                                     <-  Swept | Failed {code, call}
-//!   Ping                              ->                         (asks the driver something)
-//!                                     <-  Pong | Failed {code, call}
 //! ```
 //!
 //! The canary (`bursar-worker canary --gpu UUID`) speaks no protocol: it prints one line of JSON, `{"verdict": "Scrubbed"}`,
@@ -35,8 +33,6 @@ pub enum ToWorker {
         /// How much was freed, in bytes.
         bytes: u64,
     },
-    /// Asks whether it lives, and the driver below it.
-    Ping,
 }
 
 /// What the worker says.
@@ -59,8 +55,6 @@ pub enum FromWorker {
     },
     /// What was freed is scrubbed.
     Swept,
-    /// It lives.
-    Pong,
     /// The driver said no.
     Failed {
         /// The `CUresult`; -1 where there is no driver, or none that has the function.
@@ -75,7 +69,6 @@ impl Message for ToWorker {
         let (message, bytes) = match self {
             ToWorker::Create { bytes } => (1, bytes),
             ToWorker::Sweep { bytes } => (2, bytes),
-            ToWorker::Ping => return vec![3],
         };
         [&[message], bytes.to_le_bytes().as_slice()].concat()
     }
@@ -89,7 +82,6 @@ impl Message for ToWorker {
             2 => ToWorker::Sweep {
                 bytes: fields.u64()?,
             },
-            3 => ToWorker::Ping,
             other => return Err(WireError::UnknownMessage(other)),
         };
         fields.end(message)
@@ -115,9 +107,8 @@ impl Message for FromWorker {
                 out.extend_from_slice(&bytes.to_le_bytes());
             }
             FromWorker::Swept => out.push(3),
-            FromWorker::Pong => out.push(4),
             FromWorker::Failed { code, call } => {
-                out.push(5);
+                out.push(4);
                 out.extend_from_slice(&code.to_le_bytes());
                 put_name(&mut out, call);
             }
@@ -137,8 +128,7 @@ impl Message for FromWorker {
                 bytes: fields.u64()?,
             },
             3 => FromWorker::Swept,
-            4 => FromWorker::Pong,
-            5 => FromWorker::Failed {
+            4 => FromWorker::Failed {
                 code: fields.u32()?.cast_signed(),
                 call: fields.name()?,
             },
@@ -157,7 +147,6 @@ mod tests {
         prop_oneof![
             any::<u64>().prop_map(|bytes| ToWorker::Create { bytes }),
             any::<u64>().prop_map(|bytes| ToWorker::Sweep { bytes }),
-            Just(ToWorker::Ping),
         ]
     }
 
@@ -170,7 +159,6 @@ mod tests {
             }),
             any::<u64>().prop_map(|bytes| FromWorker::Created { bytes }),
             Just(FromWorker::Swept),
-            Just(FromWorker::Pong),
             (any::<i32>(), "[a-zA-Z0-9_]{0,96}")
                 .prop_map(|(code, call)| FromWorker::Failed { code, call }),
         ]

@@ -69,7 +69,6 @@ type Made = (OwnedFd, Handle);
 
 /// What does not change about the GPU.
 struct Worker {
-    driver: &'static Driver,
     device: Device,
     version: i32,
     granularity: u64,
@@ -81,7 +80,6 @@ impl Worker {
         let driver = Driver::get()?;
         let device = driver.device_by_uuid(gpu)?;
         Ok(Worker {
-            driver,
             device,
             version: driver.version()?,
             granularity: device.granularity()?,
@@ -109,10 +107,6 @@ impl Worker {
                 std::thread::sleep(scrub_time(bytes.min(self.total)));
                 self.device.create(self.granularity)?;
                 Ok((FromWorker::Swept, None))
-            }
-            ToWorker::Ping => {
-                self.driver.device_count()?;
-                Ok((FromWorker::Pong, None))
             }
         }
     }
