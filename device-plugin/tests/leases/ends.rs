@@ -87,6 +87,15 @@ async fn a_container_is_charged_for_what_it_discarded_until_nobody_holds_it() {
 }
 
 #[tokio::test]
+async fn a_descriptor_in_flight_holds_discarded_memory_as_an_open_one_does() {
+    let queue = |tenant: &mut Tenant, lease| {
+        let holder = tenant.ask(&format!("queue {lease}")).unwrap();
+        Some(Parked(holder.parse().unwrap()))
+    };
+    charged_while_held(queue).await;
+}
+
+#[tokio::test]
 async fn an_io_uring_that_holds_discarded_memory_is_a_holder_like_any_other() {
     let (_folder, program) = compiled("ring.c");
     let ring = |tenant: &mut Tenant, lease| {

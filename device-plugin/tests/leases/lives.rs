@@ -2,6 +2,7 @@
 
 use crate::bed::{Bed, GIB, open, read};
 use crate::tenant::Opened;
+use crate::tokens::stranger;
 
 #[tokio::test]
 async fn kept_memory_outlives_its_writer_the_worker_and_the_agent_and_is_its_namespaces() {
@@ -23,6 +24,11 @@ async fn kept_memory_outlives_its_writer_the_worker_and_the_agent_and_is_its_nam
     assert_eq!(writer.commit(lease, token, 42), "committed");
     writer.kill();
     assert_eq!(read(&mut other, "weights"), (lease, 42));
+    let foreign = stranger(&bed, "c").await;
+    let (_, gpu) = bed.device(&first);
+    assert_eq!(bed.device(&foreign).1, gpu, "it could be found there");
+    let missing = open(&mut bed.tenant(&foreign), "weights", 0).unwrap_err();
+    assert!(missing.contains("Missing"), "{missing}");
     bed.kill_workers();
     bed.machine.restart_agent().await;
     let mut next = bed.tenant(&first);

@@ -230,6 +230,17 @@ impl Inside {
                 drop(kept);
                 holder.id().to_string()
             }
+            // The same, in the queue of a socket that nobody reads.
+            "queue" => {
+                let (ours, its) = UnixStream::pair().unwrap();
+                let kept = self.leases[&number(1)].as_fd();
+                send_message(&ours, &ToAgent::Refresh, Some(kept)).unwrap();
+                let mut holder = Command::new("sleep");
+                holder.arg("1000").stdin(Stdio::from(OwnedFd::from(its)));
+                #[expect(clippy::zombie_processes, reason = "as above")]
+                let holder = holder.spawn().unwrap();
+                holder.id().to_string()
+            }
             // The same, of which no table of descriptors tells.
             "ring" => {
                 let kept = rustix::io::dup(&self.leases[&number(1)]).unwrap();

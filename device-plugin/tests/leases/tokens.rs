@@ -56,7 +56,7 @@ pub(crate) fn is_fenced(redeemed: &Result<(u64, u64), String>, which: Generation
 }
 
 /// A pod of another namespace, started.
-async fn stranger(bed: &Bed, name: &str) -> Pod {
+pub(crate) async fn stranger(bed: &Bed, name: &str) -> Pod {
     let mut pod = Pod::with(name, GPU, 1);
     pod.namespace = "other".to_owned();
     bed.machine.kubelet.admit(&pod).await.unwrap();
