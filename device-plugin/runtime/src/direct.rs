@@ -5,15 +5,16 @@
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
+use std::collections::HashSet;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Attach, Context, LINEAR_ALIGNMENT, Stream};
 use crate::error::{CudaError, FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_free,
-    check_request,
+    check_request, take_live,
 };
 
 /// What kind of memory: how it is allocated, and what it is called.
@@ -56,6 +57,8 @@ pub struct Direct<S = Linear> {
     origin: Origin,
     made: AtomicU64,
     live: AtomicU64,
+    /// Blocks that somebody owns.
+    owned: Mutex<HashSet<BlockRef>>,
     /// Blocks whose free failed.
     failed: Mutex<Vec<BlockRef>>,
     /// Held by whoever tries them again; nobody waits for it.
@@ -81,12 +84,17 @@ impl<S: Source> Direct<S> {
             origin: Origin::unique(),
             made: AtomicU64::new(0),
             live: AtomicU64::new(0),
+            owned: Mutex::default(),
             failed: Mutex::default(),
             reaping: Mutex::default(),
         }
     }
 
-    fn failed(&self) -> std::sync::MutexGuard<'_, Vec<BlockRef>> {
+    fn owned(&self) -> MutexGuard<'_, HashSet<BlockRef>> {
+        self.owned.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn failed(&self) -> MutexGuard<'_, Vec<BlockRef>> {
         self.failed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -99,18 +107,21 @@ impl<S: Source> DeviceMemoryResource for Direct<S> {
             .source
             .allocate(&self.context, layout.size())
             .map_err(|error| ResourceError::of_allocation(self.ordinal(), bytes, error))?;
-        self.live.fetch_add(bytes, Ordering::Relaxed);
-        Ok(Block::new(BlockRef {
+        let block = BlockRef {
             address,
             layout,
             origin: self.origin,
             generation: self.made.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
-        }))
+        };
+        self.live.fetch_add(bytes, Ordering::Relaxed);
+        self.owned().insert(block);
+        Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
+        let block = take_live(&mut self.owned(), block)?;
         let (gone, bytes) = (block.as_ref(), block.bytes());
         let freed = self.context.free(gone.address);
         if freed.is_err() {

@@ -7,14 +7,14 @@
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::driver::{Context, Stream};
 use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, BlockUse, DeviceMemoryResource, Outstanding, Reaped, Tag, check_own,
-    check_stream,
+    check_stream, take_live,
 };
 use crate::under::{Under, pass_on};
 
@@ -39,6 +39,8 @@ struct Quarantined {
 
 #[derive(Debug, Default)]
 struct State {
+    /// Blocks that somebody owns, and their bytes.
+    live: HashSet<BlockRef>,
     live_bytes: u64,
     quarantine: VecDeque<Quarantined>,
     /// Bytes of blocks in quarantine, and of such as are leaving it now.
@@ -92,7 +94,7 @@ impl<R: DeviceMemoryResource> Guard<R> {
         if found != origin {
             return Err(ResourceError::Foreign { origin, found });
         }
-        if self.is_kept(block) {
+        if !self.lock().live.contains(&block) {
             return Err(ResourceError::Stale { generation });
         }
         self.inner(block)
@@ -245,17 +247,21 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
             let _ = self.under.deallocate(block, stream);
             return Err(error.into());
         }
-        self.lock().live_bytes += layout.size() as u64;
-        Ok(Block::new(BlockRef {
+        let block = BlockRef {
             address: whole.address + before as u64,
             layout,
             ..whole
-        }))
+        };
+        let mut state = self.lock();
+        state.live.insert(block);
+        state.live_bytes += block.bytes();
+        Ok(Block::new(block))
     }
 
     /// A block whose zones were overwritten is refused, and kept as it is.
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_own(self.under.origin, block)?;
+        let block = take_live(&mut self.lock().live, block)?;
         let outer = block.as_ref();
         let prepared = check_stream(self.ordinal(), stream)
             .and_then(|()| Ok(stream.context().synchronize()?))
@@ -269,7 +275,10 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
             });
         let inner = match prepared {
             Ok(inner) => inner,
-            Err(why) => return Err(FreeError::Refused { block, why }),
+            Err(why) => {
+                self.lock().live.insert(outer);
+                return Err(FreeError::Refused { block, why });
+            }
         };
         {
             let mut state = self.lock();

@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
+use std::collections::HashSet;
 use std::fmt;
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -84,7 +85,8 @@ impl BlockRef {
 pub struct Block(BlockRef);
 
 impl Block {
-    /// A block of a resource: for sources of memory only. One that its resource did not make is refused by it.
+    /// A block of a resource: for sources of memory only. One that its resource did not make, or that was freed, is
+    /// refused by it.
     pub fn new(block: BlockRef) -> Block {
         Block(block)
     }
@@ -364,4 +366,18 @@ pub fn check_own(origin: Origin, block: Block) -> Result<Block, FreeError> {
         return Err(FreeError::Refused { block, why });
     }
     Ok(block)
+}
+
+/// Takes a block from those that somebody owns; gives it back where it is none of them. Its address may be another's
+/// by now.
+///
+/// # Errors
+/// [`FreeError::Refused`] with [`ResourceError::Stale`].
+pub(crate) fn take_live(live: &mut HashSet<BlockRef>, block: Block) -> Result<Block, FreeError> {
+    if live.remove(&block.0) {
+        return Ok(block);
+    }
+    let generation = block.0.generation;
+    let why = ResourceError::Stale { generation };
+    Err(FreeError::Refused { block, why })
 }

@@ -5,6 +5,7 @@
 //! stream can meet another's.
 
 use std::alloc::Layout;
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
@@ -13,7 +14,7 @@ use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Tag, check_free,
-    check_request,
+    check_request, take_live,
 };
 
 /// What a mapping's address is a multiple of, at least: the smallest granularity of a driver is 2 MiB.
@@ -32,7 +33,8 @@ pub struct Arena {
 struct State {
     /// Bytes from the start that were handed out, with what alignment left.
     taken: u64,
-    /// Bytes in blocks that somebody owns.
+    /// Blocks that somebody owns, and their bytes.
+    owned: HashSet<BlockRef>,
     live: u64,
 }
 
@@ -86,19 +88,21 @@ impl DeviceMemoryResource for Arena {
         };
         state.taken = end;
         state.live += asked;
-        Ok(Block::new(BlockRef {
+        let block = BlockRef {
             address: self.writing.address() + start,
             layout,
             origin: self.origin,
             generation: self.made.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
-        }))
+        };
+        state.owned.insert(block);
+        Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
         let mut state = self.state();
-        state.live = state.live.saturating_sub(block.bytes());
+        state.live -= take_live(&mut state.owned, block)?.bytes();
         Ok(())
     }
 

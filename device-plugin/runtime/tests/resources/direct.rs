@@ -3,9 +3,13 @@
 use std::alloc::Layout;
 
 use bursar_runtime::driver::{Attach, Stream};
-use bursar_runtime::{DeviceMemoryResource as _, Direct, FreeError, Managed, ResourceError, Tag};
+use bursar_runtime::{
+    Async, Block, Budget, DeviceMemoryResource, Direct, Exportable, FreeError, Guard, Managed,
+    ResourceError, Tag,
+};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
+use crate::raw::Raw as _;
 use crate::{MIB, bytes, context, fault};
 
 fn direct(ordinal: u32) -> (Direct, Stream) {
@@ -84,6 +88,49 @@ fn a_block_of_another_resource_is_refused_and_given_back() {
         };
         assert_eq!(why.reason(), "Foreign");
         first.deallocate(block, &stream).unwrap();
+    });
+}
+
+/// A block is freed twice, the second time when its address is another block's, where the driver gives it again.
+fn refuses_a_second_free(memory: impl DeviceMemoryResource, stream: &Stream) -> bool {
+    let (kind, memory) = (memory.kind(), Budget::new(memory, u64::MAX));
+    let block = memory.allocate(bytes(MIB), stream, Tag::default()).unwrap();
+    let old = block.as_ref();
+    memory.deallocate(block, stream).unwrap();
+    memory.reap_pending().unwrap();
+    let new = memory.allocate(bytes(MIB), stream, Tag::default()).unwrap();
+    let Err(FreeError::Refused { block, why }) = memory.deallocate(Block::new(old), stream) else {
+        panic!("{kind}: it was freed");
+    };
+    let generation = old.generation;
+    assert_eq!(why, ResourceError::Stale { generation }, "{kind}");
+    assert_eq!(block.as_ref(), old);
+    assert_eq!(memory.account().snapshot().used, 1 << 20, "{kind}");
+    assert_eq!(memory.bytes_outstanding().live, 1 << 20, "{kind}");
+    stream.context().fill(new.address(), 1, MIB).unwrap();
+    let again = new.address() == old.address;
+    memory.deallocate(new, stream).unwrap();
+    again
+}
+
+#[test]
+fn a_block_freed_twice_is_refused_by_every_source_whoever_has_its_address() {
+    inside(ONE_GPU, |_| {
+        let (direct, stream) = direct(0);
+        let context = stream.context();
+        let guarded = Exportable::guarded(context, 0).unwrap();
+        assert!(refuses_a_second_free(direct, &stream));
+        assert!(refuses_a_second_free(
+            Managed::of(context, Attach::Global),
+            &stream
+        ));
+        assert!(refuses_a_second_free(
+            Guard::new(Direct::new(context), 0),
+            &stream
+        ));
+        refuses_a_second_free(Async::new(context), &stream);
+        refuses_a_second_free(Exportable::new(context).unwrap(), &stream);
+        refuses_a_second_free(Guard::new(guarded, 1 << 30), &stream);
     });
 }
 
