@@ -1,4 +1,4 @@
-//! A million steps of tenants, agents, workers and vaults that die at any moment, held against what was promised.
+//! A million operations of tenants, agents, workers and vaults that die at any moment, held against what was promised.
 //!
 //! The world around the book is a model: memory lives while a descriptor or a mapping does; charges, and what the
 //! node's ledger has, are on disk; the vault's answers are its truth. The agent does what the book says in the order of
@@ -10,6 +10,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use super::tests::gpu;
 use super::*;
 
+/// Of each history; not every step finds something to do.
 const STEPS: u32 = 1_000_000;
 const MIB: u64 = 1 << 20;
 /// What the GPU has.
@@ -37,6 +38,8 @@ struct Tenant {
     asker: Asker,
     image: u64,
     grips: Vec<Grip>,
+    /// What images of it before this one had, as long as the agent was not told of their end.
+    before: Vec<Grip>,
     /// Leases whose memory it was handed while they were made, whatever became of them.
     handed: BTreeSet<LeaseId>,
 }
@@ -98,6 +101,10 @@ struct World {
     kept: BTreeMap<LeaseId, u64>,
     leaked: u64,
     expected: BTreeMap<Title, Expected>,
+    /// Who was given the right to commit last, of each title.
+    newest: BTreeMap<Title, (LeaseId, u64)>,
+    /// Rights of images that have ended, and on GPUs that were reset.
+    stale: Vec<(Asker, Grip)>,
     next: u64,
     /// What happened, for a history that shows nothing to be found out.
     counts: BTreeMap<&'static str, u64>,
@@ -124,6 +131,8 @@ impl World {
             kept: BTreeMap::new(),
             leaked: 0,
             expected: BTreeMap::new(),
+            newest: BTreeMap::new(),
+            stale: Vec::new(),
             next: 1,
             counts: BTreeMap::new(),
         };
@@ -325,7 +334,8 @@ impl World {
             150..165 => self.process_execs(),
             165..500 => self.open(),
             500..640 => self.making_goes_on(),
-            640..760 => self.commit(),
+            640..740 => self.commit(),
+            740..760 => self.commit_stale(),
             760..785 => self.discard(),
             785..850 => self.unmap(),
             850..930 => self.stand(),
@@ -409,6 +419,8 @@ impl World {
         }
         let known = turn.orphaned.is_some();
         let account = self.accounts.remove(&allocation).unwrap_or_default();
+        self.stale
+            .retain(|(asker, _)| asker.allocation != allocation);
         self.leaked += account.dead;
         if known {
             let orphaned = turn.orphaned.unwrap_or_default();
@@ -466,6 +478,7 @@ impl World {
                 },
                 image: number,
                 grips: Vec::new(),
+                before: Vec::new(),
                 handed: BTreeSet::new(),
             });
         }
@@ -482,6 +495,8 @@ impl World {
     fn kill(&mut self, at: usize) {
         self.count("process deaths");
         let tenant = self.tenants.remove(at);
+        self.are_stale(tenant.asker, tenant.grips);
+        self.are_stale(tenant.asker, tenant.before);
         self.making.retain_mut(|making| {
             if making.tenant > at {
                 making.tenant -= 1;
@@ -499,9 +514,10 @@ impl World {
             return;
         }
         let (at, image) = (self.below(self.tenants.len()), self.number());
-        self.tenants[at].image = image;
-        self.tenants[at].grips.clear();
-        self.tenants[at].handed.clear();
+        let tenant = &mut self.tenants[at];
+        tenant.image = image;
+        tenant.before.append(&mut tenant.grips);
+        tenant.handed.clear();
         for making in &mut self.making {
             // Nobody takes the answer.
             if making.tenant == at {
@@ -510,9 +526,24 @@ impl World {
         }
         if self.one_in(2) {
             // The shim says hello; otherwise the next open tells.
-            let process = self.tenants[at].asker.process;
-            let effects = self.book.ended(process);
-            self.carry_out(effects);
+            let asker = self.tenants[at].asker;
+            let is_known = self.linked && self.book.is_bound(&asker.allocation);
+            let effects = self.book.ended(asker.process);
+            if self.carry_out(effects) && is_known {
+                let before = std::mem::take(&mut self.tenants[at].before);
+                self.are_stale(asker, before);
+            }
+        }
+    }
+
+    /// From now on nobody may commit with these.
+    fn are_stale(&mut self, asker: Asker, grips: Vec<Grip>) {
+        for grip in grips.into_iter().filter(|grip| grip.token.is_some()) {
+            if self.stale.len() == 32 {
+                let at = self.below(32);
+                self.stale.swap_remove(at);
+            }
+            self.stale.push((asker, grip));
         }
     }
 
@@ -552,6 +583,11 @@ impl World {
         if !self.carry_out(effects) {
             return;
         }
+        if opened != Err(KeptRefusal::Unavailable) {
+            self.count("opens");
+            let before = std::mem::take(&mut self.tenants[at].before);
+            self.are_stale(tenant.asker, before);
+        }
         let promised = |found: Option<(LeaseId, u64)>| match expected {
             Some(Expected::Content(lease, checksum)) => {
                 assert_eq!(found, Some((lease, checksum)), "{title:?}");
@@ -580,6 +616,7 @@ impl World {
             Ok(Opened::Write(lease)) => {
                 promised(None);
                 if self.linked && self.vault.contains_key(&lease) {
+                    self.newest.insert(title.clone(), (lease, token));
                     let token = Some((token, self.now + WRITE_TIME));
                     self.tenants[at].grips.push(Grip {
                         lease,
@@ -655,6 +692,8 @@ impl World {
         let is_his = made.is_some();
         // The answer goes out, to whoever still takes it.
         if is_his && let Some(tenant) = self.tenants.get_mut(making.tenant) {
+            let newest = (making.lease, making.token);
+            self.newest.insert(making.title.clone(), newest);
             tenant.grips.push(Grip {
                 lease: making.lease,
                 title: making.title,
@@ -666,7 +705,7 @@ impl World {
     }
 
     fn commit(&mut self) {
-        let Some((at, grip)) = self.some_grip() else {
+        let Some((at, grip)) = self.some_grip(|grip| grip.token.is_some()) else {
             return;
         };
         let Some((token, until)) = grip.token else {
@@ -677,11 +716,13 @@ impl World {
         let committed = self
             .book
             .commit(asker, grip.lease, token, checksum, self.now);
-        let effects = match committed {
-            Ok(effects) => effects,
-            Err(_) => return,
+        self.count("commits asked for");
+        let Ok(effects) = committed else {
+            return;
         };
         assert!(self.now < until, "an expired token commits");
+        let newest = self.newest.get(&grip.title);
+        assert_eq!(newest, Some(&(grip.lease, token)), "a superseded one does");
         // From here on what is promised is either, until it is answered.
         self.expected.insert(grip.title.clone(), Expected::Anything);
         if !self.carry_out(effects) || self.one_in(100) || !self.linked {
@@ -709,18 +750,37 @@ impl World {
         assert_eq!(newest.map(|(lease, _)| *lease), Some(grip.lease));
     }
 
-    fn some_grip(&mut self) -> Option<(usize, Grip)> {
-        let at = self.below(self.tenants.len());
-        let which = self.below(self.tenants.get(at)?.grips.len());
-        let grip = self.tenants[at].grips.get(which)?.clone();
-        Some((at, grip))
+    /// A right that has ended is tried all the same.
+    fn commit_stale(&mut self) {
+        let at = self.below(self.stale.len());
+        let Some((asker, grip)) = self.stale.get(at).cloned() else {
+            return;
+        };
+        let Some((token, _)) = grip.token else {
+            return;
+        };
+        let committed = self.book.commit(asker, grip.lease, token, 0, self.now);
+        assert!(committed.is_err(), "{asker:?} of before commits {grip:?}");
+        if self.linked && self.book.is_bound(&asker.allocation) {
+            self.count("stale commits");
+        }
+    }
+
+    fn some_grip(&mut self, is_one: impl Fn(&Grip) -> bool) -> Option<(usize, Grip)> {
+        let tenants = self.tenants.iter().enumerate();
+        let all = tenants.flat_map(|(at, tenant)| tenant.grips.iter().map(move |grip| (at, grip)));
+        let grips: Vec<_> = all.filter(|(_, grip)| is_one(grip)).collect();
+        let which = self.dice.random_range(0..grips.len().max(1));
+        let (at, grip) = grips.get(which)?;
+        Some((*at, (*grip).clone()))
     }
 
     fn discard(&mut self) {
-        let Some((at, grip)) = self.some_grip() else {
+        let Some((at, grip)) = self.some_grip(|_| true) else {
             return;
         };
         let asker = self.tenants[at].asker;
+        self.count("discards asked for");
         if let Ok(effects) = self.book.discard(asker, grip.lease) {
             // Its title may be another lease's by now.
             if let Some(expected) = self.expected.get_mut(&grip.title)
@@ -744,7 +804,7 @@ impl World {
         if let Some(tenant) = self.tenants.get_mut(at) {
             tenant.handed.pop_first();
         }
-        if let Some((at, grip)) = self.some_grip() {
+        if let Some((at, grip)) = self.some_grip(|_| true) {
             self.tenants[at]
                 .grips
                 .retain(|held| held.lease != grip.lease);
@@ -790,9 +850,12 @@ impl World {
         *self.node.generations.get_mut(&gpu()).unwrap() += 1;
         // Whatever is committed on it is gone.
         self.expected.clear();
-        for tenant in &mut self.tenants {
-            tenant.grips.clear();
+        for at in 0..self.tenants.len() {
+            let tenant = &mut self.tenants[at];
             tenant.handed.clear();
+            let (asker, mut grips) = (tenant.asker, std::mem::take(&mut tenant.grips));
+            grips.append(&mut tenant.before);
+            self.are_stale(asker, grips);
         }
         let making: Vec<Making> = self.making.drain(..).collect();
         for making in making {
@@ -839,6 +902,7 @@ impl World {
             "made",
             "commits",
             "reads",
+            "stale commits",
             "discards",
             "over quota",
             "agent deaths",
@@ -849,6 +913,73 @@ impl World {
             let times = self.counts.get(what).copied().unwrap_or(0);
             assert!(times > 100, "{what}: {times} of {:?}", self.counts);
         }
+    }
+
+    // What must hold in the end.
+
+    /// All processes end, and every pod gives up what it has open: nobody is charged for anything any more.
+    fn all_is_given_up(&mut self) {
+        while !self.tenants.is_empty() {
+            self.process_ends();
+        }
+        // The agent may die in any of these.
+        for _ in 0..20 {
+            self.comes_to_rest();
+            for allocation in self.accounts.keys().copied().collect::<Vec<_>>() {
+                let process = Process { pid: 0, start: 0 };
+                let asker = Asker {
+                    allocation,
+                    process,
+                };
+                for lease in self.vault.keys().copied().collect::<Vec<_>>() {
+                    if let Ok(effects) = self.book.discard(asker, lease) {
+                        self.carry_out(effects);
+                    }
+                }
+            }
+        }
+        self.comes_to_rest();
+        self.expected.clear();
+        self.is_empty();
+    }
+
+    /// Every container ends.
+    fn all_ends(&mut self) {
+        while !self.accounts.is_empty() {
+            self.container_ends();
+        }
+        // The agent may die in any of these.
+        for _ in 0..20 {
+            self.comes_to_rest();
+        }
+        self.is_empty();
+    }
+
+    /// What was begun is done, and the node's tick comes.
+    fn comes_to_rest(&mut self) {
+        if !self.linked {
+            self.link();
+        }
+        while !self.making.is_empty() {
+            self.making_goes_on();
+        }
+        self.stand();
+        self.prove();
+        self.check();
+    }
+
+    fn is_empty(&self) {
+        assert_eq!(self.vault, BTreeMap::new());
+        assert_eq!(self.book.leases, BTreeMap::new());
+        let accounts = self.accounts.values().map(Account::charged).sum::<u64>();
+        assert_eq!((self.memory(), accounts, self.leaked), (0, 0, 0));
+        assert_eq!(self.kept, BTreeMap::new());
+    }
+
+    /// Questions that the book was asked, and leases that were made.
+    fn operations(&self) -> u64 {
+        let of = ["opens", "made", "commits asked for", "discards asked for"];
+        of.iter().filter_map(|what| self.counts.get(what)).sum()
     }
 
     // What must hold after every step.
@@ -881,13 +1012,22 @@ impl World {
 }
 
 #[test]
-fn nothing_is_lost_shared_or_reused_in_a_million_steps_of_which_any_may_be_somebodys_last() {
+fn nothing_is_lost_shared_reused_or_left_in_a_million_operations_of_which_any_may_be_somebodys_last()
+ {
+    let mut operations = 0;
     for seed in 7..11 {
         let mut world = World::new(seed);
-        for _ in 0..STEPS {
+        for step in 1..=STEPS {
             world.step();
             world.check();
+            match step % (STEPS / 50) {
+                0 => world.all_ends(),
+                at if at == STEPS / 100 => world.all_is_given_up(),
+                _ => {}
+            }
         }
         world.has_shown_enough();
+        operations += world.operations();
     }
+    assert!(operations > 1_000_000, "{operations}");
 }
