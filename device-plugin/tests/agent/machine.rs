@@ -104,6 +104,11 @@ impl Machine {
     pub(crate) async fn come_back(&mut self) -> Duration {
         let before = self.registrations();
         self.start_agent();
+        self.until_registered(before).await
+    }
+
+    /// Waits for one more registration than there were before; how long that took.
+    pub(crate) async fn until_registered(&self, before: usize) -> Duration {
         let time = eventually("a registration", || self.registrations() > before).await;
         self.kubelet.until_allocatable(GPU, 32).await;
         time
@@ -155,7 +160,7 @@ impl Machine {
         (code, body.to_owned())
     }
 
-    fn registrations(&self) -> usize {
+    pub(crate) fn registrations(&self) -> usize {
         self.kubelet
             .count(|call| matches!(call, crate::common::kubelet::Call::Register(..)))
     }

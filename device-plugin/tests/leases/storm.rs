@@ -1,15 +1,21 @@
-//! Tenants that keep and read, while they, the workers, the agent and the vault are killed at any moment.
+//! Tenants that keep and read, while they, the workers, the agent and the vault are killed at any moment: between two
+//! questions, and while one is asked.
 
 use std::collections::BTreeMap;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::bed::{Bed, GIB, open, passes};
-use crate::tenant::{Opened, Tenant};
+use crate::tenant::{GONE, Opened, Tenant};
 
 const ROUNDS: u32 = 250;
+
+/// How long after a question was asked somebody dies, at most, in microseconds.
+const WITHIN: u64 = 20_000;
 
 /// What a name must hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -19,98 +25,211 @@ enum Promised {
     Content(u64, u64),
 }
 
-#[tokio::test]
+/// Who is killed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Victim {
+    Tenant,
+    Workers,
+    Agent,
+    Vault,
+}
+
+impl Victim {
+    const ALL: [Victim; 4] = [
+        Victim::Tenant,
+        Victim::Workers,
+        Victim::Agent,
+        Victim::Vault,
+    ];
+
+    /// SIGKILL. The agent and the vault have successors at once.
+    fn kill(self, bed: &mut Bed, tenant: u32) {
+        match self {
+            Victim::Tenant => {
+                let pid = Pid::from_raw(tenant.cast_signed()).unwrap();
+                kill_process(pid, Signal::KILL).unwrap();
+            }
+            Victim::Workers => drop(bed.kill_workers()),
+            Victim::Agent => {
+                bed.machine.kill_agent();
+                bed.machine.start_agent();
+            }
+            Victim::Vault => {
+                bed.kill_vault();
+                bed.start_vault();
+            }
+        }
+    }
+}
+
+/// What a tenant was told.
+enum Told {
+    /// What it read; what it was told when it discarded that.
+    Read(u64, u64, Option<String>),
+    /// What it wrote, and what it was told when it committed that.
+    Wrote(u64, u64, String),
+    Refused(String),
+}
+
+impl Told {
+    fn is_gone(&self) -> bool {
+        match self {
+            Told::Read(_, _, Some(why)) | Told::Wrote(_, _, why) | Told::Refused(why) => {
+                why == GONE
+            }
+            Told::Read(_, _, None) => false,
+        }
+    }
+}
+
+fn ask(tenant: &mut Tenant, name: &str, dice: &mut StdRng, mark: u64) -> Told {
+    let bytes = u64::from(dice.random_range(1..3_u32)) * GIB;
+    let discards = dice.random_range(0..4) == 0;
+    match open(tenant, name, bytes) {
+        Ok(Opened::Ready { lease, mark }) => {
+            Told::Read(lease, mark, discards.then(|| tenant.discard(lease)))
+        }
+        Ok(Opened::Write { lease, token }) => {
+            Told::Wrote(lease, mark, tenant.commit(lease, token, mark))
+        }
+        Err(why) => Told::Refused(why),
+    }
+}
+
+/// What each name must hold; nothing was committed of others.
+#[derive(Default)]
+struct Promises(BTreeMap<&'static str, Promised>);
+
+impl Promises {
+    /// The vault dies, before or after what a name held was looked at.
+    fn forget_all_but(&mut self, name: &'static str) {
+        self.0 = BTreeMap::from([(name, Promised::Either)]);
+    }
+
+    /// Holds what a tenant was told against what was promised.
+    fn judge(&mut self, name: &'static str, told: &Told) {
+        let before = self.0.get(name).copied();
+        let unanswered = |why: &str, of: &str| {
+            assert!(passes(why) || why == GONE || why.contains(of), "{why}");
+            Promised::Either
+        };
+        match told {
+            Told::Read(lease, mark, discarded) => {
+                let read = Promised::Content(*lease, *mark);
+                assert_ne!(before, None, "{name} was never committed");
+                if before != Some(Promised::Either) {
+                    assert_eq!(before, Some(read), "{name}");
+                }
+                match discarded.as_deref() {
+                    Some("discarded") => self.0.remove(name),
+                    Some(why) => self.0.insert(name, unanswered(why, "Missing")),
+                    None => self.0.insert(name, read),
+                };
+            }
+            Told::Wrote(lease, mark, answer) => {
+                let is_lost = matches!(before, Some(Promised::Content(..)));
+                assert!(!is_lost, "{name} is lost: {before:?}");
+                let now = match answer.as_str() {
+                    "committed" => Promised::Content(*lease, *mark),
+                    why => unanswered(why, "Fenced"),
+                };
+                self.0.insert(name, now);
+            }
+            Told::Refused(why) => {
+                let others = ["Writing", "Quota", GONE];
+                assert!(
+                    others.iter().any(|known| why.contains(known)),
+                    "{name}: {why}"
+                );
+            }
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the_end_all_is_free() {
     let mut bed = Bed::new().await;
     bed.machine.run("full", 16).await;
     let mut pods = [bed.machine.run("a", 6).await, bed.machine.run("b", 6).await];
     let mut dice = StdRng::seed_from_u64(3);
     let mut tenants: Vec<Tenant> = pods.iter().map(|pod| bed.tenant(pod)).collect();
-    let mut promised: BTreeMap<&str, Promised> = BTreeMap::new();
-    let (mut commits, mut reads, mut deaths) = (0, 0, [0; 5]);
+    let mut promises = Promises::default();
+    let (mut commits, mut reads, mut all_pods) = (0, 0, 0);
+    // Between two questions, and amid one.
+    let mut deaths = BTreeMap::<Victim, [u32; 2]>::new();
     for round in 0..ROUNDS {
-        match dice.random_range(0..100) {
-            0..10 => {
-                let at = dice.random_range(0..pods.len());
-                // What it was writing is discarded.
-                tenants[at] = bed.tenant(&pods[at]);
-                deaths[0] += 1;
-            }
-            10..14 => deaths[1] += bed.kill_workers(),
-            14..17 => {
-                bed.machine.restart_agent().await;
-                deaths[2] += 1;
-            }
-            17..19 => {
-                bed.kill_vault();
-                bed.start_vault();
-                promised.clear();
-                deaths[3] += 1;
-            }
-            number => {
-                let at = dice.random_range(0..pods.len());
-                let name = ["x", "y", "z"][number as usize % 3];
-                let tenant = &mut tenants[at];
-                let bytes = u64::from(dice.random_range(1..3_u32)) * GIB;
-                let before = promised.get(name).copied();
-                match open(tenant, name, bytes) {
-                    Ok(Opened::Ready { lease, mark }) => {
-                        assert_ne!(before, None, "{name} was never committed");
-                        if let Some(Promised::Content(..)) = before {
-                            assert_eq!(before, Some(Promised::Content(lease, mark)), "{name}");
-                        }
-                        promised.insert(name, Promised::Content(lease, mark));
-                        reads += 1;
-                        if dice.random_range(0..4) == 0 {
-                            let answer = tenant.ask(&format!("discard {lease}")).unwrap();
-                            match answer.as_str() {
-                                "discarded" => drop(promised.remove(name)),
-                                why => {
-                                    assert!(passes(why) || why.contains("Missing"), "{why}");
-                                    promised.insert(name, Promised::Either);
-                                }
-                            }
-                        }
-                    }
-                    Ok(Opened::Write { lease, token }) => {
-                        assert!(
-                            !matches!(before, Some(Promised::Content(..))),
-                            "{name} is lost: {before:?}"
-                        );
-                        let mark = u64::from(round) + 1;
-                        match tenant.commit(lease, token, mark).as_str() {
-                            "committed" => {
-                                promised.insert(name, Promised::Content(lease, mark));
-                                commits += 1;
-                            }
-                            why => {
-                                assert!(passes(why) || why.contains("Fenced"), "{why}");
-                                promised.insert(name, Promised::Either);
-                            }
-                        }
-                    }
-                    // What was discarded and the other pod has open is charged until that pod ends.
-                    Err(why) if why.contains("Quota") => {
-                        tenants.clear();
-                        pods.iter().for_each(|pod| bed.machine.end(pod));
-                        for (at, pod) in pods.iter_mut().enumerate() {
-                            // What the pod's leases had is proven free first.
-                            *pod = bed.machine.admit(&format!("p{round}-{at}"), 6).await;
-                            bed.machine.until_started(pod).await;
-                            tenants.push(bed.tenant(pod));
-                        }
-                        promised.clear();
-                        deaths[4] += 1;
-                    }
-                    Err(why) => assert!(why.contains("Writing"), "{name}: {why}"),
+        let at = dice.random_range(0..pods.len());
+        let name = ["x", "y", "z"][dice.random_range(0..3)];
+        let victim = match dice.random_range(0..100) {
+            0..15 => Some(Victim::Tenant),
+            15..35 => Some(Victim::Workers),
+            35..38 => Some(Victim::Agent),
+            38..42 => Some(Victim::Vault),
+            _ => None,
+        };
+        // Short ones are likelier, for most questions are answered within 2 ms: the more so where few die.
+        let is_rare = matches!(victim, Some(Victim::Agent | Victim::Vault));
+        let halvings = dice.random_range(if is_rare { 3..6 } else { 0..6 });
+        let delay = dice.random_range(0..WITHIN) >> halvings;
+        let registered = bed.machine.registrations();
+        if victim == Some(Victim::Vault) {
+            promises.forget_all_but(name);
+        }
+        let (told, was_amid) = thread::scope(|scope| {
+            let (bed, tenant) = (&mut bed, &mut tenants[at]);
+            let pid = tenant.pid();
+            let killing = victim.map(|victim| {
+                scope.spawn(move || {
+                    thread::sleep(Duration::from_micros(delay));
+                    let begun = Instant::now();
+                    victim.kill(bed, pid);
+                    begun
+                })
+            });
+            let told = ask(tenant, name, &mut dice, u64::from(round) + 1);
+            let answered = Instant::now();
+            let killed = killing.map(|killing| killing.join().unwrap());
+            (told, killed.is_some_and(|killed| killed < answered))
+        });
+        // One that is not killed ends where what it reads is not what was committed.
+        assert!(!told.is_gone() || victim == Some(Victim::Tenant));
+        promises.judge(name, &told);
+        if let Some(victim) = victim {
+            deaths.entry(victim).or_default()[usize::from(was_amid)] += 1;
+        }
+        match victim {
+            // What it was writing is discarded.
+            Some(Victim::Tenant) => tenants[at] = bed.tenant(&pods[at]),
+            Some(Victim::Agent) => drop(bed.machine.until_registered(registered).await),
+            Some(Victim::Vault) => promises.forget_all_but(name),
+            Some(Victim::Workers) | None => {}
+        }
+        match told {
+            Told::Read(..) => reads += 1,
+            Told::Wrote(_, _, answer) => commits += u32::from(answer == "committed"),
+            // What was discarded and the other pod has open is charged until that pod ends.
+            Told::Refused(why) if why.contains("Quota") => {
+                tenants.clear();
+                pods.iter().for_each(|pod| bed.machine.end(pod));
+                for (at, pod) in pods.iter_mut().enumerate() {
+                    // What the pod's leases had is proven free first.
+                    *pod = bed.machine.admit(&format!("p{round}-{at}"), 6).await;
+                    bed.machine.until_started(pod).await;
+                    tenants.push(bed.tenant(pod));
                 }
+                promises = Promises::default();
+                all_pods += 1;
             }
+            Told::Refused(_) => {}
         }
     }
     println!(
-        "{commits} commits, {reads} reads; ends of tenants, workers, agents, vaults, all pods {deaths:?}"
+        "{commits} commits, {reads} reads; deaths between questions, and amid one: {deaths:?}; of all pods: {all_pods}"
     );
-    assert!(commits > 10 && reads > 10 && deaths[..4].iter().all(|deaths| *deaths > 0));
+    assert!(commits > 10 && reads > 10);
+    let amid = |victim| deaths.get(&victim).is_some_and(|[_, amid]| *amid > 0);
+    assert!(Victim::ALL.into_iter().all(amid), "{deaths:?}");
+    assert!(deaths.values().map(|[between, _]| between).sum::<u32>() > 10);
     drop(tenants);
     for pod in &pods {
         bed.machine.end(pod);

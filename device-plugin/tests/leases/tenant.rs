@@ -17,6 +17,9 @@ use bursar_protocol::wire::{Account, HEADER, Message, ToAgent, ToShim};
 /// Bytes of a lease that say what is in it.
 const MARK: usize = 8;
 
+/// What is said for a process that is gone.
+pub(crate) const GONE: &str = "gone";
+
 /// A process in a pod's container.
 pub(crate) struct Tenant {
     child: Child,
@@ -63,7 +66,7 @@ impl Tenant {
 
     /// Opens a lease of its namespace; or why not.
     pub(crate) fn open(&mut self, name: &str, bytes: u64) -> Result<Opened, String> {
-        let answer = self.ask(&format!("open {name} {bytes}")).unwrap();
+        let answer = self.ask(&format!("open {name} {bytes}")).ok_or(GONE)?;
         let words: Vec<&str> = answer.split(' ').collect();
         let number = |at: usize| words[at].parse().unwrap();
         match words[0] {
@@ -85,8 +88,14 @@ impl Tenant {
     }
 
     pub(crate) fn commit(&mut self, lease: u64, token: u64, mark: u64) -> String {
-        self.ask(&format!("mark {lease} {mark}")).unwrap();
-        self.ask(&format!("commit {lease} {token} {mark}")).unwrap()
+        let marked = self.ask(&format!("mark {lease} {mark}"));
+        let told = marked.and_then(|_| self.ask(&format!("commit {lease} {token} {mark}")));
+        told.unwrap_or(GONE.to_owned())
+    }
+
+    pub(crate) fn discard(&mut self, lease: u64) -> String {
+        let told = self.ask(&format!("discard {lease}"));
+        told.unwrap_or(GONE.to_owned())
     }
 
     /// SIGKILL; it has ended when this returns.
