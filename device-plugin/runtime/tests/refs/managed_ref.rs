@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use bursar_runtime::driver::{Advice, Attach, Grid, Location, Residency};
+use bursar_runtime::driver::{Advice, Attach, Grid, Location, Residency, Stream};
 use bursar_runtime::launch::LaunchError;
 use bursar_runtime::managed_ref::HostOnly;
 use bursar_runtime::tracked::MemoryError;
 use bursar_runtime::{
-    Budget, DeviceMemoryResource as _, DeviceRuntime, Launch, Managed, ManagedRef, ResourceError,
-    Stale, Tag,
+    Budget, CudaError, DeviceMemoryResource as _, DeviceRuntime, Launch, Managed, ManagedRef,
+    ResourceError, Stale, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
@@ -236,33 +236,55 @@ fn prefetches_and_all_advice_reach_the_device_that_was_named() {
         let runtime = managed(0);
         let memory = memory(&runtime, 4096, Attach::Global);
         let stream = runtime.stream().unwrap();
-        let there = Location::Device(1);
-        let advise = |advice| memory.advise(0..2048, advice, there).unwrap();
-        let said = || memory.residency(0..2048).unwrap();
-        assert_eq!(said(), Residency::default());
-        memory.prefetch(0..2048, there, &stream).unwrap();
-        advise(Advice::SetPreferredLocation);
-        advise(Advice::SetAccessedBy);
-        advise(Advice::SetReadMostly);
-        let all = Residency {
-            read_mostly: true,
-            preferred: Some(there),
-            accessed_by: vec![there],
-            prefetched: Some(there),
-        };
-        assert_eq!(said(), all);
-        assert_eq!(memory.residency(2048..4096), Ok(Residency::default()));
-        advise(Advice::UnsetPreferredLocation);
-        advise(Advice::UnsetAccessedBy);
-        advise(Advice::UnsetReadMostly);
-        memory.prefetch(0..2048, Location::Host, &stream).unwrap();
-        let prefetched = Some(Location::Host);
-        let expected = Residency {
-            prefetched,
-            ..Residency::default()
-        };
-        assert_eq!(said(), expected);
+        prefetch_and_advise(&memory, &stream);
+        let node = memory.prefetch(0..2048, Location::HostNuma(0), &stream);
+        assert_eq!(node, Ok(()));
     });
+}
+
+#[test]
+fn they_do_so_through_the_functions_of_before_cuda_12_2() {
+    inside(&format!("cuda-version = \"12.1\"\n{TWO_GPUS}"), |_| {
+        let runtime = managed(0);
+        let memory = memory(&runtime, 4096, Attach::Global);
+        let stream = runtime.stream().unwrap();
+        prefetch_and_advise(&memory, &stream);
+        let not_known = |call| Err(CudaError { call, code: 801 }.into());
+        let node = Location::HostNuma(0);
+        let prefetch = memory.prefetch(0..2048, node, &stream);
+        assert_eq!(prefetch, not_known("cuMemPrefetchAsync"));
+        let advice = memory.advise(0..2048, Advice::SetAccessedBy, node);
+        assert_eq!(advice, not_known("cuMemAdvise"));
+    });
+}
+
+fn prefetch_and_advise(memory: &ManagedRef<u32>, stream: &Stream) {
+    let there = Location::Device(1);
+    let advise = |advice| memory.advise(0..2048, advice, there).unwrap();
+    let said = || memory.residency(0..2048).unwrap();
+    assert_eq!(said(), Residency::default());
+    memory.prefetch(0..2048, there, stream).unwrap();
+    advise(Advice::SetPreferredLocation);
+    advise(Advice::SetAccessedBy);
+    advise(Advice::SetReadMostly);
+    let all = Residency {
+        read_mostly: true,
+        preferred: Some(there),
+        accessed_by: vec![there],
+        prefetched: Some(there),
+    };
+    assert_eq!(said(), all);
+    assert_eq!(memory.residency(2048..4096), Ok(Residency::default()));
+    advise(Advice::UnsetPreferredLocation);
+    advise(Advice::UnsetAccessedBy);
+    advise(Advice::UnsetReadMostly);
+    memory.prefetch(0..2048, Location::Host, stream).unwrap();
+    let prefetched = Some(Location::Host);
+    let expected = Residency {
+        prefetched,
+        ..Residency::default()
+    };
+    assert_eq!(said(), expected);
 }
 
 #[test]

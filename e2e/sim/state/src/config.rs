@@ -10,7 +10,8 @@ pub struct Config {
     /// What NVML answers as the driver's version.
     #[serde(default = "default_driver_version")]
     pub driver_version: String,
-    /// What `cuDriverGetVersion` answers, as `"13.0"`.
+    /// What `cuDriverGetVersion` answers, as `"13.0"`. Before 12.2 `cuMemAdvise_v2` and `cuMemPrefetchAsync_v2` are not
+    /// exported.
     #[serde(default = "default_cuda_version")]
     pub cuda_version: Version,
     /// Bytes that a context takes of its GPU (design F5: 518 MiB on an H200).

@@ -1,6 +1,6 @@
 //! The folder that holds a simulated machine: its paths, and how it is laid out.
 
-use crate::config::{Config, ConfigError};
+use crate::config::{Config, ConfigError, Version};
 use crate::table::{Table, TableError};
 use std::ffi::CString;
 use std::io;
@@ -139,10 +139,10 @@ impl Folder {
         }
         libraries
             .iter()
-            .try_for_each(|library| self.install(library))
+            .try_for_each(|library| self.install(library, parsed.cuda_version))
     }
 
-    fn install(&self, library: &Path) -> Result<(), InitError> {
+    fn install(&self, library: &Path, version: Version) -> Result<(), InitError> {
         let name = match library.file_name().and_then(|name| name.to_str()) {
             Some("libbursar_sim_cuda.so" | "libcuda.so.1") => "libcuda.so.1",
             Some("libbursar_sim_nvml.so" | "libnvidia-ml.so.1") => "libnvidia-ml.so.1",
@@ -154,8 +154,30 @@ impl Folder {
             self.libraries().join(format!(".{name}")),
         );
         std::fs::copy(library, &fresh).map_err(io_error("copying", library))?;
+        if (version.major, version.minor) < (12, 2) {
+            hide(&fresh, SINCE_12_2).map_err(io_error("changing", &fresh))?;
+        }
         std::fs::rename(&fresh, &target).map_err(io_error("renaming to", &target))
     }
+}
+
+/// Functions that an older driver does not export.
+const SINCE_12_2: [&str; 2] = ["cuMemAdvise_v2", "cuMemPrefetchAsync_v2"];
+
+/// Has a library export functions under names that nobody asks for.
+fn hide(library: &Path, names: [&str; 2]) -> io::Result<()> {
+    let mut bytes = std::fs::read(library)?;
+    for name in names.map(|name| format!("\0{name}\0")) {
+        let find = |bytes: &[u8]| {
+            bytes
+                .windows(name.len())
+                .position(|at| at == name.as_bytes())
+        };
+        while let Some(at) = find(&bytes) {
+            bytes[at + 1] = b'_';
+        }
+    }
+    std::fs::write(library, bytes)
 }
 
 fn io_error(step: &'static str, path: &Path) -> impl FnOnce(io::Error) -> InitError {
