@@ -39,9 +39,9 @@ fn context(ordinal: u32) -> Context {
     device.primary_context().unwrap()
 }
 
-/// What every way in answers without a driver; on a host that has one there is nothing to show.
+/// What every way in answers without a driver.
 fn there_is_no_driver() {
-    let Err(error) = Driver::get() else { return };
+    let error = Driver::get().unwrap_err();
     assert!(matches!(error, DriverError::NoDriver(_)), "{error}");
     assert_eq!(Driver::get().unwrap_err(), error);
     assert_eq!(DeviceRuntime::of_ordinal(0).unwrap_err(), error);
@@ -60,12 +60,16 @@ fn without_a_driver_every_way_in_answers_so_and_nothing_panics() {
         return there_is_no_driver();
     }
     let test = "without_a_driver_every_way_in_answers_so_and_nothing_panics";
-    with_library(test, None);
     with_library(test, Some(b"not a library"));
     // A library that has none of the driver's functions.
     let lab = Lab::new(ONE_GPU).unwrap();
     let other = std::fs::read(lab.library("libnvidia-ml.so.1")).unwrap();
     with_library(test, Some(&other));
+    // The loader's cache has it, whatever the path is.
+    if Driver::get().is_ok() {
+        return eprintln!("skipped: this host has a driver, so it cannot be missing");
+    }
+    with_library(test, None);
 }
 
 #[test]
