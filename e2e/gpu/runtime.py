@@ -1,12 +1,12 @@
 """Shows on a real GPU what the runtime's pool costs, and that it is correct there.
 
-usage: runtime.py FOLDER [--only random|pair|steal|planted|sources...]
+usage: runtime.py FOLDER [--only random|pair|steal|planted|sources|references...]
 
-FOLDER has `runtime-bench` and `sources`, made by `cargo build --release -p bursar-runtime --example runtime-bench
---example sources`, and `rmm`, made of programs/rmm.cpp; docs/benchmarks.md says how. Needs an NVIDIA driver and
-compute-sanitizer; no network, no cluster. Runs RMM's random allocations and the pair, RMM's own resources beside them, a
-two-stream steal, planted overflows and every source of memory, and prints one table last. Exits with 1 if a row is not
-as it must be. Without `rmm` it goes by what RMM took on another day.
+FOLDER has `runtime-bench`, `sources` and `references`, made by `cargo build --release -p bursar-runtime --example
+runtime-bench --example sources --example references`, and `rmm`, made of programs/rmm.cpp; docs/benchmarks.md says how.
+Needs an NVIDIA driver and compute-sanitizer; no network, no cluster. Runs RMM's random allocations and the pair, RMM's own
+resources beside them, a two-stream steal, planted overflows, every source of memory and references to it, and prints one
+table last. Exits with 1 if a row is not as it must be. Without `rmm` it goes by what RMM took on another day.
 """
 
 import argparse
@@ -132,15 +132,25 @@ def planted(program):
 
 
 def sources(program):
-    """Every source of memory and the layers over it, alone and under compute-sanitizer."""
-    program = os.path.join(os.path.dirname(program), "sources")
+    """Every source of memory and the layers over it."""
+    yield from clean(program, "sources")
+
+
+def references(program):
+    """Typed references, managed memory and checksums, the last ones over 1 GiB."""
+    yield from clean(program, "references", "1")
+
+
+def clean(program, name, *arguments):
+    """An example beside the program, alone and under compute-sanitizer."""
+    program = os.path.join(os.path.dirname(program), name)
     # Calls that the driver refuses are a part of it.
     checked = sanitized(program, "--report-api-errors", "no")
-    for title, command in ("sources", [program]), ("sources, memcheck", checked):
+    for title, command in (name, [program]), (f"{name}, memcheck", checked):
         if command is None:
             yield title, "no compute-sanitizer", "", "not run"
             continue
-        _, code, said = rows_of(command)
+        _, code, said = rows_of(command, *arguments)
         yield title, f"{len(said.splitlines())} lines", "", said[-1500:] if code else None
 
 
@@ -165,7 +175,7 @@ def main():
     arguments = parser.parse_args()
     program = os.path.join(os.path.abspath(arguments.folder), "runtime-bench")
     table = Table("what", "answer", "beside")
-    for part in random, pair, steal, planted, sources:
+    for part in random, pair, steal, planted, sources, references:
         if arguments.only and part.__name__ not in arguments.only:
             continue
         for *cells, wrong in part(program):
