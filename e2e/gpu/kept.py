@@ -208,6 +208,8 @@ def example(machine, table, options):
     ways = [run["found"] for run in (first, second, third)] == [False, True, True]
     table.add("(f) weights found after SIGKILL, after a fault", f"{second['found']}, {third['found']}", "both", wrong=not ways)
     table.add("(f) the same answer to the bit, weights tied", f"{same}, {third['tied']}", "both", wrong=not (same and third["tied"]))
+    views = [run["views"] for run in (first, second, third)]
+    table.add("(f) views as they were made: committed, found, found", str(views), "all", wrong=not all(views))
     ended_as = (runs[0][0], runs[1][0])
     table.add("(f) a write to a kept weight", runs[1][-1].get("fault", "no fault")[:60], "a fault", wrong=ended_as != (-9, 3))
     for name, run in (("loaded and committed", first), ("attached", third)):

@@ -4,7 +4,8 @@ usage: transformer.py [--socket PATH] [--layers N] [--width N] [--then exit|kill
 
 Makes a decoder in PyTorch, takes its weights from kept memory or makes and commits them, computes, and prints one line of
 JSON. Then it ends by itself, kills itself, or writes to a weight, which is an illegal address: kept memory is read-only, and the
-fault poisons this process alone. Run it again: the weights are there, and the answer is the same to the bit.
+fault poisons this process alone. Run it again: the weights are there, and the answer is the same to the bit. So are a
+transposed weight, a part of a buffer and a scalar, each with its strides.
 """
 
 import argparse
@@ -61,6 +62,42 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class Views(nn.Module):
+    """Tensors that reach parts of the same memory in other orders, and one without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        base = torch.arange(10_000, dtype=torch.float32)
+        self.weight = nn.Parameter(base.view(100, 100).T)
+        self.register_buffer("whole", base)
+        self.register_buffer("part", base[1:-1:3])
+        self.register_buffer("scalar", torch.tensor(3.5, dtype=torch.float64))
+
+
+def views_come_back(socket):
+    """Whether kept tensors have the values, strides and distances of those that they were made of."""
+    with torch.device("cuda"):
+        made = Views()
+    expected = described(made)
+    with bursar.kept("views", bursar.key(torch=torch.__version__), socket=socket) as k:
+        if k.ready:
+            with torch.device("meta"):
+                made = Views()
+            k.attach(made)
+        else:
+            k.commit(made)
+    return described(made) == expected
+
+
+def described(views):
+    """All that is to come back of each tensor."""
+    start = views.whole.data_ptr()
+    shared = {"weight": views.weight.data_ptr() - start, "part": views.part.data_ptr() - start}
+    return shared, {
+        name: (tensor.dtype, tensor.stride(), tensor.tolist()) for name, tensor in views.state_dict().items()
+    }
+
+
 def load(model):
     """Stands for reading a checkpoint: the same weights each time."""
     model.to_empty(device="cuda")
@@ -107,6 +144,7 @@ def main():
                 "found": found,
                 "generation": generation,
                 "answer": digest.hex(),
+                "views": views_come_back(arguments.socket),
                 "tied": model.head.weight.data_ptr() == model.embedding.weight.data_ptr(),
                 "mib": sum(p.numel() * p.element_size() for p in model.parameters()) >> 20,
                 "context_ms": milliseconds(STARTED, context),

@@ -30,6 +30,7 @@ def weights():
         "matrix": base.reshape(100, 100),
         "transposed": base.reshape(100, 100).T,
         "tail": base[9_000:],
+        "every third": base[1:-1:3],
         "backward": base[::-2],
         "tokens": numpy.array([[1, 2], [3, 4]], dtype=numpy.int64),
         "mask": numpy.array([True, False]),
@@ -42,6 +43,19 @@ def child(code, **options):
     """Runs Python in another process, with `kept` as here."""
     prelude = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\nfrom test_kept import *\n"
     return subprocess.run([sys.executable, "-c", prelude + code], timeout=60, check=False, **options)
+
+
+def spoil(content):
+    """Changes a byte behind everybody's back: the simulated driver's memory is in files."""
+    folder = os.path.join(os.environ["SIMGPU_DIR"], "state/mem")
+    for name in os.listdir(folder):
+        with open(os.path.join(folder, name), "r+b") as memory:
+            at = memory.read().find(content)
+            if at >= 0:
+                memory.seek(at)
+                memory.write(b"\0")
+                return
+    raise LookupError(content)
 
 
 class Kept(unittest.TestCase):
@@ -96,10 +110,17 @@ with kept("fault") as k:
             self.assertEqual(k.attach()["x"].sum(), 7000)
 
     def test_what_is_found_spoilt_is_not_ready_and_can_be_committed_anew(self):
-        spoilt = mock.Mock(side_effect=bursar.Corrupt)
-        with mock.patch("bursar._kept.Lease", spoilt):
-            lease = kept("spoilt").__enter__()
-        self.assertFalse(lease.ready)
+        mark = numpy.frombuffer(b"about to be spoilt", numpy.uint8)
+        with kept("spoilt") as k:
+            k.commit({"x": mark})
+            first = k.generation
+        spoil(mark.tobytes())
+        with kept("spoilt") as k:
+            self.assertFalse(k.ready)
+            k.commit({"x": mark})
+            self.assertGreater(k.generation, first)
+        with kept("spoilt") as k:
+            numpy.testing.assert_array_equal(k.attach()["x"], mark)
 
     def test_arrays_are_copied_by_the_driver_for_no_host_reaches_a_gpus_memory(self):
         device, array = mock.Mock(), weights()["matrix"]
