@@ -158,8 +158,8 @@ const CHECKS: &[Check] = &[
     test_check(
         "operator/api/server",
         "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, twice, \
-         again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes and faults; \
-         quota churn; steering of every shape of pod",
+         again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes and faults, \
+         then a minute without a write; quota churn; steering of every shape of pod; what policies and rights refuse",
         &["--test", "api"],
     ),
     test_check(

@@ -1,5 +1,6 @@
 //! One case: its place on the API server, the operators that look after it, and what happens to them.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
@@ -16,12 +17,12 @@ use tokio_util::sync::CancellationToken;
 
 use crate::faults::{Doomed, Fate, Faults, Telling};
 use crate::place::Place;
-use crate::server::Server;
+use crate::server::{Server, Turn, turn};
 
 /// The state that is declared is reached within this time, whatever happens to one write or watch.
 pub(crate) const END: Duration = Duration::from_secs(30);
-/// Then nothing is written any more. No timer of the operator's is longer: a label's small change waits 10 s.
-const QUIET: Duration = Duration::from_secs(12);
+/// Then nothing is written any more, for longer than the longest wait between two tries.
+const QUIET: Duration = Duration::from_secs(60);
 /// What is gathered is written by then.
 const SETTLED: Duration = Duration::from_millis(900);
 /// A client waits so long for a watch to say something, as in production.
@@ -110,44 +111,61 @@ pub(crate) struct Case {
     config: Config,
     silence: Duration,
     operators: Vec<Operator>,
-    /// How many writes met their fate.
-    met: usize,
-    /// The longest time that a transition took.
-    longest: Duration,
-    /// The writes of each transition.
-    writes: Vec<Vec<String>>,
+    /// While it is at work.
+    turn: Option<Turn>,
+    outcome: Outcome,
 }
 
-/// How a case went.
+/// How cases went.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Outcome {
-    /// How many writes met their fate.
-    pub(crate) met: usize,
     /// The longest time from a change to the state that it asks for.
     pub(crate) longest: Duration,
-    /// The writes of each transition.
-    pub(crate) writes: Vec<Vec<String>>,
+    pub(crate) transitions: Vec<Transition>,
+    /// How many events of each kind watches did not tell plainly.
+    pub(crate) dealt: BTreeMap<String, usize>,
+}
+
+/// A change, and what was written until all was as it asks for.
+#[derive(Clone, Debug)]
+pub(crate) struct Transition {
+    /// The change.
+    pub(crate) what: String,
+    pub(crate) writes: Vec<String>,
+    /// How many writes met their fate.
+    pub(crate) met: usize,
 }
 
 impl Outcome {
     pub(crate) fn and(mut self, other: Self) -> Self {
-        self.writes.extend(other.writes);
-        Self {
-            met: self.met + other.met,
-            longest: self.longest.max(other.longest),
-            writes: self.writes,
+        self.longest = self.longest.max(other.longest);
+        self.transitions.extend(other.transitions);
+        for (event, count) in other.dealt {
+            *self.dealt.entry(event).or_default() += count;
         }
+        self
     }
 }
 
 impl Case {
     pub(crate) async fn start(server: &Server, name: &str, plan: Plan) -> Result<Self, Failed> {
-        Self::over(server, server.plane.operators(), SILENCE, name, plan).await
+        Self::alone(server, turn().await, name, plan).await
+    }
+
+    /// By a turn that is there.
+    pub(crate) async fn alone(
+        server: &Server,
+        turn: Turn,
+        name: &str,
+        plan: Plan,
+    ) -> Result<Self, Failed> {
+        Self::over(server, turn, server.plane.operators(), SILENCE, name, plan).await
     }
 
     /// With another way to the API server, and less patience with its silence.
     pub(crate) async fn over(
         server: &Server,
+        turn: Turn,
         config: Config,
         silence: Duration,
         name: &str,
@@ -159,9 +177,8 @@ impl Case {
             config,
             silence,
             operators: Vec::new(),
-            met: 0,
-            longest: Duration::ZERO,
-            writes: Vec::new(),
+            turn: Some(turn),
+            outcome: Outcome::default(),
             plan,
         };
         for _ in 0..=usize::from(case.plan.two) {
@@ -204,13 +221,16 @@ impl Case {
             let is_done = done(&self.place).await?;
             let took = begin.elapsed();
             if is_done && took > SETTLED && faults.quiet() > SETTLED {
-                self.longest = self.longest.max(took);
-                self.met += faults.met();
-                self.writes.push(faults.writes());
+                self.outcome.longest = self.outcome.longest.max(took);
+                self.outcome.transitions.push(Transition {
+                    what: what.to_owned(),
+                    writes: faults.writes(),
+                    met: faults.met(),
+                });
                 return Ok(());
             }
-            if took > END {
-                return Err(self.failed(what).await);
+            if took > END + faults.latest() {
+                return Err(self.failed(&format!("{what}: not reached in time")).await);
             }
             sleep(LOOK).await;
         }
@@ -233,7 +253,7 @@ impl Case {
         let gpus = self.place.gpus().await.unwrap_or_default();
         let last: Vec<_> = writes.iter().rev().take(8).collect();
         format!(
-            "{name}: {what}: not reached within {END:?}; {} writes, the last first: {last:?}\n{}\n{}\n{gpus}",
+            "{name}: {what}; {} writes, the last first: {last:?}\n{}\n{}\n{gpus}",
             writes.len(),
             budget["spec"],
             budget["status"]
@@ -241,25 +261,33 @@ impl Case {
         .into()
     }
 
-    /// Waits until nothing is written any more, and ends the operators.
-    pub(crate) async fn end(self) -> Result<Outcome, Failed> {
-        let faults = &self.plan.faults;
+    /// Waits until nothing is written any more, sees that what the last change asks for is so still, and ends the
+    /// operators.
+    pub(crate) async fn end(
+        mut self,
+        done: impl AsyncFn(&Place) -> Result<bool, Failed>,
+    ) -> Result<Outcome, Failed> {
+        let faults = self.plan.faults.clone();
         faults.doom(Doomed::Nothing);
+        // There is nothing to do any more: others may begin.
+        self.turn = None;
         let begin = Instant::now();
         while faults.quiet() < QUIET {
-            if begin.elapsed() > END {
-                let (name, writes) = (&self.place.name, faults.writes());
-                return Err(format!("{name}: it writes and writes: {writes:?}").into());
+            if begin.elapsed() > END + faults.latest() + faults.quiet() {
+                return Err(self
+                    .failed(&format!("it writes and writes, {} now", faults.last()))
+                    .await);
             }
             sleep(LOOK).await;
+        }
+        self.operators_run().await?;
+        if !done(&self.place).await? {
+            return Err(self.failed("a minute later").await);
         }
         for operator in self.operators {
             operator.stop().await?;
         }
-        Ok(Outcome {
-            met: self.met,
-            longest: self.longest,
-            writes: self.writes,
-        })
+        self.outcome.dealt = faults.dealt();
+        Ok(self.outcome)
     }
 }

@@ -22,7 +22,7 @@ use kube::client::{Body, DynBody};
 use serde_json::{Value, json};
 use tokio::io::AsyncBufReadExt as _;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep_until};
 use tokio_stream::wrappers::ReceiverStream;
 use tokio_util::io::StreamReader;
 use tower::{BoxError, Layer, Service};
@@ -58,6 +58,8 @@ pub(crate) enum Telling {
     Plain,
     /// Each event some time later, another one for each kind.
     Late,
+    /// What happens to pods and to GPU nodes by turns, later than the operator's own timers end.
+    Lagging,
     /// Each event two times.
     Twice,
     /// After each event the last few once more, as a watch does that began anew from an old version.
@@ -70,6 +72,11 @@ pub(crate) enum Telling {
 
 /// How often a kind's watch expires: the library waits twice as long each time, up to 30 s.
 const EXPIRES_AT_MOST: usize = 3;
+/// With a lagging watch, pods are behind for so long, then GPU nodes.
+const LAGS: Duration = Duration::from_secs(15);
+pub(crate) const LAGGING: [&str; 2] = ["pods", "gpunodes"];
+/// By so many seconds, in turn.
+const BEHIND: [u64; 3] = [6, 9, 12];
 
 /// The faults of one operator. Clones are the same ones.
 #[derive(Clone)]
@@ -82,6 +89,7 @@ struct Shared {
     telling: Telling,
     /// How long the API server keeps a watch, where it is not as long as the operator asks for.
     watch_seconds: Option<u32>,
+    begin: Instant,
     state: Mutex<State>,
 }
 
@@ -89,13 +97,16 @@ struct State {
     doomed: Doomed,
     /// The writes since faults were last set, as `METHOD path`; Events are none.
     writes: Vec<String>,
-    last: Instant,
+    /// The last write and when it was, Events too.
+    last: (Instant, String),
     tried: BTreeSet<String>,
     /// How many writes met their fate.
     met: usize,
     /// The versions that watches have been told.
     told: BTreeSet<String>,
     expired: BTreeMap<String, usize>,
+    /// How many events of each kind were not told plainly.
+    dealt: BTreeMap<String, usize>,
 }
 
 impl Faults {
@@ -115,14 +126,16 @@ impl Faults {
             fate,
             telling,
             watch_seconds,
+            begin: Instant::now(),
             state: Mutex::new(State {
                 doomed: Doomed::Nothing,
                 writes: Vec::new(),
-                last: Instant::now(),
+                last: (Instant::now(), String::new()),
                 tried: BTreeSet::new(),
                 met: 0,
                 told: BTreeSet::new(),
                 expired: BTreeMap::new(),
+                dealt: BTreeMap::new(),
             }),
         }))
     }
@@ -150,15 +163,35 @@ impl Faults {
         self.state().writes.clone()
     }
 
-    /// For how long nothing has been written.
+    /// For how long nothing has been written, no Event either.
     pub(crate) fn quiet(&self) -> Duration {
-        self.state().last.elapsed()
+        self.state().last.0.elapsed()
+    }
+
+    /// What was written last.
+    pub(crate) fn last(&self) -> String {
+        self.state().last.1.clone()
+    }
+
+    /// How many events of each kind watches have not told plainly.
+    pub(crate) fn dealt(&self) -> BTreeMap<String, usize> {
+        self.state().dealt.clone()
+    }
+
+    /// What a change comes to may wait for a pod and for a GPU node to be told of.
+    pub(crate) fn latest(&self) -> Duration {
+        let lags = self.0.telling == Telling::Lagging;
+        Duration::from_secs(if lags { 2 * BEHIND[2] } else { 0 })
     }
 
     /// Counts a write and tells its fate.
-    fn fate(&self, write: String) -> Option<Fate> {
+    fn fate(&self, method: &Method, path: &str) -> Option<Fate> {
+        let write = format!("{method} {path}");
         let mut state = self.state();
-        state.last = Instant::now();
+        state.last = (Instant::now(), write.clone());
+        if path.starts_with("/apis/events.k8s.io/") {
+            return None;
+        }
         state.writes.push(write.clone());
         let doomed = match state.doomed {
             Doomed::Nothing => false,
@@ -204,6 +237,8 @@ impl Faults {
         }
         let (sender, receiver) = mpsc::channel(16);
         let faults = self.clone();
+        // Each is late by its own time, whatever the one before it waits for.
+        let (queue, mut queued) = mpsc::unbounded_channel();
         tokio::spawn(async move {
             let events = body::Body::new(events).into_data_stream();
             let mut lines = StreamReader::new(events.map_err(io::Error::other)).lines();
@@ -211,19 +246,29 @@ impl Faults {
             loop {
                 let line = tokio::select! {
                     line = lines.next_line() => line,
-                    () = sender.closed() => return,
+                    () = queue.closed() => return,
                 };
                 let Ok(Some(line)) = line else { return };
                 let dealt = faults.deal(&kind, line, &mut past);
-                sleep(dealt.after).await;
+                let ends = dealt.ends;
+                if queue.send((Instant::now() + dealt.after, dealt)).is_err() || ends {
+                    return;
+                }
+            }
+        });
+        tokio::spawn(async move {
+            loop {
+                let next = tokio::select! {
+                    next = queued.recv() => next,
+                    () = sender.closed() => return,
+                };
+                let Some((due, dealt)) = next else { return };
+                sleep_until(due).await;
                 for line in dealt.lines {
                     let sent = sender.send(Ok::<_, BoxError>(Bytes::from(line + "\n")));
                     if sent.await.is_err() {
                         return;
                     }
-                }
-                if dealt.ends {
-                    return;
                 }
             }
         });
@@ -243,13 +288,13 @@ impl Faults {
         }
         let version = &event["object"]["metadata"]["resourceVersion"];
         let version = format!("{kind} {version}");
-        match self.0.telling {
-            Telling::Plain => plain,
+        let dealt = match self.0.telling {
             Telling::Late => Dealt {
                 // Kinds overtake each other.
                 after: Duration::from_millis(100 * (kind.len() as u64 % 8) + 100),
                 ..plain
             },
+            Telling::Lagging if let Some(after) = self.lag(kind) => Dealt { after, ..plain },
             Telling::Twice => Dealt {
                 lines: vec![line.clone(), line],
                 ..plain
@@ -268,21 +313,39 @@ impl Faults {
                 ends: true,
                 ..plain
             },
-            Telling::Expired if self.expires(kind) => Dealt {
+            Telling::Expired if self.expires(kind, &event) => Dealt {
                 lines: vec![gone().to_string()],
                 ends: true,
                 ..plain
             },
-            Telling::Cut | Telling::Expired => plain,
-        }
+            Telling::Plain | Telling::Lagging | Telling::Cut | Telling::Expired => return plain,
+        };
+        let event = format!("{} {kind}", event["type"].as_str().unwrap_or_default());
+        *self.state().dealt.entry(event).or_default() += 1;
+        dealt
     }
 
-    /// Every other event of a kind, at the beginning.
-    fn expires(&self, kind: &str) -> bool {
+    /// By how much a lagging watch of this kind is behind now.
+    fn lag(&self, kind: &str) -> Option<Duration> {
+        let turn = self.0.begin.elapsed().as_secs() / LAGS.as_secs();
+        let behind = BEHIND[turn as usize / 2 % BEHIND.len()];
+        let lags = LAGGING[turn as usize % 2] == kind;
+        lags.then(|| Duration::from_secs(behind))
+    }
+
+    /// The first event of a kind, the third and so on; and the first that an object is gone.
+    fn expires(&self, kind: &str, event: &Value) -> bool {
+        let deleted = event["type"] == "DELETED";
         let mut state = self.state();
-        let events = state.expired.entry(kind.to_owned()).or_default();
+        let key = if deleted {
+            format!("{kind} deleted")
+        } else {
+            kind.to_owned()
+        };
+        let events = state.expired.entry(key).or_default();
         *events += 1;
-        *events % 2 == 1 && *events < 2 * EXPIRES_AT_MOST
+        let at_most = if deleted { 1 } else { EXPIRES_AT_MOST };
+        *events % 2 == 1 && *events < 2 * at_most
     }
 }
 
@@ -363,12 +426,7 @@ where
             }
             .boxed();
         }
-        let fate = if path.ends_with("/events") {
-            None
-        } else {
-            faults.fate(format!("{method} {path}"))
-        };
-        match fate {
+        match faults.fate(&method, &path) {
             None => {
                 let answer = self.inner.call(request);
                 async move { Ok(answer.await?.map(body::Body::new)) }.boxed()

@@ -4,17 +4,42 @@ use std::path::PathBuf;
 
 use bursar_e2e::control_plane::{ControlPlane, ControlPlaneError};
 use bursar_e2e::progress::Progress;
-use tokio::sync::RwLock;
+use libtest_mimic::Failed;
+use tokio::sync::{OnceCell, Semaphore, SemaphorePermit};
+
+use crate::case::Outcome;
 
 /// The cluster's name.
 const CLUSTER: &str = "api";
 
-/// A control plane, and who has it.
+/// So many cases are at work at the same time. More would starve each other of two cores.
+const AT_ONCE: u32 = 60;
+static TURNS: Semaphore = Semaphore::const_new(AT_ONCE as usize);
+
+/// Leave to be at work. Who only looks whether all stays as it is needs none.
+pub(crate) type Turn = SemaphorePermit<'static>;
+
+/// Waits for a turn.
+pub(crate) async fn turn() -> Turn {
+    turns(1).await
+}
+
+/// Waits until nobody else is at work.
+pub(crate) async fn all_turns() -> Turn {
+    turns(AT_ONCE).await
+}
+
+async fn turns(count: u32) -> Turn {
+    let turns = TURNS.acquire_many(count).await;
+    turns.expect("nobody closes it")
+}
+
+/// A control plane, and what is known of it.
 pub(crate) struct Server {
     pub(crate) plane: ControlPlane,
-    /// Cases share the server; who takes something from it has it alone.
-    pub(crate) turns: RwLock<()>,
     pub(crate) progress: Progress,
+    /// How the tours go when nothing goes wrong.
+    pub(crate) undisturbed: OnceCell<Result<Outcome, Failed>>,
 }
 
 impl Server {
@@ -22,8 +47,8 @@ impl Server {
         let harness = PathBuf::from(env!("CARGO_BIN_EXE_bursar-e2e"));
         Ok(Self {
             plane: ControlPlane::up(CLUSTER, harness, &progress).await?,
-            turns: RwLock::new(()),
             progress,
+            undisturbed: OnceCell::new(),
         })
     }
 }

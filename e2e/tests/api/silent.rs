@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use crate::case::{Case, Plan};
 use crate::faults::{Doomed, Faults};
 use crate::place::{Place, condition};
-use crate::server::Server;
+use crate::server::{Server, turn};
 
 /// The operator's own times are 200 s for a watch and 5 s more of silence. Here a watch ends after 5 s, and what is
 /// silent for longer is given up.
@@ -76,7 +76,7 @@ pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
         killed: false,
         two: false,
     };
-    let mut case = Case::over(server, config, SILENCE, name, plan).await?;
+    let mut case = Case::over(server, turn().await, config, SILENCE, name, plan).await?;
     let done = async |at: &Place| Ok(ready(&at.budget().await?));
     let made = async |at: &Place| at.declare("16Gi", "24Gi").await;
     case.through("a budget is made", made, done).await?;
@@ -99,20 +99,21 @@ pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
         async |at| Ok(at.budget().await?["status"]["deviceMemory"]["requested"]["quanta"] == 3),
     )
     .await?;
+    let lost = async |at: &Place| {
+        let labels = at.node_labels().await?;
+        Ok(condition(&at.budget().await?, "Covered") == "False"
+            && labels["bursar.dev/largest-gpu-gib"] == "8")
+    };
     case.through(
         "the GPU is lost in silence",
         async |at| {
             line.freeze();
             at.report(8, &[]).await
         },
-        async |at| {
-            let labels = at.node_labels().await?;
-            Ok(condition(&at.budget().await?, "Covered") == "False"
-                && labels["bursar.dev/largest-gpu-gib"] == "8")
-        },
+        lost,
     )
     .await?;
-    let outcome = case.end().await?;
+    let outcome = case.end(lost).await?;
     Ok(format!(
         "at most {:.1?} to the end of a transition",
         outcome.longest

@@ -152,22 +152,23 @@ pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outc
             },
         )
         .await?;
+    let lets_in = async |at: &Place| {
+        if !in_force(at, "16", "24").await? {
+            return Ok(false);
+        }
+        match at.pod("again", 1, false, false).await {
+            Err(kube::Error::Api(status)) if status.code == 409 => Ok(true),
+            other => Ok(other.map(|_| true)?),
+        }
+    };
     case_
         .through(
             "it is made again, and lets a pod in",
             async |at| at.declare("16Gi", "24Gi").await,
-            async |at| {
-                if !in_force(at, "16", "24").await? {
-                    return Ok(false);
-                }
-                match at.pod("again", 1, false, false).await {
-                    Err(kube::Error::Api(status)) if status.code == 409 => Ok(true),
-                    other => Ok(other.map(|_| true)?),
-                }
-            },
+            lets_in,
         )
         .await?;
-    case.end().await
+    case.end(lets_in).await
 }
 
 /// A quota counts late now and then; here its count is set back by hand.
@@ -205,7 +206,7 @@ pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
     case_.place.report(GPU, &[(p.clone(), 4)]).await?;
     case_
         .through(
-            "a budget is made",
+            "a node's budget is made",
             async |at| at.declare("20Gi", "60Gi").await,
             async |at| Ok(in_force(at, "20", "60").await? && labels_are(at, 28, 28, 32).await?),
         )
@@ -276,7 +277,16 @@ pub(crate) async fn of_a_node(mut case: Case) -> Result<Outcome, Failed> {
     if plain {
         owner_is_nominated(case_, bound).await?;
     }
-    case.end().await
+    let (free, reclaimable) = if plain { (2, 2) } else { (4, 12) };
+    case.end(async |at| room_is_left(at, free, reclaimable).await)
+        .await
+}
+
+/// Nobody waits for the GPU any more.
+async fn room_is_left(at: &Place, free: i32, reclaimable: i32) -> Result<bool, Failed> {
+    let reserved = at.gpus().await?["spec"]["reservations"].take();
+    let none = reserved.as_array().is_none_or(Vec::is_empty);
+    Ok(none && labels_are(at, free, reclaimable, 32).await?)
 }
 
 fn uid(object: &Value) -> String {
@@ -317,12 +327,11 @@ async fn owner_waits(case: &mut Case, p: String) -> Result<[(String, i32); 3], F
             }
             at.runs("owner").await?;
             at.report(GPU, &after).await?;
-            let reserved = at.gpus().await?["spec"]["reservations"].clone();
             let small = at.get(&at.pod_path("small")).await?;
             if small.is_null() {
                 return Err("who need not go went".into());
             }
-            Ok(reserved.as_array().is_none_or(Vec::is_empty) && labels_are(at, 4, 12, 32).await?)
+            room_is_left(at, 4, 12).await
         },
     )
     .await?;
@@ -359,8 +368,7 @@ async fn owner_is_nominated(case: &mut Case, bound: [(String, i32); 3]) -> Resul
                 at.runs("nowhere").await?;
             }
             at.report(GPU, &after).await?;
-            let reserved = at.gpus().await?["spec"]["reservations"].clone();
-            Ok(reserved.as_array().is_none_or(Vec::is_empty) && labels_are(at, 2, 2, 32).await?)
+            room_is_left(at, 2, 2).await
         },
     )
     .await
@@ -501,6 +509,10 @@ pub(crate) async fn of_faults(mut case: Case) -> Result<Outcome, Failed> {
         )
         .await?;
     waiter_is_moved(case_, plain).await?;
+    let evicted = async |at: &Place| {
+        let told = !plain || at.was_told("GpuFault", "holder").await?;
+        Ok(told && went(at, "holder", "GpuFault", 3).await?)
+    };
     case_
         .through(
             "its GPU is lost",
@@ -509,13 +521,10 @@ pub(crate) async fn of_faults(mut case: Case) -> Result<Outcome, Failed> {
                     "action": "ResetGpu", "time": "2026-01-01T00:00:00Z" });
                 at.report_faults(json!([fault])).await
             },
-            async |at| {
-                let told = !plain || at.was_told("GpuFault", "holder").await?;
-                Ok(told && went(at, "holder", "GpuFault", 3).await?)
-            },
+            evicted,
         )
         .await?;
-    case.end().await
+    case.end(evicted).await
 }
 
 /// A pod of 10 waits for a GPU that has 6 left; another node's has 32.
