@@ -9,6 +9,7 @@ mod churn;
 mod disturbed;
 mod faults;
 mod place;
+mod policies;
 mod server;
 mod silent;
 mod steering;
@@ -92,6 +93,7 @@ fn main() -> ExitCode {
         trial("two-operators", disturbed::two_operators),
         trial("silence", silent::silence),
         trial("steering", steering::steering),
+        trial("policies", policies::policies),
     ];
     // Each waits for its turn by itself.
     arguments.test_threads = Some(trials.len());

@@ -1,0 +1,205 @@
+//! What the policies about pods refuse, in which words; and whose rights reach the pods of all namespaces.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use bursar_e2e::chart::NAMESPACE;
+use kube::Client;
+use libtest_mimic::Failed;
+use serde_json::{Value, json};
+use tokio::time::{Instant, sleep};
+
+use crate::place::Place;
+use crate::server::{Server, turn};
+
+const DEVICE: &str = "bursar.dev/gpu-memory-gib";
+const MANAGED: &str = "bursar.dev/managed-memory-gib";
+const OPERATOR: &str = "bursar-operator";
+const NO_BUDGET: &str = "namespace policed has no GpuMemoryBudget in force";
+/// A policy that was made, and a namespace that was labelled, are heeded within this time.
+const HEEDED: Duration = Duration::from_secs(30);
+
+pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
+    let _turn = turn().await;
+    let at = Place::make(server, "policed").await?;
+    let rows = rows(&at).await?;
+    needs_a_budget(server, &at).await?;
+    let accounts = who_lists_pods(server).await?;
+    Ok(format!(
+        "{rows} pods let in or refused; of {accounts} accounts one lists pods"
+    ))
+}
+
+/// A pod with a container that asks for this and an init container that asks for that.
+fn pod(asks: Value, init: Value, annotations: Value) -> Value {
+    let container = |name: &str, limits| json!({ "name": name, "image": "i", "resources": { "limits": limits } });
+    json!({
+        "metadata": { "name": "row", "annotations": annotations },
+        "spec": { "containers": [container("c", asks)], "initContainers": [container("init", init)] },
+    })
+}
+
+/// Why the API server would refuse the pod; empty where it would not.
+async fn refusal(at: &Place, pod: Value) -> Result<String, Failed> {
+    let path = format!("{}?dryRun=All", at.pods_path());
+    match at.create(&path, pod).await {
+        Ok(_) => Ok(String::new()),
+        Err(kube::Error::Api(status)) => Ok(status.message.clone()),
+        Err(other) => Err(other.into()),
+    }
+}
+
+async fn rows(at: &Place) -> Result<usize, Failed> {
+    let none = || json!({});
+    let tokens = |container: &str, resource: &str, write: u32, not: &str| {
+        format!("container {container}: {resource} counts tokens of 1Gi: write {write}, not {not}")
+    };
+    let ours = "an annotation cdi.k8s.io/ names a device of bursar.dev";
+    let rows = [
+        (pod(json!({ DEVICE: "16" }), none(), none()), String::new()),
+        (
+            pod(json!({ DEVICE: "16Gi" }), none(), none()),
+            tokens("c", DEVICE, 16, "16Gi"),
+        ),
+        (
+            pod(json!({ DEVICE: "1536Mi" }), none(), none()),
+            tokens("c", DEVICE, 2, "1536Mi"),
+        ),
+        (
+            pod(json!({ DEVICE: "4", MANAGED: "4Gi" }), none(), none()),
+            tokens("c", MANAGED, 4, "4Gi"),
+        ),
+        (
+            pod(json!({ DEVICE: "4" }), json!({ DEVICE: "8Gi" }), none()),
+            tokens("init", DEVICE, 8, "8Gi"),
+        ),
+        (
+            pod(
+                none(),
+                none(),
+                json!({ "cdi.k8s.io/x": "bursar.dev/gpu=0" }),
+            ),
+            ours.to_owned(),
+        ),
+        (
+            pod(
+                none(),
+                none(),
+                json!({ "cdi.k8s.io/x": "nvidia.com/gpu=0,bursar.dev/gpu=0" }),
+            ),
+            ours.to_owned(),
+        ),
+        (
+            pod(
+                none(),
+                none(),
+                json!({ "cdi.k8s.io/x": "nvidia.com/gpu=0" }),
+            ),
+            String::new(),
+        ),
+    ];
+    let count = rows.len();
+    for (pod, words) in rows {
+        let said = refusal(at, pod.clone()).await?;
+        assert!(
+            said.contains(&words) && said.is_empty() == words.is_empty(),
+            "{pod}: {said}"
+        );
+    }
+    Ok(count)
+}
+
+/// With `policies.requireBudget`, here in one namespace: who asks is refused where no budget is in force.
+async fn needs_a_budget(server: &Server, at: &Place) -> Result<(), Failed> {
+    let chart = server
+        .plane
+        .chart(&["--set=policies.requireBudget=true"])
+        .await?;
+    let about_pods = chart
+        .into_iter()
+        .filter(|object| object["metadata"]["name"] == "bursar-pods");
+    let policy = about_pods.map(|mut object| {
+        object["metadata"]["name"] = json!("policed-pods");
+        if object["kind"] == "ValidatingAdmissionPolicyBinding" {
+            object["spec"]["policyName"] = json!("policed-pods");
+            let here = json!({ "kubernetes.io/metadata.name": at.name });
+            object["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] = here;
+        }
+        object
+    });
+    server.plane.apply(policy.collect()).await?;
+    let asks = || pod(json!({ DEVICE: "4" }), json!({}), json!({}));
+    let until = async |words: &str| {
+        let begin = Instant::now();
+        loop {
+            let said = refusal(at, asks()).await?;
+            if said.contains(words) && said.is_empty() == words.is_empty() {
+                return Ok::<(), Failed>(());
+            }
+            if begin.elapsed() > HEEDED {
+                return Err(format!("not {words:?} but {said:?}").into());
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
+    };
+    until(NO_BUDGET).await?;
+    let quiet = refusal(at, pod(json!({}), json!({}), json!({}))).await?;
+    assert_eq!(quiet, "");
+    let operator = at.with(Client::try_from(server.plane.operators())?);
+    let in_force = json!({ "metadata": { "labels": { "bursar.dev/budget": "enforced" } } });
+    operator.merge(&at.namespace_path(), in_force).await?;
+    until("").await
+}
+
+/// Of the chart's accounts, the operator's and no other may list pods; how many there are.
+async fn who_lists_pods(server: &Server) -> Result<usize, Failed> {
+    let chart = server.plane.chart(&[]).await?;
+    let name = |object: &Value| object["name"].as_str().unwrap_or_default().to_owned();
+    let has = |list: &Value, words: &[&str]| {
+        let mut list = list.as_array().into_iter().flatten();
+        list.any(|one| one == "*" || words.iter().any(|word| one == word))
+    };
+    let lists = |rule: &Value| {
+        has(&rule["apiGroups"], &[""])
+            && has(&rule["resources"], &["pods"])
+            && has(&rule["verbs"], &["list", "watch"])
+    };
+    let of_kinds = |kinds: [&'static str; 2]| {
+        chart
+            .iter()
+            .filter(move |object| kinds.iter().any(|kind| object["kind"] == *kind))
+    };
+    let roles: BTreeMap<_, _> = of_kinds(["Role", "ClusterRole"])
+        .map(|role| (name(&role["metadata"]), role))
+        .collect();
+    let mut may = BTreeSet::new();
+    for binding in of_kinds(["RoleBinding", "ClusterRoleBinding"]) {
+        let role = roles.get(&name(&binding["roleRef"]));
+        let role = role.ok_or_else(|| format!("no role of ours: {binding}"))?;
+        if role["rules"].as_array().into_iter().flatten().any(lists) {
+            may.extend(
+                binding["subjects"]
+                    .as_array()
+                    .into_iter()
+                    .flatten()
+                    .map(name),
+            );
+        }
+    }
+    assert_eq!(may, BTreeSet::from([OPERATOR.to_owned()]));
+
+    let mut accounts = 0;
+    for account in of_kinds(["ServiceAccount", ""]) {
+        let account = name(&account["metadata"]);
+        let mut config = server.plane.operators();
+        config.auth_info.impersonate = Some(format!("system:serviceaccount:{NAMESPACE}:{account}"));
+        let listed = Client::try_from(config)?
+            .request_text(http::Request::get("/api/v1/pods?limit=1").body(Vec::new())?)
+            .await;
+        let refused = matches!(&listed, Err(kube::Error::Api(status)) if status.code == 403);
+        assert_eq!(refused, account != OPERATOR, "{account}: {listed:?}");
+        accounts += 1;
+    }
+    assert!(accounts > 1, "no account but the operator's");
+    Ok(accounts)
+}
