@@ -8,11 +8,16 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use crate::place::Place;
-use crate::server::Server;
+use crate::server::{Server, turn};
 
 /// What the pods ask for.
 const ASKED: i64 = 12;
 const RESOURCE: &str = "bursar.dev/gpu-memory-gib";
+const BORROWED: &str = "bursar-borrowed";
+const FREE: &str = "bursar.dev/largest-free-gib";
+const RECLAIMABLE: &str = "bursar.dev/largest-reclaimable-gib";
+/// The page that has the policy's work by hand, for a container of so much.
+const BY_HAND: (&str, i64) = (include_str!("../../../docs/placement.md"), 8);
 /// What the API server logs of a panic: of a request, of something else, and its stacks.
 const PANICS: [&str; 3] = ["panicked: true", "Observed a panic", "goroutine "];
 /// A policy that was changed is in force within this time.
@@ -36,6 +41,13 @@ fn affinities() -> Vec<(&'static str, Value)> {
         "podAffinityTerm": { "topologyKey": "zone", "labelSelector": { "matchLabels": { "a": "b" } } } }] } });
     let prefers = json!([{ "weight": 7, "preference": { "matchExpressions": [
         { "key": "zone", "operator": "NotIn", "values": ["b"] }] } }]);
+    let required_apart = json!({
+        "podAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": [
+            { "topologyKey": "zone", "labelSelector": { "matchLabels": { "a": "b" } } }] },
+        "podAntiAffinity": { "requiredDuringSchedulingIgnoredDuringExecution": [
+            { "topologyKey": "zone", "labelSelector": { "matchLabels": { "a": "c" } } }] } });
+    let zone_a = json!({ "weight": 100, "preference": { "matchExpressions": [
+        { "key": "zone", "operator": "In", "values": ["a"] }] } });
     let pinned = json!({ "nodeSelectorTerms": [{ "matchFields": [
         { "key": "metadata.name", "operator": "In", "values": ["node-a"] }] }] });
     let mixed = json!({ "nodeSelectorTerms": [
@@ -53,9 +65,14 @@ fn affinities() -> Vec<(&'static str, Value)> {
         ("empty", json!({})),
         ("an empty one of nodes", json!({ "nodeAffinity": {} })),
         ("of pods", apart),
+        ("of pods, required", required_apart),
         (
             "preferred",
             json!({ "nodeAffinity": { preferred: prefers } }),
+        ),
+        (
+            "several preferred",
+            json!({ "nodeAffinity": { preferred: [prefers[0], zone_a, prefers[0]] } }),
         ),
         (
             "preferred and empty",
@@ -88,7 +105,8 @@ fn pod(affinity: &Value, asks: &[(&str, i64)], meta: Value) -> Value {
         } else {
             json!({ RESOURCE: gib.to_string() })
         };
-        json!({ "name": name, "image": "i", "resources": { "limits": limits } })
+        let restarts = name.ends_with("sidecar").then_some("Always");
+        json!({ "name": name, "image": "i", "resources": { "limits": limits }, "restartPolicy": restarts })
     };
     let of = |init: bool| -> Vec<Value> {
         let asks = asks
@@ -111,6 +129,11 @@ fn pod(affinity: &Value, asks: &[(&str, i64)], meta: Value) -> Value {
 async fn admitted(at: &Place, pod: Value) -> Result<Value, Failed> {
     let path = format!("{}?dryRun=All", at.pods_path());
     Ok(at.create(&path, pod).await?["spec"].take())
+}
+
+/// What it says of other pods.
+fn of_pods(affinity: &Value) -> [&Value; 2] {
+    ["podAffinity", "podAntiAffinity"].map(|about| &affinity[about])
 }
 
 fn required(affinity: &Value) -> &Value {
@@ -272,12 +295,15 @@ async fn mode(server: &Server, at: &Place, mode: &str) -> Result<(), Failed> {
 }
 
 pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
+    let _turn = turn().await;
     let at = Place::make(server, "steered").await?;
     mode(server, &at, "preferred").await?;
+    by_hand(&at, "preferred").await?;
     let preferred = preferences(&at).await?;
     let left_alone = who_is_left_alone(&at).await?;
     by_controllers(&at).await?;
     mode(server, &at, "required").await?;
+    by_hand(&at, "required").await?;
     let required = requirements(&at).await?;
     let untouched = who_is_left_alone(&at).await?;
     // As the chart has it, for whoever comes after.
@@ -297,27 +323,19 @@ pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
 async fn preferences(at: &Place) -> Result<usize, Failed> {
     let mut shapes = 0;
     for (name, affinity) in affinities() {
-        for asks in [
-            vec![("c", ASKED)],
-            vec![("c", 4), ("init", ASKED), ("web", 0)],
-        ] {
-            let own = admitted(at, pod(&affinity, &no_asks(&asks), json!({}))).await?;
-            let steered = admitted(at, pod(&affinity, &asks, json!({}))).await?;
-            assert_eq!(rest(&steered), rest(&own), "{name}");
-            let (before, after) = (&own["affinity"], &steered["affinity"]);
-            assert_eq!(required(after), required(before), "{name}");
-            assert_eq!(
-                after["podAntiAffinity"], before["podAntiAffinity"],
-                "{name}"
-            );
-            let mut wanted = preferred(before);
-            wanted.push(json!({ "weight": 100, "preference": { "matchExpressions": [{
-                "key": "bursar.dev/largest-free-gib", "operator": "Gt", "values": [(ASKED - 1).to_string()] }] } }));
-            assert_eq!(preferred(after), wanted, "{name}");
-            let spread = steered["topologySpreadConstraints"].as_array();
-            assert_eq!(spread.map(Vec::len), Some(1), "{name}");
-            shapes += 1;
-        }
+        let own = admitted(at, pod(&affinity, &[("c", 0)], json!({}))).await?;
+        let steered = admitted(at, pod(&affinity, &[("c", ASKED)], json!({}))).await?;
+        assert_eq!(rest(&steered), rest(&own), "{name}");
+        let (before, after) = (&own["affinity"], &steered["affinity"]);
+        assert_eq!(required(after), required(before), "{name}");
+        assert_eq!(of_pods(after), of_pods(before), "{name}");
+        let mut wanted = preferred(before);
+        wanted.push(json!({ "weight": 100, "preference": { "matchExpressions": [{
+            "key": "bursar.dev/largest-free-gib", "operator": "Gt", "values": [(ASKED - 1).to_string()] }] } }));
+        assert_eq!(preferred(after), wanted, "{name}");
+        let spread = steered["topologySpreadConstraints"].as_array();
+        assert_eq!(spread.map(Vec::len), Some(1), "{name}");
+        shapes += 1 + alike(at, &affinity, &Value::Null, &steered).await?;
     }
     // Who spreads stays spread as it was.
     let mut spread = pod(&Value::Null, &[("c", ASKED)], json!({}));
@@ -336,10 +354,7 @@ async fn preferences(at: &Place) -> Result<usize, Failed> {
 async fn requirements(at: &Place) -> Result<usize, Failed> {
     let nodes = nodes();
     let mut shapes = 0;
-    let classes = [
-        (Value::Null, "bursar.dev/largest-reclaimable-gib"),
-        (json!("bursar-borrowed"), "bursar.dev/largest-free-gib"),
-    ];
+    let classes = [(Value::Null, RECLAIMABLE), (json!(BORROWED), FREE)];
     for (class, label) in classes {
         for (name, affinity) in affinities() {
             let mut asking = pod(&affinity, &[("c", ASKED)], json!({}));
@@ -350,10 +365,7 @@ async fn requirements(at: &Place) -> Result<usize, Failed> {
             let steered = admitted(at, asking).await?;
             assert_eq!(rest(&steered), rest(&own), "{name}");
             let (before, after) = (&own["affinity"], &steered["affinity"]);
-            assert_eq!(
-                after["podAntiAffinity"], before["podAntiAffinity"],
-                "{name}"
-            );
+            assert_eq!(of_pods(after), of_pods(before), "{name}");
             assert_eq!(preferred(after), preferred(before), "{name}");
             let left = name == "nine terms" || name == "a term that selects nothing";
             for (node, labels) in &nodes {
@@ -362,17 +374,75 @@ async fn requirements(at: &Place) -> Result<usize, Failed> {
                 let is = selects(required(after), node, labels);
                 assert_eq!(is, wanted, "{name}, {node} {labels:?}: {after}");
             }
-            shapes += 1;
+            shapes += 1 + alike(at, &affinity, &class, &steered).await?;
         }
     }
     Ok(shapes)
 }
 
-fn no_asks<'a>(asks: &[(&'a str, i64)]) -> Vec<(&'a str, i64)> {
-    asks.iter().map(|(name, _)| (*name, 0)).collect()
+/// The most that a container of any sort asks for is what counts, whatever the pod's node selector and its namespace:
+/// all are steered as `steered` is, the pod of one container. How many they are.
+async fn alike(
+    at: &Place,
+    affinity: &Value,
+    class: &Value,
+    steered: &Value,
+) -> Result<usize, Failed> {
+    let system = at.in_namespace("kube-system");
+    let shapes: [&[(&str, i64)]; 4] = [
+        &[("c", ASKED)],
+        &[("c", 4), ("init", ASKED), ("web", 0)],
+        &[("c", ASKED - 1), ("d", ASKED), ("init", 1)],
+        &[("c", 4), ("init-sidecar", ASKED)],
+    ];
+    for asks in shapes {
+        let asking = |place, asks: &[(&str, i64)]| {
+            let mut pod = pod(affinity, asks, json!({}));
+            pod["spec"]["priorityClassName"] = class.clone();
+            pod["spec"]["nodeSelector"] = json!({ "zone": "a" });
+            admitted(place, pod)
+        };
+        let quiet: Vec<_> = asks.iter().map(|(name, _)| (*name, 0)).collect();
+        for place in [at, &system] {
+            let (own, alike) = (asking(place, &quiet).await?, asking(place, asks).await?);
+            assert_eq!(rest(&alike), rest(&own), "{asks:?}");
+            for field in ["affinity", "topologySpreadConstraints"] {
+                assert_eq!(alike[field], steered[field], "{asks:?}");
+            }
+        }
+    }
+    Ok(2 * shapes.len())
 }
 
-/// Pods that do not ask, in whatever namespace; those of DaemonSets, on a node already, or that want several GPUs.
+/// The policy adds to a pod what the page says that one can write by hand.
+async fn by_hand(at: &Place, mode: &str) -> Result<(), Failed> {
+    let (page, gib) = BY_HAND;
+    let blocks = page
+        .split("\n\n")
+        .filter(|block| block.starts_with("    affinity:"));
+    let mut written = Vec::new();
+    for block in blocks {
+        written.push(serde_yaml_ng::from_str::<Value>(block)?["affinity"].take());
+    }
+    let [by_preference, by_requirement] = written.as_slice() else {
+        return Err(format!("docs/placement.md has it {} times", written.len()).into());
+    };
+    for (class, label) in [(Value::Null, RECLAIMABLE), (json!(BORROWED), FREE)] {
+        let mut asking = pod(&Value::Null, &[("c", gib)], json!({}));
+        asking["spec"]["priorityClassName"] = class;
+        let steered = admitted(at, asking).await?["affinity"].take();
+        if mode == "preferred" {
+            assert_eq!(steered, *by_preference);
+        } else {
+            let wanted = by_requirement.to_string().replace(RECLAIMABLE, label);
+            assert_eq!(steered, serde_json::from_str::<Value>(&wanted)?);
+        }
+    }
+    Ok(())
+}
+
+/// Pods that do not ask, or for nothing, in whatever namespace; those of DaemonSets, on a node already, or that want
+/// several GPUs.
 async fn who_is_left_alone(at: &Place) -> Result<usize, Failed> {
     let owned = json!({ "ownerReferences": [{ "apiVersion": "apps/v1", "kind": "DaemonSet", "name": "d", "uid": "u",
         "controller": true }] });
@@ -383,9 +453,12 @@ async fn who_is_left_alone(at: &Place) -> Result<usize, Failed> {
         let quiet = pod(&affinity, &[("c", 0), ("init", 0)], json!({}));
         let mut on_node = pod(&affinity, &[("c", ASKED)], json!({}));
         on_node["spec"]["nodeName"] = json!(at.name);
+        let mut nothing = quiet.clone();
+        nothing["spec"]["containers"][0]["resources"] = json!({ "limits": { RESOURCE: "0" } });
         for (place, pod) in [
             (at, quiet.clone()),
             (&system, quiet),
+            (at, nothing),
             (at, pod(&affinity, &[("c", ASKED)], owned.clone())),
             (at, pod(&affinity, &[("c", ASKED)], several.clone())),
             (at, on_node),
