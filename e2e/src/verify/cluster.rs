@@ -100,7 +100,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "operator/cluster/accounts",
-        "an agent's token writes its own node's GpuNode only, and the operator's changes its own labels only",
+        "an agent's token writes its own node's GpuNode only and lists no pods; the operator's changes its own labels only",
     ),
     (
         "main/cluster/leaves-nothing",

@@ -11,7 +11,7 @@ use bursar_e2e::pods::{PodError, Pods};
 use bursar_e2e::wait::{self, Look};
 use futures::FutureExt as _;
 use k8s_openapi::api::authentication::v1::{BoundObjectReference, TokenRequest, TokenRequestSpec};
-use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota, ServiceAccount};
+use k8s_openapi::api::core::v1::{Namespace, Node, Pod, ResourceQuota, ServiceAccount};
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
 use kube::config::{KubeConfigOptions, Kubeconfig};
 use kube::{Client, Config};
@@ -236,37 +236,70 @@ async fn own_accounts(stage: &mut Stage) -> Result<(), Failed> {
         ..PatchParams::apply("trial")
     };
     let bound = as_account(stage, "agent", Some(&agent)).await?;
+    let said = refused(Api::<Pod>::all(bound.clone()).list(&agents).await)?;
+    assert!(said.contains("cannot list resource \"pods\""), "{said}");
+    let gpu_nodes: Api<GpuNode> = Api::all(client.clone());
     let nodes: Api<GpuNode> = Api::all(bound);
-    nodes.patch(&node, &dry, &apply(&node)).await?;
-    let other = nodes.patch("another", &dry, &apply("another")).await;
-    let said = refused(other)?;
-    assert!(
-        said.contains(&format!("its token is of node {node}")),
-        "{said}"
+    let (post, none) = (
+        PostParams::default(),
+        json!({ "metadata": { "name": "another" }, "spec": {} }),
     );
+    let mut others = Vec::new();
+    // One that is not there, and one that is.
+    others.push(nodes.patch("another", &dry, &apply("another")).await);
+    gpu_nodes
+        .create(&post, &serde_json::from_value(none)?)
+        .await?;
+    others.push(nodes.patch("another", &dry, &apply("another")).await);
+    others.push(nodes.patch_status("another", &dry, &apply("another")).await);
+    gpu_nodes
+        .delete("another", &DeleteParams::default())
+        .await?;
+    for other in others {
+        let said = refused(other)?;
+        let of_its_own = format!("its token is of node {node}");
+        assert!(said.contains(&of_its_own), "{said}");
+    }
+    nodes.patch(&node, &dry, &apply(&node)).await?;
+    nodes.patch_status(&node, &dry, &apply(&node)).await?;
 
     let unbound: Api<GpuNode> = Api::all(as_account(stage, "agent", None).await?);
     let said = refused(unbound.patch(&node, &dry, &apply(&node)).await)?;
     assert!(said.contains("its token is of no node"), "{said}");
 
     let operator = as_account(stage, "operator", None).await?;
-    let namespaces: Api<Namespace> = Api::all(operator);
-    let merge = |patch: Value| Patch::Merge(json!({ "metadata": patch }));
+    let namespaces: Api<Namespace> = Api::all(operator.clone());
+    let nodes: Api<Node> = Api::all(operator);
+    let metadata = |patch: Value| Patch::Merge(json!({ "metadata": patch }));
     let dry = PatchParams {
         dry_run: true,
         ..PatchParams::default()
     };
-    let own = merge(json!({ "labels": { "bursar.dev/budget": "enforced" } }));
-    namespaces.patch_metadata("default", &dry, &own).await?;
+    let own = metadata(json!({ "labels": { "bursar.dev/budget": "enforced" } }));
+    namespaces.patch("default", &dry, &own).await?;
+    let steers = metadata(json!({ "labels": { "bursar.dev/largest-free-gib": "1" } }));
+    nodes.patch(&node, &dry, &steers).await?;
+    let mut others = Vec::new();
     for foreign in [
         json!({ "labels": { "pod-security.kubernetes.io/enforce": "privileged" } }),
         json!({ "annotations": { "a": "b" } }),
     ] {
-        let said = refused(
-            namespaces
-                .patch_metadata("default", &dry, &merge(foreign))
-                .await,
-        )?;
+        let foreign = metadata(foreign);
+        others.push(nodes.patch(&node, &dry, &foreign).await.map(drop));
+        others.push(namespaces.patch("default", &dry, &foreign).await.map(drop));
+    }
+    let off = metadata(json!({ "labels": { "kubernetes.io/hostname": null } }));
+    others.push(nodes.patch(&node, &dry, &off).await.map(drop));
+    let taint = json!({ "key": "bursar.dev/a", "effect": "NoExecute" });
+    for spec in [
+        json!({ "taints": [taint] }),
+        json!({ "unschedulable": true }),
+    ] {
+        let patch = Patch::Merge(json!({ "spec": spec }));
+        others.push(nodes.patch(&node, &dry, &patch).await.map(drop));
+    }
+    for other in others {
+        let said = refused(other)?;
         assert!(
             said.contains("labels that begin with bursar.dev/"),
             "{said}"
