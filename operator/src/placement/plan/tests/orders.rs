@@ -1,0 +1,99 @@
+//! Labels, quotas, and what others have written.
+
+use super::*;
+
+#[test]
+fn a_label_that_somebody_else_keeps_on_a_node_without_gpus_starves_nobody() {
+    let mut cluster = Cluster::default().node("a", &[]);
+    let name = "bursar.dev/largest-gpu-gib".to_owned();
+    let mut memory = Memory::default();
+    for second in 1..101 {
+        let stubborn = [(name.clone(), "80".to_owned())];
+        cluster.labels.insert("a".to_owned(), stubborn.into());
+        cluster.run(&mut memory, second, 1);
+        assert!(
+            second > 1 || cluster.labels["a"].is_empty(),
+            "it is taken off"
+        );
+    }
+    assert_eq!(cluster.writes, 10);
+}
+
+#[test]
+fn a_foreign_reservation_and_a_foreign_quota_are_not_written_against_for_ever() {
+    let mut cluster = Cluster::default().node("a", &[16]);
+    let foreign = Reservation {
+        gpu: "a-0".to_owned(),
+        waiter: "nobody".to_owned(),
+        quanta: 1,
+    };
+    let mut memory = Memory::default();
+    let mut writes = 0;
+    for second in 0..100 {
+        // Whoever wrote it owns it: our write without it takes nothing away.
+        cluster
+            .reservations
+            .insert("a".to_owned(), vec![foreign.clone()]);
+        let now = Duration::from_secs(second);
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
+            writes += usize::from(matches!(step, Step::Reserve { .. }));
+            cluster.act(step, &mut memory, now);
+        }
+    }
+    assert_eq!(writes, 1);
+}
+
+#[test]
+fn labels_say_what_one_gpu_has_free_would_have_without_borrowers_and_has_in_all() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .pod("g", 10, GUARANTEED, Some(("a", Some(0))))
+        .pod("b", 12, BORROWED, Some(("a", Some(1))));
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 1, 1);
+    let label = |cluster: &Cluster, name: &str| {
+        cluster.labels["a"][&format!("bursar.dev/largest-{name}-gib")].clone()
+    };
+    assert_eq!(label(&cluster, "free"), "6");
+    assert_eq!(label(&cluster, "reclaimable"), "16");
+    assert_eq!(label(&cluster, "gpu"), "16");
+    // A small change is written when it has lasted, a large one at once.
+    cluster = cluster.pod("g2", 16, GUARANTEED, None);
+    cluster.pods.remove("g2");
+    cluster.pods.get_mut("g").unwrap().asks = 5;
+    cluster.run(&mut memory, 2, 1);
+    assert_eq!(label(&cluster, "free"), "11", "another bucket");
+    cluster.pods.get_mut("g").unwrap().asks = 6;
+    cluster.run(&mut memory, 3, 5);
+    assert_eq!(label(&cluster, "free"), "11", "the same bucket");
+    cluster.run(&mut memory, 8, 10);
+    assert_eq!(label(&cluster, "free"), "10");
+    let writes = cluster.writes;
+    cluster.run(&mut memory, 20, 100);
+    assert_eq!(cluster.writes, writes);
+}
+
+#[test]
+fn an_override_is_ordered_of_the_pods_node_and_lifted_with_it() {
+    let mut cluster =
+        Cluster::default()
+            .node("a", &[16])
+            .pod("p", 8, GUARANTEED, Some(("a", Some(0))));
+    cluster.lowered = [
+        ("p".to_owned(), "4Gi".to_owned()),
+        ("other".to_owned(), "1Gi".to_owned()),
+    ]
+    .into();
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 2);
+    let order = QuotaOrder {
+        pod_uid: "p".to_owned(),
+        container: "main".to_owned(),
+        account: "device".to_owned(),
+        quota: "4Gi".into(),
+    };
+    assert_eq!(cluster.quotas["a"], [order]);
+    cluster.lowered.clear();
+    cluster.run(&mut memory, 2, 2);
+    assert_eq!(cluster.quotas["a"], []);
+}

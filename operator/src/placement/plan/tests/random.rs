@@ -1,0 +1,314 @@
+//! What holds of every plan, over random clusters and whatever befalls the operators.
+
+use std::collections::VecDeque;
+
+use super::*;
+
+/// Nodes of up to three GPUs, full of borrowers and some others, and owners who wait there or nowhere.
+fn layouts() -> impl Strategy<Value = Cluster> {
+    let node = prop::collection::vec(
+        (
+            8_u64..20,
+            prop::collection::vec((1_u64..10, prop::bool::weighted(0.8)), 0..5),
+        ),
+        1..4,
+    );
+    let waiters = prop::collection::vec((1_u64..20, 0_usize..3, any::<bool>()), 1..4);
+    (prop::collection::vec(node, 1..3), waiters).prop_map(|(nodes, waiters)| {
+        let mut cluster = Cluster::default();
+        for (n, gpus) in nodes.iter().enumerate() {
+            let name = format!("node{n}");
+            let sizes: Vec<u64> = gpus.iter().map(|(size, _)| *size).collect();
+            cluster = cluster.node(&name, &sizes);
+            for (g, (size, pods)) in gpus.iter().enumerate() {
+                let mut free = *size;
+                for (p, (asks, borrowed)) in pods.iter().enumerate() {
+                    if *asks > free {
+                        continue;
+                    }
+                    free -= asks;
+                    let priority = if *borrowed { BORROWED } else { GUARANTEED };
+                    let at = Some((name.as_str(), Some(g)));
+                    cluster = cluster.pod(&format!("p{n}-{g}-{p}"), *asks, priority, at);
+                }
+            }
+        }
+        for (w, (asks, node, bare)) in waiters.iter().enumerate() {
+            let name = format!("node{}", node % cluster.nodes.len());
+            let at = (cluster.tokens(&name) >= *asks).then_some((name.as_str(), None));
+            let uid = format!("w{w}");
+            cluster = cluster.pod(&uid, *asks, GUARANTEED, at);
+            if *bare {
+                cluster.pods.get_mut(&uid).unwrap().owner = Owner::Nobody;
+            }
+        }
+        cluster
+    })
+}
+
+/// Who of the waiters could be bound to some GPU of its node if all borrowers there went.
+fn hopeful(cluster: &Cluster) -> Vec<String> {
+    let waiting = cluster
+        .pods
+        .iter()
+        .filter(|(_, pod)| pod.gpu.is_none() && pod.priority == GUARANTEED);
+    let fits = |(_, pod): &(&String, &Life)| {
+        pod.node.iter().any(|node| {
+            cluster.nodes[node].iter().any(|(gpu, capacity)| {
+                let stay = cluster.pods.values().filter(|other| {
+                    other.gpu.as_ref() == Some(gpu) && other.priority == GUARANTEED
+                });
+                stay.map(|other| other.asks).sum::<u64>() + pod.asks <= *capacity
+            })
+        })
+    };
+    waiting.filter(fits).map(|(uid, _)| uid.clone()).collect()
+}
+
+/// The evictions of a step one by one: an operator may be killed between them.
+fn singly(step: Step) -> Vec<Step> {
+    let Step::MakeRoom {
+        waiter,
+        node,
+        gpu,
+        nominate,
+        victims,
+    } = step
+    else {
+        return vec![step];
+    };
+    let room = |nominate, victims| Step::MakeRoom {
+        waiter: waiter.clone(),
+        node: node.clone(),
+        gpu: gpu.clone(),
+        nominate,
+        victims,
+    };
+    let nominated = nominate.then(|| room(true, Vec::new()));
+    let evicted = victims.into_iter().map(|victim| room(false, vec![victim]));
+    nominated.into_iter().chain(evicted).collect()
+}
+
+/// One of the operators that act on the same cluster.
+#[derive(Default)]
+struct Acting {
+    memory: Memory,
+    /// The newest of the views that its watches have shown it.
+    seen: usize,
+}
+
+/// What operators do, told by random bits: how far behind the watches of a single one are, who is killed after how many
+/// steps, whose turn it is of two.
+fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
+    let mut operators = [Acting::default(), Acting::default()];
+    let (mut views, mut clock) = (Vec::new(), 0);
+    for bits in bits {
+        views.push(live.landscape());
+        let now = Duration::from_secs(clock);
+        let mut queues = [VecDeque::new(), VecDeque::new()];
+        let mut killed = [false; 2];
+        for (at, one) in operators.iter_mut().enumerate().take(1 + usize::from(two)) {
+            let bits = bits >> (8 * at);
+            let behind = (bits & 3).saturating_sub(1);
+            one.seen = one
+                .seen
+                .max((views.len() - 1).saturating_sub(behind as usize));
+            let steps = plan(&views[one.seen], &mut one.memory, &RULES, now, wall(now));
+            queues[at] = steps.into_iter().flat_map(singly).collect();
+            killed[at] = bits >> 2 & 7 == 0;
+            if killed[at] {
+                queues[at].truncate((bits >> 5 & 3) as usize);
+            }
+        }
+        let idle = queues.iter().all(VecDeque::is_empty);
+        let mut turns = bits >> 16;
+        while queues.iter().any(|queue| !queue.is_empty()) {
+            let at = (turns & 1) as usize;
+            turns = turns.rotate_right(1);
+            let at = if queues[at].is_empty() { 1 - at } else { at };
+            if let Some(step) = queues[at].pop_front() {
+                live.act(step, &mut operators[at].memory, now);
+            }
+        }
+        for (one, killed) in operators.iter_mut().zip(killed) {
+            if killed {
+                one.memory = Memory::default();
+            }
+        }
+        live.live();
+        clock += if idle { 4 } else { 1 };
+    }
+}
+
+/// Whatever befalls the operators: for each waiter only borrowers go, from one GPU of its node, none of them for nothing,
+/// whoever else waits for memory.
+fn who_goes_goes_for_what_one_waiter_lacks(
+    mut live: Cluster,
+    thieves: Vec<u64>,
+    two: bool,
+    bits: &[u32],
+) -> Result<(), TestCaseError> {
+    for (number, asks) in thieves.into_iter().enumerate() {
+        live = live.pod(&format!("thief{number}"), asks, BORROWED, None);
+    }
+    let before = live.pods.clone();
+    operate(&mut live, two, bits);
+    for uid in &live.evicted {
+        let priority = before.get(uid).map(|pod| pod.priority);
+        prop_assert!(priority.is_none_or(|of| of == BORROWED), "{}", uid);
+    }
+    let mut waiters = BTreeSet::new();
+    for ((waiter, node), round) in &live.rounds {
+        prop_assert!(
+            waiters.insert(waiter),
+            "{}: on another node than {} too",
+            waiter,
+            node
+        );
+        prop_assert_eq!(round.gpus.len(), 1, "{}: {:?}", waiter, round);
+        let all: u64 = round.gone.iter().sum();
+        let least = round.gone.iter().min().copied().unwrap_or_default();
+        prop_assert!(all - least < round.lacked, "{}: {:?}", waiter, round);
+    }
+    Ok(())
+}
+
+// Together over 100,000 layouts.
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20_000))]
+    /// A round is what one plan says, the end of those who go by it, and one look of the scheduler and the agents each.
+    /// Nothing may put off the waiter then: neither borrowers, who come again at once, nor owners, whenever they come.
+    #[test]
+    fn for_whom_somebody_goes_has_its_gpu_within_the_round_and_there_is_no_other_for_it(
+        cluster in layouts(),
+        others in prop::collection::vec((0_u64..15, 1_u64..12, any::<bool>()), 0..4),
+    ) {
+        let mut live = cluster;
+        live.all_return = true;
+        let mut memory = Memory::default();
+        for second in 0..25 {
+            for (number, (at, asks, borrows)) in others.iter().enumerate() {
+                if *at == second {
+                    let priority = if *borrows { BORROWED } else { GUARANTEED };
+                    live = live.pod(&format!("other{number}"), *asks, priority, None);
+                }
+            }
+            let mut before = live.rounds.clone();
+            live.run(&mut memory, second, 1);
+            for ((waiter, node), round) in &live.rounds {
+                if before.remove(&(waiter.clone(), node.clone())).as_ref() != Some(round) {
+                    prop_assert!(live.bound(waiter), "{} in second {}: {:?}", waiter, second, live);
+                }
+            }
+        }
+        let helped: BTreeSet<&String> = live.rounds.keys().map(|(waiter, _)| waiter).collect();
+        prop_assert_eq!(helped.len(), live.rounds.len());
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40_000))]
+    #[test]
+    fn an_operator_that_is_killed_anywhere_and_sees_late_takes_what_one_waiter_lacks_and_no_more(
+        cluster in layouts(),
+        thieves in prop::collection::vec(1_u64..12, 0..3),
+        bits in prop::collection::vec(any::<u32>(), 8),
+    ) {
+        who_goes_goes_for_what_one_waiter_lacks(cluster, thieves, false, &bits)?;
+    }
+
+    #[test]
+    fn two_operators_whose_steps_alternate_anyhow_take_what_one_waiter_lacks_and_no_more(
+        cluster in layouts(),
+        thieves in prop::collection::vec(1_u64..12, 0..3),
+        bits in prop::collection::vec(any::<u32>(), 8),
+    ) {
+        who_goes_goes_for_what_one_waiter_lacks(cluster, thieves, true, &bits)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(100_000 / 40))]
+    /// Carried out whole, cut short anywhere, or by an operator that starts anew each time.
+    #[test]
+    fn the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice(
+        cluster in layouts(),
+        cuts in prop::collection::vec(prop::option::of(0_usize..4), 60),
+    ) {
+        let mut live = cluster.clone();
+        let mut memory = Memory::default();
+        for (second, cut) in cuts.iter().enumerate() {
+            let now = Duration::from_secs(second as u64);
+            let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
+            // An operator that was killed after so many steps remembers nothing.
+            let kept = cut.filter(|_| second % 5 == 4);
+            for step in steps.into_iter().take(kept.unwrap_or(usize::MAX)) {
+                live.act(step, &mut memory, now);
+            }
+            if kept.is_some() {
+                memory = Memory::default();
+            }
+            live.live();
+        }
+        // Three moves and their pauses take some 100 s, and who starts anew counts from none.
+        live.run(&mut memory, 60, 180);
+        for uid in &live.evicted {
+            prop_assert_eq!(live.evicted.iter().filter(|other| *other == uid).count(), 1, "{} twice", uid);
+            prop_assert_eq!(cluster.pods[uid].priority, BORROWED);
+        }
+        let writes = live.writes;
+        live.run(&mut memory, 240, 60);
+        prop_assert_eq!(live.writes, writes, "it does not come to rest");
+        prop_assert_eq!(hopeful(&live), Vec::<String>::new(), "somebody who could be helped waits");
+        let held = live.reservations.values().flatten().count();
+        let waits = |held: &Reservation| !live.bound(&held.waiter);
+        prop_assert_eq!(live.reservations.values().flatten().filter(|held| waits(held)).count(), held);
+    }
+
+    /// What is not planned while nothing changes would have come to nothing.
+    #[test]
+    fn at_rest_nothing_comes_of_time_alone(cluster in layouts(), seconds in 0_u64..240) {
+        let mut live = cluster;
+        let mut memory = Memory::default();
+        live.run(&mut memory, 0, seconds);
+        let now = Duration::from_secs(seconds);
+        let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
+        if !steps.is_empty() || !memory.is_at_rest() {
+            return Ok(());
+        }
+        for later in [1, 10, 60, 600, 7200] {
+            let now = Duration::from_secs(seconds + later);
+            let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
+            prop_assert_eq!(steps, Vec::new(), "after {} s", later);
+        }
+    }
+
+    /// The same facts again, with and without what is remembered: nobody else has to go.
+    #[test]
+    fn a_replayed_plan_evicts_nobody_else(cluster in layouts()) {
+        let mut live = cluster;
+        let mut memory = Memory::default();
+        for second in 0..20 {
+            let now = Duration::from_secs(second);
+            let before = live.clone();
+            for step in plan(&live.landscape(), &mut memory, &RULES, now, wall(now)) {
+                live.act(step, &mut memory, now);
+            }
+            let gone = live.evicted.len();
+            // The watch shows nothing of it yet: memory does.
+            let blind = before;
+            for step in plan(&blind.landscape(), &mut memory, &RULES, now, wall(now)) {
+                let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
+                prop_assert!(!asks, "{:?}", step);
+            }
+            // It shows all of it, to an operator that remembers nothing.
+            let mut anew = Memory::default();
+            for step in plan(&live.landscape(), &mut anew, &RULES, now, wall(now)) {
+                let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
+                prop_assert!(!asks, "{:?}", step);
+            }
+            prop_assert_eq!(live.evicted.len(), gone);
+            live.live();
+        }
+    }
+}

@@ -1,0 +1,291 @@
+//! GPUs that are reserved for waiters, and who goes from them.
+
+use super::*;
+
+#[test]
+fn an_owner_on_its_node_gets_a_gpu_from_the_fewest_borrowers() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .pod("b1", 8, BORROWED, Some(("a", Some(0))))
+        .pod("b2", 4, BORROWED, Some(("a", Some(1))))
+        .pod("b3", 4, BORROWED, Some(("a", Some(1))))
+        .pod("owner", 16, GUARANTEED, Some(("a", None)));
+    cluster.run(&mut Memory::default(), 0, 10);
+    assert_eq!(cluster.evicted, ["b1"]);
+    assert!(cluster.bound("owner") && cluster.bound("b2") && cluster.bound("b3"));
+    assert_eq!(cluster.reservations["a"], [], "it is cleared");
+}
+
+#[test]
+fn an_owner_without_a_node_is_nominated_before_anybody_goes_and_wins_against_a_pending_borrower() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b1", 16, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 16, GUARANTEED, None)
+        .pod("thief", 16, BORROWED, None);
+    cluster.run(&mut Memory::default(), 0, 30);
+    assert_eq!(cluster.evicted, ["b1"]);
+    assert!(cluster.bound("owner"));
+    assert!(!cluster.bound("thief"));
+}
+
+#[test]
+fn who_may_not_preempt_or_is_not_more_important_takes_from_nobody() {
+    for priority in [BORROWED, GUARANTEED] {
+        let mut cluster = Cluster::default()
+            .node("a", &[16])
+            .pod("old", 10, priority, Some(("a", Some(0))))
+            .pod("same", 8, priority, Some(("a", None)));
+        let mut memory = Memory::default();
+        cluster.run(&mut memory, 0, 30);
+        assert_eq!(cluster.evicted, [] as [&str; 0]);
+        let writes = cluster.writes;
+        cluster.run(&mut memory, 30, 600);
+        assert_eq!(cluster.writes, writes, "and nothing is written for ever");
+    }
+}
+
+#[test]
+fn a_jobs_pod_that_a_disruption_budget_keeps_is_never_deleted_past_it() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    cluster.kept = vec!["b".to_owned()];
+    cluster.pods.get_mut("b").unwrap().owner = job("even");
+    cluster.run(&mut Memory::default(), 0, 150);
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+}
+
+#[test]
+fn a_jobs_pod_goes_for_an_owner_only_if_the_job_lets_it() {
+    for (uid, goes) in [("even", true), ("odd", false)] {
+        let mut cluster = Cluster::default()
+            .node("a", &[16])
+            .pod("job", 10, BORROWED, Some(("a", Some(0))))
+            .pod("owner", 8, GUARANTEED, Some(("a", None)));
+        cluster.pods.get_mut("job").unwrap().owner = job(uid);
+        cluster.run(&mut Memory::default(), 0, 20);
+        assert_eq!(cluster.bound("owner"), goes);
+    }
+}
+
+#[test]
+fn a_disruption_budget_keeps_a_pod_for_its_grace_and_no_longer() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    cluster.kept = vec!["b".to_owned()];
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 60);
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+    cluster.run(&mut memory, 60, 15);
+    assert_eq!(cluster.evicted, ["b"]);
+    assert!(cluster.bound("owner"));
+}
+
+#[test]
+fn who_waits_for_a_kept_pod_costs_nobody_else_the_gpu_that_somebody_left_for_it() {
+    let mut cluster = Cluster::default()
+        .node("a", &[8, 8, 3, 3])
+        .pod("b1", 8, BORROWED, Some(("a", Some(0))))
+        .pod("b2", 8, BORROWED, Some(("a", Some(1))))
+        .pod("owner1", 8, GUARANTEED, None)
+        .pod("owner2", 8, GUARANTEED, None)
+        .pod("thief", 4, BORROWED, Some(("a", None)));
+    cluster.kept = vec!["b2".to_owned()];
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 60);
+    assert_eq!(cluster.evicted, ["b1"]);
+    let waiters = cluster.reservations["a"].iter().map(|held| &held.waiter);
+    assert_eq!(waiters.collect::<Vec<_>>(), ["owner1", "owner2"]);
+    cluster.run(&mut memory, 60, 30);
+    assert_eq!(cluster.evicted, ["b1", "b2"]);
+    assert!(cluster.bound("owner1") && cluster.bound("owner2") && !cluster.bound("thief"));
+}
+
+#[test]
+fn an_operator_that_starts_anew_gives_up_nothing_before_it_has_looked_at_a_job() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("job", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    cluster.pods.get_mut("job").unwrap().owner = job("even");
+    cluster.kept = vec!["job".to_owned()];
+    cluster.run(&mut Memory::default(), 0, 20);
+    assert_eq!(cluster.reservations["a"].len(), 1);
+    let now = Duration::from_secs(20);
+    let steps = plan(
+        &cluster.landscape(),
+        &mut Memory::default(),
+        &RULES,
+        now,
+        wall(now),
+    );
+    assert!(
+        steps
+            .iter()
+            .any(|step| matches!(step, Step::LookAtJob { .. })),
+        "{steps:?}"
+    );
+    assert!(
+        !steps
+            .iter()
+            .any(|step| matches!(step, Step::Reserve { .. } | Step::MakeRoom { .. })),
+        "{steps:?}"
+    );
+}
+
+#[test]
+fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 10, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    let mut memory = Memory::default();
+    // No agent answers.
+    for second in 0..400 {
+        let now = Duration::from_secs(second);
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
+            cluster.act(step, &mut memory, now);
+        }
+    }
+    assert_eq!(cluster.reservations["a"], []);
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+}
+
+#[test]
+fn nobody_else_goes_while_what_one_had_is_proven_free() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b1", 8, BORROWED, Some(("a", Some(0))))
+        .pod("b2", 8, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 8, GUARANTEED, Some(("a", None)));
+    let mut memory = Memory::default();
+    let mut second = 0;
+    while cluster.left.is_empty() {
+        let now = Duration::from_secs(second);
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
+            cluster.act(step, &mut memory, now);
+        }
+        if !cluster.evicted.is_empty() {
+            cluster.left = [("a-0".to_owned(), 8)].into();
+        }
+        cluster.live();
+        second += 1;
+    }
+    let (mut quick, mut remembered) = (cluster.clone(), memory.clone());
+    quick.run(&mut remembered, second, 4);
+    quick.left.clear();
+    quick.run(&mut remembered, second + 4, 10);
+    assert_eq!(quick.evicted.len(), 1);
+    assert!(quick.bound("owner"));
+    // What somebody else holds of it does not come back.
+    cluster.run(&mut memory, second, 10);
+    assert_eq!(cluster.evicted.len(), 2);
+    assert!(cluster.bound("owner"));
+}
+
+#[test]
+fn who_has_two_reservations_keeps_one_and_takes_from_one_node_only() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .pod("a1", 16, BORROWED, Some(("a", Some(0))))
+        .pod("b1", 16, BORROWED, Some(("b", Some(0))))
+        .pod("owner", 16, GUARANTEED, None);
+    // Two operators chose for it.
+    for node in ["a", "b"] {
+        let held = reservation(&format!("{node}-0"), "owner", 16);
+        cluster
+            .reservations
+            .insert(node.to_owned(), vec![held.clone()]);
+        cluster.held.insert(held.gpu.clone(), held);
+    }
+    cluster.pods.get_mut("owner").unwrap().nominated = Some("b".to_owned());
+    cluster.run(&mut Memory::default(), 0, 10);
+    assert_eq!(cluster.evicted, ["b1"]);
+    assert!(cluster.bound("owner"));
+}
+
+#[test]
+fn a_reservation_that_the_watch_does_not_show_yet_is_not_made_on_another_node() {
+    let cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .pod("a1", 16, BORROWED, Some(("a", Some(0))))
+        .pod("b1", 8, BORROWED, Some(("b", Some(0))))
+        .pod("b2", 8, BORROWED, Some(("b", Some(0))))
+        .pod("owner", 16, GUARANTEED, None);
+    let mut memory = Memory::default();
+    let mut real = cluster.clone();
+    let reserved = |steps: &[Step]| -> Vec<String> {
+        let nodes = steps.iter().filter_map(|step| match step {
+            Step::Reserve {
+                node, reservations, ..
+            } if !reservations.is_empty() => Some(node.name.clone()),
+            _ => None,
+        });
+        nodes.collect()
+    };
+    for second in 0..11 {
+        let now = Duration::from_secs(second);
+        let steps = plan(&real.landscape(), &mut memory, &RULES, now, wall(now));
+        assert!(
+            second < 10 || reserved(&steps) == ["a"],
+            "one goes there, and two on the other"
+        );
+        steps
+            .into_iter()
+            .for_each(|step| real.act(step, &mut memory, now));
+    }
+    // The pods' watch is ahead of the nodes': the other one would be chosen now.
+    let mut blind = cluster.pod("b1", 1, BORROWED, Some(("b", Some(0))));
+    blind.pods.remove("b2");
+    let steps = plan(
+        &blind.landscape(),
+        &mut memory,
+        &RULES,
+        Duration::from_secs(11),
+        wall(Duration::from_secs(11)),
+    );
+    assert_eq!(reserved(&steps), ["a"], "it is written again at most");
+}
+
+#[test]
+fn a_large_cluster_is_planned_for_in_the_time_that_there_is() {
+    let mut cluster = Cluster::default();
+    for node in 0..100 {
+        let name = format!("n{node}");
+        cluster = cluster.node(&name, &[16; 8]);
+        for gpu in 0..8 {
+            cluster = cluster.pod(
+                &format!("{name}-{gpu}"),
+                16,
+                BORROWED,
+                Some((&name, Some(gpu))),
+            );
+        }
+    }
+    for pod in 0..10_000 {
+        cluster = cluster.pod(&format!("p{pod}"), 1, BORROWED, Some(("another", None)));
+    }
+    for waiter in 0..20 {
+        cluster = cluster.pod(&format!("w{waiter}"), 16, GUARANTEED, None);
+    }
+    let landscape = cluster.landscape();
+    let mut memory = Memory::default();
+    let look = |memory: &mut Memory, second| {
+        let now = Duration::from_secs(second);
+        plan(&landscape, memory, &RULES, now, wall(now))
+    };
+    look(&mut memory, 0);
+    let start = std::time::Instant::now();
+    let steps = look(&mut memory, 20);
+    let took = start.elapsed();
+    assert!(
+        !steps.is_empty() && took < Duration::from_secs(5),
+        "{took:?}"
+    );
+}
