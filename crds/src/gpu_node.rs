@@ -224,7 +224,7 @@ pub struct Reservation {
     /// The UID of the pod that it is held for.
     #[schemars(length(min = 1, max = 64))]
     pub waiter: String,
-    /// How much is held, in quanta.
+    /// How much is held, in quanta; what is bound for the pod there already is included.
     #[schemars(range(min = 1, max = 4096))]
     pub quanta: i32,
 }
