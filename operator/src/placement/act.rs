@@ -14,7 +14,7 @@ use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
 use super::memory::{Answer, Memory, Moment, NodeLabels};
-use super::node::SlimNode;
+use super::node::{GpuFacts, SlimNode};
 use super::plan::{Object, Pod, Step, Victim};
 use super::pod::{Place, PodFacts};
 use crate::ahead::telling;
@@ -162,8 +162,13 @@ impl Hands {
                 to,
                 room,
             } => {
-                // Who was bound a moment ago would lose what it has begun.
-                if self.still_waits(&pod, &from.name).await?.is_none() {
+                // Who has begun would lose that. Its status may tell so late: the kubelet writes it between two rounds
+                // of starts, and waits for a GPU in one.
+                let waits = self.still_waits(&pod, &from.name).await?;
+                let waits = waits.zip(self.gpu_node(&from.name).await?);
+                if waits.is_none_or(|((facts, _), there)| {
+                    GpuFacts::of(&there, self.rules.quantum).may_have_begun(&facts)
+                }) {
                     debug!(waiter = pod.key.name, "waits no more");
                     return Ok(());
                 }
@@ -227,8 +232,12 @@ impl Hands {
         telling(&self.writer.wrote().gpu_nodes, write).await
     }
 
-    /// Whether the waiter is as the plan thought, by the API server's own word: the version of it that says so.
-    async fn still_waits(&self, waiter: &Pod, node: &str) -> Result<Option<String>, ActError> {
+    /// The waiter, if it is as the plan thought by the API server's own word, and the version of it that says so.
+    async fn still_waits(
+        &self,
+        waiter: &Pod,
+        node: &str,
+    ) -> Result<Option<(PodFacts, String)>, ActError> {
         let pods = Api::<AskingPod>::namespaced(self.client.clone(), &waiter.key.namespace);
         let found = within("read pod", &waiter.key.name, pods.get_opt(&waiter.key.name)).await?;
         let Some(found) = found else { return Ok(None) };
@@ -239,7 +248,7 @@ impl Hands {
             };
             here && pod.uid == waiter.uid && pod.pending && !pod.ending
         });
-        Ok(facts.and(found.metadata.resource_version))
+        Ok(facts.zip(found.metadata.resource_version))
     }
 
     /// The same, and whether the GPU is reserved and held for the waiter: another operator may have chosen another one.
@@ -257,7 +266,10 @@ impl Hands {
         let held = reserved.any(|held| held.gpu == gpu && held.waiter == waiter.uid)
             && gpus.any(|one| one.uuid == gpu && one.held_for.as_ref() == Some(&waiter.uid));
         match held {
-            true => self.still_waits(waiter, node).await,
+            true => Ok(self
+                .still_waits(waiter, node)
+                .await?
+                .map(|(_, version)| version)),
             false => Ok(None),
         }
     }

@@ -12,7 +12,7 @@ use k8s_openapi::jiff::Timestamp;
 
 use super::landscape::Scene;
 use super::node::Gpu;
-use super::pod::{Owner, Place};
+use super::pod::{Owner, Place, PodFacts};
 use crate::quanta::Quanta;
 
 /// Time since the operator started.
@@ -44,8 +44,8 @@ const LABELS_A_SECOND: f64 = 20.0;
 /// What was tried.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
-    /// Since when each pod has been seen to wait.
-    waits: BTreeMap<String, Moment>,
+    /// Who has been seen to wait.
+    waits: BTreeMap<String, Wait>,
     /// Since when each reservation has been seen, by node, GPU and waiter.
     reserved: BTreeMap<(String, String, String), Moment>,
     /// The waiters for whom no GPU is reserved before then.
@@ -84,10 +84,22 @@ struct Asked {
     goes: bool,
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+/// How a pod waits.
+#[derive(Clone, Copy, Debug)]
+struct Wait {
+    since: Moment,
+    /// When help for it was looked for last.
+    looked: Option<Moment>,
+}
+
+#[derive(Clone, Debug, Default)]
 struct Moves {
     count: u32,
     last: Moment,
+    /// The node that had room when the last one was moved.
+    to: Option<String>,
+    /// The nodes that had room, and that the next pod was not put on: the scheduler knows why.
+    in_vain: BTreeSet<String>,
 }
 
 impl Memory {
@@ -104,15 +116,21 @@ impl Memory {
                 }
             )
         });
-        let waiting = on_nodes
-            .map(|waiter| waiter.pod.clone())
-            .chain(unplaced.map(|(uid, _)| (*uid).to_owned()));
-        self.waits = waiting
-            .map(|pod| {
-                let since = self.waits.get(&pod).copied().unwrap_or(now);
-                (pod, since)
-            })
+        let waiting: BTreeSet<&str> = on_nodes
+            .map(|waiter| waiter.pod.as_str())
+            .chain(unplaced.map(|(uid, _)| *uid))
             .collect();
+        let mut before = std::mem::take(&mut self.waits);
+        for pod in waiting {
+            let wait = before.remove(pod).unwrap_or_else(|| {
+                self.see_return(scene.pod(pod));
+                Wait {
+                    since: now,
+                    looked: None,
+                }
+            });
+            self.waits.insert(pod.to_owned(), wait);
+        }
         let reservations = scene.gpu_nodes.iter().flat_map(|(node, gpus)| {
             let name =
                 |held: &Reservation| ((*node).to_owned(), held.gpu.clone(), held.waiter.clone());
@@ -151,6 +169,14 @@ impl Memory {
         self.quotas.retain(|node, _| known(node));
     }
 
+    /// A pod begins to wait. If one of its owner was moved, it was not put where there was room for that one.
+    fn see_return(&mut self, pod: Option<&PodFacts>) {
+        let owner = pod.and_then(|pod| pod.owner.uid());
+        if let Some(moves) = owner.and_then(|owner| self.moves.get_mut(owner)) {
+            moves.in_vain.extend(moves.to.take());
+        }
+    }
+
     /// Whether nothing is to be done later that was not to be done when it was planned last, while nothing changes.
     pub(super) fn is_at_rest(&self) -> bool {
         self.waits.is_empty() && self.reserved.is_empty() && self.mislabelled.is_empty()
@@ -175,7 +201,12 @@ impl Memory {
         for (owner, (count, age)) in sums {
             if age < MOVES_FORGOTTEN && !self.moves.contains_key(owner) {
                 let last = now.saturating_sub(age);
-                self.moves.insert(owner.to_owned(), Moves { count, last });
+                let moves = Moves {
+                    count,
+                    last,
+                    ..Moves::default()
+                };
+                self.moves.insert(owner.to_owned(), moves);
             }
         }
     }
@@ -239,8 +270,22 @@ impl Memory {
 
     /// For how long a pod has been waiting.
     pub(super) fn waited(&self, pod: &str, now: Moment) -> Duration {
-        let since = self.waits.get(pod);
-        since.map_or(Duration::ZERO, |since| now.saturating_sub(*since))
+        let wait = self.waits.get(pod);
+        wait.map_or(Duration::ZERO, |wait| now.saturating_sub(wait.since))
+    }
+
+    /// When help for a pod was looked for last.
+    pub(super) fn last_look(&self, pod: &str) -> Option<Moment> {
+        self.waits.get(pod)?.looked
+    }
+
+    /// Help for these pods was looked for.
+    pub(super) fn looked_at(&mut self, pods: Vec<String>, now: Moment) {
+        for pod in pods {
+            if let Some(wait) = self.waits.get_mut(&pod) {
+                wait.looked = Some(now);
+            }
+        }
     }
 
     /// Whether no GPU is to be reserved for a pod for now.
@@ -298,11 +343,18 @@ impl Memory {
         })
     }
 
+    /// Whether a pod of this owner was moved for room on `node` in vain.
+    pub(super) fn moved_in_vain(&self, owner: &str, node: &str) -> bool {
+        let moves = self.moves.get(owner);
+        moves.is_some_and(|moves| moves.in_vain.contains(node))
+    }
+
     /// A pod of this owner was moved, for room on `node`.
     pub(super) fn moved(&mut self, owner: &str, node: &str, room: Quanta, now: Moment) {
         let moves = self.moves.entry(owner.to_owned()).or_default();
         moves.count += 1;
         moves.last = now;
+        moves.to = Some(node.to_owned());
         self.promised.push((node.to_owned(), room, now + PROMISED));
     }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bursar_crds::gpu_node::{GpuStatus, HealthStatus, Moved, QuotaOrder, Reservation};
+use bursar_crds::gpu_node::{GpuStatus, HealthStatus, MAX_PODS, Moved, QuotaOrder, Reservation};
 use bursar_crds::quantity::parse_bytes;
 use bursar_crds::{GpuNode, Quantum};
 use k8s_openapi::api::core::v1::{Node, NodeCondition, Taint};
@@ -11,6 +11,7 @@ use kube::core::ObjectMeta;
 use kube::{Resource, ResourceExt as _};
 use serde::Deserialize;
 
+use super::pod::PodFacts;
 use crate::quanta::Quanta;
 
 /// The fields of a Node that are read here. The rest of it is not even kept while it is parsed.
@@ -145,6 +146,15 @@ impl GpuFacts {
             moves: node.spec.moves.clone(),
         }
     }
+
+    /// Whether a container of a pod may have memory here already: of a GPU, those who have least are cut off from a
+    /// long list.
+    pub(super) fn may_have_begun(&self, pod: &PodFacts) -> bool {
+        let one_of_several = pod.containers.len() > 1;
+        self.gpus.iter().any(|gpu| {
+            gpu.pods.contains_key(&pod.uid) || one_of_several && gpu.pods.len() >= MAX_PODS
+        })
+    }
 }
 
 fn gpu(gpu: &GpuStatus) -> Gpu {
@@ -166,4 +176,37 @@ fn gpu(gpu: &GpuStatus) -> Gpu {
 
 fn quanta(count: i32) -> Quanta {
     Quanta::new(u64::try_from(count).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn who_may_be_cut_off_from_a_long_list_may_have_begun_unless_it_has_one_container_to_wait_for()
+    {
+        let pod = |containers: u32| {
+            let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": "1" } });
+            let containers = (0..containers)
+                .map(|number| json!({ "name": format!("c{number}"), "resources": asks }));
+            let pod = json!({
+                "metadata": { "name": "p", "namespace": "n", "uid": "p" },
+                "spec": { "containers": containers.collect::<Vec<_>>() },
+            });
+            PodFacts::of(&serde_json::from_value(pod).unwrap(), Quantum::Gib1).unwrap()
+        };
+        let others = |count: usize| GpuFacts {
+            gpus: vec![Gpu {
+                pods: (0..count)
+                    .map(|number| (format!("other{number}"), Quanta::new(1)))
+                    .collect(),
+                ..Gpu::default()
+            }],
+            ..GpuFacts::default()
+        };
+        assert!(!others(MAX_PODS - 1).may_have_begun(&pod(2)));
+        assert!(others(MAX_PODS).may_have_begun(&pod(2)));
+        assert!(!others(MAX_PODS).may_have_begun(&pod(1)));
+    }
 }

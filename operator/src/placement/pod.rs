@@ -76,6 +76,16 @@ pub enum Owner {
     },
 }
 
+impl Owner {
+    /// Its UID, where another pod that it makes may be on another node.
+    pub(super) fn uid(&self) -> Option<&str> {
+        match self {
+            Self::Job(demand::Owner { uid, .. }) | Self::Other { uid } => Some(uid),
+            Self::Nobody | Self::Node | Self::DaemonSet => None,
+        }
+    }
+}
+
 /// Which nodes a pod may be on, as far as it is read here.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Wants {

@@ -144,6 +144,63 @@ async fn a_waiter_gets_its_gpu_whatever_becomes_of_any_write() {
     ends.buffer_unordered(5).collect::<Vec<_>>().await;
 }
 
+#[tokio::test]
+async fn a_waiter_that_has_begun_by_its_nodes_own_word_is_not_moved() {
+    let gpu_node = |name: &str, pods: &[(&str, u32)]| {
+        let waiting = json!({ "podUid": "owner", "namespace": "team", "pod": "owner", "container": "c",
+            "quanta": 8, "since": "2026-01-01T00:00:00Z" });
+        let free = 16 - pods.iter().map(|(_, gib)| gib).sum::<u32>();
+        let has = pods
+            .iter()
+            .map(|(name, gib)| json!({ "uid": name, "quanta": gib }));
+        json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": name, "uid": name }, "spec": {},
+            "status": {
+                "quantum": "1Gi", "deviceMemory": { "allocatable": 16, "free": free, "largestFree": free },
+                "waiting": if name == "n" { vec![waiting] } else { Vec::new() },
+                "gpus": [{ "uuid": format!("GPU-{name}"), "index": 0, "model": "m", "memory": "16Gi", "state": "Active",
+                    "generation": 1, "health": { "status": "Healthy", "reason": "Ok" }, "capacity": 16, "free": free,
+                    "largestFree": free, "pods": has.collect::<Vec<_>>() }],
+            },
+        })
+    };
+    let running = Running::start(|api| {
+        for name in ["n", "m"] {
+            api.put("nodes", json!({
+                "apiVersion": "v1", "kind": "Node", "metadata": { "name": name, "uid": name }, "spec": {},
+                "status": { "conditions": [{ "type": "Ready", "status": "True" }],
+                    "allocatable": { "bursar.dev/gpu-memory-gib": "24" } },
+            }));
+        }
+        api.put("gpunodes", gpu_node("n", &[("other", 12)]));
+        api.put("gpunodes", gpu_node("m", &[]));
+        api.put("pods", pod("other", 12, false, true));
+        let mut owner = pod("owner", 8, false, false);
+        let mut first = owner["spec"]["containers"][0].clone();
+        first["name"] = json!("first");
+        first["resources"]["requests"] = json!({ "bursar.dev/gpu-memory-gib": "4" });
+        owner["spec"]["containers"] = json!([first, owner["spec"]["containers"][0]]);
+        owner["metadata"]["ownerReferences"] = json!([{ "apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "o",
+            "uid": "o", "controller": true }]);
+        api.put("pods", owner);
+    })
+    .await;
+    sleep(Duration::from_secs(1)).await;
+    let api = &running.api;
+    api.mute("gpunodes", true);
+    api.put("gpunodes", gpu_node("n", &[("other", 12), ("owner", 4)]));
+    sleep(Duration::from_secs(12)).await;
+    let gone = || api.get("pods", "team", "owner").is_null();
+    assert!(!gone(), "{:?}", api.writes());
+    api.put("gpunodes", gpu_node("n", &[("other", 12)]));
+    let begin = Instant::now();
+    while !gone() {
+        assert!(begin.elapsed() < END, "{:?}", api.writes());
+        sleep(Duration::from_millis(100)).await;
+    }
+    running.stop().await;
+}
+
 /// An agent of two GPUs of 16: who has how much of which. A waiter is bound to the GPU that is held for it, if `binds`.
 fn report_two(api: &Api, pods: &[(&str, usize, u32)], binds: bool) {
     let there = |name: &str| !api.get("pods", "team", name).is_null();

@@ -3,7 +3,7 @@
 //! ```text
 //!   a pod waits on its node ----+-- may go, another node has room ------------------> Move
 //!   the scheduler refuses one --+
-//!         |                  pods of lower priority on one GPU would make room
+//!         |                  otherwise: pods of lower priority on one GPU would make room
 //!         v                                    |
 //!    nothing to be done                        v
 //!                     Reserve --agent answers heldFor--> MakeRoom (nominate, evict) --bound or gone--> Reserve without it

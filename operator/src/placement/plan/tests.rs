@@ -43,7 +43,28 @@ struct Life {
     nominated: Option<String>,
     /// The GPU that it is bound to.
     gpu: Option<String>,
+    /// The GPU that a first container of it is bound to, and what of all that it asks for that one has.
+    first: Option<(String, u64)>,
     ending: bool,
+}
+
+impl Life {
+    /// What it asks for beside its first container.
+    fn rest(&self) -> u64 {
+        self.asks - self.first.as_ref().map_or(0, |(_, quanta)| *quanta)
+    }
+
+    /// What it has of a GPU.
+    fn on(&self, gpu: &str) -> u64 {
+        let first = self.first.iter().filter(|(on, _)| on == gpu);
+        let first: u64 = first.map(|(_, quanta)| *quanta).sum();
+        first
+            + if self.gpu.as_deref() == Some(gpu) {
+                self.rest()
+            } else {
+                0
+            }
+    }
 }
 
 /// Who went for one waiter.
@@ -84,6 +105,8 @@ struct Cluster {
     all_return: bool,
     /// The scheduler preempts borrowers where a node lacks quanta.
     preempts: bool,
+    /// The nodes that lack something else, so that the scheduler puts no pod there.
+    shut: Vec<String>,
 }
 
 impl Cluster {
@@ -110,20 +133,37 @@ impl Cluster {
             node: at.map(|(node, _)| node.to_owned()),
             nominated: None,
             gpu: at.and_then(|(node, gpu)| Some(format!("{node}-{}", gpu?))),
+            first: None,
             ending: false,
         };
         self.pods.insert(uid.to_owned(), life);
         self
     }
 
+    /// The same pod, of which a first container is bound on a GPU already.
+    fn first(mut self, uid: &str, gpu: &str, quanta: u64) -> Self {
+        self.pods.get_mut(uid).unwrap().first = Some((gpu.to_owned(), quanta));
+        self
+    }
+
+    fn owned(mut self, uid: &str, owner: Owner) -> Self {
+        self.pods.get_mut(uid).unwrap().owner = owner;
+        self
+    }
+
     fn free(&self, node: &str, gpu: &str) -> u64 {
-        let used = self
-            .pods
-            .values()
-            .filter(|pod| pod.gpu.as_deref() == Some(gpu));
-        let used: u64 = used.map(|pod| pod.asks).sum();
+        let used: u64 = self.pods.values().map(|pod| pod.on(gpu)).sum();
         let left = self.left.get(gpu).copied().unwrap_or_default();
         self.nodes[node][gpu].saturating_sub(used + left)
+    }
+
+    /// What of a GPU is kept for the pod that it is held for; what that has there is included in the reservation.
+    fn kept(&self, gpu: &str) -> u64 {
+        let Some(held) = self.held.get(gpu) else {
+            return 0;
+        };
+        let has = self.pods.get(&held.waiter).map_or(0, |pod| pod.on(gpu));
+        u64::from(held.quanta.unsigned_abs()).saturating_sub(has)
     }
 
     fn tokens(&self, node: &str) -> u64 {
@@ -149,7 +189,11 @@ impl Cluster {
                     _ => Class::Guaranteed,
                 },
                 asks: Quanta::new(pod.asks),
-                containers: vec![("main".to_owned(), Quanta::new(pod.asks))],
+                containers: [("first", pod.asks - pod.rest()), ("main", pod.rest())]
+                    .into_iter()
+                    .filter(|(_, asks)| *asks > 0)
+                    .map(|(name, asks)| (name.to_owned(), Quanta::new(asks)))
+                    .collect(),
                 priority: pod.priority,
                 preempts: pod.priority != BORROWED,
                 place: match &pod.node {
@@ -180,7 +224,7 @@ impl Cluster {
             let gpu = |(uuid, capacity): (&String, &u64)| {
                 let held = self.held.get(uuid);
                 let free = self.free(node, uuid);
-                let kept = held.map_or(0, |held| held.quanta.unsigned_abs().into());
+                let kept = self.kept(uuid);
                 Gpu {
                     uuid: uuid.clone(),
                     capacity: Quanta::new(*capacity),
@@ -190,8 +234,8 @@ impl Cluster {
                     pods: self
                         .pods
                         .iter()
-                        .filter(|(_, pod)| pod.gpu.as_ref() == Some(uuid))
-                        .map(|(uid, pod)| (uid.clone(), Quanta::new(pod.asks)))
+                        .filter(|(_, pod)| pod.on(uuid) > 0)
+                        .map(|(uid, pod)| (uid.clone(), Quanta::new(pod.on(uuid))))
                         .collect(),
                 }
             };
@@ -207,7 +251,7 @@ impl Cluster {
                     .filter(waits)
                     .map(|(uid, pod)| Waiter {
                         pod: uid.clone(),
-                        quanta: Quanta::new(pod.asks),
+                        quanta: Quanta::new(pod.rest()),
                     })
                     .collect(),
                 reservations: self.reservations.get(node).cloned().unwrap_or_default(),
@@ -324,7 +368,7 @@ impl Cluster {
     /// A pod is evicted for a waiter. Who is gone, or ends already, does not go again.
     fn end(&mut self, uid: &str, waiter: &str, node: &str, gpu: &str) {
         let free = self.free(node, gpu);
-        let needs = self.pods[waiter].asks;
+        let needs = self.pods[waiter].rest();
         let Some(pod) = self.pods.get_mut(uid) else {
             return;
         };
@@ -336,7 +380,7 @@ impl Cluster {
                 round.lacked = needs.saturating_sub(free);
             }
             round.gpus.insert(gpu.to_owned());
-            round.gone.push(pod.asks);
+            round.gone.push(pod.on(gpu));
         }
     }
 
@@ -352,6 +396,7 @@ impl Cluster {
                     node: None,
                     nominated: None,
                     gpu: None,
+                    first: None,
                     ending: false,
                     ..pod.clone()
                 };
@@ -386,6 +431,7 @@ impl Cluster {
             let fits = self
                 .nodes
                 .keys()
+                .filter(|node| !self.shut.contains(node))
                 .filter(|node| self.tokens(node) >= pod.asks + kept(node))
                 .max_by_key(|node| (pod.nominated.as_ref() == Some(node), self.tokens(node)));
             if let Some(node) = fits.cloned() {
@@ -403,17 +449,15 @@ impl Cluster {
         queue.sort_by_key(|uid| std::cmp::Reverse(self.pods[uid].priority));
         for uid in &queue {
             let pod = self.pods[uid].clone();
-            let Some(node) = pod.node.filter(|_| pod.gpu.is_none()) else {
+            let Some(node) = pod.node.as_ref().filter(|_| pod.gpu.is_none()) else {
                 continue;
             };
             let room = |gpu: &&String| {
-                let kept = match self.held.get(*gpu) {
-                    Some(held) if held.waiter != *uid => held.quanta.unsigned_abs().into(),
-                    _ => 0,
-                };
-                self.free(&node, gpu) >= pod.asks + kept
+                let held = self.held.get(*gpu);
+                let kept = held.filter(|held| held.waiter != *uid);
+                self.free(node, gpu) >= pod.rest() + kept.map_or(0, |_| self.kept(gpu))
             };
-            let gpu = self.nodes[&node].keys().find(room).cloned();
+            let gpu = self.nodes[node].keys().find(room).cloned();
             self.pods.get_mut(uid).unwrap().gpu = gpu;
         }
     }

@@ -25,6 +25,8 @@ const MOVE_PATIENCE: Duration = Duration::from_secs(8);
 const UNPLACED_PATIENCE: Duration = Duration::from_secs(10);
 /// How many waiters are helped, and pods asked to go for one, in one plan.
 const AT_ONCE: usize = 20;
+/// How many waiters are looked at in one plan. It has to be made in less than the time between two.
+const LOOKS: usize = 100;
 
 /// What a Job that was not looked at yet is taken for.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -39,6 +41,7 @@ enum Unseen {
 type Reserved = BTreeMap<String, Vec<Reservation>>;
 
 /// A pod that waits for room on one GPU.
+#[derive(Clone, Copy)]
 struct Want<'a> {
     key: &'a Key,
     pod: &'a PodFacts,
@@ -48,16 +51,25 @@ struct Want<'a> {
 }
 
 /// The steps for everybody who waits.
-pub(super) fn plan(scene: &Scene<'_>, memory: &Memory, rules: &Rules, now: Moment) -> Vec<Step> {
+pub(super) fn plan(
+    scene: &Scene<'_>,
+    memory: &mut Memory,
+    rules: &Rules,
+    now: Moment,
+) -> Vec<Step> {
     let mut planner = Planner {
         scene,
         memory,
         rules,
         now,
+        wants: BTreeMap::new(),
         going: BTreeMap::new(),
         nominated: BTreeMap::new(),
+        moves: Vec::new(),
+        looked: Vec::new(),
         jobs: BTreeMap::new(),
     };
+    planner.wants = planner.wants();
     for (uid, (_, pod)) in &scene.pods {
         match &pod.place {
             Place::On(node) if planner.is_going(uid, pod) => {
@@ -72,7 +84,9 @@ pub(super) fn plan(scene: &Scene<'_>, memory: &Memory, rules: &Rules, now: Momen
         }
     }
     let mut steps = planner.steps();
-    steps.extend(planner.jobs.into_values());
+    let Planner { looked, jobs, .. } = planner;
+    memory.looked_at(looked, now);
+    steps.extend(jobs.into_values());
     steps
 }
 
@@ -81,43 +95,58 @@ struct Planner<'a> {
     memory: &'a Memory,
     rules: &'a Rules,
     now: Moment,
+    /// Who waits for one GPU, by UID.
+    wants: BTreeMap<&'a str, Want<'a>>,
     /// What those ask for who are going, by node.
     going: BTreeMap<&'a str, Quanta>,
     /// The pods for whom the scheduler keeps room, by node.
     nominated: BTreeMap<&'a str, Vec<&'a PodFacts>>,
+    /// The moves of this plan: the owner, the node that has room, and how much of that is taken by it.
+    moves: Vec<(&'a str, &'a str, Quanta)>,
+    /// The waiters that were looked at.
+    looked: Vec<String>,
     /// Looks at the Jobs whose answer would matter.
     jobs: BTreeMap<String, Step>,
 }
 
 impl<'a> Planner<'a> {
     fn steps(&mut self) -> Vec<Step> {
-        let wants = self.wants();
-        let mut reserved = self.still_reserved(&wants);
-        let held = reserved.values().flatten();
-        let helped: BTreeSet<String> = held.map(|held| held.waiter.clone()).collect();
-        let unhelped = wants
-            .iter()
-            .filter(|want| !helped.contains(&want.pod.uid))
-            .take(AT_ONCE);
-        let mut steps = Vec::new();
-        for want in unhelped {
-            if let Some(step) = self.elsewhere(want) {
-                steps.push(step);
-            } else if let Some((node, reservation)) = self.here(want, &wants, &reserved) {
+        let mut reserved = self.still_reserved();
+        let (mut steps, mut helped) = (Vec::new(), 0);
+        for want in self.unhelped(&reserved) {
+            if helped == AT_ONCE {
+                break;
+            }
+            self.looked.push(want.pod.uid.clone());
+            if let Some((owner, at, to)) = self.elsewhere(&want) {
+                // Before it is time nobody goes for it either: it loses nothing by going, and they do.
+                if self.waited(&want) >= MOVE_PATIENCE {
+                    self.moves.push((owner, to, want.pod.asks));
+                    helped += 1;
+                    steps.push(Step::Move {
+                        pod: pod(want.key, want.pod),
+                        owner: owner.to_owned(),
+                        from: gpu_node(self.scene, at),
+                        to: to.to_owned(),
+                        room: want.pod.asks,
+                    });
+                }
+            } else if let Some((node, reservation)) = self.here(&want, &reserved) {
+                helped += 1;
                 reserved.entry(node).or_default().push(reservation);
             }
         }
         steps.extend(self.writes(&reserved));
         for (node, held) in &reserved {
             for reservation in held {
-                steps.extend(self.make_room(node, reservation, &wants));
+                steps.extend(self.make_room(node, reservation));
             }
         }
         steps
     }
 
-    /// Who waits for one GPU, the most important first, and then the longest waiting.
-    fn wants(&self) -> Vec<Want<'a>> {
+    /// Who waits for one GPU.
+    fn wants(&self) -> BTreeMap<&'a str, Want<'a>> {
         let scene = self.scene;
         let on_nodes = scene.gpu_nodes.iter().flat_map(|(node, gpus)| {
             gpus.waiting.iter().filter_map(|waiter| {
@@ -149,23 +178,47 @@ impl<'a> Planner<'a> {
                 node: None,
             })
         });
-        let waits = |want: &Want<'_>| !want.pod.ending && want.pod.pending && want.pod.one_gpu;
-        let mut wants: Vec<Want<'a>> = on_nodes.chain(unplaced).filter(waits).collect();
-        wants.sort_by_key(|want| {
-            let waited = self.memory.waited(&want.pod.uid, self.now);
-            (
-                Reverse(want.pod.priority),
-                Reverse(waited),
-                want.pod.uid.as_str(),
-            )
-        });
-        wants.dedup_by(|a, b| a.pod.uid == b.pod.uid);
+        let waits = |want: &Want<'_>| {
+            !self.is_going(&want.pod.uid, want.pod) && want.pod.pending && want.pod.one_gpu
+        };
+        let mut wants = BTreeMap::new();
+        for want in on_nodes.chain(unplaced).filter(waits) {
+            // Of several containers that wait the one that has waited longest is first.
+            wants.entry(want.pod.uid.as_str()).or_insert(want);
+        }
         wants
+    }
+
+    /// Who has waited for long enough and has no reservation, the most important first, and then the longest waiting.
+    /// Of too many those whose turn it is: whose last look is the longest ago.
+    fn unhelped(&self, reserved: &Reserved) -> Vec<Want<'a>> {
+        let helped = reserved.values().flatten();
+        let helped: BTreeSet<&str> = helped.map(|held| held.waiter.as_str()).collect();
+        let rank = |want: &Want<'a>| {
+            let pod = want.pod;
+            (Reverse(pod.priority), Reverse(self.waited(want)), &pod.uid)
+        };
+        let waits = |want: &Want<'_>| {
+            let patience = match want.node {
+                Some(_) => PATIENCE,
+                None => UNPLACED_PATIENCE,
+            };
+            self.waited(want) >= patience && !helped.contains(want.pod.uid.as_str())
+        };
+        let mut wants: Vec<Want<'a>> = self.wants.values().copied().filter(waits).collect();
+        wants.sort_by_cached_key(|want| (self.memory.last_look(&want.pod.uid), rank(want)));
+        wants.truncate(LOOKS);
+        wants.sort_by_cached_key(rank);
+        wants
+    }
+
+    fn waited(&self, want: &Want<'_>) -> Duration {
+        self.memory.waited(&want.pod.uid, self.now)
     }
 
     /// The reservations that there are, without those that came to their end: one for each waiter, for nobody goes
     /// from two nodes for the same one.
-    fn still_reserved(&mut self, wants: &[Want<'a>]) -> Reserved {
+    fn still_reserved(&mut self) -> Reserved {
         let mut held = Vec::new();
         for (node, gpus) in &self.scene.gpu_nodes {
             // What was written last a watch may tell late.
@@ -173,7 +226,7 @@ impl<'a> Planner<'a> {
             let late = written.filter(|held| !gpus.reservations.contains(held));
             let told = gpus.reservations.iter().map(|held| (false, held));
             for (late, one) in told.chain(late.map(|held| (true, held))) {
-                if self.is_of_use(node, one, wants) {
+                if self.is_of_use(node, one) {
                     held.push((late, *node, one));
                 }
             }
@@ -193,18 +246,24 @@ impl<'a> Planner<'a> {
             let taken = kept.entry(node.to_owned()).or_default();
             if !gpus.contains(&held.gpu)
                 && !waiters.contains(&held.waiter)
-                && self.tokens_suffice(node, held, wants, taken)
+                && self.tokens_suffice(node, held, taken)
             {
                 gpus.insert(&held.gpu);
                 waiters.insert(&held.waiter);
-                taken.push(held.clone());
+                // Another container of the waiter may have got memory there since.
+                let again = self
+                    .wants
+                    .get(held.waiter.as_str())
+                    .zip(self.scene.gpu(node, &held.gpu));
+                let again = again.and_then(|(want, gpu)| reservation(want, gpu));
+                taken.push(again.unwrap_or_else(|| held.clone()));
             }
         }
         kept
     }
 
     /// Its waiter is still to be bound, and would be if those went who may.
-    fn is_of_use(&mut self, node: &str, held: &Reservation, wants: &[Want<'a>]) -> bool {
+    fn is_of_use(&mut self, node: &str, held: &Reservation) -> bool {
         let (Some(pod), Some(gpu)) = (
             self.scene.pod(&held.waiter),
             self.scene.gpu(node, &held.gpu),
@@ -216,47 +275,48 @@ impl<'a> Planner<'a> {
             // Another operator, or the scheduler itself, has room made there.
             Place::Nowhere { nominated, .. } => nominated.as_ref().is_some_and(|at| at != node),
         };
-        let bound = gpu.pods.contains_key(&held.waiter);
         let given_up = self.memory.is_left_alone(&held.waiter);
-        if pod.ending || !pod.pending || elsewhere || bound || given_up {
+        if pod.ending || !pod.pending || elsewhere || given_up {
             return false;
         }
-        match wants.iter().find(|want| want.pod.uid == held.waiter) {
-            Some(want) => self.room_on(gpu, want, Unseen::LetsGo).is_some(),
-            // Scheduled and not started, or between two looks of the scheduler.
-            None => true,
+        match self.wants.get(held.waiter.as_str()).copied() {
+            Some(want) => self.room_on(gpu, &want, Unseen::LetsGo).is_some(),
+            // Bound; or scheduled and not started, or between two looks of the scheduler.
+            None => !gpu.pods.contains_key(&held.waiter),
         }
     }
 
-    /// Another node for the waiter, where it may go there by the rules and there is room now.
-    fn elsewhere(&mut self, want: &Want<'a>) -> Option<Step> {
-        let at = want.node?;
-        let uid = &want.pod.uid;
-        let patient = self.memory.waited(uid, self.now) >= MOVE_PATIENCE;
-        let kept = self.memory.was_refused(uid);
-        if !self.rules.move_waiters || !patient || kept || !self.memory.may_ask(uid, self.now) {
+    /// Another node for the waiter, where it may go there by the rules and there is room now: its owner, the node that
+    /// it is on, and the other one.
+    fn elsewhere(&mut self, want: &Want<'a>) -> Option<(&'a str, &'a str, &'a str)> {
+        let (at, uid) = (want.node?, &want.pod.uid);
+        let owner = want.pod.owner.uid()?;
+        let kept = self.memory.was_refused(uid) || !self.memory.may_ask(uid, self.now);
+        let another = self.moves.iter().any(|(other, ..)| *other == owner);
+        let too_often = another || !self.memory.may_move(owner, self.now);
+        let begun = self.scene.gpu_nodes.get(at)?.may_have_begun(want.pod);
+        if !self.rules.move_waiters || kept || too_often || begun {
             return None;
         }
         let (to, _) = self.scene.nodes.iter().find(|(name, node)| {
-            **name != at && may_be_on(&want.pod.wants, name, node) && self.has_room(name, want.pod)
+            **name != at
+                && may_be_on(&want.pod.wants, name, node)
+                && !self.memory.moved_in_vain(owner, name)
+                && self.has_room(name, want.pod)
         })?;
-        let owner = match &want.pod.owner {
-            Owner::Other { uid } => uid,
-            Owner::Job(job) if self.lets_go(want.key, want.pod, Unseen::Keeps) => &job.uid,
-            Owner::Job(_) | Owner::Nobody | Owner::Node | Owner::DaemonSet => return None,
+        let unseen = match self.waited(want) >= MOVE_PATIENCE {
+            true => Unseen::Keeps,
+            false => Unseen::LetsGo,
         };
-        self.memory.may_move(owner, self.now).then(|| Step::Move {
-            pod: pod(want.key, want.pod),
-            owner: owner.clone(),
-            from: gpu_node(self.scene, at),
-            to: (*to).to_owned(),
-            room: want.pod.asks,
-        })
+        let lets_go = self.lets_go(want.key, want.pod, unseen);
+        lets_go.then_some((owner, at, to))
     }
 
     /// The node has the pod's memory free, on one GPU and among its tokens.
     fn has_room(&self, node: &str, pod: &PodFacts) -> bool {
-        let promised = self.memory.promised(node);
+        let planned = self.moves.iter().filter(|(_, to, _)| *to == node);
+        let planned: Quanta = planned.map(|(.., room)| *room).sum();
+        let promised = self.memory.promised(node).plus(planned);
         let gpus = self.scene.gpu_nodes.get(node);
         let largest = gpus.and_then(|gpus| gpus.gpus.iter().map(|gpu| gpu.largest_free).max());
         largest.unwrap_or_default().minus(promised) >= pod.asks
@@ -264,20 +324,13 @@ impl<'a> Planner<'a> {
     }
 
     /// A GPU to reserve for the waiter: where the fewest go.
-    fn here(
-        &mut self,
-        want: &Want<'a>,
-        wants: &[Want<'a>],
-        reserved: &Reserved,
-    ) -> Option<(String, Reservation)> {
-        let waited = self.memory.waited(&want.pod.uid, self.now);
+    fn here(&mut self, want: &Want<'a>, reserved: &Reserved) -> Option<(String, Reservation)> {
         if !want.pod.preempts || self.memory.is_left_alone(&want.pod.uid) {
             return None;
         }
         let nodes: Vec<&str> = match want.node {
-            Some(node) if waited >= PATIENCE => vec![node],
-            None if waited >= UNPLACED_PATIENCE => self.nodes_for(want)?,
-            _ => return None,
+            Some(node) => vec![node],
+            None => self.nodes_for(want)?,
         };
         let mut choices = Vec::new();
         for node in nodes {
@@ -296,12 +349,8 @@ impl<'a> Planner<'a> {
                     // Who is ending anyway will do.
                     return None;
                 }
-                let reservation = Reservation {
-                    gpu: gpu.uuid.clone(),
-                    waiter: want.pod.uid.clone(),
-                    quanta: i32::try_from(want.quanta.count()).ok()?,
-                };
-                if !self.tokens_suffice(node, &reservation, wants, taken) {
+                let reservation = reservation(want, gpu)?;
+                if !self.tokens_suffice(node, &reservation, taken) {
                     continue;
                 }
                 let highest = room.iter().map(|one| one.priority).max();
@@ -332,42 +381,42 @@ impl<'a> Planner<'a> {
 
     /// The scheduler could put the waiter on the node if those went who go for it, beside those that are `taken` care
     /// of there and those that it keeps room for: pods that are nominated to the same node keep each other off.
-    fn tokens_suffice(
-        &mut self,
-        node: &str,
-        held: &Reservation,
-        wants: &[Want<'a>],
-        taken: &[Reservation],
-    ) -> bool {
-        let needs = self.needs(node, held, wants);
+    fn tokens_suffice(&mut self, node: &str, held: &Reservation, taken: &[Reservation]) -> bool {
+        let waiter = self.scene.pod(&held.waiter);
+        let Some(waiter) = waiter.filter(|pod| pod.node().is_none()) else {
+            return true;
+        };
+        // Who goes from several GPUs makes room in the node's quanta once.
+        let mut counted = BTreeSet::new();
+        let mut theirs = Quanta::ZERO;
+        for held in taken {
+            theirs = theirs.plus(self.needs(node, held, &mut counted));
+        }
+        let needs = self.needs(node, held, &mut counted);
         if needs == Quanta::ZERO {
             return true;
         }
-        let priority = self.scene.pod(&held.waiter).map(|pod| pod.priority);
         let is_ours = |uid: &String| taken.iter().chain([held]).any(|held| held.waiter == *uid);
         let nominated = self.nominated.get(node).into_iter().flatten();
-        let others = nominated.filter(|pod| Some(pod.priority) >= priority && !is_ours(&pod.uid));
+        let others = nominated.filter(|pod| pod.priority >= waiter.priority && !is_ours(&pod.uid));
         let others: Vec<&PodFacts> = others.copied().collect();
         let gpus = self.scene.gpu_nodes.get(node);
         let written = gpus.map(|gpus| gpus.reservations.as_slice());
         let written = written.unwrap_or_default();
-        let others = others.into_iter().map(|pod| {
-            match written.iter().find(|held| held.waiter == pod.uid) {
+        for pod in others {
+            theirs = theirs.plus(match written.iter().find(|held| held.waiter == pod.uid) {
                 // Somebody goes here for this one too, and its turn comes later.
-                Some(later) => self.needs(node, later, wants),
+                Some(later) => self.needs(node, later, &mut counted),
                 None => pod.asks,
-            }
-        });
-        let others: Quanta = others.sum();
-        let theirs = taken.iter().map(|held| self.needs(node, held, wants));
-        let theirs: Quanta = theirs.sum();
+            });
+        }
         let coming = self.going.get(node).copied().unwrap_or_default();
-        self.scene.unasked(node).plus(coming) >= needs.plus(theirs).plus(others)
+        self.scene.unasked(node).plus(coming) >= needs.plus(theirs)
     }
 
-    /// What a waiter takes of what nobody on the node asks for, beside what those ask for who go for it. Who is on the
-    /// node has its share.
-    fn needs(&mut self, node: &str, held: &Reservation, wants: &[Want<'a>]) -> Quanta {
+    /// What a waiter takes of what nobody on the node asks for, beside what those ask for who go for it and were not
+    /// `counted` before. Who is on the node has its share.
+    fn needs(&mut self, node: &str, held: &Reservation, counted: &mut BTreeSet<&'a str>) -> Quanta {
         let Some(pod) = self
             .scene
             .pod(&held.waiter)
@@ -375,14 +424,15 @@ impl<'a> Planner<'a> {
         else {
             return Quanta::ZERO;
         };
-        let want = wants.iter().find(|want| want.pod.uid == held.waiter);
+        let want = self.wants.get(held.waiter.as_str()).copied();
         let gpu = self.scene.gpu(node, &held.gpu);
         let room = want
             .zip(gpu)
-            .and_then(|(want, gpu)| self.room_on(gpu, want, Unseen::LetsGo));
-        let room = room.unwrap_or_default();
-        let of = |one: &Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
-        pod.asks.minus(room.iter().filter_map(of).sum())
+            .and_then(|(want, gpu)| self.room_on(gpu, &want, Unseen::LetsGo));
+        let room = room.unwrap_or_default().into_iter();
+        let news = room.filter(|one| counted.insert(one.uid));
+        let of = |one: Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
+        pod.asks.minus(news.filter_map(of).sum())
     }
 
     /// Who has to go from a GPU for the waiter, besides those who are going; none where that would not help.
@@ -457,8 +507,8 @@ impl<'a> Planner<'a> {
     }
 
     /// Who goes from a GPU that the agent holds.
-    fn make_room(&mut self, node: &str, held: &Reservation, wants: &[Want<'a>]) -> Option<Step> {
-        let want = wants.iter().find(|want| want.pod.uid == held.waiter)?;
+    fn make_room(&mut self, node: &str, held: &Reservation) -> Option<Step> {
+        let want = *self.wants.get(held.waiter.as_str())?;
         let gpu = self.scene.gpu(node, &held.gpu)?;
         if gpu.held_for.as_ref() != Some(&held.waiter) {
             return None;
@@ -467,7 +517,7 @@ impl<'a> Planner<'a> {
             Place::Nowhere { nominated, .. } => nominated.as_deref() != Some(node),
             Place::On(_) => false,
         };
-        let room = self.room_on(gpu, want, Unseen::Keeps)?;
+        let room = self.room_on(gpu, &want, Unseen::Keeps)?;
         let victims: Vec<Victim> = room
             .iter()
             .filter(|one| self.memory.may_ask(one.uid, self.now))
@@ -495,6 +545,16 @@ impl<'a> Planner<'a> {
             overdue: !of_job && refused.is_some_and(|refused| refused >= grace),
         })
     }
+}
+
+/// The waiter's reservation of a GPU. What is bound for it there already is included: so the agent counts.
+fn reservation(want: &Want<'_>, gpu: &Gpu) -> Option<Reservation> {
+    let has = gpu.pods.get(&want.pod.uid).copied().unwrap_or_default();
+    Some(Reservation {
+        gpu: gpu.uuid.clone(),
+        waiter: want.pod.uid.clone(),
+        quanta: i32::try_from(want.quanta.plus(has).count()).ok()?,
+    })
 }
 
 fn pod(key: &Key, facts: &PodFacts) -> Pod {

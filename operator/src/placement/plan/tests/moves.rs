@@ -4,18 +4,140 @@ use super::*;
 
 #[test]
 fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
-    let mut cluster = Cluster::default()
+    let cluster = Cluster::default()
         .node("a", &[16, 16])
         .node("b", &[16])
         .pod("10a", 10, BORROWED, Some(("a", Some(0))))
         .pod("10b", 10, GUARANTEED, Some(("a", Some(1))))
         .pod("8", 8, GUARANTEED, Some(("a", None)));
-    // Nobody goes before the time for a move has come: both may.
-    cluster.pods.get_mut("10a").unwrap().priority = GUARANTEED;
-    cluster.run(&mut Memory::default(), 0, 30);
-    assert_eq!(cluster.moved, ["8"]);
-    assert!(cluster.bound("8'"));
+    for (owner, goes) in [
+        (
+            Owner::Other {
+                uid: "o".to_owned(),
+            },
+            true,
+        ),
+        (job("even"), true),
+        (job("odd"), false),
+        (Owner::Nobody, false),
+    ] {
+        let mut cluster = cluster.clone().owned("8", owner.clone());
+        cluster.run(&mut Memory::default(), 0, 6);
+        let evicted = cluster.evicted.len();
+        assert_eq!(
+            evicted,
+            usize::from(!goes),
+            "{owner:?}: at once if it may not go"
+        );
+        cluster.run(&mut Memory::default(), 6, 30);
+        assert_eq!(cluster.evicted.len(), evicted);
+        assert_eq!(cluster.moved.len(), usize::from(goes), "{owner:?}");
+        assert!(cluster.bound(if goes { "8'" } else { "8" }));
+    }
+}
+
+#[test]
+fn room_is_made_for_a_waiter_once_the_room_that_it_could_go_to_is_taken() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .pod("10", 10, BORROWED, Some(("a", Some(0))))
+        .pod("8", 8, GUARANTEED, Some(("a", None)));
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 6);
     assert_eq!(cluster.evicted, [] as [&str; 0]);
+    cluster = cluster.pod("9", 9, GUARANTEED, Some(("b", Some(0))));
+    cluster.run(&mut memory, 6, 4);
+    assert_eq!(cluster.evicted, ["10"]);
+    assert!(cluster.bound("8"));
+}
+
+#[test]
+fn a_pod_of_which_a_container_has_memory_already_is_not_moved() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
+        .pod("8", 10, GUARANTEED, Some(("a", None)))
+        .first("8", "a-0", 2);
+    cluster.run(&mut Memory::default(), 0, 60);
+    assert_eq!(cluster.moved, [] as [&str; 0]);
+}
+
+#[test]
+fn what_one_waiter_is_moved_for_is_not_there_for_the_next() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .node("b", &[16])
+        .pod("g1", 10, GUARANTEED, Some(("a", Some(0))))
+        .pod("g2", 10, GUARANTEED, Some(("a", Some(1))))
+        .pod("w1", 10, GUARANTEED, Some(("a", None)))
+        .pod("w2", 10, GUARANTEED, Some(("a", None)));
+    cluster.run(&mut Memory::default(), 0, 30);
+    assert_eq!(cluster.moved, ["w1"]);
+    assert!(cluster.bound("w1'"));
+}
+
+#[test]
+fn pods_of_one_owner_are_moved_one_by_one() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .node("c", &[16])
+        .node("d", &[16])
+        .pod("10", 10, GUARANTEED, Some(("a", Some(0))));
+    for uid in ["w1", "w2", "w3"] {
+        let owner = Owner::Other {
+            uid: "o".to_owned(),
+        };
+        cluster = cluster
+            .pod(uid, 10, GUARANTEED, Some(("a", None)))
+            .owned(uid, owner);
+    }
+    let mut memory = Memory::default();
+    let mut from = 0;
+    for (until, moved) in [(18, 1), (38, 2), (60, 3)] {
+        cluster.run(&mut memory, from, until - from);
+        assert_eq!(cluster.moved.len(), moved, "until {until} s");
+        from = until;
+    }
+}
+
+#[test]
+fn who_comes_back_from_a_move_is_not_moved_for_the_room_of_that_node_again() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .node("b", &[16])
+        .pod("10a", 10, GUARANTEED, Some(("a", Some(0))))
+        .pod("10b", 10, GUARANTEED, Some(("a", Some(1))))
+        .pod("8", 8, GUARANTEED, Some(("a", None)));
+    cluster.shut = vec!["b".to_owned()];
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 300);
+    assert_eq!(cluster.moved, ["8"]);
+    cluster = cluster.node("c", &[16]);
+    cluster.run(&mut memory, 300, 60);
+    assert_eq!(cluster.moved, ["8", "8'"]);
+    assert!(cluster.bound("8''"));
+}
+
+#[test]
+fn who_may_not_go_keeps_nobody_behind_it_from_being_moved() {
+    let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]).pod(
+        "10",
+        10,
+        GUARANTEED,
+        Some(("a", Some(0))),
+    );
+    for number in 0..30 {
+        let uid = format!("bare{number}");
+        cluster = cluster
+            .pod(&uid, 8, BORROWED, Some(("a", None)))
+            .owned(&uid, Owner::Nobody);
+    }
+    cluster = cluster.pod("young", 8, BORROWED, Some(("a", None)));
+    cluster.run(&mut Memory::default(), 0, 30);
+    assert_eq!(cluster.moved, ["young"]);
 }
 
 #[test]
@@ -23,7 +145,10 @@ fn an_operator_that_starts_anew_moves_no_owners_pods_more_often_than_one_that_li
     let mut moves = Vec::new();
     for reborn in [false, true] {
         let mut memory = Memory::default();
-        let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]);
+        let mut cluster = Cluster::default().node("a", &[16]);
+        for number in 0..8 {
+            cluster = cluster.node(&format!("b{number}"), &[16]);
+        }
         let mut count = 0;
         for round in 0..8 {
             // It always comes to rest where it has to wait, and there is always room elsewhere.

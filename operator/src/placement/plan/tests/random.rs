@@ -13,7 +13,7 @@ fn layouts() -> impl Strategy<Value = Cluster> {
         ),
         1..4,
     );
-    let waiters = prop::collection::vec((1_u64..20, 0_usize..3, any::<bool>()), 1..4);
+    let waiters = prop::collection::vec((1_u64..20, 0_usize..3, any::<bool>(), 0_u64..4), 1..4);
     (prop::collection::vec(node, 1..3), waiters).prop_map(|(nodes, waiters)| {
         let mut cluster = Cluster::default();
         for (n, gpus) in nodes.iter().enumerate() {
@@ -33,13 +33,19 @@ fn layouts() -> impl Strategy<Value = Cluster> {
                 }
             }
         }
-        for (w, (asks, node, bare)) in waiters.iter().enumerate() {
+        for (w, (asks, node, bare, first)) in waiters.iter().enumerate() {
             let name = format!("node{}", node % cluster.nodes.len());
             let at = (cluster.tokens(&name) >= *asks).then_some((name.as_str(), None));
             let uid = format!("w{w}");
+            let gpu = format!("{name}-0");
+            let begun =
+                at.is_some() && (1..*asks).contains(first) && cluster.free(&name, &gpu) >= *first;
             cluster = cluster.pod(&uid, *asks, GUARANTEED, at);
+            if begun {
+                cluster = cluster.first(&uid, &gpu, *first);
+            }
             if *bare {
-                cluster.pods.get_mut(&uid).unwrap().owner = Owner::Nobody;
+                cluster = cluster.owned(&uid, Owner::Nobody);
             }
         }
         cluster
@@ -55,10 +61,9 @@ fn hopeful(cluster: &Cluster) -> Vec<String> {
     let fits = |(_, pod): &(&String, &Life)| {
         pod.node.iter().any(|node| {
             cluster.nodes[node].iter().any(|(gpu, capacity)| {
-                let stay = cluster.pods.values().filter(|other| {
-                    other.gpu.as_ref() == Some(gpu) && other.priority == GUARANTEED
-                });
-                stay.map(|other| other.asks).sum::<u64>() + pod.asks <= *capacity
+                let stay = cluster.pods.values();
+                let stay = stay.filter(|other| other.priority == GUARANTEED);
+                stay.map(|other| other.on(gpu)).sum::<u64>() + pod.rest() <= *capacity
             })
         })
     };
