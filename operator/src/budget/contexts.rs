@@ -128,15 +128,10 @@ pub(super) fn on_record(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> 
 }
 
 /// Those on record who still have to go.
-pub(super) fn leavers(
-    budget: &GpuMemoryBudget,
-    due: &Due<'_>,
-    now: Timestamp,
-) -> Vec<(Leaver, Duration)> {
+pub(super) fn leavers(budget: &GpuMemoryBudget, due: &Due<'_>) -> Vec<Leaver> {
     let leavers = due.leaving.iter().filter_map(|(sufferer, _)| {
         let record = record(recorded(budget), sufferer)?;
-        let since = Duration::try_from(now.duration_since(record.time.0)).unwrap_or_default();
-        let leaver = Leaver {
+        Some(Leaver {
             pod: sufferer.pod.clone(),
             uid: sufferer.demand.uid.clone(),
             reason: match sufferer.fault.kind {
@@ -144,8 +139,7 @@ pub(super) fn leavers(
                 FaultKind::Gpu => "GpuFault",
             },
             why: record.message.clone(),
-        };
-        Some((leaver, since))
+        })
     });
     leavers.collect()
 }

@@ -30,7 +30,7 @@ const REPAIR_AFTER: Duration = Duration::from_secs(5);
 /// How soon it is looked again after a look at a Job.
 const LOOKED_AT: Duration = Duration::from_millis(100);
 
-/// How long disruption budgets keep a pod that has to go.
+/// How long disruption budgets keep a pod that has to go, from their first refusal.
 const GRACE: Duration = Duration::from_secs(60);
 
 /// A pod that has to go.
@@ -105,8 +105,8 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
         repair(&mut plan, budget, terms, facts, now.0);
     }
     let due = contexts::due(&budget.spec.context_policy, facts, now.0);
-    for (pod, since) in contexts::leavers(budget, &due, now.0) {
-        plan.evict(pod, since >= GRACE, facts);
+    for pod in contexts::leavers(budget, &due) {
+        plan.evict(pod, facts);
     }
     for job in &due.looks {
         plan.look_at((*job).clone());
@@ -116,10 +116,12 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
 }
 
 impl Plan {
-    fn evict(&mut self, pod: Leaver, by_force: bool, facts: &Facts) {
+    fn evict(&mut self, pod: Leaver, facts: &Facts) {
+        let refused = facts.refused.get(&pod.uid);
         // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says.
         let mut of_jobs = facts.pods.iter().filter(|(_, demand)| demand.job.is_some());
-        let by_force = by_force && !of_jobs.any(|(_, demand)| demand.uid == pod.uid);
+        let by_force = refused.is_some_and(|lasted| *lasted >= GRACE)
+            && !of_jobs.any(|(_, demand)| demand.uid == pod.uid);
         self.steps.push(Step::Evict { pod, by_force });
         self.look_within(Some(REPAIR_AFTER));
     }
@@ -174,8 +176,7 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
         return;
     }
     for pod in surplus_of(false) {
-        let refused = facts.refused.get(&pod.uid);
-        plan.evict(pod, refused.is_some_and(|refused| *refused >= GRACE), facts);
+        plan.evict(pod, facts);
     }
 }
 
