@@ -239,6 +239,11 @@ pub struct GpuMemoryBudgetStatus {
     pub denials: i64,
     /// The CUDA contexts of the namespace's pods.
     pub contexts: ContextsStatus,
+    /// Since when the quotas hold these amounts. It stays while one that somebody changed is put back: pods that come
+    /// meanwhile are too many all the same.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(schema_with = "schema::time")]
+    pub enforced_since: Option<Time>,
     /// Pods that have to go, or went, for a fault, the newest first; at most 8.
     #[schemars(length(max = 8), extend("x-kubernetes-list-type" = "atomic"))]
     pub evictions: Vec<FaultEviction>,

@@ -140,16 +140,15 @@ impl Plan {
 }
 
 fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts, now: Timestamp) {
-    let (Some(enforced), Some(exceeded)) = (
-        since(budget, names::ENFORCED),
-        since(budget, names::EXCEEDED),
-    ) else {
+    let enforced = budget.status.as_ref();
+    let enforced = enforced.and_then(|status| status.enforced_since.as_ref());
+    let (Some(Time(enforced)), Some(exceeded)) = (enforced, exceeded_since(budget)) else {
         return;
     };
     let known = |job: &Owner| facts.jobs.get(&job.uid).copied();
     let surplus_of = |or: bool| {
         let lets_go = |job: &Owner| known(job).unwrap_or(or);
-        surplus(terms, &facts.pods, enforced, lets_go)
+        surplus(terms, &facts.pods, *enforced, lets_go)
     };
     let possible = surplus_of(true);
     if possible.is_empty() {
@@ -180,11 +179,11 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
     }
 }
 
-/// Since when a condition is True of the budget as its spec is now.
-fn since(budget: &GpuMemoryBudget, type_: &str) -> Option<Timestamp> {
+/// Since when the budget as its spec is now is exceeded, by its status.
+fn exceeded_since(budget: &GpuMemoryBudget) -> Option<Timestamp> {
     let conditions = budget.status.iter().flat_map(|status| &status.conditions);
     let holds = |condition: &&Condition| {
-        condition.type_ == type_
+        condition.type_ == names::EXCEEDED
             && condition.status == "True"
             && condition.observed_generation == budget.metadata.generation
     };

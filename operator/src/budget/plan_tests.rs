@@ -312,6 +312,31 @@ fn a_quota_changed_by_hand_is_put_back_and_a_jobs_pod_is_left_alone() {
     );
 }
 
+#[test]
+fn who_comes_while_a_quota_is_raised_by_hand_or_gone_has_slipped_in() {
+    for gone in [false, true] {
+        let mut namespace = Namespace::new(16, 16);
+        namespace.settle();
+        namespace.second += 100;
+        for which in Which::ALL {
+            let mut quota = namespace.quotas.remove(&which).unwrap();
+            let raise = |most: &mut Quanta| *most = Quanta::new(99);
+            quota.cap.hard.values_mut().for_each(raise);
+            quota.in_force.clone_from(&quota.cap.hard);
+            if !gone {
+                namespace.quotas.insert(which, quota);
+            }
+        }
+        for name in ["a", "b"] {
+            let pod = demand(name, Class::Guaranteed, 12, namespace.second);
+            namespace.pods.insert(name.to_owned(), pod);
+        }
+        namespace.settle();
+        assert!(!namespace.holds(names::EXCEEDED) && namespace.holds(names::ENFORCED));
+        assert_eq!(namespace.evicted, BTreeMap::from([("a".to_owned(), 1)]));
+    }
+}
+
 fn job(name: &str) -> Option<Owner> {
     Some(Owner {
         name: name.to_owned(),
@@ -622,12 +647,13 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(20_000))]
 
-    /// The operator crashes after any prefix of any of its plans, the controller manager sleeps, pods come:
+    /// The operator crashes after any prefix of any of its plans, the controller manager sleeps, pods come, a quota goes:
     /// in the end the budget is in force, what was admitted beyond it is gone, and each went once.
     #[test]
     fn a_crash_after_any_step_converges_to_the_same_end(
         pods in pods(), guaranteed in 0u64..30, beyond in 0u64..20,
         crashes in prop::collection::vec((0usize..5, any::<bool>(), 0i64..8), 0..12),
+        deleted in prop::option::of(prop::sample::select(Which::ALL.as_slice())),
     ) {
         let mut namespace = Namespace::new(guaranteed, guaranteed + beyond);
         for (done, copies, pause) in &crashes {
@@ -642,6 +668,7 @@ proptest! {
             demand.created = Timestamp::from_second(now - demand.created.as_second()).unwrap();
             namespace.pods.insert(name, demand);
         }
+        deleted.map(|which| namespace.quotas.remove(&which));
         for (done, copies, pause) in crashes {
             namespace.plan().steps.into_iter().take(done).for_each(|step| namespace.take(step));
             namespace.others(copies);

@@ -1,8 +1,9 @@
 //! Which pods a quota let in by mistake.
 //!
 //! A quota counts late, so that under a storm of creates and deletes more pods are admitted than fit. Those
-//! are told from pods that were there before the budget came into force as it is now: a budget that was made
-//! smaller, or made over running pods, takes nothing from anybody.
+//! are told from pods that were there before the budget's amounts came into force: a budget that was made smaller, or
+//! made over running pods, takes nothing from anybody. A quota that is changed by hand, or gone for a while, lets pods
+//! in by mistake too.
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
@@ -14,7 +15,7 @@ use crate::quanta::Quanta;
 /// The reason of their Events.
 const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 
-/// Pods created this long after the budget came into force were admitted by it: the clocks of two machines,
+/// Pods created this long after the budget's amounts came into force were admitted by it: the clocks of two machines,
 /// and the second that a creation time is rounded to.
 const SETTLED: SignedDuration = SignedDuration::from_secs(5);
 

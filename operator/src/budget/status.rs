@@ -3,7 +3,7 @@
 use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, ManagedMemoryStatus};
 use bursar_crds::conditions::{budget as names, merge};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use super::judge::statements;
 use super::{Terms, contexts};
@@ -23,17 +23,18 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
         allowed(|terms| terms.limit),
     );
     let managed_limit = allowed(|terms| terms.managed);
-    // What was in force before, if it was something else, says nothing of since when this is: a status may be missed.
-    let same_terms = budget.status.as_ref().is_some_and(|status| {
+    let before = budget.status.as_ref();
+    let same_terms = before.filter(|status| {
         status.device_memory.guaranteed == guarantee
             && status.device_memory.limit == limit
             && status.managed_memory.limit == managed_limit
     });
-    let before = budget.status.iter().flat_map(|status| &status.conditions);
-    let before: Vec<Condition> = before
-        .filter(|condition| same_terms || condition.type_ != names::ENFORCED)
-        .cloned()
-        .collect();
+    let in_force = said
+        .iter()
+        .any(|said| said.type_ == names::ENFORCED && said.holds == Some(true));
+    let enforced_since = same_terms
+        .and_then(|status| status.enforced_since.clone())
+        .or_else(|| in_force.then(|| now.clone()));
     let Usage {
         pods,
         borrowed_pods,
@@ -47,9 +48,7 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
         poisoned,
         restarts,
     } = facts.told;
-    let peak = budget
-        .status
-        .as_ref()
+    let peak = before
         .and_then(|status| Quanta::within(&status.device_memory.peak.bytes, facts.quantum).ok());
     GpuMemoryBudgetStatus {
         observed_generation: generation,
@@ -74,7 +73,13 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
             poisoned,
             restarts,
         },
+        enforced_since,
         evictions: contexts::on_record(budget, facts, now),
-        conditions: merge(&before, &said, generation, now),
+        conditions: merge(
+            before.map_or(&[], |status| &status.conditions),
+            &said,
+            generation,
+            now,
+        ),
     }
 }
