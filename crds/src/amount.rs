@@ -46,6 +46,8 @@ impl JsonSchema for Amount {
         json_schema!({
             "x-kubernetes-int-or-string": true,
             "pattern": "^[0-9]{1,19}(\\.[0-9]{1,9})?(Ki|Mi|Gi|Ti|Pi|k|M|G|T|P)?$",
+            // The longest that the pattern takes. What a rule may cost is reckoned by this and not by that.
+            "maxLength": 31,
             "minimum": 0,
         })
     }

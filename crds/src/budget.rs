@@ -211,8 +211,7 @@ pub struct Override {
     pub pod: String,
     /// The quota of each of its containers, per GPU. A container that asked for less keeps what it
     /// asked for: nothing is ever raised.
-    // No rule that it is whole bytes: 64 of them cost the API server four times what a CRD may. The
-    // operator checks it.
+    #[x_kube(validation = Rule::new("quantity(string(self)).isInteger()").message("must be a whole number of bytes below 8Ei, without a fraction: 1536Mi, not 1.5Gi"))]
     pub device_memory: Amount,
 }
 

@@ -2,7 +2,7 @@
 
 use super::{
     ContextPolicy, DeviceMemory, GpuMemoryBudget, GpuMemoryBudgetSpec, ManagedMemory, Overflow,
-    PerContainer,
+    Override, PerContainer,
 };
 use crate::Amount;
 
@@ -97,6 +97,31 @@ fn managed_memory_is_whole_bytes_as_well() {
         limit: "0.5".into(),
     });
     assert!(refusal(&budget).contains("whole number of bytes"));
+}
+
+#[test]
+fn an_override_is_whole_bytes_as_well() {
+    let lowered_to = |amount: &str| {
+        let mut budget = budget("16Gi", None);
+        budget.spec.overrides = ["1Gi", amount]
+            .map(|amount| Override {
+                pod: format!("pod-{amount}"),
+                device_memory: amount.into(),
+            })
+            .to_vec();
+        budget
+    };
+    for text in ["0", "4Gi", "1536Mi"] {
+        let result = lowered_to(text).validate_cel();
+        assert!(result.is_ok(), "{text}: {result:?}");
+    }
+    for text in ["0.5", "1.0000001Ki"] {
+        let message = refusal(&lowered_to(text));
+        assert!(
+            message.contains("whole number of bytes"),
+            "{text}: {message}"
+        );
+    }
 }
 
 #[test]

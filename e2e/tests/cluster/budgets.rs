@@ -44,6 +44,11 @@ async fn budgets(stage: &mut Stage) -> Result<(), Failed> {
             "must be a whole number of bytes",
         ),
         (
+            "default",
+            json!({"deviceMemory": {"guaranteed": "16Gi"}, "overrides": [{"pod": "p", "deviceMemory": "0.5"}]}),
+            "must be a whole number of bytes",
+        ),
+        (
             "mine",
             json!({"deviceMemory": {"guaranteed": "16Gi"}}),
             "its name is `default`",

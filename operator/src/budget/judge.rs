@@ -4,6 +4,7 @@ use bursar_crds::conditions::{Statement, budget as names};
 use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
 
 use super::quota::{Cap, Which};
+use super::terms::unreadable_overrides;
 use super::{InvalidSpec, Terms};
 use crate::quanta::Quanta;
 use crate::world::{Cohort, Facts, Usage};
@@ -14,7 +15,7 @@ pub(super) fn statements(
     terms: &Result<Terms, InvalidSpec>,
     facts: &Facts,
 ) -> Vec<Statement> {
-    let accepted = accepted(terms, facts.quantum);
+    let accepted = accepted(budget, terms, facts.quantum);
     let (covered, exceeded, enforced) = match terms {
         Ok(terms) => (
             covered(&budget.spec.cohort, &facts.cohort, facts.quantum),
@@ -50,13 +51,21 @@ fn ready(wanted: &[(&Statement, bool)]) -> Statement {
     }
 }
 
-fn accepted(terms: &Result<Terms, InvalidSpec>, quantum: Quantum) -> Statement {
+fn accepted(
+    budget: &GpuMemoryBudget,
+    terms: &Result<Terms, InvalidSpec>,
+    quantum: Quantum,
+) -> Statement {
+    let invalid = |why| Statement::new(names::ACCEPTED, false, names::INVALID_SPEC, why);
     let terms = match terms {
         Ok(terms) => terms,
-        Err(why) => {
-            return Statement::new(names::ACCEPTED, false, names::INVALID_SPEC, why.to_string());
-        }
+        Err(why) => return invalid(why.to_string()),
     };
+    let unreadable = unreadable_overrides(&budget.spec).map(|why| why.to_string());
+    let unreadable: Vec<_> = unreadable.collect();
+    if !unreadable.is_empty() {
+        return invalid(format!("{}; the rest holds", unreadable.join(", ")));
+    }
     let message = if terms.rounded.is_empty() {
         "the spec is understood".to_owned()
     } else {

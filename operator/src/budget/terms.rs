@@ -80,12 +80,6 @@ impl Terms {
             Some(managed) => reader.quanta("managedMemory.limit", &managed.limit)?,
             None => Quanta::ZERO,
         };
-        for (index, lowered) in spec.overrides.iter().enumerate() {
-            read(
-                &format!("overrides[{index}].deviceMemory"),
-                &lowered.device_memory,
-            )?;
-        }
         Ok(Self {
             guaranteed,
             limit,
@@ -94,6 +88,18 @@ impl Terms {
             rounded: reader.rounded,
         })
     }
+}
+
+/// The overrides of `spec` that cannot be read, from before the API server refused them. They are no terms: what the
+/// namespace is granted holds without them.
+pub(super) fn unreadable_overrides(
+    spec: &GpuMemoryBudgetSpec,
+) -> impl Iterator<Item = InvalidSpec> {
+    let overrides = spec.overrides.iter().enumerate();
+    overrides.filter_map(|(index, lowered)| {
+        let field = format!("overrides[{index}].deviceMemory");
+        read(&field, &lowered.device_memory).err()
+    })
 }
 
 struct Reader {

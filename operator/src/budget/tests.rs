@@ -242,11 +242,6 @@ fn a_spec_that_contradicts_itself_is_invalid_and_names_field_and_remedy() {
             json!({ "deviceMemory": { "guaranteed": "16Gi" }, "perContainer": { "max": "17Gi" } }),
             "spec.perContainer.max is 17Gi, more than spec.deviceMemory.guaranteed (16Gi)",
         ),
-        (
-            json!({ "deviceMemory": { "guaranteed": "16Gi" }, "overrides": [
-                { "pod": "a", "deviceMemory": "1Gi" }, { "pod": "b", "deviceMemory": "0.5" }] }),
-            "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes",
-        ),
     ];
     for (spec, message) in cases {
         let status = status(&budget(spec), &using(4, 0, 0), &at(1));
@@ -270,6 +265,32 @@ fn a_spec_that_contradicts_itself_is_invalid_and_names_field_and_remedy() {
         assert!(found.contains(message), "{found}");
         assert_eq!(status.device_memory.requested.quanta, 4);
     }
+}
+
+#[test]
+fn an_override_that_cannot_be_read_is_named_and_spoils_nothing_else() {
+    let odd = budget(
+        json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" }, "overrides": [
+        { "pod": "a", "deviceMemory": "1Gi" }, { "pod": "b", "deviceMemory": "0.5" }] }),
+    );
+    let facts = in_force(&odd, using(20, 0, 0));
+    let status = status(&odd, &facts, &at(1));
+    for (type_, wanted) in [
+        (names::ACCEPTED, is("False", names::INVALID_SPEC)),
+        (names::READY, is("False", names::INVALID_SPEC)),
+        (names::COVERED, is("True", names::GUARANTEES_FIT)),
+        (names::EXCEEDED, is("True", names::OVER_GUARANTEE)),
+        (names::ENFORCED, is("True", names::QUOTAS_IN_FORCE)),
+    ] {
+        assert_eq!(said(&status, type_), wanted);
+    }
+    assert_eq!(
+        condition(&status, names::ACCEPTED).message,
+        "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes; the rest holds"
+    );
+    assert_eq!(status.device_memory.limit.quanta, 24);
+    let claim = crate::world::Claim::of(&odd, Quantum::Gib1);
+    assert_eq!(claim.guaranteed, Quanta::new(16));
 }
 
 #[test]
