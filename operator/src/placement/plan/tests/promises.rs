@@ -1,4 +1,6 @@
-//! What a cohort is promised, over random budgets, nodes and pods: both plans act on one cluster.
+//! What cohorts are promised, over random budgets, nodes and pods: both plans act on one cluster.
+
+use std::cell::Cell;
 
 use bursar_crds::GpuMemoryBudget;
 use bursar_crds::conditions::budget as names;
@@ -10,19 +12,72 @@ use crate::budget::{self, Quota};
 use crate::demand::Demand;
 use crate::world::{Change, Claim, Gpus, Offer, World};
 
-/// The last second in which pods come, and how long nothing may happen until it is at rest: an owner's second pause.
-const LAST: u64 = 30;
-const REST: u64 = 21;
+/// Until when pods come, and how long nothing may happen until it is at rest: an owner's second pause, and a look after it.
+const COMING_END: u64 = 22;
+const REST: u64 = 21 + LONGEST_PAUSE;
 
-/// Namespaces that share the nodes of one cohort.
-struct Cohort {
+/// What makes a pod stay, or go.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Kind {
+    Plain,
+    /// A disruption budget keeps it.
+    Kept,
+    /// A Job's, that lets it go or does not.
+    OfJob(bool),
+}
+
+/// One pod that somebody creates.
+#[derive(Clone, Debug)]
+struct Coming {
+    at: u64,
+    team: usize,
+    asks: u64,
+    priority: i32,
+    /// Its quotas count it too late.
+    slips: bool,
+    kind: Kind,
+}
+
+/// Small ones that borrow, and larger ones that come later and own.
+fn coming() -> impl Strategy<Value = Coming> {
+    let borrows = (10..14_u64, 2_u64..8, Just(BORROWED));
+    let owns = (
+        14..COMING_END,
+        2_u64..14,
+        prop_oneof![3 => Just(GUARANTEED), 1 => Just(HIGH)],
+    );
+    let kind = prop_oneof![
+        8 => Just(Kind::Plain), 1 => Just(Kind::Kept), 1 => any::<bool>().prop_map(Kind::OfJob)];
+    let slips = prop::bool::weighted(0.1);
+    (prop_oneof![borrows, owns], 0_usize..3, slips, kind).prop_map(
+        |((at, asks, priority), team, slips, kind)| Coming {
+            at,
+            team,
+            asks,
+            priority,
+            slips,
+            kind,
+        },
+    )
+}
+
+/// Namespaces that share the nodes of their cohorts.
+struct Teams {
     live: Cluster,
+    operator: Watching,
+    cohorts: usize,
     /// Their guarantees, and their limits.
     bounds: Vec<(u64, u64)>,
     budgets: Vec<GpuMemoryBudget>,
+    /// When each budget is to be looked at again.
+    due: Vec<Option<u64>>,
     world: World,
-    /// Since when pods are there.
-    created: BTreeMap<String, u64>,
+    /// Since when pods are there, and whether they were ending when the world was told of them.
+    told: BTreeMap<String, (u64, bool)>,
+    /// Since when disruption budgets have kept pods that were let in by mistake.
+    refused: BTreeMap<String, u64>,
+    /// The Jobs that were looked at.
+    jobs: BTreeMap<String, bool>,
     /// Who went for a budget that was exceeded.
     repaired: BTreeSet<String>,
     /// The namespaces in which a quota let in too much.
@@ -31,6 +86,10 @@ struct Cohort {
 
 fn name(team: usize) -> String {
     format!("t{team}")
+}
+
+fn cohort(number: usize) -> String {
+    format!("c{number}")
 }
 
 /// Whose a pod is.
@@ -45,8 +104,12 @@ fn key(namespace: &str, name: &str) -> Key {
     }
 }
 
-impl Cohort {
-    fn new(nodes: &[Vec<u64>], budgets: &[(u64, u64)]) -> Self {
+fn owns(pod: &Life) -> bool {
+    pod.priority != BORROWED
+}
+
+impl Teams {
+    fn new(cohorts: usize, nodes: &[Vec<u64>], budgets: &[(u64, u64)]) -> Self {
         let mut world = World::new(Quantum::Gib1);
         let mut live = Cluster {
             all_return: true,
@@ -54,12 +117,15 @@ impl Cohort {
             ..Cluster::default()
         };
         for (number, gpus) in nodes.iter().enumerate() {
-            let name = format!("node{number}");
+            let (name, cohort) = (format!("node{number}"), cohort(number % cohorts));
             live = live.node(&name, gpus);
+            let label = (COHORT_LABEL.to_owned(), cohort.clone());
+            live.labels.insert(name.clone(), [label].into());
             let gpus = Gpus {
                 offer: Some(Offer::Counted(Quanta::new(gpus.iter().sum()))),
                 ..Gpus::default()
             };
+            world.apply(Change::Node(Event::Apply((key("", &name), Some(cohort)))));
             world.apply(Change::GpuNode(Event::Apply((key("", &name), Some(gpus)))));
         }
         let bounds: Vec<_> = budgets
@@ -70,7 +136,10 @@ impl Cohort {
             let budget = json!({
                 "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget",
                 "metadata": { "name": "default", "namespace": name(number), "uid": name(number), "generation": 1 },
-                "spec": { "deviceMemory": { "guaranteed": format!("{guaranteed}Gi"), "limit": format!("{limit}Gi") } },
+                "spec": {
+                    "deviceMemory": { "guaranteed": format!("{guaranteed}Gi"), "limit": format!("{limit}Gi") },
+                    "cohort": cohort(number % cohorts),
+                },
             });
             serde_json::from_value(budget).unwrap()
         });
@@ -81,10 +150,15 @@ impl Cohort {
         }
         Self {
             live,
+            operator: Watching::default(),
+            cohorts,
+            due: vec![Some(0); bounds.len()],
             bounds,
             budgets,
             world,
-            created: BTreeMap::new(),
+            told: BTreeMap::new(),
+            refused: BTreeMap::new(),
+            jobs: BTreeMap::new(),
             repaired: BTreeSet::new(),
             slipped: BTreeSet::new(),
         }
@@ -94,43 +168,58 @@ impl Cohort {
     fn asked(&self, of: usize) -> (u64, u64) {
         let pods = self.live.pods.iter().filter(|(uid, _)| team(uid) == of);
         pods.fold((0, 0), |(guaranteed, all), (_, pod)| {
-            let owns = u64::from(pod.priority != BORROWED);
-            (guaranteed + owns * pod.asks, all + pod.asks)
+            (guaranteed + u64::from(owns(pod)) * pod.asks, all + pod.asks)
         })
     }
 
-    fn fits(&self, of: usize, asks: u64, borrows: bool) -> bool {
-        let ((guaranteed, all), (guarantee, limit)) = (self.asked(of), self.bounds[of]);
-        all + asks <= limit && (borrows || guaranteed + asks <= guarantee)
-    }
-
     /// A pod is made. Its quotas refuse it, or count too late.
-    fn create(&mut self, uid: &str, asks: u64, borrows: bool, slips: bool) {
-        let fits = self.fits(team(uid), asks, borrows);
-        if !fits && slips {
-            self.slipped.insert(team(uid));
+    fn create(&mut self, number: usize, pod: &Coming) {
+        let of = pod.team % self.bounds.len();
+        let ((guaranteed, all), (guarantee, limit)) = (self.asked(of), self.bounds[of]);
+        let borrows = pod.priority == BORROWED;
+        let fits = all + pod.asks <= limit && (borrows || guaranteed + pod.asks <= guarantee);
+        if !fits && !pod.slips {
+            return;
         }
-        if fits || slips {
-            let priority = if borrows { BORROWED } else { GUARANTEED };
-            self.live = std::mem::take(&mut self.live).pod(uid, asks, priority, None);
+        if !fits {
+            self.slipped.insert(of);
         }
+        let uid = format!("t{of}-{number}");
+        let live = std::mem::take(&mut self.live);
+        self.live = live.pod(&uid, pod.asks, pod.priority, None);
+        let life = self.live.pods.get_mut(&uid).unwrap();
+        life.cohort = Some(cohort(of % self.cohorts));
+        match pod.kind {
+            Kind::Plain => {}
+            Kind::Kept => self.live.kept.push(uid),
+            Kind::OfJob(true) => life.owner = job(&format!("{number:02}lets")),
+            Kind::OfJob(false) => life.owner = job(&format!("{number:02}keeps")),
+        }
+        self.operator.view = None;
     }
 
-    /// One look at each budget.
-    fn look(&mut self, now: Moment) {
-        let mut gone = std::mem::take(&mut self.created);
+    /// The budgets' world is told of the pods. Says whose changed.
+    fn tell(&mut self, second: u64) -> BTreeSet<usize> {
+        let mut changed = BTreeSet::new();
         for (uid, pod) in &self.live.pods {
-            let created = gone.remove(uid).unwrap_or(now.as_secs());
-            self.created.insert(uid.clone(), created);
+            let before = self.told.get(uid).copied();
+            let (created, _) = before.unwrap_or((second, false));
+            if before == Some((created, pod.ending)) {
+                continue;
+            }
+            self.told.insert(uid.clone(), (created, pod.ending));
             let demand = Demand {
                 uid: uid.clone(),
                 created: wall(Duration::from_secs(created)),
                 ending: pod.ending,
-                job: None,
+                job: match &pod.owner {
+                    Owner::Job(job) => Some(job.clone()),
+                    _ => None,
+                },
                 replaced: true,
-                class: match pod.priority {
-                    BORROWED => Class::Borrowed,
-                    _ => Class::Guaranteed,
+                class: match owns(pod) {
+                    true => Class::Guaranteed,
+                    false => Class::Borrowed,
                 },
                 device: Quanta::new(pod.asks),
                 managed: Quanta::ZERO,
@@ -138,44 +227,115 @@ impl Cohort {
             let key = key(&name(team(uid)), uid);
             self.world
                 .apply(Change::Pod(Event::Apply((key, Some(demand)))));
+            changed.insert(team(uid));
         }
-        for uid in gone.into_keys() {
-            let key = key(&name(team(&uid)), &uid);
-            self.world.apply(Change::Pod(Event::Delete((key, None))));
+        let (live, world) = (&self.live, &mut self.world);
+        self.told.retain(|uid, _| {
+            let lives = live.pods.contains_key(uid);
+            if !lives {
+                let key = key(&name(team(uid)), uid);
+                world.apply(Change::Pod(Event::Delete((key, None))));
+                changed.insert(team(uid));
+            }
+            lives
+        });
+        changed
+    }
+
+    /// One look at each budget that there is reason to look at. Says whether anything was done.
+    fn look(&mut self, second: u64) -> bool {
+        let changed = self.tell(second);
+        let mut done = false;
+        for of in 0..self.budgets.len() {
+            if changed.contains(&of) || self.due[of].is_some_and(|due| due <= second) {
+                let again = self.look_at(of, second);
+                self.due[of] = again.map(|again| second + again);
+                done |= again == Some(1);
+            }
         }
-        for (number, budget) in self.budgets.iter_mut().enumerate() {
-            let namespace = name(number);
-            let facts = self.world.facts(&namespace, &budget.spec.cohort);
-            let plan = budget::plan(budget, &facts, &Time(wall(now)));
-            for step in plan.steps {
-                match step {
-                    budget::Step::Quota(which, cap) => {
-                        let in_force = cap.hard.clone();
-                        let quota = (key(&namespace, which.name()), Some(Quota { cap, in_force }));
-                        self.world.apply(Change::Quota(Event::Apply(quota)));
+        done
+    }
+
+    /// One look at a budget. Says in how many seconds it is looked at again: in the next where something was done.
+    fn look_at(&mut self, of: usize, second: u64) -> Option<u64> {
+        let namespace = name(of);
+        let budget = &mut self.budgets[of];
+        let mut facts = self.world.facts(&namespace, &budget.spec.cohort);
+        facts.jobs.clone_from(&self.jobs);
+        let refused = self.refused.iter();
+        facts.refused = refused
+            .map(|(uid, since)| (uid.clone(), Duration::from_secs(second - since)))
+            .collect();
+        let plan = budget::plan(budget, &facts, &Time(wall(Duration::from_secs(second))));
+        let mut done = false;
+        for step in plan.steps {
+            done |= !matches!(step, budget::Step::Evict { .. });
+            match step {
+                budget::Step::Quota(which, cap) => {
+                    let in_force = cap.hard.clone();
+                    let quota = (key(&namespace, which.name()), Some(Quota { cap, in_force }));
+                    self.world.apply(Change::Quota(Event::Apply(quota)));
+                }
+                budget::Step::Label => {
+                    let label = (key("", &namespace), Some("enforced".to_owned()));
+                    self.world.apply(Change::Namespace(Event::Apply(label)));
+                }
+                budget::Step::Status(status) => budget.status = Some(*status),
+                budget::Step::Evict { pod, by_force } => {
+                    let sticks =
+                        by_force && !matches!(self.live.pods[&pod.uid].owner, Owner::Other { .. });
+                    assert!(!sticks, "{} of a Job is deleted", pod.uid);
+                    if self.live.kept.contains(&pod.uid) && !by_force {
+                        self.refused.entry(pod.uid).or_insert(second);
+                        continue;
                     }
-                    budget::Step::Label => {
-                        let label = (key("", &namespace), Some("enforced".to_owned()));
-                        self.world.apply(Change::Namespace(Event::Apply(label)));
-                    }
-                    budget::Step::Status(status) => budget.status = Some(*status),
-                    budget::Step::Evict { pod, .. } => {
-                        self.live.pods.get_mut(&pod.uid).unwrap().ending = true;
-                        self.repaired.insert(pod.uid);
-                    }
-                    budget::Step::LookAtJob(_) => {}
+                    self.live.pods.get_mut(&pod.uid).unwrap().ending = true;
+                    self.operator.view = None;
+                    self.repaired.insert(pod.uid);
+                    done = true;
+                }
+                budget::Step::LookAtJob(job) => {
+                    self.jobs.insert(job.uid.clone(), job.uid.len() % 2 == 0);
                 }
             }
         }
+        let again = plan.again.map(|again| again.as_secs().max(1) + 1);
+        if done { Some(1) } else { again }
     }
 
     /// Who was not to be there comes again in vain.
     fn refuse(&mut self) {
         let repaired = &self.repaired;
+        let count = self.live.pods.len();
         self.live.pods.retain(|uid, _| {
             uid.strip_suffix('\'')
                 .is_none_or(|was| !repaired.contains(was))
         });
+        if self.live.pods.len() < count {
+            self.operator.view = None;
+        }
+    }
+
+    /// Pods come, both plans are carried out, until nothing happens any more.
+    fn run(&mut self, pods: &[Coming]) -> Result<(), TestCaseError> {
+        let (mut second, mut last) = (0, 0);
+        let waits = |due: &[Option<u64>]| due.iter().any(Option::is_some);
+        while second < COMING_END || second - last < REST || waits(&self.due) {
+            let now = pods.iter().enumerate().filter(|(_, pod)| pod.at == second);
+            now.for_each(|(number, pod)| self.create(number, pod));
+            let looked = self.look(second);
+            let happened = self.operator.act(&mut self.live, second, usize::MAX) || looked;
+            self.refuse();
+            if happened {
+                last = second;
+            }
+            let due = self.due.iter().flatten().copied();
+            let then = pods.iter().map(|pod| pod.at).chain(due);
+            let then = then.filter(|at| *at > second).min().unwrap_or(u64::MAX);
+            second = then.min(second + self.operator.pause(happened));
+            prop_assert!(second < 900, "it does not come to rest");
+        }
+        Ok(())
     }
 
     fn holds(&self, of: usize, type_: &str) -> bool {
@@ -184,94 +344,113 @@ impl Cohort {
         condition.unwrap().status == "True"
     }
 
-    /// The guaranteed pods that wait although a GPU would have room for them if all borrowers went: of their node; of
-    /// any where they have none, if its quanta suffice.
-    fn left_waiting(&self) -> Vec<&String> {
-        let owns = |pod: &&Life| pod.priority != BORROWED;
-        let cluster = &self.live;
-        let one_node_covered =
-            cluster.nodes.len() == 1 && self.slipped.is_empty() && self.holds(0, names::COVERED);
-        let waits = cluster
-            .pods
+    /// The numbers of the budgets of a cohort.
+    fn of_cohort(&self, cohort: usize) -> impl Iterator<Item = usize> {
+        (0..self.bounds.len()).filter(move |of| of % self.cohorts == cohort)
+    }
+
+    /// Whether no owner of a cohort matters more than another.
+    fn all_matter_alike(&self, pods: &[Coming], cohort: usize) -> bool {
+        let mut there = pods
             .iter()
-            .filter(|(_, pod)| owns(pod) && pod.gpu.is_none());
-        let fits = |pod: &Life, node: &String| {
-            let owners = cluster.pods.values().filter(owns);
-            let asked: u64 = owners
+            .filter(|pod| pod.team % self.bounds.len() % self.cohorts == cohort);
+        there.all(|pod| pod.priority != HIGH)
+    }
+
+    /// The guaranteed pods that wait although a GPU would have room for them if all borrowers went who may: of their
+    /// node; of any where they have none, if its quanta suffice.
+    fn left_waiting(&self) -> Vec<&String> {
+        let cluster = &self.live;
+        let stay = || {
+            let pods = cluster.pods.values();
+            pods.filter(|pod| owns(pod) || pod.sticks())
+        };
+        let one_node_covered = |of: usize| {
+            let mut teams = self.of_cohort(of);
+            cluster.nodes.len() == 1
+                && self.cohorts == 1
+                && teams.all(|of| !self.slipped.contains(&of) && self.holds(of, names::COVERED))
+                && stay().all(owns)
+        };
+        let fits = |uid: &String, pod: &Life, node: &String| {
+            let asked: u64 = stay()
                 .filter(|other| other.node.as_ref() == Some(node))
                 .map(|other| other.asks)
                 .sum();
             let mut gpus = cluster.nodes[node].iter();
             let all: u64 = cluster.nodes[node].values().sum();
             // The guarantees of a cohort that is covered fit into its nodes together.
-            (pod.node.is_some() || one_node_covered || asked + pod.asks <= all)
+            (pod.node.is_some()
+                || one_node_covered(team(uid) % self.cohorts)
+                || asked + pod.asks <= all)
                 && gpus.any(|(gpu, capacity)| {
-                    let owners = cluster.pods.values().filter(owns);
-                    let stay = owners.filter(|other| other.gpu.as_ref() == Some(gpu));
+                    let stay = stay().filter(|other| other.gpu.as_ref() == Some(gpu));
                     stay.map(|other| other.asks).sum::<u64>() + pod.asks <= *capacity
                 })
         };
-        let left = waits.filter(|(_, pod)| match &pod.node {
-            Some(node) => fits(pod, node),
-            None => cluster.nodes.keys().any(|node| fits(pod, node)),
+        let waits = cluster
+            .pods
+            .iter()
+            .filter(|(_, pod)| owns(pod) && pod.gpu.is_none());
+        let left = waits.filter(|(uid, pod)| match &pod.node {
+            Some(node) => fits(uid, pod, node),
+            None => {
+                let mut nodes = cluster.nodes.keys();
+                nodes.any(|node| cluster.takes(node, pod) && fits(uid, pod, node))
+            }
         });
         left.map(|(uid, _)| uid).collect()
     }
 }
 
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(4_000))]
-    #[test]
-    fn a_cohort_gets_what_it_is_promised(
-        nodes in prop::collection::vec(prop::collection::vec(8_u64..20, 1..4), 1..3),
-        budgets in prop::collection::vec((0_u64..25, 0_u64..40), 1..4),
-        pods in prop::collection::vec(
-            (10..LAST, 0_usize..3, 1_u64..12, any::<bool>(), prop::bool::weighted(0.1)), 0..24),
-    ) {
-        let mut cohort = Cohort::new(&nodes, &budgets);
-        let (mut memory, mut quiet, mut second) = (Memory::default(), 0, 0);
-        while second <= LAST || quiet < REST {
-            let now = Duration::from_secs(second);
-            let (before, writes) = (cohort.live.pods.clone(), cohort.live.writes);
-            for (number, (at, of, asks, borrows, slips)) in pods.iter().enumerate() {
-                if *at == second {
-                    let uid = format!("t{}-{number}", of % budgets.len());
-                    cohort.create(&uid, *asks, *borrows, *slips);
-                }
+#[test]
+fn cohorts_get_what_they_are_promised() {
+    let lent = Cell::new(0);
+    proptest!(ProptestConfig::with_cases(CASES), |(
+        cohorts in 1_usize..3,
+        nodes in prop::collection::vec(prop::collection::vec(6_u64..16, 1..4), 1..3),
+        budgets in prop::collection::vec((0_u64..40, 0_u64..60), 1..4),
+        mut pods in prop::collection::vec(coming(), 4..20),
+        ranks in prop::bool::weighted(0.4),
+    )| {
+        let high = pods.iter_mut().filter(|pod| pod.priority == HIGH && !ranks);
+        high.for_each(|pod| pod.priority = GUARANTEED);
+        let mut teams = Teams::new(cohorts, &nodes, &budgets);
+        teams.run(&pods)?;
+        // Lending evicts each once, for one waiter that is bound then, and no more than that lacks. An owner that matters
+        // more may come between.
+        let live = &teams.live;
+        prop_assert_eq!(live.evicted.iter().collect::<BTreeSet<_>>().len(), live.evicted.len());
+        for ((waiter, _), round) in &live.rounds {
+            if !teams.all_matter_alike(&pods, team(waiter) % cohorts) {
+                continue;
             }
-            cohort.look(now);
-            cohort.live.run(&mut memory, second, 1);
-            cohort.refuse();
-            let same = cohort.live.pods == before && cohort.live.writes == writes;
-            quiet = if same { quiet + 1 } else { 0 };
-            second += 1;
-            prop_assert!(second < 600, "it does not come to rest");
-        }
-        // Lending evicts borrowers only, each once, for one waiter that it is bound to, and no more than that lacks.
-        let evicted = &cohort.live.evicted;
-        prop_assert_eq!(evicted.iter().collect::<BTreeSet<_>>().len(), evicted.len());
-        for uid in evicted {
-            let number: usize = uid[3..].trim_end_matches('\'').parse().unwrap();
-            prop_assert!(pods[number].3, "{} owned", uid);
-        }
-        for ((waiter, _), round) in &cohort.live.rounds {
             prop_assert_eq!(round.gpus.len(), 1, "{}: {:?}", waiter, round);
             let (all, least) = (round.gone.iter().sum::<u64>(), round.gone.iter().min().copied());
             prop_assert!(all - least.unwrap_or_default() < round.lacked, "{}: {:?}", waiter, round);
+            prop_assert!(live.bound(waiter) || teams.repaired.contains(waiter), "{} waits: {:?}", waiter, live);
         }
-        // What is guaranteed is not exceeded but by who slipped in, and not for long; nobody else goes for that.
-        for (of, (guaranteed, limit)) in cohort.bounds.iter().enumerate() {
-            let asked = cohort.asked(of);
-            prop_assert!(asked.0 <= *guaranteed && asked.1 <= *limit, "{} asks for {:?}", of, asked);
-            prop_assert!(!cohort.holds(of, names::EXCEEDED));
+        for (of, (guaranteed, limit)) in teams.bounds.iter().enumerate() {
+            // What is guaranteed is not exceeded but by who slipped in, and not for long; nobody else goes for that, and
+            // no Job fails by it.
+            let slipped = teams.slipped.contains(&of);
+            let mut sticks = live.pods.iter().filter(|(uid, pod)| team(uid) == of && pod.sticks());
+            if !slipped || sticks.next().is_none() {
+                let asked = teams.asked(of);
+                prop_assert!(asked.0 <= *guaranteed && asked.1 <= *limit, "{} asks for {:?}", of, asked);
+                prop_assert!(!teams.holds(of, names::EXCEEDED));
+            }
+            let offered: u64 = nodes.iter().skip(of % cohorts).step_by(cohorts).flatten().sum();
+            let promised = teams.of_cohort(of % cohorts).map(|of| teams.bounds[of].0).sum();
+            prop_assert_eq!(teams.holds(of, names::COVERED), offered >= promised && offered > 0);
         }
-        for uid in &cohort.repaired {
-            prop_assert!(cohort.slipped.contains(&team(uid)), "{}", uid);
+        for uid in &teams.repaired {
+            prop_assert!(teams.slipped.contains(&team(uid)), "{}", uid);
         }
         // Whose guarantee is covered, and who would have room without borrowers, is bound.
-        let (offered, promised) = (nodes.iter().flatten().sum::<u64>(), cohort.bounds.iter().map(|of| of.0).sum());
-        prop_assert_eq!(cohort.holds(0, names::COVERED), offered >= promised);
-        let waiting = cohort.left_waiting();
-        prop_assert!(waiting.is_empty(), "{:?} wait: {:?}", waiting, cohort.live);
-    }
+        let waiting = teams.left_waiting();
+        prop_assert!(waiting.is_empty(), "{:?} wait: {:?}", waiting, live);
+        lent.set(lent.get() + u32::from(!live.evicted.is_empty()));
+    });
+    assert!(lent.get() >= CASES / 5, "{} of {CASES}", lent.get());
 }
