@@ -10,6 +10,9 @@ use clap::{Args as Group, Parser, Subcommand, ValueEnum};
 #[derive(Debug, Parser)]
 #[command(name = "bursar-probe", version)]
 pub(crate) struct Args {
+    /// The exit code when it is told to end
+    #[arg(long, global = true, default_value_t = 0)]
+    pub(crate) told: u8,
     #[command(subcommand)]
     pub(crate) command: Command,
 }

@@ -1,10 +1,19 @@
 //! Ends the program on SIGTERM and SIGINT, also as process 1 of a container.
 #![forbid(unsafe_code)]
 
+use std::sync::atomic::{AtomicU8, Ordering};
+
 use tokio::signal::unix::{SignalKind, signal};
 
-/// Installs the handlers; from now on either signal ends the process with code 0, whatever it is
-/// doing. The driver takes the memory back.
+static CODE: AtomicU8 = AtomicU8::new(0);
+
+/// The code that the process ends with when it is told to end: 0, until another one is said.
+pub(crate) fn with_code(code: u8) {
+    CODE.store(code, Ordering::Relaxed);
+}
+
+/// Installs the handlers; from now on either signal ends the process, whatever it is doing. The driver takes the
+/// memory back.
 ///
 /// # Errors
 /// When the system refuses a thread or a handler.
@@ -28,7 +37,7 @@ pub(crate) fn on_signals() -> std::io::Result<()> {
                     _ = int.recv() => {}
                 }
             });
-            std::process::exit(0);
+            std::process::exit(CODE.load(Ordering::Relaxed).into());
         })?;
     Ok(())
 }

@@ -1,6 +1,7 @@
 //! A small CUDA program for pods: says what it sees, takes memory, holds it.
 //!
-//! It prints one JSON object a line. Exit codes: 0 done or told to end, 1 refused or no GPU.
+//! It prints one JSON object a line. Exit codes: 0 done or told to end, unless `--told` says another, 1 refused or
+//! no GPU.
 
 mod args;
 mod commands;
@@ -16,10 +17,12 @@ use clap::Parser;
 fn main() -> ExitCode {
     // Before anything else: as process 1 of a container, a signal without a handler is ignored.
     let ending = ending::on_signals();
-    match ending
-        .map_err(anyhow::Error::from)
-        .and_then(|()| commands::run(&args::Args::parse()))
-    {
+    let outcome = ending.map_err(anyhow::Error::from).and_then(|()| {
+        let args = args::Args::parse();
+        ending::with_code(args.told);
+        commands::run(&args)
+    });
+    match outcome {
         Ok(code) => code,
         Err(error) => {
             println!(

@@ -28,6 +28,8 @@ const ELSEWHERE: &str = "elsewhere";
 const LARGEST_FREE: &str = "bursar.dev/largest-free-gib";
 /// How long the chart lets a disruption budget keep a pod.
 const GRACE: Duration = Duration::from_secs(60);
+/// A Job's pod goes for an owner, so many times.
+const TAKEN: usize = 3;
 /// Owner against borrower, so many times.
 const ROUNDS: usize = 100;
 /// Each time that so many pairs have come the operator is killed.
@@ -392,11 +394,60 @@ async fn rounds(stage: &Stage) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A Job's pod goes for nobody; one with a disruption budget goes when that has had its time.
+/// A Job's pod goes where the Job ignores that, and for nobody otherwise; one with a disruption budget goes when that has
+/// had its time.
 async fn a_disruption_budget_and_a_job(stage: &mut Stage) -> Result<(), Failed> {
-    let outcome = kept_and_let_go(stage).await;
+    let outcome = match a_job_gives(stage).await {
+        Ok(()) => kept_and_let_go(stage).await,
+        failed => failed,
+    };
     remove_workloads(stage).await?;
     outcome
+}
+
+/// A Job that ignores disruptions gives as any other does, and counts no failure.
+async fn a_job_gives(stage: &Stage) -> Result<(), Failed> {
+    let ignores =
+        json!([{ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget" }] }]);
+    let mut template = template(stage, "gives", 10, true, "Never");
+    // Its pods have failed then: with 0 they would have succeeded.
+    let arguments = json!(["hold", "--bytes=1Gi", "--told=143"]);
+    template["spec"]["containers"][0]["args"] = arguments;
+    let job = json!({
+        "apiVersion": "batch/v1", "kind": "Job", "metadata": { "name": "gives" },
+        "spec": { "parallelism": 2, "completions": 2, "backoffLimit": 2, "podFailurePolicy": { "rules": ignores },
+            "template": template },
+    });
+    let jobs = Api::<Job>::namespaced(stage.scene.cluster.client(), NAMESPACE);
+    jobs.create(&PostParams::default(), &serde_json::from_value(job)?)
+        .await?;
+    let begin = Instant::now();
+    for round in 0..TAKEN {
+        let before = until_running(stage, "gives", 2).await?;
+        let owner = format!("taker-{round}");
+        stage.pods.create(&holder(stage, &owner, 8)).await?;
+        stage.pods.until_running(&owner, SOON).await?;
+        let what = "one of the Job's pods to be another one";
+        let after = until_pods(stage, "gives", what, |pods| pods.len() == 2).await?;
+        let stays = |(name, ..): &&(String, State, Pod)| after.iter().any(|(one, ..)| one == name);
+        assert_eq!(
+            before.iter().filter(stays).count(),
+            1,
+            "{before:?}, {after:?}"
+        );
+        stage.pods.delete(&owner).await?;
+    }
+    until_running(stage, "gives", 2).await?;
+    let status = jobs.get("gives").await?.status.unwrap_or_default();
+    assert_eq!(status.failed.unwrap_or(0), 0, "{status:?}");
+    stage.progress.say(format_args!(
+        "a Job that ignores disruptions gave {TAKEN} times and counted no failure, in {:.1?}",
+        begin.elapsed()
+    ));
+    Ok(jobs
+        .delete("gives", &DeleteParams::background())
+        .await
+        .map(drop)?)
 }
 
 async fn kept_and_let_go(stage: &Stage) -> Result<(), Failed> {
