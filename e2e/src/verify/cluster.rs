@@ -1,7 +1,10 @@
 //! The trials on a real cluster: one test program, and one cluster for all that are asked for.
 
+use std::process::Command;
+
 use super::checks;
 use crate::cargo;
+use crate::folders;
 
 /// Every trial of `e2e/tests/cluster` by its name, and what it shows. That program refuses to run
 /// when its trials are others.
@@ -72,7 +75,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "operator/cluster/disruption",
-        "a disruption budget keeps a borrower for its grace, and no Job's pod goes",
+        "a disruption budget keeps a borrower for its grace; a Job that ignores disruptions gives and counts no failure, and of another no pod goes",
     ),
     (
         "operator/cluster/override",
@@ -114,6 +117,11 @@ pub const TRIALS: &[(&str, &str)] = &[
 
 /// Runs these trials, on one cluster.
 pub(super) fn run(names: &[&str]) -> anyhow::Result<()> {
+    checks::succeed(&mut command(names))
+}
+
+/// The command that does.
+pub(super) fn command(names: &[&str]) -> Command {
     let mut command = cargo::command();
     // As the other tests are compiled.
     command.args(["test", "--quiet", "--locked", "--workspace"]);
@@ -122,5 +130,6 @@ pub(super) fn run(names: &[&str]) -> anyhow::Result<()> {
     for (name, _) in others {
         command.args(["--skip", name]);
     }
-    checks::succeed(&mut command)
+    command.current_dir(folders::repository());
+    command
 }

@@ -14,7 +14,7 @@ mod tools;
 
 use std::fs::File;
 use std::io::Seek as _;
-use std::process::{Child, Command, ExitCode};
+use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant};
 
 use clap::Args;
@@ -110,7 +110,7 @@ fn select<'a>(checks: &'a [Check], only: &[String]) -> Result<Vec<&'a Check>, Ve
     Ok(checks.iter().filter(wanted).collect())
 }
 
-/// The trials on the cluster, by a program of their own whose output is kept.
+/// The trials on the cluster, whose output is kept.
 struct Beside {
     program: Child,
     output: File,
@@ -120,9 +120,7 @@ impl Beside {
     fn start(names: &[&str]) -> anyhow::Result<Self> {
         checks::compile()?;
         let output = tempfile::tempfile()?;
-        let program = Command::new(std::env::current_exe()?)
-            .arg("verify")
-            .args(names.iter().flat_map(|name| ["--only", name]))
+        let program = cluster::command(names)
             .stdout(output.try_clone()?)
             .stderr(output.try_clone()?)
             .spawn()?;
