@@ -337,6 +337,18 @@ fn who_comes_while_a_quota_is_raised_by_hand_or_gone_has_slipped_in() {
     }
 }
 
+#[test]
+fn a_status_from_before_it_said_since_when_is_dated_by_its_condition() {
+    let mut namespace = Namespace::new(16, 16);
+    namespace.settle();
+    let since = namespace.budget.status.as_mut().unwrap();
+    let since = since.enforced_since.take();
+    assert!(since.is_some());
+    namespace.second += 100;
+    namespace.settle();
+    assert_eq!(namespace.budget.status.unwrap().enforced_since, since);
+}
+
 fn job(name: &str) -> Option<Owner> {
     Some(Owner {
         name: name.to_owned(),

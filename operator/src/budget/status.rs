@@ -3,7 +3,7 @@
 use bursar_crds::budget::{ContextsStatus, DeviceMemoryStatus, ManagedMemoryStatus};
 use bursar_crds::conditions::{budget as names, merge};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
 use super::judge::statements;
 use super::{Terms, contexts};
@@ -33,7 +33,7 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
         .iter()
         .any(|said| said.type_ == names::ENFORCED && said.holds == Some(true));
     let enforced_since = same_terms
-        .and_then(|status| status.enforced_since.clone())
+        .and_then(since)
         .or_else(|| in_force.then(|| now.clone()));
     let Usage {
         pods,
@@ -82,4 +82,13 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
             now,
         ),
     }
+}
+
+/// Since when a status says that its amounts are in force; of one from before that was a field its condition tells.
+fn since(status: &GpuMemoryBudgetStatus) -> Option<Time> {
+    let enforced =
+        |condition: &&Condition| condition.type_ == names::ENFORCED && condition.status == "True";
+    let condition = || status.conditions.iter().find(enforced);
+    let since = status.enforced_since.clone();
+    since.or_else(|| Some(condition()?.last_transition_time.clone()))
 }

@@ -34,6 +34,8 @@ const REFUSAL_FORGOTTEN: Duration = Duration::from_secs(20);
 /// How often pods of one owner are moved, and after which quiet it is forgotten.
 const MOVES: u32 = 3;
 const MOVES_FORGOTTEN: Duration = Duration::from_secs(3600);
+/// The pod that comes for one that was moved begins to wait within this time, if it has to.
+const RETURNS_WITHIN: Duration = Duration::from_secs(120);
 /// The first wait after a move of an owner's pod; doubled with each.
 const MOVE_PAUSE: Duration = Duration::from_secs(10);
 /// How long the room that a pod was moved for counts as taken.
@@ -123,7 +125,7 @@ impl Memory {
         let mut before = std::mem::take(&mut self.waits);
         for pod in waiting {
             let wait = before.remove(pod).unwrap_or_else(|| {
-                self.see_return(scene.pod(pod));
+                self.see_return(scene.pod(pod), now);
                 Wait {
                     since: now,
                     looked: None,
@@ -169,11 +171,14 @@ impl Memory {
         self.quotas.retain(|node, _| known(node));
     }
 
-    /// A pod begins to wait. If one of its owner was moved, it was not put where there was room for that one.
-    fn see_return(&mut self, pod: Option<&PodFacts>) {
-        let owner = pod.and_then(|pod| pod.owner.uid());
-        if let Some(moves) = owner.and_then(|owner| self.moves.get_mut(owner)) {
-            moves.in_vain.extend(moves.to.take());
+    /// A pod begins to wait. If one of its owner was moved just before, it was not put where there was room for that one.
+    fn see_return(&mut self, pod: Option<&PodFacts>, now: Moment) {
+        let moved = pod.and_then(|pod| Some((pod, self.moves.get_mut(pod.owner.uid()?)?)));
+        if let Some((pod, moves)) = moved
+            && now.saturating_sub(moves.last) < RETURNS_WITHIN
+            && let Some(to) = moves.to.take_if(|to| pod.node() != Some(to))
+        {
+            moves.in_vain.insert(to);
         }
     }
 
@@ -335,12 +340,13 @@ impl Memory {
         self.asked.insert(pod.to_owned(), asked);
     }
 
-    /// Whether a pod of this owner may be moved now.
-    pub(super) fn may_move(&self, owner: &str, now: Moment) -> bool {
-        self.moves.get(owner).is_none_or(|moves| {
-            let pause = MOVE_PAUSE * 2_u32.pow(moves.count.saturating_sub(1).min(8));
-            moves.count < MOVES && now.saturating_sub(moves.last) >= pause
-        })
+    /// When a pod of this owner may be moved again; none after too many.
+    pub(super) fn next_move(&self, owner: &str) -> Option<Moment> {
+        let Some(moves) = self.moves.get(owner) else {
+            return Some(Moment::ZERO);
+        };
+        let pause = MOVE_PAUSE * 2_u32.pow(moves.count.saturating_sub(1).min(8));
+        (moves.count < MOVES).then_some(moves.last + pause)
     }
 
     /// Whether a pod of this owner was moved for room on `node` in vain.
@@ -408,7 +414,7 @@ mod tests {
         let mut memory = Memory::default();
         let mut moved = Vec::new();
         for second in 0..1_000 {
-            if memory.may_move("o", at(second)) {
+            if memory.next_move("o").is_some_and(|next| next <= at(second)) {
                 memory.moved("o", "n", Quanta::new(1), at(second));
                 moved.push(second);
             }

@@ -67,6 +67,7 @@ pub(super) fn plan(
         nominated: BTreeMap::new(),
         moves: Vec::new(),
         looked: Vec::new(),
+        hopeless: Vec::new(),
         jobs: BTreeMap::new(),
     };
     planner.wants = planner.wants();
@@ -105,6 +106,8 @@ struct Planner<'a> {
     moves: Vec<(&'a str, &'a str, Quanta)>,
     /// The waiters that were looked at.
     looked: Vec<String>,
+    /// Those without a node for whom no GPU has room, whoever goes: others like them need no look at all nodes.
+    hopeless: Vec<&'a PodFacts>,
     /// Looks at the Jobs whose answer would matter.
     jobs: BTreeMap<String, Step>,
 }
@@ -120,7 +123,7 @@ impl<'a> Planner<'a> {
             self.looked.push(want.pod.uid.clone());
             if let Some((owner, at, to)) = self.elsewhere(&want) {
                 // Before it is time nobody goes for it either: it loses nothing by going, and they do.
-                if self.waited(&want) >= MOVE_PATIENCE {
+                if self.may_go_now(&want, owner) {
                     self.moves.push((owner, to, want.pod.asks));
                     helped += 1;
                     steps.push(Step::Move {
@@ -286,14 +289,23 @@ impl<'a> Planner<'a> {
         }
     }
 
-    /// Another node for the waiter, where it may go there by the rules and there is room now: its owner, the node that
-    /// it is on, and the other one.
+    /// Whether a waiter that is to be moved goes now, and not later.
+    fn may_go_now(&self, want: &Want<'_>, owner: &str) -> bool {
+        let next = self.memory.next_move(owner);
+        let another = self.moves.iter().any(|(other, ..)| *other == owner);
+        self.waited(want) >= MOVE_PATIENCE
+            && self.memory.may_ask(&want.pod.uid, self.now)
+            && next.is_some_and(|next| next <= self.now)
+            && !another
+    }
+
+    /// Another node for the waiter, where it may go there by the rules, now or soon, and there is room now: its owner, the
+    /// node that it is on, and the other one.
     fn elsewhere(&mut self, want: &Want<'a>) -> Option<(&'a str, &'a str, &'a str)> {
         let (at, uid) = (want.node?, &want.pod.uid);
         let owner = want.pod.owner.uid()?;
-        let kept = self.memory.was_refused(uid) || !self.memory.may_ask(uid, self.now);
-        let another = self.moves.iter().any(|(other, ..)| *other == owner);
-        let too_often = another || !self.memory.may_move(owner, self.now);
+        let kept = self.memory.was_refused(uid);
+        let too_often = self.memory.next_move(owner).is_none();
         let begun = self.scene.gpu_nodes.get(at)?.may_have_begun(want.pod);
         if !self.rules.move_waiters || kept || too_often || begun {
             return None;
@@ -332,6 +344,13 @@ impl<'a> Planner<'a> {
             Some(node) => vec![node],
             None => self.nodes_for(want)?,
         };
+        let like = |other: &&PodFacts| {
+            (other.priority, other.asks, &other.wants)
+                == (want.pod.priority, want.pod.asks, &want.pod.wants)
+        };
+        if want.node.is_none() && self.hopeless.iter().any(like) {
+            return None;
+        }
         let mut choices = Vec::new();
         for node in nodes {
             let Some(gpus) = self.scene.gpu_nodes.get(node) else {
@@ -358,6 +377,9 @@ impl<'a> Planner<'a> {
                 let rank = (room.len(), highest, freed, node, gpu.uuid.as_str());
                 choices.push((rank, reservation));
             }
+        }
+        if want.node.is_none() && choices.is_empty() {
+            self.hopeless.push(want.pod);
         }
         let best = choices.into_iter().min_by_key(|(rank, _)| *rank);
         best.map(|((.., node, _), reservation)| (node.to_owned(), reservation))

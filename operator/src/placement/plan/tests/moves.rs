@@ -104,6 +104,49 @@ fn pods_of_one_owner_are_moved_one_by_one() {
 }
 
 #[test]
+fn nobody_goes_for_who_is_moved_a_little_later() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .node("c", &[16])
+        .node("d", &[16])
+        .pod("10", 10, BORROWED, Some(("a", Some(0))));
+    for uid in ["w1", "w2"] {
+        let owner = Owner::Other {
+            uid: "o".to_owned(),
+        };
+        cluster = cluster
+            .pod(uid, 10, GUARANTEED, Some(("a", None)))
+            .owned(uid, owner);
+    }
+    cluster.run(&mut Memory::default(), 0, 60);
+    assert_eq!(cluster.moved, ["w1", "w2"]);
+    assert!(cluster.evicted.is_empty(), "{:?}", cluster.evicted);
+}
+
+#[test]
+fn a_move_that_came_to_something_was_not_in_vain() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16, 16])
+        .pod("10", 10, GUARANTEED, Some(("a", Some(0))));
+    let owned = |cluster: Cluster, uid: &str| {
+        let owner = Owner::Other {
+            uid: "o".to_owned(),
+        };
+        let waits = cluster.pod(uid, 10, GUARANTEED, Some(("a", None)));
+        waits.owned(uid, owner)
+    };
+    let mut memory = Memory::default();
+    cluster = owned(cluster, "w1");
+    cluster.run(&mut memory, 0, 300);
+    assert_eq!(cluster.moved, ["w1"]);
+    cluster = owned(cluster, "w2");
+    cluster.run(&mut memory, 300, 60);
+    assert_eq!(cluster.moved, ["w1", "w2"]);
+}
+
+#[test]
 fn who_comes_back_from_a_move_is_not_moved_for_the_room_of_that_node_again() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
