@@ -26,7 +26,7 @@ const QUIET: Duration = Duration::from_secs(60);
 /// What is gathered is written by then.
 const SETTLED: Duration = Duration::from_millis(900);
 /// A client waits so long for a watch to say something, as in production.
-const SILENCE: Duration = Duration::from_secs(205);
+pub(crate) const SILENCE: Duration = Duration::from_secs(205);
 const LOOK: Duration = Duration::from_millis(300);
 
 /// A running operator.
@@ -110,6 +110,8 @@ pub(crate) struct Case {
     plan: Plan,
     config: Config,
     silence: Duration,
+    /// What a change comes to may be told so much later.
+    late: Duration,
     operators: Vec<Operator>,
     /// While it is at work.
     turn: Option<Turn>,
@@ -176,6 +178,7 @@ impl Case {
             place,
             config,
             silence,
+            late: plan.faults.latest(),
             operators: Vec::new(),
             turn: Some(turn),
             outcome: Outcome::default(),
@@ -185,6 +188,12 @@ impl Case {
             case.operate().await?;
         }
         Ok(case)
+    }
+
+    /// The same, and a change may be told of so much later.
+    pub(crate) fn late_by(mut self, late: Duration) -> Self {
+        self.late = late;
+        self
     }
 
     /// Whether no write ends badly.
@@ -229,7 +238,7 @@ impl Case {
                 });
                 return Ok(());
             }
-            if took > END + faults.latest() {
+            if took > END + self.late {
                 return Err(self.failed(&format!("{what}: not reached in time")).await);
             }
             sleep(LOOK).await;
@@ -273,7 +282,7 @@ impl Case {
         self.turn = None;
         let begin = Instant::now();
         while faults.quiet() < QUIET {
-            if begin.elapsed() > END + faults.latest() + faults.quiet() {
+            if begin.elapsed() > END + self.late + faults.quiet() {
                 return Err(self
                     .failed(&format!("it writes and writes, {} now", faults.last()))
                     .await);

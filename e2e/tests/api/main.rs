@@ -85,13 +85,13 @@ fn main() -> ExitCode {
     let trials = vec![
         alone("churn", churn::churn),
         alone("no-controller-manager", disturbed::no_controller_manager),
+        trial("silence", silent::silence),
         trial("watches", disturbed::watches),
         trial("undisturbed", disturbed::undisturbed),
         trial("crashes", disturbed::crashes),
         trial("failing-writes", disturbed::failing_writes),
         trial("unanswered-writes", disturbed::unanswered_writes),
         trial("two-operators", disturbed::two_operators),
-        trial("silence", silent::silence),
         trial("steering", steering::steering),
         trial("policies", policies::policies),
     ];

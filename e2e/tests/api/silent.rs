@@ -6,21 +6,24 @@ use std::time::Duration;
 
 use std::future::pending;
 
+use futures::future::try_join;
 use libtest_mimic::Failed;
 use serde_json::json;
 use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::case::{Case, Plan};
-use crate::faults::{Doomed, Faults};
+use crate::case::{Case, END, Outcome, Plan, SILENCE};
+use crate::faults::{Doomed, Fate, Faults, Telling};
 use crate::place::{Place, condition};
 use crate::server::{Server, turn};
 
-/// The operator's own times are 200 s for a watch and 5 s more of silence. Here a watch ends after 5 s, and what is
-/// silent for longer is given up.
+/// The operator's own times are 200 s for a watch and 5 s more of silence. In the shorter case a watch ends after 5 s, and
+/// what is silent for longer is given up.
 const WATCH_SECONDS: u32 = 5;
-const SILENCE: Duration = Duration::from_secs(8);
+const SHORT_SILENCE: Duration = Duration::from_secs(8);
+/// With its own times all is as it should be within 210 s.
+const LATE: Duration = Duration::from_secs(210).saturating_sub(END);
 
 /// A way to the API server that can go silent.
 struct Line {
@@ -65,31 +68,66 @@ fn ready(budget: &serde_json::Value) -> bool {
 }
 
 pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
-    let name = "silent";
+    let (short, long) = try_join(Box::pin(short(server)), Box::pin(long(server))).await?;
+    Ok(format!(
+        "at most {:.1?} to the end of a transition; {:.1?} with the operator's own times",
+        short.longest, long.longest
+    ))
+}
+
+/// A case on a line to the API server that can go silent, with such patience.
+async fn on_a_line(
+    server: &Server,
+    name: &str,
+    faults: Faults,
+    silence: Duration,
+) -> Result<(Line, Case), Failed> {
     let mut config = server.plane.operators();
     let port = config.cluster_url.port_u16().ok_or("no port")?;
     let line = Line::to(SocketAddr::from(([127, 0, 0, 1], port))).await?;
     config.cluster_url = format!("https://{}", line.address).parse()?;
     let plan = Plan {
-        faults: Faults::short_watches(name, WATCH_SECONDS),
+        faults,
         doomed: Doomed::Nothing,
         killed: false,
         two: false,
     };
-    let mut case = Case::over(server, turn().await, config, SILENCE, name, plan).await?;
-    let done = async |at: &Place| Ok(ready(&at.budget().await?));
+    let case = Case::over(server, turn().await, config, silence, name, plan).await?;
+    Ok((line, case))
+}
+
+async fn is_ready(at: &Place) -> Result<bool, Failed> {
+    Ok(ready(&at.budget().await?))
+}
+
+/// A budget is made, and raised in silence.
+async fn raised(line: &Line, case: &mut Case) -> Result<(), Failed> {
     let made = async |at: &Place| at.declare("16Gi", "24Gi").await;
-    case.through("a budget is made", made, done).await?;
-    case.through(
-        "it is raised in silence",
-        async |at| {
-            line.freeze();
-            at.amend(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
-                .await
-        },
-        done,
-    )
-    .await?;
+    case.through("a budget is made", made, is_ready).await?;
+    let raised = async |at: &Place| {
+        line.freeze();
+        at.amend(json!({ "deviceMemory": { "guaranteed": "20Gi" } }))
+            .await
+    };
+    case.through("it is raised in silence", raised, is_ready)
+        .await
+}
+
+/// As it is in production.
+async fn long(server: &Server) -> Result<Outcome, Failed> {
+    let name = "silent-long";
+    let faults = Faults::new(name, Fate::Lost, Telling::Plain);
+    let (line, case) = on_a_line(server, name, faults, SILENCE).await?;
+    let mut case = case.late_by(LATE);
+    raised(&line, &mut case).await?;
+    case.end(is_ready).await
+}
+
+async fn short(server: &Server) -> Result<Outcome, Failed> {
+    let name = "silent";
+    let faults = Faults::short_watches(name, WATCH_SECONDS);
+    let (line, mut case) = on_a_line(server, name, faults, SHORT_SILENCE).await?;
+    raised(&line, &mut case).await?;
     case.through(
         "a pod comes in silence",
         async |at| {
@@ -113,9 +151,5 @@ pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
         lost,
     )
     .await?;
-    let outcome = case.end(lost).await?;
-    Ok(format!(
-        "at most {:.1?} to the end of a transition",
-        outcome.longest
-    ))
+    case.end(lost).await
 }
