@@ -24,9 +24,6 @@ use crate::status::{Events, FaultReport};
 /// How often the kernel's log is read, and what is overdue looked for.
 const EVERY: Duration = Duration::from_millis(200);
 
-/// How many images are let go on after one read of the log.
-const MOST_WAIT: usize = 64;
-
 /// What the loop works with.
 pub struct Around {
     /// Where the log is, and `/proc`.
@@ -57,7 +54,7 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
         tokio::select! {
             () = stop.cancelled() => return,
             () = news.notified() => {}
-            1.. = waits.recv_many(&mut waiting, MOST_WAIT) => {}
+            1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => {}
             _ = every.tick() => {}
         }
         let now = Timestamp::now();

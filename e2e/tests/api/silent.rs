@@ -62,11 +62,6 @@ impl Line {
     }
 }
 
-fn ready(budget: &serde_json::Value) -> bool {
-    let observed = budget["status"]["observedGeneration"] == budget["metadata"]["generation"];
-    observed && condition(budget, "Ready") == "True"
-}
-
 pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
     let (short, long) = try_join(Box::pin(short(server)), Box::pin(long(server))).await?;
     Ok(format!(
@@ -97,7 +92,9 @@ async fn on_a_line(
 }
 
 async fn is_ready(at: &Place) -> Result<bool, Failed> {
-    Ok(ready(&at.budget().await?))
+    let budget = at.budget().await?;
+    let observed = budget["status"]["observedGeneration"] == budget["metadata"]["generation"];
+    Ok(observed && condition(&budget, "Ready") == "True")
 }
 
 /// A budget is made, and raised in silence.

@@ -15,11 +15,12 @@ use std::time::Duration;
 
 use bursar_crds::conditions::budget as names;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
 use super::quota::{Cap, Which};
 use super::repair::surplus;
+use super::status::holding;
 use super::{Terms, contexts, status};
 use crate::demand::Owner;
 use crate::world::Facts;
@@ -181,12 +182,7 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
 
 /// Since when the budget as its spec is now is exceeded, by its status.
 fn exceeded_since(budget: &GpuMemoryBudget) -> Option<Timestamp> {
-    let conditions = budget.status.iter().flat_map(|status| &status.conditions);
-    let holds = |condition: &&Condition| {
-        condition.type_ == names::EXCEEDED
-            && condition.status == "True"
-            && condition.observed_generation == budget.metadata.generation
-    };
-    let condition = conditions.into_iter().find(holds)?;
-    Some(condition.last_transition_time.0)
+    let exceeded = holding(budget.status.as_ref()?, names::EXCEEDED)?;
+    let is_of_now = exceeded.observed_generation == budget.metadata.generation;
+    is_of_now.then_some(exceeded.last_transition_time.0)
 }

@@ -86,9 +86,12 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
 
 /// Since when a status says that its amounts are in force; of one from before that was a field its condition tells.
 fn since(status: &GpuMemoryBudgetStatus) -> Option<Time> {
-    let enforced =
-        |condition: &&Condition| condition.type_ == names::ENFORCED && condition.status == "True";
-    let condition = || status.conditions.iter().find(enforced);
-    let since = status.enforced_since.clone();
-    since.or_else(|| Some(condition()?.last_transition_time.clone()))
+    let told = || holding(status, names::ENFORCED).map(|told| told.last_transition_time.clone());
+    status.enforced_since.clone().or_else(told)
+}
+
+/// The condition of a status that has this type, if it is True.
+pub(super) fn holding<'a>(status: &'a GpuMemoryBudgetStatus, type_: &str) -> Option<&'a Condition> {
+    let mut conditions = status.conditions.iter();
+    conditions.find(|told| told.type_ == type_ && told.status == "True")
 }

@@ -286,14 +286,7 @@ impl Arena {
             return Ok(());
         }
         let _one = self.moving();
-        self.scarce.store(true, Ordering::Relaxed);
-        // Under each part's lock, so that what is being drawn ahead is found too. No part keeps any from here on: what
-        // came back meanwhile is in the account.
-        let parts = self.parts.iter();
-        let idle = parts
-            .map(|part| part.take_idle(&mut part.share.lock()))
-            .sum();
-        self.account.0.give_back(idle);
+        self.gather();
         self.account.0.take(bytes)
     }
 
@@ -306,14 +299,21 @@ impl Arena {
     pub(super) fn set_limit(&self, limit: u64) {
         let _one = self.moving();
         self.account.0.resize(limit);
+        self.gather();
+        self.end_scarcity();
+    }
+
+    /// Gives the idle credit of all parts back to the account. `moving` is held.
+    fn gather(&self) {
         // Who frees in a part after its credit was taken sees this.
         self.scarce.store(true, Ordering::Relaxed);
-        for part in &self.parts {
-            self.account
-                .0
-                .give_back(part.take_idle(&mut part.share.lock()));
-        }
-        self.end_scarcity();
+        // Under each part's lock, so that what is being drawn ahead is found too. No part keeps any from here on: what
+        // comes back meanwhile is in the account.
+        let parts = self.parts.iter();
+        let idle = parts
+            .map(|part| part.take_idle(&mut part.share.lock()))
+            .sum();
+        self.account.0.give_back(idle);
     }
 
     /// Lets parts keep the credit of what is freed, if all that is drawn is within the limit. `moving` is held.

@@ -139,9 +139,7 @@ impl Cluster {
         let life = Life {
             asks,
             priority,
-            owner: Owner::Other {
-                uid: format!("owner of {uid}"),
-            },
+            owner: other(&format!("owner of {uid}")),
             node: at.map(|(node, _)| node.to_owned()),
             nominated: None,
             gpu: at.and_then(|(node, gpu)| Some(format!("{node}-{}", gpu?))),
@@ -595,6 +593,13 @@ fn job(uid: &str) -> Owner {
         name: "j".to_owned(),
         uid: uid.to_owned(),
     })
+}
+
+/// Such as a ReplicaSet.
+fn other(uid: &str) -> Owner {
+    Owner::Other {
+        uid: uid.to_owned(),
+    }
 }
 
 fn reservation(gpu: &str, waiter: &str, quanta: i32) -> Reservation {

@@ -2,6 +2,12 @@
 
 use super::*;
 
+/// The same, with a pod of 10 of the owner `o` that waits on the node `a`.
+fn with_one_of_o(cluster: Cluster, uid: &str) -> Cluster {
+    let waits = cluster.pod(uid, 10, GUARANTEED, Some(("a", None)));
+    waits.owned(uid, other("o"))
+}
+
 #[test]
 fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
     let cluster = Cluster::default()
@@ -11,12 +17,7 @@ fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
         .pod("10b", 10, GUARANTEED, Some(("a", Some(1))))
         .pod("8", 8, GUARANTEED, Some(("a", None)));
     for (owner, goes) in [
-        (
-            Owner::Other {
-                uid: "o".to_owned(),
-            },
-            true,
-        ),
+        (other("o"), true),
         (job("even"), true),
         (job("odd"), false),
         (Owner::Nobody, false),
@@ -87,12 +88,7 @@ fn pods_of_one_owner_are_moved_one_by_one() {
         .node("d", &[16])
         .pod("10", 10, GUARANTEED, Some(("a", Some(0))));
     for uid in ["w1", "w2", "w3"] {
-        let owner = Owner::Other {
-            uid: "o".to_owned(),
-        };
-        cluster = cluster
-            .pod(uid, 10, GUARANTEED, Some(("a", None)))
-            .owned(uid, owner);
+        cluster = with_one_of_o(cluster, uid);
     }
     let mut memory = Memory::default();
     let mut from = 0;
@@ -112,12 +108,7 @@ fn nobody_goes_for_who_is_moved_a_little_later() {
         .node("d", &[16])
         .pod("10", 10, BORROWED, Some(("a", Some(0))));
     for uid in ["w1", "w2"] {
-        let owner = Owner::Other {
-            uid: "o".to_owned(),
-        };
-        cluster = cluster
-            .pod(uid, 10, GUARANTEED, Some(("a", None)))
-            .owned(uid, owner);
+        cluster = with_one_of_o(cluster, uid);
     }
     cluster.run(&mut Memory::default(), 0, 60);
     assert_eq!(cluster.moved, ["w1", "w2"]);
@@ -130,18 +121,11 @@ fn a_move_that_came_to_something_was_not_in_vain() {
         .node("a", &[16])
         .node("b", &[16, 16])
         .pod("10", 10, GUARANTEED, Some(("a", Some(0))));
-    let owned = |cluster: Cluster, uid: &str| {
-        let owner = Owner::Other {
-            uid: "o".to_owned(),
-        };
-        let waits = cluster.pod(uid, 10, GUARANTEED, Some(("a", None)));
-        waits.owned(uid, owner)
-    };
     let mut memory = Memory::default();
-    cluster = owned(cluster, "w1");
+    cluster = with_one_of_o(cluster, "w1");
     cluster.run(&mut memory, 0, 300);
     assert_eq!(cluster.moved, ["w1"]);
-    cluster = owned(cluster, "w2");
+    cluster = with_one_of_o(cluster, "w2");
     cluster.run(&mut memory, 300, 60);
     assert_eq!(cluster.moved, ["w1", "w2"]);
 }
@@ -202,9 +186,7 @@ fn an_operator_that_starts_anew_moves_no_owners_pods_more_often_than_one_that_li
                 GUARANTEED,
                 Some(("a", None)),
             );
-            cluster.pods.get_mut("8").unwrap().owner = Owner::Other {
-                uid: "o".to_owned(),
-            };
+            cluster.pods.get_mut("8").unwrap().owner = other("o");
             cluster.moved.clear();
             if reborn {
                 memory = Memory::default();
