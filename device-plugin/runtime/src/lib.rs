@@ -1,6 +1,6 @@
 //! The allocator runtime of a GPU: memory resources that compose, over the CUDA driver.
 //!
-//! * [`driver`] calls `libcuda.so.1`; the only module here with `unsafe`
+//! * [`driver`] calls `libcuda.so.1`; the only module here with `unsafe`, but for the pool's `lock`
 //! * [`error`] says what failed, of which class it is and whether a retry helps
 //! * [`resource`] is what every source of device memory and every layer over one has in common
 //! * [`state`] says whether what a device holds for this process image is still there
@@ -33,6 +33,7 @@ pub mod gpu_token;
 pub mod guard;
 pub mod kept;
 pub mod launch;
+mod lock;
 pub mod logging;
 pub mod managed_ref;
 mod order;

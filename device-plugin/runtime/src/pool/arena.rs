@@ -19,10 +19,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::heap::{BlockId, End, Heap, Open, Refusal, Taken, Whole};
-use super::lock::{Guard, Lock};
 use super::order::After;
 use super::seat;
 use crate::budget::Account;
+use crate::lock::{Guard, Lock};
 use crate::resource::BudgetSnapshot;
 
 /// Shards of a pool; the central heap beside them.

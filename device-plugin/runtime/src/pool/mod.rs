@@ -2,7 +2,7 @@
 //!
 //! * [`classes`] says which list a size stands in
 //! * [`heap`] places blocks and makes free neighbours one
-//! * [`seat`] keeps threads apart, [`lock`] those that meet
+//! * [`seat`] keeps threads apart, [`lock`](crate::lock) those that meet
 //! * [`arena`] has a heap for each of many shards over a central one, and loses no byte between them
 //! * [`order`] says what a free block still waits for
 //! * [`lanes`] numbers streams, and puts one behind others
@@ -17,7 +17,6 @@ mod arena;
 mod classes;
 mod heap;
 mod lanes;
-mod lock;
 mod order;
 mod seat;
 

@@ -1,18 +1,9 @@
-//! The lock of a heap, which is held for tens of nanoseconds: given back by a store, where a mutex of the system's
-//! exchanges a word with whoever may sleep.
-//!
-//! Who waits for a holder that is not running gives its processor up to it.
+//! How to wait for a holder that mostly needs tens of nanoseconds, and may not be running.
 
 use std::cell::Cell;
 use std::time::Duration;
 
-use spin::mutex::{SpinMutex, SpinMutexGuard};
 use spin::relax::RelaxStrategy;
-
-/// A lock.
-pub(super) type Lock<T> = SpinMutex<T, Patience>;
-/// Its holder.
-pub(super) type Guard<'a, T> = SpinMutexGuard<'a, T, Patience>;
 
 /// Looks this often before it lets others run: a multiple of what a holder needs.
 const LOOKS: u32 = 64;

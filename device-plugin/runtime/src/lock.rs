@@ -1,0 +1,238 @@
+//! The lock of what is held for tens of nanoseconds, mostly by one thread: that thread takes it by plain stores.
+//!
+//! A locked instruction waits for every store before it, which was a good part of what such a holder cost. So a thread that
+//! took the lock [`ENOUGH`] times, nobody else between, has its *bias*: from then on it notes in a slot of its own that
+//! it is inside, and looks whether the bias is still there ([`bias`]). Everybody else takes the *turn*, a spin lock, and
+//! revokes the bias. That costs a system call of microseconds, once in [`ENOUGH`] times at most.
+//!
+//! There is no bias in threads beyond [`COUNT`], nor where the kernel refuses `membarrier`.
+#![allow(
+    unsafe_code,
+    reason = "implements `lock_api::RawMutex`, whose `unlock` is for the holder only"
+)]
+
+mod bias;
+mod patience;
+
+use std::cell::Cell;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, compiler_fence};
+
+use lock_api::{GuardNoSend, RawMutex};
+use rustix::thread::{MembarrierCommand, membarrier};
+use spin::mutex::SpinMutex;
+use spin::relax::RelaxStrategy as _;
+
+use bias::{Memory, NOBODY, OUTSIDE};
+use patience::Patience;
+
+/// A lock.
+pub(crate) type Lock<T> = lock_api::Mutex<Biased, T>;
+/// Its holder.
+pub(crate) type Guard<'a, T> = lock_api::MutexGuard<'a, Biased, T>;
+
+/// Who takes a lock as often in a row gets its bias: half a millisecond of the pool's work.
+const ENOUGH: u32 = 1 << 14;
+/// Slots: so many threads, less one, have biases at a time.
+const COUNT: usize = 256;
+/// The slot of threads that have none.
+const NONE: usize = 0;
+
+/// A thread's note, on cache lines of its own.
+#[derive(Debug)]
+#[repr(align(128))]
+struct Slot {
+    /// The lock that the thread holds by bias. What it takes inside of that, it takes by turn.
+    inside: AtomicUsize,
+    taken: AtomicBool,
+}
+
+static SLOTS: [Slot; COUNT] = [const {
+    Slot {
+        inside: AtomicUsize::new(OUTSIDE),
+        taken: AtomicBool::new(false),
+    }
+}; COUNT];
+
+/// A thread's right to a slot.
+struct Seat(usize);
+
+impl Seat {
+    /// With [`NONE`] where no slot is left, or the kernel has no barrier for us.
+    fn find() -> Seat {
+        static BARRIER: OnceLock<bool> = OnceLock::new();
+        let registers = || membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok();
+        let mut vacant = NONE + 1..COUNT;
+        // Biases go with the slot: whoever has it next sees all that was done by them.
+        let takes = |slot: &usize| !SLOTS[*slot].taken.swap(true, Ordering::Acquire);
+        let found = BARRIER.get_or_init(registers).then(|| vacant.find(takes));
+        Seat(found.flatten().unwrap_or(NONE))
+    }
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        // What the thread does after this, it does without.
+        SLOT.set(NONE);
+        if self.0 != NONE {
+            SLOTS[self.0].taken.store(false, Ordering::Release);
+        }
+    }
+}
+
+thread_local! {
+    /// The calling thread's slot, once it has been looked for.
+    static SLOT: Cell<usize> = const { Cell::new(NONE) };
+    static SEAT: Seat = Seat::find();
+}
+
+struct Machine;
+
+impl Memory for Machine {
+    type Word = AtomicUsize;
+
+    #[inline]
+    fn load(word: &AtomicUsize, order: Ordering) -> usize {
+        word.load(order)
+    }
+
+    #[inline]
+    fn store(word: &AtomicUsize, value: usize, order: Ordering) {
+        word.store(value, order);
+    }
+
+    #[inline]
+    fn light() {
+        compiler_fence(Ordering::SeqCst);
+    }
+
+    fn heavy() {
+        membarrier(MembarrierCommand::PrivateExpedited)
+            .expect("the kernel answers who has registered, and nobody else gets a bias");
+    }
+}
+
+/// The lock, without what it guards.
+#[derive(Debug)]
+pub(crate) struct Biased {
+    /// The slot of who has the bias, or [`NOBODY`]. Who has the turn changes it.
+    owner: AtomicUsize,
+    turn: SpinMutex<(), Patience>,
+    /// The slot of who had the turn last, and how often in a row. Who has the turn changes them.
+    last: AtomicUsize,
+    times: AtomicU32,
+}
+
+impl Biased {
+    /// What its owner's note says inside.
+    #[inline]
+    fn name(&self) -> usize {
+        std::ptr::from_ref(self).addr()
+    }
+
+    /// Takes it by bias.
+    #[inline]
+    fn enter(&self) -> bool {
+        let me = SLOT.get();
+        // The bias is never that of `NONE`.
+        self.owner.load(Ordering::Relaxed) == me
+            && bias::enter::<Machine>(&self.owner, me, &SLOTS[me % COUNT].inside, self.name())
+    }
+
+    #[inline(never)]
+    fn take_turn(&self) {
+        RawMutex::lock(&self.turn);
+        self.revoke(|| {
+            Patience::relax();
+            true
+        });
+        self.count();
+    }
+
+    #[inline(never)]
+    fn try_turn(&self) -> bool {
+        if !RawMutex::try_lock(&self.turn) {
+            return false;
+        }
+        let free = self.revoke(|| false);
+        if free {
+            self.count();
+        } else {
+            // SAFETY: the turn was taken above.
+            unsafe { RawMutex::unlock(&self.turn) };
+        }
+        free
+    }
+
+    /// Whether nobody is inside by bias: as [`bias::revoke`].
+    fn revoke(&self, wait: impl FnMut() -> bool) -> bool {
+        let owner = self.owner.load(Ordering::Relaxed);
+        owner == NOBODY
+            || bias::revoke::<Machine>(&self.owner, &SLOTS[owner % COUNT].inside, self.name(), wait)
+    }
+
+    /// Gives the bias to who has the turn, if it had it often enough.
+    fn count(&self) {
+        let mut me = SLOT.get();
+        if me == NONE {
+            // Nothing is found once the thread has begun to end.
+            me = SEAT.try_with(|seat| seat.0).unwrap_or(NONE);
+            SLOT.set(me);
+        }
+        let mut times = 0;
+        if self.last.load(Ordering::Relaxed) == me {
+            times = ENOUGH.min(self.times.load(Ordering::Relaxed) + 1);
+        }
+        // Who takes this inside of another lock could not use it.
+        if times == ENOUGH && me != NONE && !holds_any(me) {
+            times = 0;
+            self.owner.store(me, Ordering::Relaxed);
+        }
+        self.last.store(me, Ordering::Relaxed);
+        self.times.store(times, Ordering::Relaxed);
+    }
+}
+
+/// Whether the thread of a slot, which is the calling one, holds a lock by bias.
+fn holds_any(slot: usize) -> bool {
+    SLOTS[slot % COUNT].inside.load(Ordering::Relaxed) != OUTSIDE
+}
+
+// SAFETY: whoever is let in has the turn, and has seen that no owner is inside, or has entered by its bias: `bias` says why
+// these exclude each other. The guard stays in its thread, so the note that it clears is that thread's.
+unsafe impl RawMutex for Biased {
+    const INIT: Biased = Biased {
+        owner: AtomicUsize::new(NOBODY),
+        turn: SpinMutex::new(()),
+        last: AtomicUsize::new(NONE),
+        times: AtomicU32::new(0),
+    };
+
+    type GuardMarker = GuardNoSend;
+
+    #[inline]
+    fn lock(&self) {
+        if !self.enter() {
+            self.take_turn();
+        }
+    }
+
+    #[inline]
+    fn try_lock(&self) -> bool {
+        self.enter() || self.try_turn()
+    }
+
+    #[inline]
+    unsafe fn unlock(&self) {
+        let inside = &SLOTS[SLOT.get() % COUNT].inside;
+        if inside.load(Ordering::Relaxed) == self.name() {
+            bias::leave::<Machine>(inside);
+        } else {
+            // SAFETY: the caller holds the lock, and not by bias.
+            unsafe { RawMutex::unlock(&self.turn) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

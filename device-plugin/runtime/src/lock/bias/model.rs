@@ -1,0 +1,128 @@
+//! An owner and who revokes its bias, in every order that threads, and the memory model, allow.
+
+use loom::sync::atomic::{AtomicUsize, fence};
+use loom::sync::{Arc, Mutex};
+use loom::thread;
+
+use super::*;
+
+/// Loom has no barrier that one thread puts into another: both sides have a full one.
+struct Model;
+
+impl Memory for Model {
+    type Word = AtomicUsize;
+
+    fn load(word: &AtomicUsize, order: Ordering) -> usize {
+        word.load(order)
+    }
+
+    fn store(word: &AtomicUsize, value: usize, order: Ordering) {
+        word.store(value, order);
+    }
+
+    fn light() {
+        fence(Ordering::SeqCst);
+    }
+
+    fn heavy() {
+        fence(Ordering::SeqCst);
+    }
+}
+
+const LOCK: usize = 64;
+const OWNER: usize = 1;
+
+/// A lock, the notes of two threads, and what it guards: who adds to it beside another, or does not see what was added
+/// before, loses some.
+struct Guarded {
+    owner: AtomicUsize,
+    notes: [AtomicUsize; 2],
+    turn: Mutex<()>,
+    value: AtomicUsize,
+}
+
+impl Guarded {
+    fn new() -> Arc<Guarded> {
+        Arc::new(Guarded {
+            owner: AtomicUsize::new(OWNER),
+            notes: std::array::from_fn(|_| AtomicUsize::new(OUTSIDE)),
+            turn: Mutex::new(()),
+            value: AtomicUsize::new(0),
+        })
+    }
+
+    fn add(&self) {
+        let value = self.value.load(Ordering::Relaxed);
+        self.value.store(value + 1, Ordering::Relaxed);
+    }
+
+    fn note(&self, slot: usize) -> &AtomicUsize {
+        &self.notes[slot - 1]
+    }
+
+    /// Adds one; by bias where the thread has it, and gets it where it `earns` it.
+    fn work(&self, me: usize, earns: bool, mut wait: impl FnMut() -> bool) -> bool {
+        if self.owner.load(Ordering::Relaxed) == me
+            && enter::<Model>(&self.owner, me, self.note(me), LOCK)
+        {
+            self.add();
+            leave::<Model>(self.note(me));
+            return true;
+        }
+        let _turn = self.turn.lock().expect("nobody panics");
+        let owner = self.owner.load(Ordering::Relaxed);
+        if owner != NOBODY && !revoke::<Model>(&self.owner, self.note(owner), LOCK, &mut wait) {
+            return false;
+        }
+        if earns {
+            self.owner.store(me, Ordering::Relaxed);
+        }
+        self.add();
+        true
+    }
+}
+
+fn patient() -> bool {
+    thread::yield_now();
+    true
+}
+
+fn check(model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(3);
+    builder.check(model);
+}
+
+/// Two threads with two rounds each, and what they added is what is there.
+fn two(earns: bool, wait: fn() -> bool) {
+    check(move || {
+        let guarded = Guarded::new();
+        let rounds = move |guarded: &Guarded, me| {
+            let rounds = (0..2).filter(|_| guarded.work(me, earns, wait));
+            rounds.count()
+        };
+        let other = {
+            let guarded = Arc::clone(&guarded);
+            thread::spawn(move || rounds(&guarded, OWNER + 1))
+        };
+        let own = rounds(&guarded, OWNER);
+        let added = own + other.join().expect("it ends");
+        assert_eq!(guarded.value.load(Ordering::Relaxed), added);
+        assert!(added == 4 || !wait());
+    });
+}
+
+#[test]
+fn the_owner_and_who_takes_its_bias_are_never_inside_together() {
+    two(false, patient);
+}
+
+#[test]
+fn nor_are_owners_that_follow_one_another() {
+    two(true, patient);
+}
+
+#[test]
+fn who_does_not_wait_leaves_the_bias_with_its_owner() {
+    two(false, || false);
+}
