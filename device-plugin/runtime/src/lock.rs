@@ -16,7 +16,7 @@ mod patience;
 
 use std::cell::Cell;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering, compiler_fence};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, compiler_fence};
 
 use lock_api::{GuardNoSend, RawMutex};
 use rustix::thread::{MembarrierCommand, membarrier};
@@ -31,7 +31,7 @@ pub(crate) type Lock<T> = lock_api::Mutex<Biased, T>;
 /// Its holder.
 pub(crate) type Guard<'a, T> = lock_api::MutexGuard<'a, Biased, T>;
 
-/// Who takes a lock as often in a row gets its bias: half a millisecond of the pool's work.
+/// Who takes a lock as often in a row gets its bias: half a millisecond of a pool's work.
 const ENOUGH: u32 = 1 << 14;
 /// Slots: so many threads, less one, have biases at a time.
 const COUNT: usize = 256;
@@ -118,9 +118,9 @@ pub(crate) struct Biased {
     /// The slot of who has the bias, or [`NOBODY`]. Who has the turn changes it.
     owner: AtomicUsize,
     turn: SpinMutex<(), Patience>,
-    /// The slot of who had the turn last, and how often in a row. Who has the turn changes them.
-    last: AtomicUsize,
-    times: AtomicU32,
+    /// How often in a row the same thread had the turn, and in the upper half which one: its slot. Who has the turn
+    /// changes it.
+    run: AtomicU64,
 }
 
 impl Biased {
@@ -139,22 +139,24 @@ impl Biased {
             && bias::enter::<Machine>(&self.owner, me, &SLOTS[me % COUNT].inside, self.name())
     }
 
-    #[inline(never)]
+    #[inline]
     fn take_turn(&self) {
         RawMutex::lock(&self.turn);
-        self.revoke(|| {
-            Patience::relax();
-            true
-        });
+        if self.owner.load(Ordering::Relaxed) != NOBODY {
+            self.revoke(|| {
+                Patience::relax();
+                true
+            });
+        }
         self.count();
     }
 
-    #[inline(never)]
+    #[inline]
     fn try_turn(&self) -> bool {
         if !RawMutex::try_lock(&self.turn) {
             return false;
         }
-        let free = self.revoke(|| false);
+        let free = self.owner.load(Ordering::Relaxed) == NOBODY || self.revoke(|| false);
         if free {
             self.count();
         } else {
@@ -164,32 +166,42 @@ impl Biased {
         free
     }
 
-    /// Whether nobody is inside by bias: as [`bias::revoke`].
+    /// Whether the owner is not inside: as [`bias::revoke`].
+    #[cold]
     fn revoke(&self, wait: impl FnMut() -> bool) -> bool {
         let owner = self.owner.load(Ordering::Relaxed);
-        owner == NOBODY
-            || bias::revoke::<Machine>(&self.owner, &SLOTS[owner % COUNT].inside, self.name(), wait)
+        bias::revoke::<Machine>(&self.owner, &SLOTS[owner % COUNT].inside, self.name(), wait)
     }
 
-    /// Gives the bias to who has the turn, if it had it often enough.
+    /// Counts who has the turn.
+    #[inline]
     fn count(&self) {
-        let mut me = SLOT.get();
-        if me == NONE {
+        let before = self.run.load(Ordering::Relaxed);
+        let first = (SLOT.get() as u64) << u32::BITS;
+        let run = if before >> u32::BITS == first >> u32::BITS {
+            before + 1
+        } else {
+            first
+        };
+        self.run.store(run, Ordering::Relaxed);
+        if run as u32 >= ENOUGH {
+            self.earn();
+        }
+    }
+
+    /// Gives the bias to who has the turn.
+    #[cold]
+    fn earn(&self) {
+        self.run.store(0, Ordering::Relaxed);
+        if SLOT.get() == NONE {
             // Nothing is found once the thread has begun to end.
-            me = SEAT.try_with(|seat| seat.0).unwrap_or(NONE);
-            SLOT.set(me);
+            SLOT.set(SEAT.try_with(|seat| seat.0).unwrap_or(NONE));
         }
-        let mut times = 0;
-        if self.last.load(Ordering::Relaxed) == me {
-            times = ENOUGH.min(self.times.load(Ordering::Relaxed) + 1);
-        }
+        let me = SLOT.get();
         // Who takes this inside of another lock could not use it.
-        if times == ENOUGH && me != NONE && !holds_any(me) {
-            times = 0;
+        if me != NONE && !holds_any(me) {
             self.owner.store(me, Ordering::Relaxed);
         }
-        self.last.store(me, Ordering::Relaxed);
-        self.times.store(times, Ordering::Relaxed);
     }
 }
 
@@ -204,8 +216,7 @@ unsafe impl RawMutex for Biased {
     const INIT: Biased = Biased {
         owner: AtomicUsize::new(NOBODY),
         turn: SpinMutex::new(()),
-        last: AtomicUsize::new(NONE),
-        times: AtomicU32::new(0),
+        run: AtomicU64::new(0),
     };
 
     type GuardMarker = GuardNoSend;

@@ -44,10 +44,12 @@ impl<R: DeviceMemoryResource> Source for Of<'_, R> {
         self.0.allocate(layout, self.1, Tag("benchmark")).ok()
     }
 
-    fn free(&self, block: Block) {
+    fn free(&self, block: Block) -> u64 {
+        let bytes = block.bytes();
         if let Err(error) = self.0.deallocate(block, self.1) {
             panic!("{error}");
         }
+        bytes
     }
 }
 
@@ -268,7 +270,9 @@ fn pairs<S: Source>(source: &S, bytes: u64) -> Times {
 fn block_of_pairs<S: Source>(source: &S, bytes: u64, pairs: u64) {
     for _ in 0..pairs {
         match source.allocate(bytes) {
-            Some(block) => source.free(std::hint::black_box(block)),
+            Some(block) => {
+                source.free(std::hint::black_box(block));
+            }
             None => panic!("{bytes} bytes failed"),
         }
     }

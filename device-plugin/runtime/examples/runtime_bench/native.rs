@@ -58,20 +58,22 @@ impl Native {
 }
 
 impl Source for Native {
-    type Block = u64;
+    /// Address and bytes.
+    type Block = (u64, u64);
 
-    fn allocate(&self, bytes: u64) -> Option<u64> {
+    fn allocate(&self, bytes: u64) -> Option<(u64, u64)> {
         let mut address = 0;
         // SAFETY: the pointer is good for the call, and the stream lives.
         let answer = unsafe {
             (self.allocate)(&raw mut address, bytes as usize, self.stream as *mut c_void)
         };
-        (answer == 0).then_some(address)
+        (answer == 0).then_some((address, bytes))
     }
 
-    fn free(&self, address: u64) {
+    fn free(&self, (address, bytes): (u64, u64)) -> u64 {
         // SAFETY: an address that was allocated here, freed once.
         let answer = unsafe { (self.free)(address, self.stream as *mut c_void) };
         assert_eq!(answer, 0, "the driver did not free");
+        bytes
     }
 }

@@ -17,8 +17,8 @@ pub(crate) trait Source {
     /// Allocates; `None` where it fails.
     fn allocate(&self, bytes: u64) -> Option<Self::Block>;
 
-    /// Frees.
-    fn free(&self, block: Self::Block);
+    /// Frees; how many bytes it was asked for.
+    fn free(&self, block: Self::Block) -> u64;
 }
 
 /// One cell of the table.
@@ -37,7 +37,7 @@ pub(crate) struct Cell {
 /// Runs a cell; how many allocations failed.
 pub(crate) fn run<S: Source>(source: &S, cell: Cell) -> u64 {
     let mut random = Minstd::new(cell.seed);
-    let mut live: Vec<(S::Block, u64)> = Vec::new();
+    let mut live: Vec<S::Block> = Vec::new();
     let (mut made, mut live_bytes, mut failed) = (0, 0, 0);
     for _ in 0..2 * cell.allocations {
         let bytes = random.within(1, cell.max_mib << 20);
@@ -50,7 +50,7 @@ pub(crate) fn run<S: Source>(source: &S, cell: Cell) -> u64 {
         if allocates {
             match source.allocate(bytes) {
                 Some(block) => {
-                    live.push((block, bytes));
+                    live.push(block);
                     made += 1;
                     live_bytes += bytes;
                     continue;
@@ -60,12 +60,12 @@ pub(crate) fn run<S: Source>(source: &S, cell: Cell) -> u64 {
         }
         if !live.is_empty() {
             let drawn = random.within(0, cell.allocations - 1);
-            let (block, bytes) = live.swap_remove(drawn as usize % live.len());
-            source.free(block);
-            live_bytes -= bytes;
+            live_bytes -= source.free(live.swap_remove(drawn as usize % live.len()));
         }
     }
     // RMM's run ends with nothing live, but where an allocation failed.
-    live.into_iter().for_each(|(block, _)| source.free(block));
+    for block in live {
+        source.free(block);
+    }
     failed
 }
