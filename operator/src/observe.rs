@@ -9,6 +9,7 @@
 use std::future::ready;
 use std::time::Duration;
 
+use backon::ExponentialBuilder;
 use bursar_crds::resources::{BUDGET_LABEL, QUOTA_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
 use futures::stream::{self, BoxStream, Stream, StreamExt, select_all};
@@ -43,6 +44,10 @@ const WATCH_SECONDS: u32 = 200;
 /// silence is begun anew after it.
 pub const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
+/// The longest pause before a watch that failed is taken up again; chance adds as much at most. The library's own
+/// would leave an operator blind for up to a minute after an API server is back from a longer absence.
+const MOST_PAUSE: Duration = Duration::from_secs(5);
+
 /// How many objects of our own kinds a list tells in one answer: they are parsed whole, and most of one is
 /// its `managedFields`.
 const OURS_AT_ONCE: u32 = 50;
@@ -66,6 +71,14 @@ pub fn patient(mut config: Config, silence: Duration) -> Config {
     config
 }
 
+/// The pauses of a watch that fails again and again.
+fn pauses() -> watcher::ExponentialBackoff {
+    let pauses = ExponentialBuilder::default().with_jitter();
+    let pauses = pauses.with_min_delay(Duration::from_millis(500));
+    let pauses = pauses.with_max_delay(MOST_PAUSE).without_max_times();
+    pauses.into()
+}
+
 /// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The
 /// budgets are kept in `budgets` as well. What was `written` is known before its watch tells. A watch that fails is taken up again, with back-off.
 pub fn changes(
@@ -84,7 +97,7 @@ pub fn changes(
         {
             let watch = watcher(Api::<GpuMemoryBudget>::all(client.clone()), ours());
             let watch = watch
-                .default_backoff()
+                .backoff(pauses())
                 .modify(|budget| budget.managed_fields_mut().clear())
                 .reflect(budgets);
             heard(kinds::BUDGETS, metrics, pulse(), watch)
@@ -98,7 +111,7 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<AskingPod>::all(client.clone()), config());
-            let watch = heard(kinds::PODS, metrics, pulse(), watch.default_backoff());
+            let watch = heard(kinds::PODS, metrics, pulse(), watch.backoff(pauses()));
             merged(watch, written.pods)
                 .flat_map(move |event| {
                     both(
@@ -110,7 +123,7 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<GpuNode>::all(client.clone()), ours());
-            let watch = heard(kinds::GPU_NODES, metrics, pulse(), watch.default_backoff());
+            let watch = heard(kinds::GPU_NODES, metrics, pulse(), watch.backoff(pauses()));
             merged(watch, written.gpu_nodes)
                 .flat_map(move |event| {
                     let facts = |node: &GpuNode| Some(GpuFacts::of(node, quantum));
@@ -123,7 +136,7 @@ pub fn changes(
         },
         {
             let watch = watcher(Api::<SlimNode>::all(client.clone()), config());
-            let watch = heard(kinds::NODES, metrics, pulse(), watch.default_backoff());
+            let watch = heard(kinds::NODES, metrics, pulse(), watch.backoff(pauses()));
             merged(watch, written.nodes)
                 .flat_map(move |event| {
                     let facts = |node: &SlimNode| Some(NodeFacts::of(node, quantum));
@@ -137,7 +150,7 @@ pub fn changes(
         {
             let quotas = Api::<ResourceQuota>::all(client.clone());
             let watch = watcher(quotas, config().labels(QUOTA_LABEL));
-            let watch = heard(kinds::QUOTAS, metrics, pulse(), watch.default_backoff());
+            let watch = heard(kinds::QUOTAS, metrics, pulse(), watch.backoff(pauses()));
             merged(watch, written.quotas)
                 .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
                 .boxed()
@@ -145,7 +158,7 @@ pub fn changes(
         {
             let namespaces = Api::<PartialObjectMeta<Namespace>>::all(client.clone());
             let watch = watcher(namespaces, config().labels(BUDGET_LABEL));
-            let watch = heard(kinds::NAMESPACES, metrics, pulse(), watch.default_backoff());
+            let watch = heard(kinds::NAMESPACES, metrics, pulse(), watch.backoff(pauses()));
             merged(watch, written.namespaces)
                 .map(|event| Change::Namespace(slimmed(event, budget_label)))
                 .boxed()
@@ -263,5 +276,20 @@ async fn until(due: Option<Instant>) {
     match due {
         Some(due) => sleep_until(due).await,
         None => std::future::pending().await,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_api_server_that_is_back_after_an_hour_is_found_within_ten_seconds() {
+        let mut away = Duration::ZERO;
+        for pause in pauses().take(2000) {
+            assert!(pause <= 2 * MOST_PAUSE, "{pause:?} after {away:?}");
+            away += pause;
+        }
+        assert!(away > Duration::from_secs(3600), "it goes on: {away:?}");
     }
 }

@@ -3,6 +3,9 @@
 //! A watch of one object. It is taken up again when it breaks, with a growing pause; the library lets none live
 //! longer than some minutes, so one that died in silence is noticed.
 
+use std::time::Duration;
+
+use backon::ExponentialBuilder;
 use bursar_crds::GpuNode;
 use futures::TryStreamExt as _;
 use kube::runtime::{WatchStreamExt as _, watcher};
@@ -16,6 +19,16 @@ use crate::resize::Orders;
 /// How long one watch lives: what the server is asked to end it after.
 const LIFETIME: u32 = 200;
 
+/// The longest pause before a watch that failed is taken up again; chance adds as much at most, and so spreads the nodes
+/// of a large cluster. The library's own would keep orders from an agent for up to a minute after an API server is back.
+const MOST_PAUSE: Duration = Duration::from_secs(10);
+
+/// The pauses of a watch that fails again and again.
+fn pauses() -> watcher::ExponentialBackoff {
+    let pauses = ExponentialBuilder::default().with_jitter();
+    pauses.with_max_delay(MOST_PAUSE).without_max_times().into()
+}
+
 /// Keeps `orders` at what the `GpuNode` of `node` says, until `stop`. An object that is not there orders nothing.
 pub async fn run(
     client: Client,
@@ -26,7 +39,7 @@ pub async fn run(
     let config = watcher::Config::default()
         .fields(&format!("metadata.name={node}"))
         .timeout(LIFETIME);
-    let objects = watcher(Api::<GpuNode>::all(client), config).default_backoff();
+    let objects = watcher(Api::<GpuNode>::all(client), config).backoff(pauses());
     let mut objects = std::pin::pin!(objects);
     let mut listed = None;
     loop {
@@ -77,5 +90,20 @@ fn of(object: &GpuNode) -> Orders {
             .iter()
             .flat_map(|gpu| gpu.parse())
             .collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_api_server_that_is_back_after_an_hour_is_found_within_twenty_seconds() {
+        let mut away = Duration::ZERO;
+        for pause in pauses().take(1000) {
+            assert!(pause <= 2 * MOST_PAUSE, "{pause:?} after {away:?}");
+            away += pause;
+        }
+        assert!(away > Duration::from_secs(3600), "it goes on: {away:?}");
     }
 }

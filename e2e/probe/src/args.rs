@@ -44,7 +44,7 @@ pub(crate) enum Command {
         chunk: u64,
     },
     /// Start with a kernel that writes to address 0, so many times as a file tells of fewer starts, then hold an amount. An
-    /// image that the error reaches ends with it
+    /// image that the error reaches ends with it, unless it does not look
     Fault {
         /// How often
         #[arg(long)]
@@ -58,6 +58,12 @@ pub(crate) enum Command {
         /// How much the node keeps for the images to come, as 64Mi
         #[arg(long, value_parser = bytes)]
         keep: Option<u64>,
+        /// How many seconds after its start it faults
+        #[arg(long, default_value_t = 0)]
+        after: u64,
+        /// Go on after the fault, as a program that does not look at what the driver answers
+        #[arg(long)]
+        blind: bool,
     },
     /// Take and free as lines of standard input say, until it ends: `take 4Gi`, `free 1Gi`, `look`. Each is answered by a
     /// line

@@ -25,7 +25,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             file,
             bytes,
             keep,
-        } => fault(*times, file, *bytes, *keep),
+            after,
+            blind,
+        } => {
+            let delay = Duration::from_secs(*after) + BEFORE_FAULT;
+            fault(*times, file, *bytes, *keep, delay, *blind)
+        }
         Command::Obey => obey(),
     }
 }
@@ -115,7 +120,14 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
 /// Long enough for what the last image had to be free again.
 const BEFORE_FAULT: Duration = Duration::from_millis(250);
 
-fn fault(times: u32, file: &Path, bytes: u64, keep: Option<u64>) -> anyhow::Result<ExitCode> {
+fn fault(
+    times: u32,
+    file: &Path,
+    bytes: u64,
+    keep: Option<u64>,
+    delay: Duration,
+    blind: bool,
+) -> anyhow::Result<ExitCode> {
     let before: u32 = match std::fs::read_to_string(file) {
         Ok(text) => text.trim().parse()?,
         Err(_) => 0,
@@ -131,11 +143,15 @@ fn fault(times: u32, file: &Path, bytes: u64, keep: Option<u64>) -> anyhow::Resu
     );
     if before < times {
         std::fs::write(file, (before + 1).to_string())?;
-        std::thread::sleep(BEFORE_FAULT);
+        std::thread::sleep(delay);
         println!("{}", json!({ "event": "faulting", "at": now()? }));
         let answer = cuda::fault()?;
         println!("{}", json!({ "event": "faulted", "answer": answer }));
-        return Ok(ExitCode::FAILURE);
+        return Ok(if blind {
+            finish(Then::Hold)
+        } else {
+            ExitCode::FAILURE
+        });
     }
     println!("{}", json!({ "event": "steady", "faults": before }));
     Ok(finish(Then::Hold))

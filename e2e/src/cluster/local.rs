@@ -220,6 +220,23 @@ impl Local {
         self.start(&manager).await
     }
 
+    /// Kills the API server, for a test that does something while it is away. What it stored stays.
+    ///
+    /// # Errors
+    /// When it does not end.
+    pub async fn kill_api_server(&mut self) -> Result<(), LocalError> {
+        self.end("kube-apiserver", true).await
+    }
+
+    /// Starts the API server again after [`Self::kill_api_server`]; it answers a few seconds later.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub async fn start_api_server(&mut self) -> Result<(), LocalError> {
+        let server = self.layout.apiserver();
+        self.start(&server).await
+    }
+
     /// Ends containerd and starts it again; containers live on.
     ///
     /// # Errors

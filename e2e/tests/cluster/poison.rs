@@ -2,7 +2,7 @@
 //! memory that its first image had kept.
 
 use std::panic::{AssertUnwindSafe, resume_unwind};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_crds::gpu_node::{ContextOrder, FaultAction};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
@@ -15,7 +15,7 @@ use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
 
 use crate::quota::event;
-use crate::stage::{NAMESPACE, SOON, Stage, trial};
+use crate::stage::{NAMESPACE, SOON, Stage, node_trial, trial};
 use crate::{operator, told};
 
 /// The metric with P of the container's last image.
@@ -29,26 +29,32 @@ const AGAIN: Duration = Duration::from_secs(1);
 const RESTARTS: u32 = 5;
 /// How long either take together, on a loaded machine.
 const TOGETHER: Duration = Duration::from_secs(180);
+/// What the pods run.
+const PROGRAM: &str = "bursar-probe";
+/// The agent waits 30 s for the API server before it acts, and the program 5 s before it faults.
+const UNTOLD: Duration = Duration::from_secs(100);
 const PAUSE: Duration = Duration::from_millis(100);
 
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("runtime/cluster/poison", poison),
         trial("operator/cluster/contexts", beyond_the_maximum),
+        node_trial("operator/cluster/alone", nobody_to_tell),
     ]
 }
 
 async fn poison(stage: &mut Stage) -> Result<(), Failed> {
-    under_a_budget(stage, 2 * IN_PLACE, in_place).await?;
+    under_a_budget(stage, "InPlace", 2 * IN_PLACE, in_place).await?;
     // Without a budget the container is restarted.
     restarted(stage).await
 }
 
-/// Acts while processes are executed again in their place, at most so often.
+/// Acts while this is done about poisoned contexts, and at most so many restarts.
 async fn under_a_budget(
     stage: &mut Stage,
+    action: &str,
     most: u32,
-    act: impl AsyncFnOnce(&Stage) -> Result<(), Failed>,
+    act: impl AsyncFnOnce(&mut Stage) -> Result<(), Failed>,
 ) -> Result<(), Failed> {
     let budgets = budgets(stage);
     let budget: GpuMemoryBudget = serde_json::from_value(json!({
@@ -56,7 +62,7 @@ async fn under_a_budget(
         "metadata": { "name": "default" },
         "spec": {
             "deviceMemory": { "guaranteed": "24Gi" },
-            "contextPolicy": { "action": "InPlace", "maxRestarts": most },
+            "contextPolicy": { "action": action, "maxRestarts": most },
         },
     }))?;
     budgets.create(&PostParams::default(), &budget).await?;
@@ -79,7 +85,7 @@ fn budgets(stage: &Stage) -> Api<GpuMemoryBudget> {
 /// A pod faults once in place, and once too often: it goes, and the budget's status says why, with an operator there
 /// or with one that comes later.
 async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
-    under_a_budget(stage, 1, async |stage| {
+    under_a_budget(stage, "InPlace", 1, async |stage| {
         let client = stage.scene.cluster.client();
         stage.pods.create(&plan(stage, "beyond", 9)).await?;
         let faulting = event("faulting");
@@ -101,6 +107,64 @@ async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
         evicted(stage, "unseen").await
     })
     .await
+}
+
+/// Who is to be evicted for a fault of which nobody can be told is restarted by the agent. Once the API server is back, the
+/// operator finds nothing left to do.
+async fn nobody_to_tell(stage: &mut Stage) -> Result<(), Failed> {
+    const POD: &str = "alone";
+    under_a_budget(stage, "Evict", 3, async |stage| {
+        let (after, keep) = ("--after=5", "--keep=64Mi");
+        let arguments = [
+            "fault",
+            "--times=1",
+            "--file=/count/faults",
+            keep,
+            after,
+            "--blind",
+        ];
+        let plan = PodPlan::new(POD, &stage.scene.probe).arguments(&arguments);
+        let plan = plan.empty_volume("/count").restarts().gib(4);
+        stage.pods.create(&plan).await?;
+        stage.pods.until_logged(POD, SOON, event("started")).await?;
+        let first = stage.local()?.processes_named(PROGRAM);
+        stage.local()?.kill_api_server().await?;
+        let away = Instant::now();
+        let restarted = {
+            let local = &*stage.local()?;
+            let another = async || match local.processes_named(PROGRAM) {
+                now if !now.is_empty() && now != first => Look::Found(()),
+                now => Look::NotYet(format!("{now:?}, at first {first:?}")),
+            };
+            let what = "the agent to restart the container";
+            wait::until(what, UNTOLD, PAUSE, another).await
+        };
+        stage.local()?.start_api_server().await?;
+        restarted?;
+        stage.progress.say(format_args!(
+            "restarted {:.1?} after the API server was killed",
+            away.elapsed()
+        ));
+        let steady = stage.pods.until_logged(POD, SOON, event("steady")).await?;
+        assert_eq!(steady["faults"], 1);
+        let log = stage.pods.log_before(POD).await? + &stage.pods.log(POD).await?;
+        let starts: Vec<Value> = log.lines().filter_map(event("started")).collect();
+        found_what_was_kept(&starts, 1)?;
+        let node = stage.pods.node(POD).await?;
+        let labels = [("pod", POD)];
+        told::until_metric(stage, &node, GENERATION, &labels, |value| value == 2.0).await?;
+        told::until_status(stage, &node, "a fault that is done with", |status| {
+            let mut namespaces = status.namespaces.iter();
+            status.faults.is_empty() && namespaces.any(|one| one.poisoned > 0)
+        })
+        .await
+        .map(drop)
+    })
+    .await?;
+    // The operator has seen all of it: it took the orders away.
+    let state = stage.pods.state(POD).await?;
+    assert!(state.running && state.restarts == 1, "{state:?}");
+    Ok(())
 }
 
 /// Waits until the pod is gone, with the reason on record.
@@ -170,7 +234,7 @@ fn times(log: &str, starts: &[Value]) -> (Duration, Duration) {
     (rank(50), rank(99))
 }
 
-async fn in_place(stage: &Stage) -> Result<(), Failed> {
+async fn in_place(stage: &mut Stage) -> Result<(), Failed> {
     const POD: &str = "in-place";
     let pods = &stage.pods;
     pods.create(&plan(stage, POD, IN_PLACE)).await?;
@@ -233,6 +297,9 @@ async fn restarted(stage: &Stage) -> Result<(), Failed> {
         }
         let now = wait::until("the pod", SOON, PAUSE, &look).await?;
         if now.unsigned_abs() > known {
+            if known == 0 {
+                operator::kill(&stage.scene.cluster.client()).await?;
+            }
             known = now.unsigned_abs();
             starts.push(left.as_secs_f64());
         }

@@ -8,6 +8,7 @@ use bursar_e2e::pods::State;
 use futures::StreamExt;
 use k8s_openapi::api::core::v1::{ContainerStatus, Pod};
 use kube::api::Api;
+use kube::runtime::WatchStreamExt as _;
 use kube::runtime::watcher::{self, Event};
 use kube::{Client, ResourceExt};
 use libtest_mimic::Failed;
@@ -142,8 +143,8 @@ impl Drop for Witness {
 }
 
 async fn watch(api: Api<Pod>, lives: Arc<Mutex<BTreeMap<String, Life>>>) {
-    // The watcher tries again after errors by itself.
-    let mut events = Box::pin(watcher::watcher(api, watcher::Config::default()));
+    let events = watcher::watcher(api, watcher::Config::default());
+    let mut events = Box::pin(events.default_backoff());
     while let Some(event) = events.next().await {
         if let Ok(Event::Apply(pod) | Event::InitApply(pod) | Event::Delete(pod)) = event {
             let mut lives = lives.lock().unwrap_or_else(PoisonError::into_inner);
