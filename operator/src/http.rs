@@ -30,14 +30,17 @@ pub async fn serve(
     sources: Sources,
     shutdown: CancellationToken,
 ) -> std::io::Result<()> {
-    let routes = Router::new()
+    axum::serve(listener, routes(sources))
+        .with_graceful_shutdown(shutdown.cancelled_owned())
+        .await
+}
+
+fn routes(sources: Sources) -> Router {
+    Router::new()
         .route("/metrics", get(metrics))
         .route("/healthz", get(healthz))
         .route("/readyz", get(readyz))
-        .with_state(sources);
-    axum::serve(listener, routes)
-        .with_graceful_shutdown(shutdown.cancelled_owned())
-        .await
+        .with_state(sources)
 }
 
 async fn metrics(State(sources): State<Sources>) -> impl IntoResponse {
@@ -69,4 +72,57 @@ async fn readyz(State(sources): State<Sources>) -> (StatusCode, String) {
         StatusCode::SERVICE_UNAVAILABLE,
         format!("not listed yet: {kinds}\n"),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use axum::body::{Body, to_bytes};
+    use bursar_crds::Quantum;
+    use kube::runtime::reflector;
+    use tokio::time::Instant;
+    use tower::ServiceExt as _;
+
+    use super::*;
+    use crate::pulse::HANGS;
+    use crate::world::kinds;
+
+    async fn get(sources: &Sources, path: &str) -> (StatusCode, String) {
+        let request = http::Request::get(path).body(Body::empty());
+        let request = request.expect("a request");
+        let answer = routes(sources.clone()).oneshot(request).await;
+        let (head, body) = answer.expect("it answers").into_parts();
+        let body = to_bytes(body, usize::MAX).await.expect("it is whole");
+        let body = String::from_utf8(body.into()).expect("it is text");
+        (head.status, body)
+    }
+
+    #[tokio::test]
+    async fn a_watch_that_hangs_is_named_and_ends_liveness_until_it_goes_on() {
+        let (_sender, world) = watch::channel(World::new(Quantum::Gib1));
+        let (budgets, _writer) = reflector::store();
+        let pulse = Pulse::default();
+        let sources = Sources {
+            metrics: Metrics::new(budgets, world.clone(), pulse.clone()),
+            world,
+            pulse: pulse.clone(),
+        };
+        let alive = (StatusCode::OK, "ok\n".to_owned());
+        assert_eq!(get(&sources, "/healthz").await, alive);
+
+        let long_ago = Instant::now().checked_sub(HANGS + Duration::from_secs(1));
+        let long_ago = long_ago.expect("the clock goes as far back");
+        pulse.beat_at(kinds::PODS, long_ago);
+        let said = "no progress of the watch of Pods\n".to_owned();
+        let hangs = (StatusCode::SERVICE_UNAVAILABLE, said);
+        assert_eq!(get(&sources, "/healthz").await, hangs);
+
+        pulse.beat(kinds::PODS);
+        assert_eq!(get(&sources, "/healthz").await, alive);
+        // Alive and not yet ready are two things.
+        let (ready, said) = get(&sources, "/readyz").await;
+        assert_eq!(ready, StatusCode::SERVICE_UNAVAILABLE, "{said}");
+        assert!(said.starts_with("not listed yet: "), "{said}");
+    }
 }

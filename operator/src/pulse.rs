@@ -58,7 +58,7 @@ impl Pulse {
         self.hanging_at(Instant::now())
     }
 
-    fn beat_at(&self, kind: &'static str, now: Instant) {
+    pub(crate) fn beat_at(&self, kind: &'static str, now: Instant) {
         let mut beats = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         beats.insert(kind, now);
     }
