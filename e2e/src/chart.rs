@@ -62,6 +62,10 @@ fn image(reference: &str) -> Value {
     json!({"repository": repository, "tag": tag})
 }
 
+/// How long a disruption budget keeps a pod from an eviction for an owner: half of what it is by default, for trials wait
+/// for it.
+pub const DISRUPTION_GRACE_SECONDS: u64 = 30;
+
 /// The values for our images, on nodes with simulated GPUs or with a real driver.
 fn values(images: &Template, simulated: bool) -> Value {
     let mut values = json!({
@@ -69,6 +73,7 @@ fn values(images: &Template, simulated: bool) -> Value {
         "operator": {"image": image(&images.reference("operator"))},
         // Pods of the trials lay volumes over our files, to see what comes of that.
         "policies": {"exemptNamespaces": ["trials"]},
+        "placement": {"disruptionGraceSeconds": DISRUPTION_GRACE_SECONDS},
     });
     if simulated {
         let folder = sim::FOLDER;

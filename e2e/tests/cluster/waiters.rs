@@ -27,7 +27,7 @@ const PAUSE: Duration = Duration::from_millis(200);
 const ELSEWHERE: &str = "elsewhere";
 const LARGEST_FREE: &str = "bursar.dev/largest-free-gib";
 /// How long the chart lets a disruption budget keep a pod.
-const GRACE: Duration = Duration::from_secs(60);
+const GRACE: Duration = Duration::from_secs(bursar_e2e::chart::DISRUPTION_GRACE_SECONDS);
 /// Owner against borrower, so many times.
 const ROUNDS: usize = 100;
 /// Each time that so many pairs have come the operator is killed.
@@ -464,10 +464,18 @@ async fn kept_and_let_go(stage: &Stage) -> Result<(), Failed> {
         .await?;
     let begin = Instant::now();
     stage.pods.create(&holder(stage, "owner", 8)).await?;
-    stage
-        .pods
-        .until_waiting("owner", "waiting for 8 GiB", SOON)
-        .await?;
+    let node = kept[0]
+        .2
+        .spec
+        .as_ref()
+        .and_then(|spec| spec.node_name.clone());
+    let node = node.ok_or("a pod that runs has a node")?;
+    told::until_status(stage, &node, "the owner to wait", |status| {
+        !status.waiting.is_empty()
+    })
+    .await?;
+    // It has asked for the eviction by then, or the next one will.
+    tokio::time::sleep(GRACE / 10).await;
     kill_operator(stage).await?;
     tokio::time::sleep((GRACE / 2).saturating_sub(begin.elapsed())).await;
     let still = until_running(stage, "kept", 1).await?;
