@@ -1,7 +1,5 @@
 //! A pod sees, and gets, what it asked for.
 
-use std::time::Duration;
-
 use bursar_e2e::pods::PodPlan;
 use libtest_mimic::{Failed, Trial};
 use serde_json::{Value, json};
@@ -103,9 +101,7 @@ async fn a_greedy_pod_is_refused(stage: &mut Stage) -> Result<(), Failed> {
         .ok_or_else(|| format!("the neighbour was refused: {more}"))?;
     assert_eq!(more["got"], 2 * GIB, "{more}");
     assert_eq!(more["device"]["total"], 8 * GIB, "{more}");
-    let state = pods
-        .until_running("neighbour", Duration::from_secs(1))
-        .await?;
+    let state = pods.until_running("neighbour", SOON).await?;
     assert_eq!(state.restarts, 0);
     stage.witness.nobody_failed_or_restarted()
 }

@@ -34,8 +34,8 @@ const CLUSTER: &str = "checks";
 pub(crate) const NAMESPACE: &str = "trials";
 /// The probe in its image.
 const PROBE: &str = "/usr/local/bin/bursar-probe";
-/// No trial may take longer.
-const BOUND: Duration = Duration::from_secs(600);
+/// No trial may take longer: what it waits for has bounds of its own, and the longest takes 5 minutes on two cores.
+const BOUND: Duration = Duration::from_secs(1800);
 /// A pod that has room runs within this time, on a loaded machine.
 pub(crate) const SOON: Duration = Duration::from_secs(60);
 /// A booking that never became a container is collected after two looks of the agent, 30 s apart, when it

@@ -14,7 +14,7 @@ use tracing::{debug, info};
 use crate::budget::Leaver;
 
 /// How long an Event may take: it is worth no wait.
-const TIME: Duration = Duration::from_secs(2);
+const TIME: Duration = Duration::from_secs(5);
 /// The longest note that the API server takes (`events.k8s.io/v1`).
 const LONGEST: usize = 1024;
 
