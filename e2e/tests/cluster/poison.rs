@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use bursar_crds::gpu_node::{ContextOrder, FaultAction};
 use bursar_crds::{GpuMemoryBudget, GpuNode};
-use bursar_e2e::pods::PodPlan;
+use bursar_e2e::pods::{PodPlan, State};
 use bursar_e2e::wait::{self, Look};
 use futures::FutureExt as _;
 use jiff::Timestamp;
@@ -114,17 +114,7 @@ async fn beyond_the_maximum(stage: &mut Stage) -> Result<(), Failed> {
 async fn nobody_to_tell(stage: &mut Stage) -> Result<(), Failed> {
     const POD: &str = "alone";
     under_a_budget(stage, "Evict", 3, async |stage| {
-        let (after, keep) = ("--after=5", "--keep=64Mi");
-        let arguments = [
-            "fault",
-            "--times=1",
-            "--file=/count/faults",
-            keep,
-            after,
-            "--blind",
-        ];
-        let plan = PodPlan::new(POD, &stage.scene.probe).arguments(&arguments);
-        let plan = plan.empty_volume("/count").restarts().gib(4);
+        let plan = plan_of(stage, POD, &["--times=1", "--after=5", "--blind"]);
         stage.pods.create(&plan).await?;
         stage.pods.until_logged(POD, SOON, event("started")).await?;
         let first = stage.local()?.processes_named(PROGRAM);
@@ -150,6 +140,9 @@ async fn nobody_to_tell(stage: &mut Stage) -> Result<(), Failed> {
         let log = stage.pods.log_before(POD).await? + &stage.pods.log(POD).await?;
         let starts: Vec<Value> = log.lines().filter_map(event("started")).collect();
         found_what_was_kept(&starts, 1)?;
+        let once = |state: &State| state.running && state.restarts == 1;
+        let what = "to have been restarted once";
+        stage.pods.until(POD, what, SOON, once).await?;
         let node = stage.pods.node(POD).await?;
         let labels = [("pod", POD)];
         told::until_metric(stage, &node, GENERATION, &labels, |value| value == 2.0).await?;
@@ -199,9 +192,13 @@ async fn until_ordered(
 }
 
 fn plan(stage: &Stage, name: &str, times: u32) -> PodPlan {
-    let times = format!("--times={times}");
+    plan_of(stage, name, &[&format!("--times={times}")])
+}
+
+fn plan_of(stage: &Stage, name: &str, how: &[&str]) -> PodPlan {
+    let fault = ["fault", "--file=/count/faults", "--keep=64Mi"];
     PodPlan::new(name, &stage.scene.probe)
-        .arguments(&["fault", &times, "--file=/count/faults", "--keep=64Mi"])
+        .arguments(&[&fault, how].concat())
         .empty_volume("/count")
         .restarts()
         .gib(4)
