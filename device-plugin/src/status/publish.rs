@@ -44,7 +44,7 @@ impl Default for Rate {
             gather: Duration::from_millis(100),
             between: Duration::from_secs(1),
             retry_first: Duration::from_millis(500),
-            retry_most: Duration::from_secs(30),
+            retry_most: Duration::from_secs(10),
             look: Duration::from_secs(10),
         }
     }
