@@ -3,7 +3,8 @@
 //! A locked instruction waits for every store before it, which was a good part of what such a holder cost. So a thread that
 //! took the lock [`ENOUGH`] times, nobody else between, has its *bias*: from then on it notes in a slot of its own that
 //! it is inside, and looks whether the bias is still there ([`bias`]). Everybody else takes the *turn*, a spin lock, and
-//! revokes the bias. That costs a system call of microseconds, once in [`ENOUGH`] times at most.
+//! revokes the bias if it waits for the lock at all; who only tries leaves it. A revocation costs a system call of
+//! microseconds, once in [`ENOUGH`] times at most.
 //!
 //! There is no bias in threads beyond [`COUNT`], nor where the kernel refuses `membarrier`.
 #![allow(
@@ -17,6 +18,7 @@ mod patience;
 use std::cell::Cell;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering, compiler_fence};
+use std::time::Duration;
 
 use lock_api::{GuardNoSend, RawMutex};
 use rustix::thread::{MembarrierCommand, membarrier};
@@ -35,14 +37,17 @@ pub(crate) type Guard<'a, T> = lock_api::MutexGuard<'a, Biased, T>;
 const ENOUGH: u32 = 1 << 14;
 /// Slots: so many threads, less one, have biases at a time.
 const COUNT: usize = 256;
-/// The slot of threads that have none.
+/// The slot of threads that have none; they count as one thread.
 const NONE: usize = 0;
+/// How long a store may take to be seen by all where the kernel has no barrier.
+const UNPROMISED: Duration = Duration::from_millis(1);
 
 /// A thread's note, on cache lines of its own.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Slot {
-    /// The lock that the thread holds by bias. What it takes inside of that, it takes by turn.
+    /// The lock that the thread holds by bias, or is about to look whether it has. What it takes inside of that, it takes
+    /// by turn.
     inside: AtomicUsize,
     taken: AtomicBool,
 }
@@ -54,36 +59,52 @@ static SLOTS: [Slot; COUNT] = [const {
     }
 }; COUNT];
 
-/// A thread's right to a slot.
-struct Seat(usize);
+/// Lets threads of this process have biases, if the kernel has the barrier for it. Where threads run that takes
+/// milliseconds, so it is not done while a lock is held.
+pub(crate) fn prepare() {
+    BARRIER.get_or_init(register);
+}
 
-impl Seat {
-    /// With [`NONE`] where no slot is left, or the kernel has no barrier for us.
-    fn find() -> Seat {
-        static BARRIER: OnceLock<bool> = OnceLock::new();
-        let registers = || membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok();
+static BARRIER: OnceLock<bool> = OnceLock::new();
+
+fn register() -> bool {
+    membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok()
+}
+
+/// A thread's right to a slot.
+struct Right(usize);
+
+impl Right {
+    /// To [`NONE`] where no slot is left, or nobody has prepared.
+    fn find() -> Right {
         let mut vacant = NONE + 1..COUNT;
         // Biases go with the slot: whoever has it next sees all that was done by them.
-        let takes = |slot: &usize| !SLOTS[*slot].taken.swap(true, Ordering::Acquire);
-        let found = BARRIER.get_or_init(registers).then(|| vacant.find(takes));
-        Seat(found.flatten().unwrap_or(NONE))
+        let takes = |slot: &usize| {
+            let taken = &SLOTS[*slot].taken;
+            !taken.load(Ordering::Relaxed) && !taken.swap(true, Ordering::Acquire)
+        };
+        let found = BARRIER.get() == Some(&true);
+        let found = found.then(|| vacant.find(takes));
+        Right(found.flatten().unwrap_or(NONE))
     }
 }
 
-impl Drop for Seat {
+impl Drop for Right {
     fn drop(&mut self) {
+        // What is held by a note for ever keeps the slot.
+        if self.0 == NONE || holds_any(self.0) {
+            return;
+        }
         // What the thread does after this, it does without.
         SLOT.set(NONE);
-        if self.0 != NONE {
-            SLOTS[self.0].taken.store(false, Ordering::Release);
-        }
+        SLOTS[self.0].taken.store(false, Ordering::Release);
     }
 }
 
 thread_local! {
     /// The calling thread's slot, once it has been looked for.
     static SLOT: Cell<usize> = const { Cell::new(NONE) };
-    static SEAT: Seat = Seat::find();
+    static RIGHT: Right = Right::find();
 }
 
 struct Machine;
@@ -107,8 +128,12 @@ impl Memory for Machine {
     }
 
     fn heavy() {
-        membarrier(MembarrierCommand::PrivateExpedited)
-            .expect("the kernel answers who has registered, and nobody else gets a bias");
+        // A filter of system calls may have come since, or memory run out. Stores are seen within microseconds then
+        // too, though nobody promises it.
+        if membarrier(MembarrierCommand::PrivateExpedited).is_err() {
+            register();
+            std::thread::sleep(UNPROMISED);
+        }
     }
 }
 
@@ -142,11 +167,9 @@ impl Biased {
     #[inline]
     fn take_turn(&self) {
         RawMutex::lock(&self.turn);
-        if self.owner.load(Ordering::Relaxed) != NOBODY {
-            self.revoke(|| {
-                Patience::relax();
-                true
-            });
+        let owner = self.owner.load(Ordering::Relaxed);
+        if owner != NOBODY {
+            self.revoke(owner);
         }
         self.count();
     }
@@ -156,7 +179,7 @@ impl Biased {
         if !RawMutex::try_lock(&self.turn) {
             return false;
         }
-        let free = self.owner.load(Ordering::Relaxed) == NOBODY || self.revoke(|| false);
+        let free = self.owner.load(Ordering::Relaxed) == NOBODY;
         if free {
             self.count();
         } else {
@@ -166,11 +189,10 @@ impl Biased {
         free
     }
 
-    /// Whether the owner is not inside: as [`bias::revoke`].
     #[cold]
-    fn revoke(&self, wait: impl FnMut() -> bool) -> bool {
-        let owner = self.owner.load(Ordering::Relaxed);
-        bias::revoke::<Machine>(&self.owner, &SLOTS[owner % COUNT].inside, self.name(), wait)
+    fn revoke(&self, owner: usize) {
+        let inside = &SLOTS[owner % COUNT].inside;
+        bias::revoke::<Machine>(&self.owner, inside, self.name(), Patience::relax);
     }
 
     /// Counts who has the turn.
@@ -189,18 +211,21 @@ impl Biased {
         }
     }
 
-    /// Gives the bias to who has the turn.
+    /// Gives the bias to who has the turn, which holds the lock by it from here on.
     #[cold]
     fn earn(&self) {
         self.run.store(0, Ordering::Relaxed);
         if SLOT.get() == NONE {
             // Nothing is found once the thread has begun to end.
-            SLOT.set(SEAT.try_with(|seat| seat.0).unwrap_or(NONE));
+            SLOT.set(RIGHT.try_with(|right| right.0).unwrap_or(NONE));
         }
         let me = SLOT.get();
-        // Who takes this inside of another lock could not use it.
+        // Its note has room for one.
         if me != NONE && !holds_any(me) {
-            self.owner.store(me, Ordering::Relaxed);
+            let inside = &SLOTS[me % COUNT].inside;
+            bias::earn::<Machine>(&self.owner, me, inside, self.name());
+            // SAFETY: the caller has the turn, and does not hold the lock by it any more.
+            unsafe { RawMutex::unlock(&self.turn) };
         }
     }
 }
@@ -210,8 +235,9 @@ fn holds_any(slot: usize) -> bool {
     SLOTS[slot % COUNT].inside.load(Ordering::Relaxed) != OUTSIDE
 }
 
-// SAFETY: whoever is let in has the turn, and has seen that no owner is inside, or has entered by its bias: `bias` says why
-// these exclude each other. The guard stays in its thread, so the note that it clears is that thread's.
+// SAFETY: whoever is let in has the turn while nobody has the bias and no owner is inside, or has its note name the lock and
+// the bias after that: `bias` says why these exclude each other. A thread whose note names the lock is not let in again.
+// The guard stays in its thread, so the note that it clears is that thread's.
 unsafe impl RawMutex for Biased {
     const INIT: Biased = Biased {
         owner: AtomicUsize::new(NOBODY),

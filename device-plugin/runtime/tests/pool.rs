@@ -539,8 +539,10 @@ impl random::Source for OnePool {
             .ok()
     }
 
-    fn free(&self, block: Block) {
+    fn free(&self, block: Block) -> u64 {
+        let bytes = block.bytes();
         self.0.deallocate(block, &self.1).unwrap();
+        bytes
     }
 }
 

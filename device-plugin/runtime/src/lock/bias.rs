@@ -30,7 +30,8 @@ pub(super) fn enter<M: Memory>(owner: &M::Word, me: usize, inside: &M::Word, loc
     if M::load(inside, Ordering::Relaxed) != OUTSIDE {
         return false;
     }
-    M::store(inside, lock, Ordering::Relaxed);
+    // Who waits for another lock to be left may read this, and sees with it what was done there.
+    M::store(inside, lock, Ordering::Release);
     M::light();
     let mine = M::load(owner, Ordering::Relaxed) == me;
     if !mine {
@@ -39,30 +40,31 @@ pub(super) fn enter<M: Memory>(owner: &M::Word, me: usize, inside: &M::Word, loc
     mine
 }
 
-/// Gives back what [`enter`] took.
+/// Gives back what [`enter`] or [`earn`] took.
 #[inline]
 pub(super) fn leave<M: Memory>(inside: &M::Word) {
     M::store(inside, OUTSIDE, Ordering::Release);
 }
 
-/// Takes the bias from its owner and waits until that one's note does not name `lock`; no longer than `wait` says. Whether
-/// it came to that: where not, the owner keeps the bias. For who has the turn.
+/// Gives `me` the bias of a lock that it holds by turn, and whose note names nothing: from here on it holds it by bias, and
+/// has to give back the turn. Otherwise it could enter what it is in already.
+pub(super) fn earn<M: Memory>(owner: &M::Word, me: usize, inside: &M::Word, lock: usize) {
+    M::store(inside, lock, Ordering::Release);
+    M::store(owner, me, Ordering::Relaxed);
+}
+
+/// Takes the bias from its owner, and waits until that one's note does not name `lock`. For who has the turn.
 pub(super) fn revoke<M: Memory>(
     owner: &M::Word,
     inside: &M::Word,
     lock: usize,
-    mut wait: impl FnMut() -> bool,
-) -> bool {
-    let before = M::load(owner, Ordering::Relaxed);
+    mut relax: impl FnMut(),
+) {
     M::store(owner, NOBODY, Ordering::Relaxed);
     M::heavy();
     while M::load(inside, Ordering::Acquire) == lock {
-        if !wait() {
-            M::store(owner, before, Ordering::Relaxed);
-            return false;
-        }
+        relax();
     }
-    true
 }
 
 #[cfg(test)]

@@ -1,11 +1,19 @@
 //! Threads that get biases and take them from one another, on the machine itself.
 
-use std::sync::Barrier;
+use std::collections::BTreeSet;
+use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
 use super::*;
 
+/// Held by each test, for one of them takes all slots.
+fn alone() -> MutexGuard<'static, ()> {
+    static ONE: Mutex<()> = Mutex::new(());
+    ONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// Takes the lock until the thread has its bias.
 fn earn(lock: &Lock<u64>) {
+    prepare();
     for _ in 0..100 * ENOUGH {
         drop(lock.lock());
         if SLOT.get() != NONE && owner(lock) == SLOT.get() {
@@ -22,6 +30,7 @@ fn owner<T>(lock: &Lock<T>) -> usize {
 
 #[test]
 fn who_takes_a_lock_again_and_again_gets_its_bias_and_loses_it_to_the_next() {
+    let _alone = alone();
     let lock = Lock::new(0);
     for _ in 0..ENOUGH {
         assert_eq!(owner(&lock), NOBODY);
@@ -36,24 +45,48 @@ fn who_takes_a_lock_again_and_again_gets_its_bias_and_loses_it_to_the_next() {
     assert_eq!(*lock.lock(), 1);
 }
 
-#[test]
-fn a_lock_is_taken_once_however_it_was_taken() {
-    let lock = Lock::new(0);
-    for _ in 0..2 {
-        let held = lock.lock();
-        assert!(lock.try_lock().is_none(), "by the same thread");
+/// Whether nobody gets in, neither the thread that asks nor another.
+fn is_held(lock: &Lock<u64>) -> bool {
+    let by_another = || {
         std::thread::scope(|scope| {
             let other = scope.spawn(|| lock.try_lock().is_none());
-            assert!(other.join().expect("it ends"), "by another");
-        });
-        drop(held);
-        earn(&lock);
-    }
+            other.join().expect("it ends")
+        })
+    };
+    lock.try_lock().is_none() && by_another()
+}
+
+#[test]
+fn a_lock_is_taken_once_however_it_was_taken() {
+    let _alone = alone();
+    let lock = Lock::new(0);
+    let held = lock.lock();
+    assert!(is_held(&lock), "by turn");
+    drop(held);
+    earn(&lock);
+    let held = lock.lock();
+    assert!(is_held(&lock), "by bias");
     assert_eq!(owner(&lock), SLOT.get(), "who only tried took no bias");
+    drop(held);
+    assert!(lock.try_lock().is_some());
+}
+
+#[test]
+fn who_earns_the_bias_is_not_let_in_again_by_it() {
+    let _alone = alone();
+    prepare();
+    let lock = Lock::new(0);
+    for taken in 1..=2 * ENOUGH {
+        let held = lock.lock();
+        assert!(lock.try_lock().is_none(), "at the {taken}th time");
+        drop(held);
+    }
+    assert_eq!(owner(&lock), SLOT.get());
 }
 
 #[test]
 fn what_is_taken_inside_of_another_lock_is_given_back_alone() {
+    let _alone = alone();
     let locks = [Lock::new(0), Lock::new(0)];
     locks.iter().for_each(earn);
     let outer = locks[0].lock();
@@ -70,43 +103,68 @@ fn what_is_taken_inside_of_another_lock_is_given_back_alone() {
     assert!(!holds_any(SLOT.get()));
 }
 
+fn taken() -> usize {
+    let slots = SLOTS.iter();
+    slots
+        .filter(|slot| slot.taken.load(Ordering::Relaxed))
+        .count()
+}
+
 #[test]
-fn a_slot_goes_to_another_thread_after_its_own() {
-    let taken = || {
-        let slots = SLOTS.iter();
-        slots
-            .filter(|slot| slot.taken.load(Ordering::Relaxed))
-            .count()
-    };
+fn a_slot_goes_to_another_thread_after_its_own_and_its_biases_with_it() {
+    let _alone = alone();
     let lock = Lock::new(0);
+    let mut slots = BTreeSet::new();
     for _ in 0..2 * COUNT {
-        std::thread::scope(|scope| {
-            scope.spawn(|| *lock.lock() += 1);
+        let slot = std::thread::scope(|scope| {
+            let thread = scope.spawn(|| {
+                // The bias of a thread before, which may have had the slot that this one gets.
+                *lock.lock() += 1;
+                earn(&lock);
+                SLOT.get()
+            });
+            thread.join().expect("it ends")
         });
+        assert_ne!(slot, NONE);
+        slots.insert(slot);
     }
     assert_eq!(*lock.lock(), 2 * COUNT as u64);
-    assert!(taken() < COUNT / 2, "{} are taken", taken());
+    assert!(slots.len() < COUNT / 2, "{slots:?}");
 }
 
 #[test]
 fn threads_beyond_the_slots_do_without_a_bias() {
-    let (lock, gate) = (Lock::new(0), Barrier::new(COUNT + 8));
-    std::thread::scope(|scope| {
-        for _ in 0..COUNT + 8 {
-            scope.spawn(|| {
-                *lock.lock() += 1;
-                gate.wait();
-                *lock.lock() += 1;
-            });
-        }
+    let _alone = alone();
+    prepare();
+    let (shared, gate) = (Lock::new(0), Barrier::new(COUNT + 8));
+    let without = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..COUNT + 8)
+            .map(|_| {
+                scope.spawn(|| {
+                    let own = Lock::new(0_u64);
+                    (0..2 * ENOUGH).for_each(|_| *own.lock() += 1);
+                    *shared.lock() += 1;
+                    gate.wait();
+                    assert_eq!(*own.lock(), u64::from(2 * ENOUGH));
+                    SLOT.get() == NONE
+                })
+            })
+            .collect();
+        let ended = threads
+            .into_iter()
+            .map(|thread| thread.join().expect("it ends"));
+        ended.filter(|&without| without).count()
     });
-    assert_eq!(*lock.lock(), 2 * (COUNT as u64 + 8));
+    assert!(without >= 9, "{without}");
+    assert_eq!(*shared.lock(), COUNT as u64 + 8);
+    assert!(taken() < COUNT / 2, "{} are taken", taken());
 }
 
 /// The owner goes in and out at full speed, and another breaks in while it runs: a note that came too late to be seen would
 /// let in both, and what one of them adds would be lost.
 #[test]
 fn nobody_is_inside_together_with_an_owner() {
+    let _alone = alone();
     const BREAKS: u64 = 20_000;
     let lock = Lock::new(0);
     let (rounds, done) = (AtomicU64::new(0), AtomicBool::new(false));

@@ -22,7 +22,7 @@ use super::heap::{BlockId, End, Heap, Open, Refusal, Taken, Whole};
 use super::order::After;
 use super::seat;
 use crate::budget::Account;
-use crate::lock::{Guard, Lock};
+use crate::lock::{self, Guard, Lock};
 use crate::resource::BudgetSnapshot;
 
 /// Shards of a pool; the central heap beside them.
@@ -192,6 +192,7 @@ pub(super) struct Arena {
 impl Arena {
     /// Without memory, and with a limit for live bytes.
     pub(super) fn new(limit: u64) -> Arena {
+        lock::prepare();
         Arena {
             account: Apart(Account::new(limit)),
             parts: std::iter::repeat_with(Part::default)
@@ -436,13 +437,13 @@ impl Arena {
         self.parts.get(place.part as usize).ok_or(Refusal::NotLive)
     }
 
-    /// The shard of a lane and the calling thread. A thread that finds another one there moves to the next.
+    /// The shard of a lane and the calling thread. A thread that finds others there again and again moves to the next.
     fn shard(&self, lane: usize) -> (usize, Guard<'_, Share>) {
         let number = shard_of(lane, seat::of_thread());
         if let Some(share) = self.parts[number].share.try_lock() {
             return (number, share);
         }
-        let number = shard_of(lane, seat::next());
+        let number = shard_of(lane, seat::after_a_meeting());
         (number, self.parts[number].share.lock())
     }
 
