@@ -21,8 +21,9 @@ const BESIDE: u64 = 2 * GIB;
 /// The most that may be taken for free too early: what the driver does not list of each of three processes.
 const UNSEEN: u64 = 3 * 9 * MIB;
 
-/// The most from a holder's end until another process can have the memory.
-const SOON: Duration = Duration::from_secs(1);
+/// The most from a holder's end until another process can have the memory on a busy machine: what proves it free takes
+/// half a second on a quiet one.
+const SOON: Duration = Duration::from_secs(5);
 
 fn exporter(container: &Container) -> (Client, u64) {
     let mut exporter = container.program();
@@ -58,7 +59,7 @@ fn is_free(container: &Container, other: &mut Client) -> Duration {
     let begun = Instant::now();
     while other.call(format!("alloc {}", BESIDE + SHARED)) == "err 2" {
         let took = begun.elapsed();
-        assert!(took < 5 * SOON, "{took:?}: {:?}", container.usage());
+        assert!(took < SOON, "{took:?}: {:?}", container.usage());
         std::thread::sleep(Duration::from_millis(10));
     }
     let took = begun.elapsed();

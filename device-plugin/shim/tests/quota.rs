@@ -15,6 +15,8 @@ use bursar_protocol::wire::{self, Message, Quota, ToShim};
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
+/// Half of what a call waits for an agent that is away.
+const AT_ONCE: Duration = Duration::from_secs(5);
 
 #[test]
 fn one_byte_below_the_quota_and_the_quota_fit_and_one_byte_more_does_not() {
@@ -90,19 +92,16 @@ fn a_killed_programs_memory_stays_charged_while_a_child_of_it_lives() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok(format!("alloc {QUOTA}"));
-    program.ok("linger 2000");
-    let begun = Instant::now();
+    let child = program.ok("linger 60000")[0];
+    let mut other = container.program();
     program.kill();
     container.wait_for("its death is noticed", |usage| usage.retired.0 >= QUOTA);
-    std::thread::sleep(Duration::from_millis(500));
-    assert_eq!(container.program().call("alloc 1"), "err 2");
+    std::thread::sleep(Duration::from_secs(2));
+    assert_eq!(other.call("alloc 1"), "err 2");
+    // SAFETY: sends a signal, to a process that lives for a minute.
+    assert_eq!(unsafe { libc::kill(child as i32, libc::SIGKILL) }, 0);
     container.wait_for("the child has ended", |usage| usage.retired.0 == 0);
-    assert!(
-        begun.elapsed() > Duration::from_secs(2),
-        "{:?}",
-        begun.elapsed()
-    );
-    container.program().ok(format!("alloc {QUOTA}"));
+    other.ok(format!("alloc {QUOTA}"));
 }
 
 #[test]
@@ -129,20 +128,18 @@ fn without_the_agent_what_is_granted_stays_usable_and_more_is_refused() {
         assert_eq!(program.call(format!("alloc {bytes}")), "err 2");
         begun.elapsed()
     };
-    let at_once = Duration::from_secs(1);
     let begun = Instant::now();
     program.ok(format!("free {pointer}"));
     let again = program.ok(format!("alloc {}", 128 * MIB))[0];
-    assert!(begun.elapsed() < at_once, "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
     // No agent would give it that.
     let waited = took(&mut program, 129 * MIB);
-    assert!(waited < at_once, "{waited:?}");
+    assert!(waited < AT_ONCE, "{waited:?}");
     // One that is being replaced might, and is waited for: once.
     let waited = took(&mut program, 128 * MIB);
-    let bounds = Duration::from_secs(9)..Duration::from_secs(12);
-    assert!(bounds.contains(&waited), "{waited:?}");
+    assert!(waited >= Duration::from_secs(9), "{waited:?}");
     let waited = took(&mut program, 128 * MIB);
-    assert!(waited < at_once, "{waited:?}");
+    assert!(waited < AT_ONCE, "{waited:?}");
 
     container.start_agent();
     assert_eq!(program.call(format!("alloc {}", 129 * MIB)), "err 2");
@@ -207,14 +204,14 @@ fn an_agent_that_accepts_and_never_answers_costs_a_bounded_wait() {
     let mut program = container.program();
     assert_eq!(program.call("retain"), "err 2");
     assert!(
-        begun.elapsed() < Duration::from_secs(12),
-        "{:?}",
+        begun.elapsed() < Duration::from_secs(15),
+        "it waits once: {:?}",
         begun.elapsed()
     );
     let begun = Instant::now();
     assert_eq!(program.call("retain"), "err 2");
     assert!(
-        begun.elapsed() < Duration::from_millis(500),
+        begun.elapsed() < AT_ONCE,
         "the second does not wait: {:?}",
         begun.elapsed()
     );
@@ -270,11 +267,7 @@ fn garbage_on_the_socket_does_not_slow_a_program_down() {
         .collect();
     let begun = Instant::now();
     assert_eq!(program.ok(format!("greedy {MIB}")), [256, 2]);
-    assert!(
-        begun.elapsed() < Duration::from_secs(1),
-        "{:?}",
-        begun.elapsed()
-    );
+    assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
     drop(hostile);
 }
 

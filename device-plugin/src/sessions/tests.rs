@@ -124,6 +124,14 @@ fn is_served(run_dir: &Path) {
     assert!(page.slot(0).unwrap().charge(Units(1)).is_ok());
 }
 
+/// The best of three takes less than a second: a busy machine may be late now and then. A peer that does not speak or
+/// read may cost another one two seconds, every time, where they are not told apart.
+fn is_soon(attempt: impl Fn() -> Duration) {
+    let times = [(); 3].map(|()| attempt());
+    let best = times.iter().min();
+    assert!(best < Some(&Duration::from_secs(1)), "{times:?}");
+}
+
 /// Runs the blocking side of a test beside the runtime that serves.
 async fn beside(run_dir: &Path, test: impl FnOnce(&Path) + Send + 'static) {
     let run_dir = run_dir.to_owned();
@@ -197,25 +205,23 @@ async fn garbage_silence_and_floods_of_one_peer_leave_the_next_one_served() {
             let _ = stream.write_all(garbage);
             drop(stream);
         }
-        let (mut flood, _page) = hello(run_dir);
         let request = ToAgent::Request {
             account: 62,
             units: Units(1),
         }
         .frame()
         .repeat(50_000);
-        flood
-            .set_write_timeout(Some(Duration::from_millis(200)))
-            .unwrap();
-        // It reads no answer: the agent stops reading it, and only it.
-        assert!(flood.write_all(&request).is_err());
-        let begun = Instant::now();
-        is_served(run_dir);
-        assert!(
-            begun.elapsed() < Duration::from_secs(1),
-            "{:?}",
+        is_soon(|| {
+            let (mut flood, _page) = hello(run_dir);
+            flood
+                .set_write_timeout(Some(Duration::from_millis(200)))
+                .unwrap();
+            // It reads no answer: the agent stops reading it, and only it.
+            assert!(flood.write_all(&request).is_err());
+            let begun = Instant::now();
+            is_served(run_dir);
             begun.elapsed()
-        );
+        });
         drop(silent);
     })
     .await;
@@ -344,17 +350,15 @@ async fn a_process_that_the_node_has_no_seat_for_is_told_so_at_once() {
     sessions.serve(served()).await.unwrap();
     beside(folder.path(), |run_dir| {
         let first = hello(run_dir);
-        let begun = Instant::now();
-        let mut second = connect(run_dir);
-        let busy = ToShim::Goodbye {
-            reason: Reason::Busy,
-        };
-        assert_eq!(receive(&mut second), busy);
-        assert!(
-            begun.elapsed() < Duration::from_secs(1),
-            "{:?}",
+        is_soon(|| {
+            let begun = Instant::now();
+            let mut second = connect(run_dir);
+            let busy = ToShim::Goodbye {
+                reason: Reason::Busy,
+            };
+            assert_eq!(receive(&mut second), busy);
             begun.elapsed()
-        );
+        });
         drop(first);
     })
     .await;

@@ -26,6 +26,9 @@ use bursar_runtime::{Checksum, DeviceRuntime, Direct, Launch, Tag, TrackedSlice}
 /// Long enough to be noticed by who does not wait for it.
 const LONG: Duration = Duration::from_millis(300);
 
+/// Longer than a busy machine may keep a thread from what it does next.
+const AGES: Duration = Duration::from_secs(3);
+
 fn runtime(ordinal: u32) -> Arc<DeviceRuntime> {
     DeviceRuntime::of_ordinal(ordinal).unwrap()
 }
@@ -70,10 +73,14 @@ fn copy(context: &Context) -> Kernel {
 
 /// Keeps a stream busy for [`LONG`].
 fn spin(stream: &Stream) {
+    spin_for(stream, LONG);
+}
+
+fn spin_for(stream: &Stream, time: Duration) {
     const TAKES: &[Parameter] = &[Parameter::Value(8)];
     // SAFETY: spin(uint64_t nanoseconds)
     let spin = unsafe { function(stream.context(), c"spin").declare(TAKES) };
-    let nanoseconds = u64::try_from(LONG.as_nanos()).unwrap();
+    let nanoseconds = u64::try_from(time.as_nanos()).unwrap();
     Launch::new(&spin, stream, Grid::line(1, 1))
         .arg(nanoseconds)
         .submit()

@@ -1,15 +1,10 @@
 //! Stream-ordered memory.
 
-use std::time::Duration;
-
 use bursar_runtime::driver::Stream;
 use bursar_runtime::{Async, Budget, DeviceMemoryResource as _, FreeError, ResourceError, Tag};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
-use crate::{MIB, bytes, context, spin};
-
-/// Long enough to be met again.
-const BUSY: Duration = Duration::from_millis(300);
+use crate::{BUSY, MIB, bytes, context, spin};
 
 fn memory() -> (Async, Stream, Stream) {
     let context = context(0);

@@ -3,7 +3,6 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
-use std::time::Duration;
 
 use bursar_runtime::faults::Plan;
 use bursar_runtime::{
@@ -13,7 +12,7 @@ use bursar_runtime::{
 use bursar_sim_lab::{ONE_GPU, inside};
 use proptest::prelude::*;
 
-use crate::{MIB, bytes, context, spin};
+use crate::{BUSY, MIB, bytes, context, spin};
 
 const LIMIT: u64 = 1 << 20;
 
@@ -105,7 +104,7 @@ fn a_free_that_waits_for_its_stream_still_counts() {
         let block = budget
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
-        spin(&stream, Duration::from_millis(300));
+        spin(&stream, BUSY);
         budget.deallocate(block, &stream).unwrap();
         assert!(budget.allocate(bytes(1), &stream, Tag::default()).is_err());
         stream.synchronize().unwrap();

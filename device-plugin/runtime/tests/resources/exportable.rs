@@ -11,7 +11,7 @@ use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, exportable};
 use bursar_sim_lab::{ONE_GPU, inside, role, twin};
 
 use crate::raw::Raw as _;
-use crate::{MIB, bytes, context, spin};
+use crate::{BUSY, MIB, bytes, context, spin};
 
 fn exportable() -> (Context, Exportable, Stream) {
     let context = context(0);
@@ -108,7 +108,7 @@ fn a_freed_block_is_mapped_until_its_stream_is_done() {
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
         let used = machine.used(0);
-        spin(&stream, Duration::from_millis(300));
+        spin(&stream, BUSY);
         memory.deallocate(block, &stream).unwrap();
         assert_eq!(memory.bytes_outstanding().retired, 1 << 20);
         assert_eq!(machine.used(0), used);

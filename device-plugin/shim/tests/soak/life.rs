@@ -21,8 +21,8 @@ const KILL_NEWBORN_WITHIN: Duration = Duration::from_millis(30);
 /// The longest that a program is stopped for.
 const STOP: Duration = Duration::from_millis(200);
 
-/// What no call may take: the shim's own bounds, once for a session and once for an answer.
-const LONGEST_CALL: Duration = Duration::from_secs(5);
+/// What no call may take: the shim waits 10 s for an agent that is being replaced, and once only.
+const LONGEST_CALL: Duration = Duration::from_secs(15);
 
 /// After this, an answer does not come any more.
 pub(crate) const HANGS: Duration = Duration::from_secs(30);

@@ -5,7 +5,7 @@
 //! storm SEED COUNT SHARE -> ok DENIED USED LONGEST BUCKETS...  (COUNT calls; SHARE bytes are held on average)
 //! grab BYTES             -> ok COUNT CODE  (allocates until that is refused)
 //! give                   -> ok             (frees what was grabbed)
-//! linger MILLISECONDS    -> ok             (forks a child that lives so long)
+//! linger MILLISECONDS    -> ok PID         (forks a child that lives so long)
 //! ```
 //!
 //! `USED` is what is held after the last call, `LONGEST` nanoseconds. A bucket counts the calls that
@@ -61,8 +61,8 @@ impl Storm {
                 Some("ok".to_owned())
             }
             "linger" => {
-                fork_a_sleeper(Duration::from_millis(number(1)));
-                Some("ok".to_owned())
+                let child = fork_a_sleeper(Duration::from_millis(number(1)));
+                Some(format!("ok {child}"))
             }
             _ => None,
         }
@@ -95,7 +95,9 @@ impl Storm {
     fn step(&mut self, cuda: &Cuda, dice: &mut Dice, share: u64, wanted: u64) -> bool {
         match dice.below(10_000) {
             0..150 => drop(cuda.info()),
-            150..152 => fork_a_sleeper(Duration::from_millis(dice.below(CHILD))),
+            150..152 => {
+                fork_a_sleeper(Duration::from_millis(dice.below(CHILD)));
+            }
             152..158 => close_sockets(),
             // What one process gives back, others take: now and then all of it.
             158..160 => {
@@ -151,8 +153,8 @@ fn begin(cuda: &Cuda) -> String {
     }
 }
 
-/// A child that keeps what this process has in the driver, whatever becomes of it (design F13).
-fn fork_a_sleeper(time: Duration) {
+/// A child that keeps what this process has in the driver, whatever becomes of it (design F13); its pid.
+fn fork_a_sleeper(time: Duration) -> libc::pid_t {
     let time = libc::timespec {
         tv_sec: time.as_secs() as libc::time_t,
         tv_nsec: i64::from(time.subsec_nanos()),
@@ -160,10 +162,12 @@ fn fork_a_sleeper(time: Duration) {
     // SAFETY: children are not waited for, and a child only sleeps and leaves.
     unsafe {
         libc::signal(libc::SIGCHLD, libc::SIG_IGN);
-        if libc::fork() == 0 {
+        let child = libc::fork();
+        if child == 0 {
             libc::nanosleep(&raw const time, std::ptr::null_mut());
             libc::_exit(0);
         }
+        child
     }
 }
 
