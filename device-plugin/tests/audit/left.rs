@@ -9,7 +9,7 @@ use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
 /// What is proven free is bound again after at most this long, on a busy machine too.
-const SOON: Duration = Duration::from_secs(2);
+const SOON: Duration = Duration::from_secs(5);
 
 /// A process that has a descriptor, in no container.
 struct Parked(i32);
@@ -109,13 +109,9 @@ async fn in_its_pod_what_a_dead_exporter_left_is_anothers_once_nobody_holds_it()
     let begun = Instant::now();
     drop(parked);
     while other.call(&format!("alloc {}", 3 * GIB)) == "err 2" {
-        assert!(begun.elapsed() < 5 * SOON, "{:?}", begun.elapsed());
+        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
         tokio::time::sleep(Duration::from_millis(10)).await;
     }
     println!("free for another after {:?}", begun.elapsed());
-    assert!(
-        begun.elapsed() < Duration::from_secs(1),
-        "{:?}",
-        begun.elapsed()
-    );
+    assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }
