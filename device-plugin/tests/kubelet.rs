@@ -65,11 +65,14 @@ impl Node {
         self.agent().until_registered().await;
     }
 
-    /// SIGKILL for the agent; what its successor starts with.
-    fn kill_agent(&mut self) -> (Ledger, Devices) {
+    /// SIGKILL for the agent; what its successor starts with. A process's end closes its sockets at once, that of threads
+    /// in this one does not: an end that the kubelet hears of later it takes for the successor's.
+    async fn kill_agent(&mut self) -> (Ledger, Devices) {
         let agent = self.agent.take().expect("a living agent");
         let tokens = agent.devices.borrow().clone();
-        (agent.kill(), tokens)
+        let books = agent.kill();
+        self.kubelet.until_allocatable(GPU, 0).await;
+        (books, tokens)
     }
 
     /// Another agent with the books of the one before.
@@ -80,7 +83,7 @@ impl Node {
     }
 
     async fn restart_agent(&mut self) {
-        let kept = self.kill_agent();
+        let kept = self.kill_agent().await;
         self.start_agent(kept).await;
     }
 

@@ -45,7 +45,7 @@ async fn a_pod_that_fits_on_no_gpu_is_admitted_waits_with_a_reason_and_starts_wh
 #[tokio::test]
 async fn a_waiting_call_is_answered_as_soon_as_there_is_room() {
     let mut node = Node::with(&[4], 4).await;
-    let books = node.kill_agent();
+    let books = node.kill_agent().await;
     let (dir, patience) = (node.kubelet.dir().to_owned(), Duration::from_secs(20));
     node.agent = Some(Agent::start_patient(&dir, books.0, books.1, patience));
     node.until_ready(4).await;

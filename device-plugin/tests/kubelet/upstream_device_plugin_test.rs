@@ -67,7 +67,7 @@ async fn will_not_attempt_to_admit_the_succeeded_pod_after_the_kubelet_restart_a
     let pod = Pod::with("a", GPU, 2);
     node.run(&pod).await;
     node.kubelet.pod_ended(&pod, Phase::Succeeded);
-    node.kill_agent();
+    node.kill_agent().await;
     node.kubelet.restart().await;
     assert_eq!(node.kubelet.phase(&pod), Some(Phase::Succeeded));
 }
@@ -102,7 +102,7 @@ async fn keeps_device_plugin_assignments_across_pod_kubelet_and_device_plugin_re
     let mut node = Node::new().await;
     let pod = Pod::with("a", GPU, 2);
     let (cdi, tokens) = (node.run(&pod).await, node.tokens_of(&pod));
-    let kept = node.kill_agent();
+    let kept = node.kill_agent().await;
     node.kubelet.restart().await;
     node.start_agent(kept).await;
     node.kubelet.container_ended(&pod, "main");
@@ -161,7 +161,7 @@ async fn does_not_keep_device_plugin_assignments_across_node_reboots_if_fails_ad
     let mut node = Node::new().await;
     let pod = Pod::with("a", GPU, 2);
     node.run(&pod).await;
-    node.kill_agent();
+    node.kill_agent().await;
     node.kubelet.stop().await;
     node.kubelet.reboot();
     node.kubelet.start();
