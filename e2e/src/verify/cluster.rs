@@ -94,10 +94,6 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a pod that faults more often than its namespace's policy allows is evicted and the budget says why, also by an operator that was away",
     ),
     (
-        "operator/cluster/alone",
-        "a pod that is to be evicted for a fault while the API server is away is restarted by its node's agent, and that is all once it is back",
-    ),
-    (
         "operator/cluster/refused",
         "a pod beyond its namespace's budget is refused when it is created, with a message that names the budget",
     ),
@@ -108,6 +104,10 @@ pub const TRIALS: &[(&str, &str)] = &[
     (
         "operator/cluster/accounts",
         "an agent's token writes its own node's GpuNode only and lists no pods; the operator's changes its own labels only",
+    ),
+    (
+        "operator/cluster/alone",
+        "a pod that is to be evicted for a fault while the API server is away is restarted by its node's agent, and that is all once it is back",
     ),
     (
         "main/cluster/leaves-nothing",

@@ -38,7 +38,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 15] = [
+    let groups: [Vec<Trial>; 16] = [
         quota::trials(),
         placement::trials(),
         budgets::trials(),
@@ -53,6 +53,7 @@ fn main() -> ExitCode {
         covered::trials(),
         poison::trials(),
         teams::trials(),
+        poison::last_trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();

@@ -39,8 +39,12 @@ pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("runtime/cluster/poison", poison),
         trial("operator/cluster/contexts", beyond_the_maximum),
-        node_trial("operator/cluster/alone", nobody_to_tell),
     ]
+}
+
+/// For the end of the cluster: Kubernetes' own controllers take up to a minute to see that an API server is back.
+pub(crate) fn last_trials() -> Vec<Trial> {
+    vec![node_trial("operator/cluster/alone", nobody_to_tell)]
 }
 
 async fn poison(stage: &mut Stage) -> Result<(), Failed> {
