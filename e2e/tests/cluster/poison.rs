@@ -192,7 +192,8 @@ async fn until_ordered(
         Ok(list) => Look::NotYet(format!("{:?}", list.items)),
         Err(error) => Look::NotYet(error.to_string()),
     };
-    Ok(wait::until("the orders on the nodes", SOON, PAUSE, look).await?)
+    // An operator may have to find the API server again.
+    Ok(wait::until("the orders on the nodes", 2 * SOON, PAUSE, look).await?)
 }
 
 fn plan(stage: &Stage, name: &str, times: u32) -> PodPlan {
