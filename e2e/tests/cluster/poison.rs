@@ -135,6 +135,8 @@ async fn nobody_to_tell(stage: &mut Stage) -> Result<(), Failed> {
         };
         stage.local()?.start_api_server().await?;
         restarted?;
+        // By its own pauses it would take up to a minute to see that the API server is back.
+        stage.local()?.restart_kubelet(false).await?;
         stage.progress.say(format_args!(
             "restarted {:.1?} after the API server was killed",
             away.elapsed()
