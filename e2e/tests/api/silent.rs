@@ -13,7 +13,7 @@ use tokio::io::copy_bidirectional;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
-use crate::case::{Case, END, Outcome, Plan, SILENCE};
+use crate::case::{Case, Outcome, PROMISED, Plan, SILENCE};
 use crate::faults::{Doomed, Fate, Faults, Telling};
 use crate::place::{Place, condition};
 use crate::server::{Server, turn};
@@ -23,7 +23,7 @@ use crate::server::{Server, turn};
 const WATCH_SECONDS: u32 = 5;
 const SHORT_SILENCE: Duration = Duration::from_secs(8);
 /// With its own times all is as it should be within 210 s.
-const LATE: Duration = Duration::from_secs(210).saturating_sub(END);
+const LATE: Duration = Duration::from_secs(210).saturating_sub(PROMISED);
 
 /// A way to the API server that can go silent.
 struct Line {
@@ -65,8 +65,9 @@ impl Line {
 pub(crate) async fn silence(server: &Server) -> Result<String, Failed> {
     let (short, long) = try_join(Box::pin(short(server)), Box::pin(long(server))).await?;
     Ok(format!(
-        "at most {:.1?} to the end of a transition; {:.1?} with the operator's own times",
-        short.longest, long.longest
+        "{}; with the operator's own times {}",
+        short.lasted()?,
+        long.lasted()?
     ))
 }
 

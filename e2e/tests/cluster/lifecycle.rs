@@ -153,7 +153,6 @@ impl Traces {
             (mounts, &before.mounts),
             (links, &before.links),
             (cgroups, &before.cgroups),
-            (processes, &before.processes),
             (folders, &before.folders),
             (logs, &before.logs),
             (settings, &before.settings),
@@ -164,11 +163,8 @@ impl Traces {
             found.extend(then.difference(now).map(|lost| format!("- {lost}")));
         }
         // What was there before and has ended since was another's.
-        let ended = |trace: &String| {
-            let process = trace.strip_prefix("- ");
-            process.is_some_and(|process| before.processes.contains(process))
-        };
-        found.retain(|trace| !ended(trace));
+        let new = processes.difference(&before.processes);
+        found.extend(new.map(|new| format!("+ {new}")));
         found
     }
 }

@@ -464,12 +464,7 @@ async fn kept_and_let_go(stage: &Stage) -> Result<(), Failed> {
         .await?;
     let begin = Instant::now();
     stage.pods.create(&holder(stage, "owner", 8)).await?;
-    let node = kept[0]
-        .2
-        .spec
-        .as_ref()
-        .and_then(|spec| spec.node_name.clone());
-    let node = node.ok_or("a pod that runs has a node")?;
+    let node = stage.pods.node(&kept[0].0).await?;
     told::until_status(stage, &node, "the owner to wait", |status| {
         !status.waiting.is_empty()
     })
