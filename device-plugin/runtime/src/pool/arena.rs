@@ -219,7 +219,10 @@ impl Arena {
     pub(super) fn take(&self, lane: usize, request: Request) -> Option<Placed> {
         let number = shard_of(lane, seat::of_thread());
         let part = &self.parts[number];
-        let mut share = part.share.try_lock()?;
+        let Some(mut share) = part.share.try_lock() else {
+            seat::meet();
+            return None;
+        };
         let credit = part.credit().checked_sub(request.bytes)?;
         let placed = share.take(number, request)?;
         part.set_credit(&mut share, credit);
@@ -443,7 +446,8 @@ impl Arena {
         if let Some(share) = self.parts[number].share.try_lock() {
             return (number, share);
         }
-        let number = shard_of(lane, seat::after_a_meeting());
+        seat::meet();
+        let number = shard_of(lane, seat::of_thread());
         (number, self.parts[number].share.lock())
     }
 

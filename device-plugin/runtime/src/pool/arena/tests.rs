@@ -437,3 +437,23 @@ fn credit_that_comes_back_while_parts_are_looked_through_is_found() {
         assert_eq!(charged.join().expect("it ends"), Ok(()));
     });
 }
+
+#[test]
+fn a_thread_that_finds_its_shard_taken_again_and_again_goes_to_another() {
+    let arena = arena(u64::MAX, 64 * MIB);
+    let (_, held) = arena.shard(0);
+    std::thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            // Only tries: it waits for nobody.
+            let moved = (0..1000).any(|_| {
+                assert!(arena.take(0, ONE).is_none());
+                shard_of(0, seat::of_thread()) != shard_of(0, 0)
+            });
+            assert!(moved);
+            arena.take_drawing(0, ONE).map(|placed| placed.place.part)
+        });
+        let part = other.join().expect("it ends");
+        assert!(part.is_some_and(|part| part as usize != shard_of(0, 0)));
+    });
+    drop(held);
+}
