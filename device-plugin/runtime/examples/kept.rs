@@ -3,6 +3,7 @@
 //! ```text
 //! kept bare BYTES ROUNDS            cuMemCreate and map, swept between rounds
 //! kept lease SOCKET BYTES ROUNDS    the same by a lease that is begun, written to nobody and discarded
+//! kept wakes ROUNDS                 what of that the system takes: a connection, one that sleeps hears, another one does, and back
 //! kept image SOCKET BYTES [SINCE]   finds a lease or commits one, verifies it, says what each step took since SINCE; then
 //!                                   reads what to do: kill, fault, trap or misaligned; after a fault it executes itself;
 //!                                   token says one for the lease and one for its own memory, which it redeemed
@@ -21,7 +22,9 @@
 
 use std::error::Error;
 use std::fs::OpenOptions;
-use std::io::{BufRead, Write};
+use std::io::{BufRead, Read, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
@@ -46,6 +49,9 @@ const GRANULARITY: u64 = 2 << 20;
 
 /// Freed memory is scrubbed at about so many bytes a second (design F6).
 const SCRUBBED_PER_SECOND: f64 = 350e9;
+
+/// How long 64 GiB take.
+const SWEPT: Duration = Duration::from_millis(200);
 
 /// Kernels that poison their context. The simulated driver has the first two.
 const FAULTS: &std::ffi::CStr = c"
@@ -82,6 +88,7 @@ fn main() -> Done {
     match arguments.as_slice() {
         ["bare", bytes, rounds] => bare(bytes.parse()?, rounds.parse()?),
         ["lease", socket, bytes, rounds] => lease(socket, bytes.parse()?, rounds.parse()?),
+        ["wakes", rounds] => wakes(rounds.parse()?),
         ["image", socket, bytes] => image(socket, bytes.parse()?, now()),
         ["image", socket, bytes, since] => image(socket, bytes.parse()?, since.parse()?),
         ["restarted", file, bytes, times] => restarted(file, bytes.parse()?, times.parse()?),
@@ -146,6 +153,38 @@ fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
         // The worker lets go of what it made only then.
         std::thread::sleep(Duration::from_millis(10));
         sweep(&context, bytes)?;
+    }
+    Ok(())
+}
+
+/// A lease's way without memory: by the agent to the worker and back, all of them asleep for as long as a sweep takes.
+fn wakes(rounds: u32) -> Done {
+    let name = format!("kept wakes {}", std::process::id());
+    let agent = SocketAddr::from_abstract_name(name)?;
+    let listener = UnixListener::bind_addr(&agent)?;
+    let (mut worker, mut its) = UnixStream::pair()?;
+    std::thread::spawn(move || -> std::io::Result<()> {
+        loop {
+            its.read_exact(&mut [0])?;
+            its.write_all(&[0])?;
+        }
+    });
+    std::thread::spawn(move || -> std::io::Result<()> {
+        loop {
+            let (mut client, _) = listener.accept()?;
+            client.read_exact(&mut [0])?;
+            worker.write_all(&[0])?;
+            worker.read_exact(&mut [0])?;
+            client.write_all(&[0])?;
+        }
+    });
+    for _ in 0..rounds {
+        std::thread::sleep(SWEPT);
+        let since = Instant::now();
+        let mut client = UnixStream::connect_addr(&agent)?;
+        client.write_all(&[0])?;
+        client.read_exact(&mut [0])?;
+        println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
     }
     Ok(())
 }
