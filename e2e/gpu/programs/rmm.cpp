@@ -1,6 +1,7 @@
 // RMM's resources on RMM's random allocations and on one allocation and its free, for e2e/gpu/runtime.py: the peer on the
 // same machine in the same minutes. The steps are those of device-plugin/runtime/examples/runtime_bench/random.rs, the
-// numbers libstdc++'s own. docs/benchmarks.md says how it is built. Prints a line of JSON for each row.
+// numbers libstdc++'s own. docs/benchmarks.md says how it is built. Prints a line of JSON for each row; with the arguments
+// `turns SOURCE BYTES` one for each line "ALLOCATIONS MIB" that it reads: that cell once, from so large a resource.
 
 #include <cuda/stream_ref>
 #include <rmm/cuda_device.hpp>
@@ -16,6 +17,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
+#include <iostream>
 #include <map>
 #include <new>
 #include <random>
@@ -130,31 +132,60 @@ void measure(std::string const& source, Resource resource, cuda::stream_ref stre
   }
 }
 
-// In the default stream, as RMM's own benchmark does, and in one of its own.
-void measure(std::string const& source, Resource resource) {
-  measure(source, resource, cudaStream_t{});
-  rmm::cuda_stream const stream{};
-  measure(source + ", own stream", resource, stream);
+// Cells by turns with another program.
+void turns(Resource resource, cuda::stream_ref stream) {
+  std::uint64_t allocations, max_mib;
+  while (std::cin >> allocations >> max_mib) {
+    auto const begun  = Clock::now();
+    auto const failed = run(resource, stream, allocations, max_mib);
+    auto const ms     = nanoseconds(Clock::now() - begun) / 1e6;
+    std::printf(R"({"row": "turn", "ms": %g, "failed": %lu})" "\n", ms, failed);
+  }
 }
+
+std::string const OWN_STREAM = ", own stream";
+
+// What is measured: all of it, or turns of one source.
+struct Wanted {
+  std::string source;
+  std::uint64_t bytes;
+
+  // In the default stream, as RMM's own benchmark does, and in one of its own.
+  void of(std::string const& name, Resource resource) const {
+    rmm::cuda_stream const stream{};
+    if (source.empty()) {
+      measure(name, resource, cudaStream_t{});
+      measure(name + OWN_STREAM, resource, stream);
+    } else if (source == name) {
+      turns(resource, cudaStream_t{});
+    } else if (source == name + OWN_STREAM) {
+      turns(resource, stream);
+    }
+  }
+
+  bool begins_with(std::string const& name) const { return source.compare(0, name.size(), name) == 0 || source.empty(); }
+};
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
   // Rows that were measured are there, whatever happens next.
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
   rmm::mr::cuda_memory_resource const cuda{};
-  auto const half = rmm::percent_of_free_device_memory(50);
-  {
-    rmm::mr::arena_memory_resource arena{cuda, half};
-    measure("arena", arena);
+  Wanted const wanted = argc == 4 ? Wanted{argv[2], std::stoull(argv[3])} : Wanted{"", rmm::percent_of_free_device_memory(50)};
+  if (wanted.begins_with("arena")) {
+    rmm::mr::arena_memory_resource arena{cuda, wanted.bytes};
+    wanted.of("arena", arena);
   }
-  {
-    rmm::mr::pool_memory_resource pool{cuda, half};
-    measure("pool", pool);
+  if (wanted.begins_with("pool") || wanted.begins_with("binning")) {
+    rmm::mr::pool_memory_resource pool{cuda, wanted.bytes};
+    wanted.of("pool", pool);
     // Bins of 256 KiB to 4 MiB over a pool, as in RMM's benchmark.
     rmm::mr::binning_memory_resource binning{pool, 18, 22};
-    measure("binning", binning);
+    wanted.of("binning", binning);
   }
-  rmm::mr::cuda_async_memory_resource async{half};
-  measure("cuda_async", async);
+  if (wanted.begins_with("cuda_async")) {
+    rmm::mr::cuda_async_memory_resource async{wanted.bytes};
+    wanted.of("cuda_async", async);
+  }
 }

@@ -1,9 +1,11 @@
 //! Measures the pool against the driver's own, and tries what only a GPU can show.
 //!
-//! usage: runtime-bench random [--capacity-mib N] [--quick]   RMM's random allocations, one thread and eight
-//!        runtime-bench pair                                   one allocation and its free, one thread and eight
-//!        runtime-bench steal                                  two streams and one block, its data checked
-//!        runtime-bench planted direct|guarded|canary          writes past a block's end, for compute-sanitizer to find
+//! usage: runtime-bench random                         RMM's random allocations, one thread and eight
+//!        runtime-bench turns BYTES                    for each line "ALLOCATIONS MIB" it reads, that cell once, from so large a pool
+//!        runtime-bench native                         the cells from the driver's pool, one thread
+//!        runtime-bench pair                           one allocation and its free, one thread and eight
+//!        runtime-bench steal                          two streams and one block, its data checked
+//!        runtime-bench planted direct|guarded|canary  writes past a block's end, for compute-sanitizer to find
 //!
 //! Prints one JSON object for each row. Exits with 1 where a row is not as it must be.
 #![allow(
@@ -45,16 +47,16 @@ fn run() -> Result<bool> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let words: Vec<_> = arguments.iter().map(String::as_str).collect();
     match words[..] {
-        ["random"] => measure::random(&context()?, None, false),
-        ["random", "--quick"] => measure::random(&context()?, None, true),
-        ["random", "--capacity-mib", mib] => {
-            measure::random(&context()?, Some(mib.parse()?), false)
-        }
+        ["random"] => measure::random(&context()?),
+        ["turns", bytes] => measure::turns(&context()?, bytes.parse()?),
+        ["native"] => measure::native(&context()?),
         ["pair"] => measure::pair(&context()?),
         ["steal"] => steal::run(&context()?),
         ["planted", how] => planted::run(&context()?, how),
-        _ => bail!(
-            "usage: runtime-bench random [--capacity-mib N] | pair | steal | planted direct|guarded|canary"
-        ),
+        _ => {
+            bail!(
+                "usage: runtime-bench random | native | pair | steal | planted direct|guarded|canary"
+            )
+        }
     }
 }

@@ -4,7 +4,7 @@ use std::alloc::Layout;
 use std::sync::Barrier;
 use std::time::Instant;
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use bursar_runtime::driver::{Context, Stream};
 use bursar_runtime::{Block, Budget, DeviceMemoryResource, Direct, Pool, PoolSettings, Tag};
 use serde_json::json;
@@ -82,42 +82,65 @@ impl Times {
     }
 }
 
+/// Half of what is free: as much as RMM's own benchmark gives its pool.
+fn capacity(context: &Context) -> Result<u64> {
+    Ok(context.memory_info()?.0 / 2 / (2 * MIB) * (2 * MIB))
+}
+
 /// RMM's cells, alone and shared between eight threads; no allocation may fail.
-pub(crate) fn random(context: &Context, capacity_mib: Option<u64>, quick: bool) -> Result<bool> {
-    let half = context.memory_info()?.0 / 2 / (2 * MIB) * (2 * MIB);
-    let capacity = capacity_mib.map_or(half, |mib| mib * MIB);
+pub(crate) fn random(context: &Context) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
+    let pool = pool(context, capacity(context)?)?;
     let mut right = true;
-    {
-        let pool = pool(context, capacity)?;
-        for (allocations, max_mib) in cells(quick) {
-            let (ms, failed) = alone(&Of(&pool, &stream), allocations, max_mib);
-            right &= row("pool", allocations, max_mib, ms, failed);
-        }
-        for (allocations, max_mib) in cells(quick) {
-            let (ms, failed) = shared(context, &pool, allocations, max_mib)?;
-            right &= row("pool, 8 threads", allocations, max_mib, ms, failed);
-        }
-        let left = pool.bytes_outstanding().total();
-        right &= left == 0;
-        println!(
-            "{}",
-            json!({"row": "left", "bytes": left, "waits": pool.statistics().waits})
-        );
+    for (allocations, max_mib) in CELLS {
+        let (ms, failed) = alone(&Of(&pool, &stream), allocations, max_mib);
+        right &= row("pool", allocations, max_mib, ms, failed);
     }
-    let native = Native::new(context.ordinal(), &stream, capacity)?;
-    for (allocations, max_mib) in cells(quick) {
+    for (allocations, max_mib) in CELLS {
+        let (ms, failed) = shared(context, &pool, allocations, max_mib)?;
+        right &= row("pool, 8 threads", allocations, max_mib, ms, failed);
+    }
+    let left = pool.bytes_outstanding().total();
+    println!(
+        "{}",
+        json!({"row": "left", "bytes": left, "waits": pool.statistics().waits})
+    );
+    Ok(right && left == 0)
+}
+
+/// Cells by turns with another program, one for each line of standard input.
+pub(crate) fn turns(context: &Context, capacity: u64) -> Result<bool> {
+    let _current = context.enter()?;
+    let stream = context.stream()?;
+    let pool = pool(context, capacity)?;
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        let (allocations, max_mib) = line.split_once(' ').context("ALLOCATIONS MIB")?;
+        let cell = Cell {
+            allocations: allocations.parse()?,
+            max_mib: max_mib.parse()?,
+            most_live: MOST_LIVE,
+            seed: 1,
+        };
+        let begun = Instant::now();
+        let failed = random::run(&Of(&pool, &stream), cell);
+        let ms = begun.elapsed().as_secs_f64() * 1e3;
+        println!("{}", json!({"row": "turn", "ms": ms, "failed": failed}));
+    }
+    Ok(true)
+}
+
+/// RMM's cells from the driver's pool.
+pub(crate) fn native(context: &Context) -> Result<bool> {
+    let _current = context.enter()?;
+    let stream = context.stream()?;
+    let native = Native::new(context.ordinal(), &stream, capacity(context)?)?;
+    for (allocations, max_mib) in CELLS {
         let (ms, failed) = alone(&native, allocations, max_mib);
         row("cuMemAllocAsync", allocations, max_mib, ms, failed);
     }
-    Ok(right)
-}
-
-fn cells(quick: bool) -> impl Iterator<Item = (u64, u64)> {
-    CELLS
-        .into_iter()
-        .filter(move |&(allocations, _)| !quick || allocations < 100_000)
+    Ok(true)
 }
 
 fn row(source: &str, allocations: u64, max_mib: u64, ms: Times, failed: u64) -> bool {
@@ -207,9 +230,8 @@ fn together(streams: &[Stream], work: impl Fn(u64, &Stream) -> u64 + Sync) -> (f
 pub(crate) fn pair(context: &Context) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
-    let capacity = context.memory_info()?.0 / 2 / (2 * MIB) * (2 * MIB);
     {
-        let pool = pool(context, capacity)?;
+        let pool = pool(context, capacity(context)?)?;
         for bytes in [256, MIB, 64 * MIB] {
             pair_row("pool", bytes, 1, pairs(&Of(&pool, &stream), bytes));
         }
