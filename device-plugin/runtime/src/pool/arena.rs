@@ -220,6 +220,7 @@ impl Arena {
         let number = shard_of(lane, seat::of_thread());
         let part = &self.parts[number];
         let Some(mut share) = part.share.try_lock() else {
+            // Here again and again means another shard, also for who waits next.
             seat::meet();
             return None;
         };
@@ -396,7 +397,7 @@ impl Arena {
         }
     }
 
-    /// The same without waiting for shards that are in use; whether there was a chunk.
+    /// The same without waiting for shards that are in use, or are a thread's by right; whether there was a chunk.
     fn return_idle_chunks(&self) -> bool {
         let shares = self.parts[1..]
             .iter()
@@ -440,13 +441,8 @@ impl Arena {
         self.parts.get(place.part as usize).ok_or(Refusal::NotLive)
     }
 
-    /// The shard of a lane and the calling thread. A thread that finds others there again and again moves to the next.
+    /// The shard of a lane and the calling thread.
     fn shard(&self, lane: usize) -> (usize, Guard<'_, Share>) {
-        let number = shard_of(lane, seat::of_thread());
-        if let Some(share) = self.parts[number].share.try_lock() {
-            return (number, share);
-        }
-        seat::meet();
         let number = shard_of(lane, seat::of_thread());
         (number, self.parts[number].share.lock())
     }
