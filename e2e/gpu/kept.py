@@ -117,7 +117,7 @@ def wait_for(path):
 
 
 def lease(machine, table, options):
-    """What a lease costs over the driver's own calls, and what of it the system takes to wake two processes one after the other."""
+    """What a lease costs over the driver's own calls, and at least what of it the system takes to wake two one after the other."""
     woken = [row["ns"] for row in machine.lines("wakes", 20)]
     table.add("(b) a connection, two that sleep, and back, p50 / p99", milliseconds(woken), "")
     for gib in options.sizes:

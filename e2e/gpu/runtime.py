@@ -31,8 +31,8 @@ RMM_PAIR = 142
 # What the pool is to be: three times as fast in every cell, and on that day's machine 50 ns a pair.
 AHEAD = 3
 PAIR_SHARE = 50 / RMM_PAIR
-# What each of two programs that take turns has.
-CAPACITY = 48 << 30
+# What each of two programs that take turns has of the GPU, in percent.
+SHARE = 34
 
 
 def rows_of(program, *arguments, bound=500):
@@ -82,27 +82,30 @@ class Turns:
         """Milliseconds, and allocations that failed."""
         self.process.stdin.write("{} {}\n".format(*cell))
         self.process.stdin.flush()
-        row = json.loads(self.process.stdout.readline())
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"{self.process.args} ended with {self.process.wait()}")
+        row = json.loads(line)
         return row["ms"], row["failed"]
 
 
 def by_turns(program, rmm):
-    """For each cell medians of the pool's and of RMM's best resource's milliseconds and of how they compare, and failures.
+    """For each cell medians of the pool's and of RMM's best resource's milliseconds and of how they compare, and what failed in each.
 
     A host that has other work to do makes a program half as fast for seconds: neighbours in time are compared."""
     found = {}
     peers = os.path.join(os.path.dirname(program), "rmm")
-    with Turns(program, "turns", str(CAPACITY)) as pool:
+    with Turns(program, "turns", str(SHARE)) as pool:
         for source in {rmm[cell][1] for cell in RMM}:
-            with Turns(peers, "turns", source, str(CAPACITY)) as peer_:
+            with Turns(peers, "turns", source, str(SHARE)) as peer_:
                 for cell in RMM:
                     if rmm[cell][1] != source:
                         continue
                     pool.run(cell), peer_.run(cell)
                     rows = [(pool.run(cell), peer_.run(cell)) for _ in range(9 if cell[0] == 100000 else 31)]
                     times = [(ours[0], theirs[0], theirs[0] / ours[0]) for ours, theirs in rows]
-                    failed = sum(ours[1] for ours, _ in rows)
-                    found[cell] = *(statistics.median(column) for column in zip(*times)), failed
+                    failed = [sum(turn[1] for turn in turns) for turns in zip(*rows)]
+                    found[cell] = *(statistics.median(column) for column in zip(*times)), *failed
     return found
 
 
@@ -111,19 +114,20 @@ def random(program):
     rmm = peer(program)
     turns = by_turns(program, rmm) if all(source != "another day" for _, source in rmm.values()) else {}
     rows, code, said = rows_of([program], "random")
-    native = {(row["allocations"], row["max_mib"]): row["ms"] for row in rows_of([program], "native")[0]}
+    driver, driver_code, driver_said = rows_of([program], "native")
+    native = {(row["allocations"], row["max_mib"]): row["ms"] for row in driver}
     for row in rows:
         if row["row"] != "random":
             continue
         cell = row["allocations"], row["max_mib"]
         best, resource = rmm[cell]
-        ms, failed, ratio = row["ms"], row["failed"], best / row["ms"]
+        ms, failed, ratio, theirs = row["ms"], row["failed"], best / row["ms"], 0
         if row["source"] == "pool" and cell in turns:
-            ms, best, ratio, more = turns[cell]
+            ms, best, ratio, more, theirs = turns[cell]
             failed += more
         wrong = None
-        if failed:
-            wrong = f"{failed} allocations failed"
+        if failed or theirs:
+            wrong = f"{failed} allocations failed, {theirs} of RMM's"
         elif ratio < AHEAD:
             wrong = f"goal {AHEAD}x"
         took = f"{ms:.3g} ms ({ms * 1e6 / 2 / cell[0]:.0f} ns a step)"
@@ -132,6 +136,8 @@ def random(program):
         yield f"{row['source']}: {cell[0]} to {cell[1]} MiB", took, beside, wrong
     left = next((row for row in rows if row["row"] == "left"), None)
     yield "what is left after all", show(left), "", said[-800:] if code or left is None else None
+    if driver_code:
+        yield "the driver's pool", driver_said[-800:], "", f"exit code {driver_code}"
 
 
 def pair(program):

@@ -157,7 +157,8 @@ fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
     Ok(())
 }
 
-/// A lease's way without memory: by the agent to the worker and back, all of them asleep for as long as a sweep takes.
+/// A lease's way without memory, by the agent to the worker and back, all of them asleep for as long as a sweep takes. They are
+/// threads here: processes are not woken sooner.
 fn wakes(rounds: u32) -> Done {
     let name = format!("kept wakes {}", std::process::id());
     let agent = SocketAddr::from_abstract_name(name)?;

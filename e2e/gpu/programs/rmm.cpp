@@ -1,7 +1,7 @@
 // RMM's resources on RMM's random allocations and on one allocation and its free, for e2e/gpu/runtime.py: the peer on the
 // same machine in the same minutes. The steps are those of device-plugin/runtime/examples/runtime_bench/random.rs, the
 // numbers libstdc++'s own. docs/benchmarks.md says how it is built. Prints a line of JSON for each row; with the arguments
-// `turns SOURCE BYTES` one for each line "ALLOCATIONS MIB" that it reads: that cell once, from so large a resource.
+// `turns SOURCE PERCENT` one for each line "ALLOCATIONS MIB" that it reads: that cell once, from so much of the GPU.
 
 #include <cuda/stream_ref>
 #include <rmm/cuda_device.hpp>
@@ -172,7 +172,14 @@ int main(int argc, char** argv) {
   // Rows that were measured are there, whatever happens next.
   std::setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);
   rmm::mr::cuda_memory_resource const cuda{};
-  Wanted const wanted = argc == 4 ? Wanted{argv[2], std::stoull(argv[3])} : Wanted{"", rmm::percent_of_free_device_memory(50)};
+  bool const by_turns = argc == 4 && argv[1] == std::string{"turns"};
+  if (argc > 1 && !by_turns) {
+    std::fprintf(stderr, "usage: rmm [turns SOURCE PERCENT]\n");
+    return 2;
+  }
+  Wanted const wanted = by_turns
+    ? Wanted{argv[2], rmm::available_device_memory().second / 100 * std::stoull(argv[3]) / MIB * MIB}
+    : Wanted{"", rmm::percent_of_free_device_memory(50)};
   if (wanted.begins_with("arena")) {
     rmm::mr::arena_memory_resource arena{cuda, wanted.bytes};
     wanted.of("arena", arena);

@@ -1,7 +1,7 @@
 //! Measures the pool against the driver's own, and tries what only a GPU can show.
 //!
 //! usage: runtime-bench random                         RMM's random allocations, one thread and eight
-//!        runtime-bench turns BYTES                    for each line "ALLOCATIONS MIB" it reads, that cell once, from so large a pool
+//!        runtime-bench turns PERCENT                  for each line "ALLOCATIONS MIB" it reads, that cell once, from so much of the GPU
 //!        runtime-bench native                         the cells from the driver's pool, one thread
 //!        runtime-bench pair                           one allocation and its free, one thread and eight
 //!        runtime-bench steal                          two streams and one block, its data checked
@@ -48,14 +48,14 @@ fn run() -> Result<bool> {
     let words: Vec<_> = arguments.iter().map(String::as_str).collect();
     match words[..] {
         ["random"] => measure::random(&context()?),
-        ["turns", bytes] => measure::turns(&context()?, bytes.parse()?),
+        ["turns", percent] => measure::turns(&context()?, percent.parse()?),
         ["native"] => measure::native(&context()?),
         ["pair"] => measure::pair(&context()?),
         ["steal"] => steal::run(&context()?),
         ["planted", how] => planted::run(&context()?, how),
         _ => {
             bail!(
-                "usage: runtime-bench random | native | pair | steal | planted direct|guarded|canary"
+                "usage: runtime-bench random | turns PERCENT | native | pair | steal | planted direct|guarded|canary"
             )
         }
     }

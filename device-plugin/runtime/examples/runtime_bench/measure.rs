@@ -110,9 +110,10 @@ pub(crate) fn random(context: &Context) -> Result<bool> {
 }
 
 /// Cells by turns with another program, one for each line of standard input.
-pub(crate) fn turns(context: &Context, capacity: u64) -> Result<bool> {
+pub(crate) fn turns(context: &Context, percent: u64) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
+    let capacity = context.memory_info()?.1 / 100 * percent / (2 * MIB) * (2 * MIB);
     let pool = pool(context, capacity)?;
     for line in std::io::stdin().lines() {
         let line = line?;
@@ -136,11 +137,12 @@ pub(crate) fn native(context: &Context) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
     let native = Native::new(context.ordinal(), &stream, capacity(context)?)?;
+    let mut right = true;
     for (allocations, max_mib) in CELLS {
         let (ms, failed) = alone(&native, allocations, max_mib);
-        row("cuMemAllocAsync", allocations, max_mib, ms, failed);
+        right &= row("cuMemAllocAsync", allocations, max_mib, ms, failed);
     }
-    Ok(true)
+    Ok(right)
 }
 
 fn row(source: &str, allocations: u64, max_mib: u64, ms: Times, failed: u64) -> bool {
