@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
 
+use bursar_protocol::wire::Reason;
 use bursar_protocol::wire::kept::KeptRefusal;
 use bursar_runtime::driver::DriverError;
 use bursar_runtime::kept::KeptError;
@@ -77,7 +78,7 @@ impl From<KeptError> for Failure {
 fn status(error: &KeptError) -> Status {
     match error {
         KeptError::Name { .. } | KeptError::OutOfRange { .. } => Status::Invalid,
-        KeptError::Agent { .. } => Status::Busy,
+        KeptError::Agent { .. } | KeptError::Goodbye(Reason::Busy) => Status::Busy,
         KeptError::Goodbye(_) => Status::Refused,
         KeptError::Unexpected => Status::Internal,
         KeptError::Corrupt { .. } | KeptError::Lost { .. } => Status::Corrupt,
@@ -112,4 +113,16 @@ pub(crate) fn text() -> *const c_char {
 
 pub(crate) fn cuda() -> i32 {
     LAST.with_borrow(|(cuda, _)| *cuda)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_be_answered_otherwise_later_is_busy() {
+        let status = |reason| super::status(&KeptError::Goodbye(reason));
+        assert_eq!(status(Reason::Busy), Status::Busy);
+        assert_eq!(status(Reason::Identity), Status::Refused);
+    }
 }
