@@ -158,7 +158,7 @@ pub struct ContextPolicy {
     #[serde(default)]
     pub action: ContextAction,
 
-    /// How many restarts, in place or not, one pod gets within the window; then it is evicted.
+    /// How many restarts, in place or not, one container gets within the window; then its pod is evicted.
     #[serde(default = "default_max_restarts")]
     #[schemars(range(min = 0, max = 100))]
     pub max_restarts: i32,

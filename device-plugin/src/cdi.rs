@@ -1,4 +1,4 @@
-//! The CDI device of one allocation (design section 6), as a value.
+//! The CDI device of one allocation, as a value.
 //!
 //! A device is mounts, device nodes and two variables; it has no hooks, so it needs no NVIDIA
 //! container runtime and works in user namespaces. The file that holds it also carries the

@@ -46,7 +46,7 @@ pub const POISON_SINCE: u16 = 2;
 /// The first version whose processes are told that a lease is [made](wire::kept::KeptAnswer::Made).
 pub const MADE_SINCE: u16 = 3;
 
-/// The folder of the agent's socket as a container sees it (design section 5).
+/// The folder of the agent's socket as a container sees it.
 pub const CONTAINER_RUN_DIR: &str = "/run/bursar";
 
 /// The name of the agent's socket inside its folder.

@@ -1,7 +1,7 @@
 //! The identity of memory as it is told to others, sealed by the node so that nobody can make one up.
 //!
 //! ```text
-//! process A -- own, kept --> agent     a token: node, GPU, container, G, P, L, block (design section 8), and a seal
+//! process A -- own, kept --> agent     a token: node, GPU, container, G, P, L, block, and a seal
 //!     |
 //!     |  the token's bytes, by any channel
 //!     v

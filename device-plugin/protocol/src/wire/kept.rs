@@ -174,8 +174,8 @@ pub enum KeptRefusal {
     /// The part of the node that would do it is away: ask again later.
     #[error("kept memory is not available now")]
     Unavailable,
-    /// The container may not have that many leases, or none so large.
-    #[error("more leases than a container may have")]
+    /// The container may own no more leases, or no more pods may have this one open.
+    #[error("a container may own no more leases, or no more pods may have this one open")]
     TooMany,
     /// Kept memory is switched off on this node.
     #[error("this node keeps no memory: it is switched off")]

@@ -47,7 +47,7 @@ impl TryFrom<Vec<u8>> for GpuToken {
     }
 }
 
-/// Which memory of all nodes (design section 8).
+/// Which memory of all nodes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct MemoryId {
     /// The node's name in the cluster, at most [`MAX_NODE`] bytes.

@@ -7,7 +7,8 @@
  * and their limits.
  *
  * Every function is safe to call from any thread, and none panics or throws. A lease may be used by one thread at a
- * time or several; a call waits for another one on the same lease. CUDA is the driver that the process has: in a container
+ * time or several; a call waits for another one on the same lease, but for bursar_close and bursar_discard: these end it, so
+ * nobody may be using it then, or after. CUDA is the driver that the process has: in a container
  * of Bursar's, its quota.
  */
 #ifndef BURSAR_H
@@ -32,9 +33,9 @@ typedef enum bursar_status {
     BURSAR_QUOTA = 4,
     /* The content is not what was committed, or is lost; the lease is discarded. */
     BURSAR_CORRUPT = 5,
-    /* The right to commit has ended; the lease is discarded. */
+    /* The right to commit has ended; the lease is discarded, unless it is another's to write by now. */
     BURSAR_FENCED = 6,
-    /* This node keeps no memory, or not for this container. */
+    /* This node keeps no memory, or not for this container, or no more of it. */
     BURSAR_REFUSED = 7,
     /* The driver failed: bursar_cuda() has its CUresult. */
     BURSAR_DRIVER = 8,

@@ -25,11 +25,11 @@ class Corrupt(Error):
 
 
 class Fenced(Error):
-    """The right to commit has ended; the lease is discarded."""
+    """The right to commit has ended; the lease is discarded, unless it is another's to write by now."""
 
 
 class Refused(Error):
-    """This node keeps no memory, or not for this container."""
+    """This node keeps no memory, or not for this container, or no more of it."""
 
 
 class DriverError(Error):
