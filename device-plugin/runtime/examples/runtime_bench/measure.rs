@@ -84,7 +84,12 @@ impl Times {
 
 /// Half of what is free: as much as RMM's own benchmark gives its pool.
 fn capacity(context: &Context) -> Result<u64> {
-    Ok(context.memory_info()?.0 / 2 / (2 * MIB) * (2 * MIB))
+    Ok(whole_steps(context.memory_info()?.0 / 2))
+}
+
+/// In the driver's steps of linear memory.
+fn whole_steps(bytes: u64) -> u64 {
+    bytes / (2 * MIB) * (2 * MIB)
 }
 
 /// RMM's cells, alone and shared between eight threads; no allocation may fail.
@@ -113,8 +118,8 @@ pub(crate) fn random(context: &Context) -> Result<bool> {
 pub(crate) fn turns(context: &Context, percent: u64) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
-    let capacity = context.memory_info()?.1 / 100 * percent / (2 * MIB) * (2 * MIB);
-    let pool = pool(context, capacity)?;
+    let total = context.memory_info()?.1;
+    let pool = pool(context, whole_steps(total / 100 * percent))?;
     for line in std::io::stdin().lines() {
         let line = line?;
         let (allocations, max_mib) = line.split_once(' ').context("ALLOCATIONS MIB")?;

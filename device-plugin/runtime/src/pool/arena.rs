@@ -220,7 +220,7 @@ impl Arena {
         let number = shard_of(lane, seat::of_thread());
         let part = &self.parts[number];
         let Some(mut share) = part.share.try_lock() else {
-            // Here again and again means another shard, also for who waits next.
+            // Who comes here again and again gets another shard, and waits for that one from now on.
             seat::meet();
             return None;
         };
