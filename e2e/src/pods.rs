@@ -608,18 +608,6 @@ impl Pods {
         self.logged(name, LogParams::default()).await
     }
 
-    /// What the pod's container printed before it was restarted last.
-    ///
-    /// # Errors
-    /// When it was not, or its log cannot be read.
-    pub async fn log_before(&self, name: &str) -> Result<String, PodError> {
-        let params = LogParams {
-            previous: true,
-            ..LogParams::default()
-        };
-        self.logged(name, params).await
-    }
-
     /// When the pod's container printed its first line, by the node's clock; none before it did.
     ///
     /// # Errors

@@ -48,8 +48,8 @@ pub(crate) enum Command {
     Fault {
         /// How often
         #[arg(long)]
-        times: u32,
-        /// Where the starts are counted
+        times: usize,
+        /// Where the starts that ended so are recorded, a line each; the start that does not fault prints them all
         #[arg(long, default_value = "/faults")]
         file: PathBuf,
         /// How much is held, as 6Gi

@@ -1,11 +1,13 @@
 //! What the program does.
 #![forbid(unsafe_code)]
 
+use std::fs::File;
+use std::io::{ErrorKind, Write as _};
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::args::{Args, Command, Order, Take, Then};
 use crate::cuda::{self, Refusal};
@@ -121,28 +123,32 @@ fn churn(bytes: u64, chunk: u64) -> anyhow::Result<ExitCode> {
 const BEFORE_FAULT: Duration = Duration::from_millis(250);
 
 fn fault(
-    times: u32,
+    times: usize,
     file: &Path,
     bytes: u64,
     keep: Option<u64>,
     delay: Duration,
     blind: bool,
 ) -> anyhow::Result<ExitCode> {
-    let before: u32 = match std::fs::read_to_string(file) {
-        Ok(text) => text.trim().parse()?,
-        Err(_) => 0,
+    let mut starts = match std::fs::read_to_string(file) {
+        Ok(text) => text
+            .lines()
+            .map(serde_json::from_str)
+            .collect::<Result<Vec<Value>, _>>()?,
+        Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+        Err(error) => return Err(error.into()),
     };
+    let before = starts.len();
     cuda::use_device(0)?;
     let held = cuda::allocate(bytes);
     // Mapped until the end of the image.
     let (_kept, told) = keep.map(kept::keep).transpose()?.unzip();
-    println!(
-        "{}",
-        json!({ "event": "started", "at": now()?, "faults": before, "refused": held.as_ref().err(), "kept": told,
-            "pid": std::process::id() })
-    );
+    let start = json!({ "event": "started", "at": now()?, "faults": before, "refused": held.as_ref().err(), "kept": told,
+        "pid": std::process::id() });
+    println!("{start}");
     if before < times {
-        std::fs::write(file, (before + 1).to_string())?;
+        let mut record = File::options().create(true).append(true).open(file)?;
+        record.write_all(format!("{start}\n").as_bytes())?;
         std::thread::sleep(delay);
         println!("{}", json!({ "event": "faulting", "at": now()? }));
         let answer = cuda::fault()?;
@@ -153,7 +159,11 @@ fn fault(
             ExitCode::FAILURE
         });
     }
-    println!("{}", json!({ "event": "steady", "faults": before }));
+    starts.push(start);
+    println!(
+        "{}",
+        json!({ "event": "steady", "faults": before, "starts": starts })
+    );
     Ok(finish(Then::Hold))
 }
 
