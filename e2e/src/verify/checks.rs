@@ -2,7 +2,7 @@
 
 use std::process::Command;
 
-use super::{cluster, tools};
+use super::{COMPILES, cluster, tools};
 use crate::cargo;
 use crate::folders;
 use crate::kube;
@@ -24,8 +24,17 @@ enum How {
     Test(&'static [&'static str]),
     /// A function of this program.
     Here(fn() -> anyhow::Result<()>),
-    /// A trial on the cluster that all of them share.
+    /// As `Test`, in a lane of its own: it waits for minutes and hardly computes.
+    Waits(&'static [&'static str]),
+    /// A trial on the cluster that all of them share, in one lane.
     OnCluster,
+}
+
+/// What may run beside other checks: one that waits, or the trials on the cluster.
+pub(super) struct Lane {
+    pub(super) name: &'static str,
+    pub(super) shows: String,
+    pub(super) command: Command,
 }
 
 const fn cargo_check(
@@ -85,6 +94,7 @@ const CHECKS: &[Check] = &[
         shows: "helm lints and renders the chart for Kubernetes 1.34 to 1.37, and its schema refuses bad values",
         how: How::Here(chart),
     },
+    test_check(COMPILES, "every test compiles", &["--no-run"]),
     test_check(
         "main/generated",
         "the CRDs in the chart are those of the types",
@@ -155,13 +165,14 @@ const CHECKS: &[Check] = &[
         // They wait for clocks and not for a processor.
         &["--test", "operator", "--", "--test-threads=8"],
     ),
-    test_check(
-        "operator/api/server",
-        "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, twice, \
-         again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes and faults, \
-         then a minute without a write; quota churn; steering of every shape of pod; what policies and rights refuse",
-        &["--test", "api"],
-    ),
+    Check {
+        name: "operator/api/server",
+        shows: "the operator against the real API server: crashes, failing and unanswered writes, watches that tell late, \
+                twice, again or nothing, silence, two operators, no controller manager, through changes of budgets, nodes \
+                and faults, then a minute without a write; quota churn; steering of every shape of pod; what policies and \
+                rights refuse",
+        how: How::Waits(&["--test", "api"]),
+    },
     test_check(
         "enforcement/quota",
         "real processes are held to their quota to the byte, past kills and agent restarts",
@@ -271,19 +282,43 @@ pub(super) fn all() -> Vec<Check> {
     CHECKS.iter().copied().chain(trials).collect()
 }
 
+/// The lanes of those of these checks that have one.
+pub(super) fn lanes(checks: &[&Check]) -> Vec<Lane> {
+    let (mut lanes, mut trials) = (Vec::new(), Vec::new());
+    for check in checks {
+        match check.how {
+            How::Waits(targets) => lanes.push(Lane {
+                name: check.name,
+                shows: check.shows.to_owned(),
+                command: tests(targets),
+            }),
+            How::OnCluster => trials.push(check.name),
+            How::Cargo(_) | How::Test(_) | How::Here(_) => {}
+        }
+    }
+    if !trials.is_empty() {
+        lanes.push(Lane {
+            name: "main/cluster",
+            shows: format!("on a real cluster: {}", trials.join(", ")),
+            command: cluster::command(&trials),
+        });
+    }
+    lanes
+}
+
 impl Check {
     pub(super) fn run(&self) -> anyhow::Result<()> {
         match self.how {
             How::Cargo(arguments) => succeed(cargo::command().args(arguments)),
-            How::Test(targets) => test(targets),
+            How::Test(targets) | How::Waits(targets) => succeed(&mut tests(targets)),
             How::Here(function) => function(),
-            How::OnCluster => cluster::run(&[self.name]),
+            How::OnCluster => succeed(&mut cluster::command(&[self.name])),
         }
     }
 
-    /// It runs on the cluster that trials share.
-    pub(super) fn on_cluster(&self) -> bool {
-        matches!(self.how, How::OnCluster)
+    /// It has a lane.
+    pub(super) fn waits(&self) -> bool {
+        matches!(self.how, How::Waits(_) | How::OnCluster)
     }
 }
 
@@ -297,17 +332,13 @@ pub(super) fn succeed(command: &mut Command) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Compiles all tests.
-pub(super) fn compile() -> anyhow::Result<()> {
-    test(&["--no-run"])
-}
-
-fn test(targets: &[&str]) -> anyhow::Result<()> {
-    succeed(
-        cargo::command()
-            .args(["test", "--quiet", "--locked", "--workspace"])
-            .args(targets),
-    )
+/// `cargo test` of these targets.
+fn tests(targets: &[&str]) -> Command {
+    let mut command = cargo::command();
+    command
+        .args(["test", "--quiet", "--locked", "--workspace"])
+        .args(targets);
+    command
 }
 
 fn deny() -> anyhow::Result<()> {
@@ -321,7 +352,7 @@ fn deny() -> anyhow::Result<()> {
 
 fn loader() -> anyhow::Result<()> {
     kube::require_compilers(&Progress::start())?;
-    test(&["--test", "loader"])
+    succeed(&mut tests(&["--test", "loader"]))
 }
 
 fn chart() -> anyhow::Result<()> {

@@ -2,7 +2,6 @@
 
 use std::process::Command;
 
-use super::checks;
 use crate::cargo;
 use crate::folders;
 
@@ -119,12 +118,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
 ];
 
-/// Runs these trials, on one cluster.
-pub(super) fn run(names: &[&str]) -> anyhow::Result<()> {
-    checks::succeed(&mut command(names))
-}
-
-/// The command that does.
+/// The command that runs these trials, on one cluster.
 pub(super) fn command(names: &[&str]) -> Command {
     let mut command = cargo::command();
     // As the other tests are compiled.

@@ -4,8 +4,8 @@
 //! so that a test runner's closing line is seen where it is said.
 //!
 //! ```text
-//!   what compiles and computes --> what waits more than it computes, one check after another --> what the trials printed
-//!                             \--> the trials on the cluster, beside them ----------------------/
+//!   what compiles --> most checks, one after another --> what those beside them printed
+//!                \--> what waits for minutes, in lanes --/
 //! ```
 
 mod checks;
@@ -13,19 +13,21 @@ mod cluster;
 mod tools;
 
 use std::fs::File;
-use std::io::Seek as _;
-use std::process::{Child, ExitCode};
+use std::io::{self, Seek as _};
+use std::panic::resume_unwind;
+use std::process::ExitCode;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use clap::Args;
 
 pub use self::cluster::TRIALS;
 
-use self::checks::Check;
+use self::checks::{Check, Lane};
 use crate::progress::Progress;
 
 /// The last of the checks that have the processors to themselves.
-const COMPUTES: &str = "main/unit";
+const COMPILES: &str = "main/tests";
 
 /// What `cargo verify` is asked to do.
 #[derive(Debug, Args)]
@@ -44,12 +46,15 @@ pub enum VerifyError {
     /// `--only` names nothing.
     #[error("--only {0}: no check or area has this name; `cargo verify --list` prints them")]
     Unknown(String),
+    /// There is no file for what a check prints.
+    #[error("no file for the output of checks that run beside others: {0}")]
+    Output(#[from] io::Error),
 }
 
 /// Runs the checks asked for, the cheap ones first, all of them even when one fails.
 ///
 /// # Errors
-/// When `args` name a check that is not there.
+/// When `args` name a check that is not there, or no temporary file can be made.
 pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let all = checks::all();
     let chosen = select(&all, &args.only)?;
@@ -65,28 +70,25 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
         return Ok(ExitCode::SUCCESS);
     }
     let progress = Progress::start();
-    let (trials, checks): (Vec<&Check>, Vec<&Check>) =
-        chosen.into_iter().partition(|check| check.on_cluster());
-    let names: Vec<&str> = trials.iter().map(|check| check.name).collect();
-    let (mut outcomes, mut beside) = (Vec::new(), None);
-    for check in &checks {
-        outcomes.push(carry_out(
-            check.name,
-            check.shows,
-            || check.run(),
-            &progress,
-        ));
-        if check.name == COMPUTES && !names.is_empty() {
-            beside = Some(Beside::start(&names));
+    let mut lanes = checks::lanes(&chosen);
+    let (mut outcomes, mut beside) = (Vec::new(), Vec::new());
+    for check in chosen.iter().filter(|check| !check.waits()) {
+        let run = || timed(|| check.run());
+        outcomes.push(carry_out(check.name, check.shows, run, &progress));
+        if check.name == COMPILES {
+            for lane in lanes.drain(..) {
+                beside.push(Beside::start(lane)?);
+            }
         }
     }
-    if !names.is_empty() {
-        let shows = format!("on a real cluster: {}", names.join(", "));
-        let run = || match beside {
-            Some(started) => started?.end(),
-            None => cluster::run(&names),
-        };
-        outcomes.push(carry_out("main/cluster", &shows, run, &progress));
+    for lane in beside {
+        let (name, shows) = (lane.name, lane.shows.clone());
+        outcomes.push(carry_out(name, &shows, || lane.end(), &progress));
+    }
+    // Those that nothing runs beside are seen while they run.
+    for mut lane in lanes {
+        let run = || timed(|| checks::succeed(&mut lane.command));
+        outcomes.push(carry_out(lane.name, &lane.shows, run, &progress));
     }
     Ok(report(&outcomes))
 }
@@ -110,30 +112,53 @@ fn select<'a>(checks: &'a [Check], only: &[String]) -> Result<Vec<&'a Check>, Ve
     Ok(checks.iter().filter(wanted).collect())
 }
 
-/// The trials on the cluster, whose output is kept.
+/// A lane that runs, and whose output is kept.
 struct Beside {
-    program: Child,
+    name: &'static str,
+    shows: String,
     output: File,
+    end: JoinHandle<Timed>,
 }
 
 impl Beside {
-    fn start(names: &[&str]) -> anyhow::Result<Self> {
-        checks::compile()?;
+    fn start(lane: Lane) -> io::Result<Self> {
+        let Lane {
+            name,
+            shows,
+            mut command,
+        } = lane;
         let output = tempfile::tempfile()?;
-        let program = cluster::command(names)
+        command
             .stdout(output.try_clone()?)
-            .stderr(output.try_clone()?)
-            .spawn()?;
-        Ok(Self { program, output })
+            .stderr(output.try_clone()?);
+        let end = thread::spawn(move || timed(|| checks::succeed(&mut command)));
+        Ok(Self {
+            name,
+            shows,
+            output,
+            end,
+        })
     }
 
-    fn end(mut self) -> anyhow::Result<()> {
-        let status = self.program.wait()?;
-        self.output.rewind()?;
-        std::io::copy(&mut self.output, &mut std::io::stdout())?;
-        anyhow::ensure!(status.success(), "the trials: {status}");
-        Ok(())
+    /// Waits for its end, and prints what it printed.
+    fn end(mut self) -> Timed {
+        let (took, answer) = self.end.join().unwrap_or_else(|panic| resume_unwind(panic));
+        let mut print = || {
+            self.output.rewind()?;
+            io::copy(&mut self.output, &mut io::stdout())
+        };
+        let printed = print().map(drop).map_err(Into::into);
+        (took, answer.and(printed))
     }
+}
+
+/// How long a check took, and its answer.
+type Timed = (Duration, anyhow::Result<()>);
+
+fn timed(run: impl FnOnce() -> anyhow::Result<()>) -> Timed {
+    let start = Instant::now();
+    let answer = run();
+    (start.elapsed(), answer)
 }
 
 struct Outcome {
@@ -145,16 +170,15 @@ struct Outcome {
 fn carry_out(
     name: &'static str,
     shows: &str,
-    run: impl FnOnce() -> anyhow::Result<()>,
+    run: impl FnOnce() -> Timed,
     progress: &Progress,
 ) -> Outcome {
     progress.say(format_args!("{name}: {shows}"));
-    let start = Instant::now();
-    let failure = run().err().map(|error| error.to_string());
+    let (took, answer) = run();
     Outcome {
         name,
-        took: start.elapsed(),
-        failure,
+        took,
+        failure: answer.err().map(|error| error.to_string()),
     }
 }
 
@@ -216,6 +240,19 @@ mod tests {
         assert!(area.len() > 1);
         assert_eq!(names(&["main"]).unwrap(), area);
         assert_eq!(names(&[area[0]]).unwrap(), [area[0]]);
+    }
+
+    #[test]
+    fn what_waits_has_a_lane_and_the_trials_have_one_together() {
+        let all = checks::all();
+        let lanes = |only: &str| {
+            let chosen = select(&all, &[only.to_owned()]).unwrap();
+            let lanes = checks::lanes(&chosen);
+            lanes.iter().map(|lane| lane.name).collect::<Vec<_>>()
+        };
+        assert!(lanes("enforcement/quota").is_empty());
+        assert_eq!(lanes("enforcement/cluster"), ["main/cluster"]);
+        assert_eq!(lanes("operator"), ["operator/api/server", "main/cluster"]);
     }
 
     #[test]
