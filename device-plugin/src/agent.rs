@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kube::Client;
-use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
@@ -328,7 +327,7 @@ impl Parts {
     /// Serves metrics and health.
     async fn serve(&mut self, config: &Config, sources: Sources) -> Result<(), AgentError> {
         let address = config.http_listen;
-        let listener = TcpListener::bind(address)
+        let listener = http::listen(address)
             .await
             .map_err(|source| AgentError::Listen { address, source })?;
         if let Ok(address) = listener.local_addr() {
@@ -506,6 +505,8 @@ fn hurried(mut config: kube::Config) -> kube::Config {
 
 #[cfg(test)]
 mod tests {
+    use tokio::net::TcpListener;
+
     use super::*;
 
     #[tokio::test]

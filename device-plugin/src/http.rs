@@ -1,5 +1,6 @@
 //! Serves `/metrics`, `/healthz` and `/readyz`.
 
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use axum::Router;
@@ -52,6 +53,15 @@ pub struct Sources {
     pub health: Pulse,
     /// `/readyz`: pods can be given GPU memory now.
     pub readiness: watch::Receiver<Verdict>,
+}
+
+/// Listens at the address; at `[::]` for IPv4 too, and for IPv4 alone where the kernel has nothing else.
+pub(crate) async fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
+    match address.ip() {
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED) => TcpListener::bind(&[address, ipv4][..]).await,
+        _ => TcpListener::bind(address).await,
+    }
 }
 
 /// Serves until `shutdown`. Fails only if the listener does.
@@ -143,5 +153,20 @@ mod tests {
         let after = |seconds| Pulse(pulse.clone()).verdict(beat + Duration::from_secs(seconds));
         assert_eq!(after(30), Verdict::Well);
         assert!(matches!(after(31), Verdict::Unwell(why) if why.contains("stands still")));
+    }
+
+    #[tokio::test]
+    async fn every_address_is_that_of_ipv4_too() {
+        let every = listen(SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)));
+        let every = every.await.expect("a free port");
+        let port = every.local_addr().expect("an address").port();
+        for address in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
+            let address: IpAddr = address;
+            // Unless the machine has no such address.
+            if TcpListener::bind((address, 0)).await.is_ok() {
+                let connected = TcpStream::connect((address, port)).await;
+                connected.expect("it listens there");
+            }
+        }
     }
 }

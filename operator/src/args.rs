@@ -18,7 +18,7 @@ use crate::placement::Rules;
 )]
 pub struct Args {
     /// Where /metrics, /healthz and /readyz are served
-    #[arg(long, value_name = "ADDRESS", default_value = "0.0.0.0:9401")]
+    #[arg(long, value_name = "ADDRESS", default_value = "[::]:9401")]
     pub listen: SocketAddr,
     /// What one token stands for: 1Gi, 512Mi or 256Mi, the same as the agents'
     #[arg(long, value_name = "SIZE", default_value = "1Gi")]
@@ -70,7 +70,7 @@ mod tests {
     fn the_arguments_that_the_chart_passes_are_understood() {
         let args = Args::try_parse_from([
             "bursar-operator",
-            "--listen=0.0.0.0:9401",
+            "--listen=[::]:9401",
             "--quantum=512Mi",
             "--move-waiters=false",
             "--disruption-grace=5",

@@ -1,5 +1,7 @@
 //! Serves `/metrics`, `/healthz` and `/readyz`.
 
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+
 use axum::Router;
 use axum::extract::State;
 use axum::http::{StatusCode, header};
@@ -22,6 +24,15 @@ pub struct Sources {
     pub pulse: Pulse,
     /// `/readyz`: everything has been listed once, so what is published is the truth.
     pub world: watch::Receiver<World>,
+}
+
+/// Listens at the address; at `[::]` for IPv4 too, and for IPv4 alone where the kernel has nothing else.
+pub async fn listen(address: SocketAddr) -> std::io::Result<TcpListener> {
+    let ipv4 = SocketAddr::from((Ipv4Addr::UNSPECIFIED, address.port()));
+    match address.ip() {
+        IpAddr::V6(Ipv6Addr::UNSPECIFIED) => TcpListener::bind(&[address, ipv4][..]).await,
+        _ => TcpListener::bind(address).await,
+    }
 }
 
 /// Serves until `shutdown`. Fails only if the listener does.
@@ -87,6 +98,7 @@ mod tests {
     use super::*;
     use crate::pulse::HANGS;
     use crate::world::kinds;
+    use tokio::net::TcpStream;
 
     async fn get(sources: &Sources, path: &str) -> (StatusCode, String) {
         let request = http::Request::get(path).body(Body::empty());
@@ -124,5 +136,20 @@ mod tests {
         let (ready, said) = get(&sources, "/readyz").await;
         assert_eq!(ready, StatusCode::SERVICE_UNAVAILABLE, "{said}");
         assert!(said.starts_with("not listed yet: "), "{said}");
+    }
+
+    #[tokio::test]
+    async fn every_address_is_that_of_ipv4_too() {
+        let every = listen(SocketAddr::from((Ipv6Addr::UNSPECIFIED, 0)));
+        let every = every.await.expect("a free port");
+        let port = every.local_addr().expect("an address").port();
+        for address in [Ipv4Addr::LOCALHOST.into(), Ipv6Addr::LOCALHOST.into()] {
+            let address: IpAddr = address;
+            // Unless the machine has no such address.
+            if TcpListener::bind((address, 0)).await.is_ok() {
+                let connected = TcpStream::connect((address, port)).await;
+                connected.expect("it listens there");
+            }
+        }
     }
 }

@@ -4,9 +4,8 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use bursar_operator::args::{Args, LogFormat};
-use bursar_operator::{observe, operator};
+use bursar_operator::{http, observe, operator};
 use clap::Parser;
-use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
@@ -29,7 +28,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     log(args)?;
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
-    let listener = TcpListener::bind(args.listen)
+    let listener = http::listen(args.listen)
         .await
         .with_context(|| format!("cannot listen on {}: choose another --listen", args.listen))?;
     let client = observe::client().await.context(

@@ -196,7 +196,7 @@ impl Default for Audit {
 impl Default for Http {
     fn default() -> Self {
         Self {
-            listen: "0.0.0.0:9400".into(),
+            listen: "[::]:9400".into(),
         }
     }
 }
@@ -225,7 +225,7 @@ impl File {
             http_listen: http.listen.parse().map_err(|_| Wrong {
                 field: "http.listen",
                 value: http.listen,
-                problem: "is not an address and a port: write for example 0.0.0.0:9400".into(),
+                problem: "is not an address and a port: write for example [::]:9400".into(),
             })?,
         })
     }
