@@ -114,7 +114,7 @@ impl Place {
         format!("{}/default", self.budgets_path())
     }
 
-    fn budgets_path(&self) -> String {
+    pub(crate) fn budgets_path(&self) -> String {
         let name = &self.name;
         format!("/apis/bursar.dev/v1alpha1/namespaces/{name}/gpumemorybudgets")
     }

@@ -24,6 +24,7 @@ pub(crate) async fn policies(server: &Server) -> Result<String, Failed> {
     let at = Place::make(server, "policed").await?;
     let rows = rows(&at).await?;
     needs_a_budget(server, &at).await?;
+    per_container(&at).await?;
     let accounts = who_lists_pods(server).await?;
     Ok(format!(
         "{rows} pods let in or refused; of {accounts} accounts one lists pods"
@@ -37,6 +38,14 @@ fn pod(asks: Value, init: Value, annotations: Value) -> Value {
         "metadata": { "name": "row", "annotations": annotations },
         "spec": { "containers": [container("c", asks)], "initContainers": [container("init", init)] },
     })
+}
+
+/// A pod that asks, and mounts something there.
+fn mounting(path: &str) -> Value {
+    let mut pod = pod(json!({ DEVICE: "16" }), json!({}), json!({}));
+    pod["spec"]["volumes"] = json!([{ "name": "v", "emptyDir": {} }]);
+    pod["spec"]["containers"][0]["volumeMounts"] = json!([{ "name": "v", "mountPath": path }]);
+    pod
 }
 
 /// Why the API server would refuse the pod; empty where it would not.
@@ -55,8 +64,17 @@ async fn rows(at: &Place) -> Result<usize, Failed> {
         format!("container {container}: {resource} counts tokens of 1Gi: write {write}, not {not}")
     };
     let ours = "an annotation cdi.k8s.io/ names a device of bursar.dev";
+    let covers =
+        |path: &str| format!("a volume is mounted at {path}, where the GPU memory quota is held");
     let rows = [
         (pod(json!({ DEVICE: "16" }), none(), none()), String::new()),
+        (mounting("/data/opt/bursar"), String::new()),
+        (mounting("//opt/bursar/lib"), covers("//opt/bursar/lib")),
+        (mounting("opt/bursar/lib"), covers("opt/bursar/lib")),
+        (
+            mounting("usr/lib64/libcuda.so.1"),
+            covers("usr/lib64/libcuda.so.1"),
+        ),
         (
             pod(json!({ DEVICE: "16Gi" }), none(), none()),
             tokens("c", DEVICE, 16, "16Gi"),
@@ -128,27 +146,49 @@ async fn needs_a_budget(server: &Server, at: &Place) -> Result<(), Failed> {
         object
     });
     server.plane.apply(policy.collect()).await?;
-    let asks = || pod(json!({ DEVICE: "4" }), json!({}), json!({}));
-    let until = async |words: &str| {
-        let begin = Instant::now();
-        loop {
-            let said = refusal(at, asks()).await?;
-            if said.contains(words) && said.is_empty() == words.is_empty() {
-                return Ok::<(), Failed>(());
-            }
-            if begin.elapsed() > HEEDED {
-                return Err(format!("not {words:?} but {said:?}").into());
-            }
-            sleep(Duration::from_millis(200)).await;
-        }
-    };
-    until(NO_BUDGET).await?;
+    until(at, NO_BUDGET).await?;
     let quiet = refusal(at, pod(json!({}), json!({}), json!({}))).await?;
     assert_eq!(quiet, "");
     let operator = at.with(Client::try_from(server.plane.operators())?);
     let in_force = json!({ "metadata": { "labels": { "bursar.dev/budget": "enforced" } } });
     operator.merge(&at.namespace_path(), in_force).await?;
-    until("").await
+    until(at, "").await
+}
+
+/// A budget's maximum for a container, here in a namespace with the label of one in force; none where a template left it empty.
+async fn per_container(at: &Place) -> Result<(), Failed> {
+    let budget = |most: Value| {
+        json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuMemoryBudget", "metadata": { "name": "default" },
+            "spec": { "deviceMemory": { "guaranteed": "16Gi" }, "perContainer": most },
+        })
+    };
+    at.create(&at.budgets_path(), budget(json!({ "max": "2Gi" })))
+        .await?;
+    let most = "container c asks for 4 of bursar.dev/gpu-memory-gib: GpuMemoryBudget default of namespace policed allows 2 a";
+    until(at, most).await?;
+    at.delete(&at.budget_path()).await?;
+    let made = at.create(&at.budgets_path(), budget(Value::Null)).await?;
+    assert_eq!(made["spec"].get("perContainer"), Some(&Value::Null));
+    // What is heeded for a moment is that there is none.
+    sleep(Duration::from_secs(2)).await;
+    until(at, "").await
+}
+
+/// Waits until a pod that asks for 4 is refused in such words, or let in where there are none.
+async fn until(at: &Place, words: &str) -> Result<(), Failed> {
+    let begin = Instant::now();
+    loop {
+        let asks = pod(json!({ DEVICE: "4" }), json!({}), json!({}));
+        let said = refusal(at, asks).await?;
+        if said.contains(words) && said.is_empty() == words.is_empty() {
+            return Ok(());
+        }
+        if begin.elapsed() > HEEDED {
+            return Err(format!("not {words:?} but {said:?}").into());
+        }
+        sleep(Duration::from_millis(200)).await;
+    }
 }
 
 /// Of the chart's accounts, the operator's and no other may list pods; how many there are.

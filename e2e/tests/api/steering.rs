@@ -7,7 +7,7 @@ use libtest_mimic::Failed;
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use crate::place::Place;
+use crate::place::{HARD, Place};
 use crate::server::{Server, turn};
 
 /// What the pods ask for.
@@ -22,6 +22,10 @@ const BY_HAND: (&str, i64) = (include_str!("../../../docs/placement.md"), 8);
 const PANICS: [&str; 3] = ["panicked: true", "Observed a panic", "goroutine "];
 /// A policy that was changed is in force within this time.
 const IN_FORCE: Duration = Duration::from_secs(30);
+/// The API server looks this often whether policies have changed, and then asks them in another order.
+const LOOKS: Duration = Duration::from_secs(1);
+/// Of two policies it would be a wonder if one came first in all of them.
+const ORDERS: u32 = 12;
 
 /// Terms on the pod's own, as many as wanted.
 fn terms(count: usize) -> Value {
@@ -306,6 +310,7 @@ pub(crate) async fn steering(server: &Server) -> Result<String, Failed> {
     by_hand(&at, "required").await?;
     let required = requirements(&at).await?;
     let untouched = who_is_left_alone(&at).await?;
+    who_overflows(&at).await?;
     // As the chart has it, for whoever comes after.
     mode(server, &at, "preferred").await?;
     let log = server.plane.log().await?;
@@ -412,6 +417,52 @@ async fn alike(
         }
     }
     Ok(2 * shapes.len())
+}
+
+/// Who is made a borrower is sent to what is free, in whichever order the policies are asked; and nobody is as long as the
+/// quota has no status.
+async fn who_overflows(at: &Place) -> Result<(), Failed> {
+    let quotas = format!("/api/v1/namespaces/{}/resourcequotas", at.name);
+    let quota = json!({
+        "metadata": { "name": "overflow", "labels": { "bursar.dev/overflow": "Borrow" } },
+        "spec": { "hard": { HARD: "0" }, "scopeSelector": { "matchExpressions": [
+            { "scopeName": "PriorityClass", "operator": "NotIn", "values": [BORROWED] }] } },
+    });
+    at.create(&quotas, quota).await?;
+    let asking = || admitted(at, pod(&terms(2), &[("c", ASKED)], json!({})));
+    let until = async |class: Value| {
+        let begin = Instant::now();
+        loop {
+            let spec = match asking().await {
+                Ok(spec) if spec["priorityClassName"] == class => return Ok(spec),
+                spec => spec,
+            };
+            if begin.elapsed() > IN_FORCE {
+                return Err::<Value, Failed>(format!("not {class}: {spec:?}").into());
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
+    };
+    let quota = format!("{quotas}/overflow");
+    let hard = |memory: Value| json!({ "spec": { "hard": { HARD: memory, "pods": "100" } } });
+    until(json!(BORROWED)).await?;
+    at.merge(&quota, hard(Value::Null)).await?;
+    until(Value::Null).await?;
+    at.merge(&quota, hard(json!("0"))).await?;
+    for order in 0..ORDERS {
+        let affinity = until(json!(BORROWED)).await?["affinity"].take();
+        let keys = required(&affinity).to_string();
+        assert!(
+            keys.contains(FREE) && !keys.contains(RECLAIMABLE),
+            "{affinity}"
+        );
+        let policy =
+            "/apis/admissionregistration.k8s.io/v1/mutatingadmissionpolicies/bursar-steering";
+        let another = json!({ "metadata": { "annotations": { "order": order.to_string() } } });
+        at.merge(policy, another).await?;
+        sleep(2 * LOOKS).await;
+    }
+    at.delete(&quota).await
 }
 
 /// The policy adds to a pod what the page says that one can write by hand.
