@@ -65,6 +65,13 @@ impl Running {
         }
     }
 
+    /// Waits until it has listed everything.
+    async fn until_ready(&self) {
+        while !self.get("/readyz").await.starts_with("HTTP/1.1 200") {
+            sleep(Duration::from_millis(20)).await;
+        }
+    }
+
     async fn get(&self, path: &str) -> String {
         let mut stream = TcpStream::connect(self.address).await.expect("it listens");
         let request = format!("GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");

@@ -107,7 +107,8 @@ fn a_client() {
         "takes its time" => {
             let writing = writing(&shelf, 2 * MIB);
             println!("writing");
-            std::thread::sleep(Duration::from_millis(300));
+            // Until it is told to go on.
+            std::io::stdin().read_line(&mut String::new()).unwrap();
             shelf.context().fill(writing.address(), 9, 4096).unwrap();
             writing.commit().unwrap();
         }
@@ -184,6 +185,7 @@ fn another_process_waits_for_the_writer_and_finds_what_it_wrote() {
         let keeper = keeper();
         let shelf = Shelf::at(&context(), &keeper.socket());
         let mut writer = process("a_client", "takes its time", &keeper.socket());
+        writer.stdin(std::process::Stdio::piped());
         let mut writer = writer.stdout(std::process::Stdio::piped()).spawn().unwrap();
         let said = std::io::BufReader::new(writer.stdout.take().unwrap());
         let mut lines = std::io::BufRead::lines(said);
@@ -191,12 +193,16 @@ fn another_process_waits_for_the_writer_and_finds_what_it_wrote() {
 
         let error = shelf.find("weights", &KEY, NOW).unwrap_err();
         assert!(error.retryable() && error.class() == ErrorClass::NotReady);
-        let since = Instant::now();
-        let opened = shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap();
+        let opened = std::thread::scope(|scope| {
+            let opening = scope.spawn(|| shelf.open("weights", &KEY, 2 * MIB, PATIENCE));
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!opening.is_finished());
+            drop(writer.stdin.take());
+            opening.join().unwrap().unwrap()
+        });
         let Opened::Ready(kept) = opened else {
             panic!("{opened:?}")
         };
-        assert!(since.elapsed() > Duration::from_millis(50));
         assert_eq!(bytes_of(&kept, 0, 4096), [9; 4096]);
         lines.for_each(drop);
         assert!(writer.wait().unwrap().success());

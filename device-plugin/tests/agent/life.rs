@@ -53,11 +53,8 @@ async fn a_checkpoint_that_is_deleted_cut_or_garbage_is_rebuilt_with_the_same_bi
         machine.come_back().await;
         assert_eq!(machine.devices(), before, "{damage}");
         assert_eq!(machine.sockets(), 2, "{damage}");
-        let error = machine
-            .start(&crate::common::kubelet::Pod::with("c", GPU, 8))
-            .await
-            .unwrap_err();
-        assert!(error.contains("largest free 6 GiB"), "{damage}: {error}");
+        let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
+        machine.until_refused(&waiter, "largest free 6 GiB").await;
     }
     assert!(
         machine.path("run/checkpoint.malformed").exists(),

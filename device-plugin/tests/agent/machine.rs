@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -20,6 +21,8 @@ pub(crate) struct Machine {
     pub(crate) kubelet: FakeKubelet,
     pub(crate) root: TempDir,
     agent: Option<Child>,
+    /// The length of the log when the agent was started.
+    log_before: usize,
 }
 
 impl Machine {
@@ -45,6 +48,7 @@ impl Machine {
             kubelet,
             root,
             agent: None,
+            log_before: 0,
         };
         let config = crate::common::agent::config(machine.root.path(), machine.lab.path())
             + "[binding]\nwait = \"1s\"\n";
@@ -85,6 +89,7 @@ impl Machine {
 
     pub(crate) fn start_agent(&mut self) {
         assert!(self.agent.is_none(), "running already");
+        self.log_before = self.log().len();
         self.agent = Some(self.command().spawn().unwrap());
     }
 
@@ -146,10 +151,22 @@ impl Machine {
 
     /// What the agent answers to an HTTP GET of `path`: the status code and the body.
     pub(crate) async fn get(&self, path: &str) -> (u16, String) {
-        let log = self.log();
-        let started = log.rfind("metrics and probes").expect("it says where");
-        let address = log[started..].split("address=").nth(1).unwrap();
-        let address = address.split_whitespace().next().unwrap().to_owned();
+        let mut address = None;
+        eventually("the agent to say where it listens", || {
+            let log = self.log().split_off(self.log_before);
+            let line = log.split("metrics and probes").nth(1);
+            address = line.and_then(|line| {
+                let address = line.lines().next()?.split("address=").nth(1)?;
+                address
+                    .split_whitespace()
+                    .next()?
+                    .parse::<SocketAddr>()
+                    .ok()
+            });
+            address.is_some()
+        })
+        .await;
+        let address = address.expect("it said so");
         let request = format!("GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n");
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();
@@ -211,6 +228,18 @@ impl Machine {
     /// Starts its container once.
     pub(crate) async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
         Ok(self.kubelet.start_container(pod, "main").await?.cdi_devices)
+    }
+
+    /// Waits until the pod is refused in such words: a new agent looks for half a second whether what was used is free.
+    pub(crate) async fn until_refused(&self, pod: &Pod, words: &str) {
+        let begun = Instant::now();
+        loop {
+            let error = self.start(pod).await.unwrap_err();
+            if error.contains(words) {
+                return;
+            }
+            assert!(begun.elapsed() < Duration::from_secs(20), "{error}");
+        }
     }
 
     pub(crate) async fn run(&self, name: &str, gib: usize) -> Pod {

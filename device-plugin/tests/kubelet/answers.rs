@@ -10,7 +10,7 @@ use bursar_device_plugin::units::{Resource, TokenId, TokenSet};
 
 use crate::Node;
 use crate::common::agent::{Agent, GPU, devices};
-use crate::common::kubelet::{Kind, Phase, Pod};
+use crate::common::kubelet::{Faults, Kind, Phase, Pod};
 
 fn set(ids: &[String]) -> TokenSet {
     TokenSet::from_ids(Resource::DeviceMemory, ids).unwrap()
@@ -68,13 +68,19 @@ async fn a_waiting_call_is_answered_as_soon_as_there_is_room() {
 #[tokio::test]
 async fn a_call_that_the_kubelet_gave_up_does_not_bar_the_next() {
     let node = Node::with(&[4], 4).await;
-    node.kubelet
-        .break_with(|faults| faults.pre_start_limit = Duration::from_millis(50));
     let (a, b) = (Pod::with("a", GPU, 4), Pod::with("b", GPU, 4));
     node.run(&a).await;
     node.kubelet.pod_ended(&a, Phase::Succeeded);
     node.kubelet.admit(&b).await.unwrap();
+    // Only the call that cannot be answered in time.
+    let mut limit = Duration::from_millis(50);
+    let mut exchange = || {
+        let faults = |faults: &mut Faults| std::mem::swap(&mut faults.pre_start_limit, &mut limit);
+        node.kubelet.break_with(faults);
+    };
+    exchange();
     let error = node.kubelet.start_container(&b, "main").await.unwrap_err();
+    exchange();
     assert!(error.contains("DeadlineExceeded"), "{error}");
     node.agent().allocator.pod_gone(&a.uid);
     node.start(&b).await;

@@ -2,6 +2,7 @@
 //! questions, and while one is asked.
 
 use std::collections::BTreeMap;
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -171,6 +172,8 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
         let is_rare = matches!(victim, Some(Victim::Agent | Victim::Vault));
         let halvings = dice.random_range(if is_rare { 3..6 } else { 0..6 });
         let delay = dice.random_range(0..WITHIN) >> halvings;
+        // However long an answer takes, some die after it.
+        let after = !is_rare && dice.random_ratio(1, 3);
         let registered = bed.machine.registrations();
         if victim == Some(Victim::Vault) {
             promises.forget_all_but(name);
@@ -178,8 +181,12 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
         let (told, was_amid) = thread::scope(|scope| {
             let (bed, tenant) = (&mut bed, &mut tenants[at]);
             let pid = tenant.pid();
+            let (answer, until_answered) = mpsc::channel::<()>();
             let killing = victim.map(|victim| {
                 scope.spawn(move || {
+                    if after {
+                        let _ = until_answered.recv();
+                    }
                     thread::sleep(Duration::from_micros(delay));
                     let begun = Instant::now();
                     victim.kill(bed, pid);
@@ -188,6 +195,7 @@ async fn acknowledged_commits_last_through_every_death_but_the_vaults_and_in_the
             });
             let told = ask(tenant, name, &mut dice, u64::from(round) + 1);
             let answered = Instant::now();
+            drop(answer);
             let killed = killing.map(|killing| killing.join().unwrap());
             (told, killed.is_some_and(|killed| killed < answered))
         });

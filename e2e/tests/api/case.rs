@@ -234,7 +234,7 @@ impl Case {
         let faults = self.plan.faults.clone();
         faults.doom(self.plan.doomed);
         change(&self.place).await?;
-        let (begin, mut killed) = (Instant::now(), false);
+        let (begin, mut killed, mut reached) = (Instant::now(), false, None);
         loop {
             if self.plan.killed && !killed && faults.met() > 0 {
                 killed = true;
@@ -244,9 +244,14 @@ impl Case {
                 self.operate().await?;
             }
             self.operators_run().await?;
-            let is_done = done(&self.place).await?;
-            let took = begin.elapsed();
-            if is_done && took > SETTLED && faults.quiet() > SETTLED {
+            let elapsed = begin.elapsed();
+            reached = match done(&self.place).await? {
+                true => reached.or(Some(elapsed)),
+                false => None,
+            };
+            // It stays so, and nobody writes any more.
+            let settled = elapsed > SETTLED && faults.quiet() > SETTLED;
+            if let Some(took) = reached.filter(|_| settled) {
                 self.outcome.longest = self.outcome.longest.max(took);
                 self.outcome.transitions.push(Transition {
                     what: what.to_owned(),
@@ -256,7 +261,7 @@ impl Case {
                 });
                 return Ok(());
             }
-            if took > END + self.late {
+            if elapsed > END + self.late {
                 return Err(self.failed(&format!("{what}: not reached in time")).await);
             }
             sleep(LOOK).await;

@@ -203,7 +203,8 @@ async fn churns(at: &Place, client: usize, counts: &Mutex<Counts>) -> Result<(),
                 Err(kube::Error::Api(status)) if matches!(status.code, 409 | 500) => false,
                 Err(error) => return Err(error.into()),
             };
-            if counts.repaired || begin.elapsed() > STORM {
+            let enough = counts.repaired && counts.created + counts.deleted >= AT_LEAST;
+            if enough || begin.elapsed() > STORM {
                 return Ok(());
             }
             let oldest = if full { own.pop_front() } else { None };
