@@ -49,6 +49,8 @@ pub(crate) fn last_trials() -> Vec<Trial> {
 
 async fn poison(stage: &mut Stage) -> Result<(), Failed> {
     under_a_budget(stage, "InPlace", 2 * IN_PLACE, in_place).await?;
+    // What that pod kept is of its namespace as long as it is there.
+    stage.clear().await?;
     // Without a budget the container is restarted.
     restarted(stage).await
 }
@@ -135,6 +137,12 @@ async fn nobody_to_tell(stage: &mut Stage) -> Result<(), Failed> {
         };
         stage.local()?.start_api_server().await?;
         restarted?;
+        let client = stage.scene.cluster.client();
+        let answers = async || match client.apiserver_version().await {
+            Ok(_) => Look::Found(()),
+            Err(error) => Look::NotYet(error.to_string()),
+        };
+        wait::until("the API server to answer", SOON, PAUSE, answers).await?;
         // By its own pauses it would take up to a minute to see that the API server is back.
         stage.local()?.restart_kubelet(false).await?;
         stage.progress.say(format_args!(
@@ -209,16 +217,15 @@ fn plan_of(stage: &Stage, name: &str, how: &[&str]) -> PodPlan {
         .gib(4)
 }
 
-/// Checks what images say of the memory that the first one kept, or found of another pod of the namespace: every other found
-/// it, as it was. Returns what they say, as the last one printed it: the kubelet need not have the log of a container that was
-/// restarted.
+/// Checks what images say of the memory that the first one kept: every other found it, as it was. Returns what they say, as
+/// the last one printed it: the kubelet need not have the log of a container that was restarted.
 fn found_what_was_kept(steady: &Value) -> Result<&[Value], Failed> {
     let starts = steady["starts"].as_array().map_or(&[][..], Vec::as_slice);
     let same = |start: &Value| {
         ["lease", "generation", "checksum"].map(|field| start["kept"][field].clone())
     };
     let right = starts.iter().enumerate().all(|(image, start)| {
-        (image == 0 || start["kept"]["found"] == true) && same(start) == same(&starts[0])
+        start["kept"]["found"] == (image > 0) && same(start) == same(&starts[0])
     });
     let all = steady["faults"] == json!(starts.len().saturating_sub(1));
     (right && all)

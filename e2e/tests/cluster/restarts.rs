@@ -120,7 +120,11 @@ async fn strike(stage: &mut Stage, blow: Blow) -> Result<(f64, f64), Failed> {
     let line = match blow {
         Blow::KubeletRestarted => {
             stage.local()?.restart_kubelet(false).await?;
-            registered(stage, now).await?
+            let lines = registered(stage, now).await?;
+            // Until then the kubelet would fail it for good if it found no agent.
+            let waits = |lines: &Lines| lines.waiting > Some(now);
+            until_logged(stage, "eight to wait again", waits).await?;
+            lines
         }
         Blow::PluginFolderWiped => {
             node.wipe_plugins()?;
@@ -170,10 +174,22 @@ struct Lines {
     first: Timestamp,
     /// Its last registration.
     registered: Timestamp,
+    /// When a pod last began to wait.
+    waiting: Option<Timestamp>,
 }
 
 /// Waits until the agent's log has a registration after `since`.
 async fn registered(stage: &Stage, since: Timestamp) -> Result<Lines, Failed> {
+    let again = |lines: &Lines| lines.registered > since;
+    until_logged(stage, "the agent to register again", again).await
+}
+
+/// Waits until the agent's log has such lines.
+async fn until_logged(
+    stage: &Stage,
+    what: &str,
+    wanted: impl Fn(&Lines) -> bool,
+) -> Result<Lines, Failed> {
     let client = stage.scene.cluster.client();
     let api: Api<Pod> = Api::namespaced(client, chart::NAMESPACE);
     let agents = ListParams::default().labels("app.kubernetes.io/component=agent");
@@ -187,21 +203,20 @@ async fn registered(stage: &Stage, since: Timestamp) -> Result<Lines, Failed> {
         };
         match api.logs(&agent.name_any(), &LogParams::default()).await {
             Ok(log) => match lines(&log) {
-                Some(lines) if lines.registered > since => Look::Found(lines),
+                Some(lines) if wanted(&lines) => Look::Found(lines),
                 _ => Look::NotYet(format!("its log ends with {:?}", log.lines().last())),
             },
             Err(error) => Look::NotYet(error.to_string()),
         }
     };
-    Ok(wait::until("the agent to register again", SOON, PAUSE, look).await?)
+    Ok(wait::until(what, SOON, PAUSE, look).await?)
 }
 
 fn lines(log: &str) -> Option<Lines> {
     let lines = log
         .lines()
         .filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    let mut first = None;
-    let mut registered = None;
+    let (mut first, mut registered, mut waiting) = (None, None, None);
     for line in lines {
         let time: Option<Timestamp> = line["timestamp"]
             .as_str()
@@ -211,9 +226,13 @@ fn lines(log: &str) -> Option<Lines> {
         if fields["message"] == "registered" && fields["resource"] == GPU_MEMORY {
             registered = time;
         }
+        if fields["message"] == "waiting" {
+            waiting = time;
+        }
     }
     Some(Lines {
         first: first?,
         registered: registered?,
+        waiting,
     })
 }

@@ -169,8 +169,8 @@ impl Stage {
         outcome.and(cleared)
     }
 
-    /// Leaves nothing of this trial to the next.
-    async fn clear(&mut self) -> Result<(), Failed> {
+    /// Leaves nothing of this trial, or of a part of it, to the next.
+    pub(crate) async fn clear(&mut self) -> Result<(), Failed> {
         self.pods.clear().await?;
         if self.scene.cluster.ours().is_some() {
             self.on_node()?.until_nothing_is_held(CLEARED).await?;
