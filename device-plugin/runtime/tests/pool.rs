@@ -6,6 +6,7 @@
 )]
 
 use std::alloc::Layout;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Context, Driver, Grid, Stream};
@@ -23,6 +24,10 @@ mod random;
 
 const MIB: u64 = 1 << 20;
 const BUSY: Duration = Duration::from_millis(300);
+/// How many lanes a pool has.
+const STREAMS: usize = 64;
+/// How long two threads do what must not go wrong.
+const RACE: Duration = Duration::from_secs(3);
 /// Longer than a busy machine may keep a thread from what it does next.
 const AGES: Duration = Duration::from_secs(3);
 
@@ -531,6 +536,65 @@ fn a_lane_goes_on_to_the_next_stream_behind_the_one_that_had_it() {
         let block = take(&pool, 2 * MIB, &next);
         assert!(!next.is_idle().unwrap());
         pool.deallocate(block, &next).unwrap();
+    });
+}
+
+#[test]
+fn the_default_stream_keeps_its_lane_whoever_holds_it() {
+    inside(ONE_GPU, |_| {
+        let (context, pool) = pool(64);
+        let block = take(&pool, MIB, &context.default_stream());
+        for _ in 0..2 * STREAMS {
+            let stream = context.stream().unwrap();
+            let another = take(&pool, MIB, &stream);
+            pool.deallocate(another, &stream).unwrap();
+        }
+        occupy_for(&context.default_stream(), AGES);
+        let reader = context.stream().unwrap();
+        let used = pool.prepare_block_use(block.as_ref(), &reader).unwrap();
+        assert!(!reader.is_idle().unwrap(), "behind what writes the block");
+        pool.finish_block_use(used, &reader).unwrap();
+        pool.deallocate(block, &reader).unwrap();
+    });
+}
+
+#[test]
+fn nothing_is_recorded_in_a_stream_once_it_is_forgotten() {
+    inside(ONE_GPU, |_| {
+        // Of fewer blocks than threads, so that each takes others'.
+        let (context, pool) = pool(4);
+        let try_once = |stream: &Stream| match pool.allocate(bytes(2 * MIB), stream, Tag::default())
+        {
+            Ok(block) => {
+                pool.deallocate(block, stream).unwrap();
+                true
+            }
+            Err(error) if error.reason() == "OverBudget" => false,
+            Err(other) => panic!("{other}"),
+        };
+        let end = Instant::now() + RACE;
+        let comes_and_goes = || {
+            while Instant::now() < end {
+                let owned = context.stream().unwrap();
+                // SAFETY: it is destroyed after `stream` was used last.
+                let stream = unsafe { Stream::from_raw(&context, owned.as_raw()) };
+                while !try_once(&stream) && Instant::now() < end {}
+                pool.forget(&stream).unwrap();
+                drop(owned);
+            }
+        };
+        let stays = || {
+            let stream = context.stream().unwrap();
+            while Instant::now() < end {
+                try_once(&stream);
+            }
+        };
+        thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(comes_and_goes);
+                scope.spawn(stays);
+            }
+        });
     });
 }
 

@@ -144,9 +144,9 @@ impl Stream {
         self.0.key
     }
 
-    /// Whether nobody has another clone of it.
+    /// Whether nobody else can submit to it: everybody has the default stream.
     pub(crate) fn is_last(&self) -> bool {
-        Arc::strong_count(&self.0) == 1
+        !self.0.raw.is_null() && Arc::strong_count(&self.0) == 1
     }
 
     /// The `CUstream`, for calls of others.

@@ -104,11 +104,13 @@ impl Lanes {
         others: u64,
     ) -> Result<(), CudaError> {
         for of in lanes(others) {
-            let Some(other) = self.streams()[of.number()].clone() else {
+            // Held until the event is recorded: once the other is forgotten it may be destroyed.
+            let streams = self.streams();
+            let Some(other) = &streams[of.number()] else {
                 continue;
             };
             let tick = order.tick();
-            self.put_behind(stream, &other)?;
+            self.put_behind(stream, other)?;
             if let Some(lane) = lane {
                 order.waits(lane, of, tick);
             }
