@@ -23,12 +23,20 @@ pub(crate) async fn kill(client: &Client) -> Result<(), Failed> {
     let pods: Api<Pod> = Api::namespaced(client.clone(), chart::NAMESPACE);
     let operators = ListParams::default().labels("app.kubernetes.io/component=operator");
     let at_once = DeleteParams::default().grace_period(0);
-    let gone = pods.delete_collection(&at_once, &operators).await?;
-    let none = gone.left().is_some_and(|list| list.items.is_empty());
-    if none {
-        return Err("there is no operator to kill".into());
-    }
-    Ok(())
+    // One that was killed a moment ago may not have a successor yet.
+    let look = async || match pods.delete_collection(&at_once, &operators).await {
+        Ok(gone)
+            if gone
+                .as_ref()
+                .left()
+                .is_some_and(|list| list.items.is_empty()) =>
+        {
+            Look::NotYet("there is none".to_owned())
+        }
+        Ok(_) => Look::Found(()),
+        Err(error) => Look::Never(error.to_string()),
+    };
+    Ok(wait::until("an operator to kill", SOON, PAUSE, look).await?)
 }
 
 /// Runs so many of them, and waits until they are ready.

@@ -10,7 +10,7 @@ use bursar_e2e::wait::{self, Look};
 use futures::future::try_join_all;
 use k8s_openapi::api::apps::v1::ReplicaSet;
 use k8s_openapi::api::batch::v1::Job;
-use k8s_openapi::api::core::v1::{Node, Pod};
+use k8s_openapi::api::core::v1::{Node, NodeAffinity, Pod};
 use k8s_openapi::api::policy::v1::PodDisruptionBudget;
 use kube::ResourceExt as _;
 use kube::api::{Api, DeleteParams, ListParams, Patch, PatchParams, PostParams};
@@ -256,27 +256,13 @@ async fn placed_elsewhere(stage: &Stage) -> Result<(), Failed> {
 }
 
 async fn held_back(stage: &Stage) -> Result<(), Failed> {
-    // Policies take a moment to come into force.
-    let held = async || -> Result<Look<()>, Failed> {
-        stage.pods.create(&holder(stage, "eight", 8)).await?;
-        let told = |state: &State| state.scheduled || state.waiting.contains("didn't match");
-        let state = stage
-            .pods
-            .until("eight", "to be looked at", SOON, told)
-            .await?;
-        if !state.scheduled {
-            return Ok(Look::Found(()));
-        }
-        stage.pods.delete("eight").await?;
-        stage.pods.until_gone("eight", SOON).await?;
-        Ok(Look::NotYet(format!("{state:?}")))
-    };
-    wait::until("the 8 to be held back", SOON, PAUSE, async || {
-        held()
-            .await
-            .unwrap_or_else(|failed| Look::Never(failed.message().unwrap_or_default().to_owned()))
-    })
-    .await?;
+    until_steering_is_required(stage).await?;
+    stage.pods.create(&holder(stage, "eight", 8)).await?;
+    let told = |state: &State| state.waiting.contains("didn't match");
+    stage
+        .pods
+        .until("eight", "to be held back", SOON, told)
+        .await?;
     tokio::time::sleep(Duration::from_secs(5)).await;
     assert!(!stage.pods.state("eight").await?.scheduled);
     stage.pods.delete("ten-a").await?;
@@ -288,6 +274,32 @@ async fn held_back(stage: &Stage) -> Result<(), Failed> {
         room.elapsed()
     ));
     Ok(())
+}
+
+/// Policies take a moment to come into force.
+async fn until_steering_is_required(stage: &Stage) -> Result<(), Failed> {
+    let pods = Api::<Pod>::namespaced(stage.scene.cluster.client(), NAMESPACE);
+    let mut pod = template(stage, "tried", 8, false, "Always");
+    pod["metadata"]["name"] = json!("tried");
+    let pod: Pod = serde_json::from_value(pod)?;
+    let dry = PostParams {
+        dry_run: true,
+        ..PostParams::default()
+    };
+    let look = async || match pods.create(&dry, &pod).await {
+        Ok(pod) => {
+            let affinity = pod.spec.and_then(|spec| spec.affinity?.node_affinity);
+            match affinity {
+                Some(NodeAffinity {
+                    required_during_scheduling_ignored_during_execution: Some(_),
+                    ..
+                }) => Look::Found(()),
+                other => Look::NotYet(format!("{other:?}")),
+            }
+        }
+        Err(error) => Look::NotYet(error.to_string()),
+    };
+    Ok(wait::until("steering to be required", SOON, PAUSE, look).await?)
 }
 
 /// Without steering, a pod that waits is moved to a node that has room, and nobody else notices.
@@ -436,10 +448,14 @@ async fn a_job_gives(stage: &Stage) -> Result<(), Failed> {
         "a Job that ignores disruptions gave and counted no failure, in {:.1?}",
         begin.elapsed()
     ));
-    Ok(jobs
-        .delete("gives", &DeleteParams::background())
-        .await
-        .map(drop)?)
+    // Its pods go before it: the scheduler counts them while they end.
+    jobs.delete("gives", &DeleteParams::foreground()).await?;
+    let look = async || match jobs.get_opt("gives").await {
+        Ok(None) => Look::Found(()),
+        Ok(Some(job)) => Look::NotYet(format!("{:?}", job.status)),
+        Err(error) => Look::NotYet(error.to_string()),
+    };
+    Ok(wait::until("the end of the Job", SOON, PAUSE, look).await?)
 }
 
 async fn kept_and_let_go(stage: &Stage) -> Result<(), Failed> {
