@@ -390,18 +390,29 @@ impl Key {
             Finding::Unaccounted { gpu, .. } => Self::Unaccounted(gpu.clone()),
         }
     }
+
+    /// Where it was found.
+    fn gpu(&self) -> Option<&GpuUuid> {
+        match self {
+            Self::OverQuota(_, gpu) | Self::Intruder(gpu, ..) | Self::Unaccounted(gpu) => Some(gpu),
+            Self::ForgedPage(..) => None,
+        }
+    }
 }
 
-/// In how many audits in a row each finding has stood. What is not found once begins anew.
+/// In how many audits in a row each finding has stood. What is not found once begins anew; an audit that its GPU did not
+/// answer says nothing.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Strikes(BTreeMap<Key, u32>);
 
 impl Strikes {
-    /// Counts the findings of one more audit; in how many in a row each has stood now.
-    pub fn count(&mut self, findings: &[Finding]) -> Vec<u32> {
+    /// Counts the findings of one more audit, which some GPUs did not answer; in how many in a row each has stood now.
+    pub fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
         let keys: Vec<Key> = findings.iter().map(Key::of).collect();
         let standing: BTreeSet<&Key> = keys.iter().collect();
-        self.0.retain(|key, _| standing.contains(key));
+        let is_silent = |key: &Key| key.gpu().is_some_and(|gpu| silent.contains(gpu));
+        self.0
+            .retain(|key, _| standing.contains(key) || is_silent(key));
         for key in standing {
             let strikes = self.0.entry(key.clone()).or_default();
             *strikes = strikes.saturating_add(1);

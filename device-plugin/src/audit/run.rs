@@ -184,7 +184,9 @@ impl Auditor {
         self.charge(&books, &seen, &verdict);
         let stale = self.stale(&gpus, &seen, begun);
         self.measure(&containers, &books, &attested, &verdict, &gpus, &stale);
-        self.act(&verdict.findings, &containers);
+        let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
+        let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
+        self.act(&verdict.findings, &silent, &containers);
         let not_enforced = self.transitions(&containers, &attested);
         self.count(&containers, &books, begun);
         self.metrics.audited(begun.elapsed());
@@ -284,8 +286,13 @@ impl Auditor {
         self.metrics.set_audit(&figures, verdict, gpus, stale);
     }
 
-    fn act(&mut self, findings: &[Finding], containers: &[BoundContainer]) {
-        let strikes = self.strikes.count(findings);
+    fn act(
+        &mut self,
+        findings: &[Finding],
+        silent: &BTreeSet<GpuUuid>,
+        containers: &[BoundContainer],
+    ) {
+        let strikes = self.strikes.count(findings, silent);
         for (finding, strikes) in findings.iter().zip(strikes) {
             let action = action(finding, strikes, &self.config);
             if action.tell {

@@ -288,10 +288,19 @@ fn a_finding_that_was_away_once_begins_anew() {
         bytes: Bytes(1),
     };
     let mut strikes = Strikes::default();
-    assert_eq!(strikes.count(&[finding("GPU-a")]), [1]);
-    assert_eq!(strikes.count(&[finding("GPU-b"), finding("GPU-a")]), [1, 2]);
-    assert_eq!(strikes.count(&[finding("GPU-b")]), [2]);
-    assert_eq!(strikes.count(&[finding("GPU-a"), finding("GPU-b")]), [1, 3]);
+    let all = BTreeSet::new();
+    let mut count = |findings: &[Finding]| strikes.count(findings, &all);
+    assert_eq!(count(&[finding("GPU-a")]), [1]);
+    assert_eq!(count(&[finding("GPU-b"), finding("GPU-a")]), [1, 2]);
+    assert_eq!(count(&[finding("GPU-b")]), [2]);
+    assert_eq!(count(&[finding("GPU-a"), finding("GPU-b")]), [1, 3]);
+    // An audit that a GPU did not answer.
+    let silent = BTreeSet::from(["GPU-a".parse().unwrap()]);
+    assert_eq!(strikes.count(&[], &silent), [0; 0]);
+    assert_eq!(
+        strikes.count(&[finding("GPU-a"), finding("GPU-b")], &all),
+        [2, 1]
+    );
 }
 
 /// A process: what it was granted and what it has besides, in MiB, and whether it has a session.
