@@ -119,10 +119,11 @@ impl Pools {
         })
     }
 
-    /// The pool with a handle.
+    /// The pool with a handle: a null one is no pool's.
     pub(crate) fn find(&self, handle: u64) -> Option<&'static Pool> {
         self.all()
             .find(|pool| pool.handle.load(Ordering::Acquire) == handle)
+            .filter(|_| handle != 0)
     }
 
     /// The pool with a handle, entered where it is new.
@@ -137,6 +138,7 @@ impl Pools {
         let is_free =
             |pool: &&Pool| pool.handle.load(Ordering::Acquire) == 0 && pool.payer == payer;
         if let Some(free) = self.all().find(is_free) {
+            free.ended.store(false, Ordering::Release);
             free.handle.store(handle, Ordering::Release);
             return free;
         }
@@ -489,7 +491,6 @@ impl Pool {
         if let (false, Some(account)) = (exported, self.account()) {
             ledger::give_back(account, Units(kept));
         }
-        self.ended.store(false, Ordering::Release);
         self.handle.store(0, Ordering::Release);
     }
 

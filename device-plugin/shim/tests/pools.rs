@@ -350,6 +350,19 @@ fn an_empty_pool_is_destroyed_at_once_and_a_devices_own_cannot_be() {
 }
 
 #[test]
+fn a_null_pool_that_is_destroyed_leaves_the_next_pool_alone() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let pool = program.ok("pool 1 1 0")[0];
+    program.ok(format!("pooldestroy {pool}"));
+    assert_eq!(program.call("pooldestroy 0"), "err 1");
+    let next = program.ok("pool 1 1 0")[0];
+    program.ok("info");
+    program.ok(format!("poolalloc {next} {STEP}"));
+    assert_eq!(charged(&container, &mut program), STEP);
+}
+
+#[test]
 fn pools_of_the_host_are_free_and_managed_ones_have_the_managed_quota() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
