@@ -181,32 +181,25 @@ impl Process {
 
     fn retain_primary(&self, device: usize) -> Result<u64, Code> {
         self.check()?;
-        let (known, flags) = {
-            let contexts = lock(&self.contexts);
-            (
-                contexts.primaries[device].context,
-                contexts.primaries[device].flags,
-            )
+        let flags = {
+            let primary = &mut lock(&self.contexts).primaries[device];
+            if let Some(id) = primary.context {
+                primary.users += 1;
+                return Ok(id);
+            }
+            primary.flags
         };
-        let id = match known {
-            Some(id) => id,
-            None => self.create_context(device, flags)?,
+        let id = self.create_context(device, flags)?;
+        let first = {
+            let primary = &mut lock(&self.contexts).primaries[device];
+            primary.users += 1;
+            *primary.context.get_or_insert(id)
         };
-        let mut contexts = lock(&self.contexts);
-        let primary = &mut contexts.primaries[device];
-        primary.users += 1;
-        match primary.context {
+        if first != id {
             // Another thread was quicker.
-            Some(first) if first != id => {
-                drop(contexts);
-                self.destroy_context(id)?;
-                Ok(first)
-            }
-            _ => {
-                primary.context = Some(id);
-                Ok(id)
-            }
+            self.destroy_context(id)?;
         }
+        Ok(first)
     }
 
     fn release_primary(&self, device: usize) -> Answer {

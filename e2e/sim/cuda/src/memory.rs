@@ -262,8 +262,11 @@ fn free(address: u64) -> Answer {
     if address == 0 {
         return Ok(());
     }
-    // As the real one, it waits for work that may still use the memory.
-    current.process.wait_for_context(current.context)?;
+    // As the real one, it waits for work that may still use the memory, unless it is a pool's.
+    let found = lock(&current.process.space).around(address);
+    if !found.is_some_and(|(_, found)| matches!(found.kind, Kind::Pool(_))) {
+        current.process.wait_for_context(current.context)?;
+    }
     let freed = |kind: &Kind| {
         matches!(
             kind,
