@@ -2,16 +2,17 @@
 //!
 //! Making a graph executable takes nothing. Its upload or first launch takes its allocations in steps of
 //! 32 MiB from the device's graph pool (small ones share steps), which keeps them until it is trimmed, past the graph's end
-//! too, as measured on an H200. (The real driver lets graphs share; here each has its own.) A launch
-//! allocates and frees at once: no other node does anything.
+//! too, as measured on an H200. (The real driver lets the graphs of a stream share; here each has its own in every
+//! stream.) A launch allocates and frees as soon as its stream gets to it: no other node does anything.
 
 use crate::abi::{Answer, Code, In, Out};
-use crate::context::current;
+use crate::context::{Current, current};
 use crate::entry::exports;
 use crate::memory::rounded;
 use crate::process::{Process, healthy, lock};
 use bursar_sim_state::Charge;
 use std::collections::BTreeMap;
+use std::time::Instant;
 
 /// A graph pool takes memory of its GPU in multiples of this.
 const STEP: u64 = 32 << 20;
@@ -76,8 +77,13 @@ impl Node {
 struct Executable {
     /// What its large allocations take of each device, and the sum of its small ones.
     needs: BTreeMap<usize, (u64, u64)>,
-    /// Whether the pools hold them for it.
-    placed: bool,
+    /// The streams that the pools hold them in, and when each is done with its last launch.
+    placed: BTreeMap<u64, Option<Instant>>,
+}
+
+/// What allocations take: large ones whole steps, small ones share them.
+fn taken((large, small): (u64, u64)) -> u64 {
+    large + small.next_multiple_of(STEP)
 }
 
 /// A device's graph pool.
@@ -147,49 +153,52 @@ impl Process {
         let mut needs = BTreeMap::new();
         graphs.needs(graph, &mut needs)?;
         let handle = graphs.handle();
-        let placed = needs.is_empty();
+        let placed = BTreeMap::new();
         graphs
             .executables
             .insert(handle, Executable { needs, placed });
         Ok(handle)
     }
 
-    /// What an upload and a launch do.
-    fn place(&self, executable: u64) -> Answer {
-        let mut graphs = lock(&self.graphs);
-        let found = graphs.executables.get(&executable).cloned();
-        let found = found.ok_or(Code::INVALID_VALUE)?;
-        if found.placed {
-            return Ok(());
-        }
-        for (device, (large, small)) in found.needs {
-            let growth = large + small.next_multiple_of(STEP);
-            let unit = self.devices[device].unit;
-            self.image.charge(unit, Charge::Memory, growth)?;
-            let pool = graphs.pools.entry(device).or_default();
-            pool.reserved += growth;
-            pool.high = pool.high.max(pool.reserved);
-        }
-        if let Some(found) = graphs.executables.get_mut(&executable) {
-            found.placed = true;
-        }
-        Ok(())
-    }
-
-    /// Gives a device's graph memory back; graphs take it again when they are launched.
+    /// Gives a device's graph memory back but for that of running graphs; others take it again when they are launched.
     pub(crate) fn trim_graphs(&self, device: usize) {
-        let mut graphs = lock(&self.graphs);
-        let reserved = graphs
-            .pools
-            .get_mut(&device)
-            .map_or(0, |pool| std::mem::take(&mut pool.reserved));
+        let (mut graphs, now) = (lock(&self.graphs), Instant::now());
+        let kept = graphs.executables.values_mut().filter_map(|executable| {
+            let need = executable.needs.get(&device)?;
+            let placed = &mut executable.placed;
+            placed.retain(|_, done| done.is_some_and(|done| done > now));
+            Some(placed.len() as u64 * taken(*need))
+        });
+        let kept = kept.sum();
+        let pool = graphs.pools.entry(device).or_default();
+        let before = std::mem::replace(&mut pool.reserved, kept);
         // Collected means: given back already.
-        let _ = self
-            .image
-            .release(self.devices[device].unit, Charge::Memory, reserved);
-        for executable in graphs.executables.values_mut() {
-            executable.placed &= !executable.needs.contains_key(&device);
+        let _ = self.image.release(
+            self.devices[device].unit,
+            Charge::Memory,
+            before.saturating_sub(kept),
+        );
+    }
+}
+
+impl Current {
+    /// What an upload and a launch do.
+    fn place(&self, executable: u64, stream: u64) -> Answer {
+        let (done, stream) = (self.busy_until(stream)?, self.stream_key(stream)?);
+        let mut graphs = lock(&self.process.graphs);
+        let found = graphs.executables.get(&executable).cloned();
+        let mut found = found.ok_or(Code::INVALID_VALUE)?;
+        if found.placed.insert(stream, done).is_none() {
+            for (device, need) in &found.needs {
+                let (unit, growth) = (self.process.devices[*device].unit, taken(*need));
+                self.process.image.charge(unit, Charge::Memory, growth)?;
+                let pool = graphs.pools.entry(*device).or_default();
+                pool.reserved += growth;
+                pool.high = pool.high.max(pool.reserved);
+            }
         }
+        graphs.executables.insert(executable, found);
+        Ok(())
     }
 }
 
@@ -261,10 +270,10 @@ exports! {
         out.set(healthy()?.instantiate(graph)?)
     };
     fn cuGraphInstantiateWithParams(out: Out<u64>, graph: u64, parameters: In<Parameters>) = {
-        let (process, parameters) = (healthy()?, parameters.get()?);
-        let handle = process.instantiate(graph)?;
+        let (current, parameters) = (current()?, parameters.get()?);
+        let handle = current.process.instantiate(graph)?;
         if parameters.flags & UPLOAD != 0 {
-            process.place(handle)?;
+            current.place(handle, parameters.stream)?;
         }
         out.set(handle)
     };
@@ -272,16 +281,8 @@ exports! {
         let gone = lock(&healthy()?.graphs).executables.remove(&executable);
         gone.map(|_| ()).ok_or(Code::INVALID_VALUE)
     };
-    fn cuGraphUpload(executable: u64, stream: u64) = {
-        let current = current()?;
-        current.check_stream(stream)?;
-        current.process.place(executable)
-    };
-    fn cuGraphLaunch(executable: u64, stream: u64) = {
-        let current = current()?;
-        current.check_stream(stream)?;
-        current.process.place(executable)
-    };
+    fn cuGraphUpload(executable: u64, stream: u64) = current()?.place(executable, stream);
+    fn cuGraphLaunch(executable: u64, stream: u64) = current()?.place(executable, stream);
     fn cuDeviceGetGraphMemAttribute(device: i32, attribute: i32, value: Out<u64>) = {
         let process = healthy()?;
         let device = process.device(device)?;

@@ -122,7 +122,8 @@ impl Current {
         Ok(())
     }
 
-    fn busy_until(&self, stream: u64) -> Result<Option<Instant>, Code> {
+    /// Until when a stream is busy.
+    pub(crate) fn busy_until(&self, stream: u64) -> Result<Option<Instant>, Code> {
         Ok(lock(&self.process.streams).find(self, stream)?.busy)
     }
 
@@ -212,6 +213,7 @@ exports! {
         let found = lock(&current.process.streams).find(&current, stream)?.priority;
         priority.set(found)
     };
+    fn cuStreamGetId(stream: u64, id: Out<u64>) = id.set(current()?.stream_key(stream)?);
     fn cuStreamGetCtx(stream: u64, context: Out<u64>) = {
         let current = current()?;
         let found = lock(&current.process.streams).find(&current, stream)?.context;

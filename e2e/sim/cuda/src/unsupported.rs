@@ -99,7 +99,7 @@ unsupported! {
     cuSignalExternalSemaphoresAsync, cuStreamAddCallback, cuStreamBatchMemOp, cuStreamBatchMemOp_v2,
     cuStreamBeginCaptureToCig, cuStreamBeginCaptureToGraph,     cuStreamBeginRecaptureToGraph, cuStreamCopyAttributes, cuStreamEndCaptureToCig,
     cuStreamGetAttribute, cuStreamGetCaptureInfo, cuStreamGetCaptureInfo_v2, cuStreamGetCaptureInfo_v3,
-    cuStreamGetCtx_v2, cuStreamGetDevResource, cuStreamGetDevice, cuStreamGetGreenCtx, cuStreamGetId,
+    cuStreamGetCtx_v2, cuStreamGetDevResource, cuStreamGetDevice, cuStreamGetGreenCtx,
     cuStreamSetAttribute, cuStreamUpdateCaptureDependencies, cuStreamUpdateCaptureDependencies_v2,
     cuStreamWaitValue32, cuStreamWaitValue32_v2, cuStreamWaitValue64, cuStreamWaitValue64_v2,
     cuStreamWriteValue32, cuStreamWriteValue32_v2, cuStreamWriteValue64, cuStreamWriteValue64_v2,
