@@ -31,8 +31,13 @@
 //! green, ungreen HANDLE -> ok HANDLE, ok | err CODE
 //! graph BYTES [CHILD] -> ok HANDLE | err CODE  (allocates and frees; zero: an empty node)
 //! instantiate GRAPH, instantiateupload GRAPH -> ok HANDLE | err CODE
-//! launchgraph HANDLE, upload HANDLE, ungraph HANDLE, trim -> ok | err CODE
+//! launchgraph HANDLE [STREAM], upload HANDLE, ungraph HANDLE, trim -> ok | err CODE
 //! retains N       -> ok CODES              (N threads retain the primary context at once)
+//! toggles N TIMES -> ok CODES              (N threads retain and release it, so many times)
+//! start LINE      -> ok                    (another thread does the line, with the same context)
+//! started         -> ok 0|1                (whether that thread is still at it)
+//! join            -> the line's answer | late
+//! early           -> early CODES ready     (a new image; what it is told before cuInit)
 //! fork            -> ok CODE               (the child's cuMemGetInfo)
 //! exec            -> ready                 (a new image of the same process)
 //! ```
@@ -42,7 +47,10 @@
 use std::ffi::CStr;
 use std::io::{BufRead, Write};
 use std::os::unix::process::CommandExt;
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+/// Set for an image that calls CUDA before `cuInit`.
+const EARLY: &str = "EARLY";
 
 /// The driver that the loader finds.
 struct Cuda(*mut libc::c_void);
@@ -72,6 +80,14 @@ impl Cuda {
         // SAFETY: the tests put the shim there.
         let cuda = Cuda(unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) });
         assert!(!cuda.0.is_null(), "the shim is in the loader's path");
+        if std::env::var_os(EARLY).is_some() {
+            let (mut got, properties) = (0_u64, [1, 0, 1, 0, 0, 0, 0, 0]);
+            let managed = call!(cuda, c"cuMemAllocManaged", (&raw mut got => *mut u64, 4096 => u64, 1 => u32));
+            let created = call!(cuda, c"cuMemCreate", (
+                &raw mut got => *mut u64, 2 << 20 => u64, properties.as_ptr() => *const i32, 0 => u64
+            ));
+            println!("early {managed} {created}");
+        }
         let mut device = 0;
         assert_eq!(call!(cuda, c"cuInit", (0 => u32)), 0);
         assert_eq!(
@@ -88,7 +104,18 @@ impl Cuda {
         self.use_device(0)
     }
 
-    /// As above, for any device.
+    /// Releases the primary context.
+    fn release(&self) -> i32 {
+        call!(self, c"cuDevicePrimaryCtxRelease_v2", (0 => i32))
+    }
+
+    fn current(&self) -> Result<u64, i32> {
+        let mut context = 0;
+        let code = call!(self, c"cuCtxGetCurrent", (&raw mut context => *mut u64));
+        answer(code, context)
+    }
+
+    /// As [`Cuda::retain`], for any device.
     fn use_device(&self, device: i32) -> i32 {
         let mut context = 0_u64;
         match call!(self, c"cuDevicePrimaryCtxRetain", (&raw mut context => *mut u64, device => i32))
@@ -234,6 +261,61 @@ impl Cuda {
     }
 }
 
+/// Threads that make a call at once; their answers.
+fn at_once(threads: u64, call: impl Fn() -> i32 + Sync) -> String {
+    let codes: Vec<String> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..threads).map(|_| scope.spawn(&call)).collect();
+        let joined = threads
+            .into_iter()
+            .map(|thread| thread.join().expect("no panic"));
+        joined.map(|code| code.to_string()).collect()
+    });
+    format!("ok {}", codes.join(" "))
+}
+
+/// A line that another thread does.
+#[derive(Default)]
+struct Beside(Option<std::thread::JoinHandle<String>>);
+
+impl Beside {
+    /// One line, if it is about that.
+    fn run(&mut self, cuda: &'static Cuda, line: &str) -> Option<String> {
+        if let Some(line) = line.strip_prefix("start ") {
+            let (line, context) = (line.to_owned(), cuda.current().expect("no error"));
+            self.0 = Some(std::thread::spawn(move || {
+                assert_eq!(call!(cuda, c"cuCtxSetCurrent", (context => u64)), 0);
+                run(cuda, &line)
+            }));
+            return Some("ok".to_owned());
+        }
+        let is_at_it = || {
+            self.0
+                .as_ref()
+                .is_some_and(|started| !started.is_finished())
+        };
+        match line.trim() {
+            "started" => Some(format!("ok {}", i32::from(is_at_it()))),
+            "join" => Some(self.join()),
+            _ => None,
+        }
+    }
+
+    fn join(&mut self) -> String {
+        let begun = Instant::now();
+        let started = self.0.take().expect("a line was started");
+        while !started.is_finished() {
+            if begun.elapsed() > LATE {
+                return "late".to_owned();
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        started.join().expect("no panic")
+    }
+}
+
+/// How long a line may take that another thread does.
+const LATE: Duration = Duration::from_secs(10);
+
 /// `CU_AD_FORMAT_FLOAT`.
 const FLOAT: u32 = 0x20;
 
@@ -343,10 +425,7 @@ fn run(cuda: &Cuda, line: &str) -> String {
             say(answer(code, ()).and_then(|()| answer(cuda.retain(), String::new())))
         }
         "retain" => say(answer(cuda.retain(), String::new())),
-        "release" => {
-            let code = call!(cuda, c"cuDevicePrimaryCtxRelease_v2", (0 => i32));
-            say(answer(code, String::new()))
-        }
+        "release" => say(answer(cuda.release(), String::new())),
         "context" => {
             let mut context = 0_u64;
             let code =
@@ -357,11 +436,7 @@ fn run(cuda: &Cuda, line: &str) -> String {
             let code = call!(cuda, c"cuCtxDestroy_v2", (number(1) => u64));
             say(answer(code, String::new()))
         }
-        "current" => {
-            let mut context = 0_u64;
-            let code = call!(cuda, c"cuCtxGetCurrent", (&raw mut context => *mut u64));
-            say(answer(code, context.to_string()))
-        }
+        "current" => say(cuda.current().map(|context| context.to_string())),
         "attach" => {
             let mut context = 0_u64;
             let code = call!(cuda, c"cuCtxAttach", (&raw mut context => *mut u64, 0 => u32));
@@ -429,7 +504,8 @@ fn run(cuda: &Cuda, line: &str) -> String {
             say(answer(code, executable.to_string()))
         }
         "launchgraph" => {
-            let code = call!(cuda, c"cuGraphLaunch", (number(1) => u64, 0 => u64));
+            let stream = words.get(2).map_or(0, |_| number(2));
+            let code = call!(cuda, c"cuGraphLaunch", (number(1) => u64, stream => u64));
             say(answer(code, String::new()))
         }
         "upload" => {
@@ -444,18 +520,14 @@ fn run(cuda: &Cuda, line: &str) -> String {
             call!(cuda, c"cuDeviceGraphMemTrim", (0 => i32)),
             String::new(),
         )),
-        "retains" => {
-            let codes: Vec<String> = std::thread::scope(|scope| {
-                let threads: Vec<_> = (0..number(1))
-                    .map(|_| scope.spawn(|| cuda.retain()))
-                    .collect();
-                let joined = threads
-                    .into_iter()
-                    .map(|thread| thread.join().expect("no panic"));
-                joined.map(|code| code.to_string()).collect()
-            });
-            format!("ok {}", codes.join(" "))
-        }
+        "retains" => at_once(number(1), || cuda.retain()),
+        "toggles" => at_once(number(1), || {
+            let toggle = |_| match cuda.retain() {
+                0 => cuda.release(),
+                code => code,
+            };
+            (0..number(2)).map(toggle).max().unwrap_or(0)
+        }),
         "missing" => format!(
             "err {}",
             call!(cuda, c"cuTexRefSetMipmapLevelBias", (0 => u64, 1.5 => f32))
@@ -483,6 +555,12 @@ fn run(cuda: &Cuda, line: &str) -> String {
             }
         }
         "exec" => panic!("{}", std::process::Command::new("/proc/self/exe").exec()),
+        "early" => panic!(
+            "{}",
+            std::process::Command::new("/proc/self/exe")
+                .env(EARLY, "1")
+                .exec()
+        ),
         other => panic!("unknown command {other}"),
     }
 }
@@ -499,16 +577,17 @@ fn main() {
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
     }
-    let cuda = Cuda::start();
+    let cuda: &'static Cuda = Box::leak(Box::new(Cuda::start()));
     writeln!(out, "ready").expect("stdout is open");
     // Unbuffered: after an exec the next image must find what was not read.
     let mut input = std::io::BufReader::with_capacity(1, std::io::stdin());
     let mut line = String::new();
-    let mut storm = storm::Storm::default();
+    let (mut storm, mut beside) = (storm::Storm::default(), Beside::default());
     while input.read_line(&mut line).expect("stdin is text") > 0 {
         let words: Vec<&str> = line.split_whitespace().collect();
-        let answer = storm.run(&cuda, &words);
-        writeln!(out, "{}", answer.unwrap_or_else(|| run(&cuda, &line))).expect("stdout is open");
+        let answer = storm.run(cuda, &words);
+        let answer = answer.or_else(|| beside.run(cuda, &line));
+        writeln!(out, "{}", answer.unwrap_or_else(|| run(cuda, &line))).expect("stdout is open");
         line.clear();
     }
 }
