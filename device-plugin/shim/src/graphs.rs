@@ -156,9 +156,11 @@ pub(crate) fn trimming(call: impl FnOnce() -> CuResult) -> CuResult {
     if !any() {
         return call();
     }
-    let mut graphs = graphs();
+    // A launch beside the call may have to take its memory again. The lock is not held over the call: it may wait for
+    // work, and that for another thread of the program.
+    graphs().trims += 1;
     let answer = call();
-    graphs.trimmed();
+    graphs().trimmed();
     answer
 }
 

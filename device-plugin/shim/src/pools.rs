@@ -206,17 +206,21 @@ impl Pools {
         collected || self.accounted() < before
     }
 
-    /// As [`Pools::reclaim`], and where pools wait to see memory freed, waits for all work with them.
+    /// As [`Pools::reclaim`], for graphs too, and where pools wait to see memory freed, waits for all work with them.
+    /// Without the lock: graphs may take it too, and the work may be waiting for another thread of the program.
     fn reclaim_waiting(&self) {
         crate::graphs::reclaim();
-        leaving::collect();
-        self.trim_all();
-        if (self.all().any(Pool::is_waiting) || leaving::any()) && !captures::any() {
+        self.reclaim();
+        if (self.is_waiting() || leaving::any()) && !captures::any() {
             let _ = real!(cuCtxSynchronize());
-            leaving::collect();
-            self.trim_all();
+            self.reclaim();
         }
-        self.settle_all();
+    }
+
+    /// Whether any pool waits to see memory freed.
+    fn is_waiting(&self) -> bool {
+        let _held = self.settling.lock();
+        self.all().any(Pool::is_waiting)
     }
 
     fn accounted(&self) -> u64 {
@@ -329,8 +333,8 @@ impl Pool {
         function: &str,
         call: impl Fn() -> Result<u64, CuResult>,
     ) -> Result<u64, CuResult> {
-        let _held = POOLS.settling.lock();
         for last in [false, true] {
+            let settling = POOLS.settling.lock();
             let _ = self.settle(Units::ZERO);
             let growth = self.growth(bytes).ok_or(codes::OUT_OF_MEMORY)?;
             if let Some(held) = take_with(account, growth, step) {
@@ -345,6 +349,7 @@ impl Pool {
                     }
                 }
             }
+            drop(settling);
             if !last {
                 POOLS.reclaim_waiting();
             }

@@ -7,6 +7,8 @@
 
 mod support;
 
+use std::time::Duration;
+
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -144,6 +146,47 @@ fn memory_that_no_graph_needs_now_is_given_back_before_a_program_is_refused() {
     );
     program.ok(format!("free {pointer}"));
     program.ok(format!("launchgraph {}", executables[0]));
+}
+
+/// An executable graph, and two streams that are busy for a while.
+fn busy(program: &mut Client, bytes: u64) -> (u64, [u64; 2]) {
+    let graph = program.ok(format!("graph {bytes}"))[0];
+    let executable = program.ok(format!("instantiate {graph}"))[0];
+    let streams = [(); 2].map(|()| program.ok("stream")[0]);
+    for stream in streams {
+        program.ok(format!("spin {stream} 3000"));
+    }
+    (executable, streams)
+}
+
+#[test]
+fn a_thread_that_makes_room_beside_running_graphs_does_not_hang() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (executable, [first, second]) = busy(&mut program, 64 * MIB);
+    program.ok(format!("launchgraph {executable} {first}"));
+    program.ok(format!("alloc {}", 192 * MIB));
+    program.call(format!("launchgraph {executable} {second}"));
+    program.ok(format!("start asyncalloc {} 0", 32 * MIB));
+    assert_eq!(program.call("join"), "err 2");
+}
+
+#[test]
+fn a_context_that_waits_for_its_work_to_end_holds_up_no_launch() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let graph = program.ok(format!("graph {}", 32 * MIB))[0];
+    let executable = program.ok(format!("instantiate {graph}"))[0];
+    let context = program.ok("context")[0];
+    program.ok("spin 0 4000");
+    program.ok("device 0");
+    program.ok(format!("start destroy {context}"));
+    std::thread::sleep(Duration::from_millis(300));
+    program.ok(format!("launchgraph {executable}"));
+    assert_eq!(program.ok("started"), [1], "it waits still");
+    assert_eq!(program.call("join"), "ok");
+    program.ok(format!("launchgraph {executable}"));
+    assert_eq!(charged(&container), 32 * MIB);
 }
 
 #[test]

@@ -310,6 +310,25 @@ fn a_program_that_frees_and_allocates_runs_on_whatever_stream_it_frees_in() {
 }
 
 #[test]
+fn a_thread_that_waits_for_freed_memory_at_the_quota_holds_up_no_other() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let stream = program.ok("stream")[0];
+    let pointer = program.ok(format!("asyncalloc {} 0", QUOTA - STEP))[0];
+    program.ok(format!("spin {stream} 4000"));
+    program.ok(format!("asyncfree {pointer} {stream}"));
+    program.ok(format!("start asyncalloc {QUOTA} 0"));
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(program.ok("info"), [STEP, QUOTA]);
+    assert_eq!(program.call(format!("alloc {}", 2 * STEP)), "err 2");
+    program.ok("pool 1 1 0");
+    assert_eq!(program.ok("started"), [1], "it waits still");
+    let answer = program.call("join");
+    assert!(answer.starts_with("ok"), "{answer}");
+    assert_eq!(charged(&container, &mut program), QUOTA);
+}
+
+#[test]
 fn a_pool_that_is_destroyed_is_charged_until_its_last_allocation_is_freed() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
