@@ -141,6 +141,7 @@ fn a_green_context_is_charged_and_so_is_the_primary_one_that_it_needs() {
     let green = program.ok("green")[0];
     assert_eq!(charged(&container), CONTEXT + 6 * MIB);
     program.ok(format!("ungreen {green}"));
+    assert_eq!(charged(&container), 0, "it was the primary one's last user");
 }
 
 #[test]

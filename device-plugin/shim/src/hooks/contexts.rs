@@ -8,6 +8,7 @@
 //! cuMemAlloc(), cuMemAllocHost(), cuMemAllocManaged() and cuMemAllocPitch()".
 #![allow(non_snake_case)]
 
+use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
 
 use super::{allocate, device_count, hooks, known, real};
@@ -191,6 +192,9 @@ fn making(
 /// Held by who makes a primary context active: of threads that start together one is charged.
 pub(crate) static ACTIVATING: Afresh<()> = Afresh::new();
 
+/// The devices of green contexts.
+pub(crate) static GREEN: Afresh<BTreeMap<u64, c_int>> = Afresh::new();
+
 /// Calls what makes a device's primary context active, unless it is; `undo` takes the call back.
 fn activating(
     device: c_int,
@@ -263,10 +267,21 @@ hooks! {
         // SAFETY: not null, and written if the call before succeeded.
         let made = || unsafe { out.read() };
         let undo = || ledger::free(made(), || destroy(made()));
-        activating(device, "cuGreenCtxCreate", call, undo)
+        let answer = activating(device, "cuGreenCtxCreate", call, undo);
+        if answer == codes::SUCCESS {
+            GREEN.lock().insert(made(), device);
+        }
+        answer
     };
-    /// `cuGreenCtxDestroy` (CUDA 12.4).
-    fn cuGreenCtxDestroy(green: u64) = |plain| ledger::free(green, || plain(green));
+    /// `cuGreenCtxDestroy` (CUDA 12.4): it may have been the last user of the primary context.
+    fn cuGreenCtxDestroy(green: u64) = |plain| {
+        let device = GREEN.lock().remove(&green);
+        let call = || ledger::free(green, || plain(green));
+        match device {
+            Some(device) => releasing(device, call),
+            None => call(),
+        }
+    };
     /// `cuCtxDestroy` (CUDA 2.0).
     fn cuCtxDestroy(context: u64) = |plain| ending(named(context), || plain(context));
     /// `cuCtxDestroy` (CUDA 4.0).
