@@ -116,6 +116,13 @@ pub(crate) fn charge(kind: Kind, bytes: u64, function: &str) -> Result<Pending, 
     charged
 }
 
+/// Whether nothing can be charged yet: before `cuInit` nobody knows which device an account is, and the driver refuses
+/// whatever it is asked.
+pub(crate) fn is_early() -> bool {
+    let is_new = |state: &State| !state.welcomed.load(Ordering::Acquire);
+    state::state().is_some_and(is_new) && crate::hooks::device_count() == 0
+}
+
 /// Reports a denial to the agent.
 pub(crate) fn report(account: u8, bytes: u64, function: &str) {
     if let Some(state) = state::state()

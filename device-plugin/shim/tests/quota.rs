@@ -255,6 +255,16 @@ fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
 }
 
 #[test]
+fn a_program_that_allocates_before_the_driver_is_initialised_can_allocate_after_it() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    assert_eq!(program.call("early"), "early 3 3");
+    assert_eq!(program.read(), "ready");
+    program.ok("retain");
+    program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
 fn garbage_on_the_socket_does_not_slow_a_program_down() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

@@ -81,7 +81,7 @@ hooks! {
 
     /// `cuMemAllocManaged`: charged to the container's managed quota; without one it is out of memory.
     fn cuMemAllocManaged(pointer: *mut u64, bytes: usize, flags: c_uint) = |plain| {
-        if pointer.is_null() || bytes == 0 {
+        if pointer.is_null() || bytes == 0 || ledger::is_early() {
             return plain(pointer, bytes, flags);
         }
         let mut got = 0;

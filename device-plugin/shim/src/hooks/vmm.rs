@@ -109,7 +109,7 @@ unsafe fn map_arrays(
 hooks! {
     /// `cuMemCreate` (CUDA 10.2): charged to the device in the properties.
     fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, flags: u64) = |plain| {
-        if handle.is_null() || properties.is_null() || bytes == 0 {
+        if handle.is_null() || properties.is_null() || bytes == 0 || ledger::is_early() {
             return plain(handle, bytes, properties, flags);
         }
         // SAFETY: not null, and the program says that it is of this type.
