@@ -25,8 +25,8 @@ struct Mapping {
     handle: u64,
 }
 
-/// A binding to a multicast object: its handle, and the offset in it.
-type Binding = (u64, u64);
+/// A binding to a multicast object: its handle, the account of the device that it is for (the memory's), the offset.
+type Binding = (u64, u8, u64);
 
 /// All memory that this process made and that something of it refers to, by its handle. The driver
 /// keeps a handle's number for as long as its memory is mapped (`cuMemRetainAllocationHandle`).
@@ -89,15 +89,26 @@ impl Table {
     }
 
     /// Memory is referred to by a multicast object.
-    pub(crate) fn bound(&mut self, binding: Binding, handle: u64) {
-        if self.memory.contains_key(&handle) && self.bindings.insert(binding, handle).is_none() {
+    pub(crate) fn bound(&mut self, (object, offset): (u64, u64), handle: u64) {
+        let Some(memory) = self.memory.get(&handle) else {
+            return;
+        };
+        let binding = (object, memory.charge.slot, offset);
+        if self.bindings.insert(binding, handle).is_none() {
             self.update(handle, |memory| memory.bindings += 1);
         }
     }
 
-    /// A range of a multicast object is unbound; the charges to give back.
-    pub(crate) fn unbound(&mut self, object: u64, offset: u64, bytes: u64) -> Vec<Charge> {
-        let range = (object, offset)..(object, offset.saturating_add(bytes));
+    /// A range of a multicast object is unbound for the device of an account; the charges to give back.
+    pub(crate) fn unbound(
+        &mut self,
+        object: u64,
+        account: u8,
+        offset: u64,
+        bytes: u64,
+    ) -> Vec<Charge> {
+        let end = offset.saturating_add(bytes);
+        let range = (object, account, offset)..(object, account, end);
         let inside: Vec<(Binding, u64)> = self
             .bindings
             .range(range)
@@ -185,8 +196,8 @@ mod tests {
         table.made(32, charge(3));
         table.bound((64, 0), 32);
         assert_eq!(table.released(32), None);
-        assert_eq!(table.unbound(64, SIZE, SIZE), []);
-        assert_eq!(table.unbound(64, 0, SIZE), [charge(3)]);
+        assert_eq!(table.unbound(64, 0, SIZE, SIZE), []);
+        assert_eq!(table.unbound(64, 0, 0, SIZE), [charge(3)]);
     }
 
     #[test]
@@ -216,6 +227,21 @@ mod tests {
         assert_eq!(table.export(16), Some(charge(2)));
         table.unexport(16);
         assert_eq!(table.released(16), Some(charge(2)));
+    }
+
+    #[test]
+    fn bindings_of_two_devices_at_one_offset_are_two() {
+        let mut table = Table::default();
+        for slot in [0, 1] {
+            let charge = Charge { slot, ..charge(7) };
+            table.made(slot.into(), charge);
+            table.bound((64, 0), slot.into());
+            assert_eq!(table.released(slot.into()), None, "it is bound");
+        }
+        for slot in [1, 0] {
+            let charge = Charge { slot, ..charge(7) };
+            assert_eq!(table.unbound(64, slot, 0, SIZE), [charge]);
+        }
     }
 
     #[test]

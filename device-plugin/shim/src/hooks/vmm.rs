@@ -11,7 +11,7 @@ use super::hooks;
 use super::pools::FABRIC;
 use crate::afresh::Afresh;
 use crate::codes::{self, CuResult};
-use crate::ledger;
+use crate::ledger::{self, Kind};
 use crate::live::Charge;
 use crate::place::{Payer, Properties};
 use crate::state::state;
@@ -209,7 +209,8 @@ hooks! {
     /// `cuMulticastUnbind` (CUDA 12.1).
     fn cuMulticastUnbind(object: u64, device: c_int, offset: usize, bytes: usize) = |plain| {
         noted(|| plain(object, device, offset, bytes), |table| {
-            table.unbound(object, offset as u64, bytes as u64)
+            let unbound = |account| table.unbound(object, account, offset as u64, bytes as u64);
+            ledger::account(Kind::Device(device)).map(unbound).unwrap_or_default()
         })
     };
 
