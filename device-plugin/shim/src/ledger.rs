@@ -263,9 +263,17 @@ pub(crate) fn room(device: i32) -> Option<(u64, u64)> {
         link::refresh(state, &held, map_devices);
     }
     // Read after the refresh: it may have moved the process to another page.
-    let slot = slot(state, index)?;
+    let now = || slot(state, index).map(|slot| (slot, slot.word()));
+    let (slot, word) = match now()? {
+        // Another thread moves: its lock says when it is done.
+        (_, word) if word.is_frozen() => {
+            let _held = state.hold()?;
+            now()?
+        }
+        now => now,
+    };
     let quota = slot.quota();
-    let used = Units(slot.word().used)
+    let used = Units(word.used)
         .min(Units::MAX)
         .saturating_add(slot.others());
     Some((quota.saturating_sub(used).bytes(), quota.bytes()))

@@ -11,7 +11,9 @@ use bursar_device_plugin::sessions::Account;
 use bursar_device_plugin::units::Bytes;
 use bursar_protocol::page::CreditPage;
 use bursar_protocol::socket::send_with_fd;
+use bursar_protocol::units::Units;
 use bursar_protocol::wire::{self, Message, Quota, ToShim};
+use bursar_protocol::word::Word;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -217,6 +219,24 @@ fn an_agent_that_accepts_and_never_answers_costs_a_bounded_wait() {
     );
 }
 
+/// What an agent answers to a hello.
+fn welcome() -> Vec<u8> {
+    let account = |account| Quota {
+        account,
+        bytes: QUOTA,
+    };
+    let accounts = [
+        wire::Account::Device(support::GPU.to_owned()),
+        wire::Account::Managed,
+    ];
+    let welcome = ToShim::Welcome {
+        version: 1,
+        generation: None,
+        quotas: accounts.map(account).to_vec(),
+    };
+    welcome.frame()
+}
+
 #[test]
 fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
     let mut container = Container::with_quota(QUOTA);
@@ -229,20 +249,7 @@ fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
             let mut bytes = [0; 4096];
             let _ = stream.read(&mut bytes);
             let (_page, fd) = CreditPage::create(2).unwrap();
-            let account = |account| Quota {
-                account,
-                bytes: QUOTA,
-            };
-            let accounts = [
-                wire::Account::Device(support::GPU.to_owned()),
-                wire::Account::Managed,
-            ];
-            let welcome = ToShim::Welcome {
-                version: 1,
-                generation: None,
-                quotas: accounts.map(account).to_vec(),
-            };
-            let _ = send_with_fd(&stream, &welcome.frame(), fd);
+            let _ = send_with_fd(&stream, &welcome(), fd);
             let _ = stream.read(&mut bytes);
         }
     });
@@ -252,6 +259,44 @@ fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
     }
     container.start_agent();
     program.ok(format!("alloc {QUOTA}"));
+}
+
+#[test]
+fn no_thread_is_told_that_nothing_is_free_while_another_moves_to_a_new_page() {
+    let mut container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    program.ok(format!("alloc {MIB}"));
+    container.stop_agent();
+    std::fs::remove_file(container.socket()).unwrap();
+    let slow = std::os::unix::net::UnixListener::bind(container.socket()).unwrap();
+    std::thread::spawn(move || {
+        let (mut stream, _) = slow.accept().unwrap();
+        let mut bytes = [0; 4096];
+        let _ = stream.read(&mut bytes);
+        std::thread::sleep(Duration::from_millis(500));
+        let (page, fd) = CreditPage::create(2).unwrap();
+        let [quota, used] = [QUOTA, MIB].map(|bytes| Units::holding(bytes).unwrap());
+        let slot = page.slot(0).unwrap();
+        slot.set_quota(quota);
+        slot.set(Word {
+            granted: quota.0,
+            used: used.0,
+        });
+        send_with_fd(&stream, &welcome(), fd).unwrap();
+        // The request: the page holds it already.
+        let _ = stream.read(&mut bytes);
+        let (account, units) = (0, quota);
+        let granted = ToShim::Granted { account, units };
+        stream.write_all(&granted.frame()).unwrap();
+        stream.read(&mut bytes)
+    });
+    program.ok(format!("start alloc {}", 200 * MIB));
+    while program.ok("started") == [1] {
+        let free = program.ok("info")[0];
+        assert!([255 * MIB, 55 * MIB].contains(&free), "{free}");
+    }
+    let answer = program.call("join");
+    assert!(answer.starts_with("ok"), "{answer}");
 }
 
 #[test]
