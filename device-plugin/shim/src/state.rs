@@ -117,8 +117,7 @@ fn begin(state: &State) {
     crate::leaving::EVENTS.forget();
     crate::pools::POOLS.forget();
     crate::hooks::vmm::TABLE.forget();
-    crate::hooks::contexts::ACTIVATING.forget();
-    crate::hooks::contexts::GREEN.forget();
+    crate::hooks::contexts::forget();
     crate::hooks::known::forget();
     crate::graphs::forget();
     state.begun.store(1, Ordering::Release);

@@ -130,6 +130,16 @@ fn threads_that_start_together_are_charged_one_primary_context() {
 }
 
 #[test]
+fn of_threads_that_retain_and_release_together_the_last_gives_the_primary_context_back() {
+    let (container, mut program) = measured(GIB);
+    program.ok("release");
+    for round in 0..20 {
+        assert_eq!(program.ok("toggles 4 20"), [0; 4], "round {round}");
+        assert_eq!(charged(&container), 0, "round {round}");
+    }
+}
+
+#[test]
 fn a_green_context_is_charged_and_so_is_the_primary_one_that_it_needs() {
     let (container, mut program) = measured(CONTEXT + 6 * MIB);
     let green = program.ok("green")[0];

@@ -10,6 +10,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_uint, c_void};
+use std::sync::MutexGuard;
 
 use super::{allocate, device_count, hooks, known, real};
 use crate::afresh::Afresh;
@@ -17,6 +18,7 @@ use crate::codes::{self, CuResult};
 use crate::forward::{self, index};
 use crate::graphs;
 use crate::ledger::{self, Denied, Kind, LIVE, Pending};
+use crate::state::MAX_DEVICES;
 
 /// The calling thread's context; zero where there is none.
 pub(crate) fn current() -> u64 {
@@ -97,8 +99,15 @@ fn ending(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
     answer
 }
 
+/// Calls what ends a primary context, whoever has retained it.
+fn resetting(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
+    let _alone = alone(device);
+    ending(primary(device), call)
+}
+
 /// Calls what ends a primary context if nobody else has retained it.
 fn releasing(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
+    let _alone = alone(device);
     let before = primary(device);
     let answer = graphs::trimming(call);
     if let (codes::SUCCESS, Some(context)) = (answer, before)
@@ -189,11 +198,24 @@ fn making(
     codes::SUCCESS
 }
 
-/// Held by who makes a primary context active: of threads that start together one is charged.
-pub(crate) static ACTIVATING: Afresh<()> = Afresh::new();
+/// Held by who makes the primary context of a device active, and by who may end it: of threads that start together
+/// one is charged, and of those that release it together the last gives that back.
+static PRIMARIES: [Afresh<()>; MAX_DEVICES] = [const { Afresh::new() }; MAX_DEVICES];
 
 /// The devices of green contexts.
-pub(crate) static GREEN: Afresh<BTreeMap<u64, c_int>> = Afresh::new();
+static GREEN: Afresh<BTreeMap<u64, c_int>> = Afresh::new();
+
+/// In a forked child: it has none of its parent's contexts, nor of its locks.
+pub(crate) fn forget() {
+    PRIMARIES.iter().for_each(Afresh::forget);
+    GREEN.forget();
+}
+
+/// Keeps other threads from making the primary context of a device active or ending it.
+fn alone(device: c_int) -> Option<MutexGuard<'static, ()>> {
+    let place = usize::try_from(device).ok()?;
+    PRIMARIES.get(place).map(Afresh::lock)
+}
 
 /// Calls what makes a device's primary context active, unless it is; `undo` takes the call back.
 fn activating(
@@ -202,11 +224,8 @@ fn activating(
     call: impl Fn() -> CuResult,
     undo: impl Fn() -> CuResult,
 ) -> CuResult {
+    let _alone = alone(device);
     if !exists(device) || is_active(device) {
-        return call();
-    }
-    let _one = ACTIVATING.lock();
-    if is_active(device) {
         return call();
     }
     let Ok(own) = begin(device, function) else {
@@ -293,9 +312,9 @@ hooks! {
     /// `cuDevicePrimaryCtxRelease` (CUDA 11.0).
     fn cuDevicePrimaryCtxRelease_v2(device: c_int) = |plain| releasing(device, || plain(device));
     /// `cuDevicePrimaryCtxReset` (CUDA 7.0).
-    fn cuDevicePrimaryCtxReset(device: c_int) = |plain| ending(primary(device), || plain(device));
+    fn cuDevicePrimaryCtxReset(device: c_int) = |plain| resetting(device, || plain(device));
     /// `cuDevicePrimaryCtxReset` (CUDA 11.0).
-    fn cuDevicePrimaryCtxReset_v2(device: c_int) = |plain| ending(primary(device), || plain(device));
+    fn cuDevicePrimaryCtxReset_v2(device: c_int) = |plain| resetting(device, || plain(device));
 }
 
 /// The name of a context that a program hands over; of no context where that is null.
