@@ -110,9 +110,16 @@ pub(crate) fn state() -> Option<&'static State> {
     Some(state)
 }
 
-/// The first call of a process. Its parent's pointers mean nothing here.
+/// The first call of a process. Its parent's pointers mean nothing here. Of threads that come together one does it,
+/// or what the first has noted by then would be forgotten.
 #[cold]
 fn begin(state: &State) {
+    let Some(_held) = state.hold() else {
+        return;
+    };
+    if state.begun.load(Ordering::Acquire) != 0 {
+        return;
+    }
     crate::ledger::LIVE.clear();
     crate::leaving::EVENTS.forget();
     crate::pools::POOLS.forget();
@@ -146,4 +153,21 @@ fn map() -> Option<&'static State> {
     // SAFETY: page-aligned, zeroed, valid for ever, and every field is an atomic for which zero is
     // a value.
     Some(unsafe { &*address.cast::<State>() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_thread_that_is_late_to_the_first_call_wipes_nothing_that_others_noted() {
+        // The process's own first call is over.
+        let _ = super::state();
+        // SAFETY: every field of the state is an atomic, for which zero is a value.
+        let state: State = unsafe { std::mem::zeroed() };
+        begin(&state);
+        crate::leaving::EVENTS.lock().push(7);
+        begin(&state);
+        assert_eq!(*crate::leaving::EVENTS.lock(), [7]);
+    }
 }
