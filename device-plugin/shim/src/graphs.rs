@@ -4,7 +4,8 @@
 //! allocations in steps of 32 MiB (one of 40 MiB takes 64, two take 128, small ones share a step), and
 //! the pool keeps them, past the graph's end too, until it is trimmed. So an executable graph with memory
 //! nodes is noted with its needs. Before it may take memory they are charged, after it the pool is
-//! settled. A launch since the last trim takes nothing new.
+//! settled. A launch into the same stream since the last trim takes nothing new; into another one it may
+//! (CUDA programming guide, graph memory nodes: the graphs of a stream share memory, those of others may not).
 //!
 //! A process without such graphs pays one load a launch.
 
@@ -17,7 +18,7 @@ use bursar_protocol::units::UNIT;
 
 use crate::afresh::Afresh;
 use crate::codes::{self, CuResult};
-use crate::hooks::{captures, real};
+use crate::hooks::{captures, real, streams};
 use crate::ledger::{self, Denied, Kind, Pending};
 use crate::live::Charge;
 
@@ -64,8 +65,8 @@ impl Need {
 /// An executable graph with memory nodes.
 struct Executable {
     needs: Needs,
-    /// [`Graphs::trims`] when it last took its memory; `None` before.
-    placed: Option<u64>,
+    /// [`Graphs::trims`] when it last took its memory, and the stream's name; `None` before.
+    placed: Option<(u64, u64)>,
 }
 
 #[derive(Default)]
@@ -117,9 +118,10 @@ pub(crate) fn destroyed(executable: u64) {
     graphs().executables.remove(&executable);
 }
 
-/// Makes a call that gives a graph its memory, charged for it.
+/// Makes a call that gives a graph its memory in a stream, charged for it.
 pub(crate) fn placing(
     executable: u64,
+    stream: u64,
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
@@ -128,16 +130,16 @@ pub(crate) fn placing(
         drop(graphs);
         return call();
     };
-    let needs = graph.needs.clone();
-    if graph.placed == Some(graphs.trims) {
+    let (needs, stream) = (graph.needs.clone(), streams::name_of(stream));
+    if graph.placed == Some((graphs.trims, stream)) {
         let answer = call();
         graphs.settle(needs.keys(), Vec::new());
         return answer;
     }
     let answer = graphs.charged(&needs, function, call);
-    let trims = graphs.trims;
+    let placed = (graphs.trims, stream);
     if let (codes::SUCCESS, Some(graph)) = (answer, graphs.executables.get_mut(&executable)) {
-        graph.placed = Some(trims);
+        graph.placed = Some(placed);
     }
     answer
 }

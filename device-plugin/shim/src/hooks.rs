@@ -30,7 +30,7 @@ mod pools;
 mod proc_address;
 mod reports;
 pub(crate) mod sizes;
-mod streams;
+pub(crate) mod streams;
 pub(crate) mod vmm;
 
 use std::cell::Cell;

@@ -160,6 +160,24 @@ fn busy(program: &mut Client, bytes: u64) -> (u64, [u64; 2]) {
 }
 
 #[test]
+fn a_graph_that_is_launched_into_another_stream_is_charged_for_what_it_takes_there() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (executable, [first, second]) = busy(&mut program, 100 * MIB);
+    let linear = program.ok(format!("alloc {}", 64 * MIB))[0];
+    for _ in 0..2 {
+        program.ok(format!("launchgraph {executable} {first}"));
+        assert_eq!(charged(&container), 192 * MIB);
+    }
+    let launch = format!("launchgraph {executable} {second}");
+    assert_eq!(program.call(&launch), "err 2", "the first is running");
+    assert_eq!(charged(&container), 192 * MIB);
+    program.ok(format!("free {linear}"));
+    program.ok(launch);
+    assert_eq!(charged(&container), QUOTA);
+}
+
+#[test]
 fn a_thread_that_makes_room_beside_running_graphs_does_not_hang() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();

@@ -3,6 +3,7 @@
 
 use std::ffi::{c_char, c_int};
 
+use super::streams::per_thread;
 use super::{hooks, real};
 use crate::codes::{self, CuResult};
 use crate::graphs::{self, Needs};
@@ -140,9 +141,14 @@ fn with_parameters(
 }
 
 /// A launch or an upload.
-fn placing(executable: u64, function: &str, call: impl FnOnce() -> CuResult) -> CuResult {
+fn placing(
+    executable: u64,
+    stream: u64,
+    function: &str,
+    call: impl FnOnce() -> CuResult,
+) -> CuResult {
     if graphs::any() {
-        graphs::placing(executable, function, call)
+        graphs::placing(executable, stream, function, call)
     } else {
         call()
     }
@@ -173,19 +179,19 @@ hooks! {
     };
     /// `cuGraphUpload` (CUDA 11.1).
     fn cuGraphUpload(graph: u64, stream: u64) = |plain| {
-        placing(graph, "cuGraphUpload", || plain(graph, stream))
+        placing(graph, stream, "cuGraphUpload", || plain(graph, stream))
     };
     /// `cuGraphUpload` for a default stream of each thread.
     fn cuGraphUpload_ptsz(graph: u64, stream: u64) = |plain| {
-        placing(graph, "cuGraphUpload", || plain(graph, stream))
+        placing(graph, per_thread(stream), "cuGraphUpload", || plain(graph, stream))
     };
     /// `cuGraphLaunch` (CUDA 10.0).
     fn cuGraphLaunch(graph: u64, stream: u64) = |plain| {
-        placing(graph, "cuGraphLaunch", || plain(graph, stream))
+        placing(graph, stream, "cuGraphLaunch", || plain(graph, stream))
     };
     /// `cuGraphLaunch` for a default stream of each thread.
     fn cuGraphLaunch_ptsz(graph: u64, stream: u64) = |plain| {
-        placing(graph, "cuGraphLaunch", || plain(graph, stream))
+        placing(graph, per_thread(stream), "cuGraphLaunch", || plain(graph, stream))
     };
     /// `cuGraphExecDestroy` (CUDA 10.0). Its memory stays in the graph pool.
     fn cuGraphExecDestroy(graph: u64) = |plain| {

@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{current_device, device_count, real};
+use super::{captures, current_device, device_count, real};
 use crate::codes::{self, CuResult};
 
 /// `CU_STREAM_PER_THREAD`: what stream 0 means to the `_ptsz` functions.
@@ -12,6 +12,18 @@ const PER_THREAD: u64 = 2;
 /// The handle that names a `_ptsz` function's stream to functions without the suffix.
 pub(crate) fn per_thread(stream: u64) -> u64 {
     if stream == 0 { PER_THREAD } else { stream }
+}
+
+/// What tells a stream from all others of this process: the driver's number for it (CUDA 12.0), and before that its
+/// handle, which may come again.
+pub(crate) fn name_of(stream: u64) -> u64 {
+    let mut name = 0;
+    let id = || real!(cuStreamGetId(stream => u64, &raw mut name => *mut u64));
+    if captures::apart(id) == codes::SUCCESS {
+        name
+    } else {
+        stream
+    }
 }
 
 /// The device that a stream runs on.
