@@ -262,14 +262,24 @@ impl Graphs {
         self.settle(&devices, Vec::new());
     }
 
-    /// Trims every pool; whether that gave anything back.
+    /// Trims every pool; whether that gave anything back. Running graphs keep their memory, and need none again.
     fn reclaim(&mut self) -> bool {
-        let before: u64 = self.pools.values().map(bytes).sum();
+        let charged: u64 = self.pools.values().map(bytes).sum();
+        let before = charged.max(self.reserved());
         for device in self.pools.keys() {
             let _ = captures::apart(|| real!(cuDeviceGraphMemTrim(*device => c_int)));
         }
-        self.trimmed();
-        self.pools.values().map(bytes).sum::<u64>() < before
+        let gave = self.reserved() < before;
+        if gave {
+            self.trimmed();
+        }
+        gave
+    }
+
+    /// What all devices' graph pools have reserved.
+    fn reserved(&self) -> u64 {
+        let devices = self.pools.keys();
+        devices.filter_map(|device| reserved(*device)).sum()
     }
 }
 

@@ -178,6 +178,17 @@ fn a_graph_that_is_launched_into_another_stream_is_charged_for_what_it_takes_the
 }
 
 #[test]
+fn a_running_graph_is_launched_again_where_there_was_no_room_for_more() {
+    let container = Container::with_quota(QUOTA);
+    let mut program = container.program();
+    let (executable, [stream, _]) = busy(&mut program, QUOTA);
+    program.ok(format!("launchgraph {executable} {stream}"));
+    assert_eq!(program.call("alloc 1"), "err 2");
+    program.ok(format!("launchgraph {executable} {stream}"));
+    assert_eq!(charged(&container), QUOTA);
+}
+
+#[test]
 fn a_thread_that_makes_room_beside_running_graphs_does_not_hang() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
