@@ -121,18 +121,35 @@ impl Writer {
         Ok(written.map(|budget| budget.status.unwrap_or_default()))
     }
 
-    /// Applies a quota.
+    /// Applies a quota, or merges it with what is there.
     pub async fn quota(
         &self,
         namespace: &str,
         name: &str,
-        object: Value,
+        patch: &Patch<Value>,
     ) -> Result<(), WriteError> {
         let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
         let what = format!("ResourceQuota {namespace}/{name}");
-        let (params, patch) = (applied(), Patch::Apply(object));
-        let write = api.patch(name, &params, &patch);
+        let params = match patch {
+            Patch::Apply(_) => applied(),
+            _ => merged(),
+        };
+        let write = api.patch(name, &params, patch);
         telling(&self.wrote.quotas, self.write(Written::Quota, what, write)).await
+    }
+
+    /// Deletes the quota of this UID and no other.
+    pub async fn delete_quota(
+        &self,
+        namespace: &str,
+        name: &str,
+        uid: &str,
+    ) -> Result<(), WriteError> {
+        let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
+        let what = format!("ResourceQuota {namespace}/{name}");
+        let params = only(uid);
+        let write = api.delete(name, &params);
+        self.write(Written::Quota, what, write).await.map(drop)
     }
 
     /// Sets the budget label of a namespace, or takes it off.
@@ -141,11 +158,7 @@ impl Writer {
         let what = format!("the label of Namespace {namespace}");
         // No apply: that would leave a label in place which somebody else wrote too.
         let patch = json!({ "metadata": { "labels": { BUDGET_LABEL: value } } });
-        let params = PatchParams {
-            field_manager: Some(OPERATOR_MANAGER.to_owned()),
-            ..PatchParams::default()
-        };
-        let patch = Patch::Merge(patch);
+        let (params, patch) = (merged(), Patch::Merge(patch));
         let write = api.patch_metadata(namespace, &params, &patch);
         telling(
             &self.wrote.namespaces,
@@ -192,15 +205,8 @@ impl Writer {
     ) -> Result<Evicted, WriteError> {
         let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
         let what = format!("the eviction of Pod {namespace}/{name}");
-        let preconditions = Preconditions {
-            uid: Some(uid.to_owned()),
-            resource_version: None,
-        };
         let result = if by_force {
-            let params = DeleteParams {
-                preconditions: Some(preconditions),
-                ..DeleteParams::default()
-            };
+            let params = only(uid);
             let write = api.delete(name, &params);
             self.write(Written::Eviction, what, write).await.map(drop)
         } else {
@@ -212,7 +218,7 @@ impl Writer {
                 },
                 delete_options: Some(DeleteOptions {
                     preconditions: Some(meta::Preconditions {
-                        uid: preconditions.uid,
+                        uid: Some(uid.to_owned()),
                         resource_version: None,
                     }),
                     ..DeleteOptions::default()
@@ -260,6 +266,25 @@ impl Writer {
 /// Server-side apply, over whoever changed the same fields.
 fn applied() -> PatchParams {
     PatchParams::apply(OPERATOR_MANAGER).force()
+}
+
+/// A merge, in the operator's name.
+fn merged() -> PatchParams {
+    PatchParams {
+        field_manager: Some(OPERATOR_MANAGER.to_owned()),
+        ..PatchParams::default()
+    }
+}
+
+/// Deletes what has this UID.
+fn only(uid: &str) -> DeleteParams {
+    DeleteParams {
+        preconditions: Some(Preconditions {
+            uid: Some(uid.to_owned()),
+            resource_version: None,
+        }),
+        ..DeleteParams::default()
+    }
 }
 
 fn code(error: &kube::Error) -> u16 {

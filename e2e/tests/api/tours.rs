@@ -10,6 +10,10 @@ use tokio::time::{Instant, sleep};
 use crate::case::{Case, END, Outcome};
 use crate::place::{GPU, HARD, Place, condition};
 
+/// What no quota of ours caps.
+const OTHER: &str = "requests.bursar.dev/other";
+const OVERFLOW: &str = "bursar.dev/overflow";
+
 async fn hard(place: &Place, which: &str) -> Result<Value, Failed> {
     let quota = place.get(&place.quota_path(which)).await?;
     Ok(quota["spec"]["hard"][HARD].clone())
@@ -41,7 +45,7 @@ fn requested(budget: &Value) -> &Value {
     &budget["status"]["deviceMemory"]["requested"]["quanta"]
 }
 
-/// Twelve changes of a budget, its quotas and the pods of its namespace.
+/// Fourteen changes of a budget, its quotas and the pods of its namespace.
 pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outcome, Failed> {
     case.place.pod("p", 4, false, false).await?;
     let case_ = &mut case;
@@ -86,7 +90,7 @@ pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outc
             },
             async |at| {
                 let quota = at.get(&at.quota_path("guaranteed")).await?;
-                Ok(quota["metadata"]["labels"]["bursar.dev/overflow"] == "Borrow"
+                Ok(quota["metadata"]["labels"][OVERFLOW] == "Borrow"
                     && in_force(at, "16", "24").await?)
             },
         )
@@ -99,6 +103,36 @@ pub(crate) async fn of_a_budget(mut case: Case, operator: Client) -> Result<Outc
                 at.merge(&at.quota_path("limit"), more).await
             },
             async |at| in_force(at, "16", "24").await,
+        )
+        .await?;
+    case_
+        .through(
+            "a scope is put on a quota by hand",
+            async |at| {
+                let terminating = json!({ "scopeName": "Terminating", "operator": "Exists" });
+                let scoped =
+                    json!({ "spec": { "scopeSelector": { "matchExpressions": [terminating] } } });
+                at.merge(&at.quota_path("limit"), scoped).await
+            },
+            async |at| {
+                let quota = at.get(&at.quota_path("limit")).await?;
+                Ok(quota["spec"]["scopeSelector"].is_null() && in_force(at, "16", "24").await?)
+            },
+        )
+        .await?;
+    case_
+        .through(
+            "a quota is added to by hand",
+            async |at| {
+                let more = json!({ "metadata": { "labels": { OVERFLOW: "Borrow" } }, "spec": { "hard": { OTHER: "1" } } });
+                at.merge(&at.quota_path("limit"), more).await
+            },
+            async |at| {
+                let quota = at.get(&at.quota_path("limit")).await?;
+                Ok(quota["spec"]["hard"][OTHER].is_null()
+                    && quota["metadata"]["labels"][OVERFLOW].is_null()
+                    && in_force(at, "16", "24").await?)
+            },
         )
         .await?;
     case_

@@ -194,7 +194,12 @@ fn enforced(budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts) -> Statement
                     "ResourceQuota {name} is written and not in force yet: that is up to the controller manager"
                 ));
             }
-            _ => return pending(format!("ResourceQuota {name} is not written yet")),
+            Some(_) => {
+                return pending(format!(
+                    "ResourceQuota {name} is not as this spec has it, for the spec or the quota was changed: it is put right"
+                ));
+            }
+            None => return pending(format!("ResourceQuota {name} is not written yet")),
         }
     }
     Statement::new(

@@ -50,7 +50,7 @@ pub struct Leaver {
 /// One write, or one look.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Step {
-    /// Apply a quota.
+    /// Make a quota what it should be.
     Quota(Which, Cap),
     /// Label the namespace as one whose budget is in force.
     Label,

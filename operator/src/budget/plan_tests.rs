@@ -115,7 +115,8 @@ impl Namespace {
             Step::Quota(which, cap) => {
                 let before = self.quotas.remove(&which);
                 let in_force = before.map(|quota| quota.in_force).unwrap_or_default();
-                self.quotas.insert(which, Quota { cap, in_force });
+                let uid = String::new();
+                self.quotas.insert(which, Quota { uid, cap, in_force });
             }
             Step::Label => self.labelled = true,
             Step::Evict { pod, .. } => {

@@ -12,6 +12,7 @@ use bursar_crds::resources::{
 use bursar_crds::{GpuMemoryBudget, Quantum};
 use k8s_openapi::api::core::v1::{ResourceQuota, ResourceQuotaSpec};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use kube::api::Patch;
 use kube::{Resource as _, ResourceExt as _};
 use serde_json::{Value, json};
 
@@ -75,6 +76,8 @@ pub struct Cap {
 /// A quota as the API server has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Quota {
+    /// Its UID.
+    pub uid: String,
     /// What it says.
     pub cap: Cap,
     /// What admission goes by: the controller manager's copy of it.
@@ -103,8 +106,37 @@ impl Cap {
         }
     }
 
-    /// What is applied.
-    pub fn object(&self, which: Which, namespace: &str, budget: &GpuMemoryBudget) -> Value {
+    /// What makes a quota this, whatever is `there`. An apply would leave in place what others added; a merge takes it
+    /// off.
+    pub fn patch(
+        &self,
+        which: Which,
+        namespace: &str,
+        budget: &GpuMemoryBudget,
+        there: Option<&Quota>,
+    ) -> Patch<Value> {
+        let mut object = self.object(which, namespace, budget);
+        let Some(there) = there.filter(|there| !self.has_to_replace(there)) else {
+            return Patch::Apply(object);
+        };
+        if !self.overflows {
+            object["metadata"]["labels"][OVERFLOW_LABEL] = Value::Null;
+        }
+        let others = there.cap.hard.keys();
+        for added in others.filter(|resource| !self.hard.contains_key(*resource)) {
+            object["spec"]["hard"][added] = Value::Null;
+        }
+        Patch::Merge(object)
+    }
+
+    /// Whether `there` has to be deleted and made anew: `scopes` cannot be changed, and after a change of `scopeSelector`
+    /// the controller manager does not count anew for minutes.
+    pub fn has_to_replace(&self, there: &Quota) -> bool {
+        there.cap.scope != self.scope
+    }
+
+    /// Everything that it says.
+    fn object(&self, which: Which, namespace: &str, budget: &GpuMemoryBudget) -> Value {
         let hard = self.hard.iter();
         let hard: BTreeMap<_, _> = hard
             .map(|(resource, most)| (resource, most.count().to_string()))
@@ -138,6 +170,7 @@ impl Quota {
         let spec = quota.spec.clone().unwrap_or_default();
         let status = quota.status.as_ref();
         Self {
+            uid: quota.uid().unwrap_or_default(),
             cap: Cap {
                 scope: scope(&spec),
                 hard: ours(spec.hard.as_ref()),
@@ -228,6 +261,43 @@ mod tests {
                 let fresh = Quota::of(&serde_json::from_value(object).unwrap());
                 assert!(!fresh.enforces(&wanted));
             }
+        }
+    }
+
+    #[test]
+    fn what_another_hand_added_is_taken_off_and_what_has_other_scopes_is_made_anew() {
+        let budget = budget("Refuse");
+        let terms = Terms::of(&budget.spec, Quantum::Gib1).unwrap();
+        let wanted = Cap::wanted(Which::Limit, &budget, &terms, Quantum::Gib1);
+        let patch = |there: Option<&Quota>| match wanted.patch(Which::Limit, "team", &budget, there)
+        {
+            Patch::Merge(object) => Some(object),
+            _ => None,
+        };
+        let changed = |change: fn(&mut Value)| {
+            let mut object = wanted.object(Which::Limit, "team", &budget);
+            change(&mut object);
+            Quota::of(&serde_json::from_value(object).unwrap())
+        };
+        assert_eq!(patch(None), None, "applied");
+        const OTHER: &str = "requests.bursar.dev/other";
+        let merged = patch(Some(&changed(|object| {
+            object["metadata"]["labels"][OVERFLOW_LABEL] = json!("Borrow");
+            object["spec"]["hard"][OTHER] = json!("1");
+        })));
+        let mut nothing = wanted.object(Which::Limit, "team", &budget);
+        nothing["metadata"]["labels"][OVERFLOW_LABEL] = json!(null);
+        nothing["spec"]["hard"][OTHER] = json!(null);
+        assert_eq!(merged, Some(nothing));
+        for scoped in [
+            changed(|object| object["spec"]["scopes"] = json!(["Terminating"])),
+            changed(|object| {
+                let terminating = json!({ "scopeName": "Terminating", "operator": "Exists" });
+                object["spec"]["scopeSelector"] = json!({ "matchExpressions": [terminating] });
+            }),
+        ] {
+            assert!(wanted.has_to_replace(&scoped));
+            assert_eq!(patch(Some(&scoped)), None, "it is gone by then");
         }
     }
 

@@ -56,7 +56,8 @@ fn in_force(budget: &GpuMemoryBudget, facts: Facts) -> Facts {
     let quota = |which| {
         let cap = Cap::wanted(which, budget, &terms, facts.quantum);
         let in_force = cap.hard.clone();
-        Some(Quota { cap, in_force })
+        let uid = which.name().to_owned();
+        Some(Quota { uid, cap, in_force })
     };
     Facts {
         guaranteed_quota: quota(Which::Guaranteed),
@@ -139,6 +140,14 @@ fn a_budget_is_not_enforced_before_the_controller_manager_has_taken_its_quotas_u
         condition(&status, names::ENFORCED).message.clone()
     };
     assert!(said_of(&facts).contains("not written yet"));
+    facts = in_force(&plain(), facts);
+    let quota = facts.limit_quota.as_mut().unwrap();
+    quota.cap.scope = Scope::Strange;
+    let message = said_of(&facts);
+    assert!(
+        message.contains("the quota was changed: it is put right"),
+        "{message}"
+    );
     facts = in_force(&plain(), facts);
     let quota = facts.guaranteed_quota.as_mut().unwrap();
     quota.in_force.clear();

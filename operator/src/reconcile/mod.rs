@@ -29,7 +29,7 @@ use crate::budget::{Step, plan};
 use crate::job;
 use crate::metrics::{Metrics, Outcome};
 use crate::observe::chain;
-use crate::world::{Key, World};
+use crate::world::{Facts, Key, World};
 use crate::write::{Evicted, WriteError, Writer};
 
 use memory::Memory;
@@ -112,7 +112,7 @@ impl Reconciler {
             Outcome::Written
         };
         for step in plan.steps {
-            self.take(&key, &budget, &current, step).await?;
+            self.take(&key, &budget, &current, &facts, step).await?;
         }
         self.metrics.looked(outcome, start.elapsed());
         self.succeeded(&key);
@@ -125,13 +125,20 @@ impl Reconciler {
         key: &Key,
         budget: &GpuMemoryBudget,
         current: &GpuMemoryBudget,
+        facts: &Facts,
         step: Step,
     ) -> Result<(), WriteError> {
         let Key { namespace, .. } = key;
         match step {
             Step::Quota(which, cap) => {
-                let object = cap.object(which, namespace, budget);
-                self.writer.quota(namespace, which.name(), object).await
+                let (name, there) = (which.name(), facts.quota(which));
+                if let Some(wrong) = there.filter(|there| cap.has_to_replace(there)) {
+                    self.writer
+                        .delete_quota(namespace, name, &wrong.uid)
+                        .await?;
+                }
+                let patch = cap.patch(which, namespace, budget, there);
+                self.writer.quota(namespace, name, &patch).await
             }
             Step::Label => self.writer.label(namespace, Some(ENFORCED)).await,
             Step::LookAtJob(job) => {

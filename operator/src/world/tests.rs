@@ -91,6 +91,7 @@ fn quota(namespace: &str, most: u64) -> Change {
         overflows: false,
     };
     let quota = Quota {
+        uid: String::new(),
         cap,
         in_force: hard,
     };

@@ -46,6 +46,8 @@ struct Data {
     version: u64,
     /// By kind (its plural) and `namespace/name`.
     objects: BTreeMap<(String, String), Value>,
+    /// What the operator applied last, of quotas.
+    applied: BTreeMap<String, Value>,
     /// Version, kind and event.
     events: Vec<(u64, String, Value)>,
     /// What is answered instead, how often, to requests whose path ends so.
@@ -117,6 +119,7 @@ impl Api {
             .objects
             .remove(&(kind.to_owned(), format!("{namespace}/{name}")));
         if let Some(object) = object {
+            self.data().applied.remove(&path(&object));
             drop(self.change(kind, object, Some("DELETED")));
         }
     }
@@ -316,13 +319,20 @@ impl Api {
         json_body(&self.change(kind, object, None))
     }
 
-    /// A server-side apply of an object that nobody else writes.
-    fn apply(&self, kind: &str, at: &str, mut patch: Value) -> Response {
-        if let Some(before) = self.stored(kind, at) {
-            patch["status"] = before["status"].clone();
-        }
-        let written = self.change(kind, patch, None);
-        if !self.data().no_controller_manager {
+    /// A server-side apply of a quota: it takes off what was applied before, and nothing that others put there.
+    fn apply(&self, at: &str, patch: Value) -> Response {
+        let new = format!("{at} of {}", self.data().version);
+        let stored = self.stored("resourcequotas", at);
+        let mut object = stored.unwrap_or_else(|| json!({ "metadata": { "uid": new } }));
+        merge(&mut object, &patch);
+        let before = self.data().applied.insert(at.to_owned(), patch.clone());
+        take_off(&mut object, &before.unwrap_or_default(), &patch);
+        self.written("resourcequotas", object)
+    }
+
+    fn written(&self, kind: &str, object: Value) -> Response {
+        let written = self.change(kind, object, None);
+        if kind == "resourcequotas" && !self.data().no_controller_manager {
             self.take_up_quotas();
         }
         json_body(&written)
@@ -344,7 +354,7 @@ impl Api {
         json_body(&self.change(kind, object, None))
     }
 
-    fn merge_labels(&self, kind: &str, at: &str, patch: &Value) -> Response {
+    fn merge(&self, kind: &str, at: &str, patch: &Value) -> Response {
         let Some(mut object) = self.stored(kind, at) else {
             return failure(StatusCode::NOT_FOUND);
         };
@@ -352,18 +362,19 @@ impl Api {
         if uid.is_some_and(|uid| *uid != object["metadata"]["uid"]) {
             return failure(StatusCode::CONFLICT);
         }
-        let labels = patch["metadata"]["labels"].as_object().expect("labels");
-        for (key, value) in labels {
-            let before = object["metadata"]["labels"].take();
-            let mut now = before.as_object().cloned().unwrap_or_default();
-            if value.is_null() {
-                now.remove(key);
-            } else {
-                now.insert(key.clone(), value.clone());
-            }
-            object["metadata"]["labels"] = Value::Object(now);
+        merge(&mut object, patch);
+        self.written(kind, object)
+    }
+
+    fn delete_quota(&self, namespace: &str, name: &str, uid: &Value) -> Response {
+        let Some(quota) = self.stored("resourcequotas", &format!("{namespace}/{name}")) else {
+            return failure(StatusCode::NOT_FOUND);
+        };
+        if quota["metadata"]["uid"] != *uid {
+            return failure(StatusCode::CONFLICT);
         }
-        json_body(&self.change(kind, object, None))
+        self.delete("resourcequotas", namespace, name);
+        json_body(&json!({ "kind": "Status", "apiVersion": "v1", "status": "Success" }))
     }
 
     /// The kubelet is quick: a pod that is to end is gone.
@@ -390,22 +401,23 @@ impl Api {
                 self.apply_status(kind, &format!("{namespace}/{name}"), body)
             }
             (&Method::PATCH, [.., "namespaces", namespace, "resourcequotas", name]) => {
-                assert!(applies, "{query}");
-                self.apply(
-                    "resourcequotas",
-                    &format!("{namespace}/{name}"),
-                    body.clone(),
-                )
+                let at = format!("{namespace}/{name}");
+                if applies {
+                    self.apply(&at, body.clone())
+                } else {
+                    self.merge("resourcequotas", &at, body)
+                }
+            }
+            (&Method::DELETE, [.., "namespaces", namespace, "resourcequotas", name]) => {
+                self.delete_quota(namespace, name, &body["preconditions"]["uid"])
             }
             (&Method::PATCH, [.., "gpunodes", name]) => {
                 assert!(applies, "{query}");
                 self.apply_part("gpunodes", &format!("/{name}"), body)
             }
-            (&Method::PATCH, [.., "nodes", name]) => {
-                self.merge_labels("nodes", &format!("/{name}"), body)
-            }
+            (&Method::PATCH, [.., "nodes", name]) => self.merge("nodes", &format!("/{name}"), body),
             (&Method::PATCH, [.., "namespaces", namespace]) => {
-                self.merge_labels("namespaces", &format!("/{namespace}"), body)
+                self.merge("namespaces", &format!("/{namespace}"), body)
             }
             (&Method::POST, [.., "namespaces", namespace, "pods", name, "eviction"]) => {
                 let uid = &body["deleteOptions"]["preconditions"]["uid"];
@@ -416,6 +428,33 @@ impl Api {
                 self.end_pod(namespace, name, uid, false)
             }
             (method, path) => panic!("the operator has no business with {method} {path:?}"),
+        }
+    }
+}
+
+/// A JSON merge patch (RFC 7396).
+fn merge(object: &mut Value, patch: &Value) {
+    let Some(fields) = patch.as_object() else {
+        *object = patch.clone();
+        return;
+    };
+    if !object.is_object() {
+        *object = json!({});
+    }
+    for (field, value) in fields {
+        merge(&mut object[field], value);
+    }
+    let object = object.as_object_mut().expect("made above");
+    object.retain(|_, value| !value.is_null());
+}
+
+/// Takes off what was applied `before` and is not `now`.
+fn take_off(object: &mut Value, before: &Value, now: &Value) {
+    for (field, value) in before.as_object().into_iter().flatten() {
+        match (now.get(field), object.as_object_mut()) {
+            (None, Some(object)) => drop(object.remove(field)),
+            (Some(now), Some(_)) => take_off(&mut object[field], value, now),
+            (_, None) => {}
         }
     }
 }

@@ -12,10 +12,24 @@ use crate::{BUDGETS, Running, budget, condition, pod, small};
 /// The state that is reached in the end is the same whatever happened on the way.
 const END: Duration = Duration::from_secs(30);
 
-fn hard(api: &Api, quota: &str) -> Value {
-    let name = format!("gpu-memory-budget-{quota}");
-    let object = api.get("resourcequotas", "team", &name);
-    object["spec"]["hard"]["requests.bursar.dev/gpu-memory-gib"].clone()
+const HARD: &str = "requests.bursar.dev/gpu-memory-gib";
+/// What no quota of ours caps.
+const OTHER: &str = "requests.bursar.dev/gpu-memory-512mib";
+const OVERFLOW: &str = "bursar.dev/overflow";
+
+fn quota(api: &Api, which: &str) -> Value {
+    let name = format!("gpu-memory-budget-{which}");
+    api.get("resourcequotas", "team", &name)
+}
+
+fn hard(api: &Api, which: &str) -> Value {
+    quota(api, which)["spec"]["hard"][HARD].clone()
+}
+
+fn by_hand(api: &Api, which: &str, change: impl FnOnce(&mut Value)) {
+    let mut quota = quota(api, which);
+    change(&mut quota);
+    api.put("resourcequotas", quota);
 }
 
 fn labelled(api: &Api) -> bool {
@@ -57,7 +71,7 @@ fn exceeded(api: &Api) -> bool {
     !status.is_null() && condition(&status, "Exceeded")["status"] == "True"
 }
 
-const TRANSITIONS: [Transition; 12] = [
+const TRANSITIONS: [Transition; 14] = [
     Transition {
         name: "a budget is made",
         change: |api| put_budget(api, spec("16Gi", "24Gi", 1)),
@@ -99,18 +113,41 @@ const TRANSITIONS: [Transition; 12] = [
             put_budget(api, budget);
         },
         done: |api| {
-            let quota = api.get("resourcequotas", "team", "gpu-memory-budget-guaranteed");
-            quota["metadata"]["labels"]["bursar.dev/overflow"] == "Borrow" && ready(api, 6)
+            quota(api, "guaranteed")["metadata"]["labels"][OVERFLOW] == "Borrow" && ready(api, 6)
         },
     },
     Transition {
         name: "a quota is changed by hand",
         change: |api| {
-            let mut quota = api.get("resourcequotas", "team", "gpu-memory-budget-limit");
-            quota["spec"]["hard"]["requests.bursar.dev/gpu-memory-gib"] = json!("999");
-            api.put("resourcequotas", quota);
+            by_hand(api, "limit", |quota| {
+                quota["spec"]["hard"][HARD] = json!("999")
+            })
         },
         done: |api| hard(api, "limit") == "24" && ready(api, 6),
+    },
+    Transition {
+        name: "a scope is put on a quota by hand",
+        change: |api| {
+            let scope = json!({ "matchExpressions": [{ "scopeName": "Terminating", "operator": "Exists" }] });
+            by_hand(api, "limit", |quota| quota["spec"]["scopeSelector"] = scope);
+        },
+        done: |api| quota(api, "limit")["spec"]["scopeSelector"].is_null() && ready(api, 6),
+    },
+    Transition {
+        name: "a quota is added to by hand",
+        change: |api| {
+            by_hand(api, "limit", |quota| {
+                quota["spec"]["hard"][OTHER] = json!("1");
+                quota["metadata"]["labels"][OVERFLOW] = json!("Borrow");
+            });
+        },
+        done: |api| {
+            let quota = quota(api, "limit");
+            let off = |of: &Value, field: &str| of[field].is_null();
+            off(&quota["spec"]["hard"], OTHER)
+                && off(&quota["metadata"]["labels"], OVERFLOW)
+                && ready(api, 6)
+        },
     },
     Transition {
         name: "a quota is deleted by hand",

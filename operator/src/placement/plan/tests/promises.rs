@@ -273,7 +273,14 @@ impl Teams {
             match step {
                 budget::Step::Quota(which, cap) => {
                     let in_force = cap.hard.clone();
-                    let quota = (key(&namespace, which.name()), Some(Quota { cap, in_force }));
+                    let quota = (
+                        key(&namespace, which.name()),
+                        Some(Quota {
+                            uid: String::new(),
+                            cap,
+                            in_force,
+                        }),
+                    );
                     self.world.apply(Change::Quota(Event::Apply(quota)));
                 }
                 budget::Step::Label => {
