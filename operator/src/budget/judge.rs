@@ -77,7 +77,6 @@ fn accepted(
 
 fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
     let Cohort {
-        budgets,
         guaranteed,
         nodes,
         allocatable,
@@ -104,21 +103,17 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
             ),
         );
     }
+    // No sums: each change of one node would be a write of every budget's status.
     if guaranteed <= allocatable {
-        // No sums: each change of one node would be a write of every budget's status.
         let fit = format!("cohort {name}: what is guaranteed fits into what its nodes offer");
         return say(true, names::GUARANTEES_FIT, fit);
     }
-    let missing = guaranteed.minus(*allocatable).text(quantum);
     say(
         false,
         names::OVERCOMMITTED,
         format!(
-            "cohort {name}: {} guaranteed by {}, {} on {}: lower guarantees by {missing}, or add GPUs",
-            guaranteed.text(quantum),
-            count(*budgets, "budget"),
-            allocatable.text(quantum),
-            count(*nodes, "node"),
+            "cohort {name}: more is guaranteed than its nodes offer (both sums: metric bursar_cohort_memory_bytes): \
+             lower guarantees, or add GPUs"
         ),
     )
 }

@@ -33,7 +33,6 @@ fn idle() -> Facts {
         quantum: Quantum::Gib1,
         usage: Usage::default(),
         cohort: Cohort {
-            budgets: 1,
             guaranteed: Quanta::new(16),
             nodes: 1,
             allocatable: Quanta::new(32),
@@ -200,9 +199,8 @@ fn a_budget_without_limit_borrows_nothing() {
 }
 
 #[test]
-fn guarantees_beyond_the_nodes_are_overcommitted_with_the_sums() {
+fn guarantees_beyond_the_nodes_are_overcommitted_with_the_remedy_and_where_the_sums_are() {
     let mut facts = idle();
-    facts.cohort.budgets = 3;
     facts.cohort.guaranteed = Quanta::new(40);
     let status = status(&plain(), &facts, &at(1));
     assert_eq!(
@@ -211,17 +209,23 @@ fn guarantees_beyond_the_nodes_are_overcommitted_with_the_sums() {
     );
     assert_eq!(
         condition(&status, names::COVERED).message,
-        "cohort default: 40Gi guaranteed by 3 budgets, 32Gi on 1 node: lower guarantees by 8Gi, or add GPUs"
+        "cohort default: more is guaranteed than its nodes offer (both sums: metric bursar_cohort_memory_bytes): \
+         lower guarantees, or add GPUs"
     );
 }
 
 #[test]
-fn while_guarantees_fit_the_status_stays_what_it_is_however_much_there_is() {
-    let before = status(&plain(), &idle(), &at(1));
-    let mut facts = idle();
-    facts.cohort.nodes += 1;
-    facts.cohort.allocatable = facts.cohort.allocatable.plus(Quanta::new(8));
-    assert_eq!(status(&plain(), &facts, &at(1)), before);
+fn nothing_is_written_for_a_node_or_a_budget_more_while_guarantees_fit_or_while_they_do_not() {
+    for guaranteed in [16, 200] {
+        let (mut budget, mut facts) = (plain(), in_force(&plain(), idle()));
+        facts.cohort.guaranteed = Quanta::new(guaranteed);
+        budget.status = Some(status(&budget, &facts, &at(1)));
+        assert_eq!(plan(&budget, &facts, &at(2)).steps, []);
+        facts.cohort.allocatable = facts.cohort.allocatable.plus(Quanta::new(1));
+        facts.cohort.nodes += 1;
+        facts.cohort.guaranteed = facts.cohort.guaranteed.plus(Quanta::new(1));
+        assert_eq!(plan(&budget, &facts, &at(2)).steps, []);
+    }
 }
 
 #[test]
@@ -317,13 +321,12 @@ fn an_amount_between_two_quanta_counts_for_less_and_says_so() {
 /// A change of facts that keeps every condition's status, or not.
 fn facts() -> impl Strategy<Value = Facts> {
     let usage = (0i64..5, 0u64..40, 0u64..40, 0u64..40);
-    let cohort = (0usize..3, 0u64..40, 0usize..3, 0u64..40);
+    let cohort = (0u64..40, 0usize..3, 0u64..40);
     (usage, cohort).prop_map(|((pods, guaranteed, borrowed, managed), cohort)| {
-        let (budgets, promised, nodes, allocatable) = cohort;
+        let (promised, nodes, allocatable) = cohort;
         let mut facts = using(guaranteed, borrowed, managed);
         facts.usage.pods = pods;
         facts.cohort = Cohort {
-            budgets,
             guaranteed: Quanta::new(promised),
             nodes,
             allocatable: Quanta::new(allocatable),

@@ -101,8 +101,6 @@ impl<'a> FromIterator<&'a NamespaceUse> for AgentsSay {
 /// The budgets and nodes that share.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cohort {
-    /// How many budgets.
-    pub budgets: usize,
     /// What they guarantee together.
     pub guaranteed: Quanta,
     /// How many nodes offer memory.

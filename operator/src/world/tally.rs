@@ -111,7 +111,6 @@ impl Tally {
         let counted = |sum| Quanta::new(u64::try_from(sum).unwrap_or(u64::MAX));
         let other_quantum = sum.other_quantum.iter();
         Cohort {
-            budgets: sum.budgets,
             guaranteed: counted(sum.guaranteed),
             nodes: sum.nodes,
             allocatable: counted(sum.allocatable),
