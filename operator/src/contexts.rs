@@ -1,17 +1,19 @@
 //! Tells the agents what is done about poisoned contexts: ahead by namespace, and afterwards where that changed.
 //!
 //! ```text
-//!   budgets' contextPolicy --> world --> the same list to every GpuNode.spec.contextPolicies that has another
-//!            faults that were left as they are, with a policy now that restarts --> GpuNode.spec.restarts
+//!   budgets' contextPolicy, pods by node --> world --> GpuNode.spec.contextPolicies, where it is another
+//!             faults that were left as they are, with a policy now that restarts --> GpuNode.spec.restarts
 //! ```
 //!
-//! Every node gets every namespace's order: a pod may be on a node before a watch says so, and its first fault must
-//! find the order there. Asking when it happens would take longer than the restart.
+//! While few namespaces have an order, every node gets all of them: a pod's first fault must find the order there, and
+//! asking when it happens would take longer than the restart. Of many a node gets those of the namespaces that have pods
+//! there. Such a pod is bound seconds before it can fault; where the order comes later all the same, for no operator
+//! runs or much is written, its container is restarted.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::Duration;
 
+use bursar_crds::gpu_node::MAX_CONTEXTS;
 use tokio::sync::watch;
 use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
@@ -27,32 +29,45 @@ const EVERY: Duration = Duration::from_secs(1);
 /// From one write to the next: some twenty a second are all that the API server should have of it.
 const PACE: Duration = Duration::from_millis(50);
 
+/// So many writes from one look to the next: what has become urgent waits for no more.
+const AT_ONCE: usize = 20;
+
 /// Keeps the nodes' orders at what the budgets say, until `shutdown`.
-pub async fn run(writer: Writer, world: watch::Receiver<World>, shutdown: CancellationToken) {
+pub async fn run(writer: Writer, mut world: watch::Receiver<World>, shutdown: CancellationToken) {
     let mut failing = false;
     // What each node was given last. What else is there others wrote, and an apply leaves it.
     let mut written = BTreeMap::new();
+    // The node that was written to last. It goes on from there: nodes that fail hold up no others.
+    let mut last = String::new();
+    let mut left = true;
     while shutdown.run_until_cancelled(sleep(EVERY)).await.is_some() {
-        let (orders, nodes) = {
-            let world = world.borrow();
+        if !left && !world.has_changed().unwrap_or(false) {
+            continue;
+        }
+        let mut nodes = {
+            let world = world.borrow_and_update();
             if !world.missing().is_empty() {
                 continue;
             }
-            let orders = Arc::new(world.contexts());
-            let nodes = world.nodes_without(&orders, &written);
-            (orders, nodes)
+            world.nodes_without(&written)
         };
+        nodes.sort_by_key(|(node, _, (_, restarts))| (restarts.is_empty(), *node <= last));
         let mut failed = false;
-        for (node, uid, restarts) in nodes {
+        left = nodes.len() > AT_ONCE;
+        for (node, uid, (orders, restarts)) in nodes.into_iter().take(AT_ONCE) {
+            last.clone_from(&node);
             match writer.contexts(&node, &uid, &orders, &restarts).await {
                 Ok(()) => {
-                    info!(
-                        node,
-                        namespaces = orders.len(),
-                        ?restarts,
-                        "context policies"
-                    );
-                    written.insert(node, (orders.clone(), restarts));
+                    let namespaces = orders.len();
+                    info!(node, namespaces, ?restarts, "context policies");
+                    if namespaces == MAX_CONTEXTS {
+                        warn!(
+                            node,
+                            namespaces,
+                            "no room for more context policies: others are as by default"
+                        );
+                    }
+                    written.insert(node, (orders, restarts));
                 }
                 Err(error) => {
                     failed = true;
@@ -69,5 +84,6 @@ pub async fn run(writer: Writer, world: watch::Receiver<World>, shutdown: Cancel
             }
         }
         failing = failed;
+        left |= failed;
     }
 }

@@ -139,6 +139,8 @@ pub struct Demand {
     pub uid: String,
     /// When the API server made it.
     pub created: Timestamp,
+    /// The node that it is on.
+    pub node: Option<String>,
     /// Its end was asked for already.
     pub ending: bool,
     /// The Job that it belongs to, which may take its deletion for a failure.
@@ -171,6 +173,7 @@ impl Demand {
                 .creation_timestamp
                 .as_ref()
                 .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
+            node: pod.spec.node_name.clone(),
             ending: meta.deletion_timestamp.is_some(),
             replaced: controller.is_some_and(|owner| owner.kind != "Node"),
             job: controller

@@ -38,6 +38,7 @@ fn demand(uid: &str, class: Class, device: u64, created: i64) -> Demand {
     Demand {
         uid: uid.to_owned(),
         created: Timestamp::from_second(created).unwrap(),
+        node: None,
         ending: false,
         job: None,
         replaced: true,

@@ -53,7 +53,7 @@ pub struct Gpus {
     pub offer: Option<Offer>,
     /// The object's UID: one that was made anew under the same name has nothing ordered.
     pub uid: String,
-    /// What is ordered about poisoned contexts there.
+    /// What is ordered about poisoned contexts there, by namespace.
     pub contexts: Vec<ContextOrder>,
     /// Which poisoned contexts are ordered to be restarted there.
     pub restarts: Vec<RestartOrder>,
@@ -70,10 +70,12 @@ impl Gpus {
     pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
         let status = node.status.as_ref();
         let conditions = status.into_iter().flat_map(|status| &status.conditions);
+        let mut contexts = node.spec.context_policies.clone();
+        contexts.sort_by(|one, other| one.namespace.cmp(&other.namespace));
         Self {
             offer: Offer::of(node, quantum),
             uid: node.uid().unwrap_or_default(),
-            contexts: node.spec.context_policies.clone(),
+            contexts,
             restarts: node.spec.restarts.clone(),
             faults: OpenFault::all(node),
             namespaces: status

@@ -35,6 +35,7 @@ impl<'a> FromIterator<&'a Demand> for Usage {
                 managed,
                 uid: _,
                 created: _,
+                node: _,
                 ending: _,
                 job: _,
                 replaced: _,

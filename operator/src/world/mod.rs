@@ -42,6 +42,10 @@ pub mod kinds {
     pub const ALL: [&str; 6] = [BUDGETS, PODS, GPU_NODES, NODES, QUOTAS, NAMESPACES];
 }
 
+/// So many namespaces' orders about poisoned contexts are on every node, 250 bytes each with who manages what of it; of
+/// more a node has those that it needs, for each of its agent's writes is one of the whole object.
+const EVERYWHERE: usize = 32;
+
 /// What a node is ordered about poisoned contexts: by namespace, and of single ones.
 pub type ContextOrders = (Arc<Vec<ContextOrder>>, Vec<RestartOrder>);
 
@@ -129,10 +133,17 @@ impl World {
                     namespaces: namespaces(changed),
                 }
             }
-            Change::Pod(event) => Dirty {
-                all: false,
-                namespaces: namespaces(self.pods.apply(event)),
-            },
+            Change::Pod(event) => {
+                let changed = self.pods.apply(event);
+                for (key, before) in &changed {
+                    let now = self.pods.get(key);
+                    self.tally.pod(&key.namespace, before.as_ref(), now);
+                }
+                Dirty {
+                    all: false,
+                    namespaces: namespaces(changed),
+                }
+            }
             Change::GpuNode(event) => self.gpu_node(event),
             Change::Node(event) => self.cohort_label(event),
             Change::Quota(event) => Dirty {
@@ -267,7 +278,7 @@ impl World {
 
     /// What is to be done about poisoned contexts, by namespace; of namespaces where it is what an agent does unasked
     /// there is nothing.
-    pub fn contexts(&self) -> Vec<ContextOrder> {
+    fn contexts(&self) -> Vec<ContextOrder> {
         let claims = self.budgets.iter();
         let claims = claims.filter(|(_, claim)| claim.contexts != ContextPolicy::default());
         let orders = claims.map(|(key, claim)| ContextOrder {
@@ -276,31 +287,45 @@ impl World {
             max_restarts: claim.contexts.max_restarts,
             window_seconds: claim.contexts.window_seconds,
         });
-        orders.take(MAX_CONTEXTS).collect()
+        orders.collect()
     }
 
-    /// The nodes that lack some of the orders `contexts` about poisoned contexts or of the restarts that are due there,
-    /// or still have others of those that were `written` to them, with their objects' UIDs and those restarts.
+    /// The nodes that lack something of what is to be ordered there about poisoned contexts, or still have what was
+    /// `written` to them and is wrong by now, with their objects' UIDs and what is to be ordered.
     pub fn nodes_without(
         &self,
-        contexts: &[ContextOrder],
         written: &BTreeMap<String, ContextOrders>,
-    ) -> Vec<(String, String, Vec<RestartOrder>)> {
-        let all = self.gpu_nodes.iter().map(|(key, node)| {
-            let restarts = self.restarts(node);
-            (key, node, restarts)
-        });
-        let others = all.filter(|(key, node, due)| {
-            let written = written.get(&key.name);
-            let (before, restarts) = written
+    ) -> Vec<(String, String, ContextOrders)> {
+        let all = Arc::new(self.contexts());
+        let nodes = self.gpu_nodes.iter().filter_map(|(key, node)| {
+            let (orders, due) = (self.contexts_at(&key.name, &all), self.restarts(node));
+            let (contexts, restarts) = written
+                .get(&key.name)
                 .map(|(contexts, restarts)| (contexts.as_ref(), restarts))
                 .unzip();
-            has_to_be_written(&node.contexts, contexts, before)
-                || has_to_be_written(&node.restarts, due, restarts)
+            // What is right stays until something else is written, though no pod needs it: the next one may.
+            let idle = |one: &ContextOrder| {
+                !orders.contains(one) && order_of(&all, &one.namespace) == Some(one)
+            };
+            let differs = node.contexts != *orders && {
+                let there = node.contexts.iter().filter(|one| !idle(one));
+                has_to_be_written(&there.cloned().collect::<Vec<_>>(), &orders, contexts)
+            };
+            let differs = differs || has_to_be_written(&node.restarts, &due, restarts);
+            differs.then(|| (key.name.clone(), node.uid.clone(), (orders, due)))
         });
-        others
-            .map(|(key, node, due)| (key.name.clone(), node.uid.clone(), due))
-            .collect()
+        nodes.collect()
+    }
+
+    /// Those of `all` orders that a node gets: as long as they are few all of them, otherwise those of the namespaces
+    /// that have pods there.
+    fn contexts_at(&self, node: &str, all: &Arc<Vec<ContextOrder>>) -> Arc<Vec<ContextOrder>> {
+        if all.len() <= EVERYWHERE {
+            return all.clone();
+        }
+        let here = self.tally.placed(node);
+        let here = here.filter_map(|namespace| order_of(all, namespace));
+        Arc::new(here.take(MAX_CONTEXTS).cloned().collect())
     }
 
     /// The contexts on a node that were left poisoned and are to be restarted by what the budgets say now.
@@ -374,6 +399,12 @@ impl World {
         }
         counts
     }
+}
+
+/// The order of a namespace, among orders that are sorted by it.
+fn order_of<'a>(orders: &'a [ContextOrder], namespace: &str) -> Option<&'a ContextOrder> {
+    let at = orders.binary_search_by(|one| one.namespace.as_str().cmp(namespace));
+    at.ok().map(|at| &orders[at])
 }
 
 fn cohort_of(label: Option<&String>) -> &str {

@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Claim, Cohort, Gpus, Key, Offer};
+use crate::demand::Demand;
 use crate::quanta::Quanta;
 
 /// It.
@@ -13,6 +14,8 @@ pub(super) struct Tally {
     saying: BTreeMap<String, BTreeSet<Key>>,
     /// The nodes with a GPU at fault: that may concern any namespace.
     faulty: BTreeSet<Key>,
+    /// How many pods of each namespace are on each node.
+    placed: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
 /// A cohort. Sums are exact: what is taken off again must be what was added.
@@ -95,6 +98,30 @@ impl Tally {
         }
     }
 
+    /// A pod of a namespace was `before` and is now.
+    pub(super) fn pod(&mut self, namespace: &str, before: Option<&Demand>, now: Option<&Demand>) {
+        let node = |demand: Option<&Demand>| demand.and_then(|demand| demand.node.clone());
+        let (before, now) = (node(before), node(now));
+        if before == now {
+            return;
+        }
+        if let Some(node) = before
+            && let Some(here) = self.placed.get_mut(&node)
+        {
+            if let Some(pods) = here.get_mut(namespace) {
+                *pods -= 1;
+            }
+            here.retain(|_, pods| *pods > 0);
+            if here.is_empty() {
+                self.placed.remove(&node);
+            }
+        }
+        if let Some(node) = now {
+            let here = self.placed.entry(node).or_default();
+            *here.entry(namespace.to_owned()).or_default() += 1;
+        }
+    }
+
     fn change(&mut self, cohort: String, how: impl FnOnce(&mut Sum)) {
         let sum = self.cohorts.entry(cohort.clone()).or_default();
         how(sum);
@@ -124,6 +151,12 @@ impl Tally {
     pub(super) fn cohorts(&self) -> impl Iterator<Item = (&str, Cohort)> {
         let names = self.cohorts.keys().map(String::as_str);
         names.map(|name| (name, self.cohort(name)))
+    }
+
+    /// The namespaces that have pods on a node, in order.
+    pub(super) fn placed(&self, node: &str) -> impl Iterator<Item = &str> {
+        let here = self.placed.get(node).into_iter().flatten();
+        here.map(|(namespace, _)| namespace.as_str())
     }
 
     /// The nodes that say something of a namespace.

@@ -32,6 +32,7 @@ fn pod(namespace: &str, name: &str, class: Class, device: u64) -> Change {
     let demand = Demand {
         uid: format!("{namespace}/{name}"),
         created: Timestamp::UNIX_EPOCH,
+        node: None,
         ending: false,
         job: None,
         replaced: true,
@@ -40,6 +41,20 @@ fn pod(namespace: &str, name: &str, class: Class, device: u64) -> Change {
         managed: Quanta::ZERO,
     };
     Change::Pod(Event::Apply((key(namespace, name), Some(demand))))
+}
+
+/// A pod on a node.
+fn placed(namespace: &str, name: &str, node: &str) -> Change {
+    let Change::Pod(Event::Apply((key, Some(demand)))) = pod(namespace, name, Class::Guaranteed, 1)
+    else {
+        unreachable!("it is one")
+    };
+    let node = Some(node.to_owned());
+    Change::Pod(Event::Apply((key, Some(Demand { node, ..demand }))))
+}
+
+fn gone(namespace: &str, name: &str) -> Change {
+    Change::Pod(Event::Delete((key(namespace, name), None)))
 }
 
 fn node(name: &str, quanta: u64) -> Change {
@@ -66,13 +81,91 @@ fn a_context_order_that_somebody_else_wrote_is_not_written_against_for_ever() {
         ..Gpus::default()
     };
     world.apply(Change::GpuNode(Event::Apply((key("", "n"), Some(gpus)))));
-    let wanted = [order("ours")];
-    assert_eq!(world.nodes_without(&wanted, &BTreeMap::new()).len(), 1);
-    let given = (Arc::new(wanted.to_vec()), Vec::new());
+    world.apply(budget("ours", reports()));
+    assert_eq!(world.nodes_without(&BTreeMap::new()).len(), 1);
+    let given = (Arc::new(vec![order("ours")]), Vec::new());
     let written = BTreeMap::from([("n".to_owned(), given)]);
-    assert!(world.nodes_without(&wanted, &written).is_empty());
-    assert_eq!(world.nodes_without(&[order("new")], &written).len(), 1);
-    assert_eq!(world.nodes_without(&[], &written).len(), 1, "ours goes");
+    assert!(world.nodes_without(&written).is_empty());
+    world.apply(budget("new", reports()));
+    assert_eq!(world.nodes_without(&written).len(), 1);
+    for namespace in ["new", "ours"] {
+        world.apply(budget(namespace, claim("x", 8, 2)));
+    }
+    assert_eq!(world.nodes_without(&written).len(), 1, "ours goes");
+}
+
+/// A claim of whose pods poisoned contexts are only reported.
+fn reports() -> Claim {
+    let contexts = ContextPolicy {
+        action: bursar_crds::budget::ContextAction::Report,
+        max_restarts: 1,
+        window_seconds: 60,
+    };
+    Claim {
+        contexts,
+        ..claim("x", 8, 1)
+    }
+}
+
+/// The namespaces whose orders the node `n` is to be given; none while it has what it needs. It is given them.
+fn given(world: &mut World, written: &mut BTreeMap<String, ContextOrders>) -> Option<Vec<String>> {
+    let (node, uid, orders) = world.nodes_without(written).pop()?;
+    let gpus = Gpus {
+        uid,
+        contexts: orders.0.to_vec(),
+        ..Gpus::default()
+    };
+    world.apply(Change::GpuNode(Event::Apply((key("", &node), Some(gpus)))));
+    let namespaces = orders.0.iter().map(|one| one.namespace.clone()).collect();
+    written.insert(node, orders);
+    Some(namespaces)
+}
+
+#[test]
+fn of_many_orders_a_node_has_those_of_its_pods_and_of_few_it_has_all() {
+    let namespace = |number: usize| format!("n-{number:04}");
+    let budgets = |count| (0..count).map(|number| budget(&namespace(number), reports()));
+    let node = || Change::GpuNode(Event::Apply((key("", "n"), Some(Gpus::default()))));
+    let mut written = BTreeMap::new();
+    let mut few = world(budgets(EVERYWHERE));
+    few.apply(node());
+    let all = given(&mut few, &mut written).unwrap();
+    assert_eq!(all.len(), EVERYWHERE);
+    assert_eq!(given(&mut few, &mut written), None);
+
+    let (mut many, mut written) = (world(budgets(1000)), BTreeMap::new());
+    let mut orders = |many: &mut World| given(many, &mut written);
+    many.apply(node());
+    assert_eq!(orders(&mut many), None);
+    many.apply(placed(&namespace(7), "p", "n"));
+    many.apply(placed(&namespace(8), "p", "elsewhere"));
+    many.apply(pod(&namespace(9), "p", Class::Guaranteed, 1));
+    assert_eq!(orders(&mut many), Some(vec![namespace(7)]));
+    assert_eq!(orders(&mut many), None);
+    many.apply(placed(&namespace(7), "q", "n"));
+    many.apply(gone(&namespace(7), "p"));
+    many.apply(placed(&namespace(5), "p", "n"));
+    let both = vec![namespace(5), namespace(7)];
+    assert_eq!(orders(&mut many), Some(both), "one is left");
+    many.apply(gone(&namespace(7), "q"));
+    assert_eq!(orders(&mut many), None, "the next pod finds it");
+    many.apply(placed(&namespace(7), "r", "n"));
+    assert_eq!(orders(&mut many), None);
+    many.apply(gone(&namespace(7), "r"));
+    many.apply(placed(&namespace(3), "p", "n"));
+    let others = vec![namespace(3), namespace(5)];
+    assert_eq!(
+        orders(&mut many),
+        Some(others),
+        "it goes with the next write"
+    );
+    many.apply(gone(&namespace(3), "p"));
+    many.apply(budget(&namespace(3), claim("x", 8, 2)));
+    assert_eq!(
+        orders(&mut many),
+        Some(vec![namespace(5)]),
+        "it is wrong now"
+    );
 }
 
 fn label(node: &str, cohort: &str) -> Change {
@@ -176,7 +269,7 @@ fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own(
     assert_eq!(suffers(&world, "a"), [pair("p", "g"), pair("q", "c")]);
     assert_eq!(suffers(&world, "b"), [pair("p", "g")]);
     // Without another policy a context is restarted: to one number above that of the fault.
-    let due = &world.nodes_without(&[], &BTreeMap::new())[0].2;
+    let due = &world.nodes_without(&BTreeMap::new())[0].2.1;
     assert_eq!((due[0].fault.as_str(), due[0].process_generation), ("c", 5));
     let policy = ContextPolicy {
         action: bursar_crds::budget::ContextAction::Evict,
@@ -187,7 +280,8 @@ fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own(
         ..claim("x", 8, 2)
     };
     world.apply(budget("a", evicts));
-    assert!(world.nodes_without(&[], &BTreeMap::new()).is_empty());
+    let (contexts, due) = &world.nodes_without(&BTreeMap::new())[0].2;
+    assert_eq!((contexts.len(), due.len()), (1, 0), "of its own order only");
 }
 
 #[test]
@@ -307,6 +401,9 @@ fn tallied(world: &World) -> Tally {
     for (key, gpus) in world.gpu_nodes.iter() {
         tally.node(key, None, Some((gpus, cohort_of(world.cohorts.get(key)))));
     }
+    for (key, demand) in world.pods.iter() {
+        tally.pod(&key.namespace, None, Some(demand));
+    }
     tally
 }
 
@@ -335,7 +432,7 @@ proptest! {
     /// Whatever came before, and also where everything is listed anew.
     #[test]
     fn what_is_kept_up_is_what_is_there(
-        steps in prop::collection::vec((0u8..7, 0u8..3, 0u8..3, 0u64..4), 1..60),
+        steps in prop::collection::vec((0u8..9, 0u8..3, 0u8..3, 0u64..4), 1..60),
     ) {
         let mut world = World::new(Quantum::Gib1);
         for (kind, which, other, amount) in steps {
@@ -349,6 +446,8 @@ proptest! {
                 3 => vec![Change::GpuNode(Event::Apply(listed))],
                 4 => vec![Change::Node(Event::Delete((key("", &name), None)))],
                 5 => vec![label(&name, cohort)],
+                6 => vec![placed(&name, &amount.to_string(), cohort)],
+                7 => vec![gone(&name, &amount.to_string())],
                 _ => [Event::Init, Event::InitApply(listed), Event::InitDone].map(Change::GpuNode).into(),
             };
             for change in changes {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::api::{Api, Fate};
-use super::{BUDGETS, Running, budget, condition, small};
+use super::{BUDGETS, Running, budget, condition, gpu_node, small};
 
 /// The clean end is reached within this time; a write that is not answered takes 5 s of it.
 const END: Duration = Duration::from_secs(30);
@@ -166,6 +166,42 @@ async fn what_was_only_reported_is_ordered_to_restart_when_the_policy_becomes_th
 }
 
 #[tokio::test]
+async fn a_restart_that_is_due_is_ordered_before_what_many_nodes_lack() {
+    let others: Vec<_> = (0..30).map(|number| format!("a{number:02}")).collect();
+    let running = Running::start(|api| {
+        small(api);
+        let mut budget = budget("team", "16Gi");
+        budget["spec"]["contextPolicy"] = json!({ "action": "InPlace" });
+        api.put(BUDGETS, budget);
+        for name in &others {
+            api.put("gpunodes", gpu_node(name, 8));
+        }
+        set_faults(api, fault("Report"));
+    })
+    .await;
+    let orders = |node: &str| {
+        let spec = &running.api.get("gpunodes", "", node)["spec"];
+        spec["contextPolicies"].as_array().map_or(0, Vec::len)
+    };
+    let begin = Instant::now();
+    while others.iter().any(|node| orders(node) != 1) || orders("n") != 1 {
+        assert!(begin.elapsed() < END, "{:?}", running.api.writes());
+        sleep(Duration::from_millis(20)).await;
+    }
+    let writes = running.api.writes();
+    let mut first = writes.iter().filter(|write| write.contains("/gpunodes/"));
+    assert!(
+        first
+            .next()
+            .is_some_and(|write| write.ends_with("/gpunodes/n")),
+        "{writes:?}"
+    );
+    sleep(Duration::from_millis(1500)).await;
+    assert_eq!(running.orders_written(), others.len() + 1, "each once");
+    running.stop().await;
+}
+
+#[tokio::test]
 async fn what_agents_say_of_a_namespace_is_summed_up_over_the_nodes_and_the_peak_stays() {
     let running = Running::start(small).await;
     running.until_ready().await;
@@ -176,7 +212,7 @@ async fn what_agents_say_of_a_namespace_is_summed_up_over_the_nodes_and_the_peak
             { "namespace": "other", "observed": 9, "denials": 9, "poisoned": 9, "restarts": 9 }]);
         running.api.put("gpunodes", object);
     };
-    running.api.put("gpunodes", super::gpu_node("m", 8));
+    running.api.put("gpunodes", gpu_node("m", 8));
     say("n", 3, 5);
     say("m", 4, 6);
     let seen = |observed: u64, peak: u64| {

@@ -211,6 +211,7 @@ impl Teams {
             let demand = Demand {
                 uid: uid.clone(),
                 created: wall(Duration::from_secs(created)),
+                node: None,
                 ending: pod.ending,
                 job: match &pod.owner {
                     Owner::Job(job) => Some(job.clone()),
