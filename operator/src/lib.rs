@@ -15,6 +15,7 @@
 //! | [`budget`] | from a budget and the facts to what is to be done and said: pure |
 //! | [`quanta`] | amounts in whole quanta |
 //! | [`job`] | whether a Job lets its pods be disrupted |
+//! | [`pods`] | what the pods of a namespace ask for, asked of the API server itself |
 //! | [`reconcile`] | does it, budget by budget |
 //! | `orders` | whether what is ordered of an agent has to be written: pure |
 //! | `slim` | an object's metadata without `managedFields` |
@@ -38,6 +39,7 @@ pub mod observe;
 pub mod operator;
 mod orders;
 pub mod placement;
+pub mod pods;
 pub mod pulse;
 pub mod quanta;
 pub mod reconcile;

@@ -67,6 +67,12 @@ pub enum Step {
     Status(Box<GpuMemoryBudgetStatus>),
 }
 
+impl Step {
+    fn is_end(&self) -> bool {
+        matches!(self, Self::Evict { .. })
+    }
+}
+
 /// What is to be done, in this order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Plan {
@@ -117,6 +123,17 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
 }
 
 impl Plan {
+    /// Whether it ends pods.
+    pub fn ends_pods(&self) -> bool {
+        self.steps.iter().any(Step::is_end)
+    }
+
+    /// Ends those only whom `other` ends too.
+    pub fn end_only_by(&mut self, other: &Self) {
+        self.steps
+            .retain(|step| !step.is_end() || other.steps.contains(step));
+    }
+
     fn evict(&mut self, pod: Leaver, facts: &Facts) {
         let refused = facts.refused.get(&pod.uid);
         // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says.

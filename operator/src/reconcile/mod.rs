@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   a budget to look at --> plan (pure) --> empty: nothing
+//!                                       \--> ends pods: they are listed, and who goes by a plan of that list too goes
 //!                                       \--> its steps, one after another --> ok
 //!                                                                         \--> one failed: again after 1, 2, 4 ... 30 s
 //! ```
@@ -29,6 +30,7 @@ use crate::budget::{Step, plan};
 use crate::job;
 use crate::metrics::{Metrics, Outcome};
 use crate::observe::chain;
+use crate::pods;
 use crate::world::{Facts, Key, World};
 use crate::write::{Evicted, WriteError, Writer};
 
@@ -105,7 +107,12 @@ impl Reconciler {
             .facts(&key.namespace, &budget.spec.cohort);
         facts.jobs = self.memory(&key, |memory| memory.jobs(&facts.pods));
         facts.refused = self.memory(&key, |memory| memory.refused(start));
-        let plan = plan(&current, &facts, &(self.clock)());
+        let now = (self.clock)();
+        let mut plan = plan(&current, &facts, &now);
+        if plan.ends_pods() {
+            let facts = self.read_again(&key.namespace, facts.clone()).await;
+            plan.end_only_by(&self::plan(&current, &facts, &now));
+        }
         let outcome = if plan.steps.is_empty() {
             Outcome::Unchanged
         } else {
@@ -117,6 +124,17 @@ impl Reconciler {
         self.metrics.looked(outcome, start.elapsed());
         self.succeeded(&key);
         Ok(Action::requeue(plan.again.unwrap_or(AT_LEAST_EVERY)))
+    }
+
+    /// The facts with the pods that the namespace has now: a watch may have been silent for minutes. Where nobody says
+    /// which, there are none to go beyond the budget.
+    async fn read_again(&self, namespace: &str, mut facts: Facts) -> Facts {
+        let pods = pods::asking(self.writer.client(), namespace, facts.quantum).await;
+        facts.pods = pods.unwrap_or_else(|why| {
+            debug!(error = %chain(&why), "trying on");
+            Vec::new()
+        });
+        facts
     }
 
     /// One step: `budget` is as the watch told, `current` has the status that was written last.

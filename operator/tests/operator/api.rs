@@ -251,9 +251,11 @@ impl Api {
         })
     }
 
-    fn list(&self, kind: &str, label: Option<&str>) -> Response {
+    fn list(&self, kind: &str, namespace: &str, label: Option<&str>) -> Response {
         let data = self.data();
-        let of_kind = data.objects.iter().filter(|((of, _), _)| of == kind);
+        let of_kind = data.objects.iter().filter(|((of, at), _)| {
+            of == kind && (namespace.is_empty() || at.starts_with(&format!("{namespace}/")))
+        });
         let items: Vec<_> = of_kind
             .map(|(_, object)| object)
             .filter(|object| has_label(object, label))
@@ -532,7 +534,11 @@ async fn answer(State(api): State<Api>, request: Request) -> Response {
             let from = parameter(query, "resourceVersion").and_then(|text| text.parse().ok());
             api.watch(kind.to_owned(), label, from.unwrap_or(0))
         } else {
-            api.list(kind, label.as_deref())
+            let namespace = match segments.as_slice() {
+                [.., "namespaces", namespace, _] => namespace,
+                _ => "",
+            };
+            api.list(kind, namespace, label.as_deref())
         };
     }
     let body = axum::body::to_bytes(body, 1 << 20)

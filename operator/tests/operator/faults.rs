@@ -347,6 +347,24 @@ async fn who_slipped_in_is_evicted_once_and_told() {
 }
 
 #[tokio::test]
+async fn nobody_is_evicted_by_what_a_late_watch_says_alone() {
+    let running = Running::start(small).await;
+    running.until_ready().await;
+    running.api.put("pods", slipped_in("late", 14));
+    running.api.put("pods", slipped_in("later", 1));
+    until("it is told", &running.api, exceeded).await;
+    running.api.mute("pods", true);
+    running.api.delete("pods", "team", "late");
+    sleep(Duration::from_secs(10)).await;
+    let writes = running.api.writes();
+    let evictions = writes.iter().filter(|write| write.contains("/pods/"));
+    assert_eq!(evictions.count(), 0, "{writes:?}");
+    running.api.mute("pods", false);
+    running.until_ready().await;
+    running.stop().await;
+}
+
+#[tokio::test]
 async fn an_eviction_that_fails_keeps_nobody_from_reading_what_is_so() {
     let running = Running::start(small).await;
     running.until_ready().await;

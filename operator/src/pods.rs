@@ -1,0 +1,60 @@
+//! What the pods of a namespace ask for, asked of the API server itself.
+
+use std::time::Duration;
+
+use bursar_crds::Quantum;
+use kube::api::ListParams;
+use kube::{Api, Client, ResourceExt as _};
+use tokio::time::timeout;
+
+use crate::demand::{AskingPod, Demand};
+
+/// How long the API server may take to answer.
+const TIME: Duration = Duration::from_secs(5);
+
+/// Nobody knows which pods there are.
+#[derive(Debug, thiserror::Error)]
+pub enum PodsError {
+    /// The API server or the way to it.
+    #[error("cannot list the pods of namespace {namespace}")]
+    Request {
+        /// The namespace.
+        namespace: String,
+        /// What was said.
+        source: Box<kube::Error>,
+    },
+    /// No answer in time.
+    #[error("no answer within {} s about the pods of namespace {namespace}", TIME.as_secs())]
+    TimedOut {
+        /// The namespace.
+        namespace: String,
+    },
+}
+
+/// The pods of `namespace` that ask for something, by name, as they are now.
+///
+/// # Errors
+/// None of them says anything of the pods.
+pub async fn asking(
+    client: &Client,
+    namespace: &str,
+    quantum: Quantum,
+) -> Result<Vec<(String, Demand)>, PodsError> {
+    let pods = Api::<AskingPod>::namespaced(client.clone(), namespace);
+    let namespace = || namespace.to_owned();
+    match timeout(TIME, pods.list(&ListParams::default())).await {
+        Ok(Ok(list)) => {
+            let demands = list.items.iter();
+            let demands =
+                demands.filter_map(|pod| Some((pod.name_any(), Demand::of(pod, quantum)?)));
+            Ok(demands.collect())
+        }
+        Ok(Err(source)) => Err(PodsError::Request {
+            namespace: namespace(),
+            source: Box::new(source),
+        }),
+        Err(_) => Err(PodsError::TimedOut {
+            namespace: namespace(),
+        }),
+    }
+}
