@@ -66,7 +66,7 @@ impl Running {
     }
 
     /// Waits until it has listed everything.
-    async fn until_ready(&self) {
+    async fn until_listed(&self) {
         while !self.get("/readyz").await.starts_with("HTTP/1.1 200") {
             sleep(Duration::from_millis(20)).await;
         }

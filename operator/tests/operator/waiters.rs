@@ -185,7 +185,7 @@ async fn a_waiter_that_has_begun_by_its_nodes_own_word_is_not_moved() {
         api.put("pods", owner);
     })
     .await;
-    running.until_ready().await;
+    running.until_listed().await;
     let api = &running.api;
     api.mute("gpunodes", true);
     api.put("gpunodes", gpu_node("n", &[("other", 12), ("owner", 4)]));
@@ -256,7 +256,7 @@ async fn two_operators_that_see_otherwise_take_from_one_gpu_for_one_waiter() {
     let api = first.api.clone();
     sleep(Duration::from_secs(1)).await;
     let second = Running::over(api.another_way().await).await;
-    second.until_ready().await;
+    second.until_listed().await;
     // The second one would have one borrower go from the first GPU. By now there are two, and one on the other GPU.
     for kind in ["gpunodes", "pods"] {
         second.api.mute(kind, true);
