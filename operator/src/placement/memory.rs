@@ -21,8 +21,10 @@ pub type Moment = Duration;
 /// What a node's labels should say; those without a value go.
 pub(super) type NodeLabels = BTreeMap<String, Option<String>>;
 
-/// How long a reservation may take to come to something, and how long its waiter is left alone after.
+/// How long a reservation may take to come to something, and how long its waiter is left alone after the first that
+/// did not. With each more that is doubled, up to [`ALONE_AT_MOST`].
 pub(super) const RESERVED_AT_MOST: Duration = Duration::from_secs(300);
+const ALONE_AT_MOST: Duration = Duration::from_secs(3600);
 /// How long a GPU may take to have free what a pod had that is gone; what is held for longer, somebody else has.
 const SETTLING: Duration = Duration::from_secs(5);
 /// How long a watch may take to show that a pod is ending.
@@ -50,8 +52,8 @@ pub struct Memory {
     waits: BTreeMap<String, Wait>,
     /// Since when each reservation has been seen, by node, GPU and waiter.
     reserved: BTreeMap<(String, String, String), Moment>,
-    /// The waiters for whom no GPU is reserved before then.
-    left_alone: BTreeMap<String, Moment>,
+    /// The waiters whose reservations came to nothing.
+    in_vain: BTreeMap<String, InVain>,
     /// Who had how much of GPUs where somebody waits, and when it was seen last; by GPU and pod.
     had: BTreeMap<String, BTreeMap<String, (Quanta, Moment)>>,
     /// What became of asking pods to go.
@@ -86,6 +88,15 @@ struct Asked {
     goes: bool,
 }
 
+/// The reservations of one waiter that came to nothing.
+#[derive(Clone, Debug, Default)]
+struct InVain {
+    /// How many, by GPU.
+    rounds: BTreeMap<String, u32>,
+    /// No GPU is reserved for it before then.
+    until: Moment,
+}
+
 /// How a pod waits.
 #[derive(Clone, Copy, Debug)]
 struct Wait {
@@ -102,6 +113,19 @@ struct Moves {
     to: Option<String>,
     /// The nodes that had room, and that the next pod was not put on: the scheduler knows why.
     in_vain: BTreeSet<String>,
+}
+
+impl InVain {
+    /// One of these was of `gpu`, once: it is seen for a while after it was given up.
+    fn count(&mut self, gpu: &str, now: Moment) {
+        if self.until > now {
+            return;
+        }
+        *self.rounds.entry(gpu.to_owned()).or_default() += 1;
+        let before = self.rounds.values().sum::<u32>() - 1;
+        let alone = RESERVED_AT_MOST * 2_u32.pow(before.min(8));
+        self.until = now + alone.min(ALONE_AT_MOST);
+    }
 }
 
 impl Memory {
@@ -144,15 +168,17 @@ impl Memory {
                 (key, since)
             })
             .collect();
-        for ((_, _, waiter), since) in &self.reserved {
+        for ((_, gpu, waiter), since) in &self.reserved {
             if now.saturating_sub(*since) >= RESERVED_AT_MOST {
-                self.left_alone
-                    .insert(waiter.clone(), now + RESERVED_AT_MOST);
+                self.in_vain
+                    .entry(waiter.clone())
+                    .or_default()
+                    .count(gpu, now);
             }
         }
         self.see_who_has(scene, now);
-        self.left_alone
-            .retain(|pod, until| *until > now && scene.pods.contains_key(pod.as_str()));
+        self.in_vain
+            .retain(|pod, _| scene.pods.contains_key(pod.as_str()));
         self.asked
             .retain(|pod, _| scene.pods.contains_key(pod.as_str()));
         self.moves
@@ -294,8 +320,15 @@ impl Memory {
     }
 
     /// Whether no GPU is to be reserved for a pod for now.
-    pub(super) fn is_left_alone(&self, pod: &str) -> bool {
-        self.left_alone.contains_key(pod)
+    pub(super) fn is_left_alone(&self, pod: &str, now: Moment) -> bool {
+        self.in_vain.get(pod).is_some_and(|vain| vain.until > now)
+    }
+
+    /// How often a GPU was reserved for a pod and that came to nothing.
+    pub(super) fn in_vain(&self, pod: &str, gpu: &str) -> u32 {
+        let vain = self.in_vain.get(pod);
+        vain.and_then(|vain| vain.rounds.get(gpu).copied())
+            .unwrap_or(0)
     }
 
     /// The API server took it that this pod has to go, and the watch may not show it yet.

@@ -117,8 +117,10 @@ struct Cluster {
     all_return: bool,
     /// The scheduler preempts borrowers where a node lacks quanta.
     preempts: bool,
-    /// The nodes that lack something else, so that the scheduler puts no pod there.
+    /// The nodes that lack something else, so that the scheduler puts no owner there.
     shut: Vec<String>,
+    /// Who does not end although that was asked for.
+    slow: Vec<String>,
 }
 
 impl Cluster {
@@ -188,10 +190,6 @@ impl Cluster {
 
     fn landscape(&self) -> Landscape {
         let mut landscape = Landscape::default();
-        let key = |namespace: &str, name: &str| Key {
-            namespace: namespace.to_owned(),
-            name: name.to_owned(),
-        };
         for (uid, pod) in &self.pods {
             let facts = PodFacts {
                 uid: uid.clone(),
@@ -423,7 +421,9 @@ impl Cluster {
                 (format!("{uid}'"), fresh)
             })
             .collect();
-        self.pods.retain(|_, pod| !pod.ending);
+        let slow = &self.slow;
+        self.pods
+            .retain(|uid, pod| !pod.ending || slow.contains(uid));
         self.pods.extend(again);
         self.held = self
             .reservations
@@ -451,7 +451,7 @@ impl Cluster {
             let fits = self
                 .nodes
                 .keys()
-                .filter(|node| !self.shut.contains(node) && self.takes(node, &pod))
+                .filter(|node| self.takes(node, &pod))
                 .filter(|node| self.tokens(node) >= pod.asks + kept(node))
                 .max_by_key(|node| (pod.nominated.as_ref() == Some(node), self.tokens(node)));
             if let Some(node) = fits.cloned() {
@@ -482,8 +482,11 @@ impl Cluster {
         }
     }
 
-    /// Whether a pod may be on a node, as far as that is told by labels.
+    /// Whether a pod may be on a node, as far as that is told by labels and by what only the scheduler knows.
     fn takes(&self, node: &str, pod: &Life) -> bool {
+        if self.shut.iter().any(|shut| shut == node) && pod.priority != BORROWED {
+            return false;
+        }
         let label = self.labels.get(node).and_then(|all| all.get(COHORT_LABEL));
         pod.cohort.is_none() || pod.cohort.as_ref() == label
     }
@@ -584,6 +587,13 @@ impl Watching {
             (2 * self.pause).clamp(1, LONGEST_PAUSE)
         };
         self.pause
+    }
+}
+
+fn key(namespace: &str, name: &str) -> Key {
+    Key {
+        namespace: namespace.to_owned(),
+        name: name.to_owned(),
     }
 }
 

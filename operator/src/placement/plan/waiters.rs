@@ -278,7 +278,7 @@ impl<'a> Planner<'a> {
             // Another operator, or the scheduler itself, has room made there.
             Place::Nowhere { nominated, .. } => nominated.as_ref().is_some_and(|at| at != node),
         };
-        let given_up = self.memory.is_left_alone(&held.waiter);
+        let given_up = self.memory.is_left_alone(&held.waiter, self.now);
         if pod.ending || !pod.pending || elsewhere || given_up {
             return false;
         }
@@ -335,9 +335,9 @@ impl<'a> Planner<'a> {
             && self.scene.unasked(node).minus(promised) >= pod.asks
     }
 
-    /// A GPU to reserve for the waiter: where the fewest go.
+    /// A GPU to reserve for the waiter: where that has not come to nothing, or most seldom, and then where the fewest go.
     fn here(&mut self, want: &Want<'a>, reserved: &Reserved) -> Option<(String, Reservation)> {
-        if !want.pod.preempts || self.memory.is_left_alone(&want.pod.uid) {
+        if !want.pod.preempts || self.memory.is_left_alone(&want.pod.uid, self.now) {
             return None;
         }
         let nodes: Vec<&str> = match want.node {
@@ -374,7 +374,8 @@ impl<'a> Planner<'a> {
                 }
                 let highest = room.iter().map(|one| one.priority).max();
                 let freed: Quanta = room.iter().map(|one| one.quanta).sum();
-                let rank = (room.len(), highest, freed, node, gpu.uuid.as_str());
+                let in_vain = self.memory.in_vain(&want.pod.uid, &gpu.uuid);
+                let rank = (in_vain, room.len(), highest, freed, node, gpu.uuid.as_str());
                 choices.push((rank, reservation));
             }
         }

@@ -97,13 +97,6 @@ fn team(uid: &str) -> usize {
     usize::from(uid.as_bytes()[1] - b'0')
 }
 
-fn key(namespace: &str, name: &str) -> Key {
-    Key {
-        namespace: namespace.to_owned(),
-        name: name.to_owned(),
-    }
-}
-
 fn owns(pod: &Life) -> bool {
     pod.priority != BORROWED
 }

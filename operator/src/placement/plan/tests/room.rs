@@ -156,6 +156,40 @@ fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
 }
 
 #[test]
+fn a_gpu_from_which_nobody_can_be_made_to_go_is_not_chosen_again_before_another_one() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .pod("jobpod", 16, BORROWED, Some(("a", Some(0))))
+        .owned("jobpod", job("even"))
+        .pod("b1", 8, BORROWED, Some(("a", Some(1))))
+        .pod("b2", 8, BORROWED, Some(("a", Some(1))))
+        .pod("owner", 16, GUARANTEED, Some(("a", None)));
+    cluster.kept = vec!["jobpod".to_owned()];
+    let mut memory = Memory::default();
+    memory.jobs.insert("even".to_owned(), true);
+    cluster.run(&mut memory, 0, 30);
+    assert_eq!(cluster.reservations["a"], [reservation("a-0", "owner", 16)]);
+    cluster.run(&mut memory, 30, 1_500);
+    assert_eq!(cluster.evicted, ["b1", "b2"]);
+    assert!(cluster.bound("owner") && cluster.bound("jobpod"));
+}
+
+#[test]
+fn for_whom_others_go_in_vain_they_go_ever_more_rarely() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 16, BORROWED, Some(("a", Some(0))))
+        .pod("owner", 16, GUARANTEED, None);
+    // Whoever goes comes again, and nobody here knows why the scheduler wants no owner there.
+    cluster.all_return = true;
+    cluster.preempts = true;
+    cluster.shut = vec!["a".to_owned()];
+    cluster.run(&mut Memory::default(), 0, 20_000);
+    // After 10 s and 300 s each, and pauses of 300, 600, 1,200, 2,400 and 3,600 s.
+    assert_eq!(cluster.evicted.len(), 8);
+}
+
+#[test]
 fn nobody_else_goes_while_what_one_had_is_proven_free() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
