@@ -29,6 +29,9 @@ const ALONE_AT_MOST: Duration = Duration::from_secs(3600);
 const SETTLING: Duration = Duration::from_secs(5);
 /// How long a watch may take to show that a pod is ending.
 const SHOWN: Duration = Duration::from_secs(10);
+/// How long who is ending is expected to go: twice the grace that pods have by default. Who was asked for a waiter is
+/// expected to for as long as that one's reservation lasts, so that nobody goes for it a second time.
+const LEAVES: Duration = Duration::from_secs(60);
 /// When a request that was refused, or failed, is made again.
 const AGAIN: Duration = Duration::from_secs(5);
 /// A refusal is forgotten when nobody has asked the pod to go for this long: whom it was for waits no more.
@@ -56,6 +59,8 @@ pub struct Memory {
     in_vain: BTreeMap<String, InVain>,
     /// Who had how much of GPUs where somebody waits, and when it was seen last; by GPU and pod.
     had: BTreeMap<String, BTreeMap<String, (Quanta, Moment)>>,
+    /// Who is to leave its GPU, since when; and whether it has ended already, and its node alone still has it.
+    leaving: BTreeMap<String, (bool, Moment)>,
     /// What became of asking pods to go.
     asked: BTreeMap<String, Asked>,
     /// How often pods of an owner were moved.
@@ -177,6 +182,7 @@ impl Memory {
             }
         }
         self.see_who_has(scene, now);
+        self.see_who_leaves(scene, now);
         self.in_vain
             .retain(|pod, _| scene.pods.contains_key(pod.as_str()));
         self.asked
@@ -288,6 +294,32 @@ impl Memory {
             had.retain(|_, (_, seen)| now.saturating_sub(*seen) < SETTLING);
             !had.is_empty()
         });
+    }
+
+    fn see_who_leaves(&mut self, scene: &Scene<'_>, now: Moment) {
+        let ending = scene.pods.iter().filter(|(_, (_, pod))| pod.ending);
+        let gpus = scene.gpu_nodes.values().flat_map(|gpus| &gpus.gpus);
+        let have = gpus.flat_map(|gpu| gpu.pods.keys().map(String::as_str));
+        let ended = have.filter(|uid| !scene.pods.contains_key(uid));
+        let leaving = ending.map(|(uid, _)| (*uid, false));
+        let leaving = leaving.chain(ended.map(|uid| (uid, true)));
+        self.leaving = leaving
+            .map(|(uid, ended)| {
+                let before = self.leaving.get(uid).filter(|(was, _)| *was == ended);
+                let since = before.map_or(now, |(_, since)| *since);
+                (uid.to_owned(), (ended, since))
+            })
+            .collect();
+    }
+
+    /// Whether a pod that is to leave its GPU has taken so long that nobody waits for that any more.
+    pub(super) fn overstays(&self, pod: &str, now: Moment) -> bool {
+        let Some((_, since)) = self.leaving.get(pod) else {
+            return false;
+        };
+        let asked = self.asked.get(pod).is_some_and(|asked| asked.goes);
+        let expected = if asked { RESERVED_AT_MOST } else { LEAVES };
+        now.saturating_sub(*since) >= expected
     }
 
     /// What of a GPU pods had that went a moment ago, and is not free yet.

@@ -73,7 +73,9 @@ pub(super) fn plan(
     planner.wants = planner.wants();
     for (uid, (_, pod)) in &scene.pods {
         match &pod.place {
-            Place::On(node) if planner.is_going(uid, pod) => {
+            Place::On(node)
+                if planner.is_ending(uid, pod) && !planner.memory.overstays(uid, now) =>
+            {
                 let going = planner.going.entry(node).or_default();
                 *going = going.plus(pod.asks);
             }
@@ -182,7 +184,7 @@ impl<'a> Planner<'a> {
             })
         });
         let waits = |want: &Want<'_>| {
-            !self.is_going(&want.pod.uid, want.pod) && want.pod.pending && want.pod.one_gpu
+            !self.is_ending(&want.pod.uid, want.pod) && want.pod.pending && want.pod.one_gpu
         };
         let mut wants = BTreeMap::new();
         for want in on_nodes.chain(unplaced).filter(waits) {
@@ -365,7 +367,7 @@ impl<'a> Planner<'a> {
                     continue;
                 };
                 if room.is_empty() && want.node.is_some() {
-                    // Who is ending anyway will do.
+                    // Who is leaving anyway will do.
                     return None;
                 }
                 let reservation = reservation(want, gpu)?;
@@ -458,7 +460,7 @@ impl<'a> Planner<'a> {
         pod.asks.minus(news.filter_map(of).sum())
     }
 
-    /// Who has to go from a GPU for the waiter, besides those who are going; none where that would not help.
+    /// Who has to go from a GPU for the waiter, besides those who leave soon; none where that would not help.
     fn room_on(
         &mut self,
         gpu: &Gpu,
@@ -470,14 +472,16 @@ impl<'a> Planner<'a> {
         }
         let (mut coming, mut candidates) = (self.memory.settling(gpu), Vec::new());
         for (uid, quanta) in &gpu.pods {
-            let Some((uid, (key, pod))) = self.scene.pods.get_key_value(uid.as_str()) else {
-                // It has ended, and the agent has not seen that yet.
-                coming = coming.plus(*quanta);
+            // Who has ended is there until the agent sees that.
+            let there = self.scene.pods.get_key_value(uid.as_str());
+            let lives = there.filter(|(uid, (_, pod))| !self.is_ending(uid, pod));
+            let Some((uid, (key, pod))) = lives else {
+                if !self.memory.overstays(uid, self.now) {
+                    coming = coming.plus(*quanta);
+                }
                 continue;
             };
-            if self.is_going(uid, pod) {
-                coming = coming.plus(*quanta);
-            } else if pod.priority < want.pod.priority
+            if pod.priority < want.pod.priority
                 && want.pod.preempts
                 && pod.owner != Owner::Node
                 && self.lets_go(key, pod, unseen)
@@ -492,7 +496,7 @@ impl<'a> Planner<'a> {
         fewest(&candidates, want.quanta.minus(gpu.free).minus(coming))
     }
 
-    fn is_going(&self, uid: &str, pod: &PodFacts) -> bool {
+    fn is_ending(&self, uid: &str, pod: &PodFacts) -> bool {
         pod.ending || self.memory.goes(uid, self.now)
     }
 

@@ -190,6 +190,62 @@ fn for_whom_others_go_in_vain_they_go_ever_more_rarely() {
 }
 
 #[test]
+fn who_is_to_end_and_does_not_keeps_nobody_from_another_gpu() {
+    // One is ending; the other one's node alone still has it.
+    for known in [true, false] {
+        let mut cluster = Cluster::default()
+            .node("a", &[16, 16])
+            .pod("x", 16, BORROWED, Some(("a", Some(0))))
+            .pod("b", 16, BORROWED, Some(("a", Some(1))))
+            .pod("owner", 16, GUARANTEED, Some(("a", None)));
+        cluster.pods.get_mut("x").unwrap().ending = true;
+        cluster.slow = vec!["x".to_owned()];
+        let mut memory = Memory::default();
+        let mut reserved = Vec::new();
+        for second in 0..600 {
+            let now = Duration::from_secs(second);
+            let mut landscape = cluster.landscape();
+            if !known {
+                landscape.apply(Told::Pod(Event::Delete((key("n", "x"), None))));
+            }
+            for step in plan(&landscape, &mut memory, &RULES, now, wall(now)) {
+                if let Step::Reserve { reservations, .. } = &step {
+                    reserved.push((second, reservations.clone()));
+                }
+                cluster.act(step, &mut memory, now);
+            }
+            cluster.live();
+        }
+        assert_eq!(reserved[0], (60, vec![reservation("a-1", "owner", 16)]));
+        assert_eq!(cluster.evicted, ["b"]);
+        assert!(cluster.bound("owner"));
+    }
+}
+
+#[test]
+fn nobody_else_goes_while_one_that_went_for_a_waiter_takes_its_time() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16, 16])
+        .pod("b", 16, BORROWED, Some(("a", Some(0))))
+        .pod("b1", 8, BORROWED, Some(("a", Some(1))))
+        .pod("b2", 8, BORROWED, Some(("a", Some(1))))
+        .pod("owner", 16, GUARANTEED, Some(("a", None)));
+    cluster.slow = vec!["b".to_owned()];
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 250);
+    assert_eq!(cluster.evicted, ["b"]);
+    let (mut quick, mut remembered) = (cluster.clone(), memory.clone());
+    quick.slow.clear();
+    quick.run(&mut remembered, 250, 10);
+    assert_eq!(quick.evicted, ["b"]);
+    assert!(quick.bound("owner"));
+    // It does not take all of it.
+    cluster.run(&mut memory, 250, 400);
+    assert_eq!(cluster.evicted, ["b", "b1", "b2"]);
+    assert!(cluster.bound("owner"));
+}
+
+#[test]
 fn nobody_else_goes_while_what_one_had_is_proven_free() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
