@@ -47,6 +47,16 @@ const DECIMAL: &[(&str, i32)] = &[
 
 /// The bytes that `text` stands for.
 pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
+    parse(text, 0)
+}
+
+/// The thousandths that `text` stands for, in which processors are counted.
+pub fn parse_thousandths(text: &str) -> Result<u64, QuantityError> {
+    parse(text, 3)
+}
+
+/// `text` times 10^`more`.
+fn parse(text: &str, more: i32) -> Result<u64, QuantityError> {
     let syntax = || QuantityError::Syntax(text.to_owned());
     let (negative, unsigned) = match text.as_bytes().first() {
         Some(b'-') => (true, &text[1..]),
@@ -64,8 +74,11 @@ pub fn parse_bytes(text: &str) -> Result<u64, QuantityError> {
     let bytes = match BINARY.iter().find(|(name, _)| *name == suffix) {
         Some((_, power)) => mantissa
             .checked_mul(1 << power)
-            .map(|scaled| (scaled, -places)),
-        None => Some((mantissa, exponent(suffix).ok_or_else(syntax)? - places)),
+            .map(|scaled| (scaled, more - places)),
+        None => Some((
+            mantissa,
+            exponent(suffix).ok_or_else(syntax)? + more - places,
+        )),
     };
     let (scaled, power) = bytes.ok_or_else(|| QuantityError::TooLarge(text.to_owned()))?;
     let value = shift(scaled, power).map_err(|fault| match fault {
@@ -164,6 +177,20 @@ mod tests {
         ] {
             assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
         }
+    }
+
+    #[test]
+    fn processors_are_read_in_thousandths() {
+        for (text, thousandths) in [
+            ("2", 2_000),
+            ("250m", 250),
+            ("1.5", 1_500),
+            ("1Ki", 1_024_000),
+        ] {
+            assert_eq!(parse_thousandths(text), Ok(thousandths), "{text}");
+        }
+        let finer = parse_thousandths("100u");
+        assert!(matches!(finer, Err(QuantityError::Fraction(_))));
     }
 
     #[test]

@@ -44,6 +44,10 @@ pub struct PodSpec {
     pub tolerations: Vec<Toleration>,
     pub topology_spread_constraints: Vec<Spread>,
     pub volumes: Vec<Volume>,
+    pub resources: Resources,
+    pub overhead: BTreeMap<String, Quantity>,
+    pub resource_claims: Vec<IgnoredAny>,
+    pub scheduler_name: Option<String>,
 }
 
 /// Of `spec.affinity`.
@@ -104,9 +108,18 @@ pub struct Container {
     pub name: String,
     pub resources: Resources,
     pub restart_policy: Option<String>,
+    pub ports: Vec<Port>,
 }
 
-/// Of a container's resources. The API server fills `requests` in from `limits`.
+/// Of a container's port.
+#[derive(Deserialize, Clone, Debug, Default)]
+#[serde(rename_all = "camelCase", default)]
+#[expect(missing_docs, reason = "the names are the Pod's own")]
+pub struct Port {
+    pub host_port: Option<i32>,
+}
+
+/// Of a container's resources, or a pod's. The API server fills `requests` in from `limits`.
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
@@ -160,13 +173,20 @@ impl Demand {
     /// or has ended: what a pod held is its namespace's again when its phase says so, and that of a
     /// deleted pod when it is gone.
     pub fn of(pod: &AskingPod, quantum: Quantum) -> Option<Self> {
-        if matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed")) {
+        if has_ended(pod) {
             return None;
         }
         let borrows = pod.spec.priority_class_name.as_deref() == Some(BORROWED_PRIORITY_CLASS);
         let meta = &pod.metadata;
         let mut owners = meta.owner_references.iter().flatten();
         let controller = owners.find(|owner| owner.controller == Some(true));
+        let quanta = |resource| {
+            asked(
+                &pod.spec,
+                |container| asks(container, resource),
+                Quanta::plus,
+            )
+        };
         let demand = Self {
             uid: meta.uid.clone().unwrap_or_default(),
             created: meta
@@ -187,29 +207,37 @@ impl Demand {
             } else {
                 Class::Guaranteed
             },
-            device: asked(&pod.spec, quantum.device_memory()),
-            managed: asked(&pod.spec, quantum.managed_memory()),
+            device: quanta(quantum.device_memory()),
+            managed: quanta(quantum.managed_memory()),
         };
         let asks = demand.device != Quanta::ZERO || demand.managed != Quanta::ZERO;
         asks.then_some(demand)
     }
 }
 
-/// How much of `resource` the scheduler and quotas count for a pod
+/// Whether a pod takes nothing any more.
+pub fn has_ended(pod: &AskingPod) -> bool {
+    matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"))
+}
+
+/// How much the scheduler and quotas count for a pod of what each container asks for by `of`
 /// (`k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`): its containers and
 /// sidecars together, or the most that one init container needs beside the sidecars before it.
-fn asked(spec: &PodSpec, resource: &str) -> Quanta {
-    let of = |container: &Container| asks(container, resource);
-    let (mut sidecars, mut starting) = (Quanta::ZERO, Quanta::ZERO);
+pub fn asked<T: Copy + Default + Ord>(
+    spec: &PodSpec,
+    of: impl Fn(&Container) -> T,
+    plus: impl Fn(T, T) -> T,
+) -> T {
+    let (mut sidecars, mut starting) = (T::default(), T::default());
     for container in &spec.init_containers {
         if container.restart_policy.as_deref() == Some("Always") {
-            sidecars = sidecars.plus(of(container));
+            sidecars = plus(sidecars, of(container));
         } else {
-            starting = starting.max(sidecars.plus(of(container)));
+            starting = starting.max(plus(sidecars, of(container)));
         }
     }
-    let running = spec.containers.iter().map(of).sum::<Quanta>();
-    starting.max(sidecars.plus(running))
+    let running = spec.containers.iter().map(of).fold(sidecars, plus);
+    starting.max(running)
 }
 
 /// How much of `resource` one container asks for.

@@ -31,6 +31,7 @@ use crate::demand::{AskingPod, Demand};
 use crate::metrics::Metrics;
 use crate::placement::Told;
 use crate::placement::landscape::lowered;
+use crate::placement::load::Load;
 use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
 use crate::placement::pod::PodFacts;
 use crate::pulse::Pulse;
@@ -114,10 +115,13 @@ pub fn changes(
             let watch = heard(kinds::PODS, metrics, pulse(), watch.backoff(pauses()));
             merged(watch, written.pods)
                 .flat_map(move |event| {
-                    both(
-                        Told::Pod(slimmed(event.clone(), |pod| PodFacts::of(pod, quantum))),
+                    let load = slimmed(event.clone(), |pod| Load::read(pod, quantum));
+                    let facts = slimmed(event.clone(), |pod| PodFacts::of(pod, quantum));
+                    let load = stream::iter([Change::Placement(Told::Load(load))]);
+                    load.chain(both(
+                        Told::Pod(facts),
                         Change::Pod(slimmed(event, |pod| Demand::of(pod, quantum))),
-                    )
+                    ))
                 })
                 .boxed()
         },

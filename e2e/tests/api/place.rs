@@ -53,7 +53,7 @@ impl Place {
         let node = json!({
             "metadata": metadata,
             // Its other GPU is of no interest here.
-            "status": { "conditions": ready, "allocatable": { RESOURCE: "64" }, "capacity": { RESOURCE: "64" } },
+            "status": { "conditions": ready, "allocatable": { RESOURCE: "64", "pods": "110" }, "capacity": { RESOURCE: "64", "pods": "110" } },
         });
         self.create("/api/v1/nodes", node).await?;
         // Whoever sees that it is Ready takes off what the API server taints a new node with.

@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use bursar_crds::{Amount, GpuMemoryBudget};
 use kube::runtime::watcher::Event;
 
+use super::load::{Load, Taken};
 use super::node::{Gpu, GpuFacts, NodeFacts};
 use super::pod::PodFacts;
 use crate::quanta::Quanta;
@@ -15,6 +16,8 @@ use crate::world::{Entry, Key, Mirror};
 pub enum Told {
     /// Of the pods that ask for device memory.
     Pod(Event<Entry<PodFacts>>),
+    /// Of all pods.
+    Load(Event<Entry<Load>>),
     /// Of the nodes.
     Node(Event<Entry<NodeFacts>>),
     /// Of the nodes' GPUs.
@@ -39,6 +42,8 @@ pub fn lowered(budget: &GpuMemoryBudget) -> Option<Lowered> {
 #[derive(Debug, Default)]
 pub struct Landscape {
     pods: Mirror<PodFacts>,
+    loads: Mirror<Load>,
+    taken: Taken,
     nodes: Mirror<NodeFacts>,
     gpu_nodes: Mirror<GpuFacts>,
     lowered: Mirror<Lowered>,
@@ -50,6 +55,13 @@ impl Landscape {
     pub fn apply(&mut self, told: Told) {
         self.changes += match told {
             Told::Pod(event) => self.pods.apply(event).len(),
+            Told::Load(event) => {
+                for (pod, was) in self.loads.apply(event) {
+                    self.taken.change(was.as_ref(), self.loads.get(&pod));
+                }
+                // They matter while somebody waits, and then it is planned anyway.
+                0
+            }
             Told::Node(event) => self.nodes.apply(event).len(),
             Told::Gpus(event) => self.gpu_nodes.apply(event).len(),
             Told::Lowered(event) => self.lowered.apply(event).len(),
@@ -88,6 +100,8 @@ impl Landscape {
                 .collect(),
             lowered: self.lowered.iter().collect(),
             asked,
+            loads: &self.loads,
+            taken: &self.taken,
         }
     }
 }
@@ -104,6 +118,8 @@ pub(super) struct Scene<'a> {
     pub(super) lowered: Vec<(&'a Key, &'a Lowered)>,
     /// What the pods on a node ask for in all.
     asked: BTreeMap<&'a str, Quanta>,
+    loads: &'a Mirror<Load>,
+    taken: &'a Taken,
 }
 
 impl<'a> Scene<'a> {
@@ -125,5 +141,24 @@ impl<'a> Scene<'a> {
             .get(node)
             .map_or(Quanta::ZERO, |node| node.allocatable);
         all.minus(self.asked.get(node).copied().unwrap_or_default())
+    }
+
+    /// What a pod takes of its node.
+    pub(super) fn load(&self, pod: &Key) -> Option<&'a Load> {
+        self.loads.get(pod)
+    }
+
+    /// Whether a node has what a pod asks for beside device memory, and for those who come `beside` it. Nobody is
+    /// thought away: to make others go for that is the scheduler's own part.
+    pub(super) fn takes(&self, node: &str, pod: &Key, beside: &[&Key]) -> bool {
+        let (Some(facts), Some(load)) = (self.nodes.get(node), self.loads.get(pod)) else {
+            return false;
+        };
+        load.asks.iter().all(|(resource, asks)| {
+            let beside = beside.iter().filter_map(|pod| self.loads.get(pod));
+            let beside: u128 = beside.map(|load| u128::from(load.of(resource))).sum();
+            let offers = facts.offers.get(&**resource).copied().unwrap_or(0);
+            self.taken.of(node, resource) + beside + u128::from(*asks) <= offers.into()
+        })
     }
 }

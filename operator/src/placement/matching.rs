@@ -107,6 +107,7 @@ mod tests {
             taints: serde_json::from_value(taints).unwrap(),
             takes_pods: true,
             allocatable: Quanta::new(16),
+            offers: BTreeMap::new(),
         }
     }
 

@@ -9,6 +9,7 @@
 //! | module | job |
 //! |---|---|
 //! | [`pod`], [`node`] | what is kept of pods, nodes and their GPUs |
+//! | [`load`] | what pods take of nodes beside GPU memory |
 //! | `matching` | whether a pod may be on a node |
 //! | [`landscape`] | all of it, indexed |
 //! | [`plan`] | from that to steps: node labels, moves, reservations and evictions, quotas |
@@ -21,6 +22,7 @@
 
 mod act;
 pub mod landscape;
+pub mod load;
 mod matching;
 pub mod memory;
 pub mod node;

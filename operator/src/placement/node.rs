@@ -11,6 +11,7 @@ use kube::core::ObjectMeta;
 use kube::{Resource, ResourceExt as _};
 use serde::Deserialize;
 
+use super::load::thousandths;
 use super::pod::PodFacts;
 use crate::quanta::Quanta;
 
@@ -58,6 +59,8 @@ pub struct NodeFacts {
     pub takes_pods: bool,
     /// The device memory that its pods may ask for in all.
     pub allocatable: Quanta,
+    /// The same of every resource, in thousandths.
+    pub offers: BTreeMap<String, u64>,
 }
 
 impl NodeFacts {
@@ -76,6 +79,12 @@ impl NodeFacts {
             taints: node.spec.taints.clone(),
             takes_pods: ready && !node.spec.unschedulable,
             allocatable: Quanta::new(allocatable.unwrap_or(0)),
+            offers: node
+                .status
+                .allocatable
+                .iter()
+                .map(|(resource, amount)| (resource.clone(), thousandths(amount)))
+                .collect(),
         }
     }
 }

@@ -15,6 +15,9 @@ const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
 /// (`pkg/kubelet/pod/mirror_client.go`, `pkg/kubelet/config/common.go`).
 const MIRROR_ANNOTATION: &str = "kubernetes.io/config.mirror";
 
+/// The scheduler of pods that name none.
+const SCHEDULER: &str = "default-scheduler";
+
 /// A pod that asks for device memory and has not ended.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PodFacts {
@@ -95,7 +98,8 @@ pub struct Wants {
     pub affinity: Option<NodeSelector>,
     /// What it tolerates.
     pub tolerations: Vec<Toleration>,
-    /// Something else may bind it to nodes, which nobody here can tell: volumes, other pods.
+    /// Something else may bind it to nodes, which nobody here can tell: volumes, devices, other pods, ports of nodes,
+    /// another scheduler.
     pub more: bool,
 }
 
@@ -151,7 +155,18 @@ impl PodFacts {
                         .any(|spread| spread.when_unsatisfiable == "DoNotSchedule")
                     || spec.volumes.iter().any(|volume| {
                         volume.persistent_volume_claim.is_some() || volume.ephemeral.is_some()
-                    }),
+                    })
+                    || !spec.resource_claims.is_empty()
+                    || spec
+                        .containers
+                        .iter()
+                        .chain(&spec.init_containers)
+                        .flat_map(|container| &container.ports)
+                        .any(|port| port.host_port.is_some_and(|port| port != 0))
+                    || spec
+                        .scheduler_name
+                        .as_ref()
+                        .is_some_and(|name| name != SCHEDULER),
             },
         })
     }
@@ -271,6 +286,17 @@ mod tests {
         assert!(more(json!({ "affinity": apart })));
         assert!(more(json!({ "topologySpreadConstraints": [
             { "maxSkew": 1, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule" }] })));
+        assert!(more(json!({ "resourceClaims": [{ "name": "nic" }] })));
+        assert!(more(json!({ "schedulerName": "mine" })));
+        assert!(!more(json!({ "schedulerName": "default-scheduler" })));
+        let listens = |port| {
+            let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": "4" } });
+            json!({ "containers": [{ "name": "c", "resources": asks, "ports": [port] }] })
+        };
+        assert!(more(listens(
+            json!({ "containerPort": 80, "hostPort": 80 })
+        )));
+        assert!(!more(listens(json!({ "containerPort": 80 }))));
     }
 
     #[test]

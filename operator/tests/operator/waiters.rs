@@ -71,7 +71,7 @@ fn fill(api: &Api) {
         "nodes",
         json!({
             "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n", "uid": "n" }, "spec": {},
-            "status": { "conditions": ready, "allocatable": { "bursar.dev/gpu-memory-gib": "24" } },
+            "status": { "conditions": ready, "allocatable": { "bursar.dev/gpu-memory-gib": "24", "pods": "110" } },
         }),
     );
     api.put("gpunodes", json!({
@@ -169,7 +169,7 @@ async fn a_waiter_that_has_begun_by_its_nodes_own_word_is_not_moved() {
             api.put("nodes", json!({
                 "apiVersion": "v1", "kind": "Node", "metadata": { "name": name, "uid": name }, "spec": {},
                 "status": { "conditions": [{ "type": "Ready", "status": "True" }],
-                    "allocatable": { "bursar.dev/gpu-memory-gib": "24" } },
+                    "allocatable": { "bursar.dev/gpu-memory-gib": "24", "pods": "110" } },
             }));
         }
         api.put("gpunodes", gpu_node("n", &[("other", 12)]));

@@ -17,6 +17,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::demand::Class;
 use crate::placement::Told;
+use crate::placement::load::Load;
 use crate::placement::memory::Answer;
 use crate::placement::node::{Gpu, GpuFacts, NodeFacts, Waiter};
 use crate::placement::pod::{Owner, Place, PodFacts, Wants};
@@ -42,6 +43,8 @@ const BORROWED: i32 = -10;
 #[derive(Clone, Debug, PartialEq)]
 struct Life {
     asks: u64,
+    /// Processors.
+    cpu: u64,
     priority: i32,
     owner: Owner,
     node: Option<String>,
@@ -119,6 +122,8 @@ struct Cluster {
     preempts: bool,
     /// The nodes that lack something else, so that the scheduler puts no owner there.
     shut: Vec<String>,
+    /// The processors of nodes that have few.
+    processors: BTreeMap<String, u64>,
     /// Who does not end although that was asked for.
     slow: Vec<String>,
 }
@@ -140,6 +145,7 @@ impl Cluster {
     ) -> Self {
         let life = Life {
             asks,
+            cpu: 0,
             priority,
             owner: other(&format!("owner of {uid}")),
             node: at.map(|(node, _)| node.to_owned()),
@@ -156,6 +162,11 @@ impl Cluster {
     /// The same pod, of which a first container is bound on a GPU already.
     fn first(mut self, uid: &str, gpu: &str, quanta: u64) -> Self {
         self.pods.get_mut(uid).unwrap().first = Some((gpu.to_owned(), quanta));
+        self
+    }
+
+    fn cpu(mut self, uid: &str, processors: u64) -> Self {
+        self.pods.get_mut(uid).unwrap().cpu = processors;
         self
     }
 
@@ -226,6 +237,11 @@ impl Cluster {
                 },
             };
             landscape.apply(Told::Pod(Event::Apply((key("n", uid), Some(facts)))));
+            let load = Load {
+                node: pod.node.clone(),
+                asks: [("cpu".into(), 1_000 * pod.cpu), ("pods".into(), 1_000)].into(),
+            };
+            landscape.apply(Told::Load(Event::Apply((key("n", uid), Some(load)))));
         }
         for (node, gpus) in &self.nodes {
             let all: u64 = gpus.values().sum();
@@ -235,6 +251,9 @@ impl Cluster {
                 taints: Vec::new(),
                 takes_pods: true,
                 allocatable: Quanta::new(all),
+                offers: [("cpu", self.all_processors(node)), ("pods", 110)]
+                    .map(|(resource, amount)| (resource.to_owned(), 1_000 * amount))
+                    .into(),
             };
             landscape.apply(Told::Node(Event::Apply((key("", node), Some(facts)))));
             let gpu = |(uuid, capacity): (&String, &u64)| {
@@ -488,7 +507,15 @@ impl Cluster {
             return false;
         }
         let label = self.labels.get(node).and_then(|all| all.get(COHORT_LABEL));
-        pod.cohort.is_none() || pod.cohort.as_ref() == label
+        let there = self.pods.values();
+        let there = there.filter(|other| other.node.as_deref() == Some(node));
+        let cpu: u64 = there.map(|other| other.cpu).sum();
+        (pod.cohort.is_none() || pod.cohort.as_ref() == label)
+            && cpu + pod.cpu <= self.all_processors(node)
+    }
+
+    fn all_processors(&self, node: &str) -> u64 {
+        self.processors.get(node).copied().unwrap_or(64)
     }
 
     fn borrowers(&self, node: &str) -> impl Iterator<Item = (&String, &Life)> {

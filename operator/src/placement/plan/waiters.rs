@@ -109,7 +109,7 @@ struct Planner<'a> {
     /// The waiters that were looked at.
     looked: Vec<String>,
     /// Those without a node for whom no GPU has room, whoever goes: others like them need no look at all nodes.
-    hopeless: Vec<&'a PodFacts>,
+    hopeless: Vec<Want<'a>>,
     /// Looks at the Jobs whose answer would matter.
     jobs: BTreeMap<String, Step>,
 }
@@ -252,6 +252,7 @@ impl<'a> Planner<'a> {
             if !gpus.contains(&held.gpu)
                 && !waiters.contains(&held.waiter)
                 && self.tokens_suffice(node, held, taken)
+                && self.rest_suffices(node, &held.waiter, taken)
             {
                 gpus.insert(&held.gpu);
                 waiters.insert(&held.waiter);
@@ -316,7 +317,7 @@ impl<'a> Planner<'a> {
             **name != at
                 && may_be_on(&want.pod.wants, name, node)
                 && !self.memory.moved_in_vain(owner, name)
-                && self.has_room(name, want.pod)
+                && self.has_room(name, want)
         })?;
         let unseen = match self.waited(want) >= MOVE_PATIENCE {
             true => Unseen::Keeps,
@@ -326,8 +327,9 @@ impl<'a> Planner<'a> {
         lets_go.then_some((owner, at, to))
     }
 
-    /// The node has the pod's memory free, on one GPU and among its tokens.
-    fn has_room(&self, node: &str, pod: &PodFacts) -> bool {
+    /// The node has the pod's memory free, on one GPU and among its tokens, and all else that it asks for.
+    fn has_room(&self, node: &str, want: &Want<'_>) -> bool {
+        let pod = want.pod;
         let planned = self.moves.iter().filter(|(_, to, _)| *to == node);
         let planned: Quanta = planned.map(|(.., room)| *room).sum();
         let promised = self.memory.promised(node).plus(planned);
@@ -335,6 +337,7 @@ impl<'a> Planner<'a> {
         let largest = gpus.and_then(|gpus| gpus.gpus.iter().map(|gpu| gpu.largest_free).max());
         largest.unwrap_or_default().minus(promised) >= pod.asks
             && self.scene.unasked(node).minus(promised) >= pod.asks
+            && self.scene.takes(node, want.key, &[])
     }
 
     /// A GPU to reserve for the waiter: where that has not come to nothing, or most seldom, and then where the fewest go.
@@ -346,11 +349,13 @@ impl<'a> Planner<'a> {
             Some(node) => vec![node],
             None => self.nodes_for(want)?,
         };
-        let like = |other: &&PodFacts| {
-            (other.priority, other.asks, &other.wants)
-                == (want.pod.priority, want.pod.asks, &want.pod.wants)
+        let kind = |want: &Want<'a>| {
+            let Want { key, pod, .. } = *want;
+            let rest = self.scene.load(key).map(|load| &load.asks);
+            (pod.priority, pod.asks, &pod.wants, rest)
         };
-        if want.node.is_none() && self.hopeless.iter().any(like) {
+        let mut hopeless = self.hopeless.iter();
+        if want.node.is_none() && hopeless.any(|other| kind(other) == kind(want)) {
             return None;
         }
         let mut choices = Vec::new();
@@ -359,6 +364,9 @@ impl<'a> Planner<'a> {
                 continue;
             };
             let taken = reserved.get(node).map(Vec::as_slice).unwrap_or_default();
+            if !self.rest_suffices(node, &want.pod.uid, taken) {
+                continue;
+            }
             for gpu in &gpus.gpus {
                 if gpu.held_for.is_some() || taken.iter().any(|held| held.gpu == gpu.uuid) {
                     continue;
@@ -382,7 +390,7 @@ impl<'a> Planner<'a> {
             }
         }
         if want.node.is_none() && choices.is_empty() {
-            self.hopeless.push(want.pod);
+            self.hopeless.push(*want);
         }
         let best = choices.into_iter().min_by_key(|(rank, _)| *rank);
         best.map(|((.., node, _), reservation)| (node.to_owned(), reservation))
@@ -400,7 +408,7 @@ impl<'a> Planner<'a> {
         let may = self.scene.nodes.iter();
         let may = may.filter(|(name, node)| may_be_on(&want.pod.wants, name, node));
         let may: Vec<&'a str> = may.map(|(name, _)| *name).collect();
-        let some = may.iter().any(|name| self.has_room(name, want.pod));
+        let some = may.iter().any(|name| self.has_room(name, want));
         (!some).then_some(may)
     }
 
@@ -437,6 +445,27 @@ impl<'a> Planner<'a> {
         }
         let coming = self.going.get(node).copied().unwrap_or_default();
         self.scene.unasked(node).plus(coming) >= needs.plus(theirs)
+    }
+
+    /// The same of all else that the waiter asks for, without anybody gone: where others would have to go for that, the
+    /// scheduler asks them itself.
+    fn rest_suffices(&self, node: &str, waiter: &str, taken: &[Reservation]) -> bool {
+        let Some((key, waiter)) = self.scene.pods.get(waiter) else {
+            return false;
+        };
+        if waiter.node().is_some() {
+            return true;
+        }
+        let nominated = self.nominated.get(node).into_iter().flatten();
+        let nominated = nominated.filter(|pod| pod.priority >= waiter.priority);
+        let others = nominated.map(|pod| pod.uid.as_str());
+        let others = others.chain(taken.iter().map(|held| held.waiter.as_str()));
+        // Who is both counts once.
+        let others: BTreeSet<&str> = others.filter(|uid| *uid != waiter.uid).collect();
+        let others = others.iter().filter_map(|uid| self.scene.pods.get(uid));
+        let others = others.filter(|(_, pod)| pod.node().is_none());
+        let others: Vec<&Key> = others.map(|(key, _)| *key).collect();
+        self.scene.takes(node, key, &others)
     }
 
     /// What a waiter takes of what nobody on the node asks for, beside what those ask for who go for it and were not

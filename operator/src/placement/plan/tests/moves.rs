@@ -149,6 +149,24 @@ fn who_comes_back_from_a_move_is_not_moved_for_the_room_of_that_node_again() {
 }
 
 #[test]
+fn nobody_is_moved_to_a_node_that_lacks_something_else() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .node("b", &[16])
+        .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
+        .pod("8", 8, GUARANTEED, Some(("a", None)))
+        .cpu("8", 9);
+    cluster.processors.insert("b".to_owned(), 8);
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 60);
+    assert_eq!(cluster.moved, [] as [&str; 0]);
+    cluster.processors.insert("b".to_owned(), 9);
+    cluster.run(&mut memory, 60, 30);
+    assert_eq!(cluster.moved, ["8"]);
+    assert!(cluster.bound("8'"));
+}
+
+#[test]
 fn who_may_not_go_keeps_nobody_behind_it_from_being_moved() {
     let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]).pod(
         "10",

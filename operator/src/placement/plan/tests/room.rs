@@ -190,6 +190,54 @@ fn for_whom_others_go_in_vain_they_go_ever_more_rarely() {
 }
 
 #[test]
+fn nobody_goes_for_who_lacks_something_else_and_somebody_once_that_is_there() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 16, BORROWED, Some(("a", Some(0))))
+        .cpu("b", 2)
+        .pod("owner", 16, GUARANTEED, None)
+        .cpu("owner", 7);
+    // If the borrower went there would be enough of it too: that is for the scheduler to see.
+    cluster.processors.insert("a".to_owned(), 8);
+    let mut memory = Memory::default();
+    cluster.run(&mut memory, 0, 1_500);
+    assert_eq!(cluster.evicted, [] as [&str; 0]);
+    assert_eq!(cluster.reservations.get("a"), None);
+    cluster.processors.insert("a".to_owned(), 9);
+    cluster.run(&mut memory, 1_500, 30);
+    assert_eq!(cluster.evicted, ["b"]);
+    assert!(cluster.bound("owner"));
+}
+
+#[test]
+fn what_one_waiter_is_helped_to_is_not_there_for_the_next() {
+    let mut cluster = Cluster::default()
+        .node("a", &[8, 8])
+        .pod("b1", 8, BORROWED, Some(("a", Some(0))))
+        .pod("b2", 8, BORROWED, Some(("a", Some(1))));
+    for uid in ["owner1", "owner2"] {
+        cluster = cluster.pod(uid, 8, GUARANTEED, None).cpu(uid, 5);
+    }
+    cluster.processors.insert("a".to_owned(), 9);
+    cluster.run(&mut Memory::default(), 0, 1_500);
+    assert_eq!(cluster.evicted, ["b1"]);
+    assert!(cluster.bound("owner1") && !cluster.bound("owner2"));
+}
+
+#[test]
+fn who_asks_for_less_is_helped_after_one_like_it_that_asks_for_too_much() {
+    let mut cluster = Cluster::default()
+        .node("a", &[16])
+        .pod("b", 16, BORROWED, Some(("a", Some(0))))
+        .pod("owner1", 16, GUARANTEED, None)
+        .cpu("owner1", 65)
+        .pod("owner2", 16, GUARANTEED, None)
+        .cpu("owner2", 1);
+    cluster.run(&mut Memory::default(), 0, 30);
+    assert!(cluster.bound("owner2") && !cluster.bound("owner1"));
+}
+
+#[test]
 fn who_is_to_end_and_does_not_keeps_nobody_from_another_gpu() {
     // One is ending; the other one's node alone still has it.
     for known in [true, false] {
