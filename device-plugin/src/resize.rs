@@ -124,11 +124,11 @@ pub fn outcome(order: &QuotaOrder, containers: &[BoundContainer], books: &[Books
     });
     let (mut quota, mut used, mut above, mut any) = (0_u64, 0_u64, false, false);
     for account in accounts {
-        let in_use = account.used.0.saturating_add(account.retired.0);
+        let in_use = account.in_use();
         any = true;
-        above |= in_use > account.quota.0;
+        above |= in_use > account.quota;
         quota = quota.saturating_add(account.quota.0);
-        used = used.saturating_add(in_use);
+        used = used.saturating_add(in_use.0);
     }
     let (quota, used) = (Bytes(quota), Bytes(used));
     match (any, above) {
@@ -316,6 +316,24 @@ mod tests {
         };
         assert_eq!(outcome(4), pending);
         assert_eq!(outcome(3), Outcome::Applied(Bytes::gib(6)));
+    }
+
+    #[test]
+    fn an_order_is_pending_while_dead_leases_or_others_have_more_than_it_allows() {
+        let containers = [container(1, "main")];
+        let order = order("main", DEVICE, "3Gi");
+        let outcome = |set: fn(&mut AccountBooks) -> &mut Bytes| {
+            let mut books = [books(1, &[("GPU-a", 3, 1)])];
+            *set(&mut books[0].accounts[0]) = Bytes::gib(3);
+            outcome(&order, &containers, &books)
+        };
+        let pending = Outcome::Pending {
+            quota: Bytes::gib(3),
+            used: Bytes::gib(4),
+        };
+        assert_eq!(outcome(|account| &mut account.retired), pending);
+        assert_eq!(outcome(|account| &mut account.leased), pending);
+        assert_eq!(outcome(|account| &mut account.outside), pending);
     }
 
     #[test]

@@ -64,6 +64,17 @@ pub struct AccountBooks {
     pub peak: Bytes,
 }
 
+impl AccountBooks {
+    /// What counts as used, whoever has it.
+    pub fn in_use(&self) -> Bytes {
+        let amounts = [self.used, self.retired, self.leased, self.outside];
+        let sum = amounts
+            .iter()
+            .fold(0_u64, |sum, bytes| sum.saturating_add(bytes.0));
+        Bytes(sum)
+    }
+}
+
 /// One process of a container.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemberBooks {

@@ -89,8 +89,16 @@ impl Credit {
 
     /// What can still be granted.
     pub fn free(&self, account: usize) -> Units {
-        let taken = self.charged(account).saturating_add(self.outside(account));
-        self.quota(account).saturating_sub(taken)
+        self.quota(account).saturating_sub(self.taken(account))
+    }
+
+    /// What is taken beyond the quota, as after it was made smaller.
+    pub(super) fn excess(&self, account: usize) -> Units {
+        self.taken(account).saturating_sub(self.quota(account))
+    }
+
+    fn taken(&self, account: usize) -> Units {
+        self.charged(account).saturating_add(self.outside(account))
     }
 
     /// What kept leases have of an account.

@@ -108,16 +108,12 @@ impl Container {
         self.write_record();
     }
 
-    /// Takes credit that lies idle where more is granted than the quota: after a quota was made smaller, what is
+    /// Takes credit that lies idle where more is taken than the quota: after a quota was made smaller, what is
     /// freed must not be used again.
     pub(in super::super) fn reclaim(&mut self) {
         let mut changed = false;
         for index in 0..self.accounts.len() {
-            let taken = self
-                .credit
-                .granted(index)
-                .saturating_add(self.credit.retired(index));
-            let excess = taken.saturating_sub(self.credit.quota(index));
+            let excess = self.credit.excess(index);
             if excess > Units::ZERO {
                 let before = self.credit.granted(index);
                 // No process has the pid 0: none is spared.

@@ -472,6 +472,32 @@ fn an_ordered_quota_shows_at_once_keeps_what_is_freed_and_never_exceeds_what_was
 }
 
 #[test]
+fn an_ordered_quota_takes_what_is_idle_beside_kept_leases_and_processes_without_a_session() {
+    let [eight, ten] = [Bytes::gib(8), Bytes::gib(10)];
+    for leased in [true, false] {
+        let fixture = Fixture::with_quota(Bytes::gib(16));
+        let mut container = fixture.start();
+        let page = hello(&mut container, 1, 7).unwrap();
+        match leased {
+            true => container
+                .lease(&"GPU-aaaa".parse().unwrap(), LeaseId(7), eight)
+                .unwrap(),
+            false => container.set_outside(&gpu(), [(2, eight)].into()),
+        }
+        use_all(&mut container, &page, 1, eight.0);
+        let slot = page.slot(0).unwrap();
+        assert!(slot.discharge(units(eight.0)));
+        container.order(&gpu(), Some(ten));
+        assert_eq!(
+            container.books().accounts[0].granted,
+            Bytes::gib(2),
+            "leased: {leased}"
+        );
+        assert!(slot.charge(units(eight.0)).is_err() && slot.charge(units(2 << 30)).is_ok());
+    }
+}
+
+#[test]
 fn an_ordered_quota_outlives_the_agent_and_what_was_given_may_still_come_later() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
