@@ -452,19 +452,42 @@ mod tests {
             gpu: gpu.clone(),
             bytes,
         });
-        metrics.poisoned(&Fault {
+        metrics.poisoned(&fault(700));
+    }
+
+    fn fault(cuda_error: i32) -> Fault {
+        Fault {
             image: Image {
                 process: Process { pid: 7, start: 70 },
                 generation: 1,
             },
-            gpu,
-            cuda_error: Some(700),
+            gpu: "GPU-a".parse().unwrap(),
+            cuda_error: Some(cuda_error),
             xid: None,
             time: jiff::Timestamp::UNIX_EPOCH,
             decided: None,
             executed: false,
             ended: false,
-        });
+        }
+    }
+
+    #[test]
+    fn faults_with_codes_that_cuda_does_not_have_are_counted_together() {
+        let metrics = Metrics::new();
+        for code in [700, 999, 12_345, -1, i32::MAX] {
+            metrics.poisoned(&fault(code));
+        }
+        let text = metrics.encode();
+        let name = "bursar_agent_poisoned_contexts_total";
+        let lines: std::collections::BTreeSet<_> = text
+            .lines()
+            .filter_map(|line| line.strip_prefix(name))
+            .collect();
+        let expected = [
+            r#"{cause="cuda-700",action="fence"} 1"#,
+            r#"{cause="cuda-unknown",action="fence"} 4"#,
+        ];
+        assert_eq!(lines, expected.into());
     }
 
     #[test]

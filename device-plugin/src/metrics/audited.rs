@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
+use bursar_protocol::sticky::ErrorClass;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
@@ -311,6 +312,8 @@ impl super::Metrics {
     /// A fault poisoned a context.
     pub fn poisoned(&self, fault: &Fault) {
         let cause = match (fault.cuda_error, fault.xid) {
+            // Tenants make up any number.
+            (Some(code), _) if ErrorClass::of(code) == ErrorClass::Unknown => "cuda-unknown".into(),
             (Some(code), _) => format!("cuda-{code}"),
             (None, Some(xid)) => format!("xid-{xid}"),
             (None, None) => String::new(),
