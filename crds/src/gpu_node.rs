@@ -20,7 +20,7 @@ use crate::{Amount, schema};
 pub const MAX_GPUS: usize = 112;
 /// The most namespaces with an order about poisoned contexts.
 pub const MAX_CONTEXTS: usize = 1024;
-/// The most open faults in one object; newer ones wait until older ones are closed.
+/// The most open faults in one object; others wait until some are closed.
 pub const MAX_FAULTS: usize = 16;
 /// The most waiting containers in one object, the longest waiting first.
 pub const MAX_WAITING: usize = 16;
@@ -268,7 +268,7 @@ pub struct GpuNodeStatus {
     /// What became of `spec.quotas`.
     #[schemars(length(max = 64), extend("x-kubernetes-list-type" = "atomic"))]
     pub quotas: Vec<QuotaStatus>,
-    /// Faults that nobody has dealt with, the oldest first; at most 16.
+    /// Faults that nobody has dealt with, those that somebody else has to deal with before others; at most 16.
     #[schemars(length(max = 16), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["id"]))]
     pub faults: Vec<Fault>,
     /// What the pods of each namespace use here, and what befell them; at most 32.

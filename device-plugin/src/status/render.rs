@@ -6,9 +6,9 @@ use std::collections::BTreeMap;
 use bursar_crds::Amount;
 use bursar_crds::conditions::{self, Statement, gpu_node as names};
 use bursar_crds::gpu_node::{
-    Fault, FaultContainer, FaultKind, GpuNodeStatus, GpuPod, GpuStatus, Health, HealthStatus,
-    MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_PODS, MAX_QUOTAS, MAX_WAITING,
-    NamespaceUse, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
+    Fault, FaultAction, FaultContainer, FaultKind, GpuNodeStatus, GpuPod, GpuStatus, Health,
+    HealthStatus, MAX_FAULTS, MAX_GPUS, MAX_NAMESPACES, MAX_NOT_ENFORCED, MAX_PODS, MAX_QUOTAS,
+    MAX_WAITING, NamespaceUse, NodeMemory, NotEnforced, QuotaOrder, QuotaStatus, Waiting,
 };
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
@@ -72,7 +72,7 @@ pub fn render(
             None => before.quotas.clone(),
             Some(_) => ordered.quotas.iter().take(MAX_QUOTAS).map(quota).collect(),
         },
-        faults: oldest(faults.iter().map(|one| fault(one, before, now)).collect()),
+        faults: pressing(faults.iter().map(|one| fault(one, before, now)).collect()),
         namespaces: namespaces.iter().take(MAX_NAMESPACES).map(used).collect(),
         conditions: conditions::merge(&before.conditions, &statements, generation, now),
     }
@@ -228,14 +228,42 @@ fn used(used: &NamespaceReport) -> NamespaceUse {
     }
 }
 
-/// A GPU's come first: there are few, and each concerns many.
-fn oldest(mut faults: Vec<Fault>) -> Vec<Fault> {
-    faults.sort_by(|a, b| {
-        let key = |fault: &Fault| (fault.kind == FaultKind::Context, fault.time.0);
-        key(a).cmp(&key(b)).then_with(|| a.id.cmp(&b.id))
+/// A GPU's come first: there are few, and each concerns many. Then those that somebody else has to deal with. Of
+/// either, the oldest, by turns of namespaces and of their containers: nobody's many keep another's from being told.
+fn pressing(mut faults: Vec<Fault>) -> Vec<Fault> {
+    let rank = |fault: &Fault| {
+        let is_asked = |action| matches!(action, FaultAction::Evict | FaultAction::BeyondMaximum);
+        let is_gpus = fault.kind == FaultKind::Gpu;
+        (!is_gpus, !fault.action.is_some_and(is_asked))
+    };
+    faults.sort_by(|a, b| (a.time.0, &a.id).cmp(&(b.time.0, &b.id)));
+    let faults = by_turns(faults, |fault| {
+        let of = fault.container.as_ref();
+        let container = of.map(|of| (of.pod_uid.clone(), of.container.clone()));
+        (rank(fault), container)
     });
+    let mut faults = by_turns(faults, |fault| {
+        let of = fault.container.as_ref();
+        (rank(fault), of.map(|of| of.namespace.clone()))
+    });
+    faults.sort_by_key(rank);
     faults.truncate(MAX_FAULTS);
     faults
+}
+
+/// The first of each, then the second of each, and so on.
+fn by_turns<K: Ord>(faults: Vec<Fault>, whose: impl Fn(&Fault) -> K) -> Vec<Fault> {
+    let mut turns = BTreeMap::new();
+    let mut faults: Vec<(usize, Fault)> = faults
+        .into_iter()
+        .map(|fault| {
+            let turn = turns.entry(whose(&fault)).or_default();
+            *turn += 1;
+            (*turn, fault)
+        })
+        .collect();
+    faults.sort_by_key(|(turn, _)| *turn);
+    faults.into_iter().map(|(_, fault)| fault).collect()
 }
 
 fn fault(fault: &FaultReport, before: &GpuNodeStatus, now: &Time) -> Fault {
@@ -422,6 +450,51 @@ mod tests {
         assert_eq!(*said[0], at(10));
         assert_ne!(*said[1], at(10));
         assert_eq!(render(&ill, &first, Some(1), &at(500)), first);
+    }
+
+    #[test]
+    fn whoever_has_many_faults_keeps_nobody_elses_from_being_told() {
+        let of = |namespace: &str, pod: &str, generation: u64, action| FaultReport {
+            id: format!("{pod}-{generation}"),
+            gpu: "GPU-00000000".parse().unwrap(),
+            gpu_generation: 3,
+            cuda_error: Some(700),
+            xid: None,
+            action: Some(action),
+            image: Some(ImageReport {
+                pod_uid: Some(pod.parse().unwrap()),
+                namespace: namespace.into(),
+                pod: pod.into(),
+                container: "main".into(),
+                process_generation: generation,
+            }),
+            time: jiff::Timestamp::from_second(i64::try_from(generation).unwrap()).ok(),
+        };
+        let told = |faults: Vec<FaultReport>| {
+            let ill = NodeReport { faults, ..report() };
+            let status = render(&ill, &GpuNodeStatus::default(), Some(1), &at(10));
+            let ids = status.faults.into_iter().map(|fault| fault.id);
+            ids.take(3).collect::<Vec<_>>()
+        };
+        let many = |pod: &'static str, action| (1..=16).map(move |p| of("many", pod, p, action));
+        let (report, evict) = (FaultAction::Report, FaultAction::Evict);
+
+        let mut faults: Vec<_> = many("a", report).collect();
+        faults.push(of("few", "b", 20, evict));
+        faults.push(of("few", "c", 21, FaultAction::BeyondMaximum));
+        assert_eq!(
+            told(faults),
+            ["b-20", "c-21", "a-1"],
+            "who waits for somebody comes first"
+        );
+
+        let mut faults: Vec<_> = many("a", evict).chain(many("b", evict)).collect();
+        faults.push(of("few", "c", 20, evict));
+        assert_eq!(
+            told(faults),
+            ["a-1", "c-20", "b-1"],
+            "by namespaces, by their containers"
+        );
     }
 
     #[test]
