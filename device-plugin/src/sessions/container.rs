@@ -439,16 +439,18 @@ impl Container {
     }
 
     /// Whether a request would be refused for what an image had that ended a moment ago: the driver is about to have
-    /// it back. A program that is executed again asks for all of its quota at once.
-    pub(super) fn is_settling(&self, pid: u32, account: u8, need: Units) -> bool {
+    /// it back. A program that is executed again asks for all of its quota at once. One that was `heard` so long ago
+    /// waits no more, whoever else ended since.
+    pub(super) fn is_settling(&self, pid: u32, account: u8, need: Units, heard: Instant) -> bool {
         let index = usize::from(account);
-        let recently = |ended: Instant| ended.elapsed() < SETTLING;
+        let recently = |then: Instant| then.elapsed() < SETTLING;
         let free = self
             .credit
             .free(index)
             .saturating_add(self.idle_of_others(pid, index));
         let with_retired = free.saturating_add(self.credit.retired(index));
-        self.retired_at.is_some_and(recently)
+        recently(heard)
+            && self.retired_at.is_some_and(recently)
             && !self.is_fenced(pid)
             && (free.saturating_add(Units(1))..=with_retired).contains(&need)
     }

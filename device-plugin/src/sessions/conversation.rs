@@ -327,7 +327,7 @@ impl Conversation {
             pace::wait(shared).await;
             let heard = Instant::now();
             if let ToAgent::Request { account, units } = message {
-                while lock(&self.container).is_settling(pid, account, units) {
+                while lock(&self.container).is_settling(pid, account, units, heard) {
                     tokio::time::sleep(SETTLE_PAUSE).await;
                 }
             }

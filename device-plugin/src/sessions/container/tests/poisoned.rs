@@ -134,23 +134,31 @@ fn who_asks_for_what_an_image_had_that_just_ended_waits_for_it_and_nobody_else_d
     let mut container = fixture.start();
     let page = hello(&mut container, 1, 7).unwrap();
     use_all(&mut container, &page, 1, 512 * MIB);
-    assert!(!container.is_settling(1, 0, units(1 << 30)), "it lives");
-    hello(&mut container, 1, 8).unwrap();
-    assert!(container.is_settling(1, 0, units(1 << 30)));
+    let heard = Instant::now();
     assert!(
-        !container.is_settling(1, 0, units(256 * MIB)),
+        !container.is_settling(1, 0, units(1 << 30), heard),
+        "it lives"
+    );
+    hello(&mut container, 1, 8).unwrap();
+    assert!(container.is_settling(1, 0, units(1 << 30), heard));
+    assert!(
+        !container.is_settling(1, 0, units(1 << 30), heard - SETTLING),
+        "it waited long enough for others"
+    );
+    assert!(
+        !container.is_settling(1, 0, units(256 * MIB), heard),
         "there is room"
     );
     assert!(
-        !container.is_settling(1, 0, units(2 << 30)),
+        !container.is_settling(1, 0, units(2 << 30), heard),
         "there never will be"
     );
     settle(&mut container, 1, Bytes::ZERO);
-    assert!(!container.is_settling(1, 0, units(1 << 30)));
+    assert!(!container.is_settling(1, 0, units(1 << 30), heard));
     hello(&mut container, 1, 9).unwrap();
     container.retired_at = container.retired_at.map(|at| at - SETTLING);
     assert!(
-        !container.is_settling(1, 0, units(1 << 30)),
+        !container.is_settling(1, 0, units(1 << 30), heard),
         "somebody else holds it"
     );
 }
