@@ -8,7 +8,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::PathBuf;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
+
+use tokio::sync::OwnedMutexGuard;
 
 use super::lock;
 use crate::units::{Bytes, GpuUuid};
@@ -27,6 +29,10 @@ pub(super) struct ContextSizes {
     known: Mutex<BTreeMap<String, u64>>,
     /// The GPUs whose contexts this agent has measured.
     measured: Mutex<BTreeSet<GpuUuid>>,
+    /// Whose turn it is to measure one of each GPU.
+    turns: Mutex<BTreeMap<GpuUuid, Arc<tokio::sync::Mutex<()>>>>,
+    /// The GPUs of which a size was told that is none: said once.
+    doubted: Mutex<BTreeSet<GpuUuid>>,
 }
 
 impl ContextSizes {
@@ -49,12 +55,22 @@ impl ContextSizes {
             path,
             known: Mutex::new(known),
             measured: Mutex::default(),
+            turns: Mutex::default(),
+            doubted: Mutex::default(),
         }
     }
 
     /// Whether a context of `gpu` should be measured.
     pub(super) fn want(&self, gpu: &GpuUuid) -> bool {
         !lock(&self.measured).contains(gpu)
+    }
+
+    /// Waits for the turn to measure a context of `gpu`; none where one was measured meanwhile. One is measured at a
+    /// time: each takes a thread, for as long as the GPU does not answer.
+    pub(super) async fn turn(&self, gpu: &GpuUuid) -> Option<OwnedMutexGuard<()>> {
+        let turn = lock(&self.turns).entry(gpu.clone()).or_default().clone();
+        let turn = turn.lock_owned().await;
+        self.want(gpu).then_some(turn)
     }
 
     /// What a context of `gpu` takes, as far as it is known.
@@ -66,7 +82,9 @@ impl ContextSizes {
     /// A context of `gpu` was seen to take `bytes`.
     pub(super) fn measured(&self, gpu: &GpuUuid, bytes: Bytes) {
         if bytes == Bytes::ZERO || bytes > LARGEST {
-            tracing::warn!(%gpu, bytes = bytes.0, "no size of a context");
+            if lock(&self.doubted).insert(gpu.clone()) {
+                tracing::warn!(%gpu, bytes = bytes.0, "no size of a context");
+            }
             return;
         }
         lock(&self.measured).insert(gpu.clone());

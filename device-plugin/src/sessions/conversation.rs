@@ -395,13 +395,19 @@ impl Conversation {
     /// What the driver charges a process on an account's GPU, if its contexts should be measured and it
     /// can tell in time.
     async fn charged(&self, pid: u32, account: u8) -> Option<Bytes> {
-        let gpu = lock(&self.container).unmeasured(account)?;
+        let (gpu, sizes) = lock(&self.container).unmeasured(account)?;
         let charges = Arc::clone(&self.charges);
-        let asked = tokio::task::spawn_blocking(move || charges.look(&gpu)?.charges.of(pid));
-        tokio::time::timeout(DRIVER_TIMEOUT, asked)
-            .await
-            .ok()?
-            .ok()?
+        let asked = async {
+            let turn = sizes.turn(&gpu).await?;
+            let look = move || {
+                let look = charges.look(&gpu);
+                // Not before the driver has answered, whoever still waits for that.
+                drop(turn);
+                look?.charges.of(pid)
+            };
+            tokio::task::spawn_blocking(look).await.ok()?
+        };
+        tokio::time::timeout(DRIVER_TIMEOUT, asked).await.ok()?
     }
 }
 

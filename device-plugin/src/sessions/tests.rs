@@ -319,6 +319,56 @@ async fn a_gpu_that_hangs_keeps_no_new_process_out() {
 }
 
 #[tokio::test]
+async fn a_gpu_that_hangs_is_asked_for_one_context_at_a_time_whoever_makes_more() {
+    let folder = tempfile::tempdir().unwrap();
+    let (go_on, held) = std::sync::mpsc::channel();
+    let charges = Arc::new(Hung {
+        goes_on: Mutex::new(Some(held)),
+        ..Hung::default()
+    });
+    let sessions = Sessions::new(
+        folder.path().to_owned(),
+        Arc::clone(&charges) as Arc<dyn DriverCharges>,
+        Arc::new(Everyone(true)),
+    );
+    let sessions = sessions.charging_contexts(folder.path().join("contexts.json"));
+    sessions.serve(served()).await.unwrap();
+    beside(folder.path(), move |run_dir| {
+        let asked = || charges.asked.load(Ordering::SeqCst);
+        let made = |stream: &mut UnixStream| {
+            let made = ToAgent::ContextMade { account: 0 };
+            stream.write_all(&made.frame()).unwrap();
+        };
+        let unmeasured = ToShim::ContextSize {
+            account: 0,
+            units: Units::holding(512 << 20).unwrap(),
+        };
+        let mut last = None;
+        for image in 1..=5 {
+            let (mut stream, _page) = hello_as(run_dir, image);
+            made(&mut stream);
+            // Until it is asked for this one too, if ever: who says hello again takes over.
+            let begun = Instant::now();
+            while asked() < image as usize && begun.elapsed() < Duration::from_millis(50) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            last = Some(stream);
+        }
+        let mut stream = last.unwrap();
+        assert_eq!(receive(&mut stream), unmeasured, "nobody waits for ever");
+        assert_eq!(asked(), 1);
+        drop(go_on);
+        let begun = Instant::now();
+        while asked() < 2 {
+            made(&mut stream);
+            assert_eq!(receive(&mut stream), unmeasured);
+            assert!(begun.elapsed() < Duration::from_secs(5), "asked no more");
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
 async fn the_driver_is_asked_once_for_all_the_dead_of_a_gpu() {
     let folder = tempfile::tempdir().unwrap();
     let record = folder.path().join("sessions/0000000000000007.json");

@@ -16,11 +16,11 @@ impl Container {
         self.contexts = Some(sizes);
     }
 
-    /// The GPU of an account, if its contexts should be measured.
-    pub(in super::super) fn unmeasured(&self, account: u8) -> Option<GpuUuid> {
+    /// The GPU of an account, if its contexts should be measured, and where that is noted.
+    pub(in super::super) fn unmeasured(&self, account: u8) -> Option<(GpuUuid, Arc<ContextSizes>)> {
         let gpu = self.gpu(account)?;
-        let wanted = self.contexts.as_ref().is_some_and(|sizes| sizes.want(gpu));
-        wanted.then(|| gpu.clone())
+        let sizes = self.contexts.as_ref().filter(|sizes| sizes.want(gpu))?;
+        Some((gpu.clone(), Arc::clone(sizes)))
     }
 
     /// The GPU of an account.
