@@ -7,6 +7,7 @@
 //! | [`recover`] | takes over from a predecessor |
 //! | [`host`] | the steps on the host |
 //! | [`identity`] | finds out whose container the kubelet starts |
+//! | [`names`] | names pods whose names were not told then |
 //! | [`offer`] | GPUs and config as capacity and tokens: pure |
 //! | [`state`] | what the checkpoint holds |
 //! | [`report`] | what the node says of itself to the API server: pure |
@@ -19,6 +20,7 @@ pub mod core;
 pub mod generations;
 pub mod host;
 pub mod identity;
+mod names;
 pub mod offer;
 mod recover;
 pub mod report;

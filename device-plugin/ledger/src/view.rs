@@ -6,7 +6,7 @@ use super::claim::{Claim, State};
 use super::time::Moment;
 use super::types::{Binding, ClaimId, GpuView, Health, ManagedView, Placement, View, Waiter};
 use super::{GpuState, Ledger};
-use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
 /// What is bound or held on one GPU.
 #[derive(Default)]
@@ -116,6 +116,22 @@ impl Ledger {
             .values()
             .flat_map(|claim| claim.allocations.iter().map(|&id| (id, Some(&claim.pod))));
         self.bookings.keys().map(|&id| (id, None)).chain(claimed)
+    }
+
+    /// The allocations that have any of these tokens, each with its pod once one of its containers started.
+    pub fn sharers<'a>(
+        &'a self,
+        resource: Resource,
+        tokens: &'a TokenSet,
+    ) -> impl Iterator<Item = (AllocationId, Option<&'a PodUid>)> {
+        let bookings = self.bookings.iter().filter(move |(_, booking)| {
+            booking.resource == resource && booking.tokens.overlaps(tokens)
+        });
+        let claims = self.claims.values();
+        let claims = claims.filter(move |claim| claim.overlaps(resource, tokens));
+        let claimed =
+            claims.flat_map(|claim| claim.allocations.iter().map(|&id| (id, Some(&claim.pod))));
+        bookings.map(|(&id, _)| (id, None)).chain(claimed)
     }
 
     /// Allocations of `resource` that are booked and not bound, waiting or not.

@@ -16,6 +16,9 @@ use crate::units::{Resource, TokenSet};
 
 /// The most that one question may take.
 pub const LIMIT: Duration = Duration::from_secs(2);
+/// How often it is asked while its rate limit refuses: of all who ask it takes ten questions at once, and 100 a second.
+const MOST_TRIES: usize = 10;
+const LIMITED_PAUSE: Duration = Duration::from_millis(100);
 /// The largest answer that is read. The kubelet's own limit for this API is 16 MiB.
 const MAX_MESSAGE_BYTES: usize = 16 << 20;
 
@@ -96,7 +99,7 @@ impl PodResourcesClient {
         Ok(holders(resource, name, &pods))
     }
 
-    /// Asks, and once more where the connection turned out to be lost.
+    /// Asks, once more where the connection turned out to be lost, and again where the kubelet is asked too much.
     async fn ask<T, F>(
         &self,
         question: impl Fn(PodResourcesListerClient<Channel>) -> F,
@@ -105,9 +108,16 @@ impl PodResourcesClient {
         F: Future<Output = Result<T, tonic::Status>>,
     {
         let asked = async {
-            match question(self.api.clone()).await {
-                Err(lost) if is_lost(&lost) => question(self.api.clone()).await,
-                answer => answer,
+            let mut tries = 0;
+            loop {
+                tries += 1;
+                match question(self.api.clone()).await {
+                    Err(lost) if tries == 1 && is_lost(&lost) => {}
+                    Err(refused) if tries < MOST_TRIES && is_limited(&refused) => {
+                        tokio::time::sleep(LIMITED_PAUSE).await;
+                    }
+                    answer => break answer,
+                }
             }
         };
         let answer = tokio::time::timeout(LIMIT, asked).await;
@@ -127,6 +137,11 @@ impl PodResourcesClient {
 /// `Unknown` or `Cancelled` with a source.
 fn is_lost(status: &tonic::Status) -> bool {
     status.code() == tonic::Code::Unavailable || std::error::Error::source(status).is_some()
+}
+
+/// Whether the kubelet was asked too much (its `pkg/kubelet/apis/grpc/ratelimit.go`).
+fn is_limited(status: &tonic::Status) -> bool {
+    status.code() == tonic::Code::ResourceExhausted
 }
 
 /// The containers among `pods` that hold tokens of `resource`. What is not a token of ours is left out.
@@ -162,6 +177,7 @@ pub fn holder_of<'a>(holders: &'a [Holder], tokens: &TokenSet) -> Option<&'a Con
 mod tests {
     use super::super::api::podresources::{ContainerDevices, ContainerResources};
     use super::*;
+    use std::sync::atomic::{AtomicUsize, Ordering};
 
     const NAME: &str = "bursar.dev/gpu-memory-gib";
 
@@ -186,6 +202,30 @@ mod tests {
 
     fn tokens(indexes: &[u16]) -> TokenSet {
         TokenSet::from_indexes(indexes.iter().copied()).unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_kubelet_that_is_asked_too_much_is_asked_again_and_one_that_refuses_is_not() {
+        let client = PodResourcesClient::new(Path::new("/nobody/listens/here"));
+        let tries = |code: tonic::Code, fails: usize| {
+            let (client, asked) = (client.clone(), AtomicUsize::new(0));
+            async move {
+                let answer = client.ask(|_| async {
+                    match asked.fetch_add(1, Ordering::Relaxed) < fails {
+                        true => Err(tonic::Status::new(code, "rejected by rate limit")),
+                        false => Ok(()),
+                    }
+                });
+                let answer = answer.await;
+                (answer.is_ok(), asked.load(Ordering::Relaxed))
+            }
+        };
+        let limited = tonic::Code::ResourceExhausted;
+        assert_eq!(tries(limited, 2).await, (true, 3));
+        assert_eq!(tries(limited, usize::MAX).await, (false, 10));
+        assert_eq!(tries(tonic::Code::Internal, 2).await, (false, 1));
+        assert_eq!(tries(tonic::Code::Unavailable, 1).await, (true, 2));
+        assert_eq!(tries(tonic::Code::Unavailable, 2).await, (false, 2));
     }
 
     #[test]

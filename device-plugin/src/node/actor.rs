@@ -17,8 +17,10 @@ use super::state::PodName;
 use crate::config::ResourcesConfig;
 use crate::drain::Drain;
 use crate::inventory::Inventory;
+use crate::kubelet::device_checkpoint::Held;
 use crate::kubelet::devices::{Devices, DevicesError};
 use crate::kubelet::plugin::{Allocator, NotBooked, NotBound};
+use crate::kubelet::pod_resources::Holder;
 use crate::ledger::View;
 use crate::metrics::{BindResult, Counts, Metrics};
 use crate::resize::Orders;
@@ -44,7 +46,12 @@ enum Command {
         bind: Bind,
         reply: Reply,
     },
-    KubeletKnows(Option<BTreeSet<AllocationId>>),
+    KubeletKnows {
+        /// What its checkpoint has, where it can be read.
+        held: Option<Vec<Held>>,
+        /// Whom it lists with device memory, if it was asked.
+        listed: Vec<Holder>,
+    },
 }
 
 /// What the kubelet is told, per resource.
@@ -335,7 +342,13 @@ impl Actor {
                 // What is done about a container is best done before it runs.
                 self.publish();
             }
-            Command::KubeletKnows(known) => self.core.collect(known.as_ref(), now).await,
+            Command::KubeletKnows { held, listed } => {
+                let known = held.map(|held| {
+                    self.core.learn(&listed, &held);
+                    held.iter().map(|held| held.allocation).collect()
+                });
+                self.core.collect(known.as_ref(), now).await;
+            }
         }
     }
 
@@ -399,17 +412,19 @@ impl Actor {
         replace(&self.snapshot, snapshot);
     }
 
-    /// Reads the kubelet's checkpoint beside the task, which goes on meanwhile.
+    /// Reads the kubelet's checkpoint beside the task, which goes on meanwhile; and asks for names that are lacking.
     fn look_at_the_kubelet(&self) {
         let (identities, commands) = (self.identities.clone(), self.collected.clone());
+        let lacks_names = self.core.lacks_names();
         tokio::spawn(async move {
-            let known = identities.kubelet().await;
-            let known = known
-                .map(|known| known.held.iter().map(|held| held.allocation).collect())
-                .ok();
+            let listed = match lacks_names {
+                true => identities.list(Resource::DeviceMemory).await,
+                false => Vec::new(),
+            };
+            let held = identities.kubelet().await.map(|known| known.held).ok();
             if let Some(commands) = commands.upgrade() {
                 // The task has ended: nothing is left to collect for.
-                let _ = commands.send(Command::KubeletKnows(known)).await;
+                let _ = commands.send(Command::KubeletKnows { held, listed }).await;
             }
         });
     }

@@ -772,7 +772,13 @@ impl<H: Host> Core<H> {
         }
     }
 
-    fn name(&mut self, pod: &PodUid, name: Option<PodName>, container: &str, held: &[Held]) {
+    pub(super) fn name(
+        &mut self,
+        pod: &PodUid,
+        name: Option<PodName>,
+        container: &str,
+        held: &[Held],
+    ) {
         let allocations: Vec<AllocationId> = self
             .ledger
             .allocations()

@@ -16,7 +16,7 @@ use super::core::Identity;
 use super::state::PodName;
 use crate::kubelet::device_checkpoint::{DeviceCheckpoint, DeviceCheckpointError, Held};
 use crate::kubelet::plugin::NotBound;
-use crate::kubelet::pod_resources::{ContainerName, PodResourcesClient, holder_of};
+use crate::kubelet::pod_resources::{ContainerName, Holder, PodResourcesClient, holder_of};
 use crate::ledger::{Priority, Shape};
 use crate::units::{PodUid, Resource, TokenSet};
 
@@ -113,14 +113,20 @@ impl Identities {
     /// The container that PodResources lists with some of the tokens. Plain init containers are
     /// not listed, but later containers of their pod have the same tokens.
     async fn name(&self, resource: Resource, tokens: &TokenSet) -> Option<ContainerName> {
-        let (_, name) = self.names.iter().find(|(named, _)| *named == resource)?;
-        match self.pod_resources.list(resource, name).await {
-            Ok(holders) => holder_of(&holders, tokens).cloned(),
-            Err(error) => {
-                debug!(%error, "no pod names");
-                None
-            }
-        }
+        holder_of(&self.list(resource).await, tokens).cloned()
+    }
+
+    /// Whom PodResources lists with tokens of a resource; nobody where it does not tell.
+    pub async fn list(&self, resource: Resource) -> Vec<Holder> {
+        let mut names = self.names.iter();
+        let Some((_, name)) = names.find(|(named, _)| *named == resource) else {
+            return Vec::new();
+        };
+        let listed = self.pod_resources.list(resource, name).await;
+        listed.unwrap_or_else(|error| {
+            debug!(%error, "no pod names");
+            Vec::new()
+        })
     }
 
     async fn ask(&self, container: &ContainerName) -> Option<Told> {

@@ -3,7 +3,7 @@
 use std::fs;
 use std::time::Duration;
 
-use crate::common::in_time_as_a_rule;
+use crate::common::{eventually, in_time_as_a_rule};
 use crate::machine::{GPU, Machine};
 
 /// Two pods that run and one that waits.
@@ -55,6 +55,12 @@ async fn a_checkpoint_that_is_deleted_cut_or_garbage_is_rebuilt_with_the_same_bi
         assert_eq!(machine.sockets(), 2, "{damage}");
         let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
         machine.until_refused(&waiter, "largest free 6 GiB").await;
+        let name = |pod: &&str| format!(r#""name":"{pod}""#);
+        eventually("the pods' names from the kubelet", || {
+            let text = fs::read_to_string(&checkpoint).unwrap_or_default();
+            ["a", "b"].iter().all(|pod| text.contains(&name(pod)))
+        })
+        .await;
     }
     assert!(
         machine.path("run/checkpoint.malformed").exists(),

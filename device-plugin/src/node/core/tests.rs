@@ -751,6 +751,62 @@ async fn a_deleted_checkpoint_is_rebuilt_with_the_same_bindings_at_any_point() {
 }
 
 #[tokio::test]
+async fn a_pod_without_a_name_gets_the_one_that_the_kubelet_lists_with_its_tokens() {
+    let mut bed = Bed::new().await;
+    let listed = |pod: &str, tokens| crate::kubelet::pod_resources::Holder {
+        name: crate::kubelet::pod_resources::ContainerName {
+            namespace: "team".into(),
+            pod: pod.into(),
+            container: "main".into(),
+        },
+        tokens: set(tokens),
+    };
+    let names = |bed: &Bed| -> Vec<Option<String>> {
+        let holders = bed.core.containers().into_iter().map(|bound| bound.holder);
+        holders
+            .map(|holder| Some(holder?.pod?.to_string()))
+            .collect()
+    };
+    // As the kubelet's checkpoint has them after a rebuild: an init container's tokens are its pod's, used again.
+    bed.admit("a", "init", Resource::DeviceMemory, set(0..2));
+    bed.device("a", 0..4);
+    bed.start_device("a", 0..4).await;
+    assert_eq!(names(&bed), [None]);
+    assert!(bed.core.lacks_names());
+    let lists = [listed("train", 0..4)];
+    // It wrote another pod's entry after it listed that.
+    bed.device("b", 3..6);
+    let late = bed.kubelet.pop().unwrap();
+    bed.core.learn(&lists, &bed.kubelet);
+    assert_eq!(names(&bed), [None]);
+    bed.kubelet.push(late);
+    bed.core.learn(&lists, &bed.kubelet);
+    assert_eq!(
+        names(&bed),
+        [None],
+        "the tokens may have been the other's by then"
+    );
+    bed.end("b").await;
+    let none = BTreeSet::new();
+    for _ in 0..2 {
+        bed.now = bed.now + Duration::from_secs(61);
+        bed.core.collect(Some(&none), bed.now).await;
+    }
+    bed.admit("a", "init", Resource::DeviceMemory, set(0..2));
+    bed.core.learn(&lists, &bed.kubelet);
+    assert_eq!(names(&bed), [Some("team/train".into())]);
+    assert!(!bed.core.lacks_names());
+    bed.tick(1).await;
+    bed.restart().await;
+    assert_eq!(names(&bed), [Some("team/train".into())], "it is on record");
+    bed.host.disk().checkpoint = None;
+    bed.restart().await;
+    assert_eq!(names(&bed), [None]);
+    bed.core.learn(&lists, &bed.kubelet);
+    assert_eq!(names(&bed), [Some("team/train".into())]);
+}
+
+#[tokio::test]
 async fn managed_memory_survives_a_deleted_checkpoint_by_the_kubelets_records() {
     let mut bed = Bed::new().await;
     bed.admit("a", "main", Resource::ManagedMemory, set(0..6));
