@@ -88,12 +88,14 @@ pub enum NoDriver {
     Missing(String),
     /// It is there and does not work.
     Failed(String),
+    /// It is there and says that its kernel module is not loaded: no GPU keeps any memory then.
+    NotLoaded(String),
 }
 
 impl std::fmt::Display for NoDriver {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Self::Missing(why) | Self::Failed(why) => f.write_str(why),
+            Self::Missing(why) | Self::Failed(why) | Self::NotLoaded(why) => f.write_str(why),
         }
     }
 }

@@ -88,6 +88,8 @@ pub enum News {
     Answered,
     /// A probe found the GPU and got an error from it.
     Silent,
+    /// NVML could not be asked: nothing is known of what the GPU has.
+    NotAsked,
     /// NVML did not list the GPU, or called it lost.
     Missing,
     /// NVML reported this XID.
@@ -143,6 +145,8 @@ pub struct Monitor {
     memory: Memory,
     /// Failed probes in a row.
     failures: u32,
+    /// Those of them that the GPU itself did not answer.
+    silences: u32,
     /// The quiet time that the next recovery takes.
     quiet: Duration,
     recovered: Option<Instant>,
@@ -167,6 +171,7 @@ impl Monitor {
             state: State::Healthy,
             memory,
             failures: 0,
+            silences: 0,
             quiet: policy.quiet,
             recovered: None,
         };
@@ -202,10 +207,11 @@ impl Monitor {
                 self.is_here();
                 self.improve(now);
             }
-            News::Silent => {
+            News::Silent | News::NotAsked => {
                 self.failures = self.failures.saturating_add(1);
+                self.silences = self.silences.saturating_add((news == News::Silent).into());
+                self.memory.away |= self.silences >= self.policy.failures;
                 if self.failures >= self.policy.failures {
-                    self.memory.away = true;
                     self.worsen(Sickness::NoAnswer, now);
                 } else if let State::Unhealthy { why, .. } = self.state {
                     self.worsen(why, now);
@@ -231,7 +237,7 @@ impl Monitor {
 
     /// Whatever took it away is over.
     fn is_here(&mut self) {
-        self.failures = 0;
+        (self.failures, self.silences) = (0, 0);
         if std::mem::take(&mut self.memory.away) {
             self.memory.awaits_reset = None;
         }
@@ -352,6 +358,20 @@ mod tests {
             bed.hear(3, News::Silent),
             Health::Unhealthy(Sickness::NoAnswer)
         );
+    }
+
+    #[test]
+    fn probes_that_could_not_ask_make_it_unhealthy_and_say_nothing_of_its_memory() {
+        let mut bed = Bed::new();
+        bed.hear(1, News::NotAsked);
+        bed.hear(2, News::NotAsked);
+        let sick = Health::Unhealthy(Sickness::NoAnswer);
+        assert_eq!(bed.hear(3, News::Silent), sick);
+        assert!(!bed.monitor.memory().away, "it was asked once");
+        bed.hear(4, News::Silent);
+        bed.hear(5, News::NotAsked);
+        bed.hear(6, News::Silent);
+        assert!(bed.monitor.memory().away);
     }
 
     #[test]

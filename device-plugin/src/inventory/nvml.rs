@@ -190,7 +190,7 @@ impl Watcher {
         }
         let opened = find().map_err(NoDriver::Missing).and_then(|path| {
             let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
-            nvml.map_err(|error| NoDriver::Failed(format!("{}: {error}", path.display())))
+            nvml.map_err(|error| no_driver(&path.display(), &error))
         });
         match opened {
             Err(why) => {
@@ -319,12 +319,20 @@ struct Session<'nvml, 'events> {
     events: &'events [(GpuUuid, EventSet<'nvml>)],
 }
 
+fn no_driver(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
+    let why = format!("{asked}: {error}");
+    match error {
+        NvmlError::DriverNotLoaded => NoDriver::NotLoaded(why),
+        _ => NoDriver::Failed(why),
+    }
+}
+
 /// Of all GPUs, or of those at these places.
 fn probe(nvml: &Nvml, places: Option<BTreeSet<PciAddress>>) -> Probe {
     let count = match nvml.device_count() {
         Ok(count) => count,
         Err(error) => {
-            return Probe::NoDriver(NoDriver::Failed(format!("nvmlDeviceGetCount: {error}")));
+            return Probe::NoDriver(no_driver(&"nvmlDeviceGetCount", &error));
         }
     };
     let (mut gpus, mut silent, mut lost, mut complete) = (Vec::new(), Vec::new(), Vec::new(), true);

@@ -11,7 +11,7 @@ use crate::units::GpuUuid;
 /// What one probe of all GPUs found.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Probe {
-    /// NVML cannot be used. Says nothing about the GPUs that were there.
+    /// NVML cannot be used. Says nothing about the GPUs that were there, unless the driver is not loaded.
     NoDriver(NoDriver),
     /// The GPUs that NVML lists.
     Listed {
@@ -39,7 +39,13 @@ impl Probe {
             driver: _,
         } = self
         else {
-            return (News::Silent, None);
+            let is_unloaded = matches!(self, Self::NoDriver(NoDriver::NotLoaded(_)));
+            let news = if is_unloaded {
+                News::Silent
+            } else {
+                News::NotAsked
+            };
+            return (news, None);
         };
         let is_in = |list: &[GpuUuid]| {
             list.contains(&gpu.uuid) || gpu.mig_parent.as_ref().is_some_and(|p| list.contains(p))
@@ -325,6 +331,36 @@ mod tests {
             well_after(&two, &[away.clone(), away.clone(), away]),
             [2, 2, 0]
         );
+    }
+
+    #[test]
+    fn without_nvml_gpus_are_unhealthy_and_their_memory_is_lost_only_if_the_driver_is_not_loaded() {
+        let why = || "because".to_owned();
+        for (why, is_lost) in [
+            (NoDriver::Missing(why()), false),
+            (NoDriver::Failed(why()), false),
+            (NoDriver::NotLoaded(why()), true),
+        ] {
+            let (mut roster, now) = (roster(), Instant::now());
+            let two = listed(&[gpu("GPU-a"), gpu("GPU-b")]);
+            roster.probed(two.clone(), now);
+            roster.xid(&uuid("GPU-a"), 48, now);
+            let memories = |roster: &Roster| {
+                let inventory = roster.inventory();
+                let of = |state: &GpuState| (state.memory.away, state.memory.awaits_reset);
+                inventory.gpus().iter().map(of).collect::<Vec<_>>()
+            };
+            for _ in 0..3 {
+                roster.probed(Probe::NoDriver(why.clone()), now);
+            }
+            let sick = Health::Unhealthy(Sickness::NoAnswer);
+            assert_eq!(healths(&roster)[1], ("GPU-b".into(), sick), "{why:?}");
+            let expected = [(is_lost, Some(48)), (is_lost, None)];
+            assert_eq!(memories(&roster), expected, "{why:?}");
+            roster.probed(two, now);
+            let awaits_reset = (!is_lost).then_some(48);
+            assert_eq!(memories(&roster)[0], (false, awaits_reset), "{why:?}");
+        }
     }
 
     #[test]

@@ -305,7 +305,7 @@ fn gpus_found(snapshot: &Snapshot) -> Statement {
         Inventory::NoDriver(why @ NoDriver::Missing(_)) => {
             says(false, names::DRIVER_MISSING, why.to_string())
         }
-        Inventory::NoDriver(why @ NoDriver::Failed(_)) => {
+        Inventory::NoDriver(why @ (NoDriver::Failed(_) | NoDriver::NotLoaded(_))) => {
             says(false, names::DRIVER_FAILED, why.to_string())
         }
         Inventory::NoGpu => says(false, names::NO_GPUS, "the driver lists no GPU".to_owned()),
