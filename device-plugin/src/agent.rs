@@ -132,7 +132,7 @@ pub async fn run(
     let generations = Checkpoint::new(config.paths.state_dir.join("generations.json"));
     let generations = Generations::load(generations, clock::boot_id());
     let remembered = generations.remembered();
-    let drained = remembered.iter().filter(|(_, memory)| memory.drained);
+    let drained = remembered.iter().filter(|(_, gpu)| gpu.memory.drained);
     let drain = drain::begin(drained.map(|(gpu, _)| gpu.clone()).collect());
     let (inventory, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe())
         .map_err(AgentError::Thread)?;

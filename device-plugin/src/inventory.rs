@@ -20,13 +20,16 @@ pub mod xid;
 
 use std::collections::BTreeSet;
 
+use serde::{Deserialize, Serialize};
+
 use crate::drain::Drain;
 use crate::units::{Bytes, GpuUuid};
 use health::{Health, Memory, Sickness};
 use pci::PciAddress;
 
 /// A GPU, or a MIG instance, which is a GPU to its programs.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub struct Gpu {
     /// NVML's UUID.
     pub uuid: GpuUuid,

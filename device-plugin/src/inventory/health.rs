@@ -137,6 +137,17 @@ pub struct Memory {
     pub drained: bool,
 }
 
+impl Memory {
+    /// The same once whatever took the GPU away is over.
+    fn here(self) -> Self {
+        Self {
+            away: false,
+            awaits_reset: self.awaits_reset.filter(|_| !self.away),
+            ..self
+        }
+    }
+}
+
 /// What is known of one GPU's health.
 #[derive(Debug, Clone)]
 pub struct Monitor {
@@ -166,6 +177,15 @@ impl Monitor {
     /// A GPU that NVML listed just now: healthy until there is news, unless a predecessor in the same boot
     /// left it waiting for a reset.
     pub fn new(policy: Policy, memory: Memory, now: Instant) -> Self {
+        let memory = match memory.drained {
+            true => memory,
+            false => memory.here(),
+        };
+        Self::unlisted(policy, memory, now)
+    }
+
+    /// A GPU that NVML does not list, as a predecessor in the same boot left it.
+    pub fn unlisted(policy: Policy, memory: Memory, now: Instant) -> Self {
         let mut monitor = Self {
             policy,
             state: State::Healthy,
@@ -175,13 +195,17 @@ impl Monitor {
             quiet: policy.quiet,
             recovered: None,
         };
-        if monitor.memory.drained {
-            monitor.state = monitor.fall(Sickness::Drained, now);
-            return monitor;
-        }
-        monitor.is_here();
-        if let Some(code) = monitor.memory.awaits_reset {
-            monitor.state = monitor.fall(Sickness::Xid(code), now);
+        let why = match memory {
+            Memory { drained: true, .. } => Some(Sickness::Drained),
+            Memory {
+                awaits_reset: Some(code),
+                ..
+            } => Some(Sickness::Xid(code)),
+            Memory { away: true, .. } => Some(Sickness::Lost),
+            Memory { .. } => None,
+        };
+        if let Some(why) = why {
+            monitor.state = monitor.fall(why, now);
         }
         monitor
     }
@@ -235,12 +259,9 @@ impl Monitor {
         }
     }
 
-    /// Whatever took it away is over.
     fn is_here(&mut self) {
         (self.failures, self.silences) = (0, 0);
-        if std::mem::take(&mut self.memory.away) {
-            self.memory.awaits_reset = None;
-        }
+        self.memory = self.memory.here();
     }
 
     /// The first cause stands: what follows an XID 79 is its consequence.

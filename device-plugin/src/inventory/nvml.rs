@@ -21,11 +21,11 @@ use nvml_wrapper::{Device, EventSet, Nvml};
 use tokio::sync::{oneshot, watch};
 use tracing::{debug, info, warn};
 
-use super::health::{Memory, Policy};
+use super::health::Policy;
 use super::limits;
 use super::mig::{CAPABILITIES, Instance};
 use super::pci::PciAddress;
-use super::roster::{Probe, Roster};
+use super::roster::{Probe, Remembered, Roster};
 use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::drain::Drain;
 use crate::sessions::{DriverCharges, Look};
@@ -137,12 +137,12 @@ impl NvmlHandle {
 }
 
 /// Starts the thread. `find` says where the driver's library is; `remembered` is what a predecessor in the same
-/// boot knew of its GPUs' health; of `drain`, nothing is held that is released.
+/// boot knew of its GPUs; of `drain`, nothing is held that is released.
 pub fn start(
     find: FindLibrary,
     pace: Pace,
     policy: Policy,
-    remembered: BTreeMap<GpuUuid, Memory>,
+    remembered: BTreeMap<GpuUuid, Remembered>,
     drain: watch::Receiver<Drain>,
 ) -> std::io::Result<(watch::Receiver<Inventory>, NvmlHandle)> {
     let (questions, asked) = mpsc::channel();

@@ -2,8 +2,10 @@
 
 use std::str::FromStr;
 
+use serde::{Deserialize, Serialize};
+
 /// Domain, bus and device. Functions are not told apart: a GPU's others are its sound and its USB.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct PciAddress {
     domain: u32,
     bus: u8,

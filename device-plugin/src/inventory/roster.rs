@@ -59,12 +59,21 @@ impl Probe {
     }
 }
 
-/// Every GPU since the start.
+/// What a predecessor in the same boot left of a GPU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Remembered {
+    /// The GPU, where that is on record.
+    pub gpu: Option<Gpu>,
+    /// What of its health is.
+    pub memory: Memory,
+}
+
+/// Every GPU since the start, and those of the same boot that a predecessor knew.
 #[derive(Debug)]
 pub struct Roster {
     policy: Policy,
-    /// What a predecessor in the same boot left, of GPUs that have not been listed yet.
-    remembered: BTreeMap<GpuUuid, Memory>,
+    /// What a predecessor in the same boot left, until NVML has listed its GPUs once.
+    remembered: BTreeMap<GpuUuid, Remembered>,
     entries: Vec<Entry>,
     /// Those that nobody is to look at.
     drained: BTreeSet<GpuUuid>,
@@ -80,8 +89,9 @@ struct Entry {
 }
 
 impl Roster {
-    /// No GPU yet; of those that come, what is `remembered` from earlier in this boot.
-    pub fn new(policy: Policy, remembered: BTreeMap<GpuUuid, Memory>) -> Self {
+    /// No GPU before NVML has listed those that there are; then also those that are `remembered` from earlier in this
+    /// boot.
+    pub fn new(policy: Policy, remembered: BTreeMap<GpuUuid, Remembered>) -> Self {
         Self {
             policy,
             remembered,
@@ -115,8 +125,9 @@ impl Roster {
             }
             entry.monitor.hear(news, now);
         }
-        if let Probe::Listed { gpus, .. } = probe {
+        if let Probe::Listed { gpus, .. } = &probe {
             self.add(gpus, now);
+            self.add_unlisted(&probe, gpus, now);
         }
     }
 
@@ -187,34 +198,50 @@ impl Roster {
         }
     }
 
-    fn add(&mut self, gpus: Vec<Gpu>, now: Instant) {
+    fn add(&mut self, gpus: &[Gpu], now: Instant) {
         for gpu in gpus {
             if !self.entries.iter().any(|entry| entry.gpu.uuid == gpu.uuid) {
-                let memory = self.remembered.remove(&gpu.uuid).unwrap_or_default();
+                let before = self.remembered.remove(&gpu.uuid);
+                let memory = before.map(|before| before.memory).unwrap_or_default();
                 self.entries.push(Entry {
-                    gpu,
+                    gpu: gpu.clone(),
                     monitor: Monitor::new(self.policy, memory, now),
                 });
             }
         }
     }
 
-    /// A GPU that was cut into MIG instances, or made whole again, has not died: its old shape is
-    /// forgotten where the new one is listed.
-    fn forget_recut(&mut self, gpus: &[Gpu]) {
-        let recut = |old: &Gpu| {
-            let listed = gpus.iter().any(|gpu| gpu.uuid == old.uuid);
-            let cut = gpus
-                .iter()
-                .any(|gpu| gpu.mig_parent.as_ref() == Some(&old.uuid));
-            let parent = old.mig_parent.as_ref();
-            let sibling_or_whole = |gpu: &Gpu| {
-                parent == Some(&gpu.uuid) || (parent.is_some() && gpu.mig_parent.as_ref() == parent)
+    /// What else a predecessor knew did not go with it: this `probe`, the first that lists `gpus`, has news of that.
+    fn add_unlisted(&mut self, probe: &Probe, gpus: &[Gpu], now: Instant) {
+        for Remembered { gpu, memory } in std::mem::take(&mut self.remembered).into_values() {
+            let Some(gpu) = gpu.filter(|gpu| !is_recut(gpu, gpus)) else {
+                continue;
             };
-            !listed && (cut || gpus.iter().any(sibling_or_whole))
-        };
-        self.entries.retain(|entry| !recut(&entry.gpu));
+            let mut monitor = Monitor::unlisted(self.policy, memory, now);
+            if !gpu.is_in(&self.drained) {
+                monitor.hear(probe.news(&gpu).0, now);
+            }
+            self.entries.push(Entry { gpu, monitor });
+        }
     }
+
+    fn forget_recut(&mut self, gpus: &[Gpu]) {
+        self.entries.retain(|entry| !is_recut(&entry.gpu, gpus));
+    }
+}
+
+/// A GPU that was cut into MIG instances, or made whole again, has not died: its old shape is
+/// forgotten where the new one is listed.
+fn is_recut(old: &Gpu, gpus: &[Gpu]) -> bool {
+    let listed = gpus.iter().any(|gpu| gpu.uuid == old.uuid);
+    let cut = gpus
+        .iter()
+        .any(|gpu| gpu.mig_parent.as_ref() == Some(&old.uuid));
+    let parent = old.mig_parent.as_ref();
+    let sibling_or_whole = |gpu: &Gpu| {
+        parent == Some(&gpu.uuid) || (parent.is_some() && gpu.mig_parent.as_ref() == parent)
+    };
+    !listed && (cut || gpus.iter().any(sibling_or_whole))
 }
 
 #[cfg(test)]
@@ -226,7 +253,12 @@ mod tests {
     use crate::units::Bytes;
 
     fn roster() -> Roster {
-        Roster::new(Policy::default(), BTreeMap::new())
+        after([])
+    }
+
+    /// With what a predecessor left.
+    fn after<const N: usize>(remembered: [(GpuUuid, Remembered); N]) -> Roster {
+        Roster::new(Policy::default(), remembered.into())
     }
 
     fn uuid(name: &str) -> GpuUuid {
@@ -409,7 +441,11 @@ mod tests {
             awaits_reset: Some(48),
             drained: false,
         };
-        let mut roster = Roster::new(Policy::default(), BTreeMap::from([(uuid("GPU-a"), awaits)]));
+        let remembered = Remembered {
+            gpu: None,
+            memory: awaits,
+        };
+        let mut roster = after([(uuid("GPU-a"), remembered)]);
         roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-b")]), Instant::now());
         let sick = Health::Unhealthy(Sickness::Xid(48));
         assert_eq!(
@@ -417,6 +453,64 @@ mod tests {
             [("GPU-a".into(), sick), ("GPU-b".into(), Health::Healthy)]
         );
         assert_eq!(roster.inventory().gpus()[0].memory, awaits);
+    }
+
+    #[test]
+    fn a_gpu_that_was_there_earlier_in_this_boot_is_lost_and_not_forgotten_by_the_next_agent() {
+        let was = |gpu: Gpu, memory: Memory| {
+            let uuid = gpu.uuid.clone();
+            let gpu = Some(gpu);
+            (uuid, Remembered { gpu, memory })
+        };
+        let well = Memory::default();
+        let away = Memory { away: true, ..well };
+        let awaits_reset = Some(79);
+        let fell = Memory {
+            awaits_reset,
+            ..away
+        };
+        let mut roster = after([
+            was(gpu("GPU-a"), well),
+            was(gpu("GPU-b"), well),
+            was(gpu("GPU-c"), away),
+            was(gpu("GPU-d"), fell),
+            // It is cut now.
+            was(gpu("GPU-e"), well),
+            was(gpu("GPU-f"), away),
+        ]);
+        let now = Instant::now();
+        roster.probed(Probe::NoDriver(NoDriver::Failed("not yet".into())), now);
+        assert_eq!(
+            healths(&roster),
+            [],
+            "nothing is said before NVML has listed any"
+        );
+        let mut first = listed(&[gpu("GPU-a"), mig("MIG-1", "GPU-e")]);
+        if let Probe::Listed { silent, .. } = &mut first {
+            silent.push(uuid("GPU-f"));
+        }
+        roster.probed(first, now);
+        let lost = Health::Unhealthy(Sickness::Lost);
+        let expected = [
+            ("GPU-a", Health::Healthy),
+            ("MIG-1", Health::Healthy),
+            ("GPU-b", lost),
+            ("GPU-c", lost),
+            ("GPU-d", Health::Unhealthy(Sickness::Xid(79))),
+            ("GPU-f", lost),
+        ];
+        assert_eq!(
+            healths(&roster),
+            expected.map(|(gpu, why)| (gpu.to_owned(), why))
+        );
+        let inventory = roster.inventory();
+        let memories: Vec<_> = inventory.gpus().iter().map(|gpu| gpu.memory).collect();
+        assert_eq!(memories, [well, well, away, away, fell, away]);
+        roster.probed(
+            listed(&[gpu("GPU-a"), gpu("GPU-d"), mig("MIG-1", "GPU-e")]),
+            now,
+        );
+        assert_eq!(roster.inventory().gpus()[4].memory, well, "it is back");
     }
 
     #[test]

@@ -5,12 +5,14 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 use tracing::warn;
 
 use crate::checkpoint::{Checkpoint, LoadError};
-use crate::inventory::GpuState;
 use crate::inventory::health::Memory;
+use crate::inventory::roster::Remembered;
+use crate::inventory::{Gpu, GpuState};
 use crate::units::GpuUuid;
 
 /// One GPU's entry. Fields that it does not know are left alone: numbers that start again are worse.
@@ -23,6 +25,13 @@ struct Entry {
     /// What was known of its health then.
     #[serde(default)]
     memory: Memory,
+    /// What it was then; none where another agent's record of that makes no sense here.
+    #[serde(default, deserialize_with = "if_it_makes_sense")]
+    gpu: Option<Gpu>,
+}
+
+fn if_it_makes_sense<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, D::Error> {
+    Ok(serde_json::from_value(Value::deserialize(from)?).ok())
 }
 
 type Entries = BTreeMap<GpuUuid, Entry>;
@@ -56,14 +65,17 @@ impl Generations {
         generations
     }
 
-    /// What a predecessor in this boot knew of its GPUs' health.
-    pub fn remembered(&self) -> BTreeMap<GpuUuid, Memory> {
+    /// What a predecessor in this boot knew of its GPUs.
+    pub fn remembered(&self) -> BTreeMap<GpuUuid, Remembered> {
         let of_this_boot = self
             .entries
             .iter()
             .filter(|(_, entry)| entry.boot == self.boot);
         of_this_boot
-            .map(|(uuid, entry)| (uuid.clone(), entry.memory))
+            .map(|(uuid, Entry { gpu, memory, .. })| {
+                let (gpu, memory) = (gpu.clone(), *memory);
+                (uuid.clone(), Remembered { gpu, memory })
+            })
             .collect()
     }
 
@@ -88,6 +100,7 @@ impl Generations {
                 entry.generation += seen.generation - 1 + u64::from(of_before);
                 entry.boot = seen.boot;
                 entry.memory = seen.memory;
+                entry.gpu = seen.gpu;
             }
             self.entries.insert(uuid, entry);
         }
@@ -109,12 +122,14 @@ impl Generations {
                     generation: 1,
                     boot: self.boot.clone(),
                     memory: state.memory,
+                    gpu: None,
                 });
             if entry.boot != self.boot || (entry.memory.away && !state.memory.away) {
                 entry.generation += 1;
             }
             entry.boot.clone_from(&self.boot);
             entry.memory = state.memory;
+            entry.gpu = Some(state.gpu.clone());
         }
         let changed = self.entries != before;
         self.unsaved |= changed;
@@ -140,7 +155,6 @@ impl Generations {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::inventory::Gpu;
     use crate::inventory::health::{Health, Sickness};
     use crate::units::Bytes;
 
@@ -232,12 +246,34 @@ mod tests {
     }
 
     #[test]
-    fn a_reset_that_is_due_is_remembered_within_the_boot() {
+    fn a_gpu_and_a_reset_that_is_due_are_remembered_within_the_boot() {
         let bed = Bed::new();
-        bed.agent("boot-1").see(&state(AWAITS_RESET));
+        let seen = state(AWAITS_RESET);
+        bed.agent("boot-1").see(&seen);
+        let remembered = Remembered {
+            gpu: Some(seen[0].gpu.clone()),
+            memory: AWAITS_RESET,
+        };
         let uuid = "GPU-a".parse().unwrap();
-        assert_eq!(bed.agent("boot-1").remembered()[&uuid], AWAITS_RESET);
+        assert_eq!(bed.agent("boot-1").remembered()[&uuid], remembered);
         assert!(bed.agent("boot-2").remembered().is_empty());
+    }
+
+    #[test]
+    fn what_another_agent_said_that_a_gpu_is_costs_no_number() {
+        let bed = Bed::new();
+        for gpu in [
+            "",
+            r#","gpu":null"#,
+            r#","gpu":{"uuid":"GPU-a","shape":"new"}"#,
+        ] {
+            let text = format!(r#"{{"GPU-a":{{"generation":7,"boot":"boot-1"{gpu}}}}}"#);
+            let entries: Entries = serde_json::from_str(&text).unwrap();
+            Checkpoint::new(bed.path()).save_durably(&entries).unwrap();
+            let agent = bed.agent("boot-1");
+            assert_eq!(g(&agent), 7);
+            assert_eq!(agent.remembered().into_values().next().unwrap().gpu, None);
+        }
     }
 
     #[test]
