@@ -409,7 +409,7 @@ mod tests {
             ),
             (
                 "[http]\nlisten = \"9400\"",
-                ["http.listen", "\"9400\"", "0.0.0.0:9400"],
+                ["http.listen", "\"9400\"", "[::]:9400"],
             ),
         ] {
             let message = error(text);
