@@ -12,5 +12,5 @@ pub mod maps;
 pub mod mounts;
 pub mod verdict;
 
-pub use look::{Attested, Attestor, Target};
+pub use look::{Around, Attested, Attestor, Target};
 pub use verdict::{Lack, Reason};

@@ -1,19 +1,31 @@
 //! The node agent.
 
 use std::process::ExitCode;
+use std::time::Duration;
 
 use bursar_device_plugin::agent::{self, Surroundings};
 use bursar_device_plugin::config::{Args, Config, LogFormat};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::runtime::Runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, warn};
 use tracing_subscriber::EnvFilter;
 
+/// How long threads are waited for that may hang in the kernel, as one that looks at a process that does.
+const LINGERS: Duration = Duration::from_secs(1);
+
 fn main() -> ExitCode {
     let args = Args::parse();
-    match run(&args) {
+    let ended = Runtime::new()
+        .map_err(anyhow::Error::from)
+        .and_then(|runtime| {
+            let ended = runtime.block_on(run(&args));
+            runtime.shutdown_timeout(LINGERS);
+            ended
+        });
+    match ended {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             error!(error = format!("{failure:#}"), "ended");
@@ -23,7 +35,6 @@ fn main() -> ExitCode {
     }
 }
 
-#[tokio::main]
 async fn run(args: &Args) -> anyhow::Result<()> {
     log(args)?;
     raise_descriptors();

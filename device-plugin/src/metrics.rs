@@ -444,6 +444,7 @@ mod tests {
             books: &books,
             attested: Some(Some(Reason::MountedOver)),
             limited: true,
+            hangs: false,
         };
         let gpus = std::collections::BTreeSet::from([gpu.clone()]);
         metrics.set_audit(&[figures], &verdict, &gpus, &gpus);

@@ -50,7 +50,7 @@ pub struct Attested {
     pub processes: BTreeMap<u32, bool>,
 }
 
-/// Looks at containers; keeps what it read.
+/// Looks at the containers of a pod; keeps what it read.
 #[derive(Debug)]
 pub struct Attestor {
     paths: PathsConfig,
@@ -91,13 +91,30 @@ struct Seen {
     at: Instant,
 }
 
-/// What one look has in common for all containers.
-struct Look {
+/// What looks at pods at the same time have in common.
+#[derive(Debug)]
+pub struct Around {
     now: Instant,
     uptime: Duration,
     own: Mounts,
     installed: Option<Installed>,
     namespace: Option<PathBuf>,
+}
+
+impl Around {
+    /// As it is now.
+    pub fn read(paths: &PathsConfig) -> Self {
+        let own = paths.proc.join("self");
+        let mounts = proc::read(&own.join("mountinfo")).unwrap_or_default();
+        let mounts = Mounts::parse(&mounts);
+        Self {
+            now: Instant::now(),
+            uptime: uptime(),
+            installed: installed(&paths.state_dir.join("shim"), &mounts),
+            namespace: std::fs::read_link(own.join("ns/user")).ok(),
+            own: mounts,
+        }
+    }
 }
 
 impl Attestor {
@@ -113,24 +130,14 @@ impl Attestor {
         }
     }
 
-    /// The running containers of ours among the pods of `targets`.
-    pub fn look(&mut self, targets: &[Target], now: Instant) -> Vec<Attested> {
-        let own = Mounts::parse(&self.text("self", "mountinfo").unwrap_or_default());
-        let look = Look {
-            now,
-            uptime: uptime(),
-            installed: installed(&self.paths.state_dir.join("shim"), &own),
-            namespace: self.link("self", "ns/user"),
-            own,
-        };
+    /// The running containers of ours in the pod.
+    pub fn look(&mut self, Target { pod, cgroup }: &Target, around: &Around) -> Vec<Attested> {
         let (mut found, mut folders, mut alive) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
-        for Target { pod, cgroup } in targets {
-            for folder in container_folders(cgroup) {
-                let processes = self.stats(&folder);
-                alive.extend(processes.iter().map(|(pid, _)| *pid));
-                folders.insert(folder.clone());
-                found.extend(self.container(pod, &folder, &processes, &look));
-            }
+        for folder in container_folders(cgroup) {
+            let processes = self.stats(&folder);
+            alive.extend(processes.iter().map(|(pid, _)| *pid));
+            folders.insert(folder.clone());
+            found.extend(self.container(pod, &folder, &processes, around));
         }
         self.containers.retain(|folder, _| folders.contains(folder));
         self.processes.retain(|pid, _| alive.contains(pid));
@@ -154,7 +161,7 @@ impl Attestor {
         pod: &PodUid,
         folder: &Path,
         processes: &[(u32, Stat)],
-        look: &Look,
+        around: &Around,
     ) -> Option<Attested> {
         let &(first, stat) = processes.first()?;
         let known = self.containers.get(folder);
@@ -163,7 +170,7 @@ impl Attestor {
         let unchanged = known.filter(|known| {
             known.settled
                 && known.first.1.stack == stat.stack
-                && look.now.duration_since(known.at) < REREAD
+                && around.now.duration_since(known.at) < REREAD
         });
         if unchanged.is_some_and(|known| known.allocation.is_none()) {
             return None;
@@ -176,20 +183,20 @@ impl Attestor {
         // A process that ends has none any more.
         mounts.locate(Path::new("/"))?;
         // Once known for ours it stays so, also where it hides the mount that told it.
-        allocation = allocation.or_else(|| self.identify(&mounts, &look.own));
-        let given = allocation.and_then(|allocation| self.given(allocation, &look.own));
-        let made = verdict::is_made(stat.forked, look.uptime.saturating_sub(stat.started()));
+        allocation = allocation.or_else(|| self.identify(&mounts, &around.own));
+        let given = allocation.and_then(|allocation| self.given(allocation, &around.own));
+        let made = verdict::is_made(stat.forked, around.uptime.saturating_sub(stat.started()));
         let judged = given.as_ref().filter(|_| made);
         let fixed = match unchanged {
             Some(lack) => lack,
             None => {
-                let lack = judged.and_then(|given| self.fixed_lack(first, &mounts, given, look));
+                let lack = judged.and_then(|given| self.fixed_lack(first, &mounts, given, around));
                 let container = Container {
                     first: (first, stat),
                     allocation,
                     lack: lack.clone(),
                     settled: made,
-                    at: look.now,
+                    at: around.now,
                 };
                 self.containers.insert(folder.to_owned(), container);
                 lack
@@ -200,7 +207,7 @@ impl Attestor {
         let (mut shims, mut uses) = (BTreeMap::new(), None);
         let namespace = self.link(first, "ns/mnt");
         for &(pid, stat) in processes {
-            if let Some(seen) = self.process(pid, stat, (&namespace, &mounts), look) {
+            if let Some(seen) = self.process(pid, stat, (&namespace, &mounts), around) {
                 shims.insert(pid, seen.shim);
                 uses = uses.or_else(|| seen.lack.clone());
             }
@@ -274,10 +281,16 @@ impl Attestor {
     }
 
     /// What a container lacks that does not change while its first process does not.
-    fn fixed_lack(&self, first: u32, mounts: &Mounts, given: &Given, look: &Look) -> Option<Lack> {
+    fn fixed_lack(
+        &self,
+        first: u32,
+        mounts: &Mounts,
+        given: &Given,
+        around: &Around,
+    ) -> Option<Lack> {
         let bounding = bounding_capabilities(&self.text(first, "status")?)?;
         let namespace = self.link(first, "ns/user");
-        let over_the_host = namespace.is_some() && namespace == look.namespace;
+        let over_the_host = namespace.is_some() && namespace == around.namespace;
         verdict::of_rights(bounding, over_the_host).or_else(|| {
             let environ = std::fs::read(self.path(first, "environ")).unwrap_or_default();
             let visible = variable(&environ, "NVIDIA_VISIBLE_DEVICES");
@@ -303,23 +316,23 @@ impl Attestor {
         pid: u32,
         stat: Stat,
         first: (&Option<PathBuf>, &Mounts),
-        look: &Look,
+        around: &Around,
     ) -> Option<&Uses> {
-        let fresh = |seen: &Seen| seen.stat == stat && look.now.duration_since(seen.at) < REREAD;
+        let fresh = |seen: &Seen| seen.stat == stat && around.now.duration_since(seen.at) < REREAD;
         if !self.processes.get(&pid).is_some_and(fresh) {
-            let uses = self.uses(pid, first, look)?;
-            let at = look.now;
+            let uses = self.uses(pid, first, around)?;
+            let at = around.now;
             self.processes.insert(pid, Seen { stat, uses, at });
         }
         self.processes.get(&pid).map(|seen| &seen.uses)
     }
 
-    fn uses(&self, pid: u32, first: (&Option<PathBuf>, &Mounts), look: &Look) -> Option<Uses> {
+    fn uses(&self, pid: u32, first: (&Option<PathBuf>, &Mounts), around: &Around) -> Option<Uses> {
         let files = maps::files(&self.text(pid, "maps")?);
         if files.is_empty() {
             return Some(Uses::default());
         }
-        let installed = look.installed.as_ref()?;
+        let installed = around.installed.as_ref()?;
         let (namespace, mounts) = first;
         if self.link(pid, "ns/mnt") == *namespace {
             return Some(verdict::of_process(&files, mounts, installed));

@@ -4,16 +4,17 @@
 //!   NVML (deadline) --> attestation (deadline) --> the ledger's books --> judge --> charge, metrics, events, kill
 //! ```
 //!
-//! In this order: see [`judge`](super::judge). Nothing in it waits longer than its deadline: a GPU or a container
-//! that hangs is left out, and told of once it has been for [`STALE`].
+//! In this order: see [`judge`](super::judge). Nothing in it waits longer than its deadline: a GPU or a pod that hangs
+//! is left out, and told of once it has been for [`STALE`].
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures::future::join_all;
 use tokio::sync::watch;
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
@@ -24,7 +25,7 @@ use super::kill::kill;
 use super::policy::action;
 use super::tally::Tally;
 use super::tell;
-use crate::attest::{Attested, Attestor, Lack, Reason, Target};
+use crate::attest::{Around, Attested, Attestor, Lack, Reason, Target};
 use crate::checkpoint::Checkpoint;
 use crate::config::{AuditConfig, Config};
 use crate::inventory::nvml::NvmlHandle;
@@ -35,7 +36,7 @@ use crate::node::core::BoundContainer;
 use crate::proc::Stat;
 use crate::sessions::{Account, Books, Sessions};
 use crate::status::{Events, NamespaceReport};
-use crate::units::{AllocationId, Bytes, GpuUuid};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
 /// From one audit to the next.
 const EVERY: Duration = Duration::from_secs(1);
@@ -43,7 +44,7 @@ const EVERY: Duration = Duration::from_secs(1);
 const NVML_LIMIT: Duration = Duration::from_millis(500);
 /// How long attestation may take.
 const ATTEST_LIMIT: Duration = Duration::from_millis(400);
-/// How long a GPU may go without an answer before that is told.
+/// How long a GPU, or a look at a pod, may go without an answer before that is told.
 const STALE: Duration = Duration::from_secs(5);
 
 /// What the audit says of the node, for its status.
@@ -53,6 +54,8 @@ pub struct Audited {
     pub begun: bool,
     /// The healthy GPUs that NVML has told nothing about for a while; of others that is known.
     pub stale: BTreeSet<GpuUuid>,
+    /// The pods that no look came back from for a while.
+    pub hanging: BTreeSet<PodUid>,
     /// The containers that are not held to their quota.
     pub not_enforced: Vec<(BoundContainer, Lack)>,
     /// What the pods of each namespace use, and what befell them.
@@ -73,9 +76,7 @@ pub struct Auditor {
     questions: Questions,
     /// When this agent started, in clock ticks since boot.
     since: u64,
-    attesting: Attesting,
-    /// What the last look that came back found.
-    attested: Vec<Attested>,
+    pods: BTreeMap<PodUid, Pod>,
     strikes: Strikes,
     /// When each GPU last answered; when it was first seen, before that.
     answered: BTreeMap<GpuUuid, Instant>,
@@ -88,12 +89,21 @@ pub struct Auditor {
 /// The attestor with what it found.
 type Look = JoinHandle<(Box<Attestor>, Vec<Attested>)>;
 
-/// The attestor: here, or in a look that has not come back.
+/// The attestor of a pod: here, or in a look that has not come back.
 enum Attesting {
     Idle(Box<Attestor>),
     Looking(Look),
     /// A look panicked: what was known of containers is lost.
     Lost,
+}
+
+/// A pod with containers of ours. A process of one may hang in the kernel, and who looks at it with it.
+struct Pod {
+    attesting: Attesting,
+    /// What the last look that came back found.
+    attested: Vec<Attested>,
+    /// When it did; when the pod was first seen, before that.
+    answered: Instant,
 }
 
 impl Auditor {
@@ -125,8 +135,7 @@ impl Auditor {
             audited,
             questions: Questions::default(),
             since: own_start(),
-            attesting: Attesting::Idle(Box::new(Attestor::new(config))),
-            attested: Vec::new(),
+            pods: BTreeMap::new(),
             strikes: Strikes::default(),
             answered: BTreeMap::new(),
             enforced: BTreeMap::new(),
@@ -171,7 +180,11 @@ impl Auditor {
             .map(|(gpu, look)| identified(gpu, look, &self.proc))
             .collect();
         self.attest(config, &containers).await;
-        let attested = self.attested.clone();
+        let attested = self.pods.values().flat_map(|pod| &pod.attested);
+        let attested: Vec<Attested> = attested.cloned().collect();
+        let hangs = |pod: &Pod| begun.duration_since(pod.answered) >= STALE;
+        let hanging = self.pods.iter().filter(|(_, pod)| hangs(pod));
+        let hanging: BTreeSet<PodUid> = hanging.map(|(uid, _)| uid.clone()).collect();
         let books = self.sessions.books();
         // After the books: what a pod leaves is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
@@ -183,7 +196,8 @@ impl Auditor {
         let verdict = judge(&seen, &books, &known(&attested, self.since), &self.config);
         self.charge(&books, &seen, &verdict);
         let stale = self.stale(&gpus, &seen, begun);
-        self.measure(&containers, &books, &attested, &verdict, &gpus, &stale);
+        let silent = (&stale, &hanging);
+        self.measure(&containers, &books, &attested, &verdict, &gpus, silent);
         let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
         let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
         self.act(&verdict.findings, &silent, &containers);
@@ -193,6 +207,7 @@ impl Auditor {
         let after = Audited {
             begun: true,
             stale: stale.intersection(&healthy).cloned().collect(),
+            hanging,
             not_enforced,
             namespaces: self.tally.report(),
         };
@@ -203,22 +218,31 @@ impl Auditor {
         });
     }
 
-    /// Looks at what runs; where that takes too long, what was known before stands until it comes back.
+    /// Looks at what runs; where that takes too long, what was known of the pod before stands until it comes back.
     async fn attest(&mut self, config: &Config, containers: &[BoundContainer]) {
         let deadline = Instant::now() + ATTEST_LIMIT;
-        let mut looking = match std::mem::replace(&mut self.attesting, Attesting::Lost) {
-            Attesting::Looking(looking) => looking,
-            Attesting::Idle(attestor) => begin(attestor, targets(containers)),
-            Attesting::Lost => begin(Box::new(Attestor::new(config)), targets(containers)),
+        let paths = config.paths.clone();
+        let around = spawn_blocking(move || Around::read(&paths));
+        let Ok(Ok(around)) = timeout_at(deadline, around).await else {
+            warn!("attestation failed");
+            return;
         };
-        match timeout_at(deadline, &mut looking).await {
-            Ok(Ok((attestor, attested))) => {
-                self.attesting = Attesting::Idle(attestor);
-                self.attested = attested;
+        let around = Arc::new(around);
+        let mut before = std::mem::take(&mut self.pods);
+        let looks = targets(containers).into_iter().map(|target| {
+            let uid = target.pod.clone();
+            let mut pod = before.remove(&uid).unwrap_or_else(|| Pod {
+                attesting: Attesting::Lost,
+                attested: Vec::new(),
+                answered: Instant::now(),
+            });
+            let around = around.clone();
+            async move {
+                pod.look(config, target, around, deadline).await;
+                (uid, pod)
             }
-            Ok(Err(error)) => warn!(%error, "attestation failed"),
-            Err(_) => self.attesting = Attesting::Looking(looking),
-        }
+        });
+        self.pods = join_all(looks).await.into_iter().collect();
     }
 
     /// What processes without a session have is granted to nobody else.
@@ -264,7 +288,7 @@ impl Auditor {
         attested: &[Attested],
         verdict: &Verdict,
         gpus: &BTreeSet<GpuUuid>,
-        stale: &BTreeSet<GpuUuid>,
+        (stale, hanging): (&BTreeSet<GpuUuid>, &BTreeSet<PodUid>),
     ) {
         let limits = self.limits.borrow().clone();
         let figures = containers.iter().filter_map(|container| {
@@ -280,6 +304,7 @@ impl Auditor {
                 limited: limits::holds(&limits, container, books),
                 // One that is restarting has two for a moment.
                 attested: lacks.max(),
+                hangs: hanging.contains(&container.pod),
             })
         });
         let figures: Vec<_> = figures.collect();
@@ -356,11 +381,35 @@ impl Auditor {
     }
 }
 
-fn begin(mut attestor: Box<Attestor>, targets: Vec<Target>) -> Look {
-    tokio::task::spawn_blocking(move || {
-        let attested = attestor.look(&targets, std::time::Instant::now());
-        (attestor, attested)
-    })
+impl Pod {
+    async fn look(
+        &mut self,
+        config: &Config,
+        target: Target,
+        around: Arc<Around>,
+        deadline: Instant,
+    ) {
+        let begin = |mut attestor: Box<Attestor>| {
+            spawn_blocking(move || {
+                let attested = attestor.look(&target, &around);
+                (attestor, attested)
+            })
+        };
+        let mut looking = match std::mem::replace(&mut self.attesting, Attesting::Lost) {
+            Attesting::Looking(looking) => looking,
+            Attesting::Idle(attestor) => begin(attestor),
+            Attesting::Lost => begin(Box::new(Attestor::new(config))),
+        };
+        match timeout_at(deadline, &mut looking).await {
+            Ok(Ok((attestor, attested))) => {
+                self.attesting = Attesting::Idle(attestor);
+                self.attested = attested;
+                self.answered = Instant::now();
+            }
+            Ok(Err(error)) => warn!(%error, "attestation failed"),
+            Err(_) => self.attesting = Attesting::Looking(looking),
+        }
+    }
 }
 
 /// Each pod once.

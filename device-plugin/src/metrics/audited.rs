@@ -82,6 +82,8 @@ pub struct ContainerFigures<'a> {
     pub attested: Option<Option<Reason>>,
     /// Whether the driver itself holds it.
     pub limited: bool,
+    /// Whether no look at its pod came back for a while.
+    pub hangs: bool,
 }
 
 /// The metrics; the families' series are those of what is there now.
@@ -197,6 +199,7 @@ impl Audited {
             books,
             attested,
             limited,
+            hangs,
         } in containers
         {
             let of = of_container(container);
@@ -218,7 +221,7 @@ impl Audited {
                 };
                 let enforced = self.enforced.get_or_create_owned(&label);
                 enforced.set(lack.is_none().into());
-                let audited = books.gpus().all(|gpu| !stale.contains(gpu));
+                let audited = !hangs && books.gpus().all(|gpu| !stale.contains(gpu));
                 let layers = [
                     ("shim", lack.is_none()),
                     ("audit", audited),

@@ -228,19 +228,29 @@ fn lacking((container, lack): &(BoundContainer, Lack)) -> NotEnforcedReport {
 }
 
 fn audited(audited: &Audited) -> Statement {
-    let Audited { begun, stale, .. } = audited;
+    let Audited {
+        begun,
+        stale,
+        hanging,
+        ..
+    } = audited;
     if !begun {
         return pending(names::AUDITED, "no audit yet");
     }
     let says = |holds, reason, message| Statement::new(names::AUDITED, holds, reason, message);
-    match stale.len() {
-        0 => says(true, names::OK, "what programs have is known".to_owned()),
-        _ => {
-            let gpus: Vec<&str> = stale.iter().map(crate::units::GpuUuid::as_str).collect();
-            let message = format!("NVML does not tell who uses {}", gpus.join(", "));
-            says(false, names::AUDIT_STALE, message)
-        }
+    let list = |all: &mut dyn Iterator<Item = &str>| all.collect::<Vec<_>>().join(", ");
+    if !stale.is_empty() {
+        let gpus = list(&mut stale.iter().map(crate::units::GpuUuid::as_str));
+        let message = format!("NVML does not tell who uses {gpus}");
+        return says(false, names::AUDIT_STALE, message);
     }
+    if !hanging.is_empty() {
+        let pods = list(&mut hanging.iter().map(crate::units::PodUid::as_str));
+        let message =
+            format!("no look comes back at the processes of the pods with the UIDs {pods}");
+        return says(false, names::AUDIT_STALE, message);
+    }
+    says(true, names::OK, "what programs have is known".to_owned())
 }
 
 fn kept_memory(kept: &KeptStatus) -> Statement {

@@ -241,6 +241,27 @@ async fn a_copy_of_the_driver_in_the_image_is_found_when_it_is_mapped() {
     .await;
 }
 
+/// As one that waits in the kernel for a file of a server that is away.
+#[tokio::test]
+async fn a_process_that_nobody_can_look_at_hides_no_other_pod() {
+    let mut machine = machine("").await;
+    let (hung, other) = (pod(&machine, "a").await, pod(&machine, "b").await);
+    let mut container = Container::start(&machine, &hung, PLAIN).await;
+    until(&machine, "bursar_container_enforced", r#"reason="""#, 1).await;
+    let maps = machine.path(&format!("proc/{}/maps", container.pid()));
+    std::fs::remove_file(&maps).unwrap();
+    rustix::fs::mkfifoat(rustix::fs::CWD, &maps, 0o600.into()).unwrap();
+    // It changes, and the next look at it never ends.
+    container.ok("open libcuda.so.1");
+    let audited = r#"layer="audit""#;
+    until(&machine, "bursar_container_layer", audited, 0).await;
+    let more = "mkdir $ROOT/mine; cp $ROOT/opt/bursar/drv/cuda.so.1 $ROOT/mine/libcuda.so.9";
+    let mut bypass = Container::start(&machine, &other, Start { more, with: "" }).await;
+    bypass.ok("open /mine/libcuda.so.9");
+    not_enforced(&machine, "ForeignDriver").await;
+    assert!(machine.stop_agent().await.success());
+}
+
 #[tokio::test]
 async fn a_container_that_sees_a_gpu_that_it_was_not_given_is_found() {
     in_time(SOON, async || {

@@ -467,6 +467,9 @@ fn a_gpu_that_is_not_audited_and_a_container_that_is_not_enforced_are_named() {
     assert_eq!(stated(&around), (Some(true), names::OK));
     around.audited.stale.insert(uuid());
     assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
+    around.audited.stale.clear();
+    around.audited.hanging.insert("pod-1".parse().unwrap());
+    assert_eq!(stated(&around), (Some(false), names::AUDIT_STALE));
     around.audited.begun = false;
     assert_eq!(stated(&around), (None, names::PENDING));
     let container = BoundContainer {
