@@ -117,9 +117,10 @@ pub fn changes(
                 .flat_map(move |event| {
                     let load = slimmed(event.clone(), |pod| Load::read(pod, quantum));
                     let facts = slimmed(event.clone(), |pod| PodFacts::of(pod, quantum));
-                    let load = stream::iter([Change::Placement(Told::Load(load))]);
-                    load.chain(both(
-                        Told::Pod(facts),
+                    // Who is bound is on its node before it counts there: it is not to count twice.
+                    let facts = stream::iter([Change::Placement(Told::Pod(facts))]);
+                    facts.chain(both(
+                        Told::Load(load),
                         Change::Pod(slimmed(event, |pod| Demand::of(pod, quantum))),
                     ))
                 })

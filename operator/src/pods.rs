@@ -9,8 +9,12 @@ use tokio::time::timeout;
 
 use crate::demand::{AskingPod, Demand};
 
-/// How long the API server may take to answer.
+/// How long the API server may take to answer with a page.
 const TIME: Duration = Duration::from_secs(5);
+/// So many pods at a time.
+const PAGE: u32 = 500;
+/// Those that have ended may be many, and ask for nothing any more.
+const ALIVE: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
 /// Nobody knows which pods there are.
 #[derive(Debug, thiserror::Error)]
@@ -42,19 +46,25 @@ pub async fn asking(
 ) -> Result<Vec<(String, Demand)>, PodsError> {
     let pods = Api::<AskingPod>::namespaced(client.clone(), namespace);
     let namespace = || namespace.to_owned();
-    match timeout(TIME, pods.list(&ListParams::default())).await {
-        Ok(Ok(list)) => {
-            let demands = list.items.iter();
-            let demands =
-                demands.filter_map(|pod| Some((pod.name_any(), Demand::of(pod, quantum)?)));
-            Ok(demands.collect())
+    let mut page = ListParams::default().fields(ALIVE).limit(PAGE);
+    let mut demands = Vec::new();
+    loop {
+        let list = match timeout(TIME, pods.list(&page)).await {
+            Ok(list) => list.map_err(|source| PodsError::Request {
+                namespace: namespace(),
+                source: Box::new(source),
+            })?,
+            Err(_) => {
+                return Err(PodsError::TimedOut {
+                    namespace: namespace(),
+                });
+            }
+        };
+        let asking = list.items.iter();
+        demands.extend(asking.filter_map(|pod| Some((pod.name_any(), Demand::of(pod, quantum)?))));
+        match list.metadata.continue_.filter(|token| !token.is_empty()) {
+            Some(token) => page = page.continue_token(&token),
+            None => return Ok(demands),
         }
-        Ok(Err(source)) => Err(PodsError::Request {
-            namespace: namespace(),
-            source: Box::new(source),
-        }),
-        Err(_) => Err(PodsError::TimedOut {
-            namespace: namespace(),
-        }),
     }
 }

@@ -9,7 +9,7 @@
 //!
 //! A process without such graphs pays one load a launch.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
 use std::sync::MutexGuard;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -65,9 +65,12 @@ impl Need {
 /// An executable graph with memory nodes.
 struct Executable {
     needs: Needs,
-    /// [`Graphs::trims`] when it last took its memory, and the stream's name; `None` before.
-    placed: Option<(u64, u64)>,
+    /// [`Graphs::trims`] when it last took its memory, and the names of the streams that it has taken it in since.
+    placed: (u64, BTreeSet<u64>),
 }
+
+/// Of so many streams it is known that a graph has its memory there.
+const STREAMS: usize = 64;
 
 #[derive(Default)]
 struct Graphs {
@@ -106,7 +109,7 @@ pub(crate) fn instantiated(executable: u64, needs: Needs) {
             executable,
             Executable {
                 needs,
-                placed: None,
+                placed: (0, BTreeSet::new()),
             },
         );
         ANY.store(true, Ordering::Relaxed);
@@ -131,15 +134,18 @@ pub(crate) fn placing(
         return call();
     };
     let (needs, stream) = (graph.needs.clone(), streams::name_of(stream));
-    if graph.placed == Some((graphs.trims, stream)) {
+    if graph.placed.0 == graphs.trims && graph.placed.1.contains(&stream) {
         let answer = call();
         graphs.settle(needs.keys(), Vec::new());
         return answer;
     }
     let answer = graphs.charged(&needs, function, call);
-    let placed = (graphs.trims, stream);
+    let trims = graphs.trims;
     if let (codes::SUCCESS, Some(graph)) = (answer, graphs.executables.get_mut(&executable)) {
-        graph.placed = Some(placed);
+        if graph.placed.0 != trims || graph.placed.1.len() >= STREAMS {
+            graph.placed = (trims, BTreeSet::new());
+        }
+        graph.placed.1.insert(stream);
     }
     answer
 }

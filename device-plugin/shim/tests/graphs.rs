@@ -175,6 +175,11 @@ fn a_graph_that_is_launched_into_another_stream_is_charged_for_what_it_takes_the
     program.ok(format!("free {linear}"));
     program.ok(launch);
     assert_eq!(charged(&container), QUOTA);
+    // It has its memory in both by now.
+    for stream in [first, second, first] {
+        program.ok(format!("launchgraph {executable} {stream}"));
+        assert_eq!(charged(&container), QUOTA);
+    }
 }
 
 #[test]

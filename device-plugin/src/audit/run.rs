@@ -76,6 +76,8 @@ pub struct Auditor {
     questions: Questions,
     /// When this agent started, in clock ticks since boot.
     since: u64,
+    /// A reading that has not come back.
+    around: Option<JoinHandle<Around>>,
     pods: BTreeMap<PodUid, Pod>,
     strikes: Strikes,
     /// When each GPU last answered; when it was first seen, before that.
@@ -135,6 +137,7 @@ impl Auditor {
             audited,
             questions: Questions::default(),
             since: own_start(),
+            around: None,
             pods: BTreeMap::new(),
             strikes: Strikes::default(),
             answered: BTreeMap::new(),
@@ -221,13 +224,18 @@ impl Auditor {
     /// Looks at what runs; where that takes too long, what was known of the pod before stands until it comes back.
     async fn attest(&mut self, config: &Config, containers: &[BoundContainer]) {
         let deadline = Instant::now() + ATTEST_LIMIT;
-        let paths = config.paths.clone();
-        let around = spawn_blocking(move || Around::read(&paths));
-        let Ok(Ok(around)) = timeout_at(deadline, around).await else {
-            warn!("attestation failed");
-            return;
+        let mut reading = self.around.take().unwrap_or_else(|| {
+            let paths = config.paths.clone();
+            spawn_blocking(move || Around::read(&paths))
+        });
+        let around = match timeout_at(deadline, &mut reading).await {
+            Ok(Ok(around)) => Arc::new(around),
+            Ok(Err(error)) => return warn!(%error, "attestation failed"),
+            Err(_) => {
+                self.around = Some(reading);
+                return;
+            }
         };
-        let around = Arc::new(around);
         let mut before = std::mem::take(&mut self.pods);
         let looks = targets(containers).into_iter().map(|target| {
             let uid = target.pod.clone();

@@ -210,6 +210,13 @@ impl Monitor {
         monitor
     }
 
+    /// A GPU that did not answer and was well before: nobody here has seen it so.
+    pub fn doubt(&mut self, now: Instant) {
+        if matches!(self.state, State::Healthy) {
+            self.state = self.fall(Sickness::NoAnswer, now);
+        }
+    }
+
     /// The present verdict.
     pub fn health(&self) -> Health {
         match self.state {

@@ -72,8 +72,10 @@ pub struct Remembered {
 #[derive(Debug)]
 pub struct Roster {
     policy: Policy,
-    /// What a predecessor in the same boot left, until NVML has listed its GPUs once.
+    /// What a predecessor in the same boot left of GPUs that are not here.
     remembered: BTreeMap<GpuUuid, Remembered>,
+    /// NVML has listed its GPUs.
+    listed: bool,
     entries: Vec<Entry>,
     /// Those that nobody is to look at.
     drained: BTreeSet<GpuUuid>,
@@ -95,6 +97,7 @@ impl Roster {
         Self {
             policy,
             remembered,
+            listed: false,
             entries: Vec::new(),
             drained: BTreeSet::new(),
             without: Inventory::Starting,
@@ -213,13 +216,20 @@ impl Roster {
 
     /// What else a predecessor knew did not go with it: this `probe`, the first that lists `gpus`, has news of that.
     fn add_unlisted(&mut self, probe: &Probe, gpus: &[Gpu], now: Instant) {
-        for Remembered { gpu, memory } in std::mem::take(&mut self.remembered).into_values() {
+        if std::mem::replace(&mut self.listed, true) {
+            return;
+        }
+        for (uuid, Remembered { gpu, memory }) in std::mem::take(&mut self.remembered) {
             let Some(gpu) = gpu.filter(|gpu| !is_recut(gpu, gpus)) else {
+                // Its memory is that of who is listed by this name later.
+                self.remembered
+                    .insert(uuid, Remembered { gpu: None, memory });
                 continue;
             };
             let mut monitor = Monitor::unlisted(self.policy, memory, now);
             if !gpu.is_in(&self.drained) {
                 monitor.hear(probe.news(&gpu).0, now);
+                monitor.doubt(now);
             }
             self.entries.push(Entry { gpu, monitor });
         }
@@ -511,6 +521,37 @@ mod tests {
             now,
         );
         assert_eq!(roster.inventory().gpus()[4].memory, well, "it is back");
+    }
+
+    #[test]
+    fn a_gpu_that_the_next_agent_never_saw_answer_is_not_offered_and_its_due_reset_is_not_forgotten()
+     {
+        let awaits = Memory {
+            awaits_reset: Some(48),
+            ..Memory::default()
+        };
+        let remembered = |gpu, memory| Remembered { gpu, memory };
+        let mut roster = after([
+            (
+                uuid("GPU-b"),
+                remembered(Some(gpu("GPU-b")), Memory::default()),
+            ),
+            // As an agent that did not say what a GPU is left it.
+            (uuid("GPU-c"), remembered(None, awaits)),
+        ]);
+        let now = Instant::now();
+        let mut first = listed(&[gpu("GPU-a")]);
+        if let Probe::Listed { silent, .. } = &mut first {
+            silent.extend([uuid("GPU-b"), uuid("GPU-c")]);
+        }
+        roster.probed(first, now);
+        let silent = Health::Unhealthy(Sickness::NoAnswer);
+        let well = ("GPU-a".to_owned(), Health::Healthy);
+        assert_eq!(healths(&roster), [well, ("GPU-b".to_owned(), silent)]);
+        assert!(!roster.inventory().gpus()[1].memory.away);
+        roster.probed(listed(&[gpu("GPU-a"), gpu("GPU-c")]), now);
+        let due = Health::Unhealthy(Sickness::Xid(48));
+        assert_eq!(healths(&roster)[2], ("GPU-c".to_owned(), due));
     }
 
     #[test]

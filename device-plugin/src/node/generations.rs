@@ -131,6 +131,13 @@ impl Generations {
             entry.memory = state.memory;
             entry.gpu = Some(state.gpu.clone());
         }
+        // Who is lost is among them: the others were cut anew.
+        let is_here = |uuid: &GpuUuid| gpus.iter().any(|state| state.gpu.uuid == *uuid);
+        for (uuid, entry) in &mut self.entries {
+            if !gpus.is_empty() && !is_here(uuid) {
+                entry.gpu = None;
+            }
+        }
         let changed = self.entries != before;
         self.unsaved |= changed;
         if self.unsaved && !self.unread {
@@ -257,6 +264,21 @@ mod tests {
         let uuid = "GPU-a".parse().unwrap();
         assert_eq!(bed.agent("boot-1").remembered()[&uuid], remembered);
         assert!(bed.agent("boot-2").remembered().is_empty());
+    }
+
+    #[test]
+    fn a_shape_that_a_gpu_has_no_more_is_not_remembered_as_one() {
+        let bed = Bed::new();
+        let mut agent = bed.agent("boot-1");
+        let whole = state(Memory::default());
+        agent.see(&whole);
+        agent.see(&[]);
+        let uuid: GpuUuid = "GPU-a".parse().unwrap();
+        assert!(agent.remembered()[&uuid].gpu.is_some(), "NVML said nothing");
+        let mut cut = whole.clone();
+        cut[0].gpu.uuid = "MIG-1".parse().unwrap();
+        agent.see(&cut);
+        assert!(agent.remembered()[&uuid].gpu.is_none());
     }
 
     #[test]

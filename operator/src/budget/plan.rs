@@ -19,7 +19,7 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
 use super::quota::{Cap, Which};
-use super::repair::surplus;
+use super::repair::{EXCEEDED, surplus};
 use super::status::holding;
 use super::{Terms, contexts, status};
 use crate::demand::Owner;
@@ -68,8 +68,8 @@ pub enum Step {
 }
 
 impl Step {
-    fn is_end(&self) -> bool {
-        matches!(self, Self::Evict { .. })
+    fn is_repair(&self) -> bool {
+        matches!(self, Self::Evict { pod, .. } if pod.reason == EXCEEDED)
     }
 }
 
@@ -123,15 +123,15 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
 }
 
 impl Plan {
-    /// Whether it ends pods.
-    pub fn ends_pods(&self) -> bool {
-        self.steps.iter().any(Step::is_end)
+    /// Whether it ends pods that a quota let in by mistake.
+    pub fn repairs(&self) -> bool {
+        self.steps.iter().any(Step::is_repair)
     }
 
-    /// Ends those only whom `other` ends too.
-    pub fn end_only_by(&mut self, other: &Self) {
+    /// Ends those of them only whom `other` ends too.
+    pub fn repair_only_by(&mut self, other: &Self) {
         self.steps
-            .retain(|step| !step.is_end() || other.steps.contains(step));
+            .retain(|step| !step.is_repair() || other.steps.contains(step));
     }
 
     fn evict(&mut self, pod: Leaver, facts: &Facts) {

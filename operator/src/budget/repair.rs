@@ -13,7 +13,7 @@ use crate::demand::{Class, Demand, Owner};
 use crate::quanta::Quanta;
 
 /// The reason of their Events.
-const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
+pub(super) const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 
 /// Pods created this long after the budget's amounts came into force were admitted by it: the clocks of two machines,
 /// and the second that a creation time is rounded to.

@@ -48,6 +48,16 @@ const PROMISED: Duration = Duration::from_secs(30);
 /// Node writes in a second, and at once after a quiet time.
 const LABELS_A_SECOND: f64 = 20.0;
 
+/// A pod that is to leave its GPU.
+#[derive(Clone, Debug)]
+struct Leaving {
+    /// It has ended already, and its node alone still has it.
+    ended: bool,
+    since: Moment,
+    /// The GPU is held for somebody: for whom this one may have been asked, by an operator before this one too.
+    held: bool,
+}
+
 /// What was tried.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
@@ -59,8 +69,8 @@ pub struct Memory {
     in_vain: BTreeMap<String, InVain>,
     /// Who had how much of GPUs where somebody waits, and when it was seen last; by GPU and pod.
     had: BTreeMap<String, BTreeMap<String, (Quanta, Moment)>>,
-    /// Who is to leave its GPU, since when; and whether it has ended already, and its node alone still has it.
-    leaving: BTreeMap<String, (bool, Moment)>,
+    /// Who is to leave its GPU.
+    leaving: BTreeMap<String, Leaving>,
     /// What became of asking pods to go.
     asked: BTreeMap<String, Asked>,
     /// How often pods of an owner were moved.
@@ -303,22 +313,35 @@ impl Memory {
         let ended = have.filter(|uid| !scene.pods.contains_key(uid));
         let leaving = ending.map(|(uid, _)| (*uid, false));
         let leaving = leaving.chain(ended.map(|uid| (uid, true)));
+        let held = scene.gpu_nodes.values().flat_map(|gpus| &gpus.gpus);
+        let held = held.filter(|gpu| gpu.held_for.is_some());
+        let held: BTreeSet<&str> = held
+            .flat_map(|gpu| gpu.pods.keys().map(String::as_str))
+            .collect();
         self.leaving = leaving
             .map(|(uid, ended)| {
-                let before = self.leaving.get(uid).filter(|(was, _)| *was == ended);
-                let since = before.map_or(now, |(_, since)| *since);
-                (uid.to_owned(), (ended, since))
+                let before = self.leaving.get(uid).filter(|was| was.ended == ended);
+                let leaving = Leaving {
+                    ended,
+                    since: before.map_or(now, |was| was.since),
+                    held: held.contains(uid),
+                };
+                (uid.to_owned(), leaving)
             })
             .collect();
     }
 
     /// Whether a pod that is to leave its GPU has taken so long that nobody waits for that any more.
     pub(super) fn overstays(&self, pod: &str, now: Moment) -> bool {
-        let Some((_, since)) = self.leaving.get(pod) else {
+        let Some(Leaving { since, held, .. }) = self.leaving.get(pod) else {
             return false;
         };
         let asked = self.asked.get(pod).is_some_and(|asked| asked.goes);
-        let expected = if asked { RESERVED_AT_MOST } else { LEAVES };
+        let expected = if asked || *held {
+            RESERVED_AT_MOST
+        } else {
+            LEAVES
+        };
         now.saturating_sub(*since) >= expected
     }
 

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   a budget to look at --> plan (pure) --> empty: nothing
-//!                                       \--> ends pods: they are listed, and who goes by a plan of that list too goes
+//!                                       \--> ends surplus pods: all are listed, and who goes by a plan of that list too goes
 //!                                       \--> its steps, one after another --> ok
 //!                                                                         \--> one failed: again after 1, 2, 4 ... 30 s
 //! ```
@@ -109,9 +109,9 @@ impl Reconciler {
         facts.refused = self.memory(&key, |memory| memory.refused(start));
         let now = (self.clock)();
         let mut plan = plan(&current, &facts, &now);
-        if plan.ends_pods() {
+        if plan.repairs() {
             let facts = self.read_again(&key.namespace, facts.clone()).await;
-            plan.end_only_by(&self::plan(&current, &facts, &now));
+            plan.repair_only_by(&self::plan(&current, &facts, &now));
         }
         let outcome = if plan.steps.is_empty() {
             Outcome::Unchanged
@@ -131,7 +131,7 @@ impl Reconciler {
     async fn read_again(&self, namespace: &str, mut facts: Facts) -> Facts {
         let pods = pods::asking(self.writer.client(), namespace, facts.quantum).await;
         facts.pods = pods.unwrap_or_else(|why| {
-            debug!(error = %chain(&why), "trying on");
+            warn!(error = %chain(&why), "trying on");
             Vec::new()
         });
         facts

@@ -18,7 +18,7 @@ use crate::codes::{self, CuResult};
 use crate::forward::{self, index};
 use crate::graphs;
 use crate::ledger::{self, Denied, Kind, LIVE, Pending};
-use crate::state::MAX_DEVICES;
+use crate::state::{MAX_DEVICES, state};
 
 /// The calling thread's context; zero where there is none.
 pub(crate) fn current() -> u64 {
@@ -214,6 +214,8 @@ pub(crate) fn forget() {
 /// Keeps other threads from making the primary context of a device active or ending it.
 fn alone(device: c_int) -> Option<MutexGuard<'static, ()>> {
     let place = usize::try_from(device).ok()?;
+    // First: a forked child forgets that its parent held this.
+    state()?;
     PRIMARIES.get(place).map(Afresh::lock)
 }
 
@@ -294,7 +296,7 @@ hooks! {
     };
     /// `cuGreenCtxDestroy` (CUDA 12.4): it may have been the last user of the primary context.
     fn cuGreenCtxDestroy(green: u64) = |plain| {
-        let device = GREEN.lock().remove(&green);
+        let device = state().and_then(|_| GREEN.lock().remove(&green));
         let call = || ledger::free(green, || plain(green));
         match device {
             Some(device) => releasing(device, call),

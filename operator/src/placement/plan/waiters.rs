@@ -236,14 +236,16 @@ impl<'a> Planner<'a> {
                 }
             }
         }
+        let scene = self.scene;
+        let is_nominated = |waiter: &str, node: &str| match scene.pod(waiter).map(|pod| &pod.place)
+        {
+            Some(Place::Nowhere { nominated, .. }) => nominated.as_deref() == Some(node),
+            Some(Place::On(_)) | None => false,
+        };
         held.sort_by_key(|(late, node, held)| {
-            let gpu = self.scene.gpu(node, &held.gpu);
+            let gpu = scene.gpu(node, &held.gpu);
             let answered = gpu.is_some_and(|gpu| gpu.held_for.as_ref() == Some(&held.waiter));
-            let nominated = match self.scene.pod(&held.waiter).map(|pod| &pod.place) {
-                Some(Place::Nowhere { nominated, .. }) => nominated.as_deref() == Some(*node),
-                Some(Place::On(_)) | None => false,
-            };
-            (!nominated, !answered, *late)
+            (!is_nominated(&held.waiter, node), !answered, *late)
         });
         let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
         let mut kept = Reserved::new();
@@ -252,7 +254,9 @@ impl<'a> Planner<'a> {
             if !gpus.contains(&held.gpu)
                 && !waiters.contains(&held.waiter)
                 && self.tokens_suffice(node, held, taken)
-                && self.rest_suffices(node, &held.waiter, taken)
+                // Seen to before it was nominated: others that come by now make room for themselves.
+                && (is_nominated(&held.waiter, node)
+                    || self.rest_suffices(node, &held.waiter, taken))
             {
                 gpus.insert(&held.gpu);
                 waiters.insert(&held.waiter);

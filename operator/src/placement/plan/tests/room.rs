@@ -287,6 +287,10 @@ fn nobody_else_goes_while_one_that_went_for_a_waiter_takes_its_time() {
     quick.run(&mut remembered, 250, 10);
     assert_eq!(quick.evicted, ["b"]);
     assert!(quick.bound("owner"));
+    // Nor by an operator that starts anew.
+    let mut anew = cluster.clone();
+    anew.run(&mut Memory::default(), 250, 250);
+    assert_eq!(anew.evicted, ["b"]);
     // It does not take all of it.
     cluster.run(&mut memory, 250, 400);
     assert_eq!(cluster.evicted, ["b", "b1", "b2"]);
