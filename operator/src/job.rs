@@ -1,54 +1,21 @@
 //! Whether a Job lets its pods be disrupted.
 
-use std::time::Duration;
-
 use k8s_openapi::api::batch::v1::Job;
 use kube::{Api, Client, ResourceExt as _};
-use tokio::time::timeout;
 
+use crate::ask::{AskError, ask};
 use crate::demand::Owner;
-
-/// How long the API server may take to answer.
-const TIME: Duration = Duration::from_secs(5);
-
-/// Nobody knows what the Job says.
-#[derive(Debug, thiserror::Error)]
-pub enum JobError {
-    /// The API server or the way to it.
-    #[error("cannot look at Job {name}")]
-    Request {
-        /// The Job.
-        name: String,
-        /// What was said.
-        source: Box<kube::Error>,
-    },
-    /// No answer in time.
-    #[error("no answer within {} s about Job {name}", TIME.as_secs())]
-    TimedOut {
-        /// The Job.
-        name: String,
-    },
-}
 
 /// Whether `job` does not take an evicted pod for a failed one. Of a Job that is gone nothing can fail any more. What is
 /// asked never changes: the policy of a Job is immutable.
 ///
 /// # Errors
 /// None of them says anything of the Job.
-pub async fn lets_go(client: &Client, namespace: &str, job: &Owner) -> Result<bool, JobError> {
+pub async fn lets_go(client: &Client, namespace: &str, job: &Owner) -> Result<bool, AskError> {
     let jobs = Api::<Job>::namespaced(client.clone(), namespace);
-    let name = || job.name.clone();
-    match timeout(TIME, jobs.get_opt(&job.name)).await {
-        Ok(Ok(found)) => {
-            let found = found.filter(|found| found.uid().as_ref() == Some(&job.uid));
-            Ok(found.is_none_or(|found| ignores_disruption(&found)))
-        }
-        Ok(Err(source)) => Err(JobError::Request {
-            name: name(),
-            source: Box::new(source),
-        }),
-        Err(_) => Err(JobError::TimedOut { name: name() }),
-    }
+    let found = ask(&format!("Job {}", job.name), jobs.get_opt(&job.name)).await?;
+    let found = found.filter(|found| found.uid().as_ref() == Some(&job.uid));
+    Ok(found.is_none_or(|found| ignores_disruption(&found)))
 }
 
 fn ignores_disruption(job: &Job) -> bool {

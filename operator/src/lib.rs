@@ -14,6 +14,7 @@
 //! | [`demand`] | what a pod asks for: pure |
 //! | [`budget`] | from a budget and the facts to what is to be done and said: pure |
 //! | [`quanta`] | amounts in whole quanta |
+//! | [`ask`] | what is asked of the API server itself has a limit |
 //! | [`job`] | whether a Job lets its pods be disrupted |
 //! | [`pods`] | what the pods of a namespace ask for, asked of the API server itself |
 //! | [`reconcile`] | does it, budget by budget |
@@ -29,6 +30,7 @@
 
 pub mod ahead;
 pub mod args;
+pub mod ask;
 pub mod budget;
 pub mod contexts;
 pub mod demand;

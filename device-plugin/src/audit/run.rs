@@ -199,8 +199,8 @@ impl Auditor {
         let verdict = judge(&seen, &books, &known(&attested, self.since), &self.config);
         self.charge(&books, &seen, &verdict);
         let stale = self.stale(&gpus, &seen, begun);
-        let silent = (&stale, &hanging);
-        self.measure(&containers, &books, &attested, &verdict, &gpus, silent);
+        let untold = (&stale, &hanging);
+        self.measure(&containers, &books, &attested, &verdict, &gpus, untold);
         let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
         let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
         self.act(&verdict.findings, &silent, &containers);

@@ -2,6 +2,7 @@ use std::io::{Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::page::CreditPage;
@@ -38,7 +39,7 @@ impl DriverCharges for NothingCharged {
 #[derive(Default)]
 struct Hung {
     asked: AtomicUsize,
-    goes_on: Mutex<Option<std::sync::mpsc::Receiver<()>>>,
+    goes_on: Mutex<Option<Receiver<()>>>,
 }
 
 impl DriverCharges for Hung {
@@ -66,6 +67,21 @@ fn sessions(run_dir: &Path, members: bool) -> Sessions {
         Arc::new(NothingCharged),
         Arc::new(Everyone(members)),
     )
+}
+
+/// Sessions whose driver does not answer before the sender says so, or is gone.
+fn hung(run_dir: &Path) -> (Sessions, Arc<Hung>, Sender<()>) {
+    let (go_on, held) = channel();
+    let charges = Arc::new(Hung {
+        goes_on: Mutex::new(Some(held)),
+        ..Hung::default()
+    });
+    let sessions = Sessions::new(
+        run_dir.to_owned(),
+        Arc::clone(&charges) as Arc<dyn DriverCharges>,
+        Arc::new(Everyone(true)),
+    );
+    (sessions, charges, go_on)
 }
 
 fn connect(run_dir: &Path) -> UnixStream {
@@ -290,16 +306,7 @@ async fn what_the_kernels_log_says_when_an_image_says_hello_is_of_the_image_befo
 #[tokio::test]
 async fn a_gpu_that_hangs_keeps_no_new_process_out() {
     let folder = tempfile::tempdir().unwrap();
-    let (go_on, held) = std::sync::mpsc::channel();
-    let charges = Arc::new(Hung {
-        goes_on: Mutex::new(Some(held)),
-        ..Hung::default()
-    });
-    let sessions = Sessions::new(
-        folder.path().to_owned(),
-        Arc::clone(&charges) as Arc<dyn DriverCharges>,
-        Arc::new(Everyone(true)),
-    );
+    let (sessions, charges, go_on) = hung(folder.path());
     sessions.serve(served()).await.unwrap();
     beside(folder.path(), move |run_dir| {
         is_served(run_dir);
@@ -321,16 +328,7 @@ async fn a_gpu_that_hangs_keeps_no_new_process_out() {
 #[tokio::test]
 async fn a_gpu_that_hangs_is_asked_for_one_context_at_a_time_whoever_makes_more() {
     let folder = tempfile::tempdir().unwrap();
-    let (go_on, held) = std::sync::mpsc::channel();
-    let charges = Arc::new(Hung {
-        goes_on: Mutex::new(Some(held)),
-        ..Hung::default()
-    });
-    let sessions = Sessions::new(
-        folder.path().to_owned(),
-        Arc::clone(&charges) as Arc<dyn DriverCharges>,
-        Arc::new(Everyone(true)),
-    );
+    let (sessions, charges, go_on) = hung(folder.path());
     let sessions = sessions.charging_contexts(folder.path().join("contexts.json"));
     sessions.serve(served()).await.unwrap();
     beside(folder.path(), move |run_dir| {

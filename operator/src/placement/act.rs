@@ -18,8 +18,9 @@ use super::node::{GpuFacts, SlimNode};
 use super::plan::{Object, Pod, Step, Victim};
 use super::pod::{Place, PodFacts};
 use crate::ahead::telling;
+use crate::ask::AskError;
 use crate::demand::AskingPod;
-use crate::job::{self, JobError};
+use crate::job;
 use crate::observe::chain;
 use crate::world::Key;
 use crate::write::{Evicted, WriteError, Writer};
@@ -51,7 +52,7 @@ pub(super) enum ActError {
     Write(#[from] WriteError),
     /// A look at a Job.
     #[error(transparent)]
-    Job(#[from] JobError),
+    Job(#[from] AskError),
     /// No answer in time.
     #[error("no answer within {} s: {what} {name}", REQUEST_TIME.as_secs())]
     TimedOut {
