@@ -202,6 +202,8 @@ impl Page {
 #[derive(Debug)]
 pub struct CreditPage {
     page: NonNull<Page>,
+    /// Remembered on this side: the other side may write any number into the shared memory.
+    slots: usize,
 }
 
 // SAFETY: the mapping belongs to no thread, and everything in it is atomic.
@@ -227,8 +229,8 @@ impl CreditPage {
         .map_err(create)?;
         rustix::fs::ftruncate(&fd, PAGE_BYTES as u64).map_err(create)?;
         rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(create)?;
-        let mapped = CreditPage::map(&fd)?;
-        mapped.slots.store(count, Ordering::Relaxed);
+        let mapped = CreditPage::map(&fd, slots)?;
+        mapped.shared().slots.store(count, Ordering::Relaxed);
         mapped
             .version
             .store(u32::from(crate::VERSION), Ordering::Relaxed);
@@ -253,11 +255,17 @@ impl CreditPage {
         if size != PAGE_BYTES as i64 {
             return Err(PageError::NotAPage("another size"));
         }
-        let mapped = CreditPage::map(&fd)?;
+        let mut mapped = CreditPage::map(&fd, 0)?;
         if mapped.magic.load(Ordering::Acquire) != MAGIC {
             return Err(PageError::NotAPage("another layout"));
         }
+        mapped.slots = mapped.shared().slots.load(Ordering::Relaxed) as usize;
         Ok(mapped)
+    }
+
+    /// The account at `index`, if the page was made or opened with that many.
+    pub fn slot(&self, index: usize) -> Option<&Slot> {
+        self.slot.get(index).filter(|_| index < self.slots)
     }
 
     /// Keeps the mapping for the rest of the process: a fast path may hold on to a page that its
@@ -269,7 +277,11 @@ impl CreditPage {
         unsafe { page.as_ref() }
     }
 
-    fn map(fd: impl AsFd) -> Result<CreditPage, PageError> {
+    fn shared(&self) -> &Page {
+        self
+    }
+
+    fn map(fd: impl AsFd, slots: usize) -> Result<CreditPage, PageError> {
         let map = |errno: rustix::io::Errno| PageError::Map(errno.into());
         // SAFETY: a fresh mapping at an address that the kernel chooses aliases nothing.
         let address = unsafe {
@@ -285,7 +297,7 @@ impl CreditPage {
         .map_err(map)?;
         let page =
             NonNull::new(address.cast::<Page>()).ok_or(PageError::NotAPage("mapped at zero"))?;
-        let mapped = CreditPage { page };
+        let mapped = CreditPage { page, slots };
         // SAFETY: the range is the mapping just made; a child of fork simply lacks it.
         unsafe { rustix::mm::madvise(address, PAGE_BYTES, Advice::LinuxDontFork) }.map_err(map)?;
         Ok(mapped)
@@ -359,6 +371,16 @@ mod tests {
                 used: 0
             }
         );
+    }
+
+    #[test]
+    fn page_keeps_its_accounts_when_the_process_writes_another_number() {
+        let (agent, fd) = CreditPage::create(2).unwrap();
+        let shim = CreditPage::open(&fd).unwrap();
+        shim.shared().slots.store(0, Ordering::Relaxed);
+        assert!(agent.slot(1).is_some());
+        shim.shared().slots.store(u32::MAX, Ordering::Relaxed);
+        assert!(agent.slot(2).is_none());
     }
 
     #[test]

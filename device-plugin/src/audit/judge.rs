@@ -2,6 +2,15 @@
 //!
 //! The driver must be asked before the ledger. A process that allocated was granted it before, so what the driver
 //! shows is in books that are read later; one that said hello or died meanwhile is known to them or gone.
+//!
+//! A container may be listed with more than its quota: kernels' code and the device's own heaps are charged to no
+//! quota. That is [`beyond`], for all of its processes together. Contexts get no allowance, for the ledger charges each:
+//! a container with more processes than its quota has contexts for is over it.
+//!
+//! Memory in use that the driver lists for nobody is known where a container's ledger has it: what its processes
+//! exported, what its dead left, what is kept for it. All of that together is at most what the container has and the
+//! driver does not list for it ([`of_nobody`]): what is listed cannot be unlisted as well, whatever a process says that
+//! it exported.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -213,12 +222,9 @@ impl Verdict {
         }
         self.intruders.insert(gpu.clone(), intruders);
         self.residual.insert(gpu.clone(), *residual);
-        // What the ledgers keep for the dead, what the living exported and what is kept is accounted for.
-        let known = accounts(books, gpu)
-            .map(|(_, account)| {
-                let dead_or_kept = account.retired.0.saturating_add(account.leased.0);
-                dead_or_kept.saturating_add(account.exported.0)
-            })
+        let known = books
+            .iter()
+            .map(|books| of_nobody(books, gpu, processes, limits))
             .fold(left.0, u64::saturating_add)
             .saturating_add(limits.tolerance.0);
         if let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) {
@@ -254,10 +260,7 @@ impl Verdict {
         let known = used.0.saturating_add(retired.0);
         let key = (books.allocation, gpu.clone());
         self.drift.insert(key, difference(charged, known));
-        let allowance = limits
-            .process_allowance
-            .0
-            .saturating_mul(listed.len() as u64);
+        let allowance = beyond(listed.len(), *quota, limits);
         // A quota that was made smaller holds once frees have caught up.
         let allowed = quota.0.max(granted.0.saturating_add(retired.0));
         let allowed = allowed
@@ -305,10 +308,7 @@ fn standing(listed: &Listed, gpu: &GpuUuid, books: &[Books], known: &Containers)
     let Some(Alive { start, owner }) = &listed.alive else {
         return retired().map_or(Standing::Gone, |books| Standing::Known(books.allocation));
     };
-    let is_member = |books: &&Books| {
-        let process = Process { pid, start: *start };
-        books.members.iter().any(|member| member.process == process)
-    };
+    let is_member = |books: &&Books| books.has(pid, *start);
     if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
         return Standing::Known(books.allocation);
     }
@@ -351,14 +351,35 @@ fn index(books: &Books, gpu: &GpuUuid) -> Option<usize> {
     books.accounts.iter().position(is_it)
 }
 
-fn accounts<'a>(
-    books: &'a [Books],
-    gpu: &GpuUuid,
-) -> impl Iterator<Item = (AllocationId, &'a AccountBooks)> {
-    books.iter().filter_map(move |books| {
-        let account = books.accounts.get(index(books, gpu)?)?;
-        Some((books.allocation, account))
-    })
+/// What so many processes of a container may have besides its quota: the process allowance for each, and for all
+/// together one and a tenth of the quota.
+fn beyond(processes: usize, quota: Bytes, limits: &AuditConfig) -> u64 {
+    let each = limits.process_allowance.0.saturating_mul(processes as u64);
+    let most = limits.process_allowance.0.saturating_add(quota.0 / 10);
+    each.min(most)
+}
+
+/// What the driver may list for nobody on a GPU and a container's ledger knows, at most.
+fn of_nobody(books: &Books, gpu: &GpuUuid, listed: &[Listed], limits: &AuditConfig) -> u64 {
+    let account = index(books, gpu).and_then(|index| books.accounts.get(index));
+    let Some(account) = account else { return 0 };
+    let of_it = |listed: &&Listed| match &listed.alive {
+        Some(Alive { start, .. }) => books.has(listed.pid, *start),
+        None => books.retired.contains(&listed.pid),
+    };
+    let of_it: Vec<&Listed> = listed.iter().filter(of_it).collect();
+    let charged = of_it.iter().filter_map(|listed| listed.bytes);
+    let charged = charged.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    let of_dead = account.retired.0.saturating_add(account.leased.0);
+    let may = of_dead.saturating_add(account.exported.0);
+    let has = of_dead
+        .saturating_add(account.used.0)
+        .saturating_add(beyond(of_it.len(), account.quota, limits));
+    let managed = books.accounts.iter();
+    let managed = managed.filter(|of_it| of_it.account == Account::Managed);
+    // Managed memory that is on a GPU is charged to no process, and which GPU it is on cannot be told.
+    let managed = managed.fold(0, |sum: u64, managed| sum.saturating_add(managed.used.0));
+    may.min(has.saturating_sub(charged)).saturating_add(managed)
 }
 
 fn difference(a: u64, b: u64) -> i64 {

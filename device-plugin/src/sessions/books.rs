@@ -31,6 +31,12 @@ pub struct Books {
 }
 
 impl Books {
+    /// Whether a process has a session of the container.
+    pub fn has(&self, pid: u32, start: u64) -> bool {
+        let process = Process { pid, start };
+        self.members.iter().any(|member| member.process == process)
+    }
+
     /// The GPUs that it has an account of.
     pub fn gpus(&self) -> impl Iterator<Item = &GpuUuid> {
         let accounts = self.accounts.iter();

@@ -96,7 +96,7 @@ struct Member {
     /// Whether it said anything after its hello: only then does it use the page that it was sent. One that
     /// was stopped, or gave up waiting, goes on with the page that it had.
     uses_page: bool,
-    /// What of its use it had exported when it last told, by account.
+    /// The most of its use that it had exported whenever it told, by account.
     exported: Vec<Units>,
     /// Ends the task that looks after it, when another takes over.
     ended: CancellationToken,
@@ -566,8 +566,11 @@ impl Container {
 
     /// What the driver charges a living process by its own doing.
     fn own(&self, pid: u32, member: &Member, index: usize) -> Own {
+        let exported = self.exported_by(pid, member, index);
         Own {
+            of: self.served.allocation,
             uses: Bytes(self.used_by(pid, member, index).bytes()),
+            exported: Bytes(exported.bytes()),
             besides: self.uncharged(),
         }
     }
@@ -751,13 +754,15 @@ impl Member {
         self.page.as_ref().filter(|_| self.uses_page)
     }
 
-    /// What of its use it has exported, by account; nothing where it never did.
+    /// What of its use it has exported, by account; nothing where it never did. Never less than is on record: a
+    /// tenant process may write less into its page while others hold what it exported.
     fn exported(&self) -> Vec<Units> {
         let Some(page) = self.page_in_use() else {
             return self.exported.clone();
         };
+        let on_record = |index| self.exported.get(index).copied().unwrap_or(Units::ZERO);
         let exported: Vec<_> = (0..)
-            .map_while(|index| Some(page.slot(index)?.exported()))
+            .map_while(|index| Some(page.slot(index)?.exported().max(on_record(index))))
             .collect();
         if exported.iter().all(|units| *units == Units::ZERO) {
             return Vec::new();

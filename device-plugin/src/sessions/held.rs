@@ -4,6 +4,11 @@
 //! of what that process has itself (design F4, F5, F13). So what is held is part of what a GPU has in use less what
 //! its living processes have by their own doing. Which part cannot be told: all of it may be.
 //!
+//! What living processes have exported may be charged to nobody as well, and no more of it than they use and the driver
+//! does not list for them. It is no part of what the dead of other containers left, so that no tenant holds up a
+//! neighbour's quota. For the dead of its own container it counts as held: a tenant process could say that it exported
+//! what its dead sibling did, and both would be free.
+//!
 //! One look can be wrong: the driver is asked for the GPU's bytes and for its processes one after the other, and one
 //! that frees before the first answer and allocates before the second hides as much. So [`LOOKS`] in a row must
 //! agree: the most that was used in any of them counts, and the least that each process had. Then what moves
@@ -13,7 +18,7 @@ use std::collections::{BTreeMap, VecDeque};
 
 use super::Look;
 use super::charges::unlisted_by;
-use crate::units::{Bytes, LeaseId};
+use crate::units::{AllocationId, Bytes, LeaseId};
 
 /// The looks in a row that prove something.
 pub(super) const LOOKS: usize = 10;
@@ -25,8 +30,12 @@ const NOISE: u64 = 16 << 20;
 /// What a living process has of a GPU by its own doing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Own {
+    /// The allocation of its container.
+    pub(super) of: AllocationId,
     /// What it charges.
     pub(super) uses: Bytes,
+    /// What of that it says it exported.
+    pub(super) exported: Bytes,
     /// What it may have besides, that nobody charges.
     pub(super) besides: Bytes,
 }
@@ -42,6 +51,31 @@ impl Own {
             self.uses
         }
     }
+
+    /// What of its exports can be charged to nobody where the driver charges it so much.
+    fn unlisted(self, charged: Bytes) -> Bytes {
+        let rest = self.uses.0.saturating_sub(self.of(charged).0);
+        self.exported.min(Bytes(rest))
+    }
+}
+
+/// The most that is held on a GPU of what the dead exported.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Held {
+    /// Before what the living exported is taken off.
+    most: u64,
+    /// What living processes exported and the driver lists for nobody, by container.
+    exported: BTreeMap<AllocationId, u64>,
+}
+
+impl Held {
+    /// Of what a container's dead exported; of what ended pods left where there is none.
+    pub(super) fn of(&self, container: Option<&AllocationId>) -> Bytes {
+        let others = self.exported.iter();
+        let others = others.filter(|(of, _)| Some(*of) != container);
+        let held = others.fold(self.most, |most, (_, bytes)| most.saturating_sub(*bytes));
+        Bytes(if held > NOISE { held } else { 0 })
+    }
 }
 
 /// The last looks at one GPU, each with what was asked about before it.
@@ -54,6 +88,8 @@ struct Seen {
     used: u64,
     /// What living processes have by their own doing.
     own: BTreeMap<u32, u64>,
+    /// What living processes exported and are not charged for.
+    exported: BTreeMap<u32, (AllocationId, u64)>,
     /// What kept leases have that were there before the look and after it.
     leases: BTreeMap<LeaseId, u64>,
 }
@@ -75,8 +111,13 @@ impl<T> Looks<T> {
         leases: &BTreeMap<LeaseId, Bytes>,
     ) {
         let told = |(pid, bytes): (u32, Option<Bytes>)| Some((pid, own.get(&pid)?.of(bytes?).0));
+        let unlisted = |(pid, own): (&u32, &Own)| {
+            let bytes = own.unlisted(look.charges.of(*pid)?).0;
+            (bytes > 0).then_some((*pid, (own.of, bytes)))
+        };
         let seen = Seen {
             used: look.used.0,
+            exported: own.iter().filter_map(unlisted).collect(),
             own: look.charges.iter().filter_map(told).collect(),
             leases: leases.iter().map(|(id, bytes)| (*id, bytes.0)).collect(),
         };
@@ -92,7 +133,7 @@ impl<T> Looks<T> {
     }
 
     /// The most that can be held now of what was asked about before the first look; nothing before there were enough.
-    pub(super) fn held(&self) -> Option<(&T, Bytes)> {
+    pub(super) fn held(&self) -> Option<(&T, Held)> {
         let (asked, first) = self.0.front().filter(|_| self.0.len() == LOOKS)?;
         let seen = || self.0.iter().map(|(_, seen)| seen);
         let used = seen().map(|seen| seen.used).max()?;
@@ -116,8 +157,17 @@ impl<T> Looks<T> {
             .iter()
             .filter(|(lease, _)| seen().all(|seen| seen.leases.contains_key(lease)));
         let known = stayed.fold(known, |sum, (_, bytes)| sum.saturating_add(*bytes));
-        let held = used.saturating_sub(known);
-        Some((asked, Bytes(if held > NOISE { held } else { 0 })))
+        let mut exported = BTreeMap::new();
+        for (pid, (of, _)) in &first.exported {
+            let in_each =
+                seen().map(|seen| seen.exported.get(pid).filter(|(still, _)| still == of));
+            let least = in_each
+                .map(|bytes| bytes.map_or(0, |(_, bytes)| *bytes))
+                .min();
+            *exported.entry(*of).or_default() += least.unwrap_or_default();
+        }
+        let most = used.saturating_sub(known);
+        Some((asked, Held { most, exported }))
     }
 }
 
@@ -142,7 +192,9 @@ mod tests {
     /// Each may have 64 MiB besides.
     fn own(processes: &[(u32, u64)]) -> BTreeMap<u32, Own> {
         let own = |uses: u64| Own {
+            of: AllocationId::from_bits(1),
             uses: Bytes(uses),
+            exported: Bytes::ZERO,
             besides: Bytes::mib(64),
         };
         let processes = processes.iter();
@@ -155,7 +207,7 @@ mod tests {
         looks
             .into_iter()
             .for_each(|look| all.add((), &look, own, &none));
-        all.held().map(|(_, held)| held)
+        all.held().map(|(_, held)| held.of(None))
     }
 
     #[test]
@@ -205,11 +257,49 @@ mod tests {
                 looks.add((), &kept, &BTreeMap::new(), &leases(&[1, 2]));
             }
             looks.add((), &kept, &BTreeMap::new(), &last);
-            looks.held().map(|(_, held)| held)
+            looks.held().map(|(_, held)| held.of(None))
         };
         assert_eq!(held(leases(&[1, 2])), Some(Bytes::gib(1)));
         assert_eq!(held(leases(&[1, 3])), Some(Bytes::gib(2)), "2 is let go");
         assert_eq!(held(leases(&[])), Some(Bytes::gib(3)), "the vault is away");
+    }
+
+    /// A living process of container 1 that uses 3 GiB and exported 2.
+    fn living_exporter() -> BTreeMap<u32, Own> {
+        let mut own = own(&[(1, 3 << 30)]);
+        own.values_mut()
+            .for_each(|own| own.exported = Bytes::gib(2));
+        own
+    }
+
+    fn held_of(looks: impl IntoIterator<Item = Look>, container: u64) -> Bytes {
+        let mut all = Looks::default();
+        let own = living_exporter();
+        looks
+            .into_iter()
+            .for_each(|look| all.add((), &look, &own, &BTreeMap::new()));
+        let (_, held) = all.held().unwrap();
+        held.of(Some(&AllocationId::from_bits(container)))
+    }
+
+    #[test]
+    fn living_exports_hold_up_their_own_container_alone() {
+        let looks = || vec![look(3 << 30, &[(1, 1 << 30)]); LOOKS];
+        assert_eq!(held_of(looks(), 2), Bytes::ZERO);
+        let own = Bytes((2 << 30) - 9 * MIB);
+        assert_eq!(held_of(looks(), 1), own, "it may be its dead sibling's");
+    }
+
+    #[test]
+    fn living_exports_explain_nothing_that_is_listed() {
+        let listed = vec![look(5 << 30, &[(1, 3 << 30)]); LOOKS];
+        let parked = Bytes((2 << 30) - 9 * MIB);
+        assert_eq!(held_of(listed, 2), parked, "a neighbour's dead left it");
+        let once = (0..LOOKS).map(|number| match number {
+            5 => look(5 << 30, &[(1, 3 << 30)]),
+            _ => look(5 << 30, &[(1, 1 << 30)]),
+        });
+        assert!(held_of(once, 2) >= parked, "it was listed once");
     }
 
     #[test]
@@ -297,7 +387,7 @@ mod tests {
                     },
                     Step::Look => take(&mut looks, &has, &mapped, parked),
                 }
-                if let Some((_, bound)) = looks.held() {
+                if let Some(bound) = looks.held().map(|(_, held)| held.of(None)) {
                     // Each living process may have so much besides what it charges: as little may be others'.
                     let besides = 64 * MIB * mapped.len() as u64;
                     prop_assert!(bound.0 + NOISE + besides >= parked + mapped.values().sum::<u64>());
@@ -306,7 +396,7 @@ mod tests {
             for _ in 0..LOOKS {
                 take(&mut looks, &has, &BTreeMap::new(), 0);
             }
-            prop_assert_eq!(looks.held().map(|(_, bound)| bound), Some(Bytes::ZERO));
+            prop_assert_eq!(looks.held().map(|(_, held)| held.of(None)), Some(Bytes::ZERO));
         }
     }
 }

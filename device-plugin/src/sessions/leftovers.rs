@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::credit::Books;
-use super::held::{Looks, Own};
+use super::held::{Held, Looks, Own};
 use super::{Shared, lock};
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId};
 
@@ -59,7 +59,7 @@ pub(super) async fn watch(gpu: GpuUuid, shared: Arc<Shared>) {
         looks.add(asked, &look, &own, &leases);
         let news = looks
             .held()
-            .is_some_and(|(asked, held)| settle(&shared, &gpu, asked, held));
+            .is_some_and(|(asked, held)| settle(&shared, &gpu, asked, &held));
         if news {
             // A process that ends with the same exports as one before it is another question.
             looks.clear();
@@ -95,17 +95,18 @@ fn living(shared: &Shared, gpu: &GpuUuid) -> BTreeMap<LeaseId, Bytes> {
 }
 
 /// At most `held` is held of what was asked about: whether that frees anything.
-fn settle(shared: &Shared, gpu: &GpuUuid, asked: &Asked, held: Bytes) -> bool {
+fn settle(shared: &Shared, gpu: &GpuUuid, asked: &Asked, held: &Held) -> bool {
+    let of_nobody = held.of(None);
     if let Some(left) = lock(&shared.left).get_mut(gpu)
         && asked.left == Some(left.number)
     {
-        left.held = Some(left.held.map_or(held, |before| before.min(held)));
+        left.held = Some(left.held.map_or(of_nobody, |before| before.min(of_nobody)));
     }
     let running = lock(&shared.running);
     let mut freed = false;
     for (id, kept) in &asked.kept {
         if let Some(running) = running.get(id) {
-            freed |= lock(&running.container).keep_at_most(gpu, held, kept);
+            freed |= lock(&running.container).keep_at_most(gpu, held.of(Some(id)), kept);
         }
     }
     freed

@@ -196,25 +196,18 @@ fn the_dead_whose_memory_stays_are_known_and_one_that_is_gone_is_no_finding() {
 }
 
 #[test]
-fn a_quota_with_its_tolerance_and_an_allowance_a_process_may_be_used_and_one_byte_more_may_not() {
+fn a_quota_with_its_tolerance_and_one_allowance_may_be_used_and_one_byte_more_may_not() {
     let of_it = [books(1, 1024, &[(5, 1024), (6, 0)])];
-    let most = 1024 + 64 + 2 * 1024;
-    assert_eq!(
-        found(
-            vec![listed(1, 5, most), listed(1, 6, 0)],
-            &of_it,
-            &shims(&[])
-        ),
-        [""; 0]
-    );
-    let mut more = listed(1, 5, most);
-    more.bytes = more.bytes.map(|bytes| Bytes(bytes.0 + 1));
-    let verdict = judge(
-        &[seen(vec![more, listed(1, 6, 0)])],
-        &of_it,
-        &shims(&[]),
-        &LIMITS,
-    );
+    // The second process adds a tenth of the quota, not an allowance of its own.
+    let most = Bytes(Bytes::mib(1024 + 64 + 1024).0 + Bytes::mib(1024).0 / 10);
+    let listed = |bytes: Bytes| {
+        let mut first = listed(1, 5, 0);
+        first.bytes = Some(bytes);
+        vec![first, listed(1, 6, 0)]
+    };
+    assert_eq!(found(listed(most), &of_it, &shims(&[])), [""; 0]);
+    let more = Bytes(most.0 + 1);
+    let verdict = judge(&[seen(listed(more))], &of_it, &shims(&[]), &LIMITS);
     let Finding::OverQuota { processes, .. } = &verdict.findings[0] else {
         panic!("{verdict:?}");
     };
@@ -223,6 +216,52 @@ fn a_quota_with_its_tolerance_and_an_allowance_a_process_may_be_used_and_one_byt
         [process(5)],
         "the one that has more than it was granted"
     );
+}
+
+#[test]
+fn processes_without_room_for_their_contexts_are_a_finding() {
+    // Sixteen contexts of 518 MiB that nobody charges, in a quota of 4 GiB.
+    let members: Vec<_> = (5..21).map(|pid| (pid, 0)).collect();
+    let listed = (5..21).map(|pid| listed(1, pid, 518)).collect();
+    let of_it = [books(1, 4096, &members)];
+    assert_eq!(found(listed, &of_it, &shims(&[])), ["over-quota"]);
+}
+
+#[test]
+fn an_export_that_is_listed_accounts_for_nothing_unlisted() {
+    let quota = 7 * 1024;
+    let mut of_it = books(1, quota, &[(5, quota)]);
+    of_it.accounts[0].exported = Bytes::mib(quota);
+    let judged = |listed: Listed, unlisted: u64| {
+        let gpu_seen = GpuSeen {
+            unlisted: Some(Bytes::mib(unlisted)),
+            ..seen(vec![listed])
+        };
+        let verdict = judge(&[gpu_seen], &[of_it.clone()], &shims(&[]), &LIMITS);
+        let kinds = verdict.findings.iter().map(Finding::kind);
+        kinds.collect::<Vec<_>>()
+    };
+    assert_eq!(judged(listed(1, 5, 518), quota - 518), [""; 0], "honest");
+    assert_eq!(judged(listed(1, 5, quota), quota), ["unaccounted"]);
+    // What another listed process of the container imported is not unlisted either.
+    let imported = quota / 2;
+    assert_eq!(judged(listed(1, 5, imported), quota), ["unaccounted"]);
+}
+
+#[test]
+fn managed_memory_on_a_gpu_is_accounted_for() {
+    let mut of_it = books(1, 1024, &[(5, 600)]);
+    let managed = AccountBooks {
+        used: Bytes::gib(8),
+        ..AccountBooks::unused(Account::Managed, Bytes::gib(8))
+    };
+    of_it.accounts.push(managed);
+    let gpu_seen = GpuSeen {
+        unlisted: Some(Bytes::gib(8)),
+        ..seen(vec![listed(1, 5, 600)])
+    };
+    let verdict = judge(&[gpu_seen], &[of_it], &shims(&[]), &LIMITS);
+    assert_eq!(verdict.findings, []);
 }
 
 #[test]
@@ -257,6 +296,7 @@ fn memory_that_nobody_is_charged_for_is_told_unless_the_ledger_knows_who_exporte
     assert_eq!(kinds, ["intruder"], "it may be that process's");
     of_it.accounts[0].retired = Bytes::mib(300);
     of_it.accounts[0].exported = Bytes::mib(300);
+    of_it.accounts[0].used = Bytes::mib(300);
     assert_eq!(
         judge(&[gpu_seen.clone()], &[of_it], &shims(&[]), &LIMITS).findings,
         []
@@ -308,7 +348,8 @@ type Program = (u64, u64, bool);
 
 /// Containers with their quota in MiB and their processes.
 fn world() -> impl Strategy<Value = Vec<(u64, Vec<Program>)>> {
-    let process = (0..2048_u64, 0..=1024_u64, any::<bool>());
+    // All of a container together have no more besides than one allowance.
+    let process = (0..2048_u64, 0..=256_u64, any::<bool>());
     let container = prop::collection::vec(process, 0..5).prop_flat_map(|processes| {
         let granted: u64 = processes.iter().map(|(granted, ..)| granted).sum();
         (granted..=granted + 4096, Just(processes))
@@ -349,6 +390,7 @@ proptest! {
     ) {
         let granted = granted.min(quota);
         let members = if session { vec![(5, granted)] } else { vec![] };
+        // One process: its allowance alone, no part of the quota besides.
         let has = listed(1, 5, quota + 64 + 1024 + over);
         let found = found(vec![has], &[books(1, quota, &members)], &shims(&[(5, mapped)]));
         prop_assert!(found.contains(&"over-quota"));

@@ -7,7 +7,7 @@ use bursar_protocol::units::Units;
 use super::super::Account;
 use super::super::credit::Books;
 use super::super::held::Own;
-use super::Container;
+use super::{Container, Member};
 use crate::units::{Bytes, GpuUuid};
 
 impl Container {
@@ -69,11 +69,14 @@ impl Container {
     /// What living processes say that they exported, never more than they were granted.
     pub(super) fn exported_by_living(&self, index: usize) -> Units {
         let members = self.members.iter();
-        let exported = members.map(|(pid, member)| {
-            let exported = member.exported().get(index).copied();
-            let granted = self.credit.granted_to(*pid, index);
-            exported.unwrap_or(Units::ZERO).min(granted)
-        });
+        let exported = members.map(|(pid, member)| self.exported_by(*pid, member, index));
         exported.sum()
+    }
+
+    /// The same of one of them.
+    pub(super) fn exported_by(&self, pid: u32, member: &Member, index: usize) -> Units {
+        let exported = member.exported().get(index).copied();
+        let granted = self.credit.granted_to(pid, index);
+        exported.unwrap_or(Units::ZERO).min(granted)
     }
 }

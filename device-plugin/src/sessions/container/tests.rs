@@ -624,11 +624,12 @@ fn units_of(granted: u32) -> u64 {
     Units(granted).bytes()
 }
 
-fn exporter(container: &mut Container, bytes: u64) {
+fn exporter(container: &mut Container, bytes: u64) -> CreditPage {
     let page = hello(container, 1, 7).unwrap();
     use_all(container, &page, 1, bytes);
     page.slot(0).unwrap().export(units(bytes));
     container.heard(1);
+    page
 }
 
 #[test]
@@ -668,7 +669,9 @@ fn what_a_process_has_by_its_own_doing_is_what_it_uses_and_not_what_it_may() {
     assert!(page.slot(0).unwrap().discharge(units(2 << 30)));
     let own = container.own_of(&"GPU-aaaa".parse().unwrap());
     let expected = Own {
+        of: "00000000000000aa".parse().unwrap(),
         uses: Bytes::gib(1),
+        exported: Bytes::ZERO,
         besides: UNCHARGED_WITH_CONTEXT,
     };
     assert_eq!(own, [(1, expected)].into());
@@ -691,6 +694,18 @@ fn an_exporter_that_lies_keeps_no_more_than_it_was_granted() {
         container.died(Process { pid, start: 1 }, image);
     }
     assert_eq!(container.usage()[0].retired, granted);
+}
+
+#[test]
+fn an_exporter_that_unsays_its_exports_keeps_them_charged() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let page = exporter(&mut container, 512 * MIB);
+    page.slot(0).unwrap().set_exported(Units::ZERO);
+    container.heard(1);
+    container.died(Process { pid: 1, start: 1 }, 7);
+    settle(&mut container, 1, Bytes::ZERO);
+    assert_eq!(container.usage()[0].retired, Bytes(512 * MIB));
 }
 
 #[test]
