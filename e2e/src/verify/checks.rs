@@ -2,6 +2,8 @@
 
 use std::process::Command;
 
+use super::named::{self, Tests};
+use super::security::{PROMISES, Promise};
 use super::{COMPILES, cluster, tools};
 use crate::cargo;
 use crate::folders;
@@ -28,6 +30,10 @@ enum How {
     Waits(&'static [&'static str]),
     /// A trial on the cluster that all of them share, in one lane.
     OnCluster,
+    /// These tests and no others, all of which must run.
+    Named(&'static [Tests]),
+    /// As `Named`, of tests marked `#[ignore]`: the long tier.
+    Long(&'static [Tests]),
 }
 
 /// What may run beside other checks: one that waits, or the trials on the cluster.
@@ -272,14 +278,29 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-/// [`CHECKS`], and the trials on the cluster last: they take minutes.
+/// [`CHECKS`], those of the area `security/`, and the trials on the cluster last: they take minutes.
 pub(super) fn all() -> Vec<Check> {
     let trials = cluster::TRIALS.iter().map(|(name, shows)| Check {
         name,
         shows,
         how: How::OnCluster,
     });
-    CHECKS.iter().copied().chain(trials).collect()
+    let promises = PROMISES.iter().map(|promise| {
+        let Promise {
+            name,
+            shows,
+            tests,
+            long,
+        } = *promise;
+        let how = if long {
+            How::Long(tests)
+        } else {
+            How::Named(tests)
+        };
+        Check { name, shows, how }
+    });
+    let checks = CHECKS.iter().copied();
+    checks.chain(promises).chain(trials).collect()
 }
 
 /// The lanes of those of these checks that have one.
@@ -293,7 +314,7 @@ pub(super) fn lanes(checks: &[&Check]) -> Vec<Lane> {
                 command: tests(targets),
             }),
             How::OnCluster => trials.push(check.name),
-            How::Cargo(_) | How::Test(_) | How::Here(_) => {}
+            How::Cargo(_) | How::Test(_) | How::Here(_) | How::Named(_) | How::Long(_) => {}
         }
     }
     if !trials.is_empty() {
@@ -313,7 +334,14 @@ impl Check {
             How::Test(targets) | How::Waits(targets) => succeed(&mut tests(targets)),
             How::Here(function) => function(),
             How::OnCluster => succeed(&mut cluster::command(&[self.name])),
+            How::Named(tests) => named::run(tests, false),
+            How::Long(tests) => named::run(tests, true),
         }
+    }
+
+    /// It is of the long tier: it runs where `--long` is given or its whole name.
+    pub(super) fn is_long(&self) -> bool {
+        matches!(self.how, How::Long(_))
     }
 
     /// It has a lane.

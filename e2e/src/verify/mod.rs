@@ -10,6 +10,8 @@
 
 mod checks;
 mod cluster;
+mod named;
+mod security;
 mod tools;
 
 use std::fs::File;
@@ -38,6 +40,9 @@ pub struct VerifyArgs {
     /// Run only these: an area (`main/`), or a check's name. May be given several times.
     #[arg(long, value_name = "AREA|NAME")]
     only: Vec<String>,
+    /// Run the long tier too: histories at full length, soaks, fuzzing.
+    #[arg(long)]
+    long: bool,
 }
 
 /// Why the checks could not be run; a check that fails is no error but an answer.
@@ -57,7 +62,7 @@ pub enum VerifyError {
 /// When `args` name a check that is not there, or no temporary file can be made.
 pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     let all = checks::all();
-    let chosen = select(&all, &args.only)?;
+    let chosen = select(&all, &args.only, args.long || args.list)?;
     if args.list {
         let width = chosen
             .iter()
@@ -65,7 +70,8 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
             .max()
             .unwrap_or(0);
         for check in chosen {
-            println!("{:width$}  {}", check.name, check.shows);
+            let tier = if check.is_long() { "(long) " } else { "" };
+            println!("{:width$}  {tier}{}", check.name, check.shows);
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -93,8 +99,13 @@ pub fn run(args: &VerifyArgs) -> Result<ExitCode, VerifyError> {
     Ok(report(&outcomes))
 }
 
-/// The checks that `only` names; all of them when it names none.
-fn select<'a>(checks: &'a [Check], only: &[String]) -> Result<Vec<&'a Check>, VerifyError> {
+/// The checks that `only` names; all of them when it names none. Those of the long tier are left out unless `long`, or
+/// named in full.
+fn select<'a>(
+    checks: &'a [Check],
+    only: &[String],
+    long: bool,
+) -> Result<Vec<&'a Check>, VerifyError> {
     let matches = |check: &Check, word: &str| {
         check.name == word
             || check
@@ -108,7 +119,11 @@ fn select<'a>(checks: &'a [Check], only: &[String]) -> Result<Vec<&'a Check>, Ve
     {
         return Err(VerifyError::Unknown(word.clone()));
     }
-    let wanted = |check: &&Check| only.is_empty() || only.iter().any(|word| matches(check, word));
+    let wanted = |check: &&Check| {
+        let asked_for = only.is_empty() || only.iter().any(|word| matches(check, word));
+        let in_full = only.iter().any(|word| word == check.name);
+        asked_for && (long || in_full || !check.is_long())
+    };
     Ok(checks.iter().filter(wanted).collect())
 }
 
@@ -218,7 +233,7 @@ mod tests {
 
     fn names(only: &[&str]) -> Result<Vec<&'static str>, VerifyError> {
         let only: Vec<String> = only.iter().map(|word| (*word).to_owned()).collect();
-        Ok(select(&checks::all(), &only)?
+        Ok(select(&checks::all(), &only, false)?
             .into_iter()
             .map(|check| check.name)
             .collect())
@@ -246,7 +261,7 @@ mod tests {
     fn what_waits_has_a_lane_and_the_trials_have_one_together() {
         let all = checks::all();
         let lanes = |only: &str| {
-            let chosen = select(&all, &[only.to_owned()]).unwrap();
+            let chosen = select(&all, &[only.to_owned()], false).unwrap();
             let lanes = checks::lanes(&chosen);
             lanes.iter().map(|lane| lane.name).collect::<Vec<_>>()
         };

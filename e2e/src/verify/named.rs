@@ -1,0 +1,94 @@
+//! Runs tests by their full names, and fails where fewer ran than were named.
+
+use std::io::{self, BufRead as _, BufReader, Write};
+use std::process::{Command, Stdio};
+
+use crate::cargo;
+use crate::folders;
+
+/// Tests of one target of the workspace, each by its path in it.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Tests {
+    /// What `cargo test` is told to choose the target: `--lib`, or `--test` and its name.
+    pub(super) target: &'static [&'static str],
+    /// The full name of each test.
+    pub(super) names: &'static [&'static str],
+}
+
+/// Runs these tests, those that `#[ignore]` marks as long where `long`.
+///
+/// # Errors
+/// When a test fails, or when fewer tests ran than were named: a test that was renamed would otherwise pass unseen.
+pub(super) fn run(tests: &[Tests], long: bool) -> anyhow::Result<()> {
+    for Tests { target, names } in tests {
+        let ran = passed(&mut command(target, names, long), &mut io::stdout())?;
+        anyhow::ensure!(
+            ran >= names.len(),
+            "{ran} of {} named tests ran; compare the names with `cargo test -- --list`: {}",
+            names.len(),
+            names.join(", ")
+        );
+    }
+    Ok(())
+}
+
+/// The call of `cargo test`. All crates are named, as in every other check, so that nothing is compiled twice.
+fn command(target: &[&str], names: &[&str], long: bool) -> Command {
+    let mut command = cargo::command();
+    command
+        .args(["test", "--quiet", "--locked", "--workspace"])
+        .args(target)
+        .args(["--", "--exact"])
+        .args(names)
+        .args(long.then_some("--ignored"))
+        .current_dir(folders::repository());
+    command
+}
+
+/// Runs the command, passes on what it prints, and counts the tests that its test runners say have passed.
+fn passed(command: &mut Command, out: &mut impl Write) -> anyhow::Result<usize> {
+    let mut child = command.stdout(Stdio::piped()).spawn()?;
+    let mut count = 0;
+    if let Some(stdout) = child.stdout.take() {
+        for line in BufReader::new(stdout).split(b'\n') {
+            let line = line?;
+            count += passed_in(&String::from_utf8_lossy(&line)).unwrap_or_default();
+            out.write_all(&line)?;
+            out.write_all(b"\n")?;
+        }
+    }
+    let status = child.wait()?;
+    anyhow::ensure!(status.success(), "{command:?}: {status}");
+    Ok(count)
+}
+
+/// How many tests a closing line of libtest says have passed.
+fn passed_in(line: &str) -> Option<usize> {
+    let counts = line.strip_prefix("test result: ok. ")?;
+    counts.split_once(" passed;")?.0.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn closing_line_is_counted_and_no_other() {
+        let line = "test result: ok. 12 passed; 0 failed; 1 ignored; 0 measured; 3 filtered out";
+        assert_eq!(passed_in(line), Some(12));
+        for other in ["12 passed, 0 failed", "test result: FAILED. 12 passed;", ""] {
+            assert_eq!(passed_in(other), None, "{other}");
+        }
+    }
+
+    #[test]
+    fn passed_tests_are_counted_and_a_failed_run_is_none() {
+        let mut echo = Command::new("echo");
+        echo.arg("-e")
+            .arg("test result: ok. 1 passed;\ntest result: ok. 2 passed;");
+        let mut printed = Vec::new();
+        assert_eq!(passed(&mut echo, &mut printed).ok(), Some(3));
+        assert_eq!(printed.iter().filter(|byte| **byte == b'\n').count(), 2);
+        assert!(passed(&mut Command::new("false"), &mut printed).is_err());
+    }
+}
