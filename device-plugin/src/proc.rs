@@ -20,6 +20,10 @@ pub fn read(path: &Path) -> io::Result<String> {
 pub struct Stat {
     /// The process that started it, or took it over.
     pub parent: u32,
+    /// Whether its first thread has ended, or is about to (`PF_EXITING`, linux/sched.h).
+    exiting: bool,
+    /// Its threads, one that ended and leads others included.
+    threads: u32,
     /// Whether it has executed no program since it was forked (`PF_FORKNOEXEC`, linux/sched.h). No process gets that back.
     pub forked: bool,
     /// When the process started, in clock ticks since boot: tells it from a later one with its pid.
@@ -32,6 +36,8 @@ pub struct Stat {
 
 /// `PF_FORKNOEXEC`.
 const FORKED: u64 = 0x40;
+/// `PF_EXITING`.
+const EXITING: u64 = 0x4;
 
 impl Stat {
     /// Reads the file's text; none where it is no such text.
@@ -41,12 +47,14 @@ impl Stat {
         let mut fields = rest.split_whitespace().skip(1);
         let parent = fields.next()?.parse().ok()?;
         let flags: u64 = fields.nth(4)?.parse().ok()?;
-        let mut fields = fields.skip(12);
-        let start = fields.next()?.parse().ok()?;
+        let threads = fields.nth(10)?.parse().ok()?;
+        let start = fields.nth(1)?.parse().ok()?;
         let size = fields.next()?.parse().ok()?;
         let stack = fields.nth(4)?.parse().ok()?;
         Some(Self {
             parent,
+            exiting: flags & EXITING != 0,
+            threads,
             forked: flags & FORKED != 0,
             start,
             size,
@@ -54,11 +62,28 @@ impl Stat {
         })
     }
 
+    /// Whether no thread of it runs a program any more; it may not be reaped yet.
+    pub fn has_ended(&self) -> bool {
+        self.exiting && self.threads <= 1
+    }
+
+    /// Whether its first thread has ended and others go on.
+    pub fn is_led_by_the_dead(&self) -> bool {
+        self.exiting && self.threads > 1
+    }
+
     /// How long the machine had been up when the process started.
     pub fn started(&self) -> Duration {
         // Programs are shown ticks of 10 ms on every machine (`USER_HZ`).
         Duration::from_millis(self.start.saturating_mul(10))
     }
+}
+
+/// Now, in clock ticks since boot, as processes' starts are told.
+pub fn now() -> u64 {
+    let clock = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    let since_boot = Duration::try_from(clock).unwrap_or_default();
+    u64::try_from(since_boot.as_millis() / 10).unwrap_or(u64::MAX)
 }
 
 /// Whose a process is, by its cgroup, whose path no tenant can choose.
@@ -134,6 +159,19 @@ pub(crate) mod tests {
         (child.unwrap(), folder)
     }
 
+    /// Of a process with one thread.
+    pub(crate) fn stat(start: u64, ended: bool) -> Stat {
+        Stat {
+            parent: 1,
+            exiting: ended,
+            threads: 1,
+            forked: false,
+            start,
+            size: 0,
+            stack: 0,
+        }
+    }
+
     const UID: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
 
     #[test]
@@ -142,6 +180,9 @@ pub(crate) mod tests {
         let stat = Stat::parse(&format!("7 (a) R 1 (b) {}", fields.join(" ")));
         let expected = Stat {
             parent: 4,
+            // 9 are the flags.
+            exiting: false,
+            threads: 20,
             forked: false,
             start: 22,
             size: 23,

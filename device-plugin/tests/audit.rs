@@ -16,6 +16,8 @@ mod machine;
 mod container;
 #[path = "audit/found.rs"]
 mod found;
+#[path = "audit/honest.rs"]
+mod honest;
 #[path = "audit/left.rs"]
 mod left;
 #[path = "audit/poison.rs"]

@@ -1,4 +1,7 @@
 //! Asks NVML about every GPU, never longer than a deadline, and finds out who the processes are.
+//!
+//! The ledger's books are read between both. A process that lives after that is no member that died meanwhile, and one
+//! that started after NVML was asked is not the one that NVML listed.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -16,9 +19,19 @@ use crate::units::{Bytes, GpuUuid};
 /// An answer of NVML's that is still to come.
 pub type Pending = oneshot::Receiver<Result<Look, QueryError>>;
 
-/// The questions that were asked. One GPU has one at most, so a GPU that hangs gathers none.
+/// The questions that were asked, each with when, in clock ticks since boot. One GPU has one at most, so a GPU that hangs
+/// gathers none.
 #[derive(Debug, Default)]
-pub struct Questions(BTreeMap<GpuUuid, Pending>);
+pub struct Questions(BTreeMap<GpuUuid, (u64, Pending)>);
+
+/// What NVML shows of a GPU.
+#[derive(Debug)]
+pub struct Answer {
+    /// When NVML was asked, in clock ticks since boot.
+    pub asked: u64,
+    /// What it answered.
+    pub look: Look,
+}
 
 impl Questions {
     /// What NVML shows of `gpus` until `deadline`; those that do not answer by then are left out.
@@ -27,20 +40,21 @@ impl Questions {
         gpus: &BTreeSet<GpuUuid>,
         ask: impl Fn(&GpuUuid) -> Pending,
         deadline: Instant,
-    ) -> BTreeMap<GpuUuid, Look> {
+    ) -> BTreeMap<GpuUuid, Answer> {
         self.0.retain(|gpu, _| gpus.contains(gpu));
         for gpu in gpus {
-            self.0.entry(gpu.clone()).or_insert_with(|| ask(gpu));
+            let question = || (proc::now(), ask(gpu));
+            self.0.entry(gpu.clone()).or_insert_with(question);
         }
         let mut seen = BTreeMap::new();
         let mut open = BTreeMap::new();
-        for (gpu, mut pending) in std::mem::take(&mut self.0) {
+        for (gpu, (asked, mut pending)) in std::mem::take(&mut self.0) {
             match timeout_at(deadline, &mut pending).await {
-                Ok(Ok(Ok(look))) => drop(seen.insert(gpu, look)),
+                Ok(Ok(Ok(look))) => drop(seen.insert(gpu, Answer { asked, look })),
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "not audited"),
                 // Its thread has ended, with the agent.
                 Ok(Err(_)) => {}
-                Err(_) => drop(open.insert(gpu, pending)),
+                Err(_) => drop(open.insert(gpu, (asked, pending))),
             }
         }
         self.0 = open;
@@ -48,14 +62,15 @@ impl Questions {
     }
 }
 
-/// `look` with who its processes are, by the host's `/proc` at `proc`; without those that the agent itself started, to
-/// look at a GPU.
-pub fn identified(gpu: GpuUuid, look: Look, proc: &Path) -> GpuSeen {
+/// An answer with who its processes are, by the host's `/proc` at `proc`; without those that the agent itself started, to
+/// look at a GPU. The ledger's books must be read before.
+pub fn identified(gpu: GpuUuid, answer: Answer, proc: &Path) -> GpuSeen {
+    let Answer { asked, look } = answer;
     let listed = |(pid, bytes)| {
         (!is_our_own(proc, pid)).then(|| Listed {
             pid,
             bytes,
-            alive: alive(proc, pid),
+            alive: alive(proc, pid, asked),
         })
     };
     GpuSeen {
@@ -73,15 +88,30 @@ fn is_our_own(proc: &Path, pid: u32) -> bool {
     stat.is_some_and(|stat| stat.parent == std::process::id())
 }
 
-/// None where it is gone. A process whose pid came again in between has another start than the ledger knows.
-fn alive(proc: &Path, pid: u32) -> Option<Alive> {
+/// Who has a pid that the driver listed when it was `asked`; none where that process is gone.
+fn alive(proc: &Path, pid: u32, asked: u64) -> Option<Alive> {
     let folder = proc.join(pid.to_string());
-    let cgroup = proc::read(&folder.join("cgroup")).ok()?;
-    let stat = proc::read(&folder.join("stat")).ok()?;
-    Some(Alive {
-        start: Stat::parse(&stat)?.start,
-        owner: Owner::parse(&cgroup),
-    })
+    let stat = Stat::parse(&proc::read(&folder.join("stat")).ok()?)?;
+    // With cgroup v1 a thread that ended is shown in no container (cgroup(7), `proc_cgroup_show`).
+    let cgroup = match stat.is_led_by_the_dead() {
+        true => cgroup_of_a_thread(&folder, pid),
+        false => proc::read(&folder.join("cgroup")).ok(),
+    };
+    living(&stat, Owner::parse(&cgroup?), asked)
+}
+
+fn cgroup_of_a_thread(folder: &Path, leader: u32) -> Option<String> {
+    let threads = std::fs::read_dir(folder.join("task")).ok()?.flatten();
+    let leader = leader.to_string();
+    let mut others = threads.filter(|thread| *thread.file_name() != *leader);
+    proc::read(&others.next()?.path().join("cgroup")).ok()
+}
+
+/// None for a process that ended, and for one that started after the driver was `asked`: it has the pid of the one
+/// that the driver listed.
+pub(super) fn living(stat: &Stat, owner: Owner, asked: u64) -> Option<Alive> {
+    let start = stat.start;
+    (!stat.has_ended() && start < asked).then_some(Alive { start, owner })
 }
 
 #[cfg(test)]
@@ -140,15 +170,29 @@ mod tests {
     #[test]
     fn this_process_is_alive_and_a_pid_that_nobody_has_is_not() {
         let proc = Path::new("/proc");
-        assert!(alive(proc, std::process::id()).is_some());
-        assert_eq!(alive(proc, u32::MAX), None);
+        let me = alive(proc, std::process::id(), u64::MAX).unwrap();
+        assert_eq!(alive(proc, u32::MAX, u64::MAX), None);
+        let before = alive(proc, std::process::id(), me.start);
+        assert_eq!(before, None, "it started after the driver was asked");
+    }
+
+    #[test]
+    fn a_process_that_ended_and_is_not_reaped_is_gone() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let proc = Path::new("/proc");
+        let stat = proc.join(child.id().to_string()).join("stat");
+        while !crate::proc::read(&stat).unwrap().contains(") Z ") {
+            std::thread::yield_now();
+        }
+        assert_eq!(alive(proc, child.id(), u64::MAX), None);
+        child.wait().unwrap();
     }
 
     #[test]
     fn a_process_whose_name_is_no_text_is_alive_and_known_for_a_child_of_the_agents() {
         let (mut child, _folder) = crate::proc::tests::nameless();
         let proc = Path::new("/proc");
-        assert!(alive(proc, child.id()).is_some());
+        assert!(alive(proc, child.id(), u64::MAX).is_some());
         assert!(is_our_own(proc, child.id()));
         child.kill().unwrap();
         child.wait().unwrap();

@@ -1,7 +1,8 @@
 //! Sets what the driver charges against the ledger: pure.
 //!
 //! The driver must be asked before the ledger. A process that allocated was granted it before, so what the driver
-//! shows is in books that are read later; one that said hello or died meanwhile is known to them or gone.
+//! shows is in books that are read later. Who the driver's processes are must be found out after that: one that died
+//! meanwhile is known to the books or gone, and one that lives was in them if it ever said hello.
 //!
 //! A container may be listed with more than its quota: kernels' code and the device's own heaps are charged to no
 //! quota. That is [`beyond`], for all of its processes together. Contexts get no allowance, for the ledger charges each:
@@ -198,7 +199,7 @@ impl Verdict {
         let mut intruders = 0;
         for listed in processes {
             let bytes = listed.bytes.unwrap_or_default();
-            let outside = match standing(listed, gpu, books, containers) {
+            let outside = match standing(listed, gpu, books, containers, limits) {
                 Standing::Known(allocation) => {
                     charged.entry(allocation).or_default().push(listed);
                     continue;
@@ -298,7 +299,13 @@ impl Verdict {
     }
 }
 
-fn standing(listed: &Listed, gpu: &GpuUuid, books: &[Books], known: &Containers) -> Standing {
+fn standing(
+    listed: &Listed,
+    gpu: &GpuUuid,
+    books: &[Books],
+    known: &Containers,
+    limits: &AuditConfig,
+) -> Standing {
     let pid = listed.pid;
     let has_gpu = |books: &&Books| index(books, gpu).is_some();
     let retired = || {
@@ -310,6 +317,16 @@ fn standing(listed: &Listed, gpu: &GpuUuid, books: &[Books], known: &Containers)
     };
     let is_member = |books: &&Books| books.has(pid, *start);
     if let Some(books) = books.iter().filter(has_gpu).find(is_member) {
+        return Standing::Known(books.allocation);
+    }
+    // A pid comes again while the driver lists the dead process that had it.
+    let left = |books: &&Books| {
+        let account = index(books, gpu).and_then(|index| books.accounts.get(index));
+        let left = account.map_or(0, |account| account.retired.0);
+        let most = left.saturating_add(limits.process_allowance.0);
+        listed.bytes.is_some_and(|bytes| bytes.0 <= most)
+    };
+    if let Some(books) = retired().filter(left) {
         return Standing::Known(books.allocation);
     }
     let Owner::Container { pod, cgroup } = owner else {

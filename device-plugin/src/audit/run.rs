@@ -1,10 +1,11 @@
 //! The audit's loop: once a second it gathers, judges, tells, and acts.
 //!
 //! ```text
-//!   NVML (deadline) --> attestation (deadline) --> the ledger's books --> judge --> charge, metrics, events, kill
+//!   NVML (deadline) --> attestation (deadline) --> the ledger's books --> who NVML's processes are --> judge
+//!     --> charge, metrics, events, kill
 //! ```
 //!
-//! In this order: see [`judge`](super::judge). Nothing in it waits longer than its deadline: a GPU or a pod that hangs
+//! In this order: see [`judge`](super::judge) and [`gather`](super::gather). Nothing in it waits longer than its deadline: a GPU or a pod that hangs
 //! is left out, and told of once it has been for [`STALE`].
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -174,14 +175,10 @@ impl Auditor {
             (gpus, healthy, snapshot.containers.clone())
         };
         let nvml = self.nvml.clone();
-        let looks = self
+        let answers = self
             .questions
             .ask(&gpus, |gpu| nvml.ask(gpu), begun + NVML_LIMIT)
             .await;
-        let mut seen: Vec<GpuSeen> = looks
-            .into_iter()
-            .map(|(gpu, look)| identified(gpu, look, &self.proc))
-            .collect();
         self.attest(config, &containers).await;
         let attested = self.pods.values().flat_map(|pod| &pod.attested);
         let attested: Vec<Attested> = attested.cloned().collect();
@@ -189,6 +186,10 @@ impl Auditor {
         let hanging = self.pods.iter().filter(|(_, pod)| hangs(pod));
         let hanging: BTreeSet<PodUid> = hanging.map(|(uid, _)| uid.clone()).collect();
         let books = self.sessions.books();
+        let mut seen: Vec<GpuSeen> = answers
+            .into_iter()
+            .map(|(gpu, answer)| identified(gpu, answer, &self.proc))
+            .collect();
         // After the books: what a pod leaves is in one of both.
         for gpu in &self.snapshots.borrow().view.gpus {
             let of_it = seen.iter_mut().find(|seen| seen.gpu == gpu.uuid);

@@ -11,6 +11,8 @@
  *   fault          -> ok | err N     a kernel that writes to address 0, which a launch does not see
  *   sync           -> ok | err N     what the context's work came to
  *   close          -> ok             every socket but its standard ones
+ *   child BYTES MS -> ok PID         a child that waits for `crash`
+ *   crash          -> ok | err N     lets it open libcuda.so.1, be refused BYTES, and end after MS; waits for its end
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -20,6 +22,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static void *driver;
@@ -71,6 +74,33 @@ static int park(void) {
     _exit(1);
 }
 
+static int gate[2];
+
+/* A program that asks for more than it gets, and ends: its code, and 0 where it was refused. */
+static int child(uint64_t bytes, unsigned milliseconds) {
+    int code, process;
+    uint64_t at = 0;
+    char go;
+    if (pipe(gate)) return -1;
+    process = fork();
+    if (process) return process;
+    close(gate[1]);
+    if (read(gate[0], &go, 1) != 1) _exit(99);
+    code = open_driver("libcuda.so.1");
+    if (!code) code = call("cuMemAlloc_v2", &at, bytes, 0) == 2 ? 0 : 98;
+    usleep(1000 * milliseconds);
+    _exit(code);
+}
+
+static int crash(void) {
+    int status = 0;
+    close(gate[0]);
+    if (write(gate[1], "", 1) != 1) return -1;
+    wait(&status);
+    close(gate[1]);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
 /* Where the credit page is mapped; none is 0. */
 static int page(unsigned long *from, unsigned long *to) {
     char line[512];
@@ -90,6 +120,7 @@ int main(int count, char **words) {
     while (fgets(line, sizeof line, stdin)) {
         unsigned long long bytes = 0;
         unsigned long from, to;
+        unsigned milliseconds = 0;
         int code = 0;
         if (sscanf(line, "open %511s", word) == 1) {
             code = open_driver(word);
@@ -118,6 +149,11 @@ int main(int count, char **words) {
         } else if (!strncmp(line, "park", 4)) {
             printf("ok %d\n", park());
             continue;
+        } else if (sscanf(line, "child %llu %u", &bytes, &milliseconds) == 2) {
+            printf("ok %d\n", child(bytes, milliseconds));
+            continue;
+        } else if (!strncmp(line, "crash", 5)) {
+            code = crash();
         } else if (!strncmp(line, "scribble", 8)) {
             /* Every slot after the page's head. */
             if (page(&from, &to)) memset((char *)from + 64, 0x5a, to - from - 64);

@@ -1,5 +1,7 @@
 use proptest::prelude::*;
 
+mod interleavings;
+
 use super::*;
 use crate::config::AuditPolicy;
 use crate::sessions::MemberBooks;
@@ -193,6 +195,19 @@ fn the_dead_whose_memory_stays_are_known_and_one_that_is_gone_is_no_finding() {
     let verdict = judge(&[seen(vec![dead])], &[of_it], &shims(&[]), &LIMITS);
     assert_eq!(verdict.findings, []);
     assert_eq!(verdict.drift[&(AllocationId::from_bits(1), gpu())], 0);
+}
+
+#[test]
+fn who_gets_the_pid_of_a_dead_process_is_charged_for_what_that_left() {
+    let mut of_it = books(1, 8192, &[]);
+    of_it.retired = vec![5];
+    of_it.accounts[0].retired = Bytes::mib(600);
+    // Of the host, of another pod, and of the container itself.
+    for number in [0, 9, 1] {
+        let again = |mib| found(vec![listed(number, 5, mib)], &[of_it.clone()], &shims(&[]));
+        assert_eq!(again(600), [""; 0], "{number}");
+        assert_eq!(again(600 + 1024 + 1), ["intruder"], "{number}");
+    }
 }
 
 #[test]

@@ -1,0 +1,58 @@
+//! Honest programs are never accused, whenever they end and whatever the audit does meanwhile.
+
+use crate::common::kubelet::Pod;
+use crate::container::{Container, PLAIN, machine};
+use crate::found::{findings, value};
+use crate::machine::Machine;
+
+const GIB: u64 = 1 << 30;
+
+/// No finding of any kind, and no kill.
+async fn nobody_is_accused(machine: &Machine) {
+    for kind in ["over-quota", "intruder", "forged-page", "unaccounted"] {
+        assert_eq!(findings(machine, kind).await, 0, "{kind}");
+    }
+    let kills = value(machine, "bursar_agent_audit_kills_total", "").await;
+    assert_eq!(kills, Some(0));
+}
+
+/// A process of another pod that no look comes back from: each audit waits for it, between the driver's list and the
+/// ledger's books, for as long as attestation may take.
+async fn slow_audits(machine: &Machine) -> (Pod, Container) {
+    let pod = machine.admit("slow", 1).await;
+    let container = Container::start(machine, &pod, PLAIN).await;
+    let maps = machine.path(&format!("proc/{}/maps", container.pid()));
+    std::fs::remove_file(&maps).unwrap();
+    rustix::fs::mkfifoat(rustix::fs::CWD, &maps, 0o600.into()).unwrap();
+    (pod, container)
+}
+
+async fn crash_loops(loops: u32) {
+    let machine = machine("policy = \"kill\"\nkill-after = 1").await;
+    let _slow = slow_audits(&machine).await;
+    let pod = machine.admit("a", 8).await;
+    let mut program = Container::start(&machine, &pod, PLAIN).await;
+    for number in 0..loops {
+        // From one that ends at once to one that outlives an audit's wait.
+        let milliseconds = [0, 20, 60, 150, 300][number as usize % 5];
+        let answer = program.call(&format!("child {} {milliseconds}", 8 * GIB));
+        let child = answer.strip_prefix("ok ").unwrap().parse().unwrap();
+        machine.adopt(&pod, child);
+        program.ok("crash");
+        std::fs::remove_dir_all(machine.path(&format!("proc/{child}"))).unwrap();
+    }
+    nobody_is_accused(&machine).await;
+    let audits = value(&machine, "bursar_agent_audit_seconds_count", "").await;
+    println!("{loops} crash loops, {audits:?} audits");
+}
+
+#[tokio::test]
+async fn a_crash_looping_program_is_never_accused() {
+    crash_loops(60).await;
+}
+
+#[tokio::test]
+#[ignore = "ten minutes"]
+async fn a_program_that_crashes_a_thousand_times_is_never_accused() {
+    crash_loops(1_000).await;
+}
