@@ -92,6 +92,9 @@ impl Process {
             eprintln!("simulated libcuda: {error}");
             Code::from(error)
         })?;
+        for gpu in &sim.config.gpu {
+            bursar_sim_state::folder::make_gpu_node(&dev(), gpu.minor);
+        }
         let devices = crate::device::visible(
             &sim,
             &dev(),

@@ -132,10 +132,13 @@ impl Folder {
             open_to_all(&mode.0, mode.1)?;
         }
         Table::create(&self.table(), &parsed)?;
-        let nodes = parsed.gpu.iter().map(|gpu| format!("nvidia{}", gpu.minor));
-        for node in nodes.chain(["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"].map(str::to_owned))
-        {
-            make_node(&self.dev().join(node))?;
+        for gpu in &parsed.gpu {
+            let node = format!("nvidia{}", gpu.minor);
+            make_node(&self.dev().join(node), gpu_number(gpu.minor))?;
+        }
+        let others = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"];
+        for (node, minor) in others.into_iter().zip(0..) {
+            make_node(&self.dev().join(node), libc::makedev(OTHERS, minor))?;
         }
         libraries
             .iter()
@@ -198,20 +201,48 @@ fn open_to_all(path: &Path, mode: u32) -> Result<(), InitError> {
     std::fs::set_permissions(path, mode).map_err(io_error("changing the mode of", path))
 }
 
-/// A character device that is `/dev/null` underneath: real enough to be mounted as a device. Where the
-/// system does not let us make one, a plain file: the libraries only ask whether the node exists.
-fn make_node(path: &Path) -> Result<(), InitError> {
-    let name = CString::new(path.as_os_str().as_bytes())
-        .map_err(|_| io_error("naming", path)(io::Error::from(io::ErrorKind::InvalidInput)))?;
-    let _ = std::fs::remove_file(path);
+/// Majors that no driver has (Documentation/admin-guide/devices.txt: local and experimental use). A device cgroup tells
+/// GPUs apart by the number, and who opens one gets ENXIO.
+const GPUS: u32 = 120;
+const OTHERS: u32 = 121;
+
+/// The number of the device of the GPU with that minor.
+fn gpu_number(minor: u32) -> libc::dev_t {
+    libc::makedev(GPUS, minor)
+}
+
+/// Makes the node of a GPU in `dev`, as libcuda does in `cuInit` for every GPU of the machine: where the process is
+/// root and has `CAP_MKNOD` (seen on an H200 with driver 580). Elsewhere nothing happens.
+pub fn make_gpu_node(dev: &Path, minor: u32) {
+    let path = dev.join(format!("nvidia{minor}"));
+    if path.symlink_metadata().is_err() && mknod(&path, gpu_number(minor)).is_ok() {
+        let _ = open_to_all(&path, 0o666);
+    }
+}
+
+/// Whether this process may open a file to read and write, as access(2) says; a device node need not have a driver.
+pub fn may_open(path: &Path) -> bool {
+    let name = CString::new(path.as_os_str().as_bytes());
     // SAFETY: `name` is a NUL-terminated string that lives through the call.
-    let made = unsafe { libc::mknod(name.as_ptr(), libc::S_IFCHR | 0o666, libc::makedev(1, 3)) };
-    if made != 0 {
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() != Some(libc::EPERM) {
-            return Err(io_error("making", path)(error));
-        }
-        write(path, b"")?;
+    name.is_ok_and(|name| unsafe { libc::access(name.as_ptr(), libc::R_OK | libc::W_OK) } == 0)
+}
+
+fn mknod(path: &Path, number: libc::dev_t) -> io::Result<()> {
+    let name = CString::new(path.as_os_str().as_bytes())?;
+    // SAFETY: `name` is a NUL-terminated string that lives through the call.
+    match unsafe { libc::mknod(name.as_ptr(), libc::S_IFCHR | 0o666, number) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// A character device: real enough to be mounted as a device, and for a device cgroup. Where the
+/// system does not let us make one, a plain file: the libraries only ask whether the node may be opened.
+fn make_node(path: &Path, number: libc::dev_t) -> Result<(), InitError> {
+    let _ = std::fs::remove_file(path);
+    match mknod(path, number) {
+        Err(error) if error.raw_os_error() == Some(libc::EPERM) => write(path, b"")?,
+        made => made.map_err(io_error("making", path))?,
     }
     open_to_all(path, 0o666)
 }

@@ -143,10 +143,10 @@ impl Sim {
         unit.mig.map_or(&gpu.uuid, |mig| &gpu.mig[mig].uuid)
     }
 
-    /// Whether the device node of a GPU is in `dev`: what a container was given.
+    /// Whether this process may open the device node of a GPU in `dev`: what a container was given.
     pub fn is_visible(&self, gpu: usize, dev: &Path) -> bool {
-        dev.join(format!("nvidia{}", self.config.gpu[gpu].minor))
-            .exists()
+        let node = dev.join(format!("nvidia{}", self.config.gpu[gpu].minor));
+        crate::folder::may_open(&node)
     }
 
     /// Appends a line to the log, as far as that is possible.
