@@ -339,7 +339,7 @@ impl Auditor {
                     Ok(true) => {
                         warn!(pid = process.pid, kind = finding.kind(), "killed");
                         self.metrics.killed();
-                        tell::killed(&self.events, finding, process, containers);
+                        tell::killed(&self.events, finding, containers);
                     }
                     Ok(false) => {}
                     Err(error) => warn!(pid = process.pid, %error, "not killed"),

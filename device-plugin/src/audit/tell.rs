@@ -1,10 +1,11 @@
 //! What people are told of findings: Events on pods, or on the node where no pod's name is known.
+//!
+//! Tenants read them: no process is named by the pid that it has on the host. The agent's log names it.
 
 use super::judge::Finding;
 use crate::attest::Lack;
 use crate::node::core::BoundContainer;
 use crate::proc::Owner;
-use crate::sessions::Process;
 use crate::status::{Events, PodRef, Reason};
 use crate::units::{AllocationId, Bytes};
 
@@ -20,7 +21,7 @@ pub fn finding(events: &Events, finding: &Finding, containers: &[BoundContainer]
 }
 
 /// Tells that a process was killed for a finding.
-pub fn killed(events: &Events, finding: &Finding, process: Process, containers: &[BoundContainer]) {
+pub fn killed(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let allocation = match finding {
         Finding::OverQuota { allocation, .. } | Finding::ForgedPage { allocation, .. } => {
             Some(allocation)
@@ -28,7 +29,7 @@ pub fn killed(events: &Events, finding: &Finding, process: Process, containers: 
         Finding::Intruder { allocation, .. } => allocation.as_ref(),
         Finding::Unaccounted { .. } => None,
     };
-    let message = format!("process {} was killed: {}", process.pid, message(finding));
+    let message = format!("a process was killed: {}", message(finding));
     say(events, Reason::Killed, message, allocation, containers);
 }
 
@@ -58,21 +59,17 @@ fn message(finding: &Finding) -> String {
         } => format!("has {} of {gpu}, its quota is {quota}", rough(*charged)),
         Finding::Intruder {
             gpu,
-            process: Process { pid, .. },
             owner,
             allocation,
             ..
         } => match (owner, allocation) {
-            (_, Some(_)) => format!("process {pid} uses {gpu} past the shim"),
+            (_, Some(_)) => format!("a process uses {gpu} past the shim"),
             (Owner::Container { pod, .. }, None) => {
-                format!("process {pid} of pod {pod}, which was given none of it, uses {gpu}")
+                format!("a process of pod {pod}, which was given none of it, uses {gpu}")
             }
-            (Owner::Host, None) => format!("process {pid} of the host uses {gpu}"),
+            (Owner::Host, None) => format!("a process of the host uses {gpu}"),
         },
-        Finding::ForgedPage {
-            process: Process { pid, .. },
-            ..
-        } => format!("process {pid} wrote a grant into its own credit page"),
+        Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
         Finding::Unaccounted { gpu, bytes } => {
             format!("{} of {gpu} is in use and charged to nobody", rough(*bytes))
         }
@@ -121,5 +118,43 @@ fn say(
             events.on_pod(pod, reason, message);
         }
         None => events.on_node(reason, format!("pod {}: {message}", container.pod)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sessions::Process;
+    use crate::units::GpuUuid;
+
+    #[test]
+    fn no_event_of_a_finding_names_a_pid() {
+        let (gpu, allocation) = ("GPU-a".parse().unwrap(), AllocationId::from_bits(1));
+        let process = |pid| Process { pid, start: 7 };
+        let told = |pid| {
+            let forged = Finding::ForgedPage {
+                allocation,
+                process: process(pid),
+            };
+            let intruder = |owner: &Owner, allocation| Finding::Intruder {
+                gpu: GpuUuid::clone(&gpu),
+                process: process(pid),
+                bytes: None,
+                owner: owner.clone(),
+                allocation,
+            };
+            let pod = Owner::Container {
+                pod: "p".parse().unwrap(),
+                cgroup: "c".into(),
+            };
+            let all = [
+                forged,
+                intruder(&pod, Some(allocation)),
+                intruder(&pod, None),
+                intruder(&Owner::Host, None),
+            ];
+            all.map(|finding| message(&finding))
+        };
+        assert_eq!(told(4711), told(4712));
     }
 }

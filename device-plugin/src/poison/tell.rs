@@ -85,10 +85,9 @@ fn message(fault: &Fault) -> String {
         Some(Decision::Leave { open: false }) => "nothing is done",
         None => "it is fenced",
     };
-    format!(
-        "{cause} poisoned the context of process {} (generation {}): {done}",
-        fault.image.process.pid, fault.image.generation
-    )
+    // A tenant reads it, and must not learn a pid of the host.
+    let generation = fault.image.generation;
+    format!("{cause} poisoned the context of a process (generation {generation}): {done}")
 }
 
 fn container<'a>(
@@ -125,7 +124,7 @@ mod tests {
 
     #[test]
     fn a_fault_is_told_with_its_cause_its_image_and_what_is_done() {
-        let said = "CUDA error 700 poisoned the context of process 7 (generation 3): \
+        let said = "CUDA error 700 poisoned the context of a process (generation 3): \
             it is executed again in its place";
         assert_eq!(message(&fault()), said);
         let undecided = Fault {

@@ -1,14 +1,19 @@
-//! Events on the node and its pods, bounded in kind, number and rate.
+//! Events on the node and its pods, bounded in kind, number and rate: a pod's own rate within that of all pods.
 
 use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bursar_crds::AGENT_MANAGER;
+use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
-use kube::Client;
-use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use k8s_openapi::api::events::v1::{Event, EventSeries};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{MicroTime, ObjectMeta};
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::runtime::events::EventType;
+use kube::{Client, ResourceExt as _};
 use tokio::sync::mpsc;
-use tokio::time::Instant;
+use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
@@ -128,6 +133,16 @@ enum About {
     Pod(PodRef),
 }
 
+impl About {
+    /// Where Events about it are. Those about what has no namespace are in `default` (kubectl looks there).
+    fn namespace(&self) -> &str {
+        match self {
+            About::Node => "default",
+            About::Pod(pod) => &pod.namespace,
+        }
+    }
+}
+
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Said {
     about: About,
@@ -137,18 +152,25 @@ struct Said {
 
 /// How many events may wait to be sent; more are dropped and counted.
 const QUEUE: usize = 256;
-/// The same thing about the same object is said once in this time.
+/// The same thing about the same object is one Event for this time, with a count.
 const REPEAT: Duration = Duration::from_secs(300);
-/// Events at once after a quiet time.
+/// How often counts are brought up to date.
+const COUNT_EVERY: Duration = Duration::from_secs(60);
+/// Events at once after a quiet time, on the node and on all of its pods.
 const BURST: u32 = 25;
 /// From one event to the next when it is not quiet.
 const INTERVAL: Duration = Duration::from_secs(1);
+/// The same for one pod.
+const POD_BURST: u32 = 8;
+const POD_INTERVAL: Duration = Duration::from_secs(30);
 /// The longest note that the API server takes (`events.k8s.io/v1`).
 const LONGEST: usize = 1024;
 
 /// Says things, and never waits for the API server. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Events {
+    /// Before the queue: what one pod says too often takes nobody's place in it.
+    gate: Arc<Mutex<Gate>>,
     queue: mpsc::Sender<Said>,
     metrics: Metrics,
 }
@@ -156,6 +178,7 @@ pub struct Events {
 /// The other end of [`Events`]: sends them.
 #[derive(Debug)]
 pub struct Outbox {
+    gate: Arc<Mutex<Gate>>,
     queue: mpsc::Receiver<Said>,
 }
 
@@ -163,11 +186,13 @@ impl Events {
     /// A handle, and what [`Outbox::run`] sends from.
     pub fn new(metrics: Metrics) -> (Self, Outbox) {
         let (sender, queue) = mpsc::channel(QUEUE);
+        let gate = Arc::new(Mutex::new(Gate::new(Instant::now())));
         let events = Self {
+            gate: Arc::clone(&gate),
             queue: sender,
             metrics,
         };
-        (events, Outbox { queue })
+        (events, Outbox { gate, queue })
     }
 
     /// Says something about this node.
@@ -186,10 +211,20 @@ impl Events {
             reason,
             message,
         };
-        if self.queue.try_send(said).is_err() {
+        let passage = lock(&self.gate).passage(&said, Instant::now());
+        let dropped = match passage {
+            Passage::Again => false,
+            Passage::TooOften => true,
+            Passage::New => self.queue.try_send(said).is_err(),
+        };
+        if dropped {
             self.metrics.event_dropped();
         }
     }
+}
+
+fn lock(gate: &Mutex<Gate>) -> MutexGuard<'_, Gate> {
+    gate.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Outbox {
@@ -202,46 +237,87 @@ impl Outbox {
         metrics: Metrics,
         shutdown: CancellationToken,
     ) {
-        let reporter = Reporter {
-            controller: AGENT_MANAGER.to_owned(),
-            instance: Some(node.clone()),
-        };
-        let mut gate = Gate::new(Instant::now());
+        let mut counts = interval(COUNT_EVERY);
+        counts.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            let said = tokio::select! {
-                () = shutdown.cancelled() => return,
-                said = self.queue.recv() => match said {
-                    Some(said) => said,
-                    None => return,
-                },
-            };
-            if !gate.admits(&said, Instant::now()) {
-                metrics.event_dropped();
-                continue;
-            }
-            let (event, about) = (event(&said), reference(&said.about, &node));
-            // A new one each: it takes a second Event with the same reason for the first one again, and drops its note.
-            let recorder = Recorder::new(client.clone(), reporter.clone());
             tokio::select! {
                 () = shutdown.cancelled() => return,
-                sent = recorder.publish(&event, &about) => if let Err(error) = sent {
-                    debug!(reason = said.reason.as_str(), %error, "event not sent");
-                    metrics.event_dropped();
+                said = self.queue.recv() => {
+                    let Some(said) = said else { return };
+                    let sent = shutdown.run_until_cancelled(create(&client, &node, &said)).await;
+                    let Some(sent) = sent else { return };
+                    match sent {
+                        Ok(name) => lock(&self.gate).is_called(&said, name),
+                        Err(error) => {
+                            debug!(reason = said.reason.as_str(), %error, "event not sent");
+                            metrics.event_dropped();
+                        }
+                    }
                 },
+                _ = counts.tick() => {
+                    let repeated = lock(&self.gate).repeated();
+                    let sent = shutdown.run_until_cancelled(count(&client, repeated)).await;
+                    if sent.is_none() {
+                        return;
+                    }
+                }
             }
         }
     }
 }
 
-fn event(said: &Said) -> Event {
+/// Makes an Event; its name.
+async fn create(client: &Client, node: &str, said: &Said) -> kube::Result<String> {
+    let event = event(said, node);
+    let api = Api::<Event>::namespaced(client.clone(), said.about.namespace());
+    let made = api.create(&PostParams::default(), &event).await?;
+    Ok(made.name_any())
+}
+
+/// Tells how often each was said until now. One that is not taken is told the next time.
+async fn count(client: &Client, repeated: Vec<Repeated>) {
+    for Repeated {
+        namespace,
+        name,
+        count,
+    } in repeated
+    {
+        let series = EventSeries {
+            count: i32::try_from(count).unwrap_or(i32::MAX),
+            last_observed_time: MicroTime(Timestamp::now()),
+        };
+        let api = Api::<Event>::namespaced(client.clone(), &namespace);
+        let patch = Patch::Merge(serde_json::json!({ "series": series }));
+        let sent = api.patch(&name, &PatchParams::default(), &patch).await;
+        if let Err(error) = sent {
+            debug!(%name, %error, "event not counted");
+        }
+    }
+}
+
+fn event(said: &Said, node: &str) -> Event {
     let mut note = said.message.clone();
     note.truncate(note.floor_char_boundary(LONGEST));
+    let regarding = reference(&said.about, node);
+    let name = regarding.name.as_deref().unwrap_or_default();
     Event {
-        type_: said.reason.type_(),
-        reason: said.reason.as_str().to_owned(),
+        metadata: ObjectMeta {
+            generate_name: Some(format!("{name}.")),
+            namespace: Some(said.about.namespace().to_owned()),
+            ..ObjectMeta::default()
+        },
+        type_: Some(match said.reason.type_() {
+            EventType::Normal => "Normal".to_owned(),
+            EventType::Warning => "Warning".to_owned(),
+        }),
+        reason: Some(said.reason.as_str().to_owned()),
+        action: Some(said.reason.as_str().to_owned()),
         note: Some(note),
-        action: said.reason.as_str().to_owned(),
-        secondary: None,
+        event_time: Some(MicroTime(Timestamp::now())),
+        reporting_controller: Some(AGENT_MANAGER.to_owned()),
+        reporting_instance: Some(node.to_owned()),
+        regarding: Some(regarding),
+        ..Event::default()
     }
 }
 
@@ -270,37 +346,154 @@ fn reference(about: &About, node: &str) -> ObjectReference {
     }
 }
 
-/// Lets through what is new, at a bounded rate: a token bucket, and a memory of what was said.
-struct Gate {
+/// A token bucket.
+#[derive(Clone, Copy, Debug)]
+struct Bucket {
     tokens: f64,
     filled: Instant,
-    said: HashMap<Said, Instant>,
+    burst: u32,
+    interval: Duration,
+}
+
+impl Bucket {
+    fn full(burst: u32, interval: Duration, now: Instant) -> Self {
+        let tokens = f64::from(burst);
+        Self {
+            tokens,
+            filled: now,
+            burst,
+            interval,
+        }
+    }
+
+    fn fill(&mut self, now: Instant) {
+        let passed = now.saturating_duration_since(self.filled).as_secs_f64();
+        let more = passed / self.interval.as_secs_f64();
+        self.tokens = (self.tokens + more).min(f64::from(self.burst));
+        self.filled = now;
+    }
+
+    fn has_one(&self) -> bool {
+        self.tokens >= 1.0
+    }
+}
+
+/// What becomes of something that is said.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Passage {
+    New,
+    /// It was said a moment ago: its Event counts it.
+    Again,
+    TooOften,
+}
+
+/// An Event that was made, with how often it was said.
+#[derive(Debug)]
+struct Heard {
+    first: Instant,
+    /// None until it is made.
+    name: Option<String>,
+    count: u32,
+    told: u32,
+}
+
+/// An Event whose count changed.
+#[derive(Debug, PartialEq, Eq)]
+struct Repeated {
+    namespace: String,
+    name: String,
+    count: u32,
+}
+
+/// Lets through what is new, at a bounded rate: for each pod, for all pods, and for the node.
+#[derive(Debug)]
+struct Gate {
+    node: Bucket,
+    all_pods: Bucket,
+    pods: HashMap<PodRef, Bucket>,
+    said: HashMap<Said, Heard>,
 }
 
 impl Gate {
     fn new(now: Instant) -> Self {
         Self {
-            tokens: f64::from(BURST),
-            filled: now,
+            node: Bucket::full(BURST, INTERVAL, now),
+            all_pods: Bucket::full(BURST, INTERVAL, now),
+            pods: HashMap::new(),
             said: HashMap::new(),
         }
     }
 
-    fn admits(&mut self, said: &Said, now: Instant) -> bool {
-        self.said
-            .retain(|_, at| now.saturating_duration_since(*at) < REPEAT);
-        if self.said.contains_key(said) {
+    fn passage(&mut self, said: &Said, now: Instant) -> Passage {
+        let recent =
+            |_: &Said, heard: &mut Heard| now.saturating_duration_since(heard.first) < REPEAT;
+        self.said.retain(recent);
+        if let Some(heard) = self.said.get_mut(said) {
+            heard.count = heard.count.saturating_add(1);
+            return Passage::Again;
+        }
+        if !self.takes(&said.about, now) {
+            return Passage::TooOften;
+        }
+        let heard = Heard {
+            first: now,
+            name: None,
+            count: 1,
+            told: 1,
+        };
+        self.said.insert(said.clone(), heard);
+        Passage::New
+    }
+
+    /// Takes a token for an event, where there is one in each bucket that it needs.
+    fn takes(&mut self, about: &About, now: Instant) -> bool {
+        let About::Pod(pod) = about else {
+            self.node.fill(now);
+            let takes = self.node.has_one();
+            self.node.tokens -= f64::from(u8::from(takes));
+            return takes;
+        };
+        // A pod whose bucket is full is as one that never said anything.
+        self.pods.retain(|_, bucket| {
+            bucket.fill(now);
+            bucket.tokens < f64::from(bucket.burst)
+        });
+        let mut own = match self.pods.get(pod) {
+            Some(bucket) => *bucket,
+            None => Bucket::full(POD_BURST, POD_INTERVAL, now),
+        };
+        self.all_pods.fill(now);
+        if !own.has_one() || !self.all_pods.has_one() {
             return false;
         }
-        let passed = now.saturating_duration_since(self.filled).as_secs_f64();
-        self.tokens = (self.tokens + passed / INTERVAL.as_secs_f64()).min(f64::from(BURST));
-        self.filled = now;
-        if self.tokens < 1.0 {
-            return false;
-        }
-        self.tokens -= 1.0;
-        self.said.insert(said.clone(), now);
+        own.tokens -= 1.0;
+        self.all_pods.tokens -= 1.0;
+        self.pods.insert(pod.clone(), own);
         true
+    }
+
+    /// The Event was made under this name.
+    fn is_called(&mut self, said: &Said, name: String) {
+        if let Some(heard) = self.said.get_mut(said) {
+            heard.name = Some(name);
+        }
+    }
+
+    /// The Events whose count is more than was told.
+    fn repeated(&mut self) -> Vec<Repeated> {
+        let changed = self.said.iter_mut();
+        let changed = changed.filter(|(_, heard)| heard.count > heard.told);
+        changed
+            .filter_map(|(said, heard)| {
+                let name = heard.name.clone()?;
+                heard.told = heard.count;
+                Some(Repeated {
+                    namespace: said.about.namespace().to_owned(),
+                    name,
+                    count: heard.count,
+                })
+            })
+            .collect()
     }
 }
 
@@ -316,14 +509,36 @@ mod tests {
         }
     }
 
+    fn of_pod(pod: &str, message: &str) -> Said {
+        Said {
+            about: About::Pod(PodRef {
+                namespace: "n".into(),
+                name: pod.into(),
+                uid: pod.parse().unwrap(),
+            }),
+            ..said(message)
+        }
+    }
+
     #[test]
-    fn the_same_thing_is_said_once_in_five_minutes() {
+    fn the_same_thing_is_one_event_with_a_count_for_five_minutes() {
         let start = Instant::now();
         let mut gate = Gate::new(start);
-        assert!(gate.admits(&said("a"), start));
-        assert!(!gate.admits(&said("a"), start + REPEAT / 2));
-        assert!(gate.admits(&said("b"), start + REPEAT / 2));
-        assert!(gate.admits(&said("a"), start + REPEAT));
+        let mut says = |message, after| gate.passage(&said(message), start + after);
+        assert_eq!(says("a", Duration::ZERO), Passage::New);
+        assert_eq!(says("a", REPEAT / 2), Passage::Again);
+        assert_eq!(says("b", REPEAT / 2), Passage::New);
+        assert_eq!(gate.repeated(), [], "it is not made yet");
+        gate.is_called(&said("a"), "a.1".to_owned());
+        gate.is_called(&said("b"), "b.1".to_owned());
+        let expected = Repeated {
+            namespace: "default".to_owned(),
+            name: "a.1".to_owned(),
+            count: 2,
+        };
+        assert_eq!(gate.repeated(), [expected]);
+        assert_eq!(gate.repeated(), [], "it was told");
+        assert_eq!(gate.passage(&said("a"), start + REPEAT), Passage::New);
     }
 
     #[test]
@@ -333,15 +548,36 @@ mod tests {
         let sent = (0..6_000)
             .filter(|i| {
                 let now = start + Duration::from_millis(10) * *i;
-                gate.admits(&said(&i.to_string()), now)
+                gate.passage(&said(&i.to_string()), now) == Passage::New
             })
             .count();
         assert!((84..=86).contains(&sent), "{sent} in a minute");
     }
 
     #[test]
+    fn a_pods_storm_leaves_room_for_every_other_pods_events() {
+        let start = Instant::now();
+        let mut gate = Gate::new(start);
+        let (mut of_storm, mut of_others) = (0, 0);
+        for i in 0..6_000_u32 {
+            let now = start + Duration::from_millis(10) * i;
+            let storm = gate.passage(&of_pod("storm", &i.to_string()), now);
+            of_storm += u32::from(storm == Passage::New);
+            if i % 300 == 299 {
+                let other = of_pod(&format!("pod-{i}"), "over its quota");
+                of_others += u32::from(gate.passage(&other, now) == Passage::New);
+            }
+        }
+        assert_eq!(of_others, 20, "each of them");
+        assert!(of_storm <= POD_BURST + 2, "{of_storm} in a minute");
+        assert_eq!(gate.passage(&said("n"), start), Passage::New);
+        // As many pods as have said something lately are remembered.
+        assert!(gate.pods.len() <= 21, "{}", gate.pods.len());
+    }
+
+    #[test]
     fn a_long_message_is_cut_at_a_character() {
-        let note = event(&said(&"ü".repeat(2_000))).note.unwrap();
+        let note = event(&said(&"ü".repeat(2_000)), "node-1").note.unwrap();
         assert_eq!(note.len(), LONGEST);
     }
 
@@ -381,12 +617,19 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn saying_more_than_can_wait_drops_and_counts() {
+    async fn saying_more_than_passes_drops_and_counts() {
         let metrics = Metrics::new();
         let (events, _outbox) = Events::new(metrics.clone());
-        for i in 0..QUEUE + 3 {
+        for i in 0..BURST + 3 {
             events.on_node(Reason::GpuHealthy, i.to_string());
         }
+        assert!(
+            metrics
+                .encode()
+                .contains("bursar_agent_events_dropped_total 3")
+        );
+        // What was said already takes no place.
+        events.on_node(Reason::GpuHealthy, "0");
         assert!(
             metrics
                 .encode()
