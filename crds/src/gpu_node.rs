@@ -429,7 +429,7 @@ pub struct NotEnforced {
     /// The container's name.
     pub container: String,
     /// Why, in one word: `Privileged`, `MountMissing`, `MountedOver`, `ForeignDriver`, `DriverWithoutShim`,
-    /// `OtherGpus`.
+    /// `OtherGpus`, `NotAttested`, `SysNice`.
     #[schemars(length(min = 1, max = 64))]
     pub reason: String,
     /// Why, for people.

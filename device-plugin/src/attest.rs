@@ -5,8 +5,10 @@
 //! | [`mounts`] | which file a path leads to, by a mount table: pure |
 //! | [`maps`] | which files of a driver a process has mapped: pure |
 //! | [`verdict`] | what is amiss: pure |
+//! | [`ask`] | asks which device nodes a container may open |
 //! | [`look`] | reads `/proc` of the containers that have GPUs |
 
+pub mod ask;
 pub mod look;
 pub mod maps;
 pub mod mounts;

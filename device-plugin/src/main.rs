@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use bursar_device_plugin::agent::{self, Surroundings};
+use bursar_device_plugin::attest::ask;
 use bursar_device_plugin::config::{Args, Config, LogFormat};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -17,6 +18,10 @@ use tracing_subscriber::EnvFilter;
 const LINGERS: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
+    let mut words = std::env::args_os().skip(1);
+    if words.next().is_some_and(|word| word == ask::WORD) {
+        return ask::child(words);
+    }
     let args = Args::parse();
     let ended = Runtime::new()
         .map_err(anyhow::Error::from)

@@ -13,6 +13,7 @@
 //! With cgroup v1 that tree stands in each controller's folder, and the first that has the pod will do.
 
 use std::collections::BTreeMap;
+use std::io::Read as _;
 use std::path::{Path, PathBuf};
 
 use crate::units::PodUid;
@@ -158,27 +159,43 @@ fn name(folder: &Path) -> &str {
 const CONTAINER_DEPTH: usize = 8;
 /// The most cgroups of one container that are looked into.
 const MOST_CGROUPS: usize = 1_000;
+/// The most processes of one container that are looked at.
+pub const MOST_PROCESSES: usize = 16_384;
+/// The most that is read of one cgroup's list of them.
+const LONGEST_LIST: u64 = 16 * MOST_PROCESSES as u64;
 
 /// The cgroups of a pod's containers, its sandbox's among them.
 pub fn container_folders(pod: &Path) -> Vec<PathBuf> {
     subfolders(pod)
 }
 
-/// The processes of a container, those in cgroups of its own included; a cgroup that ended has none.
-pub fn processes_in(container: &Path) -> Vec<u32> {
-    let (mut pids, mut level, mut seen) = (Vec::new(), vec![container.to_owned()], 0);
+/// The processes of a container, those in cgroups of its own included, and whether they are all; a cgroup that ended
+/// has none.
+pub fn processes_in(container: &Path) -> (Vec<u32>, bool) {
+    let mut pids = Vec::new();
+    let all = cgroups_in(container, |folder| {
+        let file = std::fs::File::open(folder.join("cgroup.procs"));
+        let mut text = String::new();
+        let read = file.and_then(|file| file.take(LONGEST_LIST).read_to_string(&mut text));
+        pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
+        read.is_ok_and(|read| read as u64 == LONGEST_LIST) || pids.len() > MOST_PROCESSES
+    });
+    pids.truncate(MOST_PROCESSES);
+    (pids, all)
+}
+
+/// Passes a container's cgroup to `see`, and those in it, until it is `true` of one; whether it was of none, and there
+/// are no more.
+pub fn cgroups_in(container: &Path, mut see: impl FnMut(&Path) -> bool) -> bool {
+    let (mut level, mut seen) = (vec![container.to_owned()], 0);
     for _ in 0..CONTAINER_DEPTH {
-        for folder in &level {
-            let text = std::fs::read_to_string(folder.join("cgroup.procs")).unwrap_or_default();
-            pids.extend(text.lines().filter_map(|line| line.parse::<u32>().ok()));
-        }
         seen += level.len();
-        if seen > MOST_CGROUPS {
-            break;
+        if level.iter().any(|folder| see(folder)) || seen > MOST_CGROUPS {
+            return false;
         }
         level = level.iter().flat_map(|folder| subfolders(folder)).collect();
     }
-    pids
+    level.is_empty()
 }
 
 /// Folders that cannot be listed have none: cgroups come and go while they are walked.
@@ -257,8 +274,14 @@ mod tests {
         std::fs::write(pod.join("c0ffee/inner/cgroup.procs"), "8\n").unwrap();
         let containers = container_folders(&pod);
         assert_eq!(containers, [pod.join("c0ffee"), pod.join("pause")]);
-        assert_eq!(processes_in(&containers[0]), [12, 7, 8]);
-        assert_eq!(processes_in(&containers[1]), [0_u32; 0]);
+        assert_eq!(processes_in(&containers[0]), (vec![12, 7, 8], true));
+        assert_eq!(processes_in(&containers[1]), (vec![], true));
+        let crowd: String = (1..=MOST_PROCESSES + 1)
+            .map(|pid| format!("{pid}\n"))
+            .collect();
+        std::fs::write(pod.join("pause/cgroup.procs"), crowd).unwrap();
+        let (pids, all) = processes_in(&containers[1]);
+        assert_eq!((pids.len(), all), (MOST_PROCESSES, false));
     }
 
     #[test]

@@ -1,18 +1,62 @@
-//! What `/proc` tells of a process.
+//! Reads what `/proc` tells of a process, and never more of it than a bound: tenants shape most of it.
 
-use std::io;
+use std::fs::File;
+use std::io::{self, BufRead as _, BufReader, ErrorKind, Read as _};
 use std::path::Path;
 use std::time::Duration;
 
 use crate::units::PodUid;
 
-/// A file of `/proc` as text. A process chooses its name, which may be any bytes: who has no name in UTF-8 must not be
-/// who is not there.
+/// The most that is read of a file that is small in every honest process: `stat`, `status`, `cgroup`.
+const SMALL: u64 = 64 << 10;
+
+/// The longest line that is read: a path of `PATH_MAX` bytes, each of them escaped, and what stands before it.
+const LONGEST_LINE: usize = 32 << 10;
+
+/// A small file of `/proc` as text. A process chooses its name, which may be any bytes: who has no name in UTF-8 must not
+/// be who is not there.
 ///
 /// # Errors
-/// What the system answers.
+/// What the system answers; [`ErrorKind::FileTooLarge`] beyond 64 KiB.
 pub fn read(path: &Path) -> io::Result<String> {
-    Ok(String::from_utf8_lossy(&std::fs::read(path)?).into_owned())
+    let mut bytes = Vec::new();
+    let length = File::open(path)?.take(SMALL + 1).read_to_end(&mut bytes)?;
+    if length as u64 > SMALL {
+        return Err(ErrorKind::FileTooLarge.into());
+    }
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// How much is read of a file that grows with what a process does: `maps`, `mountinfo`.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// In all.
+    pub bytes: u64,
+    /// How many.
+    pub lines: usize,
+}
+
+/// Passes the lines of a file to `see` one by one; how many bytes they were.
+///
+/// # Errors
+/// What the system answers; [`ErrorKind::FileTooLarge`] beyond the bounds, after the lines within them.
+pub fn lines(path: &Path, bounds: Bounds, mut see: impl FnMut(&str)) -> io::Result<u64> {
+    let mut file = BufReader::with_capacity(64 << 10, File::open(path)?);
+    let (mut read, mut line) = (0, Vec::new());
+    for left in (0..=bounds.lines).rev() {
+        line.clear();
+        let most = LONGEST_LINE as u64 + 1;
+        let length = file.by_ref().take(most).read_until(b'\n', &mut line)?;
+        read += length as u64;
+        if length == 0 {
+            return Ok(read);
+        }
+        if left == 0 || length > LONGEST_LINE || read > bounds.bytes {
+            break;
+        }
+        see(String::from_utf8_lossy(&line).trim_end_matches('\n'));
+    }
+    Err(ErrorKind::FileTooLarge.into())
 }
 
 /// What `/proc/<pid>/stat` tells (proc(5)).
@@ -130,14 +174,6 @@ pub fn bounding_capabilities(status: &str) -> Option<u64> {
         .lines()
         .find_map(|line| line.strip_prefix("CapBnd:"))?;
     u64::from_str_radix(set.trim(), 16).ok()
-}
-
-/// The first value of a variable in `/proc/<pid>/environ`.
-pub fn variable<'a>(environ: &'a [u8], name: &str) -> Option<std::borrow::Cow<'a, str>> {
-    environ.split(|byte| *byte == 0).find_map(|entry| {
-        let value = entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?;
-        Some(String::from_utf8_lossy(value))
-    })
 }
 
 #[cfg(test)]
@@ -259,10 +295,99 @@ pub(crate) mod tests {
         }
     }
 
+    fn file(text: &[u8]) -> tempfile::NamedTempFile {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        file
+    }
+
     #[test]
-    fn a_variable_is_found_by_its_whole_name() {
-        let environ = b"XNVIDIA=1\0NVIDIA=all\0NVIDIA=void\0";
-        assert_eq!(variable(environ, "NVIDIA").as_deref(), Some("all"));
-        assert_eq!(variable(environ, "NVIDI"), None);
+    fn a_small_file_beyond_its_bound_is_too_large() {
+        let whole = vec![b'a'; SMALL as usize];
+        assert_eq!(read(file(&whole).path()).unwrap().len(), whole.len());
+        let more = [whole, vec![b'a']].concat();
+        let error = read(file(&more).path()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::FileTooLarge);
+    }
+
+    /// The lines that were seen, and whether that was all of the file.
+    fn seen(text: &[u8], bytes: u64, count: usize) -> (Vec<String>, bool) {
+        let mut seen = Vec::new();
+        let bounds = Bounds {
+            bytes,
+            lines: count,
+        };
+        let all = lines(file(text).path(), bounds, |line| seen.push(line.to_owned()));
+        match all {
+            Ok(read) => assert_eq!(read, text.len() as u64),
+            Err(ref error) => assert_eq!(error.kind(), ErrorKind::FileTooLarge),
+        }
+        (seen, all.is_ok())
+    }
+
+    #[test]
+    fn lines_end_at_the_first_bound_that_they_pass() {
+        let text = b"one\ntwo\n\xff";
+        let all = ["one", "two", "\u{fffd}"].map(str::to_owned);
+        assert_eq!(seen(text, 9, 3), (all.to_vec(), true));
+        assert_eq!(seen(text, 8, 3), (all[..2].to_vec(), false));
+        assert_eq!(seen(text, 9, 2), (all[..2].to_vec(), false));
+        let long = [vec![b'a'; LONGEST_LINE + 1], b"\nb\n".to_vec()].concat();
+        assert_eq!(seen(&long, u64::MAX, 9), (vec![], false));
+    }
+
+    /// The files that read others than those of tenants' processes, or with a bound of their own.
+    const READERS: [&str; 15] = [
+        "attest/ask.rs",
+        "cdi/dir.rs",
+        "checkpoint.rs",
+        "config.rs",
+        "inventory/mig.rs",
+        "kept/scrub.rs",
+        "kubelet/device_checkpoint.rs",
+        "node/clock.rs",
+        "pods.rs",
+        "proc.rs",
+        "sessions/contexts.rs",
+        "sessions/record.rs",
+        "shim_files.rs",
+        "shim_files/symbols.rs",
+        "tokens/key.rs",
+    ];
+
+    /// The sources below a folder, by their path in it, but for tests.
+    fn sources(folder: &Path, into: &mut Vec<std::path::PathBuf>) {
+        for entry in std::fs::read_dir(folder).unwrap().flatten() {
+            let (path, name) = (entry.path(), entry.file_name());
+            match name.to_str().unwrap() {
+                "tests" | "tests.rs" | "testing.rs" => {}
+                _ if path.is_dir() => sources(&path, into),
+                _ => into.push(path),
+            }
+        }
+    }
+
+    #[test]
+    fn nothing_else_reads_files_without_being_listed_here() {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+        let mut all = Vec::new();
+        sources(&root, &mut all);
+        assert!(all.len() > 50, "{}", all.len());
+        for path in all {
+            let name = path.strip_prefix(&root).unwrap().to_str().unwrap();
+            let text = std::fs::read_to_string(&path).unwrap();
+            let (code, _) = text
+                .split_once("#[cfg(test)]\nmod tests")
+                .unwrap_or((&text, ""));
+            let (code, _) = code
+                .split_once("#[cfg(test)]\npub(crate) mod tests")
+                .unwrap_or((code, ""));
+            let reads = ["fs::read(", "read_to_string(", "File::open("];
+            let reads = reads.iter().find(|call| code.contains(*call));
+            assert!(
+                reads.is_none() || READERS.contains(&name),
+                "{name} calls {reads:?}: read a process's files by crate::proc, or list it here"
+            );
+        }
     }
 }

@@ -14,10 +14,14 @@ mod machine;
 
 #[path = "audit/container.rs"]
 mod container;
+#[path = "audit/devices.rs"]
+mod devices;
 #[path = "audit/found.rs"]
 mod found;
 #[path = "audit/honest.rs"]
 mod honest;
+#[path = "audit/large.rs"]
+mod large;
 #[path = "audit/left.rs"]
 mod left;
 #[path = "audit/poison.rs"]

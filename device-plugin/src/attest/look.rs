@@ -5,23 +5,55 @@
 //!
 //! What a process has mapped is read again when the size of its address space, its image or its start changed, and
 //! after [`REREAD`] in any case. A container's mounts are read each time: nothing shows that they changed.
+//!
+//! A tenant shapes all of it, so nothing is read without a bound: what is too large makes its container one that is not
+//! attested. One look at a pod reads [`PER_LOOK`] of memory maps, and the next one those that waited longest.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::os::unix::fs::MetadataExt;
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::maps;
+use tracing::warn;
+
+use super::ask::{self, openable};
+use super::maps::Files;
 use super::mounts::{Location, Mounts};
 use super::verdict::{self, Expected, Installed, Lack, Uses};
 use crate::cdi::CdiDir;
 use crate::config::{Config, DriverConfig, PathsConfig};
-use crate::pods::{container_folders, processes_in};
-use crate::proc::{self, Stat, bounding_capabilities, variable};
+use crate::pods::{MOST_PROCESSES, container_folders, processes_in};
+use crate::proc::{self, Bounds, Stat, bounding_capabilities};
 use crate::units::{AllocationId, PodUid};
 
 /// How old what is known of an unchanged process may become.
 const REREAD: Duration = Duration::from_secs(10);
+
+/// The largest memory map that is read: as many mappings as a process may have (`vm.max_map_count`), and four times that.
+const MAPS: Bounds = Bounds {
+    bytes: 16 << 20,
+    lines: 1 << 18,
+};
+/// The largest mount table of a container that is read.
+const MOUNTS: Bounds = Bounds {
+    bytes: 4 << 20,
+    lines: 4_096,
+};
+/// The agent's own has every pod's mounts.
+const OWN_MOUNTS: Bounds = Bounds {
+    bytes: 256 << 20,
+    lines: 1 << 20,
+};
+/// Of how many bytes of memory maps one look at a pod reads, but for the last process's.
+const PER_LOOK: u64 = MAPS.bytes;
+/// How long a process may wait to be read before its container counts as not attested.
+const OVERDUE: Duration = Duration::from_secs(60);
+/// The most names in a container's `/dev`.
+const MOST_NODES: usize = 16_384;
+
+/// The agent's own program, also where its file was replaced.
+const PROGRAM: &str = "/proc/self/exe";
 
 /// Where the allocation's own folder is mounted, however the image's `/run` is linked.
 const RUN_POINTS: [&str; 2] = ["/run/bursar", "/var/run/bursar"];
@@ -61,6 +93,8 @@ pub struct Attestor {
     /// The containers by their cgroup's folder.
     containers: BTreeMap<PathBuf, Container>,
     processes: BTreeMap<u32, Seen>,
+    /// The processes that have changed and were not read since, each with since when.
+    waiting: BTreeMap<u32, Instant>,
 }
 
 /// What an allocation's container was given.
@@ -76,18 +110,40 @@ struct Container {
     first: (u32, Stat),
     /// None where it is none of ours.
     allocation: Option<AllocationId>,
-    /// What it lacks that does not change while its first process does not.
-    lack: Option<Lack>,
+    /// What its first process's rights come to.
+    rights: Rights,
     /// Whether that could be told in full.
     settled: bool,
     at: Instant,
+}
+
+/// What does not change of a container while its first process does not.
+#[derive(Clone, Debug, Default)]
+struct Rights {
+    lack: Option<Lack>,
+    /// Counts where it lacks nothing else.
+    least: Option<Lack>,
+    asked: Option<Asked>,
+}
+
+/// What a container was asked, and what it may open.
+#[derive(Clone, Debug)]
+struct Asked {
+    others: BTreeMap<String, PathBuf>,
+    /// The GPUs' nodes in its `/dev`.
+    seen: BTreeSet<String>,
+    /// None where there was no answer.
+    openable: Option<BTreeSet<String>>,
+    /// Since when there was none.
+    silent: Option<Instant>,
 }
 
 /// What was read of a process.
 #[derive(Debug)]
 struct Seen {
     stat: Stat,
-    uses: Uses,
+    /// None where it was too large to be read.
+    uses: Option<Uses>,
     at: Instant,
 }
 
@@ -99,21 +155,39 @@ pub struct Around {
     own: Mounts,
     installed: Option<Installed>,
     namespace: Option<PathBuf>,
+    /// The device nodes of the node's GPUs, each with its device's number.
+    gpus: BTreeMap<String, (u64, PathBuf)>,
 }
 
 impl Around {
     /// As it is now.
-    pub fn read(paths: &PathsConfig) -> Self {
+    pub fn read(paths: &PathsConfig, driver: &DriverConfig) -> Self {
         let own = paths.proc.join("self");
-        let mounts = proc::read(&own.join("mountinfo")).unwrap_or_default();
-        let mounts = Mounts::parse(&mounts);
+        let mut mounts = Mounts::default();
+        let table = own.join("mountinfo");
+        if let Err(error) = proc::lines(&table, OWN_MOUNTS, |line| mounts.see(line)) {
+            warn!(%error, "own mounts not read to their end");
+        }
         Self {
             now: Instant::now(),
             uptime: uptime(),
             installed: installed(&paths.state_dir.join("shim"), &mounts),
             namespace: std::fs::read_link(own.join("ns/user")).ok(),
             own: mounts,
+            gpus: gpus(&driver.dev_root),
         }
+    }
+
+    /// The nodes of GPUs that are none of those `given`, by another name neither.
+    fn others(&self, given: &BTreeSet<String>) -> BTreeMap<String, PathBuf> {
+        let numbers = given.iter().filter_map(|name| self.gpus.get(name));
+        let numbers: BTreeSet<u64> = numbers.map(|(number, _)| *number).collect();
+        let others = self.gpus.iter();
+        let others = others
+            .filter(|(name, (number, _))| !given.contains(*name) && !numbers.contains(number));
+        others
+            .map(|(name, (_, path))| (name.clone(), path.clone()))
+            .collect()
     }
 }
 
@@ -127,33 +201,43 @@ impl Attestor {
             given: BTreeMap::new(),
             containers: BTreeMap::new(),
             processes: BTreeMap::new(),
+            waiting: BTreeMap::new(),
         }
     }
 
     /// The running containers of ours in the pod.
     pub fn look(&mut self, Target { pod, cgroup }: &Target, around: &Around) -> Vec<Attested> {
         let (mut found, mut folders, mut alive) = (Vec::new(), BTreeSet::new(), BTreeSet::new());
+        let mut room = PER_LOOK;
         for folder in container_folders(cgroup) {
-            let processes = self.stats(&folder);
+            let (processes, all) = self.stats(&folder);
             alive.extend(processes.iter().map(|(pid, _)| *pid));
             folders.insert(folder.clone());
-            found.extend(self.container(pod, &folder, &processes, around));
+            let mut attested = self.container(pod, &folder, &processes, around, &mut room);
+            if let Some(attested) = attested.as_mut().filter(|_| !all) {
+                let why = format!("it has more than {MOST_PROCESSES} processes");
+                attested.lack.get_or_insert(Lack::not_attested(why));
+            }
+            found.extend(attested);
         }
         self.containers.retain(|folder, _| folders.contains(folder));
         self.processes.retain(|pid, _| alive.contains(pid));
+        self.waiting.retain(|pid, _| alive.contains(pid));
         let ours: BTreeSet<_> = found.iter().map(|attested| attested.allocation).collect();
         self.given.retain(|allocation, _| ours.contains(allocation));
         found
     }
 
-    /// The processes of a cgroup, the oldest first.
-    fn stats(&self, folder: &Path) -> Vec<(u32, Stat)> {
-        let pids = processes_in(folder).into_iter();
+    /// The processes of a cgroup, the oldest first, and whether they are all.
+    fn stats(&self, folder: &Path) -> (Vec<(u32, Stat)>, bool) {
+        let (pids, all) = processes_in(folder);
+        let stat = |pid: u32| Stat::parse(&self.text(pid, "stat").ok()?);
         let mut stats: Vec<_> = pids
-            .filter_map(|pid| Some((pid, Stat::parse(&self.text(pid, "stat")?)?)))
+            .into_iter()
+            .filter_map(|pid| Some((pid, stat(pid)?)))
             .collect();
         stats.sort_unstable_by_key(|(pid, stat)| (stat.start, *pid));
-        stats
+        (stats, all)
     }
 
     fn container(
@@ -162,6 +246,7 @@ impl Attestor {
         folder: &Path,
         processes: &[(u32, Stat)],
         around: &Around,
+        room: &mut u64,
     ) -> Option<Attested> {
         let &(first, stat) = processes.first()?;
         let known = self.containers.get(folder);
@@ -175,11 +260,19 @@ impl Attestor {
         if unchanged.is_some_and(|known| known.allocation.is_none()) {
             return None;
         }
-        let (unchanged, mut allocation) = (
-            unchanged.map(|known| known.lack.clone()),
+        let (unchanged, mut allocation, asked) = (
+            unchanged.map(|known| known.rights.clone()),
             known.and_then(|known| known.allocation),
+            known.and_then(|known| known.rights.asked.clone()),
         );
-        let mounts = Mounts::parse(&self.text(first, "mountinfo")?);
+        let mut mounts = Mounts::default();
+        let table = self.path(first, "mountinfo");
+        let read = proc::lines(&table, MOUNTS, |line| mounts.see(line));
+        let too_many = match read {
+            Err(error) if error.kind() != ErrorKind::FileTooLarge => return None,
+            // The runtime's mounts are the first of them: enough to tell whose container it is.
+            read => read.is_err(),
+        };
         // A process that ends has none any more.
         mounts.locate(Path::new("/"))?;
         // Once known for ours it stays so, also where it hides the mount that told it.
@@ -187,36 +280,36 @@ impl Attestor {
         let given = allocation.and_then(|allocation| self.given(allocation, &around.own));
         let made = verdict::is_made(stat.forked, around.uptime.saturating_sub(stat.started()));
         let judged = given.as_ref().filter(|_| made);
-        let fixed = match unchanged {
-            Some(lack) => lack,
+        let rights = match unchanged {
+            Some(rights) => rights,
             None => {
-                let lack = judged.and_then(|given| self.fixed_lack(first, &mounts, given, around));
+                let judge =
+                    |given| self.rights(folder, (first, stat), &mounts, given, asked, around);
+                let rights = judged.map(judge).unwrap_or_default();
                 let container = Container {
                     first: (first, stat),
                     allocation,
-                    lack: lack.clone(),
+                    rights: rights.clone(),
                     settled: made,
                     at: around.now,
                 };
                 self.containers.insert(folder.to_owned(), container);
-                lack
+                rights
             }
         };
-        let of_mounts = judged.and_then(|given| verdict::of_mounts(&given.mounts, &mounts));
+        let of_mounts = match too_many {
+            true => judged.map(|_| Lack::not_attested("it has too many mounts to be read")),
+            false => judged.and_then(|given| verdict::of_mounts(&given.mounts, &mounts)),
+        };
         let allocation = given.and(allocation)?;
-        let (mut shims, mut uses) = (BTreeMap::new(), None);
         let namespace = self.link(first, "ns/mnt");
-        for &(pid, stat) in processes {
-            if let Some(seen) = self.process(pid, stat, (&namespace, &mounts), around) {
-                shims.insert(pid, seen.shim);
-                uses = uses.or_else(|| seen.lack.clone());
-            }
-        }
+        let (shims, uses) = self.uses_of(processes, (&namespace, &mounts), around, room);
+        let Rights { lack, least, .. } = rights;
         Some(Attested {
             allocation,
             pod: pod.clone(),
             cgroup: name(folder),
-            lack: fixed.or(of_mounts).or(uses),
+            lack: lack.or(of_mounts).or(uses).or(least),
             processes: shims,
         })
     }
@@ -280,74 +373,224 @@ impl Attestor {
         }
     }
 
-    /// What a container lacks that does not change while its first process does not.
-    fn fixed_lack(
+    /// What a container's first process, and so all of its, may do.
+    fn rights(
         &self,
-        first: u32,
+        folder: &Path,
+        first: (u32, Stat),
         mounts: &Mounts,
         given: &Given,
+        before: Option<Asked>,
         around: &Around,
-    ) -> Option<Lack> {
-        let bounding = bounding_capabilities(&self.text(first, "status")?)?;
-        let namespace = self.link(first, "ns/user");
+    ) -> Rights {
+        let asked = before.clone();
+        let of = |lack: Lack| Rights {
+            lack: Some(lack),
+            asked,
+            ..Rights::default()
+        };
+        let (pid, _) = first;
+        let bounding = match self.text(pid, "status") {
+            Ok(status) => bounding_capabilities(&status),
+            Err(error) if error.kind() == ErrorKind::FileTooLarge => {
+                return of(Lack::not_attested(
+                    "its first process belongs to too many groups",
+                ));
+            }
+            Err(_) => None,
+        };
+        // It is gone.
+        let Some(bounding) = bounding else {
+            return Rights::default();
+        };
+        let namespace = self.link(pid, "ns/user");
         let over_the_host = namespace.is_some() && namespace == around.namespace;
-        verdict::of_rights(bounding, over_the_host).or_else(|| {
-            let environ = std::fs::read(self.path(first, "environ")).unwrap_or_default();
-            let visible = variable(&environ, "NVIDIA_VISIBLE_DEVICES");
-            verdict::of_nodes(&given.nodes, &self.nodes(first, mounts), visible.as_deref())
-        })
+        if let Some(lack) = verdict::of_rights(bounding, over_the_host) {
+            return of(lack);
+        }
+        let Some(seen) = self.nodes(pid, mounts) else {
+            return of(Lack::not_attested("its /dev has too many names to be read"));
+        };
+        let (mut lack, mut asked) = (None, before);
+        let others = around.others(&given.nodes);
+        let asks = verdict::is_asked(&given.nodes, &seen, bounding, over_the_host);
+        if asks && !others.is_empty() {
+            let now = self.ask(folder, (others, seen), asked, around);
+            lack = match &now {
+                Asked {
+                    openable: Some(openable),
+                    ..
+                } => verdict::of_nodes(openable),
+                // A container that just ended does not answer either.
+                Asked { silent, .. } => silent
+                    .filter(|since| around.now.duration_since(*since) >= REREAD)
+                    .map(|_| Lack::not_attested("it keeps its cgroup from being asked for GPUs")),
+            };
+            asked = Some(now);
+        }
+        Rights {
+            lack,
+            least: verdict::of_scheduling(bounding, over_the_host),
+            asked,
+        }
     }
 
-    /// The names in a container's `/dev`.
-    fn nodes(&self, pid: u32, mounts: &Mounts) -> Vec<String> {
+    /// Which of `others` a container may open, where `seen` are the GPUs in its `/dev`: asked once, and when either
+    /// changes.
+    fn ask(
+        &self,
+        folder: &Path,
+        (others, seen): (BTreeMap<String, PathBuf>, BTreeSet<String>),
+        before: Option<Asked>,
+        around: &Around,
+    ) -> Asked {
+        let same = |before: &Asked| (&before.others, &before.seen) == (&others, &seen);
+        let answered = |before: &Asked| before.openable.is_some();
+        if let Some(before) = before.as_ref().filter(|it| same(it) && answered(it)) {
+            return before.clone();
+        }
+        let asked = ask::Asked {
+            proc: &self.paths.proc,
+            root: &self.paths.cgroup_root,
+            container: folder,
+        };
+        let openable = openable(Path::new(PROGRAM), asked, &others);
+        let openable = openable.inspect_err(|error| warn!(%error, ?folder, "not asked for GPUs"));
+        let openable = openable.ok();
+        let silent = before.and_then(|before| before.silent);
+        Asked {
+            others,
+            seen,
+            silent: openable.is_none().then(|| silent.unwrap_or(around.now)),
+            openable,
+        }
+    }
+
+    /// The names of GPUs in a container's `/dev`; none where there are too many names.
+    fn nodes(&self, pid: u32, mounts: &Mounts) -> Option<BTreeSet<String>> {
         let of_the_kernel = |kind: &str| matches!(kind, "tmpfs" | "devtmpfs");
         let dev = mounts.locate(Path::new("/dev"));
         if !dev.is_some_and(|(mount, _)| of_the_kernel(&mount.kind)) {
-            return Vec::new();
+            return Some(BTreeSet::new());
         }
         let entries = std::fs::read_dir(self.path(pid, "root/dev"));
-        let entries = entries.into_iter().flatten().flatten();
-        entries.map(|entry| name(&entry.path())).collect()
+        let (mut count, mut found) = (0, BTreeSet::new());
+        for entry in entries.into_iter().flatten().flatten() {
+            count += 1;
+            let name = name(&entry.path());
+            if verdict::is_gpu(&name) {
+                found.insert(name);
+            }
+            if count > MOST_NODES {
+                return None;
+            }
+        }
+        Some(found)
     }
 
-    /// What a process does with the driver. `first` is the mount namespace of its container's first process.
-    fn process(
+    /// Whether each process of a container has the shim mapped, as far as that is known, and the first lack that one of
+    /// them is. `first` is the mount namespace of its first process.
+    fn uses_of(
         &mut self,
-        pid: u32,
-        stat: Stat,
+        processes: &[(u32, Stat)],
         first: (&Option<PathBuf>, &Mounts),
         around: &Around,
-    ) -> Option<&Uses> {
-        let fresh = |seen: &Seen| seen.stat == stat && around.now.duration_since(seen.at) < REREAD;
-        if !self.processes.get(&pid).is_some_and(fresh) {
-            let uses = self.uses(pid, first, around)?;
+        room: &mut u64,
+    ) -> (BTreeMap<u32, bool>, Option<Lack>) {
+        let due = processes.iter().copied();
+        let mut due: Vec<(u32, Stat)> = due.filter(|it| self.is_due(*it, around.now)).collect();
+        for (pid, _) in &due {
+            self.waiting.entry(*pid).or_insert(around.now);
+        }
+        due.sort_by_key(|(pid, _)| self.waiting.get(pid).copied());
+        for (pid, stat) in due {
+            if *room == 0 {
+                break;
+            }
+            let (uses, read) = match self.uses(pid, first, around) {
+                Ok(Some((uses, read))) => (Some(uses), read),
+                Ok(None) => continue,
+                Err(error) if error.kind() == ErrorKind::FileTooLarge => (None, MAPS.bytes),
+                Err(_) => {
+                    self.processes.remove(&pid);
+                    continue;
+                }
+            };
+            *room = room.saturating_sub(read);
+            self.waiting.remove(&pid);
             let at = around.now;
             self.processes.insert(pid, Seen { stat, uses, at });
         }
-        self.processes.get(&pid).map(|seen| &seen.uses)
+        let (mut shims, mut lack) = (BTreeMap::new(), None);
+        for (pid, stat) in processes {
+            let waits = self.waiting.get(pid);
+            if waits.is_some_and(|since| around.now.duration_since(*since) >= OVERDUE) {
+                let why = "its processes have more mapped than can be read";
+                lack = lack.or_else(|| Some(Lack::not_attested(why)));
+            }
+            let seen = self.processes.get(pid);
+            let Some(seen) = seen.filter(|seen| seen.stat.start == stat.start) else {
+                continue;
+            };
+            match &seen.uses {
+                Some(uses) => {
+                    shims.insert(*pid, uses.shim);
+                    lack = lack.or_else(|| uses.lack.clone());
+                }
+                None => {
+                    let why = "a process has more mapped than can be read";
+                    lack = lack.or_else(|| Some(Lack::not_attested(why)));
+                }
+            }
+        }
+        (shims, lack)
     }
 
-    fn uses(&self, pid: u32, first: (&Option<PathBuf>, &Mounts), around: &Around) -> Option<Uses> {
-        let files = maps::files(&self.text(pid, "maps")?);
+    /// Whether a process has to be read again. What was too large is left alone for a while, whatever it does.
+    fn is_due(&self, (pid, stat): (u32, Stat), now: Instant) -> bool {
+        let fresh = |seen: &Seen| {
+            let same = match seen.uses {
+                Some(_) => seen.stat == stat,
+                None => seen.stat.start == stat.start,
+            };
+            same && now.duration_since(seen.at) < REREAD
+        };
+        !self.processes.get(&pid).is_some_and(fresh)
+    }
+
+    /// What a process does with the driver, and how many bytes were read for that; none where the shim is not installed.
+    fn uses(
+        &self,
+        pid: u32,
+        first: (&Option<PathBuf>, &Mounts),
+        around: &Around,
+    ) -> io::Result<Option<(Uses, u64)>> {
+        let mut files = Files::default();
+        let read = proc::lines(&self.path(pid, "maps"), MAPS, |line| files.see(line))?;
+        let files = files.all().ok_or(ErrorKind::FileTooLarge)?;
         if files.is_empty() {
-            return Some(Uses::default());
+            return Ok(Some((Uses::default(), read)));
         }
-        let installed = around.installed.as_ref()?;
+        let Some(installed) = around.installed.as_ref() else {
+            return Ok(None);
+        };
         let (namespace, mounts) = first;
         if self.link(pid, "ns/mnt") == *namespace {
-            return Some(verdict::of_process(&files, mounts, installed));
+            return Ok(Some((verdict::of_process(files, mounts, installed), read)));
         }
-        let mounts = Mounts::parse(&self.text(pid, "mountinfo")?);
-        Some(verdict::of_process(&files, &mounts, installed))
+        let mut own = Mounts::default();
+        let table = self.path(pid, "mountinfo");
+        let more = proc::lines(&table, MOUNTS, |line| own.see(line))?;
+        let uses = verdict::of_process(files, &own, installed);
+        Ok(Some((uses, read + more)))
     }
 
     fn path(&self, pid: impl std::fmt::Display, file: &str) -> PathBuf {
         self.paths.proc.join(pid.to_string()).join(file)
     }
 
-    /// None where the process is gone.
-    fn text(&self, pid: impl std::fmt::Display, file: &str) -> Option<String> {
-        proc::read(&self.path(pid, file)).ok()
+    fn text(&self, pid: impl std::fmt::Display, file: &str) -> io::Result<String> {
+        proc::read(&self.path(pid, file))
     }
 
     fn link(&self, pid: impl std::fmt::Display, file: &str) -> Option<PathBuf> {
@@ -359,6 +602,19 @@ impl Attestor {
 fn uptime() -> Duration {
     let clock = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::try_from(clock).unwrap_or_default()
+}
+
+/// The device nodes of GPUs in a folder, each with its device's number.
+fn gpus(dev: &Path) -> BTreeMap<String, (u64, PathBuf)> {
+    let entries = std::fs::read_dir(dev).into_iter().flatten().flatten();
+    let paths = entries.map(|entry| entry.path());
+    let gpu = |path: PathBuf| {
+        let name = Some(name(&path)).filter(|name| verdict::is_gpu(name))?;
+        let node = path.symlink_metadata().ok()?;
+        let is_device = node.file_type().is_char_device();
+        is_device.then(|| (name, (node.rdev(), path)))
+    };
+    paths.filter_map(gpu).collect()
 }
 
 /// The shim's files in the folder of builds; none before there is one.

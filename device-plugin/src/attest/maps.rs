@@ -1,5 +1,6 @@
 //! Which files of a driver a process has mapped, by its memory map: pure.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use crate::cdi::CONTAINER_DRIVER_DIR;
@@ -26,12 +27,32 @@ pub enum Kind {
     Device,
 }
 
-/// Reads `/proc/<pid>/maps` (proc_pid_maps(5)): each file that has to do with a driver, once.
-pub fn files(maps: &str) -> Vec<Mapped> {
-    let mut files: Vec<Mapped> = maps.lines().filter_map(file).collect();
-    files.sort_unstable();
-    files.dedup();
-    files
+/// What the paths of a process's files that have to do with a driver may take together. An honest one has a dozen.
+const MOST: usize = 64 << 10;
+
+/// The files of a memory map that have to do with a driver, each once.
+#[derive(Clone, Debug, Default)]
+pub struct Files {
+    files: BTreeSet<Mapped>,
+    bytes: usize,
+}
+
+impl Files {
+    /// Takes in a line of `/proc/<pid>/maps` (proc_pid_maps(5)).
+    pub fn see(&mut self, line: &str) {
+        let Some(file) = file(line).filter(|_| self.bytes <= MOST) else {
+            return;
+        };
+        let bytes = file.path.as_os_str().len();
+        if self.files.insert(file) {
+            self.bytes += bytes;
+        }
+    }
+
+    /// All of them; none where they are too many.
+    pub fn all(&self) -> Option<&BTreeSet<Mapped>> {
+        (self.bytes <= MOST).then_some(&self.files)
+    }
 }
 
 /// `7f00-7f01 r-xp 00000000 08:01 1234   /usr/lib/libcuda.so.1`: range, access, offset, device, inode, path.
@@ -62,8 +83,14 @@ fn kind(path: &str) -> Option<Kind> {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
+
+    pub(crate) fn files(maps: &str) -> BTreeSet<Mapped> {
+        let mut files = Files::default();
+        maps.lines().for_each(|line| files.see(line));
+        files.all().unwrap().clone()
+    }
 
     const MAPS: &str = "\
 55d0c6a00000-55d0c6a21000 r--p 00000000 08:01 131 /usr/bin/python3.12
@@ -102,6 +129,18 @@ mod tests {
         assert_eq!(kind("/opt/bursar/drv/cuda.so.1"), Some(Kind::Driver));
         assert_eq!(kind("/opt/bursar/drv2/cuda.so.1"), None);
         assert_eq!(kind("/home/a b/libcuda.so"), Some(Kind::Libcuda));
+    }
+
+    #[test]
+    fn more_files_of_a_driver_than_any_program_has_are_too_many() {
+        let mut files = Files::default();
+        for number in 0..65_000 {
+            files.see(&format!(
+                "7f00-7f01 r-xp 0 08:01 {number} /tmp/{number}/libcuda.so.1"
+            ));
+        }
+        assert!(files.all().is_none());
+        assert!(files.bytes < 2 * MOST, "{}", files.bytes);
     }
 
     proptest::proptest! {

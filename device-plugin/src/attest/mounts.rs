@@ -4,6 +4,7 @@
 //! system and the folder or file in it. So where a container's path leads to can be told without following it
 //! into file systems that a tenant made, and compared with where a path of the agent's leads to.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// A file or folder by the file system that it is in. The same in every mount namespace.
@@ -30,30 +31,53 @@ pub struct Mount {
 
 /// A mount table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mounts(Vec<Mount>);
+pub struct Mounts {
+    all: Vec<Mount>,
+    /// The places in `all` of those that lie on each mount, by its number.
+    on: BTreeMap<u32, Vec<usize>>,
+    /// The numbers of those at the root of the process.
+    roots: BTreeSet<u32>,
+}
 
 impl Mounts {
     /// Reads a `mountinfo`. Lines that are none are passed over.
+    #[cfg(test)]
     pub fn parse(text: &str) -> Self {
-        Self(text.lines().filter_map(mount).collect())
+        let mut mounts = Self::default();
+        text.lines().for_each(|line| mounts.see(line));
+        mounts
+    }
+
+    /// Takes in a line of a `mountinfo`; one that is none is passed over.
+    pub fn see(&mut self, line: &str) {
+        let Some(mount) = mount(line) else { return };
+        if mount.point == Path::new("/") {
+            self.roots.insert(mount.id);
+        }
+        self.on
+            .entry(mount.parent)
+            .or_default()
+            .push(self.all.len());
+        self.all.push(mount);
     }
 
     /// The mounts, in the table's order.
     pub fn iter(&self) -> impl Iterator<Item = &Mount> {
-        self.0.iter()
+        self.all.iter()
     }
 
     /// What an absolute `path` without symbolic links leads to, and the mount that it is in: the path is walked from
     /// the root, into each mount on the way. None where the table has no root.
     pub fn locate(&self, path: &Path) -> Option<(&Mount, Location)> {
-        let roots = || self.0.iter().filter(|mount| mount.point == Path::new("/"));
-        let mut here = roots().find(|root| !roots().any(|other| other.id == root.parent))?;
+        let is_root = |mount: &&Mount| mount.point == Path::new("/");
+        let mut roots = self.iter().filter(is_root);
+        let mut here = roots.find(|root| !self.roots.contains(&root.parent))?;
         // Each step enters a mount that lies on the one before; a table with a circle ends it too.
-        for _ in 0..self.0.len() {
-            let on_it = |mount: &&Mount| {
-                mount.parent == here.id && mount.id != here.id && path.starts_with(&mount.point)
-            };
-            let next = self.0.iter().filter(on_it);
+        for _ in 0..self.all.len() {
+            let leads = |mount: &&Mount| mount.id != here.id && path.starts_with(&mount.point);
+            let on_it = self.on.get(&here.id).into_iter().flatten();
+            let on_it = on_it.filter_map(|place| self.all.get(*place));
+            let next = on_it.filter(leads);
             match next.min_by_key(|mount| mount.point.as_os_str().len()) {
                 Some(next) => here = next,
                 None => break,

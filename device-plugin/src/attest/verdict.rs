@@ -12,6 +12,10 @@ use crate::driver::LIBCUDA;
 /// Why a container is not held to its quota.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Reason {
+    /// It may change its share of a GPU's time: it has `CAP_SYS_NICE` over the host.
+    SysNice,
+    /// Too much of it would have to be read, or what it may do could not be asked.
+    NotAttested,
     /// It may undo everything: it has `CAP_SYS_ADMIN` over the host.
     Privileged,
     /// One of our mounts is not there.
@@ -22,7 +26,7 @@ pub enum Reason {
     ForeignDriver,
     /// A process uses the driver, or a device node of it, without the shim.
     DriverWithoutShim,
-    /// It has device nodes of GPUs that it was not given.
+    /// It may open device nodes of GPUs that it was not given.
     OtherGpus,
 }
 
@@ -30,6 +34,8 @@ impl Reason {
     /// The word in status, events and metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
+            Self::SysNice => "SysNice",
+            Self::NotAttested => "NotAttested",
             Self::Privileged => "Privileged",
             Self::MountMissing => "MountMissing",
             Self::MountedOver => "MountedOver",
@@ -49,10 +55,19 @@ pub struct Lack {
     pub detail: String,
 }
 
+/// The longest detail: tenants choose the paths in it.
+const LONGEST: usize = 256;
+
 impl Lack {
     fn new(reason: Reason, detail: impl Into<String>) -> Self {
-        let detail = detail.into();
+        let mut detail = detail.into();
+        detail.truncate(detail.floor_char_boundary(LONGEST));
         Self { reason, detail }
+    }
+
+    /// Nothing can be said of a container, for this reason.
+    pub fn not_attested(why: impl Into<String>) -> Self {
+        Self::new(Reason::NotAttested, why)
     }
 }
 
@@ -60,6 +75,8 @@ impl std::fmt::Display for Lack {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { reason, detail } = self;
         match reason {
+            Reason::SysNice => f.write_str("it may change its share of the GPU's time")?,
+            Reason::NotAttested => f.write_str("it cannot be told whether it is")?,
             Reason::Privileged => f.write_str("the container is privileged")?,
             Reason::MountMissing => f.write_str("a mount is missing")?,
             Reason::MountedOver => f.write_str("something is mounted over a path of the shim")?,
@@ -68,7 +85,7 @@ impl std::fmt::Display for Lack {
                 f.write_str("a process uses the driver without the shim")?
             }
             Reason::OtherGpus => {
-                f.write_str("it has device nodes of GPUs that it was not given")?
+                f.write_str("it may open device nodes of GPUs that it was not given")?
             }
         }
         match detail.as_str() {
@@ -163,7 +180,7 @@ pub struct Uses {
 }
 
 /// What a process with these `mapped` files does with the driver, where `mounts` is its mount table.
-pub fn of_process(mapped: &[Mapped], mounts: &Mounts, installed: &Installed) -> Uses {
+pub fn of_process(mapped: &BTreeSet<Mapped>, mounts: &Mounts, installed: &Installed) -> Uses {
     let ours = |file: &&Mapped| installed.has(file, mounts);
     let named = |kind: Kind| mapped.iter().filter(move |file| file.kind == kind);
     let is_shim = |file: &Mapped| file.path.file_name().is_some_and(|name| name == LIBCUDA);
@@ -190,26 +207,29 @@ fn is_compat(path: &Path) -> bool {
     parts.next() == Some(Component::Normal("compat".as_ref())) && path.starts_with("/usr/local")
 }
 
-/// What a container has of device nodes beyond those that it was given. `visible` is its `NVIDIA_VISIBLE_DEVICES`.
-pub fn of_nodes(given: &BTreeSet<String>, seen: &[String], visible: Option<&str>) -> Option<Lack> {
-    let is_gpu = |name: &&String| {
-        let number = name.strip_prefix("nvidia");
-        number.is_some_and(|number| number.parse::<u32>().is_ok())
-    };
-    let mut others: Vec<&str> = seen
-        .iter()
-        .filter(|name| is_gpu(name) && !given.contains(*name))
-        .map(String::as_str)
-        .collect();
-    if others.is_empty() {
-        return None;
-    }
-    others.sort_unstable();
-    let mut detail = others.join(", ");
-    if let Some(visible) = visible.filter(|visible| *visible != "void") {
-        detail.push_str(&format!("; NVIDIA_VISIBLE_DEVICES={visible:.40}"));
-    }
-    Some(Lack::new(Reason::OtherGpus, detail))
+/// Whether a name in `/dev` is a GPU's node.
+pub fn is_gpu(name: &str) -> bool {
+    let number = name.strip_prefix("nvidia");
+    number.is_some_and(|number| number.parse::<u32>().is_ok())
+}
+
+/// Whether a container has to be asked which GPUs it may open: it can make device nodes where it likes, or has one of
+/// a GPU that it was not `given`. libcuda makes the nodes of every GPU where it may, so that `seen` says nothing more.
+pub fn is_asked(
+    given: &BTreeSet<String>,
+    seen: &BTreeSet<String>,
+    bounding: u64,
+    over_the_host: bool,
+) -> bool {
+    /// `CAP_MKNOD` (linux/capability.h).
+    const MKNOD: u64 = 1 << 27;
+    over_the_host && bounding & MKNOD != 0 || !seen.is_subset(given)
+}
+
+/// What a container may open of GPUs that it was not given.
+pub fn of_nodes(openable: &BTreeSet<String>) -> Option<Lack> {
+    let names: Vec<&str> = openable.iter().map(String::as_str).collect();
+    (!names.is_empty()).then(|| Lack::new(Reason::OtherGpus, names.join(", ")))
 }
 
 /// For how long a container's runtime may make it, at most. Its own process is the container's first until it executes the
@@ -230,6 +250,15 @@ pub fn of_rights(bounding: u64, over_the_host: bool) -> Option<Lack> {
     const SYS_ADMIN: u64 = 1 << 21;
     (over_the_host && bounding & SYS_ADMIN != 0)
         .then(|| Lack::new(Reason::Privileged, "CAP_SYS_ADMIN over the host"))
+}
+
+/// What a container may do to its neighbours' time: the driver lets who has this capability set time slices and
+/// restart run lists (`RS_ACCESS_NICE`, open-gpu-kernel-modules `rs_access.h`).
+pub fn of_scheduling(bounding: u64, over_the_host: bool) -> Option<Lack> {
+    /// `CAP_SYS_NICE` (linux/capability.h).
+    const SYS_NICE: u64 = 1 << 23;
+    (over_the_host && bounding & SYS_NICE != 0)
+        .then(|| Lack::new(Reason::SysNice, "CAP_SYS_NICE over the host"))
 }
 
 #[cfg(test)]

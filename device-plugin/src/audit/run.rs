@@ -9,7 +9,7 @@
 //! is left out, and told of once it has been for [`STALE`].
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -226,8 +226,8 @@ impl Auditor {
     async fn attest(&mut self, config: &Config, containers: &[BoundContainer]) {
         let deadline = Instant::now() + ATTEST_LIMIT;
         let mut reading = self.around.take().unwrap_or_else(|| {
-            let paths = config.paths.clone();
-            spawn_blocking(move || Around::read(&paths))
+            let (paths, driver) = (config.paths.clone(), config.driver.clone());
+            spawn_blocking(move || Around::read(&paths, &driver))
         });
         let around = match timeout_at(deadline, &mut reading).await {
             Ok(Ok(around)) => Arc::new(around),
@@ -435,7 +435,7 @@ fn targets(containers: &[BoundContainer]) -> Vec<Target> {
 
 /// Zero where the system does not tell: then no process is older.
 fn own_start() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    let text = crate::proc::read(Path::new("/proc/self/stat")).unwrap_or_default();
     Stat::parse(&text).map_or(0, |stat| stat.start)
 }
 

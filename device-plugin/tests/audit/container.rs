@@ -24,6 +24,10 @@ pub(crate) struct Start<'a> {
 
 pub(crate) const PLAIN: Start<'_> = Start { more: "", with: "" };
 
+/// containerd's default capabilities (pkg/oci `defaultUnixCaps`).
+const USUAL: &str = "+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,\
+    +net_bind_service,+net_raw,+sys_chroot,+mknod,+audit_write,+setfcap";
+
 /// A running program in a container.
 pub(crate) struct Container {
     child: Child,
@@ -135,6 +139,19 @@ impl Container {
         container
     }
 
+    /// The same as root of the host, with the capabilities that containers usually have and `more` of them.
+    pub(crate) async fn as_root(machine: &Machine, pod: &Pod, more: &str) -> Container {
+        let with = format!("setpriv --inh-caps=-all --bounding-set=-all,{USUAL}{more}");
+        let start = Start {
+            more: "",
+            with: &with,
+        };
+        let mut container = Self::run_in(machine, pod, start, (tenant(), ""), &["--mount"]).await;
+        assert_eq!(container.read(), "ready");
+        machine.adopt(pod, container.pid());
+        container
+    }
+
     /// The same with another program, which no cgroup is of yet.
     pub(crate) async fn run(
         machine: &Machine,
@@ -143,13 +160,24 @@ impl Container {
         program: &Path,
         arguments: &str,
     ) -> Container {
+        let own = ["--user", "--map-root-user", "--mount"];
+        Self::run_in(machine, pod, start, (program, arguments), &own).await
+    }
+
+    async fn run_in(
+        machine: &Machine,
+        pod: &Pod,
+        start: Start<'_>,
+        (program, arguments): (&Path, &str),
+        namespaces: &[&str],
+    ) -> Container {
         let devices = machine.start(pod).await.unwrap();
         let allocation = devices[0].strip_prefix("bursar.dev/gpu=").unwrap();
         let file = machine.path(&format!("cdi/bursar.dev-gpu-{allocation}.json"));
         let spec: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
         let edits = &spec["devices"][0]["containerEdits"];
         let root = tempfile::tempdir_in(machine.root.path()).unwrap().keep();
-        for program in ["sh", "umount", "env"] {
+        for program in ["sh", "umount", "env", "setpriv"] {
             let path = which(program);
             copy_whole(&path, &root);
         }
@@ -164,7 +192,8 @@ impl Container {
         let script = script(edits, start.more, &run);
         let mut command = Command::new("unshare");
         command
-            .args(["--user", "--map-root-user", "--mount", "sh", "-c", &script])
+            .args(namespaces)
+            .args(["sh", "-c", &script])
             .env("ROOT", &root)
             .env("SIMGPU_DIR", machine.lab.path())
             .stdin(Stdio::piped())

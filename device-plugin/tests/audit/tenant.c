@@ -13,14 +13,20 @@
  *   close          -> ok             every socket but its standard ones
  *   child BYTES MS -> ok PID         a child that waits for `crash`
  *   crash          -> ok | err N     lets it open libcuda.so.1, be refused BYTES, and end after MS; waits for its end
+ *   map COUNT FILE -> ok | err N     as many mappings of that file, which is made
+ *   environ GIB    -> ok | err N     the environment is that large, and touched nowhere
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <stdint.h>
+#include <linux/prctl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -101,6 +107,38 @@ static int crash(void) {
     return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
 }
 
+static int map(unsigned long long count, const char *file) {
+    int made = open(file, O_RDWR | O_CREAT, 0600), page = 4096;
+    if (made < 0 || ftruncate(made, page)) return errno;
+    /* The same page each time: no two of them are one mapping. */
+    while (count--)
+        if (mmap(NULL, page, PROT_READ, MAP_SHARED, made, 0) == MAP_FAILED) return errno;
+    return 0;
+}
+
+static int environment(unsigned long long gib) {
+    char text[4096], *at;
+    unsigned long long field[53] = {0};
+    unsigned long long size = gib << 30;
+    FILE *stat = fopen("/proc/self/stat", "r");
+    size_t length = stat ? fread(text, 1, sizeof text - 1, stat) : 0;
+    text[length] = 0;
+    if (stat) fclose(stat);
+    at = strrchr(text, ')');
+    if (!at) return -3;
+    at += 4;
+    for (int number = 4; number <= 52; number++) field[number] = strtoull(at, &at, 10);
+    void *where = mmap(NULL, size, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (where == MAP_FAILED) return errno;
+    struct prctl_mm_map map = {
+        .start_code = field[26], .end_code = field[27], .start_stack = field[28],
+        .start_data = field[45], .end_data = field[46], .start_brk = field[47],
+        .brk = (uintptr_t)sbrk(0), .arg_start = field[48], .arg_end = field[49],
+        .env_start = (uintptr_t)where, .env_end = (uintptr_t)where + size, .exe_fd = -1,
+    };
+    return prctl(PR_SET_MM, PR_SET_MM_MAP, &map, sizeof map, 0) ? errno : 0;
+}
+
 /* Where the credit page is mapped; none is 0. */
 static int page(unsigned long *from, unsigned long *to) {
     char line[512];
@@ -152,6 +190,10 @@ int main(int count, char **words) {
         } else if (sscanf(line, "child %llu %u", &bytes, &milliseconds) == 2) {
             printf("ok %d\n", child(bytes, milliseconds));
             continue;
+        } else if (sscanf(line, "map %llu %511s", &bytes, word) == 2) {
+            code = map(bytes, word);
+        } else if (sscanf(line, "environ %llu", &bytes) == 1) {
+            code = environment(bytes);
         } else if (!strncmp(line, "crash", 5)) {
             code = crash();
         } else if (!strncmp(line, "scribble", 8)) {

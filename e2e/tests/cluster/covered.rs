@@ -56,8 +56,8 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(stage: &mut Stage) -> Re
         .file_volume("/etc//ld.so.preload")
         .file_volume("/usr/lib64/libcuda.so.1");
     let inside = holder(stage, "inside", 0).file_volume("/opt/bursar/lib/libcuda.so.1");
-    // As NVIDIA's runtime lays all of them there for NVIDIA_VISIBLE_DEVICES=all.
-    let sees = holder(stage, "sees", mine).host_volume(&format!("/dev/nvidia{other}"));
+    // A node that its device cgroup does not let it open: nothing to tell. libcuda makes such nodes itself.
+    let sees = holder(stage, "sees", 0).host_volume(&format!("/dev/nvidia{other}"));
     let mighty = holder(stage, "mighty", mine).privileged();
     for plan in [&covers, &inside, &sees, &mighty] {
         stage.pods.create(plan).await?;
@@ -65,29 +65,20 @@ async fn what_a_pod_lays_over_our_files_is_held_or_told(stage: &mut Stage) -> Re
 
     is_held(stage, "plain").await?;
     is_held(stage, "covers").await?;
+    is_held(stage, "sees").await?;
     let mounted = "/opt/bursar/lib/libcuda.so.1";
     let times = [
         is_told(stage, "inside", "MountedOver", mounted).await?,
-        is_told(stage, "sees", "OtherGpus", &format!("nvidia{other}")).await?,
         is_told(stage, "mighty", "Privileged", "CAP_SYS_ADMIN").await?,
     ];
     assert!(times.iter().min() <= Some(&DETECTED), "{times:?}");
-    // Told, and held: no quota gives it memory of the other GPU.
-    let device = format!("--device={other}");
-    let hold = ["hold", "--bytes=64Mi", "--then=exit", &device];
-    let why = match stage.exec("sees", &hold).await {
-        Ok(said) => said,
-        Err(failed) => failed.message().unwrap_or_default().to_owned(),
-    };
-    assert!(why.contains("CUDA_ERROR_OUT_OF_MEMORY"), "{why}");
-
     let node = stage.pods.node("plain").await?;
     let status = told::until_status(stage, &node, "an audit", |status| {
         let mut conditions = status.conditions.iter();
         conditions.any(|it| (it.type_.as_str(), it.status.as_str()) == (AUDITED, "True"))
     })
     .await?;
-    let at_fault = BTreeSet::from(["inside", "mighty", "sees"]);
+    let at_fault = BTreeSet::from(["inside", "mighty"]);
     let pods = status.not_enforced.iter().map(|it| it.pod.as_str());
     assert_eq!(pods.collect::<BTreeSet<_>>(), at_fault, "{status:?}");
     // Nor was that ever said of another, in the trials before either.

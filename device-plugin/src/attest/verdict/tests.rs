@@ -1,6 +1,6 @@
 use proptest::prelude::*;
 
-use super::super::maps::files;
+use super::super::maps::tests::files;
 use super::*;
 
 fn at(path: &str) -> Location {
@@ -218,18 +218,43 @@ fn on_an_overlay_the_path_decides() {
 }
 
 #[test]
-fn device_nodes_of_gpus_that_were_not_given_are_told_with_the_variable_that_asked_for_them() {
+fn who_can_make_nodes_or_has_others_is_asked_what_it_may_open() {
     let given = BTreeSet::from(["nvidia0".to_owned()]);
-    let seen = ["nvidiactl", "nvidia-uvm", "nvidia0"].map(str::to_owned);
-    assert_eq!(of_nodes(&given, &seen, Some("all")), None);
-    let more: Vec<String> = seen.into_iter().chain(["nvidia1".to_owned()]).collect();
-    let lack = of_nodes(&given, &more, Some("all")).unwrap();
-    assert_eq!(lack.reason, Reason::OtherGpus);
-    assert_eq!(lack.detail, "nvidia1; NVIDIA_VISIBLE_DEVICES=all");
-    assert_eq!(
-        of_nodes(&given, &more, Some("void")).unwrap().detail,
-        "nvidia1"
+    let more = BTreeSet::from(["nvidia0", "nvidia1"].map(str::to_owned));
+    let (usual, bare) = (0xa80425fb, 0);
+    assert!(is_asked(&given, &given, usual, true));
+    assert!(
+        !is_asked(&given, &given, usual, false),
+        "in a user namespace of its own"
     );
+    assert!(!is_asked(&given, &given, bare, true));
+    assert!(is_asked(&given, &more, bare, false));
+    assert!(is_gpu("nvidia0") && !is_gpu("nvidiactl") && !is_gpu("nvidia-uvm"));
+}
+
+#[test]
+fn what_may_be_opened_is_told_and_a_node_alone_is_not() {
+    assert_eq!(of_nodes(&BTreeSet::new()), None);
+    let lack = of_nodes(&BTreeSet::from(["nvidia1", "nvidia2"].map(str::to_owned))).unwrap();
+    assert_eq!(
+        (lack.reason, lack.detail.as_str()),
+        (Reason::OtherGpus, "nvidia1, nvidia2")
+    );
+}
+
+#[test]
+fn rights_over_the_hosts_scheduling_are_a_lack_of_their_own() {
+    let (usual, nice) = (0xa80425fb, 0xa80425fb | 1 << 23);
+    assert_eq!(of_scheduling(nice, true).unwrap().reason, Reason::SysNice);
+    assert_eq!(of_scheduling(nice, false), None);
+    assert_eq!(of_scheduling(usual, true), None);
+    assert_eq!(of_rights(nice, true), None, "and no other");
+}
+
+#[test]
+fn a_path_in_a_lack_is_cut() {
+    let lack = Lack::not_attested("ü".repeat(10_000));
+    assert_eq!(lack.detail.len(), 256);
 }
 
 #[test]

@@ -1,0 +1,185 @@
+//! Containers of root, where `cuInit` makes the nodes of every GPU: what they may open is what counts.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use crate::common::kubelet::Pod;
+use crate::container::{Container, machine};
+use crate::found::{findings, is_logged, not_enforced, until, value};
+use crate::machine::Machine;
+
+const GIB: u64 = 1 << 30;
+/// A container is looked at anew after 10 s.
+const TWO_LOOKS: Duration = Duration::from_secs(22);
+
+/// A real cgroup of the devices controller, where the agent of a machine looks for it.
+pub(crate) struct Devices {
+    folder: PathBuf,
+    mounted: PathBuf,
+    pods: Vec<String>,
+}
+
+impl Devices {
+    pub(crate) fn of(machine: &Machine) -> Devices {
+        let unique = machine.root.path().file_name().unwrap().to_str().unwrap();
+        let unique = unique.trim_start_matches('.').to_owned();
+        let folder = Path::new("/sys/fs/cgroup/devices").join(format!("bursar-{unique}"));
+        std::fs::create_dir(&folder).unwrap();
+        let mounted = machine.path("cgroup/devices");
+        std::fs::create_dir(&mounted).unwrap();
+        run("mount", &["--bind".as_ref(), &folder, &mounted]);
+        Devices {
+            folder,
+            mounted,
+            pods: Vec::new(),
+        }
+    }
+
+    /// Puts a container's process into a cgroup that may open what its device has, as a runtime does.
+    pub(crate) fn adopt(&mut self, machine: &Machine, pod: &Pod, container: &Container) {
+        self.put(pod, container.pid());
+        let main = self.main(pod);
+        let deny = std::fs::write(main.join("devices.deny"), "a");
+        deny.unwrap();
+        let dev = PathBuf::from(format!("/proc/{}/root/dev", container.pid()));
+        let given = std::fs::read_dir(dev).unwrap().flatten();
+        let mut allowed = vec!["c *:* m".to_owned(), "c 1:* rw".to_owned()];
+        for node in given {
+            let number = std::os::unix::fs::MetadataExt::rdev(&node.metadata().unwrap());
+            let (major, minor) = (rustix::fs::major(number), rustix::fs::minor(number));
+            allowed.push(format!("c {major}:{minor} rw"));
+        }
+        for rule in allowed {
+            std::fs::write(main.join("devices.allow"), rule).unwrap();
+        }
+        assert!(machine.cgroup(pod).join("main").is_dir());
+    }
+
+    /// Puts a process into the pod's cgroup, which may open everything.
+    fn put(&mut self, pod: &Pod, pid: u32) {
+        std::fs::create_dir_all(self.main(pod)).unwrap();
+        self.pods.push(pod.uid.to_string());
+        std::fs::write(self.main(pod).join("cgroup.procs"), pid.to_string()).unwrap();
+    }
+
+    fn main(&self, pod: &Pod) -> PathBuf {
+        self.folder.join(format!("pod{}/main", pod.uid))
+    }
+}
+
+impl Drop for Devices {
+    fn drop(&mut self) {
+        run("umount", &["-l".as_ref(), &self.mounted]);
+        for pod in &self.pods {
+            for below in [format!("pod{pod}/main"), format!("pod{pod}")] {
+                let _ = std::fs::remove_dir(self.folder.join(below));
+            }
+        }
+        let _ = std::fs::remove_dir(&self.folder);
+    }
+}
+
+fn run(program: &str, arguments: &[&Path]) {
+    let ended = Command::new(program).args(arguments).status();
+    assert!(ended.unwrap().success(), "{program} {arguments:?}");
+}
+
+/// The GPUs' nodes in a container's `/dev`.
+fn nodes(container: &Container) -> Vec<String> {
+    let dev = format!("/proc/{}/root/dev", container.pid());
+    let names = std::fs::read_dir(dev).unwrap().flatten();
+    let names = names.map(|entry| entry.file_name().into_string().unwrap());
+    let mut names: Vec<_> = names
+        .filter(|name| ["nvidia0", "nvidia1"].contains(&name.as_str()))
+        .collect();
+    names.sort();
+    names
+}
+
+async fn is_enforced(machine: &Machine, pod: &str) -> bool {
+    let labels = format!("pod=\"{pod}\" reason=\"\"");
+    value(machine, "bursar_container_enforced", &labels).await == Some(1)
+}
+
+/// Honest programs of root on both GPUs, for so long.
+async fn honest_on_two_gpus(long: Duration) {
+    let machine = machine("policy = \"kill\"\nkill-after = 1").await;
+    let mut devices = Devices::of(&machine);
+    let mut programs = Vec::new();
+    for name in ["a", "b", "c"] {
+        let pod = machine.admit(name, 8).await;
+        let mut program = Container::as_root(&machine, &pod, "").await;
+        devices.adopt(&machine, &pod, &program);
+        program.ok("open libcuda.so.1");
+        assert_eq!(
+            nodes(&program),
+            ["nvidia0", "nvidia1"],
+            "as libcuda makes them"
+        );
+        programs.push((name, program));
+    }
+    let (begun, mut rounds) = (std::time::Instant::now(), 0_u64);
+    while begun.elapsed() < long {
+        for (_, program) in &mut programs {
+            assert!(program.call("info").starts_with("ok"));
+            assert_eq!(program.call(&format!("alloc {}", 9 * GIB)), "err 2");
+        }
+        rounds += 1;
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    for kind in ["over-quota", "intruder", "forged-page", "unaccounted"] {
+        assert_eq!(findings(&machine, kind).await, 0, "{kind}");
+    }
+    for (name, program) in &mut programs {
+        assert!(is_enforced(&machine, name).await, "{name}");
+        assert!(program.is_alive(), "{name}");
+    }
+    let told = machine.log();
+    assert!(!told.contains("lack=\""), "nobody was ever told of: {told}");
+    println!("{rounds} rounds of {} programs", programs.len());
+}
+
+#[tokio::test]
+async fn honest_programs_of_root_on_two_gpus_are_never_accused() {
+    honest_on_two_gpus(TWO_LOOKS).await;
+}
+
+#[tokio::test]
+#[ignore = "ten minutes"]
+async fn honest_programs_on_two_gpus_are_not_accused_in_minutes() {
+    honest_on_two_gpus(Duration::from_secs(600)).await;
+}
+
+#[tokio::test]
+async fn a_container_that_may_open_another_gpu_is_found() {
+    let machine = machine("").await;
+    let mut devices = Devices::of(&machine);
+    let pod = machine.admit("a", 8).await;
+    let container = Container::as_root(&machine, &pod, "").await;
+    devices.put(&pod, container.pid());
+    not_enforced(&machine, "OtherGpus").await;
+    is_logged(&machine, "nvidia").await;
+}
+
+#[tokio::test]
+async fn a_container_that_cannot_be_asked_is_told_as_not_attested() {
+    let machine = machine("").await;
+    let pod = machine.admit("a", 8).await;
+    // Its cgroup is a plain folder.
+    let _container = Container::as_root(&machine, &pod, "").await;
+    not_enforced(&machine, "NotAttested").await;
+}
+
+#[tokio::test]
+async fn a_container_that_may_change_its_time_slice_is_told_and_served() {
+    let machine = machine("policy = \"kill\"\nkill-after = 1").await;
+    let mut devices = Devices::of(&machine);
+    let pod = machine.admit("a", 8).await;
+    let mut container = Container::as_root(&machine, &pod, ",+sys_nice").await;
+    devices.adopt(&machine, &pod, &container);
+    not_enforced(&machine, "SysNice").await;
+    container.ok("open libcuda.so.1");
+    container.ok(&format!("alloc {GIB}"));
+    until(&machine, "bursar_agent_audit_kills_total", "", 0).await;
+}

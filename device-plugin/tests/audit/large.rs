@@ -1,0 +1,80 @@
+//! Processes that make much of themselves: the agent reads none of it without a bound.
+
+use std::time::{Duration, Instant};
+
+use crate::container::{Container, PLAIN, machine};
+use crate::found::{findings, not_enforced, value};
+use crate::machine::Machine;
+
+const GIB: u64 = 1 << 30;
+/// What the agent may take beyond what it had, in KiB.
+const MOST_MORE: u64 = 64 << 10;
+
+/// The agent's resident memory in KiB, now or at its most.
+fn resident(machine: &Machine, field: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{}/status", machine.agent_pid()));
+    let status = status.unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field));
+    let number = line.unwrap().trim().trim_end_matches(" kB");
+    number.trim().parse().unwrap()
+}
+
+/// How long a program's requests take while `during` lasts, sorted.
+async fn requests(program: &mut Container, during: Duration) -> Vec<Duration> {
+    let (begun, mut took) = (Instant::now(), Vec::new());
+    while begun.elapsed() < during {
+        let asked = Instant::now();
+        assert_eq!(program.call(&format!("alloc {}", 9 * GIB)), "err 2");
+        took.push(asked.elapsed());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    took.sort();
+    took
+}
+
+#[tokio::test]
+async fn mappings_and_environments_of_any_size_cost_bounded_memory() {
+    let machine = machine("").await;
+    let neighbour = machine.admit("neighbour", 8).await;
+    let mut honest = Container::start(&machine, &neighbour, PLAIN).await;
+    honest.ok("open libcuda.so.1");
+    let mut hostile = Vec::new();
+    for name in ["a", "b", "c"] {
+        let pod = machine.admit(name, 4).await;
+        let mut container = Container::start(&machine, &pod, PLAIN).await;
+        let folders = format!("/{}", "d".repeat(200)).repeat(16);
+        let made = format!("/proc/{}/root{folders}", container.pid());
+        std::fs::create_dir_all(made).unwrap();
+        container.ok("environ 100");
+        hostile.push((container, folders));
+    }
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let before = resident(&machine, "VmRSS:");
+    for (container, folders) in &mut hostile {
+        // The program reads words of up to 511 characters: it goes there by links.
+        let link = format!("/proc/{}/root/l", container.pid());
+        std::os::unix::fs::symlink(&folders[1..], link).unwrap();
+        container.ok("map 65000 /l/libcuda.so.1");
+    }
+    let begun = Instant::now();
+    not_enforced(&machine, "NotAttested").await;
+    println!("told after {:?}", begun.elapsed());
+    let took = requests(&mut honest, Duration::from_secs(20)).await;
+    let at = |part: usize| took[(took.len() - 1) * part / 100];
+    println!(
+        "a neighbour's requests: {} median {:?} p99 {:?}",
+        took.len(),
+        at(50),
+        at(99)
+    );
+    let (now, most) = (resident(&machine, "VmRSS:"), resident(&machine, "VmHWM:"));
+    println!("resident: {before} KiB before, {now} now, {most} at most");
+    assert!(most < before + MOST_MORE, "{before} {most}");
+    assert!(at(99) < Duration::from_millis(100), "{:?}", at(99));
+    assert_eq!(findings(&machine, "intruder").await, 0);
+    let count = value(&machine, "bursar_agent_audit_seconds_count", "").await;
+    println!("{count:?} audits");
+    let labels = "pod=\"neighbour\" reason=\"\"";
+    let neighbour = value(&machine, "bursar_container_enforced", labels).await;
+    assert_eq!(neighbour, Some(1));
+}
