@@ -14,6 +14,7 @@ use serde::Deserialize;
 use serde::de::IgnoredAny;
 
 use crate::quanta::Quanta;
+use crate::there::Placed;
 
 /// The fields of a Pod that are read here. The rest of it is not even kept while it is parsed.
 #[derive(Resource, Deserialize, Clone, Debug, Default)]
@@ -212,6 +213,19 @@ impl Demand {
         };
         let asks = demand.device != Quanta::ZERO || demand.managed != Quanta::ZERO;
         asks.then_some(demand)
+    }
+
+    /// The Job that is asked before the pod goes for others. A borrower has agreed to that by its class.
+    pub fn asked_job(&self) -> Option<&Owner> {
+        self.job
+            .as_ref()
+            .filter(|_| self.class == Class::Guaranteed)
+    }
+}
+
+impl Placed for Demand {
+    fn node(&self) -> Option<&str> {
+        self.node.as_deref()
     }
 }
 

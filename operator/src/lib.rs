@@ -20,12 +20,13 @@
 //! | [`reconcile`] | does it, budget by budget |
 //! | `orders` | whether what is ordered of an agent has to be written: pure |
 //! | `slim` | an object's metadata without `managedFields` |
+//! | [`there`] | what a node says concerns the pods on it and no others: pure |
 //! | [`release`] | lets go of namespaces whose budget is gone |
 //! | [`contexts`] | orders of the agents what is done about poisoned contexts |
 //! | [`write`](mod@write) | the API calls that change something |
 //! | [`placement`] | helps pods to a GPU: node labels, moves, reservations and evictions, lowered quotas |
 //! | [`pulse`] | when each watch last made progress |
-//! | [`metrics`], [`http`] | what is measured, and how it is served |
+//! | [`metrics`], [`http`] | what is measured, and what probes are told |
 //! | [`operator`] | the tasks and their end |
 
 pub mod ahead;
@@ -47,5 +48,6 @@ pub mod quanta;
 pub mod reconcile;
 pub mod release;
 mod slim;
+pub mod there;
 pub mod world;
 pub mod write;

@@ -22,7 +22,7 @@ use super::quota::{Cap, Which};
 use super::repair::{EXCEEDED, surplus};
 use super::status::holding;
 use super::{Terms, contexts, status};
-use crate::demand::Owner;
+use crate::demand::{Demand, Owner};
 use crate::world::Facts;
 
 /// Pods are ended that go beyond the budget for this long: a delete that is on its way may settle it.
@@ -136,10 +136,16 @@ impl Plan {
 
     fn evict(&mut self, pod: Leaver, facts: &Facts) {
         let refused = facts.refused.get(&pod.uid);
-        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says.
-        let mut of_jobs = facts.pods.iter().filter(|(_, demand)| demand.job.is_some());
+        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says. What a
+        // borrower has agreed to is to give back what it has too much of.
+        let surplus = pod.reason == EXCEEDED;
+        let stays = |demand: &Demand| match surplus {
+            true => demand.asked_job().is_some(),
+            false => demand.job.is_some(),
+        };
+        let mut staying = facts.pods.iter().filter(|(_, demand)| stays(demand));
         let by_force = refused.is_some_and(|lasted| *lasted >= GRACE)
-            && !of_jobs.any(|(_, demand)| demand.uid == pod.uid);
+            && !staying.any(|(_, demand)| demand.uid == pod.uid);
         self.steps.push(Step::Evict { pod, by_force });
         self.look_within(Some(REPAIR_AFTER));
     }
@@ -180,8 +186,7 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
     let jobs = facts.pods.iter().filter_map(|(_, demand)| {
         let goes = possible.iter().any(|pod| pod.uid == demand.uid);
         demand
-            .job
-            .as_ref()
+            .asked_job()
             .filter(|job| goes && known(job).is_none())
     });
     let unknown: Vec<_> = jobs.collect();

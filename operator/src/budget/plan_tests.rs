@@ -15,6 +15,7 @@ use serde_json::json;
 use super::{Plan, Quota, Remedy, Step, Terms, Which, plan, remedy, surplus};
 use crate::demand::{Class, Demand, Owner};
 use crate::quanta::Quanta;
+use crate::there::there;
 use crate::world::{AgentsSay, Cohort, Facts, Sufferer};
 
 /// A namespace as the API server has it.
@@ -38,7 +39,7 @@ fn demand(uid: &str, class: Class, device: u64, created: i64) -> Demand {
     Demand {
         uid: uid.to_owned(),
         created: Timestamp::from_second(created).unwrap(),
-        node: None,
+        node: Some("n".to_owned()),
         ending: false,
         job: None,
         replaced: true,
@@ -96,7 +97,7 @@ impl Namespace {
                 .filter_map(|(pod, fault)| {
                     Some(Sufferer {
                         pod: pod.clone(),
-                        demand: self.pods.get(pod)?.clone(),
+                        demand: there("n", self.pods.get(pod)?)?.cloned(),
                         fault: fault.clone(),
                     })
                 })
@@ -594,6 +595,38 @@ fn a_pod_that_a_disruption_budget_keeps_is_deleted_after_its_grace_but_a_jobs() 
             assert_eq!(by_force(namespace.plan()), [by_now]);
         }
     }
+}
+
+#[test]
+fn a_borrower_beyond_the_limit_goes_whatever_its_job_says() {
+    let mut namespace = Namespace::new(16, 16);
+    namespace.settle();
+    namespace.second += 100;
+    for (name, class) in [("owns", Class::Guaranteed), ("borrows", Class::Borrowed)] {
+        let mut pod = demand(name, class, 16, namespace.second - 10);
+        pod.job = job("would-fail");
+        namespace.pods.insert(name.to_owned(), pod);
+    }
+    namespace
+        .plan()
+        .steps
+        .into_iter()
+        .for_each(|step| namespace.take(step));
+    namespace.second += 5;
+    let evicts = |plan: Plan| -> Vec<(String, bool)> {
+        let steps = plan.steps.into_iter();
+        let evicts = steps.filter_map(|step| match step {
+            Step::Evict { pod, by_force } => Some((pod.uid, by_force)),
+            _ => None,
+        });
+        evicts.collect()
+    };
+    let once = |forced| [("borrows".to_owned(), forced)];
+    assert_eq!(evicts(namespace.plan()), once(false));
+    namespace.refused = [("borrows".to_owned(), Duration::from_secs(60))].into();
+    assert_eq!(evicts(namespace.plan()), once(true));
+    namespace.settle();
+    assert!(namespace.pods.contains_key("owns") && !namespace.holds(names::EXCEEDED));
 }
 
 /// Pods by class, size and age in seconds.

@@ -20,7 +20,8 @@ pub(super) const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 const SETTLED: SignedDuration = SignedDuration::from_secs(5);
 
 /// The pods to end so that the rest fits `terms`, in force since `since`: borrowed before guaranteed, the
-/// newest first, none that is not needed. Pods of Jobs that would fail by it are passed over; they end anyway.
+/// newest first, none that is not needed. Pods of Jobs that would fail by it are passed over, for they end anyway;
+/// but no borrowers.
 pub fn surplus(
     terms: &Terms,
     pods: &[(String, Demand)],
@@ -31,7 +32,7 @@ pub fn surplus(
     let mut over = Over::of(terms, alive().map(|(_, demand)| demand));
     let mut candidates: Vec<_> = alive()
         .filter(|(_, demand)| demand.created > since + SETTLED)
-        .filter(|(_, demand)| demand.job.as_ref().is_none_or(&lets_go))
+        .filter(|(_, demand)| demand.asked_job().is_none_or(&lets_go))
         .collect();
     candidates.sort_by_key(|(name, demand)| {
         let class = demand.class == Class::Guaranteed;

@@ -6,8 +6,8 @@ use bursar_crds::{Amount, GpuMemoryBudget};
 use kube::runtime::watcher::Event;
 
 use super::load::{Load, Taken};
-use super::node::{Gpu, GpuFacts, NodeFacts};
-use super::pod::PodFacts;
+use super::node::{Gpu, GpuFacts, Local, NodeFacts};
+use super::pod::{Owner, PodFacts};
 use crate::quanta::Quanta;
 use crate::world::{Entry, Key, Mirror};
 
@@ -82,12 +82,16 @@ impl Landscape {
                 *sum = sum.plus(pod.asks);
             }
         }
+        let mut pods = BTreeMap::new();
+        // A static pod's mirror goes by a UID that its annotation says: it stands in for no other pod.
+        let (mirrors, others): (Vec<_>, Vec<_>) = self
+            .pods
+            .iter()
+            .partition(|(_, pod)| pod.owner == Owner::Node);
+        for (key, pod) in others.into_iter().chain(mirrors) {
+            pods.entry(pod.uid.as_str()).or_insert((key, pod));
+        }
         Scene {
-            pods: self
-                .pods
-                .iter()
-                .map(|(key, pod)| (pod.uid.as_str(), (key, pod)))
-                .collect(),
             nodes: self
                 .nodes
                 .iter()
@@ -96,8 +100,9 @@ impl Landscape {
             gpu_nodes: self
                 .gpu_nodes
                 .iter()
-                .map(|(key, gpus)| (key.name.as_str(), gpus))
+                .map(|(key, said)| (key.name.as_str(), Local::of(&key.name, said, &pods)))
                 .collect(),
+            pods,
             lowered: self.lowered.iter().collect(),
             asked,
             loads: &self.loads,
@@ -113,7 +118,7 @@ pub(super) struct Scene<'a> {
     /// Nodes by name.
     pub(super) nodes: BTreeMap<&'a str, &'a NodeFacts>,
     /// Nodes' GPUs, by the node's name.
-    pub(super) gpu_nodes: BTreeMap<&'a str, &'a GpuFacts>,
+    pub(super) gpu_nodes: BTreeMap<&'a str, Local<'a>>,
     /// What budgets lower.
     pub(super) lowered: Vec<(&'a Key, &'a Lowered)>,
     /// What the pods on a node ask for in all.
@@ -129,7 +134,7 @@ impl<'a> Scene<'a> {
     }
 
     /// A GPU.
-    pub(super) fn gpu(&self, node: &str, uuid: &str) -> Option<&'a Gpu> {
+    pub(super) fn gpu(&self, node: &str, uuid: &str) -> Option<&Gpu> {
         let gpus = &self.gpu_nodes.get(node)?.gpus;
         gpus.iter().find(|gpu| gpu.uuid == uuid)
     }

@@ -67,8 +67,8 @@ pub struct Memory {
     reserved: BTreeMap<(String, String, String), Moment>,
     /// The waiters whose reservations came to nothing.
     in_vain: BTreeMap<String, InVain>,
-    /// Who had how much of GPUs where somebody waits, and when it was seen last; by GPU and pod.
-    had: BTreeMap<String, BTreeMap<String, (Quanta, Moment)>>,
+    /// Who had how much of GPUs where somebody waits, and when it was seen last; by node, GPU and pod.
+    had: BTreeMap<(String, String), BTreeMap<String, (Quanta, Moment)>>,
     /// Who is to leave its GPU.
     leaving: BTreeMap<String, Leaving>,
     /// What became of asking pods to go.
@@ -293,10 +293,13 @@ impl Memory {
     fn see_who_has(&mut self, scene: &Scene<'_>, now: Moment) {
         let concerned = scene
             .gpu_nodes
-            .values()
-            .filter(|gpus| !gpus.waiting.is_empty() || !gpus.reservations.is_empty());
-        for gpu in concerned.flat_map(|gpus| &gpus.gpus) {
-            let had = self.had.entry(gpu.uuid.clone()).or_default();
+            .iter()
+            .filter(|(_, gpus)| !gpus.waiting.is_empty() || !gpus.reservations.is_empty());
+        for (node, gpu) in
+            concerned.flat_map(|(node, gpus)| gpus.gpus.iter().map(move |gpu| (node, gpu)))
+        {
+            let key = ((*node).to_owned(), gpu.uuid.clone());
+            let had = self.had.entry(key).or_default();
             let pods = gpu.pods.iter();
             had.extend(pods.map(|(pod, quanta)| (pod.clone(), (*quanta, now))));
         }
@@ -346,8 +349,9 @@ impl Memory {
     }
 
     /// What of a GPU pods had that went a moment ago, and is not free yet.
-    pub(super) fn settling(&self, gpu: &Gpu) -> Quanta {
-        let had = self.had.get(&gpu.uuid).into_iter().flatten();
+    pub(super) fn settling(&self, node: &str, gpu: &Gpu) -> Quanta {
+        let had = self.had.get(&(node.to_owned(), gpu.uuid.clone()));
+        let had = had.into_iter().flatten();
         let gone = had.filter(|(pod, _)| !gpu.pods.contains_key(*pod));
         let gone: Quanta = gone.map(|(_, (quanta, _))| *quanta).sum();
         let bound: Quanta = gpu.pods.values().copied().sum();

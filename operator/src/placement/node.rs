@@ -1,6 +1,8 @@
 //! What placement needs to know of a node.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
+use std::ops::Deref;
 
 use bursar_crds::gpu_node::{GpuStatus, HealthStatus, MAX_PODS, Moved, QuotaOrder, Reservation};
 use bursar_crds::quantity::parse_bytes;
@@ -14,6 +16,8 @@ use serde::Deserialize;
 use super::load::thousandths;
 use super::pod::PodFacts;
 use crate::quanta::Quanta;
+use crate::there::there;
+use crate::world::Key;
 
 /// The fields of a Node that are read here. The rest of it is not even kept while it is parsed.
 #[derive(Resource, Deserialize, Clone, Debug, Default)]
@@ -89,7 +93,7 @@ impl NodeFacts {
     }
 }
 
-/// A node's GPUs, and what is ordered of its agent.
+/// A node's GPUs as it says, and what is ordered of its agent.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct GpuFacts {
     /// The `GpuNode`'s UID.
@@ -163,6 +167,43 @@ impl GpuFacts {
         self.gpus.iter().any(|gpu| {
             gpu.pods.contains_key(&pod.uid) || one_of_several && gpu.pods.len() >= MAX_PODS
         })
+    }
+}
+
+/// What a node says of its GPUs, less what it says of pods on other nodes. [`Local::of`] alone makes it, so no plan
+/// sees the rest. Of a pod that nobody knows any more its node alone can tell, so that one stays.
+pub(super) struct Local<'a>(Cow<'a, GpuFacts>);
+
+impl<'a> Local<'a> {
+    /// What `node` said, among all `pods` by UID.
+    pub(super) fn of(
+        node: &str,
+        said: &'a GpuFacts,
+        pods: &BTreeMap<&str, (&Key, &PodFacts)>,
+    ) -> Self {
+        let is_elsewhere = |uid: &String| {
+            let pod = pods.get(uid.as_str());
+            pod.is_some_and(|(_, pod)| there(node, *pod).is_none())
+        };
+        let waiters = said.waiting.iter().map(|waiter| &waiter.pod);
+        let mut named = waiters.chain(said.gpus.iter().flat_map(|gpu| gpu.pods.keys()));
+        if !named.any(is_elsewhere) {
+            return Self(Cow::Borrowed(said));
+        }
+        let mut said = said.clone();
+        said.waiting.retain(|waiter| !is_elsewhere(&waiter.pod));
+        for gpu in &mut said.gpus {
+            gpu.pods.retain(|uid, _| !is_elsewhere(uid));
+        }
+        Self(Cow::Owned(said))
+    }
+}
+
+impl Deref for Local<'_> {
+    type Target = GpuFacts;
+
+    fn deref(&self) -> &GpuFacts {
+        &self.0
     }
 }
 

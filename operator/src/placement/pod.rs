@@ -8,6 +8,7 @@ use k8s_openapi::jiff::Timestamp;
 
 use crate::demand::{self, AskingPod, Class, Demand, asks};
 use crate::quanta::Quanta;
+use crate::there::Placed;
 
 /// Over how many GPUs a container wants to be spread; what the agent reads too.
 const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
@@ -180,6 +181,12 @@ impl PodFacts {
     }
 }
 
+impl Placed for PodFacts {
+    fn node(&self) -> Option<&str> {
+        self.node()
+    }
+}
+
 /// When the scheduler found no node.
 fn refused(conditions: &[PodCondition]) -> Option<Timestamp> {
     let scheduled = conditions
@@ -197,7 +204,8 @@ fn owner(pod: &AskingPod, mirror: bool) -> Owner {
         _ if mirror => Owner::Node,
         None => Owner::Nobody,
         Some(owner) => match owner.kind.as_str() {
-            "Node" => Owner::Node,
+            // Who creates a pod writes this reference at will: nothing makes another such pod.
+            "Node" => Owner::Nobody,
             "DaemonSet" => Owner::DaemonSet,
             "Job" => Owner::Job(demand::Owner {
                 name: owner.name.clone(),
@@ -260,7 +268,7 @@ mod tests {
         };
         assert_eq!(facts(json!({}), json!({}), json!({})).owner, Owner::Nobody);
         assert_eq!(owned("DaemonSet"), Owner::DaemonSet);
-        assert_eq!(owned("Node"), Owner::Node);
+        assert_eq!(owned("Node"), Owner::Nobody, "an annotation tells of those");
         assert!(matches!(owned("Job"), Owner::Job(_)));
         assert!(matches!(owned("ReplicaSet"), Owner::Other { .. }));
     }

@@ -9,6 +9,7 @@ use bursar_crds::gpu_node::{Fault, NamespaceUse};
 use crate::budget::{Quota, Which};
 use crate::demand::{Class, Demand};
 use crate::quanta::Quanta;
+use crate::there::There;
 
 /// What the pods of one namespace ask for together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -59,8 +60,8 @@ impl<'a> FromIterator<&'a Demand> for Usage {
 pub struct Sufferer {
     /// The pod's name.
     pub pod: String,
-    /// What it asks for, and who it is.
-    pub demand: Demand,
+    /// What it asks for, and who it is. It is on the node that tells of the fault.
+    pub demand: There<Demand>,
     /// The fault: of a context of its, or of a GPU that it has memory of.
     pub fault: Fault,
 }
@@ -78,10 +79,11 @@ pub struct AgentsSay {
     pub restarts: i64,
 }
 
-impl<'a> FromIterator<&'a NamespaceUse> for AgentsSay {
-    fn from_iter<I: IntoIterator<Item = &'a NamespaceUse>>(uses: I) -> Self {
+impl<'a> FromIterator<(&'a NamespaceUse, bool)> for AgentsSay {
+    /// Of each node what it says, and whether a pod of the namespace is there: without one nothing is used.
+    fn from_iter<I: IntoIterator<Item = (&'a NamespaceUse, bool)>>(uses: I) -> Self {
         let mut sum = Self::default();
-        for one in uses {
+        for (one, is_there) in uses {
             let NamespaceUse {
                 namespace: _,
                 observed,
@@ -89,8 +91,8 @@ impl<'a> FromIterator<&'a NamespaceUse> for AgentsSay {
                 poisoned,
                 restarts,
             } = one;
-            let observed = u64::try_from(*observed).unwrap_or(0);
-            sum.observed = sum.observed.plus(Quanta::new(observed));
+            let observed = u64::try_from(*observed).ok().filter(|_| is_there);
+            sum.observed = sum.observed.plus(Quanta::new(observed.unwrap_or(0)));
             sum.denials = sum.denials.saturating_add(*denials);
             sum.poisoned = sum.poisoned.saturating_add(*poisoned);
             sum.restarts = sum.restarts.saturating_add(*restarts);

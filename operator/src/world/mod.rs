@@ -22,6 +22,7 @@ use crate::demand::Demand;
 use crate::orders::has_to_be_written;
 use crate::placement::{Landscape, Told};
 use crate::quanta::Quanta;
+use crate::there::there;
 use tally::Tally;
 
 /// What is watched, as probes, logs and metrics call it.
@@ -353,9 +354,10 @@ impl World {
     /// The pods of a namespace that suffer from faults.
     fn sufferers(&self, namespace: &str) -> Vec<Sufferer> {
         let mut sufferers = Vec::new();
-        let nodes = self.tally.suffering(namespace);
-        let nodes = nodes.into_iter().filter_map(|key| self.gpu_nodes.get(key));
-        for OpenFault { fault, pods } in nodes.flat_map(|node| &node.faults) {
+        let nodes = self.tally.suffering(namespace).into_iter();
+        let nodes = nodes.filter_map(|key| Some((&key.name, self.gpu_nodes.get(key)?)));
+        let faults = nodes.flat_map(|(node, gpus)| gpus.faults.iter().map(move |one| (node, one)));
+        for (node, OpenFault { fault, pods }) in faults {
             let of_container = fault
                 .container
                 .iter()
@@ -367,20 +369,26 @@ impl World {
             }
             let suffers = self.pods.within(namespace);
             let suffers = suffers.filter(|(_, demand)| uids.contains(&demand.uid));
-            sufferers.extend(suffers.map(|(key, demand)| Sufferer {
-                pod: key.name.clone(),
-                demand: demand.clone(),
-                fault: fault.clone(),
+            sufferers.extend(suffers.filter_map(|(key, demand)| {
+                Some(Sufferer {
+                    pod: key.name.clone(),
+                    demand: there(node, demand)?.cloned(),
+                    fault: fault.clone(),
+                })
             }));
         }
         sufferers
     }
 
-    fn told(&self, namespace: &str) -> impl Iterator<Item = &NamespaceUse> {
+    /// What nodes say of a namespace, each with whether a pod of it is there.
+    fn told(&self, namespace: &str) -> impl Iterator<Item = (&NamespaceUse, bool)> {
         let nodes = self.tally.saying(namespace);
-        let nodes = nodes.filter_map(|key| self.gpu_nodes.get(key));
-        let uses = nodes.flat_map(|node| &node.namespaces);
-        uses.filter(move |one| one.namespace == namespace)
+        let uses = nodes.flat_map(move |key| {
+            let is_there = self.tally.is_placed(&key.name, namespace);
+            let uses = self.gpu_nodes.get(key).map(|node| node.namespaces.iter());
+            uses.into_iter().flatten().map(move |one| (one, is_there))
+        });
+        uses.filter(move |(one, _)| one.namespace == namespace)
     }
 
     /// Each cohort's guarantees and memory, in bytes.

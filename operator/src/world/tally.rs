@@ -159,6 +159,12 @@ impl Tally {
         here.map(|(namespace, _)| namespace.as_str())
     }
 
+    /// Whether a namespace has pods on a node.
+    pub(super) fn is_placed(&self, node: &str, namespace: &str) -> bool {
+        let here = self.placed.get(node);
+        here.is_some_and(|here| here.contains_key(namespace))
+    }
+
     /// The nodes that say something of a namespace.
     pub(super) fn saying(&self, namespace: &str) -> impl Iterator<Item = &Key> {
         self.saying.get(namespace).into_iter().flatten()

@@ -255,9 +255,9 @@ fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own(
     let gpus = Gpus::of(&object, Quantum::Gib1);
     let mut world = world([
         budget("a", claim("x", 8, 1)),
-        pod("a", "p", Class::Guaranteed, 4),
-        pod("a", "q", Class::Guaranteed, 4),
-        pod("b", "p", Class::Guaranteed, 4),
+        placed("a", "p", "n"),
+        placed("a", "q", "n"),
+        placed("b", "p", "n"),
         Change::GpuNode(Event::Apply((key("", "n"), Some(gpus)))),
     ]);
     let suffers = |world: &World, namespace: &str| -> Vec<(String, String)> {
@@ -454,11 +454,13 @@ proptest! {
                 world.apply(change);
             }
             prop_assert_eq!(&world.tally, &tallied(&world));
-            // Nobody suffers, or is told of, by a node that is not looked at.
-            for namespace in (0..3u8).map(|namespace| namespace.to_string()) {
-                world.apply(pod(&namespace, "p", Class::Guaranteed, 1));
+            // Nobody suffers, or is told of, by a node that is not looked at, or by one without pods of the namespace.
+            for at in 0..9u8 {
+                let (namespace, on) = ((at / 3).to_string(), (at % 3).to_string());
+                world.apply(placed(&namespace, "p", &on));
                 let facts = world.facts(&namespace, "x");
-                let nodes = || world.gpu_nodes.iter().map(|(_, node)| node);
+                let node = world.gpu_nodes.get(&key("", &on));
+                let nodes = || node.into_iter();
                 let told = nodes().flat_map(|node| &node.namespaces);
                 let told = told.filter(|one| one.namespace == namespace).count();
                 prop_assert_eq!(facts.told.observed, Quanta::new(told as u64));
@@ -471,6 +473,50 @@ proptest! {
                 let suffered = nodes().flat_map(|node| &node.faults).filter(on).count();
                 prop_assert_eq!(facts.sufferers.len(), suffered);
             }
+        }
+    }
+
+    /// The pods of three namespaces on `good`, on `evil` and on none; what `evil` says is random.
+    #[test]
+    fn a_node_decides_about_its_own_pods_whatever_it_says(
+        pods in prop::collection::btree_map((0u8..3, 0u8..4), 0u8..3, 1..10),
+        faults in prop::collection::vec((0u8..3, 0u8..4, any::<bool>()), 1..6),
+        uses in prop::collection::vec((0u8..3, 0i32..100), 0..4),
+    ) {
+        let mut world = World::new(Quantum::Gib1);
+        for ((namespace, name), on) in &pods {
+            let (namespace, name) = (namespace.to_string(), name.to_string());
+            world.apply(match on {
+                0 => placed(&namespace, &name, "good"),
+                1 => placed(&namespace, &name, "evil"),
+                _ => pod(&namespace, &name, Class::Guaranteed, 1),
+            });
+        }
+        let uid = |namespace: u8, name: u8| format!("{namespace}/{name}");
+        let faults = faults.iter().enumerate().map(|(id, (namespace, name, gpu))| json!({
+            "id": id.to_string(), "kind": if *gpu { "Gpu" } else { "Context" }, "gpu": "g", "gpuGeneration": 1,
+            "time": "2026-01-01T00:00:00Z", "action": if *gpu { "ResetGpu" } else { "BeyondMaximum" },
+            "container": if *gpu { json!(null) } else { json!({
+                "podUid": uid(*namespace, *name), "namespace": namespace.to_string(), "pod": name.to_string(),
+                "container": "c", "processGeneration": 1 }) } }));
+        let uses = uses.iter().map(|(namespace, observed)| json!({ "namespace": namespace.to_string(),
+            "observed": observed, "denials": 0, "poisoned": 0, "restarts": 0 }));
+        let named: Vec<_> = pods.keys().map(|(namespace, name)| json!({ "uid": uid(*namespace, *name), "quanta": 1 })).collect();
+        let object: GpuNode = serde_json::from_value(json!({
+            "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "evil" }, "spec": {},
+            "status": { "faults": faults.collect::<Vec<_>>(), "namespaces": uses.collect::<Vec<_>>(), "gpus": [{
+                "uuid": "g", "index": 0, "model": "m", "memory": "8Gi", "state": "Active", "generation": 1,
+                "health": { "status": "Unhealthy", "reason": "Xid48" }, "capacity": 0, "free": 0, "largestFree": 0,
+                "pods": named }] },
+        })).unwrap();
+        world.apply(Change::GpuNode(Event::Apply((key("", "evil"), Some(Gpus::of(&object, Quantum::Gib1))))));
+        for namespace in 0..3u8 {
+            let facts = world.facts(&namespace.to_string(), "x");
+            for one in &facts.sufferers {
+                prop_assert_eq!(one.demand.node.as_deref(), Some("evil"), "{:?}", one);
+            }
+            let has_pods = pods.iter().any(|((of, _), on)| *of == namespace && *on == 1);
+            prop_assert!(has_pods || facts.told.observed == Quanta::ZERO, "{:?}", facts.told);
         }
     }
 

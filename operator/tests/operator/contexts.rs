@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::api::{Api, Fate};
-use super::{BUDGETS, Running, budget, condition, gpu_node, small};
+use super::{BUDGETS, Running, budget, condition, gpu_node, pod, small};
 
 /// The clean end is reached within this time; a write that is not answered takes 5 s of it.
 const END: Duration = Duration::from_secs(30);
@@ -214,7 +214,15 @@ async fn what_agents_say_of_a_namespace_is_summed_up_over_the_nodes_and_the_peak
     };
     running.api.put("gpunodes", gpu_node("m", 8));
     say("n", 3, 5);
+    // What is used where the namespace has no pod is not believed.
     say("m", 4, 6);
+    let seen_of_n = |status: &Value| {
+        status["denials"] == 11 && status["deviceMemory"]["observed"]["quanta"] == 3
+    };
+    running.until("its pods are on one node", seen_of_n).await;
+    let mut there = pod("q", 1);
+    there["spec"]["nodeName"] = json!("m");
+    running.api.put("pods", there);
     let seen = |observed: u64, peak: u64| {
         move |status: &Value| {
             let memory = &status["deviceMemory"];

@@ -1,6 +1,7 @@
 //! A small cluster that plans are carried out on: GPUs, pods, an agent that binds by reservation and priority, a
 //! scheduler that counts tokens and keeps them for whom it nominated.
 
+mod lies;
 mod moves;
 mod orders;
 mod promises;
@@ -37,6 +38,8 @@ fn wall(now: Moment) -> Timestamp {
 
 const GUARANTEED: i32 = 0;
 const HIGH: i32 = 10;
+/// Less than the others, and no borrower.
+const LOW: i32 = -5;
 const BORROWED: i32 = -10;
 
 /// One pod of the model.
@@ -76,9 +79,10 @@ impl Life {
             }
     }
 
-    /// Whether it goes for nobody: a Job's, whose policy takes that for a failure.
+    /// Whether it goes for nobody: a Job's, whose policy takes that for a failure, and no borrower.
     fn sticks(&self) -> bool {
-        matches!(&self.owner, Owner::Job(job) if job.uid.len() % 2 == 1)
+        let keeps = matches!(&self.owner, Owner::Job(job) if job.uid.len() % 2 == 1);
+        keeps && self.priority != BORROWED
     }
 }
 

@@ -8,6 +8,7 @@ use bursar_crds::gpu_node::Reservation;
 
 use super::room::{Candidate, fewest};
 use super::{Pod, Rules, Step, Victim, gpu_node};
+use crate::demand::Class;
 use crate::orders::has_to_be_written;
 use crate::placement::landscape::Scene;
 use crate::placement::matching::may_be_on;
@@ -251,14 +252,14 @@ impl<'a> Planner<'a> {
         let mut kept = Reserved::new();
         for (_, node, held) in held {
             let taken = kept.entry(node.to_owned()).or_default();
-            if !gpus.contains(&held.gpu)
+            if !gpus.contains(&(node, &held.gpu))
                 && !waiters.contains(&held.waiter)
                 && self.tokens_suffice(node, held, taken)
                 // Seen to before it was nominated: others that come by now make room for themselves.
                 && (is_nominated(&held.waiter, node)
                     || self.rest_suffices(node, &held.waiter, taken))
             {
-                gpus.insert(&held.gpu);
+                gpus.insert((node, &held.gpu));
                 waiters.insert(&held.waiter);
                 // Another container of the waiter may have got memory there since.
                 let again = self
@@ -290,7 +291,7 @@ impl<'a> Planner<'a> {
             return false;
         }
         match self.wants.get(held.waiter.as_str()).copied() {
-            Some(want) => self.room_on(gpu, &want, Unseen::LetsGo).is_some(),
+            Some(want) => self.room_on(node, gpu, &want, Unseen::LetsGo).is_some(),
             // Bound; or scheduled and not started, or between two looks of the scheduler.
             None => !gpu.pods.contains_key(&held.waiter),
         }
@@ -375,7 +376,7 @@ impl<'a> Planner<'a> {
                 if gpu.held_for.is_some() || taken.iter().any(|held| held.gpu == gpu.uuid) {
                     continue;
                 }
-                let Some(room) = self.room_on(gpu, want, Unseen::Keeps) else {
+                let Some(room) = self.room_on(node, gpu, want, Unseen::Keeps) else {
                     continue;
                 };
                 if room.is_empty() && want.node.is_some() {
@@ -486,7 +487,7 @@ impl<'a> Planner<'a> {
         let gpu = self.scene.gpu(node, &held.gpu);
         let room = want
             .zip(gpu)
-            .and_then(|(want, gpu)| self.room_on(gpu, &want, Unseen::LetsGo));
+            .and_then(|(want, gpu)| self.room_on(node, gpu, &want, Unseen::LetsGo));
         let room = room.unwrap_or_default().into_iter();
         let news = room.filter(|one| counted.insert(one.uid));
         let of = |one: Candidate<'_>| self.scene.pod(one.uid).map(|pod| pod.asks);
@@ -496,6 +497,7 @@ impl<'a> Planner<'a> {
     /// Who has to go from a GPU for the waiter, besides those who leave soon; none where that would not help.
     fn room_on(
         &mut self,
+        node: &str,
         gpu: &Gpu,
         want: &Want<'a>,
         unseen: Unseen,
@@ -503,7 +505,7 @@ impl<'a> Planner<'a> {
         if gpu.capacity < want.quanta {
             return None;
         }
-        let (mut coming, mut candidates) = (self.memory.settling(gpu), Vec::new());
+        let (mut coming, mut candidates) = (self.memory.settling(node, gpu), Vec::new());
         for (uid, quanta) in &gpu.pods {
             // Who has ended is there until the agent sees that.
             let there = self.scene.pods.get_key_value(uid.as_str());
@@ -517,7 +519,7 @@ impl<'a> Planner<'a> {
             if pod.priority < want.pod.priority
                 && want.pod.preempts
                 && pod.owner != Owner::Node
-                && self.lets_go(key, pod, unseen)
+                && (pod.class == Class::Borrowed || self.lets_go(key, pod, unseen))
             {
                 candidates.push(Candidate {
                     uid,
@@ -577,7 +579,7 @@ impl<'a> Planner<'a> {
             Place::Nowhere { nominated, .. } => nominated.as_deref() != Some(node),
             Place::On(_) => false,
         };
-        let room = self.room_on(gpu, &want, Unseen::Keeps)?;
+        let room = self.room_on(node, gpu, &want, Unseen::Keeps)?;
         let victims: Vec<Victim> = room
             .iter()
             .filter(|one| self.memory.may_ask(one.uid, self.now))
@@ -598,11 +600,12 @@ impl<'a> Planner<'a> {
         let refused = self.memory.refused_for(one.uid, self.now);
         // The reservation must live to see the end of it.
         let grace = self.rules.disruption_grace.min(RESERVED_AT_MOST / 2);
-        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says.
-        let of_job = matches!(facts.owner, Owner::Job(_));
+        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says. A borrower
+        // has agreed to that by its class.
+        let stays = matches!(facts.owner, Owner::Job(_)) && facts.class == Class::Guaranteed;
         Some(Victim {
             pod: pod(key, facts),
-            overdue: !of_job && refused.is_some_and(|refused| refused >= grace),
+            overdue: !stays && refused.is_some_and(|refused| refused >= grace),
         })
     }
 }

@@ -283,8 +283,8 @@ impl Teams {
                 }
                 budget::Step::Status(status) => budget.status = Some(*status),
                 budget::Step::Evict { pod, by_force } => {
-                    let sticks =
-                        by_force && !matches!(self.live.pods[&pod.uid].owner, Owner::Other { .. });
+                    let life = &self.live.pods[&pod.uid];
+                    let sticks = by_force && owns(life) && matches!(life.owner, Owner::Job(_));
                     assert!(!sticks, "{} of a Job is deleted", pod.uid);
                     if self.live.kept.contains(&pod.uid) && !by_force {
                         self.refused.entry(pod.uid).or_insert(second);

@@ -49,7 +49,7 @@ fn who_may_not_preempt_or_is_not_more_important_takes_from_nobody() {
 fn a_jobs_pod_that_a_disruption_budget_keeps_is_never_deleted_past_it() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
-        .pod("b", 10, BORROWED, Some(("a", Some(0))))
+        .pod("b", 10, LOW, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
     cluster.kept = vec!["b".to_owned()];
     cluster.pods.get_mut("b").unwrap().owner = job("even");
@@ -62,11 +62,29 @@ fn a_jobs_pod_goes_for_an_owner_only_if_the_job_lets_it() {
     for (uid, goes) in [("even", true), ("odd", false)] {
         let mut cluster = Cluster::default()
             .node("a", &[16])
-            .pod("job", 10, BORROWED, Some(("a", Some(0))))
+            .pod("job", 10, LOW, Some(("a", Some(0))))
             .pod("owner", 8, GUARANTEED, Some(("a", None)));
         cluster.pods.get_mut("job").unwrap().owner = job(uid);
         cluster.run(&mut Memory::default(), 0, 20);
         assert_eq!(cluster.bound("owner"), goes);
+    }
+}
+
+#[test]
+fn a_borrower_gives_back_whatever_its_job_says() {
+    for uid in ["even", "odd"] {
+        let mut cluster = Cluster::default()
+            .node("a", &[16])
+            .pod("b", 10, BORROWED, Some(("a", Some(0))))
+            .owned("b", job(uid))
+            .pod("owner", 8, GUARANTEED, Some(("a", None)));
+        let mut memory = Memory::default();
+        cluster.kept = vec!["b".to_owned()];
+        cluster.run(&mut memory, 0, 60);
+        assert_eq!(cluster.evicted, [] as [&str; 0], "its disruption budget");
+        cluster.run(&mut memory, 60, 15);
+        assert_eq!(cluster.evicted, ["b"]);
+        assert!(cluster.bound("owner"));
     }
 }
 
@@ -109,7 +127,7 @@ fn who_waits_for_a_kept_pod_costs_nobody_else_the_gpu_that_somebody_left_for_it(
 fn an_operator_that_starts_anew_gives_up_nothing_before_it_has_looked_at_a_job() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
-        .pod("job", 10, BORROWED, Some(("a", Some(0))))
+        .pod("job", 10, LOW, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
     cluster.pods.get_mut("job").unwrap().owner = job("even");
     cluster.kept = vec!["job".to_owned()];
@@ -159,7 +177,7 @@ fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
 fn a_gpu_from_which_nobody_can_be_made_to_go_is_not_chosen_again_before_another_one() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
-        .pod("jobpod", 16, BORROWED, Some(("a", Some(0))))
+        .pod("jobpod", 16, LOW, Some(("a", Some(0))))
         .owned("jobpod", job("even"))
         .pod("b1", 8, BORROWED, Some(("a", Some(1))))
         .pod("b2", 8, BORROWED, Some(("a", Some(1))))

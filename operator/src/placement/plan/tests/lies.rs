@@ -1,0 +1,134 @@
+//! Nodes whose root writes what it likes into their `GpuNode`.
+
+use super::*;
+
+/// What a node says of one GPU: of which pods, of how much, free or not, and for whom it is held.
+type Lie = (usize, Vec<(usize, u64)>, u64, Option<usize>);
+
+fn lies() -> impl Strategy<Value = (Vec<Lie>, Vec<(usize, u64)>)> {
+    let pods = || prop::collection::vec((0_usize..8, 1_u64..16), 0..5);
+    let gpu = (
+        0_usize..4,
+        pods(),
+        0_u64..17,
+        prop::option::weighted(0.2, 0_usize..8),
+    );
+    (prop::collection::vec(gpu, 1..3), pods())
+}
+
+/// `good` is quiet: its pods have what they ask for. On `evil` one pod waits and one borrows.
+fn cluster() -> Cluster {
+    Cluster::default()
+        .node("good", &[16, 16])
+        .node("evil", &[16])
+        .pod("g1", 8, BORROWED, Some(("good", Some(0))))
+        .pod("g2", 8, BORROWED, Some(("good", Some(0))))
+        .pod("g3", 12, LOW, Some(("good", Some(1))))
+        .pod("g4", 4, GUARANTEED, Some(("good", Some(1))))
+        .pod("e1", 8, BORROWED, Some(("evil", Some(0))))
+        .pod("e2", 8, HIGH, Some(("evil", None)))
+}
+
+/// The cluster as it shows itself, with what `evil` says in the place of its truth. What is reserved there it answers.
+fn shown(cluster: &Cluster, lies: &(Vec<Lie>, Vec<(usize, u64)>)) -> Landscape {
+    let uids = ["g1", "g2", "g3", "g4", "e1", "e2", "gone", "never"];
+    let gpus = ["good-0", "good-1", "evil-0", "made-up"];
+    let of = |(pod, quanta): &(usize, u64)| (uids[*pod].to_owned(), Quanta::new(*quanta));
+    let reserved = cluster.reservations.get("evil");
+    let reserved = reserved.map(Vec::as_slice).unwrap_or_default();
+    let said = lies.0.iter().map(|(gpu, pods, free, held)| {
+        let answered = reserved.iter().find(|one| one.gpu == gpus[*gpu]);
+        let answered = answered.map(|one| one.waiter.clone());
+        Gpu {
+            uuid: gpus[*gpu].to_owned(),
+            capacity: Quanta::new(16),
+            free: Quanta::new(*free),
+            largest_free: Quanta::new(*free),
+            held_for: answered.or(held.map(|pod| uids[pod].to_owned())),
+            pods: pods.iter().map(of).collect(),
+        }
+    });
+    let waiting = lies.1.iter().map(of);
+    let facts = GpuFacts {
+        uid: "evil".to_owned(),
+        gpus: said.collect(),
+        waiting: waiting
+            .map(|(pod, quanta)| Waiter { pod, quanta })
+            .collect(),
+        reservations: reserved.to_vec(),
+        ..GpuFacts::default()
+    };
+    let mut landscape = cluster.landscape();
+    landscape.apply(Told::Gpus(Event::Apply((key("", "evil"), Some(facts)))));
+    landscape
+}
+
+/// The pods that a step ends or moves.
+fn named(step: &Step) -> Vec<&str> {
+    match step {
+        Step::MakeRoom { victims, .. } => victims
+            .iter()
+            .map(|victim| victim.pod.uid.as_str())
+            .collect(),
+        Step::Move { pod, .. } => vec![&pod.uid],
+        _ => Vec::new(),
+    }
+}
+
+/// The pods that any step names while `evil` says one thing after another.
+fn all_named(says: &[(Vec<Lie>, Vec<(usize, u64)>)]) -> BTreeSet<String> {
+    let (mut live, mut memory, mut all) = (cluster(), Memory::default(), BTreeSet::new());
+    for (at, lies) in says.iter().enumerate() {
+        // Long enough for each patience.
+        for second in 0..6 {
+            let now = Duration::from_secs(6 * at as u64 + second);
+            for step in plan(&shown(&live, lies), &mut memory, &RULES, now, wall(now)) {
+                all.extend(named(&step).into_iter().map(str::to_owned));
+                // Nobody ends: each plan sees all pods.
+                if matches!(step, Step::Reserve { .. }) {
+                    live.act(step, &mut memory, now);
+                }
+            }
+        }
+    }
+    all
+}
+
+#[test]
+fn a_node_names_no_victim_on_another_node() {
+    // A pod on it waits, and borrowers of the other node are said to be in the way.
+    let gpu = (2, vec![(0, 8), (1, 8)], 0, None);
+    let says = (vec![gpu], vec![(5, 8)]);
+    assert_eq!(all_named(&[says]), BTreeSet::new());
+    let truth = (vec![(2, vec![(4, 16)], 0, None)], vec![(5, 8)]);
+    assert_eq!(all_named(&[truth]), ["e1".to_owned()].into());
+}
+
+#[test]
+fn a_mirrors_annotation_stands_in_for_no_other_pod() {
+    let live = cluster();
+    let mut landscape = live.landscape();
+    let scene = landscape.scene();
+    let mut mirror = (*scene.pods["g1"].1).clone();
+    drop(scene);
+    mirror.owner = Owner::Node;
+    mirror.place = Place::On("elsewhere".to_owned());
+    for name in ["a", "z"] {
+        let mirror = (key("n", name), Some(mirror.clone()));
+        landscape.apply(Told::Pod(Event::Apply(mirror)));
+    }
+    let scene = landscape.scene();
+    assert_eq!(scene.pod("g1").and_then(PodFacts::node), Some("good"));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(20_000))]
+    #[test]
+    fn no_step_names_a_pod_elsewhere_whatever_a_node_says(
+        says in prop::collection::vec(lies(), 1..4),
+    ) {
+        for uid in all_named(&says) {
+            prop_assert!(uid.starts_with('e'), "{} is not on the node", uid);
+        }
+    }
+}
