@@ -6,18 +6,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use bursar_http::Listeners;
 use kube::Client;
+use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-use tracing::{error, info, warn};
+use tracing::{info, warn};
 
 use crate::audit::Auditor;
 use crate::checkpoint::Checkpoint;
 use crate::config::Config;
 use crate::drain::{self, Drain};
-use crate::http::{self, Pulse, Sources};
+use crate::http::{Pulse, Sources};
 use crate::inventory::health::Policy;
 use crate::inventory::nvml::{self, Pace};
 use crate::kept::desk::{Desk, Living, Note};
@@ -90,13 +92,8 @@ pub enum AgentError {
     #[error("start a thread: {0}")]
     Thread(#[source] std::io::Error),
     /// Nobody could be answered about metrics and health.
-    #[error("http.listen = {address}: {source}")]
-    Listen {
-        /// The configured address.
-        address: std::net::SocketAddr,
-        /// What the system said.
-        source: std::io::Error,
-    },
+    #[error("http.listen, http.probes: {0}")]
+    Listen(#[from] bursar_http::ListenError),
     /// A part ended early.
     #[error("the {0} ended early")]
     Ended(&'static str),
@@ -326,19 +323,14 @@ impl Parts {
 
     /// Serves metrics and health.
     async fn serve(&mut self, config: &Config, sources: Sources) -> Result<(), AgentError> {
-        let address = config.http_listen;
-        let listener = http::listen(address)
-            .await
-            .map_err(|source| AgentError::Listen { address, source })?;
-        if let Ok(address) = listener.local_addr() {
-            info!(%address, "metrics and probes");
+        let listeners = Listeners::bind(config.http_listen, config.http_probes).await?;
+        let address = |listener: &TcpListener| listener.local_addr().ok();
+        if let Some((address, probes)) = address(&listeners.metrics).zip(address(&listeners.probes))
+        {
+            info!(%address, %probes, "metrics and probes");
         }
-        let stop = self.stop.clone();
-        self.start("http server", async move {
-            if let Err(error) = http::serve(listener, sources, stop).await {
-                error!(%error, "http");
-            }
-        });
+        let served = bursar_http::serve(listeners, sources, self.stop.clone());
+        self.start("http server", served);
         Ok(())
     }
 

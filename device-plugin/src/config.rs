@@ -67,8 +67,10 @@ pub struct Config {
     pub audit: AuditConfig,
     /// Memory that outlives the processes that use it.
     pub kept: KeptConfig,
-    /// Where metrics and health are served.
+    /// Where metrics are served.
     pub http_listen: SocketAddr,
+    /// Where the kubelet's probes are answered.
+    pub http_probes: SocketAddr,
 }
 
 /// What the node offers.
@@ -247,6 +249,7 @@ mod tests {
         );
         assert_eq!(config.bind_wait, Duration::from_secs(25));
         assert_eq!(config.http_listen.port(), 9400);
+        assert_eq!(config.http_probes.port(), 9402);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
         assert!(config.kept.enabled);
         assert_eq!(
@@ -292,6 +295,7 @@ mod tests {
             worker = "/w/bursar-worker"
             [http]
             listen = "[::1]:9"
+            probes = "[::1]:10"
             "#,
         )
         .unwrap();
@@ -338,6 +342,7 @@ mod tests {
                 worker: Some("/w/bursar-worker".into()),
             },
             http_listen: "[::1]:9".parse().unwrap(),
+            http_probes: "[::1]:10".parse().unwrap(),
         };
         assert_eq!(config, expected);
     }
@@ -410,6 +415,10 @@ mod tests {
             (
                 "[http]\nlisten = \"9400\"",
                 ["http.listen", "\"9400\"", "[::]:9400"],
+            ),
+            (
+                "[http]\nprobes = \"9402\"",
+                ["http.probes", "\"9402\"", "[::]:9402"],
             ),
         ] {
             let message = error(text);

@@ -17,9 +17,12 @@ use crate::placement::Rules;
     about = "Keeps each namespace's GPU memory budget in force"
 )]
 pub struct Args {
-    /// Where /metrics, /healthz and /readyz are served
+    /// Where /metrics is served
     #[arg(long, value_name = "ADDRESS", default_value = "[::]:9401")]
     pub listen: SocketAddr,
+    /// Where /healthz and /readyz are served
+    #[arg(long, value_name = "ADDRESS", default_value = "[::]:9403")]
+    pub probes: SocketAddr,
     /// What one token stands for: 1Gi, 512Mi or 256Mi, the same as the agents'
     #[arg(long, value_name = "SIZE", default_value = "1Gi")]
     pub quantum: Quantum,
@@ -71,6 +74,7 @@ mod tests {
         let args = Args::try_parse_from([
             "bursar-operator",
             "--listen=[::]:9401",
+            "--probes=[::]:9403",
             "--quantum=512Mi",
             "--move-waiters=false",
             "--disruption-grace=5",

@@ -3,8 +3,9 @@
 use std::process::ExitCode;
 
 use anyhow::Context as _;
+use bursar_http::Listeners;
 use bursar_operator::args::{Args, LogFormat};
-use bursar_operator::{http, observe, operator};
+use bursar_operator::{observe, operator};
 use clap::Parser;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
@@ -28,13 +29,13 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     log(args)?;
     let shutdown = CancellationToken::new();
     stop_on_signals(shutdown.clone())?;
-    let listener = http::listen(args.listen)
+    let listeners = Listeners::bind(args.listen, args.probes)
         .await
-        .with_context(|| format!("cannot listen on {}: choose another --listen", args.listen))?;
+        .context("--listen, --probes")?;
     let client = observe::client().await.context(
         "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
     )?;
-    Ok(operator::run(client, listener, args.rules(), shutdown).await?)
+    Ok(operator::run(client, listeners, args.rules(), shutdown).await?)
 }
 
 fn log(args: &Args) -> anyhow::Result<()> {

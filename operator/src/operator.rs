@@ -1,11 +1,11 @@
 //! The operator's tasks and their end.
 
+use bursar_http::Listeners;
 use futures::stream::poll_fn;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;
 use kube::runtime::reflector;
-use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
@@ -13,7 +13,7 @@ use tracing::info;
 
 use crate::ahead;
 use crate::contexts;
-use crate::http::{self, Sources};
+use crate::http::Sources;
 use crate::metrics::Metrics;
 use crate::observe::{GATHER, changes, observe};
 use crate::placement::{self, Rules};
@@ -35,9 +35,6 @@ pub enum OperatorError {
         /// Which.
         task: &'static str,
     },
-    /// The listener failed.
-    #[error("cannot serve metrics and probes")]
-    Serve(#[source] std::io::Error),
     /// A task panicked.
     #[error("a task panicked")]
     Panicked(#[source] tokio::task::JoinError),
@@ -47,7 +44,7 @@ pub enum OperatorError {
 /// task that does.
 pub async fn run(
     client: Client,
-    listener: TcpListener,
+    listeners: Listeners,
     rules: Rules,
     shutdown: CancellationToken,
 ) -> Result<(), OperatorError> {
@@ -80,36 +77,34 @@ pub async fn run(
     tasks.spawn({
         let shutdown = shutdown.clone();
         async move {
-            let served = http::serve(listener, sources, shutdown).await;
-            served
-                .map_err(OperatorError::Serve)
-                .map(|()| "the web server")
+            bursar_http::serve(listeners, sources, shutdown).await;
+            "the web server"
         }
     });
     tasks.spawn({
         let shutdown = shutdown.clone();
         async move {
             observe(changes, world_sender, work_sender, GATHER, shutdown).await;
-            Ok("the watch")
+            "the watch"
         }
     });
     tasks.spawn(async move {
         reconciler
             .run(budgets, poll_fn(move |context| work.poll_recv(context)))
             .await;
-        Ok("the reconciler")
+        "the reconciler"
     });
     tasks.spawn(async move {
         ordered.await;
-        Ok("the orders to nodes")
+        "the orders to nodes"
     });
     tasks.spawn(async move {
         released.await;
-        Ok("the release of namespaces")
+        "the release of namespaces"
     });
     tasks.spawn(async move {
         placement.await;
-        Ok("placement")
+        "placement"
     });
     info!(%quantum, version = env!("CARGO_PKG_VERSION"), "started");
 
@@ -126,10 +121,10 @@ pub async fn run(
 
 /// A task's end: fine where it was asked for.
 fn outcome(
-    ended: Result<Result<&'static str, OperatorError>, tokio::task::JoinError>,
+    ended: Result<&'static str, tokio::task::JoinError>,
     asked: bool,
 ) -> Result<(), OperatorError> {
-    match ended.map_err(OperatorError::Panicked)?? {
+    match ended.map_err(OperatorError::Panicked)? {
         _ if asked => Ok(()),
         task => Err(OperatorError::Ended { task }),
     }

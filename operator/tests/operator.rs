@@ -15,11 +15,12 @@ use std::time::Duration;
 use api::Api;
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
+use bursar_http::Listeners;
 use bursar_operator::operator::{self, OperatorError};
 use bursar_operator::placement::Rules;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::TcpStream;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tokio_util::sync::CancellationToken;
@@ -29,7 +30,8 @@ const BUDGETS: &str = "gpumemorybudgets";
 /// A running operator.
 struct Running {
     api: Api,
-    address: SocketAddr,
+    metrics: SocketAddr,
+    probes: SocketAddr,
     shutdown: CancellationToken,
     task: JoinHandle<Result<(), OperatorError>>,
 }
@@ -44,12 +46,14 @@ impl Running {
 
     /// Over an API server that is there.
     async fn over(api: Api) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let address = listener.local_addr().expect("an address");
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let listeners = Listeners::bind(any, any).await.expect("free ports");
+        let metrics = listeners.metrics.local_addr().expect("an address");
+        let probes = listeners.probes.local_addr().expect("an address");
         let shutdown = CancellationToken::new();
         let task = tokio::spawn(operator::run(
             api.client(),
-            listener,
+            listeners,
             Rules {
                 quantum: Quantum::Gib1,
                 move_waiters: true,
@@ -59,7 +63,8 @@ impl Running {
         ));
         Self {
             api,
-            address,
+            metrics,
+            probes,
             shutdown,
             task,
         }
@@ -73,7 +78,11 @@ impl Running {
     }
 
     async fn get(&self, path: &str) -> String {
-        let mut stream = TcpStream::connect(self.address).await.expect("it listens");
+        let address = match path {
+            "/metrics" => self.metrics,
+            _ => self.probes,
+        };
+        let mut stream = TcpStream::connect(address).await.expect("it listens");
         let request = format!("GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n");
         stream
             .write_all(request.as_bytes())
@@ -154,7 +163,7 @@ fn pod(name: &str, quanta: u64) -> Value {
     json!({
         "apiVersion": "v1", "kind": "Pod",
         "metadata": { "name": name, "namespace": "team", "uid": name, "creationTimestamp": "2026-01-01T00:00:00Z" },
-        "spec": { "containers": [{ "name": "c", "image": "i", "resources": {
+        "spec": { "nodeName": "n", "containers": [{ "name": "c", "image": "i", "resources": {
             "limits": { "bursar.dev/gpu-memory-gib": quanta.to_string() },
             "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } } }] },
         "status": { "phase": "Running" },

@@ -1,5 +1,6 @@
 //! The configuration file as it is written, and its conversion to [`Config`].
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -116,6 +117,7 @@ struct Kept {
 #[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
 struct Http {
     listen: String,
+    probes: String,
 }
 
 impl Default for Resources {
@@ -197,6 +199,7 @@ impl Default for Http {
     fn default() -> Self {
         Self {
             listen: "[::]:9400".into(),
+            probes: "[::]:9402".into(),
         }
     }
 }
@@ -222,11 +225,8 @@ impl File {
             bind_wait: wait(binding.wait)?,
             audit: audit.resolve()?,
             kept: kept.resolve()?,
-            http_listen: http.listen.parse().map_err(|_| Wrong {
-                field: "http.listen",
-                value: http.listen,
-                problem: "is not an address and a port: write for example [::]:9400".into(),
-            })?,
+            http_listen: address("http.listen", http.listen, "[::]:9400")?,
+            http_probes: address("http.probes", http.probes, "[::]:9402")?,
         })
     }
 }
@@ -379,6 +379,14 @@ fn bytes(field: &'static str, value: String) -> Result<Bytes, Wrong> {
             problem: problem.to_string(),
         }),
     }
+}
+
+fn address(field: &'static str, value: String, example: &str) -> Result<SocketAddr, Wrong> {
+    value.parse().map_err(|_| Wrong {
+        field,
+        value,
+        problem: format!("is not an address and a port: write for example {example}"),
+    })
 }
 
 fn absolute(field: &'static str, path: PathBuf) -> Result<PathBuf, Wrong> {

@@ -151,12 +151,17 @@ impl Machine {
 
     /// What the agent answers to an HTTP GET of `path`: the status code and the body.
     pub(crate) async fn get(&self, path: &str) -> (u16, String) {
+        let field = if path == "/metrics" {
+            " address="
+        } else {
+            " probes="
+        };
         let mut address = None;
         eventually("the agent to say where it listens", || {
             let log = self.log().split_off(self.log_before);
             let line = log.split("metrics and probes").nth(1);
             address = line.and_then(|line| {
-                let address = line.lines().next()?.split("address=").nth(1)?;
+                let address = line.lines().next()?.split(field).nth(1)?;
                 address
                     .split_whitespace()
                     .next()?

@@ -68,6 +68,7 @@ kernel-log = "{lab}/state/kernel-log"
 vault-socket = "{root}/vault/vault.sock"
 [http]
 listen = "127.0.0.1:0"
+probes = "127.0.0.1:0"
 "#
     )
 }

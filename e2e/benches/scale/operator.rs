@@ -92,6 +92,7 @@ impl Operator {
         let listen = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?;
         let child = Command::new(program)
             .arg(format!("--listen={listen}"))
+            .arg("--probes=127.0.0.1:0")
             .env("KUBECONFIG", kubeconfig)
             .stdin(Stdio::null())
             .stderr(fs::File::create(log)?)

@@ -1,16 +1,17 @@
 //! One case: its place on the API server, the operators that look after it, and what happens to them.
 
 use std::collections::BTreeMap;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use bursar_crds::Quantum;
+use bursar_http::Listeners;
 use bursar_operator::observe::patient;
 use bursar_operator::operator::{self, OperatorError};
 use bursar_operator::placement::Rules;
 use kube::Config;
 use kube::client::ClientBuilder;
 use libtest_mimic::Failed;
-use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
@@ -45,14 +46,15 @@ impl Operator {
         faults: &Faults,
     ) -> Result<Self, Failed> {
         let client = ClientBuilder::try_from(patient(config, silence))?.with_layer(faults);
-        let listener = TcpListener::bind("127.0.0.1:0").await?;
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let listeners = Listeners::bind(any, any).await?;
         let rules = Rules {
             quantum: Quantum::Gib1,
             move_waiters: true,
             disruption_grace: Duration::from_secs(60),
         };
         let shutdown = CancellationToken::new();
-        let operator = operator::run(client.build(), listener, rules, shutdown.clone());
+        let operator = operator::run(client.build(), listeners, rules, shutdown.clone());
         Ok(Self {
             task: tokio::spawn(operator),
             shutdown,
