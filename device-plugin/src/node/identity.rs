@@ -157,8 +157,12 @@ fn identity(
         (None, Some(told)) => told.uid.clone(),
         (None, None) => return Err(NoIdentity::NotHeld(tokens.clone())),
     };
-    // A pod of the same name that came after ours has another UID.
-    let told = told.filter(|told| told.uid == pod);
+    // A pod of the same name that came after ours has another UID: then neither what is told nor the name is our pod's.
+    let is_another = told.as_ref().is_some_and(|told| told.uid != pod);
+    let (told, container) = match is_another {
+        true => (None, None),
+        false => (told, container),
+    };
     let ContainerName {
         namespace,
         pod: name,
@@ -259,6 +263,7 @@ mod tests {
         let told = told(&pod("uid-2", &[]));
         let found = identity(vec![held("uid-1", "main")], Some(name()), told, &tokens()).unwrap();
         assert_eq!((found.pod.as_str(), found.priority), ("uid-1", Priority(0)));
+        assert_eq!(found.name, None, "what is kept hangs on its namespace");
     }
 
     #[test]
