@@ -14,7 +14,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 use tracing::warn;
 
-/// How many connections are served at a time. The next one ends the oldest: who holds seats must not keep probes out.
+/// How many connections are served at a time. The next one ends the oldest: who holds seats must
+/// not keep probes out.
 const SEATS: usize = 32;
 /// How long a client may take for the headers of a request, and be idle between two.
 const HEADERS_WITHIN: Duration = Duration::from_secs(5);

@@ -20,7 +20,8 @@ use tokio_util::sync::CancellationToken;
 
 /// No metrics that are served are older.
 const OLDEST: Duration = Duration::from_secs(1);
-/// Encoded metrics serve for so many times as long as encoding them took: a flood costs 5 % of a core.
+/// Encoded metrics serve for so many times as long as encoding them took: a flood costs 5 % of a
+/// core.
 const SHARE: u32 = 20;
 
 /// What a probe is answered.
@@ -62,7 +63,8 @@ pub struct Listeners {
 }
 
 impl Listeners {
-    /// Listens at both addresses; at `[::]` for IPv4 too, and for IPv4 alone where the kernel has nothing else.
+    /// Listens at both addresses; at `[::]` for IPv4 too, and for IPv4 alone where the kernel has
+    /// nothing else.
     pub async fn bind(metrics: SocketAddr, probes: SocketAddr) -> Result<Self, ListenError> {
         Ok(Self {
             metrics: listen(metrics).await?,

@@ -215,7 +215,8 @@ impl Demand {
         asks.then_some(demand)
     }
 
-    /// The Job that is asked before the pod goes for others. A borrower has agreed to that by its class.
+    /// The Job that is asked before the pod goes for others. A borrower has agreed to that by its
+    /// class.
     pub fn asked_job(&self) -> Option<&Owner> {
         self.job
             .as_ref()

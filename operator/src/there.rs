@@ -1,6 +1,7 @@
 //! Turns what a node says of pods into those of them that are on it.
 //!
-//! Who has one node writes its `GpuNode` at will: what stands there decides about pods of that node and no others.
+//! Who has one node writes its `GpuNode` at will: what stands there decides about pods of that node
+//! and no others.
 
 use std::ops::Deref;
 

@@ -47,16 +47,40 @@ bursar.dev/managed-memory-{{ include "bursar.unit" . }}
 object.spec.containers + object.spec.?initContainers.orValue([])
 {{- end }}
 
+{{/* CEL: the containers that a request brings: all where a pod is created, and those that are added to it later. The
+others of a pod that is there may be older than a policy. */}}
+{{- define "bursar.cel.added" -}}
+oldObject == null ? dyn({{ include "bursar.cel.containers" . }}) : dyn(object.spec.?ephemeralContainers.orValue([])
+.filter(c, !oldObject.spec.?ephemeralContainers.orValue([]).exists(o, o.name == c.name)))
+{{- end }}
+
+{{/* CEL: a container sets NVIDIA_VISIBLE_DEVICES to what may be a GPU. */}}
+{{- define "bursar.cel.sees" -}}
+c.?env.orValue([]).exists(e, e.name == 'NVIDIA_VISIBLE_DEVICES' && (has(e.valueFrom) || !(e.?value.orValue('') in ['', 'void', 'none'])))
+{{- end }}
+
+{{/* Where pods come from: new ones, and containers that are added to one. */}}
+{{- define "bursar.pods" -}}
+- apiGroups: [""]
+  apiVersions: [v1]
+  operations: [CREATE]
+  resources: [pods]
+- apiGroups: [""]
+  apiVersions: [v1]
+  operations: [UPDATE]
+  resources: [pods/ephemeralcontainers]
+{{- end }}
+
 {{/* CEL: a pod asks for GPU memory. */}}
 {{- define "bursar.cel.asks" -}}
 ({{ include "bursar.cel.containers" . }}).exists(c, c.?resources.?limits.orValue({}).exists(r, r in ['{{ include "bursar.device" . }}', '{{ include "bursar.managed" . }}']))
 {{- end }}
 
-{{/* The namespaces whose pods a policy looks at. */}}
+{{/* The namespaces whose pods a policy looks at: of (dict "exempt" [further names] "root" .). */}}
 {{- define "bursar.policed" -}}
 namespaceSelector:
   matchExpressions:
     - key: kubernetes.io/metadata.name
       operator: NotIn
-      values: {{ concat (list "kube-system" .Release.Namespace) .Values.policies.exemptNamespaces | uniq | toJson }}
+      values: {{ concat (list "kube-system" .root.Release.Namespace) .root.Values.policies.exemptNamespaces .exempt | uniq | toJson }}
 {{- end }}

@@ -157,7 +157,8 @@ fn identity(
         (None, Some(told)) => told.uid.clone(),
         (None, None) => return Err(NoIdentity::NotHeld(tokens.clone())),
     };
-    // A pod of the same name that came after ours has another UID: then neither what is told nor the name is our pod's.
+    // A pod of the same name that came after ours has another UID: then neither what is told nor
+    // the name is our pod's.
     let is_another = told.as_ref().is_some_and(|told| told.uid != pod);
     let (told, container) = match is_another {
         true => (None, None),

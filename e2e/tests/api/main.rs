@@ -8,6 +8,7 @@ mod case;
 mod churn;
 mod disturbed;
 mod faults;
+mod hostile;
 mod place;
 mod policies;
 mod server;
@@ -94,6 +95,7 @@ fn main() -> ExitCode {
         trial("two-operators", disturbed::two_operators),
         trial("steering", steering::steering),
         trial("policies", policies::policies),
+        trial("hostile", hostile::hostile),
     ];
     // Each waits for its turn by itself.
     arguments.test_threads = Some(trials.len());

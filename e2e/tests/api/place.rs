@@ -104,6 +104,16 @@ impl Place {
         Ok(self.objects.merge(path, &patch).await.map(drop)?)
     }
 
+    /// Changes an object; what the API server says.
+    pub(crate) async fn try_merge(&self, path: &str, patch: Value) -> kube::Result<Value> {
+        self.objects.merge(path, &patch).await
+    }
+
+    /// The same of a deletion.
+    pub(crate) async fn try_delete(&self, path: &str) -> kube::Result<Value> {
+        self.objects.delete(path).await.map(|()| Value::Null)
+    }
+
     /// Deletes an object, if it is there.
     pub(crate) async fn delete(&self, path: &str) -> Result<(), Failed> {
         Ok(self.objects.delete(path).await?)

@@ -136,8 +136,8 @@ impl Plan {
 
     fn evict(&mut self, pod: Leaver, facts: &Facts) {
         let refused = facts.refused.get(&pod.uid);
-        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says. What a
-        // borrower has agreed to is to give back what it has too much of.
+        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy
+        // says. What a borrower has agreed to is to give back what it has too much of.
         let surplus = pod.reason == EXCEEDED;
         let stays = |demand: &Demand| match surplus {
             true => demand.asked_job().is_some(),

@@ -83,7 +83,8 @@ impl Landscape {
             }
         }
         let mut pods = BTreeMap::new();
-        // A static pod's mirror goes by a UID that its annotation says: it stands in for no other pod.
+        // A static pod's mirror goes by a UID that its annotation says: it stands in for no other
+        // pod.
         let (mirrors, others): (Vec<_>, Vec<_>) = self
             .pods
             .iter()

@@ -67,7 +67,8 @@ pub struct Memory {
     reserved: BTreeMap<(String, String, String), Moment>,
     /// The waiters whose reservations came to nothing.
     in_vain: BTreeMap<String, InVain>,
-    /// Who had how much of GPUs where somebody waits, and when it was seen last; by node, GPU and pod.
+    /// Who had how much of GPUs where somebody waits, and when it was seen last; by node, GPU and
+    /// pod.
     had: BTreeMap<(String, String), BTreeMap<String, (Quanta, Moment)>>,
     /// Who is to leave its GPU.
     leaving: BTreeMap<String, Leaving>,

@@ -170,8 +170,9 @@ impl GpuFacts {
     }
 }
 
-/// What a node says of its GPUs, less what it says of pods on other nodes. [`Local::of`] alone makes it, so no plan
-/// sees the rest. Of a pod that nobody knows any more its node alone can tell, so that one stays.
+/// What a node says of its GPUs, less what it says of pods on other nodes. [`Local::of`] alone
+/// makes it, so no plan sees the rest. Of a pod that nobody knows any more its node alone can tell,
+/// so that one stays.
 pub(super) struct Local<'a>(Cow<'a, GpuFacts>);
 
 impl<'a> Local<'a> {

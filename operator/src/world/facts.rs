@@ -80,7 +80,8 @@ pub struct AgentsSay {
 }
 
 impl<'a> FromIterator<(&'a NamespaceUse, bool)> for AgentsSay {
-    /// Of each node what it says, and whether a pod of the namespace is there: without one nothing is used.
+    /// Of each node what it says, and whether a pod of the namespace is there: without one nothing
+    /// is used.
     fn from_iter<I: IntoIterator<Item = (&'a NamespaceUse, bool)>>(uses: I) -> Self {
         let mut sum = Self::default();
         for (one, is_there) in uses {

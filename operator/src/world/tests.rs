@@ -454,7 +454,8 @@ proptest! {
                 world.apply(change);
             }
             prop_assert_eq!(&world.tally, &tallied(&world));
-            // Nobody suffers, or is told of, by a node that is not looked at, or by one without pods of the namespace.
+            // Nobody suffers, or is told of, by a node that is not looked at, or by one without
+            // pods of the namespace.
             for at in 0..9u8 {
                 let (namespace, on) = ((at / 3).to_string(), (at % 3).to_string());
                 world.apply(placed(&namespace, "p", &on));

@@ -600,8 +600,8 @@ impl<'a> Planner<'a> {
         let refused = self.memory.refused_for(one.uid, self.now);
         // The reservation must live to see the end of it.
         let grace = self.rules.disruption_grace.min(RESERVED_AT_MOST / 2);
-        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy says. A borrower
-        // has agreed to that by its class.
+        // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy
+        // says. A borrower has agreed to that by its class.
         let stays = matches!(facts.owner, Owner::Job(_)) && facts.class == Class::Guaranteed;
         Some(Victim {
             pod: pod(key, facts),

@@ -4,8 +4,10 @@ use super::*;
 
 /// What a node says of one GPU: of which pods, of how much, free or not, and for whom it is held.
 type Lie = (usize, Vec<(usize, u64)>, u64, Option<usize>);
+/// The same of all its GPUs, and who waits there for how much.
+type Lies = (Vec<Lie>, Vec<(usize, u64)>);
 
-fn lies() -> impl Strategy<Value = (Vec<Lie>, Vec<(usize, u64)>)> {
+fn lies() -> impl Strategy<Value = Lies> {
     let pods = || prop::collection::vec((0_usize..8, 1_u64..16), 0..5);
     let gpu = (
         0_usize..4,
@@ -29,8 +31,9 @@ fn cluster() -> Cluster {
         .pod("e2", 8, HIGH, Some(("evil", None)))
 }
 
-/// The cluster as it shows itself, with what `evil` says in the place of its truth. What is reserved there it answers.
-fn shown(cluster: &Cluster, lies: &(Vec<Lie>, Vec<(usize, u64)>)) -> Landscape {
+/// The cluster as it shows itself, with what `evil` says in the place of its truth. What is
+/// reserved there it answers.
+fn shown(cluster: &Cluster, lies: &Lies) -> Landscape {
     let uids = ["g1", "g2", "g3", "g4", "e1", "e2", "gone", "never"];
     let gpus = ["good-0", "good-1", "evil-0", "made-up"];
     let of = |(pod, quanta): &(usize, u64)| (uids[*pod].to_owned(), Quanta::new(*quanta));
@@ -76,7 +79,7 @@ fn named(step: &Step) -> Vec<&str> {
 }
 
 /// The pods that any step names while `evil` says one thing after another.
-fn all_named(says: &[(Vec<Lie>, Vec<(usize, u64)>)]) -> BTreeSet<String> {
+fn all_named(says: &[Lies]) -> BTreeSet<String> {
     let (mut live, mut memory, mut all) = (cluster(), Memory::default(), BTreeSet::new());
     for (at, lies) in says.iter().enumerate() {
         // Long enough for each patience.

@@ -1,0 +1,277 @@
+//! What tenants and Bursar's own accounts may not do: the policies beside those about amounts.
+
+use bursar_e2e::chart::NAMESPACE;
+use http::{HeaderName, HeaderValue};
+use kube::{Client, Config};
+use libtest_mimic::Failed;
+use serde_json::{Value, json};
+
+use crate::place::Place;
+use crate::server::{Server, turn};
+
+const DEVICE: &str = "bursar.dev/gpu-memory-gib";
+const NVIDIA: &str = "nvidia.com/gpu";
+/// The account's node, as its token says.
+const NODE_CLAIM: &str = "impersonate-extra-authentication.kubernetes.io%2fnode-name";
+
+pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
+    let _turn = turn().await;
+    let at = Place::make(server, "hostile").await?;
+    let pods = unmanaged(server, &at).await?;
+    let later = ephemeral(&at).await?;
+    labels(server, &at).await?;
+    let operators = operators_writes(server, &at).await?;
+    let events = agents_events(server, &at).await?;
+    Ok(format!(
+        "{pods} pods, {later} added containers, {operators} writes of the operator and {events} Events let in or refused"
+    ))
+}
+
+/// Fails unless it was refused in such words, or let in where there are none.
+fn check(what: &str, said: kube::Result<Value>, words: &str) -> Result<(), Failed> {
+    let said = match said {
+        Ok(_) => String::new(),
+        Err(kube::Error::Api(status)) => status.message.clone(),
+        Err(other) => return Err(other.into()),
+    };
+    match said.contains(words) && said.is_empty() == words.is_empty() {
+        true => Ok(()),
+        false => Err(format!("{what}: not {words:?} but {said:?}").into()),
+    }
+}
+
+/// A pod with these limits of its container, and what else its spec says.
+fn pod(name: &str, limits: Value, more: Value) -> Value {
+    let mut pod = json!({
+        "metadata": { "name": name },
+        "spec": { "containers": [{ "name": "c", "image": "i", "resources": { "limits": limits } }] },
+    });
+    for (field, value) in more.as_object().into_iter().flatten() {
+        pod["spec"][field] = value.clone();
+    }
+    pod
+}
+
+fn sees(value: &str) -> Value {
+    json!([{ "name": "NVIDIA_VISIBLE_DEVICES", "value": value }])
+}
+
+fn host_path(path: &str) -> Value {
+    json!({ "volumes": [{ "name": "v", "hostPath": { "path": path } }] })
+}
+
+/// Pods that would get GPUs which nobody counts.
+async fn unmanaged(server: &Server, at: &Place) -> Result<usize, Failed> {
+    let container = |env: Value| json!({ "name": "x", "image": "i", "env": env });
+    let with = |env: Value| json!({ "containers": [container(env)] });
+    let variable = "sets NVIDIA_VISIBLE_DEVICES";
+    let class = "RuntimeClass nvidia hands out whole GPUs";
+    let device = "a hostPath volume is of NVIDIA's device nodes";
+    let from_elsewhere = json!([{ "name": "NVIDIA_VISIBLE_DEVICES",
+        "valueFrom": { "fieldRef": { "fieldPath": "metadata.name" } } }]);
+    let classed = json!({ "runtimeClassName": "nvidia" });
+    let counted = |node: Option<&str>, limit: &str| {
+        let mut pod = pod("row", json!({ NVIDIA: limit }), classed.clone());
+        pod["spec"]["containers"][0]["env"] = sees("all");
+        pod["spec"]["nodeName"] = json!(node);
+        pod
+    };
+    let row = |more: Value| pod("row", json!({}), more);
+    for name in ["nvidia", "other"] {
+        let class = json!({ "metadata": { "name": name }, "handler": "runc" });
+        let path = "/apis/node.k8s.io/v1/runtimeclasses";
+        at.create(path, class).await?;
+    }
+    let rows = [
+        (row(with(sees("all"))), variable),
+        (row(with(sees("0"))), variable),
+        (row(with(from_elsewhere)), variable),
+        (row(with(sees("void"))), ""),
+        (row(with(sees("none"))), ""),
+        (row(with(sees(""))), ""),
+        (
+            row(json!({ "initContainers": [container(sees("all"))] })),
+            variable,
+        ),
+        (row(classed.clone()), class),
+        (row(json!({ "runtimeClassName": "other" })), ""),
+        (pod("row", json!({ DEVICE: "1" }), classed.clone()), class),
+        (row(host_path("/dev/nvidia0")), device),
+        (row(host_path("//dev/./nvidiactl")), device),
+        (row(host_path("/dev/nvidia-caps")), device),
+        (row(host_path("/dev/char/195:0")), device),
+        // What an honest mixed cluster has.
+        (row(host_path("/dev")), ""),
+        (row(host_path("/dev/disk")), ""),
+        (row(host_path("/data/dev/nvidia0")), ""),
+        (pod("row", json!({ NVIDIA: "1" }), json!({})), ""),
+        (counted(None, "1"), ""),
+        // Past the scheduler, and for nothing.
+        (counted(Some(&at.name), "1"), variable),
+        (counted(None, "0"), variable),
+    ];
+    let count = rows.len();
+    let path = format!("{}?dryRun=All", at.pods_path());
+    for (pod, words) in rows {
+        let what = pod.to_string();
+        check(&what, at.create(&path, pod).await, words)?;
+    }
+    let exempt = at.in_namespace("gpu-operator");
+    let namespace = json!({ "metadata": { "name": exempt.name } });
+    at.create("/api/v1/namespaces", namespace).await?;
+    let account = json!({ "metadata": { "name": "default" } });
+    let accounts = format!("{}/serviceaccounts", exempt.namespace_path());
+    // The controller manager may have made it.
+    let _ = at.create(&accounts, account).await;
+    let path = format!("{}?dryRun=All", exempt.pods_path());
+    check("exempt", at.create(&path, row(classed)).await, "")?;
+    let off = server
+        .plane
+        .chart(&["--set=policies.refuseUnmanagedGpus.enabled=false"]);
+    let off = off.await?;
+    let mut named = off.iter().map(|object| &object["metadata"]["name"]);
+    assert!(!named.any(|name| name == "bursar-unmanaged-gpus"));
+    Ok(count + 1)
+}
+
+/// Containers that are added to pods that are there.
+async fn ephemeral(at: &Place) -> Result<usize, Failed> {
+    let asking = pod(
+        "asking",
+        json!({ DEVICE: "1" }),
+        json!({
+        "volumes": [{ "name": "v", "emptyDir": {} }] }),
+    );
+    at.create(&at.pods_path(), asking).await?;
+    at.create(&at.pods_path(), pod("quiet", json!({}), json!({})))
+        .await?;
+    let variable = "sets NVIDIA_VISIBLE_DEVICES";
+    let over = "a volume is mounted at /opt/bursar/lib";
+    let rows = [
+        ("asking", sees("all"), "/data", variable),
+        ("asking", json!([]), "/opt/bursar/lib", over),
+        ("quiet", sees("all"), "", variable),
+        ("quiet", sees("void"), "", ""),
+        ("asking", json!([]), "/data", ""),
+    ];
+    let count = rows.len();
+    for (pod, env, mount, words) in rows {
+        let mounts = match mount {
+            "" => json!([]),
+            path => json!([{ "name": "v", "mountPath": path }]),
+        };
+        let added = json!({ "name": "debug", "image": "i", "env": env, "volumeMounts": mounts });
+        let patch = json!({ "spec": { "ephemeralContainers": [added] } });
+        let path = format!("{}/ephemeralcontainers", at.pod_path(pod));
+        check(&path, at.try_merge(&path, patch).await, words)?;
+    }
+    Ok(count)
+}
+
+/// The label of a budget in force, on a namespace that is made.
+async fn labels(server: &Server, at: &Place) -> Result<(), Failed> {
+    let path = "/api/v1/namespaces?dryRun=All";
+    let labelled = json!({ "metadata": { "name": "labelled", "labels": { "bursar.dev/budget": "enforced" } } });
+    let words = "the label bursar.dev/budget is set by Bursar's operator";
+    check("labelled", at.create(path, labelled.clone()).await, words)?;
+    let plain = json!({ "metadata": { "name": "labelled", "labels": { "team": "a" } } });
+    check("plain", at.create(path, plain).await, "")?;
+    let chart = server
+        .plane
+        .chart(&["--set=policies.labelRestorers={restorer}"]);
+    let chart = chart.await?;
+    let restores = |object: &&Value| object.to_string().contains("in ['restorer']");
+    assert_eq!(chart.iter().filter(restores).count(), 1);
+    Ok(())
+}
+
+fn as_account(config: Config, part: &str, node: Option<&str>) -> Result<Client, Failed> {
+    let mut config = config;
+    let account = format!("system:serviceaccount:{NAMESPACE}:bursar-{part}");
+    config.auth_info.impersonate = Some(account);
+    if let Some(node) = node {
+        let name = HeaderName::from_static(NODE_CLAIM);
+        config.headers.push((name, HeaderValue::from_str(node)?));
+    }
+    Ok(Client::try_from(config)?)
+}
+
+/// What the operator writes of pods and quotas, and what it must not.
+async fn operators_writes(server: &Server, at: &Place) -> Result<usize, Failed> {
+    let operator = at.with(Client::try_from(server.plane.operators())?);
+    let dry = |path: String| format!("{path}?dryRun=All");
+    let status = |pod: &str| dry(format!("{}/status", at.pod_path(pod)));
+    let nominates = json!({ "status": { "nominatedNodeName": at.name } });
+    let fails = json!({ "status": { "phase": "Failed" } });
+    let ready = json!({ "status": { "conditions": [{ "type": "Ready", "status": "True" }] } });
+    let of_status = "the operator changes nominatedNodeName";
+    let patches = [
+        ("asking", &nominates, ""),
+        ("asking", &fails, of_status),
+        ("asking", &ready, of_status),
+        ("quiet", &nominates, of_status),
+    ];
+    for (pod, patch, words) in patches {
+        let what = format!("{pod}: {patch}");
+        check(
+            &what,
+            operator.try_merge(&status(pod), patch.clone()).await,
+            words,
+        )?;
+    }
+    let quotas = dry(format!("{}/resourcequotas", at.namespace_path()));
+    for (name, words) in [
+        ("gpu-memory-budget-limit", ""),
+        ("others", "the operator writes gpu-memory-budget-"),
+    ] {
+        let quota = json!({ "metadata": { "name": name }, "spec": { "hard": { "pods": "0" } } });
+        check(name, operator.create(&quotas, quota).await, words)?;
+    }
+    let words = "the operator deletes those that ask for GPU memory";
+    for (pod, words) in [("asking", ""), ("quiet", words)] {
+        let deleted = operator.try_delete(&dry(at.pod_path(pod))).await;
+        check(pod, deleted, words)?;
+    }
+    Ok(patches.len() + 4)
+}
+
+/// Events of an agent on the place's node.
+async fn agents_events(server: &Server, at: &Place) -> Result<usize, Failed> {
+    let mine = at.name.as_str();
+    let agent = at.with(as_account(server.plane.operators(), "agent", Some(mine))?);
+    let unbound = at.with(as_account(server.plane.operators(), "agent", None)?);
+    let event = |controller: &str, instance: &str, kind: &str, about: &str| {
+        let namespace = (kind == "Pod").then_some(mine);
+        json!({
+            "metadata": { "name": "e" }, "eventTime": "2026-01-01T00:00:00.000000Z", "type": "Normal",
+            "reason": "R", "action": "A", "note": "n",
+            "reportingController": controller, "reportingInstance": instance,
+            "regarding": { "apiVersion": "v1", "kind": kind, "name": about, "namespace": namespace },
+        })
+    };
+    let ours = "bursar-agent";
+    let written = "an agent writes Events of bursar-agent on its own node";
+    let rows = [
+        (&agent, event(ours, mine, "Pod", "asking"), ""),
+        (&agent, event("kubelet", mine, "Pod", "asking"), written),
+        (&agent, event(ours, "another", "Pod", "asking"), written),
+        (
+            &unbound,
+            event(ours, mine, "Pod", "asking"),
+            "its token is of no node",
+        ),
+        (
+            &agent,
+            event(ours, mine, "Node", "another"),
+            "an agent's Events are about its own",
+        ),
+    ];
+    let count = rows.len();
+    for (who, event, words) in rows {
+        let (what, about) = (event.to_string(), &event["regarding"]["namespace"]);
+        let namespace = about.as_str().unwrap_or("default");
+        let path = format!("/apis/events.k8s.io/v1/namespaces/{namespace}/events?dryRun=All");
+        check(&what, who.create(&path, event).await, words)?;
+    }
+    Ok(count)
+}
