@@ -19,6 +19,7 @@ mod allocation;
 mod bell;
 mod books;
 mod charges;
+mod closer;
 mod container;
 mod contexts;
 mod conversation;
@@ -26,11 +27,13 @@ mod credit;
 mod held;
 mod leftovers;
 pub(crate) mod life;
+mod options;
 mod pace;
 mod peer;
 mod poison;
 mod record;
 mod seats;
+mod stream;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -39,7 +42,6 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use jiff::Timestamp;
-use tokio::net::UnixListener;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -47,11 +49,13 @@ use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
 use bell::Bell;
+use closer::Closer;
 use container::Container;
 use container::drained::Holder;
 use contexts::ContextSizes;
 use leftovers::Left;
 use seats::Seats;
+use stream::Listener;
 
 pub use bell::Waits;
 pub use books::{AccountBooks, Books, MemberBooks};
@@ -147,6 +151,8 @@ pub struct Sessions {
     shared: Arc<Shared>,
     membership: Arc<dyn Membership>,
     seats: Seats,
+    /// Whether the kernel is asked to refuse descriptors.
+    refuses: bool,
     /// None where contexts are not charged.
     contexts: Option<Arc<ContextSizes>>,
     bell: Bell,
@@ -203,6 +209,7 @@ impl Sessions {
             }),
             membership,
             seats: Seats::of_this_process(),
+            refuses: true,
             contexts: None,
             bell: Bell::default(),
             desk: None,
@@ -237,6 +244,13 @@ impl Sessions {
         self
     }
 
+    /// Serves as on a kernel before 6.16, which lets processes pass any descriptor.
+    #[must_use]
+    pub fn passed_descriptors(mut self) -> Sessions {
+        self.refuses = false;
+        self
+    }
+
     /// The folder of the allocations' folders: what a CDI device mounts one of.
     pub fn alloc_dir(run_dir: &Path) -> PathBuf {
         run_dir.join("alloc")
@@ -261,7 +275,9 @@ impl Sessions {
         let folder = self.folder(&allocation);
         let socket = folder.join(bursar_protocol::SOCKET_NAME);
         let served_before = socket.exists();
-        let listener = listen(&folder, &socket).map_err(|source| SessionsError::Serve {
+        let closer = Closer::of(allocation);
+        let listener = listen(&folder, &socket, Arc::clone(&closer), self.refuses);
+        let listener = listener.map_err(|source| SessionsError::Serve {
             path: socket.clone(),
             source,
         })?;
@@ -276,6 +292,7 @@ impl Sessions {
         if let Some(sizes) = &self.contexts {
             container.charge_contexts(Arc::clone(sizes));
         }
+        container.close_by(Arc::clone(&closer));
         for gpu in container.gpus() {
             self.watch(gpu);
         }
@@ -287,6 +304,7 @@ impl Sessions {
             seats: self.seats.clone(),
             bell: self.bell.clone(),
             desk: self.desk.clone(),
+            closer,
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
         // A second serve of the same allocation at the same time: the later listener has replaced
@@ -618,7 +636,12 @@ impl Sessions {
 }
 
 /// Any user of the container may connect; its cgroup is what counts.
-fn listen(folder: &Path, socket: &Path) -> io::Result<UnixListener> {
+fn listen(
+    folder: &Path,
+    socket: &Path,
+    closer: Arc<Closer>,
+    refuses: bool,
+) -> io::Result<Listener> {
     use std::os::unix::fs::PermissionsExt;
     let mode =
         |path: &Path, mode| std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode));
@@ -631,7 +654,7 @@ fn listen(folder: &Path, socket: &Path) -> io::Result<UnixListener> {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
-    let listener = UnixListener::bind(&fresh)?;
+    let listener = Listener::bind(&fresh, closer, refuses)?;
     mode(&fresh, 0o666)?;
     std::fs::rename(&fresh, socket)?;
     Ok(listener)

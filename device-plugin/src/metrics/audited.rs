@@ -93,6 +93,7 @@ pub(super) struct Audited {
     drift: Family<OfAccount, Gauge>,
     denied: Family<OfFunction, Counter>,
     requests: Family<OfContainer, Counter>,
+    unclosed: Family<OfContainer, Gauge>,
     enforced: Family<OfReason, Gauge>,
     layers: Family<OfLayer, Gauge>,
     residual: Family<OfGpu, Gauge>,
@@ -126,6 +127,11 @@ impl Audited {
             requests: r.with(
                 "bursar_container_credit_requests",
                 "Requests for credit that the agent answered",
+                Family::default(),
+            ),
+            unclosed: r.with(
+                "bursar_container_unclosed_sockets",
+                "Sockets of a container's processes that wait to be closed",
                 Family::default(),
             ),
             enforced: r.with(
@@ -192,6 +198,7 @@ impl Audited {
         self.denied.clear();
         self.requests.clear();
         self.generation.clear();
+        self.unclosed.clear();
         self.enforced.clear();
         self.layers.clear();
         for ContainerFigures {
@@ -207,6 +214,8 @@ impl Audited {
             set(&requests, books.requests);
             let generation = i64::try_from(books.generation).unwrap_or(i64::MAX);
             self.generation.get_or_create_owned(&of).set(generation);
+            let unclosed = i64::try_from(books.unclosed).unwrap_or(i64::MAX);
+            self.unclosed.get_or_create_owned(&of).set(unclosed);
             for (function, count) in &books.denied {
                 let label = OfFunction {
                     of: of.clone(),

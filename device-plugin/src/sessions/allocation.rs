@@ -1,18 +1,20 @@
 //! The task of one allocation: accepts its container's processes, and settles the dead.
 
+use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::wire::{Message, Reason, ToShim};
-use tokio::net::{UnixListener, UnixStream};
 use tokio::task::JoinSet;
 
 use super::bell::Bell;
 use super::charges::DriverCharges;
+use super::closer::Closer;
 use super::container::{Container, Known};
 use super::conversation::{self, Conversation};
 use super::pace::{self, Pace};
 use super::seats::{Seat, Seats};
+use super::stream::{Listener, Stream};
 use super::{MAX_PROCESSES, Membership, lock};
 use crate::kept::desk::Desk;
 
@@ -40,11 +42,12 @@ pub(super) struct Task {
     pub(super) seats: Seats,
     pub(super) bell: Bell,
     pub(super) desk: Option<Desk>,
+    pub(super) closer: Arc<Closer>,
 }
 
 impl Task {
     /// Runs until it is aborted.
-    pub(super) async fn run(self, listener: UnixListener, known: Vec<Known>) {
+    pub(super) async fn run(self, listener: Listener, known: Vec<Known>) {
         // Dropped with this future: its tasks end with it.
         let mut peers = JoinSet::new();
         for Known {
@@ -72,10 +75,11 @@ impl Task {
         let mut connections = Pace::new(CONNECTION_BURST);
         loop {
             tokio::select! {
-                accepted = listener.accept() => match accepted {
-                    Ok((stream, _)) => {
-                        let full = peers.len() >= MAX_PROCESSES + SPARE_CONNECTIONS;
-                        match self.seats.take(peers.len()).filter(|_| !full) {
+                accepted = self.accept(&listener) => match accepted {
+                    Ok(stream) => {
+                        let taken = peers.len() + self.closer.waiting();
+                        let full = taken >= MAX_PROCESSES + SPARE_CONNECTIONS;
+                        match self.seats.take(taken).filter(|_| !full) {
                             Some(seat) => {
                                 peers.spawn(self.converse(stream, seat, Arc::clone(&messages)));
                             }
@@ -93,10 +97,16 @@ impl Task {
         }
     }
 
+    /// The next connection, once few enough of those before it wait to be closed.
+    async fn accept(&self, listener: &Listener) -> io::Result<Stream> {
+        self.closer.room().await;
+        listener.accept().await
+    }
+
     /// One connection's task; its seat is free again when it ends.
     fn converse(
         &self,
-        stream: UnixStream,
+        stream: Stream,
         seat: Seat,
         messages: Arc<Mutex<Pace>>,
     ) -> impl Future<Output = ()> + use<> {
@@ -116,12 +126,12 @@ impl Task {
 }
 
 /// Says that there is no seat: a peer that gets no answer would wait for one.
-fn refuse(stream: UnixStream) {
+fn refuse(stream: Stream) {
     let goodbye = ToShim::Goodbye {
         reason: Reason::Busy,
     };
     // A new socket has room for it.
-    let _ = stream.try_write(&goodbye.frame());
+    stream.try_write(&goodbye.frame());
 }
 
 /// Asks the driver about every image that ended, and about strangers, for ever.

@@ -24,6 +24,8 @@ pub struct Books {
     pub requests: u64,
     /// Denied allocations by the driver's function.
     pub denied: Vec<(String, u64)>,
+    /// Sockets of its processes that wait to be closed.
+    pub unclosed: usize,
     /// Its process images whose context was poisoned.
     pub poisoned: u64,
     /// Restarts that were ordered for that.
@@ -106,6 +108,7 @@ impl Books {
             retired: Vec::new(),
             requests: 0,
             denied: Vec::new(),
+            unclosed: 0,
             poisoned: 0,
             restarted: 0,
         }

@@ -22,6 +22,7 @@ use bursar_protocol::word::Word;
 use bursar_protocol::{POISON_SINCE, VERSION};
 use tokio_util::sync::CancellationToken;
 
+use super::closer::Closer;
 use super::contexts::ContextSizes;
 use super::credit::Books;
 use super::held::Own;
@@ -71,6 +72,8 @@ pub(super) struct Container {
     /// Whether a GPU of it is drained.
     drained: bool,
     make_page: MakePage,
+    /// None in tests without sockets.
+    closer: Option<Arc<Closer>>,
 }
 
 /// How long the driver takes to have back what an image had: 112 ms for 100 GiB (design F8), and some.
@@ -181,6 +184,7 @@ impl Container {
             news: Vec::new(),
             drained: false,
             make_page: CreditPage::create,
+            closer: None,
         };
         for index in 0..container.accounts.len() {
             container.apply_quota(index);

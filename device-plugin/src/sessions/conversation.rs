@@ -7,13 +7,10 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::MADE_SINCE;
-use bursar_protocol::socket::send_with_fd;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use jiff::Timestamp;
-use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
-use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
@@ -22,6 +19,7 @@ use super::container::leases::NotAsked;
 use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
+use super::stream::Stream;
 use super::{DriverCharges, Membership, Process, lock};
 use crate::kept::desk::{Asker, Desk, Made, Reply};
 use crate::units::{AllocationId, Bytes};
@@ -105,7 +103,7 @@ impl Conversation {
     }
 
     /// Serves one connection.
-    pub(super) async fn run(self, mut stream: UnixStream) {
+    pub(super) async fn run(self, mut stream: Stream) {
         let session = match self.greet(&mut stream).await {
             Ok(Some(session)) => session,
             Ok(None) => return,
@@ -134,7 +132,7 @@ impl Conversation {
     }
 
     /// From the connection to the welcome; no session where the peer only asked a question.
-    async fn greet(&self, stream: &mut UnixStream) -> Result<Option<Session>, Hangup> {
+    async fn greet(&self, stream: &mut Stream) -> Result<Option<Session>, Hangup> {
         let (process, life) = match self.peer(stream) {
             Some(peer) => peer,
             None => return goodbye(stream, Reason::Identity).await,
@@ -203,7 +201,7 @@ impl Conversation {
     /// Answers a query.
     async fn report(
         &self,
-        stream: &mut UnixStream,
+        stream: &mut Stream,
         pid: u32,
         version: u16,
         account: &wire::Account,
@@ -227,7 +225,7 @@ impl Conversation {
     /// Passes a question about kept memory on, and the answer back.
     async fn keep(
         &self,
-        stream: &mut UnixStream,
+        stream: &mut Stream,
         process: Process,
         question: KeptQuestion,
     ) -> Result<(), Hangup> {
@@ -267,7 +265,7 @@ impl Conversation {
     /// Passes a question about a token on, and the answer back.
     async fn token(
         &self,
-        stream: &mut UnixStream,
+        stream: &mut Stream,
         process: Process,
         question: TokenQuestion,
     ) -> Result<(), Hangup> {
@@ -306,8 +304,8 @@ impl Conversation {
 
     /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
     /// what `/proc` says, so that both are of one process.
-    fn peer(&self, stream: &UnixStream) -> Option<(Process, Life)> {
-        let pid = u32::try_from(stream.peer_cred().ok()?.pid()?).ok()?;
+    fn peer(&self, stream: &Stream) -> Option<(Process, Life)> {
+        let pid = stream.peer_pid()?;
         let life = Life::of(pid).ok()?;
         Some((self.membership.process(pid)?, life))
     }
@@ -315,7 +313,7 @@ impl Conversation {
     /// Answers requests for as long as the peer makes sense.
     async fn serve(
         &self,
-        stream: &mut UnixStream,
+        stream: &mut Stream,
         pid: u32,
     ) -> Result<std::convert::Infallible, Hangup> {
         let mut own = Pace::new(MESSAGE_BURST);
@@ -427,13 +425,13 @@ pub(super) async fn mourn(
     lock(&container).died(process, image);
 }
 
-async fn goodbye<T>(stream: &mut UnixStream, reason: Reason) -> Result<T, Hangup> {
+async fn goodbye<T>(stream: &mut Stream, reason: Reason) -> Result<T, Hangup> {
     let frame = ToShim::Goodbye { reason }.frame();
     let _ = tokio::time::timeout(ANSWER_TIMEOUT, stream.write_all(&frame)).await;
     Err(Hangup::Unwelcome(reason))
 }
 
-async fn read(stream: &mut UnixStream) -> Result<ToAgent, Hangup> {
+async fn read(stream: &mut Stream) -> Result<ToAgent, Hangup> {
     let mut header = [0; wire::HEADER];
     stream.read_exact(&mut header).await?;
     let mut payload = vec![0; wire::payload_length(header)?];
@@ -442,7 +440,7 @@ async fn read(stream: &mut UnixStream) -> Result<ToAgent, Hangup> {
 }
 
 /// Sends the memory of a lease that the vault does not have yet, where one is made.
-async fn hand_over(stream: &mut UnixStream, made: oneshot::Receiver<Made>) {
+async fn hand_over(stream: &mut Stream, made: oneshot::Receiver<Made>) {
     if let Ok(Made { bytes, fd }) = made.await {
         let made = ToShim::Kept(KeptAnswer::Made { bytes: bytes.0 });
         // Who does not take it gets the answer, and no lease.
@@ -450,10 +448,6 @@ async fn hand_over(stream: &mut UnixStream, made: oneshot::Receiver<Made>) {
     }
 }
 
-async fn send_with(stream: &mut UnixStream, message: &ToShim, fd: OwnedFd) -> io::Result<()> {
-    let frame = message.frame();
-    let sent = stream
-        .async_io(Interest::WRITABLE, || send_with_fd(&*stream, &frame, &fd))
-        .await?;
-    stream.write_all(&frame[sent..]).await
+async fn send_with(stream: &mut Stream, message: &ToShim, fd: OwnedFd) -> io::Result<()> {
+    stream.write_with(&message.frame(), fd).await
 }

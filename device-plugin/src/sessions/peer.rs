@@ -111,20 +111,13 @@ impl Cgroups {
     }
 }
 
-/// The container's folder below the pod's in a `/proc/<pid>/cgroup`: `<hierarchy>:<controllers>:<path>`
-/// a line. The pod's folder is `pod<uid>` with the cgroupfs driver and
-/// `...-pod<uid with underscores>.slice` with systemd's (kubelet `cgroup_manager_linux.go`).
+/// The container that `/proc/<pid>/cgroup` names, if it is one of the pod's. The outermost pod's folder counts: a
+/// container may make folders below its own, with any name.
 fn container_of(cgroup: &str, pod: &PodUid) -> Option<String> {
-    let plain = format!("pod{pod}");
-    let systemd = format!("-pod{}.slice", pod.as_str().replace('-', "_"));
-    cgroup.lines().find_map(|line| {
-        let mut parts = line.splitn(3, ':').nth(2)?.split('/');
-        parts.find(|part| *part == plain || part.ends_with(&systemd))?;
-        parts
-            .next()
-            .filter(|part| !part.is_empty())
-            .map(str::to_owned)
-    })
+    match proc::Owner::parse(cgroup) {
+        proc::Owner::Container { pod: owner, cgroup } if owner == *pod => Some(cgroup),
+        _ => None,
+    }
 }
 
 /// The line `NSpid:` of `/proc/<pid>/status` (proc(5), Linux 4.1). The name of a process stands in a
@@ -189,6 +182,8 @@ mod tests {
             "0::/kubepods/pod00000000-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee",
             "0::/kubepods/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11",
             "0::/kubepods/xpod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee",
+            // Its own process may make folders below its container's.
+            "0::/kubepods/pod00000000-1f5c-4c41-9d53-0a5f4f7a9d11/c0ffee/pod8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11/x",
         ] {
             assert_eq!(container(cgroup), None, "{cgroup}");
         }

@@ -13,6 +13,7 @@ use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
 use super::*;
 
 mod hostile;
+mod passed;
 
 /// Every process belongs to every pod, or none does.
 struct Everyone(bool);

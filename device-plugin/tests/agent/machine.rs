@@ -80,6 +80,8 @@ impl Machine {
             .arg(self.path("agent.toml"))
             .args(["--node-name", "node-1", "--log-format", "text"])
             .env("HOME", self.root.path())
+            // As on a small node, whatever this machine has.
+            .env("TOKIO_WORKER_THREADS", "2")
             .env_remove("KUBECONFIG")
             .env_remove("KUBERNETES_SERVICE_HOST")
             .stdin(Stdio::null())

@@ -1,10 +1,12 @@
 //! What the audit and a resize see of a container, and what they change of it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use bursar_protocol::units::Units;
 
 use super::super::books::{AccountBooks, Books, MemberBooks};
+use super::super::closer::Closer;
 use super::{Account, Container, Member};
 use crate::units::Bytes;
 
@@ -51,9 +53,15 @@ impl Container {
             retired: self.credit.retired_pids(),
             requests: self.requests,
             denied: self.denied_by.clone().into_iter().collect(),
+            unclosed: self.closer.as_ref().map_or(0, |closer| closer.waiting()),
             poisoned: self.poisonings.poisoned,
             restarted: self.poisonings.restarted,
         }
+    }
+
+    /// Who closes its sockets.
+    pub(in super::super) fn close_by(&mut self, closer: Arc<Closer>) {
+        self.closer = Some(closer);
     }
 
     /// Whether a process's page says another grant than the books. Nobody but this agent writes grants, and it

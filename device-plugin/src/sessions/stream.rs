@@ -1,0 +1,181 @@
+//! A tenant process's connection, and the listener that it came by.
+//!
+//! Nothing that a process passes is released on a thread of the runtime. Where the kernel refuses
+//! descriptors there is nothing to release. Elsewhere no byte is read that a descriptor came with,
+//! and the socket is closed with what it has left [by others](super::closer).
+
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::sync::Arc;
+
+use bursar_protocol::socket::send_with_fd;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType, sockopt,
+};
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+use super::closer::Closer;
+use super::options;
+
+/// Connections that wait to be accepted: as many as the kernel lets wait at all.
+const BACKLOG: i32 = i32::MAX;
+
+/// A socket; who closes it, where tenant processes may have passed descriptors.
+#[derive(Debug)]
+struct Socket {
+    fd: Option<OwnedFd>,
+    closer: Option<Arc<Closer>>,
+}
+
+impl Socket {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        let fd = self.fd.as_ref();
+        fd.expect("only the drop takes it").as_fd()
+    }
+}
+
+impl AsRawFd for Socket {
+    fn as_raw_fd(&self) -> RawFd {
+        self.as_fd().as_raw_fd()
+    }
+}
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        if let (Some(fd), Some(closer)) = (self.fd.take(), &self.closer) {
+            closer.close(fd);
+        }
+    }
+}
+
+#[expect(
+    deprecated,
+    reason = "unsound for types that lend a descriptor they do not own; this one owns it"
+)]
+fn registered(socket: Socket) -> io::Result<AsyncFd<Socket>> {
+    AsyncFd::new(socket)
+}
+
+/// The listener of an allocation.
+#[derive(Debug)]
+pub(super) struct Listener(AsyncFd<Socket>);
+
+impl Listener {
+    /// Listens at a path that there is nothing at. `closer` closes what comes, where the kernel does not refuse
+    /// descriptors, or is not `asked` to.
+    pub(super) fn bind(path: &Path, closer: Arc<Closer>, asked: bool) -> io::Result<Listener> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+        // Before a process can connect: what waits to be accepted was refused, or was not.
+        let refused = asked && options::refuse_descriptors(&fd).is_ok();
+        rustix::net::bind(&fd, &SocketAddrUnix::new(path)?)?;
+        rustix::net::listen(&fd, BACKLOG)?;
+        let closer = (!refused).then_some(closer);
+        let socket = Socket {
+            fd: Some(fd),
+            closer,
+        };
+        Ok(Listener(registered(socket)?))
+    }
+
+    /// The next connection.
+    pub(super) async fn accept(&self) -> io::Result<Stream> {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let accept = |listener: &Socket| Ok(rustix::net::accept_with(listener.as_fd(), flags)?);
+        let socket = Socket {
+            fd: Some(self.0.async_io(Interest::READABLE, accept).await?),
+            closer: self.0.get_ref().closer.clone(),
+        };
+        if socket.closer.is_some() {
+            // The kernel passes over a byte out of band unseen, and releases its descriptors.
+            sockopt::set_socket_oobinline(socket.as_fd(), true)?;
+        }
+        Ok(Stream(registered(socket)?))
+    }
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Stream(AsyncFd<Socket>);
+
+impl Stream {
+    /// The pid of who connected it.
+    pub(super) fn peer_pid(&self) -> Option<u32> {
+        options::peer_pid(self.0.get_ref().as_fd())
+    }
+
+    /// Fills `into`.
+    ///
+    /// # Errors
+    /// What the system answers; `UnexpectedEof` where the peer ends, `InvalidData` where it passes a descriptor.
+    pub(super) async fn read_exact(&mut self, mut into: &mut [u8]) -> io::Result<()> {
+        while !into.is_empty() {
+            let take = |socket: &Socket| take(socket, into);
+            let taken = self.0.async_io(Interest::READABLE, take).await?;
+            if taken == 0 {
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            into = &mut std::mem::take(&mut into)[taken..];
+        }
+        Ok(())
+    }
+
+    /// Sends all of `bytes`.
+    ///
+    /// # Errors
+    /// What the system answers.
+    pub(super) async fn write_all(&mut self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let send = |socket: &Socket| send(socket, bytes);
+            let sent = self.0.async_io(Interest::WRITABLE, send).await?;
+            bytes = &bytes[sent..];
+        }
+        Ok(())
+    }
+
+    /// Sends all of `bytes`, the first of them with a descriptor.
+    ///
+    /// # Errors
+    /// What the system answers.
+    pub(super) async fn write_with(&mut self, bytes: &[u8], fd: OwnedFd) -> io::Result<()> {
+        let send = |socket: &Socket| send_with_fd(socket.as_fd(), bytes, &fd);
+        let sent = self.0.async_io(Interest::WRITABLE, send).await?;
+        self.write_all(&bytes[sent..]).await
+    }
+
+    /// Sends what there is room for, and does not wait.
+    pub(super) fn try_write(&self, bytes: &[u8]) {
+        let _ = send(self.0.get_ref(), bytes);
+    }
+}
+
+#[cfg(test)]
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.get_ref().as_fd()
+    }
+}
+
+fn send(socket: &Socket, bytes: &[u8]) -> io::Result<usize> {
+    let flags = SendFlags::NOSIGNAL;
+    Ok(rustix::net::send(socket.as_fd(), bytes, flags)?)
+}
+
+/// Takes bytes that no descriptor came with: those that did stay, and whoever closes the socket lets go of them.
+fn take(socket: &Socket, into: &mut [u8]) -> io::Result<usize> {
+    let mut most = into.len();
+    if socket.closer.is_some() {
+        let (mut into, mut none) = ([IoSliceMut::new(into)], RecvAncillaryBuffer::default());
+        let seen = rustix::net::recvmsg(socket.as_fd(), &mut into, &mut none, RecvFlags::PEEK)?;
+        if seen.flags.contains(ReturnFlags::CTRUNC) {
+            let passed = "a descriptor was passed";
+            return Err(io::Error::new(io::ErrorKind::InvalidData, passed));
+        }
+        most = seen.bytes;
+    }
+    let taken = rustix::net::recv(socket.as_fd(), &mut into[..most], RecvFlags::empty())?;
+    Ok(taken.0)
+}

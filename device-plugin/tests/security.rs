@@ -1,0 +1,18 @@
+//! The whole agent under what hostile tenants do to it: a neighbour is answered as soon as ever, and the agent has
+//! afterwards what it had before. [`fixture`] says how to add a load.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod common;
+
+#[allow(dead_code, reason = "the agent's tests use the rest of it")]
+#[path = "agent/machine.rs"]
+mod machine;
+
+#[path = "security/fixture.rs"]
+mod fixture;
+#[path = "security/socket.rs"]
+mod socket;

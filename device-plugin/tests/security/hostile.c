@@ -1,0 +1,154 @@
+/* A hostile process of a container, with the agent's socket as its argument. It does what its standard input says, a
+ * line a command, and answers each with a number, once it is done.
+ *
+ *   linger COUNT SECONDS hello|plain   connections, each with the last reference to a TCP socket that lingers so long
+ *                                      and has a peer that reads nothing: how many were taken
+ *   hellos COUNT                       so many images, whose credit pages are kept: how many pages it got
+ *   crowd COUNT                        so many processes, that stay and wait: a line with the pid of each
+ *   go                                 each of them says hello and asks for memory, all at once: how many were granted
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+static const char *path;
+static uint64_t image;
+
+static int dial(void) {
+    struct sockaddr_un to = {.sun_family = AF_UNIX};
+    int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    strncpy(to.sun_path, path, sizeof to.sun_path - 1);
+    if (connect(fd, (struct sockaddr *)&to, sizeof to)) {
+        perror("connect");
+        exit(1);
+    }
+    return fd;
+}
+
+/* Sends bytes, with a descriptor where that is not negative. */
+static int give(int to, const void *bytes, size_t length, int fd) {
+    struct iovec part = {(void *)bytes, length};
+    union {
+        struct cmsghdr head;
+        char space[CMSG_SPACE(sizeof fd)];
+    } with = {.head = {CMSG_LEN(sizeof fd), SOL_SOCKET, SCM_RIGHTS}};
+    struct msghdr message = {.msg_iov = &part, .msg_iovlen = 1};
+    memcpy(CMSG_DATA(&with.head), &fd, sizeof fd);
+    if (fd >= 0) message.msg_control = &with, message.msg_controllen = sizeof with;
+    return sendmsg(to, &message, MSG_NOSIGNAL) == (ssize_t)length;
+}
+
+/* Takes a frame, and the descriptor that comes with it: none is -1. */
+static int take(int from, unsigned char *bytes, size_t length, int *fd) {
+    struct iovec part = {bytes, length};
+    char space[CMSG_SPACE(sizeof(int))];
+    struct msghdr message = {&(struct sockaddr_un){0}, 0, &part, 1, space, sizeof space, 0};
+    struct cmsghdr *head;
+    ssize_t got = recvmsg(from, &message, MSG_CMSG_CLOEXEC);
+    *fd = -1;
+    if (got > 0 && (head = CMSG_FIRSTHDR(&message)) && head->cmsg_type == SCM_RIGHTS)
+        memcpy(fd, CMSG_DATA(head), sizeof *fd);
+    return got > 2 ? bytes[2] : -1;
+}
+
+/* A connection whose hello was answered, and its credit page: none is -1. */
+static int hello(int *page) {
+    unsigned char frame[14] = {12, 0, 1, 1, 0}, answer[4096];
+    int fd = dial();
+    image++;
+    memcpy(frame + 5, &image, sizeof image);
+    if (!give(fd, frame, sizeof frame, -1)) perror("hello");
+    take(fd, answer, sizeof answer, page);
+    return fd;
+}
+
+static int linger(int count, int seconds, int greets) {
+    struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    struct linger on = {1, seconds}, off = {0, 0};
+    socklen_t size = sizeof here;
+    char many[1 << 16] = {0};
+    int deaf = socket(AF_INET, SOCK_STREAM, 0), taken = 0, page;
+    bind(deaf, (struct sockaddr *)&here, sizeof here);
+    listen(deaf, 128);
+    getsockname(deaf, (struct sockaddr *)&here, &size);
+    int to[count];
+    for (int index = 0; index < count; index++) to[index] = greets ? hello(&page) : dial();
+    /* All of them are accepted before the agent is held up by one. */
+    usleep(200000);
+    for (int index = 0; index < count; index++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        if (connect(fd, (struct sockaddr *)&here, sizeof here)) perror("connect");
+        fcntl(fd, F_SETFL, O_NONBLOCK);
+        while (write(fd, many, sizeof many) > 0) {}
+        setsockopt(fd, SOL_SOCKET, SO_LINGER, &on, sizeof on);
+        if (give(to[index], many, 1, fd)) taken++;
+        else setsockopt(fd, SOL_SOCKET, SO_LINGER, &off, sizeof off);
+        close(fd);
+    }
+    return taken;
+}
+
+static int hellos(int count) {
+    int kept = 0, page;
+    while (count-- > 0) {
+        close(hello(&page));
+        kept += page >= 0;
+    }
+    return kept;
+}
+
+static int start[2], answers[2];
+
+static void member(void) {
+    unsigned char frame[8] = {6, 0, 2, 0, 1, 0, 0, 0}, answer[64];
+    char granted, end;
+    int page, fd;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    close(start[1]);
+    /* Until the other end is closed. */
+    if (read(start[0], &end, 1) < 0) perror("read");
+    fd = hello(&page);
+    granted = page >= 0 && give(fd, frame, sizeof frame, -1) && take(fd, answer, sizeof answer, &page) == 2;
+    if (write(answers[1], &granted, 1) < 0) perror("write");
+    for (;;) pause();
+}
+
+int main(int count, char **words) {
+    struct rlimit files;
+    char line[256], how[16], granted;
+    int number, seconds, crowd = 0;
+    path = words[count - 1];
+    getrlimit(RLIMIT_NOFILE, &files);
+    files.rlim_cur = files.rlim_max;
+    setrlimit(RLIMIT_NOFILE, &files);
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    while (fgets(line, sizeof line, stdin)) {
+        if (sscanf(line, "linger %d %d %15s", &number, &seconds, how) == 3) {
+            printf("%d\n", linger(number, seconds, !strcmp(how, "hello")));
+        } else if (sscanf(line, "hellos %d", &number) == 1) {
+            printf("%d\n", hellos(number));
+        } else if (sscanf(line, "crowd %d", &crowd) == 1) {
+            if (pipe2(start, O_CLOEXEC) || pipe2(answers, O_CLOEXEC)) return 1;
+            for (number = 0; number < crowd; number++) {
+                int child = fork();
+                if (!child) member();
+                printf("%d\n", child);
+            }
+        } else if (!strncmp(line, "go", 2)) {
+            close(start[1]);
+            for (number = 0; crowd > 0 && read(answers[0], &granted, 1) == 1; crowd--) number += granted;
+            printf("%d\n", number);
+        }
+    }
+    return 0;
+}
