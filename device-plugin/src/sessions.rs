@@ -27,6 +27,7 @@ mod credit;
 mod held;
 mod leftovers;
 pub(crate) mod life;
+mod looks;
 mod options;
 mod pace;
 mod peer;
@@ -54,6 +55,7 @@ use container::Container;
 use container::drained::Holder;
 use contexts::ContextSizes;
 use leftovers::Left;
+use looks::Looks;
 use seats::Seats;
 use stream::Listener;
 
@@ -166,6 +168,8 @@ pub struct Sessions {
 /// What the tasks of the GPUs see.
 struct Shared {
     charges: Arc<dyn DriverCharges>,
+    /// The same for those who wait for what ended images had.
+    looks: Arc<Looks>,
     running: Mutex<BTreeMap<AllocationId, Running>>,
     /// What pods that ended left.
     left: Mutex<BTreeMap<GpuUuid, Left>>,
@@ -202,6 +206,7 @@ impl Sessions {
         Sessions {
             run_dir,
             shared: Arc::new(Shared {
+                looks: Arc::new(Looks::at(Arc::clone(&charges))),
                 charges,
                 running: Mutex::default(),
                 left: Mutex::default(),
@@ -293,6 +298,7 @@ impl Sessions {
             container.charge_contexts(Arc::clone(sizes));
         }
         container.close_by(Arc::clone(&closer));
+        container.keep_pages(self.seats.pages());
         for gpu in container.gpus() {
             self.watch(gpu);
         }
@@ -300,6 +306,7 @@ impl Sessions {
         let task = allocation::Task {
             container: Arc::clone(&container),
             charges: Arc::clone(&self.shared.charges),
+            looks: Arc::clone(&self.shared.looks),
             membership: Arc::clone(&self.membership),
             seats: self.seats.clone(),
             bell: self.bell.clone(),

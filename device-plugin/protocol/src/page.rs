@@ -157,6 +157,17 @@ impl Slot {
         self.update_exported(|exported| exported.saturating_sub(n));
     }
 
+    fn clear(&self) {
+        self.set(Word {
+            granted: 0,
+            used: 0,
+        });
+        self.set_quota(Units::ZERO);
+        self.set_others(Units::ZERO, 0);
+        self.set_exported(Units::ZERO);
+        self.set_context(Units::ZERO);
+    }
+
     fn update_exported(&self, step: impl Fn(Units) -> Units) {
         let step = |bits| step(Units(bits).min(Units::MAX)).0;
         self.exported
@@ -213,14 +224,12 @@ unsafe impl Sync for CreditPage {}
 
 impl CreditPage {
     /// Makes a sealed page with `slots` accounts and maps it (the agent). The descriptor goes to
-    /// the process with the welcome and can be closed then.
+    /// the process with the welcome.
     ///
     /// # Errors
     /// [`PageError`] when the kernel refuses the memfd, its seals or the mapping, or for more than
     /// [`MAX_SLOTS`].
     pub fn create(slots: usize) -> Result<(CreditPage, OwnedFd), PageError> {
-        let count = u32::try_from(slots).ok().filter(|_| slots <= MAX_SLOTS);
-        let count = count.ok_or(PageError::NotAPage("more accounts than a page has"))?;
         let create = |errno: rustix::io::Errno| PageError::Create(errno.into());
         let fd = rustix::fs::memfd_create(
             c"bursar-credit",
@@ -229,13 +238,28 @@ impl CreditPage {
         .map_err(create)?;
         rustix::fs::ftruncate(&fd, PAGE_BYTES as u64).map_err(create)?;
         rustix::fs::fcntl_add_seals(&fd, SEALS).map_err(create)?;
+        Ok((CreditPage::again(&fd, slots)?, fd))
+    }
+
+    /// Maps a page that [`create`](CreditPage::create) made, and makes it as new: for another process, when the one
+    /// that had it died (the agent).
+    ///
+    /// # Errors
+    /// [`PageError`] when the kernel refuses the mapping, or for more than [`MAX_SLOTS`].
+    pub fn again(fd: impl AsFd, slots: usize) -> Result<CreditPage, PageError> {
+        let count = u32::try_from(slots).ok().filter(|_| slots <= MAX_SLOTS);
+        let count = count.ok_or(PageError::NotAPage("more accounts than a page has"))?;
         let mapped = CreditPage::map(&fd, slots)?;
+        mapped.set_fence(None);
+        for slot in &mapped.shared().slot {
+            slot.clear();
+        }
         mapped.shared().slots.store(count, Ordering::Relaxed);
         mapped
             .version
             .store(u32::from(crate::VERSION), Ordering::Relaxed);
         mapped.magic.store(MAGIC, Ordering::Release);
-        Ok((mapped, fd))
+        Ok(mapped)
     }
 
     /// Maps a page that the agent sent (the shim).

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::wire::{Message, Reason, ToShim};
+use futures::future::join_all;
 use tokio::task::JoinSet;
 
 use super::bell::Bell;
@@ -12,6 +13,7 @@ use super::charges::DriverCharges;
 use super::closer::Closer;
 use super::container::{Container, Known};
 use super::conversation::{self, Conversation};
+use super::looks::Looks;
 use super::pace::{self, Pace};
 use super::seats::{Seat, Seats};
 use super::stream::{Listener, Stream};
@@ -38,6 +40,7 @@ const MESSAGE_BURST: u32 = 2 * MAX_PROCESSES as u32;
 pub(super) struct Task {
     pub(super) container: Arc<Mutex<Container>>,
     pub(super) charges: Arc<dyn DriverCharges>,
+    pub(super) looks: Arc<Looks>,
     pub(super) membership: Arc<dyn Membership>,
     pub(super) seats: Seats,
     pub(super) bell: Bell,
@@ -68,11 +71,11 @@ impl Task {
         let mut settler = JoinSet::new();
         settler.spawn(settle(
             Arc::clone(&self.container),
-            Arc::clone(&self.charges),
+            Arc::clone(&self.looks),
             Arc::clone(&self.membership),
         ));
-        let messages = Arc::new(Mutex::new(Pace::new(MESSAGE_BURST)));
-        let mut connections = Pace::new(CONNECTION_BURST);
+        let messages = Arc::new(Mutex::new(Pace::of_messages(MESSAGE_BURST)));
+        let mut connections = Pace::of_messages(CONNECTION_BURST);
         loop {
             tokio::select! {
                 accepted = self.accept(&listener) => match accepted {
@@ -137,22 +140,24 @@ fn refuse(stream: Stream) {
 /// Asks the driver about every image that ended, and about strangers, for ever.
 async fn settle(
     container: Arc<Mutex<Container>>,
-    charges: Arc<dyn DriverCharges>,
+    looks: Arc<Looks>,
     membership: Arc<dyn Membership>,
 ) {
     let mut every = tokio::time::interval(SETTLE_EVERY);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    let gpus = lock(&container).gpus();
     loop {
         every.tick().await;
-        let Some(asked) = lock(&container).questions() else {
+        let asked = {
+            let mut container = lock(&container);
+            container.record_all(Instant::now());
+            container.questions()
+        };
+        let Some(asked) = asked else {
             continue;
         };
-        let (gpus, charges) = (lock(&container).gpus(), Arc::clone(&charges));
-        let answer = tokio::task::spawn_blocking(move || {
-            let found = gpus.iter().map(|gpu| Some(charges.look(gpu)?.charges));
-            found.collect::<Option<Vec<_>>>()
-        });
-        if let Ok(Some(found)) = answer.await {
+        let found = join_all(gpus.iter().map(|gpu| looks.charges(gpu))).await;
+        if let Some(found) = found.into_iter().collect::<Option<Vec<_>>>() {
             lock(&container).settle(&asked, &found, membership.as_ref());
         }
     }

@@ -7,7 +7,9 @@ pub(super) mod drained;
 mod exports;
 pub(super) mod leases;
 mod oversight;
+mod pages;
 mod poisoned;
+pub(super) mod recording;
 mod refused;
 
 use std::collections::BTreeMap;
@@ -15,7 +17,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bursar_protocol::page::{CreditPage, PageError};
+use bursar_protocol::page::CreditPage;
 use bursar_protocol::units::Units;
 use bursar_protocol::wire::{self, Holding, Listed, Quota, Reason, ToShim};
 use bursar_protocol::word::Word;
@@ -31,6 +33,8 @@ use super::record::{Content, Entry, Record};
 use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
 use crate::node::clock;
 use crate::units::{Bytes, GpuUuid};
+use pages::Pages;
+use recording::{Change, Changes};
 use refused::{Told, Why};
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
@@ -71,7 +75,9 @@ pub(super) struct Container {
     news: Vec<Fault>,
     /// Whether a GPU of it is drained.
     drained: bool,
-    make_page: MakePage,
+    pages: Pages,
+    /// What is to be on record.
+    changes: Changes,
     /// None in tests without sockets.
     closer: Option<Arc<Closer>>,
 }
@@ -80,9 +86,6 @@ pub(super) struct Container {
 const SETTLING: Duration = Duration::from_secs(1);
 
 const _: () = assert!(MAX_PROCESSES <= wire::MAX_LISTED);
-
-/// Makes a credit page with so many accounts.
-type MakePage = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
 
 /// A process that said hello, or that the record knows.
 struct Member {
@@ -96,6 +99,8 @@ struct Member {
     pids: Vec<u32>,
     /// None until it says hello again to a restarted agent.
     page: Option<CreditPage>,
+    /// The descriptor of that page, for the next process when this one dies.
+    page_fd: Option<Arc<OwnedFd>>,
     /// Whether it said anything after its hello: only then does it use the page that it was sent. One that
     /// was stopped, or gave up waiting, goes on with the page that it had.
     uses_page: bool,
@@ -111,7 +116,9 @@ pub(super) type Questions = Books;
 /// What a process is answered to its hello.
 pub(super) struct Admitted {
     pub(super) welcome: ToShim,
-    pub(super) page: OwnedFd,
+    pub(super) page: Arc<OwnedFd>,
+    /// What has to be on record before the process is answered.
+    pub(super) change: Change,
     /// Cancelled when another connection takes this process over.
     pub(super) ended: CancellationToken,
     /// Whether the process had another image before.
@@ -183,7 +190,8 @@ impl Container {
             poisonings: content.poisonings,
             news: Vec::new(),
             drained: false,
-            make_page: CreditPage::create,
+            pages: Pages::new(CreditPage::create),
+            changes: Changes::default(),
             closer: None,
         };
         for index in 0..container.accounts.len() {
@@ -232,6 +240,7 @@ impl Container {
                     version: 1,
                     pids: membership.pids(process.pid),
                     page: None,
+                    page_fd: None,
                     uses_page: false,
                     exported,
                     ended,
@@ -263,8 +272,12 @@ impl Container {
             return Err(Reason::Busy);
         }
         // Before anything changes: a process that gets no page stays what it was.
-        let (page, fd) = (self.make_page)(self.accounts.len()).map_err(|error| {
-            tracing::warn!(allocation = %self.served.allocation, pid, %error, "credit page failed");
+        let page = self.pages.take(self.accounts.len(), Instant::now());
+        let (page, fd) = page.map_err(|error| {
+            if let Some(untold) = self.told.due("no page", Instant::now()) {
+                let allocation = self.served.allocation;
+                tracing::warn!(%allocation, pid, %error, untold, "failed to make a credit page");
+            }
             Reason::Busy
         })?;
         let (mut exported, mut generation) = (Vec::new(), None);
@@ -298,6 +311,7 @@ impl Container {
                 version,
                 pids: membership.pids(pid),
                 page: Some(page),
+                page_fd: Some(Arc::clone(&fd)),
                 uses_page: false,
                 exported,
                 ended: ended.clone(),
@@ -305,10 +319,10 @@ impl Container {
         );
         self.refresh();
         self.tell_fences();
-        self.write_record();
         Ok(Admitted {
             welcome: self.welcome(version, generation),
             page: fd,
+            change: self.changed(),
             ended,
             replaced,
         })
@@ -430,16 +444,22 @@ impl Container {
 
     /// A process said something after its hello, so it has its page. What it exported by now is on record
     /// before it is answered.
-    pub(super) fn heard(&mut self, pid: u32) {
+    fn heard(&mut self, pid: u32) {
+        if self.hear(pid) {
+            self.write_record();
+        }
+    }
+
+    /// The same; whether it exported something that is to be on record.
+    fn hear(&mut self, pid: u32) -> bool {
         let Some(member) = self.members.get_mut(&pid) else {
-            return;
+            return false;
         };
         member.uses_page = true;
         let exported = member.exported();
-        if member.exported != exported {
-            member.exported = exported;
-            self.write_record();
-        }
+        let news = member.exported != exported;
+        member.exported = exported;
+        news
     }
 
     /// Whether a request would be refused for what an image had that ended a moment ago: the driver is about to have
@@ -459,18 +479,8 @@ impl Container {
             && (free.saturating_add(Units(1))..=with_retired).contains(&need)
     }
 
-    /// Answers a request for credit: from what is free, then from what other processes have idle.
-    pub(super) fn request(&mut self, pid: u32, account: u8, need: Units) -> ToShim {
-        let index = usize::from(account);
-        self.requests = self.requests.saturating_add(1);
-        self.heard(pid);
-        match self.grant(pid, index, need) {
-            Ok(units) => ToShim::Granted { account, units },
-            Err(why) => self.refuse(pid, account, need, why),
-        }
-    }
-
-    fn grant(&mut self, pid: u32, index: usize, need: Units) -> Result<Units, Why> {
+    /// Credit for a process in the books: from what is free, then from what other processes have idle.
+    fn take_credit(&mut self, pid: u32, index: usize, need: Units) -> Result<Units, Why> {
         if self.is_fenced(pid) {
             return Err(Why::Fenced);
         }
@@ -485,11 +495,11 @@ impl Container {
             }
         }
         let granted = self.credit.grant(pid, index, need);
-        let units = granted.map_err(|_| Why::Quota)?;
-        if !self.write_record() {
-            self.credit.give_back(pid, index, units);
-            return Err(Why::Unrecorded);
-        }
+        granted.map_err(|_| Why::Quota)
+    }
+
+    /// Credit of the books into the process's page.
+    fn hand_out(&mut self, pid: u32, index: usize, units: Units) -> Result<Units, Why> {
         let page = self
             .members
             .get(&pid)
@@ -515,10 +525,13 @@ impl Container {
             return;
         };
         self.credit.retire(process.pid, &member.exported());
+        if let Some(fd) = member.page_fd {
+            self.pages.give_back(fd);
+        }
         self.retired_at = Some(Instant::now());
         self.poisonings.ended(process, member.generation);
         self.refresh();
-        self.write_record();
+        self.changed();
     }
 
     /// Whom the driver has to be asked about; `None` where there is nothing to ask.
@@ -551,7 +564,7 @@ impl Container {
         }
         if before != (self.credit.clone(), self.record_lost) {
             self.refresh();
-            self.write_record();
+            self.changed();
         }
     }
 
@@ -698,8 +711,8 @@ impl Container {
         }
     }
 
-    /// Whether the record holds what the books say now.
-    fn write_record(&mut self) -> bool {
+    /// Whether the record holds what the books say now. To be called where writes are paid for.
+    fn write_now(&mut self) -> bool {
         let units =
             |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
         let books = |books: &BTreeMap<u32, Vec<Units>>| {

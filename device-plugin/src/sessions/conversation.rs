@@ -2,7 +2,7 @@
 //! one query.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::bell::Bell;
 use super::container::leases::NotAsked;
+use super::container::recording::Change;
 use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
@@ -165,16 +166,15 @@ impl Conversation {
         }
         // An exec keeps the pid that the log names.
         self.bell.log_read().await;
-        let admitted = lock(&self.container).hello(
-            process,
-            image,
-            version,
-            &holdings,
-            self.membership.as_ref(),
-        );
+        self.turn().await;
+        let admitted = self.paid(|| {
+            let membership = self.membership.as_ref();
+            lock(&self.container).hello(process, image, version, &holdings, membership)
+        });
         let Admitted {
             welcome,
             page,
+            change,
             ended,
             replaced,
         } = match admitted {
@@ -184,6 +184,7 @@ impl Conversation {
         if let Some(desk) = self.desk.as_ref().filter(|_| replaced) {
             desk.ended(process).await;
         }
+        self.recorded(change).await;
         let session = Session {
             process,
             image,
@@ -209,9 +210,9 @@ impl Conversation {
         if version < OLDEST_VERSION {
             return goodbye(stream, Reason::Version).await;
         }
-        let shared = lock(&self.shared).take(Instant::now());
-        pace::wait(shared).await;
-        let asked = lock(&self.container).query(pid, account, self.membership.as_ref());
+        self.turn().await;
+        let membership = self.membership.as_ref();
+        let asked = self.paid(|| lock(&self.container).query(pid, account, membership));
         match asked {
             Ok(usage) => {
                 let frame = usage.frame();
@@ -297,9 +298,9 @@ impl Conversation {
         if version < OLDEST_VERSION {
             return Err(NotAsked::Unwelcome(Reason::Version));
         }
-        let shared = lock(&self.shared).take(Instant::now());
-        pace::wait(shared).await;
-        lock(&self.container).may_ask(process.pid, gpu, self.membership.as_ref())
+        self.turn().await;
+        let membership = self.membership.as_ref();
+        self.paid(|| lock(&self.container).may_ask(process.pid, gpu, membership))
     }
 
     /// The process that connected, pinned by a pidfd. Taken in this order: the pidfd first, then
@@ -316,16 +317,16 @@ impl Conversation {
         stream: &mut Stream,
         pid: u32,
     ) -> Result<std::convert::Infallible, Hangup> {
-        let mut own = Pace::new(MESSAGE_BURST);
+        let mut own = Pace::of_messages(MESSAGE_BURST);
         loop {
             let message = read(stream).await?;
             // First its own, so that who floods uses up its own budget and not its siblings'.
             pace::wait(own.take(Instant::now())).await;
-            let shared = lock(&self.shared).take(Instant::now());
-            pace::wait(shared).await;
+            self.turn().await;
             let heard = Instant::now();
             if let ToAgent::Request { account, units } = message {
-                while lock(&self.container).is_settling(pid, account, units, heard) {
+                let settles = || lock(&self.container).is_settling(pid, account, units, heard);
+                while self.paid(settles) {
                     tokio::time::sleep(SETTLE_PAUSE).await;
                 }
             }
@@ -335,37 +336,46 @@ impl Conversation {
                 ToAgent::ContextMade { account } => self.charged(pid, account).await,
                 _ => None,
             };
-            let answer = {
-                let mut container = lock(&self.container);
-                match message {
-                    ToAgent::Request { account, units } => {
-                        Some(container.request(pid, account, units))
-                    }
-                    ToAgent::Refresh => {
-                        container.heard(pid);
-                        container.refresh();
-                        Some(ToShim::Refreshed)
-                    }
-                    ToAgent::Denied {
-                        account,
-                        bytes,
-                        function,
-                    } => {
-                        container.denied(pid, account, bytes, &function);
-                        None
-                    }
-                    ToAgent::ContextMade { account } => {
-                        Some(container.context_made(pid, account, charged))
-                    }
-                    ToAgent::Poisoned { account, code, .. } => {
-                        self.bell.ring();
-                        Some(container.poisoned(pid, account, code, able, Timestamp::now()))
-                    }
-                    ToAgent::Hello { .. }
-                    | ToAgent::Query { .. }
-                    | ToAgent::Kept(_)
-                    | ToAgent::Token(_) => return Err(Hangup::OutOfOrder),
+            let answer = match message {
+                ToAgent::Request { account, units } => {
+                    let (change, answered) =
+                        self.paid(|| lock(&self.container).ask(pid, account, units));
+                    self.recorded(change).await;
+                    answered.await.ok()
                 }
+                ToAgent::Refresh => {
+                    let change = self.paid(|| {
+                        let mut container = lock(&self.container);
+                        container.asks_refresh(pid)
+                    });
+                    if let Some(change) = change {
+                        self.recorded(change).await;
+                    }
+                    Some(ToShim::Refreshed)
+                }
+                ToAgent::Denied {
+                    account,
+                    bytes,
+                    function,
+                } => {
+                    lock(&self.container).denied(pid, account, bytes, &function);
+                    None
+                }
+                ToAgent::ContextMade { account } => {
+                    Some(lock(&self.container).context_made(pid, account, charged))
+                }
+                ToAgent::Poisoned { account, code, .. } => {
+                    self.bell.ring();
+                    let poisoned = || {
+                        let now = Timestamp::now();
+                        lock(&self.container).poisoned(pid, account, code, able, now)
+                    };
+                    Some(self.paid(poisoned))
+                }
+                ToAgent::Hello { .. }
+                | ToAgent::Query { .. }
+                | ToAgent::Kept(_)
+                | ToAgent::Token(_) => return Err(Hangup::OutOfOrder),
             };
             if let Some(answer) = answer {
                 // A peer that reads late is not the agent's doing.
@@ -382,6 +392,27 @@ impl Conversation {
 }
 
 impl Conversation {
+    /// Waits for the container's turn.
+    async fn turn(&self) {
+        let wait = lock(&self.shared).take(Instant::now());
+        pace::wait(wait).await;
+    }
+
+    /// Does work that the container pays for.
+    fn paid<T>(&self, work: impl FnOnce() -> T) -> T {
+        let (came_to, took) = pace::measured(work);
+        lock(&self.shared).settle(took, Instant::now());
+        came_to
+    }
+
+    /// Waits until a change is on record.
+    async fn recorded(&self, change: Change) {
+        let record = || lock(&self.container).recorded(change, Instant::now());
+        while let Some(wait) = self.paid(record) {
+            tokio::time::sleep(wait).await;
+        }
+    }
+
     /// Whether a process is the container's main one. Without the lock: it reads files.
     fn is_main(&self, pid: u32) -> bool {
         let container = lock(&self.container);
@@ -448,6 +479,6 @@ async fn hand_over(stream: &mut Stream, made: oneshot::Receiver<Made>) {
     }
 }
 
-async fn send_with(stream: &mut Stream, message: &ToShim, fd: OwnedFd) -> io::Result<()> {
+async fn send_with(stream: &mut Stream, message: &ToShim, fd: impl AsFd) -> io::Result<()> {
     stream.write_with(&message.frame(), fd).await
 }

@@ -33,6 +33,11 @@ impl Seats {
         Seats::new(seats(current))
     }
 
+    /// How many pages of dead processes a container may keep: the descriptors of one seat in 64.
+    pub(super) fn pages(&self) -> usize {
+        self.0.available_permits() / 64
+    }
+
     /// A seat for a container that has `taken` already, if more than that are left: however many a container
     /// asks for, it leaves as many as it has to others.
     pub(super) fn take(&self, taken: usize) -> Option<Seat> {

@@ -140,7 +140,7 @@ impl Stream {
     ///
     /// # Errors
     /// What the system answers.
-    pub(super) async fn write_with(&mut self, bytes: &[u8], fd: OwnedFd) -> io::Result<()> {
+    pub(super) async fn write_with(&mut self, bytes: &[u8], fd: impl AsFd) -> io::Result<()> {
         let send = |socket: &Socket| send_with_fd(socket.as_fd(), bytes, &fd);
         let sent = self.0.async_io(Interest::WRITABLE, send).await?;
         self.write_all(&bytes[sent..]).await

@@ -392,6 +392,56 @@ async fn the_driver_is_asked_once_for_all_the_dead_of_a_gpu() {
     assert_eq!(charges.asked.load(Ordering::SeqCst), 1);
 }
 
+/// A driver that charges one dead process for ever, and counts its questions.
+#[derive(Default)]
+struct Charging(AtomicUsize);
+
+impl DriverCharges for Charging {
+    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
+        self.0.fetch_add(1, Ordering::SeqCst);
+        let charges = [(4_000_000, Some(Bytes::gib(1)))].into_iter().collect();
+        Some(Look {
+            used: Bytes::gib(1),
+            charges,
+        })
+    }
+}
+
+#[tokio::test]
+async fn driver_is_asked_once_for_all_containers_that_wait() {
+    let folder = tempfile::tempdir().unwrap();
+    let driver = Arc::new(Charging::default());
+    let sessions = Sessions::new(
+        folder.path().to_owned(),
+        Arc::clone(&driver) as Arc<dyn DriverCharges>,
+        Arc::new(Everyone(true)),
+    );
+    std::fs::create_dir_all(folder.path().join("sessions")).unwrap();
+    for number in 0..40 {
+        let record = folder.path().join(format!("sessions/{number:016x}.json"));
+        let text = r#"{"processes":[],"retired":[[4000000,[100,0]],[4000001,[100,0]]]}"#;
+        std::fs::write(record, text).unwrap();
+        let served = Served {
+            allocation: AllocationId::from_bits(number),
+            ..served()
+        };
+        sessions.serve(served).await.unwrap();
+    }
+    let begun = Instant::now();
+    let settled = |usage: &Usage| usage.retired.0 == 100 * bursar_protocol::units::UNIT;
+    while !sessions.usage().iter().step_by(2).all(settled) {
+        assert!(begun.elapsed() < Duration::from_secs(20), "never settled");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let (asked, took) = (driver.0.load(Ordering::SeqCst), begun.elapsed());
+    println!("{asked} looks in {took:?}");
+    assert!(
+        asked as u128 <= took.as_millis() / 100 + 2,
+        "{asked} in {took:?}"
+    );
+}
+
 #[tokio::test]
 async fn a_process_that_the_node_has_no_seat_for_is_told_so_at_once() {
     let folder = tempfile::tempdir().unwrap();

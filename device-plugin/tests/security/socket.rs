@@ -1,6 +1,11 @@
 //! What processes do to their container's socket.
 
+use std::time::{Duration, Instant};
+
 use crate::fixture::Node;
+
+/// What a process may get of credit pages at once: twice as many as there may be processes.
+const PAGES_AT_ONCE: u64 = 1024;
 
 async fn sockets_that_linger(how: &str) {
     let node = Node::start().await;
@@ -22,4 +27,39 @@ async fn neighbour_is_answered_when_six_sockets_linger() {
 #[tokio::test]
 async fn neighbour_is_answered_when_six_sessions_linger() {
     sockets_that_linger("hello").await;
+}
+
+#[tokio::test]
+async fn credit_pages_are_bounded_when_a_process_keeps_them() {
+    let node = Node::start().await;
+    let tenant = node.tenant("hostile").await;
+    let begun = Instant::now();
+    let program = tenant.run(&node);
+    let ((program, kept), seen) = node.under(program.load("hellos 8000")).await;
+    println!("{kept} pages after {:?}", begun.elapsed());
+    let at_most = PAGES_AT_ONCE + begun.elapsed().as_secs() + 1;
+    assert!((1..=at_most).contains(&kept), "{kept} pages");
+    drop(program);
+    node.holds(seen).await;
+}
+
+#[tokio::test]
+async fn neighbour_is_answered_when_512_processes_start() {
+    let node = Node::start().await;
+    let tenant = node.tenant("crowd").await;
+    let mut program = tenant.run(&node);
+    let mut pid = u32::try_from(program.call("crowd 512")).unwrap();
+    for _ in 1..512 {
+        tenant.adopt(&node.machine, pid);
+        pid = u32::try_from(program.number()).unwrap();
+    }
+    tenant.adopt(&node.machine, pid);
+    let begun = Instant::now();
+    // The first of them is there already: it never said hello.
+    let ((program, granted), seen) = node.under(program.load("go")).await;
+    println!("{granted} granted after {:?}", begun.elapsed());
+    assert_eq!(granted, 512);
+    assert!(begun.elapsed() < Duration::from_secs(60));
+    drop(program);
+    node.holds(seen).await;
 }

@@ -51,7 +51,7 @@ impl Container {
         let changed = self.credit.kept(index) != before;
         if changed {
             self.refresh();
-            self.write_record();
+            self.changed();
         }
         changed
     }

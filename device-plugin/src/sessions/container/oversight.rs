@@ -64,6 +64,11 @@ impl Container {
         self.closer = Some(closer);
     }
 
+    /// Keeps no more than so many pages of dead processes for living ones.
+    pub(in super::super) fn keep_pages(&mut self, count: usize) {
+        self.pages.keep_at_most(count);
+    }
+
     /// Whether a process's page says another grant than the books. Nobody but this agent writes grants, and it
     /// writes both under one lock. A page that its process has moved away from is frozen.
     fn is_forged(&self, pid: u32, member: &Member) -> bool {

@@ -45,7 +45,7 @@ pub(super) struct Told(BTreeMap<String, (Instant, u64)>);
 
 impl Told {
     /// Whether this one is to be told: how many for the same reason were not, since the last that was.
-    fn due(&mut self, reason: &str, now: Instant) -> Option<u64> {
+    pub(super) fn due(&mut self, reason: &str, now: Instant) -> Option<u64> {
         let Some((told, untold)) = self.0.get_mut(reason) else {
             self.0.insert(reason.to_owned(), (now, 0));
             return Some(0);

@@ -1,3 +1,5 @@
+use bursar_protocol::page::PageError;
+
 use super::*;
 use crate::units::{LeaseId, PodUid};
 
@@ -25,6 +27,14 @@ impl Membership for Host {
             0..100 => vec![pid],
             _ => vec![pid, pid % 100],
         }
+    }
+}
+
+impl Container {
+    /// The answer to a request whose write is paid for.
+    fn request(&mut self, pid: u32, account: u8, need: Units) -> ToShim {
+        let (_, mut answer) = self.ask(pid, account, need);
+        answer.try_recv().unwrap()
     }
 }
 
@@ -374,7 +384,7 @@ fn a_process_that_gets_no_new_page_stays_what_it_was() {
     let page = hello(&mut container, 1, 7).unwrap();
     use_all(&mut container, &page, 1, 512 * MIB);
     let before = container.usage();
-    container.make_page = |_| Err(PageError::NotAPage("out of descriptors"));
+    container.pages = Pages::new(|_| Err(PageError::NotAPage("out of descriptors")));
     for image in [7, 8] {
         assert_eq!(hello(&mut container, 1, image).err(), Some(Reason::Busy));
         assert_eq!(container.usage(), before, "as image {image}");
@@ -824,6 +834,7 @@ fn a_full_disk_refuses_what_could_not_be_remembered_and_forgets_nothing() {
 
 mod events;
 mod poisoned;
+mod recording;
 
 #[test]
 fn a_lease_that_was_not_charged_is_so_when_it_is_released() {

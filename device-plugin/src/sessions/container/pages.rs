@@ -1,0 +1,118 @@
+//! Makes credit pages, and hands those of the dead out again.
+//!
+//! A page is the agent's memory for as long as any process keeps its descriptor, and processes may
+//! keep as many as they get. So a container gets few, and what it does to a page of a process that
+//! died it does to its own.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bursar_protocol::page::{CreditPage, PageError};
+
+use super::super::MAX_PROCESSES;
+use super::super::pace::Pace;
+
+/// How often a container may have one more page, beyond twice as many at once as it may have processes.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// Pages of the dead that wait for a process: each is a descriptor of the agent.
+const MOST_FREE: usize = 64;
+
+/// Makes a page with so many accounts.
+type Make = fn(usize) -> Result<(CreditPage, OwnedFd), PageError>;
+
+/// The pages of one container.
+#[derive(Debug)]
+pub(super) struct Pages {
+    make: Make,
+    budget: Pace,
+    free: Vec<Arc<OwnedFd>>,
+    most_free: usize,
+}
+
+/// Why there is no page.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum NoPage {
+    #[error("{0}")]
+    Failed(#[from] PageError),
+    #[error("the container had too many")]
+    TooMany,
+}
+
+impl Pages {
+    pub(super) fn new(make: Make) -> Pages {
+        Pages {
+            make,
+            budget: Pace::new(2 * MAX_PROCESSES as u32 * EVERY),
+            free: Vec::new(),
+            most_free: MOST_FREE,
+        }
+    }
+
+    /// Keeps no more than so many of the dead.
+    pub(super) fn keep_at_most(&mut self, count: usize) {
+        self.most_free = count.min(MOST_FREE);
+    }
+
+    /// A page for a process, mapped and blank.
+    pub(super) fn take(
+        &mut self,
+        accounts: usize,
+        now: Instant,
+    ) -> Result<(CreditPage, Arc<OwnedFd>), NoPage> {
+        if let Some(fd) = self.free.pop() {
+            return Ok((CreditPage::again(&fd, accounts)?, fd));
+        }
+        if !self.budget.try_charge(EVERY, now) {
+            return Err(NoPage::TooMany);
+        }
+        let (page, fd) = (self.make)(accounts)?;
+        Ok((page, Arc::new(fd)))
+    }
+
+    /// A process died that had this one.
+    pub(super) fn give_back(&mut self, fd: Arc<OwnedFd>) {
+        if self.free.len() < self.most_free {
+            self.free.push(fd);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_are_few_when_processes_keep_them() {
+        let (mut pages, now) = (Pages::new(CreditPage::create), Instant::now());
+        let mut kept = Vec::new();
+        while let Ok((_, fd)) = pages.take(1, now) {
+            kept.push(fd);
+        }
+        assert_eq!(kept.len(), 2 * MAX_PROCESSES);
+        let later = now + 3 * EVERY;
+        let more = (0..10).filter_map(|_| pages.take(1, later).ok()).count();
+        assert_eq!(more, 3);
+        pages.give_back(kept.remove(0));
+        assert!(pages.take(1, later).is_ok(), "that of a dead process");
+        assert!(matches!(pages.take(1, later), Err(NoPage::TooMany)));
+    }
+
+    #[test]
+    fn pages_never_end_when_processes_die() {
+        let (mut pages, now) = (Pages::new(CreditPage::create), Instant::now());
+        for _ in 0..10 * MAX_PROCESSES {
+            let (page, fd) = pages.take(2, now).unwrap();
+            let slot = page.slot(1).unwrap();
+            assert_eq!(
+                (slot.word().granted, slot.quota().0, page.fence()),
+                (0, 0, 0)
+            );
+            assert!(slot.grant(bursar_protocol::units::Units(5)));
+            slot.set_quota(bursar_protocol::units::Units(7));
+            page.set_fence(Some(bursar_protocol::fence::Fence::Drained));
+            pages.give_back(fd);
+        }
+    }
+}

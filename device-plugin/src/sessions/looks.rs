@@ -1,0 +1,57 @@
+//! Looks at each GPU once for all containers that wait for what the driver says of it.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::{Charges, DriverCharges, lock};
+use crate::units::GpuUuid;
+
+/// From the beginning of one look at a GPU to that of the next.
+const EVERY: Duration = Duration::from_millis(100);
+
+/// The looks at a node's GPUs.
+pub(super) struct Looks {
+    driver: Arc<dyn DriverCharges>,
+    gpus: Mutex<BTreeMap<GpuUuid, Arc<tokio::sync::Mutex<Last>>>>,
+}
+
+/// The last look at a GPU. Its lock is held while there is one.
+#[derive(Default)]
+struct Last {
+    begun: Option<Instant>,
+    /// None where the driver could not tell, or nobody waited for it to.
+    charges: Option<Charges>,
+}
+
+impl Looks {
+    pub(super) fn at(driver: Arc<dyn DriverCharges>) -> Looks {
+        Looks {
+            driver,
+            gpus: Mutex::default(),
+        }
+    }
+
+    /// What the driver charges on a GPU, by a look that begins after this was called; none where it cannot tell.
+    pub(super) async fn charges(&self, gpu: &GpuUuid) -> Option<Charges> {
+        let asked = Instant::now();
+        let of_gpu = Arc::clone(lock(&self.gpus).entry(gpu.clone()).or_default());
+        let mut last = of_gpu.lock().await;
+        if last.begun < Some(asked) {
+            if let Some(begun) = last.begun {
+                tokio::time::sleep_until(begun + EVERY).await;
+            }
+            *last = Last {
+                begun: Some(Instant::now()),
+                charges: None,
+            };
+            let (driver, gpu) = (Arc::clone(&self.driver), gpu.clone());
+            let look = tokio::task::spawn_blocking(move || driver.look(&gpu));
+            let look = look.await.ok().flatten();
+            last.charges = look.map(|look| look.charges);
+        }
+        last.charges.clone()
+    }
+}
