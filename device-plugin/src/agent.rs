@@ -149,6 +149,7 @@ pub async fn run(
     let secret = key::load(&config.paths.run_dir.join(key::FILE));
     let keeper = keeper(
         &config,
+        nvml.clone(),
         NodeKey::new(node.clone(), secret)?,
         notes,
         sessions.clone(),
@@ -374,13 +375,14 @@ fn sessions(
     let membership = Arc::new(Cgroups::new(config.paths.proc.clone()));
     let sessions = Sessions::new(config.paths.run_dir.clone(), Arc::new(nvml), membership);
     let sessions = sessions.keeping(desk, living);
-    // Kept over a reboot: what a context takes is the GPU's and the driver's.
-    Arc::new(sessions.charging_contexts(config.paths.state_dir.join("contexts.json")))
+    // Not in the state's folder, where agents before kept what tenants had said.
+    Arc::new(sessions.charging_contexts(config.paths.run_dir.join("contexts.json")))
 }
 
 /// What keeps memory, or where that is switched off what says so.
 fn keeper(
     config: &Config,
+    nvml: nvml::NvmlHandle,
     key: NodeKey,
     notes: mpsc::Receiver<Note>,
     sessions: Arc<Sessions>,
@@ -414,6 +416,7 @@ fn keeper(
         workers: Arc::new(Workers::new(program.clone())),
         program,
         verdicts: Verdicts::of(Checkpoint::new(folder.join("scrubbed.json"))),
+        charges: Arc::new(nvml),
         numbers: Numbers::of(Checkpoint::new(state.join("leases.json"))),
         key,
         living,

@@ -46,6 +46,7 @@ use jiff::Timestamp;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
+use crate::checkpoint::Checkpoint;
 use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
@@ -223,12 +224,38 @@ impl Sessions {
         }
     }
 
-    /// Charges each CUDA context what one takes of its GPU, which is measured and kept in a file at
-    /// `path`.
+    /// Charges each CUDA context what one takes of its GPU, which the agent [measures](Self::context_measured) and
+    /// keeps in a file at `path`.
     #[must_use]
     pub fn charging_contexts(mut self, path: PathBuf) -> Sessions {
-        self.contexts = Some(Arc::new(ContextSizes::at(path)));
+        let file = Checkpoint::new(path);
+        self.contexts = Some(Arc::new(ContextSizes::of(file)));
         self
+    }
+
+    /// The agent saw a context of `gpu` take `bytes` with this driver, by a process of its own.
+    pub fn context_measured(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
+        if let Some(sizes) = &self.contexts {
+            sizes.measured(gpu, driver, bytes);
+        }
+    }
+
+    /// Whether the agent has still to measure what a context of `gpu` takes with this driver.
+    pub fn lacks_context(&self, gpu: &GpuUuid, driver: &str) -> bool {
+        let sizes = self.contexts.as_ref();
+        sizes.is_some_and(|sizes| !sizes.is_measured(gpu, driver))
+    }
+
+    /// What a context of `gpu` takes, as far as it is known.
+    pub fn context_size(&self, gpu: &GpuUuid) -> Option<Bytes> {
+        Some(self.contexts.as_ref()?.of_gpu(gpu))
+    }
+
+    /// From now on there is this driver: what contexts of another one took counts no more.
+    pub fn set_driver(&self, driver: &str) {
+        if let Some(sizes) = &self.contexts {
+            sizes.keep_only(driver);
+        }
     }
 
     /// Passes questions about kept memory on to a desk, and takes what is `living` for no residual. Before anything

@@ -28,6 +28,8 @@ mod drained;
 mod ends;
 #[path = "leases/lives.rs"]
 mod lives;
+#[path = "leases/measured.rs"]
+mod measured;
 #[path = "leases/real.rs"]
 mod real;
 #[path = "leases/storm.rs"]

@@ -175,7 +175,9 @@ def kills(machine, table, options):
 def canary(machine, table, options):
     """Whether memory that one tenant gave back comes to another cleared."""
     command = [machine.program("bursar-worker"), "canary", "--gpu", machine.gpu]
-    verdict = json.loads(subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout)
+    said = subprocess.run(command, check=True, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE).stdout
+    # The first line says that it has a context, for the agent to measure.
+    verdict = json.loads(said.splitlines()[-1])
     table.add("(d) the canary's verdict", json.dumps(verdict), "Scrubbed", wrong=verdict["verdict"] != "Scrubbed")
     tenants = [machine.start("tenant", options.sizes[0] * GIB) for _ in range(2)]
     for tenant in tenants:

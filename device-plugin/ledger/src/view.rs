@@ -73,6 +73,16 @@ impl Ledger {
         }
     }
 
+    /// What of each GPU may be bound now.
+    pub fn free(&self) -> impl Iterator<Item = (GpuUuid, Bytes)> {
+        let used = self.usage();
+        self.gpus.iter().map(move |(uuid, gpu)| {
+            let used = used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta);
+            let free = self.free_on(uuid, gpu, used);
+            (uuid.clone(), free.bytes(self.quantum))
+        })
+    }
+
     /// Every binding, in order of the claims' numbers: what the host must show (CDI files,
     /// sockets).
     pub fn bindings(&self) -> impl Iterator<Item = Binding> {

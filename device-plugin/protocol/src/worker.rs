@@ -14,8 +14,10 @@
 //!                                     <-  Swept | Failed {code, call}
 //! ```
 //!
-//! The canary (`bursar-worker canary --gpu UUID`) speaks no protocol: it prints one line of JSON, `{"verdict": "Scrubbed"}`,
-//! `"NotScrubbed"` or `"Failed"` with further fields for whoever reads it, and ends with 0.
+//! The canary (`bursar-worker canary --gpu UUID`) speaks no protocol: it prints lines of JSON. The first is
+//! `{"verdict": "Context"}` once it has a context and nothing else; it goes on when its standard input says or ends
+//! something, or after ten seconds. The last is `"Scrubbed"`, `"NotScrubbed"` or `"Failed"` with further fields for
+//! whoever reads it. It ends with 0.
 #![forbid(unsafe_code)]
 
 use crate::wire::{Fields, Message, WireError, put_name};

@@ -27,7 +27,7 @@ fn charged(container: &Container) -> u64 {
     used
 }
 
-/// A container in which a context was measured, and its first program.
+/// A container whose agent has measured a context, and its first program.
 fn measured(quota: u64) -> (Container, Client) {
     let container = Container::charging_contexts(quota);
     let program = container.program();
@@ -58,14 +58,16 @@ fn a_context_is_charged_what_it_takes_and_the_rest_of_the_quota_is_free() {
 
 #[test]
 fn a_context_fits_in_its_own_size_and_not_in_a_unit_less() {
-    // The first of a GPU is charged an estimate, and settled.
-    let container = Container::charging_contexts(CONTEXT - 4096);
-    let mut program = container.program();
-    assert_eq!(charged(&container), 0);
-    assert_eq!(program.call("retain"), "err 2");
-    let container = Container::charging_contexts(UNMEASURED - 4096);
-    assert_eq!(container.program().call("retain"), "err 2");
-    assert_eq!(charged(&container), 0);
+    for container in [
+        Container::charging_contexts(CONTEXT - 4096),
+        Container::with_unmeasured_contexts(UNMEASURED - 4096),
+    ] {
+        assert_eq!(container.program().call("retain"), "err 2");
+        assert_eq!(charged(&container), 0);
+    }
+    let container = Container::with_unmeasured_contexts(UNMEASURED);
+    let _program = container.program();
+    assert_eq!(container.usage().used.0, UNMEASURED, "an estimate");
     let (container, mut program) = measured(CONTEXT);
     assert_eq!(program.call("alloc 1"), "err 2");
     assert_eq!(program.call("context"), "err 2");

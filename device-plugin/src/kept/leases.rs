@@ -183,6 +183,8 @@ pub struct Node {
     pub quotas: BTreeMap<String, BTreeMap<GpuUuid, Bytes>>,
     /// G of each GPU.
     pub generations: BTreeMap<GpuUuid, u64>,
+    /// What of each GPU no pod was promised.
+    pub free: BTreeMap<GpuUuid, Bytes>,
 }
 
 impl Node {
@@ -265,6 +267,11 @@ impl Leases {
     /// G of a GPU.
     pub fn generation(&self, gpu: &GpuUuid) -> Option<u64> {
         self.node.generations.get(gpu).copied()
+    }
+
+    /// What of a GPU no pod was promised.
+    pub fn free(&self, gpu: &GpuUuid) -> Bytes {
+        self.node.free.get(gpu).copied().unwrap_or_default()
     }
 
     /// Whether a process may use a lease of a GPU: its pod opened it and nobody discarded it; before the commit only its

@@ -6,7 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bursar_protocol::vault::{Blob, SENTINEL};
 use bursar_protocol::wire::Account;
@@ -22,14 +22,14 @@ use tracing::{info, warn};
 use super::desk::{Living, Made, Note, Reply};
 use super::leases::{Asker, Content, Effect, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME};
 use super::numbers::{Block, Numbers};
-use super::scrub::{self, Canary, Verdict, Verdicts, With};
+use super::scrub::{self, Canary, Looked, Verdict, Verdicts, With};
 use super::status::{self, KeptStatus};
 use super::vault::{Line, News, VaultError};
 use super::workers::{Program, WorkerError, Workers};
 use crate::drain::Drain;
 use crate::node::clock;
 use crate::sessions::life::Life;
-use crate::sessions::{Membership, Process, Sessions};
+use crate::sessions::{DriverCharges, Membership, Process, Sessions};
 use crate::tokens::Judge;
 use crate::tokens::seal::NodeKey;
 use crate::units::{Bytes, GpuUuid, LeaseId};
@@ -45,6 +45,9 @@ const SWEPT_FROM: Bytes = Bytes::gib(1);
 
 /// From one try to see whether a GPU's memory is cleared to the next.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
+
+/// From one try to measure a context to the next, where NVML does not tell what a process has.
+const MEASURE_AGAIN: Duration = Duration::from_secs(3600);
 
 /// From one try to watch a process to the next.
 const WATCH_AGAIN: Duration = Duration::from_secs(1);
@@ -65,6 +68,8 @@ pub struct Keeper {
     pub program: Program,
     /// What it saw.
     pub verdicts: Verdicts,
+    /// Who tells what its context takes.
+    pub charges: Arc<dyn DriverCharges>,
     /// The leases' numbers.
     pub numbers: Numbers,
     /// What tokens are sealed with.
@@ -93,12 +98,12 @@ enum Done {
     /// A process has ended.
     Ended(Process),
     /// A GPU was looked at.
-    Seen(GpuUuid, With, Verdict, Canary),
+    Seen(GpuUuid, With, Looked),
     /// A sentinel was made on a GPU, or not.
     Sentinel(GpuUuid, bool),
     /// The vault has closed the sentinel.
     NoSentinel,
-    /// A GPU was not looked at: it is drained.
+    /// A GPU may be looked at again.
     NotSeen(GpuUuid),
     /// The disk was asked for numbers.
     Numbers(Option<Block>),
@@ -126,6 +131,8 @@ struct Serving {
     discarding: BTreeMap<LeaseId, Vec<oneshot::Sender<Reply>>>,
     /// GPUs that are being looked at, or were not long ago.
     looking: BTreeSet<GpuUuid>,
+    /// GPUs whose contexts could not be measured, and when that was.
+    not_measured: BTreeMap<GpuUuid, Instant>,
     /// The driver's version: it is of each verdict.
     driver: String,
     /// The GPUs that nothing is to hold.
@@ -147,6 +154,7 @@ impl Keeper {
     /// Runs until `stop`.
     pub async fn run(self, stop: CancellationToken) {
         let driver = self.program.driver_version();
+        self.sessions.set_driver(&driver);
         let mut serving = Serving {
             keeper: self,
             leases: Leases::default(),
@@ -155,6 +163,7 @@ impl Keeper {
             watched: BTreeMap::new(),
             discarding: BTreeMap::new(),
             looking: BTreeSet::new(),
+            not_measured: BTreeMap::new(),
             driver,
             drained: BTreeSet::new(),
             sentinel: Sentinel::None,
@@ -450,14 +459,7 @@ impl Serving {
             }
             // Of a driver that may be gone once it lets go.
             Done::Seen(gpu, ..) if self.drained.contains(&gpu) => drop(self.looking.remove(&gpu)),
-            Done::Seen(gpu, with, verdict, canary) => {
-                if matches!(verdict, Verdict::Unseen(_)) {
-                    self.look(gpu.clone(), Some(canary));
-                } else {
-                    self.looking.remove(&gpu);
-                }
-                self.keeper.verdicts.note(gpu, with, verdict);
-            }
+            Done::Seen(gpu, with, looked) => self.seen(gpu, with, looked),
             Done::Sentinel(gpu, made) => {
                 // Where there is none, the next look at the GPU tries again.
                 self.sentinel = if made { Sentinel::Held } else { Sentinel::None };
@@ -527,12 +529,31 @@ impl Serving {
             self.reconcile();
         }
         self.carry_out(effects);
-        if self.line.is_some() {
-            let spared = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
-            let spared: Vec<GpuUuid> = spared.collect();
-            spared.into_iter().for_each(|gpu| self.look_at(gpu));
-        }
+        let spared = gpus.into_iter().filter(|gpu| !self.drained.contains(gpu));
+        let spared: Vec<GpuUuid> = spared.collect();
+        spared.into_iter().for_each(|gpu| self.look_at(gpu));
         turn
+    }
+
+    fn seen(&mut self, gpu: GpuUuid, with: With, looked: Looked) {
+        let Looked {
+            verdict,
+            context,
+            canary,
+        } = looked;
+        match context {
+            Some(bytes) => {
+                let sessions = &self.keeper.sessions;
+                sessions.context_measured(&gpu, &with.driver, bytes);
+            }
+            None => drop(self.not_measured.insert(gpu.clone(), Instant::now())),
+        }
+        if matches!(verdict, Verdict::Unseen(_)) {
+            self.look_later(gpu.clone(), canary);
+        } else {
+            self.looking.remove(&gpu);
+        }
+        self.keeper.verdicts.note(gpu, with, verdict);
     }
 
     /// Has each container charged for the leases that it owns, and for no other.
@@ -569,37 +590,49 @@ impl Serving {
         }
     }
 
-    /// Sees once whether a GPU's memory is cleared, and makes the sentinel on the first where it is.
+    /// Sees once whether a GPU's memory is cleared and what a context takes, and makes the sentinel on the first where
+    /// it is cleared.
     fn look_at(&mut self, gpu: GpuUuid) {
         let seen = self.keeper.verdicts.of_gpu(&gpu, &self.with(&gpu));
-        match seen {
-            Some(Verdict::Scrubbed) if self.sentinel == Sentinel::None => {
-                return self.make_sentinel(gpu);
-            }
-            None | Some(Verdict::Unseen(_)) => {}
-            Some(Verdict::Scrubbed | Verdict::NotScrubbed) => return,
+        let is_seen = matches!(seen, Some(Verdict::Scrubbed | Verdict::NotScrubbed));
+        if seen == Some(&Verdict::Scrubbed) && self.sentinel == Sentinel::None {
+            self.make_sentinel(gpu.clone());
         }
-        if self.looking.insert(gpu.clone()) {
-            self.look(gpu, None);
+        let has_room = self.leases.free(&gpu) >= scrub::TAKEN;
+        // What pods were promised is never taken from them.
+        if (!is_seen || self.is_to_measure(&gpu)) && has_room && self.looking.insert(gpu.clone()) {
+            self.look(gpu);
         }
     }
 
-    /// Looks at a GPU; after a while, where one that looked `before` hangs or saw nothing.
-    fn look(&mut self, gpu: GpuUuid, before: Option<Canary>) {
+    fn is_to_measure(&self, gpu: &GpuUuid) -> bool {
+        let tried = self.not_measured.get(gpu);
+        tried.is_none_or(|tried| tried.elapsed() >= MEASURE_AGAIN)
+            && self.keeper.sessions.lacks_context(gpu, &self.driver)
+    }
+
+    /// Looks at a GPU.
+    fn look(&mut self, gpu: GpuUuid) {
         let (program, with) = (self.keeper.program.clone(), self.with(&gpu));
+        let charges = Arc::clone(&self.keeper.charges);
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
-            if let Some(mut before) = before {
-                tokio::time::sleep(LOOK_AGAIN).await;
-                while !before.has_ended() {
-                    tokio::time::sleep(LOOK_AGAIN).await;
-                }
-            }
             if workers.is_drained(&gpu) {
                 return Done::NotSeen(gpu);
             }
-            let (verdict, canary) = scrub::look(program, gpu.clone()).await;
-            Done::Seen(gpu, with, verdict, canary)
+            let looked = scrub::look(program, gpu.clone(), charges).await;
+            Done::Seen(gpu, with, looked)
+        });
+    }
+
+    /// Looks at a GPU again after a while, once a canary that saw nothing has ended.
+    fn look_later(&mut self, gpu: GpuUuid, mut before: Canary) {
+        self.jobs.spawn(async move {
+            tokio::time::sleep(LOOK_AGAIN).await;
+            while !before.has_ended() {
+                tokio::time::sleep(LOOK_AGAIN).await;
+            }
+            Done::NotSeen(gpu)
         });
     }
 
@@ -652,6 +685,8 @@ impl Serving {
         }
         // It may be another one afterwards.
         self.driver = self.keeper.program.driver_version();
+        self.keeper.sessions.set_driver(&self.driver);
+        self.not_measured.clear();
     }
 
     /// The drained GPUs that nothing here holds.

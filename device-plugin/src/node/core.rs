@@ -365,6 +365,7 @@ impl<H: Host> Core<H> {
             quotas: self.quotas(&bindings),
             containers: bindings.into_iter().flat_map(of_binding).collect(),
             generations: self.generations.clone(),
+            free: self.ledger.free().collect(),
         }
     }
 

@@ -115,7 +115,6 @@ impl Task {
     ) -> impl Future<Output = ()> + use<> {
         let conversation = Conversation::new(
             Arc::clone(&self.container),
-            Arc::clone(&self.charges),
             Arc::clone(&self.membership),
             messages,
             self.bell.clone(),

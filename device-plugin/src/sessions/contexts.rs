@@ -1,111 +1,97 @@
-//! What a context takes of each GPU: measured once there is one, and remembered.
+//! What a context takes of each GPU: measured by the agent with a process of its own, and remembered for the boot.
 //!
-//! The driver does not tell. It is what NVML charges a process that has made its first context and has
-//! allocated nothing yet; of several measurements the largest counts. A tenant has a part in them, so
-//! only what a context can plausibly take is believed. A program waits for its measurement, milliseconds
-//! on a real GPU, so that each agent makes one of each GPU.
+//! The driver does not tell. It is what NVML charges a process that has its first context and has allocated
+//! nothing: the canary (`kept/scrub.rs`). No tenant has a part in it: what is charged for a context is charged
+//! to every tenant of the GPU.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::io;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex};
+use std::collections::BTreeMap;
+use std::sync::Mutex;
 
-use tokio::sync::OwnedMutexGuard;
+use serde::{Deserialize, Serialize};
 
 use super::lock;
+use crate::checkpoint::Checkpoint;
 use crate::units::{Bytes, GpuUuid};
 
-/// What a context is taken to need where none was measured yet: a little less than on an H200
+/// What a context is taken to need where the agent has measured none: a little less than on an H200
 /// (design F5), so that a quota of 1 GiB is usable.
-const UNMEASURED: Bytes = Bytes(512 << 20);
+const UNMEASURED: Bytes = Bytes::mib(512);
 
 /// The most that is believed of a context.
-const LARGEST: Bytes = Bytes::gib(1);
+pub(crate) const LARGEST: Bytes = Bytes::gib(1);
 
-/// The sizes on this node, kept in a file.
+/// What a context took when it was measured.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+struct Measured {
+    /// The driver's version: another one's contexts are of another size.
+    driver: String,
+    bytes: Bytes,
+}
+
+impl Measured {
+    fn is_plausible(&self) -> bool {
+        self.bytes > Bytes::ZERO && self.bytes <= LARGEST
+    }
+}
+
+/// The sizes on this node, kept in a file that a reboot takes away.
 #[derive(Debug)]
 pub(super) struct ContextSizes {
-    path: PathBuf,
-    known: Mutex<BTreeMap<String, u64>>,
-    /// The GPUs whose contexts this agent has measured.
-    measured: Mutex<BTreeSet<GpuUuid>>,
-    /// Whose turn it is to measure one of each GPU.
-    turns: Mutex<BTreeMap<GpuUuid, Arc<tokio::sync::Mutex<()>>>>,
-    /// The GPUs of which a size was told that is none: said once.
-    doubted: Mutex<BTreeSet<GpuUuid>>,
+    file: Checkpoint,
+    known: Mutex<BTreeMap<GpuUuid, Measured>>,
 }
 
 impl ContextSizes {
-    /// The sizes that the file at `path` remembers; none where it cannot be read, for they can be
-    /// measured again.
-    pub(super) fn at(path: PathBuf) -> ContextSizes {
-        let known = match std::fs::read(&path) {
-            Ok(text) => serde_json::from_slice(&text).unwrap_or_else(|error| {
-                tracing::warn!(path = %path.display(), %error, "context sizes are malformed");
-                BTreeMap::new()
-            }),
+    /// The sizes that the file remembers; none where it cannot be read, for they can be measured again.
+    pub(super) fn of(file: Checkpoint) -> ContextSizes {
+        let mut known: BTreeMap<GpuUuid, Measured> = match file.load() {
+            Ok(known) => known.unwrap_or_default(),
             Err(error) => {
-                if error.kind() != io::ErrorKind::NotFound {
-                    tracing::warn!(path = %path.display(), %error, "context sizes are unreadable");
-                }
+                tracing::warn!(%error, "context sizes are measured again");
                 BTreeMap::new()
             }
         };
-        ContextSizes {
-            path,
-            known: Mutex::new(known),
-            measured: Mutex::default(),
-            turns: Mutex::default(),
-            doubted: Mutex::default(),
-        }
-    }
-
-    /// Whether a context of `gpu` should be measured.
-    pub(super) fn want(&self, gpu: &GpuUuid) -> bool {
-        !lock(&self.measured).contains(gpu)
-    }
-
-    /// Waits for the turn to measure a context of `gpu`; none where one was measured meanwhile. One is measured at a
-    /// time: each takes a thread, for as long as the GPU does not answer.
-    pub(super) async fn turn(&self, gpu: &GpuUuid) -> Option<OwnedMutexGuard<()>> {
-        let turn = lock(&self.turns).entry(gpu.clone()).or_default().clone();
-        let turn = turn.lock_owned().await;
-        self.want(gpu).then_some(turn)
+        known.retain(|_, measured| measured.is_plausible());
+        let known = Mutex::new(known);
+        ContextSizes { file, known }
     }
 
     /// What a context of `gpu` takes, as far as it is known.
-    pub(super) fn of(&self, gpu: &GpuUuid) -> Bytes {
-        let known = lock(&self.known).get(gpu.as_str()).copied();
-        known.map_or(UNMEASURED, |bytes| Bytes(bytes).min(LARGEST))
+    pub(super) fn of_gpu(&self, gpu: &GpuUuid) -> Bytes {
+        let known = lock(&self.known);
+        known.get(gpu).map_or(UNMEASURED, |measured| measured.bytes)
     }
 
-    /// A context of `gpu` was seen to take `bytes`.
-    pub(super) fn measured(&self, gpu: &GpuUuid, bytes: Bytes) {
-        if bytes == Bytes::ZERO || bytes > LARGEST {
-            if lock(&self.doubted).insert(gpu.clone()) {
-                tracing::warn!(%gpu, bytes = bytes.0, "no size of a context");
-            }
+    /// Whether a context of `gpu` was measured with this driver.
+    pub(super) fn is_measured(&self, gpu: &GpuUuid, driver: &str) -> bool {
+        let known = lock(&self.known);
+        known
+            .get(gpu)
+            .is_some_and(|measured| measured.driver == driver)
+    }
+
+    /// From now on there is this driver: sizes of others count no more.
+    pub(super) fn keep_only(&self, driver: &str) {
+        lock(&self.known).retain(|_, measured| measured.driver == driver);
+    }
+
+    /// The agent saw a context of `gpu` take `bytes` with this driver.
+    pub(super) fn measured(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
+        let measured = Measured {
+            driver: driver.to_owned(),
+            bytes,
+        };
+        if !measured.is_plausible() {
+            tracing::warn!(%gpu, bytes = bytes.0, "no size of a context");
             return;
         }
-        lock(&self.measured).insert(gpu.clone());
-        let mut known = lock(&self.known);
-        if known
-            .get(gpu.as_str())
-            .is_some_and(|before| *before >= bytes.0)
-        {
-            return;
-        }
-        known.insert(gpu.as_str().to_owned(), bytes.0);
         tracing::info!(%gpu, bytes = bytes.0, "context measured");
-        if let Err(error) = self.write(&known) {
-            tracing::warn!(path = %self.path.display(), %error, "context sizes are not kept");
+        let mut known = lock(&self.known);
+        known.insert(gpu.clone(), measured);
+        if let Err(error) = self.file.save(&*known) {
+            tracing::warn!(%error, "context sizes are not kept: the next agent measures again");
         }
-    }
-
-    fn write(&self, known: &BTreeMap<String, u64>) -> io::Result<()> {
-        let temporary = self.path.with_extension("tmp");
-        std::fs::write(&temporary, serde_json::to_vec(known)?)?;
-        std::fs::rename(&temporary, &self.path)
     }
 }
 
@@ -113,51 +99,63 @@ impl ContextSizes {
 mod tests {
     use super::*;
 
-    const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
+    const DRIVER: &str = "580.159.04";
 
     fn gpu() -> GpuUuid {
-        GPU.parse().unwrap()
+        "GPU-5e000000-0000-0000-0000-000000000001".parse().unwrap()
+    }
+
+    fn at(folder: &tempfile::TempDir) -> ContextSizes {
+        ContextSizes::of(Checkpoint::new(folder.path().join("contexts.json")))
     }
 
     #[test]
-    fn the_largest_measurement_counts_and_outlives_the_agent() {
+    fn context_size_is_the_last_measurement_and_outlives_agents() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("contexts.json");
-        let sizes = ContextSizes::at(path.clone());
-        assert_eq!(sizes.of(&gpu()), UNMEASURED);
-        for mebibytes in [300, 518, 517] {
-            sizes.measured(&gpu(), Bytes(mebibytes << 20));
+        let sizes = at(&folder);
+        assert_eq!(sizes.of_gpu(&gpu()), UNMEASURED);
+        for mebibytes in [518, 300] {
+            sizes.measured(&gpu(), DRIVER, Bytes::mib(mebibytes));
         }
-        assert_eq!(sizes.of(&gpu()), Bytes(518 << 20));
-        assert_eq!(ContextSizes::at(path).of(&gpu()), Bytes(518 << 20));
+        let next = at(&folder);
+        for sizes in [&sizes, &next] {
+            assert_eq!(sizes.of_gpu(&gpu()), Bytes::mib(300), "it may shrink");
+            assert!(sizes.is_measured(&gpu(), DRIVER));
+        }
+        assert!(!next.is_measured(&gpu(), "590.1"));
+        next.keep_only("590.1");
+        assert_eq!(next.of_gpu(&gpu()), UNMEASURED);
     }
 
     #[test]
-    fn each_agent_measures_once() {
+    fn context_size_is_none_that_no_context_takes() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("contexts.json");
-        let sizes = ContextSizes::at(path.clone());
-        sizes.measured(&gpu(), Bytes::ZERO);
-        assert!(sizes.want(&gpu()), "that was no measurement");
-        sizes.measured(&gpu(), Bytes(518 << 20));
-        assert!(!sizes.want(&gpu()));
-        assert!(
-            ContextSizes::at(path).want(&gpu()),
-            "another driver may be installed by now"
-        );
+        let sizes = at(&folder);
+        for bytes in [Bytes::ZERO, Bytes(LARGEST.0 + 1)] {
+            sizes.measured(&gpu(), DRIVER, bytes);
+        }
+        assert_eq!(sizes.of_gpu(&gpu()), UNMEASURED);
+        let other = Measured {
+            driver: DRIVER.to_owned(),
+            bytes: Bytes(u64::MAX),
+        };
+        let file = BTreeMap::from([(gpu(), other)]);
+        sizes.file.save(&file).unwrap();
+        assert_eq!(at(&folder).of_gpu(&gpu()), UNMEASURED);
     }
 
     #[test]
-    fn what_no_context_takes_is_not_believed() {
+    fn context_sizes_of_an_older_agent_or_half_a_file_are_none() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("contexts.json");
-        let sizes = ContextSizes::at(path.clone());
-        sizes.measured(&gpu(), Bytes::ZERO);
-        sizes.measured(&gpu(), Bytes(LARGEST.0 + 1));
-        assert_eq!(sizes.of(&gpu()), UNMEASURED);
-        std::fs::write(&path, format!("{{\"{GPU}\": 99999999999}}")).unwrap();
-        assert_eq!(ContextSizes::at(path.clone()).of(&gpu()), LARGEST);
-        std::fs::write(&path, "half").unwrap();
-        assert_eq!(ContextSizes::at(path).of(&gpu()), UNMEASURED);
+        // As agents wrote it that believed tenants.
+        let former = format!(r#"{{"{}":1067450368}}"#, gpu());
+        for text in [former.as_str(), "half"] {
+            std::fs::write(&path, text).unwrap();
+            let sizes = at(&folder);
+            assert_eq!(sizes.of_gpu(&gpu()), UNMEASURED);
+            sizes.measured(&gpu(), DRIVER, Bytes::mib(518));
+            assert_eq!(at(&folder).of_gpu(&gpu()), Bytes::mib(518));
+        }
     }
 }

@@ -21,9 +21,9 @@ use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
 use super::stream::Stream;
-use super::{DriverCharges, Membership, Process, lock};
+use super::{Membership, Process, lock};
 use crate::kept::desk::{Asker, Desk, Made, Reply};
-use crate::units::{AllocationId, Bytes};
+use crate::units::AllocationId;
 
 /// How long a peer may take to say hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -33,9 +33,6 @@ const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Messages of one process that are answered at once: more than a program's start takes.
 const MESSAGE_BURST: u32 = 64;
-
-/// How long the driver may take to say what it charges a process that made a context.
-const DRIVER_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How often a request looks whether what ended images had is free.
 const SETTLE_PAUSE: Duration = Duration::from_millis(10);
@@ -66,7 +63,6 @@ enum Hangup {
 /// A conversation to be had.
 pub(super) struct Conversation {
     container: Arc<Mutex<Container>>,
-    charges: Arc<dyn DriverCharges>,
     membership: Arc<dyn Membership>,
     /// The budget that the container's processes share: each message costs time that grows with
     /// their number.
@@ -87,7 +83,6 @@ struct Session {
 impl Conversation {
     pub(super) fn new(
         container: Arc<Mutex<Container>>,
-        charges: Arc<dyn DriverCharges>,
         membership: Arc<dyn Membership>,
         shared: Arc<Mutex<Pace>>,
         bell: Bell,
@@ -95,7 +90,6 @@ impl Conversation {
     ) -> Conversation {
         Conversation {
             container,
-            charges,
             membership,
             shared,
             bell,
@@ -331,11 +325,6 @@ impl Conversation {
                 }
             }
             let able = matches!(message, ToAgent::Poisoned { able: true, .. }) && self.is_main(pid);
-            // Before the lock: the driver may take its time.
-            let charged = match message {
-                ToAgent::ContextMade { account } => self.charged(pid, account).await,
-                _ => None,
-            };
             let answer = match message {
                 ToAgent::Request { account, units } => {
                     let (change, answered) =
@@ -362,7 +351,7 @@ impl Conversation {
                     None
                 }
                 ToAgent::ContextMade { account } => {
-                    Some(lock(&self.container).context_made(pid, account, charged))
+                    Some(lock(&self.container).context_made(pid, account))
                 }
                 ToAgent::Poisoned { account, code, .. } => {
                     self.bell.ring();
@@ -419,24 +408,6 @@ impl Conversation {
         let (first, pod) = (container.first_of_namespace(pid), container.pod().clone());
         drop(container);
         first.is_some_and(|process| self.membership.is_begun_outside(process, &pod))
-    }
-
-    /// What the driver charges a process on an account's GPU, if its contexts should be measured and it
-    /// can tell in time.
-    async fn charged(&self, pid: u32, account: u8) -> Option<Bytes> {
-        let (gpu, sizes) = lock(&self.container).unmeasured(account)?;
-        let charges = Arc::clone(&self.charges);
-        let asked = async {
-            let turn = sizes.turn(&gpu).await?;
-            let look = move || {
-                let look = charges.look(&gpu);
-                // Not before the driver has answered, whoever still waits for that.
-                drop(turn);
-                look?.charges.of(pid)
-            };
-            tokio::task::spawn_blocking(look).await.ok()?
-        };
-        tokio::time::timeout(DRIVER_TIMEOUT, asked).await.ok()?
     }
 }
 

@@ -56,6 +56,7 @@ impl Bed {
                 (C, standing("c", "other")),
             ]),
             quotas: BTreeMap::new(),
+            free: BTreeMap::new(),
             generations: BTreeMap::from([(gpu(), 4)]),
         };
         let image = |pid, generation| Image {

@@ -65,6 +65,7 @@ cgroup-root = "{root}/cgroup"
 shim-dir = "{root}/shim"
 kernel-log = "{lab}/state/kernel-log"
 [kept]
+worker = "{root}/no-worker"
 vault-socket = "{root}/vault/vault.sock"
 [http]
 listen = "127.0.0.1:0"

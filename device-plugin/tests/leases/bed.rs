@@ -75,8 +75,11 @@ impl Bed {
         container::configure(&machine, "");
         let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
         let worker = programs().join("bursar-worker");
-        let kept = format!("[kept]\nworker = \"{}\"", worker.display());
-        fs::write(machine.path("agent.toml"), config.replace("[kept]", &kept)).unwrap();
+        let config = config.replace(
+            machine.path("no-worker").to_str().unwrap(),
+            worker.to_str().unwrap(),
+        );
+        fs::write(machine.path("agent.toml"), config).unwrap();
         machine.start_agent();
         machine.kubelet.until_allocatable(GPU, 32).await;
         Bed {

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use bursar_runtime::driver::{Access, Context, Driver, DriverError, GpuUuid, Mapping};
 use bursar_runtime::error::{CudaError, ErrorClass};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use serde::Serialize;
 
 /// How often memory is given back and taken again.
@@ -22,10 +23,18 @@ const LEAST: u64 = 2 << 20;
 /// How much is looked at at a time.
 const WINDOW: usize = 8 << 20;
 
-/// What was seen.
+/// How long the agent may take to ask NVML what the context takes.
+const MEASURED_WITHIN: Timespec = Timespec {
+    tv_sec: 10,
+    tv_nsec: 0,
+};
+
+/// What the canary says, one line each.
 #[derive(Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "verdict")]
 pub(crate) enum Verdict {
+    /// It has a context and nothing else: no verdict yet, and the time to measure what a context takes.
+    Context {},
     /// Every word of every round was zero.
     Scrubbed {
         /// How often memory was taken.
@@ -60,9 +69,9 @@ enum CanaryError {
     Blind { round: u32 },
 }
 
-/// Looks at a GPU's memory.
-pub(crate) fn look(gpu: GpuUuid) -> Verdict {
-    match seen(gpu) {
+/// Looks at a GPU's memory; calls `tell` once it has a context, before it takes any memory.
+pub(crate) fn look(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Verdict {
+    match seen(gpu, tell) {
         Ok((bytes, 0)) => Verdict::Scrubbed {
             rounds: ROUNDS,
             bytes,
@@ -78,8 +87,9 @@ pub(crate) fn look(gpu: GpuUuid) -> Verdict {
     }
 }
 
-fn seen(gpu: GpuUuid) -> Result<(u64, u64), CanaryError> {
+fn seen(gpu: GpuUuid, tell: impl FnOnce(&Verdict)) -> Result<(u64, u64), CanaryError> {
     let context = Driver::get()?.device_by_uuid(gpu)?.primary_context()?;
+    tell(&Verdict::Context {});
     let (mut bytes, mut old_words) = (MOST, 0);
     for round in 1..=ROUNDS {
         // The first round finds out how much there is room for.
@@ -102,6 +112,14 @@ fn seen(gpu: GpuUuid) -> Result<(u64, u64), CanaryError> {
         }
     }
     Ok((bytes, old_words))
+}
+
+/// Waits until the agent says or closes something on standard input, and not for ever.
+pub(crate) fn until_measured() {
+    let input = std::io::stdin();
+    let mut fds = [PollFd::new(&input, PollFlags::IN)];
+    // Whatever the answer: the agent measures again another time.
+    let _ = poll(&mut fds, Some(&MEASURED_WITHIN));
 }
 
 /// Memory that is made as kept memory is, mapped; free when dropped.
@@ -148,5 +166,6 @@ mod tests {
         };
         let text = r#"{"verdict":"NotScrubbed","rounds":12,"bytes":2097152,"old_words":3}"#;
         assert_eq!(line(seen), text);
+        assert_eq!(line(Verdict::Context {}), r#"{"verdict":"Context"}"#);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! It never has a context, so no fault of a kernel reaches it (design F3), and it keeps nothing: what it made is gone
 //! from it before the answer is sent. `bursar-worker canary --gpu UUID` is another process with another end: it takes a
-//! context, looks whether freed memory comes back cleared, prints what it saw and ends.
+//! context, lets the agent measure that, looks whether freed memory comes back cleared, prints what it saw and ends.
 //!
 //! * `serve` answers the agent
 //! * `canary` looks at freed memory
@@ -46,8 +46,12 @@ fn main() -> anyhow::Result<()> {
             command: Some(Command::Canary(Gpu { gpu })),
             ..
         } => {
-            let verdict = serde_json::to_string(&canary::look(gpu))?;
-            writeln!(std::io::stdout(), "{verdict}").context("telling the verdict")
+            let verdict = canary::look(gpu, |context| {
+                if say(context).is_ok() {
+                    canary::until_measured();
+                }
+            });
+            say(&verdict)
         }
         Args {
             serve: Some(Gpu { gpu }),
@@ -55,6 +59,15 @@ fn main() -> anyhow::Result<()> {
         } => serve::serve(&agent()?, gpu).context("serving the agent"),
         Args { .. } => anyhow::bail!("which GPU? say --gpu UUID"),
     }
+}
+
+/// Says something to the agent, in a line of its own.
+fn say(verdict: &canary::Verdict) -> anyhow::Result<()> {
+    let verdict = serde_json::to_string(verdict)?;
+    let mut out = std::io::stdout();
+    writeln!(out, "{verdict}")
+        .and_then(|()| out.flush())
+        .context("telling the verdict")
 }
 
 /// The agent's socket, which it gave as standard input.

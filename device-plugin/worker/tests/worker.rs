@@ -5,6 +5,7 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
+use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
@@ -181,6 +182,25 @@ fn a_worker_without_a_driver_or_its_gpu_says_so_and_ends() {
         );
         assert!(worker.ends_by_itself());
     }
+}
+
+#[test]
+fn the_canary_has_a_context_alone_until_it_is_told_to_go_on() {
+    let lab = Lab::new(ONE_GPU).unwrap();
+    let mut command = lab.command(PROGRAM);
+    command.args(["canary", "--gpu", FIRST]);
+    let piped = command.stdin(Stdio::piped()).stdout(Stdio::piped());
+    let mut canary = piped.spawn().unwrap();
+    let mut lines = BufReader::new(canary.stdout.take().unwrap()).lines();
+    let line = lines.next().unwrap().unwrap();
+    assert_eq!(line, r#"{"verdict":"Context"}"#);
+    let sim = lab.sim().unwrap();
+    assert_eq!(sim.used(0), sim.config.context);
+    drop(canary.stdin.take());
+    let verdict = lines.next().unwrap().unwrap();
+    assert!(verdict.contains("Scrubbed"), "{verdict}");
+    assert!(canary.wait().unwrap().success());
+    assert_eq!(lab.sim().unwrap().used(0), 0);
 }
 
 #[test]

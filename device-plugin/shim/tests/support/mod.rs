@@ -46,7 +46,16 @@ pub struct Container {
     runtime: tokio::runtime::Runtime,
     sessions: Option<Sessions>,
     /// Whether contexts are charged, as the agent does it.
-    contexts: bool,
+    contexts: Contexts,
+}
+
+/// What programs pay for contexts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Contexts {
+    Free,
+    /// What the agent takes for their size before it could measure one.
+    Unmeasured,
+    Measured,
 }
 
 impl Container {
@@ -57,15 +66,21 @@ impl Container {
 
     /// As above, with a GPU for each quota.
     pub fn with_quotas(quotas: &[u64]) -> Container {
-        Container::new(quotas, "16Gi", false)
+        Container::new(quotas, "16Gi", Contexts::Free)
     }
 
     /// As the agent does it: contexts are charged. The GPU is an H200.
     pub fn charging_contexts(quota: u64) -> Container {
-        Container::new(&[quota], "141Gi", true)
+        Container::new(&[quota], "141Gi", Contexts::Measured)
     }
 
-    fn new(quotas: &[u64], memory: &str, contexts: bool) -> Container {
+    /// The same while the agent has not measured one.
+    #[allow(dead_code)]
+    pub fn with_unmeasured_contexts(quota: u64) -> Container {
+        Container::new(&[quota], "141Gi", Contexts::Unmeasured)
+    }
+
+    fn new(quotas: &[u64], memory: &str, contexts: Contexts) -> Container {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("sim.toml");
         let gpus: String = (0..quotas.len())
@@ -114,9 +129,14 @@ impl Container {
             Arc::new(Everyone::here()),
         );
         let sessions = match self.contexts {
-            true => sessions.charging_contexts(self.folder.path().join("contexts.json")),
-            false => sessions,
+            Contexts::Free => sessions,
+            Contexts::Unmeasured | Contexts::Measured => {
+                sessions.charging_contexts(self.folder.path().join("contexts.json"))
+            }
         };
+        if self.contexts == Contexts::Measured {
+            sessions.context_measured(&gpu(0).parse().unwrap(), "580", Bytes(self.context()));
+        }
         self.runtime
             .block_on(sessions.serve(self.served.clone()))
             .unwrap();

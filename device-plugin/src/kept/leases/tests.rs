@@ -34,6 +34,7 @@ fn node() -> Node {
             ("team".to_owned(), BTreeMap::from([(gpu(), Bytes::gib(2))])),
             ("other".to_owned(), BTreeMap::from([(gpu(), Bytes::gib(1))])),
         ]),
+        free: BTreeMap::new(),
         generations: BTreeMap::from([(gpu(), 1)]),
     }
 }
