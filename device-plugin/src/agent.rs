@@ -9,7 +9,7 @@ use std::time::Duration;
 use bursar_http::Listeners;
 use kube::Client;
 use tokio::net::TcpListener;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -22,7 +22,7 @@ use crate::drain::{self, Drain};
 use crate::http::{Pulse, Sources};
 use crate::inventory::health::Policy;
 use crate::inventory::nvml::{self, Pace};
-use crate::kept::desk::{Desk, Living, Note};
+use crate::kept::desk::{Desk, Living, Notes};
 use crate::kept::numbers::Numbers;
 use crate::kept::scrub::Verdicts;
 use crate::kept::serve::Keeper;
@@ -384,7 +384,7 @@ fn keeper(
     config: &Config,
     nvml: nvml::NvmlHandle,
     key: NodeKey,
-    notes: mpsc::Receiver<Note>,
+    notes: Notes,
     sessions: Arc<Sessions>,
     living: watch::Sender<Living>,
     status: watch::Sender<KeptStatus>,

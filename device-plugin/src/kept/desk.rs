@@ -17,7 +17,7 @@ pub use super::leases::Asker;
 /// How long an answer may take: longer than what a worker and the vault may.
 const PATIENCE: Duration = Duration::from_secs(25);
 
-/// Questions that wait for the desk.
+/// Questions of tenants that wait for the desk, and notes of the node.
 const QUEUE: usize = 256;
 
 /// What the vault keeps of each GPU, by lease.
@@ -89,13 +89,40 @@ pub enum Note {
 
 /// The desk.
 #[derive(Clone, Debug)]
-pub struct Desk(mpsc::Sender<Note>);
+pub struct Desk {
+    tenants: mpsc::Sender<Note>,
+    node: mpsc::Sender<Note>,
+}
+
+/// What is handed in at the desk.
+#[derive(Debug)]
+pub struct Notes {
+    tenants: mpsc::Receiver<Note>,
+    node: mpsc::Receiver<Note>,
+}
+
+impl Notes {
+    /// The next note; none once nobody can hand one in. The node's come first: its pods start no sooner, however much
+    /// tenants ask.
+    pub async fn recv(&mut self) -> Option<Note> {
+        tokio::select! {
+            biased;
+            note = self.node.recv() => note,
+            note = self.tenants.recv() => note,
+        }
+    }
+}
 
 impl Desk {
     /// A desk, and what is handed in there.
-    pub fn open() -> (Desk, mpsc::Receiver<Note>) {
-        let (notes, received) = mpsc::channel(QUEUE);
-        (Desk(notes), received)
+    pub fn open() -> (Desk, Notes) {
+        let (tenants, asked) = mpsc::channel(QUEUE);
+        let (node, told) = mpsc::channel(QUEUE);
+        let notes = Notes {
+            tenants: asked,
+            node: told,
+        };
+        (Desk { tenants, node }, notes)
     }
 
     /// The answer to a tenant's question, in bounded time; where a lease is made, `made` is told first.
@@ -129,26 +156,63 @@ impl Desk {
     async fn answer<T>(&self, note: impl FnOnce(oneshot::Sender<T>) -> Note) -> Option<T> {
         let (reply, answer) = oneshot::channel();
         let answer = async {
-            self.0.send(note(reply)).await.ok()?;
+            self.tenants.send(note(reply)).await.ok()?;
             answer.await.ok()
         };
         tokio::time::timeout(PATIENCE, answer).await.ok().flatten()
     }
 
-    /// A process image ended.
+    /// A process image ended; what it asked before comes first.
     pub async fn ended(&self, process: Process) {
-        let _ = self.0.send(Note::Ended(process)).await;
+        let _ = self.tenants.send(Note::Ended(process)).await;
     }
 
     /// The node stands like this; what its ledger is told. Nothing where nobody keeps any more: the agent is ending.
     pub async fn stands(&self, node: Node) -> Turn {
         let (reply, turn) = oneshot::channel();
-        let _ = self.0.send(Note::Stands { node, reply }).await;
+        let _ = self.node.send(Note::Stands { node, reply }).await;
         turn.await.unwrap_or_default()
     }
 
     /// What leases left is on record in the node's ledger.
     pub async fn recorded(&self, leases: Vec<LeaseId>) {
-        let _ = self.0.send(Note::Recorded(leases)).await;
+        let _ = self.node.send(Note::Recorded(leases)).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bursar_protocol::VERSION;
+
+    use super::*;
+    use crate::units::AllocationId;
+
+    #[tokio::test]
+    async fn node_is_heard_before_all_questions_of_tenants() {
+        let (desk, mut notes) = Desk::open();
+        let asker = Asker {
+            allocation: AllocationId::from_bits(7),
+            process: Process { pid: 1, start: 1 },
+        };
+        let question = KeptQuestion::Discard {
+            version: VERSION,
+            lease: 1,
+        };
+        let mut tenants = tokio::task::JoinSet::new();
+        for _ in 0..2 * QUEUE {
+            let (desk, question) = (desk.clone(), question.clone());
+            tenants.spawn(async move { desk.ask(asker, question, None).await });
+        }
+        while desk.tenants.capacity() > 0 {
+            tokio::task::yield_now().await;
+        }
+        let (recorded, stands) = tokio::join!(desk.recorded(Vec::new()), async {
+            [notes.recv().await, notes.recv().await]
+        });
+        let () = recorded;
+        assert!(matches!(
+            stands,
+            [Some(Note::Recorded(_)), Some(Note::Asked { .. })]
+        ));
     }
 }

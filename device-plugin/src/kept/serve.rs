@@ -16,10 +16,11 @@ use futures::future::BoxFuture;
 use rustix::io::Errno;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::desk::{Living, Made, Note, Reply};
+use super::desk::{Living, Made, Note, Notes, Reply};
 use super::leases::{Asker, Content, Effect, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME};
 use super::numbers::{Block, Numbers};
 use super::scrub::{self, Canary, Looked, Verdict, Verdicts, With};
@@ -52,10 +53,13 @@ const MEASURE_AGAIN: Duration = Duration::from_secs(3600);
 /// From one try to watch a process to the next.
 const WATCH_AGAIN: Duration = Duration::from_secs(1);
 
+/// How often what is known of all leases is told at the most: it takes longer, the more there are.
+const TELL_EVERY: Duration = Duration::from_millis(50);
+
 /// What the part works with.
 pub struct Keeper {
     /// What is handed in at the desk.
-    pub notes: mpsc::Receiver<Note>,
+    pub notes: Notes,
     /// What becomes of the vault; none where nothing is kept.
     pub news: Option<mpsc::UnboundedReceiver<News>>,
     /// Who is charged.
@@ -171,9 +175,18 @@ impl Keeper {
         serving.drain();
         // After the token pods' ends are still to be accounted for: the node's last calls come before its end.
         serving.order_numbers();
+        let mut telling = tokio::time::interval(TELL_EVERY);
+        telling.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        let mut is_news = false;
         loop {
             tokio::select! {
                 () = stop.cancelled() => break,
+                _ = telling.tick(), if is_news => {
+                    serving.watch_writers();
+                    serving.publish();
+                    is_news = false;
+                    continue;
+                }
                 note = serving.keeper.notes.recv() => match note {
                     Some(note) => if !serving.take(note) { continue },
                     None => break,
@@ -186,8 +199,7 @@ impl Keeper {
                     Err(error) => warn!(%error, "kept memory"),
                 },
             }
-            serving.watch_writers();
-            serving.publish();
+            is_news = true;
         }
         stop.cancelled().await;
     }
