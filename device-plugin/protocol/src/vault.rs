@@ -38,7 +38,7 @@ pub const SENTINEL: u64 = 0;
 /// The longest blob, in bytes.
 pub const MAX_BLOB: usize = 4096;
 
-/// The most leases that a vault holds, of which its limit of open files may leave fewer.
+/// The most leases that a vault holds, of which its limits of open files and of memory may leave fewer.
 pub const MAX_LEASES: usize = 65_536;
 
 /// What the agent keeps beside a descriptor: at most [`MAX_BLOB`] bytes.

@@ -38,6 +38,53 @@ pub const MOST_OPENERS: usize = 64;
 /// For how long a writer may commit; opening its lease again begins it anew.
 pub const WRITE_TIME: Duration = Duration::from_secs(15 * 60);
 
+/// A key as 64 hex digits: blobs are the vault's memory. Agents before wrote a list of numbers.
+mod hex {
+    use std::fmt::Write as _;
+
+    use bursar_protocol::wire::kept::Key;
+    use serde::de::Error as _;
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(key: &Key, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut text = String::with_capacity(2 * key.len());
+        for byte in key {
+            // A string takes whatever is written.
+            let _ = write!(text, "{byte:02x}");
+        }
+        serializer.serialize_str(&text)
+    }
+
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Text(String),
+        Numbers(Key),
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Key, D::Error> {
+        match Written::deserialize(from)? {
+            Written::Numbers(key) => Ok(key),
+            Written::Text(text) => parse(&text).ok_or_else(|| D::Error::custom("no key")),
+        }
+    }
+
+    fn parse(text: &str) -> Option<Key> {
+        let mut key = Key::default();
+        let (pairs, rest) = text.as_bytes().as_chunks::<2>();
+        if pairs.len() != key.len() || !rest.is_empty() {
+            return None;
+        }
+        for (byte, pair) in key.iter_mut().zip(pairs) {
+            let pair = str::from_utf8(pair).ok()?;
+            // The parser takes a sign as well.
+            let digits = pair.bytes().all(|digit| digit.is_ascii_hexdigit());
+            *byte = u8::from_str_radix(pair, 16).ok().filter(|_| digits)?;
+        }
+        Some(key)
+    }
+}
+
 /// What a lease is found by.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -47,6 +94,7 @@ pub struct Title {
     /// What the namespace calls it.
     pub name: String,
     /// What its content is of.
+    #[serde(with = "hex")]
     pub key: Key,
     /// Where it is.
     pub gpu: GpuUuid,
@@ -245,6 +293,8 @@ pub struct Leases {
     drained: BTreeSet<GpuUuid>,
     /// Whether the vault is there and what it has is known.
     heard: bool,
+    /// How many leases the vault can hold in all; none before it said.
+    most: Option<usize>,
 }
 
 impl Leases {
@@ -365,7 +415,7 @@ impl Leases {
             lease.meta.owner == asker.allocation
                 && matches!(lease.stage, Stage::Making | Stage::Held)
         });
-        if owned.count() >= MOST_OWNED {
+        if owned.count() >= MOST_OWNED || !self.is_within_share(&title.namespace) {
             return (Err(KeptRefusal::TooMany), effects);
         }
         // A lease of a generation that is not known could not be told from one of the next.
@@ -621,6 +671,11 @@ impl Leases {
         }
     }
 
+    /// The vault can hold so many leases in all.
+    pub fn set_room(&mut self, most: usize) {
+        self.most = Some(most);
+    }
+
     /// The vault is away: nothing is known of its descriptors any more.
     pub fn vault_lost(&mut self) {
         self.heard = false;
@@ -731,6 +786,17 @@ impl Leases {
         });
         let shared = shared.fold(0_u64, |sum, lease| sum.saturating_add(lease.meta.bytes.0));
         Bytes(quota.map_or(0, |quota| quota.0.saturating_sub(shared)))
+    }
+
+    /// Whether a namespace may have one more lease: it leaves as much of the vault to others as it has itself. What is
+    /// on its way out counts as well, for the vault has it still.
+    fn is_within_share(&self, namespace: &str) -> bool {
+        let Some(most) = self.most else {
+            return true;
+        };
+        let leases = self.leases.values();
+        let its = leases.filter(|lease| lease.meta.title.namespace == namespace);
+        its.count() < most.saturating_sub(self.leases.len())
     }
 
     fn find(&mut self, title: &Title) -> Option<(LeaseId, &mut Lease)> {

@@ -722,8 +722,10 @@ impl Serving {
 
     fn hear(&mut self, news: Option<News>) {
         match news {
-            Some(News::Heard(line, held)) => {
+            Some(News::Heard { line, held, most }) => {
                 self.line = Some(line);
+                // The sentinel is no tenant's.
+                self.leases.set_room(most.saturating_sub(1));
                 self.sentinel = match held.contains_key(&LeaseId(SENTINEL)) {
                     true => Sentinel::Held,
                     false => Sentinel::None,

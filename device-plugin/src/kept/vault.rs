@@ -42,8 +42,15 @@ pub enum VaultError {
 /// What becomes of the vault.
 #[derive(Debug)]
 pub enum News {
-    /// It is there, on this connection, and has these leases.
-    Heard(Line, BTreeMap<LeaseId, Blob>),
+    /// It is there.
+    Heard {
+        /// The connection.
+        line: Line,
+        /// The leases that it has.
+        held: BTreeMap<LeaseId, Blob>,
+        /// How many it can hold in all.
+        most: usize,
+    },
     /// It is away.
     Lost,
 }
@@ -151,13 +158,13 @@ impl Thread {
             self.line += 1;
             let begun = self.connect();
             match begun {
-                Ok((stream, held)) => {
-                    info!(leases = held.len(), "vault heard");
+                Ok((stream, held, most)) => {
+                    info!(leases = held.len(), most, "vault heard");
                     let line = Line {
                         number: self.line,
                         calls: self.calls.clone(),
                     };
-                    if self.told.send(News::Heard(line, held)).is_err() {
+                    if self.told.send(News::Heard { line, held, most }).is_err() {
                         return;
                     }
                     let ended = self.serve(&stream);
@@ -170,15 +177,15 @@ impl Thread {
         }
     }
 
-    /// A connection, and all that the vault has.
-    fn connect(&self) -> io::Result<(UnixStream, BTreeMap<LeaseId, Blob>)> {
+    /// A connection, all that the vault has, and how much it can hold.
+    fn connect(&self) -> io::Result<(UnixStream, BTreeMap<LeaseId, Blob>, usize)> {
         let stream = UnixStream::connect(&self.socket)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.set_write_timeout(Some(PATIENCE))?;
-        match ask(&stream, &ToVault::Hello { version: VERSION }, None)?.0 {
-            FromVault::Ready { .. } => {}
+        let most = match ask(&stream, &ToVault::Hello { version: VERSION }, None)?.0 {
+            FromVault::Ready { leases, room, .. } => leases.saturating_add(room) as usize,
             other => return Err(io::Error::other(format!("no welcome: {other:?}"))),
-        }
+        };
         let (mut held, mut from) = (BTreeMap::new(), 0);
         loop {
             let FromVault::Listed { leases } = ask(&stream, &ToVault::List { from }, None)?.0
@@ -186,12 +193,12 @@ impl Thread {
                 return Err(io::Error::other("no list"));
             };
             let Some(last) = leases.last().map(|entry| entry.lease) else {
-                return Ok((stream, held));
+                return Ok((stream, held, most));
             };
             let leases = leases.into_iter();
             held.extend(leases.map(|Entry { lease, blob }| (LeaseId(lease), blob)));
             let Some(next) = last.checked_add(1).filter(|next| *next > from) else {
-                return Ok((stream, held));
+                return Ok((stream, held, most));
             };
             from = next;
         }

@@ -8,10 +8,19 @@ use bursar_protocol::vault::{Blob, Entry, MAX_LEASES, Refusal, fitting};
 /// Descriptors that are not leases': sockets, and what is in the hand for a moment.
 const OTHERS: u64 = 64;
 
-/// How many leases a limit of open files allows; `None` is no limit.
-pub(crate) fn room(open_files: Option<u64>) -> usize {
-    let room = open_files.unwrap_or(u64::MAX).saturating_sub(OTHERS);
-    usize::try_from(room).map_or(MAX_LEASES, |room| room.min(MAX_LEASES))
+/// What the vault takes without a lease, and for the messages in its hand.
+const ITSELF: u64 = 16 << 20;
+
+/// The most that a lease takes: the longest blob, with what the allocator and the kernel keep for it. The rest is for
+/// what blobs of other lengths left behind (`the_fullest_vault_stays_within_its_memory`).
+const LEASE: u64 = 6 << 10;
+
+/// How many leases these limits of open files and of memory allow; `None` is no limit. The kernel kills a vault that
+/// has more memory than its limit, and then all that is retained is lost.
+pub(crate) fn room(open_files: Option<u64>, memory: Option<u64>) -> usize {
+    let files = open_files.unwrap_or(u64::MAX).saturating_sub(OTHERS);
+    let blobs = memory.unwrap_or(u64::MAX).saturating_sub(ITSELF) / LEASE;
+    usize::try_from(files.min(blobs)).map_or(MAX_LEASES, |room| room.min(MAX_LEASES))
 }
 
 /// All that is held.
@@ -92,9 +101,14 @@ mod tests {
     }
 
     #[test]
-    fn descriptors_are_left_for_other_things() {
-        assert_eq!(room(Some(1024)), 960);
-        assert_eq!(room(Some(3)), 0);
-        assert_eq!(room(None), MAX_LEASES);
+    fn room_is_what_files_and_memory_both_allow() {
+        assert_eq!(room(Some(1024), None), 960);
+        assert_eq!(room(Some(3), None), 0);
+        assert_eq!(room(None, None), MAX_LEASES);
+        assert_eq!(room(None, Some(ITSELF)), 0);
+        assert_eq!(room(None, Some(64 << 20)), 8192);
+        assert_eq!(room(Some(1024), Some(64 << 20)), 960);
+        // The chart's limit.
+        assert_eq!(room(None, Some(400 << 20)), MAX_LEASES);
     }
 }

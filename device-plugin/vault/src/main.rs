@@ -1,4 +1,5 @@
-//! The vault: `bursar-vault [FOLDER]` holds the descriptors of kept memory and serves them below FOLDER.
+//! The vault: `bursar-vault [FOLDER [BYTES]]` holds the descriptors of kept memory and serves them below FOLDER. It
+//! takes as many as fit into BYTES of memory, its own limit.
 //!
 //! Kept memory lives as long as its descriptor is open somewhere (design F4), so it lives as long as this process: it
 //! has no CUDA, starts nothing, reads nothing that a tenant writes, and is replaced only when somebody deletes it. What
@@ -14,6 +15,7 @@ mod held;
 mod place;
 mod serve;
 
+use std::ffi::OsString;
 use std::fmt::Arguments;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -24,15 +26,31 @@ use held::Held;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 fn main() -> ExitCode {
-    let folder = std::env::args_os().nth(1);
+    let mut arguments = std::env::args_os().skip(1);
+    let folder = arguments.next();
     let folder = folder.map_or_else(|| PathBuf::from(RUN_DIR), PathBuf::from);
-    let mut held = Held::with_room(held::room(open_files()));
+    let memory = match arguments.next().map(memory).transpose() {
+        Ok(memory) => memory,
+        Err(given) => {
+            log(format_args!(
+                "failed to read the limit of memory: {given:?} is no number of bytes; give for example 419430400"
+            ));
+            return ExitCode::FAILURE;
+        }
+    };
+    let mut held = Held::with_room(held::room(open_files(), memory));
     let ended = place::Place::take(&folder)
         .map_err(Into::into)
         .and_then(|place| serve::serve(&place, &mut held));
     let Err(error): Result<std::convert::Infallible, Box<dyn std::error::Error>> = ended;
     log(format_args!("{error}"));
     ExitCode::FAILURE
+}
+
+/// A number of bytes; what was given where it is none.
+fn memory(given: OsString) -> Result<u64, OsString> {
+    let bytes = given.to_str().and_then(|text| text.parse().ok());
+    bytes.ok_or(given)
 }
 
 /// A line for whoever reads them. Where nobody does, what is kept matters more: `eprintln` would panic.

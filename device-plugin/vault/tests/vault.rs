@@ -44,6 +44,10 @@ impl Vault {
     fn of(mut command: Command) -> Vault {
         let folder = tempfile::tempdir().unwrap();
         let process = command.arg(folder.path()).spawn().unwrap();
+        Vault::listening(folder, process)
+    }
+
+    fn listening(folder: TempDir, process: Child) -> Vault {
         let vault = Vault { folder, process };
         let since = Instant::now();
         while vault.dial().is_none() {
@@ -59,6 +63,20 @@ impl Vault {
 
     fn agent(&self) -> Agent {
         Agent::of(self.folder.path())
+    }
+
+    /// Its resident memory, in bytes.
+    fn rss(&self) -> u64 {
+        let status = format!("/proc/{}/status", self.process.id());
+        let status = std::fs::read_to_string(status).unwrap();
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib: u64 = line
+            .unwrap()
+            .trim()
+            .trim_end_matches(" kB")
+            .parse()
+            .unwrap();
+        kib << 10
     }
 
     /// How many descriptors of [`memory`] it has open.
@@ -344,6 +362,51 @@ fn a_vault_at_its_limit_of_open_files_says_so_and_goes_on() {
     assert_eq!(room, Some(21));
     assert_eq!(agent.put(99), FromVault::Refused(Refusal::Full));
     assert_eq!(vault.agent().list().len(), 20);
+}
+
+#[test]
+fn the_fullest_vault_stays_within_its_memory() {
+    const LIMIT: u64 = 64 << 20;
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = Command::new(PROGRAM);
+    let process = command.arg(folder.path()).arg(LIMIT.to_string()).spawn();
+    let vault = Vault::listening(folder, process.unwrap());
+    let mut agent = vault.agent();
+    let fd = OwnedFd::from(File::open("/dev/null").unwrap());
+    // The longest blobs that there are, and others that leave holes of all lengths between them.
+    let blob = |lease: u64, round: u64| {
+        let length = match round {
+            0 => usize::try_from(lease * 37).unwrap() % (MAX_BLOB + 1),
+            _ => MAX_BLOB,
+        };
+        Blob::new(vec![7; length]).unwrap()
+    };
+    let mut leases = 0;
+    let full = loop {
+        let put = ToVault::Put {
+            lease: leases + 1,
+            blob: blob(leases, 0),
+        };
+        match agent.ask_with(&put, Some(&fd)).0 {
+            FromVault::Held => leases += 1,
+            other => break other,
+        }
+    };
+    assert_eq!(full, FromVault::Refused(Refusal::Full));
+    for lease in 1..=leases {
+        let update = ToVault::Update {
+            lease,
+            blob: blob(lease, 1),
+        };
+        assert_eq!(agent.ask(&update), FromVault::Held);
+    }
+    let rss = vault.rss();
+    println!(
+        "{leases} leases of the longest blobs: {rss} bytes, {} each",
+        rss / leases
+    );
+    assert_eq!(leases, 8192);
+    assert!(rss < LIMIT * 9 / 10, "{rss}");
 }
 
 #[test]

@@ -23,7 +23,8 @@
 
 use super::{Account, Fields, MAX_NAME, WireError, put_account, put_name};
 
-/// What a namespace calls a lease: 1 to [`MAX_NAME`] bytes of UTF-8.
+/// What a namespace calls a lease: 1 to [`MAX_NAME`] printable characters of ASCII. JSON writes a control character as
+/// six: the agent keeps names so, beside each lease.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LeaseName(String);
 
@@ -43,6 +44,9 @@ impl TryFrom<String> for LeaseName {
         match name.len() {
             0 => Err(WireError::BadValue("lease name")),
             length if length > MAX_NAME => Err(WireError::TooLong("lease name")),
+            _ if !name.bytes().all(|byte| (b' '..=b'~').contains(&byte)) => {
+                Err(WireError::BadValue("lease name (printable ASCII)"))
+            }
             _ => Ok(LeaseName(name)),
         }
     }
@@ -174,8 +178,10 @@ pub enum KeptRefusal {
     /// The part of the node that would do it is away: ask again later.
     #[error("kept memory is not available now")]
     Unavailable,
-    /// The container may own no more leases, or no more pods may have this one open.
-    #[error("a container may own no more leases, or no more pods may have this one open")]
+    /// The container or its namespace may own no more leases, or no more pods may have this one open.
+    #[error(
+        "its container or namespace may own no more leases, or no more pods may have this one open"
+    )]
     TooMany,
     /// Kept memory is switched off on this node.
     #[error("this node keeps no memory: it is switched off")]
@@ -432,10 +438,14 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_name_that_would_be_cut_or_is_none_is_no_lease_name() {
+    fn a_lease_name_is_printable_and_not_too_long() {
         let name = |name: String| LeaseName::try_from(name).map(|name| name.as_str().len());
         assert_eq!(name(String::new()), Err(WireError::BadValue("lease name")));
-        assert_eq!(name("ä".repeat(MAX_NAME / 2)), Ok(MAX_NAME));
+        assert_eq!(name(" ~".repeat(MAX_NAME / 2)), Ok(MAX_NAME));
+        for other in ["\n", "weights\0", "\u{7f}", "ä"] {
+            let refused = name(other.to_owned());
+            assert!(matches!(refused, Err(WireError::BadValue(_))), "{other:?}");
+        }
         assert_eq!(
             name("a".repeat(MAX_NAME + 1)),
             Err(WireError::TooLong("lease name"))

@@ -48,7 +48,7 @@ typedef struct bursar_lease bursar_lease;
 
 /* What to open. Set what is not used to zero. */
 typedef struct bursar_question {
-    /* 1 to 96 bytes of UTF-8. */
+    /* 1 to 96 printable characters of ASCII. */
     const char *name;
     /* Where the agent listens; NULL is where a container of Bursar's has it. */
     const char *socket;

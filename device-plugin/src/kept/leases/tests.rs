@@ -517,13 +517,93 @@ fn a_container_owns_so_many_leases_and_no_more() {
     panic!("nothing was refused");
 }
 
+/// Begins leases in containers of these until one is refused; how many there were.
+fn fill(book: &mut Leases, containers: impl Iterator<Item = u64>, from: u64) -> u64 {
+    let mut made = 0;
+    for container in containers {
+        let asker = asker(AllocationId::from_bits(container), 10);
+        for number in 0..MOST_OWNED as u64 {
+            let open = Open {
+                name: format!("{container}-{number}"),
+                ..weights(Bytes::mib(2), 5, number)
+            };
+            match book.open(asker, open, Moment(0)).0 {
+                Ok(Opened::Make(meta)) => book.begin(LeaseId(from + made), *meta),
+                refused => {
+                    assert_eq!(refused, Err(KeptRefusal::TooMany));
+                    return made;
+                }
+            }
+            made += 1;
+        }
+    }
+    panic!("nothing was refused");
+}
+
+#[test]
+fn namespace_that_fills_the_vault_leaves_others_their_share() {
+    let containers = |first: u64, namespace: &'static str| {
+        let container = move |number: u64| {
+            let standing = standing(&number.to_string(), namespace);
+            (AllocationId::from_bits(number), standing)
+        };
+        (first..first + 300).map(container)
+    };
+    let greedy = containers(1000, "greedy").chain(containers(2000, "second"));
+    let node = Node {
+        containers: greedy.chain(containers(3000, "third")).collect(),
+        ..node()
+    };
+    let mut book = Leases::default();
+    book.set_room(1024);
+    book.heard(BTreeMap::new(), |_| true);
+    book.stand(node, &Charged::new());
+    let first = fill(&mut book, 1000..1300, 1);
+    let second = fill(&mut book, 2000..2300, 1 + first);
+    assert_eq!((first, second), (512, 256));
+    // What is on its way out is in the vault still.
+    book.made(LeaseId(1));
+    book.lost(LeaseId(1));
+    assert_eq!(fill(&mut book, 1000..1300, 10_000), 0);
+    assert_eq!(fill(&mut book, 3000..3300, 20_000), 128);
+}
+
+#[test]
+fn lease_of_an_older_agent_is_read_with_its_key() {
+    let title = Title {
+        namespace: "team".to_owned(),
+        name: "weights".to_owned(),
+        key: std::array::from_fn(|byte| 8 * byte as u8),
+        gpu: gpu(),
+    };
+    let written = serde_json::to_value(&title).unwrap();
+    let hex = "0008101820283038404850586068707880889098a0a8b0b8c0c8d0d8e0e8f0f8";
+    assert_eq!(written["key"], hex);
+    let mut older = written.clone();
+    older["key"] = title.key.to_vec().into();
+    for blob in [written.clone(), older] {
+        assert_eq!(serde_json::from_value::<Title>(blob).unwrap(), title);
+    }
+    for wrong in [
+        "",
+        "0",
+        &hex[2..],
+        &hex.replace("08", "+8"),
+        &hex.replace("08", "ä"),
+    ] {
+        let mut other = written.clone();
+        other["key"] = wrong.into();
+        assert!(serde_json::from_value::<Title>(other).is_err(), "{wrong}");
+    }
+}
+
 #[test]
 fn the_longest_blob_fits_into_the_vault() {
     let name = |number: u32| format!("{number:036}");
     let meta = Meta {
         title: Title {
             namespace: "n".repeat(63),
-            name: "\u{1}".repeat(96),
+            name: "\"".repeat(96),
             key: [255; 32],
             gpu: format!("MIG-{}", "f".repeat(60)).parse().unwrap(),
         },
