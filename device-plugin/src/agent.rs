@@ -149,7 +149,6 @@ pub async fn run(
     let secret = key::load(&config.paths.run_dir.join(key::FILE));
     let keeper = keeper(
         &config,
-        nvml.clone(),
         NodeKey::new(node.clone(), secret)?,
         notes,
         sessions.clone(),
@@ -382,7 +381,6 @@ fn sessions(
 /// What keeps memory, or where that is switched off what says so.
 fn keeper(
     config: &Config,
-    nvml: nvml::NvmlHandle,
     key: NodeKey,
     notes: Notes,
     sessions: Arc<Sessions>,
@@ -416,7 +414,6 @@ fn keeper(
         workers: Arc::new(Workers::new(program.clone())),
         program,
         verdicts: Verdicts::of(Checkpoint::new(folder.join("scrubbed.json"))),
-        charges: Arc::new(nvml),
         numbers: Numbers::of(Checkpoint::new(state.join("leases.json"))),
         key,
         living,

@@ -233,6 +233,11 @@ impl Sessions {
         self
     }
 
+    /// Who looks at GPUs.
+    pub(crate) fn charges(&self) -> Arc<dyn DriverCharges> {
+        Arc::clone(&self.shared.charges)
+    }
+
     /// The agent saw a context of `gpu` take `bytes` with this driver, by a process of its own.
     pub fn context_measured(&self, gpu: &GpuUuid, driver: &str, bytes: Bytes) {
         if let Some(sizes) = &self.contexts {

@@ -30,7 +30,7 @@ use super::workers::{Program, WorkerError, Workers};
 use crate::drain::Drain;
 use crate::node::clock;
 use crate::sessions::life::Life;
-use crate::sessions::{DriverCharges, Membership, Process, Sessions};
+use crate::sessions::{Membership, Process, Sessions};
 use crate::tokens::Judge;
 use crate::tokens::seal::NodeKey;
 use crate::units::{Bytes, GpuUuid, LeaseId};
@@ -72,8 +72,6 @@ pub struct Keeper {
     pub program: Program,
     /// What it saw.
     pub verdicts: Verdicts,
-    /// Who tells what its context takes.
-    pub charges: Arc<dyn DriverCharges>,
     /// The leases' numbers.
     pub numbers: Numbers,
     /// What tokens are sealed with.
@@ -626,7 +624,7 @@ impl Serving {
     /// Looks at a GPU.
     fn look(&mut self, gpu: GpuUuid) {
         let (program, with) = (self.keeper.program.clone(), self.with(&gpu));
-        let charges = Arc::clone(&self.keeper.charges);
+        let charges = self.keeper.sessions.charges();
         let workers = Arc::clone(&self.keeper.workers);
         self.jobs.spawn(async move {
             if workers.is_drained(&gpu) {
