@@ -61,6 +61,9 @@ pub mod gpu_node {
     /// Memory can be kept past the processes that use it; does not count for `Ready`.
     pub const KEPT_MEMORY: &str = "KeptMemory";
 
+    /// The drivers of all GPUs were seen to clear freed memory; does not count for `Ready`.
+    pub const MEMORY_SCRUBBED: &str = "MemoryScrubbed";
+
     /// It holds.
     pub const OK: &str = "Ok";
     /// Not looked at yet.
@@ -138,8 +141,12 @@ impl Statement {
 
     /// Whether it keeps its `GpuNode` from being ready.
     pub fn is_amiss(&self) -> bool {
-        let counts = ![gpu_node::DRIVER_LIMITS, gpu_node::KEPT_MEMORY].contains(&self.type_);
-        self.holds != Some(true) && counts
+        const SPARED: [&str; 3] = [
+            gpu_node::DRIVER_LIMITS,
+            gpu_node::KEPT_MEMORY,
+            gpu_node::MEMORY_SCRUBBED,
+        ];
+        self.holds != Some(true) && !SPARED.contains(&self.type_)
     }
 }
 

@@ -2,6 +2,7 @@
 
 mod reporter;
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -181,6 +182,7 @@ pub async fn run(
             inventory: inventory.clone(),
             stuck,
             drain: drain.subscribe(),
+            kept: (!config.allow_unscrubbed).then(|| kept.clone()),
             orders: told.clone(),
         },
         generations,
@@ -439,6 +441,9 @@ async fn recovered(
     let pods = Pods::new(config.paths.cgroup_root.clone());
     let mut core = Core::new(config.resources, clock::boot_id(), host, pods, metrics);
     core.recover(found, &kubelet.held, clock::now()).await;
+    if !config.allow_unscrubbed {
+        core.set_cleared(BTreeSet::new(), clock::now()).await;
+    }
     Ok(core)
 }
 

@@ -67,6 +67,8 @@ pub struct Config {
     pub audit: AuditConfig,
     /// Memory that outlives the processes that use it.
     pub kept: KeptConfig,
+    /// Whether pods of several namespaces share GPUs whose driver was not seen to clear freed memory.
+    pub allow_unscrubbed: bool,
     /// Where metrics are served.
     pub http_listen: SocketAddr,
     /// Where the kubelet's probes are answered.
@@ -252,6 +254,7 @@ mod tests {
         assert_eq!(config.http_probes.port(), 9402);
         assert_eq!(config.audit.policy, AuditPolicy::Report);
         assert!(config.kept.enabled);
+        assert!(!config.allow_unscrubbed);
         assert_eq!(
             config.kept.vault_socket,
             Path::new("/run/bursar/vault/vault.sock")
@@ -293,6 +296,8 @@ mod tests {
             enabled = false
             vault-socket = "/v/vault.sock"
             worker = "/w/bursar-worker"
+            [sharing]
+            allow-unscrubbed = true
             [http]
             listen = "[::1]:9"
             probes = "[::1]:10"
@@ -341,6 +346,7 @@ mod tests {
                 vault_socket: "/v/vault.sock".into(),
                 worker: Some("/w/bursar-worker".into()),
             },
+            allow_unscrubbed: true,
             http_listen: "[::1]:9".parse().unwrap(),
             http_probes: "[::1]:10".parse().unwrap(),
         };

@@ -32,6 +32,8 @@ mod lives;
 mod measured;
 #[path = "leases/real.rs"]
 mod real;
+#[path = "leases/shared.rs"]
+mod shared;
 #[path = "leases/storm.rs"]
 mod storm;
 #[path = "leases/stuck.rs"]

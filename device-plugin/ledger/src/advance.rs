@@ -54,7 +54,10 @@ impl Ledger {
     pub(super) fn wait_reason(&self, id: ClaimId, now: Moment) -> WaitReason {
         let claim = &self.claims[&id];
         let queue = self.queue(claim.resource, now);
-        let bins = self.bins(claim.resource);
+        let bins = match claim.resource {
+            Resource::DeviceMemory => self.open_to(&claim.pod, &self.bins(claim.resource)),
+            Resource::ManagedMemory => self.bins(claim.resource),
+        };
         let largest = (0..bins.len())
             .filter(|&i| bins[i].capacity > 0)
             .max_by_key(|&i| (bins[i].free, Reverse(i)));
@@ -72,17 +75,17 @@ impl Ledger {
             gpus,
             largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
             largest_free_gpu,
+            barred: match claim.resource {
+                Resource::DeviceMemory => self.barred(id).cloned(),
+                Resource::ManagedMemory => None,
+            },
             ahead: queue.iter().take_while(|&&other| other != id).count(),
         }
     }
 
     /// What the binder would do now.
     pub(super) fn plan(&self, resource: Resource, now: Moment) -> Plan {
-        let queue: Vec<_> = self
-            .queue(resource, now)
-            .iter()
-            .map(|id| self.want_of(&self.claims[id]))
-            .collect();
+        let claims = self.queue(resource, now);
         let bins = self.bins(resource);
         let reserved = match resource {
             Resource::DeviceMemory => self
@@ -92,11 +95,16 @@ impl Ledger {
                 .collect(),
             Resource::ManagedMemory => vec![0; bins.len()],
         };
+        if resource == Resource::DeviceMemory && !self.is_shared() {
+            return self.plan_apart(bins, &reserved, &claims);
+        }
+        let wants = claims.iter().map(|id| self.want_of(&self.claims[id]));
+        let queue: Vec<_> = wants.collect();
         binder::plan(&bins, &reserved, &queue)
     }
 
     /// A waiter as the binder sees it.
-    fn want_of(&self, claim: &Claim) -> binder::Want {
+    pub(super) fn want_of(&self, claim: &Claim) -> binder::Want {
         let (bins, reserved) = match (&claim.state, claim.resource) {
             (
                 State::Waiting {
@@ -176,6 +184,9 @@ impl Ledger {
                     .collect(),
             ),
         };
+        let pod = claim.pod.clone();
+        self.note_tenant(&pod, &placement);
+        let claim = self.claims.get_mut(&id)?;
         match claim.state {
             State::Waiting {
                 call: Call::Open { .. },

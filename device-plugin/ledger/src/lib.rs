@@ -27,6 +27,7 @@
 //!   arrival; then the others, largest first.
 //! - Memory counts until the pod is gone, even if the kubelet has given its tokens away; what others may hold
 //!   of it then is leaked, and bound to nobody, until it is proven free.
+//! - A GPU whose driver was not seen to clear freed memory is for the pods of one namespace, once there is any.
 //! - A reservation keeps a GPU's free memory for one pod, and the queue gives it to nobody else.
 //! - Nothing here does I/O or reads a clock. Every event may come twice.
 //!
@@ -39,6 +40,7 @@ mod end;
 mod kept;
 mod leaked;
 mod reserved;
+mod sharing;
 mod snapshot;
 mod start;
 mod time;
@@ -54,6 +56,7 @@ use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, Tok
 use claim::{Booking, Claim, State};
 use leaked::Leaked;
 use reserved::{Reserved, Unheard};
+use sharing::Sharing;
 
 pub use claim::{HOLD, LATE, SENIORITY};
 pub use end::COLLECT_AGE;
@@ -85,6 +88,8 @@ pub struct Ledger {
     unheard: BTreeMap<GpuUuid, Unheard>,
     /// What kept leases have of GPUs that no bound container owns.
     kept: kept::Kept,
+    /// Which namespaces' pods may have memory of which GPUs.
+    sharing: Sharing,
     /// The next number for a claim, an arrival or a call.
     next: u64,
 }
@@ -109,6 +114,7 @@ impl Ledger {
             reserved: BTreeMap::new(),
             unheard: BTreeMap::new(),
             kept: BTreeMap::new(),
+            sharing: Sharing::default(),
             next: 0,
         }
     }
@@ -180,6 +186,7 @@ impl Ledger {
         if self.knows(id) {
             return false;
         }
+        self.note_tenant(&pod, &placement);
         let claim = self.claim_of(&pod, resource, &tokens);
         match claim.and_then(|claim| self.claims.get_mut(&claim)) {
             Some(claim) => {

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::claim::{Booking, Call, Claim, State};
 use super::leaked::Leaked;
 use super::reserved::Reserved;
+use super::sharing::{Past, Sharing};
 use super::time::Moment;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
@@ -28,6 +29,9 @@ pub struct Snapshot {
     reserved: Vec<(GpuUuid, Reserved)>,
     #[serde(default)]
     kept: super::kept::Kept,
+    /// None of an agent that shared all GPUs.
+    #[serde(default)]
+    past: Option<Past>,
     next: u64,
 }
 
@@ -69,6 +73,7 @@ impl Ledger {
             reserved,
             unheard: _,
             kept,
+            sharing,
             next,
         } = self.clone();
         Snapshot {
@@ -80,6 +85,7 @@ impl Ledger {
             leaked: leaked.into_iter().collect(),
             reserved: reserved.into_iter().collect(),
             kept,
+            past: Some(sharing.past),
             next,
         }
     }
@@ -103,8 +109,10 @@ impl Ledger {
             leaked,
             reserved,
             kept,
+            past,
             next,
         } = snapshot;
+        let past = past.unwrap_or_else(|| Past::unknown(gpus.iter().map(|(gpu, _)| gpu)));
         for (_, claim) in &mut claims {
             if let State::Waiting { call, .. } = &mut claim.state
                 && matches!(call, Call::Open { .. })
@@ -122,6 +130,10 @@ impl Ledger {
             reserved: reserved.into_iter().collect(),
             unheard: Default::default(),
             kept,
+            sharing: Sharing {
+                cleared: None,
+                past,
+            },
             next,
         })
     }

@@ -155,6 +155,9 @@ pub struct WaitReason {
     pub largest_free: Bytes,
     /// That GPU; none for managed memory, and none without a healthy GPU.
     pub largest_free_gpu: Option<GpuUuid>,
+    /// A healthy GPU that it gets nothing of, whatever is free: another namespace's pods had memory of it, and its
+    /// driver was not seen to clear that.
+    pub barred: Option<GpuUuid>,
     /// How many claims are before it in the queue.
     pub ahead: usize,
 }
@@ -171,6 +174,12 @@ impl fmt::Display for WaitReason {
         write!(f, ": largest free {}", self.largest_free)?;
         if let Some(gpu) = &self.largest_free_gpu {
             write!(f, " ({gpu})")?;
+        }
+        if let Some(gpu) = &self.barred {
+            write!(
+                f,
+                "; {gpu} is not shared with other namespaces: its driver was not seen to clear freed memory"
+            )?;
         }
         match self.ahead {
             0 => Ok(()),

@@ -36,6 +36,7 @@ pub(super) struct File {
     binding: Binding,
     audit: Audit,
     kept: Kept,
+    sharing: Sharing,
     http: Http,
 }
 
@@ -111,6 +112,12 @@ struct Kept {
     vault_socket: PathBuf,
     /// The one beside the agent's own program where it is left out.
     worker: Option<PathBuf>,
+}
+
+#[derive(Default, Deserialize)]
+#[serde(default, deny_unknown_fields, rename_all = "kebab-case")]
+struct Sharing {
+    allow_unscrubbed: bool,
 }
 
 #[derive(Deserialize)]
@@ -215,6 +222,7 @@ impl File {
             binding,
             audit,
             kept,
+            sharing: Sharing { allow_unscrubbed },
             http,
         } = self;
         Ok(Config {
@@ -225,6 +233,7 @@ impl File {
             bind_wait: wait(binding.wait)?,
             audit: audit.resolve()?,
             kept: kept.resolve()?,
+            allow_unscrubbed,
             http_listen: address("http.listen", http.listen, "[::]:9400")?,
             http_probes: address("http.probes", http.probes, "[::]:9402")?,
         })

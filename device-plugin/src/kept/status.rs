@@ -13,7 +13,9 @@ pub struct KeptStatus {
     pub enabled: bool,
     /// Whether the vault is there.
     pub heard: bool,
-    /// The GPUs that memory may not be kept on, and why.
+    /// The GPUs whose driver was seen to clear freed memory.
+    pub cleared: BTreeSet<GpuUuid>,
+    /// Those where it was not, so that no memory may be kept on them, and why.
     pub refused: BTreeMap<GpuUuid, String>,
     /// The GPUs whose worker hangs in the driver.
     pub stuck: BTreeSet<GpuUuid>,
@@ -34,7 +36,7 @@ pub(super) fn of(
         Verdict::NotScrubbed => Some("freed memory does not come back cleared".to_owned()),
         Verdict::Unseen(error) => Some(format!("not seen to clear freed memory: {error}")),
     };
-    let gpus = leases.gpus();
+    let is_cleared = |gpu: &&GpuUuid| verdicts.of_gpu(gpu, &with(gpu)) == Some(&Verdict::Scrubbed);
     let living = leases.living().into_iter().map(|(gpu, leases)| {
         let bytes = leases
             .values()
@@ -44,7 +46,9 @@ pub(super) fn of(
     KeptStatus {
         enabled,
         heard: leases.is_heard(),
-        refused: gpus
+        cleared: leases.gpus().filter(is_cleared).cloned().collect(),
+        refused: leases
+            .gpus()
             .filter_map(|gpu| Some((gpu.clone(), why(gpu)?)))
             .collect(),
         stuck: stuck.clone(),

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::watch::error::RecvError;
 use tokio::sync::{mpsc, oneshot, watch};
 use tracing::{debug, error};
 
@@ -17,6 +18,7 @@ use super::state::PodName;
 use crate::config::ResourcesConfig;
 use crate::drain::Drain;
 use crate::inventory::Inventory;
+use crate::kept::status::KeptStatus;
 use crate::kubelet::device_checkpoint::Held;
 use crate::kubelet::devices::{Devices, DevicesError};
 use crate::kubelet::plugin::{Allocator, NotBooked, NotBound};
@@ -92,6 +94,8 @@ pub struct Followed {
     pub stuck: watch::Receiver<BTreeSet<GpuUuid>>,
     /// Those that are drained.
     pub drain: watch::Receiver<Drain>,
+    /// Which GPUs' drivers were seen to clear freed memory; none where namespaces share all GPUs.
+    pub kept: Option<watch::Receiver<KeptStatus>>,
     /// What is ordered in the node's `GpuNode`; none before the API server told.
     pub orders: watch::Receiver<Option<Orders>>,
 }
@@ -304,6 +308,7 @@ impl Actor {
                 // It ends with the agent too.
                 Ok(()) = self.followed.stuck.changed() => self.take_inventory().await,
                 Ok(()) = self.followed.drain.changed() => self.take_inventory().await,
+                Ok(()) = changed(&mut self.followed.kept) => self.take_cleared().await,
                 // Without the API server nothing is ordered, and what was stands.
                 Ok(()) = self.followed.orders.changed() => self.take_orders().await,
                 _ = tick.tick() => {
@@ -368,6 +373,14 @@ impl Actor {
         self.publish();
     }
 
+    async fn take_cleared(&mut self) {
+        if let Some(kept) = &mut self.followed.kept {
+            let cleared = kept.borrow_and_update().cleared.clone();
+            self.core.set_cleared(cleared, clock::now()).await;
+            self.publish();
+        }
+    }
+
     async fn take_orders(&mut self) {
         let Some(Orders { reservations, .. }) = self.followed.orders.borrow_and_update().clone()
         else {
@@ -427,6 +440,14 @@ impl Actor {
                 let _ = commands.send(Command::KubeletKnows { held, listed }).await;
             }
         });
+    }
+}
+
+/// Returns when what is followed has changed; never where nothing is.
+async fn changed<T>(followed: &mut Option<watch::Receiver<T>>) -> Result<(), RecvError> {
+    match followed {
+        Some(followed) => followed.changed().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -227,6 +227,9 @@ impl<H: Host> Core<H> {
             self.ledger
                 .book(entry.allocation, resource, tokens.clone(), now);
         }
+        if let Some(name) = &name {
+            self.ledger.set_namespace(&pod, &name.namespace);
+        }
         let start = Start {
             resource,
             tokens: tokens.clone(),
@@ -287,6 +290,7 @@ impl<H: Host> Core<H> {
         if !gpus.is_empty() && std::mem::take(&mut self.unproven) {
             // Anybody may hold anything of them, for all that is known.
             for state in &gpus {
+                self.ledger.forget_tenants(&state.gpu.uuid);
                 self.ledger
                     .leak(state.gpu.uuid.clone(), state.gpu.memory, now);
             }
@@ -294,6 +298,13 @@ impl<H: Host> Core<H> {
         self.gpus = gpus;
         self.unsaved = true;
         self.advance(now).await;
+    }
+
+    /// Only these GPUs are for pods of several namespaces: their driver was seen to clear freed memory.
+    pub async fn set_cleared(&mut self, cleared: BTreeSet<GpuUuid>, now: Moment) {
+        if self.ledger.set_cleared(cleared) {
+            self.advance(now).await;
+        }
     }
 
     /// Holds GPUs for the pods that the operator makes room for.
@@ -421,7 +432,10 @@ impl<H: Host> Core<H> {
     /// The claims that wait, the longest waiting first.
     pub fn waits(&mut self) -> Vec<Wait> {
         self.waits.retain(|claim, _| self.ledger.waits(*claim));
-        let mut waits: Vec<Wait> = self.waits.values().cloned().collect();
+        // The operator would make room that a pod of this namespace does not get.
+        let waits = self.waits.iter();
+        let waits = waits.filter(|(claim, _)| self.ledger.barred(**claim).is_none());
+        let mut waits: Vec<Wait> = waits.map(|(_, wait)| wait.clone()).collect();
         waits.sort_by(|a, b| (a.since, &a.pod).cmp(&(b.since, &b.pod)));
         waits
     }

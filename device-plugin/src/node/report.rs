@@ -92,6 +92,7 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             audited(&around.audited),
             driver_limits(&around.limits),
             kept_memory(&around.kept),
+            memory_scrubbed(snapshot, &around.kept),
         ],
     }
 }
@@ -259,6 +260,7 @@ fn kept_memory(kept: &KeptStatus) -> Statement {
     let KeptStatus {
         enabled,
         heard,
+        cleared: _,
         refused,
         stuck,
         kept: _,
@@ -281,6 +283,26 @@ fn kept_memory(kept: &KeptStatus) -> Statement {
             names::OK,
             "memory can outlive the processes that use it",
         ),
+    }
+}
+
+fn memory_scrubbed(snapshot: &Snapshot, kept: &KeptStatus) -> Statement {
+    let says = |holds, reason, message: &str| {
+        Statement::new(names::MEMORY_SCRUBBED, holds, reason, message)
+    };
+    let mut gpus = snapshot.inventory.gpus().iter();
+    match kept.refused.iter().next() {
+        Some((gpu, why)) => says(
+            false,
+            names::NOT_SCRUBBED,
+            &format!(
+                "{gpu}: {why}; it is for one namespace until the node restarts, or set sharing.allowUnscrubbed"
+            ),
+        ),
+        None if gpus.all(|state| kept.cleared.contains(&state.gpu.uuid)) => {
+            says(true, names::OK, "freed memory comes back cleared")
+        }
+        None => pending(names::MEMORY_SCRUBBED, "not every GPU was looked at yet"),
     }
 }
 

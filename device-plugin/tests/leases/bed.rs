@@ -71,7 +71,18 @@ impl Bed {
 
     /// The same with this configuration of the simulated driver, and no vault.
     pub(crate) async fn with_driver(config: &str) -> Bed {
-        let mut machine = Machine::with_driver(config).await;
+        let mut machine = Self::machine(config).await;
+        machine.start_agent();
+        machine.kubelet.until_allocatable(GPU, 32).await;
+        Bed {
+            machine,
+            vault: None,
+        }
+    }
+
+    /// The machine, whose agent has a worker and is to be started.
+    pub(crate) async fn machine(config: &str) -> Machine {
+        let machine = Machine::with_driver(config).await;
         container::configure(&machine, "");
         let config = fs::read_to_string(machine.path("agent.toml")).unwrap();
         let worker = programs().join("bursar-worker");
@@ -80,12 +91,7 @@ impl Bed {
             worker.to_str().unwrap(),
         );
         fs::write(machine.path("agent.toml"), config).unwrap();
-        machine.start_agent();
-        machine.kubelet.until_allocatable(GPU, 32).await;
-        Bed {
-            machine,
-            vault: None,
-        }
+        machine
     }
 
     pub(crate) fn start_vault(&mut self) {

@@ -99,6 +99,7 @@ fn around() -> Around {
         kept: KeptStatus {
             enabled: true,
             heard: true,
+            cleared: [uuid()].into(),
             ..KeptStatus::default()
         },
     }
@@ -499,7 +500,13 @@ fn why_no_memory_is_kept_is_told_and_keeps_no_node_from_being_ready() {
         around.kept = kept;
         let report = report(&snapshot(), &around);
         assert!(report.conditions.iter().all(|said| !said.is_amiss()));
-        condition(&report, names::KEPT_MEMORY)
+        let of = |type_| condition(&report, type_);
+        let scrubbed = of(names::MEMORY_SCRUBBED);
+        assert_eq!(
+            scrubbed.1 == names::NOT_SCRUBBED,
+            !around.kept.refused.is_empty()
+        );
+        of(names::KEPT_MEMORY)
     };
     let well = around().kept;
     assert_eq!(said(well.clone()), (Some(true), names::OK));

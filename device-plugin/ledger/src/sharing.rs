@@ -1,0 +1,364 @@
+//! Keeps GPUs whose driver was not seen to clear freed memory to the pods of one namespace.
+//!
+//! What a pod leaves on such a GPU can be read after its end. So the GPU belongs to the namespace of the first pod that
+//! has memory of it for as long as the ledger lives, which is the boot. A pod whose namespace is not known gets none.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::Ledger;
+use super::binder::{self, Bin, Plan};
+use super::types::{ClaimId, Health, Placement};
+use crate::units::{GpuUuid, PodUid};
+
+/// Who may share what.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Sharing {
+    /// The GPUs that pods of several namespaces share; without such a set all GPUs are.
+    pub(super) cleared: Option<BTreeSet<GpuUuid>>,
+    /// What the checkpoint keeps.
+    pub(super) past: Past,
+}
+
+/// Whose pods had memory of which GPU in this boot.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Past {
+    /// The namespaces of pods, as far as they are known.
+    namespaces: BTreeMap<PodUid, String>,
+    tenants: BTreeMap<GpuUuid, Tenants>,
+}
+
+/// Whose pods had memory of a GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+enum Tenants {
+    /// Only those of this namespace.
+    One(String),
+    /// Those of several, or of one that is not known.
+    Several,
+}
+
+impl Past {
+    /// The past of GPUs of which it is not known.
+    pub(super) fn unknown<'a>(gpus: impl IntoIterator<Item = &'a GpuUuid>) -> Past {
+        let several = |gpu: &GpuUuid| (gpu.clone(), Tenants::Several);
+        Past {
+            namespaces: BTreeMap::new(),
+            tenants: gpus.into_iter().map(several).collect(),
+        }
+    }
+
+    /// The pod has memory of the GPU.
+    pub(super) fn note(&mut self, gpu: &GpuUuid, pod: &PodUid) {
+        let tenants = match (self.namespaces.get(pod), self.tenants.get(gpu)) {
+            (Some(namespace), None) => Tenants::One(namespace.clone()),
+            (Some(namespace), Some(Tenants::One(other))) if namespace == other => return,
+            _ => Tenants::Several,
+        };
+        self.tenants.insert(gpu.clone(), tenants);
+    }
+
+    fn is_of(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
+        match (self.namespaces.get(pod), self.tenants.get(gpu)) {
+            (Some(_), None) => true,
+            (Some(namespace), Some(Tenants::One(tenant))) => namespace == tenant,
+            (None, _) | (_, Some(Tenants::Several)) => false,
+        }
+    }
+}
+
+impl Sharing {
+    /// Whether the pod may have memory of the GPU.
+    fn is_open(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
+        let cleared = self.cleared.as_ref();
+        cleared.is_none_or(|cleared| cleared.contains(gpu)) || self.past.is_of(gpu, pod)
+    }
+}
+
+impl Ledger {
+    /// From now on only these GPUs are for pods of several namespaces. Says whether that is new.
+    pub fn set_cleared(&mut self, cleared: BTreeSet<GpuUuid>) -> bool {
+        let cleared = Some(cleared);
+        let news = self.sharing.cleared != cleared;
+        self.sharing.cleared = cleared;
+        news
+    }
+
+    /// The namespace of a pod that is about to start.
+    pub fn set_namespace(&mut self, pod: &PodUid, namespace: &str) {
+        let pods: BTreeSet<PodUid> = self.pods().into_iter().cloned().collect();
+        let namespaces = &mut self.sharing.past.namespaces;
+        namespaces.retain(|known, _| pods.contains(known));
+        namespaces.insert(pod.clone(), namespace.to_owned());
+    }
+
+    /// Nobody knows any more whose pods had memory of a GPU.
+    pub fn forget_tenants(&mut self, gpu: &GpuUuid) {
+        let tenants = &mut self.sharing.past.tenants;
+        tenants.insert(gpu.clone(), Tenants::Several);
+    }
+
+    /// The pod has this memory from now on.
+    pub(super) fn note_tenant(&mut self, pod: &PodUid, placement: &Placement) {
+        if let Placement::Device(shares) = placement {
+            for share in shares {
+                self.sharing.past.note(&share.gpu, pod);
+            }
+        }
+    }
+
+    /// A healthy GPU that the claim's pod may have no memory of, whatever is free.
+    pub fn barred(&self, claim: ClaimId) -> Option<&GpuUuid> {
+        let pod = &self.claims.get(&claim)?.pod;
+        let mut gpus = self.gpus.iter();
+        let barred = gpus
+            .find(|(uuid, gpu)| gpu.health == Health::Healthy && !self.sharing.is_open(uuid, pod));
+        barred.map(|(uuid, _)| uuid)
+    }
+
+    /// Whether every pod may have memory of every GPU.
+    pub(super) fn is_shared(&self) -> bool {
+        let cleared = self.sharing.cleared.as_ref();
+        cleared.is_none_or(|cleared| self.gpus.keys().all(|gpu| cleared.contains(gpu)))
+    }
+
+    /// The GPUs as bins, of which those have no room that are not open to the pod.
+    pub(super) fn open_to(&self, pod: &PodUid, bins: &[Bin]) -> Vec<Bin> {
+        open(&self.sharing, self.gpus.keys(), pod, bins)
+    }
+
+    /// What the binder would do where not every GPU is for every pod: the waiters are placed one by one, each among the
+    /// GPUs that are open to it by then.
+    pub(super) fn plan_apart(
+        &self,
+        mut bins: Vec<Bin>,
+        reserved: &[u32],
+        queue: &[ClaimId],
+    ) -> Plan {
+        let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
+        let mut sharing = self.sharing.clone();
+        let (mut places, mut waits) = (Vec::with_capacity(queue.len()), false);
+        let mut kept: Vec<u32> = bins
+            .iter()
+            .zip(reserved)
+            .map(|(bin, reserved)| bin.free.min(*reserved))
+            .collect();
+        for id in queue {
+            let claim = &self.claims[id];
+            let want = self.want_of(claim);
+            let has_own = want.reserved.is_some();
+            let open = open(&sharing, self.gpus.keys(), &claim.pod, &bins);
+            let mut step = binder::plan(&open, &kept, &[want]);
+            let place = step.places.pop().flatten();
+            // Only the first that waits keeps memory for itself.
+            if place.is_some() || !(waits || has_own) {
+                waits |= place.is_none();
+                let news = open.iter().zip(step.kept).enumerate();
+                for (index, (_, step)) in news.filter(|(_, (bin, _))| bin.capacity > 0) {
+                    kept[index] = step;
+                }
+            }
+            for &(index, share) in place.iter().flatten() {
+                bins[index].free -= share;
+                sharing.past.note(uuids[index], &claim.pod);
+            }
+            places.push(place);
+        }
+        Plan { places, kept }
+    }
+}
+
+fn open<'a>(
+    sharing: &Sharing,
+    gpus: impl Iterator<Item = &'a GpuUuid>,
+    pod: &PodUid,
+    bins: &[Bin],
+) -> Vec<Bin> {
+    let mut bins = bins.to_vec();
+    for (gpu, bin) in gpus.zip(&mut bins) {
+        if !sharing.is_open(gpu, pod) {
+            (bin.capacity, bin.free) = (0, 0);
+        }
+    }
+    bins
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::units::{AllocationId, Quanta, Quantum, Resource, TokenSet};
+    use crate::{Answer, Gpu, Moment, Shape, Start};
+
+    const NOW: Moment = Moment(0);
+
+    /// Two GPUs of 8 quanta, neither of them seen to be cleared.
+    fn ledger() -> Ledger {
+        let mut ledger = Ledger::new(Quantum::Gib1);
+        ledger.set_gpus(["GPU-a", "GPU-b"].map(|uuid| Gpu {
+            uuid: uuid.parse().unwrap(),
+            capacity: Quanta(8),
+            health: Health::Healthy,
+        }));
+        ledger.set_cleared(BTreeSet::new());
+        ledger
+    }
+
+    fn cleared(gpus: &[&str]) -> BTreeSet<GpuUuid> {
+        gpus.iter().map(|gpu| gpu.parse().unwrap()).collect()
+    }
+
+    /// A pod of a namespace starts; its name begins with the namespace's.
+    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> Answer {
+        let uid: PodUid = pod.parse().unwrap();
+        if let Some((namespace, _)) = pod.split_once('-') {
+            ledger.set_namespace(&uid, namespace);
+        }
+        let tokens = TokenSet::from_indexes(first..first + quanta).unwrap();
+        let resource = Resource::DeviceMemory;
+        let id = AllocationId::from_bits(first.into());
+        ledger.book(id, resource, tokens.clone(), NOW);
+        let start = Start {
+            resource,
+            tokens,
+            pod: uid,
+            shape: Shape::default(),
+            priority: Default::default(),
+        };
+        ledger.start(start, NOW).unwrap().answer
+    }
+
+    /// The GPUs on which a pod has memory.
+    fn gpus_of(ledger: &Ledger, pod: &str) -> Vec<String> {
+        let gpus = ledger.view(NOW).gpus;
+        let of_pod = gpus
+            .iter()
+            .filter(|gpu| gpu.pods.keys().any(|uid| uid.as_str() == pod));
+        of_pod.map(|gpu| gpu.uuid.to_string()).collect()
+    }
+
+    #[test]
+    fn unscrubbed_gpu_is_its_first_namespaces_for_good() {
+        let mut ledger = ledger();
+        assert!(matches!(
+            start(&mut ledger, "one-a", 0, 4),
+            Answer::Bound(_)
+        ));
+        // The fuller GPU would fit best.
+        assert!(matches!(
+            start(&mut ledger, "two-a", 10, 4),
+            Answer::Bound(_)
+        ));
+        assert_eq!(gpus_of(&ledger, "two-a"), ["GPU-b"]);
+        let Answer::Wait(ticket, reason) = start(&mut ledger, "three-a", 20, 2) else {
+            panic!("bound")
+        };
+        let text = reason.to_string();
+        assert!(
+            text.contains("GPU-a is not shared with other namespaces"),
+            "{text}"
+        );
+        assert_eq!(
+            ledger.barred(ticket.claim).map(GpuUuid::as_str),
+            Some("GPU-a")
+        );
+        assert!(matches!(
+            start(&mut ledger, "one-b", 30, 4),
+            Answer::Bound(_)
+        ));
+        assert_eq!(gpus_of(&ledger, "one-b"), ["GPU-a"]);
+        // What ended pods left is there still, after the agent's restart too.
+        ledger.pod_gone(&"two-a".parse().unwrap());
+        let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
+        ledger.set_cleared(BTreeSet::new());
+        assert!(ledger.advance(NOW).is_empty());
+        assert!(matches!(
+            start(&mut ledger, "three-a", 20, 2),
+            Answer::Wait(..)
+        ));
+        assert!(ledger.advance(NOW).is_empty());
+        assert!(ledger.set_cleared(cleared(&["GPU-b"])));
+        assert_eq!(ledger.advance(NOW).len(), 1);
+        assert_eq!(gpus_of(&ledger, "three-a"), ["GPU-b"]);
+    }
+
+    #[test]
+    fn pod_of_unknown_namespace_has_no_unscrubbed_gpu() {
+        let mut ledger = ledger();
+        assert!(matches!(
+            start(&mut ledger, "nameless", 0, 4),
+            Answer::Wait(..)
+        ));
+        ledger.set_cleared(cleared(&["GPU-b"]));
+        assert_eq!(ledger.advance(NOW).len(), 1);
+        assert_eq!(gpus_of(&ledger, "nameless"), ["GPU-b"]);
+        // From here on nobody knows who shares it, if it should turn out not to be cleared.
+        ledger.set_cleared(BTreeSet::new());
+        assert!(matches!(
+            start(&mut ledger, "one-a", 10, 4),
+            Answer::Bound(_)
+        ));
+        assert_eq!(gpus_of(&ledger, "one-a"), ["GPU-a"]);
+    }
+
+    #[test]
+    fn past_of_an_older_agent_or_a_lost_one_is_everybodys() {
+        let mut first = ledger();
+        assert!(matches!(start(&mut first, "one-a", 0, 4), Answer::Bound(_)));
+        let mut older = serde_json::to_value(first.snapshot()).unwrap();
+        older.as_object_mut().unwrap().remove("past");
+        let older = serde_json::from_value(older).unwrap();
+        let mut lost = ledger();
+        for gpu in cleared(&["GPU-a", "GPU-b"]) {
+            lost.forget_tenants(&gpu);
+        }
+        let restored = Ledger::restore(older, Quantum::Gib1, NOW).unwrap();
+        for mut ledger in [restored, lost] {
+            ledger.set_cleared(BTreeSet::new());
+            assert!(matches!(
+                start(&mut ledger, "one-b", 10, 2),
+                Answer::Wait(..)
+            ));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_unscrubbed_gpu_has_pods_of_two_namespaces_in_a_boot(
+            steps in proptest::collection::vec((0..3_usize, 1..9_u16, 0..4_u8), 1..40),
+        ) {
+            let mut ledger = ledger();
+            ledger.set_cleared(cleared(&["GPU-b"]));
+            let (mut tenants, mut pods) = (BTreeSet::new(), Vec::<String>::new());
+            for (number, (namespace, quanta, what)) in steps.into_iter().enumerate() {
+                let pod = format!("{}-{number}", ["one", "two", "three"][namespace]);
+                match what {
+                    0 if !pods.is_empty() => {
+                        let gone = pods.remove(number % pods.len());
+                        ledger.pod_gone(&gone.parse().unwrap());
+                    }
+                    1 => {
+                        let snapshot = ledger.snapshot();
+                        ledger = Ledger::restore(snapshot, Quantum::Gib1, NOW).unwrap();
+                        ledger.set_cleared(cleared(&["GPU-b"]));
+                    }
+                    _ => {
+                        let _ = start(&mut ledger, &pod, 10 * number as u16, quanta);
+                        pods.push(pod);
+                    }
+                }
+                ledger.advance(NOW);
+                let view = ledger.view(NOW);
+                for uid in view.gpus[0].pods.keys() {
+                    let (namespace, _) = uid.as_str().split_once('-').unwrap();
+                    tenants.insert(namespace.to_owned());
+                }
+                prop_assert!(tenants.len() <= 1, "{tenants:?}");
+                prop_assert!(view.gpus.iter().all(|gpu| gpu.bound <= gpu.capacity));
+            }
+        }
+    }
+}
