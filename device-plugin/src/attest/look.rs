@@ -497,16 +497,21 @@ impl Attestor {
         around: &Around,
         room: &mut u64,
     ) -> (BTreeMap<u32, bool>, Option<Lack>) {
-        let due = processes.iter().copied();
-        let mut due: Vec<(u32, Stat)> = due.filter(|it| self.is_due(*it, around.now)).collect();
-        for (pid, _) in &due {
-            self.waiting.entry(*pid).or_insert(around.now);
+        let mut due = Vec::new();
+        for &(pid, stat) in processes {
+            if self.is_due((pid, stat), around.now) {
+                self.waiting.entry(pid).or_insert(around.now);
+                due.push((pid, stat));
+            } else {
+                self.waiting.remove(&pid);
+            }
         }
         due.sort_by_key(|(pid, _)| self.waiting.get(pid).copied());
         for (pid, stat) in due {
             if *room == 0 {
                 break;
             }
+            self.waiting.remove(&pid);
             let (uses, read) = match self.uses(pid, first, around) {
                 Ok(Some((uses, read))) => (Some(uses), read),
                 Ok(None) => continue,
@@ -517,7 +522,6 @@ impl Attestor {
                 }
             };
             *room = room.saturating_sub(read);
-            self.waiting.remove(&pid);
             let at = around.now;
             self.processes.insert(pid, Seen { stat, uses, at });
         }

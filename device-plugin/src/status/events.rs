@@ -300,9 +300,11 @@ fn event(said: &Said, node: &str) -> Event {
     note.truncate(note.floor_char_boundary(LONGEST));
     let regarding = reference(&said.about, node);
     let name = regarding.name.as_deref().unwrap_or_default();
+    let now = Timestamp::now();
     Event {
         metadata: ObjectMeta {
-            generate_name: Some(format!("{name}.")),
+            // As client-go names them.
+            name: Some(format!("{name}.{:x}", now.as_nanosecond())),
             namespace: Some(said.about.namespace().to_owned()),
             ..ObjectMeta::default()
         },
@@ -313,7 +315,7 @@ fn event(said: &Said, node: &str) -> Event {
         reason: Some(said.reason.as_str().to_owned()),
         action: Some(said.reason.as_str().to_owned()),
         note: Some(note),
-        event_time: Some(MicroTime(Timestamp::now())),
+        event_time: Some(MicroTime(now)),
         reporting_controller: Some(AGENT_MANAGER.to_owned()),
         reporting_instance: Some(node.to_owned()),
         regarding: Some(regarding),
@@ -635,5 +637,43 @@ mod tests {
                 .encode()
                 .contains("bursar_agent_events_dropped_total 3")
         );
+    }
+
+    #[tokio::test]
+    async fn what_is_said_again_is_counted_in_its_event() {
+        use axum::body::{Body, to_bytes};
+        use axum::http::{Request, Response};
+
+        let (sent, mut seen) = mpsc::channel(4);
+        let server = tower::service_fn(move |request: Request<kube::client::Body>| {
+            let sent = sent.clone();
+            async move {
+                let what = format!("{} {}", request.method(), request.uri().path());
+                let body = to_bytes(Body::new(request.into_body()), usize::MAX).await?;
+                let mut event = serde_json::from_slice::<serde_json::Value>(&body).unwrap();
+                let count = event["series"]["count"].clone();
+                sent.send((what, count)).await.unwrap();
+                event["metadata"]["name"] = "p.1".into();
+                Ok::<_, axum::Error>(Response::new(Body::from(event.to_string())))
+            }
+        });
+        let client = Client::new(server, "default");
+        let (events, outbox) = Events::new(Metrics::new());
+        let about = of_pod("p", "over its quota");
+        let About::Pod(pod) = &about.about else {
+            unreachable!("it is about a pod")
+        };
+        for _ in 0..1_000 {
+            events.on_pod(pod.clone(), about.reason, about.message.clone());
+        }
+        let name = create(&client, "node-1", &about).await.unwrap();
+        lock(&outbox.gate).is_called(&about, name);
+        let repeated = lock(&outbox.gate).repeated();
+        count(&client, repeated).await;
+        let events = "/apis/events.k8s.io/v1/namespaces/n/events";
+        let made = (format!("POST {events}"), serde_json::Value::Null);
+        assert_eq!(seen.recv().await, Some(made));
+        let counted = (format!("PATCH {events}/p.1"), 1_000.into());
+        assert_eq!(seen.recv().await, Some(counted));
     }
 }
