@@ -45,6 +45,9 @@ macro_rules! bits {
 }
 bits!(AtomicU64);
 
+/// How often the agent tries to change a word: threads of a tenant process may write it without pause.
+const TRIES: u32 = 1000;
+
 /// A word in memory.
 #[derive(Debug, Default)]
 #[repr(transparent)]
@@ -68,7 +71,8 @@ impl<A: Bits> Cell<A> {
 
     /// See [`crate::page::Slot::grant`].
     pub(crate) fn grant(&self, n: u32) -> bool {
-        self.update(|word| word.grant(n).ok_or(())).is_ok()
+        self.update_within(TRIES, |word| word.grant(n).ok_or(()))
+            .is_some_and(|granted| granted.is_ok())
     }
 
     /// See [`crate::page::Slot::take_back`].
@@ -77,8 +81,8 @@ impl<A: Bits> Cell<A> {
             (_, 0) => Err(()),
             (after, _) => Ok(after),
         };
-        self.update(step)
-            .map_or(0, |before| before.take_back(at_most).1)
+        let before = self.update_within(TRIES, step).and_then(Result::ok);
+        before.map_or(0, |before| before.take_back(at_most).1)
     }
 
     /// See [`crate::page::Slot::set`].
@@ -102,7 +106,67 @@ impl<A: Bits> Cell<A> {
             }
         }
     }
+
+    /// The same in so many tries; none where each failed.
+    fn update_within<E>(
+        &self,
+        tries: u32,
+        step: impl Fn(Word) -> Result<Word, E>,
+    ) -> Option<Result<Word, E>> {
+        let mut bits = self.0.load(Ordering::Relaxed);
+        for _ in 0..tries {
+            let after = match step(Word::unpack(bits)) {
+                Ok(after) => after.pack(),
+                Err(error) => return Some(Err(error)),
+            };
+            match self.0.replace(bits, after) {
+                Ok(before) => return Some(Ok(Word::unpack(before))),
+                Err(now) => bits = now,
+            }
+        }
+        None
+    }
 }
 
 #[cfg(test)]
 mod model;
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use super::*;
+
+    /// Another thread is always quicker.
+    #[derive(Default)]
+    struct Contended(AtomicU32);
+
+    impl Bits for Contended {
+        fn load(&self, _order: Ordering) -> u64 {
+            let word: Word = Word {
+                granted: 5,
+                used: 2,
+            };
+            word.pack()
+        }
+
+        fn store(&self, _bits: u64, _order: Ordering) {}
+
+        fn swap(&self, bits: u64, _order: Ordering) -> u64 {
+            bits
+        }
+
+        fn replace(&self, from: u64, _to: u64) -> Result<u64, u64> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            Err(from)
+        }
+    }
+
+    #[test]
+    fn agent_gives_up_when_a_word_is_written_without_pause() {
+        let cell = Cell(Contended::default());
+        assert!(!cell.grant(1));
+        assert_eq!(cell.take_back(1), 0);
+        assert_eq!(cell.0.0.load(Ordering::Relaxed), 2 * TRIES);
+    }
+}

@@ -106,6 +106,8 @@ struct Member {
     uses_page: bool,
     /// The most of its use that it had exported whenever it told, by account.
     exported: Vec<Units>,
+    /// Whether a grant did not go into its page, which it never does to a process that charges: it gets nothing more.
+    spoiled: bool,
     /// Ends the task that looks after it, when another takes over.
     ended: CancellationToken,
 }
@@ -243,6 +245,7 @@ impl Container {
                     page_fd: None,
                     uses_page: false,
                     exported,
+                    spoiled: false,
                     ended,
                 },
             );
@@ -280,13 +283,14 @@ impl Container {
             }
             Reason::Busy
         })?;
-        let (mut exported, mut generation) = (Vec::new(), None);
+        let (mut exported, mut generation, mut spoiled) = (Vec::new(), None, false);
         let before = self.members.remove(&pid);
         let replaced = before.is_some() && !known;
         if let Some(before) = before {
             before.ended.cancel();
             exported = before.exported();
             generation = Some(before.generation).filter(|_| known);
+            spoiled = known && before.spoiled;
             if !known {
                 self.credit.retire(pid, &std::mem::take(&mut exported));
                 self.retired_at = Some(Instant::now());
@@ -314,6 +318,7 @@ impl Container {
                 page_fd: Some(Arc::clone(&fd)),
                 uses_page: false,
                 exported,
+                spoiled,
                 ended: ended.clone(),
             },
         );
@@ -498,21 +503,24 @@ impl Container {
         granted.map_err(|_| Why::Quota)
     }
 
-    /// Credit of the books into the process's page.
+    /// Credit of the books into the process's page. A page that it has moved away from is frozen; any other that takes
+    /// none is written to without pause, or was.
     fn hand_out(&mut self, pid: u32, index: usize, units: Units) -> Result<Units, Why> {
-        let page = self
-            .members
-            .get(&pid)
-            .and_then(|member| member.page.as_ref());
-        if page
-            .and_then(|page| page.slot(index))
-            .is_some_and(|slot| slot.grant(units))
-        {
-            Ok(units)
-        } else {
-            self.credit.give_back(pid, index, units);
-            Err(Why::NoPage)
+        let member = self.members.get_mut(&pid);
+        let granted = member.is_some_and(|member| {
+            let page = member.page.as_ref();
+            let Some(slot) = page.and_then(|page| page.slot(index)) else {
+                return false;
+            };
+            let granted = slot.grant(units);
+            member.spoiled |= !granted && !slot.word().is_frozen();
+            granted
+        });
+        if granted {
+            return Ok(units);
         }
+        self.credit.give_back(pid, index, units);
+        Err(Why::NoPage)
     }
 
     /// A process image ended. What it had stays charged.

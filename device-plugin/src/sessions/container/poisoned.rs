@@ -138,7 +138,7 @@ impl Container {
     /// Whether a process's image gets nothing more.
     pub(super) fn is_fenced(&self, pid: u32) -> bool {
         let member = self.members.get(&pid);
-        self.drained || member.is_some_and(|member| self.fence(member).is_some())
+        self.drained || member.is_some_and(|member| member.spoiled || self.fence(member).is_some())
     }
 
     /// Tells every process in its page whether it gets nothing more, and why.

@@ -93,3 +93,34 @@ fn hello_waits_for_the_record_when_writes_are_late() {
     let (_, known) = fixture.restart();
     assert!(known.iter().any(|known| known.process == process));
 }
+
+#[test]
+fn image_gets_nothing_more_when_its_page_took_no_grant() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    let (page, other) = (
+        hello(&mut container, 1, 7).unwrap(),
+        hello(&mut container, 2, 7),
+    );
+    // As many units as a word can hold: it takes none of the agent's.
+    page.slot(0).unwrap().set(Word {
+        granted: u32::MAX - 1,
+        used: 0,
+    });
+    assert!(!is_granted(&container.request(1, 0, units(MIB))));
+    assert_eq!(container.credit.granted(0), Units::ZERO);
+    for image in [7, 7] {
+        assert_eq!(
+            container.request(1, 0, units(MIB)),
+            ToShim::Fenced { account: 0 }
+        );
+        let again = hello(&mut container, 1, image).unwrap();
+        assert_eq!(again.slot(0).unwrap().word().granted, 0);
+    }
+    assert!(other.is_ok() && is_granted(&container.request(2, 0, units(MIB))));
+    hello(&mut container, 1, 8).unwrap();
+    assert!(
+        is_granted(&container.request(1, 0, units(MIB))),
+        "another image"
+    );
+}
