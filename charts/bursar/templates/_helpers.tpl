@@ -47,8 +47,8 @@ bursar.dev/managed-memory-{{ include "bursar.unit" . }}
 object.spec.containers + object.spec.?initContainers.orValue([])
 {{- end }}
 
-{{/* CEL: the containers that a request brings: all where a pod is created, and those that are added to it later. The
-others of a pod that is there may be older than a policy. */}}
+{{/* CEL: the containers that a request brings: all where a pod is created, and those that are added
+to it later. The others of a pod that is there may be older than a policy. */}}
 {{- define "bursar.cel.added" -}}
 oldObject == null ? dyn({{ include "bursar.cel.containers" . }}) : dyn(object.spec.?ephemeralContainers.orValue([])
 .filter(c, !oldObject.spec.?ephemeralContainers.orValue([]).exists(o, o.name == c.name)))

@@ -20,8 +20,8 @@ pub(super) const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 const SETTLED: SignedDuration = SignedDuration::from_secs(5);
 
 /// The pods to end so that the rest fits `terms`, in force since `since`: borrowed before guaranteed, the
-/// newest first, none that is not needed. Pods of Jobs that would fail by it are passed over, for they end anyway;
-/// but no borrowers.
+/// newest first, none that is not needed. Pods of Jobs that would fail by it are passed over, for
+/// they end anyway; but no borrowers.
 pub fn surplus(
     terms: &Terms,
     pods: &[(String, Demand)],
