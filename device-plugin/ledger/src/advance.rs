@@ -1,6 +1,7 @@
 //! Waiters get memory: the queue goes through the binder.
 
 use std::cmp::Reverse;
+use std::collections::BTreeSet;
 
 use super::Ledger;
 use super::binder::{self, Bin, Part, Plan};
@@ -17,12 +18,17 @@ impl Ledger {
         self.expire(now);
         let mut bound = Vec::new();
         for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
-            let queue = self.queue(resource, now);
-            let plan = self.plan(resource, now);
-            for (id, parts) in queue.into_iter().zip(plan.places) {
-                if let Some(parts) = parts {
-                    bound.extend(self.give(id, &parts));
+            let (queue, plan) = self.plan(resource, now);
+            for (id, places) in queue.into_iter().zip(plan.places) {
+                if let Some(places) = places {
+                    bound.extend(self.give(id, &places));
                 }
+            }
+        }
+        // One waiter of a pod is planned for; the pod's others have their places with it.
+        for id in self.queue(Resource::DeviceMemory, now) {
+            if let Some(placement) = self.held_place(&self.claims[&id]) {
+                bound.extend(self.hand_over(id, placement));
             }
         }
         bound
@@ -32,16 +38,10 @@ impl Ledger {
     pub(super) fn bind_if_due(&mut self, id: ClaimId, now: Moment) -> Option<Binding> {
         self.expire(now);
         let resource = self.claims.get(&id)?.resource;
-        let position = self
-            .queue(resource, now)
-            .iter()
-            .position(|&in_queue| in_queue == id)?;
-        let parts = self
-            .plan(resource, now)
-            .places
-            .into_iter()
-            .nth(position)??;
-        self.give(id, &parts)
+        let (queue, plan) = self.plan(resource, now);
+        let position = queue.iter().position(|&in_queue| in_queue == id)?;
+        let places = plan.places.into_iter().nth(position)??;
+        self.give(id, &places)
     }
 
     /// Why the claim waits now; none where it does not wait.
@@ -61,7 +61,14 @@ impl Ledger {
         let largest = (0..bins.len())
             .filter(|&i| bins[i].capacity > 0)
             .max_by_key(|&i| (bins[i].free, Reverse(i)));
-        let shares = binder::shares(&bins, self.want_of(claim));
+        let want = self.want_of(claim);
+        let quanta = claim.tokens.quanta().0;
+        let shares = binder::shares(&bins, quanta, want.bins);
+        let beyond_instance = shares.is_none() && {
+            let capacities = bins.iter().filter(|bin| !bin.joins).map(|bin| bin.capacity);
+            capacities.sum::<u32>() >= quanta
+        };
+        let shares = shares.filter(|_| binder::could_hold(&bins, &want));
         let (gpus, largest_free_gpu) = match claim.resource {
             Resource::ManagedMemory => (None, None),
             Resource::DeviceMemory => (
@@ -69,10 +76,15 @@ impl Ledger {
                 largest.and_then(|i| self.gpus.keys().nth(i).cloned()),
             ),
         };
+        let others = want.quanta.iter().skip(1);
         WaitReason {
             resource: claim.resource,
             needed: claim.tokens.quanta().bytes(self.quantum),
+            others: others
+                .map(|quanta| Quanta(*quanta).bytes(self.quantum))
+                .collect(),
             gpus,
+            beyond_instance,
             largest_free: Quanta(largest.map_or(0, |i| bins[i].free)).bytes(self.quantum),
             largest_free_gpu,
             barred: match claim.resource {
@@ -83,9 +95,14 @@ impl Ledger {
         }
     }
 
-    /// What the binder would do now.
-    pub(super) fn plan(&self, resource: Resource, now: Moment) -> Plan {
-        let claims = self.queue(resource, now);
+    /// What the binder would do now, and for whom: one waiter of each pod whose containers are placed together.
+    pub(super) fn plan(&self, resource: Resource, now: Moment) -> (Vec<ClaimId>, Plan) {
+        let mut queue = self.queue(resource, now);
+        let mut pods = BTreeSet::new();
+        queue.retain(|id| {
+            let claim = &self.claims[id];
+            self.placed_with(claim).len() == 1 || pods.insert(&claim.pod)
+        });
         let bins = self.bins(resource);
         let reserved = match resource {
             Resource::DeviceMemory => self
@@ -95,12 +112,13 @@ impl Ledger {
                 .collect(),
             Resource::ManagedMemory => vec![0; bins.len()],
         };
-        if resource == Resource::DeviceMemory && !self.is_shared() {
-            return self.plan_apart(bins, &reserved, &claims);
-        }
-        let wants = claims.iter().map(|id| self.want_of(&self.claims[id]));
-        let queue: Vec<_> = wants.collect();
-        binder::plan(&bins, &reserved, &queue)
+        let plan = if resource == Resource::DeviceMemory && !self.is_shared() {
+            self.plan_apart(bins, &reserved, &queue)
+        } else {
+            let wants = queue.iter().map(|id| self.want_of(&self.claims[id]));
+            binder::plan(&bins, &reserved, &wants.collect::<Vec<_>>())
+        };
+        (queue, plan)
     }
 
     /// A waiter as the binder sees it.
@@ -115,11 +133,15 @@ impl Ledger {
             ) => (shape.gpus.get(), self.gpu_reserved_for(&claim.pod)),
             _ => (1, None),
         };
-        binder::Want {
-            quanta: claim.tokens.quanta().0,
+        let mut want = binder::Want {
+            quanta: vec![claim.tokens.quanta().0],
             bins,
             reserved,
-        }
+            bound: Vec::new(),
+            alive: vec![1],
+        };
+        self.complete(claim, &mut want);
+        want
     }
 
     /// The waiters that somebody waits for or will soon come back for, most urgent first.
@@ -145,6 +167,7 @@ impl Ledger {
             Resource::ManagedMemory => vec![Bin {
                 capacity: self.managed.0,
                 free: self.managed.saturating_sub(self.managed_bound()).0,
+                joins: true,
             }],
             Resource::DeviceMemory => {
                 let used = self.usage();
@@ -162,20 +185,23 @@ impl Ledger {
                                 used.get(uuid).map_or(Quanta::ZERO, |used| used.quanta),
                             )
                             .0,
+                        joins: !uuid.is_mig(),
                     })
                     .collect()
             }
         }
     }
 
-    /// Gives the waiter these parts: bound if its call is open, held if the kubelet is away.
-    fn give(&mut self, id: ClaimId, parts: &[Part]) -> Option<Binding> {
+    /// Gives the waiter the first of these places, and holds the others for its pod.
+    fn give(&mut self, id: ClaimId, places: &[Vec<Part>]) -> Option<Binding> {
+        let claim = self.claims.get(&id)?;
+        let want = self.want_of(claim);
         let uuids: Vec<&GpuUuid> = self.gpus.keys().collect();
-        let claim = self.claims.get_mut(&id)?;
         let placement = match claim.resource {
             Resource::ManagedMemory => Placement::Managed(claim.tokens.quanta()),
             Resource::DeviceMemory => Placement::Device(
-                parts
+                places
+                    .first()?
                     .iter()
                     .map(|&(bin, share)| Share {
                         gpu: uuids[bin].clone(),
@@ -184,7 +210,13 @@ impl Ledger {
                     .collect(),
             ),
         };
-        let pod = claim.pod.clone();
+        self.hold_places(id, &want, places);
+        self.hand_over(id, placement)
+    }
+
+    /// Gives the waiter its memory: bound if its call is open, held if the kubelet is away.
+    fn hand_over(&mut self, id: ClaimId, placement: Placement) -> Option<Binding> {
+        let pod = self.claims.get(&id)?.pod.clone();
         self.note_tenant(&pod, &placement);
         let claim = self.claims.get_mut(&id)?;
         match claim.state {

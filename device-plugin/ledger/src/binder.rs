@@ -6,8 +6,16 @@
 //! remembered between two runs: kept memory only grows until the waiter fits (a reservation moves
 //! only to a GPU with more of it), so small claims cannot starve a large one.
 //!
+//! A waiter is all containers of a pod that have no memory yet: each of them has its place, or none has. The largest
+//! is placed first; a choice that leaves no place for another container is taken back, within [`TRIES`].
+//!
 //! What the operator reserved on a GPU is free for one waiter alone. That one takes it there if it can, and keeps
 //! no other GPU while it waits.
+
+use std::cmp::Reverse;
+
+/// How many places are looked at for one waiter: this bounds what a pod's shape costs the agent.
+const TRIES: u32 = 256;
 
 /// A GPU, or the node's managed memory, in quanta.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,17 +24,23 @@ pub(super) struct Bin {
     pub(super) capacity: u32,
     /// What is free of it.
     pub(super) free: u32,
+    /// Whether one program can use it beside other bins: not a MIG instance.
+    pub(super) joins: bool,
 }
 
-/// A waiter.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A waiter: the containers of a pod that are placed together.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Want {
-    /// How much it needs.
-    pub(super) quanta: u32,
-    /// Over how many bins at least.
+    /// How much each of them needs.
+    pub(super) quanta: Vec<u32>,
+    /// Over how many bins each is spread at least.
     pub(super) bins: u16,
-    /// The bin that is reserved for it.
+    /// The bin that is reserved for the pod.
     pub(super) reserved: Option<usize>,
+    /// What other containers of the pod have by now.
+    pub(super) bound: Vec<Vec<Part>>,
+    /// Which containers may live at the same time: sets of their numbers, those of `quanta` first, then `bound`.
+    pub(super) alive: Vec<u64>,
 }
 
 /// One bin's part: its index and an amount.
@@ -35,8 +49,8 @@ pub(super) type Part = (usize, u32);
 /// Who gets what.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Plan {
-    /// For each waiter of the queue its parts, in order of bins; none: it goes on waiting.
-    pub(super) places: Vec<Option<Vec<Part>>>,
+    /// For each waiter of the queue the parts of each container, in order of bins; none: it goes on waiting.
+    pub(super) places: Vec<Option<Vec<Vec<Part>>>>,
     /// For each bin what is free there and kept by a reservation.
     pub(super) kept: Vec<u32>,
 }
@@ -55,7 +69,7 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
     let mut waits = false;
     let mut places = Vec::with_capacity(queue.len());
     for want in queue {
-        let Some(shares) = shares(&bins, *want) else {
+        let Some(shares) = all_shares(&bins, want) else {
             places.push(None);
             continue;
         };
@@ -65,26 +79,32 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
         if let Some((bin, kept)) = own {
             bins[bin].free += kept;
         }
-        let place = in_own(&bins, &shares, want.reserved).or_else(|| best_fit(&bins, &shares));
+        let search = |aim| Search::new(&bins, want, &shares, aim).run();
+        // What empty bins could hold is placed there: the second search is the one that `could_hold` makes.
+        let place = search(Aim::BestFit).or_else(|| search(Aim::Roomiest));
+        let taken = |place: &Vec<Vec<Part>>, bin| want.taken(place, bin);
         match &place {
-            Some(parts) => {
-                for &(bin, share) in parts {
-                    bins[bin].free -= share;
+            Some(place) => {
+                for (index, bin) in bins.iter_mut().enumerate() {
+                    bin.free = bin.free.saturating_sub(taken(place, index));
                 }
             }
             None if !waits && own.is_none() => {
-                waits = true;
-                for (bin, share) in least_lacking(&bins, &shares) {
-                    let keep = bins[bin].free.min(share);
-                    kept[bin] += keep;
-                    bins[bin].free -= keep;
+                // What empty bins could not hold keeps nothing from those behind it.
+                if let Some(lacking) = search(Aim::LeastLacking) {
+                    waits = true;
+                    for (index, bin) in bins.iter_mut().enumerate() {
+                        let keep = bin.free.min(taken(&lacking, index));
+                        kept[index] += keep;
+                        bin.free -= keep;
+                    }
                 }
             }
             None => {}
         }
         if let Some((bin, before)) = own {
-            let taken = place.iter().flatten().find(|(at, _)| *at == bin);
-            kept[bin] = before.saturating_sub(taken.map_or(0, |(_, share)| *share));
+            let taken = place.as_ref().map_or(0, |place| taken(place, bin));
+            kept[bin] = before.saturating_sub(taken).min(bins[bin].free);
             bins[bin].free -= kept[bin];
         }
         places.push(place);
@@ -92,26 +112,86 @@ pub(super) fn plan(bins: &[Bin], reserved: &[u32], queue: &[Want]) -> Plan {
     Plan { places, kept }
 }
 
-/// How `want` is cut, largest share first: evenly over as few bins as could hold it if they were
+impl Want {
+    /// What the pod takes of a bin besides what is bound for it, if its containers are placed so.
+    pub(super) fn taken(&self, placed: &[Vec<Part>], bin: usize) -> u32 {
+        self.peak(placed, bin)
+            .saturating_sub(self.bound.iter().map(|parts| on(parts, bin)).sum())
+    }
+
+    /// The most that containers which live at the same time have of a bin.
+    pub(super) fn peak(&self, placed: &[Vec<Part>], bin: usize) -> u32 {
+        let sets = self.alive.iter();
+        sets.map(|set| self.sum(*set, placed, bin))
+            .max()
+            .unwrap_or_default()
+    }
+
+    /// What the containers of a set have of a bin.
+    fn sum(&self, set: u64, placed: &[Vec<Part>], bin: usize) -> u32 {
+        let of = |(number, parts): (usize, &Vec<Part>)| match set >> number & 1 {
+            0 => 0,
+            _ => on(parts, bin),
+        };
+        let (new, bound) = (placed.iter().enumerate(), self.bound.iter().enumerate());
+        let bound = bound.map(|(number, parts)| (self.quanta.len() + number, parts));
+        new.chain(bound).map(of).sum()
+    }
+
+    /// What others of the pod may have of a bin while this container lives.
+    fn beside(&self, container: usize, placed: &[Vec<Part>], bin: usize) -> u32 {
+        let sets = self.alive.iter().filter(|set| **set >> container & 1 == 1);
+        sets.map(|set| self.sum(*set & !(1 << container), placed, bin))
+            .max()
+            .unwrap_or_default()
+    }
+}
+
+/// A part's amount on this bin.
+fn on(parts: &[Part], bin: usize) -> u32 {
+    let part = parts.iter().find(|(at, _)| *at == bin);
+    part.map_or(0, |(_, share)| *share)
+}
+
+/// How each container of `want` is cut.
+fn all_shares(bins: &[Bin], want: &Want) -> Option<Vec<Vec<u32>>> {
+    let quanta = want.quanta.iter();
+    quanta
+        .map(|quanta| shares(bins, *quanta, want.bins))
+        .collect()
+}
+
+/// Whether empty bins could hold all containers of `want` together.
+pub(super) fn could_hold(bins: &[Bin], want: &Want) -> bool {
+    all_shares(bins, want).is_some_and(|shares| {
+        Search::new(bins, want, &shares, Aim::LeastLacking)
+            .run()
+            .is_some()
+    })
+}
+
+/// How `quanta` are cut, largest share first: evenly over as few bins as could hold them if they were
 /// empty. Where no even cut fits (bins of different size), shares are capped by the bins.
-/// None if all bins together are too small or too few.
-pub(super) fn shares(bins: &[Bin], want: Want) -> Option<Vec<u32>> {
-    let mut capacities: Vec<u32> = bins
-        .iter()
-        .map(|bin| bin.capacity)
-        .filter(|&capacity| capacity > 0)
-        .collect();
+/// None if all bins together are too small or too few. What does not fit into one MIG instance is not cut for it: a
+/// program opens one instance.
+pub(super) fn shares(bins: &[Bin], quanta: u32, least: u16) -> Option<Vec<u32>> {
+    let mut usable: Vec<&Bin> = bins.iter().filter(|bin| bin.capacity > 0).collect();
+    let least = usize::from(least).clamp(1, quanta.max(1) as usize);
+    if least == 1 && usable.iter().any(|bin| bin.capacity >= quanta) {
+        return Some(vec![quanta]);
+    }
+    usable.retain(|bin| bin.joins);
+    let mut capacities: Vec<u32> = usable.iter().map(|bin| bin.capacity).collect();
     capacities.sort_unstable_by(|a, b| b.cmp(a));
-    let most = capacities.len().min(want.quanta as usize);
-    let least = usize::from(want.bins).clamp(1, want.quanta.max(1) as usize);
+    let most = capacities.len().min(quanta as usize);
     (least..=most)
-        .map(|n| even(want.quanta, n))
+        .map(|n| even(quanta, n))
         .find(|shares| shares.iter().zip(&capacities).all(|(s, c)| s <= c))
         .or_else(|| {
             (least..=most)
                 .map(|n| &capacities[..n])
-                .find(|largest| largest.iter().sum::<u32>() >= want.quanta)
-                .map(|largest| capped(want.quanta, largest))
+                .find(|largest| largest.iter().sum::<u32>() >= quanta)
+                .map(|largest| capped(quanta, largest))
         })
 }
 
@@ -131,67 +211,162 @@ fn capped(quanta: u32, caps: &[u32]) -> Vec<u32> {
     shares
 }
 
-/// The bin that is reserved for a waiter, where it can take all of its memory there.
-fn in_own(bins: &[Bin], shares: &[u32], reserved: Option<usize>) -> Option<Vec<Part>> {
-    let (bin, [share]) = (reserved?, shares) else {
-        return None;
-    };
-    (bins[bin].capacity > 0 && bins[bin].free >= *share).then(|| vec![(bin, *share)])
+/// What a place is chosen for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Aim {
+    /// The bin that is left with least.
+    BestFit,
+    /// The bin with most free.
+    Roomiest,
+    /// The same, of bins that have the room once they are empty.
+    LeastLacking,
 }
 
-/// A bin for each share: the one that is left with least.
-fn best_fit(bins: &[Bin], shares: &[u32]) -> Option<Vec<Part>> {
-    choose(bins, shares, |bin, share| {
-        (bin.free >= share).then(|| bin.free.wrapping_neg())
-    })
+/// A place for every container of a waiter.
+struct Search<'a> {
+    bins: &'a [Bin],
+    want: &'a Want,
+    shares: &'a [Vec<u32>],
+    aim: Aim,
+    placed: Vec<Vec<Part>>,
+    tries: u32,
 }
 
-/// A bin for each share: the one with most free. Complete, for `shares` fit the capacities.
-fn least_lacking(bins: &[Bin], shares: &[u32]) -> Vec<Part> {
-    choose(bins, shares, |bin, share| {
-        (bin.capacity >= share).then_some(bin.free)
-    })
-    .unwrap_or_default()
-}
+impl<'a> Search<'a> {
+    fn new(bins: &'a [Bin], want: &'a Want, shares: &'a [Vec<u32>], aim: Aim) -> Self {
+        Self {
+            bins,
+            want,
+            shares,
+            aim,
+            placed: vec![Vec::new(); want.quanta.len()],
+            tries: TRIES,
+        }
+    }
 
-/// Gives every share its own bin, the one that `score` ranks highest (the first of equals).
-/// Shares come largest first, so what can take one share can take every later one, and taking
-/// greedily never misses a complete choice.
-fn choose(
-    bins: &[Bin],
-    shares: &[u32],
-    score: impl Fn(&Bin, u32) -> Option<u32>,
-) -> Option<Vec<Part>> {
-    let mut parts: Vec<Part> = Vec::with_capacity(shares.len());
-    for &share in shares {
-        let (_, bin) = bins
+    fn run(mut self) -> Option<Vec<Vec<Part>>> {
+        let mut order: Vec<usize> = (0..self.want.quanta.len()).collect();
+        order.sort_by_key(|container| Reverse(self.want.quanta[*container]));
+        self.place(&order).then_some(self.placed)
+    }
+
+    /// Places these containers, in their order.
+    fn place(&mut self, order: &[usize]) -> bool {
+        let Some((&container, rest)) = order.split_first() else {
+            return true;
+        };
+        let shares = self.shares;
+        let choices = match shares[container].as_slice() {
+            [share] => self
+                .bins_for(container, *share)
+                .map(|bin| vec![(bin, *share)])
+                .collect(),
+            shares => Vec::from_iter(self.spread(container, shares)),
+        };
+        for choice in choices {
+            let Some(tries) = self.tries.checked_sub(1) else {
+                break;
+            };
+            self.tries = tries;
+            self.placed[container] = choice;
+            if self.place(rest) {
+                return true;
+            }
+        }
+        self.placed[container].clear();
+        false
+    }
+
+    /// The bins that can take a share of a container, the best first: the reserved one, then by `aim`.
+    fn bins_for(&self, container: usize, share: u32) -> std::vec::IntoIter<usize> {
+        let able = self
+            .bins
             .iter()
             .enumerate()
-            .filter(|(i, bin)| bin.capacity > 0 && parts.iter().all(|(taken, _)| taken != i))
-            .filter_map(|(i, bin)| Some((score(bin, share)?, std::cmp::Reverse(i))))
-            .max()?;
-        parts.push((bin.0, share));
+            .filter(|(_, bin)| bin.capacity > 0);
+        let mut ranked: Vec<_> = able
+            .filter_map(|(index, bin)| {
+                let beside = self.want.beside(container, &self.placed, index);
+                // What is bound for the pod is not free, and counts among what is beside.
+                let bound: u32 = self.want.bound.iter().map(|parts| on(parts, index)).sum();
+                let free = bin.free.saturating_add(bound).saturating_sub(beside);
+                let could = match self.aim {
+                    Aim::BestFit | Aim::Roomiest => free,
+                    Aim::LeastLacking => bin.capacity.saturating_sub(beside),
+                };
+                let own = self.aim != Aim::LeastLacking && self.want.reserved == Some(index);
+                let rank = match self.aim {
+                    Aim::BestFit => free,
+                    Aim::Roomiest | Aim::LeastLacking => u32::MAX - free,
+                };
+                // Beside containers that never live with it, it may add nothing to what the pod takes.
+                let peak = self.want.peak(&self.placed, index);
+                let adds = beside.saturating_add(share).saturating_sub(peak).min(share);
+                (could >= share).then_some((!own, adds, rank, index))
+            })
+            .collect();
+        ranked.sort_unstable();
+        let ranked: Vec<_> = ranked.into_iter().map(|(.., index)| index).collect();
+        ranked.into_iter()
     }
-    parts.sort_unstable();
-    Some(parts)
+
+    /// Gives every share of a container its own bin, the best one.
+    /// Shares come largest first, so what can take one share can take every later one, and taking
+    /// greedily never misses a complete choice.
+    fn spread(&self, container: usize, shares: &[u32]) -> Option<Vec<Part>> {
+        let mut parts: Vec<Part> = Vec::with_capacity(shares.len());
+        for &share in shares {
+            let is_free =
+                |bin: &usize| self.bins[*bin].joins && parts.iter().all(|(taken, _)| taken != bin);
+            let bin = self.bins_for(container, share).find(is_free)?;
+            parts.push((bin, share));
+        }
+        parts.sort_unstable();
+        Some(parts)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    fn bin(capacity: u32, free: u32) -> Bin {
+        Bin {
+            capacity,
+            free,
+            joins: true,
+        }
+    }
+
     fn bins(free: &[u32]) -> Vec<Bin> {
-        free.iter()
-            .map(|&free| Bin { capacity: 16, free })
-            .collect()
+        free.iter().map(|&free| bin(16, free)).collect()
     }
 
     fn one(quanta: u32) -> Want {
         Want {
-            quanta,
+            quanta: vec![quanta],
             bins: 1,
             reserved: None,
+            bound: Vec::new(),
+            alive: vec![1],
         }
+    }
+
+    /// Containers of one pod that live at the same time.
+    fn together(quanta: &[u32]) -> Want {
+        Want {
+            quanta: quanta.to_vec(),
+            alive: vec![(1 << quanta.len()) - 1],
+            ..one(0)
+        }
+    }
+
+    /// The places of waiters of one container.
+    fn single(plan: &Plan) -> Vec<Option<Vec<Part>>> {
+        let places = plan.places.iter();
+        places
+            .map(|place| place.as_ref().map(|parts| parts[0].clone()))
+            .collect()
     }
 
     fn spread(quanta: u32, bins: u16) -> Want {
@@ -212,37 +387,37 @@ mod tests {
     fn what_is_reserved_goes_to_its_waiter_and_to_nobody_before_it() {
         let bins = bins(&[8, 3]);
         let others = plan(&bins, &[8, 0], &[one(8), one(3)]);
-        assert_eq!(others.places, [None, None]);
+        assert_eq!(single(&others), [None, None]);
         assert_eq!(others.kept, [8, 3], "the first of them keeps the other GPU");
         let owner = plan(&bins, &[8, 0], &[one(3), reserving(8, 0)]);
-        assert_eq!(owner.places, [Some(vec![(1, 3)]), Some(vec![(0, 8)])]);
+        assert_eq!(single(&owner), [Some(vec![(1, 3)]), Some(vec![(0, 8)])]);
         assert_eq!(owner.kept, [0, 0]);
     }
 
     #[test]
     fn a_waiter_with_a_reservation_keeps_that_gpu_and_no_other() {
         let plan = plan(&bins(&[4, 6]), &[8, 0], &[reserving(8, 0), one(6)]);
-        assert_eq!(plan.places, [None, Some(vec![(1, 6)])]);
+        assert_eq!(single(&plan), [None, Some(vec![(1, 6)])]);
         assert_eq!(plan.kept, [4, 0]);
     }
 
     #[test]
     fn a_reservation_smaller_than_what_is_free_leaves_the_rest() {
         let plan = plan(&bins(&[12]), &[8], &[one(4), one(5)]);
-        assert_eq!(plan.places, [Some(vec![(0, 4)]), None]);
+        assert_eq!(single(&plan), [Some(vec![(0, 4)]), None]);
         assert_eq!(plan.kept, [8]);
     }
 
     #[test]
     fn a_waiter_that_fits_elsewhere_only_goes_there() {
         let plan = plan(&bins(&[4, 8]), &[8, 0], &[reserving(8, 0)]);
-        assert_eq!(plan.places, [Some(vec![(1, 8)])]);
+        assert_eq!(single(&plan), [Some(vec![(1, 8)])]);
     }
 
     #[test]
     fn a_claim_goes_where_it_leaves_least() {
         let plan = plan(&bins(&[16, 5, 7]), &[0; 4], &[one(4)]);
-        assert_eq!(plan.places, [Some(vec![(1, 4)])]);
+        assert_eq!(single(&plan), [Some(vec![(1, 4)])]);
         assert_eq!(plan.kept, [0, 0, 0]);
     }
 
@@ -254,7 +429,7 @@ mod tests {
             &[one(8), one(5), one(3), one(2)],
         );
         assert_eq!(
-            plan.places,
+            single(&plan),
             [None, None, Some(vec![(0, 3)]), Some(vec![(2, 2)])]
         );
         assert_eq!(plan.kept, [0, 6, 0]);
@@ -263,51 +438,128 @@ mod tests {
     #[test]
     fn a_claim_larger_than_a_gpu_is_spread_evenly_over_as_few_as_hold_it() {
         let plan = plan(&bins(&[16, 16, 16, 16]), &[0; 4], &[one(33)]);
-        assert_eq!(plan.places, [Some(vec![(0, 11), (1, 11), (2, 11)])]);
+        assert_eq!(single(&plan), [Some(vec![(0, 11), (1, 11), (2, 11)])]);
     }
 
     #[test]
     fn a_shape_is_spread_even_if_one_gpu_had_room() {
         let plan = plan(&bins(&[3, 16, 4]), &[0; 4], &[spread(7, 2)]);
-        assert_eq!(plan.places, [Some(vec![(0, 3), (2, 4)])]);
+        assert_eq!(single(&plan), [Some(vec![(0, 3), (2, 4)])]);
     }
 
     #[test]
     fn a_spread_waiter_keeps_its_shares_and_no_more() {
         let plan = plan(&bins(&[10, 2, 1]), &[0; 4], &[spread(8, 2), one(6)]);
-        assert_eq!(plan.places, [None, Some(vec![(0, 6)])]);
+        assert_eq!(single(&plan), [None, Some(vec![(0, 6)])]);
         assert_eq!(plan.kept, [4, 2, 0]);
     }
 
     #[test]
     fn gpus_of_different_size_take_what_they_can() {
-        let bins = [
-            Bin {
-                capacity: 80,
-                free: 80,
-            },
-            Bin {
-                capacity: 20,
-                free: 20,
-            },
-        ];
-        assert_eq!(shares(&bins, one(90)), Some(vec![70, 20]));
-        assert_eq!(shares(&bins, one(101)), None);
+        let bins = [bin(80, 80), bin(20, 20)];
+        assert_eq!(shares(&bins, 90, 1), Some(vec![70, 20]));
+        assert_eq!(shares(&bins, 101, 1), None);
     }
 
     #[test]
     fn what_the_node_cannot_hold_reserves_nothing() {
         let plan = plan(&bins(&[4, 4]), &[0; 4], &[spread(4, 3), one(4)]);
-        assert_eq!(plan.places, [None, Some(vec![(0, 4)])]);
+        assert_eq!(single(&plan), [None, Some(vec![(0, 4)])]);
         assert_eq!(plan.kept, [0, 0]);
     }
 
     #[test]
     fn a_bin_without_capacity_takes_nothing() {
-        let dead = Bin {
-            capacity: 0,
-            free: 0,
+        assert_eq!(plan(&[bin(0, 0)], &[0], &[one(1)]).places, [None]);
+    }
+
+    #[test]
+    fn containers_of_a_pod_all_have_their_place_or_none() {
+        let fits = plan(&bins(&[16, 16]), &[0; 2], &[together(&[4, 4, 12, 12])]);
+        assert_eq!(
+            fits.places,
+            [Some(vec![
+                vec![(0, 4)],
+                vec![(1, 4)],
+                vec![(0, 12)],
+                vec![(1, 12)]
+            ])]
+        );
+        let lacks = plan(
+            &bins(&[16, 15]),
+            &[0; 2],
+            &[together(&[4, 4, 12, 12]), one(1)],
+        );
+        assert_eq!(
+            lacks.places,
+            [None, None],
+            "the whole of both is kept for them"
+        );
+        assert_eq!(lacks.kept, [16, 15]);
+    }
+
+    #[test]
+    fn a_choice_that_leaves_no_place_for_another_is_taken_back() {
+        let plan = plan(
+            &[bin(10, 10), bin(10, 10)],
+            &[0; 2],
+            &[together(&[4, 4, 3, 3, 3, 3])],
+        );
+        let place = plan.places[0].as_ref().unwrap();
+        let on = |index| place.iter().map(|parts| on(parts, index)).sum::<u32>();
+        assert_eq!((on(0), on(1)), (10, 10));
+    }
+
+    #[test]
+    fn containers_that_never_live_together_share_their_place() {
+        let want = Want {
+            alive: vec![0b01, 0b10],
+            ..together(&[8, 16])
         };
-        assert_eq!(plan(&[dead], &[0], &[one(1)]).places, [None]);
+        let plan = plan(&bins(&[16, 9]), &[0; 2], &[want, one(9)]);
+        assert_eq!(
+            plan.places[0],
+            Some(vec![vec![(0, 8)], vec![(0, 16)]]),
+            "an init container has part of what the main one will have, not another GPU"
+        );
+        assert_eq!(plan.places[1], Some(vec![vec![(1, 9)]]));
+    }
+
+    #[test]
+    fn what_a_pod_has_bound_counts_once() {
+        let want = Want {
+            bound: vec![vec![(0, 6)]],
+            alive: vec![0b11],
+            ..together(&[10])
+        };
+        // Six of the first are bound for the pod and not free.
+        let plan = plan(&bins(&[10, 16]), &[0; 2], &[want]);
+        assert_eq!(plan.places, [Some(vec![vec![(0, 10)]])]);
+    }
+
+    #[test]
+    fn a_pod_of_many_containers_costs_a_bounded_search() {
+        let bins = vec![bin(100, 100); 16];
+        let begun = std::time::Instant::now();
+        assert!(plan(&bins, &[0; 16], &[together(&[51; 16])]).places[0].is_some());
+        assert!(plan(&bins[..15], &[0; 15], &[together(&[51; 16])]).places[0].is_none());
+        assert!(begun.elapsed() < std::time::Duration::from_secs(5));
+    }
+
+    #[test]
+    fn nothing_is_spread_over_mig_instances() {
+        let mig = |capacity| Bin {
+            joins: false,
+            ..bin(capacity, capacity)
+        };
+        assert_eq!(shares(&[mig(10), mig(10)], 16, 1), None);
+        assert_eq!(shares(&[mig(10), mig(10)], 8, 2), None);
+        assert_eq!(shares(&[mig(10), mig(10)], 10, 1), Some(vec![10]));
+        assert_eq!(
+            shares(&[mig(10), bin(8, 8), bin(8, 8)], 16, 1),
+            Some(vec![8, 8])
+        );
+        let plan = plan(&[mig(10), bin(8, 8), bin(8, 8)], &[0; 3], &[spread(8, 2)]);
+        assert_eq!(single(&plan), [Some(vec![(1, 4), (2, 4)])]);
     }
 }

@@ -88,6 +88,14 @@ impl Claim {
         }
     }
 
+    /// Gives up what is held for it: it queues as before.
+    pub(super) fn queue_again(&mut self) {
+        if let State::Held { want, since, .. } = self.state {
+            let call = Call::Away { since };
+            self.state = State::Waiting { want, call };
+        }
+    }
+
     /// Whether it shares a token with `tokens` of `resource`.
     pub(super) fn overlaps(&self, resource: Resource, tokens: &TokenSet) -> bool {
         self.resource == resource && self.tokens.overlaps(tokens)

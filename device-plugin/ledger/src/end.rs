@@ -19,6 +19,7 @@ impl Ledger {
     pub fn pod_gone(&mut self, pod: &PodUid) -> Vec<AllocationId> {
         // Its reservation is of no use, whatever becomes of who ordered it.
         self.reserved.retain(|_, reserved| reserved.waiter != *pod);
+        self.together.remove(pod);
         self.claims
             .extract_if(.., |_, claim| claim.pod == *pod)
             .flat_map(|(_, claim)| claim.allocations)
@@ -65,14 +66,17 @@ impl Ledger {
             other.state = State::Idle;
             ours
         });
+        self.scatter(Some(&started.pod));
         ended
     }
 
     /// Ends what has waited for the kubelet in vain.
     pub(super) fn expire(&mut self, now: Moment) {
+        let mut given_up = Vec::new();
         for claim in self.claims.values_mut() {
             match claim.state {
                 State::Held { want, since, .. } if now.since(since) >= HOLD => {
+                    given_up.push(claim.pod.clone());
                     claim.state = State::Waiting {
                         want,
                         call: Call::Away { since },
@@ -84,6 +88,9 @@ impl Ledger {
                 } if now.since(since) >= SENIORITY => claim.state = State::Idle,
                 _ => {}
             }
+        }
+        for pod in given_up {
+            self.give_up_places_of(&pod);
         }
     }
 
@@ -97,19 +104,10 @@ impl Ledger {
                     .is_some_and(|gpu| gpu.health == Health::Healthy)
             }),
         };
-        for claim in self.claims.values_mut() {
-            if let State::Held {
-                want,
-                since,
-                placement,
-            } = &claim.state
-                && !healthy(placement)
-            {
-                claim.state = State::Waiting {
-                    want: *want,
-                    call: Call::Away { since: *since },
-                };
-            }
-        }
+        let held = self.claims.values_mut().filter(
+            |claim| matches!(&claim.state, State::Held { placement, .. } if !healthy(placement)),
+        );
+        held.for_each(Claim::queue_again);
+        self.give_up_unhealthy_places();
     }
 }

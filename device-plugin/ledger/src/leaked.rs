@@ -108,6 +108,7 @@ mod tests {
         let start = Start {
             resource,
             tokens,
+            containers: Vec::new(),
             pod: "p".parse().unwrap(),
             shape: Shape::default(),
             priority: Default::default(),

@@ -25,6 +25,8 @@
 //!   others. Those with the identical token set share one claim, as nothing tells them apart.
 //! - The queue: higher priority first; then those that have waited for a minute, in order of
 //!   arrival; then the others, largest first.
+//! - The containers of a pod are placed together at the first start ([`together`]): what those that come later will
+//!   have is held for them until the pod is gone, so that no pod waits with memory in its hands.
 //! - Memory counts until the pod is gone, even if the kubelet has given its tokens away; what others may hold
 //!   of it then is leaked, and bound to nobody, until it is proven free.
 //! - A GPU whose driver was not seen to clear freed memory is for the pods of one namespace, once there is any.
@@ -44,6 +46,7 @@ mod sharing;
 mod snapshot;
 mod start;
 mod time;
+mod together;
 mod types;
 pub mod units;
 mod view;
@@ -57,6 +60,7 @@ use claim::{Booking, Claim, State};
 use leaked::Leaked;
 use reserved::{Reserved, Unheard};
 use sharing::Sharing;
+use together::Together;
 
 pub use claim::{HOLD, LATE, SENIORITY};
 pub use end::COLLECT_AGE;
@@ -90,6 +94,8 @@ pub struct Ledger {
     kept: kept::Kept,
     /// Which namespaces' pods may have memory of which GPUs.
     sharing: Sharing,
+    /// The pods whose containers are placed together.
+    together: BTreeMap<PodUid, Together>,
     /// The next number for a claim, an arrival or a call.
     next: u64,
 }
@@ -115,6 +121,7 @@ impl Ledger {
             unheard: BTreeMap::new(),
             kept: BTreeMap::new(),
             sharing: Sharing::default(),
+            together: BTreeMap::new(),
             next: 0,
         }
     }

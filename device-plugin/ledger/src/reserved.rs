@@ -116,6 +116,7 @@ mod tests {
         let start = Start {
             resource,
             tokens,
+            containers: Vec::new(),
             pod: pod.parse().unwrap(),
             shape: Shape::default(),
             priority: Default::default(),

@@ -71,7 +71,7 @@ impl Past {
 
 impl Sharing {
     /// Whether the pod may have memory of the GPU.
-    fn is_open(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
+    pub(super) fn is_open(&self, gpu: &GpuUuid, pod: &PodUid) -> bool {
         let cleared = self.cleared.as_ref();
         cleared.is_none_or(|cleared| cleared.contains(gpu)) || self.past.is_of(gpu, pod)
     }
@@ -150,7 +150,7 @@ impl Ledger {
             let want = self.want_of(claim);
             let has_own = want.reserved.is_some();
             let open = open(&sharing, self.gpus.keys(), &claim.pod, &bins);
-            let mut step = binder::plan(&open, &kept, &[want]);
+            let mut step = binder::plan(&open, &kept, std::slice::from_ref(&want));
             let place = step.places.pop().flatten();
             // Only the first that waits keeps memory for itself.
             if place.is_some() || !(waits || has_own) {
@@ -160,9 +160,12 @@ impl Ledger {
                     kept[index] = step;
                 }
             }
-            for &(index, share) in place.iter().flatten() {
-                bins[index].free -= share;
-                sharing.past.note(uuids[index], &claim.pod);
+            for (index, bin) in bins.iter_mut().enumerate() {
+                let taken = place.as_ref().map_or(0, |place| want.taken(place, index));
+                if taken > 0 {
+                    bin.free = bin.free.saturating_sub(taken);
+                    sharing.past.note(uuids[index], &claim.pod);
+                }
             }
             places.push(place);
         }
@@ -224,6 +227,7 @@ mod tests {
         let start = Start {
             resource,
             tokens,
+            containers: Vec::new(),
             pod: uid,
             shape: Shape::default(),
             priority: Default::default(),

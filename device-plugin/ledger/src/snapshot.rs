@@ -1,6 +1,6 @@
 //! The ledger as the checkpoint keeps it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -9,9 +9,10 @@ use super::leaked::Leaked;
 use super::reserved::Reserved;
 use super::sharing::{Past, Sharing};
 use super::time::Moment;
+use super::together::Together;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
-use crate::units::{AllocationId, GpuUuid, Quanta, Quantum, Resource};
+use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource};
 
 /// A ledger at rest. Its GPUs are part of it, so that a restarted agent accounts for a GPU that
 /// has vanished meanwhile.
@@ -32,6 +33,8 @@ pub struct Snapshot {
     /// None of an agent that shared all GPUs.
     #[serde(default)]
     past: Option<Past>,
+    #[serde(default)]
+    together: BTreeMap<PodUid, Together>,
     next: u64,
 }
 
@@ -74,6 +77,7 @@ impl Ledger {
             unheard: _,
             kept,
             sharing,
+            together,
             next,
         } = self.clone();
         Snapshot {
@@ -86,6 +90,7 @@ impl Ledger {
             reserved: reserved.into_iter().collect(),
             kept,
             past: Some(sharing.past),
+            together,
             next,
         }
     }
@@ -110,6 +115,7 @@ impl Ledger {
             reserved,
             kept,
             past,
+            together,
             next,
         } = snapshot;
         let past = past.unwrap_or_else(|| Past::unknown(gpus.iter().map(|(gpu, _)| gpu)));
@@ -134,6 +140,7 @@ impl Ledger {
                 cleared: None,
                 past,
             },
+            together,
             next,
         })
     }

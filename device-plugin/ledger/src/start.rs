@@ -8,7 +8,8 @@ use crate::units::{AllocationId, PodUid, Resource, TokenSet};
 
 impl Ledger {
     /// `PreStartContainer`: binds the pod's claim on these tokens if there is room under the
-    /// queue's rules, answers the binding that it has already, or queues it. Claims of the same
+    /// queue's rules for all containers of the pod that are yet to come, answers the binding that it has already or
+    /// that was held for it, or queues it. Claims of the same
     /// pod that share a token end; claims of other pods that share one and have no memory are
     /// dead for the kubelet and forgotten.
     ///
@@ -18,28 +19,33 @@ impl Ledger {
         let Start {
             resource,
             tokens,
+            containers,
             pod,
             shape,
             priority,
         } = start;
         let arrival = self.arrival_of(&pod);
         let (id, mut claim) = self.take_claim(resource, tokens, pod)?;
+        let placement = claim.placement().cloned();
+        if resource == Resource::DeviceMemory && placement.is_none() {
+            self.gather(&claim.pod, &claim.tokens, containers);
+        }
         let ended = self.end_overlapping(&claim);
         let call = self.number();
+        if claim.state == State::Idle {
+            claim.arrival = arrival.unwrap_or(call);
+        }
+        if let Some(placement) = placement.or_else(|| self.held_place(&claim)) {
+            claim.state = State::Bound {
+                placement: placement.clone(),
+            };
+            let answer = Answer::Bound(claim.binding(id, placement));
+            self.claims.insert(id, claim);
+            return Ok(Started { answer, ended });
+        }
         let queued = match claim.state {
-            State::Bound { placement } | State::Held { placement, .. } => {
-                claim.state = State::Bound {
-                    placement: placement.clone(),
-                };
-                let answer = Answer::Bound(claim.binding(id, placement));
-                self.claims.insert(id, claim);
-                return Ok(Started { answer, ended });
-            }
             State::Waiting { want, .. } => want.queued,
-            State::Idle => {
-                claim.arrival = arrival.unwrap_or(call);
-                now
-            }
+            State::Idle | State::Held { .. } | State::Bound { .. } => now,
         };
         let want = Want {
             shape,

@@ -61,6 +61,9 @@ pub struct Start {
     pub resource: Resource,
     /// The container's tokens, as the kubelet names them.
     pub tokens: TokenSet,
+    /// The tokens of all containers of the pod, this one's too; empty where the kubelet did not tell. They are placed
+    /// together.
+    pub containers: Vec<TokenSet>,
     /// The pod that holds them now.
     pub pod: PodUid,
     /// How it wants to be spread.
@@ -148,9 +151,13 @@ pub struct WaitReason {
     pub resource: Resource,
     /// What it needs, in all.
     pub needed: Bytes,
+    /// What the other containers of its pod need, which are placed with it.
+    pub others: Vec<Bytes>,
     /// Over how many GPUs; none for managed memory, and none where the node's healthy GPUs
-    /// together could not hold it.
+    /// together could not hold it, with the others.
     pub gpus: Option<NonZeroU16>,
+    /// Whether it is more than one MIG instance holds, and other instances have the rest: nothing is spread over them.
+    pub beyond_instance: bool,
     /// The most that is free on one healthy GPU (or of the managed memory), kept or not.
     pub largest_free: Bytes,
     /// That GPU; none for managed memory, and none without a healthy GPU.
@@ -169,7 +176,23 @@ impl fmt::Display for WaitReason {
             (Resource::ManagedMemory, _) => write!(f, " of managed memory")?,
             (Resource::DeviceMemory, Some(1)) => write!(f, " on one GPU")?,
             (Resource::DeviceMemory, Some(n)) => write!(f, " on {n} GPUs")?,
+            (Resource::DeviceMemory, None) if self.beyond_instance => {
+                write!(f, ", more than one MIG instance holds: no program uses two")?;
+            }
+            (Resource::DeviceMemory, None) if !self.others.is_empty() => {}
             (Resource::DeviceMemory, None) => write!(f, ", more than the healthy GPUs hold")?,
+        }
+        if !self.others.is_empty() {
+            let sum = self.others.iter().map(|bytes| bytes.0).sum();
+            let count = self.others.len();
+            write!(
+                f,
+                ", with {} for {count} more of the pod's containers",
+                Bytes(sum)
+            )?;
+            if self.gpus.is_none() && !self.beyond_instance {
+                write!(f, ", together more than the healthy GPUs hold")?;
+            }
         }
         write!(f, ": largest free {}", self.largest_free)?;
         if let Some(gpu) = &self.largest_free_gpu {

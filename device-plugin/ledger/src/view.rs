@@ -26,7 +26,7 @@ impl Usage<'_> {
 impl Ledger {
     /// The node's memory at `now`.
     pub fn view(&self, now: Moment) -> View {
-        let kept = self.plan(Resource::DeviceMemory, now).kept;
+        let kept = self.plan(Resource::DeviceMemory, now).1.kept;
         let mut usage = self.usage();
         let mut gpus: Vec<GpuView> = self
             .gpus
@@ -176,10 +176,16 @@ impl Ledger {
             if let Some(Placement::Device(shares)) = claim.placement() {
                 for share in shares {
                     let used = usage.entry(&share.gpu).or_default();
-                    used.quanta += share.quanta;
                     *used.pods.entry(&claim.pod).or_default() += share.quanta;
                 }
             }
+        }
+        for (pod, gpu, peak) in self.peaks() {
+            let used = usage.entry(gpu).or_default().pods.entry(pod).or_default();
+            *used = peak.max(*used);
+        }
+        for used in usage.values_mut() {
+            used.quanta = used.pods.values().copied().sum();
         }
         usage
     }

@@ -62,6 +62,8 @@ pub struct Identity {
     pub container: String,
     /// What the kubelet's checkpoint has for exactly these tokens; empty where it cannot be read.
     pub held: Vec<Held>,
+    /// The tokens of all containers of the pod, as the checkpoint has them.
+    pub containers: Vec<TokenSet>,
     /// Over how many GPUs to spread.
     pub shape: Shape,
     /// The pod's priority.
@@ -220,6 +222,7 @@ impl<H: Host> Core<H> {
             name,
             container,
             held,
+            containers,
             shape,
             priority,
         } = identity;
@@ -233,6 +236,7 @@ impl<H: Host> Core<H> {
         let start = Start {
             resource,
             tokens: tokens.clone(),
+            containers,
             pod: pod.clone(),
             shape,
             priority,

@@ -97,17 +97,22 @@ impl Identities {
             Some(container) => self.ask(container).await,
             None => None,
         };
-        let held = match checkpoint {
-            Ok(checkpoint) => checkpoint.holders(resource, tokens).cloned().collect(),
+        let (held, all) = match checkpoint {
+            Ok(checkpoint) => {
+                let held = checkpoint.holders(resource, tokens).cloned().collect();
+                (held, checkpoint.held)
+            }
             Err(source) if told.is_none() => {
                 return Err(NoIdentity::Unreadable {
                     tokens: tokens.clone(),
                     source,
                 });
             }
-            Err(_) => Vec::new(),
+            Err(_) => (Vec::new(), Vec::new()),
         };
-        identity(held, container, told, tokens)
+        let mut identity = identity(held, container, told, tokens)?;
+        identity.containers = containers_of(&identity.pod, resource, all);
+        Ok(identity)
     }
 
     /// The container that PodResources lists with some of the tokens. Plain init containers are
@@ -140,6 +145,15 @@ impl Identities {
             Err(_) => None,
         }
     }
+}
+
+/// The tokens of all containers of a pod, also of those that start later: the kubelet allocates for all of them first.
+fn containers_of(pod: &PodUid, resource: Resource, all: Vec<Held>) -> Vec<TokenSet> {
+    let of_pod = |held: &Held| held.pod == *pod && held.resource == resource;
+    all.into_iter()
+        .filter(of_pod)
+        .map(|held| held.tokens)
+        .collect()
 }
 
 /// Puts the answers together.
@@ -178,6 +192,7 @@ fn identity(
         name: (!name.is_empty()).then_some(PodName { namespace, name }),
         container,
         held,
+        containers: Vec::new(),
         shape: told.as_ref().map(|told| told.shape).unwrap_or_default(),
         priority: told.as_ref().map(|told| told.priority).unwrap_or_default(),
     })
@@ -257,6 +272,31 @@ mod tests {
         );
         assert_eq!(found.shape.gpus.get(), 2);
         assert_eq!(found.name.unwrap().to_string(), "team/train-0");
+    }
+
+    #[test]
+    fn all_containers_of_the_pod_are_told_and_no_others() {
+        let of = |pod: &str, tokens: [u16; 2]| Held {
+            tokens: TokenSet::from_indexes(tokens).unwrap(),
+            ..held(pod, "main")
+        };
+        let managed = Held {
+            resource: Resource::ManagedMemory,
+            ..of("uid-1", [7, 8])
+        };
+        let all = vec![
+            of("uid-1", [1, 2]),
+            of("uid-2", [3, 4]),
+            of("uid-1", [5, 6]),
+            managed,
+        ];
+        let pod = "uid-1".parse().unwrap();
+        let containers = containers_of(&pod, Resource::DeviceMemory, all);
+        let indexes: Vec<Vec<u16>> = containers
+            .iter()
+            .map(|set| set.indexes().collect())
+            .collect();
+        assert_eq!(indexes, [[1, 2], [5, 6]]);
     }
 
     #[test]

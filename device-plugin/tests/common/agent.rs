@@ -147,15 +147,27 @@ impl LedgerAllocator {
         newest.map(|held| held.pod.clone())
     }
 
+    /// The tokens of all containers of a pod.
+    fn containers(&self, pod: &PodUid) -> Vec<TokenSet> {
+        let names = [(Resource::DeviceMemory, GPU.to_owned())];
+        let checkpoint = DeviceCheckpoint::read(&self.dir, &names).unwrap_or_default();
+        let held = checkpoint.held.into_iter();
+        held.filter(|held| held.pod == *pod)
+            .map(|held| held.tokens)
+            .collect()
+    }
+
     fn begin(&self, resource: Resource, tokens: &TokenSet) -> Result<Answer, NotBound> {
         let not_booked = || NotBound::NotBooked {
             resource,
             tokens: tokens.clone(),
         };
+        let pod = self.holder(resource, tokens).ok_or_else(not_booked)?;
         let start = Start {
             resource,
             tokens: tokens.clone(),
-            pod: self.holder(resource, tokens).ok_or_else(not_booked)?,
+            containers: self.containers(&pod),
+            pod,
             shape: Shape::default(),
             priority: Priority::default(),
         };

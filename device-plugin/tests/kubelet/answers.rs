@@ -109,6 +109,34 @@ async fn containers_of_a_pod_get_allocations_of_their_own() {
 }
 
 #[tokio::test]
+async fn a_pods_containers_all_start_where_together_they_fit() {
+    let node = Node::with(&[16, 16], 32).await;
+    let names = ["one", "two", "three", "four"];
+    let sizes = names.into_iter().zip([4, 4, 12, 12]);
+    let pod = sizes.fold(Pod::new("a"), |pod, (name, size)| {
+        pod.container(Kind::App, name, GPU, size)
+    });
+    node.kubelet.admit(&pod).await.unwrap();
+    for name in names {
+        node.kubelet.start_container(&pod, name).await.unwrap();
+    }
+    node.kubelet.pod_deleted(&pod);
+    node.agent().allocator.pod_gone(&pod.uid);
+    let pods = ["b", "c"].map(|name| {
+        let pod = Pod::new(name).container(Kind::App, "one", GPU, 7);
+        pod.container(Kind::App, "two", GPU, 9)
+    });
+    for pod in &pods {
+        node.kubelet.admit(pod).await.unwrap();
+    }
+    for name in ["one", "two"] {
+        for pod in &pods {
+            node.kubelet.start_container(pod, name).await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
 async fn an_allocation_is_found_in_the_kubelet_s_checkpoint_by_tokens_and_by_id() {
     let node = Node::new().await;
     let pod = Pod::with("a", GPU, 3);

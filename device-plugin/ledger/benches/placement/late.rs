@@ -156,6 +156,7 @@ impl Node<'_> {
         let start = Start {
             resource: Resource::DeviceMemory,
             tokens: self.tokens[&pod].clone(),
+            containers: Vec::new(),
             pod: uid(pod),
             shape: Shape::default(),
             priority: Priority::default(),

@@ -17,6 +17,11 @@ impl GpuUuid {
     pub fn as_str(&self) -> &str {
         &self.0
     }
+
+    /// Whether it names a MIG instance: a program opens one of them, and no other beside it.
+    pub fn is_mig(&self) -> bool {
+        self.0.starts_with("MIG-")
+    }
 }
 
 impl fmt::Display for GpuUuid {

@@ -141,7 +141,7 @@ fn the_queue_is_in_order(node: &Node, waiters: &[Waiter]) {
 fn head(node: &Node, waiters: &[Waiter], view: &View) -> Option<Head> {
     let able = |waiter: &&Waiter| waiter.reason.gpus.is_some();
     let waiter = waiters.iter().find(able)?.clone();
-    if waiter.reason.gpus.is_none_or(|gpus| gpus.get() > 1) {
+    if waiter.reason.gpus.is_none_or(|gpus| gpus.get() > 1) || !waiter.reason.others.is_empty() {
         return None;
     }
     let need = waiter.tokens.quanta();
@@ -237,6 +237,10 @@ pub(crate) fn placement(node: &Node, binding: &Binding) {
             "bound to a dead GPU: {share:?}"
         );
     }
+    if node.has_several(&binding.pod) {
+        // It may have been placed with another container, in an earlier step.
+        return;
+    }
     let asked = usize::from(node.shape_of(&binding.pod).gpus.get()).min(quanta.0 as usize);
     assert!(
         shares.len() >= asked,
@@ -281,6 +285,19 @@ pub(crate) fn ended(node: &Node, start: &Start, ended: &[AllocationId]) {
             "{binding:?} lives beside a container with its tokens"
         );
     }
+}
+
+/// Nobody waits who could have memory, and nobody who waits has any: pods do not block each other.
+pub(crate) fn nobody_is_blocked(node: &Node) {
+    let waiters = node.ledger.waiters(node.now);
+    let able = waiters.iter().find(|waiter| waiter.reason.gpus.is_some());
+    assert!(able.is_none(), "{able:?} waits with {:?} bound", node.bound);
+    assert!(
+        node.bound.is_empty(),
+        "{:?} wait with {:?}",
+        waiters,
+        node.bound
+    );
 }
 
 pub(crate) fn somebody_holds_memory(node: &Node) {

@@ -44,6 +44,12 @@ impl Pod {
         Start {
             resource: *resource,
             tokens: tokens.clone(),
+            containers: self
+                .containers
+                .iter()
+                .filter(|container| container.resource == *resource)
+                .map(|container| container.tokens.clone())
+                .collect(),
             pod: self.uid.clone(),
             shape: self.shape,
             priority: self.priority,

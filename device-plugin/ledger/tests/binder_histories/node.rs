@@ -31,6 +31,7 @@ pub(crate) struct Seen {
     reused_tokens_of_living: u64,
     collected: u64,
     heads_watched: u64,
+    bound_with_its_pod: u64,
 }
 
 impl Seen {
@@ -45,7 +46,7 @@ impl Seen {
         assert!(self.fields().iter().all(|n| **n > 0), "{text}");
     }
 
-    fn fields(&mut self) -> [&mut u64; 13] {
+    fn fields(&mut self) -> [&mut u64; 14] {
         let Self {
             bound_at_once,
             bound_later,
@@ -60,6 +61,7 @@ impl Seen {
             reused_tokens_of_living,
             collected,
             heads_watched,
+            bound_with_its_pod,
         } = self;
         [
             bound_at_once,
@@ -75,6 +77,7 @@ impl Seen {
             reused_tokens_of_living,
             collected,
             heads_watched,
+            bound_with_its_pod,
         ]
     }
 }
@@ -102,6 +105,9 @@ pub(crate) struct Node {
     /// What is bound, as the node was told.
     pub(crate) bound: BTreeMap<AllocationId, (PodUid, Placement)>,
     pub(crate) queue: Queue,
+    /// Whether pods may hold memory and wait: a GPU died after they were placed, or containers started again that
+    /// had given their memory back.
+    disturbed: bool,
     pub(crate) seen: Seen,
 }
 
@@ -146,6 +152,7 @@ impl Node {
             calls: BTreeMap::new(),
             bound: BTreeMap::new(),
             queue: Queue::default(),
+            disturbed: false,
             seen: Seen::default(),
         }
     }
@@ -203,10 +210,12 @@ impl Node {
             {
                 self.remove(over);
             } else if idle_rounds > 3 {
-                // What was held has been given up by now.
-                // Pods that hold memory for one container and wait for more can block each other,
-                // as pods that hold nodes' memory can; but never with nothing held.
-                checks::somebody_holds_memory(self);
+                // What was held has been given up by now. What the node cannot hold waits for ever.
+                if self.disturbed {
+                    checks::somebody_holds_memory(self);
+                } else {
+                    checks::nobody_is_blocked(self);
+                }
                 self.remove(first);
             }
             self.settle();
@@ -397,6 +406,8 @@ impl Node {
                 let held = self.calls.remove(&binding.claim).is_none()
                     && self.queue.may_be_held(binding.claim);
                 self.seen.bound_at_once += u64::from(!known && !held);
+                let later = !known && !held && self.pods[index].begun > 1;
+                self.seen.bound_with_its_pod += u64::from(later);
                 self.seen.bound_by_hold += u64::from(!known && held);
                 self.take(binding);
             }
@@ -435,6 +446,7 @@ impl Node {
         {
             self.say(|| format!("sandbox of {} anew", self.pods[index].uid));
             self.pods[index].begun = 1;
+            self.disturbed = true;
             self.start(index, 0);
         }
     }
@@ -507,6 +519,11 @@ impl Node {
         self.pod(uid).priority.0
     }
 
+    /// Whether the pod has containers that are placed with each other.
+    pub(crate) fn has_several(&self, uid: &PodUid) -> bool {
+        self.pod(uid).containers.len() > 1
+    }
+
     pub(crate) fn shape_of(&self, uid: &PodUid) -> Shape {
         self.pod(uid).shape
     }
@@ -533,6 +550,7 @@ impl Node {
             Health::Unhealthy => Health::Healthy,
         };
         self.seen.gpu_deaths += u64::from(gpu.health == Health::Unhealthy);
+        self.disturbed = true;
         let vanishes = self.random.random_bool(0.3);
         self.say(|| format!("gpus {:?}, vanishes: {vanishes}", self.gpus));
         let listed = self

@@ -260,7 +260,10 @@ impl Bed {
         let pod: PodUid = pod.parse().unwrap();
         let holds =
             |held: &&Held| held.pod == pod && held.tokens == tokens && held.resource == resource;
+        let of_pod = |held: &&Held| held.pod == pod && held.resource == resource;
+        let containers = self.kubelet.iter().filter(of_pod);
         let identity = Identity {
+            containers: containers.map(|held| held.tokens.clone()).collect(),
             held: self.kubelet.iter().filter(holds).cloned().collect(),
             pod,
             name: None,
@@ -510,6 +513,23 @@ async fn an_init_containers_device_goes_when_the_next_container_has_its_tokens()
     let mut answer = bed.start_device("a", 0..14).await;
     assert_eq!(answered(&mut answer), Some(Ok(())));
     assert_eq!(bed.placements().len(), 1);
+    bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn a_pods_containers_are_placed_together_also_across_a_restart() {
+    let mut bed = Bed::new().await;
+    let containers = [0..4, 4..8, 8..20, 20..32];
+    for (number, tokens) in containers.iter().enumerate() {
+        let name = format!("c{number}");
+        bed.admit("a", &name, Resource::DeviceMemory, set(tokens.clone()));
+    }
+    for tokens in containers {
+        let mut answer = bed.start_device("a", tokens).await;
+        assert_eq!(answered(&mut answer), Some(Ok(())));
+        bed.restart().await;
+    }
+    assert_eq!(bed.placements().len(), 4);
     bed.assert_host_is_true();
 }
 

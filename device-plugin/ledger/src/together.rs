@@ -1,0 +1,313 @@
+//! Places the containers of one pod together, and holds the memory of those that have not started.
+//!
+//! The kubelet's checkpoint tells all containers of a pod before it starts the first. Each has its place then, or
+//! none has: pods that hold memory for one container and wait for more would block each other for ever.
+//! Containers that share a token never live at the same time, and have their places in the same memory.
+//! What a pod's containers can have at the same time is taken until the pod ends, as its tokens are.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::Ledger;
+use super::binder::{self, Part};
+use super::claim::{Claim, State};
+use super::types::{ClaimId, Health, Placement, Share};
+use crate::units::{GpuUuid, PodUid, Quanta, Resource, TokenSet};
+
+/// Most containers that are placed together; those of a pod with more are placed one by one.
+const MOST: usize = 16;
+
+/// How many steps are taken to find out which containers may live together.
+const TRIES: u32 = 1_000;
+
+/// What is known of a pod whose containers share its GPU memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+pub(super) struct Together {
+    /// The tokens of its containers, each set once.
+    containers: Vec<TokenSet>,
+    /// Where those have their memory, or will, that were placed together.
+    places: Vec<(TokenSet, Vec<Share>)>,
+    /// The most that containers which live at the same time have of each GPU by these places.
+    peak: BTreeMap<GpuUuid, Quanta>,
+}
+
+impl Together {
+    fn give_up_places(&mut self) {
+        self.places.clear();
+        self.peak.clear();
+    }
+}
+
+impl Ledger {
+    /// The pod has these containers now. Places that were for others are given up.
+    pub(super) fn gather(&mut self, pod: &PodUid, started: &TokenSet, containers: Vec<TokenSet>) {
+        let mut containers = containers;
+        containers.sort_unstable();
+        containers.dedup();
+        if containers.len() > 1 {
+            let together = self.together.entry(pod.clone()).or_default();
+            if together.containers != containers {
+                together.containers = containers;
+            }
+        }
+        if let Some(together) = self.together.get_mut(pod) {
+            let is_placed = together.places.iter().any(|(tokens, _)| tokens == started);
+            let all_there = |(tokens, _): &(TokenSet, _)| together.containers.contains(tokens);
+            if !is_placed || !together.places.iter().all(all_there) {
+                together.give_up_places();
+            }
+        }
+    }
+
+    /// Forgets pods that have no claim.
+    pub(super) fn scatter(&mut self, but: Option<&PodUid>) {
+        let claims = &self.claims;
+        self.together
+            .retain(|pod, _| Some(pod) == but || claims.values().any(|claim| claim.pod == *pod));
+    }
+
+    /// Where the claim's memory was held when the pod's containers were placed.
+    pub(super) fn held_place(&self, claim: &Claim) -> Option<Placement> {
+        if claim.resource != Resource::DeviceMemory {
+            return None;
+        }
+        let places = &self.together.get(&claim.pod)?.places;
+        let (_, shares) = places.iter().find(|(tokens, _)| *tokens == claim.tokens)?;
+        let is_well = |share: &Share| {
+            self.takes_claims(&share.gpu) && self.sharing.is_open(&share.gpu, &claim.pod)
+        };
+        shares
+            .iter()
+            .all(is_well)
+            .then(|| Placement::Device(shares.clone()))
+    }
+
+    fn takes_claims(&self, gpu: &GpuUuid) -> bool {
+        let state = self.gpus.get(gpu);
+        state.is_some_and(|state| state.health == Health::Healthy)
+    }
+
+    /// The waiter's tokens, then those of its pod's other containers that have no memory and had no turn.
+    pub(super) fn placed_with(&self, claim: &Claim) -> Vec<TokenSet> {
+        let mut all = vec![claim.tokens.clone()];
+        if claim.resource == Resource::DeviceMemory
+            && let Some(together) = self.together.get(&claim.pod)
+            && together.containers.len() <= MOST
+        {
+            let had_turn = |tokens: &TokenSet| {
+                let mut claims = self.claims.values().filter(|other| other.pod == claim.pod);
+                claims.any(|other| {
+                    other.resource == claim.resource
+                        && other.tokens == *tokens
+                        && !matches!(other.state, State::Waiting { .. })
+                })
+            };
+            let others = together.containers.iter();
+            all.extend(
+                others
+                    .filter(|tokens| **tokens != claim.tokens && !had_turn(tokens))
+                    .cloned(),
+            );
+        }
+        all
+    }
+
+    /// The tokens and shares that are bound for the pod, but for those of `claim`.
+    fn bound_beside(&self, claim: &Claim) -> Vec<(&TokenSet, &[Share])> {
+        let claims = self.claims.values().filter(|other| other.pod == claim.pod);
+        claims
+            .filter(|other| other.tokens != claim.tokens)
+            .filter_map(|other| match other.placement()? {
+                Placement::Device(shares) => Some((&other.tokens, shares.as_slice())),
+                Placement::Managed(_) => None,
+            })
+            .collect()
+    }
+
+    /// What a waiter of a pod with several containers wants besides its own memory. One whose containers cannot be
+    /// told apart by a bounded number of sets is placed alone.
+    pub(super) fn complete(&self, claim: &Claim, want: &mut binder::Want) {
+        let tokens = self.placed_with(claim);
+        if tokens.len() == 1 {
+            return;
+        }
+        let bound = self.bound_beside(claim);
+        let all: Vec<&TokenSet> = tokens
+            .iter()
+            .chain(bound.iter().map(|(tokens, _)| *tokens))
+            .collect();
+        let Some(alive) = living_together(&all) else {
+            return;
+        };
+        let index = |gpu: &GpuUuid| self.gpus.keys().position(|here| here == gpu);
+        let parts = |shares: &[Share]| -> Vec<Part> {
+            let shares = shares.iter();
+            shares
+                .filter_map(|share| Some((index(&share.gpu)?, share.quanta.0)))
+                .collect()
+        };
+        want.quanta = tokens.iter().map(|tokens| tokens.quanta().0).collect();
+        want.bound = bound.iter().map(|(_, shares)| parts(shares)).collect();
+        want.alive = alive;
+    }
+
+    /// The waiter and what is placed with it have these places from now on.
+    pub(super) fn hold_places(&mut self, id: ClaimId, want: &binder::Want, places: &[Vec<Part>]) {
+        let claim = &self.claims[&id];
+        if places.len() < 2 {
+            return;
+        }
+        let pod = claim.pod.clone();
+        let tokens = self.placed_with(claim);
+        let gpus: Vec<GpuUuid> = self.gpus.keys().cloned().collect();
+        let shares = |parts: &Vec<Part>| -> Vec<Share> {
+            let parts = parts.iter();
+            parts
+                .map(|&(bin, share)| Share {
+                    gpu: gpus[bin].clone(),
+                    quanta: Quanta(share),
+                })
+                .collect()
+        };
+        for placement in places.iter().map(shares).map(Placement::Device) {
+            self.note_tenant(&pod, &placement);
+        }
+        let together = self.together.entry(pod).or_default();
+        together.places = tokens.into_iter().zip(places.iter().map(shares)).collect();
+        let peak = |(bin, gpu): (usize, &GpuUuid)| {
+            let peak = want.peak(places, bin);
+            (peak > 0).then(|| (gpu.clone(), Quanta(peak)))
+        };
+        together.peak = gpus.iter().enumerate().filter_map(peak).collect();
+    }
+
+    /// What each pod can have of a GPU at the same time, where its containers were placed together.
+    pub(super) fn peaks(&self) -> impl Iterator<Item = (&PodUid, &GpuUuid, Quanta)> {
+        let pods = self.together.iter();
+        pods.flat_map(|(pod, together)| {
+            together
+                .peak
+                .iter()
+                .map(move |(gpu, peak)| (pod, gpu, *peak))
+        })
+    }
+
+    /// Nothing is held any more for those of the pod that have not started.
+    pub(super) fn give_up_places_of(&mut self, pod: &PodUid) {
+        if let Some(together) = self.together.get_mut(pod) {
+            together.give_up_places();
+        }
+    }
+
+    /// What is held on GPUs that take no claims helps nobody.
+    pub(super) fn give_up_unhealthy_places(&mut self) {
+        let is_bound = |pod: &PodUid, tokens: &TokenSet| {
+            let mut claims = self.claims.values().filter(|claim| claim.pod == *pod);
+            claims.any(|claim| claim.tokens == *tokens && claim.placement().is_some())
+        };
+        let dead = |share: &Share| !self.takes_claims(&share.gpu);
+        let given_up: BTreeSet<PodUid> = self
+            .together
+            .iter()
+            .filter(|(pod, together)| {
+                let mut places = together.places.iter();
+                places.any(|(tokens, shares)| !is_bound(pod, tokens) && shares.iter().any(dead))
+            })
+            .map(|(pod, _)| pod.clone())
+            .collect();
+        for pod in &given_up {
+            self.give_up_places_of(pod);
+        }
+        let claims = self.claims.values_mut();
+        claims
+            .filter(|claim| given_up.contains(&claim.pod))
+            .for_each(Claim::queue_again);
+    }
+}
+
+/// The largest sets of containers of which none share a token: those that may live at the same time. None where
+/// there are too many to look at.
+fn living_together(tokens: &[&TokenSet]) -> Option<Vec<u64>> {
+    if tokens.len() > 2 * MOST {
+        return None;
+    }
+    let apart = |one: usize| {
+        let others = (0..tokens.len()).filter(|other| *other != one);
+        others
+            .filter(|other| !tokens[one].overlaps(tokens[*other]))
+            .fold(0, |set, other| set | 1_u64 << other)
+    };
+    let apart: Vec<u64> = (0..tokens.len()).map(apart).collect();
+    let (mut sets, mut tries) = (Vec::new(), TRIES);
+    let all = (1 << tokens.len()) - 1;
+    extend(&apart, 0, all, 0, &mut sets, &mut tries)?;
+    (sets.len() <= MOST).then_some(sets)
+}
+
+/// Bron and Kerbosch with a pivot: `set` with all of `more` that go with it, but for what is in `done`. None where
+/// that takes too long.
+fn extend(
+    apart: &[u64],
+    set: u64,
+    mut more: u64,
+    mut done: u64,
+    sets: &mut Vec<u64>,
+    tries: &mut u32,
+) -> Option<()> {
+    *tries = tries.checked_sub(1)?;
+    if more == 0 && done == 0 {
+        sets.push(set);
+    }
+    let pivot = (0..apart.len())
+        .filter(|one| (more | done) >> one & 1 == 1)
+        .max_by_key(|one| (more & apart[*one]).count_ones());
+    let mut left = more & !pivot.map_or(0, |pivot| apart[pivot]);
+    while left != 0 {
+        let next = left.trailing_zeros() as usize;
+        let go = apart[next];
+        extend(apart, set | 1 << next, more & go, done & go, sets, tries)?;
+        left &= !(1 << next);
+        more &= !(1 << next);
+        done |= 1 << next;
+    }
+    Some(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sets(containers: &[&[u16]]) -> Option<Vec<u64>> {
+        let tokens: Vec<TokenSet> = containers
+            .iter()
+            .map(|tokens| TokenSet::from_indexes(tokens.iter().copied()).unwrap())
+            .collect();
+        let mut sets = living_together(&tokens.iter().collect::<Vec<_>>())?;
+        sets.sort_unstable();
+        Some(sets)
+    }
+
+    #[test]
+    fn containers_that_share_no_token_may_live_together() {
+        assert_eq!(sets(&[&[1], &[2], &[3]]), Some(vec![0b111]));
+        let init_and_two = sets(&[&[1, 2], &[1], &[2, 3]]);
+        assert_eq!(init_and_two, Some(vec![0b001, 0b110]));
+        let after_a_sidecar = sets(&[&[1, 2], &[3], &[1, 4]]);
+        assert_eq!(after_a_sidecar, Some(vec![0b011, 0b110]));
+    }
+
+    #[test]
+    fn a_pod_whose_containers_can_live_in_too_many_ways_is_left_alone() {
+        let pairs: Vec<[u16; 1]> = (0..10).flat_map(|n| [[n], [n]]).collect();
+        // Distinct sets that overlap in pairs: 2^10 ways.
+        let tokens: Vec<Vec<u16>> = pairs
+            .iter()
+            .enumerate()
+            .map(|(n, token)| vec![token[0], 100 + n as u16])
+            .collect();
+        let tokens: Vec<&[u16]> = tokens.iter().map(Vec::as_slice).collect();
+        assert_eq!(sets(&tokens), None);
+    }
+}
