@@ -49,11 +49,12 @@ use tokio::task::{AbortHandle, JoinSet};
 use crate::checkpoint::Checkpoint;
 use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
-use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid};
+use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid, TokenSet};
 use bell::Bell;
 use closer::Closer;
 use container::Container;
 use container::drained::Holder;
+use container::siblings::Siblings;
 use contexts::ContextSizes;
 use leftovers::Left;
 use looks::Looks;
@@ -82,6 +83,8 @@ pub struct Served {
     pub gpus: Vec<(GpuUuid, Bytes)>,
     /// Managed memory; zero is none.
     pub managed: Bytes,
+    /// The tokens of its claim: allocations of the pod that have the same share the GPUs' quotas.
+    pub tokens: Option<TokenSet>,
 }
 
 /// What a memory account counts.
@@ -161,6 +164,8 @@ pub struct Sessions {
     bell: Bell,
     /// None where nothing is kept.
     desk: Option<Desk>,
+    /// The claims with allocations that are served.
+    claims: Mutex<BTreeMap<(PodUid, TokenSet), Siblings>>,
     /// The GPUs that have a task in `watches`, which ends with these sessions.
     watched: Mutex<BTreeSet<GpuUuid>>,
     watches: Mutex<JoinSet<()>>,
@@ -219,6 +224,7 @@ impl Sessions {
             contexts: None,
             bell: Bell::default(),
             desk: None,
+            claims: Mutex::default(),
             watched: Mutex::default(),
             watches: Mutex::default(),
         }
@@ -324,6 +330,14 @@ impl Sessions {
                 source,
             }
         })?;
+        let siblings = served.tokens.clone().map(|tokens| {
+            let mut claims = lock(&self.claims);
+            claims.retain(|_, siblings| !siblings.is_alone());
+            claims
+                .entry((served.pod.clone(), tokens))
+                .or_default()
+                .clone()
+        });
         let (mut container, known) =
             Container::restore(served, record, served_before, self.membership.as_ref());
         if let Some(sizes) = &self.contexts {
@@ -331,6 +345,9 @@ impl Sessions {
         }
         container.close_by(Arc::clone(&closer));
         container.keep_pages(self.seats.pages());
+        if let Some(siblings) = siblings {
+            container.join(siblings);
+        }
         for gpu in container.gpus() {
             self.watch(gpu);
         }
@@ -357,7 +374,11 @@ impl Sessions {
     /// # Errors
     /// [`SessionsError::Remove`] when its folder cannot be removed.
     pub async fn end(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
-        drop(lock(&self.shared.running).remove(allocation));
+        let ended = lock(&self.shared.running).remove(allocation);
+        if let Some(running) = &ended {
+            lock(&running.container).leave_siblings();
+        }
+        drop(ended);
         let record = self.record_path(allocation);
         for path in [self.folder(allocation), record::temporary(&record), record] {
             let removed = if path.is_dir() {
@@ -393,6 +414,16 @@ impl Sessions {
         content
             .map(|content| content.exported())
             .unwrap_or_default()
+    }
+
+    /// Charges an allocation for what a container before it had exported of a GPU: how much of it, on record.
+    pub fn inherit(&self, allocation: &AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        let mut inherited = Bytes::ZERO;
+        // One that is not served takes nothing.
+        let _ = self.with(allocation, |container| {
+            inherited = container.inherit(gpu, bytes)
+        });
+        inherited
     }
 
     /// The kept leases that an allocation is charged for, each with its GPU and what it has. One that is not served

@@ -60,6 +60,14 @@ impl Ledger {
         true
     }
 
+    /// A container is charged for so much of what was left on a GPU.
+    pub fn charge_leak(&mut self, gpu: &GpuUuid, bytes: Bytes) {
+        if let Some(leaked) = self.leaked.get_mut(gpu) {
+            leaked.bytes = Bytes(leaked.bytes.0.saturating_sub(bytes.0));
+        }
+        self.leaked.retain(|_, leaked| leaked.bytes > Bytes::ZERO);
+    }
+
     /// What was left on a GPU, and is not proven free.
     pub(super) fn left_on(&self, gpu: &GpuUuid) -> Bytes {
         self.leaked

@@ -252,7 +252,7 @@ impl<H: Host> Core<H> {
         self.follow(&pod);
         self.name(&pod, name, &container, &held);
         let known = self.keep(now).await;
-        self.leave(&started.ended, known, now);
+        let exported = self.leave(&started.ended, known, now);
         self.leftovers.extend(started.ended.iter().copied());
         match started.answer {
             Answer::Bound(binding) => {
@@ -260,6 +260,11 @@ impl<H: Host> Core<H> {
                     Some(gpu) => Err(NotBound::Drained(gpu)),
                     None => self.carry_out(&binding).await,
                 };
+                self.bequeath(&binding, exported);
+                if !started.ended.is_empty() {
+                    // What those kept is its own by now: it is charged before its program starts.
+                    self.keep(now).await;
+                }
                 answer(reply, result);
             }
             Answer::Wait(ticket, reason) => {
@@ -541,15 +546,31 @@ impl<H: Host> Core<H> {
     }
 
     /// What others may hold of what these allocations had is not bound again. Kept leases are accounted for where
-    /// they are `known`.
-    fn leave(&mut self, ended: &[AllocationId], known: bool, now: Moment) {
+    /// they are `known`. Answers what was exported.
+    fn leave(&mut self, ended: &[AllocationId], known: bool, now: Moment) -> Vec<(GpuUuid, Bytes)> {
+        let mut exported = Vec::new();
         for allocation in ended {
             let mut left = self.host.exported(*allocation);
+            exported.extend(left.iter().cloned());
             if !known {
                 left.extend(self.host.leases(*allocation));
             }
             for (gpu, bytes) in left {
                 self.ledger.leak(gpu, bytes, now);
+            }
+        }
+        exported
+    }
+
+    /// Charges the container that follows others of its pod for what these had exported, instead of the node. A crash
+    /// in between charges it twice, until it is proven free.
+    fn bequeath(&mut self, heir: &Binding, exported: Vec<(GpuUuid, Bytes)>) {
+        for (gpu, bytes) in exported {
+            let inherited = self.host.inherit(heir.allocations[0], &gpu, bytes);
+            if inherited > Bytes::ZERO {
+                info!(pod = %heir.pod, %gpu, bytes = inherited.0, "inherited");
+                self.ledger.charge_leak(&gpu, inherited);
+                self.unsaved = true;
             }
         }
     }

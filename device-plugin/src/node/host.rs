@@ -100,6 +100,9 @@ pub trait Host: Send {
     fn allow_managed(&mut self, allocation: AllocationId, managed: Bytes) -> Result<(), HostError>;
     /// What of each GPU an allocation's processes had exported: others may hold it when its pod has ended.
     fn exported(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)>;
+    /// Charges an allocation that is exposed for what a container before it had exported of a GPU: how much of it is
+    /// on record there.
+    fn inherit(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes;
     /// Looks after what was left on GPUs: the most that is held of it, as far as that is proven.
     fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes>;
     /// The kept leases that an allocation is charged for: the GPU and what each has.
@@ -261,6 +264,7 @@ impl Host for OsHost {
             pod: binding.pod.clone(),
             gpus,
             managed,
+            tokens: Some(binding.tokens.clone()),
         };
         self.sessions.serve(served).await?;
         // One that was served before goes on with what it was told then.
@@ -279,6 +283,10 @@ impl Host for OsHost {
 
     fn exported(&self, allocation: AllocationId) -> Vec<(GpuUuid, Bytes)> {
         self.sessions.exported(&allocation)
+    }
+
+    fn inherit(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        self.sessions.inherit(&allocation, gpu, bytes)
     }
 
     fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {

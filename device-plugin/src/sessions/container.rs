@@ -11,6 +11,7 @@ mod pages;
 mod poisoned;
 pub(super) mod recording;
 mod refused;
+pub(super) mod siblings;
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -36,6 +37,7 @@ use crate::units::{Bytes, GpuUuid};
 use pages::Pages;
 use recording::{Change, Changes};
 use refused::{Told, Why};
+use siblings::Siblings;
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
 /// the memory of an image that exec replaced counts as gone, or what an exporter left with an importer.
@@ -80,6 +82,8 @@ pub(super) struct Container {
     changes: Changes,
     /// None in tests without sockets.
     closer: Option<Arc<Closer>>,
+    /// The containers of its claim, which share its quota.
+    siblings: Option<Siblings>,
 }
 
 /// How long the driver takes to have back what an image had: 112 ms for 100 GiB (design F8), and some.
@@ -195,6 +199,7 @@ impl Container {
             pages: Pages::new(CreditPage::create),
             changes: Changes::default(),
             closer: None,
+            siblings: None,
         };
         for index in 0..container.accounts.len() {
             container.apply_quota(index);
@@ -303,6 +308,7 @@ impl Container {
         });
         let found = self.had_outside(pid);
         self.credit.has_session(pid);
+        self.hear_siblings();
         self.fill(&page, pid, known, holdings, &found, &exported);
         self.home = Some(home);
         let ended = CancellationToken::new();
@@ -364,7 +370,8 @@ impl Container {
             .credit
             .retired(index)
             .saturating_add(self.credit.outside(index))
-            .saturating_add(self.credit.leased(index));
+            .saturating_add(self.credit.leased(index))
+            .saturating_add(self.credit.inherited(index));
         let mut processes = Vec::new();
         for (pid, member) in &self.members {
             let units = self.used_by(*pid, member, index);
@@ -477,9 +484,12 @@ impl Container {
             .credit
             .free(index)
             .saturating_add(self.idle_of_others(pid, index));
-        let with_retired = free.saturating_add(self.credit.retired(index));
+        let gone = self.credit.retired(index);
+        let with_retired = free
+            .saturating_add(gone)
+            .saturating_add(self.credit.inherited(index));
         recently(heard)
-            && self.retired_at.is_some_and(recently)
+            && self.last_retired_at().is_some_and(recently)
             && !self.is_fenced(pid)
             && (free.saturating_add(Units(1))..=with_retired).contains(&need)
     }
@@ -492,6 +502,7 @@ impl Container {
         if self.record_lost {
             return Err(Why::RecordLost);
         }
+        self.hear_siblings();
         if self.credit.free(index) < need {
             let missing = need.saturating_sub(self.credit.free(index));
             // Taking idle credit only helps if it is enough.
@@ -660,6 +671,7 @@ impl Container {
             let all = all.saturating_add(self.credit.retired(index));
             let all = all.saturating_add(self.credit.outside(index));
             let all = all.saturating_add(self.credit.leased(index));
+            let all = all.saturating_add(self.credit.inherited(index));
             for (member, used) in uses {
                 if let Some(slot) = member.page.as_ref().and_then(|page| page.slot(index)) {
                     slot.set_others(all.saturating_sub(used), siblings);
@@ -721,6 +733,7 @@ impl Container {
 
     /// Whether the record holds what the books say now. To be called where writes are paid for.
     fn write_now(&mut self) -> bool {
+        self.tell_siblings();
         let units =
             |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
         let books = |books: &BTreeMap<u32, Vec<Units>>| {

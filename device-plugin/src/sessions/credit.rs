@@ -32,6 +32,8 @@ pub struct Credit {
     kept: Books,
     /// What kept leases have that the container owns, by lease: of which account, and how much.
     leases: BTreeMap<u64, (usize, Units)>,
+    /// By account, what other containers have that share the quota.
+    inherited: Vec<Units>,
     peaks: Vec<Units>,
 }
 
@@ -98,7 +100,33 @@ impl Credit {
     }
 
     fn taken(&self, account: usize) -> Units {
+        self.own(account).saturating_add(self.inherited(account))
+    }
+
+    /// What the container has of an account, living or dead, with a session or without.
+    pub(super) fn own(&self, account: usize) -> Units {
         self.charged(account).saturating_add(self.outside(account))
+    }
+
+    /// What other containers have that share the quota.
+    pub(super) fn inherited(&self, account: usize) -> Units {
+        let inherited = self.inherited.get(account);
+        inherited.copied().unwrap_or(Units::ZERO)
+    }
+
+    /// Replaces what other containers have that share the quota.
+    pub(super) fn set_inherited(&mut self, inherited: Vec<Units>) {
+        self.inherited = inherited;
+    }
+
+    /// Charges what a container that has ended had exported, as what the container's own dead did.
+    pub(super) fn inherit(&mut self, account: usize, units: Units) {
+        let mut amounts = vec![Units::ZERO; self.quotas.len()];
+        if let Some(slot) = amounts.get_mut(account) {
+            *slot = units;
+        }
+        put(&mut self.kept, NOBODY, amounts);
+        self.note_peak(account);
     }
 
     /// What kept leases have of an account.
@@ -148,11 +176,7 @@ impl Credit {
     /// A kept lease is one no more. Others may hold what it has, as they may what dead processes exported.
     pub(super) fn release_lease(&mut self, lease: u64) {
         if let Some((account, units)) = self.leases.remove(&lease) {
-            let mut amounts = vec![Units::ZERO; self.quotas.len()];
-            if let Some(slot) = amounts.get_mut(account) {
-                *slot = units;
-            }
-            put(&mut self.kept, NOBODY, amounts);
+            self.inherit(account, units);
         }
     }
 

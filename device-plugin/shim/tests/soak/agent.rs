@@ -61,6 +61,7 @@ pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
             pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
             gpus: vec![(GPU.parse().unwrap(), Bytes(quota))],
             managed: Bytes::ZERO,
+            tokens: None,
         };
         runtime.block_on(sessions.serve(served)).unwrap();
     }

@@ -104,6 +104,7 @@ impl Container {
                 .map(|(minor, quota)| (gpu(minor).parse().unwrap(), Bytes(*quota)))
                 .collect(),
             managed: Bytes::ZERO,
+            tokens: None,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)

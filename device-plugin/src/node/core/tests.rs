@@ -21,11 +21,15 @@ struct Disk {
     cdi: BTreeMap<AllocationId, cdi::Binding>,
     /// What the sessions say that allocations had exported.
     exported: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
+    /// What allocations were charged for of what others had exported.
+    inherited: BTreeMap<AllocationId, (GpuUuid, Bytes)>,
     /// What is held on each GPU of what was left.
     held: Bytes,
     /// The kept leases that allocations are charged for.
     leases: BTreeMap<AllocationId, Vec<(GpuUuid, Bytes)>>,
-    /// How the node stood when kept leases were last asked for, and what is answered.
+    /// What was served when kept leases were last asked for.
+    served_then: BTreeSet<AllocationId>,
+    /// How the node stood then, and what is answered.
     stood: Node,
     turn: Turn,
     /// The kept leases that the ledger has on record.
@@ -102,6 +106,14 @@ impl Host for MemoryHost {
             .unwrap_or_default()
     }
 
+    /// As far as a quota of 14 GiB goes.
+    fn inherit(&mut self, allocation: AllocationId, gpu: &GpuUuid, bytes: Bytes) -> Bytes {
+        let inherited = bytes.min(Bytes::gib(14));
+        let mut disk = self.disk();
+        disk.inherited.insert(allocation, (gpu.clone(), inherited));
+        inherited
+    }
+
     fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
         let held = self.disk().held;
         left.into_keys().map(|gpu| (gpu, held)).collect()
@@ -118,6 +130,7 @@ impl Host for MemoryHost {
     async fn keep(&mut self, node: Node) -> Turn {
         let mut disk = self.disk();
         disk.stood = node;
+        disk.served_then = disk.sockets.keys().copied().collect();
         Turn {
             orphaned: disk.turn.orphaned.clone(),
             // Told once.
@@ -514,6 +527,40 @@ async fn an_init_containers_device_goes_when_the_next_container_has_its_tokens()
     assert_eq!(answered(&mut answer), Some(Ok(())));
     assert_eq!(bed.placements().len(), 1);
     bed.assert_host_is_true();
+}
+
+#[tokio::test]
+async fn what_an_init_container_exported_is_charged_to_the_next() {
+    for (exported, left) in [
+        (Bytes::gib(6), Bytes::ZERO),
+        (Bytes::gib(15), Bytes::gib(1)),
+    ] {
+        let mut bed = Bed::new().await;
+        let init = bed.admit("a", "init", Resource::DeviceMemory, set(0..16));
+        let main = bed.admit("a", "main", Resource::DeviceMemory, set(0..14));
+        bed.start_device("a", 0..16).await;
+        let gpu: GpuUuid = "GPU-a".parse().unwrap();
+        bed.host.disk().exported = [(init, vec![(gpu.clone(), exported)])].into();
+        bed.host.disk().held = exported;
+        let mut answer = bed.start_device("a", 0..14).await;
+        assert_eq!(answered(&mut answer), Some(Ok(())));
+        assert!(
+            bed.host.disk().served_then.contains(&main),
+            "it is charged for leases before its program starts"
+        );
+        let inherited = exported.min(Bytes::gib(14));
+        assert_eq!(
+            bed.host.disk().inherited,
+            [(main, (gpu.clone(), inherited))].into()
+        );
+        bed.restart().await;
+        let view = bed.core.view(bed.now);
+        let of_it = view.gpus.iter().find(|view| view.uuid == gpu).unwrap();
+        assert_eq!(
+            of_it.left, left,
+            "what the heir cannot be charged stays the node's"
+        );
+    }
 }
 
 #[tokio::test]

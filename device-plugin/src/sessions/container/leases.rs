@@ -51,6 +51,7 @@ impl Container {
             return Err(Bytes::ZERO);
         };
         let need = Units::holding(bytes.0).unwrap_or(Units::MAX);
+        self.hear_siblings();
         let idle = self.idle_of_others(NOBODY, index);
         let free = self.credit.free(index);
         let missing = need.saturating_sub(free);

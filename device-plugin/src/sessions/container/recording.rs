@@ -90,6 +90,7 @@ impl Container {
     /// Something changed that is to be on record: at once, or with the next write.
     pub(super) fn changed(&mut self) -> Change {
         self.changes.any = true;
+        self.tell_siblings();
         self.number()
     }
 

@@ -63,6 +63,7 @@ impl Fixture {
             pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
             gpus: vec![("GPU-aaaa".parse().unwrap(), self.quota)],
             managed: Bytes::ZERO,
+            tokens: None,
         };
         let record = self.folder.path().join("record.json");
         Container::restore(
@@ -835,6 +836,7 @@ fn a_full_disk_refuses_what_could_not_be_remembered_and_forgets_nothing() {
 mod events;
 mod poisoned;
 mod recording;
+mod siblings;
 
 #[test]
 fn a_lease_that_was_not_charged_is_so_when_it_is_released() {

@@ -91,6 +91,7 @@ impl Node {
                 .unwrap(),
             gpus: vec![(device.parse().unwrap(), Bytes(*quota))],
             managed: Bytes::ZERO,
+            tokens: None,
         };
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(2)

@@ -203,6 +203,7 @@ fn an_xid_says_which_of_the_containers_gpus_it_was() {
             (second.clone(), Bytes::gib(1)),
         ],
         managed: Bytes::ZERO,
+        tokens: None,
     };
     let record = Record::at(folder.path().join("record.json")).unwrap();
     let (mut container, _) = Container::restore(served, record, false, &Host);

@@ -1,0 +1,168 @@
+//! Containers of one claim share its quota, and what the first left counts against the next.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::sessions::container::siblings::Siblings;
+
+/// An init container and the main one, of one claim.
+struct Claim {
+    _folder: tempfile::TempDir,
+    init: Container,
+    main: Container,
+}
+
+fn container(folder: &tempfile::TempDir, allocation: &str, quota: Bytes) -> Container {
+    let served = Served {
+        allocation: allocation.parse().unwrap(),
+        pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+        gpus: vec![(gpu(), quota)],
+        managed: Bytes::ZERO,
+        tokens: None,
+    };
+    let record = folder.path().join(format!("{allocation}.json"));
+    Container::restore(served, Record::at(record).unwrap(), false, &Host).0
+}
+
+fn gpu() -> GpuUuid {
+    "GPU-aaaa".parse().unwrap()
+}
+
+fn claim(quota: Bytes) -> Claim {
+    let folder = tempfile::tempdir().unwrap();
+    let siblings = Siblings::default();
+    let [init, main] = ["00000000000000aa", "00000000000000bb"].map(|allocation| {
+        let mut container = container(&folder, allocation, quota);
+        container.join(siblings.clone());
+        container
+    });
+    Claim {
+        _folder: folder,
+        init,
+        main,
+    }
+}
+
+/// What a container's process can have.
+fn can_have(container: &mut Container, pid: u32, bytes: u64) -> bool {
+    let answer = container.request(pid, 0, units(bytes));
+    if let ToShim::Granted { units, .. } = answer {
+        container.credit.give_back(pid, 0, units);
+        container.write_record();
+    }
+    is_granted(&answer)
+}
+
+#[test]
+fn what_the_first_exported_counts_against_the_next() {
+    let Claim {
+        mut init,
+        mut main,
+        _folder,
+    } = claim(Bytes::gib(4));
+    exporter(&mut init, 3 << 30);
+    init.died(Process { pid: 1, start: 1 }, 7);
+    settle(&mut init, 1, Bytes::ZERO);
+    let page = hello(&mut main, 1002, 9).unwrap();
+    assert_eq!(page.slot(0).unwrap().others(), units(3 << 30));
+    assert!(!can_have(&mut main, 1002, (1 << 30) + 1));
+    assert!(can_have(&mut main, 1002, 1 << 30));
+    let asked = init.kept(&gpu()).unwrap();
+    assert!(init.keep_at_most(&gpu(), Bytes::ZERO, &asked));
+    assert!(can_have(&mut main, 1002, 4 << 30));
+}
+
+#[test]
+fn what_the_first_retains_counts_against_the_next_until_it_is_gone() {
+    let Claim {
+        mut init,
+        mut main,
+        _folder,
+    } = claim(Bytes::gib(4));
+    let page = hello(&mut init, 1, 7).unwrap();
+    use_all(&mut init, &page, 1, 4 << 30);
+    hello(&mut main, 1002, 9).unwrap();
+    assert!(!can_have(&mut main, 1002, 1), "its process lives");
+    init.died(Process { pid: 1, start: 1 }, 7);
+    assert!(!can_have(&mut main, 1002, 1), "the driver was not asked");
+    assert!(
+        main.is_settling(1002, 0, units(1 << 30), Instant::now()),
+        "it is about to be back"
+    );
+    settle(&mut init, 1, Bytes::ZERO);
+    assert!(can_have(&mut main, 1002, 4 << 30));
+    init.lease(&gpu(), LeaseId(5), Bytes::gib(3)).unwrap();
+    assert!(!can_have(&mut main, 1002, 2 << 30), "a kept lease");
+    assert!(main.lease(&gpu(), LeaseId(6), Bytes::gib(2)).is_err());
+    assert!(main.lease(&gpu(), LeaseId(6), Bytes::gib(1)).is_ok());
+    init.leave_siblings();
+    assert!(can_have(&mut main, 1002, 3 << 30));
+}
+
+#[test]
+fn what_another_claim_exported_is_inherited_within_the_quota() {
+    let folder = tempfile::tempdir().unwrap();
+    let main = || container(&folder, "00000000000000bb", Bytes::gib(4));
+    assert_eq!(main().inherit(&gpu(), Bytes::gib(6)), Bytes::gib(4));
+    // The next agent knows it.
+    let mut main = main();
+    hello(&mut main, 1002, 9).unwrap();
+    assert!(!can_have(&mut main, 1002, 1));
+    assert_eq!(main.exported(), [(gpu(), Bytes::gib(4))]);
+    let asked = main.kept(&gpu()).unwrap();
+    assert!(main.keep_at_most(&gpu(), Bytes::gib(1), &asked));
+    assert!(can_have(&mut main, 1002, 3 << 30));
+    let elsewhere = "GPU-bbbb".parse().unwrap();
+    assert_eq!(main.inherit(&elsewhere, Bytes::gib(1)), Bytes::ZERO);
+}
+
+#[derive(Clone, Debug)]
+enum Step {
+    Asks(bool, u64),
+    Exports(bool, u64),
+    Dies(bool),
+    Settles(bool),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let (which, mib) = (any::<bool>(), 1..600_u64);
+    prop_oneof![
+        3 => (which, mib.clone()).prop_map(|(which, mib)| Step::Asks(which, mib)),
+        1 => (which, mib).prop_map(|(which, mib)| Step::Exports(which, mib)),
+        1 => which.prop_map(Step::Dies),
+        1 => which.prop_map(Step::Settles),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    /// Whichever of them lives, both at once too.
+    #[test]
+    fn the_containers_of_a_claim_never_have_more_than_its_quota(steps in prop::collection::vec(step(), 0..30)) {
+        let Claim { init, main, _folder } = claim(Bytes::gib(1));
+        let mut both = [(init, 1, None), (main, 1002, None)];
+        for (number, step) in steps.into_iter().enumerate() {
+            let (Step::Asks(which, _) | Step::Exports(which, _) | Step::Dies(which) | Step::Settles(which)) = step;
+            let (container, pid, page) = &mut both[usize::from(which)];
+            let image = number as u64 + 1;
+            let process = Process { pid: *pid, start: 1 };
+            match step {
+                Step::Asks(_, mib) => {
+                    page.get_or_insert_with(|| (hello(container, *pid, image).unwrap(), image));
+                    container.request(*pid, 0, units(mib * MIB));
+                }
+                Step::Exports(_, mib) => if let Some((page, _)) = page {
+                    page.slot(0).unwrap().export(units(mib * MIB));
+                    container.heard(*pid);
+                },
+                Step::Dies(_) => if let Some((_, image)) = page.take() {
+                    container.died(process, image);
+                },
+                Step::Settles(_) => settle(container, *pid, Bytes::ZERO),
+            }
+            let had: u64 = both.iter().map(|(container, ..)| container.credit.own(0).bytes()).sum();
+            prop_assert!(had <= 1 << 30, "{had}");
+        }
+    }
+}
