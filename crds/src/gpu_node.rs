@@ -338,6 +338,9 @@ pub struct GpuStatus {
     /// What pods that have ended had exported and others still hold; no pod is given it before they let it go.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub leaked: Option<Amount>,
+    /// What is in use and charged to no pod: no pod is given it while that lasts.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub withheld: Option<Amount>,
     /// The reservation that the agent holds it by: the answer to `spec.reservations`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub held_for: Option<String>,

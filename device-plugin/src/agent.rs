@@ -2,7 +2,7 @@
 
 mod reporter;
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
@@ -173,6 +173,7 @@ pub async fn run(
         metrics: metrics.clone(),
     };
     let (orders, told) = watch::channel(None);
+    let (withhold, withheld) = watch::channel(BTreeMap::new());
     let (actor, allocator, offers, snapshots, pulse) = actor(
         core,
         config.resources,
@@ -184,6 +185,7 @@ pub async fn run(
             drain: drain.subscribe(),
             kept: (!config.allow_unscrubbed).then(|| kept.clone()),
             orders: told.clone(),
+            withheld,
         },
         generations,
         voice,
@@ -215,6 +217,7 @@ pub async fn run(
         events.clone(),
         metrics.clone(),
     );
+    let auditor = auditor.withholding(withhold);
     parts.start("audit", auditor.run(config.clone(), stop.clone()));
     let (acknowledge, ordered) = watch::channel(Ordered::default());
     let (open, faults) = watch::channel(Vec::new());

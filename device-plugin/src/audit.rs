@@ -8,6 +8,7 @@
 //! | [`kill`] | kills a process, and never a later one with its pid |
 //! | [`tally`] | sums up by namespace, for its budget's status: pure |
 //! | [`tell`] | Events |
+//! | `withheld` | how much of each GPU is charged to nobody, as far as that lasts: pure |
 //! | [`run`] | the loop |
 
 pub mod gather;
@@ -17,5 +18,6 @@ pub mod policy;
 pub mod run;
 pub mod tally;
 pub mod tell;
+mod withheld;
 
 pub use run::{Audited, Auditor};

@@ -177,7 +177,7 @@ impl Metrics {
             ),
             gpu_memory: r.with(
                 "bursar_gpu_memory_bytes",
-                "Memory of a GPU by state: total, capacity, bound, free, leaked",
+                "Memory of a GPU by state: total, capacity, bound, free, leaked, withheld",
                 Family::default(),
             ),
             gpu_healthy: r.with(
@@ -282,6 +282,7 @@ impl Metrics {
                 ("free", bytes(gpu.free)),
                 ("bound", bytes(gpu.capacity.saturating_sub(gpu.free))),
                 ("leaked", gpu.leaked.0),
+                ("withheld", gpu.withheld.0),
             ];
             for (state, amount) in states {
                 let label = OfGpuState {

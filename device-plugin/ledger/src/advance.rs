@@ -8,7 +8,7 @@ use super::binder::{self, Bin, Part, Plan};
 use super::claim::{Call, Claim, HOLD, LATE, State, Want};
 use super::time::Moment;
 use super::types::{Binding, ClaimId, Health, Placement, Share, WaitReason};
-use crate::units::{GpuUuid, Quanta, Resource};
+use crate::units::{Bytes, GpuUuid, Quanta, Resource};
 
 impl Ledger {
     /// Binds every waiter whose turn it is, and answers those whose call is open: the agent
@@ -92,6 +92,10 @@ impl Ledger {
                 Resource::ManagedMemory => None,
             },
             ahead: queue.iter().take_while(|&&other| other != id).count(),
+            withheld: match claim.resource {
+                Resource::DeviceMemory => self.withheld_in_all(),
+                Resource::ManagedMemory => Bytes::ZERO,
+            },
         }
     }
 

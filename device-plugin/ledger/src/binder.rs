@@ -129,7 +129,7 @@ impl Want {
 
     /// What the containers of a set have of a bin.
     fn sum(&self, set: u64, placed: &[Vec<Part>], bin: usize) -> u32 {
-        let of = |(number, parts): (usize, &Vec<Part>)| match set >> number & 1 {
+        let of = |(number, parts): (usize, &Vec<Part>)| match (set >> number) & 1 {
             0 => 0,
             _ => on(parts, bin),
         };
@@ -140,7 +140,10 @@ impl Want {
 
     /// What others of the pod may have of a bin while this container lives.
     fn beside(&self, container: usize, placed: &[Vec<Part>], bin: usize) -> u32 {
-        let sets = self.alive.iter().filter(|set| **set >> container & 1 == 1);
+        let sets = self
+            .alive
+            .iter()
+            .filter(|set| (**set >> container) & 1 == 1);
         sets.map(|set| self.sum(*set & !(1 << container), placed, bin))
             .max()
             .unwrap_or_default()

@@ -40,9 +40,11 @@ impl Ledger {
         sum(self.kept.get(gpu).into_iter().flat_map(BTreeMap::values))
     }
 
-    /// What of a GPU is bound to nobody: what ended pods left, and what is kept without an owner.
+    /// What of a GPU is bound to nobody: what ended pods left, what is kept without an owner, and what else is in use
+    /// and charged to nobody.
     pub(super) fn unowned_on(&self, gpu: &GpuUuid) -> Quanta {
         let bytes = self.left_on(gpu).0.saturating_add(self.kept_on(gpu).0);
+        let bytes = bytes.saturating_add(self.withheld_on(gpu).0);
         let quanta = bytes.div_ceil(self.quantum.bytes());
         Quanta(u32::try_from(quanta).unwrap_or(u32::MAX))
     }

@@ -50,12 +50,13 @@ mod together;
 mod types;
 pub mod units;
 mod view;
+mod withheld;
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource, TokenSet};
 use claim::{Booking, Claim, State};
 use leaked::Leaked;
 use reserved::{Reserved, Unheard};
@@ -94,6 +95,8 @@ pub struct Ledger {
     kept: kept::Kept,
     /// Which namespaces' pods may have memory of which GPUs.
     sharing: Sharing,
+    /// What of each GPU is in use and charged to nobody.
+    withheld: BTreeMap<GpuUuid, Bytes>,
     /// The pods whose containers are placed together.
     together: BTreeMap<PodUid, Together>,
     /// The next number for a claim, an arrival or a call.
@@ -121,6 +124,7 @@ impl Ledger {
             unheard: BTreeMap::new(),
             kept: BTreeMap::new(),
             sharing: Sharing::default(),
+            withheld: BTreeMap::new(),
             together: BTreeMap::new(),
             next: 0,
         }

@@ -12,7 +12,7 @@ use super::time::Moment;
 use super::together::Together;
 use super::types::{ClaimId, Placement};
 use super::{GpuState, Ledger};
-use crate::units::{AllocationId, GpuUuid, PodUid, Quanta, Quantum, Resource};
+use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Quantum, Resource};
 
 /// A ledger at rest. Its GPUs are part of it, so that a restarted agent accounts for a GPU that
 /// has vanished meanwhile.
@@ -33,6 +33,8 @@ pub struct Snapshot {
     /// None of an agent that shared all GPUs.
     #[serde(default)]
     past: Option<Past>,
+    #[serde(default)]
+    withheld: BTreeMap<GpuUuid, Bytes>,
     #[serde(default)]
     together: BTreeMap<PodUid, Together>,
     next: u64,
@@ -77,6 +79,7 @@ impl Ledger {
             unheard: _,
             kept,
             sharing,
+            withheld,
             together,
             next,
         } = self.clone();
@@ -90,6 +93,7 @@ impl Ledger {
             reserved: reserved.into_iter().collect(),
             kept,
             past: Some(sharing.past),
+            withheld,
             together,
             next,
         }
@@ -115,6 +119,7 @@ impl Ledger {
             reserved,
             kept,
             past,
+            withheld,
             together,
             next,
         } = snapshot;
@@ -140,6 +145,7 @@ impl Ledger {
                 cleared: None,
                 past,
             },
+            withheld,
             together,
             next,
         })

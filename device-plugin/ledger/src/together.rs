@@ -237,7 +237,7 @@ fn living_together(tokens: &[&TokenSet]) -> Option<Vec<u64>> {
         let others = (0..tokens.len()).filter(|other| *other != one);
         others
             .filter(|other| !tokens[one].overlaps(tokens[*other]))
-            .fold(0, |set, other| set | 1_u64 << other)
+            .fold(0, |set, other| set | (1_u64 << other))
     };
     let apart: Vec<u64> = (0..tokens.len()).map(apart).collect();
     let (mut sets, mut tries) = (Vec::new(), TRIES);
@@ -261,13 +261,13 @@ fn extend(
         sets.push(set);
     }
     let pivot = (0..apart.len())
-        .filter(|one| (more | done) >> one & 1 == 1)
+        .filter(|one| ((more | done) >> one) & 1 == 1)
         .max_by_key(|one| (more & apart[*one]).count_ones());
     let mut left = more & !pivot.map_or(0, |pivot| apart[pivot]);
     while left != 0 {
         let next = left.trailing_zeros() as usize;
         let go = apart[next];
-        extend(apart, set | 1 << next, more & go, done & go, sets, tries)?;
+        extend(apart, set | (1 << next), more & go, done & go, sets, tries)?;
         left &= !(1 << next);
         more &= !(1 << next);
         done |= 1 << next;

@@ -167,6 +167,8 @@ pub struct WaitReason {
     pub barred: Option<GpuUuid>,
     /// How many claims are before it in the queue.
     pub ahead: usize,
+    /// What of the healthy GPUs is in use and charged to nobody.
+    pub withheld: Bytes,
 }
 
 impl fmt::Display for WaitReason {
@@ -205,9 +207,16 @@ impl fmt::Display for WaitReason {
             )?;
         }
         match self.ahead {
-            0 => Ok(()),
-            1 => write!(f, ", 1 pod is before it"),
-            n => write!(f, ", {n} pods are before it"),
+            0 => {}
+            1 => write!(f, ", 1 pod is before it")?,
+            n => write!(f, ", {n} pods are before it")?,
+        }
+        match self.withheld {
+            Bytes::ZERO => Ok(()),
+            bytes => write!(
+                f,
+                "; {bytes} of the node's GPUs are in use and charged to no pod"
+            ),
         }
     }
 }
@@ -275,6 +284,8 @@ pub struct GpuView {
     pub leaked: Bytes,
     /// What kept leases have that no bound container owns.
     pub kept: Bytes,
+    /// What is in use and charged to nobody.
+    pub withheld: Bytes,
     /// What is neither bound, reserved nor left by ended pods and may be bound now; zero on an unhealthy GPU.
     pub free: Quanta,
     /// What is free but kept: for the longest waiter, or by a reservation.

@@ -43,6 +43,7 @@ impl Ledger {
                     left: self.left_on(uuid),
                     leaked: self.leaked_by(uuid, now),
                     kept: self.kept_on(uuid),
+                    withheld: self.withheld_on(uuid),
                     free: free.saturating_sub(Quanta(kept)),
                     reserved: Quanta(kept),
                     pods: used.of_pods(),
@@ -190,7 +191,8 @@ impl Ledger {
         usage
     }
 
-    /// What of a GPU may be bound now: what is neither bound, left by ended pods nor kept without an owner.
+    /// What of a GPU may be bound now: what is neither bound, left by ended pods, kept without an owner nor
+    /// in use by others.
     pub(super) fn free_on(&self, uuid: &GpuUuid, gpu: &GpuState, bound: Quanta) -> Quanta {
         match gpu.health {
             Health::Healthy => gpu
@@ -223,6 +225,7 @@ fn lost_gpu(uuid: &GpuUuid, used: &Usage<'_>) -> GpuView {
         left: Bytes::ZERO,
         leaked: Bytes::ZERO,
         kept: Bytes::ZERO,
+        withheld: Bytes::ZERO,
         free: Quanta::ZERO,
         reserved: Quanta::ZERO,
         pods: used.of_pods(),

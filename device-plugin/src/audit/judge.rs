@@ -137,6 +137,8 @@ pub struct Verdict {
     pub drift: BTreeMap<(AllocationId, GpuUuid), i64>,
     /// What is in use of a GPU less what the driver charges to processes, in bytes.
     pub residual: BTreeMap<GpuUuid, i64>,
+    /// What of a GPU is in use, listed for no process, and in no ledger.
+    pub unaccounted: BTreeMap<GpuUuid, Bytes>,
     /// How many processes use a GPU without the ledger's knowledge.
     pub intruders: BTreeMap<GpuUuid, usize>,
     /// What processes without a session have of a container's account.
@@ -228,6 +230,9 @@ impl Verdict {
             .map(|books| of_nobody(books, gpu, processes, limits))
             .fold(left.0, u64::saturating_add)
             .saturating_add(limits.tolerance.0);
+        let unaccounted = unlisted.map(|bytes| Bytes(bytes.0.saturating_sub(known)));
+        self.unaccounted
+            .extend(unaccounted.map(|bytes| (gpu.clone(), bytes)));
         if let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) {
             self.findings.push(Finding::Unaccounted {
                 gpu: gpu.clone(),

@@ -26,6 +26,7 @@ use super::kill::kill;
 use super::policy::action;
 use super::tally::Tally;
 use super::tell;
+use super::withheld::Withheld;
 use crate::attest::{Around, Attested, Attestor, Lack, Reason, Target};
 use crate::checkpoint::Checkpoint;
 use crate::config::{AuditConfig, Config};
@@ -71,6 +72,7 @@ pub struct Auditor {
     sessions: Arc<Sessions>,
     snapshots: watch::Receiver<Snapshot>,
     limits: watch::Receiver<Limits>,
+    withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>,
     events: Events,
     metrics: Metrics,
     audited: watch::Sender<Audited>,
@@ -81,6 +83,7 @@ pub struct Auditor {
     around: Option<JoinHandle<Around>>,
     pods: BTreeMap<PodUid, Pod>,
     strikes: Strikes,
+    withheld: Withheld,
     /// When each GPU last answered; when it was first seen, before that.
     answered: BTreeMap<GpuUuid, Instant>,
     /// What was said of each running container last.
@@ -133,6 +136,7 @@ impl Auditor {
             sessions,
             snapshots,
             limits,
+            withhold: watch::channel(BTreeMap::new()).0,
             events,
             metrics,
             audited,
@@ -141,12 +145,20 @@ impl Auditor {
             around: None,
             pods: BTreeMap::new(),
             strikes: Strikes::default(),
+            withheld: Withheld::default(),
             answered: BTreeMap::new(),
             enforced: BTreeMap::new(),
             tally: Tally::new(config.resources.quantum, kept.unwrap_or_default()),
             tally_file,
         };
         (auditor, told)
+    }
+
+    /// Tells what of each GPU is not to be bound.
+    #[must_use]
+    pub fn withholding(mut self, withhold: watch::Sender<BTreeMap<GpuUuid, Bytes>>) -> Self {
+        self.withhold = withhold;
+        self
     }
 
     /// Audits until `stop`.
@@ -199,6 +211,7 @@ impl Auditor {
         }
         let verdict = judge(&seen, &books, &known(&attested, self.since), &self.config);
         self.charge(&books, &seen, &verdict);
+        self.withhold(&seen, &verdict, &gpus);
         let stale = self.stale(&gpus, &seen, begun);
         let untold = (&stale, &hanging);
         self.measure(&containers, &books, &attested, &verdict, &gpus, untold);
@@ -268,6 +281,21 @@ impl Auditor {
                 }
             }
         }
+    }
+
+    /// What is in use and charged to nobody is bound to nobody.
+    fn withhold(&mut self, seen: &[GpuSeen], verdict: &Verdict, gpus: &BTreeSet<GpuUuid>) {
+        let told = seen.iter().filter(|seen| seen.unlisted.is_some());
+        let told = told.map(|seen| seen.gpu.clone()).collect();
+        let after = self.withheld.see(&told, verdict, gpus);
+        self.withhold.send_if_modified(|before| {
+            let changed = *before != after;
+            if changed {
+                info!(withheld = ?after, "in use and charged to nobody");
+            }
+            *before = after;
+            changed
+        });
     }
 
     fn stale(

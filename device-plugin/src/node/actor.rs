@@ -27,7 +27,7 @@ use crate::ledger::View;
 use crate::metrics::{BindResult, Counts, Metrics};
 use crate::resize::Orders;
 use crate::status::{Events, PodRef, Reason};
-use crate::units::{AllocationId, GpuUuid, Resource, TokenSet};
+use crate::units::{AllocationId, Bytes, GpuUuid, Resource, TokenSet};
 
 /// How often pods' ends and waiters' patience are looked at: most of a release's delay.
 pub const TICK: Duration = Duration::from_millis(250);
@@ -98,6 +98,8 @@ pub struct Followed {
     pub kept: Option<watch::Receiver<KeptStatus>>,
     /// What is ordered in the node's `GpuNode`; none before the API server told.
     pub orders: watch::Receiver<Option<Orders>>,
+    /// What of GPUs is in use and charged to nobody, as far as the audit knows.
+    pub withheld: watch::Receiver<BTreeMap<GpuUuid, Bytes>>,
 }
 
 impl Followed {
@@ -311,6 +313,11 @@ impl Actor {
                 Ok(()) = changed(&mut self.followed.kept) => self.take_cleared().await,
                 // Without the API server nothing is ordered, and what was stands.
                 Ok(()) = self.followed.orders.changed() => self.take_orders().await,
+                Ok(()) = self.followed.withheld.changed() => {
+                    let withheld = self.followed.withheld.borrow_and_update().clone();
+                    self.core.withhold(withheld, clock::now()).await;
+                    self.publish();
+                }
                 _ = tick.tick() => {
                     self.core.tick(clock::now()).await;
                     self.publish();

@@ -324,6 +324,14 @@ impl<H: Host> Core<H> {
         }
     }
 
+    /// Gives nobody what is in use of GPUs and charged to nobody.
+    pub async fn withhold(&mut self, withheld: BTreeMap<GpuUuid, Bytes>, now: Moment) {
+        if self.ledger.withhold(withheld) {
+            self.unsaved = true;
+            self.advance(now).await;
+        }
+    }
+
     /// What time brings: pods that ended, waiters that gave up, steps that failed before.
     pub async fn tick(&mut self, now: Moment) {
         for pod in self.pods.take_ended() {

@@ -165,6 +165,7 @@ fn gpu(state: &GpuState, view: &View, generation: u64) -> GpuReport {
         free: of_it.map(free).unwrap_or_default(),
         largest_free: of_it.map(|gpu| gpu.free).unwrap_or_default(),
         leaked: of_it.map(|gpu| gpu.leaked).unwrap_or_default(),
+        withheld: of_it.map(|gpu| gpu.withheld).unwrap_or_default(),
         held_for,
         pods: of_it.map(|gpu| gpu.pods.clone()).unwrap_or_default(),
     }

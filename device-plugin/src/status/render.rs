@@ -113,6 +113,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         free,
         largest_free,
         leaked,
+        withheld,
         held_for,
         pods,
     } = gpu;
@@ -142,6 +143,7 @@ fn gpu_status(gpu: &GpuReport, before: &GpuNodeStatus, now: &Time) -> GpuStatus 
         free: count(*free),
         largest_free: count(*largest_free),
         leaked: (leaked.0 > 0).then(|| Amount::from_bytes(leaked.0)),
+        withheld: (withheld.0 > 0).then(|| Amount::from_bytes(withheld.0)),
         held_for: held_for.as_ref().map(|pod| pod.as_str().to_owned()),
         pods: largest(pods),
     }

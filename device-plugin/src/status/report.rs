@@ -77,6 +77,8 @@ pub struct GpuReport {
     pub largest_free: Quanta,
     /// What ended pods left, and others hold.
     pub leaked: Bytes,
+    /// What is in use and charged to no pod.
+    pub withheld: Bytes,
     /// The pod that it is held for by a reservation of the operator.
     pub held_for: Option<PodUid>,
     /// The pods with memory on it, each with how much. Those with least are cut off beyond 32.

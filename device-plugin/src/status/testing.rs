@@ -46,6 +46,7 @@ fn gpu(index: u32) -> GpuReport {
         free: Quanta(16),
         largest_free: Quanta(16),
         leaked: Bytes::ZERO,
+        withheld: Bytes::ZERO,
         held_for: None,
         pods: std::collections::BTreeMap::new(),
     }

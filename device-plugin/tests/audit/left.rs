@@ -36,10 +36,20 @@ fn park(program: &mut Container) -> Parked {
     Parked(answer.strip_prefix("ok ").unwrap().parse().unwrap())
 }
 
-async fn leaked(machine: &Machine) -> i64 {
+/// Waits until so much of both GPUs is in a state.
+async fn until_in_state(machine: &Machine, state: &str, bytes: u64) {
+    let begun = Instant::now();
+    while in_state(machine, state).await < bytes as i64 {
+        assert!(begun.elapsed() < Duration::from_secs(40), "not told");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    println!("{state} after {:?}", begun.elapsed());
+}
+
+async fn in_state(machine: &Machine, state: &str) -> i64 {
     let mut sum = 0;
     for gpu in ["0001", "0002"] {
-        let labels = format!("{gpu} state=\"leaked\"");
+        let labels = format!("{gpu} state=\"{state}\"");
         sum += value(machine, "bursar_gpu_memory_bytes", &labels)
             .await
             .unwrap_or(0);
@@ -58,12 +68,7 @@ async fn memory_that_a_process_outside_of_the_ended_pod_holds_is_leaked_until_it
     let expected = "waiting for 12 GiB on one GPU: largest free 10 GiB";
     let error = machine.start(&waiter).await.unwrap_err();
     assert!(error.contains(expected), "{error}");
-    let begun = Instant::now();
-    while leaked(&machine).await < 6 * GIB as i64 {
-        assert!(begun.elapsed() < Duration::from_secs(20), "not told");
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-    println!("told after {:?}", begun.elapsed());
+    until_in_state(&machine, "leaked", 6 * GIB).await;
     machine.restart_agent().await;
     let error = machine.start(&waiter).await.unwrap_err();
     assert!(error.contains(expected), "after a restart: {error}");
@@ -77,6 +82,31 @@ async fn memory_that_a_process_outside_of_the_ended_pod_holds_is_leaked_until_it
     let took = begun.elapsed();
     println!("bound {took:?} after it was let go");
     assert!(took < SOON, "{took:?}");
+}
+
+#[tokio::test]
+async fn what_is_charged_to_nobody_is_promised_to_nobody() {
+    let mut machine = machine("").await;
+    machine.run("full", 16).await;
+    let pod = machine.admit("a", 8).await;
+    let mut program = Container::start(&machine, &pod, PLAIN).await;
+    // Past the shim: no ledger knows of it.
+    program.ok("open /opt/bursar/drv/cuda.so.1");
+    program.ok(&format!("export {}", 6 * GIB));
+    let parked = park(&mut program);
+    drop(program);
+    machine.end(&pod);
+    until_in_state(&machine, "withheld", 6 * GIB).await;
+    let waiter = machine.admit("b", 12).await;
+    let expected = "of the node's GPUs are in use and charged to no pod";
+    machine.until_refused(&waiter, expected).await;
+    machine.restart_agent().await;
+    let error = machine.start(&waiter).await.unwrap_err();
+    assert!(error.contains(expected), "after a restart: {error}");
+    let begun = Instant::now();
+    drop(parked);
+    machine.until_started(&waiter).await;
+    println!("bound {:?} after it was let go", begun.elapsed());
 }
 
 #[tokio::test]

@@ -27,6 +27,7 @@ fn snapshot() -> Snapshot {
                 bound: Quanta(10),
                 left: Bytes::gib(1),
                 leaked: Bytes::ZERO,
+                withheld: Bytes::ZERO,
                 kept: Bytes::ZERO,
                 free: Quanta(4),
                 reserved: Quanta(2),

@@ -1,0 +1,107 @@
+//! Memory of a GPU that is in use and charged to nobody: it is bound to nobody.
+
+use std::collections::BTreeMap;
+
+use super::Ledger;
+use super::types::Health;
+use crate::units::{Bytes, GpuUuid};
+
+impl Ledger {
+    /// So much of each of these GPUs is in use and charged to nobody. It is not bound again; what is bound stays.
+    /// Others are as before. Says whether that is news.
+    pub fn withhold(&mut self, withheld: BTreeMap<GpuUuid, Bytes>) -> bool {
+        let before = self.withheld.clone();
+        self.withheld.extend(withheld);
+        let gpus = &self.gpus;
+        self.withheld
+            .retain(|gpu, bytes| *bytes > Bytes::ZERO && gpus.contains_key(gpu));
+        self.withheld != before
+    }
+
+    /// What of a GPU is in use and charged to nobody.
+    pub(super) fn withheld_on(&self, gpu: &GpuUuid) -> Bytes {
+        self.withheld.get(gpu).copied().unwrap_or_default()
+    }
+
+    /// The same of all GPUs that take claims.
+    pub(super) fn withheld_in_all(&self) -> Bytes {
+        let takes_claims = self
+            .gpus
+            .iter()
+            .filter(|(_, gpu)| gpu.health == Health::Healthy);
+        takes_claims.fold(Bytes::ZERO, |sum, (gpu, _)| {
+            Bytes(sum.0.saturating_add(self.withheld_on(gpu).0))
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::units::{AllocationId, Quanta, Quantum, Resource, TokenSet};
+    use crate::{Answer, Gpu, Moment, Start};
+
+    const NOW: Moment = Moment(0);
+
+    fn start(ledger: &mut Ledger, pod: &str, first: u16, quanta: u16) -> Answer {
+        let tokens = TokenSet::from_indexes(first..first + quanta).unwrap();
+        let (id, resource) = (
+            AllocationId::from_bits(first.into()),
+            Resource::DeviceMemory,
+        );
+        ledger.book(id, resource, tokens.clone(), NOW);
+        let start = Start {
+            resource,
+            tokens,
+            containers: Vec::new(),
+            pod: pod.parse().unwrap(),
+            shape: Default::default(),
+            priority: Default::default(),
+        };
+        ledger.start(start, NOW).unwrap().answer
+    }
+
+    #[test]
+    fn what_is_charged_to_nobody_is_bound_to_nobody_and_takes_nothing_away() {
+        let gpu: GpuUuid = "GPU-a".parse().unwrap();
+        let mut ledger = Ledger::new(Quantum::Gib1);
+        ledger.set_gpus([Gpu {
+            uuid: gpu.clone(),
+            capacity: Quanta(16),
+            health: Health::Healthy,
+        }]);
+        assert!(matches!(start(&mut ledger, "a", 0, 8), Answer::Bound(_)));
+        let of_gpu = |bytes| BTreeMap::from([(gpu.clone(), bytes)]);
+        assert!(ledger.withhold(of_gpu(Bytes::mib(5_500))));
+        assert!(!ledger.withhold(of_gpu(Bytes::mib(5_500))), "no news");
+        assert!(!ledger.withhold(BTreeMap::new()), "nothing was seen of it");
+        let Answer::Wait(ticket, reason) = start(&mut ledger, "b", 8, 4) else {
+            panic!("two are free");
+        };
+        assert_eq!(
+            reason.to_string(),
+            "waiting for 4 GiB on one GPU: largest free 2 GiB (GPU-a); \
+             5500 MiB of the node's GPUs are in use and charged to no pod"
+        );
+        // The next agent knows it before its audit has seen it.
+        let mut ledger = Ledger::restore(ledger.snapshot(), Quantum::Gib1, NOW).unwrap();
+        let view = ledger.view(NOW);
+        assert_eq!(
+            (view.gpus[0].bound, view.gpus[0].withheld),
+            (Quanta(8), Bytes::mib(5_500))
+        );
+        // More than is free: what is bound stays bound.
+        ledger.withhold(of_gpu(Bytes::gib(20)));
+        let view = ledger.view(NOW);
+        assert_eq!(
+            (view.gpus[0].bound, view.gpus[0].free),
+            (Quanta(8), Quanta(0))
+        );
+        assert!(matches!(start(&mut ledger, "a", 0, 8), Answer::Bound(_)));
+        ledger.withhold(of_gpu(Bytes::ZERO));
+        let Answer::Bound(bound) = start(&mut ledger, "b", 8, 4) else {
+            panic!("eight are free");
+        };
+        assert_eq!(bound.claim, ticket.claim);
+    }
+}
