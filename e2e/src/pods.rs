@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::{
-    Capabilities, Container, DownwardAPIVolumeFile, DownwardAPIVolumeSource, EmptyDirVolumeSource,
-    EnvVar, HostPathVolumeSource, Namespace, ObjectFieldSelector, Pod, PodSpec,
-    ResourceRequirements, SeccompProfile, SecurityContext, Volume, VolumeMount,
+    Capabilities, Container, ContainerStatus, DownwardAPIVolumeFile, DownwardAPIVolumeSource,
+    EmptyDirVolumeSource, EnvVar, HostPathVolumeSource, Namespace, ObjectFieldSelector, Pod,
+    PodSpec, ResourceRequirements, SeccompProfile, SecurityContext, Volume, VolumeMount,
 };
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta;
@@ -30,6 +30,8 @@ pub struct PodPlan {
     arguments: Vec<String>,
     gib: Option<u32>,
     init_gib: Option<u32>,
+    init_arguments: Vec<String>,
+    beside: Vec<u32>,
     priority_class: Option<String>,
     rights: Option<SecurityContext>,
     user_namespace: bool,
@@ -47,6 +49,8 @@ impl PodPlan {
             arguments: Vec::new(),
             gib: None,
             init_gib: None,
+            init_arguments: vec!["report".to_owned()],
+            beside: Vec::new(),
             priority_class: None,
             rights: None,
             user_namespace: false,
@@ -75,6 +79,19 @@ impl PodPlan {
     /// sees and ends.
     pub fn init_gib(mut self, gib: u32) -> Self {
         self.init_gib = Some(gib);
+        self
+    }
+
+    /// What its init container does instead.
+    pub fn init_arguments(mut self, arguments: &[&str]) -> Self {
+        let arguments = arguments.iter();
+        self.init_arguments = arguments.map(|argument| (*argument).to_owned()).collect();
+        self
+    }
+
+    /// Further containers do the same, and ask for so much GPU memory each, in GiB.
+    pub fn beside(mut self, gib: &[u32]) -> Self {
+        self.beside = gib.to_vec();
         self
     }
 
@@ -205,14 +222,23 @@ impl PodPlan {
     fn pod(&self) -> Pod {
         let init = self
             .init_gib
-            .map(|gib| vec![self.container("init", vec!["report".to_owned()], Some(gib))]);
+            .map(|gib| vec![self.container("init", self.init_arguments.clone(), Some(gib))]);
+        let beside = self.beside.iter().enumerate();
+        let beside = beside.map(|(number, gib)| {
+            self.container(
+                &format!("beside-{number}"),
+                self.arguments.clone(),
+                Some(*gib),
+            )
+        });
+        let main = self.container("main", self.arguments.clone(), self.gib);
         Pod {
             metadata: ObjectMeta {
                 name: Some(self.name.clone()),
                 ..ObjectMeta::default()
             },
             spec: Some(PodSpec {
-                containers: vec![self.container("main", self.arguments.clone(), self.gib)],
+                containers: [main].into_iter().chain(beside).collect(),
                 init_containers: init,
                 volumes: Some(
                     self.volumes
@@ -291,8 +317,10 @@ pub struct State {
     pub phase: String,
     /// It has a node.
     pub scheduled: bool,
-    /// Its container runs.
+    /// A container of it runs.
     pub running: bool,
+    /// All of its containers run.
+    pub complete: bool,
     /// How often its container was restarted.
     pub restarts: i32,
     /// Why its container waits: `reason: message`, or the scheduler's reason.
@@ -326,18 +354,18 @@ impl State {
             .flatten()
             .find(|condition| condition.type_ == "PodScheduled" && condition.status == "False")
             .and_then(|condition| condition.message.clone());
+        let runs = |container: &ContainerStatus| {
+            let state = container.state.as_ref();
+            state.is_some_and(|state| state.running.is_some())
+        };
         Self {
             phase: status.phase.unwrap_or_default(),
             scheduled: pod
                 .spec
                 .as_ref()
                 .is_some_and(|spec| spec.node_name.is_some()),
-            running: containers.iter().any(|container| {
-                container
-                    .state
-                    .as_ref()
-                    .is_some_and(|state| state.running.is_some())
-            }),
+            running: containers.iter().any(runs),
+            complete: !containers.is_empty() && containers.iter().all(runs),
             restarts: containers
                 .iter()
                 .map(|container| container.restart_count)

@@ -65,6 +65,12 @@ pub(crate) enum Command {
         #[arg(long)]
         blind: bool,
     },
+    /// Have the node keep an amount, then end
+    Keep {
+        /// How much, as 64Mi
+        #[arg(long, value_parser = bytes)]
+        bytes: u64,
+    },
     /// Take and free as lines of standard input say, until it ends: `take 4Gi`, `free 1Gi`, `look`. Each is answered by a
     /// line
     Obey,

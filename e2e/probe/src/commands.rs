@@ -33,6 +33,12 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             let delay = Duration::from_secs(*after) + BEFORE_FAULT;
             fault(*times, file, *bytes, *keep, delay, *blind)
         }
+        Command::Keep { bytes } => {
+            cuda::use_device(0)?;
+            let (_kept, told) = kept::keep(*bytes)?;
+            println!("{}", json!({ "event": "kept", "kept": told }));
+            Ok(ExitCode::SUCCESS)
+        }
         Command::Obey => obey(),
     }
 }

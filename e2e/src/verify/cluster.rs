@@ -109,6 +109,14 @@ pub const TRIALS: &[(&str, &str)] = &[
         "a pod that is to be evicted for a fault while the API server is away is restarted by its node's agent, and that is all once it is back",
     ),
     (
+        "security/cluster/together",
+        "a pod of 4, 4, 12 and 12, and two pods of 7 and 9 at once, start on two GPUs of 16",
+    ),
+    (
+        "security/cluster/inherited",
+        "what an init container has kept counts against the main container, once, whichever of them may use more",
+    ),
+    (
         "main/cluster/leaves-nothing",
         "a cluster that ran a pod leaves nothing behind, twice",
     ),

@@ -20,6 +20,7 @@ mod resize;
 mod restarts;
 mod stage;
 mod teams;
+mod together;
 mod told;
 mod waiters;
 mod witness;
@@ -38,7 +39,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 16] = [
+    let groups: [Vec<Trial>; 17] = [
         quota::trials(),
         placement::trials(),
         budgets::trials(),
@@ -54,6 +55,7 @@ fn main() -> ExitCode {
         poison::trials(),
         teams::trials(),
         poison::last_trials(),
+        together::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();

@@ -1,0 +1,91 @@
+//! Pods of several containers: all of them have their memory or none has, and what one leaves counts against the next.
+
+use std::time::Instant;
+
+use bursar_e2e::pods::PodPlan;
+use libtest_mimic::{Failed, Trial};
+
+use crate::quota::event;
+use crate::stage::{SOON, Stage, trial};
+
+const MIB: u64 = 1 << 20;
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![
+        trial("security/cluster/together", pods_start_whole),
+        trial("security/cluster/inherited", what_init_kept_counts),
+    ]
+}
+
+/// A pod of containers that hold 256 MiB each, of what they ask for.
+fn several(stage: &Stage, name: &str, gib: &[u32]) -> PodPlan {
+    let plan = PodPlan::new(name, &stage.scene.probe).arguments(&["hold", "--bytes=256Mi"]);
+    match gib {
+        [first, rest @ ..] => plan.gib(*first).beside(rest),
+        [] => plan,
+    }
+}
+
+async fn pods_start_whole(stage: &mut Stage) -> Result<(), Failed> {
+    let complete = async |stage: &Stage, name: &str| {
+        let created = Instant::now();
+        let wanted = "to run all of its containers";
+        let pods = &stage.pods;
+        let state = pods.until(name, wanted, SOON, |state| state.complete);
+        state.await?;
+        stage.progress.say(format_args!(
+            "{name} is complete after {:.1?}",
+            created.elapsed()
+        ));
+        Ok::<_, Failed>(())
+    };
+    let four = several(stage, "four", &[4, 4, 12, 12]);
+    stage.pods.create(&four).await?;
+    complete(stage, "four").await?;
+    stage.clear().await?;
+    let pairs = ["pair-a", "pair-b"];
+    for name in pairs {
+        let pair = several(stage, name, &[7, 9]);
+        stage.pods.create(&pair).await?;
+    }
+    for name in pairs {
+        complete(stage, name).await?;
+    }
+    stage.witness.nobody_failed_or_restarted()
+}
+
+/// What the lease has.
+const KEPT: u64 = 512 * MIB;
+
+async fn what_init_kept_counts(stage: &mut Stage) -> Result<(), Failed> {
+    let (pods, probe) = (stage.pods.clone(), stage.scene.probe.clone());
+    let greedy = |name: &str, gib: u32| {
+        let plan = PodPlan::new(name, &probe);
+        plan.arguments(&["greedy", "--chunk=64Mi"]).gib(gib)
+    };
+    let kept = ["keep", "--bytes=512Mi"];
+    for (name, init, main) in [("equal", 4, 4), ("more", 4, 6), ("less", 6, 4)] {
+        let got = async |plan: PodPlan| {
+            pods.create(&plan).await?;
+            let refused = pods
+                .until_logged(plan.name(), SOON, event("refused"))
+                .await?;
+            Ok::<_, Failed>(refused["got"].as_u64().unwrap_or_default())
+        };
+        let alone = got(greedy(&format!("{name}-alone"), main)).await?;
+        stage.clear().await?;
+        let after = greedy(name, main).init_gib(init).init_arguments(&kept);
+        let after = got(after).await?;
+        stage.clear().await?;
+        stage.progress.say(format_args!(
+            "{init} then {main} GiB: {} MiB alone, {} MiB after {} MiB were kept",
+            alone / MIB,
+            after / MIB,
+            KEPT / MIB
+        ));
+        let less = alone.saturating_sub(after);
+        assert!(less >= KEPT, "{name}: it is not charged");
+        assert!(less < 2 * KEPT, "{name}: it is charged twice");
+    }
+    stage.witness.nobody_failed_or_restarted()
+}
