@@ -354,7 +354,6 @@ impl Sessions {
         let container = Arc::new(Mutex::new(container));
         let task = allocation::Task {
             container: Arc::clone(&container),
-            charges: Arc::clone(&self.shared.charges),
             looks: Arc::clone(&self.shared.looks),
             membership: Arc::clone(&self.membership),
             seats: self.seats.clone(),

@@ -9,7 +9,6 @@ use futures::future::join_all;
 use tokio::task::JoinSet;
 
 use super::bell::Bell;
-use super::charges::DriverCharges;
 use super::closer::Closer;
 use super::container::{Container, Known};
 use super::conversation::{self, Conversation};
@@ -39,7 +38,6 @@ const MESSAGE_BURST: u32 = 2 * MAX_PROCESSES as u32;
 /// What the task works with.
 pub(super) struct Task {
     pub(super) container: Arc<Mutex<Container>>,
-    pub(super) charges: Arc<dyn DriverCharges>,
     pub(super) looks: Arc<Looks>,
     pub(super) membership: Arc<dyn Membership>,
     pub(super) seats: Seats,
