@@ -14,5 +14,5 @@ pub mod maps;
 pub mod mounts;
 pub mod verdict;
 
-pub use look::{Around, Attested, Attestor, Target};
+pub use look::{Around, Attested, Attestor, Running, Target};
 pub use verdict::{Lack, Reason};

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`gather`] | asks NVML about every GPU, with a deadline |
 //! | [`judge`] | sets what the driver charges against the ledger: pure |
+//! | [`strikes`] | counts for how long findings stand: pure |
 //! | [`policy`] | what is done about a finding: pure |
 //! | [`kill`] | kills a process, and never a later one with its pid |
 //! | [`tally`] | sums up by namespace, for its budget's status: pure |
@@ -16,6 +17,7 @@ pub mod judge;
 pub mod kill;
 pub mod policy;
 pub mod run;
+pub mod strikes;
 pub mod tally;
 pub mod tell;
 mod withheld;

@@ -453,6 +453,7 @@ mod tests {
         metrics.found(&Finding::Unaccounted {
             gpu: gpu.clone(),
             bytes,
+            only: None,
         });
         metrics.poisoned(&fault(700));
     }

@@ -15,6 +15,7 @@
 //! * [`graphs`] graphs with memory nodes
 //! * [`limits`] and [`functions`] stacks and kernels' local memory
 //! * [`reports`] how much memory there is
+//! * [`start`] what a process does first
 //! * [`proc_address`] the addresses that `cuGetProcAddress` hands out
 
 mod arrays;
@@ -30,6 +31,7 @@ mod pools;
 mod proc_address;
 mod reports;
 pub(crate) mod sizes;
+mod start;
 pub(crate) mod streams;
 pub(crate) mod vmm;
 

@@ -123,6 +123,16 @@ pub(crate) fn is_early() -> bool {
     state::state().is_some_and(is_new) && crate::hooks::device_count() == 0
 }
 
+/// Says hello where that was not done yet. An agent that is away is not waited for.
+pub(crate) fn begin() {
+    if let Some(state) = state::state()
+        && !state.welcomed.load(Ordering::Acquire)
+        && let Some(held) = state.hold()
+    {
+        link::introduce(state, &held, map_devices);
+    }
+}
+
 /// Reports a denial to the agent.
 pub(crate) fn report(account: u8, bytes: u64, function: &str) {
     if let Some(state) = state::state()

@@ -78,6 +78,14 @@ pub(crate) fn ensure_welcomed(state: &State, held: &Held<'_>, map: MapDevices) -
     state.page().is_some() || patiently(state, hello).is_ok()
 }
 
+/// Says hello if that was not done yet, once: an agent that is away is not waited for.
+pub(crate) fn introduce(state: &State, held: &Held<'_>, map: MapDevices) {
+    if state.page().is_none() {
+        // The first allocation says it again.
+        let _ = connect(state, held, map);
+    }
+}
+
 /// Asks for `units` more of an account. A session that an agent's restart cut is taken up once.
 pub(crate) fn request(
     state: &State,

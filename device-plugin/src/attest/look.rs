@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use tracing::warn;
 
 use super::ask::{self, openable};
-use super::maps::Files;
+use super::maps::{self, Files};
 use super::mounts::{Location, Mounts};
 use super::verdict::{self, Expected, Installed, Lack, Uses};
 use crate::cdi::CdiDir;
@@ -78,8 +78,21 @@ pub struct Attested {
     pub cgroup: String,
     /// Why it is not held to its quota; none where it is.
     pub lack: Option<Lack>,
-    /// Its processes, and whether each has the shim mapped.
-    pub processes: BTreeMap<u32, bool>,
+    /// Its processes.
+    pub processes: BTreeMap<u32, Running>,
+}
+
+/// A process of a container of ours.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Running {
+    /// When it started, in clock ticks since boot.
+    pub start: u64,
+    /// Whether it has executed no program since it was forked.
+    pub forked: bool,
+    /// Whether it has the shim mapped.
+    pub shim: bool,
+    /// Where it has device nodes of the driver mapped.
+    pub devices: BTreeSet<u64>,
 }
 
 /// Looks at the containers of a pod; keeps what it read.
@@ -303,14 +316,14 @@ impl Attestor {
         };
         let allocation = given.and(allocation)?;
         let namespace = self.link(first, "ns/mnt");
-        let (shims, uses) = self.uses_of(processes, (&namespace, &mounts), around, room);
+        let (running, uses) = self.uses_of(processes, (&namespace, &mounts), around, room);
         let Rights { lack, least, .. } = rights;
         Some(Attested {
             allocation,
             pod: pod.clone(),
             cgroup: name(folder),
             lack: lack.or(of_mounts).or(uses).or(least),
-            processes: shims,
+            processes: running,
         })
     }
 
@@ -488,15 +501,14 @@ impl Attestor {
         Some(found)
     }
 
-    /// Whether each process of a container has the shim mapped, as far as that is known, and the first lack that one of
-    /// them is. `first` is the mount namespace of its first process.
+    /// What each process of a container does, as far as that is known, and the first lack that one of them is. `first` is the mount namespace of its first process.
     fn uses_of(
         &mut self,
         processes: &[(u32, Stat)],
         first: (&Option<PathBuf>, &Mounts),
         around: &Around,
         room: &mut u64,
-    ) -> (BTreeMap<u32, bool>, Option<Lack>) {
+    ) -> (BTreeMap<u32, Running>, Option<Lack>) {
         let mut due = Vec::new();
         for &(pid, stat) in processes {
             if self.is_due((pid, stat), around.now) {
@@ -525,7 +537,7 @@ impl Attestor {
             let at = around.now;
             self.processes.insert(pid, Seen { stat, uses, at });
         }
-        let (mut shims, mut lack) = (BTreeMap::new(), None);
+        let (mut running, mut lack) = (BTreeMap::new(), None);
         for (pid, stat) in processes {
             let waits = self.waiting.get(pid);
             if waits.is_some_and(|since| around.now.duration_since(*since) >= OVERDUE) {
@@ -538,7 +550,13 @@ impl Attestor {
             };
             match &seen.uses {
                 Some(uses) => {
-                    shims.insert(*pid, uses.shim);
+                    let process = Running {
+                        start: stat.start,
+                        forked: stat.forked,
+                        shim: uses.shim,
+                        devices: uses.devices.clone(),
+                    };
+                    running.insert(*pid, process);
                     lack = lack.or_else(|| uses.lack.clone());
                 }
                 None => {
@@ -547,7 +565,7 @@ impl Attestor {
                 }
             }
         }
-        (shims, lack)
+        (running, lack)
     }
 
     /// Whether a process has to be read again. What was too large is left alone for a while, whatever it does.
@@ -570,8 +588,16 @@ impl Attestor {
         around: &Around,
     ) -> io::Result<Option<(Uses, u64)>> {
         let mut files = Files::default();
-        let read = proc::lines(&self.path(pid, "maps"), MAPS, |line| files.see(line))?;
+        let mut devices = BTreeSet::new();
+        let read = proc::lines(&self.path(pid, "maps"), MAPS, |line| {
+            files.see(line);
+            maps::see_device(line, &mut devices);
+        })?;
         let files = files.all().ok_or(ErrorKind::FileTooLarge)?;
+        let of_process = |mounts: &Mounts, installed: &Installed| Uses {
+            devices: devices.clone(),
+            ..verdict::of_process(files, mounts, installed)
+        };
         if files.is_empty() {
             return Ok(Some((Uses::default(), read)));
         }
@@ -580,13 +606,12 @@ impl Attestor {
         };
         let (namespace, mounts) = first;
         if self.link(pid, "ns/mnt") == *namespace {
-            return Ok(Some((verdict::of_process(files, mounts, installed), read)));
+            return Ok(Some((of_process(mounts, installed), read)));
         }
         let mut own = Mounts::default();
         let table = self.path(pid, "mountinfo");
         let more = proc::lines(&table, MOUNTS, |line| own.see(line))?;
-        let uses = verdict::of_process(files, &own, installed);
-        Ok(Some((uses, read + more)))
+        Ok(Some((of_process(&own, installed), read + more)))
     }
 
     fn path(&self, pid: impl std::fmt::Display, file: &str) -> PathBuf {

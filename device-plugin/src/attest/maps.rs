@@ -55,6 +55,20 @@ impl Files {
     }
 }
 
+/// The most mappings of device nodes that are kept of a process: a context of an H200 has some thirty.
+const MOST_DEVICES: usize = 256;
+
+/// Takes in where a process has device nodes of the driver mapped, from a line of its memory map. Nowhere: it has not
+/// begun with the driver; NVML maps none.
+pub fn see_device(line: &str, devices: &mut BTreeSet<u64>) {
+    let path = line.find('/').and_then(|at| line.get(at..));
+    if path.and_then(kind) != Some(Kind::Device) || devices.len() >= MOST_DEVICES {
+        return;
+    }
+    let start = line.split_once('-').map(|(start, _)| start);
+    devices.extend(start.and_then(|start| u64::from_str_radix(start, 16).ok()));
+}
+
 /// `7f00-7f01 r-xp 00000000 08:01 1234   /usr/lib/libcuda.so.1`: range, access, offset, device, inode, path.
 fn file(line: &str) -> Option<Mapped> {
     let path = &line[line.find('/')?..];
@@ -122,6 +136,13 @@ pub(crate) mod tests {
         ]
         .map(|(kind, inode, path)| (kind, inode, path.to_owned()));
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn devices_are_known_by_where_they_are_mapped() {
+        let mut devices = BTreeSet::new();
+        MAPS.lines().for_each(|line| see_device(line, &mut devices));
+        assert_eq!(devices, [0x7f21_0000_0000, 0x7f22_0000_0000].into());
     }
 
     #[test]

@@ -175,6 +175,8 @@ pub fn of_mounts(expected: &[Expected], mounts: &Mounts) -> Option<Lack> {
 pub struct Uses {
     /// It has the shim mapped.
     pub shim: bool,
+    /// Where it has device nodes of the driver mapped.
+    pub devices: BTreeSet<u64>,
     /// What it does that the shim does not see.
     pub lack: Option<Lack>,
 }
@@ -198,7 +200,11 @@ pub fn of_process(mapped: &BTreeSet<Mapped>, mounts: &Mounts, installed: &Instal
         (None, Some(file)) => Some(lack(Reason::DriverWithoutShim, file)),
         (None, None) => None,
     };
-    Uses { shim, lack }
+    Uses {
+        shim,
+        lack,
+        ..Uses::default()
+    }
 }
 
 /// `/usr/local/cuda*/compat/`, where NVIDIA's images have it.

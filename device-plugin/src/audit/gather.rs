@@ -100,6 +100,13 @@ fn alive(proc: &Path, pid: u32, asked: u64) -> Option<Alive> {
     living(&stat, Owner::parse(&cgroup?), asked)
 }
 
+/// Whether a process that was seen is still there.
+pub fn is_there(proc: &Path, pid: u32, start: u64) -> bool {
+    let stat = proc::read(&proc.join(pid.to_string()).join("stat"));
+    let stat = stat.ok().and_then(|text| Stat::parse(&text));
+    stat.is_some_and(|stat| stat.start == start && !stat.has_ended())
+}
+
 fn cgroup_of_a_thread(folder: &Path, leader: u32) -> Option<String> {
     let threads = std::fs::read_dir(folder.join("task")).ok()?.flatten();
     let leader = leader.to_string();
@@ -194,6 +201,9 @@ mod tests {
         let proc = Path::new("/proc");
         assert!(alive(proc, child.id(), u64::MAX).is_some());
         assert!(is_our_own(proc, child.id()));
+        let start = alive(proc, child.id(), u64::MAX).unwrap().start;
+        assert!(is_there(proc, child.id(), start));
+        assert!(!is_there(proc, child.id(), start + 1));
         child.kill().unwrap();
         child.wait().unwrap();
     }

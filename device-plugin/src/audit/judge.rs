@@ -12,9 +12,22 @@
 //! exported, what its dead left, what is kept for it. All of that together is at most what the container has and the
 //! driver does not list for it ([`of_nobody`]): what is listed cannot be unlisted as well, whatever a process says that
 //! it exported.
+//!
+//! Memory that is in use beyond that has a holder, and the driver does not say which. What can be seen of a process is
+//! its session, what the driver lists, and which device nodes it has mapped: `cuInit` maps them, NVML does not. The shim
+//! says hello in `cuInit`. So a process that has them mapped without a session uses the driver past the shim: no honest
+//! program does, whatever the neighbours do. It is a [`Finding::Holder`] while its GPU has memory of nobody. These are
+//! none: programs that ask NVML, which map nothing; a forked child, whose mappings are its parent's; a program within
+//! `cuInit`, for it is told at the second audit; a process that is older than the agent, whose record may be lost. It
+//! may be killed where no other container has such a process: of several one may be innocent all the same, as where a
+//! container has a shim from before this agent.
+//!
+//! A process with a session can hold such memory too, by a descriptor. Nothing tells it from honest ones, so that nobody
+//! is accused: the memory is [`Finding::Unaccounted`], with the pod where only one container uses the driver.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
+use crate::attest::Running;
 use crate::config::AuditConfig;
 use crate::proc::Owner;
 use crate::sessions::{Account, AccountBooks, Books, Process};
@@ -60,8 +73,8 @@ pub struct Alive {
 pub struct Containers {
     /// The allocation of a pod's container, by the name of its cgroup.
     pub allocations: BTreeMap<(PodUid, String), AllocationId>,
-    /// Whether a process of them has the shim mapped.
-    pub shims: BTreeMap<u32, bool>,
+    /// Their processes, each with the allocation of its container.
+    pub processes: BTreeMap<u32, (AllocationId, Running)>,
     /// When this agent started, in clock ticks since boot: the sessions of older processes may be lost.
     pub since: u64,
 }
@@ -102,27 +115,50 @@ pub enum Finding {
         /// The process.
         process: Process,
     },
+    /// A process uses the driver past the shim without a context, so that the driver does not list it, and its GPU has
+    /// memory in use that is charged to nobody.
+    Holder {
+        /// The GPU.
+        gpu: GpuUuid,
+        /// The process.
+        process: Process,
+        /// What of the GPU is charged to nobody.
+        bytes: Bytes,
+        /// The allocation of its container.
+        allocation: AllocationId,
+        /// Whether no other container has such a process.
+        alone: bool,
+    },
     /// A GPU has memory in use that neither the driver nor the ledger charges to anybody.
     Unaccounted {
         /// The GPU.
         gpu: GpuUuid,
         /// How much.
         bytes: Bytes,
+        /// The only container with processes that use the driver, where there is no other.
+        only: Option<AllocationId>,
     },
 }
 
 /// A finding's kind, for metrics.
 impl Finding {
     /// Every kind.
-    pub const KINDS: [&'static str; 4] = ["over-quota", "intruder", "forged-page", "unaccounted"];
+    pub const KINDS: [&'static str; 5] = [
+        "over-quota",
+        "intruder",
+        "forged-page",
+        "holder",
+        "unaccounted",
+    ];
 
     /// The word in metrics.
     pub fn kind(&self) -> &'static str {
-        let [over_quota, intruder, forged_page, unaccounted] = Self::KINDS;
+        let [over_quota, intruder, forged_page, holder, unaccounted] = Self::KINDS;
         match self {
             Self::OverQuota { .. } => over_quota,
             Self::Intruder { .. } => intruder,
             Self::ForgedPage { .. } => forged_page,
+            Self::Holder { .. } => holder,
             Self::Unaccounted { .. } => unaccounted,
         }
     }
@@ -234,9 +270,49 @@ impl Verdict {
         self.unaccounted
             .extend(unaccounted.map(|bytes| (gpu.clone(), bytes)));
         if let Some(bytes) = unlisted.filter(|bytes| bytes.0 > known) {
-            self.findings.push(Finding::Unaccounted {
+            self.unaccounted(seen, bytes, books, containers);
+        }
+    }
+
+    /// Who may hold what nobody is charged for.
+    fn unaccounted(
+        &mut self,
+        seen: &GpuSeen,
+        bytes: Bytes,
+        books: &[Books],
+        containers: &Containers,
+    ) {
+        let gpu = &seen.gpu;
+        let with_driver = with_driver(gpu, books, containers);
+        let mut of_them = with_driver.iter().map(|(books, ..)| books.allocation);
+        let first = of_them.next();
+        let only = first.filter(|first| of_them.all(|other| other == *first));
+        self.findings.push(Finding::Unaccounted {
+            gpu: gpu.clone(),
+            bytes,
+            only,
+        });
+        let is_listed = |pid: u32| seen.processes.iter().any(|listed| listed.pid == pid);
+        let is_holder = |(books, pid, running): &&(&Books, u32, &Running)| {
+            let known_before = running.shim && running.start < containers.since;
+            !is_listed(*pid)
+                && !known_before
+                && !books.has(*pid, running.start)
+                && !is_copy(running, books, containers)
+        };
+        let holders: Vec<_> = with_driver.iter().filter(is_holder).collect();
+        for (books, pid, running) in &holders {
+            let allocation = books.allocation;
+            let mut all = holders.iter();
+            self.findings.push(Finding::Holder {
                 gpu: gpu.clone(),
+                process: Process {
+                    pid: *pid,
+                    start: running.start,
+                },
                 bytes,
+                allocation,
+                alone: all.all(|(of_it, ..)| of_it.allocation == allocation),
             });
         }
     }
@@ -347,7 +423,8 @@ fn standing(
         return Standing::Intruder(None);
     };
     let of_it = books.iter().find(|books| books.allocation == allocation);
-    let has_shim = known.shims.get(&pid) != Some(&false);
+    let attested = known.processes.get(&pid);
+    let has_shim = attested.is_none_or(|(_, running)| running.shim);
     // The shim says hello before it makes a context.
     match of_it.filter(has_gpu) {
         Some(_) if has_shim && *start < known.since => Standing::Silent(allocation),
@@ -371,6 +448,37 @@ fn index(books: &Books, gpu: &GpuUuid) -> Option<usize> {
     let is_it =
         |account: &AccountBooks| matches!(&account.account, Account::Gpu(uuid) if uuid == gpu);
     books.accounts.iter().position(is_it)
+}
+
+/// The processes that use the driver, of containers with this GPU, each with the books of its container.
+fn with_driver<'a>(
+    gpu: &GpuUuid,
+    books: &'a [Books],
+    containers: &'a Containers,
+) -> Vec<(&'a Books, u32, &'a Running)> {
+    let processes = containers.processes.iter();
+    let uses_it = |(pid, (allocation, running)): (&u32, &'a (AllocationId, Running))| {
+        let of_it = books.iter().find(|books| books.allocation == *allocation)?;
+        let uses_it = !running.devices.is_empty() && index(of_it, gpu).is_some();
+        uses_it.then_some((of_it, *pid, running))
+    };
+    processes.filter_map(uses_it).collect()
+}
+
+/// Whether all that a process has of the driver it has from a process with a session that forked it: the driver refuses
+/// to be used in a child, and what a child has of its own is mapped elsewhere. Where the parent is dead nobody can tell:
+/// what it had stays charged as long as the child has it too.
+fn is_copy(running: &Running, books: &Books, containers: &Containers) -> bool {
+    if running.forked && !books.retired.is_empty() {
+        return true;
+    }
+    let mut members = books.members.iter();
+    members.any(|member| {
+        let of_it = containers.processes.get(&member.process.pid);
+        of_it.is_some_and(|(_, parent)| {
+            parent.start == member.process.start && running.devices.is_subset(&parent.devices)
+        })
+    })
 }
 
 /// What so many processes of a container may have besides its quota: the process allowance for each, and for all
@@ -406,64 +514,6 @@ fn of_nobody(books: &Books, gpu: &GpuUuid, listed: &[Listed], limits: &AuditConf
 
 fn difference(a: u64, b: u64) -> i64 {
     i64::try_from(i128::from(a) - i128::from(b)).unwrap_or(if a > b { i64::MAX } else { i64::MIN })
-}
-
-/// What stands for one finding from one audit to the next.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Key {
-    OverQuota(AllocationId, GpuUuid),
-    Intruder(GpuUuid, u32, u64),
-    ForgedPage(AllocationId, u32, u64),
-    Unaccounted(GpuUuid),
-}
-
-impl Key {
-    fn of(finding: &Finding) -> Self {
-        match finding {
-            Finding::OverQuota {
-                allocation, gpu, ..
-            } => Self::OverQuota(*allocation, gpu.clone()),
-            Finding::Intruder { gpu, process, .. } => {
-                Self::Intruder(gpu.clone(), process.pid, process.start)
-            }
-            Finding::ForgedPage {
-                allocation,
-                process,
-            } => Self::ForgedPage(*allocation, process.pid, process.start),
-            Finding::Unaccounted { gpu, .. } => Self::Unaccounted(gpu.clone()),
-        }
-    }
-
-    /// Where it was found.
-    fn gpu(&self) -> Option<&GpuUuid> {
-        match self {
-            Self::OverQuota(_, gpu) | Self::Intruder(gpu, ..) | Self::Unaccounted(gpu) => Some(gpu),
-            Self::ForgedPage(..) => None,
-        }
-    }
-}
-
-/// In how many audits in a row each finding has stood. What is not found once begins anew; an audit that its GPU did not
-/// answer says nothing.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Strikes(BTreeMap<Key, u32>);
-
-impl Strikes {
-    /// Counts the findings of one more audit, which some GPUs did not answer; in how many in a row each has stood now.
-    pub fn count(&mut self, findings: &[Finding], silent: &BTreeSet<GpuUuid>) -> Vec<u32> {
-        let keys: Vec<Key> = findings.iter().map(Key::of).collect();
-        let standing: BTreeSet<&Key> = keys.iter().collect();
-        let is_silent = |key: &Key| key.gpu().is_some_and(|gpu| silent.contains(gpu));
-        self.0
-            .retain(|key, _| standing.contains(key) || is_silent(key));
-        for key in standing {
-            let strikes = self.0.entry(key.clone()).or_default();
-            *strikes = strikes.saturating_add(1);
-        }
-        keys.iter()
-            .filter_map(|key| self.0.get(key).copied())
-            .collect()
-    }
 }
 
 #[cfg(test)]

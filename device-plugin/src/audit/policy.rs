@@ -7,6 +7,9 @@ use crate::sessions::Process;
 /// Memory comes and goes in the driver while a process ends: nobody is told before it has stayed so long.
 const UNACCOUNTED_AFTER: u32 = 10;
 
+/// A program may be within `cuInit`, which takes 0.2 s, at one audit; at two it is not.
+const HOLDER_AFTER: u32 = 2;
+
 /// What to do about a finding.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Action {
@@ -16,7 +19,7 @@ pub struct Action {
     pub kill: Vec<Process>,
 }
 
-/// What to do about a finding that has stood in `strikes` audits in a row. Only processes of containers that were
+/// What to do about a finding that has stood in `strikes` audits, in a row for most. Only processes of containers that were
 /// given memory by us are killed; what others do on a GPU is their admin's to judge.
 pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
     let (told_at, at_fault) = match finding {
@@ -30,6 +33,10 @@ pub fn action(finding: &Finding, strikes: u32, config: &AuditConfig) -> Action {
         Finding::Intruder {
             allocation: None, ..
         } => (1, Vec::new()),
+        Finding::Holder { process, alone, .. } => (
+            HOLDER_AFTER,
+            alone.then_some(*process).into_iter().collect(),
+        ),
         Finding::Unaccounted { .. } => (UNACCOUNTED_AFTER, Vec::new()),
     };
     let kills = match config.policy {
@@ -113,5 +120,23 @@ mod tests {
         assert_eq!(action(&intruder(None), 3, &config).kill, []);
         let ours = intruder(Some(AllocationId::from_bits(1)));
         assert_eq!(action(&ours, 3, &config).kill, [ONE]);
+    }
+
+    #[test]
+    fn a_holder_is_told_at_the_second_audit_and_killed_only_where_it_is_alone() {
+        let config = config(AuditPolicy::Kill);
+        let holder = |alone| Finding::Holder {
+            gpu: "GPU-a".parse().unwrap(),
+            process: ONE,
+            bytes: Bytes::gib(1),
+            allocation: AllocationId::from_bits(1),
+            alone,
+        };
+        let told: Vec<bool> = (1..=4)
+            .map(|strikes| action(&holder(true), strikes, &config).tell)
+            .collect();
+        assert_eq!(told, [false, true, false, false]);
+        assert_eq!(action(&holder(true), 3, &config).kill, [ONE]);
+        assert_eq!(action(&holder(false), 3, &config).kill, []);
     }
 }

@@ -20,10 +20,11 @@ use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use super::gather::{Questions, identified};
-use super::judge::{Containers, Finding, GpuSeen, Strikes, Verdict, judge};
+use super::gather::{Questions, identified, is_there};
+use super::judge::{Containers, Finding, GpuSeen, Verdict, judge};
 use super::kill::kill;
 use super::policy::action;
+use super::strikes::Strikes;
 use super::tally::Tally;
 use super::tell;
 use super::withheld::Withheld;
@@ -209,7 +210,12 @@ impl Auditor {
                 seen.left = Bytes(gpu.left.0.saturating_add(gpu.kept.0));
             });
         }
-        let verdict = judge(&seen, &books, &known(&attested, self.since), &self.config);
+        let mut known = known(&attested, self.since);
+        // After the books, as the driver's processes: what was attested may have ended, and its session with it.
+        known
+            .processes
+            .retain(|pid, (_, process)| is_there(&self.proc, *pid, process.start));
+        let verdict = judge(&seen, &books, &known, &self.config);
         self.charge(&books, &seen, &verdict);
         self.withhold(&seen, &verdict, &gpus);
         let stale = self.stale(&gpus, &seen, begun);
@@ -472,10 +478,15 @@ fn known(attested: &[Attested], since: u64) -> Containers {
         let name = (attested.pod.clone(), attested.cgroup.clone());
         (name, attested.allocation)
     };
-    let processes = attested.iter().flat_map(|attested| &attested.processes);
+    let processes = attested.iter().flat_map(|attested| {
+        let processes = attested.processes.iter();
+        processes.map(|(pid, running)| (attested.allocation, pid, running))
+    });
     Containers {
         allocations: attested.iter().map(named).collect(),
-        shims: processes.map(|(pid, shim)| (*pid, *shim)).collect(),
+        processes: processes
+            .map(|(of, pid, running)| (*pid, (of, running.clone())))
+            .collect(),
         since,
     }
 }

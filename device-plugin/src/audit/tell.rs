@@ -15,7 +15,8 @@ pub fn finding(events: &Events, finding: &Finding, containers: &[BoundContainer]
         Finding::OverQuota { allocation, .. } => (Reason::OverQuota, Some(allocation)),
         Finding::Intruder { allocation, .. } => (Reason::Intruder, allocation.as_ref()),
         Finding::ForgedPage { allocation, .. } => (Reason::ForgedPage, Some(allocation)),
-        Finding::Unaccounted { .. } => (Reason::Unaccounted, None),
+        Finding::Holder { allocation, .. } => (Reason::Intruder, Some(allocation)),
+        Finding::Unaccounted { only, .. } => (Reason::Unaccounted, only.as_ref()),
     };
     say(events, reason, message(finding), allocation, containers);
 }
@@ -23,9 +24,9 @@ pub fn finding(events: &Events, finding: &Finding, containers: &[BoundContainer]
 /// Tells that a process was killed for a finding.
 pub fn killed(events: &Events, finding: &Finding, containers: &[BoundContainer]) {
     let allocation = match finding {
-        Finding::OverQuota { allocation, .. } | Finding::ForgedPage { allocation, .. } => {
-            Some(allocation)
-        }
+        Finding::OverQuota { allocation, .. }
+        | Finding::ForgedPage { allocation, .. }
+        | Finding::Holder { allocation, .. } => Some(allocation),
         Finding::Intruder { allocation, .. } => allocation.as_ref(),
         Finding::Unaccounted { .. } => None,
     };
@@ -70,8 +71,16 @@ fn message(finding: &Finding) -> String {
             (Owner::Host, None) => format!("a process of the host uses {gpu}"),
         },
         Finding::ForgedPage { .. } => "a process wrote a grant into its own credit page".to_owned(),
-        Finding::Unaccounted { gpu, bytes } => {
-            format!("{} of {gpu} is in use and charged to nobody", rough(*bytes))
+        Finding::Holder { gpu, bytes, .. } => format!(
+            "a process uses {gpu} past the shim and without a context, and {} of it is in use and charged to nobody",
+            rough(*bytes)
+        ),
+        Finding::Unaccounted { gpu, bytes, only } => {
+            let only = only.map_or("", |_| "; no other container uses the GPU's driver");
+            format!(
+                "{} of {gpu} is in use and charged to nobody{only}",
+                rough(*bytes)
+            )
         }
     }
 }

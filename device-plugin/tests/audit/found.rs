@@ -99,7 +99,13 @@ async fn an_honest_container_is_enforced_and_no_finding_and_its_figures_are_show
         until(&machine, "bursar_container_denied_total", "cuMemAlloc", 1).await;
         until(&machine, "bursar_gpu_residual_bytes", "0001", 0).await;
         tokio::time::sleep(A_WHILE).await;
-        for kind in ["over-quota", "intruder", "forged-page", "unaccounted"] {
+        for kind in [
+            "over-quota",
+            "intruder",
+            "forged-page",
+            "holder",
+            "unaccounted",
+        ] {
             assert_eq!(findings(&machine, kind).await, 0, "{kind}");
         }
         assert_eq!(
@@ -184,6 +190,70 @@ async fn with_the_policy_kill_it_is_killed_after_three_findings_and_its_neighbou
     tokio::time::sleep(A_WHILE).await;
     assert!(honest.is_alive() && neighbour.is_alive());
     honest.ok(&format!("alloc {}", 6 * GIB));
+}
+
+/// Seven of eight GiB without a context, through the driver's own file.
+fn hold(program: &mut Container) {
+    program.ok("raw /opt/bursar/drv/cuda.so.1");
+    program.ok(&format!("export {}", 7 * GIB));
+}
+
+#[tokio::test]
+async fn who_holds_memory_without_a_context_is_found() {
+    in_time(SOON, async || {
+        let machine = machine("").await;
+        let pod = pod(&machine, "a").await;
+        let mut honest = Container::start(&machine, &pod, PLAIN).await;
+        honest.ok("open libcuda.so.1");
+        honest.ok(&format!("alloc {}", 7 * GIB));
+        // As if it had exported what the driver lists for it.
+        honest.ok(&format!("tell {}", 7 * GIB));
+        let mut holder = Container::start(&machine, &pod, PLAIN).await;
+        hold(&mut holder);
+        let took = until(&machine, "bursar_agent_findings_total", "holder", 1).await;
+        is_logged(&machine, &format!("pid: {}", holder.pid())).await;
+        tokio::time::sleep(A_WHILE).await;
+        assert!(holder.is_alive(), "the policy is to report");
+        assert_eq!(findings(&machine, "holder").await, 1, "told once");
+        took
+    })
+    .await;
+}
+
+/// What honest programs do without a context beside one that holds memory so: they begin with the driver, fork a child,
+/// or export.
+#[tokio::test]
+async fn who_holds_memory_without_a_context_is_killed_and_nobody_beside() {
+    let machine = machine("policy = \"kill\"\nkill-after = 3").await;
+    let (mine, other) = (pod(&machine, "a").await, pod(&machine, "b").await);
+    let mut launcher = Container::start(&machine, &other, PLAIN).await;
+    launcher.ok("raw libcuda.so.1");
+    let mut parent = Container::start(&machine, &other, PLAIN).await;
+    parent.ok("open libcuda.so.1");
+    parent.ok(&format!("export {GIB}"));
+    let child = parent.call("fork");
+    let child: u32 = child.strip_prefix("ok ").unwrap().parse().unwrap();
+    machine.adopt(&other, child);
+    let mut holder = Container::start(&machine, &mine, PLAIN).await;
+    hold(&mut holder);
+    let begun = Instant::now();
+    crate::common::eventually("its end", || !holder.is_alive()).await;
+    let took = begun.elapsed();
+    println!("ended after {took:?}");
+    assert!(took < Duration::from_secs(8), "{took:?}");
+    tokio::time::sleep(A_WHILE).await;
+    assert!(launcher.is_alive() && parent.is_alive());
+    let child = rustix::process::Pid::from_raw(child.cast_signed()).unwrap();
+    let alive = rustix::process::test_kill_process(child).is_ok();
+    rustix::process::kill_process(child, rustix::process::Signal::KILL).unwrap();
+    assert!(alive, "the forked child");
+    let told = [
+        findings(&machine, "holder").await,
+        findings(&machine, "intruder").await,
+    ];
+    assert_eq!(told, [1, 0]);
+    let kills = value(&machine, "bursar_agent_audit_kills_total", "").await;
+    assert_eq!(kills, Some(1));
 }
 
 #[tokio::test]

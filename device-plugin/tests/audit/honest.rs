@@ -9,7 +9,13 @@ const GIB: u64 = 1 << 30;
 
 /// No finding of any kind, and no kill.
 async fn nobody_is_accused(machine: &Machine) {
-    for kind in ["over-quota", "intruder", "forged-page", "unaccounted"] {
+    for kind in [
+        "over-quota",
+        "intruder",
+        "forged-page",
+        "holder",
+        "unaccounted",
+    ] {
         assert_eq!(findings(machine, kind).await, 0, "{kind}");
     }
     let kills = value(machine, "bursar_agent_audit_kills_total", "").await;

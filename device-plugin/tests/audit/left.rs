@@ -144,3 +144,25 @@ async fn in_its_pod_what_a_dead_exporter_left_is_anothers_once_nobody_holds_it()
     println!("free for another after {:?}", begun.elapsed());
     assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
 }
+
+#[tokio::test]
+async fn what_an_exporter_unsays_before_its_death_stays_charged() {
+    let machine = machine("").await;
+    let (pod, mut program) = exporter(&machine).await;
+    let parked = park(&mut program);
+    program.ok("tell 0");
+    drop(program);
+    let mut other = Container::start(&machine, &pod, PLAIN).await;
+    other.ok("open libcuda.so.1");
+    for _ in 0..10 {
+        assert_eq!(other.call(&format!("alloc {}", 3 * GIB)), "err 2");
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    assert_eq!(findings(&machine, "unaccounted").await, 0);
+    drop(parked);
+    let begun = Instant::now();
+    while other.call(&format!("alloc {}", 3 * GIB)) == "err 2" {
+        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}

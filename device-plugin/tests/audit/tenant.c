@@ -1,11 +1,14 @@
 /* A program in a container, that does what its standard input says, a line a call.
  *
  *   open FILE      -> ok | err N     the driver of that name, and a context on its first GPU
+ *   raw FILE       -> ok | err N     the same without a context
  *   alloc BYTES    -> ok | err N
  *   table BYTES    -> ok | err N     by a function of a private table of the simulated driver's
  *   info           -> ok FREE TOTAL | err N
  *   export BYTES   -> ok | err N     memory with a descriptor
  *   park           -> ok PID         a process that has nothing but that descriptor, and stays
+ *   fork           -> ok PID         a child that has all that this process has, and stays
+ *   tell BYTES     -> ok | err N     as what it exported, into its credit page
  *   scribble       -> ok             over its credit page
  *   truncate       -> ok | err N     its credit page
  *   fault          -> ok | err N     a kernel that writes to address 0, which a launch does not see
@@ -39,14 +42,19 @@ static int call(const char *name, void *a, uint64_t b, uint64_t c) {
     return function ? function(a, b, c) : -1;
 }
 
-static int open_driver(const char *file) {
-    void *context = NULL;
+static int begin(const char *file) {
     driver = dlopen(file, RTLD_NOW | RTLD_LOCAL);
     if (!driver) return -2;
     int (*init)(unsigned) = dlsym(driver, "cuInit");
+    return init(0);
+}
+
+static int open_driver(const char *file) {
+    void *context = NULL;
+    int code = begin(file);
+    if (!driver) return code;
     int (*retain)(void **, int) = dlsym(driver, "cuDevicePrimaryCtxRetain");
     int (*current)(void *) = dlsym(driver, "cuCtxSetCurrent");
-    int code = init(0);
     if (!code) code = retain(&context, 0);
     return code ? code : current(context);
 }
@@ -162,6 +170,17 @@ int main(int count, char **words) {
         int code = 0;
         if (sscanf(line, "open %511s", word) == 1) {
             code = open_driver(word);
+        } else if (sscanf(line, "raw %511s", word) == 1) {
+            code = begin(word);
+        } else if (!strncmp(line, "fork", 4)) {
+            int child = fork();
+            if (!child) for (;;) pause();
+            printf("ok %d\n", child);
+            continue;
+        } else if (sscanf(line, "tell %llu", &bytes) == 1) {
+            /* The first slot's `exported`, in units of 4 KiB. */
+            if (page(&from, &to)) *(volatile uint32_t *)(from + 64 + 20) = bytes >> 12;
+            else code = -3;
         } else if (sscanf(line, "alloc %llu", &bytes) == 1) {
             uint64_t at = 0;
             code = call("cuMemAlloc_v2", &at, bytes, 0);

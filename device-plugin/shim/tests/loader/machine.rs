@@ -6,6 +6,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
+use bursar_device_plugin::attest;
 use bursar_device_plugin::audit::judge::{Alive, Containers, Finding, GpuSeen, Listed, judge};
 use bursar_device_plugin::cdi::{self, Binding, BoundGpu, ContainerEdits, HostMount};
 use bursar_device_plugin::config::{AuditConfig, AuditPolicy};
@@ -133,9 +134,15 @@ impl Machine {
             }],
         };
         let home = (POD.parse().unwrap(), "main".to_owned());
+        let running = attest::Running {
+            start: Stat::parse(&stat).unwrap().start,
+            forked: false,
+            shim,
+            devices: Default::default(),
+        };
         let containers = Containers {
             allocations: [(home, ALLOCATION)].into(),
-            shims: [(pid, shim)].into(),
+            processes: [(pid, (ALLOCATION, running))].into(),
             since: 0,
         };
         let verdict = judge(&[seen], &self.agent.books(), &containers, &LIMITS);

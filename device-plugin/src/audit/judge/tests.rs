@@ -82,10 +82,120 @@ fn found(processes: Vec<Listed>, books: &[Books], containers: &Containers) -> Ve
 }
 
 fn shims(pids: &[(u32, bool)]) -> Containers {
+    let pids = pids.iter().map(|(pid, shim)| (1, *pid, *shim, &[][..]));
+    attested(pids)
+}
+
+/// Processes: the container of each, its pid, whether it has the shim, and where it has the driver's devices mapped.
+fn attested<'a>(processes: impl IntoIterator<Item = (u64, u32, bool, &'a [u64])>) -> Containers {
+    let running = |(number, pid, shim, devices): (u64, u32, bool, &[u64])| {
+        let running = Running {
+            start: process(pid).start,
+            forked: false,
+            shim,
+            devices: devices.iter().copied().collect(),
+        };
+        (pid, (AllocationId::from_bits(number), running))
+    };
     Containers {
-        shims: pids.iter().copied().collect(),
+        processes: processes.into_iter().map(running).collect(),
         ..Containers::default()
     }
+}
+
+/// A GPU with 600 MiB that are charged to nobody.
+fn held(processes: Vec<Listed>) -> GpuSeen {
+    GpuSeen {
+        unlisted: Some(Bytes::mib(600)),
+        ..seen(processes)
+    }
+}
+
+/// The processes that may hold memory of nobody, and whether each is of the only container with such.
+fn holders(seen: GpuSeen, books: &[Books], containers: &Containers) -> Vec<(u32, bool)> {
+    let verdict = judge(&[seen], books, containers, &LIMITS);
+    let holder = |finding: &Finding| match finding {
+        Finding::Holder { process, alone, .. } => Some((process.pid, *alone)),
+        _ => None,
+    };
+    verdict.findings.iter().filter_map(holder).collect()
+}
+
+#[test]
+fn a_process_with_the_driver_and_no_session_is_a_holder_while_memory_is_of_nobody() {
+    let books = [books(1, 1024, &[])];
+    let containers = attested([(1, 5, true, &[100][..])]);
+    assert_eq!(holders(held(vec![]), &books, &containers), [(5, true)]);
+    assert_eq!(holders(seen(vec![]), &books, &containers), []);
+    let without = attested([(1, 5, false, &[100][..])]);
+    assert_eq!(holders(held(vec![]), &books, &without), [(5, true)]);
+}
+
+#[test]
+fn honest_processes_are_no_holders_whatever_is_of_nobody() {
+    let books = [books(1, 1024, &[(5, 100)])];
+    let processes = [
+        (1, 5, true, &[100, 200][..]),
+        (1, 6, true, &[200][..]),
+        (1, 7, true, &[][..]),
+    ];
+    let containers = attested(processes);
+    let listed = vec![listed(1, 5, 100)];
+    assert_eq!(
+        holders(held(listed), &books, &containers),
+        [],
+        "a session, its forked child, and a program that asks NVML"
+    );
+    let mut older = attested([(1, 8, true, &[300][..])]);
+    older.since = process(8).start + 1;
+    assert_eq!(holders(held(vec![]), &books, &older), []);
+}
+
+#[test]
+fn a_forked_child_is_no_holder_while_its_dead_parent_is_charged() {
+    let mut of_it = books(1, 1024, &[]);
+    let mut containers = attested([(1, 6, true, &[100][..])]);
+    let child = &mut containers.processes.get_mut(&6).unwrap().1;
+    child.forked = true;
+    assert_eq!(
+        holders(held(vec![]), &[of_it.clone()], &containers),
+        [(6, true)]
+    );
+    of_it.retired = vec![5];
+    assert_eq!(holders(held(vec![]), &[of_it], &containers), []);
+}
+
+#[test]
+fn a_child_with_a_driver_of_its_own_is_a_holder() {
+    let books = [books(1, 1024, &[(5, 100)])];
+    let processes = [(1, 5, true, &[100][..]), (1, 6, true, &[100, 300][..])];
+    let containers = attested(processes);
+    assert_eq!(holders(held(vec![]), &books, &containers), [(6, true)]);
+}
+
+#[test]
+fn holders_of_several_containers_are_all_named_and_none_is_alone() {
+    let books = [books(1, 1024, &[]), books(2, 1024, &[])];
+    let processes = [(1, 5, true, &[100][..]), (2, 6, true, &[100][..])];
+    let found = holders(held(vec![]), &books, &attested(processes));
+    assert_eq!(found, [(5, false), (6, false)]);
+}
+
+#[test]
+fn memory_of_nobody_is_of_the_only_container_that_uses_the_driver() {
+    let of = |processes: &[(u64, u32, bool, &[u64])]| {
+        let members = [books(1, 1024, &[(5, 0)]), books(2, 1024, &[(6, 0)])];
+        let containers = attested(processes.iter().copied());
+        let verdict = judge(&[held(vec![])], &members, &containers, &LIMITS);
+        match verdict.findings.as_slice() {
+            [Finding::Unaccounted { only, .. }] => *only,
+            other => panic!("{other:?}"),
+        }
+    };
+    let (one, other) = ((1, 5, true, &[100][..]), (2, 6, true, &[100][..]));
+    assert_eq!(of(&[one]), Some(AllocationId::from_bits(1)));
+    assert_eq!(of(&[one, other]), None);
+    assert_eq!(of(&[]), None);
 }
 
 #[test]
@@ -140,7 +250,10 @@ fn a_process_with_the_shim_and_no_session_went_past_it_unless_an_earlier_agent_m
         Bytes::mib(600),
         "charged at the driver's figure"
     );
-    containers.shims.insert(5, false);
+    containers
+        .processes
+        .values_mut()
+        .for_each(|(_, running)| running.shim = false);
     assert_eq!(judged(&containers).findings[0].kind(), "intruder");
 }
 
@@ -334,28 +447,6 @@ fn a_page_with_another_grant_than_the_books_is_a_finding_without_any_gpu_seen() 
         process: process(6),
     };
     assert_eq!(verdict.findings, [expected]);
-}
-
-#[test]
-fn a_finding_that_was_away_once_begins_anew() {
-    let finding = |gpu: &str| Finding::Unaccounted {
-        gpu: gpu.parse().unwrap(),
-        bytes: Bytes(1),
-    };
-    let mut strikes = Strikes::default();
-    let all = BTreeSet::new();
-    let mut count = |findings: &[Finding]| strikes.count(findings, &all);
-    assert_eq!(count(&[finding("GPU-a")]), [1]);
-    assert_eq!(count(&[finding("GPU-b"), finding("GPU-a")]), [1, 2]);
-    assert_eq!(count(&[finding("GPU-b")]), [2]);
-    assert_eq!(count(&[finding("GPU-a"), finding("GPU-b")]), [1, 3]);
-    // An audit that a GPU did not answer.
-    let silent = BTreeSet::from(["GPU-a".parse().unwrap()]);
-    assert_eq!(strikes.count(&[], &silent), [0; 0]);
-    assert_eq!(
-        strikes.count(&[finding("GPU-a"), finding("GPU-b")], &all),
-        [2, 1]
-    );
 }
 
 /// A process: what it was granted and what it has besides, in MiB, and whether it has a session.

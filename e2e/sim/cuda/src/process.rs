@@ -10,7 +10,8 @@ use crate::{
     multicast::Multicasts, pool::Pools, stream::Streams, vmm::Vmm,
 };
 use bursar_sim_state::{Image, Sim, xid::Xid};
-use std::path::PathBuf;
+use std::os::fd::IntoRawFd;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicI32, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -53,6 +54,26 @@ pub(crate) fn folder() -> PathBuf {
 /// The folder of device nodes: `SIMGPU_DEV`, or the usual place.
 fn dev() -> PathBuf {
     std::env::var_os("SIMGPU_DEV").map_or_else(|| "/dev".into(), PathBuf::from)
+}
+
+/// Opens and maps the control node for good, as a real `cuInit` does with it and the GPUs' (seen on an H200 with driver
+/// 580). A system that does not allow it has no such mapping.
+fn keep_open(node: &Path) {
+    let Ok(file) = std::fs::File::open(node) else {
+        return;
+    };
+    let descriptor = file.into_raw_fd();
+    // SAFETY: a fresh mapping that nothing reads, at an address that the kernel chooses.
+    unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            4096,
+            libc::PROT_READ,
+            libc::MAP_PRIVATE,
+            descriptor,
+            0,
+        )
+    };
 }
 
 /// What `cuInit` does, once.
@@ -105,6 +126,7 @@ impl Process {
         }
         let sim = Arc::new(sim);
         let image = Image::register(&sim)?;
+        keep_open(&dev().join("nvidiactl"));
         Ok(Process {
             pools: Mutex::new(Pools::new(devices.len())),
             contexts: Mutex::new(Contexts::new(devices.len())),

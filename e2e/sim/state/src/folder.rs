@@ -136,7 +136,9 @@ impl Folder {
             let node = format!("nvidia{}", gpu.minor);
             make_node(&self.dev().join(node), gpu_number(gpu.minor))?;
         }
-        let others = ["nvidiactl", "nvidia-uvm", "nvidia-uvm-tools"];
+        // `/dev/zero` underneath: libcuda opens and maps it in `cuInit`.
+        make_node(&self.dev().join("nvidiactl"), libc::makedev(1, 5))?;
+        let others = ["nvidia-uvm", "nvidia-uvm-tools"];
         for (node, minor) in others.into_iter().zip(0..) {
             make_node(&self.dev().join(node), libc::makedev(OTHERS, minor))?;
         }
