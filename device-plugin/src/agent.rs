@@ -132,7 +132,7 @@ pub async fn run(
     let remembered = generations.remembered();
     let drained = remembered.iter().filter(|(_, gpu)| gpu.memory.drained);
     let drain = drain::begin(drained.map(|(gpu, _)| gpu.clone()).collect());
-    let (inventory, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe())
+    let (inventory, xids, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe())
         .map_err(AgentError::Thread)?;
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
@@ -228,6 +228,7 @@ pub async fn run(
         sessions: sessions.clone(),
         snapshots: snapshots.clone(),
         orders: told.clone(),
+        xids,
         unheard: alone,
         events: events.clone(),
         metrics: metrics.clone(),

@@ -49,6 +49,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use crate::checkpoint::Checkpoint;
 use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
+use crate::ledger::Moment;
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid, TokenSet};
 use bell::Bell;
 use closer::Closer;
@@ -66,7 +67,7 @@ pub use books::{AccountBooks, Books, MemberBooks};
 pub use charges::{Charges, DriverCharges, Look};
 pub use credit::Credit;
 pub use peer::{Cgroups, Membership, Process};
-pub use poison::{Decision, Fault, Image, Policy};
+pub use poison::{Decision, Fault, Image, Policy, Suspect};
 
 /// The processes of one container that are served at the same time. A container with more gets
 /// `Goodbye`, and its further processes no memory.
@@ -602,11 +603,18 @@ impl Sessions {
         let _ = self.with(allocation, |container| container.set_policy(policy));
     }
 
-    /// An XID of one of the GPUs `on` names a process of the host; whether it is one of a container's.
-    pub fn xid(&self, pid: u32, code: u32, on: &[GpuUuid], now: Timestamp) -> bool {
+    /// The image that a process of the host is, if one of the GPUs `on` is its container's and it had started by then.
+    pub fn suspect(&self, pid: u32, on: &[GpuUuid], by: Moment) -> Option<Suspect> {
         let running = lock(&self.shared.running);
         let mut running = running.values();
-        running.any(|running| lock(&running.container).xid(pid, code, on, now))
+        running.find_map(|running| lock(&running.container).suspect(pid, on, by))
+    }
+
+    /// An image's context is lost by this XID. One that has ended needs nothing.
+    pub fn xid(&self, suspect: &Suspect, code: u32, now: Timestamp) {
+        let _ = self.with(&suspect.allocation, |container| {
+            container.xid(suspect, code, now);
+        });
     }
 
     /// The poisoned images of an allocation's container below this number are to be ended. One that has ended needs nothing.

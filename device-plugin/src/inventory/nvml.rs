@@ -26,8 +26,10 @@ use super::limits;
 use super::mig::{CAPABILITIES, Instance};
 use super::pci::PciAddress;
 use super::roster::{Probe, Remembered, Roster};
+use super::xid::Told;
 use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::drain::Drain;
+use crate::node::clock;
 use crate::sessions::{DriverCharges, Look};
 use crate::units::{Bytes, GpuUuid, UnitError};
 
@@ -144,13 +146,19 @@ pub fn start(
     policy: Policy,
     remembered: BTreeMap<GpuUuid, Remembered>,
     drain: watch::Receiver<Drain>,
-) -> std::io::Result<(watch::Receiver<Inventory>, NvmlHandle)> {
+) -> std::io::Result<(
+    watch::Receiver<Inventory>,
+    watch::Receiver<Told>,
+    NvmlHandle,
+)> {
     let (questions, asked) = mpsc::channel();
     let (publish, inventory) = watch::channel(Inventory::Starting);
+    let (xids, told) = watch::channel(Told::default());
     let watcher = Watcher {
         pace,
         asked,
         publish,
+        xids,
         drain,
         roster: Roster::new(policy, remembered),
         complaint: None,
@@ -158,7 +166,7 @@ pub fn start(
     std::thread::Builder::new()
         .name("nvml".into())
         .spawn(move || watcher.run(&find))?;
-    Ok((inventory, NvmlHandle { questions }))
+    Ok((inventory, told, NvmlHandle { questions }))
 }
 
 /// The thread's state.
@@ -166,6 +174,7 @@ struct Watcher {
     pace: Pace,
     asked: mpsc::Receiver<Question>,
     publish: watch::Sender<Inventory>,
+    xids: watch::Sender<Told>,
     drain: watch::Receiver<Drain>,
     roster: Roster,
     /// The trouble that was logged last: each is logged once.
@@ -278,6 +287,10 @@ impl Watcher {
                 if let Some(XidError::Value(code)) = event.event_data {
                     warn!(gpu = %uuid, xid = code, "xid");
                     self.roster.xid(uuid, code, Instant::now());
+                    if let Some(place) = self.roster.place(uuid) {
+                        self.xids
+                            .send_modify(|told| told.hear(place, code, clock::now()));
+                    }
                 }
             }
         }

@@ -1,5 +1,6 @@
 //! Where a GPU is on the PCI bus: the name that the kernel's log has for it.
 
+use std::ops::RangeInclusive;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
@@ -23,18 +24,26 @@ impl FromStr for PciAddress {
     /// As NVML writes it (`00000000:3B:00.0`), the driver's lines (`PCI:0000:3b:00`), or `lspci -D`.
     fn from_str(text: &str) -> Result<Self, NoPciAddress> {
         let parsed = || {
-            let mut parts = text.trim_start_matches("PCI:").split(':');
+            let mut parts = text.strip_prefix("PCI:").unwrap_or(text).split(':');
             let (domain, bus, rest) = (parts.next()?, parts.next()?, parts.next()?);
-            let device = rest.split('.').next()?;
+            let (device, function) = rest.split_once('.').unwrap_or((rest, "0"));
+            hex(function, 1..=1)?;
             let address = Self {
-                domain: u32::from_str_radix(domain, 16).ok()?,
-                bus: u8::from_str_radix(bus, 16).ok()?,
-                device: u8::from_str_radix(device, 16).ok()?,
+                domain: hex(domain, 4..=8)?,
+                bus: hex(bus, 2..=2)?.try_into().ok()?,
+                device: hex(device, 2..=2)?.try_into().ok()?,
             };
             parts.next().is_none().then_some(address)
         };
         parsed().ok_or_else(|| NoPciAddress(text.to_owned()))
     }
+}
+
+/// A number of so many hexadecimal digits, which has no sign.
+fn hex(text: &str, digits: RangeInclusive<usize>) -> Option<u32> {
+    let is_hex = text.bytes().all(|byte| byte.is_ascii_hexdigit());
+    (is_hex && digits.contains(&text.len())).then_some(())?;
+    u32::from_str_radix(text, 16).ok()
 }
 
 impl std::fmt::Display for PciAddress {
@@ -59,7 +68,20 @@ mod tests {
         assert_eq!("PCI:0001:3b:0a".parse(), Ok(nvml));
         assert_eq!(nvml.to_string(), "00000001:3B:0A.0");
         assert_ne!("PCI:0000:3b:0a".parse(), Ok(nvml));
-        for odd in ["", "PCI:", "3b:00", "0000:3b", "0000:3b:00:1", "x:y:z"] {
+        for odd in [
+            "",
+            "PCI:",
+            "3b:00",
+            "0000:3b",
+            "0000:3b:00:1",
+            "x:y:z",
+            "PCI:PCI:0000:3b:00",
+            "0000:+b:00",
+            "0:3b:00",
+            "0000:3b:00.",
+            "0000:3b:00.x",
+            "0000:3b:00 ",
+        ] {
             assert!(odd.parse::<PciAddress>().is_err(), "{odd}");
         }
     }

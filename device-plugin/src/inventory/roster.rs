@@ -143,6 +143,13 @@ impl Roster {
         }
     }
 
+    /// Where a physical GPU is, if it or an instance of it is listed.
+    pub fn place(&self, uuid: &GpuUuid) -> Option<PciAddress> {
+        let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
+        let mut gpus = self.entries.iter().map(|entry| &entry.gpu);
+        gpus.find(|gpu| is(gpu)).and_then(|gpu| gpu.pci)
+    }
+
     /// Nobody looks at these from now on, nor holds them.
     pub fn drain(&mut self, drained: BTreeSet<GpuUuid>, now: Instant) {
         for entry in &mut self.entries {

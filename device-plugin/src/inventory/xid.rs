@@ -6,7 +6,12 @@
 //! by itself. An XID that this table does not know asks for nothing, for a healthy GPU that is not offered helps
 //! nobody and the probes find one that is truly gone.
 
+use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
+use std::time::Duration;
+
+use super::pci::PciAddress;
+use crate::ledger::Moment;
 
 /// What an XID asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -98,6 +103,26 @@ pub fn verdict(code: u64) -> Verdict {
 /// Whether a context of the process that XID `code` names is lost.
 pub fn loses_context(code: u32) -> bool {
     is_in(APPLICATION, code) || FOLLOWED_BY_LOSS.contains(&code)
+}
+
+/// How long it is kept that NVML told of an XID.
+const REMEMBERED: Duration = Duration::from_secs(60);
+
+/// When NVML last told of each XID of each physical GPU, as far as that is not long ago.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Told(BTreeMap<(PciAddress, u64), Moment>);
+
+impl Told {
+    /// NVML tells of one.
+    pub fn hear(&mut self, gpu: PciAddress, code: u64, now: Moment) {
+        self.0.retain(|_, then| now.since(*then) <= REMEMBERED);
+        self.0.insert((gpu, code), now);
+    }
+
+    /// When NVML last told of this one.
+    pub fn last(&self, gpu: PciAddress, code: u64) -> Option<Moment> {
+        self.0.get(&(gpu, code)).copied()
+    }
 }
 
 #[cfg(test)]

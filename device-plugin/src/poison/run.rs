@@ -11,14 +11,18 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use super::belief::Waiting;
 use super::log::{Log, Named};
 use super::{policy, tell};
 use crate::audit::kill::kill;
 use crate::config::PathsConfig;
+use crate::inventory::xid::Told;
+use crate::ledger::Moment;
 use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
+use crate::node::clock;
 use crate::resize::Orders;
-use crate::sessions::Sessions;
+use crate::sessions::{Sessions, Suspect};
 use crate::status::{Events, FaultReport};
 
 /// How often the kernel's log is read, and what is overdue looked for.
@@ -34,6 +38,8 @@ pub struct Around {
     pub snapshots: watch::Receiver<Snapshot>,
     /// What the node's `GpuNode` orders; none before the API server told any.
     pub orders: watch::Receiver<Option<Orders>>,
+    /// What NVML told of XIDs lately.
+    pub xids: watch::Receiver<Told>,
     /// Since when the node's status could not be written; none while it can.
     pub unheard: watch::Receiver<Option<Instant>>,
     /// Where people are told.
@@ -47,21 +53,36 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
     let news = around.sessions.news();
     let (mut waits, mut waiting) = (around.sessions.wait_for_log(), Vec::new());
     let mut log = opened(&around.paths.kernel_log);
-    let mut generations = BTreeMap::new();
+    let (mut generations, mut claims) = (BTreeMap::new(), Waiting::default());
+    let mut xids = around.xids.clone();
     let mut every = interval(EVERY);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = stop.cancelled() => return,
             () = news.notified() => {}
+            Ok(()) = xids.changed() => {}
             1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => {}
             _ = every.tick() => {}
         }
         let now = Timestamp::now();
         around.order(now);
-        let (named, is_whole) = log.as_mut().map_or((Vec::new(), true), Log::read);
-        for named in named {
-            around.xid(named, now);
+        let read = log.as_mut().map(|log| log.read(clock::now()));
+        let (named, is_whole) = read.unwrap_or((Vec::new(), true));
+        for (named, at) in named {
+            // Before an image is greeted that took the process over.
+            if let Some(suspect) = around.suspect(named, at) {
+                claims.push(named, at, suspect);
+            }
+        }
+        let told = xids.borrow_and_update().clone();
+        for (named, suspect) in claims.confirmed(&told, clock::now()) {
+            around.sessions.xid(&suspect, named.xid, now);
+            info!(
+                pid = named.pid,
+                xid = named.xid,
+                "xid of a container's process"
+            );
         }
         if is_whole {
             for waits in waiting.drain(..) {
@@ -101,12 +122,9 @@ impl Around {
         }
     }
 
-    fn xid(&self, Named { gpu, xid, pid }: Named, now: Timestamp) {
-        let on = gpu.map(|gpu| self.snapshots.borrow().inventory.at(gpu));
-        let is_ours = self.sessions.xid(pid, xid, &on.unwrap_or_default(), now);
-        if is_ours {
-            info!(pid, xid, "xid of a container's process");
-        }
+    fn suspect(&self, Named { gpu, pid, .. }: Named, at: Moment) -> Option<Suspect> {
+        let on = self.snapshots.borrow().inventory.at(gpu);
+        self.sessions.suspect(pid, &on, at)
     }
 
     fn tell(&self, now: Timestamp) {

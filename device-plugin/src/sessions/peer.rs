@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use crate::ledger::Moment;
 use crate::proc;
 use crate::units::PodUid;
 
@@ -14,6 +15,14 @@ pub struct Process {
     pub pid: u32,
     /// When it started, in clock ticks since boot (`/proc/<pid>/stat`, field 22).
     pub start: u64,
+}
+
+impl Process {
+    /// When it started, rounded down.
+    pub fn started(&self) -> Moment {
+        // Programs are shown ticks of 10 ms on every machine (`USER_HZ`).
+        Moment(self.start.saturating_mul(10))
+    }
 }
 
 /// A process has no more ancestors inside its container that are looked at.

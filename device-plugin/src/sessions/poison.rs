@@ -24,7 +24,7 @@ use jiff::Timestamp;
 use serde::{Deserialize, Serialize};
 
 use super::Process;
-use crate::units::GpuUuid;
+use crate::units::{AllocationId, GpuUuid};
 
 /// How long an image may take to report what an XID said of it, and to do what it was told.
 const GRACE: Duration = Duration::from_secs(5);
@@ -134,6 +134,17 @@ pub struct Image {
     pub process: Process,
     /// P, its number among the container's images.
     pub generation: u64,
+}
+
+/// An image that a record of the kernel's log names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Suspect {
+    /// Its container's.
+    pub allocation: AllocationId,
+    /// The image.
+    pub image: Image,
+    /// The container's GPU that the record names.
+    pub gpu: GpuUuid,
 }
 
 /// A poisoned image that is still to be dealt with, or that somebody else has to deal with.

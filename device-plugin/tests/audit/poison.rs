@@ -1,5 +1,7 @@
 //! Programs whose kernels fault, and what the agent does about their containers.
 
+use std::fs::OpenOptions;
+use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use crate::container::{Container, PLAIN, machine};
@@ -55,4 +57,41 @@ async fn a_program_that_never_asks_the_driver_again_is_known_from_the_kernels_lo
     assert_eq!(counted(&machine, "xid-31", "fence").await, 1);
     other.ok("alloc 4096");
     other.ok("sync");
+}
+
+/// Appends a record to the kernel's log, stamped as the kernel stamps it, of this facility and level.
+fn log_record(machine: &Machine, facility_and_level: u32, text: &str) {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let stamp = now.tv_sec * 1_000_000 + now.tv_nsec / 1_000;
+    let log = machine.lab.path().join("state/kernel-log");
+    let mut log = OpenOptions::new().append(true).open(log).unwrap();
+    writeln!(log, "{facility_and_level},1,{stamp},-;{text}").unwrap();
+}
+
+#[tokio::test]
+async fn a_kernel_log_record_that_the_driver_did_not_write_fences_nobody() {
+    let machine = machine("").await;
+    let pod = machine.admit("a", 8).await;
+    let mut victim = Container::start(&machine, &pod, PLAIN).await;
+    victim.ok("open libcuda.so.1");
+    let pid = victim.pid();
+    let xid = |gpu: &str| format!("NVRM: Xid ({gpu}): 31, pid={pid}, name=x");
+    // What the kernel writes of a tenant's program of that name, and of its file's.
+    let segfault = |name: &str, file: &str| {
+        format!("{name}[6895]: segfault at 0 ip 000055 sp 00007f error 6 in {file}[1132,55+1000]")
+    };
+    // The simulated GPUs' addresses.
+    for gpu in ["PCI:0000:17:00", "PCI:0000:18:00"] {
+        log_record(&machine, 6, &segfault("NVRM: Xid (PCI:", &xid(gpu)));
+        log_record(&machine, 6, &segfault("python3", &xid(gpu)));
+        // A program wrote it to `/dev/kmsg`: the kernel says so by the facility.
+        log_record(&machine, 14, &xid(gpu));
+        // As the driver writes it, but NVML has no event of it.
+        log_record(&machine, 6, &xid(gpu));
+    }
+    log_record(&machine, 6, &xid("PCI:0000:ff:1f"));
+    tokio::time::sleep(GRACE + SOON).await;
+    assert!(victim.is_alive());
+    victim.ok("alloc 4096");
+    assert_eq!(counted(&machine, "xid-31", "fence").await, 0);
 }

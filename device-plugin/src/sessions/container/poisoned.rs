@@ -7,9 +7,10 @@ use bursar_protocol::sticky::ErrorClass;
 use bursar_protocol::wire::{ToShim, Verdict};
 use jiff::Timestamp;
 
-use super::super::poison::{Cause, Decision, Fault, Image, Policy};
+use super::super::poison::{Cause, Decision, Fault, Image, Policy, Suspect};
 use super::super::{Account, Process};
 use super::{Container, Member};
+use crate::ledger::Moment;
 use crate::units::{GpuUuid, PodUid};
 
 /// News that are kept for who tells them. Older ones are dropped: they were of the same container.
@@ -75,21 +76,41 @@ impl Container {
         &self.served.pod
     }
 
-    /// An XID of one of the GPUs `on` names a process; whether that is one of this container's.
-    pub(in super::super) fn xid(
-        &mut self,
+    /// The image that a process is, if one of the GPUs `on` is this container's and it had started `by` then.
+    pub(in super::super) fn suspect(
+        &self,
         pid: u32,
-        code: u32,
         on: &[GpuUuid],
-        now: Timestamp,
-    ) -> bool {
-        let is_here = self.members.contains_key(&pid);
-        if is_here {
-            let mut gpus = self.served.gpus.iter().map(|(gpu, _)| gpu);
-            let gpu = gpus.find(|gpu| on.contains(gpu)).cloned();
-            self.strike(pid, gpu, Cause::Xid(code), now);
+        by: Moment,
+    ) -> Option<Suspect> {
+        let member = self.members.get(&pid)?;
+        let mut gpus = self.served.gpus.iter().map(|(gpu, _)| gpu);
+        let gpu = gpus.find(|gpu| on.contains(gpu))?.clone();
+        (member.process.started() <= by).then_some(Suspect {
+            allocation: self.served.allocation,
+            image: Image {
+                process: member.process,
+                generation: member.generation,
+            },
+            gpu,
+        })
+    }
+
+    /// An image's context is lost by this XID.
+    pub(in super::super) fn xid(&mut self, suspect: &Suspect, code: u32, now: Timestamp) {
+        let Image {
+            process,
+            generation,
+        } = suspect.image;
+        let member = self.members.get(&process.pid);
+        if member.is_some_and(|it| (it.process, it.generation) == (process, generation)) {
+            self.strike(
+                process.pid,
+                Some(suspect.gpu.clone()),
+                Cause::Xid(code),
+                now,
+            );
         }
-        is_here
     }
 
     /// Decides what waited long enough; nobody has been reached for `alone`.

@@ -44,7 +44,7 @@ impl Sim {
         };
     }
 
-    /// A line of the kernel's log, as the driver writes it. A process of another pid namespace does not know what the
+    /// A record of the kernel's log, as the driver writes it and `/dev/kmsg` shows it. A process of another pid namespace does not know what the
     /// machine calls it, and so is unknown there too.
     fn log_xid(&self, xid: Xid) {
         let home = std::fs::read_to_string(self.folder.pid_namespace());
@@ -57,7 +57,20 @@ impl Sim {
         // `00000000:3B:00.0`: the driver has four digits of the domain, and leaves out the function.
         let address = self.config.gpu[position].bus_id(position).to_lowercase();
         let address = address.trim_end_matches(".0").get(4..).unwrap_or_default();
-        let line = format!("NVRM: Xid (PCI:{address}): {}, {process}\n", xid.code);
+        let mut now = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the kernel writes the whole of `now`, and knows this clock.
+        unsafe { libc::clock_gettime(libc::CLOCK_MONOTONIC, &mut now) };
+        let (micros, number) = (
+            now.tv_sec * 1_000_000 + now.tv_nsec / 1_000,
+            self.xids_seen(),
+        );
+        let line = format!(
+            "4,{number},{micros},-;NVRM: Xid (PCI:{address}): {}, {process}\n",
+            xid.code
+        );
         let log = std::fs::OpenOptions::new()
             .append(true)
             .open(self.folder.kernel_log());

@@ -313,7 +313,8 @@ impl Machine {
     }
 
     fn xid(&mut self) {
-        assert!(self.container.xid(self.process.pid, 31, &[], now()));
+        let pid = self.process.pid;
+        assert!(poisoned::xid(&mut self.container, pid, &[gpu().uuid]));
         assert!(self.container.is_fenced(self.process.pid));
     }
 

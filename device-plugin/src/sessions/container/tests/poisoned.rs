@@ -7,6 +7,7 @@ use jiff::Timestamp;
 use super::super::super::poison::Policy;
 use super::super::leases::NotAsked;
 use super::*;
+use crate::ledger::Moment;
 
 fn now() -> Timestamp {
     Timestamp::from_second(1_800_000_000).unwrap()
@@ -18,6 +19,18 @@ fn report(container: &mut Container, pid: u32, code: i32) -> ToShim {
 
 fn in_place(container: &mut Container) {
     container.set_policy(Policy::new(ContextAction::InPlace, 100, 600));
+}
+
+/// The container's GPU.
+pub(super) fn own() -> [GpuUuid; 1] {
+    ["GPU-aaaa".parse().unwrap()]
+}
+
+/// An XID 31 of one of the GPUs `on` names a process; whether that is one of this container's.
+pub(super) fn xid(container: &mut Container, pid: u32, on: &[GpuUuid]) -> bool {
+    let suspect = container.suspect(pid, on, Moment(u64::MAX));
+    let named = suspect.inspect(|suspect| container.xid(suspect, 31, now()));
+    named.is_some()
 }
 
 /// P of an image, as its welcome says it.
@@ -74,7 +87,7 @@ fn a_shim_of_version_1_is_told_no_number_and_its_fence_in_words_that_it_knows() 
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     assert_eq!(generation(&mut container, 1, 7, 1), None);
-    assert!(container.xid(1, 31, &[], now()));
+    assert!(xid(&mut container, 1, &own()));
     let refused = ToShim::Refused {
         account: 0,
         free: Units::ZERO,
@@ -182,12 +195,35 @@ fn an_xid_of_another_process_is_not_this_containers() {
     let fixture = Fixture::with_quota(Bytes::gib(1));
     let mut container = fixture.start();
     hello(&mut container, 1, 7).unwrap();
-    assert!(!container.xid(2, 31, &[], now()));
+    let on = own();
+    assert!(!xid(&mut container, 2, &on));
     assert!(container.faults().is_empty());
-    assert!(container.xid(1, 31, &[], now()));
+    assert!(xid(&mut container, 1, &on));
     assert_eq!(container.take_news().len(), 1);
-    assert!(container.xid(1, 43, &[], now()));
+    assert!(xid(&mut container, 1, &on));
     assert!(container.take_news().is_empty(), "it is the same fault");
+}
+
+#[test]
+fn xid_from_before_a_process_started_is_not_its_own() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    // Clock ticks: it started 10 ms after the boot.
+    hello(&mut container, 1, 7).unwrap();
+    let on = own();
+    assert_eq!(container.suspect(1, &on, Moment(9)), None);
+    assert!(container.suspect(1, &on, Moment(10)).is_some());
+}
+
+#[test]
+fn xid_of_an_image_is_not_its_successors() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    hello(&mut container, 1, 7).unwrap();
+    let before = container.suspect(1, &own(), Moment(u64::MAX));
+    hello(&mut container, 1, 8).unwrap();
+    container.xid(&before.unwrap(), 31, now());
+    assert!(container.faults().is_empty());
 }
 
 #[test]
@@ -207,15 +243,14 @@ fn an_xid_says_which_of_the_containers_gpus_it_was() {
     };
     let record = Record::at(folder.path().join("record.json")).unwrap();
     let (mut container, _) = Container::restore(served, record, false, &Host);
-    for (pid, on, gpu) in [
-        (1, vec![second.clone()], &second),
-        (2, vec![foreign], &first),
-        (3, Vec::new(), &first),
-    ] {
+    for (pid, gpu) in [(1, &second), (2, &first)] {
         hello(&mut container, pid, 7).unwrap();
-        assert!(container.xid(pid, 31, &on, now()));
+        assert!(xid(&mut container, pid, &[foreign.clone(), gpu.clone()]));
         assert_eq!(&container.take_news()[0].gpu, gpu);
     }
+    hello(&mut container, 3, 7).unwrap();
+    assert!(!xid(&mut container, 3, &[foreign]), "it has no such GPU");
+    assert!(!xid(&mut container, 3, &[]));
 }
 
 #[test]
