@@ -113,7 +113,8 @@ fn mount(line: &str) -> Option<Mount> {
     let path = unescaped(fields.next()?);
     let point = unescaped(fields.next()?);
     let kind = rest.split(' ').next()?.to_owned();
-    Some(Mount {
+    // The rest of a walk is taken relative to the point.
+    point.is_absolute().then_some(Mount {
         id,
         parent,
         source: Location { device, path },
