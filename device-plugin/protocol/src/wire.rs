@@ -673,9 +673,6 @@ impl<'a> Fields<'a> {
 }
 
 #[cfg(test)]
-mod fuzz;
-
-#[cfg(test)]
 mod tests {
     use super::*;
     use proptest::collection::vec;

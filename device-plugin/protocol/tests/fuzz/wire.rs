@@ -1,74 +1,29 @@
-//! Mutated messages by the hundred thousand: what parses is what encodes to the same bytes.
-//!
-//! Unlike bytes at random, a message with a few bytes changed, moved or doubled reaches every field; those
-//! that parse are mutated on.
+//! What a process and the agent say to each other.
 
-use rand::rngs::StdRng;
-use rand::{RngExt as _, SeedableRng as _};
+use bursar_protocol::units::Units;
+use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
+use bursar_protocol::wire::token::{
+    Generation, Generations, GpuToken, MemoryId, TokenAnswer, TokenQuestion, TokenRefusal,
+};
+use bursar_protocol::wire::{
+    Account, HEADER, Holding, Listed, MAX_PAYLOAD, Quota, Reason, ToAgent, ToShim, Verdict,
+    payload_length,
+};
 
-use super::kept::KeptRefusal;
-use super::token::{Generation, Generations, GpuToken, MemoryId, TokenRefusal};
-use super::*;
-
-const ROUNDS: u32 = 400_000;
-
-/// Messages that are kept to be mutated.
-const CORPUS: usize = 1024;
-
-/// As many as [`corpus`] has.
-const BEGINNING: usize = 21;
-
-struct Dice(StdRng);
-
-impl Dice {
-    fn below(&mut self, sides: usize) -> usize {
-        self.0.random_range(0..sides.max(1))
-    }
-
-    /// Bytes at the edges of lengths, indexes and numbers more often than others.
-    fn byte(&mut self) -> u8 {
-        let edges = [0, 1, 2, 5, 62, 63, 64, 95, 96, 97, 127, 128, 254, 255];
-        match self.below(2) {
-            0 => edges[self.below(edges.len())],
-            _ => self.below(256) as u8,
-        }
-    }
-
-    fn mutate(&mut self, bytes: &mut Vec<u8>, other: &[u8]) {
-        let place = self.below(bytes.len() + 1);
-        let end = (place + self.below(16)).min(bytes.len());
-        match self.below(5) {
-            0 => bytes.insert(place, self.byte()),
-            1 => drop(bytes.drain(place..end)),
-            2 => bytes.extend_from_within(place..end),
-            3 => bytes
-                .splice(place.., other[self.below(other.len())..].iter().copied())
-                .for_each(drop),
-            _ => {
-                let byte = self.byte();
-                if let Some(changed) = bytes.get_mut(place) {
-                    *changed = byte;
-                }
-            }
-        }
-    }
-}
+use crate::mutate::edits;
+use crate::{parses, payloads};
 
 fn device() -> Account {
     Account::Device("GPU-5e000000-0000-0000-0000-000000000001".to_owned())
 }
 
-fn corpus() -> Vec<Vec<u8>> {
+fn to_agent() -> Vec<Vec<u8>> {
     let holdings = [device(), Account::Managed].map(|account| Holding {
         account,
         granted: Units::MAX,
         used: Units(1),
     });
-    let quotas = [device(), Account::Managed].map(|account| Quota {
-        account,
-        bytes: u64::MAX,
-    });
-    let to_agent = [
+    payloads(&[
         ToAgent::Hello {
             version: 1,
             image: u64::MAX,
@@ -117,8 +72,20 @@ fn corpus() -> Vec<Vec<u8>> {
             version: 3,
             token: GpuToken::try_from(vec![1; 99]).unwrap(),
         }),
-    ];
-    let to_shim = [
+        ToAgent::ContextMade { account: 1 },
+        ToAgent::Kept(KeptQuestion::Discard {
+            version: 3,
+            lease: 9,
+        }),
+    ])
+}
+
+fn to_shim() -> Vec<Vec<u8>> {
+    let quotas = [device(), Account::Managed].map(|account| Quota {
+        account,
+        bytes: u64::MAX,
+    });
+    payloads(&[
         ToShim::Welcome {
             version: 1,
             generation: None,
@@ -154,63 +121,70 @@ fn corpus() -> Vec<Vec<u8>> {
             expires_ms: 60_000,
         }),
         ToShim::Kept(KeptAnswer::Refused(KeptRefusal::Quota { free: 4096 })),
-        ToShim::Token(TokenAnswer::Redeemed(MemoryId {
-            node: "node-a".to_owned(),
-            gpu: "GPU-5e000000-0000-0000-0000-000000000001".to_owned(),
-            container: 1,
-            generations: Generations {
-                gpu: 2,
-                process: 3,
-                lease: 4,
-            },
-            block: 5,
-        })),
+        ToShim::Token(TokenAnswer::Redeemed(memory_id())),
         ToShim::Token(TokenAnswer::Refused(TokenRefusal::Fenced {
             which: Generation::Lease,
             generation: 4,
         })),
-    ];
-    let to_agent = to_agent.iter().map(Message::payload);
-    to_agent
-        .chain(to_shim.iter().map(Message::payload))
-        .collect()
+        ToShim::Refreshed,
+        ToShim::Refused {
+            account: 0,
+            free: Units(3),
+        },
+        ToShim::ContextSize {
+            account: 0,
+            units: Units(9),
+        },
+        ToShim::Kept(KeptAnswer::Made { bytes: 1 << 21 }),
+    ])
 }
 
-/// Whether it parses; and if it does, it is what it says.
-fn parses<M: Message + std::fmt::Debug>(bytes: &[u8]) -> bool {
-    match M::parse(bytes) {
-        Ok(message) => {
-            assert_eq!(message.payload(), bytes, "{message:?}");
-            true
-        }
-        Err(_) => false,
+fn memory_id() -> MemoryId {
+    MemoryId {
+        node: "node-a".to_owned(),
+        gpu: "GPU-5e000000-0000-0000-0000-000000000001".to_owned(),
+        container: 1,
+        generations: Generations {
+            gpu: 2,
+            process: 3,
+            lease: 4,
+        },
+        block: 5,
     }
 }
 
+/// What a process says is an error, or the one message that encodes to it.
 #[test]
-fn whatever_is_made_of_messages_is_an_error_or_the_one_message_that_encodes_to_it() {
-    let (mut corpus, mut dice, mut parsed) = (corpus(), Dice(StdRng::seed_from_u64(1)), 0);
-    for _ in 0..ROUNDS {
-        let mut bytes = corpus[dice.below(corpus.len())].clone();
-        for _ in 0..=dice.below(4) {
-            let other = &corpus[dice.below(corpus.len())];
-            dice.mutate(&mut bytes, other);
+fn to_agent_frames_round_trip() {
+    parses::<ToAgent>(&to_agent());
+}
+
+/// What the agent says is an error, or the one message that encodes to it.
+#[test]
+fn to_shim_frames_round_trip() {
+    parses::<ToShim>(&to_shim());
+}
+
+/// What names memory is an error, or the one name that encodes to it.
+#[test]
+fn memory_ids_round_trip() {
+    let samples = [memory_id().encode()];
+    bolero::check!().with_generator(edits()).for_each(|edits| {
+        let bytes = edits.apply(&samples);
+        if let Ok(id) = MemoryId::decode(&bytes) {
+            assert_eq!(id.encode(), bytes, "{id:?}");
         }
-        bytes.truncate(MAX_PAYLOAD);
-        let (agent, shim) = (parses::<ToAgent>(&bytes), parses::<ToShim>(&bytes));
-        if agent || shim {
-            parsed += 1;
-            // The messages that it began with stay.
-            let place = BEGINNING + dice.below(CORPUS - BEGINNING);
-            if let Some(old) = corpus.get_mut(place) {
-                *old = bytes;
-            } else {
-                corpus.push(bytes);
-            }
-        }
-    }
-    assert!(
-        parsed > ROUNDS / 100,
-        "{parsed} parsed: the mutations reach nothing"
-    );
+    });
+}
+
+/// No header announces more than a frame may have, and none that a message has is refused.
+#[test]
+fn frame_headers_are_bounded() {
+    bolero::check!()
+        .with_type()
+        .for_each(|header: &[u8; HEADER]| {
+            let said = usize::from(u16::from_le_bytes(*header));
+            let is_allowed = (1..=MAX_PAYLOAD).contains(&said);
+            assert_eq!(payload_length(*header).ok(), is_allowed.then_some(said));
+        });
 }

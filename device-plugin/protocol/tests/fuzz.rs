@@ -1,0 +1,58 @@
+//! Frames and pages that nobody meant, searched for a second each: what parses is what encodes to the same bytes.
+//!
+//! Inputs differ from run to run; a failure prints the seed that repeats it (`BOLERO_RANDOM_SEED`). A longer search:
+//! `BOLERO_RANDOM_ITERATIONS=10000000 cargo test -p bursar-protocol --test fuzz`, or with a time,
+//! `BOLERO_RANDOM_TEST_TIME_MS`.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+use std::cell::Cell;
+use std::fmt::Debug;
+
+use bursar_protocol::wire::{MAX_PAYLOAD, Message};
+
+#[path = "fuzz/mutate.rs"]
+mod mutate;
+
+#[path = "fuzz/page.rs"]
+mod page;
+#[path = "fuzz/vault.rs"]
+mod vault;
+#[path = "fuzz/wire.rs"]
+mod wire;
+#[path = "fuzz/worker.rs"]
+mod worker;
+
+fn payloads(messages: &[impl Message]) -> Vec<Vec<u8>> {
+    messages.iter().map(Message::payload).collect()
+}
+
+/// Whatever becomes of the samples is an error, or the one message that encodes to it.
+fn parses<M: Message + Debug>(samples: &[Vec<u8>]) {
+    for sample in samples {
+        assert!(M::parse(sample).is_ok(), "no message: {sample:?}");
+    }
+    let (tried, parsed) = (Cell::new(0u64), Cell::new(0u64));
+    let count = |counter: &Cell<u64>| counter.set(counter.get() + 1);
+    let check = |bytes: &[u8]| {
+        count(&tried);
+        if let Ok(message) = M::parse(bytes) {
+            count(&parsed);
+            assert_eq!(message.payload(), bytes, "{message:?}");
+        }
+    };
+    let check = std::panic::AssertUnwindSafe(check);
+    bolero::check!()
+        .with_generator(mutate::edits())
+        .for_each(|edits| {
+            let mut bytes = edits.apply(samples);
+            bytes.truncate(MAX_PAYLOAD);
+            check(&bytes);
+        });
+    let (tried, parsed) = (tried.get(), parsed.get());
+    println!("{tried} frames, {parsed} parsed");
+    assert!(parsed * 100 > tried, "the changes reach nothing");
+}

@@ -1,0 +1,95 @@
+//! JSON of the kubelet's, and of the agent's own, that something else may have written.
+
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+
+use bursar_device_plugin::cdi::CdiDir;
+use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
+use bursar_device_plugin::sessions::{Cgroups, DriverCharges, Look, Served, Sessions};
+use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, Resource, TokenSet};
+use bursar_protocol::units::Units;
+
+use crate::search;
+
+/// What the kubelet's checkpoint says is counted entry by entry, and each that is believed has tokens.
+#[test]
+fn device_checkpoints_are_believed_in_whole_entries() {
+    let names = [(
+        Resource::DeviceMemory,
+        "bursar.dev/gpu-memory-gib".to_owned(),
+    )];
+    search("checkpoint", |bytes| {
+        let Ok(checkpoint) = DeviceCheckpoint::parse(bytes, &names) else {
+            return;
+        };
+        // What is passed over may be no text.
+        if let Ok(file) = serde_json::from_slice::<serde_json::Value>(bytes) {
+            let entries = file["Data"]["PodDeviceEntries"].as_array();
+            let ours = checkpoint.held.len() + checkpoint.skipped;
+            assert!(ours <= entries.map_or(0, Vec::len));
+        }
+        for held in &checkpoint.held {
+            let mut holders = checkpoint.holders(held.resource, &held.tokens);
+            assert!(holders.any(|holder| holder == held));
+        }
+    });
+}
+
+/// A CDI file is the binding of the allocation that it is named after, or malformed.
+#[test]
+fn cdi_files_are_bindings_of_their_names_or_malformed() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("bursar.dev-gpu-0000000000000007.json");
+    search("cdi", |bytes| {
+        std::fs::write(&file, bytes).unwrap();
+        let listed = CdiDir::new(folder.path().to_owned()).list().unwrap();
+        assert_eq!(listed.bindings.len() + listed.malformed.len(), 1);
+        for binding in listed.bindings {
+            assert_eq!(binding.allocation, AllocationId::from_bits(7));
+        }
+    });
+}
+
+struct NothingCharged;
+
+impl DriverCharges for NothingCharged {
+    fn look(&self, _gpu: &GpuUuid) -> Option<Look> {
+        Some(Look::default())
+    }
+}
+
+/// An agent that finds a record of any content serves the container, counts no more than a word can, and goes on.
+#[test]
+fn session_records_of_any_content_are_served() {
+    let folder = tempfile::tempdir().unwrap();
+    let record = folder.path().join("sessions/0000000000000007.json");
+    std::fs::create_dir_all(folder.path().join("sessions")).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let served = Served {
+        allocation: AllocationId::from_bits(7),
+        pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
+        tokens: TokenSet::from_indexes([1]).unwrap(),
+        gpus: vec![("GPU-aaaa".parse().unwrap(), Bytes::gib(1))],
+        managed: Bytes::gib(1),
+    };
+    let shared = AssertUnwindSafe((runtime, served, folder));
+    search("record", |bytes| {
+        let (runtime, served, folder) = &*shared;
+        std::fs::write(&record, bytes).unwrap();
+        runtime.block_on(async {
+            let run_dir = folder.path().to_owned();
+            let membership = Arc::new(Cgroups::new("/proc".into()));
+            let sessions = Sessions::new(run_dir, Arc::new(NothingCharged), membership);
+            sessions.serve(served.clone()).await.unwrap();
+            for usage in sessions.usage() {
+                assert!(usage.granted.0 <= Units::MAX.bytes(), "{usage:?}");
+                assert!(usage.retired.0 <= Units::MAX.bytes(), "{usage:?}");
+            }
+            sessions.books();
+            sessions.end(&served.allocation).await.unwrap();
+        });
+    });
+}

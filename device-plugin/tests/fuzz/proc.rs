@@ -1,0 +1,91 @@
+//! Files of `/proc` that tenant processes shape.
+
+use std::path::Path;
+
+use bursar_device_plugin::attest::maps::Files;
+use bursar_device_plugin::attest::mounts::Mounts;
+use bursar_device_plugin::proc::{Owner, Stat, bounding_capabilities};
+
+use crate::search_text;
+
+/// Each file found stands at the end of a line, and no line hides one of another.
+#[test]
+fn memory_map_lines_are_told_apart() {
+    search_text("maps", |text| {
+        let found = |text: &str| {
+            let mut files = Files::default();
+            text.lines().for_each(|line| files.see(line));
+            files.all().cloned().unwrap_or_default()
+        };
+        let all = found(text);
+        for file in &all {
+            let path = file.path.to_str().unwrap();
+            assert!(text.lines().any(|line| line.ends_with(path)), "{file:?}");
+        }
+        assert_eq!(all, text.lines().flat_map(found).collect());
+    });
+}
+
+/// A mount table of any content leads every path somewhere or nowhere, in a bounded number of steps.
+#[test]
+fn mount_tables_end_every_walk() {
+    search_text("mountinfo", |text| {
+        let mut mounts = Mounts::default();
+        text.lines().for_each(|line| mounts.see(line));
+        assert!(mounts.iter().count() <= text.lines().count());
+        for path in ["/", "/opt/bursar/lib/libcuda.so.1", "/a b", "relative"] {
+            if let Some((mount, found)) = mounts.locate(Path::new(path)) {
+                assert_eq!(found.device, mount.source.device);
+                assert!(
+                    found.path.starts_with(&mount.source.path),
+                    "{path}: {found:?}"
+                );
+            }
+        }
+        for mount in mounts.iter() {
+            mounts.shows(mount);
+        }
+    });
+}
+
+/// A process's name moves no field behind it.
+#[test]
+fn process_names_move_no_field_of_stat() {
+    search_text("stat", |text| {
+        let stat = Stat::parse(text);
+        if let Some((_, fields)) = text.rsplit_once(')') {
+            assert_eq!(Stat::parse(&format!("1 (x){fields}")), stat, "{text}");
+        }
+        if let Some(stat) = stat {
+            assert!(
+                text.contains(&stat.start.to_string()) || text.contains('+'),
+                "{text}"
+            );
+            let _ = stat.started();
+        }
+    });
+}
+
+/// Capabilities are those of a line that begins with the field's name.
+#[test]
+fn capabilities_are_of_the_field_alone() {
+    search_text("status", |text| {
+        let field = text.lines().find_map(|line| line.strip_prefix("CapBnd:"));
+        let expected = field.and_then(|set| u64::from_str_radix(set.trim(), 16).ok());
+        assert_eq!(bounding_capabilities(text), expected);
+    });
+}
+
+/// Whose a process is stands in its cgroup: a pod's name that is there, and a folder below it.
+#[test]
+fn cgroup_owners_are_named_in_the_path() {
+    search_text("cgroup", |text| {
+        if let Owner::Container { pod, cgroup } = Owner::parse(text) {
+            // systemd's names have no dashes.
+            let plain = |text: &str| text.replace('_', "-");
+            assert!(plain(text).contains(&plain(pod.as_str())), "{pod:?}");
+            assert!(!cgroup.is_empty() && !cgroup.contains('/'), "{cgroup}");
+            assert!(text.contains(&cgroup));
+        }
+    });
+}
