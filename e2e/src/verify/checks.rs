@@ -32,7 +32,7 @@ enum How {
     OnCluster,
     /// These tests and no others, all of which must run.
     Named(&'static [Tests]),
-    /// As `Named`, of tests marked `#[ignore]`: the long tier.
+    /// As `Named`, in the long tier.
     Long(&'static [Tests]),
 }
 
@@ -334,8 +334,7 @@ impl Check {
             How::Test(targets) | How::Waits(targets) => succeed(&mut tests(targets)),
             How::Here(function) => function(),
             How::OnCluster => succeed(&mut cluster::command(&[self.name])),
-            How::Named(tests) => named::run(tests, false),
-            How::Long(tests) => named::run(tests, true),
+            How::Named(tests) | How::Long(tests) => named::run(tests),
         }
     }
 

@@ -271,6 +271,22 @@ mod tests {
     }
 
     #[test]
+    fn every_check_that_the_threat_model_names_exists() {
+        let page = crate::folders::repository().join("docs/security.md");
+        let page = std::fs::read_to_string(page).unwrap();
+        let areas = ["security/", "operator/", "main/", "enforcement/"];
+        let words = page.split('`').skip(1).step_by(2);
+        let named: Vec<_> = words
+            .filter(|word| areas.iter().any(|area| word.starts_with(area)) && *word != "security/")
+            .collect();
+        assert!(named.len() > 30, "{named:?}");
+        let all = checks::all();
+        for name in named {
+            assert!(all.iter().any(|check| check.name == name), "{name}");
+        }
+    }
+
+    #[test]
     fn a_name_that_is_not_there_is_an_error_and_not_an_empty_run() {
         assert!(
             matches!(names(&["mainly/"]), Err(VerifyError::Unknown(word)) if word == "mainly/")

@@ -13,34 +13,45 @@ pub(super) struct Tests {
     pub(super) target: &'static [&'static str],
     /// The full name of each test.
     pub(super) names: &'static [&'static str],
+    /// Whether they are marked `#[ignore]`, for they take minutes.
+    pub(super) ignored: bool,
+    /// Variables that they are run with.
+    pub(super) env: &'static [(&'static str, &'static str)],
 }
 
-/// Runs these tests, those that `#[ignore]` marks as long where `long`.
+/// Runs these tests.
 ///
 /// # Errors
 /// When a test fails, or when fewer tests ran than were named: a test that was renamed would otherwise pass unseen.
-pub(super) fn run(tests: &[Tests], long: bool) -> anyhow::Result<()> {
-    for Tests { target, names } in tests {
-        let ran = passed(&mut command(target, names, long), &mut io::stdout())?;
+pub(super) fn run(tests: &[Tests]) -> anyhow::Result<()> {
+    for tests in tests {
+        let ran = passed(&mut command(tests), &mut io::stdout())?;
         anyhow::ensure!(
-            ran >= names.len(),
+            ran >= tests.names.len(),
             "{ran} of {} named tests ran; compare the names with `cargo test -- --list`: {}",
-            names.len(),
-            names.join(", ")
+            tests.names.len(),
+            tests.names.join(", ")
         );
     }
     Ok(())
 }
 
 /// The call of `cargo test`. All crates are named, as in every other check, so that nothing is compiled twice.
-fn command(target: &[&str], names: &[&str], long: bool) -> Command {
+fn command(tests: &Tests) -> Command {
+    let Tests {
+        target,
+        names,
+        ignored,
+        env,
+    } = *tests;
     let mut command = cargo::command();
     command
         .args(["test", "--quiet", "--locked", "--workspace"])
         .args(target)
         .args(["--", "--exact"])
         .args(names)
-        .args(long.then_some("--ignored"))
+        .args(ignored.then_some("--ignored"))
+        .envs(env.iter().copied())
         .current_dir(folders::repository());
     command
 }
