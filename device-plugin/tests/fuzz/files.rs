@@ -6,7 +6,7 @@ use std::sync::Arc;
 use bursar_device_plugin::cdi::CdiDir;
 use bursar_device_plugin::kubelet::device_checkpoint::DeviceCheckpoint;
 use bursar_device_plugin::sessions::{Cgroups, DriverCharges, Look, Served, Sessions};
-use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, Resource, TokenSet};
+use bursar_device_plugin::units::{AllocationId, Bytes, GpuUuid, Resource};
 use bursar_protocol::units::Units;
 
 use crate::search;
@@ -71,7 +71,7 @@ fn session_records_of_any_content_are_served() {
     let served = Served {
         allocation: AllocationId::from_bits(7),
         pod: "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11".parse().unwrap(),
-        tokens: TokenSet::from_indexes([1]).unwrap(),
+        tokens: None,
         gpus: vec![("GPU-aaaa".parse().unwrap(), Bytes::gib(1))],
         managed: Bytes::gib(1),
     };
