@@ -12,6 +12,7 @@ use std::process::Command;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use bursar_device_plugin::ledger::Moment;
 use bursar_device_plugin::sessions::{
     Account, Books, Fault, Policy, Process, Served, Sessions, Usage,
 };
@@ -236,7 +237,14 @@ impl Container {
     /// The kernel's log has an XID of a program.
     pub fn xid(&self, program: &Client, code: u32) {
         let sessions = self.sessions.as_ref().unwrap();
-        assert!(sessions.xid(program.pid(), code, &[], Timestamp::now()));
+        let on: Vec<_> = self
+            .served
+            .gpus
+            .iter()
+            .map(|(gpu, _)| gpu.clone())
+            .collect();
+        let suspect = sessions.suspect(program.pid(), &on, Moment(u64::MAX));
+        sessions.xid(&suspect.unwrap(), code, Timestamp::now());
     }
 
     /// While there is such a file programs say `busy`, and do not call CUDA yet.
