@@ -17,6 +17,14 @@ impl Ledger {
     pub fn advance(&mut self, now: Moment) -> Vec<Binding> {
         self.expire(now);
         let mut bound = Vec::new();
+        // A pod's places may take less than the plan set aside for its waiter, which leaves room for others.
+        while self.advance_once(now, &mut bound) {}
+        bound
+    }
+
+    /// Goes through the queue once; whether a waiter was given memory.
+    fn advance_once(&mut self, now: Moment, bound: &mut Vec<Binding>) -> bool {
+        let waiting = self.waiting();
         for resource in [Resource::DeviceMemory, Resource::ManagedMemory] {
             let (queue, plan) = self.plan(resource, now);
             for (id, places) in queue.into_iter().zip(plan.places) {
@@ -31,7 +39,14 @@ impl Ledger {
                 bound.extend(self.hand_over(id, placement));
             }
         }
-        bound
+        self.waiting() < waiting
+    }
+
+    fn waiting(&self) -> usize {
+        let claims = self.claims.values();
+        claims
+            .filter(|claim| matches!(claim.state, State::Waiting { .. }))
+            .count()
     }
 
     /// Binds the waiter if the queue's rules give it memory now.
