@@ -183,6 +183,16 @@ impl Drop for Bed {
     }
 }
 
+/// Waits for what a canary finds out: over the simulated driver the processor looks at some GiB, whatever else it does.
+pub(crate) async fn seen(what: &str, is_seen: impl Fn() -> bool) {
+    let begun = Instant::now();
+    while !is_seen() {
+        // One that is starved is killed after a minute, and the next begins a minute later.
+        assert!(begun.elapsed() < 4 * PATIENCE, "not seen: {what}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
 /// Opens until that is no longer refused for what passes by itself.
 pub(crate) fn open(tenant: &mut Tenant, name: &str, bytes: u64) -> Result<Opened, String> {
     let begun = Instant::now();

@@ -5,8 +5,7 @@ use std::fs;
 
 use serde_json::Value;
 
-use crate::bed::Bed;
-use crate::common::eventually;
+use crate::bed::{Bed, seen};
 use crate::machine::TWO_GPUS;
 
 /// What a context of the simulated GPU takes.
@@ -25,7 +24,7 @@ fn sizes(bed: &Bed) -> BTreeMap<String, u64> {
 async fn agent_measures_contexts_itself_and_once_a_boot() {
     // No vault: nothing is retained.
     let mut bed = Bed::with_driver(TWO_GPUS).await;
-    eventually("a measurement of each GPU", || sizes(&bed).len() == 2).await;
+    seen("a context of each GPU", || sizes(&bed).len() == 2).await;
     let measured = sizes(&bed);
     assert!(
         measured.values().all(|size| *size == CONTEXT),
@@ -42,5 +41,5 @@ async fn agent_measures_contexts_itself_and_once_a_boot() {
     // A file of the former format is no reason not to start.
     fs::write(bed.machine.path("run/contexts.json"), &former).unwrap();
     bed.machine.restart_agent().await;
-    eventually("a measurement of each GPU", || sizes(&bed) == measured).await;
+    seen("a context of each GPU", || sizes(&bed) == measured).await;
 }

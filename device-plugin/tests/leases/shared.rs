@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use crate::bed::Bed;
+use crate::bed::{Bed, seen};
 use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine, TWO_GPUS};
 
@@ -65,6 +65,13 @@ async fn scrubbed_gpu_and_one_that_the_admin_allows_are_shared() {
     for (scrub, allow) in [("on", false), ("off", true)] {
         let machine = machine(scrub, allow).await;
         taken(&machine).await;
+        if !allow {
+            seen("both GPUs", || {
+                let said = machine.log();
+                said.matches("freed memory comes back cleared").count() == 2
+            })
+            .await;
+        }
         let third = admit(&machine, "three", "three-a", 2).await;
         machine.until_started(&third).await;
     }
