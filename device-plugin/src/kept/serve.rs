@@ -180,7 +180,6 @@ impl Keeper {
             tokio::select! {
                 () = stop.cancelled() => break,
                 _ = telling.tick(), if is_news => {
-                    serving.watch_writers();
                     serving.publish();
                     is_news = false;
                     continue;
@@ -197,6 +196,8 @@ impl Keeper {
                     Err(error) => warn!(%error, "kept memory"),
                 },
             }
+            // At once: who writes may end at any time, and the next to open its lease does not wait for that.
+            serving.watch_writers();
             is_news = true;
         }
         stop.cancelled().await;
