@@ -12,6 +12,8 @@ mod common;
 #[path = "agent/machine.rs"]
 mod machine;
 
+#[path = "security/adversary.rs"]
+mod adversary;
 #[path = "security/fixture.rs"]
 mod fixture;
 #[path = "security/socket.rs"]

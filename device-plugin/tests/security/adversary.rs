@@ -1,0 +1,798 @@
+//! A hostile tenant that does anything in any order: messages, page writes, descriptors, deaths, hoards and lies.
+//!
+//! Processes of two hostile containers draw their steps from a seed. Each is a copy of this program that the agent
+//! sees in its container; what it does next stands in its trace before it is done. Meanwhile, and at the end:
+//!
+//! | what holds | how it is seen |
+//! |---|---|
+//! | no container is granted more than its quota | the agent's records, read every 50 ms |
+//! | the neighbour is answered | its round trips |
+//! | the agent has afterwards what it had before | resident memory, descriptors |
+//! | no thread of the agent's runtime sleeps in a close | the kernel's stacks of its threads |
+//! | nobody else is killed, refused or accused, nor loses credit | an honest process, and the agent's findings |
+//! | a hostile container has its quota again when all is dead | a process that asks for all of it |
+//!
+//! `BURSAR_ADVERSARY_STEPS=1000000` takes so many steps instead of some seconds of them, and
+//! `BURSAR_ADVERSARY_SEED` those of an earlier run.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt as _;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::{Duration, Instant};
+
+use bursar_protocol::page::{CreditPage, PAGE_BYTES};
+use bursar_protocol::socket::{receive_with_fd, send_with_fd};
+use bursar_protocol::units::Units;
+use bursar_protocol::wire::kept::{KeptQuestion, LeaseName};
+use bursar_protocol::wire::token::{GpuToken, TokenQuestion};
+use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim};
+use bursar_protocol::word::NoCredit;
+use rand::rngs::StdRng;
+use rand::{RngExt as _, SeedableRng as _};
+use rustix::process::{Signal, getpid, kill_process};
+
+use crate::fixture::{Node, Tenant};
+
+/// How long the search is without a number of steps.
+const SHORT: Duration = Duration::from_secs(20);
+/// Hostile containers, and processes of each at a time.
+const CONTAINERS: usize = 2;
+const LANES: usize = 2;
+/// The most steps of one process.
+const LIFE: u32 = 2_000;
+/// The quota of each container of the fixture.
+const QUOTA: Units = Units(1 << 20);
+/// Connections that a process has at most.
+const MOST_PEERS: usize = 64;
+/// Steps of a failed run that are shown, of each process.
+const SHOWN: usize = 30;
+
+const ROLE: &str = "BURSAR_ADVERSARY_ROLE";
+const SOCKET: &str = "BURSAR_ADVERSARY_SOCKET";
+const DEAF: &str = "BURSAR_ADVERSARY_DEAF";
+const SEED: &str = "BURSAR_ADVERSARY_SEED";
+const STEPS: &str = "BURSAR_ADVERSARY_STEPS";
+const TRACE: &str = "BURSAR_ADVERSARY_TRACE";
+
+fn number(variable: &str) -> Option<u64> {
+    std::env::var(variable).ok()?.parse().ok()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn adversary_harms_nobody_but_itself() {
+    match std::env::var(ROLE).as_deref() {
+        Ok("hostile") => return Hostile::new().live(),
+        Ok(role) => return honest(role == "greedy"),
+        Err(_) => {}
+    }
+    let seed = number(SEED).unwrap_or_else(rand::random);
+    println!("{SEED}={seed}");
+    let node = Arc::new(Node::start().await);
+    let neighbour = Arc::new(node.tenant("honest").await);
+    let mut honest = Process::start(&node, &neighbour, "honest", 0);
+    let mut hostile = Vec::new();
+    for container in 0..CONTAINERS {
+        hostile.push(Arc::new(node.tenant(&format!("hostile-{container}")).await));
+    }
+    let search = Search {
+        seed,
+        lives: AtomicU64::new(0),
+        steps: AtomicU64::new(0),
+        most: number(STEPS),
+        begun: Instant::now(),
+        over: AtomicBool::new(false),
+        traces: Mutex::default(),
+    };
+    let search = Arc::new(search);
+    let mut threads = Vec::new();
+    for lane in 0..CONTAINERS * LANES {
+        let (search, node) = (Arc::clone(&search), Arc::clone(&node));
+        let tenant = Arc::clone(&hostile[lane % CONTAINERS]);
+        threads.push(std::thread::spawn(move || search.lane(&node, &tenant)));
+    }
+    let load = async {
+        search.watch(&node, &mut honest).await;
+        while !threads.iter().all(std::thread::JoinHandle::is_finished) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let ((), seen) = node.under(load).await;
+    threads
+        .into_iter()
+        .for_each(|thread| thread.join().unwrap());
+    println!(
+        "{} hostile steps of {} processes",
+        search.steps.load(Ordering::SeqCst),
+        search.lives.load(Ordering::SeqCst)
+    );
+    honest.end();
+    for tenant in &hostile {
+        Process::start(&node, tenant, "greedy", 0).end();
+    }
+    let (_, metrics) = node.machine.get("/metrics").await;
+    let accused =
+        |line: &&str| line.starts_with("bursar_agent_findings_total") && !line.ends_with(" 0");
+    assert_eq!(metrics.lines().find(accused), None);
+    node.holds(seen).await;
+}
+
+/// The hostile processes of one run.
+struct Search {
+    seed: u64,
+    lives: AtomicU64,
+    steps: AtomicU64,
+    most: Option<u64>,
+    begun: Instant,
+    over: AtomicBool,
+    /// The last steps of the processes that ended last, the latest at the end.
+    traces: Mutex<Vec<String>>,
+}
+
+impl Search {
+    fn is_over(&self) -> bool {
+        let is_done = match self.most {
+            Some(most) => self.steps.load(Ordering::SeqCst) >= most,
+            None => self.begun.elapsed() >= SHORT,
+        };
+        is_done || self.over.load(Ordering::SeqCst)
+    }
+
+    /// One process after the other.
+    fn lane(&self, node: &Arc<Node>, tenant: &Arc<Tenant>) {
+        while !self.is_over() {
+            let life = self.lives.fetch_add(1, Ordering::SeqCst);
+            let mut process = Process::start(node, tenant, "hostile", self.seed.wrapping_add(life));
+            let end = Instant::now() + Duration::from_secs(120);
+            while process.child.try_wait().unwrap().is_none() && Instant::now() < end {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // A panic of the test harness: it died of its own mistake, and did nothing hostile any more.
+            let panicked = process
+                .child
+                .try_wait()
+                .unwrap()
+                .and_then(|status| status.code())
+                == Some(101);
+            let trace = process.trace();
+            drop(process);
+            let lines: Vec<&str> = trace.lines().collect();
+            self.steps.fetch_add(lines.len() as u64, Ordering::SeqCst);
+            let mut traces = self.traces.lock().unwrap();
+            let last = lines[lines.len().saturating_sub(SHOWN)..].join("\n");
+            traces.push(format!("process with seed {} + {life}:\n{last}", self.seed));
+            let excess = traces.len().saturating_sub(2 * CONTAINERS * LANES);
+            traces.drain(..excess);
+            if panicked {
+                self.over.store(true, Ordering::SeqCst);
+                let traces = traces.join("\n");
+                panic!("a hostile process panicked\n{SEED}={}\n{traces}", self.seed);
+            }
+        }
+    }
+
+    /// What holds meanwhile.
+    async fn watch(&self, node: &Node, honest: &mut Process) {
+        let mut asleep = BTreeMap::new();
+        while !self.is_over() {
+            let broken = over_quota(node)
+                .or_else(|| closes(node, &mut asleep))
+                .or_else(|| (!honest.is_alive()).then(|| "the honest process ended".to_owned()));
+            if let Some(broken) = broken {
+                self.over.store(true, Ordering::SeqCst);
+                let traces = self.traces.lock().unwrap().join("\n");
+                panic!("{broken}\n{SEED}={}\n{traces}", self.seed);
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+}
+
+/// A container that the agent's records grant more than its quota.
+fn over_quota(node: &Node) -> Option<String> {
+    let records = fs::read_dir(node.machine.path("run/sessions")).unwrap();
+    let records = records.map(|record| record.unwrap().path());
+    let mut records = records.filter(|path| path.extension().is_some_and(|it| it == "json"));
+    records.find_map(|path| {
+        // It may be replaced just now.
+        let text = fs::read(&path).ok()?;
+        let record: serde_json::Value = serde_json::from_slice(&text).ok()?;
+        let of = |units: &serde_json::Value| units[0].as_u64().unwrap_or(0);
+        let list = |name: &str| record[name].as_array().into_iter().flatten();
+        let granted: u64 = list("processes")
+            .map(|process| of(&process["granted"]))
+            .sum();
+        let retired: u64 = list("retired").map(|retired| of(&retired[1])).sum();
+        let sum = granted + retired;
+        (sum > QUOTA.0.into()).then(|| format!("{sum} units of {}: {record}", QUOTA.0))
+    })
+}
+
+/// A thread of the agent's runtime that has slept in a close, or in the release of what it received, for four looks.
+fn closes(node: &Node, asleep: &mut BTreeMap<PathBuf, u32>) -> Option<String> {
+    let tasks = format!("/proc/{}/task", node.machine.agent_pid());
+    let before = std::mem::take(asleep);
+    for task in fs::read_dir(tasks).into_iter().flatten().flatten() {
+        let task = task.path();
+        let read = |name: &str| fs::read_to_string(task.join(name)).unwrap_or_default();
+        let (stat, stack) = (read("stat"), read("stack"));
+        let state = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+        if !read("comm").starts_with("tokio") || state.starts_with('R') || !stack.contains("__fput")
+        {
+            continue;
+        }
+        let looks = before.get(&task).unwrap_or(&0) + 1;
+        if looks >= 4 {
+            return Some(format!(
+                "a thread of the runtime sleeps in a close:\n{stack}"
+            ));
+        }
+        asleep.insert(task, looks);
+    }
+    None
+}
+
+/// A copy of this program in a container.
+struct Process {
+    child: Child,
+    node: Arc<Node>,
+    tenant: Arc<Tenant>,
+    trace: PathBuf,
+}
+
+/// Keeps the files that show the agent its processes whole.
+static SHOWING: Mutex<()> = Mutex::new(());
+
+impl Process {
+    fn start(node: &Arc<Node>, tenant: &Arc<Tenant>, role: &str, seed: u64) -> Process {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let trace = node.machine.path(&format!("trace-{role}-{seed}"));
+        command
+            .args([
+                "--exact",
+                "adversary::adversary_harms_nobody_but_itself",
+                "--nocapture",
+            ])
+            .env(ROLE, role)
+            .env(DEAF, deaf())
+            .env(SOCKET, &tenant.socket)
+            .env(SEED, seed.to_string())
+            .env(TRACE, &trace)
+            .env("RUST_BACKTRACE", "0")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null());
+        if role == "hostile" {
+            command.stderr(Stdio::null());
+        }
+        let mut child = command.spawn().unwrap();
+        {
+            let _showing = SHOWING.lock().unwrap();
+            tenant.adopt(&node.machine, child.id());
+        }
+        // It may have been told to wait for this by nobody but us.
+        let _ = child.stdin.as_mut().unwrap().write_all(b"go\n");
+        Process {
+            child,
+            node: Arc::clone(node),
+            tenant: Arc::clone(tenant),
+            trace,
+        }
+    }
+
+    fn is_alive(&mut self) -> bool {
+        self.child.try_wait().unwrap().is_none()
+    }
+
+    fn trace(&self) -> String {
+        fs::read_to_string(&self.trace).unwrap_or_default()
+    }
+
+    /// Tells an honest process that all is over; it had nothing to complain about.
+    fn end(mut self) {
+        drop(self.child.stdin.take());
+        assert!(
+            self.child.wait().unwrap().success(),
+            "see its complaint above"
+        );
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_file(&self.trace);
+        let _showing = SHOWING.lock().unwrap();
+        let pid = self.child.id().to_string();
+        let procs = self
+            .node
+            .machine
+            .cgroup(&self.tenant.pod)
+            .join("main/cgroup.procs");
+        let text = fs::read_to_string(&procs).unwrap_or_default();
+        let others = text.lines().filter(|line| *line != pid);
+        let _ = fs::write(
+            &procs,
+            others.map(|pid| format!("{pid}\n")).collect::<String>(),
+        );
+        let _ = fs::remove_dir_all(self.node.machine.path(&format!("proc/{pid}")));
+    }
+}
+
+/// Waits until the agent sees this process in its container.
+fn wait_to_go() {
+    let mut line = String::new();
+    io::stdin().read_line(&mut line).unwrap();
+}
+
+fn receive(stream: &mut UnixStream) -> ToShim {
+    let mut header = [0; wire::HEADER];
+    stream.read_exact(&mut header).unwrap();
+    let mut payload = vec![0; wire::payload_length(header).unwrap()];
+    stream.read_exact(&mut payload).unwrap();
+    ToShim::parse(&payload).unwrap()
+}
+
+/// Holds a quarter of its quota until its standard input ends, and then has all of it; `greedy`: at once.
+fn honest(greedy: bool) {
+    wait_to_go();
+    let mut stream = UnixStream::connect(std::env::var_os(SOCKET).unwrap()).unwrap();
+    let hello = ToAgent::Hello {
+        version: bursar_protocol::VERSION,
+        image: 1 << 40,
+        holdings: vec![],
+    };
+    stream.write_all(&hello.frame()).unwrap();
+    let (_, page) = receive_with_fd(&stream, &mut [0; 4096]).unwrap();
+    let page = CreditPage::open(page.expect("it is welcome")).unwrap();
+    let slot = page.slot(0).unwrap();
+    let mut ask = |message: ToAgent| {
+        stream.write_all(&message.frame()).unwrap();
+        receive(&mut stream)
+    };
+    let held = Units(QUOTA.0 / 4);
+    let mut take = |units: Units| {
+        let begun = Instant::now();
+        while let Err(NoCredit::Short(missing)) = slot.charge(units) {
+            let units = Units(missing);
+            let answer = ask(ToAgent::Request { account: 0, units });
+            // What others of a hostile container had may be settling.
+            let may_wait = greedy && begun.elapsed() < Duration::from_secs(20);
+            let is_granted = matches!(answer, ToShim::Granted { .. });
+            assert!(is_granted || may_wait, "{answer:?}");
+            if !is_granted {
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        }
+    };
+    take(held);
+    let over = Arc::new(AtomicBool::new(greedy));
+    let told = Arc::clone(&over);
+    std::thread::spawn(move || {
+        let _ = io::stdin().read_to_end(&mut Vec::new());
+        told.store(true, Ordering::SeqCst);
+    });
+    while !over.load(Ordering::SeqCst) {
+        assert_eq!(page.fence(), 0, "it is fenced");
+        let word = slot.word();
+        assert!(word.used == held.0 && word.granted >= held.0, "{word:?}");
+        assert_eq!(slot.quota(), QUOTA);
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    take(Units(QUOTA.0 - held.0));
+}
+
+/// One connection.
+struct Peer {
+    stream: UnixStream,
+    page: Option<File>,
+}
+
+/// A process that lives by its dice.
+struct Hostile {
+    dice: StdRng,
+    socket: PathBuf,
+    trace: File,
+    peers: Vec<Peer>,
+    /// Pages of connections that are closed.
+    hoard: Vec<File>,
+    /// What tokens of memory it was given.
+    tokens: Vec<GpuToken>,
+}
+
+/// What is done next.
+#[derive(Clone, Copy, Debug)]
+enum Step {
+    Connect,
+    Hello,
+    Say,
+    Receive,
+    WritePage,
+    Pass,
+    Garbage,
+    ShutDown,
+    Close,
+    Hoard,
+    Fork,
+    Execute,
+    Export,
+    Die,
+}
+
+/// Each as often as it stands here.
+const STEPS_OF_A_LIFE: &[(Step, u32)] = &[
+    (Step::Connect, 60),
+    (Step::Hello, 60),
+    (Step::Say, 400),
+    (Step::Receive, 150),
+    (Step::WritePage, 250),
+    (Step::Pass, 15),
+    (Step::Garbage, 10),
+    (Step::ShutDown, 5),
+    (Step::Close, 45),
+    (Step::Hoard, 1),
+    (Step::Fork, 1),
+    (Step::Execute, 1),
+    (Step::Export, 1),
+    (Step::Die, 1),
+];
+
+impl Hostile {
+    fn new() -> Hostile {
+        let trace = std::env::var_os(TRACE).unwrap();
+        let trace = File::options().create(true).append(true).open(trace);
+        Hostile {
+            dice: StdRng::seed_from_u64(number(SEED).unwrap()),
+            socket: std::env::var_os(SOCKET).unwrap().into(),
+            trace: trace.unwrap(),
+            peers: Vec::new(),
+            hoard: Vec::new(),
+            tokens: Vec::new(),
+        }
+    }
+
+    fn live(mut self) {
+        // After an exec nobody says it again.
+        if number(STEPS) != Some(0) {
+            wait_to_go();
+        }
+        let all: u32 = STEPS_OF_A_LIFE.iter().map(|(_, weight)| weight).sum();
+        for _ in 0..LIFE {
+            let mut left = self.below(all);
+            let (step, _) = STEPS_OF_A_LIFE
+                .iter()
+                .find(|(_, weight)| {
+                    let is_it = left < *weight;
+                    left = left.saturating_sub(*weight);
+                    is_it
+                })
+                .unwrap();
+            writeln!(self.trace, "{step:?}").unwrap();
+            self.take(*step);
+        }
+    }
+
+    fn below(&mut self, sides: u32) -> u32 {
+        self.dice.random_range(0..sides)
+    }
+
+    fn peer(&mut self) -> Option<&mut Peer> {
+        let index = self.dice.random_range(0..self.peers.len().max(1));
+        self.peers.get_mut(index)
+    }
+
+    /// The agent may have hung up, or read no further: that is its right.
+    fn take(&mut self, step: Step) {
+        match step {
+            Step::Connect => self.connect(),
+            Step::Hello => {
+                let hello = self.hello();
+                self.send(&hello.frame());
+            }
+            Step::Say => {
+                let message = self.message();
+                self.send(&message.frame());
+            }
+            Step::Receive => self.receive(),
+            Step::WritePage => self.write_page(),
+            Step::Pass => self.pass(),
+            Step::Garbage => {
+                let mut bytes = vec![0; self.below(100) as usize];
+                self.dice.fill(&mut bytes[..]);
+                self.send(&bytes);
+            }
+            Step::ShutDown => {
+                if let Some(peer) = self.peer() {
+                    let _ = peer.stream.shutdown(std::net::Shutdown::Write);
+                }
+            }
+            Step::Close => {
+                let index = self.dice.random_range(0..self.peers.len().max(1));
+                if index < self.peers.len() {
+                    let peer = self.peers.swap_remove(index);
+                    self.hoard.extend(peer.page);
+                }
+            }
+            Step::Hoard => {
+                for _ in 0..20 {
+                    self.connect();
+                    let hello = self.hello();
+                    if let Some(peer) = self.peers.last_mut() {
+                        let _ = peer.stream.write_all(&hello.frame());
+                    }
+                }
+            }
+            Step::Fork => {
+                self.inherit();
+                // Forked and not executed, with all connections and pages.
+                let sleep = format!("(sleep 0.{}; :) & (sleep 0.1; :) & :", 1 + self.below(8));
+                let _ = Command::new("sh")
+                    .args(["-c", &sleep])
+                    .stdin(Stdio::null())
+                    .status();
+            }
+            Step::Execute => {
+                self.inherit();
+                let seed = self.dice.random::<u64>().to_string();
+                let program = std::env::current_exe().unwrap();
+                let mut command = Command::new(program);
+                let arguments = std::env::args_os().skip(1);
+                let _ = command
+                    .args(arguments)
+                    .env(SEED, seed)
+                    .env(STEPS, "0")
+                    .exec();
+            }
+            Step::Export => {
+                let exported = self.units();
+                if let Some(page) = self.peers.iter().find_map(|peer| peer.page.as_ref()) {
+                    let _ = page.write_at(&exported.0.to_ne_bytes(), EXPORTED);
+                }
+                self.take(Step::Die);
+            }
+            Step::Die => {
+                match self.below(3) {
+                    0 => std::process::exit(0),
+                    1 => std::process::abort(),
+                    _ => {
+                        let _ = kill_process(getpid(), Signal::KILL);
+                    }
+                };
+            }
+        }
+    }
+
+    fn connect(&mut self) {
+        if self.peers.len() >= MOST_PEERS {
+            return self.take(Step::Close);
+        }
+        if let Ok(stream) = UnixStream::connect(&self.socket) {
+            stream.set_nonblocking(true).unwrap();
+            self.peers.push(Peer { stream, page: None });
+        }
+    }
+
+    fn send(&mut self, bytes: &[u8]) {
+        if let Some(peer) = self.peer() {
+            let _ = peer.stream.write(bytes);
+        }
+    }
+
+    fn receive(&mut self) {
+        let mut bytes = [0; 4096];
+        let Some(peer) = self.peer() else { return };
+        let Ok((length, descriptor)) = receive_with_fd(&peer.stream, &mut bytes) else {
+            return;
+        };
+        if let Some(page) = descriptor {
+            peer.page = Some(page.into());
+        }
+        let payload = bytes.get(wire::HEADER..length).unwrap_or_default();
+        if let Ok(ToShim::Token(wire::token::TokenAnswer::Sealed(token))) = ToShim::parse(payload) {
+            self.tokens.push(token);
+        }
+    }
+
+    /// Any field: the magic number, how many accounts there are, the fence, or one of the first accounts.
+    fn write_page(&mut self) {
+        let places = [0, 8, 12, 16];
+        let place = match self.below(4) {
+            0 => places[self.below(4) as usize],
+            1 => u64::from(self.below(PAGE_BYTES as u32 / 4)) * 4,
+            _ => 64 + u64::from(self.below(2)) * 64 + u64::from(self.below(10)) * 4,
+        };
+        let word = u64::from(self.units().0) << 32 | u64::from(self.units().0);
+        let bytes = match self.below(3) {
+            0 => u64::MAX.to_ne_bytes(),
+            1 => [0; 8],
+            _ => word.to_ne_bytes(),
+        };
+        let length = if self.below(2) == 0 { 4 } else { 8 };
+        let pages = self.peers.iter().filter_map(|peer| peer.page.as_ref());
+        let pages: Vec<&File> = pages.chain(&self.hoard).collect();
+        let index = self.dice.random_range(0..pages.len().max(1));
+        if let Some(page) = pages.get(index) {
+            let _ = page.write_at(&bytes[..length], place.min(PAGE_BYTES as u64 - 8));
+        }
+    }
+
+    fn pass(&mut self) {
+        let lingers = match self.below(4) {
+            0 => lingering().ok(),
+            _ => None,
+        };
+        let null = File::open("/dev/null").unwrap();
+        let kind = self.below(3);
+        let message = self.message().frame();
+        let own = self.hoard.first().map(|page| page.try_clone().unwrap());
+        let Some(peer) = self.peer() else { return };
+        let descriptor: BorrowedFd<'_> = match (&lingers, &own, kind) {
+            (Some(socket), ..) => socket.as_fd(),
+            (_, Some(page), 0) => page.as_fd(),
+            (_, _, 1) => peer.stream.as_fd(),
+            _ => null.as_fd(),
+        };
+        let is_sent = send_with_fd(&peer.stream, &message, descriptor).is_ok();
+        if let Some(socket) = lingers.filter(|_| !is_sent) {
+            // Nobody but this process would wait for it.
+            let _ = rustix::net::sockopt::set_socket_linger(&socket, Some(Duration::ZERO));
+        }
+    }
+
+    /// What is executed from now on has every connection.
+    fn inherit(&self) {
+        for peer in &self.peers {
+            let _ = rustix::io::fcntl_setfd(&peer.stream, rustix::io::FdFlags::empty());
+        }
+    }
+
+    /// A number of units, often at an edge.
+    fn units(&mut self) -> Units {
+        let edges = [0, 1, 4096, QUOTA.0 / 2, QUOTA.0, u32::MAX];
+        match self.below(2) {
+            0 => Units(edges[self.below(6) as usize]),
+            _ => Units(self.below(QUOTA.0 * 2)),
+        }
+    }
+
+    fn account(&mut self) -> Account {
+        match self.below(4) {
+            0 => Account::Managed,
+            1 => Account::Device("GPU-ffffffff-0000-0000-0000-000000000009".to_owned()),
+            2 => Account::Device("GPU-00000000-0000-0000-0000-000000000001".to_owned()),
+            _ => Account::Device("GPU-00000000-0000-0000-0000-000000000002".to_owned()),
+        }
+    }
+
+    fn hello(&mut self) -> ToAgent {
+        let holdings = match self.below(3) {
+            0 => (0..self.below(4)).map(|_| self.holding()).collect(),
+            _ => vec![],
+        };
+        ToAgent::Hello {
+            version: self.below(5) as u16,
+            image: self.below(6).into(),
+            holdings,
+        }
+    }
+
+    fn holding(&mut self) -> Holding {
+        Holding {
+            account: self.account(),
+            granted: self.units().min(Units::MAX),
+            used: self.units().min(Units::MAX),
+        }
+    }
+
+    fn message(&mut self) -> ToAgent {
+        let index = match self.below(8) {
+            0 => self.below(70) as u8,
+            number => (number % 2) as u8,
+        };
+        match self.below(20) {
+            0..8 => ToAgent::Request {
+                account: index,
+                units: self.units().min(Units::MAX),
+            },
+            8 => ToAgent::Denied {
+                account: index,
+                bytes: u64::MAX,
+                function: "x".repeat(self.below(96) as usize),
+            },
+            9..12 => ToAgent::Refresh,
+            12 => ToAgent::ContextMade { account: index },
+            13 => ToAgent::Query {
+                version: 3,
+                account: self.account(),
+            },
+            14 | 15 => ToAgent::Kept(self.kept()),
+            16 | 17 => ToAgent::Token(self.token()),
+            18 => self.hello(),
+            _ if self.below(20) == 0 => ToAgent::Poisoned {
+                account: index,
+                code: [700, 719, 0, -1, i32::MAX][self.below(5) as usize],
+                able: self.below(2) == 0,
+            },
+            _ => ToAgent::Refresh,
+        }
+    }
+
+    fn kept(&mut self) -> KeptQuestion {
+        let (version, lease) = (3, self.below(4).into());
+        match self.below(3) {
+            0 => KeptQuestion::Open {
+                version,
+                image: self.below(6).into(),
+                account: self.account(),
+                name: LeaseName::try_from("w".repeat(1 + self.below(90) as usize)).unwrap(),
+                key: [self.below(3) as u8; 32],
+                bytes: self.units().bytes(),
+            },
+            1 => KeptQuestion::Commit {
+                version,
+                lease,
+                token: self.below(9).into(),
+                checksum: 0,
+            },
+            _ => KeptQuestion::Discard { version, lease },
+        }
+    }
+
+    fn token(&mut self) -> TokenQuestion {
+        let version = 3;
+        match self.tokens.last().cloned() {
+            Some(token) if self.below(2) == 0 => {
+                let mut bytes = token.as_bytes().to_vec();
+                let place = self.dice.random_range(0..bytes.len());
+                bytes[place] ^= self.below(3) as u8;
+                let token = GpuToken::try_from(bytes).unwrap();
+                TokenQuestion::Redeem { version, token }
+            }
+            _ => TokenQuestion::Seal {
+                version,
+                account: self.account(),
+                lease: self.below(4).into(),
+                block: self.below(4).into(),
+            },
+        }
+    }
+}
+
+/// Where the first account says what is exported.
+const EXPORTED: u64 = 64 + 20;
+
+/// A TCP socket whose close waits for a peer that reads nothing.
+fn lingering() -> io::Result<OwnedFd> {
+    let mut stream = TcpStream::connect(std::env::var(DEAF).unwrap())?;
+    stream.set_nonblocking(true)?;
+    while stream.write(&[0; 1 << 16]).is_ok() {}
+    rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::from_secs(5)))?;
+    Ok(stream.into())
+}
+
+/// Where a peer listens that reads nothing. It outlives the processes that connect to it.
+fn deaf() -> &'static str {
+    static DEAF: OnceLock<String> = OnceLock::new();
+    DEAF.get_or_init(|| {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        std::thread::spawn(move || {
+            let mut held = VecDeque::new();
+            for stream in listener.incoming().flatten() {
+                held.push_back(stream);
+                if held.len() > 256 {
+                    held.pop_front();
+                }
+            }
+        });
+        address
+    })
+}
