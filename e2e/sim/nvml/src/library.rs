@@ -5,6 +5,7 @@ use bursar_sim_state::{Sim, Unit};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -68,11 +69,16 @@ impl Library {
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Holds the GPU of a unit from now on, as far as its node can be opened.
+    /// Holds the GPU of a unit from now on, as far as its node is there. Its number has no driver behind it, so the
+    /// node is held by its path.
     pub(crate) fn hold(&self, unit: &Unit) {
         let minor = self.sim.config.gpu[unit.gpu].minor;
         let node = self.dev.join(format!("nvidia{minor}"));
-        if let (Entry::Vacant(place), Ok(node)) = (self.nodes().entry(minor), File::open(node)) {
+        let by_path = File::options()
+            .read(true)
+            .custom_flags(libc::O_PATH)
+            .open(node);
+        if let (Entry::Vacant(place), Ok(node)) = (self.nodes().entry(minor), by_path) {
             place.insert(node);
         }
     }
