@@ -22,8 +22,8 @@ const QUOTA: u64 = 48 << 30;
 /// The driver takes multiples of it as they are.
 const CHUNK: u64 = 2 << 20;
 
-/// What the agent has open besides a socket and a pidfd for each process: its runtime's, the listeners, the
-/// simulated driver's files.
+/// What the agent has open besides a socket, a pidfd and a credit page for each process: its runtime's, the listeners,
+/// the simulated driver's files.
 const DESCRIPTORS: u64 = 48;
 
 /// How often a run is stopped and held against the model.
@@ -315,7 +315,7 @@ impl Run {
                 books.over, books.looks
             )
         });
-        let most = DESCRIPTORS + 2 * books.processes;
+        let most = DESCRIPTORS + 3 * books.processes;
         self.judge.hold(books.descriptors <= most, || {
             format!("the agent has more than {most} descriptors open: {books:?}")
         });
