@@ -96,7 +96,8 @@ async fn what_is_charged_to_nobody_is_promised_to_nobody() {
     let parked = park(&mut program);
     drop(program);
     machine.end(&pod);
-    until_in_state(&machine, "withheld", 6 * GIB).await;
+    // All but the tolerance.
+    until_in_state(&machine, "withheld", 6 * GIB - (64 << 20)).await;
     let waiter = machine.admit("b", 12).await;
     let expected = "of the node's GPUs are in use and charged to no pod";
     machine.until_refused(&waiter, expected).await;
