@@ -74,7 +74,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "operator/cluster/disruption",
-        "a disruption budget keeps a borrower for its grace; a Job that ignores disruptions gives and counts no failure, and of another no pod goes",
+        "a disruption budget keeps a borrower for its grace; a Job that ignores disruptions gives and counts no failure, and one that does not borrow keeps its pods",
     ),
     (
         "operator/cluster/override",

@@ -42,6 +42,7 @@ fn main() -> ExitCode {
     let groups: [Vec<Trial>; 17] = [
         quota::trials(),
         placement::trials(),
+        together::trials(),
         budgets::trials(),
         input::trials(),
         release::trials(),
@@ -55,7 +56,6 @@ fn main() -> ExitCode {
         poison::trials(),
         teams::trials(),
         poison::last_trials(),
-        together::trials(),
         lifecycle::trials(),
     ];
     let trials: Vec<Trial> = groups.into_iter().flatten().collect();

@@ -404,8 +404,8 @@ async fn rounds(stage: &Stage) -> Result<(), Failed> {
     Ok(())
 }
 
-/// A Job's pod goes where the Job ignores that, and for nobody otherwise; one with a disruption budget goes when that has
-/// had its time.
+/// A borrowing Job's pod goes, and a Job's pod that does not borrow stays; a pod with a disruption budget goes when that
+/// has had its time.
 async fn a_disruption_budget_and_a_job(stage: &mut Stage) -> Result<(), Failed> {
     let outcome = match a_job_gives(stage).await {
         Ok(()) => kept_and_let_go(stage).await,
@@ -462,7 +462,7 @@ async fn kept_and_let_go(stage: &Stage) -> Result<(), Failed> {
     let client = stage.scene.cluster.client();
     let job = json!({
         "apiVersion": "batch/v1", "kind": "Job", "metadata": { "name": "job" },
-        "spec": { "backoffLimit": 2, "template": template(stage, "job", 10, true, "Never") },
+        "spec": { "backoffLimit": 2, "template": template(stage, "job", 10, false, "Never") },
     });
     let jobs = Api::<Job>::namespaced(client.clone(), NAMESPACE);
     jobs.create(&PostParams::default(), &serde_json::from_value(job)?)
@@ -499,7 +499,10 @@ async fn kept_and_let_go(stage: &Stage) -> Result<(), Failed> {
     ));
     told::until_event(stage, &kept[0].0, "GpuMemoryReclaimed", "/owner,").await?;
     let now = until_running(stage, "job", 1).await?;
-    assert_eq!(now[0].0, of_job[0].0, "the Job's pod went");
+    assert_eq!(
+        now[0].0, of_job[0].0,
+        "the pod of a Job that does not borrow went"
+    );
     let status = jobs.get("job").await?.status.unwrap_or_default();
     assert_eq!(status.failed.unwrap_or(0), 0);
     Ok(())

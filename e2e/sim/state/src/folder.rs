@@ -217,13 +217,26 @@ fn gpu_number(minor: u32) -> libc::dev_t {
 /// root and has `CAP_MKNOD` (seen on an H200 with driver 580). Elsewhere nothing happens.
 pub fn make_gpu_node(dev: &Path, minor: u32) {
     let path = dev.join(format!("nvidia{minor}"));
-    if path.symlink_metadata().is_err() && mknod(&path, gpu_number(minor)).is_ok() {
+    if in_first_user_namespace()
+        && path.symlink_metadata().is_err()
+        && mknod(&path, gpu_number(minor)).is_ok()
+    {
         let _ = open_to_all(&path, 0o666);
     }
 }
 
-/// Whether this process may open a file to read and write, as access(2) says; a device node need not have a driver.
-pub fn may_open(path: &Path) -> bool {
+/// Whether this process has users of the host's: no other process can make a node that is of any use.
+fn in_first_user_namespace() -> bool {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    map.split_whitespace().eq(["0", "0", "4294967295"])
+}
+
+/// Whether a container was given this node: libcuda makes those of other GPUs too, but the device cgroup lets the
+/// process open its own only, as access(2) says. In a user namespace of its own a process makes none.
+pub fn is_given(path: &Path) -> bool {
+    if !in_first_user_namespace() {
+        return path.exists();
+    }
     let name = CString::new(path.as_os_str().as_bytes());
     // SAFETY: `name` is a NUL-terminated string that lives through the call.
     name.is_ok_and(|name| unsafe { libc::access(name.as_ptr(), libc::R_OK | libc::W_OK) } == 0)

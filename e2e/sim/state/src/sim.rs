@@ -143,10 +143,10 @@ impl Sim {
         unit.mig.map_or(&gpu.uuid, |mig| &gpu.mig[mig].uuid)
     }
 
-    /// Whether this process may open the device node of a GPU in `dev`: what a container was given.
+    /// Whether the device node of a GPU in `dev` is one that this process's container was given.
     pub fn is_visible(&self, gpu: usize, dev: &Path) -> bool {
         let node = dev.join(format!("nvidia{}", self.config.gpu[gpu].minor));
-        crate::folder::may_open(&node)
+        crate::folder::is_given(&node)
     }
 
     /// Appends a line to the log, as far as that is possible.
