@@ -25,6 +25,14 @@ pub const TRIALS: &[(&str, &str)] = &[
         "two 12s and two 4s run, and a further 5 is not scheduled",
     ),
     (
+        "security/cluster/together",
+        "a pod of 4, 4, 12 and 12, and two pods of 7 and 9 at once, start on two GPUs of 16",
+    ),
+    (
+        "security/cluster/inherited",
+        "what an init container has kept counts against the main container, once, whichever of them may use more",
+    ),
+    (
         "main/cluster/budgets",
         "a budget is accepted, and one that makes no sense is refused with the reason",
     ),
@@ -107,14 +115,6 @@ pub const TRIALS: &[(&str, &str)] = &[
     (
         "operator/cluster/alone",
         "a pod that is to be evicted for a fault while the API server is away is restarted by its node's agent, and that is all once it is back",
-    ),
-    (
-        "security/cluster/together",
-        "a pod of 4, 4, 12 and 12, and two pods of 7 and 9 at once, start on two GPUs of 16",
-    ),
-    (
-        "security/cluster/inherited",
-        "what an init container has kept counts against the main container, once, whichever of them may use more",
     ),
     (
         "main/cluster/leaves-nothing",
