@@ -27,8 +27,8 @@ pub(crate) struct Life {
     pub(crate) name: String,
     /// Its message when it was Failed.
     pub(crate) failed: Option<String>,
-    /// Each container that ran, by the runtime's id: more than one is a restart.
-    pub(crate) containers: BTreeSet<String>,
+    /// The runtime's ids of each container that ran, by its name: more than one is a restart.
+    pub(crate) containers: BTreeMap<String, BTreeSet<String>>,
     /// It ran at some time.
     pub(crate) ran: bool,
     /// Its last state, in words.
@@ -52,8 +52,10 @@ impl Life {
                 state.waiting
             ));
         }
-        self.containers
-            .extend(containers.into_iter().filter_map(|one| one.container_id));
+        for container in containers {
+            let ids = self.containers.entry(container.name).or_default();
+            ids.extend(container.container_id);
+        }
         let gone = if pod.metadata.deletion_timestamp.is_some() {
             ", being deleted"
         } else {
@@ -110,7 +112,8 @@ impl Witness {
     /// # Errors
     /// With the pods of which this is not so.
     pub(crate) fn nobody_failed_or_restarted(&self) -> Result<(), Failed> {
-        let bad = |life: &Life| life.failed.is_some() || life.containers.len() > 1;
+        let restarted = |life: &Life| life.containers.values().any(|ids| ids.len() > 1);
+        let bad = |life: &Life| life.failed.is_some() || restarted(life);
         let bad: Vec<Life> = self.lives().into_iter().filter(bad).collect();
         if bad.is_empty() {
             return Ok(());
