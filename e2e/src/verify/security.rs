@@ -18,6 +18,33 @@ pub(super) struct Promise {
 /// The libraries' own tests.
 const LIB: &[&str] = &["--lib"];
 
+/// The search targets of frames and credit pages.
+const FRAMES: &[&str] = &[
+    "page::pages_with_any_content_stay_bounded",
+    "vault::from_vault_frames_round_trip",
+    "vault::to_vault_frames_round_trip",
+    "wire::frame_headers_are_bounded",
+    "wire::memory_ids_round_trip",
+    "wire::to_agent_frames_round_trip",
+    "wire::to_shim_frames_round_trip",
+    "worker::from_worker_frames_round_trip",
+    "worker::to_worker_frames_round_trip",
+];
+
+/// The search targets of texts and files.
+const TEXTS: &[&str] = &[
+    "files::cdi_files_are_bindings_of_their_names_or_malformed",
+    "files::device_checkpoints_are_believed_in_whole_entries",
+    "files::session_records_of_any_content_are_served",
+    "kmsg::kernel_log_record_decides_by_its_beginning_alone",
+    "proc::capabilities_are_of_the_field_alone",
+    "proc::cgroup_owners_are_named_in_the_path",
+    "proc::memory_map_lines_are_told_apart",
+    "proc::mount_tables_end_every_walk",
+    "proc::process_names_move_no_field_of_stat",
+    "seal::changed_tokens_are_never_unsealed",
+];
+
 /// Every check of the area, but for the trials on a cluster and what `operator/api/server` shows.
 pub(super) const PROMISES: &[Promise] = &[
     Promise {
@@ -707,17 +734,7 @@ pub(super) const PROMISES: &[Promise] = &[
         long: false,
         tests: &[Tests {
             target: &["--test", "fuzz"],
-            names: &[
-                "page::pages_with_any_content_stay_bounded",
-                "vault::from_vault_frames_round_trip",
-                "vault::to_vault_frames_round_trip",
-                "wire::frame_headers_are_bounded",
-                "wire::memory_ids_round_trip",
-                "wire::to_agent_frames_round_trip",
-                "wire::to_shim_frames_round_trip",
-                "worker::from_worker_frames_round_trip",
-                "worker::to_worker_frames_round_trip",
-            ],
+            names: FRAMES,
             ignored: false,
             env: &[],
         }],
@@ -728,18 +745,7 @@ pub(super) const PROMISES: &[Promise] = &[
         long: false,
         tests: &[Tests {
             target: &["--test", "fuzz"],
-            names: &[
-                "files::cdi_files_are_bindings_of_their_names_or_malformed",
-                "files::device_checkpoints_are_believed_in_whole_entries",
-                "files::session_records_of_any_content_are_served",
-                "kmsg::kernel_log_record_decides_by_its_beginning_alone",
-                "proc::capabilities_are_of_the_field_alone",
-                "proc::cgroup_owners_are_named_in_the_path",
-                "proc::memory_map_lines_are_told_apart",
-                "proc::mount_tables_end_every_walk",
-                "proc::process_names_move_no_field_of_stat",
-                "seal::changed_tokens_are_never_unsealed",
-            ],
+            names: TEXTS,
             ignored: false,
             env: &[],
         }],
@@ -750,17 +756,7 @@ pub(super) const PROMISES: &[Promise] = &[
         long: true,
         tests: &[Tests {
             target: &["--test", "fuzz"],
-            names: &[
-                "page::pages_with_any_content_stay_bounded",
-                "vault::from_vault_frames_round_trip",
-                "vault::to_vault_frames_round_trip",
-                "wire::frame_headers_are_bounded",
-                "wire::memory_ids_round_trip",
-                "wire::to_agent_frames_round_trip",
-                "wire::to_shim_frames_round_trip",
-                "worker::from_worker_frames_round_trip",
-                "worker::to_worker_frames_round_trip",
-            ],
+            names: FRAMES,
             ignored: false,
             env: &[("BOLERO_RANDOM_ITERATIONS", "10000000")],
         }],
@@ -771,18 +767,7 @@ pub(super) const PROMISES: &[Promise] = &[
         long: true,
         tests: &[Tests {
             target: &["--test", "fuzz"],
-            names: &[
-                "files::cdi_files_are_bindings_of_their_names_or_malformed",
-                "files::device_checkpoints_are_believed_in_whole_entries",
-                "files::session_records_of_any_content_are_served",
-                "kmsg::kernel_log_record_decides_by_its_beginning_alone",
-                "proc::capabilities_are_of_the_field_alone",
-                "proc::cgroup_owners_are_named_in_the_path",
-                "proc::memory_map_lines_are_told_apart",
-                "proc::mount_tables_end_every_walk",
-                "proc::process_names_move_no_field_of_stat",
-                "seal::changed_tokens_are_never_unsealed",
-            ],
+            names: TEXTS,
             ignored: false,
             env: &[("BOLERO_RANDOM_ITERATIONS", "1000000")],
         }],
