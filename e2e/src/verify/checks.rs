@@ -2,9 +2,8 @@
 
 use std::process::Command;
 
-use super::named::{self, Tests};
-use super::security::{PROMISES, Promise};
-use super::{COMPILES, cluster, tools};
+use super::named::{self, NamedCheck, Tests};
+use super::{COMPILES, cluster, faults, security, tools};
 use crate::cargo;
 use crate::folders;
 use crate::kube;
@@ -278,20 +277,20 @@ const CHECKS: &[Check] = &[
     },
 ];
 
-/// [`CHECKS`], those of the area `security/`, and the trials on the cluster last: they take minutes.
+/// [`CHECKS`], those of `security/` and `faults/`, and the cluster's trials last: they take minutes.
 pub(super) fn all() -> Vec<Check> {
     let trials = cluster::TRIALS.iter().map(|(name, shows)| Check {
         name,
         shows,
         how: How::OnCluster,
     });
-    let promises = PROMISES.iter().map(|promise| {
-        let Promise {
+    let named = security::CHECKS.iter().chain(faults::CHECKS).map(|check| {
+        let NamedCheck {
             name,
             shows,
             tests,
             long,
-        } = *promise;
+        } = *check;
         let how = if long {
             How::Long(tests)
         } else {
@@ -300,7 +299,7 @@ pub(super) fn all() -> Vec<Check> {
         Check { name, shows, how }
     });
     let checks = CHECKS.iter().copied();
-    checks.chain(promises).chain(trials).collect()
+    checks.chain(named).chain(trials).collect()
 }
 
 /// The lanes of those of these checks that have one.

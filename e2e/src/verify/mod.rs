@@ -10,6 +10,7 @@
 
 mod checks;
 mod cluster;
+mod faults;
 mod named;
 mod security;
 mod tools;

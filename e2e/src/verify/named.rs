@@ -19,6 +19,19 @@ pub(super) struct Tests {
     pub(super) env: &'static [(&'static str, &'static str)],
 }
 
+/// A check that runs tests by their full names.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NamedCheck {
+    /// The area, a slash and a word.
+    pub(super) name: &'static str,
+    /// The promise that its tests hold.
+    pub(super) shows: &'static str,
+    /// Whether only `--long` runs it.
+    pub(super) long: bool,
+    /// The tests.
+    pub(super) tests: &'static [Tests],
+}
+
 /// Runs these tests.
 ///
 /// # Errors

@@ -1,19 +1,6 @@
-//! Names the checks of the area `security/`: a row for each promise, with the tests that show it.
+//! Names the checks of the area `security/`, each with the tests that show it.
 
-use super::named::Tests;
-
-/// One check of the area.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Promise {
-    /// `security/` and the check's own word.
-    pub(super) name: &'static str,
-    /// What its tests show.
-    pub(super) shows: &'static str,
-    /// Whether it is of the long tier.
-    pub(super) long: bool,
-    /// The tests.
-    pub(super) tests: &'static [Tests],
-}
+use super::named::{NamedCheck, Tests};
 
 /// The libraries' own tests.
 const LIB: &[&str] = &["--lib"];
@@ -46,8 +33,8 @@ const TEXTS: &[&str] = &[
 ];
 
 /// Every check of the area, but for the trials on a cluster and what `operator/api/server` shows.
-pub(super) const PROMISES: &[Promise] = &[
-    Promise {
+pub(super) const CHECKS: &[NamedCheck] = &[
+    NamedCheck {
         name: "security/exports-believed",
         shows: "an export is never believed to be less than was told before, at the death neither, and a page's number of accounts is the agent's own",
         long: false,
@@ -60,7 +47,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/page-accounts",
         shows: "a process that writes another number of accounts into its credit page hides none of them from the agent",
         long: false,
@@ -71,7 +58,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/exports-neighbours",
         shows: "what living processes of other containers exported holds up no dead process's memory; what its own container's did, does",
         long: false,
@@ -86,7 +73,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/exports-listed",
         shows: "what the driver lists for a container's processes is not known as unlisted as well, whatever they say that they exported; managed memory is",
         long: false,
@@ -100,7 +87,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/allowance-once",
         shows: "the process allowance is for a container once, with a tenth of its quota at most, and processes without room for their contexts are a finding",
         long: false,
@@ -116,7 +103,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/holders-judged",
         shows: "a process that uses the driver without session and context is named while memory is of nobody, an honest one never; killed only where no other container has one; memory of nobody counts within a window",
         long: false,
@@ -135,7 +122,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/holders-found",
         shows: "on a whole agent 7 GiB without a context, beside 7 GiB that are listed and said to be exported, in a quota of 8 are found within 2 s, and ended within seconds under kill; a program that only began with the driver, an exporter and its forked child in another pod are not accused",
         long: false,
@@ -149,7 +136,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/exports-unsaid",
         shows: "on a whole agent an exporter that writes 0 into its page, parks the descriptor and dies stays charged until it is let go",
         long: false,
@@ -160,7 +147,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/together",
         shows: "containers of a pod all have their memory or none has: 4+4+12+12 and two pods of 7+9 start on two GPUs of 16, init containers and sidecars are not added up, what is held ends with the pod",
         long: false,
@@ -181,7 +168,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/together-kubelet",
         shows: "the same over the agent's plugin and a fake kubelet's checkpoint",
         long: false,
@@ -192,7 +179,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/together-agent",
         shows: "the node's actor places a pod's containers together across its restarts",
         long: false,
@@ -206,7 +193,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/mig-not-spread",
         shows: "a claim larger than a MIG instance waits and says so; nothing is spread over instances",
         long: false,
@@ -217,7 +204,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/mig-shares",
         shows: "the binder cuts nothing for MIG instances",
         long: false,
@@ -228,7 +215,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/one-account",
         shows: "containers of one claim share its quota: what the first exported, keeps or retains counts against the next, and both together never have more than it",
         long: false,
@@ -245,7 +232,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/withheld",
         shows: "what is in use and charged to nobody is bound to nobody, from ten looks on and until three after it is gone",
         long: false,
@@ -264,7 +251,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/withheld-ledger",
         shows: "the ledger binds nothing of it, takes nothing away, and says so to who waits",
         long: false,
@@ -277,7 +264,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/withheld-agent",
         shows: "the whole agent: memory past the shim that outlives its pod is promised to no neighbour until it is let go",
         long: false,
@@ -288,7 +275,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/context-size",
         shows: "what a CUDA context is charged is what the agent measured with a process of its own, per boot, GPU and driver; no tenant's word changes it, and an older file is no obstacle",
         long: false,
@@ -306,7 +293,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/context-measured",
         shows: "a whole agent measures a context of each GPU once a boot, with nothing retained, and an older file keeps it from nothing",
         long: false,
@@ -317,7 +304,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/context-canary",
         shows: "the canary has a context and nothing else until it is told to go on",
         long: false,
@@ -328,7 +315,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/vault-memory",
         shows: "a vault filled to its bound with the longest blobs stays within its memory limit",
         long: false,
@@ -339,7 +326,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/vault-share",
         shows: "a namespace that fills the vault leaves others their share; what is on its way out counts",
         long: false,
@@ -354,7 +341,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/lease-names",
         shows: "names of leases are printable ASCII and of bounded length",
         long: false,
@@ -365,7 +352,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/desk-node-first",
         shows: "the node is heard before all questions of tenants",
         long: false,
@@ -376,7 +363,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/unscrubbed",
         shows: "a GPU whose driver was not seen to clear freed memory is its first namespace's for the boot, over restarts, ended pods and random histories; a pod of unknown namespace gets none",
         long: false,
@@ -392,7 +379,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/unscrubbed-agent",
         shows: "a whole agent over a driver that does not clear keeps each GPU to one namespace and says why; over one that does, or with the admin's word, it shares",
         long: false,
@@ -406,7 +393,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/unscrubbed-told",
         shows: "the condition MemoryScrubbed says so and keeps no node from being ready",
         long: false,
@@ -419,7 +406,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/other-gpus",
         shows: "honest programs of root, whose libcuda makes the nodes of every GPU, are no finding on two GPUs; who may open another GPU is told, and who cannot be asked too",
         long: false,
@@ -434,7 +421,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/other-gpus-asked",
         shows: "only a container that can have other GPUs is asked, a process that gives no answer ends in time, and no folder that is no cgroup is written to",
         long: false,
@@ -451,7 +438,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/large-processes",
         shows: "3 x 65,000 mappings with paths of 3,200 bytes and 3 x 100 GiB of environment: told as not attested, the agent's peak stays within 64 MiB of what it had, a neighbour's p99 below 100 ms",
         long: false,
@@ -462,7 +449,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/proc-bounds",
         shows: "nothing of a tenant's process is read without a bound of bytes and lines, and no other module reads files unlisted",
         long: false,
@@ -480,7 +467,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/event-storm",
         shows: "one pod's storm of Events leaves room for every other pod's, repeats are one Event with a count, and no Event of a finding names a pid of the host",
         long: false,
@@ -498,7 +485,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/crash-loops",
         shows: "60 crash loops under the policy kill with audits that wait 0.4 s between NVML and the books: nobody is accused or killed",
         long: false,
@@ -509,7 +496,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/crash-orders",
         shows: "20,000 random histories of processes that come, end, park memory and reuse pids, in every order with an audit's steps: no finding",
         long: false,
@@ -526,7 +513,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/time-slice",
         shows: "CAP_SYS_NICE over the host is told by a reason of its own, and the container is served",
         long: false,
@@ -537,7 +524,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/crash-loops-1000",
         shows: "1,000 crash loops",
         long: true,
@@ -548,7 +535,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/honest-two-gpus",
         shows: "10 minutes of honest programs of root on two GPUs",
         long: true,
@@ -559,7 +546,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/passed-descriptors",
         shows: "what a process passes over its socket is refused by the kernel, and on older kernels closed beside the agent's threads: a neighbour's round trip p99 stays below 100 ms with two workers, with and without hello, out of band, refused, and when the sessions end",
         long: false,
@@ -578,7 +565,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/lingering-agent",
         shows: "the whole agent with two workers under six lingering sockets: the neighbour's p99 below 100 ms, resident memory and descriptors as before",
         long: false,
@@ -592,7 +579,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/credit-pages",
         shows: "of 8,000 hellos on kept pages a container gets 1,024 at once and one a second; pages of the dead are handed out again, so honest churn never ends",
         long: false,
@@ -603,7 +590,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/credit-pages-books",
         shows: "the budget of pages by itself",
         long: false,
@@ -617,7 +604,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/work-is-paid",
         shows: "messages pay for the processor that they take, requests share one write of the record and are answered only once it is there",
         long: false,
@@ -635,7 +622,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/crowd",
         shows: "512 processes that start at once are all granted, and a neighbour's p99 stays below 100 ms",
         long: false,
@@ -646,7 +633,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/one-look",
         shows: "one look at a GPU answers all containers that wait for what ended images had",
         long: false,
@@ -657,7 +644,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/outermost-pod",
         shows: "a container's own cgroup folders never pass for another pod's",
         long: false,
@@ -670,7 +657,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/contended-word",
         shows: "the agent gives up a word that is written without pause, and the image gets nothing more",
         long: false,
@@ -681,7 +668,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/contended-image",
         shows: "an image whose page took no grant is fenced",
         long: false,
@@ -694,7 +681,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/xid-records",
         shows: "a name that a tenant chose, of a program or its file, decides nothing in a record of the kernel's log; nor does what a program wrote there, a record of another GPU, or one without NVML's event",
         long: false,
@@ -713,7 +700,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/xid-records-agent",
         shows: "the whole agent fences and kills nobody for forged records of the kernel's log, and acts on a real XID as before",
         long: false,
@@ -728,7 +715,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/fuzz-frames",
         shows: "whatever becomes of frames (shim, vault, worker, memory ids) is an error or the one message that encodes to it, and credit pages of any content stay bounded",
         long: false,
@@ -739,7 +726,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/fuzz-text",
         shows: "whatever becomes of tokens, kernel log records, files of /proc, the kubelet's checkpoint, CDI files and session records: no panic, and each target's own property",
         long: false,
@@ -750,7 +737,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/fuzz-frames-long",
         shows: "the same for 10 million frames of each kind",
         long: true,
@@ -761,7 +748,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[("BOLERO_RANDOM_ITERATIONS", "10000000")],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/fuzz-text-long",
         shows: "the same for a million texts of each kind",
         long: true,
@@ -772,7 +759,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[("BOLERO_RANDOM_ITERATIONS", "1000000")],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/adversary",
         shows: "a seeded hostile tenant does anything in any order to the whole agent for some seconds: no grant beyond the quota, no neighbour late, killed or refused, nothing left behind",
         long: false,
@@ -783,7 +770,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/adversary-million",
         shows: "the same for a million hostile steps",
         long: true,
@@ -794,7 +781,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[("BURSAR_ADVERSARY_STEPS", "1000000")],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/http",
         shows: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections leave probes their seats; metrics are encoded once for all who ask; oversized headers are refused",
         long: false,
@@ -811,7 +798,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/nodes-word",
         shows: "whatever the GpuNode of one node says, the operator ends, moves or counts no pod that is not on that node",
         long: false,
@@ -826,7 +813,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/borrowers",
         shows: "a borrower gives back whatever its Job says, past its disruption budget after its grace",
         long: false,
@@ -840,7 +827,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/static-pods",
         shows: "an owner reference of kind Node makes no pod untouchable, and a mirror's annotation stands in for no other pod",
         long: false,
@@ -854,7 +841,7 @@ pub(super) const PROMISES: &[Promise] = &[
             env: &[],
         }],
     },
-    Promise {
+    NamedCheck {
         name: "security/pods-name",
         shows: "a pod of the same name with another UID lends its namespace to nobody",
         long: false,
