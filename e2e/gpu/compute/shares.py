@@ -16,6 +16,7 @@ Phases:
   attack    a tenant changes its own slice, as each of `rm.ACTORS`, by every command that an own group takes
   baseline  what the driver does by default, with NVML's per-process utilisation beside the true shares
   agent     a root process changes other processes' slices through their open /dev/nvidiactl
+  contest   a tenant and a root process set the tenant's slice against each other
   weights   shares by weight, for 2 to 4 tenants of 1 to 4 processes; what a restart of the run list costs
   conserve  how soon others take the time of a tenant that pauses
   kinds     graphs, cooperative launches, long kernels, copies, a fault, a new process, a debugger, an agent that ends
@@ -249,22 +250,28 @@ def weights(nvml):
     weigh(tenants, (50, 50))
     window("50 : 50", tenants, probe, 2 * SECONDS)
     for every in 0.1, 0.01:
-        window(f"50 : 50, run list restarted every {every} s", tenants, probe, 2 * SECONDS, Restarts(pool[0], every))
+        pool[0].file(pool[0].groups()[0].fd)
+        restarts = Repeat("root", lambda: restart_run_list(pool[0])[1], every, 2 * SECONDS)
+        window(f"50 : 50, run list restarted every {every} s", tenants, probe, 2 * SECONDS, restarts)
 
 
-class Restarts:
-    """A child process that restarts the run list all the time; as text, what its calls took, once it is asked."""
+class Repeat:
+    """A child process that calls a function again and again; as text, what its calls took, once it is asked."""
 
-    def __init__(self, load, every):
-        load.file(load.groups()[0].fd)
+    def __init__(self, actor, function, every, seconds):
         read, write = os.pipe()
         self.child, self.pipe = os.fork(), read
         if self.child == 0:
-            took, end = [], time.monotonic() + 2 * SECONDS + 0.3
-            while time.monotonic() < end:
-                took.append(restart_run_list(load)[1])
-                time.sleep(every)
-            os.write(write, f"{len(took)} calls of {milliseconds(took)} ms".encode())
+            took, end = [], time.monotonic() + seconds + 0.3
+            try:
+                rm.become(actor)
+                while time.monotonic() < end:
+                    took.append(function())
+                    time.sleep(every)
+                said = f"{len(took)} calls of {milliseconds(took)} ms"
+            except Exception as error:  # the parent reports it
+                said = repr(error)
+            os.write(write, said.encode())
             os._exit(0)
         os.close(write)
 
@@ -273,6 +280,47 @@ class Restarts:
             text = pipe.read()
         os.waitpid(self.child, 0)
         return text
+
+
+def contest(_):
+    """A tenant sets its slice to 100 ms each millisecond, and a root process sets it back."""
+    probe = Load(kind="probe").wait()
+    victim, attacker = Load.several(2)
+    tenants = [[attacker], [victim]]
+    groups = attacker.groups()
+    files = [attacker.file(group.fd) for group in groups]
+
+    def set_slice(slice_us):
+        def once():
+            calls = zip(files, groups)
+            return sum(rm.control(fd, one.client, one.handle, rm.SET_TIMESLICE, rm.microseconds(slice_us))[2] for fd, one in calls)
+
+        return once
+
+    def get_slice():
+        return rm.control(files[0], groups[0].client, groups[0].handle, rm.GET_TIMESLICE, bytes(8))[2]
+
+    window("nobody sets a slice", tenants, probe, SECONDS)
+    window("the slice is read each 1 ms", tenants, probe, SECONDS, Repeat("root", get_slice, 0.001, SECONDS))
+    window("root sets 2000 us each 1 ms", tenants, probe, SECONDS, Repeat("root", set_slice(2000), 0.001, SECONDS))
+    for every in None, 0.1, 0.01, 0.001, 0.0001:
+        against = Repeat("no capability", set_slice(100_000), 0.001, SECONDS)
+        if every is None:
+            window("the tenant sets 100000 us each 1 ms", tenants, probe, SECONDS, against)
+            continue
+        root = Repeat("root", set_slice(2000), every, SECONDS)
+        title = f"the tenant sets 100000 us each 1 ms, root 2000 us each {every * 1000:g} ms"
+        window(title, tenants, probe, SECONDS, Both(against, root))
+
+
+class Both:
+    """Two repeats, as text."""
+
+    def __init__(self, tenant, root):
+        self.tenant, self.root = tenant, root
+
+    def __str__(self):
+        return f"tenant: {self.tenant}; root: {self.root}"
 
 
 def conserve(_):
@@ -359,7 +407,7 @@ def build(folder):
 
 def main():
     global BEGUN, SECONDS, LONG
-    phases = {one.__name__: one for one in (attack, baseline, agent, weights, conserve, kinds)}
+    phases = {one.__name__: one for one in (attack, baseline, agent, contest, weights, conserve, kinds)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(phases), help="phases, by commas")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of a short window; a long one is five times it")
