@@ -148,6 +148,10 @@ pub enum Overflow {
     Refuse,
     /// It becomes a borrowed pod: it runs on memory that is idle and may be evicted for its owner.
     Borrow,
+    /// A value of another version. It is read and never written: the schema refuses it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// What is done about a pod whose CUDA context is poisoned.
@@ -200,6 +204,10 @@ pub enum ContextAction {
     Evict,
     /// It is reported only.
     Report,
+    /// A value of another version. It is read and never written: the schema refuses it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// A running pod's quota, lower than what it asked for.

@@ -373,6 +373,10 @@ pub enum GpuState {
     Draining,
     /// It does not answer or is not there any more.
     Lost,
+    /// A value of another version. It is read and never written: the schema refuses it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// Whether a GPU works.
@@ -398,6 +402,10 @@ pub enum HealthStatus {
     Healthy,
     /// It does not; its quanta are taken from what the kubelet is told.
     Unhealthy,
+    /// A value of another version. It is read and never written: the schema refuses it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// A container that waits for room on one GPU.
@@ -469,6 +477,10 @@ pub enum QuotaState {
     Pending,
     /// No such container has memory of that kind here.
     NotFound,
+    /// A value of another version. It is read and never written: the schema refuses it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 fn is_zero(count: &i32) -> bool {
@@ -513,6 +525,10 @@ pub enum FaultKind {
     Context,
     /// The GPU.
     Gpu,
+    /// A value of another version. It is read and never written: the schema refuses it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// What is done about a fault, or has to be.
@@ -534,6 +550,10 @@ pub enum FaultAction {
     RestartNode,
     /// Of a GPU: it is away, and may come back.
     Wait,
+    /// A value of another version. It is read and never written: the schema refuses it.
+    #[serde(other)]
+    #[schemars(skip)]
+    Unknown,
 }
 
 /// The container whose context a fault poisoned.

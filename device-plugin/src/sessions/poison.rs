@@ -337,7 +337,10 @@ impl Poisonings {
             ContextAction::Report => Decision::Leave { open: false },
             ContextAction::Evict => Decision::Leave { open: true },
             ContextAction::InPlace if able && has_restarts => Decision::Execute,
-            ContextAction::InPlace | ContextAction::Restart => return self.restart(at, now),
+            // The agent takes no order with an unknown action; a session record may have one.
+            ContextAction::InPlace | ContextAction::Restart | ContextAction::Unknown => {
+                return self.restart(at, now);
+            }
         };
         self.carry(at, decision, now);
     }

@@ -41,14 +41,15 @@ pub fn remedy(fault: &Fault, policy: &ContextPolicy) -> Option<Remedy> {
     use FaultAction as Agent;
     let wanted = policy.action;
     match (fault.kind, fault.action?) {
-        (_, _) if wanted == ContextAction::Report => None,
+        // An action of a later version may be milder than an eviction.
+        (_, _) if matches!(wanted, ContextAction::Report | ContextAction::Unknown) => None,
         (FaultKind::Gpu, _) => Some(Remedy::Evict("GpuFault")),
         (FaultKind::Context, Agent::BeyondMaximum) => Some(Remedy::Evict("TooManyRestarts")),
         (FaultKind::Context, Agent::Evict | Agent::Report) => match wanted {
             ContextAction::Evict => Some(Remedy::Evict("ContextPolicy")),
             _ => Some(Remedy::Restart),
         },
-        (FaultKind::Context, _) => None,
+        (FaultKind::Context | FaultKind::Unknown, _) => None,
     }
 }
 
@@ -135,7 +136,7 @@ pub(super) fn leavers(budget: &GpuMemoryBudget, due: &Due<'_>) -> Vec<Leaver> {
             pod: sufferer.pod.clone(),
             uid: sufferer.demand.uid.clone(),
             reason: match sufferer.fault.kind {
-                FaultKind::Context => "GpuContextPoisoned",
+                FaultKind::Context | FaultKind::Unknown => "GpuContextPoisoned",
                 FaultKind::Gpu => "GpuFault",
             },
             why: record.message.clone(),

@@ -111,7 +111,7 @@ impl OpenFault {
         let faults = status.faults.iter().map(|fault| Self {
             pods: match fault.kind {
                 FaultKind::Gpu => on(&fault.gpu),
-                FaultKind::Context => Vec::new(),
+                FaultKind::Context | FaultKind::Unknown => Vec::new(),
             },
             fault: fault.clone(),
         });
