@@ -1,7 +1,5 @@
 //! The whole operator before an API server in memory.
 
-#[path = "operator/api.rs"]
-mod api;
 #[path = "operator/contexts.rs"]
 mod contexts;
 #[path = "operator/faults.rs"]
@@ -12,12 +10,12 @@ mod waiters;
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use api::Api;
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
 use bursar_http::Listeners;
 use bursar_operator::operator::{self, OperatorError};
 use bursar_operator::placement::Rules;
+use bursar_sim_api::Api;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -39,7 +37,7 @@ struct Running {
 impl Running {
     /// Over the objects that `fill` makes.
     async fn start(fill: impl FnOnce(&Api)) -> Self {
-        let api = Api::start().await;
+        let api = Api::start();
         fill(&api);
         Self::over(api).await
     }

@@ -16,9 +16,9 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-use crate::faults::{Doomed, Fate, Faults, Telling};
 use crate::place::Place;
 use crate::server::{Server, Turn, turn};
+use bursar_sim_api::faults::{Doomed, Fate, Faults, Telling};
 
 /// The state that is declared is reached within this time, whatever happens to one write or watch.
 pub(crate) const PROMISED: Duration = Duration::from_secs(30);

@@ -14,9 +14,9 @@ use serde_json::json;
 use tokio::time::{Instant, interval, sleep};
 
 use crate::case::{Case, END, Plan};
-use crate::faults::Telling;
 use crate::place::{HARD as HARD_NAME, Place, condition};
 use crate::server::{Server, Turn};
+use bursar_sim_api::faults::Telling;
 
 const CLIENTS: usize = 8;
 /// How often all clients together try to create a pod; a second. About half of them come to something, and to a delete.

@@ -10,10 +10,10 @@ use libtest_mimic::Failed;
 use serde_json::json;
 
 use crate::case::{Case, Outcome, Plan};
-use crate::faults::{Doomed, Fate, LAGGING, Telling};
 use crate::place::{Place, condition};
 use crate::server::{Server, Turn};
 use crate::tours;
+use bursar_sim_api::faults::{Doomed, Fate, LAGGING, Telling};
 
 /// The writes of a transition that are met by number.
 const NUMBERS: std::ops::RangeInclusive<usize> = 1..=8;

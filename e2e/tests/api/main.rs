@@ -7,7 +7,6 @@
 mod case;
 mod churn;
 mod disturbed;
-mod faults;
 mod hostile;
 mod place;
 mod policies;

@@ -14,9 +14,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 
 use crate::case::{Case, Outcome, PROMISED, Plan, SILENCE};
-use crate::faults::{Doomed, Fate, Faults, Telling};
 use crate::place::{Place, condition};
 use crate::server::{Server, turn};
+use bursar_sim_api::faults::{Doomed, Fate, Faults, Telling};
 
 /// The operator's own times are 200 s for a watch and 5 s more of silence. In the shorter case a watch ends after 5 s, and
 /// what is silent for longer is given up.

@@ -7,8 +7,8 @@ use futures::stream::{self, StreamExt as _};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
-use super::api::{Api, Fate};
 use super::{BUDGETS, Running, budget, condition, gpu_node, pod, small};
+use bursar_sim_api::{Api, Fate};
 
 /// The clean end is reached within this time; a write that is not answered takes 5 s of it.
 const END: Duration = Duration::from_secs(30);

@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use axum::http::StatusCode;
+use bursar_sim_api::{Api, Fate};
 use serde_json::{Value, json};
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::api::{Api, Fate};
 use crate::{BUDGETS, Running, budget, condition, pod, small};
 
 /// The state that is reached in the end is the same whatever happened on the way.

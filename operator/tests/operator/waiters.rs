@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use tokio::time::{Instant, sleep};
 
 use super::Running;
-use super::api::{Api, Fate};
+use bursar_sim_api::{Api, Fate};
 
 /// The clean end is reached within this time; a write that is not answered takes 5 s of it.
 const END: Duration = Duration::from_secs(30);
@@ -255,7 +255,7 @@ async fn two_operators_that_see_otherwise_take_from_one_gpu_for_one_waiter() {
     .await;
     let api = first.api.clone();
     sleep(Duration::from_secs(1)).await;
-    let second = Running::over(api.another_way().await).await;
+    let second = Running::over(api.another_way()).await;
     second.until_listed().await;
     // The second one would have one borrower go from the first GPU. By now there are two, and one on the other GPU.
     for kind in ["gpunodes", "pods"] {

@@ -1,11 +1,11 @@
-//! What goes wrong between an operator and the API server: a layer of the operator's client.
+//! Spoils requests between a client and the API server: a layer of the client.
 //!
 //! ```text
-//!   operator --> kube's Client --> Faulty --write--> refused | lost | made and not answered | made and answered 500
-//!                                         --watch--> told late | twice | again | cut off | expired
+//!   kube's Client --> Faulty --write--> refused | lost | made and not answered | made and answered 500
+//!                            --watch--> told late | twice | again | cut off | expired | silent
 //! ```
 //!
-//! It also shows the operator one case's objects only, so that many operators share one API server.
+//! The layer can also show an operator one case's objects only, so that many operators share one API server.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::future::{pending, ready};
@@ -14,11 +14,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use axum::body::{self, Bytes};
+use axum::body::{self, Bytes, HttpBody};
 use futures::future::BoxFuture;
 use futures::{FutureExt as _, TryStreamExt as _};
 use http::{Method, Request, Response, StatusCode};
-use kube::client::{Body, DynBody};
+use kube::client::Body;
 use serde_json::{Value, json};
 use tokio::io::AsyncBufReadExt as _;
 use tokio::sync::mpsc;
@@ -29,7 +29,7 @@ use tower::{BoxError, Layer, Service};
 
 /// What becomes of a write.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub enum Fate {
     /// It is refused with this code, and nothing is written.
     Refused(StatusCode),
     /// It is never answered, and nothing is written.
@@ -42,7 +42,7 @@ pub(crate) enum Fate {
 
 /// Which writes end badly.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Doomed {
+pub enum Doomed {
     /// None.
     Nothing,
     /// The one of this number, counted from 1.
@@ -53,7 +53,7 @@ pub(crate) enum Doomed {
 
 /// How a watch tells what happens.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Telling {
+pub enum Telling {
     /// At once.
     Plain,
     /// Each event some time later, another one for each kind.
@@ -68,23 +68,26 @@ pub(crate) enum Telling {
     Cut,
     /// Instead of an event the watch ends, and the API server has forgotten what came after the last one.
     Expired,
+    /// From an event on the connection is dead: nothing more is told, and the watch does not end. The next watch tells it.
+    Silent,
 }
 
 /// How often a kind's watch expires: the library waits twice as long each time, up to 30 s.
 const EXPIRES_AT_MOST: usize = 3;
 /// With a lagging watch, pods are behind for so long, then GPU nodes.
 const LAGS: Duration = Duration::from_secs(15);
-pub(crate) const LAGGING: [&str; 2] = ["pods", "gpunodes"];
+/// The kinds that a lagging watch is late with.
+pub const LAGGING: [&str; 2] = ["pods", "gpunodes"];
 /// By so many seconds, in turn.
 const BEHIND: [u64; 3] = [6, 9, 12];
 
 /// The faults of one operator. Clones are the same ones.
 #[derive(Clone)]
-pub(crate) struct Faults(Arc<Shared>);
+pub struct Faults(Arc<Shared>);
 
 struct Shared {
-    /// The name of the case: of its namespace, and of its node.
-    case: String,
+    /// The name of the case: of its namespace, and of its node. None: all objects are shown.
+    case: Option<String>,
     fate: Fate,
     telling: Telling,
     /// How long the API server keeps a watch, where it is not as long as the operator asks for.
@@ -111,18 +114,28 @@ struct State {
 
 impl Faults {
     /// Writes end by `fate`, once [`Self::doom`] says which; watches tell by `telling`.
-    pub(crate) fn new(case: &str, fate: Fate, telling: Telling) -> Self {
-        Self::within(case, fate, telling, None)
+    pub fn new(case: &str, fate: Fate, telling: Telling) -> Self {
+        Self::within(Some(case), fate, telling, None)
+    }
+
+    /// The same for a client that is shown all objects.
+    pub fn of_all(fate: Fate, telling: Telling) -> Self {
+        Self::within(None, fate, telling, None)
     }
 
     /// None, and watches that the API server ends after so many seconds.
-    pub(crate) fn short_watches(case: &str, seconds: u32) -> Self {
-        Self::within(case, Fate::Lost, Telling::Plain, Some(seconds))
+    pub fn short_watches(case: &str, seconds: u32) -> Self {
+        Self::within(Some(case), Fate::Lost, Telling::Plain, Some(seconds))
     }
 
-    fn within(case: &str, fate: Fate, telling: Telling, watch_seconds: Option<u32>) -> Self {
+    fn within(
+        case: Option<&str>,
+        fate: Fate,
+        telling: Telling,
+        watch_seconds: Option<u32>,
+    ) -> Self {
         Self(Arc::new(Shared {
-            case: case.to_owned(),
+            case: case.map(str::to_owned),
             fate,
             telling,
             watch_seconds,
@@ -145,7 +158,7 @@ impl Faults {
     }
 
     /// From now on these writes end badly; they are counted anew.
-    pub(crate) fn doom(&self, doomed: Doomed) {
+    pub fn doom(&self, doomed: Doomed) {
         let mut state = self.state();
         state.doomed = doomed;
         state.writes.clear();
@@ -154,32 +167,32 @@ impl Faults {
     }
 
     /// How many writes met their fate since [`Self::doom`].
-    pub(crate) fn met(&self) -> usize {
+    pub fn met(&self) -> usize {
         self.state().met
     }
 
     /// The writes since [`Self::doom`].
-    pub(crate) fn writes(&self) -> Vec<String> {
+    pub fn writes(&self) -> Vec<String> {
         self.state().writes.clone()
     }
 
     /// For how long nothing has been written, no Event either.
-    pub(crate) fn quiet(&self) -> Duration {
+    pub fn quiet(&self) -> Duration {
         self.state().last.0.elapsed()
     }
 
     /// What was written last.
-    pub(crate) fn last(&self) -> String {
+    pub fn last(&self) -> String {
         self.state().last.1.clone()
     }
 
     /// How many events of each kind watches have not told plainly.
-    pub(crate) fn dealt(&self) -> BTreeMap<String, usize> {
+    pub fn dealt(&self) -> BTreeMap<String, usize> {
         self.state().dealt.clone()
     }
 
     /// What a change comes to may wait for a pod and for a GPU node to be told of.
-    pub(crate) fn latest(&self) -> Duration {
+    pub fn latest(&self) -> Duration {
         let lags = self.0.telling == Telling::Lagging;
         Duration::from_secs(if lags { 2 * BEHIND[2] } else { 0 })
     }
@@ -207,6 +220,9 @@ impl Faults {
 
     /// A list or a watch of the case's objects only.
     fn scoped(&self, request: &mut Request<Body>) -> Result<(), http::Error> {
+        let Some(case) = &self.0.case else {
+            return Ok(());
+        };
         let path = request.uri().path();
         let query = request.uri().query().unwrap_or_default();
         let kind = path.rsplit('/').next().unwrap_or_default();
@@ -215,7 +231,6 @@ impl Faults {
             "namespaces" => "fieldSelector=metadata.name",
             _ => "fieldSelector=metadata.namespace",
         };
-        let case = &self.0.case;
         let mut query = format!("{query}&{selector}%3D{case}");
         if let Some(seconds) = self.0.watch_seconds {
             let asked = query
@@ -230,17 +245,17 @@ impl Faults {
     }
 
     /// The answer to a watch, told as it is told here.
-    fn told(&self, kind: String, answer: Response<Box<DynBody>>) -> Response<body::Body> {
+    fn told(&self, kind: String, answer: Response<body::Body>) -> Response<body::Body> {
         let (parts, events) = answer.into_parts();
         if self.0.telling == Telling::Plain || !parts.status.is_success() {
-            return Response::from_parts(parts, body::Body::new(events));
+            return Response::from_parts(parts, events);
         }
         let (sender, receiver) = mpsc::channel(16);
         let faults = self.clone();
         // Each is late by its own time, whatever the one before it waits for.
         let (queue, mut queued) = mpsc::unbounded_channel();
         tokio::spawn(async move {
-            let events = body::Body::new(events).into_data_stream();
+            let events = events.into_data_stream();
             let mut lines = StreamReader::new(events.map_err(io::Error::other)).lines();
             let mut past = VecDeque::new();
             loop {
@@ -250,6 +265,9 @@ impl Faults {
                 };
                 let Ok(Some(line)) = line else { return };
                 let dealt = faults.deal(&kind, line, &mut past);
+                if dealt.hangs {
+                    return queue.closed().await;
+                }
                 let ends = dealt.ends;
                 if queue.send((Instant::now() + dealt.after, dealt)).is_err() || ends {
                     return;
@@ -282,12 +300,14 @@ impl Faults {
             after: Duration::ZERO,
             lines: vec![line.clone()],
             ends: false,
+            hangs: false,
         };
         if event["type"] == "BOOKMARK" || event["type"] == "ERROR" {
             return plain;
         }
         let version = &event["object"]["metadata"]["resourceVersion"];
         let version = format!("{kind} {version}");
+        let is_new = || self.state().told.insert(version.clone());
         let dealt = match self.0.telling {
             Telling::Late => Dealt {
                 // Kinds overtake each other.
@@ -308,7 +328,7 @@ impl Faults {
                 }
                 Dealt { lines, ..plain }
             }
-            Telling::Cut if self.state().told.insert(version) => Dealt {
+            Telling::Cut if is_new() => Dealt {
                 lines: Vec::new(),
                 ends: true,
                 ..plain
@@ -318,7 +338,15 @@ impl Faults {
                 ends: true,
                 ..plain
             },
-            Telling::Plain | Telling::Lagging | Telling::Cut | Telling::Expired => return plain,
+            Telling::Silent if is_new() => Dealt {
+                hangs: true,
+                ..plain
+            },
+            Telling::Plain
+            | Telling::Lagging
+            | Telling::Cut
+            | Telling::Expired
+            | Telling::Silent => return plain,
         };
         let event = format!("{} {kind}", event["type"].as_str().unwrap_or_default());
         *self.state().dealt.entry(event).or_default() += 1;
@@ -355,6 +383,8 @@ struct Dealt {
     lines: Vec<String>,
     /// The watch ends with it.
     ends: bool,
+    /// The watch tells nothing from here on, and does not end.
+    hangs: bool,
 }
 
 fn gone() -> Value {
@@ -387,15 +417,17 @@ impl<S> Layer<S> for Faults {
 }
 
 /// A way to the API server with faults.
-pub(crate) struct Faulty<S> {
+pub struct Faulty<S> {
     inner: S,
     faults: Faults,
 }
 
-impl<S> Service<Request<Body>> for Faulty<S>
+impl<S, B> Service<Request<Body>> for Faulty<S>
 where
-    S: Service<Request<Body>, Response = Response<Box<DynBody>>, Error = BoxError>,
+    S: Service<Request<Body>, Response = Response<B>, Error = BoxError>,
     S::Future: Send + 'static,
+    B: HttpBody<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
 {
     type Response = Response<body::Body>;
     type Error = BoxError;
@@ -422,7 +454,7 @@ where
                     return Ok(answer.map(body::Body::new));
                 }
                 let kind = path.rsplit('/').next().unwrap_or_default();
-                Ok(faults.told(kind.to_owned(), answer))
+                Ok(faults.told(kind.to_owned(), answer.map(body::Body::new)))
             }
             .boxed();
         }

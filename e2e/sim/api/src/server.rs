@@ -1,53 +1,58 @@
-//! An API server in memory, of the kinds that the operator knows: lists, watches from a version on, applies,
-//! merges and evictions; a controller manager that takes quotas up; and every way in which a write can fail.
+//! Keeps objects of the kinds that the operator and the agent know, and answers as the API server does.
+//!
+//! Lists, watches from a version on, applies, merges, evictions, a controller manager that takes quotas up, outages,
+//! and restores of etcd from a backup.
 
 use std::collections::BTreeMap;
-use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::io;
 use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
 
-use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{Request, State};
+use axum::extract::Request;
 use axum::http::{Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
-use kube::{Client, Config};
+use kube::Client;
 use serde_json::{Value, json};
-use tokio::net::TcpListener;
 use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until};
+use tower::{BoxError, Layer, Service, ServiceExt as _, service_fn};
+
+use crate::faults::{Fate, Faults};
+
+/// How often a quiet watch is told how far the history is.
+const BOOKMARKS: Duration = Duration::from_secs(60);
 
 /// One fake API server. Clones are the same one.
 #[derive(Clone)]
-pub(crate) struct Api {
+pub struct Api {
     state: Arc<Mutex<Data>>,
     /// The version of the newest event that watches may see.
     told: Arc<watch::Sender<u64>>,
     /// Kinds whose watches are told nothing, of those that came this way.
     mute: Arc<Mutex<Vec<String>>>,
-    client: Client,
 }
 
-/// What becomes of one write.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
-    /// It is refused with this code, and nothing is written.
-    Refused(StatusCode),
-    /// It is never answered, and nothing is written.
-    Lost,
-    /// It is written and never answered.
-    Unanswered,
-    /// It is written, and answered with an error.
-    Garbled,
-}
-
-#[derive(Default)]
-struct Data {
+/// What a backup of etcd has.
+#[derive(Clone, Default)]
+pub struct Backup {
     version: u64,
     /// By kind (its plural) and `namespace/name`.
     objects: BTreeMap<(String, String), Value>,
     /// What the operator applied last, of quotas.
     applied: BTreeMap<String, Value>,
+}
+
+#[derive(Default)]
+struct Data {
+    etcd: Backup,
+    /// How often etcd was restored: watches from before have ended.
+    restores: usize,
+    /// No request is answered.
+    is_away: bool,
+    /// When each request came, with its verb and path.
+    requests: Vec<(Instant, String)>,
     /// Version, kind and event.
     events: Vec<(u64, String, Value)>,
     /// What is answered instead, how often, to requests whose path ends so.
@@ -66,34 +71,73 @@ struct Data {
 
 impl Api {
     /// Serves until the test ends.
-    pub(crate) async fn start() -> Self {
-        Self::over(Arc::default(), Arc::new(watch::Sender::new(0))).await
+    pub fn start() -> Self {
+        Self {
+            state: Arc::default(),
+            told: Arc::new(watch::Sender::new(0)),
+            mute: Arc::default(),
+        }
     }
 
     /// Another way to the same one.
-    pub(crate) async fn another_way(&self) -> Self {
-        Self::over(self.state.clone(), self.told.clone()).await
-    }
-
-    async fn over(state: Arc<Mutex<Data>>, told: Arc<watch::Sender<u64>>) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.expect("a free port");
-        let address: SocketAddr = listener.local_addr().expect("an address");
-        let uri = format!("http://{address}")
-            .parse()
-            .expect("an address is a URI");
-        let api = Self {
-            state,
-            told,
+    pub fn another_way(&self) -> Self {
+        Self {
             mute: Arc::default(),
-            client: Client::try_from(Config::new(uri)).expect("a plain client"),
-        };
-        let routes = Router::new().fallback(answer).with_state(api.clone());
-        tokio::spawn(async move { axum::serve(listener, routes).await });
-        api
+            ..self.clone()
+        }
     }
 
-    pub(crate) fn client(&self) -> Client {
-        self.client.clone()
+    /// A client without faults on its way.
+    pub fn client(&self) -> Client {
+        Client::new(self.service(), "default")
+    }
+
+    /// A client whose requests and answers `faults` spoil.
+    pub fn client_through(&self, faults: &Faults) -> Client {
+        Client::new(faults.layer(self.service().boxed_clone()), "default")
+    }
+
+    fn service(
+        &self,
+    ) -> impl Service<
+        http::Request<kube::client::Body>,
+        Response = Response,
+        Error = BoxError,
+        Future: Send,
+    > + Clone
+    + Send
+    + 'static {
+        let api = self.clone();
+        service_fn(move |request: http::Request<kube::client::Body>| {
+            let api = api.clone();
+            async move { answer(api, request.map(Body::new)).await }
+        })
+    }
+
+    /// Answers no request and ends no watch, or answers again.
+    pub fn away(&self, is_away: bool) {
+        self.data().is_away = is_away;
+    }
+
+    /// When each request so far came, with its verb and path: `LIST /api/v1/pods`.
+    pub fn requests(&self) -> Vec<(Instant, String)> {
+        self.data().requests.clone()
+    }
+
+    /// What etcd has now.
+    pub fn backup(&self) -> Backup {
+        self.data().etcd.clone()
+    }
+
+    /// Puts etcd back to `backup`, as without `--bump-revision`. All watches end.
+    pub fn restore(&self, backup: &Backup) {
+        let mut data = self.data();
+        data.etcd.clone_from(backup);
+        data.events
+            .retain(|(version, _, _)| *version <= backup.version);
+        data.restores += 1;
+        drop(data);
+        self.told.send_replace(backup.version);
     }
 
     fn data(&self) -> MutexGuard<'_, Data> {
@@ -109,17 +153,19 @@ impl Api {
     }
 
     /// Makes or replaces an object.
-    pub(crate) fn put(&self, kind: &str, object: Value) {
+    pub fn put(&self, kind: &str, object: Value) {
         drop(self.change(kind, object, None));
     }
 
-    pub(crate) fn delete(&self, kind: &str, namespace: &str, name: &str) {
+    /// Deletes an object, where it is there.
+    pub fn delete(&self, kind: &str, namespace: &str, name: &str) {
         let object = self
             .data()
+            .etcd
             .objects
             .remove(&(kind.to_owned(), format!("{namespace}/{name}")));
         if let Some(object) = object {
-            self.data().applied.remove(&path(&object));
+            self.data().etcd.applied.remove(&path(&object));
             drop(self.change(kind, object, Some("DELETED")));
         }
     }
@@ -128,7 +174,7 @@ impl Api {
     fn change(&self, kind: &str, mut object: Value, deleted: Option<&str>) -> Value {
         let mut data = self.data();
         let at = (kind.to_owned(), path(&object));
-        let same = data.objects.get(&at).filter(|before| {
+        let same = data.etcd.objects.get(&at).filter(|before| {
             let version = &before["metadata"]["resourceVersion"];
             object["metadata"]["resourceVersion"] = version.clone();
             **before == object
@@ -136,11 +182,11 @@ impl Api {
         if let Some(same) = same.filter(|_| deleted.is_none()) {
             return same.clone();
         }
-        data.version += 1;
-        let version = data.version;
+        data.etcd.version += 1;
+        let version = data.etcd.version;
         object["metadata"]["resourceVersion"] = json!(version.to_string());
         if deleted.is_none() {
-            data.objects.insert(at, object.clone());
+            data.etcd.objects.insert(at, object.clone());
         }
         let event = json!({ "type": deleted.unwrap_or("MODIFIED"), "object": object });
         data.events.push((version, kind.to_owned(), event));
@@ -150,7 +196,7 @@ impl Api {
     }
 
     /// Keeps events of `kind` from its watches, or tells what was kept.
-    pub(crate) fn mute(&self, kind: &str, mute: bool) {
+    pub fn mute(&self, kind: &str, mute: bool) {
         let mut muted = self.muted();
         muted.retain(|muted| muted != kind);
         if mute {
@@ -161,23 +207,23 @@ impl Api {
     }
 
     /// Answers the next `times` requests whose path ends in `path` with `code`.
-    pub(crate) fn refuse(&self, path: &str, code: StatusCode, times: usize) {
+    pub fn refuse(&self, path: &str, code: StatusCode, times: usize) {
         self.data().refusals.push((path.to_owned(), code, times));
     }
 
     /// The write of this number, counted from now on, ends so.
-    pub(crate) fn doom(&self, number: usize, fate: Fate) {
+    pub fn doom(&self, number: usize, fate: Fate) {
         let mut data = self.data();
         data.fate = Some((data.writes.len() + number, fate));
     }
 
     /// Whether the doomed write has come.
-    pub(crate) fn has_doomed(&self) -> bool {
+    pub fn has_doomed(&self) -> bool {
         self.data().fate.is_none()
     }
 
     /// Stops or starts the controller manager.
-    pub(crate) fn controller_manager(&self, runs: bool) {
+    pub fn controller_manager(&self, runs: bool) {
         self.data().no_controller_manager = !runs;
         if runs {
             self.take_up_quotas();
@@ -185,14 +231,14 @@ impl Api {
     }
 
     /// A disruption budget keeps this pod.
-    pub(crate) fn protect(&self, pod: &str) {
+    pub fn protect(&self, pod: &str) {
         self.data().protected.push(pod.to_owned());
     }
 
     fn take_up_quotas(&self) {
         let quotas: Vec<Value> = {
             let data = self.data();
-            let kinds = data.objects.iter();
+            let kinds = data.etcd.objects.iter();
             kinds
                 .filter(|((kind, _), _)| kind == "resourcequotas")
                 .map(|(_, object)| object.clone())
@@ -204,29 +250,32 @@ impl Api {
         }
     }
 
-    pub(crate) fn writes(&self) -> Vec<String> {
+    /// The writes so far, as `METHOD path`; Events are none.
+    pub fn writes(&self) -> Vec<String> {
         self.data().writes.clone()
     }
 
-    pub(crate) fn statuses_written(&self) -> usize {
+    /// How many of them wrote a status.
+    pub fn statuses_written(&self) -> usize {
         let writes = self.writes();
         let statuses = writes.iter().filter(|write| write.ends_with("/status"));
         statuses.count()
     }
 
     /// The reasons of all Events so far.
-    pub(crate) fn events(&self) -> Vec<String> {
+    pub fn events(&self) -> Vec<String> {
         self.data().told.clone()
     }
 
     /// An object; null while there is none.
-    pub(crate) fn get(&self, kind: &str, namespace: &str, name: &str) -> Value {
+    pub fn get(&self, kind: &str, namespace: &str, name: &str) -> Value {
         let at = (kind.to_owned(), format!("{namespace}/{name}"));
-        self.data().objects.get(&at).cloned().unwrap_or_default()
+        let data = self.data();
+        data.etcd.objects.get(&at).cloned().unwrap_or_default()
     }
 
     /// An object's status; null while it has none.
-    pub(crate) fn status(&self, kind: &str, namespace: &str, name: &str) -> Value {
+    pub fn status(&self, kind: &str, namespace: &str, name: &str) -> Value {
         self.get(kind, namespace, name)["status"].clone()
     }
 
@@ -251,53 +300,56 @@ impl Api {
         })
     }
 
-    fn list(&self, kind: &str, namespace: &str, label: Option<&str>) -> Response {
+    fn list(&self, kind: &str, namespace: &str, selected: &Selected, query: &str) -> Response {
         let data = self.data();
-        let of_kind = data.objects.iter().filter(|((of, at), _)| {
+        let of_kind = data.etcd.objects.iter().filter(|((of, at), _)| {
             of == kind && (namespace.is_empty() || at.starts_with(&format!("{namespace}/")))
         });
         let items: Vec<_> = of_kind
             .map(|(_, object)| object)
-            .filter(|object| has_label(object, label))
+            .filter(|object| selected.has(object))
             .collect();
-        let version = data.version.to_string();
-        json_body(
-            &json!({ "kind": "List", "metadata": { "resourceVersion": version }, "items": items }),
-        )
+        let number = |name| parameter(query, name).and_then(|text| text.parse::<usize>().ok());
+        let from = number("continue").unwrap_or(0).min(items.len());
+        let until = number("limit").map_or(items.len(), |limit| items.len().min(from + limit));
+        let mut metadata = json!({ "resourceVersion": data.etcd.version.to_string() });
+        if until < items.len() {
+            metadata["continue"] = json!(until.to_string());
+        }
+        json_body(&json!({ "kind": "List", "metadata": metadata, "items": items[from..until] }))
     }
 
-    fn watch(&self, kind: String, label: Option<String>, from: u64) -> Response {
-        let api = self.clone();
-        let news = self.told.subscribe();
-        let lines = stream::unfold((from, news), move |(seen, mut news)| {
-            let (api, kind, label) = (api.clone(), kind.clone(), label.clone());
-            async move {
-                loop {
-                    let next = api.next_event(&kind, label.as_deref(), seen);
-                    if let Some((version, event)) = next {
-                        let line = Bytes::from(format!("{event}\n"));
-                        return Some((Ok::<_, Infallible>(line), (version, news)));
-                    }
-                    news.changed().await.ok()?;
-                }
-            }
+    fn watch(&self, kind: String, selected: Selected, from: u64, query: &str) -> Response {
+        let seconds = parameter(query, "timeoutSeconds").and_then(|text| text.parse().ok());
+        let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(3600));
+        let watched = Watched {
+            api: self.clone(),
+            news: self.told.subscribe(),
+            restores: self.data().restores,
+            kind,
+            selected,
+            seen: from,
+            end,
+        };
+        let lines = stream::unfold(watched, |mut watched| async move {
+            let line = watched.next().await?;
+            Some((
+                Ok::<_, io::Error>(Bytes::from(format!("{line}\n"))),
+                watched,
+            ))
         });
         Body::from_stream(lines).into_response()
     }
 
     /// Of an object that loses the label, a watch by label is told the end.
-    fn next_event(&self, kind: &str, label: Option<&str>, seen: u64) -> Option<(u64, Value)> {
-        if self.muted().iter().any(|muted| muted == kind) {
-            return None;
-        }
+    fn next_event(&self, kind: &str, selected: &Selected, seen: u64) -> Option<(u64, Value)> {
         let data = self.data();
-        let mut news = data
-            .events
-            .iter()
-            .filter(|(version, of, _)| of == kind && *version > seen);
+        let mut news = data.events.iter().filter(|(version, of, event)| {
+            of == kind && *version > seen && selected.has_name(&event["object"])
+        });
         news.next().map(|(version, _, event)| {
             let mut event = event.clone();
-            if !has_label(&event["object"], label) {
+            if !selected.has(&event["object"]) {
                 event["type"] = json!("DELETED");
             }
             (*version, event)
@@ -306,7 +358,7 @@ impl Api {
 
     fn stored(&self, kind: &str, at: &str) -> Option<Value> {
         let at = (kind.to_owned(), at.to_owned());
-        self.data().objects.get(&at).cloned()
+        self.data().etcd.objects.get(&at).cloned()
     }
 
     /// A server-side apply of a status, as the operator has to make it.
@@ -314,7 +366,10 @@ impl Api {
         let Some(mut object) = self.stored(kind, at) else {
             return failure(StatusCode::NOT_FOUND);
         };
-        if object["metadata"]["uid"] != patch["metadata"]["uid"] {
+        let uid = patch["metadata"].get("uid");
+        // An agent writes the status of its node's object, whichever that is.
+        let is_any = uid.is_none() && kind == "gpunodes";
+        if !is_any && uid != object["metadata"].get("uid") {
             return failure(StatusCode::CONFLICT);
         }
         object["status"] = patch["status"].clone();
@@ -323,11 +378,13 @@ impl Api {
 
     /// A server-side apply of a quota: it takes off what was applied before, and nothing that others put there.
     fn apply(&self, at: &str, patch: Value) -> Response {
-        let new = format!("{at} of {}", self.data().version);
+        let new = format!("{at} of {}", self.data().etcd.version);
         let stored = self.stored("resourcequotas", at);
         let mut object = stored.unwrap_or_else(|| json!({ "metadata": { "uid": new } }));
         merge(&mut object, &patch);
-        let before = self.data().applied.insert(at.to_owned(), patch.clone());
+        let mut data = self.data();
+        let before = data.etcd.applied.insert(at.to_owned(), patch.clone());
+        drop(data);
         take_off(&mut object, &before.unwrap_or_default(), &patch);
         self.written("resourcequotas", object)
     }
@@ -360,12 +417,30 @@ impl Api {
         let Some(mut object) = self.stored(kind, at) else {
             return failure(StatusCode::NOT_FOUND);
         };
-        let uid = patch["metadata"].get("uid");
-        if uid.is_some_and(|uid| *uid != object["metadata"]["uid"]) {
+        let differs = |field: &str| {
+            let wanted = patch["metadata"].get(field);
+            wanted.is_some_and(|wanted| *wanted != object["metadata"][field])
+        };
+        if differs("uid") || differs("resourceVersion") {
             return failure(StatusCode::CONFLICT);
         }
         merge(&mut object, patch);
         self.written(kind, object)
+    }
+
+    /// Makes an object whose kind has no namespace.
+    fn create(&self, kind: &str, mut object: Value) -> Response {
+        let at = path(&object);
+        if self.stored(kind, &at).is_some() {
+            return failure(StatusCode::CONFLICT);
+        }
+        let uid = format!("{at} of {}", self.data().etcd.version);
+        object["metadata"]["uid"] = json!(uid);
+        object["metadata"]["generation"] = json!(1);
+        if let Some(object) = object.as_object_mut() {
+            object.remove("status");
+        }
+        json_body(&self.change(kind, object, None))
     }
 
     fn delete_quota(&self, namespace: &str, name: &str, uid: &Value) -> Response {
@@ -413,10 +488,19 @@ impl Api {
             (&Method::DELETE, [.., "namespaces", namespace, "resourcequotas", name]) => {
                 self.delete_quota(namespace, name, &body["preconditions"]["uid"])
             }
-            (&Method::PATCH, [.., "gpunodes", name]) => {
-                assert!(applies, "{query}");
+            (&Method::PATCH, [.., "gpunodes", name]) if applies => {
                 self.apply_part("gpunodes", &format!("/{name}"), body)
             }
+            (&Method::PATCH, [.., "gpunodes", name]) => {
+                assert!(query.contains("fieldManager=bursar-agent"), "{query}");
+                self.merge("gpunodes", &format!("/{name}"), body)
+            }
+            (&Method::PATCH, [.., "gpunodes", name, "status"]) => {
+                let agents = query.contains("fieldManager=bursar-agent");
+                assert!(agents && query.contains("force=true"), "{query}");
+                self.apply_status("gpunodes", &format!("/{name}"), body)
+            }
+            (&Method::POST, [.., "gpunodes"]) => self.create("gpunodes", body.clone()),
             (&Method::PATCH, [.., "nodes", name]) => self.merge("nodes", &format!("/{name}"), body),
             (&Method::PATCH, [.., "namespaces", namespace]) => {
                 self.merge("namespaces", &format!("/{namespace}"), body)
@@ -429,7 +513,7 @@ impl Api {
                 let uid = &body["preconditions"]["uid"];
                 self.end_pod(namespace, name, uid, false)
             }
-            (method, path) => panic!("the operator has no business with {method} {path:?}"),
+            (method, path) => panic!("no client has business with {method} {path:?}"),
         }
     }
 }
@@ -481,8 +565,75 @@ fn kept() -> Response {
     (code, status.to_string()).into_response()
 }
 
-fn has_label(object: &Value, label: Option<&str>) -> bool {
-    label.is_none_or(|label| object["metadata"]["labels"].get(label).is_some())
+/// What a list or a watch is about.
+#[derive(Clone, Default)]
+struct Selected {
+    label: Option<String>,
+    name: Option<String>,
+}
+
+impl Selected {
+    fn of(query: &str) -> Self {
+        let field = parameter(query, "fieldSelector");
+        let name = field.and_then(|field| Some(field.strip_prefix("metadata.name=")?.to_owned()));
+        Self {
+            label: parameter(query, "labelSelector"),
+            name,
+        }
+    }
+
+    fn has_name(&self, object: &Value) -> bool {
+        let name = self.name.as_deref();
+        name.is_none_or(|name| object["metadata"]["name"] == name)
+    }
+
+    fn has(&self, object: &Value) -> bool {
+        let label = self.label.as_deref();
+        let labels = &object["metadata"]["labels"];
+        self.has_name(object) && label.is_none_or(|label| labels.get(label).is_some())
+    }
+}
+
+/// A watch in progress.
+struct Watched {
+    api: Api,
+    news: watch::Receiver<u64>,
+    restores: usize,
+    kind: String,
+    selected: Selected,
+    seen: u64,
+    end: Instant,
+}
+
+impl Watched {
+    /// None at its end.
+    async fn next(&mut self) -> Option<Value> {
+        let bookmark = Instant::now() + BOOKMARKS;
+        loop {
+            if self.api.data().restores != self.restores {
+                return None;
+            }
+            let is_muted = self.api.muted().contains(&self.kind);
+            let next = self.api.next_event(&self.kind, &self.selected, self.seen);
+            if let Some((version, event)) = next.filter(|_| !is_muted) {
+                self.seen = version;
+                return Some(event);
+            }
+            // Nothing is told of a history that is behind what the client has seen.
+            let version = self.api.data().etcd.version;
+            if Instant::now() >= bookmark && version > self.seen && !is_muted {
+                self.seen = version;
+                let metadata = json!({ "resourceVersion": version.to_string() });
+                return Some(json!({ "type": "BOOKMARK", "object": { "metadata": metadata } }));
+            }
+            let is_due = Instant::now() < bookmark;
+            tokio::select! {
+                changed = self.news.changed() => changed.ok()?,
+                () = sleep_until(self.end) => return None,
+                () = sleep_until(bookmark), if is_due => {}
+            }
+        }
+    }
 }
 
 fn path(object: &Value) -> String {
@@ -506,45 +657,64 @@ fn json_body(value: &Value) -> Response {
 fn parameter(query: &str, name: &str) -> Option<String> {
     let mut pairs = query.split('&').filter_map(|pair| pair.split_once('='));
     let (_, value) = pairs.find(|(key, _)| *key == name)?;
-    Some(value.replace("%2F", "/"))
+    Some(value.replace("%2F", "/").replace("%3D", "="))
 }
 
-async fn answer(State(api): State<Api>, request: Request) -> Response {
+async fn answer(api: Api, request: Request) -> Result<Response, BoxError> {
     let (parts, body) = request.into_parts();
     let (path, query) = (parts.uri.path(), parts.uri.query().unwrap_or_default());
-    if let Some(refusal) = api.refusal(path) {
-        return refusal;
+    let is_away = {
+        let mut data = api.data();
+        let verb = match parts.method {
+            Method::GET if query.contains("watch=true") => "WATCH",
+            Method::GET if query.contains("limit=") => "LIST",
+            ref method => method.as_str(),
+        };
+        let request = format!("{verb} {path}");
+        data.requests.push((Instant::now(), request));
+        data.is_away
+    };
+    if is_away {
+        return Err("connection refused by the test".into());
     }
+    if let Some(refusal) = api.refusal(path) {
+        return Ok(refusal);
+    }
+    let body = axum::body::to_bytes(body, 1 << 20)
+        .await
+        .expect("a whole body");
+    Ok(answered(&api, &parts, &body).await)
+}
+
+async fn answered(api: &Api, parts: &http::request::Parts, body: &[u8]) -> Response {
+    let (path, query) = (parts.uri.path(), parts.uri.query().unwrap_or_default());
     let segments: Vec<&str> = path
         .split('/')
         .filter(|segment| !segment.is_empty())
         .collect();
-    let label = parameter(query, "labelSelector");
+    let selected = Selected::of(query);
     if parts.method == Method::GET {
         let kind = segments.last().copied().unwrap_or_default();
         if let [.., "namespaces", namespace, "pods", name] = segments.as_slice() {
             let pod = api.stored("pods", &format!("{namespace}/{name}"));
             return pod.map_or_else(|| failure(StatusCode::NOT_FOUND), |pod| json_body(&pod));
         }
-        if let [.., "gpunodes", name] = segments.as_slice() {
-            let node = api.stored("gpunodes", &format!("/{name}"));
+        if let [.., kind @ ("gpunodes" | "nodes"), name] = segments.as_slice() {
+            let node = api.stored(kind, &format!("/{name}"));
             return node.map_or_else(|| failure(StatusCode::NOT_FOUND), |node| json_body(&node));
         }
         return if query.contains("watch=true") {
             let from = parameter(query, "resourceVersion").and_then(|text| text.parse().ok());
-            api.watch(kind.to_owned(), label, from.unwrap_or(0))
+            api.watch(kind.to_owned(), selected, from.unwrap_or(0), query)
         } else {
             let namespace = match segments.as_slice() {
                 [.., "namespaces", namespace, _] => namespace,
                 _ => "",
             };
-            api.list(kind, namespace, label.as_deref())
+            api.list(kind, namespace, &selected, query)
         };
     }
-    let body = axum::body::to_bytes(body, 1 << 20)
-        .await
-        .expect("a whole body");
-    let body: Value = serde_json::from_slice(&body).expect("JSON");
+    let body: Value = serde_json::from_slice(body).expect("JSON");
     if segments.last() == Some(&"events") {
         let reason = body["reason"].as_str().unwrap_or_default().to_owned();
         api.data().told.push(reason);

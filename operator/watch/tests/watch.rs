@@ -1,0 +1,189 @@
+//! A watch over a simulated API server, in virtual time.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use bursar_sim_api::{Api, Faults};
+use bursar_watch::{History, Pauses, watch};
+use futures::StreamExt as _;
+use k8s_openapi::api::core::v1::ConfigMap;
+use kube::runtime::watcher::{Config, Event};
+use kube::{Client, ResourceExt as _};
+use serde_json::json;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout};
+
+const KIND: &str = "configmaps";
+const LONGEST: Duration = Duration::from_secs(10);
+
+fn put(api: &Api, name: &str, value: usize) {
+    let data = json!({ "value": value.to_string() });
+    let object = json!({ "apiVersion": "v1", "kind": "ConfigMap", "metadata": { "name": name }, "data": data });
+    api.put(KIND, object);
+}
+
+/// The lists that a watch tells, each with the names in it, and the names that it tells afterwards.
+#[derive(Debug, PartialEq)]
+enum Told {
+    List(Vec<String>),
+    Change(String),
+}
+
+/// Follows all objects until the test ends.
+fn follow(client: Client, history: &History) -> mpsc::UnboundedReceiver<Told> {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    let config = Config::default().timeout(200);
+    let pauses = Pauses::new(Duration::from_secs(1), LONGEST);
+    let objects = watch(
+        kube::Api::<ConfigMap>::all(client),
+        config,
+        pauses,
+        history.clone(),
+    );
+    tokio::spawn(async move {
+        let mut objects = pin!(objects);
+        let mut list = Vec::new();
+        while let Some(event) = objects.next().await {
+            let told = match event {
+                Ok(Event::Init) => {
+                    list.clear();
+                    continue;
+                }
+                Ok(Event::InitApply(object)) => {
+                    list.push(object.name_any());
+                    continue;
+                }
+                Ok(Event::InitDone) => Told::List(list.clone()),
+                Ok(Event::Apply(object) | Event::Delete(object)) => Told::Change(object.name_any()),
+                Err(_) => continue,
+            };
+            if sender.send(told).is_err() {
+                return;
+            }
+        }
+    });
+    receiver
+}
+
+async fn next(told: &mut mpsc::UnboundedReceiver<Told>, within: Duration) -> Told {
+    let told = timeout(within, told.recv()).await;
+    told.expect("the watch tells something in time")
+        .expect("the watch goes on")
+}
+
+fn list(names: &[&str]) -> Told {
+    Told::List(names.iter().map(|&name| name.to_owned()).collect())
+}
+
+fn lists(api: &Api) -> Vec<Instant> {
+    let requests = api.requests().into_iter();
+    let lists = requests.filter(|(_, request)| request.starts_with("LIST "));
+    lists.map(|(at, _)| at).collect()
+}
+
+#[tokio::test(start_paused = true)]
+async fn watch_lists_anew_when_etcd_was_restored() {
+    let api = Api::start();
+    put(&api, "kept", 0);
+    let backup = api.backup();
+    let history = History::default();
+    let mut told = follow(api.client(), &history);
+    assert_eq!(next(&mut told, LONGEST).await, list(&["kept"]));
+    for value in 0..10 {
+        put(&api, "lost", value);
+        assert_eq!(next(&mut told, LONGEST).await, Told::Change("lost".into()));
+    }
+    api.restore(&backup);
+    put(&api, "new", 0);
+    assert_eq!(next(&mut told, LONGEST).await, list(&["kept", "new"]));
+    assert_eq!(history.restarts(), 1);
+    put(&api, "new", 1);
+    assert_eq!(next(&mut told, LONGEST).await, Told::Change("new".into()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn watch_resumes_where_it_was_after_each_end() {
+    let api = Api::start();
+    put(&api, "a", 0);
+    let history = History::default();
+    let mut told = follow(api.client(), &history);
+    assert_eq!(next(&mut told, LONGEST).await, list(&["a"]));
+    // It has ended by its time twice then.
+    sleep(Duration::from_secs(500)).await;
+    put(&api, "a", 1);
+    assert_eq!(next(&mut told, LONGEST).await, Told::Change("a".into()));
+    assert_eq!(history.restarts(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn watch_lists_anew_when_asked() {
+    let api = Api::start();
+    let history = History::default();
+    let mut told = follow(api.client(), &history);
+    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    history.list_anew();
+    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn watch_lists_anew_every_half_hour_at_least() {
+    let api = Api::start();
+    let mut told = follow(api.client(), &History::default());
+    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    for _ in 0..20 {
+        let before = Instant::now();
+        assert_eq!(next(&mut told, Duration::from_secs(1801)).await, list(&[]));
+        assert!(before.elapsed() >= Duration::from_secs(600));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_back_off_while_their_lists_fail() {
+    const CLIENTS: usize = 5_000;
+    let api = Api::start();
+    api.away(true);
+    let history = History::default();
+    let mut told: Vec<_> = (0..CLIENTS)
+        .map(|_| follow(api.client(), &history))
+        .collect();
+    sleep(Duration::from_secs(60)).await;
+    let before = lists(&api).len();
+    sleep(Duration::from_secs(60)).await;
+    let lists_of_each = (lists(&api).len() - before) as f64 / CLIENTS as f64;
+    // From 10 to 20 s apart.
+    assert!(
+        (3.0..6.5).contains(&lists_of_each),
+        "{lists_of_each} a minute"
+    );
+    api.away(false);
+    let back = Instant::now();
+    for told in &mut told {
+        assert_eq!(next(told, 2 * LONGEST).await, list(&[]));
+    }
+    assert!(back.elapsed() <= 2 * LONGEST, "{:?}", back.elapsed());
+    let mut seconds = [0; 20];
+    for at in lists(&api).iter().filter(|at| **at >= back) {
+        let second = (*at - back).as_secs() as usize;
+        seconds[second.min(19)] += 1;
+    }
+    assert!(
+        seconds.iter().all(|lists| *lists < CLIENTS / 5),
+        "{seconds:?}"
+    );
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_back_off_while_their_watches_end_at_once() {
+    let api = Api::start();
+    let ended = Faults::short_watches("case", 0);
+    let mut told = follow(api.client_through(&ended), &History::default());
+    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    sleep(Duration::from_secs(60)).await;
+    let before = api.requests().len();
+    sleep(Duration::from_secs(60)).await;
+    // Each attempt asks for the newest revision and opens a watch.
+    let requests = api.requests().len() - before;
+    assert!(requests <= 2 * 7, "{requests} requests in a minute");
+    put(&api, "a", 0);
+    assert_eq!(next(&mut told, 2 * LONGEST).await, Told::Change("a".into()));
+}
