@@ -14,7 +14,15 @@ mod machine;
 
 #[path = "security/adversary.rs"]
 mod adversary;
+#[path = "security/api_server.rs"]
+mod api_server;
+#[path = "security/events.rs"]
+mod events;
 #[path = "security/fixture.rs"]
 mod fixture;
+#[path = "security/http.rs"]
+mod http;
+#[path = "security/oracles.rs"]
+mod oracles;
 #[path = "security/socket.rs"]
 mod socket;

@@ -151,8 +151,8 @@ impl Machine {
         fs::read_to_string(self.path("agent.log")).unwrap_or_default()
     }
 
-    /// What the agent answers to an HTTP GET of `path`: the status code and the body.
-    pub(crate) async fn get(&self, path: &str) -> (u16, String) {
+    /// Where the agent serves `path`, as its log says.
+    pub(crate) async fn address(&self, path: &str) -> SocketAddr {
         let field = if path == "/metrics" {
             " address="
         } else {
@@ -173,7 +173,12 @@ impl Machine {
             address.is_some()
         })
         .await;
-        let address = address.expect("it said so");
+        address.expect("it said so")
+    }
+
+    /// What the agent answers to an HTTP GET of `path`: the status code and the body.
+    pub(crate) async fn get(&self, path: &str) -> (u16, String) {
+        let address = self.address(path).await;
         let request = format!("GET {path} HTTP/1.1\r\nHost: agent\r\nConnection: close\r\n\r\n");
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
         stream.write_all(request.as_bytes()).await.unwrap();

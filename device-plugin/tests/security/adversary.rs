@@ -1,11 +1,12 @@
 //! A hostile tenant that does anything in any order: messages, page writes, descriptors, deaths, hoards and lies.
 //!
 //! Processes of two hostile containers draw their steps from a seed. Each is a copy of this program that the agent
-//! sees in its container; what it does next stands in its trace before it is done. Meanwhile, and at the end:
+//! sees in its container; what it does next stands in its trace before it is done. Meanwhile, and at the end
+//! ([`oracles`](crate::oracles)):
 //!
 //! | what holds | how it is seen |
 //! |---|---|
-//! | no container is granted more than its quota | the agent's records, read every 50 ms |
+//! | no container is charged more than its quota | the agent's records, read every 50 ms |
 //! | the neighbour is answered | its round trips |
 //! | the agent has afterwards what it had before | resident memory, descriptors |
 //! | no thread of the agent's runtime sleeps in a close | the kernel's stacks of its threads |
@@ -15,7 +16,7 @@
 //! `BURSAR_ADVERSARY_STEPS=1000000` takes so many steps instead of some seconds of them, and
 //! `BURSAR_ADVERSARY_SEED` those of an earlier run.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -41,6 +42,7 @@ use rand::{RngExt as _, SeedableRng as _};
 use rustix::process::{Signal, getpid, kill_process};
 
 use crate::fixture::{Node, Tenant};
+use crate::oracles::{QUOTA, Watch, accused, wronged};
 
 /// How long the search is without a number of steps.
 const SHORT: Duration = Duration::from_secs(20);
@@ -49,8 +51,6 @@ const CONTAINERS: usize = 2;
 const LANES: usize = 2;
 /// The most steps of one process.
 const LIFE: u32 = 2_000;
-/// The quota of each container of the fixture.
-const QUOTA: Units = Units(1 << 20);
 /// Connections that a process has at most.
 const MOST_PEERS: usize = 64;
 /// Steps of a failed run that are shown, of each process.
@@ -119,9 +119,8 @@ async fn adversary_harms_nobody_but_itself() {
         Process::start(&node, tenant, "greedy", 0).end();
     }
     let (_, metrics) = node.machine.get("/metrics").await;
-    let accused =
-        |line: &&str| line.starts_with("bursar_agent_findings_total") && !line.ends_with(" 0");
-    assert_eq!(metrics.lines().find(accused), None);
+    let names: Vec<&str> = hostile.iter().map(|tenant| tenant.allocation()).collect();
+    assert_eq!(accused(&metrics, &node.machine.log(), &names), None);
     node.holds(seen).await;
 }
 
@@ -181,10 +180,10 @@ impl Search {
 
     /// What holds meanwhile.
     async fn watch(&self, node: &Node, honest: &mut Process) {
-        let mut asleep = BTreeMap::new();
+        let mut watch = Watch::default();
         while !self.is_over() {
-            let broken = over_quota(node)
-                .or_else(|| closes(node, &mut asleep))
+            let broken = watch
+                .look(node)
                 .or_else(|| (!honest.is_alive()).then(|| "the honest process ended".to_owned()));
             if let Some(broken) = broken {
                 self.over.store(true, Ordering::SeqCst);
@@ -193,51 +192,10 @@ impl Search {
             }
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
+        println!("{} units charged at most", watch.most_charged);
+        assert!(watch.most_charged > 0, "no record charged anything");
+        assert!(watch.stacks > 0, "no stack of the agent's runtime was read");
     }
-}
-
-/// A container that the agent's records grant more than its quota.
-fn over_quota(node: &Node) -> Option<String> {
-    let records = fs::read_dir(node.machine.path("run/sessions")).unwrap();
-    let records = records.map(|record| record.unwrap().path());
-    let mut records = records.filter(|path| path.extension().is_some_and(|it| it == "json"));
-    records.find_map(|path| {
-        // It may be replaced just now.
-        let text = fs::read(&path).ok()?;
-        let record: serde_json::Value = serde_json::from_slice(&text).ok()?;
-        let of = |units: &serde_json::Value| units[0].as_u64().unwrap_or(0);
-        let list = |name: &str| record[name].as_array().into_iter().flatten();
-        let granted: u64 = list("processes")
-            .map(|process| of(&process["granted"]))
-            .sum();
-        let retired: u64 = list("retired").map(|retired| of(&retired[1])).sum();
-        let sum = granted + retired;
-        (sum > QUOTA.0.into()).then(|| format!("{sum} units of {}: {record}", QUOTA.0))
-    })
-}
-
-/// A thread of the agent's runtime that has slept in a close, or in the release of what it received, for four looks.
-fn closes(node: &Node, asleep: &mut BTreeMap<PathBuf, u32>) -> Option<String> {
-    let tasks = format!("/proc/{}/task", node.machine.agent_pid());
-    let before = std::mem::take(asleep);
-    for task in fs::read_dir(tasks).into_iter().flatten().flatten() {
-        let task = task.path();
-        let read = |name: &str| fs::read_to_string(task.join(name)).unwrap_or_default();
-        let (stat, stack) = (read("stat"), read("stack"));
-        let state = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
-        if !read("comm").starts_with("tokio") || state.starts_with('R') || !stack.contains("__fput")
-        {
-            continue;
-        }
-        let looks = before.get(&task).unwrap_or(&0) + 1;
-        if looks >= 4 {
-            return Some(format!(
-                "a thread of the runtime sleeps in a close:\n{stack}"
-            ));
-        }
-        asleep.insert(task, looks);
-    }
-    None
 }
 
 /// A copy of this program in a container.
@@ -381,10 +339,7 @@ fn honest(greedy: bool) {
         told.store(true, Ordering::SeqCst);
     });
     while !over.load(Ordering::SeqCst) {
-        assert_eq!(page.fence(), 0, "it is fenced");
-        let word = slot.word();
-        assert!(word.used == held.0 && word.granted >= held.0, "{word:?}");
-        assert_eq!(slot.quota(), QUOTA);
+        assert_eq!(wronged(&page, held), None);
         std::thread::sleep(Duration::from_millis(20));
     }
     take(Units(QUOTA.0 - held.0));

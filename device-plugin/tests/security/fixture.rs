@@ -12,8 +12,8 @@
 //!
 //! The neighbour is this test's own process: `/proc` as the agent sees it says that it is in the neighbour's
 //! container. A load that needs another kind of process adds a command to `hostile.c`, or starts its own and has it
-//! shown by [`Tenant::adopt`]. A load that needs no process (connections to the agent's HTTP port, events) is a future
-//! over [`Node::machine`].
+//! shown by [`Tenant::adopt`]. A load that needs many processes is a [`Tenant::crowd`]; a load that needs none is a
+//! future over [`Node::machine`].
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -27,6 +27,7 @@ use bursar_protocol::page::CreditPage;
 use bursar_protocol::socket::receive_with_fd;
 use bursar_protocol::wire::{self, Message, ToAgent, ToShim};
 
+use crate::api_server::FakeApiServer;
 use crate::common::eventually;
 use crate::common::kubelet::Pod;
 use crate::machine::{GPU, Machine};
@@ -36,6 +37,10 @@ pub(crate) const WITHIN: Duration = Duration::from_millis(100);
 
 /// What the agent may have more of memory while a load runs, and after it.
 const MORE_KIB: u64 = 64 << 10;
+const MORE_AFTER_KIB: u64 = 8 << 10;
+
+/// What the agent may have more of shared memory after a load: 128 credit pages.
+const MORE_SHARED_KIB: u64 = 512;
 
 /// Descriptors that come and go without a load, and 64 pages of processes that died, for those that come.
 const MORE_DESCRIPTORS: usize = 16 + 64;
@@ -55,7 +60,7 @@ pub(crate) struct Node {
 
 /// What the agent has.
 #[derive(Clone, Copy, Debug)]
-struct Has {
+pub(crate) struct Has {
     resident_kib: u64,
     shared_kib: u64,
     descriptors: usize,
@@ -86,7 +91,20 @@ pub(crate) struct Program {
 
 impl Node {
     pub(crate) async fn start() -> Node {
-        let mut machine = Machine::new().await;
+        Self::start_on(Machine::new().await).await
+    }
+
+    /// The same on a machine whose agent finds this API server.
+    pub(crate) async fn start_with(api_server: &FakeApiServer) -> Node {
+        let machine = Machine::new().await;
+        // The agent's home is the machine's folder.
+        let folder = machine.path(".kube");
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("config"), api_server.kubeconfig()).unwrap();
+        Self::start_on(machine).await
+    }
+
+    async fn start_on(mut machine: Machine) -> Node {
         let proc = machine.path("proc");
         std::fs::create_dir_all(&proc).unwrap();
         std::os::unix::fs::symlink("/proc/self", proc.join("self")).unwrap();
@@ -147,12 +165,27 @@ impl Node {
         .await;
         let after = has(&self.machine);
         println!("before {before:?}, after {after:?}");
-        assert!(seen.p99 < WITHIN, "the neighbour waited: {seen:?}");
-        for has in [seen.most, after] {
-            let more = has.resident_kib.saturating_sub(before.resident_kib);
-            assert!(more < MORE_KIB, "{has:?}, before {before:?}");
-        }
+        assert_eq!(complaint(&seen, before, after), None);
     }
+}
+
+/// What a load did to the neighbour or the agent beyond what it may.
+pub(crate) fn complaint(seen: &Seen, before: Has, after: Has) -> Option<String> {
+    let more = |has: Has| has.resident_kib.saturating_sub(before.resident_kib);
+    let shared = after.shared_kib.saturating_sub(before.shared_kib);
+    let what = match () {
+        () if seen.p99 >= WITHIN => "the neighbour waited",
+        () if more(seen.most) >= MORE_KIB => "the agent's memory grew under the load",
+        () if more(after) >= MORE_AFTER_KIB => "the agent's memory is still grown",
+        () if shared >= MORE_SHARED_KIB => "the agent keeps shared memory",
+        () if after.descriptors > before.descriptors + MORE_DESCRIPTORS => {
+            "the agent keeps descriptors"
+        }
+        () => return None,
+    };
+    Some(format!(
+        "{what}: {seen:?}, before {before:?}, after {after:?}"
+    ))
 }
 
 impl Tenant {
@@ -164,6 +197,12 @@ impl Tenant {
         Tenant { pod, socket }
     }
 
+    /// The name of its container's allocation.
+    pub(crate) fn allocation(&self) -> &str {
+        let folder = self.socket.parent().unwrap().file_name();
+        folder.unwrap().to_str().unwrap()
+    }
+
     /// Has the agent see a process in this container.
     pub(crate) fn adopt(&self, machine: &Machine, pid: u32) {
         machine.adopt(&self.pod, pid);
@@ -171,7 +210,10 @@ impl Tenant {
 
     /// A hostile process in this container, that waits for a command.
     pub(crate) fn run(&self, node: &Node) -> Program {
-        let mut child = Command::new(hostile())
+        let mut child = node
+            .machine
+            .lab
+            .command(hostile())
             .arg(&self.socket)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -186,6 +228,27 @@ impl Tenant {
             output,
         }
     }
+
+    /// So many processes of this container that wait for `go`, and then act as `how` says.
+    pub(crate) fn crowd(&self, node: &Node, count: u32, how: &str) -> Program {
+        let mut program = self.run(node);
+        let mut pid = program.call(&format!("crowd {count} {how}"));
+        for _ in 1..count {
+            self.adopt(&node.machine, pid.try_into().unwrap());
+            pid = program.number();
+        }
+        self.adopt(&node.machine, pid.try_into().unwrap());
+        program
+    }
+
+    /// The agent sees no process in this container any more: all have ended.
+    pub(crate) fn empty(&self, node: &Node) {
+        let procs = node.machine.cgroup(&self.pod).join("main/cgroup.procs");
+        for pid in std::fs::read_to_string(&procs).unwrap().lines() {
+            let _ = std::fs::remove_dir_all(node.machine.path(&format!("proc/{pid}")));
+        }
+        std::fs::write(procs, "").unwrap();
+    }
 }
 
 impl Program {
@@ -193,6 +256,11 @@ impl Program {
     pub(crate) fn call(&mut self, line: &str) -> u64 {
         writeln!(self.input, "{line}").unwrap();
         self.number()
+    }
+
+    /// A command whose answer nobody waits for: the agent may have killed the process.
+    pub(crate) fn say(&mut self, line: &str) {
+        let _ = writeln!(self.input, "{line}");
     }
 
     /// The next number that it says.
@@ -286,9 +354,65 @@ fn hostile() -> &'static Path {
         let compile = Command::new("cc")
             .args(["-Wall", "-Werror", "-O1", "-o"])
             .args([program.as_path(), Path::new(source)])
+            .arg("-ldl")
             .status();
         assert!(compile.unwrap().success());
         (folder, program)
     });
     program
+}
+
+mod tests {
+    use super::*;
+
+    const BEFORE: Has = Has {
+        resident_kib: 30 << 10,
+        shared_kib: 1 << 10,
+        descriptors: 40,
+    };
+
+    fn seen(milliseconds: u64, most: Has) -> Seen {
+        let p99 = Duration::from_millis(milliseconds);
+        let trips = LEAST_TRIPS;
+        Seen { p99, trips, most }
+    }
+
+    #[test]
+    fn complaint_is_none_when_agent_is_as_before() {
+        assert_eq!(complaint(&seen(99, BEFORE), BEFORE, BEFORE), None);
+    }
+
+    #[test]
+    fn complaint_names_each_thing_that_a_load_may_not_do() {
+        let grown = Has {
+            resident_kib: BEFORE.resident_kib + MORE_KIB,
+            ..BEFORE
+        };
+        let stays = Has {
+            resident_kib: BEFORE.resident_kib + MORE_AFTER_KIB,
+            ..BEFORE
+        };
+        let shares = Has {
+            shared_kib: BEFORE.shared_kib + MORE_SHARED_KIB,
+            ..BEFORE
+        };
+        let holds = Has {
+            descriptors: BEFORE.descriptors + MORE_DESCRIPTORS + 1,
+            ..BEFORE
+        };
+        let bad = [
+            (seen(100, BEFORE), BEFORE, "the neighbour waited"),
+            (seen(1, grown), BEFORE, "memory grew"),
+            (seen(1, stays), stays, "is still grown"),
+            (seen(1, BEFORE), shares, "shared memory"),
+            (seen(1, BEFORE), holds, "descriptors"),
+        ];
+        for (seen, after, expected) in bad {
+            let told = complaint(&seen, BEFORE, after);
+            assert!(
+                told.as_ref().is_some_and(|told| told.contains(expected)),
+                "{told:?}"
+            );
+        }
+    }
 }

@@ -4,11 +4,17 @@
  *   linger COUNT SECONDS hello|plain   connections, each with the last reference to a TCP socket that lingers so long
  *                                      and has a peer that reads nothing: how many were taken
  *   hellos COUNT                       so many images, whose credit pages are kept: how many pages it got
- *   crowd COUNT                        so many processes, that stay and wait: a line with the pid of each
- *   go                                 each of them says hello and asks for memory, all at once: how many were granted
+ *   crowd COUNT HOW                    so many processes, that stay and wait: a line with the pid of each
+ *   go                                 all of them act at once, and stay: how many succeeded
+ *                                        grant  says hello and is granted memory
+ *                                        fault  says hello, and that its context is poisoned
+ *                                        past   has a context and a MiB of a GPU, without the shim
+ *   connect COUNT PORT                 so many connections to this port of the machine, each with 12 KiB of a header
+ *                                      that does not end, all kept: how many were made
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <signal.h>
 #include <stdint.h>
@@ -109,24 +115,64 @@ static int hellos(int count) {
 
 static int start[2], answers[2];
 
-static void member(void) {
+static int granted(void) {
     unsigned char frame[8] = {6, 0, 2, 0, 1, 0, 0, 0}, answer[64];
-    char granted, end;
-    int page, fd;
+    int page, fd = hello(&page);
+    return page >= 0 && give(fd, frame, sizeof frame, -1) && take(fd, answer, sizeof answer, &page) == 2;
+}
+
+static int faults(void) {
+    /* Account 0, CUDA error 700, and it cannot be executed again. */
+    unsigned char frame[9] = {7, 0, 8, 0, 0xbc, 2, 0, 0, 0}, answer[64];
+    int page, fd = hello(&page);
+    return page >= 0 && give(fd, frame, sizeof frame, -1) && take(fd, answer, sizeof answer, &page) >= 0;
+}
+
+/* The program runs with the driver's folder as its library path. */
+static int past(void) {
+    void *driver = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL), *context = NULL;
+    uint64_t at = 0;
+    if (!driver) return 0;
+    int (*init)(unsigned) = dlsym(driver, "cuInit");
+    int (*retain)(void **, int) = dlsym(driver, "cuDevicePrimaryCtxRetain");
+    int (*current)(void *) = dlsym(driver, "cuCtxSetCurrent");
+    int (*allocate)(uint64_t *, size_t) = dlsym(driver, "cuMemAlloc_v2");
+    return !init(0) && !retain(&context, 0) && !current(context) && !allocate(&at, 1 << 20);
+}
+
+static void member(int (*act)(void)) {
+    char done, end;
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     close(start[1]);
     /* Until the other end is closed. */
     if (read(start[0], &end, 1) < 0) perror("read");
-    fd = hello(&page);
-    granted = page >= 0 && give(fd, frame, sizeof frame, -1) && take(fd, answer, sizeof answer, &page) == 2;
-    if (write(answers[1], &granted, 1) < 0) perror("write");
+    done = act();
+    if (write(answers[1], &done, 1) < 0) perror("write");
+    close(answers[1]);
     for (;;) pause();
+}
+
+static int connections(int count, int port) {
+    struct sockaddr_in to = {AF_INET, htons(port), {htonl(INADDR_LOOPBACK)}};
+    char header[12 << 10] = "GET /metrics HTTP/1.1\r\nA: ";
+    int made;
+    memset(header + strlen(header), 'a', sizeof header - strlen(header));
+    for (made = 0; made < count; made++) {
+        int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+        if (fd < 0 || connect(fd, (struct sockaddr *)&to, sizeof to)) {
+            perror("connect");
+            break;
+        }
+        /* The agent may have closed it already. */
+        send(fd, header, sizeof header, MSG_NOSIGNAL);
+    }
+    return made;
 }
 
 int main(int count, char **words) {
     struct rlimit files;
-    char line[256], how[16], granted;
-    int number, seconds, crowd = 0;
+    char line[256], how[16], done;
+    int number, seconds, port, crowd;
     path = words[count - 1];
     getrlimit(RLIMIT_NOFILE, &files);
     files.rlim_cur = files.rlim_max;
@@ -137,16 +183,21 @@ int main(int count, char **words) {
             printf("%d\n", linger(number, seconds, !strcmp(how, "hello")));
         } else if (sscanf(line, "hellos %d", &number) == 1) {
             printf("%d\n", hellos(number));
-        } else if (sscanf(line, "crowd %d", &crowd) == 1) {
+        } else if (sscanf(line, "connect %d %d", &number, &port) == 2) {
+            printf("%d\n", connections(number, port));
+        } else if (sscanf(line, "crowd %d %15s", &crowd, how) == 2) {
+            int (*act)(void) = !strcmp(how, "grant") ? granted : !strcmp(how, "fault") ? faults : past;
             if (pipe2(start, O_CLOEXEC) || pipe2(answers, O_CLOEXEC)) return 1;
             for (number = 0; number < crowd; number++) {
                 int child = fork();
-                if (!child) member();
+                if (!child) member(act);
                 printf("%d\n", child);
             }
         } else if (!strncmp(line, "go", 2)) {
             close(start[1]);
-            for (number = 0; crowd > 0 && read(answers[0], &granted, 1) == 1; crowd--) number += granted;
+            close(answers[1]);
+            /* Until each of them has written or ended. */
+            for (number = 0; read(answers[0], &done, 1) == 1;) number += done;
             printf("%d\n", number);
         }
     }

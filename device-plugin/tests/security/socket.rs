@@ -47,15 +47,8 @@ async fn credit_pages_are_bounded_when_a_process_keeps_them() {
 async fn neighbour_is_answered_when_512_processes_start() {
     let node = Node::start().await;
     let tenant = node.tenant("crowd").await;
-    let mut program = tenant.run(&node);
-    let mut pid = u32::try_from(program.call("crowd 512")).unwrap();
-    for _ in 1..512 {
-        tenant.adopt(&node.machine, pid);
-        pid = u32::try_from(program.number()).unwrap();
-    }
-    tenant.adopt(&node.machine, pid);
+    let program = tenant.crowd(&node, 512, "grant");
     let begun = Instant::now();
-    // The first of them is there already: it never said hello.
     let ((program, granted), seen) = node.under(program.load("go")).await;
     println!("{granted} granted after {:?}", begun.elapsed());
     assert_eq!(granted, 512);

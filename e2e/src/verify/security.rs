@@ -469,21 +469,29 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/event-storm",
-        shows: "one pod's storm of Events leaves room for every other pod's, repeats are one Event with a count, and no Event of a finding names a pid of the host",
+        shows: "one pod's storm of Events leaves room for every other pod's, repeats are one Event with a count, and no Event of a finding names a pid of the host; the whole agent under waves of processes that are each a finding or a fault, with an API server that answers late and then never: as many Events as its bounds let pass, the neighbour's p99 below 100 ms, resident memory as before",
         long: false,
-        tests: &[Tests {
-            target: LIB,
-            names: &[
-                "status::events::tests::a_pods_storm_leaves_room_for_every_other_pods_events",
-                "status::events::tests::the_same_thing_is_one_event_with_a_count_for_five_minutes",
-                "status::events::tests::saying_more_than_passes_drops_and_counts",
-                "status::events::tests::what_is_said_again_is_counted_in_its_event",
-                "audit::tell::tests::no_event_of_a_finding_names_a_pid",
-                "poison::tell::tests::a_fault_is_told_with_its_cause_its_image_and_what_is_done",
-            ],
-            ignored: false,
-            env: &[],
-        }],
+        tests: &[
+            Tests {
+                target: LIB,
+                names: &[
+                    "status::events::tests::a_pods_storm_leaves_room_for_every_other_pods_events",
+                    "status::events::tests::the_same_thing_is_one_event_with_a_count_for_five_minutes",
+                    "status::events::tests::saying_more_than_passes_drops_and_counts",
+                    "status::events::tests::what_is_said_again_is_counted_in_its_event",
+                    "audit::tell::tests::no_event_of_a_finding_names_a_pid",
+                    "poison::tell::tests::a_fault_is_told_with_its_cause_its_image_and_what_is_done",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: &["--test", "security"],
+                names: &["events::events_are_bounded_when_processes_come_in_waves"],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "security/crash-loops",
@@ -761,11 +769,23 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/adversary",
-        shows: "a seeded hostile tenant does anything in any order to the whole agent for some seconds: no grant beyond the quota, no neighbour late, killed or refused, nothing left behind",
+        shows: "a seeded hostile tenant does anything in any order to the whole agent for some seconds: no grant beyond the quota, no neighbour late, killed or refused, nothing left behind; each of its oracles complains of a world that breaks its promise",
         long: false,
         tests: &[Tests {
             target: &["--test", "security"],
-            names: &["adversary::adversary_harms_nobody_but_itself"],
+            names: &[
+                "adversary::adversary_harms_nobody_but_itself",
+                "fixture::tests::complaint_is_none_when_agent_is_as_before",
+                "fixture::tests::complaint_names_each_thing_that_a_load_may_not_do",
+                "oracles::tests::charged_is_the_sum_of_a_record_up_to_the_quota",
+                "oracles::tests::charged_complains_when_any_part_passes_the_quota",
+                "oracles::tests::charged_complains_when_a_list_has_another_name",
+                "oracles::tests::only_a_runtime_thread_asleep_in_a_close_is_seen",
+                "oracles::tests::stuck_complains_of_a_thread_that_closes_at_four_looks",
+                "oracles::tests::wronged_names_what_a_neighbour_lost",
+                "oracles::tests::accused_names_a_finding_of_another_container",
+                "oracles::tests::accused_complains_when_audits_or_findings_are_not_seen",
+            ],
             ignored: false,
             env: &[],
         }],
@@ -783,20 +803,28 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/http",
-        shows: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections leave probes their seats; metrics are encoded once for all who ask; oversized headers are refused",
+        shows: "10,000 connections with unfinished headers: RSS within 64 MiB, all closed, a probe on its own listener answered within 100 ms at p99; idle connections leave probes their seats; metrics are encoded once for all who ask; oversized headers are refused; the whole agent under as many keeps its memory and descriptors, and answers its neighbour and its probes within 100 ms",
         long: false,
-        tests: &[Tests {
-            target: &["--test", "flood"],
-            names: &[
-                "unfinished_headers_hold_little_and_are_closed",
-                "idle_connections_leave_probes_their_seats",
-                "metrics_are_encoded_once_for_all_who_ask",
-                "oversized_headers_are_refused",
-                "each_path_is_served_on_its_own_listener",
-            ],
-            ignored: false,
-            env: &[],
-        }],
+        tests: &[
+            Tests {
+                target: &["--test", "flood"],
+                names: &[
+                    "unfinished_headers_hold_little_and_are_closed",
+                    "idle_connections_leave_probes_their_seats",
+                    "metrics_are_encoded_once_for_all_who_ask",
+                    "oversized_headers_are_refused",
+                    "each_path_is_served_on_its_own_listener",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: &["--test", "security"],
+                names: &["http::probes_are_answered_when_headers_never_end"],
+                ignored: false,
+                env: &[],
+            },
+        ],
     },
     NamedCheck {
         name: "security/nodes-word",

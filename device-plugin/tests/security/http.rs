@@ -1,0 +1,46 @@
+//! What pods do to the agent's metrics port.
+
+use std::time::{Duration, Instant};
+
+use crate::fixture::{Node, WITHIN};
+
+/// Connections that one pod makes.
+const CONNECTIONS: u64 = 10_000;
+/// The fewest probes that say something of the hundredth.
+const LEAST_PROBES: usize = 200;
+
+#[tokio::test]
+async fn probes_are_answered_when_headers_never_end() {
+    let node = Node::start().await;
+    let tenant = node.tenant("hostile").await;
+    let port = node.machine.address("/metrics").await.port();
+    let program = tenant.run(&node);
+    let over = std::cell::Cell::new(false);
+    let connects = async {
+        let made = program.load(&format!("connect {CONNECTIONS} {port}")).await;
+        over.set(true);
+        made
+    };
+    let probes = async {
+        let mut took = Vec::new();
+        while !over.get() || took.len() < LEAST_PROBES {
+            let begun = Instant::now();
+            let (code, body) = node.machine.get("/healthz").await;
+            took.push(begun.elapsed());
+            assert_eq!(code, 200, "{body}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        took.sort();
+        took
+    };
+    let load = async { tokio::join!(connects, probes) };
+    let (((program, made), took), seen) = node.under(load).await;
+    let p99 = took[took.len() * 99 / 100];
+    println!("{made} connections, {} probes, p99 {p99:?}", took.len());
+    assert_eq!(made, CONNECTIONS);
+    assert!(p99 < WITHIN, "probes waited: {p99:?}");
+    // The process keeps all of its connections: the agent has closed them by itself.
+    node.holds(seen).await;
+    assert_eq!(node.machine.get("/metrics").await.0, 200);
+    drop(program);
+}

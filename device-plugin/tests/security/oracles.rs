@@ -1,0 +1,292 @@
+//! Says which promise to others an agent breaks while a hostile tenant is at work.
+//!
+//! Each oracle is a function of what was read, so that a bad world can be shown to it. One that reads nothing, because a
+//! record or a metric has another name today, complains as well: it could never fail.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use bursar_protocol::page::Page;
+use bursar_protocol::units::Units;
+use serde_json::Value;
+
+use crate::fixture::Node;
+
+/// The quota of each container of the fixture.
+pub(crate) const QUOTA: Units = Units(1 << 20);
+/// For how many looks a thread may sleep in the same close.
+const MOST_LOOKS: u32 = 4;
+
+/// Looks at the agent again and again.
+#[derive(Default)]
+pub(crate) struct Watch {
+    asleep: BTreeMap<PathBuf, u32>,
+    /// The most that a record ever charged.
+    pub(crate) most_charged: u64,
+    /// How often a thread of the agent's runtime had a stack.
+    pub(crate) stacks: u64,
+}
+
+impl Watch {
+    /// The first complaint.
+    pub(crate) fn look(&mut self, node: &Node) -> Option<String> {
+        self.over_quota(node).or_else(|| self.closes(node))
+    }
+
+    /// A container whose record charges more than its quota.
+    fn over_quota(&mut self, node: &Node) -> Option<String> {
+        let records = fs::read_dir(node.machine.path("run/sessions")).unwrap();
+        let records = records.map(|record| record.unwrap().path());
+        for path in records.filter(|path| path.extension().is_some_and(|it| it == "json")) {
+            // The agent may replace it just now.
+            let Ok(text) = fs::read(&path) else { continue };
+            let Ok(record) = serde_json::from_slice(&text) else {
+                continue;
+            };
+            match charged(&record) {
+                Ok(units) => self.most_charged = self.most_charged.max(units),
+                Err(complaint) => return Some(complaint),
+            }
+        }
+        None
+    }
+
+    /// A thread of the agent's runtime that has slept in a close, or in the release of what it received, for some looks.
+    fn closes(&mut self, node: &Node) -> Option<String> {
+        let tasks = format!("/proc/{}/task", node.machine.agent_pid());
+        let mut closing = BTreeMap::new();
+        for task in fs::read_dir(tasks).into_iter().flatten().flatten() {
+            let task = task.path();
+            let read = |name: &str| read(&task, name);
+            let (name, stat, stack) = (read("comm"), read("stat"), read("stack"));
+            self.stacks += u64::from(name.starts_with("tokio") && !stack.is_empty());
+            if sleeps_in_a_close(&name, &stat, &stack) {
+                closing.insert(task, stack);
+            }
+        }
+        stuck(&mut self.asleep, closing)
+    }
+}
+
+fn read(task: &Path, name: &str) -> String {
+    fs::read_to_string(task.join(name)).unwrap_or_default()
+}
+
+/// What a session record charges to the container's GPU, at most its quota. Its other accounts have no quota.
+fn charged(record: &Value) -> Result<u64, String> {
+    let list = |name: &str| {
+        let list = record[name].as_array();
+        list.ok_or_else(|| format!("no `{name}` in the record {record}"))
+    };
+    let mut sums: BTreeMap<u64, u64> = BTreeMap::new();
+    let mut add = |units: &Value| {
+        for (account, units) in units.as_array().into_iter().flatten().enumerate() {
+            *sums.entry(account as u64).or_default() += units.as_u64().unwrap_or(u64::MAX / 2);
+        }
+    };
+    for process in list("processes")? {
+        add(&process["granted"]);
+    }
+    for image in list("retired")?.iter().chain(list("kept")?) {
+        add(&image[1]);
+    }
+    for lease in list("leases")? {
+        let account = lease[1].as_u64().unwrap_or_default();
+        *sums.entry(account).or_default() += lease[2].as_u64().unwrap_or(u64::MAX / 2);
+    }
+    let of_gpu = sums.remove(&0).unwrap_or_default();
+    let others: u64 = sums.values().sum();
+    if of_gpu > QUOTA.0.into() || others > 0 {
+        let quota = QUOTA.0;
+        return Err(format!(
+            "{of_gpu} and {others} units of {quota} and 0: {record}"
+        ));
+    }
+    Ok(of_gpu)
+}
+
+/// Whether a thread is one of the runtime's and sleeps while the kernel releases a file, by what `/proc` tells of it.
+fn sleeps_in_a_close(name: &str, stat: &str, stack: &str) -> bool {
+    let state = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
+    name.starts_with("tokio") && !state.starts_with('R') && stack.contains("__fput")
+}
+
+/// Counts for how many looks each thread slept, and complains of one that did so too long.
+fn stuck(
+    asleep: &mut BTreeMap<PathBuf, u32>,
+    closing: BTreeMap<PathBuf, String>,
+) -> Option<String> {
+    let before = std::mem::take(asleep);
+    for (task, stack) in closing {
+        let looks = before.get(&task).unwrap_or(&0) + 1;
+        if looks >= MOST_LOOKS {
+            return Some(format!(
+                "a thread of the runtime sleeps in a close:\n{stack}"
+            ));
+        }
+        asleep.insert(task, looks);
+    }
+    None
+}
+
+/// What an agent did to a neighbour's process that holds so much of its quota.
+pub(crate) fn wronged(page: &Page, held: Units) -> Option<String> {
+    let Some(slot) = page.slot(0) else {
+        return Some("its account is gone".to_owned());
+    };
+    let (fence, word, quota) = (page.fence(), slot.word(), slot.quota());
+    let what = match () {
+        () if fence != 0 => "it is fenced",
+        () if word.used != held.0 => "its use is another",
+        () if word.granted < held.0 => "it lost credit",
+        () if quota != QUOTA => "its quota is another",
+        () => return None,
+    };
+    Some(format!("{what}: fence {fence}, {word:?}, quota {quota:?}"))
+}
+
+/// A finding that is not of one of these containers: the metrics count all, and the log says of which container each is.
+pub(crate) fn accused(metrics: &str, log: &str, hostile: &[&str]) -> Option<String> {
+    let count = |line: &str| {
+        let labels = line.strip_prefix("bursar_agent_findings_total")?;
+        labels.rsplit_once(' ')?.1.parse::<usize>().ok()
+    };
+    let counts: Vec<usize> = metrics.lines().filter_map(count).collect();
+    let told = log.lines().filter(|line| line.contains("audit finding="));
+    let told: Vec<&str> = told.collect();
+    // A kind that was never found is not among the metrics: the audits are.
+    let audits = metrics.lines().any(|line| {
+        let count = line.strip_prefix("bursar_agent_audit_seconds_count ");
+        count.is_some_and(|count| count != "0")
+    });
+    if !audits || told.len() < counts.iter().sum() {
+        let lines = told.len();
+        return Some(format!("{counts:?} findings are counted, {lines} logged"));
+    }
+    let is_hostile = |line: &str| hostile.iter().any(|name| line.contains(name));
+    let other = told.into_iter().find(|line| !is_hostile(line));
+    other.map(str::to_owned)
+}
+
+mod tests {
+    use bursar_protocol::fence::Fence;
+    use bursar_protocol::page::CreditPage;
+    use bursar_protocol::word::Word;
+    use serde_json::json;
+
+    use super::*;
+
+    fn record(granted: u32, retired: u32, kept: u32, leased: u32) -> Value {
+        json!({
+            "processes": [{ "granted": [granted, 0] }],
+            "retired": [[7, [retired, 0]]],
+            "kept": [[8, [kept, 0]]],
+            "leases": [[1, 0, leased]],
+        })
+    }
+
+    #[test]
+    fn charged_is_the_sum_of_a_record_up_to_the_quota() {
+        assert_eq!(charged(&record(QUOTA.0 - 6, 1, 2, 3)), Ok(QUOTA.0.into()));
+    }
+
+    #[test]
+    fn charged_complains_when_any_part_passes_the_quota() {
+        for part in 0..4 {
+            let mut parts = [QUOTA.0 / 4; 4];
+            parts[part] += 1;
+            let [granted, retired, kept, leased] = parts;
+            assert!(
+                charged(&record(granted, retired, kept, leased)).is_err(),
+                "{parts:?}"
+            );
+        }
+        let other = json!({ "processes": [{ "granted": [0, 1] }], "retired": [], "kept": [], "leases": [] });
+        assert!(charged(&other).is_err());
+    }
+
+    #[test]
+    fn charged_complains_when_a_list_has_another_name() {
+        for name in ["processes", "retired", "kept", "leases"] {
+            let mut record = record(0, 0, 0, 0);
+            record.as_object_mut().unwrap().remove(name);
+            assert!(charged(&record).unwrap_err().contains(name));
+        }
+    }
+
+    #[test]
+    fn only_a_runtime_thread_asleep_in_a_close_is_seen() {
+        let stack = "[<0>] tcp_close+0x1\n[<0>] __fput+0xb1/0x150\n";
+        let (asleep, runs) = ("7 (a) b) S 1", "7 (tokio) R 1");
+        assert!(sleeps_in_a_close("tokio-rt-worker\n", asleep, stack));
+        assert!(!sleeps_in_a_close("tokio-rt-worker\n", runs, stack));
+        assert!(!sleeps_in_a_close("closer\n", asleep, stack));
+        assert!(!sleeps_in_a_close(
+            "tokio-rt-worker\n",
+            asleep,
+            "[<0>] ep_poll+0x1\n"
+        ));
+    }
+
+    #[test]
+    fn stuck_complains_of_a_thread_that_closes_at_four_looks() {
+        let mut asleep = BTreeMap::new();
+        let mut look = |task: &str| {
+            let closing = BTreeMap::from([(PathBuf::from(task), "__fput".to_owned())]);
+            stuck(&mut asleep, closing)
+        };
+        let looks = ["1", "1", "1", "2", "1", "1", "1"];
+        assert!(looks.into_iter().all(|task| look(task).is_none()));
+        assert!(look("1").is_some_and(|told| told.contains("sleeps in a close")));
+    }
+
+    #[test]
+    fn wronged_names_what_a_neighbour_lost() {
+        let (page, _file) = CreditPage::create(1).unwrap();
+        let (slot, held) = (page.slot(0).unwrap(), Units(8));
+        let honest = Word {
+            granted: 9,
+            used: 8,
+        };
+        slot.set_quota(QUOTA);
+        slot.set(honest);
+        assert_eq!(wronged(&page, held), None);
+        slot.set(Word {
+            granted: 7,
+            used: 8,
+        });
+        assert!(wronged(&page, held).unwrap().contains("lost credit"));
+        slot.set(Word {
+            granted: 9,
+            used: 7,
+        });
+        assert!(wronged(&page, held).unwrap().contains("its use"));
+        slot.set(honest);
+        slot.set_quota(Units(QUOTA.0 - 1));
+        assert!(wronged(&page, held).unwrap().contains("quota"));
+        page.set_fence(Some(Fence::Drained));
+        assert!(wronged(&page, held).unwrap().contains("fenced"));
+    }
+
+    const AUDITS: &str = "bursar_agent_audit_seconds_count 7\n";
+
+    #[test]
+    fn accused_names_a_finding_of_another_container() {
+        let count =
+            |count| format!("{AUDITS}bursar_agent_findings_total{{finding=\"holder\"}} {count}\n");
+        let finding = |name| format!("WARN audit finding=Holder {{ allocation: {name} }}\n");
+        let (own, other) = (finding("aa"), finding("bb"));
+        assert_eq!(accused(AUDITS, "", &["aa"]), None);
+        assert_eq!(accused(&count(1), &own, &["aa"]), None);
+        let told = accused(&count(2), &format!("{own}{other}"), &["aa"]);
+        assert!(told.is_some_and(|told| told.contains("bb")));
+    }
+
+    #[test]
+    fn accused_complains_when_audits_or_findings_are_not_seen() {
+        let counted = format!("{AUDITS}bursar_agent_findings_total{{finding=\"holder\"}} 1\n");
+        assert!(accused("bursar_agent_kills_total 0\n", "", &[]).is_some());
+        assert!(accused(&counted, "WARN audit found=Holder\n", &["aa"]).is_some());
+    }
+}
