@@ -70,7 +70,7 @@ pub fn openable(
     asked: Asked<'_>,
     nodes: &BTreeMap<String, PathBuf>,
 ) -> Result<BTreeSet<String>, AskError> {
-    let folders = folders(asked.root, asked.container);
+    let folders = folders(asked.root, asked.container, magic);
     if folders.is_empty() {
         return Err(AskError::NoCgroup(asked.container.to_owned()));
     }
@@ -112,9 +112,14 @@ fn wait(child: &mut Child, until: Instant) -> io::Result<Option<ExitStatus>> {
     }
 }
 
-/// The container's cgroups in the hierarchies that decide about devices: the devices controller's of v1, and v2.
-fn folders(root: &Path, container: &Path) -> BTreeSet<PathBuf> {
-    let is = |folder: &Path, kind: u32| statfs(folder).is_ok_and(|it| it.f_type as u32 == kind);
+/// The container's cgroups in the hierarchies that decide about devices: the devices controller's of v1, and v2. `magic`
+/// tells which file system a folder is of.
+fn folders(
+    root: &Path,
+    container: &Path,
+    magic: impl Fn(&Path) -> Option<u32>,
+) -> BTreeSet<PathBuf> {
+    let is = |folder: &Path, kind: u32| magic(folder) == Some(kind);
     let mut folders = BTreeSet::new();
     if is(container, V2) {
         folders.insert(container.to_owned());
@@ -129,6 +134,10 @@ fn folders(root: &Path, container: &Path) -> BTreeSet<PathBuf> {
         .filter(|(folder, kind)| is(folder, *kind));
     folders.extend(there.map(|(folder, _)| folder));
     folders
+}
+
+fn magic(folder: &Path) -> Option<u32> {
+    statfs(folder).ok().map(|stat| stat.f_type as u32)
 }
 
 /// What the agent's program does after [`WORD`]: it joins the cgroups and prints a digit for each node.
@@ -198,6 +207,60 @@ mod tests {
         assert!(matches!(error, AskError::NoCgroup(_)), "{error}");
         let list = std::fs::read_to_string(container.join("cgroup.procs")).unwrap();
         assert_eq!(list, "7\n");
+    }
+
+    /// The container's cgroups on a node whose hierarchies are mounted at these folders.
+    fn folders_on(mounts: &[(&str, u32)], container: &str) -> Vec<String> {
+        let magic = |folder: &Path| {
+            let mount = mounts.iter().find(|(mount, _)| folder.starts_with(mount));
+            mount.map(|(_, kind)| *kind)
+        };
+        let found = folders(Path::new("/cgroup"), Path::new(container), magic);
+        let names = found.iter().map(|folder| folder.display().to_string());
+        names.collect()
+    }
+
+    #[test]
+    fn container_of_v2_alone_has_one_cgroup() {
+        let container = "/cgroup/kubepods.slice/pod1/main";
+        let node = [("/cgroup/kubepods.slice", V2)];
+        assert_eq!(folders_on(&node, container), [container]);
+    }
+
+    #[test]
+    fn container_has_a_cgroup_of_devices_and_one_of_v2_beside_v1() {
+        let hybrid = [
+            ("/cgroup/devices", V1),
+            ("/cgroup/pids", V1),
+            ("/cgroup/unified", V2),
+        ];
+        let both = [
+            "/cgroup/devices/kubepods/pod1/main",
+            "/cgroup/unified/kubepods/pod1/main",
+        ];
+        for hierarchy in ["devices", "pids", "unified"] {
+            let container = format!("/cgroup/{hierarchy}/kubepods/pod1/main");
+            assert_eq!(folders_on(&hybrid, &container), both, "{hierarchy}");
+        }
+        let [_, pids, unified] = hybrid;
+        let container = "/cgroup/pids/kubepods/pod1/main";
+        assert_eq!(folders_on(&[pids, unified], container), both[1..]);
+        assert!(folders_on(&[pids], container).is_empty());
+    }
+
+    #[test]
+    fn first_cgroup_inside_that_takes_processes_is_joined() {
+        let root = tempfile::tempdir().unwrap();
+        let (divided, leaf) = (root.path().join("main"), root.path().join("main/leaf"));
+        // As with v2 a cgroup that has others takes no process: here it has no such file.
+        std::fs::create_dir_all(&leaf).unwrap();
+        assert!(!joins(&divided));
+        std::fs::write(leaf.join("cgroup.procs"), "").unwrap();
+        assert!(joins(&divided));
+        assert_eq!(
+            std::fs::read_to_string(leaf.join("cgroup.procs")).unwrap(),
+            "0"
+        );
     }
 
     #[test]

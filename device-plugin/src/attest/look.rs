@@ -666,3 +666,74 @@ fn name(path: &Path) -> String {
     let name = path.file_name().unwrap_or_default();
     name.to_string_lossy().into_owned()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attest::Reason;
+    use crate::proc::tests::stat;
+
+    /// An attestor over a `/proc` of plain files, in which each of these processes has one page mapped.
+    fn attestor(pids: &[u32]) -> (Attestor, tempfile::TempDir) {
+        let proc = tempfile::tempdir().unwrap();
+        for pid in pids {
+            let folder = proc.path().join(pid.to_string());
+            std::fs::create_dir(&folder).unwrap();
+            let line = "7f0000000000-7f0000001000 r--p 00000000 00:00 0 /lib/a\n";
+            std::fs::write(folder.join("maps"), line).unwrap();
+        }
+        let config = Config::parse(Path::new("agent.toml"), "").unwrap();
+        let mut attestor = Attestor::new(&config);
+        attestor.paths.proc = proc.path().to_owned();
+        (attestor, proc)
+    }
+
+    fn around() -> Around {
+        Around {
+            now: Instant::now(),
+            uptime: Duration::ZERO,
+            own: Mounts::default(),
+            installed: None,
+            namespace: None,
+            gpus: BTreeMap::new(),
+        }
+    }
+
+    /// What a look with so much room to read tells of these processes, and why they are not attested.
+    fn look(
+        attestor: &mut Attestor,
+        pids: &[u32],
+        now: Instant,
+        mut room: u64,
+    ) -> (Vec<u32>, Option<Reason>) {
+        let around = Around { now, ..around() };
+        let stats: Vec<_> = pids.iter().map(|pid| (*pid, stat(1, false))).collect();
+        let first = (&None, &Mounts::default());
+        let (running, lack) = attestor.uses_of(&stats, first, &around, &mut room);
+        let read = running.into_keys().collect();
+        (read, lack.map(|lack| lack.reason))
+    }
+
+    #[test]
+    fn container_is_not_attested_when_a_process_waits_for_60_s() {
+        let (mut attestor, _proc) = attestor(&[1, 2]);
+        let (begun, pids) = (Instant::now(), [1, 2]);
+        let minute = Duration::from_secs(60);
+        let mut look = |after, room| look(&mut attestor, &pids, begun + after, room);
+        assert_eq!(look(Duration::ZERO, 0), (vec![], None));
+        assert_eq!(look(minute - Duration::from_millis(1), 0), (vec![], None));
+        // One of them is read, and the other still waits.
+        let (read, reason) = look(minute, 1);
+        assert_eq!((read.len(), reason), (1, Some(Reason::NotAttested)));
+        assert_eq!(look(minute, PER_LOOK), (vec![1, 2], None));
+    }
+
+    #[test]
+    fn process_that_waited_longest_is_read_first() {
+        let (mut attestor, _proc) = attestor(&[1, 2]);
+        let begun = Instant::now();
+        let later = begun + Duration::from_secs(1);
+        assert_eq!(look(&mut attestor, &[2], begun, 0), (vec![], None));
+        assert_eq!(look(&mut attestor, &[1, 2], later, 1), (vec![2], None));
+    }
+}

@@ -13,7 +13,7 @@ const GIB: u64 = 1 << 30;
 /// A container is looked at anew after 10 s.
 const TWO_LOOKS: Duration = Duration::from_secs(22);
 
-/// A real cgroup of the devices controller, where the agent of a machine looks for it.
+/// A real cgroup of a hierarchy that decides about devices, where the agent of a machine looks for it.
 pub(crate) struct Devices {
     folder: PathBuf,
     mounted: PathBuf,
@@ -21,12 +21,25 @@ pub(crate) struct Devices {
 }
 
 impl Devices {
+    /// Of the devices controller of v1.
     pub(crate) fn of(machine: &Machine) -> Devices {
+        Self::below(machine, Path::new("/sys/fs/cgroup/devices"), "devices")
+    }
+
+    /// Of v2, where programs decide ([`Devices::deny`]).
+    fn of_v2(machine: &Machine) -> Devices {
+        let mounts = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup"].map(Path::new);
+        let mut mounts = mounts.into_iter();
+        let mount = mounts.find(|mount| mount.join("cgroup.controllers").exists());
+        Self::below(machine, mount.unwrap(), "unified")
+    }
+
+    fn below(machine: &Machine, hierarchy: &Path, name: &str) -> Devices {
         let unique = machine.root.path().file_name().unwrap().to_str().unwrap();
         let unique = unique.trim_start_matches('.').to_owned();
-        let folder = Path::new("/sys/fs/cgroup/devices").join(format!("bursar-{unique}"));
+        let folder = hierarchy.join(format!("bursar-{unique}"));
         std::fs::create_dir(&folder).unwrap();
-        let mounted = machine.path("cgroup/devices");
+        let mounted = machine.path("cgroup").join(name);
         std::fs::create_dir(&mounted).unwrap();
         run("mount", &["--bind".as_ref(), &folder, &mounted]);
         Devices {
@@ -56,10 +69,24 @@ impl Devices {
         assert!(machine.cgroup(pod).join("main").is_dir());
     }
 
-    /// Puts a process into the pod's cgroup, which may open everything.
-    fn put(&mut self, pod: &Pod, pid: u32) {
+    /// Has a program of v2 forbid the pod's cgroup, in which no process is yet, the node's GPUs.
+    fn deny(&mut self, pod: &Pod) {
+        self.make(pod);
+        let folder = tempfile::tempdir().unwrap();
+        let program = folder.path().join("deny");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/audit/deny.c");
+        run("cc", &["-o".as_ref(), &program, source.as_ref()]);
+        run(program.to_str().unwrap(), &[&self.main(pod)]);
+    }
+
+    fn make(&mut self, pod: &Pod) {
         std::fs::create_dir_all(self.main(pod)).unwrap();
         self.pods.push(pod.uid.to_string());
+    }
+
+    /// Puts a process into the pod's cgroup, which may open everything that nothing forbids.
+    fn put(&mut self, pod: &Pod, pid: u32) {
+        self.make(pod);
         std::fs::write(self.main(pod).join("cgroup.procs"), pid.to_string()).unwrap();
     }
 
@@ -160,6 +187,25 @@ async fn a_container_that_may_open_another_gpu_is_found() {
     devices.put(&pod, container.pid());
     not_enforced(&machine, "OtherGpus").await;
     is_logged(&machine, "nvidia").await;
+}
+
+#[tokio::test]
+async fn container_is_asked_when_a_program_of_v2_decides() {
+    let machine = machine("").await;
+    let mut devices = Devices::of_v2(&machine);
+    let (held, open) = (
+        machine.admit("held", 8).await,
+        machine.admit("open", 8).await,
+    );
+    let in_held = Container::as_root(&machine, &held, "").await;
+    devices.deny(&held);
+    devices.put(&held, in_held.pid());
+    let in_open = Container::as_root(&machine, &open, "").await;
+    devices.put(&open, in_open.pid());
+    let found = "pod=\"open\" reason=\"OtherGpus\"";
+    until(&machine, "bursar_container_enforced", found, 0).await;
+    let enforced = "pod=\"held\" reason=\"\"";
+    until(&machine, "bursar_container_enforced", enforced, 1).await;
 }
 
 #[tokio::test]

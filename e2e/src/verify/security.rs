@@ -408,7 +408,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/other-gpus",
-        shows: "honest programs of root, whose libcuda makes the nodes of every GPU, are no finding on two GPUs; who may open another GPU is told, and who cannot be asked too",
+        shows: "honest programs of root, whose libcuda makes the nodes of every GPU, are no finding on two GPUs; who may open another GPU is told, and who cannot be asked too; the same where a program of cgroup v2 decides",
         long: false,
         tests: &[Tests {
             target: &["--test", "audit"],
@@ -416,6 +416,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "devices::honest_programs_of_root_on_two_gpus_are_never_accused",
                 "devices::a_container_that_may_open_another_gpu_is_found",
                 "devices::a_container_that_cannot_be_asked_is_told_as_not_attested",
+                "devices::container_is_asked_when_a_program_of_v2_decides",
             ],
             ignored: false,
             env: &[],
@@ -423,7 +424,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/other-gpus-asked",
-        shows: "only a container that can have other GPUs is asked, a process that gives no answer ends in time, and no folder that is no cgroup is written to",
+        shows: "only a container that can have other GPUs is asked, a process that gives no answer ends in time, and no folder that is no cgroup is written to; with cgroups of v2 alone, and of both versions, those that decide are asked",
         long: false,
         tests: &[Tests {
             target: LIB,
@@ -433,6 +434,9 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "attest::ask::tests::what_can_neither_be_opened_nor_is_forbidden_is_no_answer",
                 "attest::verdict::tests::who_can_make_nodes_or_has_others_is_asked_what_it_may_open",
                 "attest::verdict::tests::what_may_be_opened_is_told_and_a_node_alone_is_not",
+                "attest::ask::tests::container_of_v2_alone_has_one_cgroup",
+                "attest::ask::tests::container_has_a_cgroup_of_devices_and_one_of_v2_beside_v1",
+                "attest::ask::tests::first_cgroup_inside_that_takes_processes_is_joined",
             ],
             ignored: false,
             env: &[],
@@ -451,7 +455,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
     },
     NamedCheck {
         name: "security/proc-bounds",
-        shows: "nothing of a tenant's process is read without a bound of bytes and lines, and no other module reads files unlisted",
+        shows: "nothing of a tenant's process is read without a bound of bytes and lines, and no other module reads files unlisted; a container whose processes cannot all be read within 60 s is told as not attested",
         long: false,
         tests: &[Tests {
             target: LIB,
@@ -462,6 +466,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "attest::maps::tests::more_files_of_a_driver_than_any_program_has_are_too_many",
                 "attest::verdict::tests::a_path_in_a_lack_is_cut",
                 "pods::tests::a_containers_processes_are_found_in_the_cgroups_that_it_made_itself_too",
+                "attest::look::tests::container_is_not_attested_when_a_process_waits_for_60_s",
+                "attest::look::tests::process_that_waited_longest_is_read_first",
             ],
             ignored: false,
             env: &[],
