@@ -20,6 +20,16 @@ pub const BUDGET_LABEL: &str = "bursar.dev/budget";
 /// The value of [`BUDGET_LABEL`].
 pub const ENFORCED: &str = "enforced";
 
+/// Label of an agent's Events and of the operator's evictions, by which admission policies find them: [`AGENT`] or
+/// [`OPERATOR`].
+pub const WRITER_LABEL: &str = "bursar.dev/writer";
+
+/// The value of [`WRITER_LABEL`] of what an agent writes.
+pub const AGENT: &str = "agent";
+
+/// The value of [`WRITER_LABEL`] of what the operator writes.
+pub const OPERATOR: &str = "operator";
+
 /// Node label: the most device memory that one GPU of the node can give a pod now, in quanta. Written by the
 /// operator; it ends as the resource's name does.
 pub fn largest_free_label(quantum: Quantum) -> String {

@@ -1,10 +1,11 @@
 //! The operator's API calls that change something, each bounded in time and counted.
 
+use std::collections::BTreeMap;
 use std::future::Future;
 use std::time::Duration;
 
 use bursar_crds::gpu_node::{ContextOrder, RestartOrder};
-use bursar_crds::resources::BUDGET_LABEL;
+use bursar_crds::resources::{BUDGET_LABEL, OPERATOR, WRITER_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, GpuNode, OPERATOR_MANAGER};
 use k8s_openapi::api::core::v1::{Namespace, Pod, ResourceQuota};
 use k8s_openapi::api::policy::v1::Eviction;
@@ -214,6 +215,10 @@ impl Writer {
             let eviction = Eviction {
                 metadata: ObjectMeta {
                     name: Some(name.to_owned()),
+                    labels: Some(BTreeMap::from([(
+                        WRITER_LABEL.to_owned(),
+                        OPERATOR.to_owned(),
+                    )])),
                     ..ObjectMeta::default()
                 },
                 delete_options: Some(DeleteOptions {

@@ -1,15 +1,17 @@
 //! Finds out for whom the kubelet starts a container: PreStartContainer names tokens only.
 //!
 //! The kubelet's device checkpoint ties tokens to a pod's UID and a container; PodResources adds the
-//! pod's name, and a `get` of that one pod from the API server its priority and shape. Only the pod's UID is
-//! needed; the rest is for order and messages, so it is bounded in time and may be missing.
+//! pod's name, and the API server that one pod's priority and shape. Only the pod's UID is needed; the rest is for order
+//! and messages, so it is bounded in time and may be missing.
 
 use std::num::NonZeroU16;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use k8s_openapi::api::core::v1::Pod;
+use kube::api::{Patch, PatchParams};
 use kube::{Api, Client};
+use serde_json::json;
 use tracing::debug;
 
 use super::core::Identity;
@@ -134,9 +136,17 @@ impl Identities {
         })
     }
 
+    /// Reads the pod as the answer to a dry run that changes nothing: unlike a `get`, an admission policy can keep that to
+    /// pods of this node.
     async fn ask(&self, container: &ContainerName) -> Option<Told> {
         let pods: Api<Pod> = Api::namespaced(self.client.clone()?, &container.namespace);
-        match tokio::time::timeout(API_LIMIT, pods.get(&container.pod)).await {
+        let dry = PatchParams {
+            dry_run: true,
+            ..PatchParams::default()
+        };
+        let nothing = Patch::Merge(json!({}));
+        let read = pods.patch_status(&container.pod, &dry, &nothing);
+        match tokio::time::timeout(API_LIMIT, read).await {
             Ok(Ok(pod)) => told(&pod),
             Ok(Err(error)) => {
                 debug!(%error, pod = container.pod, "no priority");

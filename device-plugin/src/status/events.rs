@@ -1,10 +1,11 @@
 //! Events on the node and its pods, bounded in kind, number and rate: a pod's own rate within that of all pods.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bursar_crds::AGENT_MANAGER;
+use bursar_crds::resources::{AGENT, WRITER_LABEL};
 use jiff::Timestamp;
 use k8s_openapi::api::core::v1::ObjectReference;
 use k8s_openapi::api::events::v1::{Event, EventSeries};
@@ -306,6 +307,10 @@ fn event(said: &Said, node: &str) -> Event {
             // As client-go names them.
             name: Some(format!("{name}.{:x}", now.as_nanosecond())),
             namespace: Some(said.about.namespace().to_owned()),
+            labels: Some(BTreeMap::from([(
+                WRITER_LABEL.to_owned(),
+                AGENT.to_owned(),
+            )])),
             ..ObjectMeta::default()
         },
         type_: Some(match said.reason.type_() {

@@ -28,7 +28,7 @@ pub(crate) async fn hostile(server: &Server) -> Result<String, Failed> {
 }
 
 /// Fails unless it was refused in such words, or let in where there are none.
-fn check(what: &str, said: kube::Result<Value>, words: &str) -> Result<(), Failed> {
+pub(crate) fn check(what: &str, said: kube::Result<Value>, words: &str) -> Result<(), Failed> {
     let said = match said {
         Ok(_) => String::new(),
         Err(kube::Error::Api(status)) => status.message.clone(),
@@ -139,8 +139,7 @@ async fn ephemeral(at: &Place) -> Result<usize, Failed> {
     let asking = pod(
         "asking",
         json!({ DEVICE: "1" }),
-        json!({
-        "volumes": [{ "name": "v", "emptyDir": {} }] }),
+        json!({ "volumes": [{ "name": "v", "emptyDir": {} }] }),
     );
     at.create(&at.pods_path(), asking).await?;
     at.create(&at.pods_path(), pod("quiet", json!({}), json!({})))
@@ -185,7 +184,7 @@ async fn labels(server: &Server, at: &Place) -> Result<(), Failed> {
     Ok(())
 }
 
-fn as_account(config: Config, part: &str, node: Option<&str>) -> Result<Client, Failed> {
+pub(crate) fn as_account(config: Config, part: &str, node: Option<&str>) -> Result<Client, Failed> {
     let mut config = config;
     let account = format!("system:serviceaccount:{NAMESPACE}:bursar-{part}");
     config.auth_info.impersonate = Some(account);
@@ -224,7 +223,8 @@ async fn operators_writes(server: &Server, at: &Place) -> Result<usize, Failed> 
         ("gpu-memory-budget-limit", ""),
         ("others", "the operator writes gpu-memory-budget-"),
     ] {
-        let quota = json!({ "metadata": { "name": name }, "spec": { "hard": { "pods": "0" } } });
+        let hard = json!({ "requests.bursar.dev/gpu-memory-gib": "0" });
+        let quota = json!({ "metadata": { "name": name }, "spec": { "hard": hard } });
         check(name, operator.create(&quotas, quota).await, words)?;
     }
     let words = "the operator deletes those that ask for GPU memory";
@@ -243,21 +243,23 @@ async fn agents_events(server: &Server, at: &Place) -> Result<usize, Failed> {
     let event = |controller: &str, instance: &str, kind: &str, about: &str| {
         let namespace = (kind == "Pod").then_some(mine);
         json!({
-            "metadata": { "name": "e" }, "eventTime": "2026-01-01T00:00:00.000000Z", "type": "Normal",
+            "metadata": { "name": "e", "labels": { "bursar.dev/writer": "agent" } }, "eventTime": "2026-01-01T00:00:00.000000Z", "type": "Normal",
             "reason": "R", "action": "A", "note": "n",
             "reportingController": controller, "reportingInstance": instance,
             "regarding": { "apiVersion": "v1", "kind": kind, "name": about, "namespace": namespace },
         })
     };
+    let here = pod("here", json!({}), json!({ "nodeName": mine }));
+    at.create(&at.pods_path(), here).await?;
     let ours = "bursar-agent";
     let written = "an agent writes Events of bursar-agent on its own node";
     let rows = [
-        (&agent, event(ours, mine, "Pod", "asking"), ""),
-        (&agent, event("kubelet", mine, "Pod", "asking"), written),
-        (&agent, event(ours, "another", "Pod", "asking"), written),
+        (&agent, event(ours, mine, "Pod", "here"), ""),
+        (&agent, event("kubelet", mine, "Pod", "here"), written),
+        (&agent, event(ours, "another", "Pod", "here"), written),
         (
             &unbound,
-            event(ours, mine, "Pod", "asking"),
+            event(ours, mine, "Pod", "here"),
             "its token is of no node",
         ),
         (
