@@ -106,6 +106,8 @@ pub struct DriverConfig {
     pub dev_root: PathBuf,
     /// Further folders that every container with GPU memory gets.
     pub extra_mounts: Vec<HostMount>,
+    /// The user and group as which workers and canaries load the driver; none is the agent's own.
+    pub worker_user: Option<u32>,
 }
 
 /// Where the agent keeps its own files.
@@ -276,6 +278,7 @@ mod tests {
             root = "/driver-root"
             host-root = "/run/nvidia/driver"
             dev-root = "/run/nvidia/driver/dev"
+            worker-user = 65531
             extra-mounts = [{ host-path = "/a", container-path = "/b", read-only = false }, { host-path = "/c" }]
             [paths]
             state-dir = "/s"
@@ -324,6 +327,7 @@ mod tests {
                 host_root: "/run/nvidia/driver".into(),
                 dev_root: "/run/nvidia/driver/dev".into(),
                 extra_mounts: vec![mount("/a", "/b", false), mount("/c", "/c", true)],
+                worker_user: Some(65531),
             },
             paths: PathsConfig {
                 state_dir: "/s".into(),

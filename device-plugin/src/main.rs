@@ -3,6 +3,7 @@
 use std::process::ExitCode;
 use std::time::Duration;
 
+use bursar_confine::ConfineError;
 use bursar_device_plugin::agent::{self, Surroundings};
 use bursar_device_plugin::attest::ask;
 use bursar_device_plugin::config::{Args, Config, LogFormat};
@@ -23,10 +24,12 @@ fn main() -> ExitCode {
         return ask::child(words);
     }
     let args = Args::parse();
+    // Capabilities and filters are a thread's own, and of those that it starts: there is none yet.
+    let confined = bursar_confine::agent();
     let ended = Runtime::new()
         .map_err(anyhow::Error::from)
         .and_then(|runtime| {
-            let ended = runtime.block_on(run(&args));
+            let ended = runtime.block_on(run(&args, confined));
             runtime.shutdown_timeout(LINGERS);
             ended
         });
@@ -40,8 +43,11 @@ fn main() -> ExitCode {
     }
 }
 
-async fn run(args: &Args) -> anyhow::Result<()> {
+async fn run(args: &Args, confined: Result<(), ConfineError>) -> anyhow::Result<()> {
     log(args)?;
+    if let Err(error) = confined {
+        warn!(%error, "agent keeps rights that it does not need");
+    }
     raise_descriptors();
     let config = Config::load(&args.config)?;
     let shutdown = CancellationToken::new();

@@ -62,6 +62,7 @@ struct Driver {
     host_root: PathBuf,
     dev_root: PathBuf,
     extra_mounts: Vec<Mount>,
+    worker_user: Option<u32>,
 }
 
 #[derive(Deserialize)]
@@ -153,6 +154,7 @@ impl Default for Driver {
             host_root: "/".into(),
             dev_root: "/dev".into(),
             extra_mounts: Vec::new(),
+            worker_user: None,
         }
     }
 }
@@ -279,6 +281,7 @@ impl Driver {
             host_root,
             dev_root,
             extra_mounts,
+            worker_user,
         } = self;
         Ok(DriverConfig {
             root: absolute("driver.root", root)?,
@@ -288,6 +291,7 @@ impl Driver {
                 .into_iter()
                 .map(Mount::resolve)
                 .collect::<Result<_, _>>()?,
+            worker_user,
         })
     }
 }

@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -75,6 +76,10 @@ impl Program {
     pub fn command(&self, gpu: &GpuUuid) -> Command {
         let mut command = Command::new(&self.path);
         command.env("CUDA_VISIBLE_DEVICES", gpu.as_str());
+        // Another user than the agent's can read neither its service account's token nor what else is root's on the host.
+        if let Some(user) = self.driver.worker_user {
+            command.uid(user).gid(user);
+        }
         match self.link() {
             Ok(()) => drop(command.env("LD_LIBRARY_PATH", &self.libraries)),
             // The system may know it.

@@ -41,6 +41,8 @@ struct Gpu {
 }
 
 fn main() -> anyhow::Result<()> {
+    // Before the driver's code runs here, and before there is a thread.
+    bursar_confine::driver_process()?;
     match Args::parse() {
         Args {
             command: Some(Command::Canary(Gpu { gpu })),

@@ -1,0 +1,114 @@
+//! Takes from a process of Bursar the rights that it never needs, before it has threads.
+//!
+//! The device nodes need a privileged container, and a privileged container has every capability and no seccomp filter. So
+//! the agent takes both upon itself ([`agent`]), and so does each process that loads the driver ([`driver_process`]).
+//! The filters deny what is listed and let the rest through: NVIDIA's libraries are closed, so no list of all that they
+//! need would hold for the next driver.
+
+mod filter;
+
+use std::io;
+
+use rustix::thread::{
+    CapabilitySet, capabilities, capability_is_in_bounding_set,
+    remove_capability_from_bounding_set, set_capabilities,
+};
+
+/// The capabilities that the agent keeps, each with the reason.
+pub const AGENTS_CAPABILITIES: &[(&str, CapabilitySet, &str)] = &[
+    (
+        "DAC_OVERRIDE",
+        CapabilitySet::DAC_OVERRIDE,
+        "join the cgroup of a container that another user owns",
+    ),
+    (
+        "DAC_READ_SEARCH",
+        CapabilitySet::DAC_READ_SEARCH,
+        "read `/proc/<pid>` of other users' processes",
+    ),
+    ("KILL", CapabilitySet::KILL, "end processes of other users"),
+    (
+        "MKNOD",
+        CapabilitySet::MKNOD,
+        "NVML makes the device nodes that are missing",
+    ),
+    (
+        "SETGID",
+        CapabilitySet::SETGID,
+        "start workers and canaries as `driver.workerUser`",
+    ),
+    (
+        "SETUID",
+        CapabilitySet::SETUID,
+        "start workers and canaries as `driver.workerUser`",
+    ),
+    (
+        "SYS_ADMIN",
+        CapabilitySet::SYS_ADMIN,
+        "NVIDIA's driver takes it for its administrator's right (memory limits); enter the host's cgroup namespace",
+    ),
+    (
+        "SYS_PTRACE",
+        CapabilitySet::SYS_PTRACE,
+        "read mappings, open files and namespaces of tenant processes",
+    ),
+    (
+        "SYSLOG",
+        CapabilitySet::SYSLOG,
+        "read `/dev/kmsg`, where the driver names the process of a fault",
+    ),
+];
+
+/// Why a process has rights left that it was to lose.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfineError {
+    /// The kernel did not take a capability.
+    #[error("failed to drop capabilities: {0}")]
+    Capabilities(#[source] io::Error),
+    /// The kernel did not take the filter.
+    #[error("failed to install the seccomp filter: {0}; the kernel needs CONFIG_SECCOMP_FILTER")]
+    Filter(#[from] seccompiler::Error),
+}
+
+/// Confines the agent, and with it every process that it starts: [`AGENTS_CAPABILITIES`] and no others,
+/// `no_new_privs`, and system calls as [`filter::AGENT`] has them.
+///
+/// # Errors
+/// [`ConfineError`]; what was taken before stays taken.
+pub fn agent() -> Result<(), ConfineError> {
+    let kept = AGENTS_CAPABILITIES
+        .iter()
+        .fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
+    keep(kept).map_err(ConfineError::Capabilities)?;
+    Ok(filter::deny(filter::AGENT)?)
+}
+
+/// Confines a process that is about to load the driver: no capability, `no_new_privs`, no other program, no socket but
+/// Unix ones, no namespace, and what is kept from the agent.
+///
+/// # Errors
+/// [`ConfineError`]; what was taken before stays taken.
+pub fn driver_process() -> Result<(), ConfineError> {
+    keep(CapabilitySet::empty()).map_err(ConfineError::Capabilities)?;
+    filter::deny(filter::AGENT)?;
+    Ok(filter::deny_to_driver_process()?)
+}
+
+/// Drops every capability but `kept`. A process that may not narrow its bounding set has none to lose: `no_new_privs`
+/// keeps it from gaining one by another program.
+fn keep(kept: CapabilitySet) -> io::Result<()> {
+    let mut sets = capabilities(None)?;
+    if sets.effective.contains(CapabilitySet::SETPCAP) {
+        let others = CapabilitySet::all().difference(kept);
+        for (_, capability) in others.iter_names() {
+            // A kernel that does not know it answers with an error.
+            if capability_is_in_bounding_set(capability).unwrap_or(false) {
+                remove_capability_from_bounding_set(capability)?;
+            }
+        }
+    }
+    sets.effective &= kept;
+    sets.permitted &= kept;
+    sets.inheritable &= kept;
+    Ok(set_capabilities(None, sets)?)
+}
