@@ -119,6 +119,20 @@ impl ControlPlane {
     /// # Errors
     /// When helm fails.
     pub async fn chart(&self, settings: &[&str]) -> Result<Vec<Value>, ControlPlaneError> {
+        let mut objects = self.manifests(settings).await?;
+        objects.retain(|object| {
+            object["kind"]
+                .as_str()
+                .is_some_and(|kind| !WORKLOADS.contains(&kind))
+        });
+        Ok(objects)
+    }
+
+    /// Everything of the chart with these settings.
+    ///
+    /// # Errors
+    /// When helm fails.
+    pub async fn manifests(&self, settings: &[&str]) -> Result<Vec<Value>, ControlPlaneError> {
         let program = self.toolbox.program("helm");
         let mut helm = Command::new(&program);
         helm.args(["template", RELEASE])
@@ -129,8 +143,8 @@ impl ControlPlane {
         let mut objects = Vec::new();
         for document in serde_yaml_ng::Deserializer::from_slice(&rendered) {
             let object = Value::deserialize(document)?;
-            let kind = object["kind"].as_str();
-            if kind.is_some_and(|kind| !WORKLOADS.contains(&kind)) {
+            // A template may come to nothing.
+            if !object.is_null() {
                 objects.push(object);
             }
         }

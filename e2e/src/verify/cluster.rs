@@ -65,6 +65,10 @@ pub const TRIALS: &[(&str, &str)] = &[
         "the agent is replaced by another build under load: no pod restarts, and quotas hold before, during and after",
     ),
     (
+        "security/cluster/rights",
+        "the agent has nine capabilities and a seccomp filter; a worker has none, a filter and a user of its own, which cannot read the agent's token",
+    ),
+    (
         "enforcement/cluster/resize",
         "a running pod's quota is raised and lowered; below what is used it is pending until the program frees, and nobody is killed",
     ),

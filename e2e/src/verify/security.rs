@@ -35,6 +35,21 @@ const TEXTS: &[&str] = &[
 /// Every check of the area, but for the trials on a cluster and what `operator/api/server` shows.
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
+        name: "security/confined",
+        shows: "a process that loads the driver has no capability, runs no other program and has no network; the agent keeps nine capabilities and mounts nothing",
+        long: false,
+        tests: &[Tests {
+            target: &["--test", "confined"],
+            names: &[
+                "driver_process_is_refused_what_it_never_needs",
+                "agent_starts_programs_and_is_refused_mounts",
+                "unconfined_process_is_refused_nothing_of_it",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
         name: "security/exports-believed",
         shows: "an export is never believed to be less than was told before, at the death neither, and a page's number of accounts is the agent's own",
         long: false,

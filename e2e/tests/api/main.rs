@@ -10,6 +10,7 @@ mod disturbed;
 mod hostile;
 mod place;
 mod policies;
+mod rights;
 mod server;
 mod silent;
 mod steering;
@@ -95,6 +96,7 @@ fn main() -> ExitCode {
         trial("steering", steering::steering),
         trial("policies", policies::policies),
         trial("hostile", hostile::hostile),
+        trial("rights", rights::rights),
     ];
     // Each waits for its turn by itself.
     arguments.test_threads = Some(trials.len());

@@ -18,6 +18,7 @@ mod quota;
 mod release;
 mod resize;
 mod restarts;
+mod rights;
 mod stage;
 mod teams;
 mod together;
@@ -39,7 +40,7 @@ fn harness() -> PathBuf {
 fn main() -> ExitCode {
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let groups: [Vec<Trial>; 17] = [
+    let groups: [Vec<Trial>; 18] = [
         quota::trials(),
         placement::trials(),
         together::trials(),
@@ -50,6 +51,7 @@ fn main() -> ExitCode {
         restarts::trials(),
         health::trials(),
         enforcement::trials(),
+        rights::trials(),
         resize::trials(),
         waiters::trials(),
         covered::trials(),

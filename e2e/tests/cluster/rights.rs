@@ -1,0 +1,113 @@
+//! What the kernel lets the agent do, and the processes that load the driver for it.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::process::CommandExt as _;
+use std::process::Command;
+use std::time::Duration;
+
+use bursar_e2e::pods::PodPlan;
+use bursar_e2e::wait::{self, Look};
+use libtest_mimic::{Failed, Trial};
+use rustix::thread::CapabilitySet;
+
+use crate::quota::event;
+use crate::stage::{SOON, Stage, node_trial};
+
+/// `driver.workerUser` of the chart.
+const WORKER_USER: u32 = 65531;
+const PAUSE: Duration = Duration::from_millis(100);
+/// The token as a process of the agent's pod sees it.
+const TOKENS: [&str; 2] = [
+    "var/run/secrets/kubernetes.io/serviceaccount/token",
+    "run/secrets/kubernetes.io/serviceaccount/token",
+];
+
+pub(crate) fn trials() -> Vec<Trial> {
+    vec![node_trial("security/cluster/rights", confined)]
+}
+
+async fn confined(stage: &mut Stage) -> Result<(), Failed> {
+    let probe = stage.scene.probe.clone();
+    let keeps = PodPlan::new("keeps", &probe)
+        .arguments(&[
+            "fault",
+            "--file=/count/faults",
+            "--keep=64Mi",
+            "--times=1",
+            "--after=600",
+        ])
+        .empty_volume("/count")
+        .gib(4);
+    stage.pods.create(&keeps).await?;
+    stage
+        .pods
+        .until_logged("keeps", SOON, event("started"))
+        .await?;
+    let local = stage.local()?;
+    let worker = async || match local.processes_named("bursar-worker").first() {
+        Some(worker) => Look::Found(*worker),
+        None => Look::NotYet("there is none".to_owned()),
+    };
+    let worker = wait::until("a worker", SOON, PAUSE, worker).await?;
+    let agents = local.processes_named("bursar-agent");
+    let agent = *agents.first().ok_or("there is no agent")?;
+
+    let kept = bursar_confine::AGENTS_CAPABILITIES.iter();
+    let kept = kept.fold(CapabilitySet::empty(), |set, (_, one, _)| set | *one);
+    let capabilities = format!("{:016x}", kept.bits());
+    let none = "0".repeat(16);
+    let own = WORKER_USER.to_string();
+    let users = [own.as_str(); 4].join("\t");
+    for (process, field, expected) in [
+        (agent, "CapEff", capabilities.as_str()),
+        (agent, "CapPrm", &capabilities),
+        (agent, "CapBnd", &capabilities),
+        (agent, "NoNewPrivs", "1"),
+        (agent, "Seccomp", "2"),
+        (worker, "CapEff", &none),
+        (worker, "CapPrm", &none),
+        (worker, "NoNewPrivs", "1"),
+        (worker, "Seccomp", "2"),
+        (worker, "Uid", &users),
+        (worker, "Gid", &users),
+        (worker, "Groups", ""),
+    ] {
+        let is = status(process, field)?;
+        if is != expected {
+            return Err(format!("{field} of {process}: {is:?} and not {expected:?}").into());
+        }
+    }
+
+    let root = format!("/proc/{worker}/root");
+    let paths = TOKENS.map(|token| format!("{root}/{token}"));
+    let token = paths.iter().find(|path| fs::metadata(path).is_ok());
+    let token = token.ok_or("the agent's pod has no token")?;
+    let metadata = fs::metadata(token)?;
+    assert_eq!((metadata.uid(), metadata.mode() & 0o777), (0, 0o600));
+    // As the worker: it sees its root folder, and what is root's in there it cannot read.
+    let config = format!("{root}/etc/bursar/agent.toml");
+    assert!(reads(&config)?, "nothing is read there as the worker");
+    assert!(!reads(token)?, "the token is read as the worker");
+    assert!(!reads(&format!("/proc/{agent}/environ"))?);
+    Ok(())
+}
+
+/// A field of a process's status.
+fn status(process: i32, field: &str) -> Result<String, Failed> {
+    let status = fs::read_to_string(format!("/proc/{process}/status"))?;
+    let value = status
+        .lines()
+        .find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
+    Ok(value
+        .ok_or_else(|| format!("no {field}"))?
+        .trim()
+        .to_owned())
+}
+
+/// Whether the worker's user reads a file.
+fn reads(path: &str) -> Result<bool, Failed> {
+    let mut cat = Command::new("cat");
+    let output = cat.arg(path).uid(WORKER_USER).gid(WORKER_USER).output()?;
+    Ok(output.status.success())
+}
