@@ -284,6 +284,34 @@ mod tests {
         assert_eq!(found.name.unwrap().to_string(), "team/train-0");
     }
 
+    #[tokio::test]
+    async fn pod_is_read_by_a_dry_run_that_changes_nothing() {
+        use axum::body::{Body, to_bytes};
+        use axum::http::{Request, Response};
+
+        let server = tower::service_fn(|request: Request<kube::client::Body>| async move {
+            let asked = format!("{} {}", request.method(), request.uri());
+            let body = to_bytes(Body::new(request.into_body()), 64).await?;
+            assert_eq!(
+                (asked.as_str(), &body[..]),
+                (
+                    "PATCH /api/v1/namespaces/team/pods/train-0/status?&dryRun=All",
+                    b"{}".as_slice()
+                )
+            );
+            let pod = serde_json::to_vec(&pod("uid-1", &[])).unwrap();
+            Ok::<_, axum::Error>(Response::new(Body::from(pod)))
+        });
+        let identities = Identities {
+            device_plugin_dir: PathBuf::new(),
+            names: Vec::new(),
+            pod_resources: PodResourcesClient::new(std::path::Path::new("/nobody/listens/here")),
+            client: Some(Client::new(server, "default")),
+        };
+        let told = identities.ask(&name()).await.unwrap();
+        assert_eq!((told.uid.as_str(), told.priority), ("uid-1", Priority(100)));
+    }
+
     #[test]
     fn all_containers_of_the_pod_are_told_and_no_others() {
         let of = |pod: &str, tokens: [u16; 2]| Held {

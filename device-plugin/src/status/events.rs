@@ -583,6 +583,12 @@ mod tests {
     }
 
     #[test]
+    fn event_has_the_label_that_policies_go_by() {
+        let labels = event(&said("n"), "node-1").metadata.labels.unwrap();
+        assert_eq!(labels["bursar.dev/writer"], "agent");
+    }
+
+    #[test]
     fn a_long_message_is_cut_at_a_character() {
         let note = event(&said(&"ü".repeat(2_000)), "node-1").note.unwrap();
         assert_eq!(note.len(), LONGEST);
