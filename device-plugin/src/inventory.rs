@@ -3,6 +3,7 @@
 //! | module | job |
 //! |---|---|
 //! | [`health`] | decides whether one GPU is fit: pure |
+//! | [`holders`] | asks the kernel module which processes hold memory without a context |
 //! | [`roster`] | keeps the GPUs that NVML listed, with their health: pure |
 //! | [`limits`] | sets the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
@@ -11,6 +12,7 @@
 //! | [`xid`] | what each XID asks for: a table |
 
 pub mod health;
+pub mod holders;
 pub mod limits;
 pub mod mig;
 pub mod nvml;

@@ -73,13 +73,30 @@ pub fn identified(gpu: GpuUuid, answer: Answer, proc: &Path) -> GpuSeen {
             alive: alive(proc, pid, asked),
         })
     };
+    let mut processes: Vec<Listed> = look.charges.iter().filter_map(listed).collect();
+    let contextless = look
+        .contextless
+        .iter()
+        .map(|(pid, bytes)| (*pid, Some(*bytes)));
+    let contextless: Vec<_> = contextless.filter_map(listed).filter(is_in_pod).collect();
+    let of_them = contextless.iter().filter_map(|listed| listed.bytes);
+    let of_them = of_them.fold(0, |sum: u64, bytes| sum.saturating_add(bytes.0));
+    processes.extend(contextless);
+    let unlisted = look.unlisted().0.saturating_sub(of_them);
     GpuSeen {
         gpu,
         residual: look.residual(),
-        unlisted: look.charges.are_told().then(|| look.unlisted()),
+        unlisted: look.charges.are_told().then_some(Bytes(unlisted)),
         left: Bytes::ZERO,
-        processes: look.charges.iter().filter_map(listed).collect(),
+        processes,
     }
+}
+
+/// Whether a process lives in a pod. What others own without a context stays charged to nobody: the driver's own
+/// services have some, and what a dead process owned has another holder.
+fn is_in_pod(listed: &Listed) -> bool {
+    let alive = listed.alive.as_ref();
+    alive.is_some_and(|alive| matches!(alive.owner, Owner::Container { .. }))
 }
 
 fn is_our_own(proc: &Path, pid: u32) -> bool {
@@ -172,6 +189,36 @@ mod tests {
         hung.send(Ok(look())).unwrap();
         let seen = questions.ask(&gpus(), ask, Instant::now()).await;
         assert_eq!(seen.len(), 2, "what comes late is taken at the next audit");
+    }
+
+    /// What a process shows of itself below a folder that stands for `/proc`, in this cgroup.
+    fn shown(proc: &Path, pid: u32, cgroup: &str) {
+        let folder = proc.join(pid.to_string());
+        std::fs::create_dir_all(&folder).unwrap();
+        let stat = std::fs::read_to_string("/proc/1/stat").unwrap();
+        std::fs::write(folder.join("stat"), stat).unwrap();
+        std::fs::write(folder.join("cgroup"), cgroup).unwrap();
+    }
+
+    #[test]
+    fn contextless_memory_is_charged_to_pods_processes_alone() {
+        let proc = tempfile::tempdir().unwrap();
+        let uid = "11111111-2222-3333-4444-555555555555";
+        shown(proc.path(), 7, &format!("0::/kubepods/pod{uid}/main\n"));
+        shown(proc.path(), 8, "0::/system.slice/driver.service\n");
+        let contextless = [7, 8, 9].map(|pid| (pid, Bytes::gib(1)));
+        let answer = Answer {
+            asked: u64::MAX,
+            look: Look {
+                used: Bytes::gib(4),
+                contextless: contextless.into(),
+                ..Look::default()
+            },
+        };
+        let seen = identified("GPU-a".parse().unwrap(), answer, proc.path());
+        let listed = seen.processes.iter().map(|listed| listed.pid);
+        assert_eq!(listed.collect::<Vec<_>>(), [7]);
+        assert_eq!(seen.unlisted, Some(Bytes::gib(3)));
     }
 
     #[test]

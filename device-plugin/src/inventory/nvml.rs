@@ -22,6 +22,7 @@ use tokio::sync::{oneshot, watch};
 use tracing::{debug, info, warn};
 
 use super::health::Policy;
+use super::holders;
 use super::limits;
 use super::mig::{CAPABILITIES, Instance};
 use super::pci::PciAddress;
@@ -30,7 +31,7 @@ use super::xid::Told;
 use super::{Gpu, GpuState, Inventory, NoDriver};
 use crate::drain::Drain;
 use crate::node::clock;
-use crate::sessions::{DriverCharges, Look};
+use crate::sessions::{Charges, DriverCharges, Look};
 use crate::units::{Bytes, GpuUuid, UnitError};
 
 /// How often the thread looks.
@@ -543,8 +544,24 @@ fn look(device: &Device<'_>) -> Result<Look, NvmlError> {
         };
         (process.pid, bytes)
     });
+    let charges: Charges = charged.collect();
+    let contextless = contextless(&device.uuid()?, &charges);
     Ok(Look {
         used,
-        charges: charged.collect(),
+        charges,
+        contextless,
     })
+}
+
+/// What processes own that NVML does not list. A MIG instance has none: the kernel module tells of the whole GPU.
+fn contextless(uuid: &str, charges: &Charges) -> BTreeMap<u32, Bytes> {
+    let gpu = uuid.parse().ok().filter(|_| !uuid.starts_with("MIG-"));
+    let told = gpu.map(|gpu| holders::holders(&gpu));
+    let told = told.transpose().unwrap_or_else(|error| {
+        debug!(uuid, %error, "processes without a context are not known");
+        None
+    });
+    let mut contextless = told.unwrap_or_default();
+    contextless.retain(|pid, _| !charges.lists(*pid));
+    contextless
 }

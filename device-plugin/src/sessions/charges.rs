@@ -20,6 +20,8 @@ pub struct Look {
     pub used: Bytes,
     /// What is charged to processes.
     pub charges: Charges,
+    /// What processes own that have no context, so that NVML does not list them; empty where the driver cannot tell.
+    pub contextless: BTreeMap<u32, Bytes>,
 }
 
 impl Look {
@@ -56,6 +58,11 @@ impl Charges {
     /// The processes that are listed, with what they are charged; none where the driver cannot tell.
     pub fn iter(&self) -> impl Iterator<Item = (u32, Option<Bytes>)> {
         self.0.iter().map(|(pid, bytes)| (*pid, *bytes))
+    }
+
+    /// Whether the driver lists `pid`.
+    pub fn lists(&self, pid: u32) -> bool {
+        self.0.contains_key(&pid)
     }
 
     /// Whether the driver tells of every process how much it has.
@@ -95,6 +102,7 @@ mod tests {
             charges: listed
                 .map(|(pid, mib)| (*pid, mib.map(Bytes::mib)))
                 .collect(),
+            ..Look::default()
         }
     }
 

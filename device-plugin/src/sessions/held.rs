@@ -186,6 +186,7 @@ mod tests {
             charges: charged
                 .map(|(pid, bytes)| (*pid, Some(Bytes(*bytes))))
                 .collect(),
+            ..Look::default()
         }
     }
 

@@ -340,6 +340,7 @@ async fn a_context_costs_what_no_tenant_says() {
     let charges = Shown(Mutex::new(Look {
         used: Bytes::mib(1_018),
         charges: [(me, Some(Bytes::mib(1_018)))].into_iter().collect(),
+        ..Look::default()
     }));
     let sessions = Sessions::new(
         folder.path().to_owned(),
@@ -411,6 +412,7 @@ impl DriverCharges for Charging {
         Some(Look {
             used: Bytes::gib(1),
             charges,
+            ..Look::default()
         })
     }
 }

@@ -49,6 +49,7 @@ impl DriverCharges for SimCharges {
         Some(Look {
             used: Bytes(usage.used),
             charges: charged.collect(),
+            ..Look::default()
         })
     }
 }

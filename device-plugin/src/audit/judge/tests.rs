@@ -132,6 +132,25 @@ fn a_process_with_the_driver_and_no_session_is_a_holder_while_memory_is_of_nobod
 }
 
 #[test]
+fn contextless_memory_beyond_the_quota_is_found_with_a_session() {
+    let member = books(1, 4096, &[(5, 0)]);
+    let beyond = vec![listed(1, 5, 20 * 1024)];
+    let kinds = found(beyond, &[member], &Containers::default());
+    assert_eq!(kinds, ["over-quota"]);
+}
+
+#[test]
+fn listed_dead_that_no_ledger_knows_are_of_nobody() {
+    let dead = Listed {
+        alive: None,
+        ..listed(1, 5, 600)
+    };
+    let books = [books(1, 1024, &[])];
+    let verdict = judge(&[seen(vec![dead])], &books, &Containers::default(), &LIMITS);
+    assert_eq!(verdict.unaccounted[&gpu()], Bytes::mib(600 - 64));
+}
+
+#[test]
 fn honest_processes_are_no_holders_whatever_is_of_nobody() {
     let books = [books(1, 1024, &[(5, 100)])];
     let processes = [
