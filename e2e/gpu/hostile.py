@@ -76,6 +76,7 @@ def honest(cluster, name, answer):
 
 ROWS = (
     ("20 GiB without a context", 4, ["/programs/hostile", "without-context", "20480"], ended),
+    ("20 GiB without a context, with a session", 4, ["/programs/hostile", "with-session", "20480"], ended),
     ("3 GiB exported, 3 GiB without a context", 4, ["/programs/hostile", "exported-twice", "3072"], ended),
     ("5 GiB exported, unsaid, parked in a socket", 8, ["/programs/hostile", "parked", "5120"], held),
     ("honest program", 4, ["/programs/direct", "greedy", "linear"], honest),

@@ -297,30 +297,31 @@ def contest(_):
 
         return once
 
-    def get_slice():
-        return rm.control(files[0], groups[0].client, groups[0].handle, rm.GET_TIMESLICE, bytes(8))[2]
+    def read_slice():
+        _, answer, took = rm.control(files[0], groups[0].client, groups[0].handle, rm.GET_TIMESLICE, bytes(8))
+        return int.from_bytes(answer, "little"), took
 
-    def watch():
-        """Reads the slice, and sets it back where it is another than the agent's."""
-        status, answer, took = rm.control(files[0], groups[0].client, groups[0].handle, rm.GET_TIMESLICE, bytes(8))
-        return took if int.from_bytes(answer, "little") == 2000 else took + set_slice(2000)()
+    def hold_slice():
+        value, took = read_slice()
+        return took if value == 2000 else took + set_slice(2000)()
+
+    def repeated(title, actor, function, every, seconds=SECONDS):
+        window(title, tenants, probe, seconds, Repeat(actor, function, every, seconds))
 
     window("nobody sets a slice", tenants, probe, SECONDS)
-    window("the slice is read each 1 ms", tenants, probe, SECONDS, Repeat("root", get_slice, 0.001, SECONDS))
-    window("root sets 2000 us each 1 ms", tenants, probe, SECONDS, Repeat("root", set_slice(2000), 0.001, SECONDS))
-    for every in None, 0.1, 0.01, 0.001, 0.0001:
-        against = Repeat("no capability", set_slice(100_000), 0.001, SECONDS)
-        if every is None:
-            window("the tenant sets 100000 us each 1 ms", tenants, probe, SECONDS, against)
-            continue
+    repeated("root reads the slice each 1 ms", "root", lambda: read_slice()[1], 0.001)
+    repeated("root sets 2000 us each 1 ms", "root", set_slice(2000), 0.001)
+    repeated("the tenant sets 100000 us each 1 ms", "no capability", set_slice(100_000), 0.001)
+    for every in 0.1, 0.01, 0.001:
+        tenant = Repeat("no capability", set_slice(100_000), 0.001, SECONDS)
         root = Repeat("root", set_slice(2000), every, SECONDS)
         title = f"the tenant sets 100000 us each 1 ms, root 2000 us each {every * 1000:g} ms"
-        window(title, tenants, probe, SECONDS, Both(against, root))
-    for sets in 1.0, 0.3, 0.1, 0.03:
-        against = Repeat("no capability", set_slice(100_000), sets, 2 * SECONDS)
-        root = Repeat("root", watch, 0.01, 2 * SECONDS)
-        title = f"the tenant sets 100000 us each {sets * 1000:g} ms, root looks each 10 ms and sets it back"
-        window(title, tenants, probe, 2 * SECONDS, Both(against, root))
+        window(title, tenants, probe, SECONDS, Both(tenant, root))
+    for every in 1.0, 0.3, 0.1, 0.03:
+        tenant = Repeat("no capability", set_slice(100_000), every, 2 * SECONDS)
+        root = Repeat("root", hold_slice, 0.01, 2 * SECONDS)
+        title = f"the tenant sets 100000 us each {every * 1000:g} ms, root looks each 10 ms and sets 2000 us"
+        window(title, tenants, probe, 2 * SECONDS, Both(tenant, root))
 
 
 class Both:

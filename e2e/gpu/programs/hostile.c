@@ -55,6 +55,12 @@ static void take_without_context(size_t mib) {
     CHECK(create(&handle, mib * MIB, &prop, 0));
 }
 
+// The same in a process that the agent knows: the shim says hello in cuInit.
+static void take_with_session(size_t mib) {
+    CHECK(cuInit(0));
+    take_without_context(mib);
+}
+
 // Takes memory through the shim and exports it: a descriptor.
 static int take_and_export(size_t mib) {
     CUmemAllocationProp prop = exportable();
@@ -177,9 +183,11 @@ int main(int count, char **words) {
         parked(mib);
         return 0;
     }
+    void (*take)(size_t) = take_without_context;
     if (!strcmp(words[1], "exported-twice")) child(export_and_stay, mib);
+    else if (!strcmp(words[1], "with-session")) take = take_with_session;
     else if (strcmp(words[1], "without-context")) return 2;
-    pid_t holder = child(take_without_context, mib);
+    pid_t holder = child(take, mib);
     judge(holder, now(), 30);
     return 0;
 }
