@@ -1,5 +1,6 @@
 """A cluster of one node with Bursar on it, on this machine's GPU, and pods that run what is installed here."""
 
+import datetime
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ PYTHON = "/opt/torch/.venv/bin/python3"
 CUDA = "/usr/local/cuda-13.0"
 RESOURCE = "bursar.dev/gpu-memory-gib"
 NAMESPACE = "bursar-system"
+FINDINGS = ("GpuIntruder", "GpuMemoryOverQuota", "GpuMemoryUnaccounted", "GpuCreditForged", "GpuProcessKilled")
 
 
 class Cluster:
@@ -63,6 +65,27 @@ class Cluster:
         said.append(self.kubectl("get", "events"))
         said.append(self.kubectl("logs", "daemonset/bursar-agent", "--namespace", NAMESPACE, check=False))
         return "\n".join(said)
+
+    def kill_findings(self):
+        """Sets the agent's policy to `kill` and waits for the agent that has it."""
+        name = "bursar-agent"
+        config = json.loads(self.kubectl("get", "configmap", name, "--namespace", NAMESPACE, "--output", "json"))
+        for key, text in config["data"].items():
+            config["data"][key] = text.replace('policy = "report"', 'policy = "kill"')
+        assert any('policy = "kill"' in text for text in config["data"].values()), config["data"]
+        self.apply(config)
+        self.kubectl("rollout", "restart", f"daemonset/{name}", "--namespace", NAMESPACE)
+        self.kubectl("rollout", "status", f"daemonset/{name}", "--namespace", NAMESPACE, "--timeout=60s")
+
+    def findings(self, about=None, but=None):
+        """Moments, reasons and notes of the findings about a pod, or about anything but a pod, oldest first."""
+        said = []
+        for event in json.loads(self.kubectl("get", "events.events.k8s.io", "--all-namespaces", "--output", "json"))["items"]:
+            name = event["regarding"].get("name")
+            if event["reason"] in FINDINGS and about in (None, name) and name != but:
+                at = datetime.datetime.fromisoformat(event["eventTime"]).timestamp()
+                said.append((at, event["reason"], event.get("note", "")))
+        return sorted(said)
 
     def answer(self, name, bound):
         """Waits for a pod's end: its phase, and the last line of its log that is JSON."""

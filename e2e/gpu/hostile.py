@@ -8,7 +8,6 @@ program, and prints one table. Exits with 1 if a row is not as it must be.
 """
 
 import argparse
-import datetime
 import json
 import os
 import subprocess
@@ -17,42 +16,19 @@ import tempfile
 import time
 
 import image
-from cluster import CUDA, NAMESPACE, REFERENCE, Cluster, pod
+from cluster import CUDA, REFERENCE, Cluster, pod
 from table import Table
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 OUT_OF_MEMORY = 2
 FOUND_WITHIN, ENDED_WITHIN = 2.0, 5.0
-FINDINGS = ("GpuIntruder", "GpuMemoryOverQuota", "GpuMemoryUnaccounted", "GpuCreditForged", "GpuProcessKilled")
-
-
-def kill_findings(cluster):
-    """Sets the agent's policy to `kill` and waits for the agent that has it."""
-    name = "bursar-agent"
-    config = json.loads(cluster.kubectl("get", "configmap", name, "--namespace", NAMESPACE, "--output", "json"))
-    for key, text in config["data"].items():
-        config["data"][key] = text.replace('policy = "report"', 'policy = "kill"')
-    assert any('policy = "kill"' in text for text in config["data"].values()), config["data"]
-    cluster.apply(config)
-    cluster.kubectl("rollout", "restart", f"daemonset/{name}", "--namespace", NAMESPACE)
-    cluster.kubectl("rollout", "status", f"daemonset/{name}", "--namespace", NAMESPACE, "--timeout=60s")
-
-
-def findings(cluster, about):
-    """Reasons and moments of the findings about a pod, oldest first."""
-    said = []
-    for event in json.loads(cluster.kubectl("get", "events.events.k8s.io", "--output", "json"))["items"]:
-        if event["regarding"].get("name") == about and event["reason"] in FINDINGS:
-            at = datetime.datetime.fromisoformat(event["eventTime"]).timestamp()
-            said.append((at, event["reason"], event.get("note", "")))
-    return sorted(said)
 
 
 def ended(cluster, name, answer):
     """What is wrong with how an attacker was found and ended; and what is shown of it."""
     if "signal" not in answer:
         return f"no end: {answer}", str(answer)
-    found = findings(cluster, name)
+    found = cluster.findings(name)
     first = found[0][0] - answer["held_at"] if found else None
     shown = f"found {first:.2f} s, ended {answer['ended_s']} s, {', '.join(reason for _, reason, _ in found)}" if found else "not found"
     if first is None or first > FOUND_WITHIN:
@@ -70,7 +46,7 @@ def held(cluster, name, answer):
 
 def honest(cluster, name, answer):
     """An honest program gets its quota, and no finding names it."""
-    said = findings(cluster, name)
+    said = cluster.findings(name)
     return (f"accused: {said}" if said else None), f"got {answer.get('got_mib')} MiB"
 
 
@@ -100,7 +76,7 @@ def main():
         archive = image.write(REFERENCE, scratch)
         with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
             cluster.load(archive)
-            kill_findings(cluster)
+            cluster.kill_findings()
             table.say("the cluster is up, findings are killed")
             for number in range(arguments.rounds * len(ROWS)):
                 title, gib, command, judge = ROWS[number % len(ROWS)]

@@ -72,7 +72,8 @@ def main():
         archive = image.write(REFERENCE, scratch)
         with Cluster(os.path.abspath(arguments.archive), scratch) as cluster:
             cluster.load(archive)
-            table.say("the cluster is up")
+            cluster.kill_findings()
+            table.say("the cluster is up, findings are killed")
             policy = {"action": "InPlace", "maxRestarts": 100, "windowSeconds": 86400}
             cluster.apply(
                 {
@@ -110,6 +111,8 @@ def main():
             table.add("a neighbour that computes", json.dumps(beside), "0 wrong", wrong=wrong)
             if wrong:
                 table.say(cluster.complaint())
+            said = cluster.findings()
+            table.add("findings about honest programs", len(said), 0, wrong=str(said) if said else None)
     return table.show()
 
 

@@ -13,7 +13,11 @@
 //! driver does not list for it ([`of_nobody`]): what is listed cannot be unlisted as well, whatever a process says that
 //! it exported.
 //!
-//! Memory that is in use beyond that has a holder, and the driver does not say which. What can be seen of a process is
+//! The kernel module says what a pod's process owns without a context ([`crate::inventory::holders`]). The audit lists that
+//! process like any other, so that it is within its quota, over it, or an intruder.
+//!
+//! Memory that is in use beyond that has a holder, and the driver does not say which: a descriptor alone holds it, or the
+//! kernel module does not tell. What can be seen of a process is
 //! its session, what the driver lists, and which device nodes it has mapped: `cuInit` maps them, NVML does not. The shim
 //! says hello in `cuInit`. So a process that has them mapped without a session uses the driver past the shim: no honest
 //! program does, whatever the neighbours do. It is a [`Finding::Holder`] while its GPU has memory of nobody. These are

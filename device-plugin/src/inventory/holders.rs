@@ -158,10 +158,10 @@ struct PidInfo {
     instance: [u32; 2],
 }
 
-// SAFETY: each consists of integers in the order of the header that its comment names.
 #[expect(unsafe_code, reason = "the kernel module writes into these values")]
 mod layouts {
     use super::{DeviceParams, Params, PidInfos, Pids, SubdeviceParams, UuidInfo};
+
     // SAFETY: integers alone, in the header's order.
     unsafe impl Params for UuidInfo {}
     // SAFETY: integers alone, in the header's order.

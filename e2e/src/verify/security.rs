@@ -119,6 +119,24 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         }],
     },
     NamedCheck {
+        name: "security/contextless",
+        shows: "what the kernel module says that a pod's process owns without a context is charged to it, with a session or without, and an answer of another layout is not believed",
+        long: false,
+        tests: &[Tests {
+            target: LIB,
+            names: &[
+                "audit::gather::tests::contextless_memory_is_charged_to_pods_processes_alone",
+                "audit::judge::tests::contextless_memory_beyond_the_quota_is_found_with_a_session",
+                "audit::judge::tests::listed_dead_that_no_ledger_knows_are_of_nobody",
+                "inventory::holders::tests::answer_is_believed_only_when_it_lists_the_asker",
+                "inventory::holders::tests::imported_memory_is_not_owned",
+                "inventory::holders::tests::parameters_have_the_kernel_modules_sizes",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
         name: "security/holders-judged",
         shows: "a process that uses the driver without session and context is named while memory is of nobody, an honest one never; killed only where no other container has one; memory of nobody counts within a window",
         long: false,

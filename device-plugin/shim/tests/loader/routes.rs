@@ -247,6 +247,12 @@ const CITED: &[Cited] = &[
         test: "who_holds_memory_without_a_context_is_killed_and_nobody_beside",
     },
     Cited {
+        route: "the same in a process with a session, where the kernel module tells its owner",
+        comes_to: "detected (over quota); ended under `kill`",
+        file: "device-plugin/src/audit/judge/tests.rs",
+        test: "contextless_memory_beyond_the_quota_is_found_with_a_session",
+    },
+    Cited {
         route: "the same in a forked child of a process with a session",
         comes_to: "detected (holder)",
         file: "device-plugin/src/audit/judge/tests.rs",
