@@ -42,7 +42,6 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use jiff::Timestamp;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::task::{AbortHandle, JoinSet};
 
@@ -50,6 +49,7 @@ use crate::checkpoint::Checkpoint;
 use crate::kept::desk::{Desk, Living};
 use crate::kept::leases::Charged;
 use crate::ledger::Moment;
+use crate::node::clock::{self, Present};
 use crate::units::{AllocationId, Bytes, GpuUuid, LeaseId, PodUid, TokenSet};
 use bell::Bell;
 use closer::Closer;
@@ -67,7 +67,7 @@ pub use books::{AccountBooks, Books, MemberBooks};
 pub use charges::{Charges, DriverCharges, Look};
 pub use credit::Credit;
 pub use peer::{Cgroups, Membership, Process};
-pub use poison::{Decision, Fault, Image, Policy, Suspect};
+pub use poison::{Decision, Fault, Image, Policy, Since, Suspect};
 
 /// The processes of one container that are served at the same time. A container with more gets
 /// `Goodbye`, and its further processes no memory.
@@ -339,8 +339,13 @@ impl Sessions {
                 .or_default()
                 .clone()
         });
-        let (mut container, known) =
-            Container::restore(served, record, served_before, self.membership.as_ref());
+        let (mut container, known) = Container::restore(
+            served,
+            record,
+            served_before,
+            self.membership.as_ref(),
+            clock::now(),
+        );
         if let Some(sizes) = &self.contexts {
             container.charge_contexts(Arc::clone(sizes));
         }
@@ -611,20 +616,20 @@ impl Sessions {
     }
 
     /// An image's context is lost by this XID. One that has ended needs nothing.
-    pub fn xid(&self, suspect: &Suspect, code: u32, now: Timestamp) {
+    pub fn xid(&self, suspect: &Suspect, code: u32, now: Present) {
         let _ = self.with(&suspect.allocation, |container| {
             container.xid(suspect, code, now);
         });
     }
 
     /// The poisoned images of an allocation's container below this number are to be ended. One that has ended needs nothing.
-    pub fn reach(&self, allocation: &AllocationId, generation: u64, now: Timestamp) {
+    pub fn reach(&self, allocation: &AllocationId, generation: u64, now: Present) {
         let _ = self.with(allocation, |container| container.reach(generation, now));
     }
 
     /// The faults that were opened since this was last asked, after deciding about those that waited long enough.
     /// `alone`: for how long nobody could be told of them.
-    pub fn new_faults(&self, alone: Duration, now: Timestamp) -> Vec<(AllocationId, Fault)> {
+    pub fn new_faults(&self, alone: Duration, now: Present) -> Vec<(AllocationId, Fault)> {
         self.of_each(|container| {
             container.overdue(alone, now);
             container.take_news()

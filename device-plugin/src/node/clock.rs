@@ -2,6 +2,7 @@
 
 use std::path::Path;
 
+use jiff::Timestamp;
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::ledger::Moment;
@@ -13,9 +14,21 @@ pub fn now() -> Moment {
     Moment(time.tv_sec.unsigned_abs() * 1_000 + time.tv_nsec.unsigned_abs() / 1_000_000)
 }
 
-/// Seconds of the wall clock since 1970.
-pub fn seconds() -> u64 {
-    clock_gettime(ClockId::Realtime).tv_sec.unsigned_abs()
+/// The present by both clocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Present {
+    /// What every decision goes by: this clock is never set.
+    pub moment: Moment,
+    /// What people are told. This clock may be set at any time, back or forth.
+    pub wall: Timestamp,
+}
+
+/// The present.
+pub fn present() -> Present {
+    Present {
+        moment: now(),
+        wall: Timestamp::now(),
+    }
 }
 
 /// Which boot this is; empty where the kernel does not say, which equals itself.

@@ -5,7 +5,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use jiff::Timestamp;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -20,7 +19,7 @@ use crate::inventory::xid::Told;
 use crate::ledger::Moment;
 use crate::metrics::Metrics;
 use crate::node::actor::Snapshot;
-use crate::node::clock;
+use crate::node::clock::{self, Present};
 use crate::resize::Orders;
 use crate::sessions::{Sessions, Suspect};
 use crate::status::{Events, FaultReport};
@@ -65,9 +64,9 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
             1.. = waits.recv_many(&mut waiting, waits.max_capacity()) => {}
             _ = every.tick() => {}
         }
-        let now = Timestamp::now();
+        let now = clock::present();
         around.order(now);
-        let read = log.as_mut().map(|log| log.read(clock::now()));
+        let read = log.as_mut().map(|log| log.read(now.moment));
         let (named, is_whole) = read.unwrap_or((Vec::new(), true));
         for (named, at) in named {
             // Before an image is greeted that took the process over.
@@ -76,7 +75,7 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
             }
         }
         let told = xids.borrow_and_update().clone();
-        for (named, suspect) in claims.confirmed(&told, clock::now()) {
+        for (named, suspect) in claims.confirmed(&told, now.moment) {
             around.sessions.xid(&suspect, named.xid, now);
             info!(
                 pid = named.pid,
@@ -104,7 +103,7 @@ pub async fn run(around: Around, faults: watch::Sender<Vec<FaultReport>>, stop: 
 }
 
 impl Around {
-    fn order(&self, now: Timestamp) {
+    fn order(&self, now: Present) {
         let Some(Orders {
             contexts, restarts, ..
         }) = &*self.orders.borrow()
@@ -127,7 +126,7 @@ impl Around {
         self.sessions.suspect(pid, &on, at)
     }
 
-    fn tell(&self, now: Timestamp) {
+    fn tell(&self, now: Present) {
         let alone = self.unheard.borrow().map(|since| since.elapsed());
         let faults = self.sessions.new_faults(alone.unwrap_or_default(), now);
         if faults.is_empty() {

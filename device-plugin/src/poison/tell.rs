@@ -104,7 +104,8 @@ mod tests {
     use jiff::Timestamp;
 
     use super::*;
-    use crate::sessions::{Image, Process};
+    use crate::ledger::Moment;
+    use crate::sessions::{Image, Process, Since};
 
     fn fault() -> Fault {
         Fault {
@@ -116,7 +117,8 @@ mod tests {
             cuda_error: Some(700),
             xid: Some(31),
             time: Timestamp::UNIX_EPOCH,
-            decided: Some((Decision::Execute, Timestamp::UNIX_EPOCH)),
+            since: Moment::default(),
+            decided: Some((Decision::Execute, Since(Moment::default()))),
             executed: false,
             ended: false,
         }

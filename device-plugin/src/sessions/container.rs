@@ -32,7 +32,7 @@ use super::held::Own;
 use super::poison::{Fault, Poisonings};
 use super::record::{Content, Entry, Record};
 use super::{Account, Charges, Credit, MAX_PROCESSES, Membership, Process, Served, Usage};
-use crate::node::clock;
+use crate::ledger::Moment;
 use crate::units::{Bytes, GpuUuid};
 use pages::Pages;
 use recording::{Change, Changes};
@@ -146,6 +146,7 @@ impl Container {
         record: Record,
         served_before: bool,
         membership: &dyn Membership,
+        now: Moment,
     ) -> (Container, Vec<Known>) {
         let accounts: Vec<_> = served
             .gpus
@@ -189,8 +190,9 @@ impl Container {
             orders,
             retired_at: None,
             generation: match content.generation {
-                // Whatever was issued before is less than this: images are no more than one a second.
-                0 if lost => clock::seconds(),
+                // Whatever was issued in this boot is less: images are no more than one in a microsecond. The wall
+                // clock may have been set back meanwhile.
+                0 if lost => now.0.saturating_mul(1_000),
                 known => known,
             },
             poisonings: content.poisonings,

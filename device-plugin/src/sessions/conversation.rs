@@ -10,7 +10,6 @@ use bursar_protocol::MADE_SINCE;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
 use bursar_protocol::wire::{self, Message, Reason, ToAgent, ToShim};
-use jiff::Timestamp;
 use tokio::sync::oneshot;
 use tokio_util::sync::CancellationToken;
 
@@ -23,6 +22,7 @@ use super::pace::{self, Pace};
 use super::stream::Stream;
 use super::{Membership, Process, lock};
 use crate::kept::desk::{Asker, Desk, Made, Reply};
+use crate::node::clock;
 use crate::units::AllocationId;
 
 /// How long a peer may take to say hello.
@@ -356,7 +356,7 @@ impl Conversation {
                 ToAgent::Poisoned { account, code, .. } => {
                     self.bell.ring();
                     let poisoned = || {
-                        let now = Timestamp::now();
+                        let now = clock::present();
                         lock(&self.container).poisoned(pid, account, code, able, now)
                     };
                     Some(self.paid(poisoned))

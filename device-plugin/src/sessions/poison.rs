@@ -1,4 +1,4 @@
-//! What is done about a container's poisoned process images: pure, time included.
+//! Decides what is done about a container's poisoned process images: pure, time included.
 //!
 //! ```text
 //!            report (the shim)           Execute -- it hung up: executed, and closed once the new image says hello
@@ -21,9 +21,11 @@ use std::time::Duration;
 use bursar_crds::budget::{ContextAction, ContextPolicy};
 use bursar_crds::gpu_node::FaultAction;
 use jiff::Timestamp;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::Process;
+use crate::ledger::Moment;
+use crate::node::clock::Present;
 use crate::units::{AllocationId, GpuUuid};
 
 /// How long an image may take to report what an XID said of it, and to do what it was told.
@@ -158,10 +160,13 @@ pub struct Fault {
     pub cuda_error: Option<i32>,
     /// The XID, if one named the process.
     pub xid: Option<u32>,
-    /// When it was first told.
+    /// When it was first told, for people.
     pub time: Timestamp,
+    /// When it was first told, for decisions.
+    #[serde(default)]
+    pub since: Moment,
     /// What is done about it, since when; none while a report is waited for.
-    pub decided: Option<(Decision, Timestamp)>,
+    pub decided: Option<(Decision, Since)>,
     /// Whether an image that was told to execute its program again has done so. The new one may take its time to say
     /// hello: a program imports for minutes before it calls CUDA.
     #[serde(default)]
@@ -183,7 +188,7 @@ impl Fault {
 pub(super) struct Poisonings {
     policy: Policy,
     /// When restarts were ordered, the oldest first, as far as the window reaches.
-    restarts: Vec<Timestamp>,
+    restarts: Vec<Since>,
     faults: Vec<Fault>,
     /// How many images were poisoned, and how many restarts were ordered, ever.
     pub(super) poisoned: u64,
@@ -214,7 +219,7 @@ impl Poisonings {
         image: Image,
         gpu: &GpuUuid,
         cause: Cause,
-        now: Timestamp,
+        now: Present,
     ) -> (Option<Decision>, Option<Fault>) {
         let known = self.faults.iter().position(|fault| fault.image == image);
         let at = known.unwrap_or_else(|| {
@@ -226,7 +231,8 @@ impl Poisonings {
                 gpu: gpu.clone(),
                 cuda_error: None,
                 xid: None,
-                time: now,
+                time: now.wall,
+                since: now.moment,
                 decided: None,
                 executed: false,
                 ended: false,
@@ -276,19 +282,22 @@ impl Poisonings {
     /// Decides about those that were told of by an XID alone, about those that did not do what they were told, and,
     /// where nobody has been reached for so long (`alone`), about those that were left for eviction. Whether anything
     /// changed.
-    pub(super) fn overdue(&mut self, alone: Duration, now: Timestamp) -> bool {
+    pub(super) fn overdue(&mut self, alone: Duration, now: Present) -> bool {
         let before = self.faults.clone();
         for at in 0..self.faults.len() {
             let Some(fault) = self.faults.get_mut(at).filter(|fault| !fault.ended) else {
                 continue;
             };
             match fault.decided {
-                None if since(fault.time, now) >= GRACE => self.decide(at, false, now),
-                Some((Decision::Execute, then)) if !fault.executed && since(then, now) >= GRACE => {
-                    fault.decided = Some((Decision::Kill { beyond: false }, now));
+                None if now.moment.since(fault.since) >= GRACE => self.decide(at, false, now),
+                Some((Decision::Execute, Since(then)))
+                    if !fault.executed && now.moment.since(then) >= GRACE =>
+                {
+                    let killed = Decision::Kill { beyond: false };
+                    fault.decided = Some((killed, Since(now.moment)));
                 }
-                Some((Decision::Leave { open: true }, then))
-                    if since(then, now).min(alone) >= ALONE =>
+                Some((Decision::Leave { open: true }, Since(then)))
+                    if now.moment.since(then).min(alone) >= ALONE =>
                 {
                     self.restart(at, now);
                 }
@@ -300,7 +309,7 @@ impl Poisonings {
 
     /// The container's images have to reach the number `generation`: poisoned ones below it that were left as they
     /// are end, and faults of those that have ended are done. Whether anything changed.
-    pub(super) fn reach(&mut self, generation: u64, now: Timestamp) -> bool {
+    pub(super) fn reach(&mut self, generation: u64, now: Present) -> bool {
         let before = self.faults.clone();
         self.faults
             .retain(|fault| !fault.ended || fault.image.generation >= generation);
@@ -324,7 +333,7 @@ impl Poisonings {
         self.faults.iter().filter(killed).map(|fault| &fault.image)
     }
 
-    fn decide(&mut self, at: usize, able: bool, now: Timestamp) {
+    fn decide(&mut self, at: usize, able: bool, now: Present) {
         if self
             .faults
             .get(at)
@@ -345,39 +354,47 @@ impl Poisonings {
         self.carry(at, decision, now);
     }
 
-    fn restart(&mut self, at: usize, now: Timestamp) {
+    fn restart(&mut self, at: usize, now: Present) {
         let beyond = !self.has_restarts(now);
         self.carry(at, Decision::Kill { beyond }, now);
     }
 
     /// Whether the window has room for a restart.
-    fn has_restarts(&mut self, now: Timestamp) -> bool {
+    fn has_restarts(&mut self, now: Present) -> bool {
         let Policy {
             max_restarts,
             window,
             ..
         } = self.policy;
-        self.restarts.retain(|then| since(*then, now) < window);
+        self.restarts
+            .retain(|Since(then)| now.moment.since(*then) < window);
         self.restarts.len() < usize::try_from(max_restarts).unwrap_or(usize::MAX)
     }
 
-    fn carry(&mut self, at: usize, decision: Decision, now: Timestamp) {
+    fn carry(&mut self, at: usize, decision: Decision, now: Present) {
         if let Some(fault) = self.faults.get_mut(at) {
-            fault.decided = Some((decision, now));
+            fault.decided = Some((decision, Since(now.moment)));
         }
         if matches!(
             decision,
             Decision::Execute | Decision::Kill { beyond: false }
         ) {
-            self.restarts.push(now);
+            self.restarts.push(Since(now.moment));
             self.restarted += 1;
         }
     }
 }
 
-/// Zero where a clock went back.
-fn since(then: Timestamp, now: Timestamp) -> Duration {
-    Duration::try_from(now.duration_since(then)).unwrap_or_default()
+/// A moment in a record. Records of older agents have times of the wall clock there, which count as long ago.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(transparent)]
+pub struct Since(pub Moment);
+
+impl<'de> Deserialize<'de> for Since {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let recorded = serde_json::Value::deserialize(from)?;
+        Ok(Self(Moment(recorded.as_u64().unwrap_or_default())))
+    }
 }
 
 #[cfg(test)]

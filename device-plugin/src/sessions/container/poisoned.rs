@@ -5,12 +5,12 @@ use std::time::Duration;
 use bursar_protocol::fence::Fence;
 use bursar_protocol::sticky::ErrorClass;
 use bursar_protocol::wire::{ToShim, Verdict};
-use jiff::Timestamp;
 
 use super::super::poison::{Cause, Decision, Fault, Image, Policy, Suspect};
 use super::super::{Account, Process};
 use super::{Container, Member};
 use crate::ledger::Moment;
+use crate::node::clock::Present;
 use crate::units::{GpuUuid, PodUid};
 
 /// News that are kept for who tells them. Older ones are dropped: they were of the same container.
@@ -33,7 +33,7 @@ impl Container {
         account: u8,
         code: i32,
         able: bool,
-        now: Timestamp,
+        now: Present,
     ) -> ToShim {
         self.heard(pid);
         let class = ErrorClass::of(code);
@@ -97,7 +97,7 @@ impl Container {
     }
 
     /// An image's context is lost by this XID.
-    pub(in super::super) fn xid(&mut self, suspect: &Suspect, code: u32, now: Timestamp) {
+    pub(in super::super) fn xid(&mut self, suspect: &Suspect, code: u32, now: Present) {
         let Image {
             process,
             generation,
@@ -114,14 +114,14 @@ impl Container {
     }
 
     /// Decides what waited long enough; nobody has been reached for `alone`.
-    pub(in super::super) fn overdue(&mut self, alone: Duration, now: Timestamp) {
+    pub(in super::super) fn overdue(&mut self, alone: Duration, now: Present) {
         if self.poisonings.overdue(alone, now) {
             self.write_record();
         }
     }
 
     /// Ends what is poisoned and has a number below `generation`, as was ordered.
-    pub(in super::super) fn reach(&mut self, generation: u64, now: Timestamp) {
+    pub(in super::super) fn reach(&mut self, generation: u64, now: Present) {
         if self.poisonings.reach(generation, now) {
             tracing::info!(allocation = %self.served.allocation, generation, "restart ordered");
             self.write_record();
@@ -190,7 +190,7 @@ impl Container {
         pid: u32,
         gpu: Option<GpuUuid>,
         cause: Cause,
-        now: Timestamp,
+        now: Present,
     ) -> Option<Decision> {
         let member = self.members.get(&pid)?;
         let image = Image {

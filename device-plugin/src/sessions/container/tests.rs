@@ -42,6 +42,7 @@ struct Fixture {
     folder: tempfile::TempDir,
     quota: Bytes,
     served_before: bool,
+    now: Moment,
 }
 
 impl Fixture {
@@ -50,6 +51,7 @@ impl Fixture {
             folder: tempfile::tempdir().unwrap(),
             quota,
             served_before: false,
+            now: Moment(3_600_000),
         }
     }
 
@@ -71,6 +73,7 @@ impl Fixture {
             Record::at(record).unwrap(),
             self.served_before,
             &Host,
+            self.now,
         )
     }
 }

@@ -3,8 +3,13 @@ use proptest::prelude::*;
 
 use super::*;
 
-fn at(second: u64) -> Timestamp {
-    Timestamp::from_second(1_800_000_000 + i64::try_from(second).unwrap()).unwrap()
+fn at(second: u64) -> Present {
+    Present {
+        moment: Moment(1_000_000 + 1_000 * second),
+        // Each test passes whatever the wall clock says: here it goes back.
+        wall: Timestamp::from_second(1_800_000_000 - 3_600 * i64::try_from(second).unwrap())
+            .unwrap(),
+    }
 }
 
 fn image(generation: u64) -> Image {
@@ -278,7 +283,7 @@ proptest! {
                 }
                 Step::Reach(generation) => drop(book.reach(generation, at(now))),
             }
-            let new = book.restarts.iter().filter(|then| **then == at(now)).count();
+            let new = book.restarts.iter().filter(|Since(then)| *then == at(now).moment).count();
             let known = restarts.iter().filter(|then| **then == now).count();
             restarts.extend(std::iter::repeat_n(now, new.saturating_sub(known)));
             let recent = restarts.iter().filter(|then| now - **then < 60).count();
@@ -309,4 +314,43 @@ fn who_hangs_up_without_an_order_to_execute_gains_nothing() {
     book.hung_up(image(1).process, 1);
     book.overdue(Duration::ZERO, at(10));
     assert_eq!(book.condemned().next(), Some(&image(1)));
+}
+
+#[test]
+fn record_of_an_older_agent_is_read_and_its_times_are_long_ago() {
+    let mut book = under(ContextAction::InPlace);
+    book.report(1, 0);
+    book.xid(2, 0);
+    let mut record = serde_json::to_value(&book).unwrap();
+    let wall = serde_json::json!("2026-11-23T12:00:00Z");
+    record["restarts"][0] = wall.clone();
+    record["faults"][0]["decided"][1] = wall;
+    record["faults"][1].as_object_mut().unwrap().remove("since");
+    let mut book: Poisonings = serde_json::from_value(record).unwrap();
+    assert!(book.overdue(Duration::ZERO, at(1)));
+    assert_eq!(book.condemned().count(), 1, "it did not execute in time");
+    assert_eq!(book.faults()[1].decision(), RESTART);
+}
+
+#[test]
+fn deadlines_hold_when_the_wall_clock_goes_back() {
+    let earlier = |second: u64| Present {
+        wall: Timestamp::from_second(0).unwrap(),
+        ..at(second)
+    };
+    let mut book = under(ContextAction::InPlace);
+    book.xid(1, 0);
+    assert!(book.overdue(Duration::ZERO, earlier(5)));
+    assert_eq!(book.faults()[0].decision(), RESTART);
+    book.end(1);
+    book.report(2, 1);
+    assert!(
+        book.overdue(Duration::ZERO, earlier(6)),
+        "it did not execute"
+    );
+    book.end(2);
+    assert_eq!(book.report(3, 7), TOO_MANY);
+    book.end(3);
+    let (decision, _) = book.strike(image(4), &gpu(), REPORT, earlier(66));
+    assert_eq!(decision, Some(Decision::Execute), "the window is over");
 }

@@ -5,7 +5,6 @@ use std::collections::BTreeSet;
 
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::wire::Verdict;
-use jiff::Timestamp;
 
 use super::super::super::poison::Policy;
 use super::*;
@@ -14,7 +13,7 @@ use crate::inventory::health::{Health, Memory, Sickness};
 use crate::inventory::{Gpu, GpuState};
 use crate::kept::leases::{Asker, Charged, Leases, Meta, Node, Open, Opened, Standing};
 use crate::kept::numbers::Numbers;
-use crate::ledger::Moment;
+use crate::node::clock::Present;
 use crate::node::generations::Generations;
 use crate::units::{AllocationId, LeaseId};
 
@@ -430,6 +429,9 @@ fn gpu() -> Gpu {
     }
 }
 
-fn now() -> Timestamp {
-    Timestamp::from_second(1_800_000_000).unwrap()
+fn now() -> Present {
+    Present {
+        moment: Moment(3_600_000),
+        wall: jiff::Timestamp::UNIX_EPOCH,
+    }
 }

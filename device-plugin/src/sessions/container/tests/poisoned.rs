@@ -2,15 +2,17 @@
 
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::wire::Verdict;
-use jiff::Timestamp;
 
 use super::super::super::poison::Policy;
 use super::super::leases::NotAsked;
 use super::*;
-use crate::ledger::Moment;
+use crate::node::clock::Present;
 
-fn now() -> Timestamp {
-    Timestamp::from_second(1_800_000_000).unwrap()
+fn now() -> Present {
+    Present {
+        moment: Moment(3_600_000),
+        wall: jiff::Timestamp::UNIX_EPOCH,
+    }
 }
 
 fn report(container: &mut Container, pid: u32, code: i32) -> ToShim {
@@ -78,8 +80,17 @@ fn a_lost_record_issues_no_number_twice() {
     let mut container = fixture.start();
     let before = (1..100).map(|image| generation(&mut container, 1, image, VERSION));
     let most = before.max().flatten().unwrap();
-    let (_fixture, mut after) = restart_over(None);
-    assert!(generation(&mut after, 1, 7, VERSION).unwrap() > most);
+    let (mut fixture, mut after) = restart_over(None);
+    let first = generation(&mut after, 1, 7, VERSION).unwrap();
+    assert!(first > most);
+    // Another record is lost a moment later.
+    std::fs::remove_file(fixture.folder.path().join("record.json")).unwrap();
+    fixture.now = fixture.now + Duration::from_millis(1);
+    let most = (1..100).map(|image| generation(&mut after, 1, image, VERSION));
+    let most = most.max().flatten().unwrap();
+    std::fs::remove_file(fixture.folder.path().join("record.json")).unwrap();
+    let mut last = fixture.start();
+    assert!(generation(&mut last, 1, 7, VERSION).unwrap() > most);
 }
 
 #[test]
@@ -242,7 +253,7 @@ fn an_xid_says_which_of_the_containers_gpus_it_was() {
         tokens: None,
     };
     let record = Record::at(folder.path().join("record.json")).unwrap();
-    let (mut container, _) = Container::restore(served, record, false, &Host);
+    let (mut container, _) = Container::restore(served, record, false, &Host, Moment::default());
     for (pid, gpu) in [(1, &second), (2, &first)] {
         hello(&mut container, pid, 7).unwrap();
         assert!(xid(&mut container, pid, &[foreign.clone(), gpu.clone()]));

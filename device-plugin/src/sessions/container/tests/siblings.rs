@@ -21,7 +21,14 @@ fn container(folder: &tempfile::TempDir, allocation: &str, quota: Bytes) -> Cont
         tokens: None,
     };
     let record = folder.path().join(format!("{allocation}.json"));
-    Container::restore(served, Record::at(record).unwrap(), false, &Host).0
+    Container::restore(
+        served,
+        Record::at(record).unwrap(),
+        false,
+        &Host,
+        Moment::default(),
+    )
+    .0
 }
 
 fn gpu() -> GpuUuid {
