@@ -64,6 +64,9 @@ pub mod gpu_node {
     /// The drivers of all GPUs were seen to clear freed memory; does not count for `Ready`.
     pub const MEMORY_SCRUBBED: &str = "MemoryScrubbed";
 
+    /// The agent understands every order in the spec; does not count for `Ready`.
+    pub const ACCEPTED: &str = "Accepted";
+
     /// It holds.
     pub const OK: &str = "Ok";
     /// Not looked at yet.
@@ -106,6 +109,8 @@ pub mod gpu_node {
     pub const NOT_SCRUBBED: &str = "NotScrubbed";
     /// The worker of a GPU hangs in the driver.
     pub const WORKER_STUCK: &str = "WorkerStuck";
+    /// The spec has orders of another version of the API.
+    pub const NOT_UNDERSTOOD: &str = "NotUnderstood";
     /// The driver should have set a memory limit and did not.
     pub const LIMIT_REFUSED: &str = "LimitRefused";
 }
@@ -141,10 +146,11 @@ impl Statement {
 
     /// Whether it keeps its `GpuNode` from being ready.
     pub fn is_amiss(&self) -> bool {
-        const SPARED: [&str; 3] = [
+        const SPARED: [&str; 4] = [
             gpu_node::DRIVER_LIMITS,
             gpu_node::KEPT_MEMORY,
             gpu_node::MEMORY_SCRUBBED,
+            gpu_node::ACCEPTED,
         ];
         self.holds != Some(true) && !SPARED.contains(&self.type_)
     }

@@ -275,7 +275,7 @@ pub struct GpuNodeStatus {
     #[schemars(length(max = 32), extend("x-kubernetes-list-type" = "map", "x-kubernetes-list-map-keys" = ["namespace"]))]
     pub namespaces: Vec<NamespaceUse>,
     /// What the agent says of the node: Ready, GpusFound, Registered, CdiReady, WithinTokenLimit,
-    /// CheckpointIntact, Audited, DriverLimits, KeptMemory.
+    /// CheckpointIntact, Audited, DriverLimits, KeptMemory, MemoryScrubbed, Accepted.
     #[schemars(schema_with = "schema::conditions")]
     pub conditions: Vec<Condition>,
 }

@@ -8,12 +8,17 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_http::Listeners;
+use bursar_watch::History;
+use futures::future::BoxFuture;
 use kube::Client;
+use kube::client::{ClientBuilder, DynBody};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 use tokio_util::sync::CancellationToken;
+use tower::BoxError;
+use tower::util::MapFutureLayer;
 use tracing::{info, warn};
 
 use crate::audit::Auditor;
@@ -46,14 +51,19 @@ use crate::pods::Pods;
 use crate::poison;
 use crate::resize::{self, Ordered};
 use crate::sessions::{Cgroups, Sessions};
-use crate::status::{Events, orders};
+use crate::status::Events;
+use crate::status::object::ApiObject;
+use crate::status::orders::{self, Seen, Told};
+use crate::status::publish::{Publisher, Rate};
 use crate::tokens::key;
 use crate::tokens::seal::{NameTooLong, NodeKey};
 use crate::units::Resource;
 use reporter::Reporter;
 
-/// How long the API server may be silent within a request. The agent watches nothing.
+/// How long the API server may take until it begins to answer.
 const API_SILENCE: Duration = Duration::from_secs(20);
+/// How long it may be silent within an answer: a quiet watch lasts 200 s.
+const WATCH_SILENCE: Duration = Duration::from_secs(210);
 
 /// What the agent is run with besides its configuration.
 #[derive(Clone)]
@@ -191,6 +201,7 @@ pub async fn run(
         voice,
     );
     parts.start("node", actor.run());
+    let (ordering, draining) = (told.clone(), drain.subscribe());
     let drains = drain::Around {
         proc: config.paths.proc.clone(),
         sessions: sessions.clone(),
@@ -269,14 +280,34 @@ pub async fn run(
             "events",
             outbox.run(client.clone(), node.clone(), metrics.clone(), stop.clone()),
         );
+        let (seen, sees) = watch::channel(Seen::default());
+        let history = History::default();
+        let told = Told {
+            orders,
+            seen,
+            metrics: metrics.clone(),
+        };
         parts.start(
             "orders",
-            orders::run(client.clone(), node.clone(), orders, stop.clone()),
+            orders::run(
+                client.clone(),
+                node.clone(),
+                history.clone(),
+                told,
+                stop.clone(),
+            ),
         );
-        parts.start(
-            "status",
-            crate::status::run(client, node, reports, unheard, metrics, stop),
-        );
+        let publisher = Publisher {
+            object: ApiObject::new(client, node, history),
+            reports,
+            seen: sees,
+            orders: ordering,
+            drain: draining,
+            rate: Rate::default(),
+            unheard,
+            metrics,
+        };
+        parts.start("status", publisher.run(stop));
     }
     parts.supervise(shutdown).await
 }
@@ -488,7 +519,7 @@ pub async fn api_server() -> Option<Client> {
     let client = kube::Config::infer()
         .await
         .map_err(kube::Error::InferConfig)
-        .and_then(|config| Client::try_from(hurried(config)));
+        .and_then(|config| hurried(config, API_SILENCE));
     client
         .inspect_err(
             |error| warn!(%error, "no api server: no status, and every pod has priority 0"),
@@ -496,34 +527,64 @@ pub async fn api_server() -> Option<Client> {
         .ok()
 }
 
-/// `config` with a deadline for each step of a request.
-fn hurried(mut config: kube::Config) -> kube::Config {
-    config.connect_timeout = Some(API_SILENCE);
-    config.read_timeout = Some(API_SILENCE);
-    config.write_timeout = Some(API_SILENCE);
-    config
+/// A client by `config` with a deadline for each step of a request. The deadline of an answer's beginning is not that
+/// of its body, for a watch may have nothing to tell.
+fn hurried(mut config: kube::Config, silence: Duration) -> kube::Result<Client> {
+    config.connect_timeout = Some(silence);
+    config.write_timeout = Some(silence);
+    config.read_timeout = Some(WATCH_SILENCE);
+    let begins = MapFutureLayer::new(move |answer: Answer| async move {
+        let answer: Result<_, BoxError> = timeout(silence, answer).await?;
+        answer
+    });
+    Ok(ClientBuilder::try_from(config)?.with_layer(&begins).build())
 }
+
+/// An answer of kube's client to come.
+type Answer = BoxFuture<'static, Result<http::Response<Box<DynBody>>, BoxError>>;
 
 #[cfg(test)]
 mod tests {
+    use futures::StreamExt as _;
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
     use tokio::net::TcpListener;
 
     use super::*;
 
+    const SILENCE: Duration = Duration::from_millis(50);
+
+    async fn client_of(server: &TcpListener) -> Client {
+        let address = server.local_addr().unwrap();
+        let config = kube::Config::new(format!("http://{address}").parse().unwrap());
+        hurried(config, SILENCE).unwrap()
+    }
+
     #[tokio::test]
-    async fn an_api_server_that_takes_a_request_and_says_nothing_does_not_hold_it_for_ever() {
+    async fn request_ends_when_the_api_server_says_nothing() {
         let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let address = silent.local_addr().unwrap();
-        let mut config = hurried(kube::Config::new(
-            format!("http://{address}").parse().unwrap(),
-        ));
-        assert!(config.connect_timeout.is_some() && config.write_timeout.is_some());
-        assert_eq!(config.read_timeout, Some(API_SILENCE));
-        // The same way, sooner.
-        config.read_timeout = Some(Duration::from_millis(50));
-        let client = Client::try_from(config).unwrap();
-        let asked = client.apiserver_version();
-        let answer = tokio::time::timeout(Duration::from_secs(10), asked).await;
+        let client = client_of(&silent).await;
+        let answer = timeout(Duration::from_secs(10), client.apiserver_version()).await;
         assert!(answer.expect("the request has a deadline").is_err());
+    }
+
+    #[tokio::test]
+    async fn watch_goes_on_while_it_has_nothing_to_tell() {
+        let quiet = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let client = client_of(&quiet).await;
+        let server = tokio::spawn(async move {
+            let (mut stream, _) = quiet.accept().await.unwrap();
+            let _ = stream.read(&mut [0; 4096]).await.unwrap();
+            let begins = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n";
+            stream.write_all(begins).await.unwrap();
+            std::future::pending::<()>().await
+        });
+        let nodes = crate::status::object::objects(client);
+        let params = kube::api::WatchParams::default();
+        let begun = nodes.watch(&params, "1");
+        let begun = timeout(Duration::from_secs(10), begun).await.unwrap();
+        let mut events = std::pin::pin!(begun.unwrap());
+        let told = timeout(10 * SILENCE, events.next()).await;
+        assert!(told.is_err(), "{told:?}");
+        server.abort();
     }
 }

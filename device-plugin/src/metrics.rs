@@ -80,6 +80,8 @@ pub struct Counts {
 pub struct Metrics {
     registry: Arc<Registry>,
     tokens: Family<OfResource, Gauge>,
+    orders_not_understood: Gauge,
+    watch_failures: Counter,
     booked: Family<OfResource, Gauge>,
     bound: Family<OfResource, Gauge>,
     waiting: Family<OfResource, Gauge>,
@@ -134,6 +136,16 @@ impl Metrics {
         );
         let r = &mut registry;
         Self {
+            orders_not_understood: r.with(
+                "bursar_agent_orders_not_understood",
+                "Orders in this node's GpuNode that this version of the agent does not understand",
+                Gauge::default(),
+            ),
+            watch_failures: r.with(
+                "bursar_agent_watch_failures",
+                "Failures of the watch of this node's GpuNode",
+                Counter::default(),
+            ),
             tokens: r.with(
                 "bursar_agent_tokens",
                 "Healthy tokens told to the kubelet",
@@ -272,6 +284,9 @@ impl Metrics {
                 .get_or_create(&of_resource(resource))
                 .set(memory.allocatable.0.into());
         }
+        let not_understood = report.ordered.not_understood.len();
+        self.orders_not_understood
+            .set(i64::try_from(not_understood).unwrap_or(i64::MAX));
         self.gpu_memory.clear();
         self.gpu_healthy.clear();
         for gpu in &report.gpus {
@@ -322,6 +337,11 @@ impl Metrics {
         self.gpu_node_writes
             .get_or_create(&OfResult { result })
             .inc();
+    }
+
+    /// The watch of this node's `GpuNode` failed.
+    pub fn watch_failed(&self) {
+        self.watch_failures.inc();
     }
 
     /// An Event was not sent.
@@ -468,6 +488,7 @@ mod tests {
             cuda_error: Some(cuda_error),
             xid: None,
             time: jiff::Timestamp::UNIX_EPOCH,
+            since: crate::ledger::Moment::default(),
             decided: None,
             executed: false,
             ended: false,

@@ -39,6 +39,8 @@ pub struct Orders {
     pub restarts: Vec<RestartOrder>,
     /// `spec.drain`.
     pub drain: BTreeSet<GpuUuid>,
+    /// The places in the spec of orders that this agent does not understand.
+    pub not_understood: Vec<String>,
 }
 
 /// What became of the orders.
@@ -48,6 +50,8 @@ pub struct Ordered {
     pub generation: Option<i64>,
     /// Each order, in its place.
     pub quotas: Vec<(QuotaOrder, Outcome)>,
+    /// The places in the spec of orders that this agent does not understand.
+    pub not_understood: Vec<String>,
 }
 
 /// What became of one order.
@@ -189,7 +193,10 @@ pub async fn run(
         }
         sessions.reclaim();
         let Some(Orders {
-            generation, quotas, ..
+            generation,
+            quotas,
+            not_understood,
+            ..
         }) = orders.borrow_and_update().clone()
         else {
             continue;
@@ -207,6 +214,7 @@ pub async fn run(
         let after = Ordered {
             generation,
             quotas: quotas.into_iter().map(outcome).collect(),
+            not_understood,
         };
         ordered.send_if_modified(|before| {
             let changed = *before != after;

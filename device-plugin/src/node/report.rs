@@ -93,6 +93,7 @@ pub fn report(snapshot: &Snapshot, around: &Around) -> NodeReport {
             driver_limits(&around.limits),
             kept_memory(&around.kept),
             memory_scrubbed(snapshot, &around.kept),
+            accepted(&around.ordered),
         ],
     }
 }
@@ -304,6 +305,35 @@ fn memory_scrubbed(snapshot: &Snapshot, kept: &KeptStatus) -> Statement {
             says(true, names::OK, "freed memory comes back cleared")
         }
         None => pending(names::MEMORY_SCRUBBED, "not every GPU was looked at yet"),
+    }
+}
+
+fn accepted(ordered: &Ordered) -> Statement {
+    let Ordered {
+        generation,
+        not_understood,
+        ..
+    } = ordered;
+    let version = env!("CARGO_PKG_VERSION");
+    match not_understood.as_slice() {
+        [] if generation.is_none() => pending(names::ACCEPTED, "no spec was read yet"),
+        [] => Statement::new(
+            names::ACCEPTED,
+            true,
+            names::OK,
+            "the agent understands the spec",
+        ),
+        [first, others @ ..] => {
+            let more = match others.len() {
+                0 => String::new(),
+                more => format!(" and {more} more"),
+            };
+            let message = format!(
+                "failed to read spec.{first}{more}: unknown to version {version} of the agent; upgrade the agent or \
+                delete these orders"
+            );
+            Statement::new(names::ACCEPTED, false, names::NOT_UNDERSTOOD, message)
+        }
     }
 }
 

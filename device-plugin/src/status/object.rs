@@ -1,17 +1,24 @@
-//! The API calls on this node's `GpuNode`.
+//! Makes and writes this node's `GpuNode`.
 //!
-//! Server-side apply with the field manager `bursar-agent`: the object is made when it is missing,
-//! owned by its Node, so that it goes when the Node goes. The status has one writer, this agent.
+//! The agent makes the object where it is missing, owned by its Node, so that it goes when the Node goes. The status
+//! has one writer, this agent, by server-side apply. The object is read without its types, for it may be of another
+//! version.
 
+use std::collections::BTreeSet;
 use std::future::Future;
 
 use bursar_crds::{AGENT_MANAGER, GpuNode, GpuNodeStatus};
+use bursar_watch::History;
 use k8s_openapi::api::core::v1::Node;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::OwnerReference;
-use kube::api::{Api, Patch, PatchParams};
-use kube::core::{PartialObjectMetaExt as _, Resource as _};
+use kube::api::{Api, Patch, PatchParams, PostParams};
+use kube::core::{ApiResource, DynamicObject, Resource as _};
 use kube::{Client, ResourceExt as _};
+use serde::Deserialize as _;
 use serde_json::json;
+use tracing::debug;
+
+use crate::units::GpuUuid;
 
 /// A call that failed. All are worth another try later.
 #[derive(Debug, thiserror::Error)]
@@ -40,6 +47,14 @@ pub enum ObjectError {
         /// Why.
         source: Box<kube::Error>,
     },
+    /// Writing who owns it.
+    #[error("cannot write the owner of GpuNode {node}")]
+    Own {
+        /// The node's name.
+        node: String,
+        /// Why.
+        source: Box<kube::Error>,
+    },
     /// Writing its status.
     #[error("cannot write the status of GpuNode {node}")]
     Write {
@@ -54,49 +69,80 @@ pub enum ObjectError {
         /// The node's name.
         node: String,
     },
+    /// A request was not answered in time. It may have been carried out.
+    #[error("no answer from the API server within {} s", .within.as_secs())]
+    NoAnswer {
+        /// How long the agent waited.
+        within: std::time::Duration,
+    },
 }
 
-/// What is known of the object after a call.
+/// What is known of the object after a call or an event.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Known {
+    /// `metadata.resourceVersion`.
+    pub revision: String,
     /// `metadata.generation`.
     pub generation: Option<i64>,
-    /// The status as the API server has it.
+    /// The status as the API server has it; empty where another version wrote what this agent cannot read.
     pub status: GpuNodeStatus,
+}
+
+impl Known {
+    /// What `object` says.
+    pub fn of(object: &DynamicObject) -> Self {
+        let status = object.data.get("status").filter(|status| !status.is_null());
+        let status =
+            status.map_or_else(|| Ok(GpuNodeStatus::default()), GpuNodeStatus::deserialize);
+        Self {
+            revision: object.resource_version().unwrap_or_default(),
+            generation: object.metadata.generation,
+            status: status
+                .inspect_err(|error| debug!(%error, "status of another version"))
+                .unwrap_or_default(),
+        }
+    }
 }
 
 /// This node's `GpuNode`, wherever it is kept.
 pub trait Object: Send + Sync {
-    /// The object as it is, made where it is missing.
-    fn ensure(&self) -> impl Future<Output = Result<Known, ObjectError>> + Send;
+    /// The object as it is. Where it is missing it is made, with the GPUs of `drain` to be drained.
+    fn ensure(
+        &self,
+        drain: &BTreeSet<GpuUuid>,
+    ) -> impl Future<Output = Result<Known, ObjectError>> + Send;
 
-    /// Writes the status.
+    /// Writes the status of the object, which is known as `before`.
     fn write(
         &self,
+        before: &Known,
         status: &GpuNodeStatus,
     ) -> impl Future<Output = Result<Known, ObjectError>> + Send;
+}
+
+/// The `GpuNode`s, read without their types.
+pub fn objects(client: Client) -> Api<DynamicObject> {
+    Api::all_with(client, &ApiResource::erase::<GpuNode>(&()))
 }
 
 /// The object in the API server.
 #[derive(Clone)]
 pub struct ApiObject {
     nodes: Api<Node>,
-    objects: Api<GpuNode>,
+    objects: Api<DynamicObject>,
     node: String,
+    history: History,
 }
 
 impl ApiObject {
-    /// The `GpuNode` of the node named `node`.
-    pub fn new(client: Client, node: impl Into<String>) -> Self {
+    /// The `GpuNode` of the node named `node`. `history` belongs to the watch of that object.
+    pub fn new(client: Client, node: impl Into<String>, history: History) -> Self {
         Self {
             nodes: Api::all(client.clone()),
-            objects: Api::all(client),
+            objects: objects(client),
             node: node.into(),
+            history,
         }
-    }
-
-    fn params() -> PatchParams {
-        PatchParams::apply(AGENT_MANAGER).force()
     }
 
     async fn owner(&self) -> Result<OwnerReference, ObjectError> {
@@ -113,51 +159,86 @@ impl ApiObject {
             ..OwnerReference::default()
         })
     }
+
+    /// A plain creation, which changes no object that somebody else makes at the same time.
+    async fn create(
+        &self,
+        owner: OwnerReference,
+        drain: &BTreeSet<GpuUuid>,
+    ) -> Result<Known, ObjectError> {
+        let mut object = DynamicObject::new(&self.node, &ApiResource::erase::<GpuNode>(&()));
+        object.metadata.owner_references = Some(vec![owner]);
+        let drain: Vec<_> = drain.iter().map(GpuUuid::as_str).collect();
+        object.data = json!({ "spec": { "drain": drain } });
+        let params = PostParams {
+            field_manager: Some(AGENT_MANAGER.to_owned()),
+            ..PostParams::default()
+        };
+        let created = self
+            .history
+            .write(None, self.objects.create(&params, &object));
+        let created = created.await.map_err(|source| ObjectError::Create {
+            node: self.node.clone(),
+            source: Box::new(source),
+        });
+        created.map(|object| Known::of(&object))
+    }
+
+    /// Makes the present Node the owner: it was registered anew, with another UID.
+    async fn own(
+        &self,
+        object: &DynamicObject,
+        owner: OwnerReference,
+    ) -> Result<Known, ObjectError> {
+        let mut owners = object.owner_references().to_vec();
+        owners.retain(|other| other.kind != owner.kind);
+        owners.push(owner);
+        let before = object.resource_version();
+        let patch = json!({ "metadata": { "resourceVersion": before, "ownerReferences": owners } });
+        let params = PatchParams {
+            field_manager: Some(AGENT_MANAGER.to_owned()),
+            ..PatchParams::default()
+        };
+        let patch = Patch::Merge(patch);
+        let owned = self.objects.patch(&self.node, &params, &patch);
+        let owned = self.history.write(before.as_deref(), owned).await;
+        let owned = owned.map_err(|source| ObjectError::Own {
+            node: self.node.clone(),
+            source: Box::new(source),
+        });
+        owned.map(|object| Known::of(&object))
+    }
 }
 
 impl Object for ApiObject {
-    async fn ensure(&self) -> Result<Known, ObjectError> {
+    async fn ensure(&self, drain: &BTreeSet<GpuUuid>) -> Result<Known, ObjectError> {
         let found = self.objects.get_opt(&self.node).await;
         let found = found.map_err(|source| ObjectError::Read {
             node: self.node.clone(),
             source: Box::new(source),
         })?;
         let owner = self.owner().await?;
-        if let Some(object) = found
-            && object.owner_references().contains(&owner)
-        {
-            return Ok(known(object));
+        match found {
+            None => self.create(owner, drain).await,
+            Some(object) if object.owner_references().contains(&owner) => Ok(Known::of(&object)),
+            Some(object) => self.own(&object, owner).await,
         }
-        let meta = kube::core::ObjectMeta {
-            name: Some(self.node.clone()),
-            owner_references: Some(vec![owner]),
-            ..Default::default()
-        };
-        let meta = meta.into_request_partial::<GpuNode>();
-        let mut body = serde_json::to_value(meta).unwrap_or_default();
-        body["spec"] = json!({});
-        self.objects
-            .patch(&self.node, &Self::params(), &Patch::Apply(body))
-            .await
-            .map(known)
-            .map_err(|source| ObjectError::Create {
-                node: self.node.clone(),
-                source: Box::new(source),
-            })
     }
 
-    async fn write(&self, status: &GpuNodeStatus) -> Result<Known, ObjectError> {
+    async fn write(&self, before: &Known, status: &GpuNodeStatus) -> Result<Known, ObjectError> {
         let body = json!({
             "apiVersion": GpuNode::api_version(&()),
             "kind": GpuNode::kind(&()),
             "metadata": { "name": self.node },
             "status": status,
         });
-        let written = self
-            .objects
-            .patch_status(&self.node, &Self::params(), &Patch::Apply(body))
-            .await;
-        written.map(known).map_err(|source| match source {
+        let (params, body) = (
+            PatchParams::apply(AGENT_MANAGER).force(),
+            Patch::Apply(body),
+        );
+        let written = self.objects.patch_status(&self.node, &params, &body);
+        let written = self.history.write(Some(&before.revision), written).await;
+        let written = written.map_err(|source| match source {
             kube::Error::Api(answer) if answer.code == 404 => ObjectError::Gone {
                 node: self.node.clone(),
             },
@@ -165,13 +246,7 @@ impl Object for ApiObject {
                 node: self.node.clone(),
                 source: Box::new(source),
             },
-        })
-    }
-}
-
-fn known(object: GpuNode) -> Known {
-    Known {
-        generation: object.metadata.generation,
-        status: object.status.unwrap_or_default(),
+        });
+        written.map(|object| Known::of(&object))
     }
 }

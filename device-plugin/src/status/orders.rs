@@ -1,109 +1,134 @@
-//! Follows what is ordered in this node's `GpuNode`.
-//!
-//! A watch of one object. It is taken up again when it breaks, with a growing pause; the library lets none live
-//! longer than some minutes, so one that died in silence is noticed.
+//! Follows this node's `GpuNode`: what is ordered in it, and whether it still is as the agent wrote it.
 
 use std::time::Duration;
 
-use backon::ExponentialBuilder;
-use bursar_crds::GpuNode;
+use bursar_watch::{History, Pauses, watch as follow};
 use futures::TryStreamExt as _;
-use kube::runtime::{WatchStreamExt as _, watcher};
-use kube::{Api, Client};
+use kube::Client;
+use kube::core::DynamicObject;
+use kube::runtime::watcher;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
-use tracing::debug;
+use tracing::{info, warn};
 
+use super::object::{Known, objects};
+use super::spec;
+use crate::metrics::Metrics;
 use crate::resize::Orders;
 
-/// How long one watch lives: what the server is asked to end it after.
+/// How many seconds one watch lives: what the server is asked to end it after.
 const LIFETIME: u32 = 200;
 
-/// The longest pause before a watch that failed is taken up again; chance adds as much at most, and so spreads the nodes
-/// of a large cluster. The library's own would keep orders from an agent for up to a minute after an API server is back.
-const MOST_PAUSE: Duration = Duration::from_secs(10);
+/// The first pause before a watch that failed is taken up again.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
 
-/// The pauses of a watch that fails again and again.
-fn pauses() -> watcher::ExponentialBackoff {
-    let pauses = ExponentialBuilder::default().with_jitter();
-    pauses.with_max_delay(MOST_PAUSE).without_max_times().into()
+/// The longest pause, to which chance adds as much at most. It is short, for orders wait that long for an agent once
+/// an API server is back.
+const LONGEST_PAUSE: Duration = Duration::from_secs(10);
+
+/// What the watch tells of the object.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub enum Seen {
+    /// Nothing so far.
+    #[default]
+    Nothing,
+    /// The object is not there.
+    Missing,
+    /// The object as an event or a list has it.
+    Object {
+        /// What it says.
+        known: Known,
+        /// Whether a list has it, which is the newest state whatever its revision.
+        is_listed: bool,
+    },
 }
 
-/// Keeps `orders` at what the `GpuNode` of `node` says, until `stop`. An object that is not there orders nothing.
+/// Where the watch tells it.
+pub struct Told {
+    /// What is ordered; none before the object was seen.
+    pub orders: watch::Sender<Option<Orders>>,
+    /// The object itself.
+    pub seen: watch::Sender<Seen>,
+    /// Where failures are counted.
+    pub metrics: Metrics,
+}
+
+/// Follows the `GpuNode` of `node` until `stop`.
 pub async fn run(
     client: Client,
     node: String,
-    orders: watch::Sender<Option<Orders>>,
+    history: History,
+    told: Told,
     stop: CancellationToken,
 ) {
     let config = watcher::Config::default()
         .fields(&format!("metadata.name={node}"))
         .timeout(LIFETIME);
-    let objects = watcher(Api::<GpuNode>::all(client), config).backoff(pauses());
+    let pauses = Pauses::new(FIRST_PAUSE, LONGEST_PAUSE);
+    let objects = follow(objects(client), config, pauses, history);
     let mut objects = std::pin::pin!(objects);
-    let mut listed = None;
+    let (mut listed, mut failures) = (None, 0_u32);
     loop {
         let event = tokio::select! {
             () = stop.cancelled() => return,
             event = objects.try_next() => event,
         };
-        let told = match event {
-            Ok(Some(watcher::Event::Apply(object))) => Some(of(&object)),
-            Ok(Some(watcher::Event::Delete(_))) => Some(Orders::default()),
+        let (object, is_listed) = match event {
+            Ok(Some(watcher::Event::Apply(object))) => (Some(object), false),
+            Ok(Some(watcher::Event::Delete(_))) => (None, false),
             Ok(Some(watcher::Event::Init)) => {
                 listed = None;
-                None
+                continue;
             }
             Ok(Some(watcher::Event::InitApply(object))) => {
-                listed = Some(of(&object));
-                None
+                listed = Some(object);
+                continue;
             }
-            Ok(Some(watcher::Event::InitDone)) => Some(listed.take().unwrap_or_default()),
+            Ok(Some(watcher::Event::InitDone)) => (listed.take(), true),
             Ok(None) => return stop.cancelled().await,
             Err(error) => {
-                debug!(%error, "orders not followed");
-                None
+                told.metrics.watch_failed();
+                if failures == 0 {
+                    warn!(%error, "failed to watch GpuNode; trying on");
+                }
+                failures = failures.saturating_add(1);
+                continue;
             }
         };
-        if let Some(told) = told {
-            orders.send_if_modified(|before| {
-                let told = Some(told);
-                let changed = *before != told;
-                *before = told;
-                changed
-            });
+        if failures > 0 {
+            info!(failures, "GpuNode is watched again");
+            failures = 0;
         }
+        told.tell(object.as_ref(), is_listed);
     }
 }
 
-fn of(object: &GpuNode) -> Orders {
-    Orders {
-        generation: object.metadata.generation,
-        quotas: object.spec.quotas.clone(),
-        reservations: object.spec.reservations.clone(),
-        contexts: object.spec.context_policies.clone(),
-        restarts: object.spec.restarts.clone(),
-        // What is no UUID is no GPU's.
-        drain: object
-            .spec
-            .drain
-            .iter()
-            .flat_map(|gpu| gpu.parse())
-            .collect(),
+impl Told {
+    fn tell(&self, object: Option<&DynamicObject>, is_listed: bool) {
+        self.orders.send_if_modified(|before| {
+            let after = orders(before.as_ref(), object);
+            let changed = *before != after;
+            *before = after;
+            changed
+        });
+        self.seen.send_replace(match object {
+            None => Seen::Missing,
+            Some(object) => Seen::Object {
+                known: Known::of(object),
+                is_listed,
+            },
+        });
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_api_server_that_is_back_after_an_hour_is_found_within_twenty_seconds() {
-        let mut away = Duration::ZERO;
-        for pause in pauses().take(1000) {
-            assert!(pause <= 2 * MOST_PAUSE, "{pause:?} after {away:?}");
-            away += pause;
-        }
-        assert!(away > Duration::from_secs(3600), "it goes on: {away:?}");
+/// What is ordered, after what was `before`. An object that is not there lifts no drain, for somebody may have a GPU in
+/// hand by now; an object that is there has to say so.
+fn orders(before: Option<&Orders>, object: Option<&DynamicObject>) -> Option<Orders> {
+    match object {
+        Some(object) => Some(spec::orders(object)),
+        None => before.map(|before| Orders {
+            drain: before.drain.clone(),
+            ..Orders::default()
+        }),
     }
 }

@@ -1,25 +1,30 @@
 //! Writes the node's report to its `GpuNode` when it changed, at a bounded rate.
 //!
 //! ```text
-//!   a new report --> gather (more may follow) --> render --> same as what is there: nothing
+//!   a new report, an object that is not as it was written --> gather (more may follow) --> render --> same: nothing
 //!                         ^                           \--> write --> ok: quiet for `between`
 //!                         |                                     \--> failed: back off, then the newest report
 //!                         +------------------------------------------+
 //! ```
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
+use bursar_watch::is_below;
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use kube::Client;
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::object::{ApiObject, Known, Object, ObjectError};
+use super::object::{Known, Object, ObjectError};
+use super::orders::Seen;
 use super::render::{render, seconds};
 use super::report::NodeReport;
+use crate::drain::Drain;
 use crate::metrics::Metrics;
+use crate::resize::Orders;
+use crate::units::GpuUuid;
 
 /// How often the object may be written.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +40,8 @@ pub struct Rate {
     /// From one look at the API server to the next while a fault is open: whoever leaves it to somebody else has to notice
     /// that nobody can be reached.
     pub look: Duration,
+    /// How long the requests of one attempt may take together.
+    pub answer: Duration,
 }
 
 impl Default for Rate {
@@ -46,108 +53,154 @@ impl Default for Rate {
             retry_first: Duration::from_millis(500),
             retry_most: Duration::from_secs(10),
             look: Duration::from_secs(10),
+            answer: Duration::from_secs(10),
         }
     }
 }
 
-/// Keeps the `GpuNode` of `node` at what `reports` says, until `shutdown` or until there are no more
-/// reports. The API server being away is waited out, and `unheard` says since when it is.
-pub async fn run(
-    client: Client,
-    node: String,
-    reports: watch::Receiver<NodeReport>,
-    unheard: watch::Sender<Option<Instant>>,
-    metrics: Metrics,
-    shutdown: CancellationToken,
-) {
-    let object = ApiObject::new(client, node);
-    let rate = Rate::default();
-    publish(&object, reports, rate, &unheard, &metrics, shutdown).await;
+/// Keeps the `GpuNode` of this node at what the agent reports.
+pub struct Publisher<O> {
+    /// The object.
+    pub object: O,
+    /// What the agent reports.
+    pub reports: watch::Receiver<NodeReport>,
+    /// What the watch of the object tells.
+    pub seen: watch::Receiver<Seen>,
+    /// What the object orders.
+    pub orders: watch::Receiver<Option<Orders>>,
+    /// The GPUs that are drained, also by the orders of an object that an earlier agent read.
+    pub drain: watch::Receiver<Drain>,
+    /// How often the object may be written.
+    pub rate: Rate,
+    /// Since when the API server is away; none while it answers.
+    pub unheard: watch::Sender<Option<Instant>>,
+    /// Where writes are counted.
+    pub metrics: Metrics,
 }
 
-/// [`run`] over any [`Object`], at any rate.
-pub async fn publish(
-    object: &impl Object,
-    mut reports: watch::Receiver<NodeReport>,
-    rate: Rate,
-    unheard: &watch::Sender<Option<Instant>>,
-    metrics: &Metrics,
-    shutdown: CancellationToken,
-) {
-    let mut known = None;
-    let mut failures = 0;
-    let mut next_write = Instant::now();
-    reports.mark_changed();
-    loop {
-        let open = !reports.borrow().faults.is_empty();
-        tokio::select! {
-            () = shutdown.cancelled() => return,
-            changed = reports.changed() => if changed.is_err() { return },
-            () = sleep(rate.look), if open => known = None,
-        }
-        tokio::select! {
-            () = shutdown.cancelled() => return,
-            () = async { sleep(rate.gather).await; sleep_until(next_write).await } => {}
-        }
-        let report = reports.borrow_and_update().clone();
-        let outcome = tokio::select! {
-            () = shutdown.cancelled() => return,
-            outcome = bring_up(object, &mut known, &report) => outcome,
-        };
-        unheard.send_if_modified(|since| {
-            let before = *since;
-            *since = match &outcome {
-                Ok(_) => None,
-                Err(_) => before.or_else(|| Some(Instant::now())),
+impl<O: Object> Publisher<O> {
+    /// Works until `shutdown`, or until there are no more reports. The API server being away is waited out.
+    pub async fn run(mut self, shutdown: CancellationToken) {
+        let rate = self.rate;
+        let mut known = None;
+        let mut failures = 0;
+        let mut next_write = Instant::now();
+        self.reports.mark_changed();
+        loop {
+            let open = !self.reports.borrow().faults.is_empty();
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                changed = self.reports.changed() => if changed.is_err() { return },
+                Ok(()) = self.seen.changed() => {
+                    let seen = self.seen.borrow_and_update().clone();
+                    if !take_over(&mut known, seen) {
+                        continue;
+                    }
+                }
+                () = sleep(rate.look), if open => known = None,
+            }
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                () = async { sleep(rate.gather).await; sleep_until(next_write).await } => {}
+            }
+            let report = self.reports.borrow_and_update().clone();
+            let begun = Instant::now();
+            let outcome = tokio::select! {
+                () = shutdown.cancelled() => return,
+                outcome = timeout(rate.answer, self.bring_up(&mut known, &report)) => outcome,
             };
-            *since != before
+            let outcome = outcome.unwrap_or(Err(ObjectError::NoAnswer {
+                within: rate.answer,
+            }));
+            self.unheard.send_if_modified(|since| {
+                let before = *since;
+                *since = match &outcome {
+                    Ok(_) => None,
+                    Err(_) => before.or(Some(begun)),
+                };
+                *since != before
+            });
+            match outcome {
+                Ok(false) => {}
+                Ok(true) => {
+                    if failures > 0 {
+                        info!(failures, "GpuNode is written again");
+                    }
+                    failures = 0;
+                    self.metrics.gpu_node_written(true);
+                    next_write = Instant::now() + rate.between;
+                }
+                Err(error) => {
+                    // What the API server has is unknown after a failure: a write may have arrived.
+                    known = None;
+                    self.metrics.gpu_node_written(false);
+                    if failures == 0 {
+                        warn!(
+                            error = &error as &dyn std::error::Error,
+                            "GpuNode is not written"
+                        );
+                    }
+                    next_write = Instant::now() + backoff(rate, failures);
+                    failures += 1;
+                    self.reports.mark_changed();
+                }
+            }
+        }
+    }
+
+    /// Writes `report` if the object says something else. True if it wrote.
+    async fn bring_up(
+        &self,
+        known: &mut Option<Known>,
+        report: &NodeReport,
+    ) -> Result<bool, ObjectError> {
+        let before = match known.take() {
+            Some(known) => known,
+            None => self.object.ensure(&self.drained()).await?,
+        };
+        let now: Time = seconds(jiff::Timestamp::now());
+        let status = render(report, &before.status, before.generation, &now);
+        let same = status == before.status;
+        *known = Some(match same {
+            true => before,
+            false => self.object.write(&before, &status).await?,
         });
-        match outcome {
-            Ok(false) => {}
-            Ok(true) => {
-                if failures > 0 {
-                    info!(failures, "GpuNode is written again");
-                }
-                failures = 0;
-                metrics.gpu_node_written(true);
-                next_write = Instant::now() + rate.between;
-            }
-            Err(error) => {
-                // What the API server has is unknown after a failure: a write may have arrived.
-                known = None;
-                metrics.gpu_node_written(false);
-                if failures == 0 {
-                    warn!(
-                        error = &error as &dyn std::error::Error,
-                        "GpuNode is not written"
-                    );
-                }
-                next_write = Instant::now() + backoff(rate, failures);
-                failures += 1;
-                reports.mark_changed();
-            }
+        Ok(!same)
+    }
+
+    /// The GPUs that an object is made with where it is missing.
+    fn drained(&self) -> BTreeSet<GpuUuid> {
+        match &*self.orders.borrow() {
+            Some(orders) => orders.drain.clone(),
+            None => self.drain.borrow().ordered.clone(),
         }
     }
 }
 
-/// Writes `report` if the object says something else. True if it wrote.
-async fn bring_up(
-    object: &impl Object,
-    known: &mut Option<Known>,
-    report: &NodeReport,
-) -> Result<bool, ObjectError> {
-    let before = match known.take() {
-        Some(known) => known,
-        None => object.ensure().await?,
-    };
-    let now: Time = seconds(jiff::Timestamp::now());
-    let status = render(report, &before.status, before.generation, &now);
-    let same = status == before.status;
-    *known = Some(match same {
-        true => before,
-        false => object.write(&status).await?,
-    });
-    Ok(!same)
+/// Takes over what the watch told. Whether the object may have to be made or written.
+fn take_over(known: &mut Option<Known>, seen: Seen) -> bool {
+    match (seen, known.as_ref()) {
+        (Seen::Missing, _) => {
+            *known = None;
+            true
+        }
+        // The next attempt asks for the object as it is.
+        (Seen::Nothing, _) | (Seen::Object { .. }, None) => false,
+        (Seen::Object { known: now, .. }, Some(before)) if now == *before => false,
+        // A late event tells what was so before the agent's last write. A list tells what is so.
+        (
+            Seen::Object {
+                known: now,
+                is_listed: false,
+            },
+            Some(before),
+        ) if is_below(&now.revision, &before.revision) => false,
+        (Seen::Object { known: now, .. }, Some(before)) => {
+            let changed = now.status != before.status;
+            *known = Some(now);
+            changed
+        }
+    }
 }
 
 /// Doubles from `retry_first` to `retry_most`, spread over half of it: nodes that lost the API server
@@ -166,12 +219,23 @@ mod tests {
     use crate::status::report::FaultReport;
     use crate::status::testing::report;
     use bursar_crds::GpuNodeStatus;
-    use std::sync::Mutex;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::{Arc, Mutex};
 
-    /// An API server in memory that can be away.
+    /// An API server in memory that can be away. Clones are the same one.
+    #[derive(Clone, Default)]
+    struct Fake(Arc<State>);
+
+    impl std::ops::Deref for Fake {
+        type Target = State;
+
+        fn deref(&self) -> &State {
+            &self.0
+        }
+    }
+
     #[derive(Default)]
-    struct Fake {
+    struct State {
         kept: Mutex<Known>,
         reads: AtomicUsize,
         writes: AtomicUsize,
@@ -194,13 +258,13 @@ mod tests {
     }
 
     impl Object for Fake {
-        async fn ensure(&self) -> Result<Known, ObjectError> {
+        async fn ensure(&self, _: &BTreeSet<GpuUuid>) -> Result<Known, ObjectError> {
             self.answer()?;
             self.reads.fetch_add(1, Ordering::SeqCst);
             Ok(self.kept.lock().unwrap().clone())
         }
 
-        async fn write(&self, status: &GpuNodeStatus) -> Result<Known, ObjectError> {
+        async fn write(&self, _: &Known, status: &GpuNodeStatus) -> Result<Known, ObjectError> {
             self.answer()?;
             self.writes.fetch_add(1, Ordering::SeqCst);
             let mut kept = self.kept.lock().unwrap();
@@ -215,7 +279,25 @@ mod tests {
         retry_first: Duration::from_millis(5),
         retry_most: Duration::from_millis(20),
         look: Duration::from_millis(50),
+        answer: Duration::from_secs(10),
     };
+
+    fn publisher(
+        fake: &Fake,
+        reports: watch::Receiver<NodeReport>,
+        unheard: watch::Sender<Option<Instant>>,
+    ) -> Publisher<Fake> {
+        Publisher {
+            object: fake.clone(),
+            reports,
+            seen: watch::channel(Seen::Nothing).1,
+            orders: watch::channel(None).1,
+            drain: watch::channel(Drain::default()).1,
+            rate: FAST,
+            unheard,
+            metrics: Metrics::new(),
+        }
+    }
 
     /// Publishes while `act` goes on.
     async fn during<F: Future<Output = ()>>(
@@ -224,9 +306,8 @@ mod tests {
     ) {
         let (sender, receiver) = watch::channel(report());
         let shutdown = CancellationToken::new();
-        let metrics = Metrics::new();
         let unheard = watch::Sender::new(Some(Instant::now()));
-        let publishing = publish(fake, receiver, FAST, &unheard, &metrics, shutdown.clone());
+        let publishing = publisher(fake, receiver, unheard).run(shutdown.clone());
         let acting = async {
             act(sender).await;
             shutdown.cancel();
@@ -319,8 +400,8 @@ mod tests {
         fake.fail_next.store(usize::MAX, Ordering::SeqCst);
         let (_sender, receiver) = watch::channel(report());
         let (unheard, mut since) = watch::channel(None);
-        let (shutdown, metrics) = (CancellationToken::new(), Metrics::new());
-        let publishing = publish(&fake, receiver, FAST, &unheard, &metrics, shutdown.clone());
+        let shutdown = CancellationToken::new();
+        let publishing = publisher(&fake, receiver, unheard).run(shutdown.clone());
         let acting = async {
             let first = *since.wait_for(Option::is_some).await.unwrap();
             sleep(Duration::from_millis(50)).await;
@@ -348,8 +429,8 @@ mod tests {
         }];
         let (_sender, receiver) = watch::channel(report);
         let (unheard, mut since) = watch::channel(Some(Instant::now()));
-        let (shutdown, metrics) = (CancellationToken::new(), Metrics::new());
-        let publishing = publish(&fake, receiver, FAST, &unheard, &metrics, shutdown.clone());
+        let shutdown = CancellationToken::new();
+        let publishing = publisher(&fake, receiver, unheard).run(shutdown.clone());
         let acting = async {
             since.wait_for(Option::is_none).await.unwrap();
             let written = fake.writes();

@@ -19,7 +19,7 @@ struct Shared {
 }
 
 /// Whether revision `now` is below `before`. Revisions compare as decimal numbers (KEP-5504); others compare not at all.
-pub(crate) fn is_below(now: &str, before: &str) -> bool {
+pub fn is_below(now: &str, before: &str) -> bool {
     number(now)
         .zip(number(before))
         .is_some_and(|(now, before)| now < before)

@@ -17,5 +17,5 @@ mod history;
 mod pauses;
 
 pub use follow::watch;
-pub use history::History;
+pub use history::{History, is_below};
 pub use pauses::Pauses;

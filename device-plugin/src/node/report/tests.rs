@@ -95,7 +95,10 @@ fn around() -> Around {
             ..Audited::default()
         },
         limits: [(("/cg/pod".into(), uuid()), Limit::Set(Bytes::gib(1)))].into(),
-        ordered: Ordered::default(),
+        ordered: Ordered {
+            generation: Some(1),
+            ..Ordered::default()
+        },
         faults: Vec::new(),
         kept: KeptStatus {
             enabled: true,
@@ -530,4 +533,19 @@ fn why_no_memory_is_kept_is_told_and_keeps_no_node_from_being_ready() {
         ..dirty
     };
     assert_eq!(said(stuck), (Some(false), names::WORKER_STUCK));
+}
+
+#[test]
+fn unknown_orders_are_a_condition_and_the_node_stays_ready() {
+    let mut around = around();
+    let said = |around: &Around| {
+        let report = report(&snapshot(), around);
+        assert!(report.conditions.iter().all(|said| !said.is_amiss()));
+        condition(&report, names::ACCEPTED)
+    };
+    assert_eq!(said(&around), (Some(true), names::OK));
+    around.ordered.not_understood = vec!["contextPolicies[0]".to_owned()];
+    assert_eq!(said(&around), (Some(false), names::NOT_UNDERSTOOD));
+    around.ordered = Ordered::default();
+    assert_eq!(said(&around), (None, names::PENDING));
 }
