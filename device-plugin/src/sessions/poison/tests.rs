@@ -328,8 +328,8 @@ fn record_of_an_older_agent_is_read_and_its_times_are_long_ago() {
     record["faults"][1].as_object_mut().unwrap().remove("since");
     let mut book: Poisonings = serde_json::from_value(record).unwrap();
     assert!(book.overdue(Duration::ZERO, at(1)));
-    assert_eq!(book.condemned().count(), 1, "it did not execute in time");
-    assert_eq!(book.faults()[1].decision(), RESTART);
+    // The first did not execute its program in time, of the second there was no report.
+    assert_eq!(book.condemned().count(), 2);
 }
 
 #[test]

@@ -546,9 +546,15 @@ fn take_off(object: &mut Value, before: &Value, now: &Value) {
 }
 
 fn failure(code: StatusCode) -> Response {
+    // Clients go by the reason where Kubernetes defines it.
+    let reason = match code {
+        StatusCode::NOT_FOUND => "NotFound",
+        StatusCode::CONFLICT => "Conflict",
+        _ => "Test",
+    };
     let status = json!({
         "kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure",
-        "message": "refused by the test", "reason": "Test", "code": code.as_u16(),
+        "message": "refused by the test", "reason": reason, "code": code.as_u16(),
     });
     (code, status.to_string()).into_response()
 }
