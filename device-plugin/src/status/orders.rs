@@ -37,7 +37,7 @@ pub enum Seen {
     /// The object as an event or a list has it.
     Object {
         /// What it says.
-        known: Known,
+        known: Box<Known>,
         /// Whether a list has it, which is the newest state whatever its revision.
         is_listed: bool,
     },
@@ -114,7 +114,7 @@ impl Told {
         self.seen.send_replace(match object {
             None => Seen::Missing,
             Some(object) => Seen::Object {
-                known: Known::of(object),
+                known: Box::new(Known::of(object)),
                 is_listed,
             },
         });

@@ -186,7 +186,7 @@ fn take_over(known: &mut Option<Known>, seen: Seen) -> bool {
         }
         // The next attempt asks for the object as it is.
         (Seen::Nothing, _) | (Seen::Object { .. }, None) => false,
-        (Seen::Object { known: now, .. }, Some(before)) if now == *before => false,
+        (Seen::Object { known: now, .. }, Some(before)) if *now == *before => false,
         // A late event tells what was so before the agent's last write. A list tells what is so.
         (
             Seen::Object {
@@ -197,7 +197,7 @@ fn take_over(known: &mut Option<Known>, seen: Seen) -> bool {
         ) if is_below(&now.revision, &before.revision) => false,
         (Seen::Object { known: now, .. }, Some(before)) => {
             let changed = now.status != before.status;
-            *known = Some(now);
+            *known = Some(*now);
             changed
         }
     }
