@@ -25,9 +25,6 @@ use crate::units::GpuUuid;
 /// The end state is reached within this time, whatever happens to one write or event.
 const PROMISED: Duration = Duration::from_secs(30);
 
-/// The longest that a watch goes without noticing that its connection is dead, and then some.
-const SILENCE: Duration = Duration::from_secs(240);
-
 const KIND: &str = "gpunodes";
 const NODE: &str = "n";
 
@@ -142,11 +139,7 @@ impl Bed {
     }
 
     async fn until_written(&self) {
-        self.until_written_within(PROMISED).await;
-    }
-
-    async fn until_written_within(&self, within: Duration) {
-        self.until("the report is written", within, |bed| {
+        self.until("the report is written", PROMISED, |bed| {
             bed.has_free(32) && bed.orders.borrow().is_some()
         })
         .await;
@@ -324,20 +317,15 @@ async fn status_and_orders_arrive_however_a_watch_tells() {
         Telling::Again,
         Telling::Cut,
         Telling::Expired,
-        Telling::Silent,
     ];
     for telling in tellings {
-        let within = match telling {
-            Telling::Silent => SILENCE,
-            _ => PROMISED,
-        };
         let what = format!("{telling:?}");
         let api = Api::start();
         api.put("nodes", node("first"));
         let faults = Faults::of_all(Fate::Lost, telling);
         let client = api.client_through(&faults);
         let mut bed = Bed::over(api, client, Drain::default());
-        bed.until_written_within(within).await;
+        bed.until_written().await;
         if telling == Telling::Lagging {
             // GPU nodes are behind from then on.
             sleep(Duration::from_secs(15)).await;
@@ -345,13 +333,13 @@ async fn status_and_orders_arrive_however_a_watch_tells() {
         for round in 0..8 {
             bed.order(json!({ "drain": [format!("GPU-{round}")] }));
             bed.report_free(round);
-            bed.until(&what, within, |bed| {
+            bed.until(&what, PROMISED, |bed| {
                 bed.has_free(round) && bed.drains() == [gpu(round)]
             })
             .await;
         }
         bed.api.delete(KIND, "", NODE);
-        bed.until(&what, within, |bed| bed.has_free(7)).await;
+        bed.until(&what, PROMISED, |bed| bed.has_free(7)).await;
         bed.until_quiet(&what).await;
         assert_eq!(bed.drains(), [gpu(7)], "{what}");
         let dealt: usize = faults.dealt().values().sum();

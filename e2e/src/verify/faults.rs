@@ -22,6 +22,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "watch_lists_anew_when_etcd_was_restored",
                     "watch_lists_anew_every_half_hour_at_least",
                     "watch_resumes_where_it_was_after_each_end",
+                    "watch_goes_on_after_its_connection_died_in_silence",
                 ],
                 ignored: false,
                 env: &[],

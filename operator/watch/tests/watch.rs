@@ -3,7 +3,7 @@
 use std::pin::pin;
 use std::time::Duration;
 
-use bursar_sim_api::{Api, Faults};
+use bursar_sim_api::{Api, Fate, Faults, Telling};
 use bursar_watch::{History, Pauses, watch};
 use futures::StreamExt as _;
 use k8s_openapi::api::core::v1::ConfigMap;
@@ -186,4 +186,17 @@ async fn clients_back_off_while_their_watches_end_at_once() {
     assert!(requests <= 2 * 7, "{requests} requests in a minute");
     put(&api, "a", 0);
     assert_eq!(next(&mut told, 2 * LONGEST).await, Told::Change("a".into()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn watch_goes_on_after_its_connection_died_in_silence() {
+    let api = Api::start();
+    let silent = Faults::of_all(Fate::Lost, Telling::Silent);
+    let mut told = follow(api.client_through(&silent), &History::default());
+    assert_eq!(next(&mut told, LONGEST).await, list(&[]));
+    for value in 0..3 {
+        put(&api, "a", value);
+        let within = Duration::from_secs(220);
+        assert_eq!(next(&mut told, within).await, Told::Change("a".into()));
+    }
 }
