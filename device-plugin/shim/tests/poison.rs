@@ -12,7 +12,6 @@ use std::time::{Duration, Instant};
 
 use bursar_crds::budget::ContextAction;
 use bursar_device_plugin::sessions::Policy;
-use jiff::Timestamp;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
@@ -172,7 +171,7 @@ fn an_image_that_takes_its_time_before_it_calls_cuda_is_left_alone() {
         assert!(begun.elapsed() < Duration::from_secs(5));
         std::thread::sleep(Duration::from_millis(10));
     }
-    container.overdue(Timestamp::now() + Duration::from_secs(3600));
+    container.overdue(Duration::from_secs(3600));
     assert_eq!(container.condemned(), []);
     std::fs::remove_file(container.busy()).unwrap();
     assert_eq!(program.read(), "ready");

@@ -13,12 +13,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::ledger::Moment;
+use bursar_device_plugin::node::clock::{self, Present};
 use bursar_device_plugin::sessions::{
     Account, Books, Fault, Policy, Process, Served, Sessions, Usage,
 };
 use bursar_device_plugin::units::{AllocationId, Bytes};
 use bursar_sim_state::{Folder, Sim};
-use jiff::Timestamp;
 
 mod agent;
 mod program;
@@ -244,7 +244,7 @@ impl Container {
             .map(|(gpu, _)| gpu.clone())
             .collect();
         let suspect = sessions.suspect(program.pid(), &on, Moment(u64::MAX));
-        sessions.xid(&suspect.unwrap(), code, Timestamp::now());
+        sessions.xid(&suspect.unwrap(), code, clock::present());
     }
 
     /// While there is such a file programs say `busy`, and do not call CUDA yet.
@@ -252,8 +252,13 @@ impl Container {
         self.folder.path().join("busy")
     }
 
-    /// Decides what is overdue by then.
-    pub fn overdue(&self, then: Timestamp) {
+    /// Decides what is overdue when so much time has passed.
+    pub fn overdue(&self, after: Duration) {
+        let now = clock::present();
+        let then = Present {
+            moment: now.moment + after,
+            ..now
+        };
         self.sessions
             .as_ref()
             .unwrap()
