@@ -35,6 +35,10 @@ use crate::machine::{GPU, Machine};
 /// What a neighbour's round trip takes under any load, all but one time in a hundred.
 pub(crate) const WITHIN: Duration = Duration::from_millis(100);
 
+/// The neighbour may spend one part in so many of its time on round trips of [`WITHIN`] or more: a stall is one round
+/// trip, however long, so the hundredth tells nothing of a few. A machine with other work has stalls of its own.
+const LATE: u32 = 3;
+
 /// What the agent may have more of memory while a load runs, and after it.
 const MORE_KIB: u64 = 64 << 10;
 const MORE_AFTER_KIB: u64 = 8 << 10;
@@ -72,6 +76,9 @@ pub(crate) struct Seen {
     /// All round trips but one in a hundred took at most this.
     pub(crate) p99: Duration,
     trips: usize,
+    /// What the round trips took with their pauses, and what those of [`WITHIN`] or more did.
+    took: Duration,
+    late: Duration,
     most: Has,
 }
 
@@ -121,7 +128,7 @@ impl Node {
         neighbour.adopt(&machine, std::process::id());
         // Warm: what the agent has once and for all is there.
         let first = ask(&neighbour.socket, &AtomicBool::new(true));
-        println!("alone: {:?} of {}", first.0, first.1);
+        println!("alone: {:?} of {}", p99(&first), first.len());
         let before = has(&machine);
         Node {
             machine,
@@ -150,9 +157,9 @@ impl Node {
             }
         };
         over.store(true, Ordering::SeqCst);
-        let (p99, trips) = neighbour.await.unwrap();
+        let times = neighbour.await.unwrap();
         most = most.or_more(has(&self.machine));
-        (came_to, Seen { p99, trips, most })
+        (came_to, Seen::of(&times, most))
     }
 
     /// The neighbour waited for nobody, the agent's memory is what it was, and its descriptors are again.
@@ -169,12 +176,31 @@ impl Node {
     }
 }
 
+impl Seen {
+    /// By the neighbour's round trips, sorted.
+    fn of(times: &[Duration], most: Has) -> Seen {
+        Seen {
+            p99: p99(times),
+            trips: times.len(),
+            took: times.iter().sum::<Duration>() + PAUSE * times.len() as u32,
+            late: times.iter().filter(|time| **time >= WITHIN).sum(),
+            most,
+        }
+    }
+}
+
+/// All of the sorted times but one in a hundred are at most this.
+fn p99(times: &[Duration]) -> Duration {
+    times[times.len() * 99 / 100]
+}
+
 /// What a load did to the neighbour or the agent beyond what it may.
 pub(crate) fn complaint(seen: &Seen, before: Has, after: Has) -> Option<String> {
     let more = |has: Has| has.resident_kib.saturating_sub(before.resident_kib);
     let shared = after.shared_kib.saturating_sub(before.shared_kib);
     let what = match () {
         () if seen.p99 >= WITHIN => "the neighbour waited",
+        () if seen.late * LATE >= seen.took => "the neighbour stood still",
         () if more(seen.most) >= MORE_KIB => "the agent's memory grew under the load",
         () if more(after) >= MORE_AFTER_KIB => "the agent's memory is still grown",
         () if shared >= MORE_SHARED_KIB => "the agent keeps shared memory",
@@ -315,8 +341,8 @@ fn has(machine: &Machine) -> Has {
     }
 }
 
-/// What a neighbour waits for an answer, but one time in a hundred, and how many times it asked.
-fn ask(socket: &Path, over: &AtomicBool) -> (Duration, usize) {
+/// What a neighbour waits for each answer, sorted.
+fn ask(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     let mut stream = UnixStream::connect(socket).unwrap();
     let patience = Some(Duration::from_secs(60));
     stream.set_read_timeout(patience).unwrap();
@@ -341,7 +367,7 @@ fn ask(socket: &Path, over: &AtomicBool) -> (Duration, usize) {
         std::thread::sleep(PAUSE);
     }
     times.sort();
-    (times[times.len() * 99 / 100], times.len())
+    times
 }
 
 /// The program, compiled once.
@@ -372,9 +398,7 @@ mod tests {
     };
 
     fn seen(milliseconds: u64, most: Has) -> Seen {
-        let p99 = Duration::from_millis(milliseconds);
-        let trips = LEAST_TRIPS;
-        Seen { p99, trips, most }
+        Seen::of(&[Duration::from_millis(milliseconds); LEAST_TRIPS], most)
     }
 
     #[test]
@@ -400,7 +424,10 @@ mod tests {
             descriptors: BEFORE.descriptors + MORE_DESCRIPTORS + 1,
             ..BEFORE
         };
+        let mut stalls = vec![Duration::from_millis(1); 999];
+        stalls.push(Duration::from_secs(2));
         let bad = [
+            (Seen::of(&stalls, BEFORE), BEFORE, "stood still"),
             (seen(100, BEFORE), BEFORE, "the neighbour waited"),
             (seen(1, grown), BEFORE, "memory grew"),
             (seen(1, stays), stays, "is still grown"),
