@@ -7,6 +7,7 @@ use bursar_http::Listeners;
 use bursar_operator::args::{Args, LogFormat};
 use bursar_operator::{observe, operator};
 use clap::Parser;
+use k8s_openapi::jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::error;
@@ -35,7 +36,7 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let client = observe::client().await.context(
         "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
     )?;
-    Ok(operator::run(client, listeners, args.rules(), shutdown).await?)
+    Ok(operator::run(client, listeners, args.rules(), Timestamp::now, shutdown).await?)
 }
 
 fn log(args: &Args) -> anyhow::Result<()> {

@@ -2,7 +2,6 @@
 
 use bursar_http::Listeners;
 use futures::stream::poll_fn;
-use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 use kube::Client;
 use kube::runtime::reflector;
@@ -22,6 +21,9 @@ use crate::reconcile::Reconciler;
 use crate::release;
 use crate::world::World;
 use crate::write::Writer;
+
+/// Tells the time of day, for records that people read. Decisions count time by the monotonic clock.
+pub type Clock = fn() -> Timestamp;
 
 /// Budgets named and not yet taken up; more wait with the watches.
 const WORK: usize = 256;
@@ -46,6 +48,7 @@ pub async fn run(
     client: Client,
     listeners: Listeners,
     rules: Rules,
+    clock: Clock,
     shutdown: CancellationToken,
 ) -> Result<(), OperatorError> {
     let quantum = rules.quantum;
@@ -66,12 +69,13 @@ pub async fn run(
         writer.clone(),
         world.clone(),
         rules,
+        clock,
         metrics.clone(),
         shutdown.clone(),
     );
     let ordered = contexts::run(writer.clone(), world.clone(), shutdown.clone());
     let released = release::run(writer.clone(), world.clone(), shutdown.clone());
-    let reconciler = Reconciler::new(writer, world, metrics, || Time(Timestamp::now()));
+    let reconciler = Reconciler::new(writer, world, metrics, clock);
 
     let mut tasks = JoinSet::new();
     tasks.spawn({

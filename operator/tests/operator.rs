@@ -1,5 +1,7 @@
 //! The whole operator before an API server in memory.
 
+#[path = "operator/clocks.rs"]
+mod clocks;
 #[path = "operator/contexts.rs"]
 mod contexts;
 #[path = "operator/faults.rs"]
@@ -13,9 +15,10 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
 use bursar_http::Listeners;
-use bursar_operator::operator::{self, OperatorError};
+use bursar_operator::operator::{self, Clock, OperatorError};
 use bursar_operator::placement::Rules;
 use bursar_sim_api::Api;
+use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
@@ -44,6 +47,11 @@ impl Running {
 
     /// Over an API server that is there.
     async fn over(api: Api) -> Self {
+        Self::by_clock(api, Timestamp::now).await
+    }
+
+    /// The same, on a machine with this clock.
+    async fn by_clock(api: Api, clock: Clock) -> Self {
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let listeners = Listeners::bind(any, any).await.expect("free ports");
         let metrics = listeners.metrics.local_addr().expect("an address");
@@ -57,6 +65,7 @@ impl Running {
                 move_waiters: true,
                 disruption_grace: Duration::from_secs(60),
             },
+            clock,
             shutdown.clone(),
         ));
         Self {

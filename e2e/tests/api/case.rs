@@ -9,6 +9,7 @@ use bursar_http::Listeners;
 use bursar_operator::observe::patient;
 use bursar_operator::operator::{self, OperatorError};
 use bursar_operator::placement::Rules;
+use k8s_openapi::jiff::Timestamp;
 use kube::Config;
 use kube::client::ClientBuilder;
 use libtest_mimic::Failed;
@@ -54,7 +55,13 @@ impl Operator {
             disruption_grace: Duration::from_secs(60),
         };
         let shutdown = CancellationToken::new();
-        let operator = operator::run(client.build(), listeners, rules, shutdown.clone());
+        let operator = operator::run(
+            client.build(),
+            listeners,
+            rules,
+            Timestamp::now,
+            shutdown.clone(),
+        );
         Ok(Self {
             task: tokio::spawn(operator),
             shutdown,

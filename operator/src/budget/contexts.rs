@@ -7,6 +7,7 @@
 //!   GPU:     its memory is lost, for PATIENCE -------------> in the same way
 //! ```
 //!
+//! Patience counts from when this operator first saw the fault, by its own monotonic clock.
 //! Who goes is on record before anybody asks for it: the reason is never lost, and the record says whom to evict.
 
 use std::time::Duration;
@@ -65,16 +66,17 @@ pub(super) struct Due<'a> {
 }
 
 /// Those of the namespace's pods who have to go for a fault.
-pub(super) fn due<'a>(policy: &ContextPolicy, facts: &'a Facts, now: Timestamp) -> Due<'a> {
-    let mut due = Due::default();
+pub(super) fn due<'a>(budget: &GpuMemoryBudget, facts: &'a Facts) -> Due<'a> {
+    let (policy, mut due) = (&budget.spec.context_policy, Due::default());
     for sufferer in facts.sufferers.iter().filter(|one| !one.demand.ending) {
         let Some(Remedy::Evict(reason)) = remedy(&sufferer.fault, policy) else {
             continue;
         };
         let of_gpu = sufferer.fault.kind == FaultKind::Gpu;
-        let lasted = now.duration_since(sufferer.fault.time.0);
-        let early = PATIENCE.saturating_sub(Duration::try_from(lasted).unwrap_or_default());
-        if of_gpu && !early.is_zero() {
+        let early = PATIENCE.saturating_sub(sufferer.seen_for);
+        // An operator before this one had the patience for what is on record.
+        let had = record(recorded(budget), sufferer).is_some();
+        if of_gpu && !early.is_zero() && !had {
             due.again = Some(due.again.map_or(early, |again| again.min(early)));
             continue;
         }
@@ -98,7 +100,7 @@ pub(super) fn due<'a>(policy: &ContextPolicy, facts: &'a Facts, now: Timestamp) 
 /// The evictions that the status should name. Those that are still to be done keep their place, so that at most as
 /// many pods are asked at a time as there is room for.
 pub(super) fn on_record(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Vec<FaultEviction> {
-    let due = due(&budget.spec.context_policy, facts, now.0);
+    let due = due(budget, facts);
     let before = recorded(budget);
     let is_due = |one: &&FaultEviction| {
         let mut leaving = due.leaving.iter();
@@ -166,7 +168,12 @@ fn eviction(
     policy: &ContextPolicy,
     now: &Time,
 ) -> FaultEviction {
-    let Sufferer { pod, demand, fault } = sufferer;
+    let Sufferer {
+        pod,
+        demand,
+        fault,
+        seen_for: _,
+    } = sufferer;
     let mut message = message(fault, policy);
     message.truncate(message.floor_char_boundary(LONGEST));
     FaultEviction {

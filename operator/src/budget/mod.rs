@@ -9,7 +9,7 @@ mod status;
 mod terms;
 
 pub use contexts::{Remedy, remedy};
-pub use plan::{Leaver, Plan, Step, plan};
+pub use plan::{Leaver, Plan, Step, is_exceeded, plan};
 pub use quota::{Cap, Quota, Scope, Which, is_enforced};
 pub use repair::surplus;
 use status::status;

@@ -16,7 +16,6 @@ use std::time::Duration;
 use bursar_crds::conditions::budget as names;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
-use k8s_openapi::jiff::Timestamp;
 
 use super::quota::{Cap, Which};
 use super::repair::{EXCEEDED, surplus};
@@ -109,9 +108,9 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
     if let Ok(terms) = &terms
         && in_force
     {
-        repair(&mut plan, budget, terms, facts, now.0);
+        repair(&mut plan, budget, terms, facts);
     }
-    let due = contexts::due(&budget.spec.context_policy, facts, now.0);
+    let due = contexts::due(budget, facts);
     for pod in contexts::leavers(budget, &due) {
         plan.evict(pod, facts);
     }
@@ -163,10 +162,10 @@ impl Plan {
     }
 }
 
-fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts, now: Timestamp) {
+fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts) {
     let enforced = budget.status.as_ref();
     let enforced = enforced.and_then(|status| status.enforced_since.as_ref());
-    let (Some(Time(enforced)), Some(exceeded)) = (enforced, exceeded_since(budget)) else {
+    let Some(Time(enforced)) = enforced.filter(|_| is_exceeded(budget)) else {
         return;
     };
     let known = |job: &Owner| facts.jobs.get(&job.uid).copied();
@@ -178,9 +177,8 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
     if possible.is_empty() {
         return;
     }
-    let lasted = Duration::try_from(now.duration_since(exceeded)).unwrap_or_default();
-    if lasted < REPAIR_AFTER {
-        plan.look_within(Some(REPAIR_AFTER - lasted));
+    if facts.exceeded_for < REPAIR_AFTER {
+        plan.look_within(Some(REPAIR_AFTER - facts.exceeded_for));
         return;
     }
     let jobs = facts.pods.iter().filter_map(|(_, demand)| {
@@ -202,9 +200,9 @@ fn repair(plan: &mut Plan, budget: &GpuMemoryBudget, terms: &Terms, facts: &Fact
     }
 }
 
-/// Since when the budget as its spec is now is exceeded, by its status.
-fn exceeded_since(budget: &GpuMemoryBudget) -> Option<Timestamp> {
-    let exceeded = holding(budget.status.as_ref()?, names::EXCEEDED)?;
-    let is_of_now = exceeded.observed_generation == budget.metadata.generation;
-    is_of_now.then_some(exceeded.last_transition_time.0)
+/// Whether the budget, as its spec is now, is exceeded by its status.
+pub fn is_exceeded(budget: &GpuMemoryBudget) -> bool {
+    let status = budget.status.as_ref();
+    let exceeded = status.and_then(|status| holding(status, names::EXCEEDED));
+    exceeded.is_some_and(|told| told.observed_generation == budget.metadata.generation)
 }

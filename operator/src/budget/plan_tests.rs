@@ -12,11 +12,24 @@ use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::{Plan, Quota, Remedy, Step, Terms, Which, plan, remedy, surplus};
+use super::{Plan, Quota, Remedy, Step, Terms, Which, is_exceeded, plan, remedy, surplus};
 use crate::demand::{Class, Demand, Owner};
 use crate::quanta::Quanta;
 use crate::there::there;
 use crate::world::{AgentsSay, Cohort, Facts, Sufferer};
+
+/// How many seconds other machines' clocks are ahead of the API server's.
+#[derive(Clone, Copy, Debug, Default)]
+struct Skew {
+    operator: i64,
+    node: i64,
+}
+
+/// Clocks that are an hour apart, each of them ahead or behind, and clocks that agree.
+fn skews() -> impl Strategy<Value = Skew> {
+    let off = || prop::sample::select([-3_600, 0, 3_600].as_slice());
+    (off(), off()).prop_map(|(operator, node)| Skew { operator, node })
+}
 
 /// A namespace as the API server has it.
 struct Namespace {
@@ -24,9 +37,13 @@ struct Namespace {
     quotas: BTreeMap<Which, Quota>,
     labelled: bool,
     pods: BTreeMap<String, Demand>,
+    /// The API server's clock.
     second: i64,
-    /// The faults that pods suffer from.
-    faults: Vec<(String, Fault)>,
+    skew: Skew,
+    /// The faults that pods suffer from, each with when the operator first saw it.
+    faults: Vec<(String, Fault, i64)>,
+    /// Since when the status has said that the budget is exceeded.
+    exceeded: Option<i64>,
     /// What was asked about Jobs so far.
     jobs: BTreeMap<String, bool>,
     /// For how long disruption budgets have kept pods.
@@ -62,7 +79,9 @@ impl Namespace {
             labelled: false,
             pods: BTreeMap::new(),
             second: 1_000,
+            skew: Skew::default(),
             faults: Vec::new(),
+            exceeded: None,
             jobs: BTreeMap::new(),
             refused: BTreeMap::new(),
             evicted: BTreeMap::new(),
@@ -83,6 +102,10 @@ impl Namespace {
                 .map(|(name, demand)| (name.clone(), demand.clone()))
                 .collect(),
             refused: self.refused.clone(),
+            exceeded_for: match is_exceeded(&self.budget) {
+                true => self.since(self.exceeded.unwrap_or(self.second)),
+                false => Duration::ZERO,
+            },
             cohort: Cohort {
                 nodes: 1,
                 allocatable: Quanta::new(1000),
@@ -94,11 +117,12 @@ impl Namespace {
             sufferers: self
                 .faults
                 .iter()
-                .filter_map(|(pod, fault)| {
+                .filter_map(|(pod, fault, seen)| {
                     Some(Sufferer {
                         pod: pod.clone(),
                         demand: there("n", self.pods.get(pod)?)?.cloned(),
                         fault: fault.clone(),
+                        seen_for: self.since(*seen),
                     })
                 })
                 .collect(),
@@ -107,8 +131,12 @@ impl Namespace {
         }
     }
 
+    fn since(&self, second: i64) -> Duration {
+        Duration::from_secs((self.second - second).unsigned_abs())
+    }
+
     fn plan(&self) -> Plan {
-        let now = Time(Timestamp::from_second(self.second).unwrap());
+        let now = Time(Timestamp::from_second(self.second + self.skew.operator).unwrap());
         plan(&self.budget, &self.facts(), &now)
     }
 
@@ -116,9 +144,16 @@ impl Namespace {
         match step {
             Step::Quota(which, cap) => {
                 let before = self.quotas.remove(&which);
-                let in_force = before.map(|quota| quota.in_force).unwrap_or_default();
-                let uid = String::new();
-                self.quotas.insert(which, Quota { uid, cap, in_force });
+                let (in_force, taken_up) = before
+                    .map(|quota| (quota.in_force, quota.taken_up))
+                    .unwrap_or_default();
+                let quota = Quota {
+                    uid: String::new(),
+                    cap,
+                    in_force,
+                    taken_up,
+                };
+                self.quotas.insert(which, quota);
             }
             Step::Label => self.labelled = true,
             Step::Evict { pod, .. } => {
@@ -128,7 +163,11 @@ impl Namespace {
                 }
             }
             Step::LookAtJob(job) => drop(self.jobs.insert(job.uid, job.name == "lets-go")),
-            Step::Status(status) => self.budget.status = Some(*status),
+            Step::Status(status) => {
+                self.budget.status = Some(*status);
+                let since = self.exceeded.unwrap_or(self.second);
+                self.exceeded = is_exceeded(&self.budget).then_some(since);
+            }
         }
     }
 
@@ -137,8 +176,12 @@ impl Namespace {
         self.second += 1;
         self.pods.retain(|_, demand| !demand.ending);
         if copies {
+            let now = Time(Timestamp::from_second(self.second).unwrap());
             for quota in self.quotas.values_mut() {
-                quota.in_force.clone_from(&quota.cap.hard);
+                if quota.in_force != quota.cap.hard {
+                    quota.in_force.clone_from(&quota.cap.hard);
+                    quota.taken_up = Some(now.clone());
+                }
             }
         }
     }
@@ -190,7 +233,14 @@ fn a_new_budget_gets_its_quotas_then_its_label_and_then_nothing() {
 
 #[test]
 fn a_budget_over_running_pods_or_made_smaller_takes_nothing_from_anybody() {
+    for operator in [-3_600, 0, 3_600] {
+        nobody_goes(Skew { operator, node: 0 });
+    }
+}
+
+fn nobody_goes(skew: Skew) {
     let mut namespace = Namespace::new(16, 16);
+    namespace.skew = skew;
     let old = demand("old", Class::Guaranteed, 40, 900);
     namespace.pods.insert("old".to_owned(), old);
     namespace.settle();
@@ -341,15 +391,20 @@ fn who_comes_while_a_quota_is_raised_by_hand_or_gone_has_slipped_in() {
 }
 
 #[test]
-fn a_status_from_before_it_said_since_when_is_dated_by_its_condition() {
+fn status_is_dated_by_the_later_quota_and_not_where_that_is_unknown() {
     let mut namespace = Namespace::new(16, 16);
+    namespace.skew.operator = 3_600;
     namespace.settle();
-    let since = namespace.budget.status.as_mut().unwrap();
-    let since = since.enforced_since.take();
-    assert!(since.is_some());
-    namespace.second += 100;
-    namespace.settle();
-    assert_eq!(namespace.budget.status.unwrap().enforced_since, since);
+    let later = Some(Time(Timestamp::from_second(1_500).unwrap()));
+    let limit = namespace.quotas.get_mut(&Which::Limit).unwrap();
+    limit.taken_up.clone_from(&later);
+    for expected in [later, None] {
+        namespace.budget.status.as_mut().unwrap().enforced_since = None;
+        namespace.settle();
+        let status = namespace.budget.status.as_ref().unwrap();
+        assert_eq!(status.enforced_since, expected);
+        namespace.quotas.get_mut(&Which::Limit).unwrap().taken_up = None;
+    }
 }
 
 fn job(name: &str) -> Option<Owner> {
@@ -418,8 +473,13 @@ impl Namespace {
     }
 
     fn strike(&mut self, pod: &str, kind: FaultKind, action: FaultAction) {
-        let fault = fault(&format!("f-{pod}"), kind, action, self.second);
-        self.faults.push((pod.to_owned(), fault));
+        let fault = fault(
+            &format!("f-{pod}"),
+            kind,
+            action,
+            self.second + self.skew.node,
+        );
+        self.faults.push((pod.to_owned(), fault, self.second));
     }
 
     fn on_record(&self) -> Vec<(&str, &str)> {
@@ -701,8 +761,10 @@ proptest! {
         pods in pods(), guaranteed in 0u64..30, beyond in 0u64..20,
         crashes in prop::collection::vec((0usize..5, any::<bool>(), 0i64..8), 0..12),
         deleted in prop::option::of(prop::sample::select(Which::ALL.as_slice())),
+        skew in skews(),
     ) {
         let mut namespace = Namespace::new(guaranteed, guaranteed + beyond);
+        namespace.skew = skew;
         for (done, copies, pause) in &crashes {
             namespace.plan().steps.into_iter().take(*done).for_each(|step| namespace.take(step));
             namespace.others(*copies);
@@ -737,10 +799,12 @@ proptest! {
     fn whatever_is_cut_short_who_had_to_go_for_a_fault_goes_once_with_the_reason_on_record(
         faults in prop::collection::vec((0usize..12, any::<bool>()), 1..12),
         crashes in prop::collection::vec((0usize..4, 0i64..8), 0..12),
+        skew in skews(),
     ) {
         let names: Vec<String> = (0..12).map(|number| format!("p{number:02}")).collect();
         let all: Vec<&str> = names.iter().map(String::as_str).collect();
         let mut namespace = Namespace::running(ContextAction::Restart, &all);
+        namespace.skew = skew;
         let mut wanted = std::collections::BTreeSet::new();
         for (pod, of_gpu) in faults {
             if wanted.insert(names[pod].clone()) {
@@ -769,8 +833,10 @@ proptest! {
     fn a_crash_while_a_budget_is_made_smaller_takes_nothing_from_anybody(
         pods in pods(), limit in 0u64..30,
         crashes in prop::collection::vec((0usize..5, any::<bool>(), 0i64..8), 0..12),
+        skew in skews(),
     ) {
         let mut namespace = Namespace::new(200, 200);
+        namespace.skew = skew;
         namespace.settle();
         namespace.second += 100;
         let now = namespace.second;

@@ -12,6 +12,7 @@ use bursar_crds::resources::{
 use bursar_crds::{GpuMemoryBudget, Quantum};
 use k8s_openapi::api::core::v1::{ResourceQuota, ResourceQuotaSpec};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use kube::api::Patch;
 use kube::{Resource as _, ResourceExt as _};
 use serde_json::{Value, json};
@@ -82,6 +83,8 @@ pub struct Quota {
     pub cap: Cap,
     /// What admission goes by: the controller manager's copy of it.
     pub in_force: BTreeMap<String, Quanta>,
+    /// When that copy was last written, by the API server's clock; absent where the API server does not say.
+    pub taken_up: Option<Time>,
 }
 
 impl Cap {
@@ -183,6 +186,12 @@ impl Quota {
                 overflows: quota.labels().contains_key(OVERFLOW_LABEL),
             },
             in_force: ours(status.and_then(|status| status.hard.as_ref())),
+            taken_up: quota
+                .managed_fields()
+                .iter()
+                .filter(|entry| entry.subresource.as_deref() == Some("status"))
+                .filter_map(|entry| entry.time.clone())
+                .max(),
         }
     }
 
@@ -299,6 +308,23 @@ mod tests {
             assert!(wanted.has_to_replace(&scoped));
             assert_eq!(patch(Some(&scoped)), None, "it is gone by then");
         }
+    }
+
+    #[test]
+    fn quota_is_taken_up_when_its_status_was_last_written() {
+        let entry = |subresource: Option<&str>, second: u32| {
+            json!({ "manager": "m", "operation": "Update", "subresource": subresource,
+                "time": format!("2026-01-01T00:00:{second:02}Z") })
+        };
+        let taken_up = |entries: Value| {
+            let quota = json!({ "metadata": { "name": "q", "managedFields": entries } });
+            Quota::of(&serde_json::from_value(quota).unwrap()).taken_up
+        };
+        let status = Some("status");
+        let entries = json!([entry(status, 3), entry(status, 7), entry(None, 9)]);
+        let second = taken_up(entries).map(|time| time.0.as_second() % 60);
+        assert_eq!(second, Some(7));
+        assert_eq!(taken_up(json!([entry(None, 9)])), None);
     }
 
     #[test]

@@ -15,8 +15,8 @@ use crate::quanta::Quanta;
 /// The reason of their Events.
 pub(super) const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 
-/// Pods created this long after the budget's amounts came into force were admitted by it: the clocks of two machines,
-/// and the second that a creation time is rounded to.
+/// Pods created this long after the budget's amounts came into force were admitted by it. Both times are the API
+/// server's, rounded to seconds; where there are several, their clocks are at most so far apart.
 const SETTLED: SignedDuration = SignedDuration::from_secs(5);
 
 /// The pods to end so that the rest fits `terms`, in force since `since`: borrowed before guaranteed, the

@@ -33,8 +33,8 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
         .iter()
         .any(|said| said.type_ == names::ENFORCED && said.holds == Some(true));
     let enforced_since = same_terms
-        .and_then(since)
-        .or_else(|| in_force.then(|| now.clone()));
+        .and_then(|status| status.enforced_since.clone())
+        .or_else(|| facts.in_force_since().filter(|_| in_force));
     let Usage {
         pods,
         borrowed_pods,
@@ -82,12 +82,6 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
             now,
         ),
     }
-}
-
-/// Since when a status says that its amounts are in force; of one from before that was a field its condition tells.
-fn since(status: &GpuMemoryBudgetStatus) -> Option<Time> {
-    let told = || holding(status, names::ENFORCED).map(|told| told.last_transition_time.clone());
-    status.enforced_since.clone().or_else(told)
 }
 
 /// The condition of a status that has this type, if it is True.

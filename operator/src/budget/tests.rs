@@ -1,5 +1,7 @@
 use super::*;
 
+use std::time::Duration;
+
 use bursar_crds::conditions::budget as names;
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus, Quantum};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
@@ -40,6 +42,7 @@ fn idle() -> Facts {
         },
         pods: Vec::new(),
         refused: Default::default(),
+        exceeded_for: Duration::ZERO,
         guaranteed_quota: None,
         limit_quota: None,
         labelled: true,
@@ -56,7 +59,13 @@ fn in_force(budget: &GpuMemoryBudget, facts: Facts) -> Facts {
         let cap = Cap::wanted(which, budget, &terms, facts.quantum);
         let in_force = cap.hard.clone();
         let uid = which.name().to_owned();
-        Some(Quota { uid, cap, in_force })
+        let taken_up = Some(at(1));
+        Some(Quota {
+            uid,
+            cap,
+            in_force,
+            taken_up,
+        })
     };
     Facts {
         guaranteed_quota: quota(Which::Guaranteed),

@@ -5,7 +5,6 @@ use std::time::Duration;
 use bursar_crds::GpuNode;
 use futures::TryFutureExt as _;
 use k8s_openapi::api::core::v1::ObjectReference;
-use k8s_openapi::jiff::Timestamp;
 use kube::api::{Api, Patch, PatchParams};
 use kube::runtime::events::{Event, EventType, Recorder, Reporter};
 use kube::{Client, Resource as _};
@@ -22,6 +21,7 @@ use crate::ask::AskError;
 use crate::demand::AskingPod;
 use crate::job;
 use crate::observe::chain;
+use crate::operator::Clock;
 use crate::world::Key;
 use crate::write::{Evicted, WriteError, Writer};
 
@@ -69,10 +69,11 @@ pub(super) struct Hands {
     writer: Writer,
     recorder: Recorder,
     rules: super::Rules,
+    clock: Clock,
 }
 
 impl Hands {
-    pub(super) fn new(writer: Writer, rules: super::Rules) -> Self {
+    pub(super) fn new(writer: Writer, rules: super::Rules, clock: Clock) -> Self {
         let client = writer.client().clone();
         let reporter = Reporter {
             controller: bursar_crds::OPERATOR_MANAGER.to_owned(),
@@ -83,6 +84,7 @@ impl Hands {
             client,
             writer,
             rules,
+            clock,
         }
     }
 
@@ -173,11 +175,11 @@ impl Hands {
                     debug!(waiter = pod.key.name, "waits no more");
                     return Ok(());
                 }
-                let wall = Timestamp::now();
                 if memory.is_first_ask(&pod.uid) {
                     // Before the eviction: whoever comes after a crash may count one too many, never one too few.
-                    let moves = memory.moves_with(&from.name, &owner, wall);
-                    let body = json!({ "spec": { "moves": moves } });
+                    let moves = memory.moves_with(&from.name, &owner, now, (self.clock)());
+                    let told: Vec<_> = moves.iter().map(|(moved, _)| moved).collect();
+                    let body = json!({ "spec": { "moves": told } });
                     self.apply(MOVES_MANAGER, "count a move from", &from, body)
                         .await?;
                     memory.recorded(from.name, moves);

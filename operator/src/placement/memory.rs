@@ -58,6 +58,10 @@ struct Leaving {
     held: bool,
 }
 
+/// What is on record of one owner's moves from a node, and when this operator first saw that. The record's own time is
+/// of the clock of the operator that wrote it, and decides nothing.
+pub(super) type Record = (Moved, Moment);
+
 /// What was tried.
 #[derive(Clone, Debug, Default)]
 pub struct Memory {
@@ -77,7 +81,7 @@ pub struct Memory {
     /// How often pods of an owner were moved.
     moves: BTreeMap<String, Moves>,
     /// What is on record of that with each node's `GpuNode`, or was last written there.
-    recorded: BTreeMap<String, Vec<Moved>>,
+    recorded: BTreeMap<String, Vec<Record>>,
     /// Room on nodes that pods were moved for.
     promised: Vec<(String, Quanta, Moment)>,
     /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
@@ -146,8 +150,8 @@ impl InVain {
 
 impl Memory {
     /// Looks at who waits, and forgets who does not any more.
-    pub(super) fn see(&mut self, scene: &Scene<'_>, now: Moment, wall: Timestamp) {
-        self.recall(scene, now, wall);
+    pub(super) fn see(&mut self, scene: &Scene<'_>, now: Moment) {
+        self.recall(scene, now);
         let on_nodes = scene.gpu_nodes.values().flat_map(|gpus| &gpus.waiting);
         let unplaced = scene.pods.iter().filter(|(_, (_, pod))| {
             matches!(
@@ -231,24 +235,24 @@ impl Memory {
     }
 
     /// Takes in what an operator before put on record of moves.
-    fn recall(&mut self, scene: &Scene<'_>, now: Moment, wall: Timestamp) {
+    fn recall(&mut self, scene: &Scene<'_>, now: Moment) {
         for (node, gpus) in &scene.gpu_nodes {
             // What was written last here is newer than what a watch tells late.
             let recorded = self.recorded.entry((*node).to_owned());
-            recorded.or_insert_with(|| gpus.moves.clone());
+            recorded.or_insert_with(|| gpus.moves.iter().map(|one| (one.clone(), now)).collect());
         }
         let known = |node: &String| scene.gpu_nodes.contains_key(node.as_str());
         self.recorded.retain(|node, _| known(node));
-        let mut sums: BTreeMap<&str, (u32, Duration)> = BTreeMap::new();
-        for moved in self.recorded.values().flatten() {
-            let age = age(moved, wall);
-            let (count, youngest) = sums.entry(&moved.owner).or_insert((0, age));
-            *count += moved.count.unsigned_abs();
-            *youngest = age.min(*youngest);
+        let mut sums: BTreeMap<&str, (u32, Moment)> = BTreeMap::new();
+        for (moved, seen) in self.recorded.values().flatten() {
+            if is_fresh(*seen, now) {
+                let (count, last) = sums.entry(&moved.owner).or_default();
+                *count += moved.count.unsigned_abs();
+                *last = (*last).max(*seen);
+            }
         }
-        for (owner, (count, age)) in sums {
-            if age < MOVES_FORGOTTEN && !self.moves.contains_key(owner) {
-                let last = now.saturating_sub(age);
+        for (owner, (count, last)) in sums {
+            if !self.moves.contains_key(owner) {
                 let moves = Moves {
                     count,
                     last,
@@ -264,30 +268,37 @@ impl Memory {
         !self.asked.contains_key(pod)
     }
 
-    /// The record of a node with one move more of `owner`'s pods; what is forgotten is left out.
-    pub(super) fn moves_with(&self, node: &str, owner: &str, wall: Timestamp) -> Vec<Moved> {
+    /// The record of a node with one move more of `owner`'s pods, at this time of day; what is forgotten is left out.
+    pub(super) fn moves_with(
+        &self,
+        node: &str,
+        owner: &str,
+        now: Moment,
+        wall: Timestamp,
+    ) -> Vec<Record> {
         let recorded = self.recorded.get(node).into_iter().flatten();
         let (mut of_owner, mut others) = (0, Vec::new());
-        for moved in recorded.filter(|moved| age(moved, wall) < MOVES_FORGOTTEN) {
+        for (moved, seen) in recorded.filter(|(_, seen)| is_fresh(*seen, now)) {
             if moved.owner == owner {
                 of_owner = moved.count;
             } else {
-                others.push(moved.clone());
+                others.push((moved.clone(), *seen));
             }
         }
-        others.sort_by_key(|moved| moved.last.0);
+        others.sort_by_key(|(_, seen)| *seen);
         let over = (others.len() + 1).saturating_sub(MAX_MOVES);
         others.drain(..over);
-        others.push(Moved {
+        let moved = Moved {
             owner: owner.to_owned(),
             count: of_owner.saturating_add(1),
             last: Time(wall),
-        });
+        };
+        others.push((moved, now));
         others
     }
 
     /// So much is on record of a node's moves by now.
-    pub(super) fn recorded(&mut self, node: String, moves: Vec<Moved>) {
+    pub(super) fn recorded(&mut self, node: String, moves: Vec<Record>) {
         self.recorded.insert(node, moves);
     }
 
@@ -490,8 +501,9 @@ pub(super) enum Answer {
     Failed,
 }
 
-fn age(moved: &Moved, wall: Timestamp) -> Duration {
-    Duration::try_from(wall.duration_since(moved.last.0)).unwrap_or_default()
+/// Whether a record of moves that this operator first saw then still counts.
+fn is_fresh(seen: Moment, now: Moment) -> bool {
+    now.saturating_sub(seen) < MOVES_FORGOTTEN
 }
 
 #[cfg(test)]

@@ -3,7 +3,6 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use k8s_openapi::jiff::Timestamp;
 use tokio::sync::watch;
 use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
@@ -14,6 +13,7 @@ use super::memory::Memory;
 use super::plan::{Rules, plan};
 use crate::metrics::Metrics;
 use crate::observe::chain;
+use crate::operator::Clock;
 use crate::world::World;
 use crate::write::Writer;
 
@@ -25,11 +25,12 @@ pub async fn run(
     writer: Writer,
     world: watch::Receiver<World>,
     rules: Rules,
+    clock: Clock,
     metrics: Metrics,
     shutdown: CancellationToken,
 ) {
     let start = Instant::now();
-    let hands = Hands::new(writer, rules);
+    let hands = Hands::new(writer, rules, clock);
     let mut memory = Memory::default();
     let mut every = interval(EVERY);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -53,7 +54,7 @@ pub async fn run(
             if at_rest == changes {
                 continue;
             }
-            let steps = plan(landscape, &mut memory, &rules, now, Timestamp::now());
+            let steps = plan(landscape, &mut memory, &rules, now);
             let rests = steps.is_empty() && memory.is_at_rest();
             at_rest = changes.filter(|_| rests);
             steps

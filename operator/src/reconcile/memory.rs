@@ -7,6 +7,7 @@ use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use tokio::time::Instant;
 
 use crate::demand::{Demand, Owner};
+use crate::world::Sufferer;
 
 /// The first wait after a failure, doubled from then on, and the longest.
 const RETRY_FIRST: Duration = Duration::from_secs(1);
@@ -38,6 +39,10 @@ pub(super) struct Memory {
     refused: BTreeMap<String, (Instant, Instant)>,
     /// The last eviction failed.
     evicts_badly: bool,
+    /// Since when each fault has been seen, by its name and the UID of the pod that suffers from it.
+    faults: BTreeMap<(String, String), Instant>,
+    /// Since when the status has said that the budget is exceeded.
+    exceeded: Option<Instant>,
 }
 
 impl Memory {
@@ -96,6 +101,24 @@ impl Memory {
         refused
             .map(|(uid, (since, _))| (uid.clone(), now.saturating_duration_since(*since)))
             .collect()
+    }
+
+    /// Says of each fault for how long it has been seen; others are forgotten.
+    pub(super) fn see_faults(&mut self, sufferers: &mut [Sufferer], now: Instant) {
+        let before = std::mem::take(&mut self.faults);
+        for one in sufferers {
+            let name = (one.fault.id.clone(), one.demand.uid.clone());
+            let since = before.get(&name).copied().unwrap_or(now);
+            one.seen_for = now.saturating_duration_since(since);
+            self.faults.insert(name, since);
+        }
+    }
+
+    /// For how long the status has said that the budget is exceeded, where it says so.
+    pub(super) fn exceeded_for(&mut self, is_exceeded: bool, now: Instant) -> Duration {
+        self.exceeded = is_exceeded.then(|| self.exceeded.unwrap_or(now));
+        let since = self.exceeded.unwrap_or(now);
+        now.saturating_duration_since(since)
     }
 
     /// An eviction was answered, or failed. Says whether that is news.

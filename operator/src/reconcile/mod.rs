@@ -26,10 +26,11 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 use tracing::{debug, error, info, warn};
 
-use crate::budget::{Step, plan};
+use crate::budget::{Step, is_exceeded, plan};
 use crate::job;
 use crate::metrics::{Metrics, Outcome};
 use crate::observe::chain;
+use crate::operator::Clock;
 use crate::pods;
 use crate::world::{Facts, Key, World};
 use crate::write::{Evicted, WriteError, Writer};
@@ -48,7 +49,7 @@ pub struct Reconciler {
     writer: Writer,
     world: watch::Receiver<World>,
     metrics: Metrics,
-    clock: fn() -> Time,
+    clock: Clock,
     memories: Mutex<BTreeMap<Key, Memory>>,
 }
 
@@ -58,7 +59,7 @@ impl Reconciler {
         writer: Writer,
         world: watch::Receiver<World>,
         metrics: Metrics,
-        clock: fn() -> Time,
+        clock: Clock,
     ) -> Self {
         Self {
             writer,
@@ -107,7 +108,13 @@ impl Reconciler {
             .facts(&key.namespace, &budget.spec.cohort);
         facts.jobs = self.memory(&key, |memory| memory.jobs(&facts.pods));
         facts.refused = self.memory(&key, |memory| memory.refused(start));
-        let now = (self.clock)();
+        self.memory(&key, |memory| {
+            memory.see_faults(&mut facts.sufferers, start)
+        });
+        facts.exceeded_for = self.memory(&key, |memory| {
+            memory.exceeded_for(is_exceeded(&current), start)
+        });
+        let now = Time((self.clock)());
         let mut plan = plan(&current, &facts, &now);
         if plan.repairs() {
             let facts = self.read_again(&key.namespace, facts.clone()).await;

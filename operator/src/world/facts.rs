@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{Fault, NamespaceUse};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
 use crate::budget::{Quota, Which};
 use crate::demand::{Class, Demand};
@@ -64,6 +65,8 @@ pub struct Sufferer {
     pub demand: There<Demand>,
     /// The fault: of a context of its, or of a GPU that it has memory of.
     pub fault: Fault,
+    /// For how long this operator has seen the fault. The node's clock, by which the fault is dated, decides nothing.
+    pub seen_for: Duration,
 }
 
 /// What the agents say of the namespace's pods, on all nodes together.
@@ -132,6 +135,8 @@ pub struct Facts {
     pub told: AgentsSay,
     /// For how long disruption budgets have kept pods that were to end, by UID.
     pub refused: BTreeMap<String, Duration>,
+    /// For how long this operator has seen the budget's status say that it is exceeded.
+    pub exceeded_for: Duration,
     /// Its cohort.
     pub cohort: Cohort,
     /// Its quota of guaranteed pods, as the API server has it.
@@ -149,5 +154,11 @@ impl Facts {
             Which::Guaranteed => self.guaranteed_quota.as_ref(),
             Which::Limit => self.limit_quota.as_ref(),
         }
+    }
+
+    /// When the later of the two quotas came into force, by the API server's clock, which dates pods too.
+    pub fn in_force_since(&self) -> Option<Time> {
+        let [one, other] = Which::ALL.map(|which| self.quota(which)?.taken_up.clone());
+        Some(one?.max(other?))
     }
 }

@@ -7,6 +7,7 @@ mod tally;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::Duration;
 
 use bursar_crds::budget::ContextPolicy;
 use bursar_crds::gpu_node::{ContextOrder, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartOrder};
@@ -247,6 +248,7 @@ impl World {
                 .map(|(key, demand)| (key.name.clone(), demand.clone()))
                 .collect(),
             refused: BTreeMap::new(),
+            exceeded_for: Duration::ZERO,
             sufferers: self.sufferers(namespace),
             jobs: BTreeMap::new(),
             told: self.told(namespace).collect(),
@@ -374,6 +376,7 @@ impl World {
                     pod: key.name.clone(),
                     demand: there(node, demand)?.cloned(),
                     fault: fault.clone(),
+                    seen_for: Duration::ZERO,
                 })
             }));
         }

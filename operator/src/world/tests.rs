@@ -187,6 +187,7 @@ fn quota(namespace: &str, most: u64) -> Change {
         uid: String::new(),
         cap,
         in_force: hard,
+        taken_up: None,
     };
     Change::Quota(Event::Apply((
         key(namespace, Which::Limit.name()),

@@ -13,6 +13,7 @@ use axum::extract::Request;
 use axum::http::{Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use futures::stream;
+use k8s_openapi::jiff::Timestamp;
 use kube::Client;
 use serde_json::{Value, json};
 use tokio::sync::watch;
@@ -245,7 +246,13 @@ impl Api {
                 .collect()
         };
         for mut quota in quotas {
+            if quota["status"]["hard"] == quota["spec"]["hard"] {
+                continue;
+            }
             quota["status"] = json!({ "hard": quota["spec"]["hard"], "used": {} });
+            quota["metadata"]["managedFields"] = json!([{
+                "manager": "kube-controller-manager", "operation": "Update", "subresource": "status",
+                "time": Timestamp::now().strftime("%Y-%m-%dT%H:%M:%SZ").to_string() }]);
             drop(self.change("resourcequotas", quota, None));
         }
     }

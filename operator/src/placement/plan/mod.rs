@@ -21,7 +21,6 @@ use std::time::Duration;
 
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOrder, Reservation};
-use k8s_openapi::jiff::Timestamp;
 
 use super::landscape::{Landscape, Scene};
 use super::memory::{Memory, Moment, NodeLabels};
@@ -148,16 +147,15 @@ pub(super) struct Victim {
     pub(super) overdue: bool,
 }
 
-/// What is to be done now, by the operator's clock and the world's. Nothing where all is as it should be.
+/// What is to be done now, by the operator's monotonic clock. Nothing where all is as it should be.
 pub(super) fn plan(
     landscape: &Landscape,
     memory: &mut Memory,
     rules: &Rules,
     now: Moment,
-    wall: Timestamp,
 ) -> Vec<Step> {
     let scene = landscape.scene();
-    memory.see(&scene, now, wall);
+    memory.see(&scene, now);
     let mut steps = waiters::plan(&scene, memory, rules, now);
     steps.extend(quotas::plan(&scene, memory));
     steps.extend(labels::plan(&scene, memory, rules, now));

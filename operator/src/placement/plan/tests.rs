@@ -12,6 +12,8 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use bursar_crds::COHORT_LABEL;
 use bursar_crds::gpu_node::Moved;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use kube::runtime::watcher::Event;
 use proptest::prelude::*;
 
@@ -31,7 +33,7 @@ const RULES: Rules = Rules {
     move_waiters: true,
     disruption_grace: Duration::from_secs(60),
 };
-/// The world's clock when the operator's shows `now`.
+/// The time of day when the operator's shows `now`.
 fn wall(now: Moment) -> Timestamp {
     Timestamp::UNIX_EPOCH + now
 }
@@ -378,8 +380,9 @@ impl Cluster {
                 if !self.waits(&pod.uid, &from.name) {
                     return;
                 }
-                let moves = memory.moves_with(&from.name, &owner, wall(now));
-                self.moves.insert(from.name.clone(), moves.clone());
+                let moves = memory.moves_with(&from.name, &owner, now, wall(now));
+                let told = moves.iter().map(|(moved, _)| moved.clone()).collect();
+                self.moves.insert(from.name.clone(), told);
                 memory.recorded(from.name, moves);
                 memory.asked(&pod.uid, Answer::Goes, now);
                 memory.moved(&owner, &to, room, now);
@@ -563,7 +566,7 @@ impl Cluster {
     fn run(&mut self, memory: &mut Memory, from: u64, seconds: u64) {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
-            for step in plan(&self.landscape(), memory, &RULES, now, wall(now)) {
+            for step in plan(&self.landscape(), memory, &RULES, now) {
                 self.act(step, memory, now);
             }
             self.live();
@@ -593,7 +596,7 @@ impl Watching {
         let now = Duration::from_secs(second);
         let anew = self.view.is_none();
         let view = self.view.get_or_insert_with(|| live.landscape());
-        let steps = plan(view, &mut self.memory, &RULES, now, wall(now));
+        let steps = plan(view, &mut self.memory, &RULES, now);
         let planned = !steps.is_empty();
         if !planned && !anew {
             return false;

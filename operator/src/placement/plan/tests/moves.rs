@@ -218,6 +218,26 @@ fn an_operator_that_starts_anew_moves_no_owners_pods_more_often_than_one_that_li
 }
 
 #[test]
+fn record_of_moves_counts_whatever_time_of_day_it_has() {
+    for hours in [-48, -2, 0, 2, 48] {
+        let mut cluster = Cluster::default()
+            .node("a", &[16])
+            .node("b", &[16])
+            .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
+            .pod("8", 8, GUARANTEED, Some(("a", None)));
+        cluster.pods.get_mut("8").unwrap().owner = other("o");
+        let moved = Moved {
+            owner: "o".to_owned(),
+            count: 3,
+            last: Time(wall(Duration::ZERO) + SignedDuration::from_hours(hours)),
+        };
+        cluster.moves.insert("a".to_owned(), vec![moved]);
+        cluster.run(&mut Memory::default(), 0, 60);
+        assert!(cluster.moved.is_empty(), "{hours} hours");
+    }
+}
+
+#[test]
 fn a_daemon_sets_a_bare_and_a_static_pod_are_never_moved_and_a_job_only_if_it_lets_go() {
     let table = [
         (Owner::DaemonSet, false),

@@ -35,7 +35,7 @@ fn a_foreign_reservation_and_a_foreign_quota_are_not_written_against_for_ever() 
             .reservations
             .insert("a".to_owned(), vec![foreign.clone()]);
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
             writes += usize::from(matches!(step, Step::Reserve { .. }));
             cluster.act(step, &mut memory, now);
         }

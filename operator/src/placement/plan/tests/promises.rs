@@ -76,6 +76,8 @@ struct Teams {
     told: BTreeMap<String, (u64, bool)>,
     /// Since when disruption budgets have kept pods that were let in by mistake.
     refused: BTreeMap<String, u64>,
+    /// Since when each budget's status has said that it is exceeded.
+    exceeded: Vec<Option<u64>>,
     /// The Jobs that were looked at.
     jobs: BTreeMap<String, bool>,
     /// Who went for a budget that was exceeded.
@@ -146,6 +148,7 @@ impl Teams {
             operator: Watching::default(),
             cohorts,
             due: vec![Some(0); bounds.len()],
+            exceeded: vec![None; bounds.len()],
             bounds,
             budgets,
             world,
@@ -260,6 +263,8 @@ impl Teams {
         facts.refused = refused
             .map(|(uid, since)| (uid.clone(), Duration::from_secs(second - since)))
             .collect();
+        let since = self.exceeded[of].filter(|_| budget::is_exceeded(budget));
+        facts.exceeded_for = Duration::from_secs(second - since.unwrap_or(second));
         let plan = budget::plan(budget, &facts, &Time(wall(Duration::from_secs(second))));
         let mut done = false;
         for step in plan.steps {
@@ -273,6 +278,7 @@ impl Teams {
                             uid: String::new(),
                             cap,
                             in_force,
+                            taken_up: Some(Time(wall(Duration::from_secs(second)))),
                         }),
                     );
                     self.world.apply(Change::Quota(Event::Apply(quota)));
@@ -281,7 +287,11 @@ impl Teams {
                     let label = (key("", &namespace), Some("enforced".to_owned()));
                     self.world.apply(Change::Namespace(Event::Apply(label)));
                 }
-                budget::Step::Status(status) => budget.status = Some(*status),
+                budget::Step::Status(status) => {
+                    budget.status = Some(*status);
+                    let since = self.exceeded[of].unwrap_or(second);
+                    self.exceeded[of] = budget::is_exceeded(budget).then_some(since);
+                }
                 budget::Step::Evict { pod, by_force } => {
                     let life = &self.live.pods[&pod.uid];
                     let sticks = by_force && owns(life) && matches!(life.owner, Owner::Job(_));

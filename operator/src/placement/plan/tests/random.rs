@@ -119,7 +119,7 @@ fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
             one.seen = one
                 .seen
                 .max((views.len() - 1).saturating_sub(behind as usize));
-            let steps = plan(&views[one.seen], &mut one.memory, &RULES, now, wall(now));
+            let steps = plan(&views[one.seen], &mut one.memory, &RULES, now);
             queues[at] = steps.into_iter().flat_map(singly).collect();
             killed[at] = bits >> 2 & 7 == 0;
             if killed[at] {
@@ -307,15 +307,15 @@ fn a_replayed_plan_evicts_nobody_else() {
         while second < 20 {
             let now = Duration::from_secs(second);
             let blind = live.landscape();
-            let steps = plan(&blind, &mut operator.memory, &RULES, now, wall(now));
+            let steps = plan(&blind, &mut operator.memory, &RULES, now);
             let happened = !steps.is_empty();
             for step in steps {
                 live.act(step, &mut operator.memory, now);
             }
             if happened {
                 // The watch shows nothing of it yet, and memory does; or all of it, to an operator that remembers nothing.
-                let replayed = plan(&blind, &mut operator.memory, &RULES, now, wall(now));
-                let anew = plan(&live.landscape(), &mut Memory::default(), &RULES, now, wall(now));
+                let replayed = plan(&blind, &mut operator.memory, &RULES, now);
+                let anew = plan(&live.landscape(), &mut Memory::default(), &RULES, now);
                 for step in replayed.into_iter().chain(anew) {
                     let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
                     prop_assert!(!asks, "{:?}", step);
@@ -338,13 +338,13 @@ proptest! {
         let mut memory = Memory::default();
         live.run(&mut memory, 0, seconds);
         let now = Duration::from_secs(seconds);
-        let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
+        let steps = plan(&live.landscape(), &mut memory, &RULES, now);
         if !steps.is_empty() || !memory.is_at_rest() {
             return Ok(());
         }
         for later in [1, 10, 60, 600, 7200] {
             let now = Duration::from_secs(seconds + later);
-            let steps = plan(&live.landscape(), &mut memory, &RULES, now, wall(now));
+            let steps = plan(&live.landscape(), &mut memory, &RULES, now);
             prop_assert_eq!(steps, Vec::new(), "after {} s", later);
         }
     }

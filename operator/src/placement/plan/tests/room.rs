@@ -134,13 +134,7 @@ fn an_operator_that_starts_anew_gives_up_nothing_before_it_has_looked_at_a_job()
     cluster.run(&mut Memory::default(), 0, 20);
     assert_eq!(cluster.reservations["a"].len(), 1);
     let now = Duration::from_secs(20);
-    let steps = plan(
-        &cluster.landscape(),
-        &mut Memory::default(),
-        &RULES,
-        now,
-        wall(now),
-    );
+    let steps = plan(&cluster.landscape(), &mut Memory::default(), &RULES, now);
     assert!(
         steps
             .iter()
@@ -165,7 +159,7 @@ fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
     // No agent answers.
     for second in 0..400 {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
             cluster.act(step, &mut memory, now);
         }
     }
@@ -274,7 +268,7 @@ fn who_is_to_end_and_does_not_keeps_nobody_from_another_gpu() {
             if !known {
                 landscape.apply(Told::Pod(Event::Delete((key("n", "x"), None))));
             }
-            for step in plan(&landscape, &mut memory, &RULES, now, wall(now)) {
+            for step in plan(&landscape, &mut memory, &RULES, now) {
                 if let Step::Reserve { reservations, .. } = &step {
                     reserved.push((second, reservations.clone()));
                 }
@@ -326,7 +320,7 @@ fn nobody_else_goes_while_what_one_had_is_proven_free() {
     let mut second = 0;
     while cluster.left.is_empty() {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now, wall(now)) {
+        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
             cluster.act(step, &mut memory, now);
         }
         if !cluster.evicted.is_empty() {
@@ -391,7 +385,7 @@ fn a_reservation_that_the_watch_does_not_show_yet_is_not_made_on_another_node() 
     };
     for second in 0..11 {
         let now = Duration::from_secs(second);
-        let steps = plan(&real.landscape(), &mut memory, &RULES, now, wall(now));
+        let steps = plan(&real.landscape(), &mut memory, &RULES, now);
         assert!(
             second < 10 || reserved(&steps) == ["a"],
             "one goes there, and two on the other"
@@ -408,7 +402,6 @@ fn a_reservation_that_the_watch_does_not_show_yet_is_not_made_on_another_node() 
         &mut memory,
         &RULES,
         Duration::from_secs(11),
-        wall(Duration::from_secs(11)),
     );
     assert_eq!(reserved(&steps), ["a"], "it is written again at most");
 }
@@ -512,7 +505,7 @@ fn a_large_cluster_is_planned_for_in_the_time_that_there_is() {
     let mut memory = Memory::default();
     let look = |memory: &mut Memory, second| {
         let now = Duration::from_secs(second);
-        plan(&landscape, memory, &RULES, now, wall(now))
+        plan(&landscape, memory, &RULES, now)
     };
     look(&mut memory, 0);
     let start = std::time::Instant::now();
