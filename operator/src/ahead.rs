@@ -74,13 +74,15 @@ pub(crate) async fn telling<K, E>(
     Ok(())
 }
 
-/// The events of `watch`, and what was `written` before it tells.
-pub(crate) fn merged<K>(
+/// The events of `watch`, and what was `written` before it tells, made into what the watch tells.
+pub(crate) fn merged<K, W>(
     watch: impl Stream<Item = Event<K>> + Send,
-    mut written: UnboundedReceiver<Answer<K>>,
+    mut written: UnboundedReceiver<Answer<W>>,
+    as_watched: fn(W) -> K,
 ) -> impl Stream<Item = Event<K>> + Send
 where
     K: ResourceExt + Send,
+    W: Send,
 {
     let mut gate = Gate::default();
     let told = watch.map(Heard::Told);
@@ -88,14 +90,17 @@ where
     select(told, written).filter_map(move |heard| {
         ready(match heard {
             Heard::Told(event) => gate.told(event),
-            Heard::Written(answer) => gate.written(answer),
+            Heard::Written(Answer { object, begun }) => gate.written(Answer {
+                object: as_watched(object),
+                begun,
+            }),
         })
     })
 }
 
-enum Heard<K> {
+enum Heard<K, W> {
     Told(Event<K>),
-    Written(Answer<K>),
+    Written(Answer<W>),
 }
 
 /// Lets through what is newer. Versions of one kind are numbers that grow with each write (KEP-5504); one that is none
@@ -116,6 +121,10 @@ impl Gate {
         else {
             self.listed = matches!(event, Event::InitDone).then(Instant::now);
             self.ahead.clear();
+            if matches!(event, Event::Init) {
+                // The versions of an etcd that was restored are lower.
+                self.told = 0;
+            }
             return Some(event);
         };
         let (key, version) = (Key::of(object), version(object));
@@ -219,6 +228,16 @@ mod tests {
         gate.told(Event::<ResourceQuota>::InitDone);
         assert!(gate.written(late).is_none());
         assert!(gate.written(now(quota("new", 51))).is_some());
+    }
+
+    #[test]
+    fn answer_counts_after_a_list_of_lower_versions() {
+        let mut gate = listed();
+        assert!(gate.told(Event::Apply(quota("a", 500))).is_some());
+        gate.told(Event::<ResourceQuota>::Init);
+        assert!(gate.told(Event::InitApply(quota("a", 4))).is_some());
+        gate.told(Event::<ResourceQuota>::InitDone);
+        assert!(gate.written(now(quota("a", 90))).is_some());
     }
 
     proptest! {

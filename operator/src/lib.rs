@@ -21,6 +21,7 @@
 //! | `orders` | whether what is ordered of an agent has to be written: pure |
 //! | `slim` | an object's metadata without `managedFields` |
 //! | [`there`] | what a node says concerns the pods on it and no others: pure |
+//! | [`versions`] | names the values of another version in an object: pure |
 //! | [`release`] | lets go of namespaces whose budget is gone |
 //! | [`contexts`] | orders of the agents what is done about poisoned contexts |
 //! | [`write`](mod@write) | the API calls that change something |
@@ -49,5 +50,6 @@ pub mod reconcile;
 pub mod release;
 mod slim;
 pub mod there;
+pub mod versions;
 pub mod world;
 pub mod write;

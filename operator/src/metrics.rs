@@ -117,6 +117,9 @@ impl Written {
     }
 }
 
+/// So many objects that cannot be read are named.
+const UNREADABLE_AT_MOST: usize = 64;
+
 /// The operator's metrics. Cheap to clone; every clone counts into the same numbers.
 #[derive(Clone, Debug)]
 pub struct Metrics {
@@ -360,6 +363,30 @@ impl Collector for Watched {
                 let gauge = ConstGauge::new(i64::try_from(bytes).unwrap_or(i64::MAX));
                 gauge.encode(family.encode_family(&labels)?)?;
             }
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_operator_nodes_left_out",
+            "Nodes whose memory counts in no cohort",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (reason, nodes) in world.nodes_left_out() {
+            let labels = [("reason", reason)];
+            ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
+        }
+        let mut family = encoder.encode_descriptor(
+            "bursar_operator_unreadable",
+            "1 for each object that cannot be read, or has a value of another version",
+            None,
+            MetricType::Gauge,
+        )?;
+        for (kind, key) in world.unreadable().take(UNREADABLE_AT_MOST) {
+            let labels = [
+                ("kind", kind),
+                ("namespace", key.namespace.as_str()),
+                ("name", key.name.as_str()),
+            ];
+            ConstGauge::new(1_i64).encode(family.encode_family(&labels)?)?;
         }
         Ok(())
     }

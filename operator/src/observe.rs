@@ -6,22 +6,27 @@
 //!
 //! Gathering bounds the writes: however fast pods come and go, a budget is looked at once per period.
 
+use std::convert::identity;
+use std::fmt::Debug;
 use std::future::ready;
 use std::time::Duration;
 
-use backon::ExponentialBuilder;
 use bursar_crds::resources::{BUDGET_LABEL, QUOTA_LABEL};
 use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
+use bursar_watch::{History, Pauses};
 use futures::stream::{self, BoxStream, Stream, StreamExt, select_all};
 use k8s_openapi::api::core::v1::{Namespace, ResourceQuota};
-use kube::core::PartialObjectMeta;
+use kube::core::error_boundary::InvalidObject;
+use kube::core::{DeserializeGuard, PartialObjectMeta};
 use kube::runtime::WatchStreamExt as _;
 use kube::runtime::reflector::ObjectRef;
+use kube::runtime::reflector::Store;
 use kube::runtime::reflector::store::Writer;
-use kube::runtime::watcher::{self, watcher};
-use kube::{Api, Client, Config, ResourceExt as _};
+use kube::runtime::watcher;
+use kube::{Api, Client, Config, Resource, ResourceExt as _};
+use serde::de::DeserializeOwned;
 use tokio::sync::{mpsc, watch};
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -35,7 +40,8 @@ use crate::placement::load::Load;
 use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
 use crate::placement::pod::PodFacts;
 use crate::pulse::Pulse;
-use crate::world::{Change, Claim, Dirty, Gpus, World, budget_label, cohort_label, kinds, slimmed};
+use crate::versions::{REMEDY, unknown_in_budget, unknown_in_node};
+use crate::world::{Change, Claim, Dirty, Gpus, Host, Key, World, budget_label, kinds, slimmed};
 
 /// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
 /// connection that died in silence is noticed then.
@@ -45,13 +51,17 @@ const WATCH_SECONDS: u32 = 200;
 /// silence is begun anew after it.
 pub const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
-/// The longest pause before a watch that failed is taken up again; chance adds as much at most. The library's own
-/// would leave an operator blind for up to a minute after an API server is back from a longer absence.
+/// The first and the longest pause before a watch that failed is taken up again; chance adds as much at most. An API
+/// server that is back is found within 10 s.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
 const MOST_PAUSE: Duration = Duration::from_secs(5);
 
 /// How many objects of our own kinds a list tells in one answer: they are parsed whole, and most of one is
 /// its `managedFields`.
 const OURS_AT_ONCE: u32 = 50;
+
+/// How often time is told to the world while it waits for it.
+const CLOCK: Duration = Duration::from_secs(5);
 
 /// How long changes are gathered.
 pub const GATHER: Duration = Duration::from_millis(500);
@@ -72,12 +82,17 @@ pub fn patient(mut config: Config, silence: Duration) -> Config {
     config
 }
 
-/// The pauses of a watch that fails again and again.
-fn pauses() -> watcher::ExponentialBackoff {
-    let pauses = ExponentialBuilder::default().with_jitter();
-    let pauses = pauses.with_min_delay(Duration::from_millis(500));
-    let pauses = pauses.with_max_delay(MOST_PAUSE).without_max_times();
-    pauses.into()
+/// All objects of a kind. A history that goes back is seen by each watch on its own: its connection ends with the API
+/// server that is restored.
+fn all<K>(
+    api: Api<K>,
+    config: watcher::Config,
+) -> impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send
+where
+    K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
+{
+    let pauses = Pauses::new(FIRST_PAUSE, MOST_PAUSE);
+    bursar_watch::watch(api, config, pauses, History::default())
 }
 
 /// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The
@@ -96,24 +111,27 @@ pub fn changes(
     let ours = || config().page_size(OURS_AT_ONCE);
     let watches = [
         {
-            let watch = watcher(Api::<GpuMemoryBudget>::all(client.clone()), ours());
-            let watch = watch
-                .backoff(pauses())
-                .modify(|budget| budget.managed_fields_mut().clear())
-                .reflect(budgets);
+            let api = Api::<DeserializeGuard<GpuMemoryBudget>>::all(client.clone());
+            let watch = all(api, ours()).modify(|budget| budget.managed_fields_mut().clear());
+            let store = budgets.as_reader();
+            let mut budgets = budgets;
             heard(kinds::BUDGETS, metrics, pulse(), watch)
                 .flat_map(move |event| {
-                    both(
-                        Told::Lowered(slimmed(event.clone(), lowered)),
-                        Change::Budget(slimmed(event, |budget| Some(Claim::of(budget, quantum)))),
-                    )
+                    if let Some(event) = stored(event.clone(), &store) {
+                        budgets.apply_watcher_event(&event);
+                    }
+                    let unreadable = told_unreadable(kinds::BUDGETS, &event, unknown_in_budget);
+                    let lowered = slimmed(event.clone(), |budget| lowered(read(budget)?));
+                    let claims = slimmed(event, |budget| Some(Claim::of(read(budget)?, quantum)));
+                    stream::iter([unreadable])
+                        .chain(both(Told::Lowered(lowered), Change::Budget(claims)))
                 })
                 .boxed()
         },
         {
-            let watch = watcher(Api::<AskingPod>::all(client.clone()), config());
-            let watch = heard(kinds::PODS, metrics, pulse(), watch.backoff(pauses()));
-            merged(watch, written.pods)
+            let watch = all(Api::<AskingPod>::all(client.clone()), config());
+            let watch = heard(kinds::PODS, metrics, pulse(), watch);
+            merged(watch, written.pods, identity)
                 .flat_map(move |event| {
                     let load = slimmed(event.clone(), |pod| Load::read(pod, quantum));
                     let facts = slimmed(event.clone(), |pod| PodFacts::of(pod, quantum));
@@ -127,49 +145,103 @@ pub fn changes(
                 .boxed()
         },
         {
-            let watch = watcher(Api::<GpuNode>::all(client.clone()), ours());
-            let watch = heard(kinds::GPU_NODES, metrics, pulse(), watch.backoff(pauses()));
-            merged(watch, written.gpu_nodes)
+            let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
+            let watch = heard(kinds::GPU_NODES, metrics, pulse(), all(api, ours()));
+            merged(watch, written.gpu_nodes, |node| DeserializeGuard(Ok(node)))
                 .flat_map(move |event| {
-                    let facts = |node: &GpuNode| Some(GpuFacts::of(node, quantum));
-                    both(
-                        Told::Gpus(slimmed(event.clone(), facts)),
-                        Change::GpuNode(slimmed(event, |node| Some(Gpus::of(node, quantum)))),
-                    )
+                    let unreadable = told_unreadable(kinds::GPU_NODES, &event, unknown_in_node);
+                    let facts = slimmed(event.clone(), |node| {
+                        Some(GpuFacts::of(read(node)?, quantum))
+                    });
+                    let gpus = slimmed(event, |node: &DeserializeGuard<GpuNode>| {
+                        Some(
+                            read(node)
+                                .map_or_else(Gpus::unreadable, |node| Gpus::of(node, quantum)),
+                        )
+                    });
+                    stream::iter([unreadable]).chain(both(Told::Gpus(facts), Change::GpuNode(gpus)))
                 })
                 .boxed()
         },
         {
-            let watch = watcher(Api::<SlimNode>::all(client.clone()), config());
-            let watch = heard(kinds::NODES, metrics, pulse(), watch.backoff(pauses()));
-            merged(watch, written.nodes)
+            let watch = all(Api::<SlimNode>::all(client.clone()), config());
+            let watch = heard(kinds::NODES, metrics, pulse(), watch);
+            merged(watch, written.nodes, identity)
                 .flat_map(move |event| {
                     let facts = |node: &SlimNode| Some(NodeFacts::of(node, quantum));
                     both(
                         Told::Node(slimmed(event.clone(), facts)),
-                        Change::Node(slimmed(event, cohort_label)),
+                        Change::Node(slimmed(event, |node| Some(Host::of(node, quantum)))),
                     )
                 })
                 .boxed()
         },
         {
             let quotas = Api::<ResourceQuota>::all(client.clone());
-            let watch = watcher(quotas, config().labels(QUOTA_LABEL));
-            let watch = heard(kinds::QUOTAS, metrics, pulse(), watch.backoff(pauses()));
-            merged(watch, written.quotas)
+            let watch = all(quotas, config().labels(QUOTA_LABEL));
+            let watch = heard(kinds::QUOTAS, metrics, pulse(), watch);
+            merged(watch, written.quotas, identity)
                 .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
                 .boxed()
         },
         {
             let namespaces = Api::<PartialObjectMeta<Namespace>>::all(client.clone());
-            let watch = watcher(namespaces, config().labels(BUDGET_LABEL));
-            let watch = heard(kinds::NAMESPACES, metrics, pulse(), watch.backoff(pauses()));
-            merged(watch, written.namespaces)
+            let watch = all(namespaces, config().labels(BUDGET_LABEL));
+            let watch = heard(kinds::NAMESPACES, metrics, pulse(), watch);
+            merged(watch, written.namespaces, identity)
                 .map(|event| Change::Namespace(slimmed(event, budget_label)))
                 .boxed()
         },
     ];
     select_all(watches).boxed()
+}
+
+/// An object of ours, where it can be read. Objects of other versions are in the cluster while one is rolled out or back:
+/// one of them must not keep all others from being listed. Kubernetes' own kinds are what the API server makes them.
+fn read<K>(object: &DeserializeGuard<K>) -> Option<&K> {
+    object.0.as_ref().ok()
+}
+
+/// Why an object cannot be read, or which field of it has a value of another version.
+fn why<K>(object: &DeserializeGuard<K>, unknown: fn(&K) -> Option<&'static str>) -> Option<String> {
+    match &object.0 {
+        Ok(object) => unknown(object).map(|field| format!("unknown value of {field}")),
+        Err(why) => Some(why.error.clone()),
+    }
+}
+
+fn told_unreadable<K: Resource<DynamicType = ()> + Clone>(
+    kind: &'static str,
+    event: &watcher::Event<DeserializeGuard<K>>,
+    unknown: fn(&K) -> Option<&'static str>,
+) -> Change {
+    let why = |object: &DeserializeGuard<K>| why(object, unknown);
+    Change::Unreadable(kind, slimmed(event.clone(), why))
+}
+
+/// The event for the store of budgets, which has those that can be read.
+fn stored(
+    event: watcher::Event<DeserializeGuard<GpuMemoryBudget>>,
+    store: &Store<GpuMemoryBudget>,
+) -> Option<watcher::Event<GpuMemoryBudget>> {
+    use watcher::Event;
+    let before = |unreadable: InvalidObject| {
+        let metadata = &unreadable.metadata;
+        let name = ObjectRef::new(metadata.name.as_deref()?);
+        let there = store.get(&name.within(metadata.namespace.as_deref()?))?;
+        Some(Event::Delete(there.as_ref().clone()))
+    };
+    match event {
+        Event::Init => Some(Event::Init),
+        Event::InitDone => Some(Event::InitDone),
+        Event::InitApply(object) => object.0.ok().map(Event::InitApply),
+        Event::Apply(object) => object
+            .0
+            .map_or_else(before, |object| Some(Event::Apply(object))),
+        Event::Delete(object) => object
+            .0
+            .map_or_else(before, |object| Some(Event::Delete(object))),
+    }
 }
 
 /// One event for the two who are told of it. Budgets come last: all is known when they are asked for.
@@ -253,15 +325,23 @@ pub async fn observe(
 ) {
     let mut dirty = Dirty::default();
     let mut due = None;
+    let mut clock = interval(CLOCK);
+    clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = shutdown.cancelled() => return,
             change = changes.next() => {
                 let Some(change) = change else { return };
+                warn_of(&world.borrow(), &change);
                 world.send_modify(|world| dirty.add(world.apply(change)));
-                if due.is_none() && !dirty.is_empty() && world.borrow().missing().is_empty() {
-                    due = Some(Instant::now() + gather);
-                }
+            }
+            now = clock.tick(), if world.borrow().awaits_time() => {
+                world.send_if_modified(|world| {
+                    let changed = world.apply(Change::Clock(now));
+                    let is_news = !changed.is_empty();
+                    dirty.add(changed);
+                    is_news
+                });
             }
             () = until(due) => {
                 due = None;
@@ -274,6 +354,28 @@ pub async fn observe(
                 }
             }
         }
+        if due.is_none() && !dirty.is_empty() && world.borrow().missing().is_empty() {
+            due = Some(Instant::now() + gather);
+        }
+    }
+}
+
+/// Logs an object that cannot be read, once.
+fn warn_of(world: &World, change: &Change) {
+    use watcher::Event::{Apply, InitApply};
+    if let Change::Unreadable(kind, Apply((key, Some(error))) | InitApply((key, Some(error)))) =
+        change
+        && !world.is_unreadable(kind, key)
+    {
+        let Key { namespace, name } = key;
+        warn!(
+            kind,
+            namespace,
+            name,
+            error,
+            remedy = REMEDY,
+            "failed to read all of an object"
+        );
     }
 }
 
@@ -281,20 +383,5 @@ async fn until(due: Option<Instant>) {
     match due {
         Some(due) => sleep_until(due).await,
         None => std::future::pending().await,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_api_server_that_is_back_after_an_hour_is_found_within_ten_seconds() {
-        let mut away = Duration::ZERO;
-        for pause in pauses().take(2000) {
-            assert!(pause <= 2 * MOST_PAUSE, "{pause:?} after {away:?}");
-            away += pause;
-        }
-        assert!(away > Duration::from_secs(3600), "it goes on: {away:?}");
     }
 }

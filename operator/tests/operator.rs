@@ -6,6 +6,12 @@ mod clocks;
 mod contexts;
 #[path = "operator/faults.rs"]
 mod faults;
+#[path = "operator/nodes.rs"]
+mod nodes;
+#[path = "operator/restored.rs"]
+mod restored;
+#[path = "operator/versions.rs"]
+mod versions;
 #[path = "operator/waiters.rs"]
 mod waiters;
 
@@ -185,12 +191,19 @@ fn gpu_node(name: &str, quanta: i32) -> Value {
     })
 }
 
+/// A node whose kubelet has an agent, or lost it.
+fn node(name: &str, has_agent: bool) -> Value {
+    let quanta = if has_agent { "32" } else { "0" };
+    json!({
+        "apiVersion": "v1", "kind": "Node", "metadata": { "name": name }, "spec": {},
+        "status": { "conditions": [{ "type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z" }],
+            "allocatable": { "bursar.dev/gpu-memory-gib": quanta } },
+    })
+}
+
 /// A node of 32, a budget of 16, and a pod of 4 in it.
 fn small(api: &Api) {
-    api.put(
-        "nodes",
-        json!({ "apiVersion": "v1", "kind": "Node", "metadata": { "name": "n" }, "spec": {} }),
-    );
+    api.put("nodes", node("n", true));
     api.put("gpunodes", gpu_node("n", 32));
     for namespace in ["team", "other"] {
         api.put(

@@ -44,6 +44,8 @@ pub fn remedy(fault: &Fault, policy: &ContextPolicy) -> Option<Remedy> {
     match (fault.kind, fault.action?) {
         // An action of a later version may be milder than an eviction.
         (_, _) if matches!(wanted, ContextAction::Report | ContextAction::Unknown) => None,
+        // What a later version has its agent do is not known here.
+        (_, Agent::Unknown) => None,
         (FaultKind::Gpu, _) => Some(Remedy::Evict("GpuFault")),
         (FaultKind::Context, Agent::BeyondMaximum) => Some(Remedy::Evict("TooManyRestarts")),
         (FaultKind::Context, Agent::Evict | Agent::Report) => match wanted {

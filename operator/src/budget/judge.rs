@@ -1,5 +1,7 @@
 //! What is said of a budget: its conditions.
 
+use std::collections::BTreeMap;
+
 use bursar_crds::conditions::{Statement, budget as names};
 use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
 
@@ -7,7 +9,8 @@ use super::quota::{Cap, Which};
 use super::terms::unreadable_overrides;
 use super::{InvalidSpec, Terms};
 use crate::quanta::Quanta;
-use crate::world::{Cohort, Facts, Usage};
+use crate::versions::{REMEDY, unknown_in_budget};
+use crate::world::{Cohort, Facts, LeftOut, Usage};
 
 /// The conditions of `budget`: Ready, Accepted, Covered, Exceeded, Enforced.
 pub(super) fn statements(
@@ -66,6 +69,11 @@ fn accepted(
     if !unreadable.is_empty() {
         return invalid(format!("{}; the rest holds", unreadable.join(", ")));
     }
+    if let Some(field) = unknown_in_budget(budget) {
+        return invalid(format!(
+            "{field} has a value of another version: {REMEDY}; the rest holds"
+        ));
+    }
     let message = if terms.rounded.is_empty() {
         "the spec is understood".to_owned()
     } else {
@@ -80,16 +88,10 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
         guaranteed,
         nodes,
         allocatable,
-        other_quantum,
+        left_out: _,
+        unknown: _,
     } = cohort;
-    let left_out = match other_quantum.as_slice() {
-        [] => String::new(),
-        [(node, size), rest @ ..] => format!(
-            "; {} left out, for {node} counts in {size} and the cluster in {quantum}: \
-             give the operator and every agent one quantum",
-            count(rest.len() + 1, "node")
-        ),
-    };
+    let left_out = left_out(cohort, quantum);
     let say = |holds, reason, message: String| {
         Statement::new(names::COVERED, holds, reason, message + &left_out)
     };
@@ -116,6 +118,34 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
              lower guarantees, or add GPUs"
         ),
     )
+}
+
+/// The nodes whose memory does not count, by reason, each with one of them and with what helps.
+fn left_out(cohort: &Cohort, quantum: Quantum) -> String {
+    let mut reasons: BTreeMap<&LeftOut, Vec<&str>> = BTreeMap::new();
+    for (node, why) in &cohort.left_out {
+        reasons.entry(why).or_default().push(node);
+    }
+    let told = reasons.into_iter().map(|(why, nodes)| {
+        let (nodes, node) = (count(nodes.len(), "node"), nodes[0]);
+        match why {
+            LeftOut::OtherQuantum(size) => format!(
+                "; {nodes} left out, for {node} counts in {size} and the cluster in {quantum}: \
+                 give the operator and every agent one quantum"
+            ),
+            LeftOut::Unreadable => {
+                format!("; {nodes} left out, for GpuNode {node} cannot be read: {REMEDY}")
+            }
+            LeftOut::Dead => format!(
+                "; {nodes} left out, for node {node} is not Ready, or its kubelet has no agent: \
+                 see `kubectl describe node {node}` and the agent's pod there"
+            ),
+        }
+    });
+    let unknown = cohort.unknown.iter().map(|(node, field)| {
+        format!("; GpuNode {node} has a value of another version in {field}: {REMEDY}")
+    });
+    told.chain(unknown).collect()
 }
 
 fn node_remedy(cohort: &str) -> String {

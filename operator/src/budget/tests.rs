@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use serde_json::{Value, json};
 
 use crate::quanta::Quanta;
-use crate::world::{Cohort, Facts, Usage};
+use crate::world::{Cohort, Facts, LeftOut, Usage};
 
 fn at(second: i64) -> Time {
     Time(Timestamp::from_second(second).unwrap())
@@ -38,7 +38,8 @@ fn idle() -> Facts {
             guaranteed: Quanta::new(16),
             nodes: 1,
             allocatable: Quanta::new(32),
-            other_quantum: Vec::new(),
+            left_out: Vec::new(),
+            unknown: None,
         },
         pods: Vec::new(),
         refused: Default::default(),
@@ -242,7 +243,8 @@ fn a_cohort_without_nodes_says_how_a_node_joins_it() {
     let elsewhere = budget(json!({ "deviceMemory": { "guaranteed": 0 }, "cohort": "lab" }));
     let mut facts = idle();
     facts.cohort.nodes = 0;
-    facts.cohort.other_quantum = vec![("n1".to_owned(), "512Mi".to_owned())];
+    let other = LeftOut::OtherQuantum("512Mi".to_owned());
+    facts.cohort.left_out = vec![("n1".to_owned(), other)];
     let status = status(&elsewhere, &facts, &at(1));
     assert_eq!(said(&status, names::COVERED), is("False", names::NO_NODES));
     let message = &condition(&status, names::COVERED).message;
@@ -251,6 +253,25 @@ fn a_cohort_without_nodes_says_how_a_node_joins_it() {
         message.contains("1 node left out, for n1 counts in 512Mi"),
         "{message}"
     );
+}
+
+#[test]
+fn nodes_that_do_not_count_are_named_by_reason() {
+    let mut facts = idle();
+    let left_out = |node: &str, why| (node.to_owned(), why);
+    facts.cohort.left_out = vec![
+        left_out("a", LeftOut::Dead),
+        left_out("b", LeftOut::Unreadable),
+        left_out("c", LeftOut::Dead),
+    ];
+    let status = status(&plain(), &facts, &at(1));
+    let message = &condition(&status, names::COVERED).message;
+    for told in [
+        "2 nodes left out, for node a is not Ready, or its kubelet has no agent",
+        "1 node left out, for GpuNode b cannot be read",
+    ] {
+        assert!(message.contains(told), "{message}");
+    }
 }
 
 #[test]
@@ -339,7 +360,8 @@ fn facts() -> impl Strategy<Value = Facts> {
             guaranteed: Quanta::new(promised),
             nodes,
             allocatable: Quanta::new(allocatable),
-            other_quantum: Vec::new(),
+            left_out: Vec::new(),
+            unknown: None,
         };
         facts
     })

@@ -67,22 +67,30 @@ pub struct NodeFacts {
     pub offers: BTreeMap<String, u64>,
 }
 
+impl SlimNode {
+    /// Whether the node's condition `Ready` is True.
+    pub fn is_ready(&self) -> bool {
+        let mut conditions = self.status.conditions.iter();
+        conditions.any(|condition| condition.type_ == "Ready" && condition.status == "True")
+    }
+
+    /// The device memory that the kubelet lets pods ask for in all.
+    pub fn allocatable(&self, quantum: Quantum) -> Quanta {
+        let allocatable = self.status.allocatable.get(quantum.device_memory());
+        let allocatable = allocatable.and_then(|count| parse_bytes(&count.0).ok());
+        Quanta::new(allocatable.unwrap_or(0))
+    }
+}
+
 impl NodeFacts {
     /// The facts of `node`.
     pub fn of(node: &SlimNode, quantum: Quantum) -> Self {
-        let ready = node
-            .status
-            .conditions
-            .iter()
-            .any(|condition| condition.type_ == "Ready" && condition.status == "True");
-        let allocatable = node.status.allocatable.get(quantum.device_memory());
-        let allocatable = allocatable.and_then(|count| parse_bytes(&count.0).ok());
         Self {
             uid: node.uid().unwrap_or_default(),
             labels: node.labels().clone(),
             taints: node.spec.taints.clone(),
-            takes_pods: ready && !node.spec.unschedulable,
-            allocatable: Quanta::new(allocatable.unwrap_or(0)),
+            takes_pods: node.is_ready() && !node.spec.unschedulable,
+            allocatable: node.allocatable(quantum),
             offers: node
                 .status
                 .allocatable

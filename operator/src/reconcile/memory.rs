@@ -29,8 +29,8 @@ pub(super) struct Memory {
     failures: u32,
     /// No write before, whatever changes.
     not_before: Option<Instant>,
-    /// The last write: the version that it was made over, and the status that came of it.
-    written: Option<(String, GpuMemoryBudgetStatus)>,
+    /// The last write: the list of budgets and the version that it was made over, and the status that came of it.
+    written: Option<(u64, String, GpuMemoryBudgetStatus)>,
     /// The UIDs of pods whose end was asked for, and when.
     ended: BTreeMap<String, Instant>,
     /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
@@ -53,10 +53,16 @@ impl Memory {
     }
 
     /// The status that was written last, where `budget` is still the version that it was written over.
-    /// A look goes by it then, so that a watch that is late brings no change twice.
-    pub(super) fn newer(&self, budget: &GpuMemoryBudget) -> Option<&GpuMemoryBudgetStatus> {
-        let (over, status) = self.written.as_ref()?;
-        (Some(over) == budget.metadata.resource_version.as_ref()).then_some(status)
+    /// A look goes by it then, so that a watch that is late brings no change twice. After a new list, which may be the
+    /// one after a restore of etcd, the same version may be of another object.
+    pub(super) fn newer(
+        &self,
+        budget: &GpuMemoryBudget,
+        list: u64,
+    ) -> Option<&GpuMemoryBudgetStatus> {
+        let (of_list, over, status) = self.written.as_ref()?;
+        let is_same = *of_list == list && Some(over) == budget.metadata.resource_version.as_ref();
+        is_same.then_some(status)
     }
 
     /// Whether the end of the pod `uid` was asked for lately, so that a watch that is late ends none twice.
@@ -127,9 +133,14 @@ impl Memory {
     }
 
     /// `status` was written over `budget`.
-    pub(super) fn wrote(&mut self, budget: &GpuMemoryBudget, status: GpuMemoryBudgetStatus) {
+    pub(super) fn wrote(
+        &mut self,
+        budget: &GpuMemoryBudget,
+        list: u64,
+        status: GpuMemoryBudgetStatus,
+    ) {
         let over = budget.metadata.resource_version.clone();
-        self.written = over.map(|over| (over, status));
+        self.written = over.map(|over| (list, over, status));
     }
 
     /// A look failed with the write of `what`. Says whether it is the first of a row, and how long to wait: longer
@@ -190,6 +201,19 @@ mod tests {
         assert_eq!(memory.failed("quota", now), (false, RETRY_FIRST * 2));
         assert_eq!(memory.succeeded(), 2);
         assert_eq!(memory.held_back(now), None);
+    }
+
+    #[test]
+    fn written_status_is_forgotten_after_a_new_list() {
+        let budget: GpuMemoryBudget = serde_json::from_value(serde_json::json!({
+            "metadata": { "name": "default", "resourceVersion": "7" },
+            "spec": { "deviceMemory": { "guaranteed": "1Gi" } },
+        }))
+        .unwrap();
+        let mut memory = Memory::default();
+        memory.wrote(&budget, 1, GpuMemoryBudgetStatus::default());
+        assert!(memory.newer(&budget, 1).is_some());
+        assert!(memory.newer(&budget, 2).is_none());
     }
 
     #[test]

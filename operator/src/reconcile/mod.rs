@@ -211,9 +211,11 @@ impl Reconciler {
     /// The budget with the status that was written last, where the watch has not brought it yet.
     fn newest(&self, key: &Key, budget: &GpuMemoryBudget) -> GpuMemoryBudget {
         let mut newest = budget.clone();
+        let list = self.world.borrow().budget_lists();
         let memories = self.memories();
-        if let Some(status) = memories.get(key).and_then(|memory| memory.newer(budget)) {
-            newest.status = Some(status.clone());
+        let newer = |memory: &Memory| memory.newer(budget, list).cloned();
+        if let Some(status) = memories.get(key).and_then(newer) {
+            newest.status = Some(status);
         }
         newest
     }
@@ -226,7 +228,7 @@ impl Reconciler {
         memories
             .entry(key.clone())
             .or_default()
-            .wrote(budget, status);
+            .wrote(budget, world.budget_lists(), status);
     }
 
     fn succeeded(&self, key: &Key) {

@@ -2,14 +2,16 @@
 
 use std::collections::BTreeSet;
 
-use bursar_crds::budget::ContextPolicy;
+use bursar_crds::budget::{ContextAction, ContextPolicy};
 use bursar_crds::gpu_node::{ContextOrder, Fault, FaultKind, NamespaceUse, RestartOrder};
 use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
 
 use crate::budget::Terms;
+use crate::placement::node::SlimNode;
 use crate::quanta::Quanta;
+use crate::versions::unknown_in_node;
 
 /// What other budgets need to know of a budget.
 #[derive(Clone, Debug, PartialEq)]
@@ -31,9 +33,21 @@ impl Claim {
         Self {
             cohort: budget.spec.cohort.clone(),
             guaranteed: terms.map_or(Quanta::ZERO, |terms| terms.guaranteed),
-            contexts: budget.spec.context_policy.clone(),
+            contexts: ordered(&budget.spec.context_policy),
             version: budget.resource_version(),
         }
+    }
+}
+
+/// What agents are ordered for a policy. One of another version cannot be written, and without an order they restart.
+fn ordered(policy: &ContextPolicy) -> ContextPolicy {
+    let action = match policy.action {
+        ContextAction::Unknown => ContextAction::Report,
+        known => known,
+    };
+    ContextPolicy {
+        action,
+        ..policy.clone()
     }
 }
 
@@ -51,6 +65,8 @@ pub struct OpenFault {
 pub struct Gpus {
     /// What it offers; none while it has no memory to give.
     pub offer: Option<Offer>,
+    /// A field of the object that has a value of another version.
+    pub unknown: Option<&'static str>,
     /// The object's UID: one that was made anew under the same name has nothing ordered.
     pub uid: String,
     /// What is ordered about poisoned contexts there, by namespace.
@@ -74,6 +90,7 @@ impl Gpus {
         contexts.sort_by(|one, other| one.namespace.cmp(&other.namespace));
         Self {
             offer: Offer::of(node, quantum),
+            unknown: unknown_in_node(node),
             uid: node.uid().unwrap_or_default(),
             contexts,
             restarts: node.spec.restarts.clone(),
@@ -85,6 +102,19 @@ impl Gpus {
                 .map(|one| (one.type_.clone(), one.status.clone()))
                 .collect(),
         }
+    }
+
+    /// What is known of an object that cannot be read: that the node is there.
+    pub fn unreadable() -> Self {
+        Self {
+            offer: Some(Offer::LeftOut(LeftOut::Unreadable)),
+            ..Self::default()
+        }
+    }
+
+    /// Whether the object can be read, and so be written to.
+    pub fn is_readable(&self) -> bool {
+        self.offer != Some(Offer::LeftOut(LeftOut::Unreadable))
     }
 
     /// The namespaces of which something is said here; none where it may concern all.
@@ -124,8 +154,30 @@ impl OpenFault {
 pub enum Offer {
     /// Device memory that the kubelet is told of.
     Counted(Quanta),
-    /// It counts in a quantum of another size, so that its resource has another name.
+    /// Nothing that a cohort counts.
+    LeftOut(LeftOut),
+}
+
+/// Why a node's memory does not count in its cohort.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LeftOut {
+    /// The node counts in a quantum of this size, so that its resource has another name.
     OtherQuantum(String),
+    /// The `GpuNode` cannot be read.
+    Unreadable,
+    /// The node is not Ready, or its kubelet has no agent, and that lasts.
+    Dead,
+}
+
+impl LeftOut {
+    /// The reason, as metrics call it.
+    pub const fn reason(&self) -> &'static str {
+        match self {
+            Self::OtherQuantum(_) => "OtherQuantum",
+            Self::Unreadable => "Unreadable",
+            Self::Dead => "Dead",
+        }
+    }
 }
 
 impl Offer {
@@ -141,18 +193,33 @@ impl Offer {
             (Some(Ok(bytes)), _) if bytes == quantum.bytes() => {
                 Self::Counted(Quanta::new(allocatable))
             }
-            (_, other) => Self::OtherQuantum(
+            (_, other) => Self::LeftOut(LeftOut::OtherQuantum(
                 other
                     .as_ref()
                     .map_or_else(|| "no quantum".to_owned(), |size| size.0.0.clone()),
-            ),
+            )),
         })
     }
 }
 
-/// The cohort that a node's label puts it into; `None` without the label.
-pub fn cohort_label(node: &impl ResourceExt) -> Option<String> {
-    node.labels().get(COHORT_LABEL).cloned()
+/// What is known of a node itself.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Host {
+    /// The cohort that the node's label puts it into; absent without the label.
+    pub cohort: Option<String>,
+    /// The node is Ready, and its kubelet offers device memory. The kubelet takes the offer back when the agent's stream
+    /// ends, and the node lifecycle controller takes `Ready` back when the kubelet is silent.
+    pub lives: bool,
+}
+
+impl Host {
+    /// What is known of `node`.
+    pub fn of(node: &SlimNode, quantum: Quantum) -> Self {
+        Self {
+            cohort: node.labels().get(COHORT_LABEL).cloned(),
+            lives: node.is_ready() && node.allocatable(quantum) != Quanta::ZERO,
+        }
+    }
 }
 
 /// What a namespace's label says of its budget; `None` without the label.

@@ -11,6 +11,7 @@ use crate::budget::{Quota, Which};
 use crate::demand::{Class, Demand};
 use crate::quanta::Quanta;
 use crate::there::There;
+use crate::world::LeftOut;
 
 /// What the pods of one namespace ask for together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -114,8 +115,10 @@ pub struct Cohort {
     pub nodes: usize,
     /// What they offer together.
     pub allocatable: Quanta,
-    /// The nodes that count in another quantum, with its size. Their memory is left out.
-    pub other_quantum: Vec<(String, String)>,
+    /// The nodes whose memory is left out, and why.
+    pub left_out: Vec<(String, LeftOut)>,
+    /// A node with a value of another version, and its field. Its memory counts.
+    pub unknown: Option<(String, &'static str)>,
 }
 
 /// What a budget's status is computed from.

@@ -1,5 +1,6 @@
 //! What the operator knows of the cluster: a pure index over what its watches tell.
 
+mod absence;
 mod entries;
 mod facts;
 mod mirror;
@@ -13,8 +14,9 @@ use bursar_crds::budget::ContextPolicy;
 use bursar_crds::gpu_node::{ContextOrder, MAX_CONTEXTS, MAX_RESTARTS, NamespaceUse, RestartOrder};
 use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
+use tokio::time::Instant;
 
-pub use entries::{Claim, Gpus, Offer, OpenFault, budget_label, cohort_label};
+pub use entries::{Claim, Gpus, Host, LeftOut, Offer, OpenFault, budget_label};
 pub use facts::{AgentsSay, Cohort, Facts, Sufferer, Usage};
 pub use mirror::{Entry, Key, Mirror, slimmed};
 
@@ -24,7 +26,8 @@ use crate::orders::has_to_be_written;
 use crate::placement::{Landscape, Told};
 use crate::quanta::Quanta;
 use crate::there::there;
-use tally::Tally;
+use absence::Absence;
+use tally::{Member, Tally};
 
 /// What is watched, as probes, logs and metrics call it.
 pub mod kinds {
@@ -60,14 +63,18 @@ pub enum Change {
     Pod(Event<Entry<Demand>>),
     /// Of the nodes' GPUs.
     GpuNode(Event<Entry<Gpus>>),
-    /// Of the nodes that have a cohort label.
-    Node(Event<Entry<String>>),
+    /// Of the nodes.
+    Node(Event<Entry<Host>>),
     /// Of the operator's quotas.
     Quota(Event<Entry<Quota>>),
     /// Of the namespaces that are labelled as having a budget.
     Namespace(Event<Entry<String>>),
     /// What placement is told of the same.
     Placement(Told),
+    /// Of the objects of a kind that cannot be read, each with why.
+    Unreadable(&'static str, Event<Entry<String>>),
+    /// The operator's monotonic clock has come so far.
+    Clock(Instant),
 }
 
 /// The budgets whose status may have changed.
@@ -96,13 +103,16 @@ impl Dirty {
 pub struct World {
     quantum: Quantum,
     budgets: Mirror<Claim>,
+    budget_lists: u64,
     pods: Mirror<Demand>,
     gpu_nodes: Mirror<Gpus>,
-    cohorts: Mirror<String>,
+    hosts: Mirror<Host>,
+    absence: Absence,
     quotas: Mirror<Quota>,
     labels: Mirror<String>,
     tally: Tally,
     landscape: Landscape,
+    unreadable: BTreeMap<&'static str, Mirror<String>>,
 }
 
 impl World {
@@ -111,13 +121,16 @@ impl World {
         Self {
             quantum,
             budgets: Mirror::default(),
+            budget_lists: 0,
             pods: Mirror::default(),
             gpu_nodes: Mirror::default(),
-            cohorts: Mirror::default(),
+            hosts: Mirror::default(),
+            absence: Absence::default(),
             quotas: Mirror::default(),
             labels: Mirror::default(),
             tally: Tally::default(),
             landscape: Landscape::default(),
+            unreadable: BTreeMap::new(),
         }
     }
 
@@ -125,6 +138,7 @@ impl World {
     pub fn apply(&mut self, change: Change) -> Dirty {
         match change {
             Change::Budget(event) => {
+                self.budget_lists += u64::from(matches!(event, Event::InitDone));
                 let changed = self.budgets.apply(event);
                 let mut all = false;
                 for (key, before) in &changed {
@@ -147,7 +161,7 @@ impl World {
                 }
             }
             Change::GpuNode(event) => self.gpu_node(event),
-            Change::Node(event) => self.cohort_label(event),
+            Change::Node(event) => self.host(event),
             Change::Quota(event) => Dirty {
                 all: false,
                 namespaces: namespaces(self.quotas.apply(event)),
@@ -163,6 +177,11 @@ impl World {
                 self.landscape.apply(told);
                 Dirty::default()
             }
+            Change::Unreadable(kind, event) => {
+                self.unreadable.entry(kind).or_default().apply(event);
+                Dirty::default()
+            }
+            Change::Clock(now) => self.pass(now),
         }
     }
 
@@ -170,13 +189,9 @@ impl World {
     fn gpu_node(&mut self, event: Event<Entry<Gpus>>) -> Dirty {
         let mut dirty = Dirty::default();
         for (key, before) in self.gpu_nodes.apply(event) {
-            let now = self.gpu_nodes.get(&key);
-            let cohort = cohort_of(self.cohorts.get(&key));
-            let with_cohort = |gpus| (gpus, cohort);
-            let was = before.as_ref();
-            self.tally
-                .node(&key, was.map(with_cohort), now.map(with_cohort));
-            match concerned(was, now) {
+            let host = self.hosts.get(&key).cloned();
+            dirty.all |= self.count(&key, before.as_ref(), host.as_ref());
+            match concerned(before.as_ref(), self.gpu_nodes.get(&key)) {
                 Some(namespaces) => dirty
                     .namespaces
                     .extend(namespaces.into_iter().map(str::to_owned)),
@@ -187,19 +202,83 @@ impl World {
     }
 
     /// A node's cohort concerns every budget.
-    fn cohort_label(&mut self, event: Event<Entry<String>>) -> Dirty {
-        let changed = self.cohorts.apply(event);
-        for (key, before) in &changed {
-            if let Some(gpus) = self.gpu_nodes.get(key) {
-                let (before, now) = (cohort_of(before.as_ref()), cohort_of(self.cohorts.get(key)));
-                self.tally
-                    .node(key, Some((gpus, before)), Some((gpus, now)));
-            }
+    fn host(&mut self, event: Event<Entry<Host>>) -> Dirty {
+        let mut dirty = Dirty::default();
+        for (key, before) in self.hosts.apply(event) {
+            let gpus = self.gpu_nodes.get(&key).cloned();
+            dirty.all |= self.count(&key, gpus.as_ref(), before.as_ref());
+            dirty.all |= cohort_of(before.as_ref()) != cohort_of(self.hosts.get(&key));
+        }
+        dirty
+    }
+
+    /// The memory of nodes that are dead by now counts no more, which concerns every budget.
+    fn pass(&mut self, now: Instant) -> Dirty {
+        let died = self.absence.pass(now);
+        for key in &died {
+            let cohort = cohort_of(self.hosts.get(key));
+            let member = |is_dead| {
+                let gpus = self.gpu_nodes.get(key)?;
+                Some(Member {
+                    gpus,
+                    cohort,
+                    is_dead,
+                })
+            };
+            self.tally.node(key, member(false), member(true));
         }
         Dirty {
-            all: !changed.is_empty(),
+            all: !died.is_empty(),
             namespaces: BTreeSet::new(),
         }
+    }
+
+    /// Counts a node as it is now in place of what it was. Says whether it has come back to life.
+    fn count(&mut self, key: &Key, gpus: Option<&Gpus>, host: Option<&Host>) -> bool {
+        let was_dead = self.absence.is_dead(key);
+        let member = |gpus, host, is_dead| {
+            Some(Member {
+                gpus: gpus?,
+                cohort: cohort_of(host),
+                is_dead,
+            })
+        };
+        let before = member(gpus, host, was_dead);
+        let (gpus, host) = (self.gpu_nodes.get(key), self.hosts.get(key));
+        // A node without GPUs is not missed.
+        let lives = gpus.is_none() || host.is_some_and(|host| host.lives);
+        self.absence.see(key, lives);
+        let is_dead = self.absence.is_dead(key);
+        self.tally.node(key, before, member(gpus, host, is_dead));
+        was_dead && !is_dead
+    }
+
+    /// Whether something changes with time alone.
+    pub fn awaits_time(&self) -> bool {
+        self.absence.awaits_time()
+    }
+
+    /// The objects that cannot be read, by kind.
+    pub fn unreadable(&self) -> impl Iterator<Item = (&'static str, &Key)> {
+        let kinds = self.unreadable.iter();
+        kinds.flat_map(|(kind, all)| all.iter().map(|(key, _)| (*kind, key)))
+    }
+
+    /// Whether an object of this kind is known as one that cannot be read.
+    pub fn is_unreadable(&self, kind: &str, key: &Key) -> bool {
+        let of_kind = self.unreadable.get(kind);
+        of_kind.is_some_and(|all| all.get(key).is_some())
+    }
+
+    /// How many nodes' memory counts in no cohort, by reason.
+    pub fn nodes_left_out(&self) -> BTreeMap<&'static str, i64> {
+        let mut counts = BTreeMap::new();
+        for (_, cohort) in self.tally.cohorts() {
+            for (_, why) in cohort.left_out {
+                *counts.entry(why.reason()).or_default() += 1;
+            }
+        }
+        counts
     }
 
     /// What placement knows.
@@ -213,7 +292,7 @@ impl World {
             (kinds::BUDGETS, self.budgets.is_listed()),
             (kinds::PODS, self.pods.is_listed()),
             (kinds::GPU_NODES, self.gpu_nodes.is_listed()),
-            (kinds::NODES, self.cohorts.is_listed()),
+            (kinds::NODES, self.hosts.is_listed()),
             (kinds::QUOTAS, self.quotas.is_listed()),
             (kinds::NAMESPACES, self.labels.is_listed()),
         ];
@@ -230,6 +309,11 @@ impl World {
             .filter(concerned)
             .cloned()
             .collect()
+    }
+
+    /// How often the budgets were listed.
+    pub fn budget_lists(&self) -> u64 {
+        self.budget_lists
     }
 
     /// Whether there is a budget called `key`.
@@ -273,8 +357,13 @@ impl World {
             return Vec::new();
         }
         let labelled = self.labels.iter().map(|(key, _)| &key.name);
+        let unreadable = self.unreadable.get(kinds::BUDGETS);
+        let is_there = |namespace: &str| {
+            let unreadable = unreadable.and_then(|all| all.within(namespace).next());
+            self.budgets.within(namespace).next().is_some() || unreadable.is_some()
+        };
         labelled
-            .filter(|namespace| self.budgets.within(namespace).next().is_none())
+            .filter(|namespace| !is_there(namespace))
             .cloned()
             .collect()
     }
@@ -300,7 +389,8 @@ impl World {
         written: &BTreeMap<String, ContextOrders>,
     ) -> Vec<(String, String, ContextOrders)> {
         let all = Arc::new(self.contexts());
-        let nodes = self.gpu_nodes.iter().filter_map(|(key, node)| {
+        let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
+        let nodes = nodes.filter_map(|(key, node)| {
             let (orders, due) = (self.contexts_at(&key.name, &all), self.restarts(node));
             let (contexts, restarts) = written
                 .get(&key.name)
@@ -418,8 +508,9 @@ fn order_of<'a>(orders: &'a [ContextOrder], namespace: &str) -> Option<&'a Conte
     at.ok().map(|at| &orders[at])
 }
 
-fn cohort_of(label: Option<&String>) -> &str {
-    label.map_or(DEFAULT_COHORT, String::as_str)
+fn cohort_of(host: Option<&Host>) -> &str {
+    let label = host.and_then(|host| host.cohort.as_deref());
+    label.unwrap_or(DEFAULT_COHORT)
 }
 
 /// The namespaces that a node's change concerns; none where it may concern all.

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Claim, Cohort, Gpus, Key, Offer};
+use super::{Claim, Cohort, Gpus, Key, LeftOut, Offer};
 use crate::demand::Demand;
 use crate::quanta::Quanta;
 
@@ -25,7 +25,27 @@ struct Sum {
     guaranteed: u128,
     nodes: usize,
     allocatable: u128,
-    other_quantum: BTreeMap<String, String>,
+    left_out: BTreeMap<String, LeftOut>,
+    unknown: BTreeMap<String, &'static str>,
+}
+
+/// A node with GPUs, as a cohort counts it.
+#[derive(Clone, Copy)]
+pub(super) struct Member<'a> {
+    pub(super) gpus: &'a Gpus,
+    pub(super) cohort: &'a str,
+    pub(super) is_dead: bool,
+}
+
+impl Member<'_> {
+    /// What counts of its memory, or why nothing does; absent where it has none.
+    fn share(&self) -> Option<Result<u128, LeftOut>> {
+        Some(match self.gpus.offer.as_ref()? {
+            Offer::LeftOut(why) => Err(why.clone()),
+            Offer::Counted(_) if self.is_dead => Err(LeftOut::Dead),
+            Offer::Counted(quanta) => Ok(exact(*quanta)),
+        })
+    }
 }
 
 impl Tally {
@@ -51,23 +71,23 @@ impl Tally {
         true
     }
 
-    /// A node was `before` and is now, each with its cohort.
-    pub(super) fn node(
-        &mut self,
-        key: &Key,
-        before: Option<(&Gpus, &str)>,
-        now: Option<(&Gpus, &str)>,
-    ) {
-        if let Some((gpus, cohort)) = before {
-            self.change(cohort.to_owned(), |sum| match &gpus.offer {
+    /// A node was `before` and is now.
+    pub(super) fn node(&mut self, key: &Key, before: Option<Member<'_>>, now: Option<Member<'_>>) {
+        if let Some(member) = before {
+            self.change(member.cohort.to_owned(), |sum| match member.share() {
                 None => {}
-                Some(Offer::Counted(quanta)) => {
+                Some(Ok(quanta)) => {
                     sum.nodes -= 1;
-                    sum.allocatable -= exact(*quanta);
+                    sum.allocatable -= quanta;
                 }
-                Some(Offer::OtherQuantum(_)) => drop(sum.other_quantum.remove(&key.name)),
+                Some(Err(_)) => drop(sum.left_out.remove(&key.name)),
             });
-            for namespace in told_of(gpus) {
+            if member.gpus.unknown.is_some() {
+                self.change(member.cohort.to_owned(), |sum| {
+                    sum.unknown.remove(&key.name);
+                });
+            }
+            for namespace in told_of(member.gpus) {
                 if let Some(nodes) = self.saying.get_mut(namespace) {
                     nodes.remove(key);
                     if nodes.is_empty() {
@@ -77,22 +97,25 @@ impl Tally {
             }
             self.faulty.remove(key);
         }
-        if let Some((gpus, cohort)) = now {
-            self.change(cohort.to_owned(), |sum| match &gpus.offer {
+        if let Some(member) = now {
+            self.change(member.cohort.to_owned(), |sum| match member.share() {
                 None => {}
-                Some(Offer::Counted(quanta)) => {
+                Some(Ok(quanta)) => {
                     sum.nodes += 1;
-                    sum.allocatable += exact(*quanta);
+                    sum.allocatable += quanta;
                 }
-                Some(Offer::OtherQuantum(size)) => {
-                    sum.other_quantum.insert(key.name.clone(), size.clone());
-                }
+                Some(Err(why)) => drop(sum.left_out.insert(key.name.clone(), why)),
             });
-            for namespace in told_of(gpus) {
+            if let Some(field) = member.gpus.unknown {
+                self.change(member.cohort.to_owned(), |sum| {
+                    sum.unknown.insert(key.name.clone(), field);
+                });
+            }
+            for namespace in told_of(member.gpus) {
                 let nodes = self.saying.entry(namespace.to_owned()).or_default();
                 nodes.insert(key.clone());
             }
-            if gpus.faults.iter().any(|open| !open.pods.is_empty()) {
+            if member.gpus.faults.iter().any(|open| !open.pods.is_empty()) {
                 self.faulty.insert(key.clone());
             }
         }
@@ -136,14 +159,15 @@ impl Tally {
             return Cohort::default();
         };
         let counted = |sum| Quanta::new(u64::try_from(sum).unwrap_or(u64::MAX));
-        let other_quantum = sum.other_quantum.iter();
         Cohort {
             guaranteed: counted(sum.guaranteed),
             nodes: sum.nodes,
             allocatable: counted(sum.allocatable),
-            other_quantum: other_quantum
-                .map(|(node, size)| (node.clone(), size.clone()))
-                .collect(),
+            left_out: sum.left_out.clone().into_iter().collect(),
+            unknown: sum
+                .unknown
+                .first_key_value()
+                .map(|(node, field)| (node.clone(), *field)),
         }
     }
 

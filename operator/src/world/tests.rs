@@ -168,8 +168,16 @@ fn of_many_orders_a_node_has_those_of_its_pods_and_of_few_it_has_all() {
     );
 }
 
+/// A node that lives, with or without a label.
+fn host(cohort: Option<&str>) -> Host {
+    Host {
+        cohort: cohort.map(str::to_owned),
+        lives: true,
+    }
+}
+
 fn label(node: &str, cohort: &str) -> Change {
-    Change::Node(Event::Apply((key("", node), Some(cohort.to_owned()))))
+    Change::Node(Event::Apply((key("", node), Some(host(Some(cohort))))))
 }
 
 fn quota(namespace: &str, most: u64) -> Change {
@@ -379,7 +387,7 @@ fn a_node_that_counts_in_another_quantum_is_left_out_and_named() {
     assert_eq!(offer("1024Mi", 16), Some(Offer::Counted(Quanta::new(16))));
     assert_eq!(
         offer("512Mi", 16),
-        Some(Offer::OtherQuantum("512Mi".to_owned()))
+        Some(Offer::LeftOut(LeftOut::OtherQuantum("512Mi".to_owned())))
     );
     assert_eq!(offer("1Gi", 0), None);
     let gpus = Gpus {
@@ -389,8 +397,121 @@ fn a_node_that_counts_in_another_quantum_is_left_out_and_named() {
     let node = (key("", "n"), Some(gpus));
     let world = world([Change::GpuNode(Event::Apply(node))]);
     let cohort = world.facts("a", "default").cohort;
-    assert_eq!(cohort.other_quantum, [("n".to_owned(), "512Mi".to_owned())]);
+    let other = LeftOut::OtherQuantum("512Mi".to_owned());
+    assert_eq!(cohort.left_out, [("n".to_owned(), other)]);
     assert_eq!(cohort.nodes, 0);
+}
+
+/// A node that does not live.
+fn dead(node: &str) -> Change {
+    let host = Host {
+        lives: false,
+        ..host(None)
+    };
+    Change::Node(Event::Apply((key("", node), Some(host))))
+}
+
+#[test]
+fn dead_node_leaves_its_cohort_and_returns_when_it_lives() {
+    let mut world = world([
+        budget("a", claim("default", 8, 1)),
+        label("m", "default"),
+        label("n", "default"),
+        node("m", 16),
+        node("n", 32),
+    ]);
+    let start = Instant::now();
+    let at = |seconds| Change::Clock(start + Duration::from_secs(seconds));
+    let offered = |world: &World| world.facts("a", "default").cohort.allocatable;
+    assert!(world.apply(dead("n")).is_empty(), "an upgrade looks so too");
+    for second in [0, 30, 59] {
+        assert!(world.awaits_time());
+        assert!(world.apply(at(second)).is_empty());
+        assert_eq!(offered(&world), Quanta::new(48));
+    }
+    let died = world.apply(at(60));
+    assert_eq!(concerned(&world, &died), ["a"]);
+    let cohort = world.facts("a", "default").cohort;
+    assert_eq!((cohort.nodes, cohort.allocatable), (1, Quanta::new(16)));
+    assert_eq!(cohort.left_out, [("n".to_owned(), LeftOut::Dead)]);
+    assert_eq!(world.nodes_left_out(), BTreeMap::from([("Dead", 1)]));
+    // What its agent said last, and says no more, changes nothing.
+    world.apply(node("n", 64));
+    assert_eq!(offered(&world), Quanta::new(16));
+    let lives = world.apply(label("n", "default"));
+    assert_eq!(concerned(&world, &lives), ["a"]);
+    assert_eq!(offered(&world), Quanta::new(80));
+}
+
+#[test]
+fn gpus_of_no_node_count_for_a_while() {
+    let mut world = world([node("n", 16)]);
+    let start = Instant::now();
+    for (second, offered) in [(0, 16), (60, 0)] {
+        world.apply(Change::Clock(start + Duration::from_secs(second)));
+        let cohort = world.facts("a", "default").cohort;
+        assert_eq!(cohort.allocatable, Quanta::new(offered));
+    }
+    world.apply(Change::GpuNode(Event::Delete((key("", "n"), None))));
+    assert_eq!(world.facts("a", "default").cohort, Cohort::default());
+    assert_eq!(world.absence, Absence::default());
+}
+
+#[test]
+fn node_lives_by_its_condition_and_its_kubelets_offer() {
+    let host = |ready: &str, offers: &str| {
+        let node = json!({
+            "metadata": { "name": "n" }, "spec": { "unschedulable": true },
+            "status": { "conditions": [{ "type": "Ready", "status": ready }],
+                "allocatable": { "bursar.dev/gpu-memory-gib": offers } },
+        });
+        Host::of(&serde_json::from_value(node).unwrap(), Quantum::Gib1)
+    };
+    assert!(host("True", "8").lives, "cordoned is not dead");
+    for (ready, offers) in [("Unknown", "8"), ("False", "8"), ("True", "0")] {
+        assert!(!host(ready, offers).lives, "{ready} {offers}");
+    }
+}
+
+#[test]
+fn unreadable_objects_are_named_and_no_budget_is_taken_for_gone() {
+    let unreadable = |kind, namespace: &str, name: &str| {
+        let entry = (key(namespace, name), Some("unknown word".to_owned()));
+        Change::Unreadable(kind, Event::Apply(entry))
+    };
+    let enforced = Some("enforced".to_owned());
+    let mut world = world([
+        unreadable(kinds::BUDGETS, "a", "default"),
+        unreadable(kinds::GPU_NODES, "", "n"),
+        Change::GpuNode(Event::Apply((key("", "n"), Some(Gpus::unreadable())))),
+        Change::Budget(Event::InitDone),
+        Change::Pod(Event::InitDone),
+        Change::Node(Event::InitDone),
+        Change::Quota(Event::InitDone),
+        Change::Namespace(Event::InitDone),
+        Change::Namespace(Event::Apply((key("", "a"), enforced))),
+    ]);
+    // The list that names them is followed by what was read of it.
+    world.apply(Change::GpuNode(Event::Init));
+    world.apply(Change::GpuNode(Event::InitApply((
+        key("", "n"),
+        Some(Gpus::unreadable()),
+    ))));
+    world.apply(Change::GpuNode(Event::InitDone));
+    assert_eq!(world.missing(), Vec::<&str>::new());
+    let (budget, node) = (key("a", "default"), key("", "n"));
+    let named: Vec<_> = world.unreadable().collect();
+    assert_eq!(
+        named,
+        [(kinds::BUDGETS, &budget), (kinds::GPU_NODES, &node)]
+    );
+    assert_eq!(world.deserted(), Vec::<String>::new());
+    assert!(world.nodes_without(&BTreeMap::new()).is_empty());
+    let cohort = world.facts("a", "default").cohort;
+    assert_eq!(cohort.left_out, [("n".to_owned(), LeftOut::Unreadable)]);
+    let gone = Change::Unreadable(kinds::BUDGETS, Event::Delete((budget, None)));
+    world.apply(gone);
+    assert_eq!(world.deserted(), ["a"]);
 }
 
 /// The tally of what is there, made anew.
@@ -400,7 +521,12 @@ fn tallied(world: &World) -> Tally {
         tally.budget(None, Some(claim));
     }
     for (key, gpus) in world.gpu_nodes.iter() {
-        tally.node(key, None, Some((gpus, cohort_of(world.cohorts.get(key)))));
+        let member = Member {
+            gpus,
+            cohort: cohort_of(world.hosts.get(key)),
+            is_dead: world.absence.is_dead(key),
+        };
+        tally.node(key, None, Some(member));
     }
     for (key, demand) in world.pods.iter() {
         tally.pod(&key.namespace, None, Some(demand));
@@ -433,9 +559,10 @@ proptest! {
     /// Whatever came before, and also where everything is listed anew.
     #[test]
     fn what_is_kept_up_is_what_is_there(
-        steps in prop::collection::vec((0u8..9, 0u8..3, 0u8..3, 0u64..4), 1..60),
+        steps in prop::collection::vec((0u8..11, 0u8..3, 0u8..3, 0u64..4), 1..60),
     ) {
         let mut world = World::new(Quantum::Gib1);
+        let mut now = Instant::now();
         for (kind, which, other, amount) in steps {
             let (name, cohort) = (which.to_string(), ["default", "x", "y"][usize::from(other)]);
             let gpus = || eventful(amount, which, other, amount % 2 == 1);
@@ -449,6 +576,11 @@ proptest! {
                 5 => vec![label(&name, cohort)],
                 6 => vec![placed(&name, &amount.to_string(), cohort)],
                 7 => vec![gone(&name, &amount.to_string())],
+                8 => vec![dead(&name)],
+                9 => {
+                    now += Duration::from_secs(40);
+                    vec![Change::Clock(now)]
+                }
                 _ => [Event::Init, Event::InitApply(listed), Event::InitDone].map(Change::GpuNode).into(),
             };
             for change in changes {
@@ -547,9 +679,10 @@ proptest! {
     /// A budget whose facts changed is never left out of the dirty ones.
     #[test]
     fn no_change_of_facts_goes_unnoticed(
-        steps in prop::collection::vec((0u8..6, 0u8..3, 0u8..3, 0u64..4), 1..60),
+        steps in prop::collection::vec((0u8..8, 0u8..3, 0u8..3, 0u64..4), 1..60),
     ) {
         let mut world = World::new(Quantum::Gib1);
+        let mut clock = Instant::now();
         let facts = |world: &World| -> BTreeMap<Key, Facts> {
             let of = |(key, claim): (&Key, &Claim)| (key.clone(), world.facts(&key.namespace, &claim.cohort));
             world.budgets.iter().map(of).collect()
@@ -567,6 +700,11 @@ proptest! {
                 (3, _) => label(&name, cohort),
                 (4, 0) => Change::Quota(Event::Delete((key(&name, Which::Limit.name()), None))),
                 (4, _) => quota(&name, amount),
+                (5, _) => dead(&name),
+                (6, _) => {
+                    clock += Duration::from_secs(40);
+                    Change::Clock(clock)
+                }
                 (_, 0) => Change::Namespace(Event::Delete((key("", &name), None))),
                 (_, _) => Change::Namespace(Event::Apply((key("", &name), Some("enforced".to_owned())))),
             };

@@ -10,7 +10,7 @@ use serde_json::json;
 use super::*;
 use crate::budget::{self, Quota};
 use crate::demand::Demand;
-use crate::world::{Change, Claim, Gpus, Offer, World};
+use crate::world::{Change, Claim, Gpus, Host, Offer, World};
 
 /// Until when pods come, and how long nothing may happen until it is at rest: an owner's second pause, and a look after it.
 const COMING_END: u64 = 22;
@@ -120,7 +120,11 @@ impl Teams {
                 offer: Some(Offer::Counted(Quanta::new(gpus.iter().sum()))),
                 ..Gpus::default()
             };
-            world.apply(Change::Node(Event::Apply((key("", &name), Some(cohort)))));
+            let host = Host {
+                cohort: Some(cohort),
+                lives: true,
+            };
+            world.apply(Change::Node(Event::Apply((key("", &name), Some(host)))));
             world.apply(Change::GpuNode(Event::Apply((key("", &name), Some(gpus)))));
         }
         let bounds: Vec<_> = budgets

@@ -1,0 +1,66 @@
+//! Names the values of another version in an object of ours: pure.
+//!
+//! Such a value is read as `Unknown`. Nobody is evicted or restarted for it, and everything else in the object counts.
+
+use bursar_crds::budget::{ContextAction, Overflow};
+use bursar_crds::gpu_node::{FaultAction, FaultKind, GpuState, HealthStatus, QuotaState};
+use bursar_crds::{GpuMemoryBudget, GpuNode};
+
+/// What helps where a value or an object is of another version.
+pub const REMEDY: &str = "give the operator, the agents and the CRDs one version";
+
+/// The first field of a budget whose value is of another version.
+pub fn unknown_in_budget(budget: &GpuMemoryBudget) -> Option<&'static str> {
+    let spec = &budget.spec;
+    let fields = [
+        (spec.overflow == Overflow::Unknown, "spec.overflow"),
+        (
+            spec.context_policy.action == ContextAction::Unknown,
+            "spec.contextPolicy.action",
+        ),
+    ];
+    first(fields)
+}
+
+/// The same of a `GpuNode`.
+pub fn unknown_in_node(node: &GpuNode) -> Option<&'static str> {
+    let policies = &node.spec.context_policies;
+    let status = node.status.as_ref();
+    let gpus = || status.into_iter().flat_map(|status| &status.gpus);
+    let quotas = || status.into_iter().flat_map(|status| &status.quotas);
+    let faults = || status.into_iter().flat_map(|status| &status.faults);
+    let fields = [
+        (
+            policies
+                .iter()
+                .any(|one| one.action == ContextAction::Unknown),
+            "spec.contextPolicies[].action",
+        ),
+        (
+            gpus().any(|gpu| gpu.state == GpuState::Unknown),
+            "status.gpus[].state",
+        ),
+        (
+            gpus().any(|gpu| gpu.health.status == HealthStatus::Unknown),
+            "status.gpus[].health.status",
+        ),
+        (
+            quotas().any(|quota| quota.state == QuotaState::Unknown),
+            "status.quotas[].state",
+        ),
+        (
+            faults().any(|fault| fault.kind == FaultKind::Unknown),
+            "status.faults[].kind",
+        ),
+        (
+            faults().any(|fault| fault.action == Some(FaultAction::Unknown)),
+            "status.faults[].action",
+        ),
+    ];
+    first(fields)
+}
+
+fn first<const N: usize>(fields: [(bool, &'static str); N]) -> Option<&'static str> {
+    let mut unknown = fields.into_iter().filter(|(is_unknown, _)| *is_unknown);
+    unknown.next().map(|(_, field)| field)
+}

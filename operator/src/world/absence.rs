@@ -1,0 +1,100 @@
+//! Which nodes have been without life for so long that their memory does not count: pure.
+//!
+//! ```text
+//!   lives --dies--> suspected --GRACE by the operator's monotonic clock--> dead
+//!     ^                |                                                    |
+//!     +----------------+--------------------- lives again ------------------+
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::Key;
+
+/// How long a node may be without life: an agent that is upgraded is back by then, and nobody's `Covered` changes.
+pub(super) const GRACE: Duration = Duration::from_secs(60);
+
+/// The nodes with GPUs that do not live.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Absence {
+    /// Those that may come back, each with when the clock was first told after that.
+    suspected: BTreeMap<Key, Option<Instant>>,
+    dead: BTreeSet<Key>,
+}
+
+impl Absence {
+    /// A node lives now, or does not.
+    pub(super) fn see(&mut self, node: &Key, lives: bool) {
+        if lives {
+            self.suspected.remove(node);
+            self.dead.remove(node);
+        } else if !self.dead.contains(node) {
+            self.suspected.entry(node.clone()).or_default();
+        }
+    }
+
+    /// It is `now`. Says which nodes are dead since.
+    pub(super) fn pass(&mut self, now: Instant) -> Vec<Key> {
+        let mut died = Vec::new();
+        self.suspected.retain(|node, since| {
+            let since = *since.get_or_insert(now);
+            let stays = now.saturating_duration_since(since) < GRACE;
+            if !stays {
+                died.push(node.clone());
+            }
+            stays
+        });
+        self.dead.extend(died.iter().cloned());
+        died
+    }
+
+    /// Whether time matters to any node.
+    pub(super) fn awaits_time(&self) -> bool {
+        !self.suspected.is_empty()
+    }
+
+    /// Whether a node is dead.
+    pub(super) fn is_dead(&self, node: &Key) -> bool {
+        self.dead.contains(node)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn node_is_dead_after_its_grace_and_lives_at_once() {
+        let (mut absence, start) = (Absence::default(), Instant::now());
+        let node = Key::cluster_scoped("n");
+        let at = |seconds| start + Duration::from_secs(seconds);
+        absence.see(&node, false);
+        assert!(absence.awaits_time());
+        for second in [100, 130, 159] {
+            assert!(absence.pass(at(second)).is_empty(), "{second}");
+            absence.see(&node, false);
+        }
+        assert_eq!(absence.pass(at(160)), [node.clone()]);
+        assert!(absence.is_dead(&node) && !absence.awaits_time());
+        absence.see(&node, false);
+        assert_eq!(absence.pass(at(900)), [], "once");
+        absence.see(&node, true);
+        assert_eq!(absence, Absence::default());
+    }
+
+    #[test]
+    fn node_that_comes_back_in_time_never_dies() {
+        let (mut absence, start) = (Absence::default(), Instant::now());
+        let node = Key::cluster_scoped("n");
+        for second in (0..600).step_by(50) {
+            absence.see(&node, false);
+            let now = start + Duration::from_secs(second);
+            assert!(absence.pass(now).is_empty());
+            let now = now + Duration::from_secs(40);
+            assert!(absence.pass(now).is_empty());
+            absence.see(&node, true);
+        }
+    }
+}
