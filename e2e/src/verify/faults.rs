@@ -9,6 +9,15 @@ const WATCH: &[&str] = &["--test", "watch"];
 /// The tests of objects that another version wrote.
 const VERSIONS: &[&str] = &["--test", "versions"];
 
+/// The whole operator over a simulated API server.
+const OPERATOR: &[&str] = &["--test", "operator"];
+
+/// Worlds with one node that lies.
+const LYING_WORLDS: &[&str] = &[
+    "placement::plan::tests::lying_worlds::no_step_names_a_pod_of_another_node_whatever_one_says",
+    "placement::plan::tests::lying_worlds::true_word_of_a_node_names_its_pods",
+];
+
 /// Every check of the area that runs without a cluster.
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
@@ -124,6 +133,132 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             ],
             ignored: false,
             env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/clocks",
+        shows: "no pod is evicted sooner, later or at all for clocks of API server, operator and node that are an hour apart",
+        long: false,
+        tests: &[
+            Tests {
+                target: LIB,
+                names: &[
+                    "budget::plan_tests::a_budget_over_running_pods_or_made_smaller_takes_nothing_from_anybody",
+                    "budget::plan_tests::a_crash_after_any_step_converges_to_the_same_end",
+                    "budget::plan_tests::a_crash_while_a_budget_is_made_smaller_takes_nothing_from_anybody",
+                    "budget::plan_tests::status_is_dated_by_the_later_quota_and_not_where_that_is_unknown",
+                    "budget::plan_tests::whatever_is_cut_short_who_had_to_go_for_a_fault_goes_once_with_the_reason_on_record",
+                    "budget::quota::tests::quota_is_taken_up_when_its_status_was_last_written",
+                    "placement::plan::tests::moves::record_of_moves_counts_whatever_time_of_day_it_has",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: OPERATOR,
+                names: &[
+                    "clocks::lost_gpu_has_the_same_patience_by_any_nodes_clock",
+                    "clocks::pod_from_before_its_budget_stays_by_any_operators_clock",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/etcd-restored",
+        shows: "the operator follows again within 30 s of a restore of etcd, whose versions go back (on the real API server: operator/api/server)",
+        long: false,
+        tests: &[
+            Tests {
+                target: LIB,
+                names: &[
+                    "ahead::tests::answer_counts_after_a_list_of_lower_versions",
+                    "reconcile::memory::tests::written_status_is_forgotten_after_a_new_list",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: OPERATOR,
+                names: &["restored::operator_follows_again_after_a_restore_of_etcd"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/other-versions",
+        shows: "an object that cannot be read, or has a value of another version, stops nothing but itself, evicts nobody, and is named by a condition and a metric",
+        long: false,
+        tests: &[
+            Tests {
+                target: LIB,
+                names: &[
+                    "world::tests::unreadable_objects_are_named_and_no_budget_is_taken_for_gone",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: OPERATOR,
+                names: &[
+                    "versions::later_action_evicts_nobody",
+                    "versions::later_value_in_a_budget_is_named_and_stops_nothing",
+                    "versions::later_value_in_a_node_is_named_and_stops_nothing",
+                    "versions::unreadable_objects_stop_nothing_but_themselves",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/dead-node",
+        shows: "the memory of a node that is not Ready or has no agent counts no more after a minute, as Covered says, and again when the node lives",
+        long: false,
+        tests: &[
+            Tests {
+                target: LIB,
+                names: &[
+                    "budget::tests::nodes_that_do_not_count_are_named_by_reason",
+                    "world::absence::tests::node_is_dead_after_its_grace_and_lives_at_once",
+                    "world::absence::tests::node_that_comes_back_in_time_never_dies",
+                    "world::tests::dead_node_leaves_its_cohort_and_returns_when_it_lives",
+                    "world::tests::gpus_of_no_node_count_for_a_while",
+                    "world::tests::node_lives_by_its_condition_and_its_kubelets_offer",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: OPERATOR,
+                names: &["nodes::node_without_an_agent_leaves_its_cohort_and_comes_back"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/lying-worlds",
+        shows: "whatever one node says, no step of the operator names a pod of another node, in a thousand worlds",
+        long: false,
+        tests: &[Tests {
+            target: LIB,
+            names: LYING_WORLDS,
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/lying-worlds-long",
+        shows: "the same in 100,000 worlds",
+        long: true,
+        tests: &[Tests {
+            target: LIB,
+            names: LYING_WORLDS,
+            ignored: false,
+            env: &[("BURSAR_LYING_WORLDS", "100000")],
         }],
     },
 ];

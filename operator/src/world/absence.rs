@@ -76,7 +76,7 @@ mod tests {
             assert!(absence.pass(at(second)).is_empty(), "{second}");
             absence.see(&node, false);
         }
-        assert_eq!(absence.pass(at(160)), [node.clone()]);
+        assert_eq!(absence.pass(at(160)), std::slice::from_ref(&node));
         assert!(absence.is_dead(&node) && !absence.awaits_time());
         absence.see(&node, false);
         assert_eq!(absence.pass(at(900)), [], "once");

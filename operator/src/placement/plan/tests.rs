@@ -2,6 +2,7 @@
 //! scheduler that counts tokens and keeps them for whom it nominated.
 
 mod lies;
+mod lying_worlds;
 mod moves;
 mod orders;
 mod promises;
