@@ -36,6 +36,7 @@ pub(crate) fn known(device: u64) -> Result<Device, Code> {
 /// The device of a handle, if it is on the bus.
 pub(crate) fn present(device: u64) -> Result<Device, Code> {
     let device = known(device)?;
+    device.library.sim.wait_while_hung(Some(device.unit.gpu));
     if device.library.sim.is_lost(device.unit.index) {
         Err(Code::GPU_IS_LOST)
     } else {

@@ -82,6 +82,9 @@ fn wait(set: u64, event: &Out<Event>, timeout: Duration) -> Answer {
         .get(&set)
         .cloned()
         .ok_or(Code::INVALID_ARGUMENT)?;
+    for gpu in &mine.gpus {
+        library.sim.wait_while_hung(Some(*gpu));
+    }
     loop {
         let left = end.saturating_duration_since(Instant::now());
         let xid = library.sim.wait_xid(&mut mine.seen, left);

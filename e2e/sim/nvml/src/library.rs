@@ -26,10 +26,13 @@ static LIBRARY: Mutex<(Option<Arc<Library>>, u32)> = Mutex::new((None, 0));
 /// The opened library.
 pub(crate) fn library() -> Result<Arc<Library>, Code> {
     let held = LIBRARY.lock().unwrap_or_else(PoisonError::into_inner);
-    match &*held {
-        (Some(library), 1..) => Ok(Arc::clone(library)),
-        _ => Err(Code::UNINITIALIZED),
-    }
+    let library = match &*held {
+        (Some(library), 1..) => Arc::clone(library),
+        _ => return Err(Code::UNINITIALIZED),
+    };
+    drop(held);
+    library.sim.wait_while_hung(None);
+    Ok(library)
 }
 
 fn init() -> Answer {
@@ -52,7 +55,8 @@ fn init() -> Answer {
         }));
     }
     held.1 += 1;
-    Ok(())
+    drop(held);
+    library().map(drop)
 }
 
 fn shutdown() -> Answer {
@@ -70,8 +74,9 @@ impl Library {
     }
 
     /// Holds the GPU of a unit from now on, as far as its node is there. Its number has no driver behind it, so the
-    /// node is held by its path.
+    /// node is held by its path. A GPU that hangs is not opened before it is released.
     pub(crate) fn hold(&self, unit: &Unit) {
+        self.sim.wait_while_hung(Some(unit.gpu));
         let minor = self.sim.config.gpu[unit.gpu].minor;
         let node = self.dev.join(format!("nvidia{minor}"));
         let by_path = File::options()

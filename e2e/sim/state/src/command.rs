@@ -40,6 +40,16 @@ enum Command {
         /// Position or UUID.
         gpu: String,
     },
+    /// Make NVML's calls about a GPU hang, in every process, until `release`.
+    Hang {
+        /// Position, UUID, or `all`: then calls about no GPU hang too.
+        gpu: String,
+    },
+    /// Let calls that hang return.
+    Release {
+        /// Position, UUID, or `all`.
+        gpu: String,
+    },
     /// Raise an XID event.
     Xid {
         /// Position or UUID.
@@ -95,6 +105,8 @@ pub(crate) fn run(args: Args) -> Result<String> {
             raise(gpu(&name)?, 79, 0);
         }
         Command::Restore { gpu: name } => sim.set_lost(gpu(&name)?, false),
+        Command::Hang { gpu: name } => set_hung(&sim, &name, gpu, true)?,
+        Command::Release { gpu: name } => set_hung(&sim, &name, gpu, false)?,
         Command::Xid {
             gpu: name,
             code,
@@ -107,6 +119,18 @@ pub(crate) fn run(args: Args) -> Result<String> {
         Command::Scrub { state } => sim.set_scrub(matches!(state, Switch::On)),
     }
     Ok(String::new())
+}
+
+fn set_hung(sim: &Sim, name: &str, gpu: impl Fn(&str) -> Result<usize>, hung: bool) -> Result<()> {
+    if name != "all" {
+        sim.set_hung(Some(gpu(name)?), hung);
+        return Ok(());
+    }
+    for gpu in 0..sim.config.gpu.len() {
+        sim.set_hung(Some(gpu), hung);
+    }
+    sim.set_hung(None, hung);
+    Ok(())
 }
 
 fn status(sim: &Sim) -> String {
@@ -122,6 +146,8 @@ fn status(sim: &Sim) -> String {
         };
         let state = if sim.is_lost(unit.index) {
             "lost"
+        } else if sim.is_hung(Some(unit.gpu)) {
+            "hung"
         } else {
             "ok"
         };

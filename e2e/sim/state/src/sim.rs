@@ -5,7 +5,12 @@ use crate::folder::Folder;
 use crate::table::{MAX_XIDS, Table, TableError};
 use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicU32;
 use std::sync::atomic::Ordering::Relaxed;
+use std::time::Duration;
+
+/// How soon a call that hangs notices that it may go on.
+const HANGS: Duration = Duration::from_millis(10);
 
 /// A simulated machine, as this process sees it.
 #[derive(Debug)]
@@ -121,6 +126,28 @@ impl Sim {
         self.table.raw().units[self.gpu_unit(gpu)]
             .lost
             .store(u32::from(lost), Relaxed);
+    }
+
+    fn hung(&self, gpu: Option<usize>) -> &AtomicU32 {
+        let raw = self.table.raw();
+        gpu.map_or(&raw.hung, |gpu| &raw.units[self.gpu_unit(gpu)].hung)
+    }
+
+    /// Whether NVML's calls about a GPU, or about none, wait.
+    pub fn is_hung(&self, gpu: Option<usize>) -> bool {
+        self.hung(gpu).load(Relaxed) != 0
+    }
+
+    /// Makes NVML's calls about a GPU, or about none, wait, or lets them go on.
+    pub fn set_hung(&self, gpu: Option<usize>, hung: bool) {
+        self.hung(gpu).store(u32::from(hung), Relaxed);
+    }
+
+    /// Waits as long as NVML's calls about a GPU, or about none, do.
+    pub fn wait_while_hung(&self, gpu: Option<usize>) {
+        while self.is_hung(gpu) {
+            std::thread::sleep(HANGS);
+        }
     }
 
     /// The unit that is a whole GPU.

@@ -12,7 +12,7 @@ pub const MAX_OBJECTS: usize = 16384;
 /// XID events that a slow reader can be behind.
 pub const MAX_XIDS: usize = 256;
 /// Names this layout; changed with it.
-pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0003;
+pub(crate) const MAGIC: u64 = 0x5349_4d47_5055_0004;
 
 /// Fields below `mutex` are written by its owner only, except where they say otherwise. A fresh file's
 /// zeros mean: nothing there.
@@ -29,6 +29,8 @@ pub(crate) struct Raw {
     pub(crate) xids_seen: AtomicU32,
     pub(crate) next_id: AtomicU64,
     pub(crate) objects_high: AtomicU32,
+    /// Read at any time: NVML's calls that are about no GPU wait.
+    pub(crate) hung: AtomicU32,
     pub(crate) units: [RawUnit; MAX_UNITS],
     pub(crate) xids: [RawXid; MAX_XIDS],
     pub(crate) images: [RawImage; MAX_IMAGES],
@@ -42,6 +44,8 @@ pub(crate) struct RawUnit {
     pub(crate) used: AtomicU64,
     /// Read at any time: the GPU fell off the bus.
     pub(crate) lost: AtomicU32,
+    /// Read at any time: NVML's calls about the GPU wait.
+    pub(crate) hung: AtomicU32,
 }
 
 #[repr(C)]
