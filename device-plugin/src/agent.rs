@@ -132,7 +132,7 @@ pub async fn run(
         health,
     } = around;
     let driver = config.driver.clone();
-    let library = Box::new(move || -> Result<PathBuf, String> {
+    let library = Arc::new(move || -> Result<PathBuf, String> {
         find_driver(&driver)
             .map(|driver| driver.libnvml.path)
             .map_err(|error| error.to_string())
@@ -142,8 +142,7 @@ pub async fn run(
     let remembered = generations.remembered();
     let drained = remembered.iter().filter(|(_, gpu)| gpu.memory.drained);
     let drain = drain::begin(drained.map(|(gpu, _)| gpu.clone()).collect());
-    let (inventory, xids, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe())
-        .map_err(AgentError::Thread)?;
+    let (inventory, xids, nvml) = nvml::start(library, pace, health, remembered, drain.subscribe());
     let metrics = Metrics::new();
     let (events, outbox) = Events::new(metrics.clone());
     let identities = identities(&config, client.clone());

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!   ordered ---------------------------------------------------------> released ---------------> drained
-//!     no pod is bound to it or started on it (node)                     the NVML thread closes     `Drained`
-//!     its containers get nothing more, and are killed (sessions)        the library for it
+//!     no pod is bound to it or started on it (node)                     its process that calls     `Drained`
+//!     its containers get nothing more, and are killed (sessions)        NVML ends
 //!     its leases, its worker, the sentinel end (kept)
 //! ```
 //!
-//! An order that is gone is undone by itself: the NVML thread looks at the GPU again, its G grows as with every GPU
+//! An order that is gone is undone by itself: NVML is asked about the GPU again, its G grows as with every GPU
 //! that was away, and once it is well it takes pods. Nothing of this is on record but that a GPU is drained
 //! (`Memory::drained`): an agent that starts in the middle begins with the first step.
 
@@ -38,9 +38,9 @@ const QUIET: Duration = Duration::from_secs(2);
 pub struct Drain {
     /// Nothing new begins on these, and what there is ends.
     pub ordered: BTreeSet<GpuUuid>,
-    /// Of these, somebody other than NVML's thread holds these.
+    /// Of these, something other than the NVML watcher holds these.
     pub busy: BTreeSet<GpuUuid>,
-    /// Nobody but NVML's thread held these for a while: it lets them go too.
+    /// Only the NVML watcher held these for a while: the watcher lets them go too.
     pub released: BTreeSet<GpuUuid>,
 }
 

@@ -8,7 +8,7 @@
 //! | [`limits`] | sets the driver's own memory limit of a cgroup |
 //! | [`mig`] | finds the capability nodes of a MIG instance |
 //! | [`pci`] | where a GPU is on the PCI bus |
-//! | [`nvml`] | the one thread that talks to NVML |
+//! | [`nvml`] | asks NVML, through a process for each GPU |
 //! | [`xid`] | what each XID asks for: a table |
 
 pub mod health;
@@ -87,7 +87,8 @@ pub enum Inventory {
 }
 
 /// Why there is no driver to ask; the text is for people.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
 pub enum NoDriver {
     /// Its files or device nodes are not there.
     Missing(String),

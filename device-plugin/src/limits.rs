@@ -18,8 +18,7 @@ use tokio::time::{Instant, MissedTickBehavior, interval, interval_at};
 use tokio_util::sync::CancellationToken;
 use tracing::{debug, info, warn};
 
-use crate::inventory::limits::is_not_offered;
-use crate::inventory::nvml::{NvmlHandle, QueryError};
+use crate::inventory::nvml::{NvmlHandle, QueryError, Refusal};
 use crate::node::actor::Snapshot;
 use crate::node::core::BoundContainer;
 use crate::sessions::{Account, Books, Sessions};
@@ -126,7 +125,7 @@ pub async fn run(
         limits.retain(|place, _| wanted.contains_key(place));
         for (place, bytes) in wanted {
             if is_due(bytes, limits.get(&place)) {
-                // As long as NVML is busy with a sick GPU.
+                // As long as NVML may take to answer about a sick GPU.
                 let Some(limit) = stop.run_until_cancelled(set(&nvml, &place, bytes)).await else {
                     return;
                 };
@@ -151,10 +150,16 @@ async fn set(nvml: &NvmlHandle, (cgroup, gpu): &Place, bytes: Bytes) -> Limit {
     let refused = |why| Limit::Refused { bytes, why };
     match answer {
         Ok(Ok(())) => Limit::Set(bytes),
-        Ok(Err(QueryError::Nvml { source, .. })) if is_not_offered(&source) => Limit::NotOffered,
-        Ok(Err(QueryError::Nvml { source, .. })) => refused(source.to_string()),
+        Ok(Err(QueryError::Nvml {
+            source: Refusal::NotOffered,
+            ..
+        })) => Limit::NotOffered,
+        Ok(Err(QueryError::Nvml {
+            source: Refusal::Nvml(why),
+            ..
+        })) => refused(why),
         Ok(Err(error @ QueryError::NotAvailable)) => refused(error.to_string()),
-        // Its thread ends with the agent.
+        // Its process was ended, or the GPU has none now.
         Err(_) => refused(QueryError::NotAvailable.to_string()),
     }
 }

@@ -7,6 +7,7 @@ use bursar_confine::ConfineError;
 use bursar_device_plugin::agent::{self, Surroundings};
 use bursar_device_plugin::attest::ask;
 use bursar_device_plugin::config::{Args, Config, LogFormat};
+use bursar_device_plugin::inventory::nvml;
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tokio::runtime::Runtime;
@@ -20,8 +21,10 @@ const LINGERS: Duration = Duration::from_secs(1);
 
 fn main() -> ExitCode {
     let mut words = std::env::args_os().skip(1);
-    if words.next().is_some_and(|word| word == ask::WORD) {
-        return ask::child(words);
+    match words.next() {
+        Some(word) if word == ask::WORD => return ask::child(words),
+        Some(word) if word == nvml::WORD => return nvml::child(words),
+        _ => {}
     }
     let args = Args::parse();
     // Capabilities and filters are a thread's own, and of those that it starts: there is none yet.

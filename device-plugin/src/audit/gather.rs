@@ -52,7 +52,7 @@ impl Questions {
             match timeout_at(deadline, &mut pending).await {
                 Ok(Ok(Ok(look))) => drop(seen.insert(gpu, Answer { asked, look })),
                 Ok(Ok(Err(error))) => debug!(%gpu, %error, "not audited"),
-                // Its thread has ended, with the agent.
+                // Its process was ended, or the GPU has none now.
                 Ok(Err(_)) => {}
                 Err(_) => drop(open.insert(gpu, (asked, pending))),
             }

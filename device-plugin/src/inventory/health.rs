@@ -1,7 +1,7 @@
 //! Decides whether one GPU is fit for new pods, from XIDs and probes.
 //!
 //! ```text
-//!            xid of the GPU, lost, or N failed probes in a row
+//!            xid of the GPU, lost, a call that hangs, or N failed probes in a row
 //!   Healthy ------------------------------------------------------> Unhealthy
 //!      ^                                                               |  | any bad news: the quiet
 //!      |        quiet for `quiet` and `probes` good ones in a row      |  | time starts again
@@ -28,7 +28,7 @@ pub enum Sickness {
     Xid(u64),
     /// NVML no longer finds it.
     Lost,
-    /// NVML finds it and cannot read it.
+    /// NVML finds it and cannot read it, or a call about it hangs.
     NoAnswer,
     /// The process that makes its kept memory hangs in the driver, and cannot be killed.
     WorkerStuck,
@@ -90,6 +90,8 @@ pub enum News {
     Silent,
     /// NVML could not be asked: nothing is known of what the GPU has.
     NotAsked,
+    /// A call about it did not return in time: nothing is known of what the GPU has.
+    Hung,
     /// NVML did not list the GPU, or called it lost.
     Missing,
     /// NVML reported this XID.
@@ -248,6 +250,10 @@ impl Monitor {
                     self.worsen(why, now);
                 }
             }
+            News::Hung => {
+                self.failures = self.failures.saturating_add(1);
+                self.worsen(Sickness::NoAnswer, now);
+            }
             News::Missing => {
                 self.memory.away = true;
                 self.worsen(Sickness::Lost, now);
@@ -400,6 +406,17 @@ mod tests {
         bed.hear(5, News::NotAsked);
         bed.hear(6, News::Silent);
         assert!(bed.monitor.memory().away);
+    }
+
+    #[test]
+    fn gpu_is_unhealthy_at_once_when_a_call_hangs() {
+        let mut bed = Bed::new();
+        let sick = Health::Unhealthy(Sickness::NoAnswer);
+        for second in 1..=3 {
+            assert_eq!(bed.hear(second, News::Hung), sick);
+        }
+        assert!(!bed.monitor.memory().away, "nothing is known of its memory");
+        assert_eq!(bed.recovery(4), 13);
     }
 
     #[test]

@@ -1,40 +1,68 @@
-//! The one thread that talks to NVML: its calls block, some for seconds on a sick GPU.
+//! Asks NVML about the GPUs, through one process for each: a call that hangs holds up nothing but
+//! its own GPU.
 //!
-//! It probes every GPU each [`Pace::poll`], drains XID events in between, answers questions about
-//! processes, and publishes what changed. After a reset, or an update of the driver, old handles stay broken for
-//! ever: while NVML cannot be used it opens the library afresh for each probe, and while a GPU ails each
-//! [`Pace::reopen`], for XIDs of the other GPUs are lost in between.
+//! ```text
+//!   Watcher --probe each `Pace::poll`, questions--> process of a GPU (`calls`) --> NVML
+//!           <--answers, XIDs each `Pace::events`--  and one for the driver: how many GPUs there are
+//!      |
+//!      +--> Roster --> Inventory
+//! ```
 //!
-//! A GPU that is drained is held by nobody: the library is closed, and opened again for the others only. Those are
-//! asked for by their place on the bus, as NVML opens every GPU that it is walked past, or that it compares an UUID with.
+//! A GPU that is not told of within [`ANSWER`] does not answer: its process is killed, and the next
+//! one starts when that has ended. A call that hangs in the kernel keeps its process from ending,
+//! so one process a GPU is the most there is.
+//!
+//! After a reset, or an update of the driver, old handles stay broken for ever: while NVML cannot
+//! be used every probe has a process of its own, while a GPU ails its process is replaced each
+//! [`Pace::reopen`], and once when it is well.
+//!
+//! A GPU that is drained has no process: the last one has ended before that is said. The others
+//! are asked for by their place on the bus meanwhile (`calls`).
+
+mod calls;
+mod process;
+mod protocol;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{self, RecvTimeoutError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nvml_wrapper::bitmasks::event::EventTypes;
-use nvml_wrapper::enums::device::UsedGpuMemory;
-use nvml_wrapper::enums::event::XidError;
-use nvml_wrapper::error::NvmlError;
-use nvml_wrapper::{Device, EventSet, Nvml};
-use tokio::sync::{oneshot, watch};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{sleep_until, timeout};
+use tokio_util::sync::{CancellationToken, DropGuard};
 use tracing::{debug, info, warn};
 
+pub use calls::{WORD, child};
+pub use protocol::Refusal;
+
 use super::health::Policy;
-use super::holders;
-use super::limits;
-use super::mig::{CAPABILITIES, Instance};
 use super::pci::PciAddress;
 use super::roster::{Probe, Remembered, Roster};
 use super::xid::Told;
-use super::{Gpu, GpuState, Inventory, NoDriver};
+use super::{Inventory, NoDriver};
 use crate::drain::Drain;
 use crate::node::clock;
-use crate::sessions::{Charges, DriverCharges, Look};
-use crate::units::{Bytes, GpuUuid, UnitError};
+use crate::sessions::{DriverCharges, Look};
+use crate::units::{Bytes, GpuUuid};
+use process::{Id, Job, Process, Report};
+use protocol::{Found, Request, Response, Scope};
 
-/// How often the thread looks.
+/// How long one answer of NVML may take.
+const ANSWER: Duration = Duration::from_secs(5);
+
+/// How long the first answer of a process may take: without persistence mode the driver initialises
+/// the GPU for it.
+const START: Duration = Duration::from_secs(20);
+
+/// How long a look for the library may hold up the rounds of probes.
+const FIND: Duration = Duration::from_secs(1);
+
+/// Questions that may wait for one GPU.
+const QUEUE: usize = 32;
+
+/// How often NVML is asked.
 #[derive(Debug, Clone, Copy)]
 pub struct Pace {
     /// Between two probes of all GPUs.
@@ -58,8 +86,8 @@ impl Default for Pace {
     }
 }
 
-/// Says where `libnvidia-ml.so.1` is now, or why nowhere; asked again before each opening.
-pub type FindLibrary = Box<dyn Fn() -> Result<PathBuf, String> + Send>;
+/// Says where `libnvidia-ml.so.1` is now, or why nowhere; asked again before processes start.
+pub type FindLibrary = Arc<dyn Fn() -> Result<PathBuf, String> + Send + Sync>;
 
 /// Why NVML did not answer a question.
 #[derive(Debug, thiserror::Error)]
@@ -73,29 +101,14 @@ pub enum QueryError {
         /// The GPU that was asked about.
         gpu: GpuUuid,
         /// What NVML said.
-        source: NvmlError,
+        source: Refusal,
     },
 }
 
-struct Question {
-    gpu: GpuUuid,
-    answer: Answer,
-}
-
-/// Where an answer goes, and so what is asked.
-enum Answer {
-    Look(oneshot::Sender<Result<Look, QueryError>>),
-    Limit {
-        cgroup: PathBuf,
-        hard: Bytes,
-        answer: oneshot::Sender<Result<(), QueryError>>,
-    },
-}
-
-/// Asks the NVML thread; the thread ends when the last handle is dropped.
+/// Asks NVML; the watcher ends when the last handle is dropped.
 #[derive(Debug, Clone)]
 pub struct NvmlHandle {
-    questions: mpsc::Sender<Question>,
+    questions: mpsc::UnboundedSender<(GpuUuid, Job)>,
 }
 
 impl DriverCharges for NvmlHandle {
@@ -105,20 +118,18 @@ impl DriverCharges for NvmlHandle {
 }
 
 impl NvmlHandle {
-    /// Asks for a GPU's memory and processes. The answer comes when NVML gives it, which for a sick GPU may be
-    /// never: who asks has a deadline of their own.
+    /// Asks for a GPU's memory and processes. There is no answer where the GPU gives none within
+    /// [`ANSWER`].
     pub fn ask(&self, gpu: &GpuUuid) -> oneshot::Receiver<Result<Look, QueryError>> {
         let (answer, answered) = oneshot::channel();
-        let question = Question {
-            gpu: gpu.clone(),
-            answer: Answer::Look(answer),
-        };
-        // The thread has ended with the agent: the receiver finds that out.
-        let _ = self.questions.send(question);
+        let job = Job::Look(Request::Look(gpu.clone()), answer);
+        // The watcher has ended with the agent: the receiver finds that out.
+        let _ = self.questions.send((gpu.clone(), job));
         answered
     }
 
-    /// Has the driver hold the processes in `cgroup` to so much of a GPU. The answer comes when NVML gives it.
+    /// Has the driver hold the processes in `cgroup` to so much of a GPU. No answer, as with
+    /// [`ask`](Self::ask).
     pub fn limit(
         &self,
         gpu: &GpuUuid,
@@ -126,176 +137,518 @@ impl NvmlHandle {
         hard: Bytes,
     ) -> oneshot::Receiver<Result<(), QueryError>> {
         let (answer, answered) = oneshot::channel();
-        let question = Question {
+        let request = Request::Limit {
             gpu: gpu.clone(),
-            answer: Answer::Limit {
-                cgroup: cgroup.to_owned(),
-                hard,
-                answer,
-            },
+            cgroup: cgroup.to_owned(),
+            hard,
         };
-        let _ = self.questions.send(question);
+        let _ = self
+            .questions
+            .send((gpu.clone(), Job::Limit(request, answer)));
         answered
     }
 }
 
-/// Starts the thread. `find` says where the driver's library is; `remembered` is what a predecessor in the same
-/// boot knew of its GPUs; of `drain`, nothing is held that is released.
+/// Starts the watcher. `find` says where the driver's library is; `remembered` is what a
+/// predecessor in the same boot knew of its GPUs; of `drain`, nothing is held that is released.
 pub fn start(
     find: FindLibrary,
     pace: Pace,
     policy: Policy,
     remembered: BTreeMap<GpuUuid, Remembered>,
     drain: watch::Receiver<Drain>,
-) -> std::io::Result<(
+) -> (
     watch::Receiver<Inventory>,
     watch::Receiver<Told>,
     NvmlHandle,
-)> {
-    let (questions, asked) = mpsc::channel();
+) {
+    let (questions, asked) = mpsc::unbounded_channel();
     let (publish, inventory) = watch::channel(Inventory::Starting);
     let (xids, told) = watch::channel(Told::default());
+    let (report, reports) = mpsc::unbounded_channel();
     let watcher = Watcher {
+        find,
         pace,
         asked,
+        report,
+        reports,
         publish,
         xids,
         drain,
         roster: Roster::new(policy, remembered),
         complaint: None,
+        started: 0,
+        library: None,
+        finding: None,
+        driver: Slot::of(Scope::Driver),
+        version: None,
+        count: 0,
+        gpus: Vec::new(),
+        ending: BTreeMap::new(),
+        next: Instant::now(),
+        round: None,
     };
-    std::thread::Builder::new()
-        .name("nvml".into())
-        .spawn(move || watcher.run(&find))?;
-    Ok((inventory, told, NvmlHandle { questions }))
+    tokio::spawn(watcher.run());
+    (inventory, told, NvmlHandle { questions })
 }
 
-/// The thread's state.
+/// The task's state.
 struct Watcher {
+    find: FindLibrary,
     pace: Pace,
-    asked: mpsc::Receiver<Question>,
+    asked: mpsc::UnboundedReceiver<(GpuUuid, Job)>,
+    report: mpsc::UnboundedSender<(Id, Report)>,
+    reports: mpsc::UnboundedReceiver<(Id, Report)>,
     publish: watch::Sender<Inventory>,
     xids: watch::Sender<Told>,
     drain: watch::Receiver<Drain>,
     roster: Roster,
     /// The trouble that was logged last: each is logged once.
     complaint: Option<NoDriver>,
+    /// How many processes were started.
+    started: Id,
+    library: Option<PathBuf>,
+    /// A look for the library that has not come back.
+    finding: Option<JoinHandle<Result<PathBuf, String>>>,
+    driver: Slot,
+    /// The driver's version, as it last told.
+    version: Option<String>,
+    /// How many GPUs the driver last told of.
+    count: u32,
+    gpus: Vec<Slot>,
+    /// Processes that no slot has any more and that have not ended, with the GPU of each where that
+    /// is known.
+    ending: BTreeMap<Id, Option<GpuUuid>>,
+    /// When the next round of probes begins.
+    next: Instant,
+    /// When the running round of probes ends at the latest.
+    round: Option<Instant>,
 }
 
-/// Every handle is gone: the agent ends.
-struct Ended;
+/// A part of the driver that is looked at.
+struct Slot {
+    scope: Scope,
+    /// The physical GPU, once it told.
+    uuid: Option<GpuUuid>,
+    running: Option<Running>,
+    /// The last call did not return in time, and none has since.
+    hung: bool,
+    /// What the last probe found.
+    found: Option<Found>,
+    /// Whether its GPU was unhealthy after the last round.
+    ailed: bool,
+}
+
+/// A process, as its slot knows it.
+struct Running {
+    id: Id,
+    jobs: mpsc::Sender<Job>,
+    /// Ends the process; none once that has begun.
+    life: Option<DropGuard>,
+    since: Instant,
+    /// A probe was sent and not answered.
+    probing: bool,
+}
+
+impl Slot {
+    fn of(scope: Scope) -> Self {
+        Self {
+            scope,
+            uuid: None,
+            running: None,
+            hung: false,
+            found: None,
+            ailed: false,
+        }
+    }
+
+    fn is_probing(&self) -> bool {
+        self.running.as_ref().is_some_and(|running| running.probing)
+    }
+
+    /// Whether a round waits for its answer, or for the end of its process.
+    fn is_awaited(&self) -> bool {
+        let ends = |running: &Running| running.life.is_none();
+        (self.is_probing() || self.running.as_ref().is_some_and(ends)) && !self.hung
+    }
+
+    /// Sends a probe, unless one is under way.
+    fn probe(&mut self) {
+        if let Some(running) = &mut self.running
+            && !running.probing
+            && running.life.is_some()
+            && running.jobs.try_send(Job::Probe).is_ok()
+        {
+            running.probing = true;
+            self.found = None;
+        }
+    }
+
+    /// Begins to end its process; the slot has it until it has ended.
+    fn end(&mut self) {
+        if let Some(running) = &mut self.running {
+            running.life = None;
+            running.probing = false;
+        }
+    }
+
+    fn is_at(&self, places: &BTreeSet<PciAddress>) -> bool {
+        matches!(&self.scope, Scope::Place(place) if places.contains(place))
+    }
+}
 
 impl Watcher {
-    fn run(mut self, find: &FindLibrary) {
-        while self.session(find).is_ok() {}
-    }
-
-    /// Uses one opening of the library for as long as all is well.
-    fn session(&mut self, find: &FindLibrary) -> Result<(), Ended> {
-        let released = self.drain.borrow().released.clone();
-        self.roster.drain(released, Instant::now());
-        self.announce();
-        if self.roster.places().is_some_and(|places| places.is_empty()) {
-            return self.idle(None, self.pace.poll_ailing);
-        }
-        let opened = find().map_err(NoDriver::Missing).and_then(|path| {
-            let nvml = Nvml::builder().lib_path(path.as_os_str()).init();
-            nvml.map_err(|error| no_driver(&path.display(), &error))
-        });
-        match opened {
-            Err(why) => {
-                self.take(Probe::NoDriver(why));
-                self.idle(None, self.pace.poll_ailing)
-            }
-            Ok(nvml) => self.use_library(&nvml),
-        }
-    }
-
-    fn use_library(&mut self, nvml: &Nvml) -> Result<(), Ended> {
-        let (opened, mut events) = (Instant::now(), Vec::new());
-        let mut ailed = self.roster.is_ailing();
+    async fn run(mut self) {
+        let drained = self.drain.borrow_and_update().released.clone();
+        self.roster.drain(drained, Instant::now());
         loop {
-            // Before the probe, which takes its time where a GPU is sick, and after it for what it found.
-            register_new(nvml, &mut events, &self.roster.inventory());
-            let spares = self.roster.has_drained();
-            let probe = probe(nvml, self.roster.places());
-            let broken = matches!(probe, Probe::NoDriver(_));
-            self.take(probe);
-            if !spares && self.roster.has_drained() {
-                // An agent that starts looks at all of them once, to know which are which.
-                return Ok(());
+            let due = self.round.unwrap_or(self.next);
+            tokio::select! {
+                question = self.asked.recv() => match question {
+                    Some((gpu, job)) => self.pass(&gpu, job),
+                    // Every handle is gone: the agent ends.
+                    None => return,
+                },
+                Some((id, report)) = self.reports.recv() => self.hear(id, report),
+                Ok(()) = self.drain.changed() => {}
+                () = sleep_until(due.into()) => match self.round {
+                    Some(_) => self.end_round(),
+                    None => self.begin_round().await,
+                },
             }
-            let inventory = self.roster.inventory();
-            register_new(nvml, &mut events, &inventory);
-            let session = Session {
-                nvml,
-                events: &events,
-            };
-            if broken || inventory.gpus().is_empty() {
-                return self.idle(Some(session), self.pace.poll_ailing);
-            }
-            let ailing = self.roster.is_ailing();
-            if std::mem::replace(&mut ailed, ailing) && !ailing {
-                // The event set of a GPU that was away may be broken as well.
-                return Ok(());
-            }
-            let pause = if ailing {
-                self.pace.poll_ailing
-            } else {
-                self.pace.poll
-            };
-            self.idle(Some(session), pause)?;
-            if self.is_drain_changed() {
-                return Ok(());
-            }
-            if self.roster.is_ailing() && opened.elapsed() >= self.pace.reopen {
-                return Ok(());
+            self.follow_drain();
+            self.find_gpus();
+            if self.round.is_some() && !self.is_awaiting() {
+                self.end_round();
             }
         }
     }
 
-    /// Whether other GPUs are released than were when the library was opened.
-    fn is_drain_changed(&self) -> bool {
-        self.drain.borrow().released != *self.roster.drained()
+    /// A question about a GPU without a process is dropped: its caller gets no answer.
+    fn pass(&self, gpu: &GpuUuid, job: Job) {
+        let Some(gpu) = self.roster.gpu(gpu) else {
+            return;
+        };
+        let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
+        let of_it = |slot: &&Slot| slot.uuid.as_ref() == Some(physical) && !slot.hung;
+        if let Some(running) = self
+            .gpus
+            .iter()
+            .find(of_it)
+            .and_then(|s| s.running.as_ref())
+        {
+            // A full queue holds a question of every caller that the agent has.
+            let _ = running.jobs.try_send(job);
+        }
     }
 
-    /// Answers questions and drains events for `time`, or until a GPU falls sick or others are drained.
-    fn idle(&mut self, session: Option<Session<'_, '_>>, time: Duration) -> Result<(), Ended> {
-        let until = Instant::now() + time;
-        let ailing = self.roster.is_ailing();
-        loop {
-            if let Some(session) = &session {
-                self.drain(session);
-                if !ailing && self.roster.is_ailing() {
-                    return Ok(());
+    fn is_awaiting(&self) -> bool {
+        let slots = || self.gpus.iter().chain([&self.driver]);
+        let is_finding = self.gpus.is_empty() && self.count > 0 && !self.roster.has_drained();
+        slots().any(Slot::is_awaited) || is_finding
+    }
+
+    async fn begin_round(&mut self) {
+        let places = self.roster.places();
+        self.next = Instant::now() + self.pace.poll_ailing;
+        if places.as_ref().is_some_and(BTreeSet::is_empty) {
+            return;
+        }
+        let starts = |slot: &Slot| slot.running.is_none();
+        let starts = starts(&self.driver) || self.gpus.iter().any(starts);
+        if (starts || self.library.is_none())
+            && let Err(why) = self.find_library().await
+        {
+            return self.lose_driver(NoDriver::Missing(why));
+        }
+        if let Some(places) = places {
+            self.keep_at(&places);
+            let lacking = places.into_iter().map(Scope::Place);
+            let is_there = |scope: &Scope| self.gpus.iter().any(|slot| slot.scope == *scope);
+            let lacking: Vec<_> = lacking.filter(|scope| !is_there(scope)).collect();
+            if self.ending.is_empty() {
+                self.gpus.extend(lacking.into_iter().map(Slot::of));
+            }
+        }
+        self.round = Some(Instant::now() + ANSWER);
+        self.ask_all();
+    }
+
+    /// Ends the processes of all GPUs but those at these places.
+    fn keep_at(&mut self, places: &BTreeSet<PciAddress>) {
+        let goes = |slot: &mut Slot| !slot.is_at(places);
+        let gone: Vec<Slot> = self.gpus.extract_if(.., goes).collect();
+        gone.into_iter().for_each(|slot| self.forget(slot));
+    }
+
+    /// Looks where the library is now. While a disk hangs that is where it was, and one look waits
+    /// at most.
+    async fn find_library(&mut self) -> Result<(), String> {
+        let find = self.find.clone();
+        let mut finding = match self.finding.take() {
+            Some(finding) => finding,
+            None => spawn_blocking(move || find()),
+        };
+        match timeout(FIND, &mut finding).await {
+            Ok(found) => {
+                let found = found.map_err(|error| error.to_string());
+                self.library = Some(found.flatten()?);
+            }
+            Err(_) => self.finding = Some(finding),
+        }
+        let late = || format!("failed to find the driver within {FIND:?}: a file system hangs");
+        self.library.as_ref().map(|_| ()).ok_or_else(late)
+    }
+
+    fn ask_all(&mut self) {
+        let Self {
+            driver,
+            gpus,
+            library,
+            started,
+            report,
+            pace,
+            ..
+        } = self;
+        for slot in gpus.iter_mut().chain([driver]) {
+            if let (None, Some(library)) = (&slot.running, library.as_ref()) {
+                slot.running = run(slot.scope, library, started, report, pace);
+            }
+            slot.probe();
+        }
+    }
+
+    fn hear(&mut self, id: Id, report: Report) {
+        let has_it = |slot: &&mut Slot| slot.running.as_ref().is_some_and(|run| run.id == id);
+        let slots = self.gpus.iter_mut().chain([&mut self.driver]);
+        let Some(slot) = slots.into_iter().find(has_it) else {
+            if matches!(report, Report::Ended) {
+                self.ending.remove(&id);
+            }
+            return;
+        };
+        let now = Instant::now();
+        match report {
+            Report::Probed(response) => {
+                slot.hung = false;
+                if let Some(running) = &mut slot.running {
+                    running.probing = false;
+                }
+                self.hear_probe(id, response);
+            }
+            Report::Xids(codes) => {
+                if let Some(uuid) = slot.uuid.clone() {
+                    self.hear_xids(&uuid, &codes);
                 }
             }
-            let left = until.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.is_drain_changed() {
-                return Ok(());
+            Report::Hung => {
+                if !std::mem::replace(&mut slot.hung, true) {
+                    let gpu = slot.uuid.as_ref().map(GpuUuid::as_str);
+                    warn!(gpu, scope = ?slot.scope, "nvml call hangs");
+                }
+                slot.end();
+                if let Some(uuid) = slot.uuid.clone() {
+                    self.roster.hung(&uuid, now);
+                    self.announce();
+                }
             }
-            match self.asked.recv_timeout(left.min(self.pace.events)) {
-                Ok(question) => answer(session.as_ref(), &self.roster, question),
-                Err(RecvTimeoutError::Timeout) => {}
-                Err(RecvTimeoutError::Disconnected) => return Err(Ended),
+            Report::Ended => {
+                let ended = slot.running.take();
+                if ended.is_some_and(|ended| ended.probing) {
+                    slot.found = Some(Found::Silent("the process that asks has ended".to_owned()));
+                }
+                if !slot.hung {
+                    // Its events are lost until the next one has registered for them.
+                    self.next = now;
+                }
             }
         }
     }
 
-    fn drain(&mut self, session: &Session<'_, '_>) {
-        for (uuid, set) in session.events {
-            while let Ok(event) = set.wait(0) {
-                if let Some(XidError::Value(code)) = event.event_data {
-                    warn!(gpu = %uuid, xid = code, "xid");
-                    self.roster.xid(uuid, code, Instant::now());
-                    if let Some(place) = self.roster.place(uuid) {
-                        self.xids
-                            .send_modify(|told| told.hear(place, code, clock::now()));
+    fn hear_probe(&mut self, id: Id, response: Response) {
+        let has_it = |slot: &&mut Slot| slot.running.as_ref().is_some_and(|run| run.id == id);
+        match response {
+            Response::Driver { gpus, version } => {
+                (self.count, self.version) = (gpus, version);
+                let is_hung = self.gpus.iter().any(|slot| slot.hung);
+                if gpus as usize > self.gpus.len() && !self.roster.has_drained() && !is_hung {
+                    // The count does not tell which of them is new.
+                    for slot in std::mem::take(&mut self.gpus) {
+                        self.forget(slot);
                     }
                 }
             }
+            Response::Gpu { uuid, found } => {
+                let drained = self.roster.drained();
+                let Some(slot) = self.gpus.iter_mut().find(has_it) else {
+                    return;
+                };
+                slot.uuid = uuid.or_else(|| slot.uuid.take());
+                if let Found::Gpus(gpus, place) = &found {
+                    slot.scope = place.map_or(slot.scope, Scope::Place);
+                    if !gpus.is_empty() && gpus.iter().all(|gpu| gpu.is_in(drained)) {
+                        // An agent that starts looks at all GPUs once, to know which are which.
+                        slot.end();
+                    }
+                }
+                slot.found = Some(found);
+            }
+            Response::NoDriver(why) => match self.gpus.iter_mut().find(has_it) {
+                Some(slot) => slot.found = Some(Found::Silent(why.to_string())),
+                None => self.lose_driver(why),
+            },
+            Response::Xids(_) | Response::Look(_) | Response::Limit(_) => {}
+        }
+    }
+
+    fn hear_xids(&mut self, uuid: &GpuUuid, codes: &[u64]) {
+        let ailed = self.roster.is_ailing();
+        for code in codes.iter().copied() {
+            warn!(gpu = %uuid, xid = code, "xid");
+            self.roster.xid(uuid, code, Instant::now());
+            if let Some(place) = self.roster.place(uuid) {
+                self.xids
+                    .send_modify(|told| told.hear(place, code, clock::now()));
+            }
         }
         self.announce();
+        if !ailed && self.roster.is_ailing() {
+            self.next = Instant::now();
+        }
+    }
+
+    /// Ends the process of a slot that is gone.
+    fn forget(&mut self, slot: Slot) {
+        if let Some(running) = slot.running {
+            self.ending.insert(running.id, slot.uuid);
+        }
+    }
+
+    fn lose_driver(&mut self, why: NoDriver) {
+        let driver = std::mem::replace(&mut self.driver, Slot::of(Scope::Driver));
+        for slot in std::mem::take(&mut self.gpus).into_iter().chain([driver]) {
+            self.forget(slot);
+        }
+        (self.round, self.count) = (None, 0);
+        self.library = None;
+        self.next = Instant::now() + self.pace.poll_ailing;
+        self.take(Probe::NoDriver(why));
+    }
+
+    /// Looks at all GPUs by their numbers, once nothing else looks at any.
+    fn find_gpus(&mut self) {
+        let is_due = self.gpus.is_empty() && self.ending.is_empty() && self.count > 0;
+        if is_due && self.round.is_some() && !self.roster.has_drained() {
+            self.gpus = (0..self.count).map(|i| Slot::of(Scope::Index(i))).collect();
+            self.next = Instant::now();
+            self.round = None;
+        }
+    }
+
+    /// Ends the processes of GPUs that are drained now, and says that they are when those have
+    /// ended.
+    fn follow_drain(&mut self) {
+        let released = self.drain.borrow_and_update().released.clone();
+        if released == *self.roster.drained() {
+            return;
+        }
+        if let Some(places) = self.roster.places_without(&released) {
+            self.keep_at(&places);
+            if places.is_empty() {
+                let driver = std::mem::replace(&mut self.driver, Slot::of(Scope::Driver));
+                self.forget(driver);
+            }
+        }
+        let holds = |gpu: &Option<GpuUuid>| gpu.as_ref().is_none_or(|gpu| released.contains(gpu));
+        if !self.ending.values().any(holds) {
+            self.roster.drain(released, Instant::now());
+            self.announce();
+            (self.round, self.next) = (None, Instant::now());
+        }
+    }
+
+    fn end_round(&mut self) {
+        self.round = None;
+        for slot in self.gpus.iter_mut().chain([&mut self.driver]) {
+            slot.hung |= slot.is_probing();
+        }
+        if self.gpus.is_empty() && self.driver.hung {
+            let why = format!("NVML does not answer within {ANSWER:?}");
+            self.take(Probe::NoDriver(NoDriver::Failed(why)));
+        } else {
+            self.take(self.probed());
+        }
+        for slot in &mut self.gpus {
+            let ails = slot
+                .uuid
+                .as_ref()
+                .is_some_and(|uuid| self.roster.ails(uuid));
+            let since = slot.running.as_ref().map(|running| running.since);
+            let is_old = since.is_some_and(|since| since.elapsed() >= self.pace.reopen);
+            // The events of a GPU that was away may be broken as well.
+            if slot.ailed && (!ails || is_old) && !slot.hung {
+                slot.end();
+            }
+            slot.ailed = ails;
+        }
+        let is_well = !self.gpus.is_empty() && !self.roster.is_ailing();
+        let pause = if is_well {
+            self.pace.poll
+        } else {
+            self.pace.poll_ailing
+        };
+        self.next = Instant::now() + pause;
+    }
+
+    /// What a round found.
+    fn probed(&self) -> Probe {
+        let (mut gpus, mut silent, mut lost, mut hung) =
+            <(Vec<_>, Vec<_>, Vec<_>, Vec<_>)>::default();
+        let places = self.roster.places();
+        let looked_at = match &places {
+            Some(places) => places.len(),
+            None => usize::from(self.count > 0),
+        };
+        let (mut complete, mut all_told) = (true, self.gpus.len() >= looked_at);
+        for Slot {
+            uuid,
+            found,
+            hung: hangs,
+            ..
+        } in &self.gpus
+        {
+            let uuid = uuid.clone();
+            match found {
+                _ if *hangs => match uuid {
+                    Some(uuid) => hung.push(uuid),
+                    None => all_told = false,
+                },
+                Some(Found::Gpus(found, _)) => gpus.extend(found.iter().cloned()),
+                // Without a name the one that is not listed is the one that is lost.
+                Some(Found::Lost) => lost.extend(uuid),
+                Some(Found::Silent(why)) => {
+                    debug!(
+                        gpu = uuid.as_ref().map(GpuUuid::as_str),
+                        why, "gpu does not answer"
+                    );
+                    complete &= uuid.is_some();
+                    silent.extend(uuid);
+                }
+                None => {
+                    complete &= uuid.is_some();
+                    silent.extend(uuid);
+                }
+            }
+        }
+        Probe::Listed {
+            driver: self.version.clone(),
+            gpus,
+            silent,
+            lost,
+            hung,
+            complete,
+            all_told,
+        }
     }
 
     fn take(&mut self, probe: Probe) {
@@ -326,242 +679,28 @@ impl Watcher {
     }
 }
 
-/// One opening of the library. Each GPU has an event set of its own, for a registration that fails
-/// destroys its set.
-struct Session<'nvml, 'events> {
-    nvml: &'nvml Nvml,
-    events: &'events [(GpuUuid, EventSet<'nvml>)],
-}
-
-fn no_driver(asked: &dyn std::fmt::Display, error: &NvmlError) -> NoDriver {
-    let why = format!("{asked}: {error}");
-    match error {
-        NvmlError::DriverNotLoaded => NoDriver::NotLoaded(why),
-        _ => NoDriver::Failed(why),
-    }
-}
-
-/// Of all GPUs, or of those at these places.
-fn probe(nvml: &Nvml, places: Option<BTreeSet<PciAddress>>) -> Probe {
-    let count = match nvml.device_count() {
-        Ok(count) => count,
-        Err(error) => {
-            return Probe::NoDriver(no_driver(&"nvmlDeviceGetCount", &error));
-        }
-    };
-    let (mut gpus, mut silent, mut lost, mut complete) = (Vec::new(), Vec::new(), Vec::new(), true);
-    let devices: Vec<_> = match places {
-        None => (0..count)
-            .map(|index| nvml.device_by_index(index))
-            .collect(),
-        Some(places) => {
-            let at = |place: PciAddress| nvml.device_by_pci_bus_id(place.to_string());
-            places.into_iter().map(at).collect()
-        }
-    };
-    for (number, named) in devices.into_iter().enumerate() {
-        let named = named.map_err(GpuError::Nvml);
-        let (device, uuid) = match named.and_then(|device| Ok((uuid_of(&device)?, device))) {
-            Ok((uuid, device)) => (device, uuid),
-            // Then the one that is not listed is the one that is lost.
-            Err(GpuError::Nvml(NvmlError::GpuLost | NvmlError::NotFound)) => continue,
-            Err(error) => {
-                debug!(number, %error, "gpu without a name");
-                complete = false;
-                continue;
-            }
-        };
-        match describe(nvml, &device, &uuid) {
-            Ok(found) => gpus.extend(found),
-            Err(GpuError::Nvml(NvmlError::GpuLost)) => lost.push(uuid),
-            Err(error) => {
-                debug!(gpu = %uuid, %error, "gpu does not answer");
-                silent.push(uuid);
-            }
-        }
-    }
-    Probe::Listed {
-        driver: nvml.sys_driver_version().ok(),
-        gpus,
-        silent,
-        lost,
-        complete,
-    }
-}
-
-/// The GPU itself, or its MIG instances where it is cut.
-fn describe(nvml: &Nvml, device: &Device<'_>, uuid: &GpuUuid) -> Result<Vec<Gpu>, GpuError> {
-    let minor = device.minor_number()?;
-    // GPUs without MIG answer NotSupported, old drivers FunctionNotFound.
-    let cut = device.mig_mode().is_ok_and(|mode| mode.current == 1);
-    if !cut {
-        return Ok(vec![gpu(device, uuid.clone(), minor)?]);
-    }
-    let mut instances = Vec::new();
-    for index in 0..device.mig_device_count()? {
-        match device.mig_device_by_index(index) {
-            Ok(instance) => {
-                let name = uuid_of(&instance)?;
-                let numbers = Instance::of(nvml, &instance);
-                let capabilities = numbers
-                    .map(|numbers| numbers.capabilities(Path::new(CAPABILITIES), minor))
-                    .unwrap_or_default();
-                instances.push(Gpu {
-                    pci: pci(device),
-                    mig_parent: Some(uuid.clone()),
-                    capabilities,
-                    ..gpu(&instance, name, minor)?
-                });
-            }
-            // The count is what the GPU can be cut into at most.
-            Err(NvmlError::NotFound) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(instances)
-}
-
-fn gpu(device: &Device<'_>, uuid: GpuUuid, minor: u32) -> Result<Gpu, NvmlError> {
-    let memory = device.memory_info()?;
-    Ok(Gpu {
-        uuid,
-        minor,
-        model: device.name()?,
-        memory: Bytes(memory.total.saturating_sub(memory.reserved)),
-        pci: pci(device),
-        mig_parent: None,
-        capabilities: Vec::new(),
+/// Starts a process; none where the system does not let the agent.
+fn run(
+    scope: Scope,
+    library: &Path,
+    started: &mut Id,
+    report: &mpsc::UnboundedSender<(Id, Report)>,
+    pace: &Pace,
+) -> Option<Running> {
+    let process = Process::start(library, scope);
+    let process = process
+        .inspect_err(|error| warn!(%error, "failed to start a process that calls NVML"))
+        .ok()?;
+    let (jobs, received) = mpsc::channel(QUEUE);
+    let (stop, id) = (CancellationToken::new(), *started);
+    *started += 1;
+    let events = (scope != Scope::Driver).then_some(pace.events);
+    tokio::spawn(process.run(id, received, report.clone(), events, stop.clone()));
+    Some(Running {
+        id,
+        jobs,
+        life: Some(stop.drop_guard()),
+        since: Instant::now(),
+        probing: false,
     })
-}
-
-fn pci(device: &Device<'_>) -> Option<PciAddress> {
-    device.pci_info().ok()?.bus_id.parse().ok()
-}
-
-/// Why a GPU cannot be told of.
-#[derive(Debug, thiserror::Error)]
-enum GpuError {
-    #[error(transparent)]
-    Nvml(#[from] NvmlError),
-    #[error(transparent)]
-    Unit(#[from] UnitError),
-}
-
-fn uuid_of(device: &Device<'_>) -> Result<GpuUuid, GpuError> {
-    Ok(device.uuid()?.parse()?)
-}
-
-/// Asks for the XID events of physical GPUs that are not watched yet.
-fn register_new<'nvml>(
-    nvml: &'nvml Nvml,
-    events: &mut Vec<(GpuUuid, EventSet<'nvml>)>,
-    inventory: &Inventory,
-) {
-    let looked_at = |state: &&GpuState| !state.memory.drained;
-    for GpuState { gpu, .. } in inventory.gpus().iter().filter(looked_at) {
-        let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
-        if events.iter().any(|(watched, _)| watched == physical) {
-            continue;
-        }
-        let registered = physical_of(nvml, gpu).and_then(|device| {
-            let set = nvml.create_event_set()?;
-            device
-                .register_events(EventTypes::CRITICAL_XID_ERROR, set)
-                .map_err(|error| error.error)
-        });
-        match registered {
-            Ok(set) => events.push((physical.clone(), set)),
-            Err(error) => debug!(gpu = %physical, %error, "no xid events"),
-        }
-    }
-}
-
-/// The GPU, or what a MIG instance is cut from.
-fn physical_of<'nvml>(nvml: &'nvml Nvml, gpu: &Gpu) -> Result<Device<'nvml>, NvmlError> {
-    let physical = gpu.mig_parent.as_ref().unwrap_or(&gpu.uuid);
-    match gpu.pci {
-        Some(place) => nvml.device_by_pci_bus_id(place.to_string()),
-        None => nvml.device_by_uuid(physical.as_str()),
-    }
-}
-
-fn device_of<'nvml>(nvml: &'nvml Nvml, gpu: &Gpu) -> Result<Device<'nvml>, NvmlError> {
-    let physical = physical_of(nvml, gpu)?;
-    if gpu.mig_parent.is_none() {
-        return Ok(physical);
-    }
-    for index in 0..physical.mig_device_count()? {
-        match physical.mig_device_by_index(index) {
-            Ok(instance) if instance.uuid()? == gpu.uuid.as_str() => return Ok(instance),
-            Ok(_) | Err(NvmlError::NotFound) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Err(NvmlError::NotFound)
-}
-
-fn answer(session: Option<&Session<'_, '_>>, roster: &Roster, Question { gpu, answer }: Question) {
-    match answer {
-        // Nobody waits any more, so NVML need not be asked.
-        Answer::Look(answer) if answer.is_closed() => {}
-        Answer::Look(answer) => {
-            // Who asked may have given up meanwhile.
-            let _ = answer.send(ask(session, roster, gpu, |_, device| look(device)));
-        }
-        Answer::Limit {
-            cgroup,
-            hard,
-            answer,
-        } => {
-            let limit = |nvml: &Nvml, device: &Device<'_>| limits::set(nvml, device, &cgroup, hard);
-            let _ = answer.send(ask(session, roster, gpu, limit));
-        }
-    }
-}
-
-fn ask<T>(
-    session: Option<&Session<'_, '_>>,
-    roster: &Roster,
-    gpu: GpuUuid,
-    what: impl FnOnce(&Nvml, &Device<'_>) -> Result<T, NvmlError>,
-) -> Result<T, QueryError> {
-    let Session { nvml, .. } = session.ok_or(QueryError::NotAvailable)?;
-    let known = roster.gpu(&gpu).ok_or(QueryError::NotAvailable)?;
-    let answer = device_of(nvml, known).and_then(|device| what(nvml, &device));
-    answer.map_err(|source| QueryError::Nvml { gpu, source })
-}
-
-/// The memory first: a process that is in it is listed then, unless it has ended.
-fn look(device: &Device<'_>) -> Result<Look, NvmlError> {
-    let used = Bytes(device.memory_info()?.used);
-    let compute = device.running_compute_processes()?;
-    // A GPU without graphics answers NotSupported.
-    let graphics = device.running_graphics_processes().unwrap_or_default();
-    let charged = compute.into_iter().chain(graphics).map(|process| {
-        let bytes = match process.used_gpu_memory {
-            UsedGpuMemory::Used(bytes) => Some(Bytes(bytes)),
-            UsedGpuMemory::Unavailable => None,
-        };
-        (process.pid, bytes)
-    });
-    let charges: Charges = charged.collect();
-    let contextless = contextless(&device.uuid()?, &charges);
-    Ok(Look {
-        used,
-        charges,
-        contextless,
-    })
-}
-
-/// What processes own that NVML does not list. A MIG instance has none: the kernel module tells of the whole GPU.
-fn contextless(uuid: &str, charges: &Charges) -> BTreeMap<u32, Bytes> {
-    let gpu = uuid.parse().ok().filter(|_| !uuid.starts_with("MIG-"));
-    let told = gpu.map(|gpu| holders::holders(&gpu));
-    let told = told.transpose().unwrap_or_else(|error| {
-        debug!(uuid, %error, "processes without a context are not known");
-        None
-    });
-    let mut contextless = told.unwrap_or_default();
-    contextless.retain(|pid, _| !charges.lists(*pid));
-    contextless
 }

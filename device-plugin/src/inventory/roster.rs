@@ -23,8 +23,12 @@ pub enum Probe {
         silent: Vec<GpuUuid>,
         /// GPUs that NVML knows and calls lost, in the same way.
         lost: Vec<GpuUuid>,
+        /// GPUs about which a call hangs, in the same way.
+        hung: Vec<GpuUuid>,
         /// False where NVML could not name some GPU: one that is not listed may be that one.
         complete: bool,
+        /// False where a call hangs before its GPU was named: one that is not listed may be that one.
+        all_told: bool,
     },
 }
 
@@ -35,7 +39,9 @@ impl Probe {
             gpus,
             silent,
             lost,
+            hung,
             complete,
+            all_told,
             driver: _,
         } = self
         else {
@@ -53,7 +59,9 @@ impl Probe {
         match gpus.iter().find(|found| found.uuid == gpu.uuid) {
             Some(found) => (News::Answered, Some(found)),
             None if is_in(lost) => (News::Missing, None),
+            None if is_in(hung) => (News::Hung, None),
             None if is_in(silent) || !complete => (News::Silent, None),
+            None if !all_told => (News::Hung, None),
             None => (News::Missing, None),
         }
     }
@@ -137,10 +145,30 @@ impl Roster {
     /// Takes in an XID of a GPU; one of a GPU that is not listed is dropped.
     pub fn xid(&mut self, uuid: &GpuUuid, code: u64, now: Instant) {
         // An XID names the physical GPU: its MIG instances share its fate.
-        let hit = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
-        for entry in self.entries.iter_mut().filter(|entry| hit(&entry.gpu)) {
+        for entry in self.of_physical(uuid) {
             entry.monitor.hear(News::Xid(code), now);
         }
+    }
+
+    /// A call about a physical GPU hangs.
+    pub fn hung(&mut self, uuid: &GpuUuid, now: Instant) {
+        for entry in self.of_physical(uuid) {
+            entry.monitor.hear(News::Hung, now);
+        }
+    }
+
+    fn of_physical(&mut self, uuid: &GpuUuid) -> impl Iterator<Item = &mut Entry> {
+        let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
+        self.entries.iter_mut().filter(move |entry| is(&entry.gpu))
+    }
+
+    /// Whether a physical GPU, or an instance of it, is not well.
+    pub fn ails(&self, uuid: &GpuUuid) -> bool {
+        self.entries.iter().any(|entry| {
+            let parent = entry.gpu.mig_parent.as_ref();
+            let is_of_it = entry.gpu.uuid == *uuid || parent == Some(uuid);
+            is_of_it && !entry.monitor.health().is_healthy()
+        })
     }
 
     /// Where a physical GPU is, if it or an instance of it is listed.
@@ -173,10 +201,15 @@ impl Roster {
 
     /// Where the GPUs are that may be looked at; none where all may, or where that is not known.
     pub fn places(&self) -> Option<BTreeSet<PciAddress>> {
-        let spared = self.entries.iter();
-        let spared = spared.filter(|entry| !entry.gpu.is_in(&self.drained));
+        self.places_without(&self.drained)
+    }
+
+    /// The same if these were those that nobody is to look at.
+    pub fn places_without(&self, drained: &BTreeSet<GpuUuid>) -> Option<BTreeSet<PciAddress>> {
+        let entries = || self.entries.iter();
+        let spared = entries().filter(|entry| !entry.gpu.is_in(drained));
         let places = spared.map(|entry| entry.gpu.pci).collect::<Option<_>>();
-        places.filter(|_| self.has_drained())
+        places.filter(|_| entries().any(|entry| entry.gpu.is_in(drained)))
     }
 
     /// A GPU, if it may be looked at.
@@ -307,6 +340,8 @@ mod tests {
             gpus: gpus.to_vec(),
             silent: Vec::new(),
             lost: Vec::new(),
+            hung: Vec::new(),
+            all_told: true,
             complete: true,
         }
     }
@@ -413,12 +448,40 @@ mod tests {
     }
 
     #[test]
+    fn gpu_does_not_answer_when_a_call_hangs_named_or_not() {
+        let two = [gpu("GPU-a"), gpu("GPU-b")];
+        for (named, told) in [(vec![uuid("GPU-a")], true), (Vec::new(), false)] {
+            let (mut roster, now) = (roster(), Instant::now());
+            roster.probed(listed(&two), now);
+            let probe = Probe::Listed {
+                driver: None,
+                gpus: vec![gpu("GPU-b")],
+                silent: Vec::new(),
+                lost: Vec::new(),
+                hung: named,
+                complete: true,
+                all_told: told,
+            };
+            for _ in 0..9 {
+                roster.probed(probe.clone(), now);
+            }
+            let hangs = Health::Unhealthy(Sickness::NoAnswer);
+            let well = ("GPU-b".to_owned(), Health::Healthy);
+            assert_eq!(healths(&roster), [("GPU-a".to_owned(), hangs), well]);
+            assert!(!roster.inventory().gpus()[0].memory.away);
+            assert!(roster.ails(&uuid("GPU-a")) && !roster.ails(&uuid("GPU-b")));
+        }
+    }
+
+    #[test]
     fn a_gpu_that_nvml_cannot_name_may_be_any_that_is_not_listed_and_is_lost_only_after_a_while() {
         let unnamed = Probe::Listed {
             driver: None,
             gpus: vec![gpu("GPU-b")],
             silent: Vec::new(),
             lost: Vec::new(),
+            hung: Vec::new(),
+            all_told: true,
             complete: false,
         };
         let looks = [unnamed.clone(), unnamed.clone(), unnamed];
@@ -432,6 +495,8 @@ mod tests {
             gpus: vec![gpu("GPU-b")],
             silent: Vec::new(),
             lost: vec![uuid("GPU-a")],
+            hung: Vec::new(),
+            all_told: true,
             complete: false,
         };
         assert_eq!(well_after(&[gpu("GPU-a"), gpu("GPU-b")], &[lost]), [1]);
@@ -444,6 +509,8 @@ mod tests {
             gpus: Vec::new(),
             silent: vec![uuid("GPU-a")],
             lost: Vec::new(),
+            hung: Vec::new(),
+            all_told: true,
             complete: true,
         };
         let instances = [mig("MIG-1", "GPU-a"), mig("MIG-2", "GPU-a")];

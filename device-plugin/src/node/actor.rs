@@ -304,7 +304,7 @@ impl Actor {
                 },
                 changed = self.followed.inventory.changed() => match changed {
                     Ok(()) => self.take_inventory().await,
-                    // The NVML thread ends with the agent only.
+                    // The NVML watcher ends with the agent only.
                     Err(_) => return,
                 },
                 // It ends with the agent too.

@@ -2,6 +2,8 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use crate::units::{Bytes, GpuUuid};
 
 /// What a process with a context has of a GPU that the driver does not list: 8.8 MiB on an H200 with driver 580.
@@ -14,7 +16,7 @@ pub trait DriverCharges: Send + Sync + 'static {
 }
 
 /// A GPU's memory and its processes: two answers, the memory first.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Look {
     /// What is in use, whoever has it; not what the driver keeps for itself.
     pub used: Bytes,
@@ -45,7 +47,7 @@ pub(super) fn unlisted_by(processes: usize) -> u64 {
 }
 
 /// The processes that the driver lists on one GPU.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Charges(BTreeMap<u32, Option<Bytes>>);
 
 impl Charges {

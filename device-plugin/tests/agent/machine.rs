@@ -141,6 +141,23 @@ impl Machine {
         self.agent.as_ref().expect("a running agent").id()
     }
 
+    #[allow(dead_code, reason = "not every test looks for them")]
+    /// The agent's processes that call NVML.
+    pub(crate) fn callers(&self) -> Vec<u32> {
+        let agent = self.agent_pid();
+        let processes = fs::read_dir("/proc").unwrap().flatten();
+        let pids = processes.filter_map(|process| process.file_name().to_str()?.parse().ok());
+        let is_caller = |pid: &u32| {
+            let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            let Some((name, rest)) = stat.rsplit_once(") ") else {
+                return false;
+            };
+            let parent = rest.split(' ').nth(1).and_then(|pid| pid.parse().ok());
+            name.ends_with("(bursar-nvml") && parent == Some(agent) && !rest.starts_with('Z')
+        };
+        pids.filter(is_caller).collect()
+    }
+
     pub(crate) fn is_agent_alive(&mut self) -> bool {
         self.agent
             .as_mut()

@@ -17,7 +17,8 @@ use crate::tenant::Opened;
 fn open_nodes(bed: &Bed) -> Vec<String> {
     let workers = bed.workers().into_iter();
     let workers = workers.map(|pid| pid.as_raw_nonzero().get().unsigned_abs());
-    let pids = workers.chain([bed.machine.agent_pid()]);
+    let callers = bed.machine.callers();
+    let pids = workers.chain(callers).chain([bed.machine.agent_pid()]);
     let files = pids.flat_map(|pid| {
         fs::read_dir(format!("/proc/{pid}/fd"))
             .into_iter()
