@@ -3,7 +3,7 @@
 mod reporter;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -137,8 +137,10 @@ pub async fn run(
             .map(|driver| driver.libnvml.path)
             .map_err(|error| error.to_string())
     });
-    let generations = Checkpoint::new(config.paths.state_dir.join("generations.json"));
-    let generations = Generations::load(generations, clock::boot_id());
+    let generations = |folder: &Path| Checkpoint::new(folder.join("generations.json"));
+    let (run, disk) = (&config.paths.run_dir, &config.paths.state_dir);
+    let generations = Generations::load(generations(run), generations(disk), clock::boot_id())
+        .map_err(AgentError::Thread)?;
     let remembered = generations.remembered();
     let drained = remembered.iter().filter(|(_, gpu)| gpu.memory.drained);
     let drain = drain::begin(drained.map(|(gpu, _)| gpu.clone()).collect());
@@ -226,7 +228,8 @@ pub async fn run(
         limits.clone(),
         events.clone(),
         metrics.clone(),
-    );
+    )
+    .map_err(AgentError::Thread)?;
     let auditor = auditor.withholding(withhold);
     parts.start("audit", auditor.run(config.clone(), stop.clone()));
     let (acknowledge, ordered) = watch::channel(Ordered::default());

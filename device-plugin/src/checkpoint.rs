@@ -8,6 +8,8 @@
 //! boot; a file that outlives boots is saved durably. Anything that is not exactly what was written (truncated, altered,
 //! longer) is [`LoadError::Malformed`], and the caller moves it aside and rebuilds.
 
+pub mod disk;
+
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};

@@ -6,6 +6,7 @@
 //! | [`core`] | carries the ledger's decisions out, in an order that survives crashes |
 //! | [`recover`] | takes over from a predecessor |
 //! | [`host`] | the steps on the host |
+//! | [`installer`] | installs the shim's files beside the task |
 //! | [`identity`] | finds out whose container the kubelet starts |
 //! | [`names`] | names pods whose names were not told then |
 //! | [`offer`] | GPUs and config as capacity and tokens: pure |
@@ -20,6 +21,7 @@ pub mod core;
 pub mod generations;
 pub mod host;
 pub mod identity;
+mod installer;
 mod names;
 pub mod offer;
 mod recover;

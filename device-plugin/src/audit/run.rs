@@ -18,18 +18,19 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, spawn_blocking};
 use tokio::time::{Instant, MissedTickBehavior, interval, timeout_at};
 use tokio_util::sync::CancellationToken;
-use tracing::{debug, info, warn};
+use tracing::{info, warn};
 
 use super::gather::{Questions, identified, is_there};
 use super::judge::{Containers, Finding, GpuSeen, Verdict, judge};
 use super::kill::kill;
 use super::policy::action;
 use super::strikes::Strikes;
-use super::tally::Tally;
+use super::tally::{Kept, Tally};
 use super::tell;
 use super::withheld::Withheld;
 use crate::attest::{Around, Attested, Attestor, Lack, Reason, Target};
 use crate::checkpoint::Checkpoint;
+use crate::checkpoint::disk::Disk;
 use crate::config::{AuditConfig, Config};
 use crate::inventory::nvml::NvmlHandle;
 use crate::limits::{self, Limits};
@@ -49,6 +50,9 @@ const NVML_LIMIT: Duration = Duration::from_millis(500);
 const ATTEST_LIMIT: Duration = Duration::from_millis(400);
 /// How long a GPU, or a look at a pod, may go without an answer before that is told.
 const STALE: Duration = Duration::from_secs(5);
+
+/// How long the agent's start waits for the disk to tell the counts of namespaces.
+const TALLY_READ: Duration = Duration::from_secs(1);
 
 /// What the audit says of the node, for its status.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -90,7 +94,7 @@ pub struct Auditor {
     /// What was said of each running container last.
     enforced: BTreeMap<AllocationId, Option<Reason>>,
     tally: Tally,
-    tally_file: Checkpoint,
+    tally_file: Disk<Kept>,
 }
 
 /// The attestor with what it found.
@@ -115,6 +119,9 @@ struct Pod {
 
 impl Auditor {
     /// An audit that has not begun, and what it will say.
+    ///
+    /// # Errors
+    /// The system starts no thread.
     pub fn new(
         config: &Config,
         nvml: NvmlHandle,
@@ -123,13 +130,14 @@ impl Auditor {
         limits: watch::Receiver<Limits>,
         events: Events,
         metrics: Metrics,
-    ) -> (Self, watch::Receiver<Audited>) {
+    ) -> std::io::Result<(Self, watch::Receiver<Audited>)> {
         let (audited, told) = watch::channel(Audited::default());
         let tally_file = Checkpoint::new(config.paths.state_dir.join("namespaces.json"));
-        let kept = tally_file.load().unwrap_or_else(|error| {
-            warn!(%error, "counts of namespaces begin anew");
-            None
-        });
+        let tally_file: Disk<Kept> = Disk::open(tally_file, Checkpoint::save)?;
+        let kept = tally_file.read(TALLY_READ);
+        if kept.is_none() {
+            warn!("counts of namespaces begin anew: the disk does not tell them");
+        }
         let auditor = Self {
             config: config.audit,
             proc: config.paths.proc.clone(),
@@ -152,7 +160,7 @@ impl Auditor {
             tally: Tally::new(config.resources.quantum, kept.unwrap_or_default()),
             tally_file,
         };
-        (auditor, told)
+        Ok((auditor, told))
     }
 
     /// Tells what of each GPU is not to be bound.
@@ -387,8 +395,7 @@ impl Auditor {
         self.tally.see(containers, books, now);
         if *self.tally.kept() != before {
             // What is lost with a file that cannot be written are counts.
-            let saved = self.tally_file.save(self.tally.kept());
-            saved.unwrap_or_else(|error| debug!(%error, "counts of namespaces not written"));
+            self.tally_file.write(self.tally.kept().clone());
         }
     }
 

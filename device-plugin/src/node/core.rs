@@ -688,7 +688,7 @@ impl<H: Host> Core<H> {
             };
             let managed = self.managed_of(&binding.pod, allocation);
             self.host.expose(&device, managed).await?;
-            self.host.describe(&device)?;
+            self.host.describe(&device).await?;
             self.unfinished.remove(&allocation);
         }
         Ok(())

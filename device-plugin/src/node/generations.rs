@@ -4,12 +4,14 @@
 //! for a reset or a return to the bus is the end of what was in it. A recovery without that is none.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
 use tracing::warn;
 
-use crate::checkpoint::{Checkpoint, LoadError};
+use crate::checkpoint::Checkpoint;
+use crate::checkpoint::disk::Disk;
 use crate::inventory::health::Memory;
 use crate::inventory::roster::Remembered;
 use crate::inventory::{Gpu, GpuState};
@@ -36,33 +38,67 @@ fn if_it_makes_sense<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Gpu>, 
 
 type Entries = BTreeMap<GpuUuid, Entry>;
 
-/// The generations of every GPU that was ever on this node, with the file that keeps them.
+/// How long the disk may take before that is logged.
+const LATE: Duration = Duration::from_secs(5);
+
+/// How long the agent's start waits for the disk.
+const READ: Duration = Duration::from_secs(1);
+
+/// The generations of every GPU that was ever on this node, with the files that keep them: one in the run folder, which
+/// a reboot takes away and no disk can hold up, and one on the disk. An agent needs either.
 #[derive(Debug)]
 pub struct Generations {
-    file: Checkpoint,
+    run: Checkpoint,
+    disk: Disk<Entries>,
     boot: String,
     entries: Entries,
-    /// The file could not be read so far: it is not written before its numbers are known.
+    /// Neither file could be read so far: nothing is written before the numbers are known.
     unread: bool,
-    /// The file lacks something.
+    /// The run folder's file lacks something.
     unsaved: bool,
+    /// The disk has not taken the newest numbers for long.
+    lags: bool,
 }
 
 impl Generations {
-    /// Reads `file`. One that makes no sense is moved aside: the numbers start again at 1. One that
-    /// cannot be read now is tried again with every [`see`](Self::see).
-    pub fn load(file: Checkpoint, boot: String) -> Self {
-        let mut generations = Self {
-            file,
-            boot,
-            entries: Entries::new(),
-            unread: true,
-            unsaved: false,
-        };
-        if let Err(error) = generations.read() {
-            warn!(%error, "generations of GPUs not known yet");
+    /// Reads both files. One that makes no sense is moved aside: without the other the numbers start again at 1. Where
+    /// there is none in the run folder and the disk does not tell in time, it is looked at again with every
+    /// [`see`](Self::see).
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub fn load(run: Checkpoint, disk: Checkpoint, boot: String) -> std::io::Result<Self> {
+        let disk = Disk::open(disk, Checkpoint::save_durably)?;
+        let of_disk: Option<Entries> = disk.read(READ);
+        let of_run: Option<Entries> = run.load().unwrap_or_else(|error| {
+            warn!(%error, "generations of GPUs are read from the disk alone");
+            let _ = run.set_aside();
+            None
+        });
+        if of_disk.is_none() {
+            warn!(
+                known = of_run.is_some(),
+                "generations of GPUs are not read from the disk yet"
+            );
         }
-        generations
+        let unread = of_disk.is_none() && of_run.is_none();
+        let mut entries = of_disk.unwrap_or_default();
+        for (uuid, entry) in of_run.unwrap_or_default() {
+            // An agent of another version may have written the disk's alone.
+            let newer = entries.get(&uuid).map(|other| other.generation);
+            if newer <= Some(entry.generation) {
+                entries.insert(uuid, entry);
+            }
+        }
+        Ok(Self {
+            run,
+            disk,
+            boot,
+            entries,
+            unread,
+            unsaved: false,
+            lags: false,
+        })
     }
 
     /// What a predecessor in this boot knew of its GPUs.
@@ -79,17 +115,8 @@ impl Generations {
             .collect()
     }
 
-    fn read(&mut self) -> Result<(), LoadError> {
-        let read: Entries = match self.file.load() {
-            Ok(read) => read.unwrap_or_default(),
-            Err(error @ LoadError::Read { .. }) => return Err(error),
-            Err(error @ LoadError::Malformed { .. }) => {
-                warn!(%error, "generations of GPUs start again");
-                // It is in the way of nothing: the next save replaces it.
-                let _ = self.file.set_aside();
-                Entries::new()
-            }
-        };
+    /// Takes in what the disk has told at last.
+    fn take_in(&mut self, read: Entries) {
         self.unread = false;
         for (uuid, read) in read {
             // What was seen meanwhile started at 1: it goes on from what is on record.
@@ -104,14 +131,17 @@ impl Generations {
             }
             self.entries.insert(uuid, entry);
         }
-        Ok(())
     }
 
-    /// Takes in the GPUs as they are now. What cannot be written is written with the next call.
+    /// Takes in the GPUs as they are now. The run folder has them before this returns, unless it takes nothing: then
+    /// with the next call. The disk has them when it takes them.
     pub fn see(&mut self, gpus: &[GpuState]) {
-        if self.unread {
-            // Said once, when it was loaded.
-            let _ = self.read();
+        let mut changed = false;
+        if self.unread
+            && let Some(read) = self.disk.read(Duration::ZERO)
+        {
+            self.take_in(read);
+            changed = true;
         }
         let before = self.entries.clone();
         for state in gpus {
@@ -138,15 +168,30 @@ impl Generations {
                 entry.gpu = None;
             }
         }
-        let changed = self.entries != before;
-        self.unsaved |= changed;
-        if self.unsaved && !self.unread {
-            match self.file.save_durably(&self.entries) {
-                Ok(()) => self.unsaved = false,
-                Err(error) if changed => warn!(%error, "generations not written"),
-                Err(_) => {}
-            }
+        let lags = self.disk.lag() >= LATE;
+        if lags && !self.lags {
+            warn!(after = ?LATE, "failed to write generations to the disk yet; check the disk of paths.state-dir");
         }
+        self.lags = lags;
+        changed |= self.entries != before;
+        self.unsaved |= changed;
+        if self.unread || !self.unsaved {
+            return;
+        }
+        if changed {
+            self.disk.write(self.entries.clone());
+        }
+        match self.run.save(&self.entries) {
+            Ok(()) => self.unsaved = false,
+            Err(error) if changed => warn!(%error, "generations not written"),
+            Err(_) => {}
+        }
+    }
+
+    /// Waits for the disk to have everything that was seen.
+    #[cfg(test)]
+    pub(crate) fn is_on_disk(&self) -> bool {
+        self.disk.flush(Duration::from_secs(20))
     }
 
     /// G of every GPU that was ever seen; of none before the file was read: another number than that of before means
@@ -219,10 +264,20 @@ mod tests {
             self.0.path().join("generations.json")
         }
 
+        /// Of that boot, whose run folder is its own.
         fn agent(&self, boot: &str) -> Generations {
-            Generations::load(Checkpoint::new(self.path()), boot.into())
+            let run = Checkpoint::new(self.0.path().join(boot));
+            Generations::load(run, Checkpoint::new(self.path()), boot.into()).unwrap()
+        }
+
+        /// The same, once the disk has what was seen.
+        fn agent_after(&self, before: &Generations, boot: &str) -> Generations {
+            assert!(before.is_on_disk());
+            self.agent(boot)
         }
     }
+
+    const SOON: Duration = Duration::from_secs(20);
 
     #[test]
     fn a_generation_grows_with_each_boot_and_each_return_and_with_nothing_else() {
@@ -233,10 +288,10 @@ mod tests {
         assert_eq!(g(&agent), 1);
         agent.see(&state(AWAY));
         assert_eq!(g(&agent), 1);
-        let mut agent = bed.agent("boot-1");
+        let mut agent = bed.agent_after(&agent, "boot-1");
         agent.see(&state(WELL));
         assert_eq!(g(&agent), 2, "a return while no agent ran");
-        let mut agent = bed.agent("boot-2");
+        let mut agent = bed.agent_after(&agent, "boot-2");
         agent.see(&state(WELL));
         agent.see(&state(WELL));
         assert_eq!(g(&agent), 3);
@@ -292,6 +347,7 @@ mod tests {
             let text = format!(r#"{{"GPU-a":{{"generation":7,"boot":"boot-1"{gpu}}}}}"#);
             let entries: Entries = serde_json::from_str(&text).unwrap();
             Checkpoint::new(bed.path()).save_durably(&entries).unwrap();
+            let _ = std::fs::remove_file(bed.0.path().join("boot-1"));
             let agent = bed.agent("boot-1");
             assert_eq!(g(&agent), 7);
             assert_eq!(agent.remembered().into_values().next().unwrap().gpu, None);
@@ -315,16 +371,45 @@ mod tests {
         bed.agent("boot-2").see(&state(WELL));
         let away = bed.path().with_extension("away");
         std::fs::rename(bed.path(), &away).unwrap();
-        // A folder in its place: reading it is an error of the system.
-        std::fs::create_dir(bed.path()).unwrap();
+        // A link to itself in its place: reading it is an error of the system.
+        std::os::unix::fs::symlink("generations.json", bed.path()).unwrap();
         let mut agent = bed.agent("boot-3");
         agent.see(&state(WELL));
-        assert!(bed.path().is_dir());
+        assert!(bed.path().is_symlink());
         assert_eq!(agent.all(), BTreeMap::new(), "it is not 1");
-        std::fs::remove_dir(bed.path()).unwrap();
         std::fs::rename(&away, bed.path()).unwrap();
+        let begun = std::time::Instant::now();
+        while agent.all().is_empty() && begun.elapsed() < SOON {
+            agent.see(&state(WELL));
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        assert_eq!(g(&agent), 3);
+        assert_eq!(g(&bed.agent_after(&agent, "boot-3")), 3);
+    }
+
+    #[test]
+    fn generations_go_on_within_a_boot_when_the_disk_hangs() {
+        let bed = Bed::new();
+        bed.agent("boot-0").see(&state(WELL));
+        // Nobody reads it: each write of the disk's file hangs.
+        let beside = bed.path().with_extension("new");
+        let made = std::process::Command::new("mkfifo").arg(&beside).status();
+        assert!(made.unwrap().success());
+        let mut agent = bed.agent("boot-1");
+        agent.see(&state(WELL));
+        agent.see(&state(AWAY));
         agent.see(&state(WELL));
         assert_eq!(g(&agent), 3);
-        assert_eq!(g(&bed.agent("boot-3")), 3);
+        // Nor does the disk tell the next agent anything.
+        std::fs::remove_file(bed.path()).unwrap();
+        let made = std::process::Command::new("mkfifo")
+            .arg(bed.path())
+            .status();
+        assert!(made.unwrap().success());
+        let mut next = bed.agent("boot-1");
+        assert_eq!(g(&next), 3);
+        next.see(&state(WELL));
+        assert_eq!(g(&next), 3, "the agent's restart is no loss");
+        assert!(next.remembered().len() == 1);
     }
 }

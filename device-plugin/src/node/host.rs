@@ -9,6 +9,7 @@ use std::sync::Arc;
 use rustix::fs::Access;
 use tracing::warn;
 
+use super::installer::Installer;
 use super::state::State;
 use crate::cdi::{self, CdiDir, CdiError};
 use crate::checkpoint::{Checkpoint, LoadError, SaveError};
@@ -32,6 +33,14 @@ pub enum HostError {
     /// The shim's files.
     #[error(transparent)]
     Shim(#[from] ShimFilesError),
+    /// The shim's files are not there yet.
+    #[error(
+        "failed to install the shim's files within {0:?}: a file system hangs; check the disks of paths.state-dir and driver.root"
+    )]
+    Late(std::time::Duration),
+    /// The installation of the shim's files panicked.
+    #[error("failed to install the shim's files: {0}")]
+    Install(#[source] tokio::task::JoinError),
     /// The CDI file.
     #[error(transparent)]
     Cdi(#[from] CdiError),
@@ -68,7 +77,7 @@ impl HostError {
         match self {
             Self::Checkpoint(_) | Self::Sessions(_) | Self::Folder { .. } => Concern::Records,
             Self::Driver(_) | Self::NoGpu(_) => Concern::Driver,
-            Self::Shim(_) | Self::Cdi(_) => Concern::Cdi,
+            Self::Shim(_) | Self::Late(_) | Self::Install(_) | Self::Cdi(_) => Concern::Cdi,
         }
     }
 
@@ -77,7 +86,7 @@ impl HostError {
         match self {
             Self::Checkpoint(_) => "CheckpointUnwritable",
             Self::Driver(error) => error.reason(),
-            Self::Shim(_) => "ShimNotInstalled",
+            Self::Shim(_) | Self::Late(_) | Self::Install(_) => "ShimNotInstalled",
             Self::Cdi(error) => error.reason(),
             Self::Sessions(_) | Self::Folder { .. } => "RunFolderUnusable",
             Self::NoGpu(_) => "GpuLost",
@@ -112,7 +121,10 @@ pub trait Host: Send {
     /// What these kept leases left is on record in the ledger.
     fn recorded(&mut self, leases: Vec<LeaseId>) -> impl Future<Output = ()> + Send;
     /// Writes the allocation's CDI file: from now on its container can start.
-    fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError>;
+    fn describe(
+        &mut self,
+        binding: &cdi::Binding,
+    ) -> impl Future<Output = Result<(), HostError>> + Send;
     /// Removes the CDI file, the socket and the folder; what is not there is removed already.
     fn withdraw(
         &mut self,
@@ -137,10 +149,8 @@ pub struct OsHost {
     cdi: CdiDir,
     sessions: Arc<Sessions>,
     desk: Desk,
-    driver: DriverConfig,
-    paths: PathsConfig,
-    /// What every CDI file has in common; found when first needed and after GPUs changed.
-    node: Option<cdi::Node>,
+    run_dir: PathBuf,
+    installer: Installer,
 }
 
 impl OsHost {
@@ -149,14 +159,14 @@ impl OsHost {
     pub fn new(config: &Config, sessions: Arc<Sessions>, desk: Desk) -> Result<Self, HostError> {
         let Config { driver, paths, .. } = config;
         folder(&Sessions::alloc_dir(&paths.run_dir))?;
+        let (of_driver, of_paths) = (driver.clone(), paths.clone());
         Ok(Self {
             sessions,
             desk,
             checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
             cdi: CdiDir::new(paths.cdi_dir.clone()),
-            driver: driver.clone(),
-            paths: paths.clone(),
-            node: None,
+            run_dir: paths.run_dir.clone(),
+            installer: Installer::new(move || install(&of_driver, &of_paths)),
         })
     }
 
@@ -178,7 +188,7 @@ impl OsHost {
             warn!(path = %path.display(), "malformed cdi file removed");
             let _ = std::fs::remove_file(path);
         }
-        let run = &self.paths.run_dir;
+        let run = &self.run_dir;
         let mut allocations = ids(&Sessions::alloc_dir(run));
         allocations.extend(ids(&run.join("sessions")));
         Found {
@@ -204,25 +214,19 @@ impl OsHost {
 
     /// Forgets where the driver is: it may have changed with the GPUs.
     pub fn forget_driver(&mut self) {
-        self.node = None;
+        self.installer.forget();
     }
+}
 
-    fn node(&mut self) -> Result<&cdi::Node, HostError> {
-        let node = match self.node.take() {
-            Some(node) => node,
-            None => {
-                let driver = find_driver(&self.driver)?;
-                let (shim, state) = (&self.paths.shim_dir, &self.paths.state_dir);
-                cdi::Node {
-                    shim_dir: shim_files::install(shim, &driver, state)?,
-                    driver,
-                    alloc_dir: Sessions::alloc_dir(&self.paths.run_dir),
-                    extra_mounts: self.driver.extra_mounts.clone(),
-                }
-            }
-        };
-        Ok(self.node.insert(node))
-    }
+/// Puts the shim's files for the driver that there is now where containers find them.
+fn install(driver: &DriverConfig, paths: &PathsConfig) -> Result<cdi::Node, HostError> {
+    let found = find_driver(driver)?;
+    Ok(cdi::Node {
+        shim_dir: shim_files::install(&paths.shim_dir, &found, &paths.state_dir)?,
+        driver: found,
+        alloc_dir: Sessions::alloc_dir(&paths.run_dir),
+        extra_mounts: driver.extra_mounts.clone(),
+    })
 }
 
 /// The driver as `config` says.
@@ -305,9 +309,9 @@ impl Host for OsHost {
         self.desk.recorded(leases).await;
     }
 
-    fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
-        let cdi = self.cdi.clone();
-        Ok(cdi.write(self.node()?, binding)?)
+    async fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+        let node = self.installer.installed().await?;
+        Ok(self.cdi.write(node, binding)?)
     }
 
     async fn withdraw(&mut self, allocation: AllocationId) -> Result<(), HostError> {

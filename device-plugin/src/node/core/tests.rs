@@ -142,7 +142,7 @@ impl Host for MemoryHost {
         self.disk().recorded.extend(leases);
     }
 
-    fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
+    async fn describe(&mut self, binding: &cdi::Binding) -> Result<(), HostError> {
         self.step("describe", |disk| {
             drop(disk.cdi.insert(binding.allocation, binding.clone()))
         })

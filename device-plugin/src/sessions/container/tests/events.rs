@@ -405,6 +405,7 @@ impl Machine {
     fn boot(&mut self) {
         self.boot += 1;
         self.vault.clear();
+        assert!(self.gpus.is_on_disk());
         self.gpus = generations(&self.disk, self.boot);
         self.leases = Leases::default();
         self.hear();
@@ -413,8 +414,10 @@ impl Machine {
 }
 
 fn generations(disk: &tempfile::TempDir, boot: u32) -> Generations {
-    let file = Checkpoint::new(disk.path().join("generations.json"));
-    Generations::load(file, format!("boot-{boot}"))
+    let boot = format!("boot-{boot}");
+    let run = Checkpoint::new(disk.path().join(&boot));
+    let disk = Checkpoint::new(disk.path().join("generations.json"));
+    Generations::load(run, disk, boot).unwrap()
 }
 
 fn gpu() -> Gpu {

@@ -1,0 +1,291 @@
+//! Reads a file and writes its newest value in a thread of its own: a disk that hangs blocks that
+//! thread alone.
+//!
+//! A value that is written while the disk hangs replaces the one that waits, so memory and threads
+//! stay bounded.
+
+use std::io;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tracing::warn;
+
+use super::{Checkpoint, LoadError, SaveError};
+
+/// How soon the thread tries again after an error.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// How long the agent's end waits for the newest value.
+const FLUSH: Duration = Duration::from_secs(1);
+
+/// How a value is written.
+pub type Save<T> = fn(&Checkpoint, &T) -> Result<(), SaveError>;
+
+/// A file on a disk that may hang.
+#[derive(Debug)]
+pub struct Disk<T> {
+    shared: Arc<Shared<T>>,
+}
+
+#[derive(Debug)]
+struct Shared<T> {
+    state: Mutex<State<T>>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State<T> {
+    /// What the file had, until it is taken.
+    read: Option<T>,
+    /// The file was read once, or answered with an error.
+    tried: bool,
+    /// What the file is to have.
+    newest: Option<T>,
+    /// Since when the file lacks a value.
+    since: Option<Instant>,
+    /// The owner has dropped the file.
+    closed: bool,
+}
+
+impl<T: Default + Serialize + DeserializeOwned + Send + 'static> Disk<T> {
+    /// Starts the thread, which reads `file` first. A file that makes no sense is moved aside.
+    ///
+    /// # Errors
+    /// The system starts no thread.
+    pub fn open(file: Checkpoint, save: Save<T>) -> io::Result<Self> {
+        let state = State {
+            read: None,
+            tried: false,
+            newest: None,
+            since: None,
+            closed: false,
+        };
+        let shared = Arc::new(Shared {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+        });
+        let thread = thread::Builder::new().name("disk".into());
+        let of_thread = Arc::clone(&shared);
+        thread.spawn(move || {
+            if of_thread.read(&file) {
+                of_thread.write(&file, save);
+            }
+        })?;
+        Ok(Self { shared })
+    }
+}
+
+impl<T> Disk<T> {
+    /// What the file had, once; none where the disk does not tell within `patience`.
+    pub fn read(&self, patience: Duration) -> Option<T> {
+        // A file that could not be read is tried again now.
+        self.shared.changed.notify_all();
+        let state = self.shared.lock();
+        let waits = |state: &mut State<T>| !state.tried;
+        let (mut state, _) = wait_while(&self.shared.changed, state, patience, waits);
+        state.read.take()
+    }
+
+    /// Has `value` written as soon as the disk takes it, unless a newer one comes before that.
+    pub fn write(&self, value: T) {
+        let mut state = self.shared.lock();
+        state.newest = Some(value);
+        state.since.get_or_insert_with(Instant::now);
+        self.shared.changed.notify_all();
+    }
+
+    /// How long the file has lacked the newest value.
+    pub fn lag(&self) -> Duration {
+        let since = self.shared.lock().since;
+        since.map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
+    /// Waits until the file has the newest value, at most `patience`; whether it has.
+    pub fn flush(&self, patience: Duration) -> bool {
+        let waits = |state: &mut State<T>| state.since.is_some();
+        let state = self.shared.lock();
+        let (state, _) = wait_while(&self.shared.changed, state, patience, waits);
+        state.since.is_none()
+    }
+}
+
+impl<T> Drop for Disk<T> {
+    fn drop(&mut self) {
+        self.shared.lock().closed = true;
+        self.shared.changed.notify_all();
+        self.flush(FLUSH);
+    }
+}
+
+impl<T> Shared<T> {
+    fn lock(&self) -> MutexGuard<'_, State<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for [`AGAIN`] or for a change; false once the owner has dropped the file.
+    fn pause(&self) -> bool {
+        let state = self.lock();
+        let (state, _) = self
+            .changed
+            .wait_timeout(state, AGAIN)
+            .unwrap_or_else(PoisonError::into_inner);
+        !state.closed
+    }
+}
+
+impl<T: Default + Serialize + DeserializeOwned> Shared<T> {
+    /// Reads the file; false once the owner has dropped it.
+    fn read(&self, file: &Checkpoint) -> bool {
+        let mut told = false;
+        loop {
+            let read = match file.load::<T>() {
+                Ok(read) => Some(read.unwrap_or_default()),
+                Err(error @ LoadError::Malformed { .. }) => {
+                    // The file is in the way of nothing: the next value replaces it.
+                    let aside = file.set_aside().is_ok();
+                    warn!(%error, aside, "file begins anew");
+                    Some(T::default())
+                }
+                Err(error @ LoadError::Read { .. }) => {
+                    if !std::mem::replace(&mut told, true) {
+                        warn!(%error, "failed to read a file; tried again");
+                    }
+                    None
+                }
+            };
+            let is_read = read.is_some();
+            let mut state = self.lock();
+            (state.read, state.tried) = (read, true);
+            self.changed.notify_all();
+            drop(state);
+            if is_read {
+                return true;
+            }
+            if !self.pause() {
+                return false;
+            }
+        }
+    }
+
+    /// Writes the newest value until the owner has dropped the file.
+    fn write(&self, file: &Checkpoint, save: Save<T>) {
+        let mut told = false;
+        while let Some(value) = self.next() {
+            let saved = save(file, &value);
+            let failed = saved.is_err();
+            let mut state = self.lock();
+            match saved {
+                Ok(()) => {
+                    told = false;
+                    state.since = state.newest.as_ref().map(|_| Instant::now());
+                }
+                Err(error) => {
+                    if !std::mem::replace(&mut told, true) {
+                        warn!(%error, "failed to write a file; tried again");
+                    }
+                    state.newest.get_or_insert(value);
+                }
+            }
+            self.changed.notify_all();
+            drop(state);
+            if failed && !self.pause() {
+                return;
+            }
+        }
+    }
+
+    /// The next value to write; none once the owner has dropped the file.
+    fn next(&self) -> Option<T> {
+        let waits = |state: &mut State<T>| state.newest.is_none() && !state.closed;
+        let waited = self.changed.wait_while(self.lock(), waits);
+        waited.unwrap_or_else(PoisonError::into_inner).newest.take()
+    }
+}
+
+fn wait_while<'a, T>(
+    changed: &Condvar,
+    state: MutexGuard<'a, State<T>>,
+    patience: Duration,
+    waits: impl FnMut(&mut State<T>) -> bool,
+) -> (MutexGuard<'a, State<T>>, std::sync::WaitTimeoutResult) {
+    changed
+        .wait_timeout_while(state, patience, waits)
+        .unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    /// Has each write of the file hang, until a reader opens what this puts in place of the
+    /// temporary file.
+    fn hang(file: &Path) -> PathBuf {
+        let beside = file.with_extension("new");
+        let made = std::process::Command::new("mkfifo").arg(&beside).status();
+        assert!(made.unwrap().success());
+        beside
+    }
+
+    fn open(file: &Path) -> Disk<u32> {
+        Disk::open(Checkpoint::new(file.to_owned()), Checkpoint::save).unwrap()
+    }
+
+    #[test]
+    fn disk_gives_back_the_newest_value() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file.json");
+        let disk = open(&file);
+        assert_eq!(disk.read(SOON), Some(0));
+        assert_eq!(disk.read(SOON), None, "it is given once");
+        (1..=100).for_each(|value| disk.write(value));
+        drop(disk);
+        assert_eq!(open(&file).read(SOON), Some(100));
+    }
+
+    #[test]
+    fn disk_blocks_no_caller_while_it_hangs() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file.json");
+        let fifo = hang(&file);
+        let disk = open(&file);
+        assert_eq!(disk.read(SOON), Some(0));
+        let begun = Instant::now();
+        for value in 1..=1_000 {
+            disk.write(value);
+        }
+        assert!(begun.elapsed() < SOON && !disk.flush(Duration::from_millis(50)));
+        assert!(disk.lag() >= Duration::from_millis(50));
+        // A reader lets the write go on that hangs; a newer value replaces what that left.
+        std::fs::read(&fifo).unwrap();
+        disk.write(1_001);
+        assert!(disk.flush(SOON));
+        assert_eq!(open(&file).read(SOON), Some(1_001));
+    }
+
+    #[test]
+    fn disk_that_cannot_be_read_is_tried_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file.json");
+        // A link to itself: reading it is an error of the system.
+        std::os::unix::fs::symlink("file.json", &file).unwrap();
+        let disk = open(&file);
+        assert_eq!(disk.read(SOON), None);
+        Checkpoint::new(file).save(&7_u32).unwrap();
+        let begun = Instant::now();
+        while begun.elapsed() < SOON {
+            if let Some(read) = disk.read(Duration::ZERO) {
+                assert_eq!(read, 7);
+                return;
+            }
+            thread::sleep(Duration::from_millis(5));
+        }
+        panic!("not read");
+    }
+}

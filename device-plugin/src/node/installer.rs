@@ -1,0 +1,110 @@
+//! Finds the driver and installs the shim's files beside the node's task: a disk that hangs holds
+//! up no admission.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::{JoinHandle, spawn_blocking};
+use tokio::time::{Instant, timeout_at};
+
+use super::host::HostError;
+use crate::cdi;
+
+/// How long the node's task waits for one installation, in all.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+type Installed = Result<cdi::Node, HostError>;
+
+/// What every CDI file has in common, as the last installation found it.
+pub(super) struct Installer {
+    install: Arc<dyn Fn() -> Installed + Send + Sync>,
+    installed: Option<cdi::Node>,
+    /// The driver may have changed since the last installation began.
+    stale: bool,
+    /// An installation that has not ended: there is one at most.
+    running: Option<Running>,
+}
+
+struct Running {
+    until: Instant,
+    task: JoinHandle<Installed>,
+}
+
+impl Installer {
+    pub(super) fn new(install: impl Fn() -> Installed + Send + Sync + 'static) -> Self {
+        Self {
+            install: Arc::new(install),
+            installed: None,
+            stale: true,
+            running: None,
+        }
+    }
+
+    /// Installs anew when the next binding needs it.
+    pub(super) fn forget(&mut self) {
+        self.stale = true;
+    }
+
+    /// What is installed. Where an installation does not end in time, what the one before it found.
+    pub(super) async fn installed(&mut self) -> Result<&cdi::Node, HostError> {
+        if self.stale || self.running.is_some() || self.installed.is_none() {
+            self.renew().await?;
+        }
+        self.installed.as_ref().ok_or(HostError::Late(PATIENCE))
+    }
+
+    async fn renew(&mut self) -> Result<(), HostError> {
+        let mut running = self.running.take().unwrap_or_else(|| self.begin());
+        match timeout_at(running.until, &mut running.task).await {
+            Ok(ended) => {
+                self.installed = None;
+                self.installed = Some(ended.map_err(HostError::Install)??);
+            }
+            Err(_) => self.running = Some(running),
+        }
+        Ok(())
+    }
+
+    fn begin(&mut self) -> Running {
+        self.stale = false;
+        let install = Arc::clone(&self.install);
+        Running {
+            until: Instant::now() + PATIENCE,
+            task: spawn_blocking(move || install()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    fn refused() -> Installed {
+        Err(HostError::NoGpu("GPU-a".parse().unwrap()))
+    }
+
+    #[tokio::test]
+    async fn installer_waits_once_for_an_installation_that_hangs() {
+        let (release, held) = channel::<()>();
+        let held = Mutex::new(held);
+        let mut installer = Installer::new(move || {
+            // The test's end lets it go.
+            let _ = held.lock().unwrap().recv();
+            refused()
+        });
+        let begun = Instant::now();
+        for _ in 0..100 {
+            let late = installer.installed().await;
+            assert!(matches!(late, Err(HostError::Late(_))));
+            installer.forget();
+        }
+        let waited = begun.elapsed();
+        assert!(waited >= PATIENCE && waited < 50 * PATIENCE, "{waited:?}");
+        drop(release);
+        let ended = installer.running.take().unwrap().task.await.unwrap();
+        assert!(matches!(ended, Err(HostError::NoGpu(_))));
+    }
+}
