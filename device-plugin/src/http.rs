@@ -35,7 +35,7 @@ pub struct Sources {
     pub metrics: Metrics,
     /// `/healthz`: the process works; where it does not, the kubelet restarts it.
     pub health: Pulse,
-    /// `/readyz`: pods can be given GPU memory now.
+    /// `/readyz`: the agent does its work, whatever ails the hardware; a rollout waits for it.
     pub readiness: watch::Receiver<Verdict>,
 }
 

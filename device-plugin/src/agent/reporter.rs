@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bursar_crds::conditions::gpu_node as names;
+use bursar_crds::conditions::{Statement, gpu_node as names};
 use k8s_openapi::api::core::v1::Node;
 use kube::{Api, Client};
 use tokio::sync::watch;
@@ -153,18 +153,20 @@ impl Reporter {
     }
 }
 
-/// Ready to give pods memory: every condition holds. A node that has no GPU, or no driver yet, has
-/// nothing to give and is ready for that: it must not hold up the DaemonSet's rollout.
+/// Whether the agent does its work, which is no matter of its hardware: what ails GPUs, the
+/// container runtime or pods stands in the conditions, and holds up no rollout of the DaemonSet.
+/// The agent is not ready before it has looked at its GPUs and audited once, and while its tokens
+/// are not registered or it can record or hand out no binding.
 fn verdict(report: &NodeReport) -> Verdict {
-    let nothing_to_give = report
-        .conditions
-        .iter()
-        .any(|condition| matches!(condition.reason, names::NO_GPUS | names::DRIVER_MISSING));
-    let amiss = report.conditions.iter().find(|condition| {
-        let idle = matches!(condition.type_, names::GPUS_FOUND | names::REGISTERED);
-        condition.is_amiss() && !(nothing_to_give && idle)
-    });
-    match amiss {
+    let is_work = |condition: &&Statement| match condition.type_ {
+        names::GPUS_FOUND | names::AUDITED => condition.holds.is_none(),
+        // Without a GPU there is nothing to register.
+        names::REGISTERED => condition.is_amiss() && !report.gpus.is_empty(),
+        names::CDI_READY => condition.reason == names::CDI_FOLDER,
+        names::CHECKPOINT_INTACT => condition.reason == names::CHECKPOINT_UNWRITABLE,
+        _ => false,
+    };
+    match report.conditions.iter().find(is_work) {
         None => Verdict::Well,
         Some(amiss) => Verdict::Unwell(format!("{}: {}", amiss.type_, amiss.message)),
     }
@@ -172,42 +174,71 @@ fn verdict(report: &NodeReport) -> Verdict {
 
 #[cfg(test)]
 mod tests {
-    use bursar_crds::conditions::Statement;
+    use bursar_crds::conditions::gpu_node::PENDING;
 
     use super::*;
     use crate::status::testing::report;
 
-    fn verdict_of(said: &[(&'static str, bool, &'static str)]) -> Verdict {
-        let conditions = said
-            .iter()
-            .map(|&(type_, holds, reason)| Statement::new(type_, holds, reason, "why"))
-            .collect();
-        verdict(&NodeReport {
-            conditions,
+    /// Of a node with GPUs, or without.
+    fn verdict_of(gpus: bool, said: &[(&'static str, Option<bool>, &'static str)]) -> Verdict {
+        let conditions = said.iter().map(|&(type_, holds, reason)| Statement {
+            type_,
+            holds,
+            reason,
+            message: "why".into(),
+        });
+        let mut report = NodeReport {
+            conditions: conditions.collect(),
             ..report()
-        })
-    }
-
-    #[test]
-    fn a_node_is_ready_when_every_condition_holds() {
-        let well = (names::GPUS_FOUND, true, names::OK);
-        assert_eq!(verdict_of(&[well]), Verdict::Well);
-        let amiss = (names::CDI_READY, false, names::CDI_FOLDER);
-        let said = verdict_of(&[well, amiss]);
-        assert_eq!(said, Verdict::Unwell("CdiReady: why".into()));
-    }
-
-    #[test]
-    fn a_node_without_gpus_is_ready_unless_something_else_is_amiss() {
-        let unregistered = (names::REGISTERED, false, names::KUBELET_UNREACHABLE);
-        for reason in [names::NO_GPUS, names::DRIVER_MISSING] {
-            let none = (names::GPUS_FOUND, false, reason);
-            assert_eq!(verdict_of(&[none, unregistered]), Verdict::Well);
-            let amiss = (names::CDI_READY, false, names::CDI_FOLDER);
-            assert_ne!(verdict_of(&[none, amiss]), Verdict::Well);
+        };
+        assert!(!report.gpus.is_empty());
+        if !gpus {
+            report.gpus.clear();
         }
-        let failed = (names::GPUS_FOUND, false, names::DRIVER_FAILED);
-        assert_ne!(verdict_of(&[failed]), Verdict::Well);
-        assert_ne!(verdict_of(&[unregistered]), Verdict::Well);
+        verdict(&report)
+    }
+
+    #[test]
+    fn agent_is_ready_whatever_ails_the_hardware() {
+        for (type_, reason) in [
+            (names::GPUS_FOUND, names::NO_HEALTHY_GPU),
+            (names::GPUS_FOUND, names::DRIVER_FAILED),
+            (names::GPUS_FOUND, names::NO_GPUS),
+            (names::AUDITED, names::AUDIT_STALE),
+            (names::CDI_READY, names::CDI_UNSUPPORTED),
+            (names::CHECKPOINT_INTACT, names::CHECKPOINT_REBUILT),
+            (names::KEPT_MEMORY, names::VAULT_AWAY),
+        ] {
+            let said = (type_, Some(false), reason);
+            assert_eq!(verdict_of(true, &[said]), Verdict::Well, "{reason}");
+        }
+    }
+
+    #[test]
+    fn agent_is_not_ready_while_it_does_not_do_its_work() {
+        for (type_, holds, reason) in [
+            (names::GPUS_FOUND, None, PENDING),
+            (names::AUDITED, None, PENDING),
+            (names::REGISTERED, None, PENDING),
+            (names::REGISTERED, Some(false), names::KUBELET_UNREACHABLE),
+            (names::CDI_READY, Some(false), names::CDI_FOLDER),
+            (
+                names::CHECKPOINT_INTACT,
+                Some(false),
+                names::CHECKPOINT_UNWRITABLE,
+            ),
+        ] {
+            let well = (names::WITHIN_TOKEN_LIMIT, Some(true), names::OK);
+            let said = verdict_of(true, &[well, (type_, holds, reason)]);
+            assert_eq!(said, Verdict::Unwell(format!("{type_}: why")), "{reason}");
+        }
+    }
+
+    #[test]
+    fn agent_is_ready_unregistered_where_the_node_has_no_gpu() {
+        let unregistered = (names::REGISTERED, None, PENDING);
+        let none = (names::GPUS_FOUND, Some(false), names::DRIVER_MISSING);
+        assert_eq!(verdict_of(false, &[none, unregistered]), Verdict::Well);
+        assert_ne!(verdict_of(true, &[none, unregistered]), Verdict::Well);
     }
 }

@@ -410,7 +410,12 @@ fn chart() -> anyhow::Result<()> {
             "for Kubernetes {version} the chart must have what that serves"
         );
     }
-    for refused in ["quantum=3Gi", "driver.extraMount=x", "agent.port=0"] {
+    for refused in [
+        "quantum=3Gi",
+        "driver.extraMount=x",
+        "agent.port=0",
+        "agent.maxUnavailable=0",
+    ] {
         let output = template(refused).output()?;
         let said = String::from_utf8_lossy(&output.stderr);
         let field = refused.split(['.', '=']).next().unwrap_or_default();
