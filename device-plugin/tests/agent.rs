@@ -12,6 +12,8 @@ mod machine;
 
 #[path = "agent/descriptors.rs"]
 mod descriptors;
+#[path = "agent/hangs.rs"]
+mod hangs;
 #[path = "agent/life.rs"]
 mod life;
 #[path = "agent/limits.rs"]

@@ -18,6 +18,9 @@ const LYING_WORLDS: &[&str] = &[
     "placement::plan::tests::lying_worlds::true_word_of_a_node_names_its_pods",
 ];
 
+/// The whole agent as a process, over a simulated driver.
+const AGENT: &[&str] = &["--test", "agent"];
+
 /// Every check of the area that runs without a cluster.
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
@@ -259,6 +262,112 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             names: LYING_WORLDS,
             ignored: false,
             env: &[("BURSAR_LYING_WORLDS", "100000")],
+        }],
+    },
+    NamedCheck {
+        name: "faults/nvml-one-gpu",
+        shows: "while NVML hangs for one GPU that GPU is offered and bound to nobody, and the others are served as before",
+        long: false,
+        tests: &[
+            Tests {
+                target: AGENT,
+                names: &[
+                    "hangs::agent_serves_other_gpus_while_nvml_hangs_for_one",
+                    "hangs::agent_finds_its_other_gpus_when_one_hangs_at_its_start",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: LIB,
+                names: &["inventory::health::tests::gpu_is_unhealthy_at_once_when_a_call_hangs"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/nvml-all-gpus",
+        shows: "while NVML hangs for all GPUs nothing is offered, bindings stay, and the agent ends and starts",
+        long: false,
+        tests: &[Tests {
+            target: AGENT,
+            names: &["hangs::agent_offers_nothing_and_ends_while_nvml_hangs_for_all"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/state-disk",
+        shows: "while the disk of its state hangs the agent admits, binds and offers, and one that starts registers",
+        long: false,
+        tests: &[
+            Tests {
+                target: AGENT,
+                names: &[
+                    "hangs::agent_offers_and_binds_while_the_state_disk_hangs",
+                    "hangs::agent_registers_when_started_while_disks_hang",
+                ],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: LIB,
+                names: &[
+                    "checkpoint::disk::tests::disk_gives_back_the_newest_value",
+                    "checkpoint::disk::tests::disk_blocks_no_caller_while_it_hangs",
+                    "checkpoint::disk::tests::disk_that_cannot_be_read_is_tried_again",
+                    "node::generations::tests::generations_go_on_within_a_boot_when_the_disk_hangs",
+                    "node::installer::tests::installer_waits_once_for_an_installation_that_hangs",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/readiness",
+        shows: "an agent is ready when it does its work, on a node without a healthy GPU too: a cluster's upgrade goes on",
+        long: false,
+        tests: &[
+            Tests {
+                target: AGENT,
+                names: &["hangs::agent_is_ready_on_a_node_without_a_healthy_gpu"],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: LIB,
+                names: &[
+                    "agent::reporter::tests::agent_is_not_ready_while_it_does_not_do_its_work",
+                    "agent::reporter::tests::agent_is_ready_unregistered_where_the_node_has_no_gpu",
+                    "agent::reporter::tests::agent_is_ready_whatever_ails_the_hardware",
+                ],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/hangs",
+        shows: "what is admitted, offered, bound and refused while NVML, the state's disk or the API server hangs for 20 s",
+        long: false,
+        tests: &[Tests {
+            target: AGENT,
+            names: &["hangs::hangs_leave_the_rest_of_the_node_in_service"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/hangs-of-a-minute",
+        shows: "the same for 60 s each, as the table of docs/reliability.md",
+        long: true,
+        tests: &[Tests {
+            target: AGENT,
+            names: &["hangs::hangs_of_a_minute_leave_the_rest_in_service"],
+            ignored: true,
+            env: &[],
         }],
     },
 ];

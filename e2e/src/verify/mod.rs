@@ -272,10 +272,13 @@ mod tests {
     }
 
     #[test]
-    fn every_check_that_the_threat_model_names_exists() {
-        let page = crate::folders::repository().join("docs/security.md");
-        let page = std::fs::read_to_string(page).unwrap();
-        let areas = ["security/", "operator/", "main/", "enforcement/"];
+    fn every_check_that_a_page_names_exists() {
+        let page = |name: &str| {
+            let page = crate::folders::repository().join("docs").join(name);
+            std::fs::read_to_string(page).unwrap()
+        };
+        let page = page("security.md") + &page("reliability.md");
+        let areas = ["security/", "operator/", "main/", "enforcement/", "faults/"];
         let words = page.split('`').skip(1).step_by(2);
         let named: Vec<_> = words
             .filter(|word| areas.iter().any(|area| word.starts_with(area)) && *word != "security/")

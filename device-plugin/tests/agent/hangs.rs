@@ -1,0 +1,413 @@
+//! A node where something hangs: NVML, the disk of the agent's state, the API server.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::common::eventually;
+use crate::common::kubelet::Pod;
+use crate::machine::{GPU, Machine};
+
+/// The UUIDs of the machine's GPUs.
+const GPUS: [&str; 2] = [
+    "GPU-00000000-0000-0000-0000-000000000001",
+    "GPU-00000000-0000-0000-0000-000000000002",
+];
+
+/// The most that a GPU takes to be offered again: a quiet time of 10 s, on a busy machine.
+const BACK: Duration = Duration::from_secs(90);
+
+fn allocatable(machine: &Machine) -> Option<usize> {
+    machine.kubelet.capacity(GPU).map(|c| c.allocatable)
+}
+
+async fn until_offered(machine: &Machine, tokens: usize) -> Duration {
+    let begun = Instant::now();
+    while allocatable(machine) != Some(tokens) {
+        let now = allocatable(machine);
+        assert!(
+            begun.elapsed() < BACK,
+            "{tokens} tokens awaited, {now:?} offered"
+        );
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    begun.elapsed()
+}
+
+/// Has every access to a file hang until [`Fifo::release`].
+struct Fifo(PathBuf);
+
+impl Fifo {
+    fn at(path: PathBuf) -> Self {
+        let _ = fs::remove_file(&path);
+        assert!(
+            Command::new("mkfifo")
+                .arg(&path)
+                .status()
+                .unwrap()
+                .success()
+        );
+        Self(path)
+    }
+
+    /// A reader finds an empty file, and a writer goes on.
+    fn release(self) {
+        let aside = self.0.with_extension("aside");
+        // A write that went on has renamed it already.
+        let path = match fs::rename(&self.0, &aside) {
+            Ok(()) => aside,
+            Err(_) => return,
+        };
+        let both = fs::File::options().read(true).write(true).open(path);
+        std::thread::spawn(move || {
+            let _ends = both;
+            std::thread::sleep(Duration::from_millis(500));
+        });
+    }
+}
+
+/// Has every write of the agent's state hang.
+fn hang_state(machine: &Machine) -> [Fifo; 2] {
+    ["generations.new", "namespaces.new"].map(|file| Fifo::at(machine.path("state").join(file)))
+}
+
+/// An API server that takes connections and says nothing, for the next agent of this machine.
+fn silent_api(machine: &Machine) -> TcpListener {
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let config = serde_json::json!({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{ "name": "a", "cluster": {
+            "server": format!("http://{}", silent.local_addr().unwrap()),
+        } }],
+        "users": [{ "name": "a", "user": {} }],
+        "contexts": [{ "name": "a", "context": { "cluster": "a", "user": "a" } }],
+        "current-context": "a",
+    });
+    fs::create_dir_all(machine.path(".kube")).unwrap();
+    fs::write(machine.path(".kube/config"), config.to_string()).unwrap();
+    silent
+}
+
+/// The GPU that each container was bound to.
+fn gpus_of(devices: &BTreeMap<String, String>) -> Vec<String> {
+    let gpu = |binding: &String| {
+        let binding: serde_json::Value = serde_json::from_str(binding).unwrap();
+        binding["gpus"][0]["uuid"].as_str().unwrap().to_owned()
+    };
+    devices.values().map(gpu).collect()
+}
+
+/// Waits until the agent says that it is ready, and that it lives.
+async fn until_ready(machine: &Machine) {
+    let begun = Instant::now();
+    loop {
+        let (code, body) = machine.get("/readyz").await;
+        if code == 200 {
+            break;
+        }
+        assert!(begun.elapsed() < BACK, "{body}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    assert_eq!(machine.get("/healthz").await.0, 200);
+}
+
+#[tokio::test]
+async fn agent_serves_other_gpus_while_nvml_hangs_for_one() {
+    let mut machine = Machine::started().await;
+    machine.run("before", 4).await;
+    let before = machine.devices();
+    machine.lab.simgpu(&["hang", "0"]).unwrap();
+    println!("withdrawn after {:?}", until_offered(&machine, 16).await);
+    assert!(
+        before
+            .iter()
+            .all(|held| machine.devices().contains_key(held.0))
+    );
+    for pod in 0..3 {
+        machine.run(&format!("meanwhile-{pod}"), 4).await;
+    }
+    let mut bound = machine.devices();
+    bound.retain(|name, _| !before.contains_key(name));
+    assert_eq!(gpus_of(&bound), [GPUS[1]; 3]);
+    let stale = |gpu: &str, is: u8| format!(r#"bursar_gpu_audit_stale{{gpu="{gpu}"}} {is}"#);
+    let begun = Instant::now();
+    loop {
+        let metrics = machine.get("/metrics").await.1;
+        assert!(metrics.contains(&stale(GPUS[1], 0)), "{metrics}");
+        if metrics.contains(&stale(GPUS[0], 1)) {
+            break;
+        }
+        assert!(begun.elapsed() < BACK, "{metrics}");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    until_ready(&machine).await;
+    // Each is asked by one process, the driver by another: calls that hang do not pile up.
+    assert!(machine.callers().len() <= 3, "{:?}", machine.callers());
+    machine.lab.simgpu(&["release", "0"]).unwrap();
+    until_offered(&machine, 32).await;
+    machine.lab.simgpu(&["hang", "0"]).unwrap();
+    machine.lab.simgpu(&["xid", "1", "48"]).unwrap();
+    until_offered(&machine, 0).await;
+    assert!(machine.stop_agent().await.success());
+}
+
+#[tokio::test]
+async fn agent_offers_nothing_and_ends_while_nvml_hangs_for_all() {
+    let mut machine = Machine::started().await;
+    machine.run("before", 4).await;
+    let before = machine.devices();
+    machine.lab.simgpu(&["hang", "all"]).unwrap();
+    until_offered(&machine, 0).await;
+    assert!(
+        machine
+            .kubelet
+            .admit(&Pod::with("a", GPU, 4))
+            .await
+            .is_err()
+    );
+    until_ready(&machine).await;
+    assert!(machine.callers().len() <= 3, "{:?}", machine.callers());
+    let left = machine.callers();
+    assert!(machine.stop_agent().await.success());
+    eventually("no process that hangs is left", || {
+        let is_gone = |pid: &u32| !Path::new(&format!("/proc/{pid}/stat")).exists();
+        left.iter().all(is_gone)
+    })
+    .await;
+    machine.start_agent();
+    until_ready(&machine).await;
+    assert_eq!(machine.devices(), before);
+    machine.lab.simgpu(&["release", "all"]).unwrap();
+    until_offered(&machine, 32).await;
+    machine.run("after", 4).await;
+}
+
+#[tokio::test]
+async fn agent_finds_its_other_gpus_when_one_hangs_at_its_start() {
+    let mut machine = Machine::started().await;
+    machine.lab.simgpu(&["hang", "0"]).unwrap();
+    machine.kill_agent();
+    machine.start_agent();
+    until_offered(&machine, 16).await;
+    machine.run("meanwhile", 4).await;
+    assert_eq!(gpus_of(&machine.devices()), [GPUS[1]]);
+    until_ready(&machine).await;
+    machine.lab.simgpu(&["release", "0"]).unwrap();
+    until_offered(&machine, 32).await;
+}
+
+#[tokio::test]
+async fn agent_offers_and_binds_while_the_state_disk_hangs() {
+    let machine = Machine::started().await;
+    machine.run("before", 4).await;
+    let generation = |folder: &str| generation(&machine.path(folder));
+    eventually("the disk knows the GPU", || generation("state") == 1).await;
+    let hung = hang_state(&machine);
+    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    until_offered(&machine, 16).await;
+    machine.run("meanwhile", 4).await;
+    machine.lab.simgpu(&["restore", "0"]).unwrap();
+    until_offered(&machine, 32).await;
+    machine.run("later", 12).await;
+    until_ready(&machine).await;
+    assert_eq!((generation("run"), generation("state")), (2, 1));
+    hung.into_iter().for_each(Fifo::release);
+    eventually("the disk has what the run folder has", || {
+        generation("state") == 2
+    })
+    .await;
+}
+
+/// The generation of the first GPU, as the file in that folder has it.
+fn generation(folder: &Path) -> u64 {
+    let text = fs::read_to_string(folder.join("generations.json")).unwrap_or_default();
+    let file: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+    file["data"][GPUS[0]]["generation"]
+        .as_u64()
+        .unwrap_or_default()
+}
+
+#[tokio::test]
+async fn agent_registers_when_started_while_disks_hang() {
+    let mut machine = Machine::started().await;
+    machine.run("before", 4).await;
+    let before = machine.devices();
+    machine.kill_agent();
+    let state = ["generations.json", "namespaces.json"];
+    let mut hung: Vec<Fifo> = Vec::from(hang_state(&machine));
+    hung.extend(state.map(|file| Fifo::at(machine.path("state").join(file))));
+    let shim = machine.path("shim/libcuda.so.1");
+    let (real, content) = (shim.with_extension("real"), fs::read(&shim).unwrap());
+    fs::write(&real, content).unwrap();
+    let image = Fifo::at(shim.clone());
+    println!("registered after {:?}", machine.come_back().await);
+    until_ready(&machine).await;
+    assert_eq!((machine.devices(), machine.sockets()), (before, 1));
+    let pod = machine.admit("meanwhile", 4).await;
+    let error = machine.start(&pod).await.unwrap_err();
+    assert!(
+        error.contains("failed to install the shim's files within 2s"),
+        "{error}"
+    );
+    assert_eq!(machine.get("/healthz").await.0, 200);
+    image.release();
+    fs::rename(&real, &shim).unwrap();
+    machine.until_started(&pod).await;
+    hung.into_iter().for_each(Fifo::release);
+}
+
+#[tokio::test]
+async fn agent_is_ready_on_a_node_without_a_healthy_gpu() {
+    let mut machine = Machine::started().await;
+    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    machine.lab.simgpu(&["xid", "1", "48"]).unwrap();
+    until_offered(&machine, 0).await;
+    until_ready(&machine).await;
+    // As an upgrade of the DaemonSet does, which goes on to the next node once this one's agent is ready.
+    assert!(machine.stop_agent().await.success());
+    machine.start_agent();
+    until_ready(&machine).await;
+    eventually("both GPUs told to be unhealthy", || {
+        machine
+            .kubelet
+            .capacity(GPU)
+            .is_some_and(|c| c.capacity == 32 && c.allocatable == 0)
+    })
+    .await;
+    let metrics = machine.get("/metrics").await.1;
+    for gpu in GPUS {
+        assert!(metrics.contains(&format!(r#"bursar_gpu_healthy{{gpu="{gpu}"}} 0"#)));
+    }
+}
+
+/// What a kubelet saw while something hung.
+struct Seen {
+    what: &'static str,
+    admitted: Vec<Duration>,
+    refused_admission: usize,
+    bound: Vec<Duration>,
+    refused: Vec<(Duration, String)>,
+    /// The tokens offered, each time that they changed.
+    offered: Vec<(Duration, usize)>,
+}
+
+impl std::fmt::Display for Seen {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let most = |times: &[Duration]| times.iter().max().map_or(0, Duration::as_millis);
+        let offered = |(after, tokens): &(Duration, usize)| {
+            format!("{tokens} from {:.1} s", after.as_secs_f32())
+        };
+        let offered: Vec<_> = self.offered.iter().map(offered).collect();
+        let refused: Vec<_> = self.refused.iter().map(|(took, _)| *took).collect();
+        write!(
+            f,
+            "| {} | {} in at most {} ms, {} refused | {} | {} in at most {} ms | {} in at most {} ms |",
+            self.what,
+            self.admitted.len(),
+            most(&self.admitted),
+            self.refused_admission,
+            offered.join(", "),
+            self.bound.len(),
+            most(&self.bound),
+            self.refused.len(),
+            most(&refused),
+        )
+    }
+}
+
+/// Has a pod of 1 GiB admitted and started four times a second, each ended at once, for as long as `hang`.
+async fn watched(machine: &Machine, what: &'static str, hang: Duration) -> Seen {
+    let mut seen = Seen {
+        what,
+        admitted: Vec::new(),
+        refused_admission: 0,
+        bound: Vec::new(),
+        refused: Vec::new(),
+        offered: Vec::new(),
+    };
+    let begun = Instant::now();
+    let mut every = tokio::time::interval(Duration::from_millis(250));
+    while begun.elapsed() < hang {
+        every.tick().await;
+        let offered = allocatable(machine).unwrap_or_default();
+        if seen.offered.last().is_none_or(|last| last.1 != offered) {
+            seen.offered.push((begun.elapsed(), offered));
+        }
+        let pod = Pod::with(&format!("p{}", begun.elapsed().as_micros()), GPU, 1);
+        let asked = Instant::now();
+        if machine.kubelet.admit(&pod).await.is_err() {
+            seen.refused_admission += 1;
+            continue;
+        }
+        seen.admitted.push(asked.elapsed());
+        fs::create_dir_all(machine.cgroup(&pod)).unwrap();
+        let asked = Instant::now();
+        match machine.start(&pod).await {
+            Ok(_) => seen.bound.push(asked.elapsed()),
+            Err(error) => seen.refused.push((asked.elapsed(), error)),
+        }
+        machine.end(&pod);
+    }
+    seen
+}
+
+/// Prints a row for each thing that hangs; the rows of a minute stand in `docs/reliability.md`.
+async fn measure(hang: Duration) {
+    let of_one = async {
+        let machine = Machine::started().await;
+        machine.lab.simgpu(&["hang", "0"]).unwrap();
+        watched(&machine, "NVML of one of two GPUs", hang).await
+    };
+    let of_all = async {
+        let machine = Machine::started().await;
+        machine.lab.simgpu(&["hang", "all"]).unwrap();
+        watched(&machine, "NVML of all GPUs", hang).await
+    };
+    let disk = async {
+        let machine = Machine::started().await;
+        let _hung = hang_state(&machine);
+        // Each change of a GPU is written.
+        machine.lab.simgpu(&["lose", "0"]).unwrap();
+        watched(&machine, "the state's disk, one of two GPUs lost", hang).await
+    };
+    let api = async {
+        let mut machine = Machine::new().await;
+        let _silent = silent_api(&machine);
+        machine.start_agent();
+        machine.kubelet.until_allocatable(GPU, 32).await;
+        watched(&machine, "the API server", hang).await
+    };
+    let (of_one, of_all, disk, api) = tokio::join!(of_one, of_all, disk, api);
+    for seen in [&of_one, &of_all, &disk, &api] {
+        println!("{seen}");
+        let Seen { bound, refused, .. } = seen;
+        let is_told = |refused: &&(Duration, String)| !refused.1.contains("waiting for");
+        let odd: Vec<_> = refused.iter().filter(is_told).collect();
+        assert!(
+            !bound.is_empty() && odd.is_empty(),
+            "{}: {odd:?}",
+            seen.what
+        );
+    }
+    let last = |seen: &Seen| seen.offered.last().map(|last| last.1);
+    assert_eq!((last(&of_one), last(&of_all)), (Some(16), Some(0)));
+    assert_eq!((last(&disk), last(&api)), (Some(16), Some(32)));
+    for seen in [of_one, disk, api] {
+        assert_eq!(seen.refused_admission, 0, "{}", seen.what);
+    }
+}
+
+#[tokio::test]
+async fn hangs_leave_the_rest_of_the_node_in_service() {
+    measure(Duration::from_secs(20)).await;
+}
+
+#[tokio::test]
+#[ignore = "takes a minute and prints the table of docs/reliability.md"]
+async fn hangs_of_a_minute_leave_the_rest_in_service() {
+    measure(Duration::from_secs(60)).await;
+}
