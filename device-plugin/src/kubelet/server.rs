@@ -136,9 +136,10 @@ impl Server {
         self.streams.until(|count| *count != since).await;
     }
 
-    /// Whether a kubelet may still be talking to it.
+    /// Whether the kubelet has left it. A kubelet that was told of it may open its stream yet.
     pub(super) fn is_idle(&self) -> bool {
-        self.streams.get().now == 0 && self.bookings.get().now == 0
+        let streams = self.streams.get();
+        streams.ever > 0 && streams.now == 0 && self.bookings.get().now == 0
     }
 
     /// Stops in the order that harms least: answers Allocate calls first, for the kubelet drops its
