@@ -184,26 +184,6 @@ impl ControlPlane {
         Ok(local.stop_controller_manager().await?)
     }
 
-    /// Keeps a copy of what etcd stores now. The API server is away meanwhile.
-    ///
-    /// # Errors
-    /// When something does not end or start.
-    pub async fn back_up_etcd(&self) -> Result<(), ControlPlaneError> {
-        let mut local = self.local.lock().await;
-        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
-        Ok(local.back_up_etcd().await?)
-    }
-
-    /// Puts back what [`Self::back_up_etcd`] kept, and returns once the API server answers.
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn restore_etcd(&self) -> Result<(), ControlPlaneError> {
-        let mut local = self.local.lock().await;
-        let local = local.as_mut().ok_or(ControlPlaneError::Down)?;
-        Ok(local.restore_etcd().await?)
-    }
-
     /// A client with all rights.
     pub fn client(&self) -> Client {
         self.client.clone()

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use k8s_openapi::api::core::v1::{Namespace, Node, ServiceAccount};
+use k8s_openapi::api::core::v1::{Node, ServiceAccount};
 use kube::Client;
 use kube::api::Api;
 
@@ -235,50 +235,6 @@ impl Local {
     pub async fn start_api_server(&mut self) -> Result<(), LocalError> {
         let server = self.layout.apiserver();
         self.start(&server).await
-    }
-
-    /// Keeps a copy of what etcd stores now. etcd and its clients are away meanwhile.
-    ///
-    /// # Errors
-    /// When one of them does not end or start, or nothing can be copied.
-    pub async fn back_up_etcd(&mut self) -> Result<(), LocalError> {
-        self.without_etcd(copy).await
-    }
-
-    /// Puts back what [`Self::back_up_etcd`] kept, as an administrator does after a loss: etcd and its clients start
-    /// anew, and resource versions go back.
-    ///
-    /// # Errors
-    /// As there.
-    pub async fn restore_etcd(&mut self) -> Result<(), LocalError> {
-        self.without_etcd(|data, backup| {
-            fs::remove_dir_all(data)?;
-            copy(backup, data)
-        })
-        .await
-    }
-
-    async fn without_etcd(
-        &mut self,
-        act: impl FnOnce(&Path, &Path) -> io::Result<()>,
-    ) -> Result<(), LocalError> {
-        self.stop_controller_manager().await?;
-        self.kill_api_server().await?;
-        self.end("etcd", false).await?;
-        let scratch = self.layout.folder.scratch();
-        let scratch = self.host_path(&scratch.to_string_lossy());
-        act(&scratch.join("etcd"), &scratch.join("etcd-backup")).map_err(step("data of etcd"))?;
-        let etcd = self.layout.etcd();
-        self.start(&etcd).await?;
-        self.start_api_server().await?;
-        let (client, what) = (self.client(), "the API server");
-        let ready = async || match Api::<Namespace>::all(client.clone()).get("default").await {
-            Ok(_) => Look::Found(()),
-            Err(error) => Look::NotYet(error.to_string()),
-        };
-        let waited = wait::until(what, STEP, PAUSE, ready).await;
-        waited.map_err(|source| not_ready(&self.layout.folder, "kube-apiserver", source))?;
-        self.start_controller_manager().await
     }
 
     /// Ends containerd and starts it again; containers live on.
@@ -617,15 +573,6 @@ impl Drop for Start {
         if let Some(mut node) = self.node.take() {
             let _ = reap(&mut node, Duration::from_secs(40));
         }
-    }
-}
-
-/// Copies a folder to one that is not there.
-fn copy(from: &Path, to: &Path) -> io::Result<()> {
-    let status = Command::new("cp").arg("-a").arg(from).arg(to).status()?;
-    match status.success() {
-        true => Ok(()),
-        false => Err(io::Error::other(format!("cp: {status}"))),
     }
 }
 

@@ -10,7 +10,6 @@ mod disturbed;
 mod hostile;
 mod place;
 mod policies;
-mod restored;
 mod rights;
 mod server;
 mod silent;
@@ -87,7 +86,6 @@ fn main() -> ExitCode {
     let trials = vec![
         alone("churn", churn::churn),
         alone("no-controller-manager", disturbed::no_controller_manager),
-        trial("restored", restored::restored),
         trial("silence", silent::silence),
         trial("watches", disturbed::watches),
         trial("undisturbed", disturbed::undisturbed),

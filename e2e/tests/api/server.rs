@@ -1,4 +1,4 @@
-//! The API server that cases share.
+//! The API server that all cases share.
 
 use std::path::PathBuf;
 
@@ -43,19 +43,10 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// The one that all cases share.
     pub(crate) async fn start(progress: Progress) -> Result<Self, ControlPlaneError> {
-        Self::of_its_own(CLUSTER, progress).await
-    }
-
-    /// One of another name, for a case that takes from it what others need.
-    pub(crate) async fn of_its_own(
-        name: &str,
-        progress: Progress,
-    ) -> Result<Self, ControlPlaneError> {
         let harness = PathBuf::from(env!("CARGO_BIN_EXE_bursar-e2e"));
         Ok(Self {
-            plane: ControlPlane::up(name, harness, &progress).await?,
+            plane: ControlPlane::up(CLUSTER, harness, &progress).await?,
             progress,
             undisturbed: OnceCell::new(),
         })
