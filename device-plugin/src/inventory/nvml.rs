@@ -62,6 +62,9 @@ const FIND: Duration = Duration::from_secs(1);
 /// Questions that may wait for one GPU.
 const QUEUE: usize = 32;
 
+/// Questions that may wait until the GPUs are known.
+const MOST_WAITING: usize = 1_024;
+
 /// How often NVML is asked.
 #[derive(Debug, Clone, Copy)]
 pub struct Pace {
@@ -170,6 +173,7 @@ pub fn start(
         find,
         pace,
         asked,
+        waiting: Vec::new(),
         report,
         reports,
         publish,
@@ -197,6 +201,8 @@ struct Watcher {
     find: FindLibrary,
     pace: Pace,
     asked: mpsc::UnboundedReceiver<(GpuUuid, Job)>,
+    /// Questions from before the first round was over.
+    waiting: Vec<(GpuUuid, Job)>,
     report: mpsc::UnboundedSender<(Id, Report)>,
     reports: mpsc::UnboundedReceiver<(Id, Report)>,
     publish: watch::Sender<Inventory>,
@@ -321,11 +327,22 @@ impl Watcher {
             if self.round.is_some() && !self.is_awaiting() {
                 self.end_round();
             }
+            for (gpu, job) in std::mem::take(&mut self.waiting) {
+                self.pass(&gpu, job);
+            }
         }
     }
 
     /// A question about a GPU without a process is dropped: its caller gets no answer.
-    fn pass(&self, gpu: &GpuUuid, job: Job) {
+    /// Before the first round has found the GPUs it waits: a starting agent that has no answer
+    /// would refuse memory that dead processes gave back long ago.
+    fn pass(&mut self, gpu: &GpuUuid, job: Job) {
+        if matches!(*self.publish.borrow(), Inventory::Starting) {
+            if self.waiting.len() < MOST_WAITING {
+                self.waiting.push((gpu.clone(), job));
+            }
+            return;
+        }
         let Some(gpu) = self.roster.gpu(gpu) else {
             return;
         };
