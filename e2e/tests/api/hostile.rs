@@ -259,7 +259,7 @@ async fn agents_events(server: &Server, at: &Place) -> Result<usize, Failed> {
         (&agent, event(ours, "another", "Pod", "here"), written),
         (
             &unbound,
-            event(ours, mine, "Pod", "here"),
+            event(ours, mine, "Node", mine),
             "its token is of no node",
         ),
         (
