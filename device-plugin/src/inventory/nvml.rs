@@ -13,8 +13,9 @@
 //! so one process a GPU is the most there is.
 //!
 //! After a reset, or an update of the driver, old handles stay broken for ever: while NVML cannot
-//! be used every probe has a process of its own, while a GPU ails its process is replaced each
-//! [`Pace::reopen`], and once when it is well.
+//! be used every probe has a process of its own. A process whose probe failed is replaced each
+//! [`Pace::reopen`], and once when its GPU answers again: its registration for XIDs may be broken.
+//! A GPU has to answer for [`Policy::quiet`] before it is well, so none of its XIDs is missed then.
 //!
 //! A GPU that is drained has no process: the last one has ended before that is said. The others
 //! are asked for by their place on the bus meanwhile (`calls`).
@@ -72,7 +73,7 @@ pub struct Pace {
     pub poll: Duration,
     /// Between two probes while a GPU ails or there is none.
     pub poll_ailing: Duration,
-    /// How long one opening of the library is used while a GPU ails.
+    /// How long a process is used whose probe failed.
     pub reopen: Duration,
     /// Between two looks for XID events; the longest time that an XID goes unseen.
     pub events: Duration,
@@ -241,8 +242,6 @@ struct Slot {
     hung: bool,
     /// What the last probe found.
     found: Option<Found>,
-    /// Whether its GPU was unhealthy after the last round.
-    ailed: bool,
 }
 
 /// A process, as its slot knows it.
@@ -254,6 +253,8 @@ struct Running {
     since: Instant,
     /// A probe was sent and not answered.
     probing: bool,
+    /// A probe of this process failed.
+    failed: bool,
 }
 
 impl Slot {
@@ -264,7 +265,6 @@ impl Slot {
             running: None,
             hung: false,
             found: None,
-            ailed: false,
         }
     }
 
@@ -295,6 +295,21 @@ impl Slot {
         if let Some(running) = &mut self.running {
             running.life = None;
             running.probing = false;
+        }
+    }
+
+    /// Ends a process whose probe failed, once its GPU answers or the process is `old`.
+    fn replace_broken(&mut self, old: Duration) {
+        let Some(running) = &mut self.running else {
+            return;
+        };
+        match self.found {
+            Some(Found::Lost | Found::Silent(_)) => running.failed = true,
+            Some(Found::Gpus(..)) if running.failed => return self.end(),
+            Some(Found::Gpus(..)) | None => {}
+        }
+        if running.failed && running.since.elapsed() >= old && !self.hung {
+            self.end();
         }
     }
 
@@ -596,17 +611,7 @@ impl Watcher {
             self.take(self.probed());
         }
         for slot in &mut self.gpus {
-            let ails = slot
-                .uuid
-                .as_ref()
-                .is_some_and(|uuid| self.roster.ails(uuid));
-            let since = slot.running.as_ref().map(|running| running.since);
-            let is_old = since.is_some_and(|since| since.elapsed() >= self.pace.reopen);
-            // The events of a GPU that was away may be broken as well.
-            if slot.ailed && (!ails || is_old) && !slot.hung {
-                slot.end();
-            }
-            slot.ailed = ails;
+            slot.replace_broken(self.pace.reopen);
         }
         let is_well = !self.gpus.is_empty() && !self.roster.is_ailing();
         let pause = if is_well {
@@ -719,5 +724,6 @@ fn run(
         life: Some(stop.drop_guard()),
         since: Instant::now(),
         probing: false,
+        failed: false,
     })
 }

@@ -162,15 +162,6 @@ impl Roster {
         self.entries.iter_mut().filter(move |entry| is(&entry.gpu))
     }
 
-    /// Whether a physical GPU, or an instance of it, is not well.
-    pub fn ails(&self, uuid: &GpuUuid) -> bool {
-        self.entries.iter().any(|entry| {
-            let parent = entry.gpu.mig_parent.as_ref();
-            let is_of_it = entry.gpu.uuid == *uuid || parent == Some(uuid);
-            is_of_it && !entry.monitor.health().is_healthy()
-        })
-    }
-
     /// Where a physical GPU is, if it or an instance of it is listed.
     pub fn place(&self, uuid: &GpuUuid) -> Option<PciAddress> {
         let is = |gpu: &Gpu| gpu.uuid == *uuid || gpu.mig_parent.as_ref() == Some(uuid);
@@ -469,7 +460,6 @@ mod tests {
             let well = ("GPU-b".to_owned(), Health::Healthy);
             assert_eq!(healths(&roster), [("GPU-a".to_owned(), hangs), well]);
             assert!(!roster.inventory().gpus()[0].memory.away);
-            assert!(roster.ails(&uuid("GPU-a")) && !roster.ails(&uuid("GPU-b")));
         }
     }
 

@@ -91,6 +91,17 @@ async fn an_xid_of_a_well_gpu_is_heard_while_another_one_ails() {
 }
 
 #[tokio::test]
+async fn xid_is_heard_as_soon_as_a_lost_gpu_is_offered_again() {
+    let machine = Machine::started().await;
+    machine.lab.simgpu(&["lose", "0"]).unwrap();
+    machine.kubelet.until_allocatable(GPU, 16).await;
+    machine.lab.simgpu(&["restore", "0"]).unwrap();
+    machine.kubelet.until_allocatable(GPU, 32).await;
+    machine.lab.simgpu(&["xid", "0", "48"]).unwrap();
+    machine.kubelet.until_allocatable(GPU, 16).await;
+}
+
+#[tokio::test]
 async fn without_a_driver_it_waits_quietly_and_registers_when_there_is_one() {
     let mut machine = Machine::new().await;
     let (driver, away) = (
