@@ -142,8 +142,7 @@ pub async fn run(
 }
 
 async fn set(nvml: &NvmlHandle, (cgroup, gpu): &Place, bytes: Bytes) -> Limit {
-    let is_instance = gpu.as_str().starts_with("MIG-");
-    if is_instance || !is_v2(cgroup) {
+    if gpu.is_mig() || !is_v2(cgroup) {
         return Limit::NotOffered;
     }
     let answer = nvml.limit(gpu, cgroup, bytes).await;

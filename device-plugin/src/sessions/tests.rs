@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
+use bursar_protocol::dial;
 use bursar_protocol::page::CreditPage;
 use bursar_protocol::socket::receive_with_fd;
 use bursar_protocol::units::Units;
@@ -96,11 +97,7 @@ fn connect(run_dir: &Path) -> UnixStream {
 }
 
 fn receive(stream: &mut UnixStream) -> ToShim {
-    let mut header = [0; wire::HEADER];
-    stream.read_exact(&mut header).unwrap();
-    let mut payload = vec![0; wire::payload_length(header).unwrap()];
-    stream.read_exact(&mut payload).unwrap();
-    ToShim::parse(&payload).unwrap()
+    dial::read(stream).unwrap()
 }
 
 fn hello(run_dir: &Path) -> (UnixStream, CreditPage) {

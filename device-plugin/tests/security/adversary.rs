@@ -1,8 +1,9 @@
-//! A hostile tenant that does anything in any order: messages, page writes, descriptors, deaths, hoards and lies.
+//! A hostile tenant that does anything in any order: messages, page writes, descriptors, deaths,
+//! hoards and lies.
 //!
-//! Processes of two hostile containers draw their steps from a seed. Each is a copy of this program that the agent
-//! sees in its container; what it does next stands in its trace before it is done. Meanwhile, and at the end
-//! ([`oracles`](crate::oracles)):
+//! Processes of two hostile containers draw their steps from a seed. Each is a copy of this program
+//! that the agent sees in its container; what it does next stands in its trace before it is done.
+//! Meanwhile, and at the end ([`oracles`](crate::oracles)):
 //!
 //! | what holds | how it is seen |
 //! |---|---|
@@ -30,6 +31,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant};
 
+use bursar_protocol::dial;
 use bursar_protocol::page::{CreditPage, PAGE_BYTES};
 use bursar_protocol::socket::{receive_with_fd, send_with_fd};
 use bursar_protocol::units::Units;
@@ -154,7 +156,8 @@ impl Search {
             while process.child.try_wait().unwrap().is_none() && Instant::now() < end {
                 std::thread::sleep(Duration::from_millis(5));
             }
-            // A panic of the test harness: it died of its own mistake, and did nothing hostile any more.
+            // A panic of the test harness: it died of its own mistake, and did nothing hostile any
+            // more.
             let panicked = process
                 .child
                 .try_wait()
@@ -292,14 +295,11 @@ fn wait_to_go() {
 }
 
 fn receive(stream: &mut UnixStream) -> ToShim {
-    let mut header = [0; wire::HEADER];
-    stream.read_exact(&mut header).unwrap();
-    let mut payload = vec![0; wire::payload_length(header).unwrap()];
-    stream.read_exact(&mut payload).unwrap();
-    ToShim::parse(&payload).unwrap()
+    dial::read(stream).unwrap()
 }
 
-/// Holds a quarter of its quota until its standard input ends, and then has all of it; `greedy`: at once.
+/// Holds a quarter of its quota until its standard input ends, and then has all of it; `greedy`: at
+/// once.
 fn honest(greedy: bool) {
     wait_to_go();
     let mut stream = UnixStream::connect(std::env::var_os(SOCKET).unwrap()).unwrap();
@@ -556,7 +556,8 @@ impl Hostile {
         }
     }
 
-    /// Any field: the magic number, how many accounts there are, the fence, or one of the first accounts.
+    /// Any field: the magic number, how many accounts there are, the fence, or one of the first
+    /// accounts.
     fn write_page(&mut self) {
         let places = [0, 8, 12, 16];
         let place = match self.below(4) {

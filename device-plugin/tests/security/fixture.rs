@@ -15,7 +15,7 @@
 //! shown by [`Tenant::adopt`]. A load that needs many processes is a [`Tenant::crowd`]; a load that needs none is a
 //! future over [`Node::machine`].
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -23,9 +23,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use bursar_protocol::dial;
 use bursar_protocol::page::CreditPage;
 use bursar_protocol::socket::receive_with_fd;
-use bursar_protocol::wire::{self, Message, ToAgent, ToShim};
+use bursar_protocol::wire::{Message, ToAgent, ToShim};
 
 use crate::api_server::FakeApiServer;
 use crate::common::eventually;
@@ -358,11 +359,10 @@ fn ask(socket: &Path, over: &AtomicBool) -> Vec<Duration> {
     while !over.load(Ordering::SeqCst) || times.len() < LEAST_TRIPS {
         let begun = Instant::now();
         stream.write_all(&ToAgent::Refresh.frame()).unwrap();
-        let mut header = [0; wire::HEADER];
-        stream.read_exact(&mut header).unwrap();
-        let mut payload = vec![0; wire::payload_length(header).unwrap()];
-        stream.read_exact(&mut payload).unwrap();
-        assert_eq!(ToShim::parse(&payload).unwrap(), ToShim::Refreshed);
+        assert_eq!(
+            dial::read::<ToShim>(&mut stream).unwrap(),
+            ToShim::Refreshed
+        );
         times.push(begun.elapsed());
         std::thread::sleep(PAUSE);
     }

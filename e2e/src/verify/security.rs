@@ -32,32 +32,26 @@ const TEXTS: &[&str] = &[
     "seal::changed_tokens_are_never_unsealed",
 ];
 
+/// A test of the target `confined`, whose runner (libtest-mimic) takes a single name.
+const fn confined(names: &'static [&'static str; 1]) -> Tests {
+    Tests {
+        target: &["--test", "confined"],
+        names,
+        ignored: false,
+        env: &[],
+    }
+}
+
 /// Every check of the area, but for the trials on a cluster and what `operator/api/server` shows.
 pub(super) const CHECKS: &[NamedCheck] = &[
     NamedCheck {
         name: "security/confined",
         shows: "a process that loads the driver has no capability, runs no other program and has no network; the agent keeps nine capabilities and mounts nothing",
         long: false,
-        // libtest-mimic takes one name.
         tests: &[
-            Tests {
-                target: &["--test", "confined"],
-                names: &["driver_process_is_refused_what_it_never_needs"],
-                ignored: false,
-                env: &[],
-            },
-            Tests {
-                target: &["--test", "confined"],
-                names: &["agent_starts_programs_and_is_refused_mounts"],
-                ignored: false,
-                env: &[],
-            },
-            Tests {
-                target: &["--test", "confined"],
-                names: &["unconfined_process_is_refused_nothing_of_it"],
-                ignored: false,
-                env: &[],
-            },
+            confined(&["driver_process_is_refused_what_it_never_needs"]),
+            confined(&["agent_starts_programs_and_is_refused_mounts"]),
+            confined(&["unconfined_process_is_refused_nothing_of_it"]),
         ],
     },
     NamedCheck {

@@ -104,7 +104,10 @@ impl<'nvml> Calls<'nvml> {
             Request::Probe if self.scope == Scope::Driver => driver(nvml),
             Request::Probe => self.probe(nvml),
             Request::Xids => Response::Xids(self.xids()),
-            Request::Look(gpu) => Response::Look(self.ask(nvml, &gpu, look)),
+            Request::Look(gpu) => {
+                let look = |device: &Device<'_>| look(device, &gpu);
+                Response::Look(self.ask(nvml, &gpu, look))
+            }
             Request::Limit { gpu, cgroup, hard } => {
                 let limit = |device: &Device<'_>| limits::set(nvml, device, &cgroup, hard);
                 Response::Limit(self.ask(nvml, &gpu, limit))
@@ -260,7 +263,7 @@ fn instance<'nvml>(physical: &Device<'nvml>, gpu: &GpuUuid) -> Result<Device<'nv
 }
 
 /// The memory first: a process that is in it is listed then, unless it has ended.
-fn look(device: &Device<'_>) -> Result<Look, NvmlError> {
+fn look(device: &Device<'_>, gpu: &GpuUuid) -> Result<Look, NvmlError> {
     let used = Bytes(device.memory_info()?.used);
     let compute = device.running_compute_processes()?;
     // A GPU without graphics answers NotSupported.
@@ -273,7 +276,7 @@ fn look(device: &Device<'_>) -> Result<Look, NvmlError> {
         (process.pid, bytes)
     });
     let charges: Charges = charged.collect();
-    let contextless = contextless(&device.uuid()?, &charges);
+    let contextless = contextless(gpu, &charges);
     Ok(Look {
         used,
         charges,
@@ -283,10 +286,11 @@ fn look(device: &Device<'_>) -> Result<Look, NvmlError> {
 
 /// What processes own that NVML does not list; empty where the kernel module does not tell. A MIG
 /// instance has none: the kernel module tells of the whole GPU.
-fn contextless(uuid: &str, charges: &Charges) -> BTreeMap<u32, Bytes> {
-    let gpu = uuid.parse().ok().filter(|_| !uuid.starts_with("MIG-"));
-    let told = gpu.and_then(|gpu| holders::holders(&gpu).ok());
-    let mut contextless = told.unwrap_or_default();
+fn contextless(gpu: &GpuUuid, charges: &Charges) -> BTreeMap<u32, Bytes> {
+    if gpu.is_mig() {
+        return BTreeMap::new();
+    }
+    let mut contextless = holders::holders(gpu).unwrap_or_default();
     contextless.retain(|pid, _| !charges.lists(*pid));
     contextless
 }
