@@ -1,6 +1,7 @@
 //! Names the values of another version in an object of ours: pure.
 //!
-//! Such a value is read as `Unknown`. Nobody is evicted or restarted for it, and everything else in the object counts.
+//! Such a value is read as `Unknown`. Nobody is evicted or restarted for it, and everything else in
+//! the object counts.
 
 use bursar_crds::budget::{ContextAction, Overflow};
 use bursar_crds::gpu_node::{FaultAction, FaultKind, GpuState, HealthStatus, QuotaState};

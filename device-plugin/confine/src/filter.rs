@@ -7,8 +7,8 @@ use seccompiler::{
     SeccompRule, TargetArch, apply_filter,
 };
 
-/// Denied to the agent and to each process that it starts: other processes' memory, mounts, kernel code, keys, and
-/// what changes the whole machine.
+/// Denied to the agent and to each process that it starts: other processes' memory, mounts, kernel
+/// code, keys, and what changes the whole machine.
 pub(crate) const AGENT: &[i64] = &[
     libc::SYS_ptrace,
     libc::SYS_process_vm_readv,

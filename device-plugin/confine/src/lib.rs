@@ -1,9 +1,10 @@
 //! Takes from a process of Bursar the rights that it never needs, before it has threads.
 //!
-//! The device nodes need a privileged container, and a privileged container has every capability and no seccomp filter. So
-//! the agent takes both upon itself ([`agent`]), and so does each process that loads the driver ([`driver_process`]).
-//! The filters deny what is listed and let the rest through: NVIDIA's libraries are closed, so no list of all that they
-//! need would hold for the next driver.
+//! The device nodes need a privileged container, and a privileged container has every capability
+//! and no seccomp filter. So the agent takes both upon itself ([`agent`]), and so does each process
+//! that loads the driver ([`driver_process`]). The filters deny what is listed and let the rest
+//! through: NVIDIA's libraries are closed, so no list of all that they need would hold for the next
+//! driver.
 
 mod filter;
 
@@ -70,8 +71,8 @@ pub enum ConfineError {
     Filter(#[from] seccompiler::Error),
 }
 
-/// Confines the agent, and with it every process that it starts: [`AGENTS_CAPABILITIES`] and no others,
-/// `no_new_privs`, and system calls as [`filter::AGENT`] has them.
+/// Confines the agent, and with it every process that it starts: [`AGENTS_CAPABILITIES`] and no
+/// others, `no_new_privs`, and system calls as [`filter::AGENT`] has them.
 ///
 /// # Errors
 /// [`ConfineError`]; what was taken before stays taken.
@@ -83,8 +84,8 @@ pub fn agent() -> Result<(), ConfineError> {
     Ok(filter::deny(filter::AGENT)?)
 }
 
-/// Confines a process that is about to load the driver: no capability, `no_new_privs`, no other program, no socket but
-/// Unix ones, no namespace, and what is kept from the agent.
+/// Confines a process that is about to load the driver: no capability, `no_new_privs`, no other
+/// program, no socket but Unix ones, no namespace, and what is kept from the agent.
 ///
 /// # Errors
 /// [`ConfineError`]; what was taken before stays taken.
@@ -94,8 +95,8 @@ pub fn driver_process() -> Result<(), ConfineError> {
     Ok(filter::deny_to_driver_process()?)
 }
 
-/// Drops every capability but `kept`. A process that may not narrow its bounding set has none to lose: `no_new_privs`
-/// keeps it from gaining one by another program.
+/// Drops every capability but `kept`. A process that may not narrow its bounding set has none to
+/// lose: `no_new_privs` keeps it from gaining one by another program.
 fn keep(kept: CapabilitySet) -> io::Result<()> {
     let mut sets = capabilities(None)?;
     if sets.effective.contains(CapabilitySet::SETPCAP) {

@@ -1,13 +1,14 @@
 //! Asks NVIDIA's kernel module which processes hold memory of a GPU, also those without a context.
 //!
-//! NVML lists the processes that have a channel on the GPU, which comes with a CUDA context. `cuMemCreate` needs no
-//! context, so a process can hold memory that NVML lists for nobody. The kernel module's resource manager tells of it:
-//! `GPU_GET_PIDS` for the class of subdevices lists "PIDs with or without GPU contexts", and `GPU_GET_PID_INFO` says
-//! what each owns (`ctrl/ctrl2080/ctrl2080gpu.h` in NVIDIA/open-gpu-kernel-modules). Neither needs a privilege.
+//! NVML lists the processes that have a channel on the GPU, which comes with a CUDA context.
+//! `cuMemCreate` needs no context, so a process can hold memory that NVML lists for nobody. The
+//! kernel module's resource manager tells of it: `GPU_GET_PIDS` for the class of subdevices lists
+//! "PIDs with or without GPU contexts", and `GPU_GET_PID_INFO` says what each owns
+//! (`ctrl/ctrl2080/ctrl2080gpu.h` in NVIDIA/open-gpu-kernel-modules). Neither needs a privilege.
 //!
-//! The commands are no stable interface. The kernel module refuses parameters of another size, and an answer is
-//! believed only where it lists this process, which opened a subdevice to ask. Without an answer the audit goes by
-//! mapped device nodes (`audit/judge.rs`).
+//! The commands are no stable interface. The kernel module refuses parameters of another size, and
+//! an answer is believed only where it lists this process, which opened a subdevice to ask. Without
+//! an answer the audit goes by mapped device nodes (`audit/judge.rs`).
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -19,7 +20,8 @@ use rustix::ioctl::{Opcode, Updater, ioctl, opcode};
 
 use crate::units::{Bytes, GpuUuid};
 
-/// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0` and `NV20_SUBDEVICE_0`, each below the one before (`class/`).
+/// `NV01_ROOT_CLIENT`, `NV01_DEVICE_0` and `NV20_SUBDEVICE_0`, each below the one before
+/// (`class/`).
 const CLIENT: u32 = 0x41;
 const DEVICE: u32 = 0x80;
 const SUBDEVICE: u32 = 0x2080;
@@ -174,14 +176,15 @@ mod layouts {
     unsafe impl Params for PidInfos {}
 }
 
-/// A client of the resource manager with a subdevice of one GPU. The kernel module frees it with its file.
+/// A client of the resource manager with a subdevice of one GPU. The kernel module frees it with
+/// its file.
 struct Client {
     file: File,
     root: u32,
 }
 
-/// What each process owns of `gpu`, in the pid namespace of this process; without those that own nothing, and without
-/// what a process imported. It may block as long as the driver does.
+/// What each process owns of `gpu`, in the pid namespace of this process; without those that own
+/// nothing, and without what a process imported. It may block as long as the driver does.
 ///
 /// # Errors
 /// When the kernel module does not tell, or not in the layout that is known.
@@ -274,8 +277,8 @@ impl Client {
             flags: 0,
             status: 0,
         };
-        // SAFETY: the number says the size of `Alloc`, and the kernel module writes to it and to `params_size` bytes at
-        // `params`, which the caller lends until the call returns.
+        // SAFETY: the number says the size of `Alloc`, and the kernel module writes to it and to
+        // `params_size` bytes at `params`, which the caller lends until the call returns.
         let called = unsafe { ioctl(self.file.as_fd(), Updater::<ALLOC, _>::new(&mut call)) };
         called.map_err(|error| HoldersError::Call(error.into()))?;
         let (command, status) = (class, call.status);
@@ -301,8 +304,8 @@ impl Client {
             params_size: size_of::<P>() as u32,
             status: 0,
         };
-        // SAFETY: the number says the size of `Control`, and the kernel module writes to it and to `params_size` bytes
-        // at `params`, which is borrowed until the call returns.
+        // SAFETY: the number says the size of `Control`, and the kernel module writes to it and to
+        // `params_size` bytes at `params`, which is borrowed until the call returns.
         let called = unsafe { ioctl(self.file.as_fd(), Updater::<CONTROL, _>::new(&mut call)) };
         called.map_err(|error| HoldersError::Call(error.into()))?;
         match call.status {

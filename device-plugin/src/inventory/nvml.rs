@@ -348,8 +348,9 @@ impl Watcher {
         }
     }
 
-    /// A question about a GPU without a process is dropped: its caller gets no answer.
-    /// Before the first round has found the GPUs it waits: a starting agent that has no answer
+    /// Drops a question about a GPU without a process: its caller gets no answer.
+    ///
+    /// Questions wait until the first round has found the GPUs: a starting agent without an answer
     /// would refuse memory that dead processes gave back long ago.
     fn pass(&mut self, gpu: &GpuUuid, job: Job) {
         if matches!(*self.publish.borrow(), Inventory::Starting) {

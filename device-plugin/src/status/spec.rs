@@ -1,7 +1,7 @@
 //! Reads the orders out of a `GpuNode.spec`: pure.
 //!
-//! The operator may be of another version. Each order is read by itself, and an order that this agent does not
-//! understand stops no other.
+//! The operator may be of another version. Each order is read by itself, and an order that this
+//! agent does not understand stops no other.
 
 use bursar_crds::budget::ContextAction;
 use bursar_crds::gpu_node::ContextOrder;

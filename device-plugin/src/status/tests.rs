@@ -1,5 +1,6 @@
-//! The agent's own way to the API server, in virtual time: what is ordered is heard and the report is written, through
-//! deletions, restores of etcd, objects of another version, and every fault of a write or a watch.
+//! The agent's own way to the API server, in virtual time: what is ordered is heard and the report
+//! is written, through deletions, restores of etcd, objects of another version, and every fault of
+//! a write or a watch.
 
 use std::time::Duration;
 

@@ -267,7 +267,8 @@ async fn agent_is_ready_on_a_node_without_a_healthy_gpu() {
     machine.lab.simgpu(&["xid", "1", "48"]).unwrap();
     until_offered(&machine, 0).await;
     until_ready(&machine).await;
-    // As an upgrade of the DaemonSet does, which goes on to the next node once this one's agent is ready.
+    // As an upgrade of the DaemonSet does, which goes on to the next node once this one's agent is
+    // ready.
     assert!(machine.stop_agent().await.success());
     machine.start_agent();
     until_ready(&machine).await;
@@ -319,7 +320,8 @@ impl std::fmt::Display for Seen {
     }
 }
 
-/// Has a pod of 1 GiB admitted and started four times a second, each ended at once, for as long as `hang`.
+/// Has a pod of 1 GiB admitted and started four times a second, each ended at once, for as long as
+/// `hang`.
 async fn watched(machine: &Machine, what: &'static str, hang: Duration) -> Seen {
     let mut seen = Seen {
         what,

@@ -11,8 +11,8 @@ const POD_INTERVAL: u64 = 30;
 /// The same about the node, and about all of its pods: an Event a second.
 const BURST: u64 = 25;
 
-/// Processes of a wave: each fault is another Event until the agent kills the container for it, and processes past the
-/// shim are findings.
+/// Processes of a wave: each fault is another Event until the agent kills the container for it, and
+/// processes past the shim are findings.
 const CROWD: u32 = 8;
 const WAVES: usize = 16;
 /// Longer than from one audit to the next.

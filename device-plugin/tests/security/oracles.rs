@@ -1,7 +1,8 @@
 //! Says which promise to others an agent breaks while a hostile tenant is at work.
 //!
-//! Each oracle is a function of what was read, so that a bad world can be shown to it. One that reads nothing, because a
-//! record or a metric has another name today, complains as well: it could never fail.
+//! Each oracle is a function of what was read, so that a bad world can be shown to it. One that
+//! reads nothing, because a record or a metric has another name today, complains as well: it could
+//! never fail.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -52,7 +53,8 @@ impl Watch {
         None
     }
 
-    /// A thread of the agent's runtime that has slept in a close, or in the release of what it received, for some looks.
+    /// A thread of the agent's runtime that has slept in a close, or in the release of what it
+    /// received, for some looks.
     fn closes(&mut self, node: &Node) -> Option<String> {
         let tasks = format!("/proc/{}/task", node.machine.agent_pid());
         let mut closing = BTreeMap::new();
@@ -73,7 +75,8 @@ fn read(task: &Path, name: &str) -> String {
     fs::read_to_string(task.join(name)).unwrap_or_default()
 }
 
-/// What a session record charges to the container's GPU, at most its quota. Its other accounts have no quota.
+/// What a session record charges to the container's GPU, at most its quota. Its other accounts have
+/// no quota.
 fn charged(record: &Value) -> Result<u64, String> {
     let list = |name: &str| {
         let list = record[name].as_array();
@@ -106,7 +109,8 @@ fn charged(record: &Value) -> Result<u64, String> {
     Ok(of_gpu)
 }
 
-/// Whether a thread is one of the runtime's and sleeps while the kernel releases a file, by what `/proc` tells of it.
+/// Whether a thread is one of the runtime's and sleeps while the kernel releases a file, by what
+/// `/proc` tells of it.
 fn sleeps_in_a_close(name: &str, stat: &str, stack: &str) -> bool {
     let state = stat.rsplit_once(") ").map_or("", |(_, fields)| fields);
     name.starts_with("tokio") && !state.starts_with('R') && stack.contains("__fput")
@@ -146,7 +150,8 @@ pub(crate) fn wronged(page: &Page, held: Units) -> Option<String> {
     Some(format!("{what}: fence {fence}, {word:?}, quota {quota:?}"))
 }
 
-/// A finding that is not of one of these containers: the metrics count all, and the log says of which container each is.
+/// A finding that is not of one of these containers: the metrics count all, and the log says of
+/// which container each is.
 pub(crate) fn accused(metrics: &str, log: &str, hostile: &[&str]) -> Option<String> {
     let count = |line: &str| {
         let labels = line.strip_prefix("bursar_agent_findings_total")?;

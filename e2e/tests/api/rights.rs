@@ -1,4 +1,5 @@
-//! What each of Bursar's accounts and containers may do: as `docs/security.md` says, and nothing beyond.
+//! What each of Bursar's accounts and containers may do: as `docs/security.md` says, and nothing
+//! beyond.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -215,7 +216,8 @@ async fn until(
     }
 }
 
-/// Compares the tables of `docs/security.md` with the manifests and the code; how many rows they have.
+/// Compares the tables of `docs/security.md` with the manifests and the code; how many rows they
+/// have.
 fn page(manifests: &[Value]) -> Result<usize, Failed> {
     let page = std::fs::read_to_string(folders::repository().join("docs/security.md"))?;
     let mut rows = 0;

@@ -13,7 +13,8 @@ use tokio::time::Instant;
 
 use super::Key;
 
-/// How long a node may be without life: an agent that is upgraded is back by then, and nobody's `Covered` changes.
+/// How long a node may be without life: an agent that is upgraded is back by then, and nobody's
+/// `Covered` changes.
 pub(super) const GRACE: Duration = Duration::from_secs(60);
 
 /// The nodes with GPUs that do not live.

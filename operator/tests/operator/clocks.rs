@@ -1,4 +1,5 @@
-//! The operator on a machine whose clock is an hour off the API server's, and nodes with such clocks.
+//! The operator on a machine whose clock is an hour off the API server's, and nodes with such
+//! clocks.
 
 use std::time::Duration;
 

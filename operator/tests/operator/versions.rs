@@ -112,8 +112,8 @@ fn set_later(object: &mut Value, field: &str) {
     *object.pointer_mut(field).expect("it is set") = json!("Later");
 }
 
-/// Runs an operator over `small` and one object with a later value, until `team` is ready. Everything else goes on: a
-/// pod is counted, and a budget amended.
+/// Runs an operator over `small` and one object with a later value, until `team` is ready.
+/// Everything else goes on: a pod is counted, and a budget amended.
 async fn goes_on(field: &str, put: impl FnOnce(&Api)) -> Running {
     let running = Running::start(|api| {
         small(api);

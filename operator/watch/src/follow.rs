@@ -25,11 +25,12 @@ const LIFETIME: u32 = 290;
 /// How much longer than its time a watch may be silent before its connection counts as dead.
 const MARGIN: Duration = Duration::from_secs(5);
 
-/// A watch that ends sooner, and has told nothing, counts as a failure. client-go has the same bound.
+/// A watch that ends sooner, and has told nothing, counts as a failure. client-go has the same
+/// bound.
 const SHORT: Duration = Duration::from_secs(1);
 
-/// What the API server tells of the objects of `api` that `config` selects, as kube's `watcher` tells it. After each
-/// failure the watch waits as `pauses` say and goes on.
+/// What the API server tells of the objects of `api` that `config` selects, as kube's `watcher`
+/// tells it. After each failure the watch waits as `pauses` say and goes on.
 pub fn watch<K>(
     api: Api<K>,
     config: Config,

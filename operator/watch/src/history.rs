@@ -7,7 +7,8 @@ use kube::{Resource, ResourceExt as _};
 use tokio::sync::Notify;
 use tracing::warn;
 
-/// The newest `resourceVersion` that one watch has seen, and whether it has to list anew. Clones are the same.
+/// The newest `resourceVersion` that one watch has seen, and whether it has to list anew. Clones
+/// are the same.
 #[derive(Clone, Debug, Default)]
 pub struct History(Arc<Shared>);
 
@@ -18,7 +19,8 @@ struct Shared {
     list: Notify,
 }
 
-/// Whether revision `now` is below `before`. Revisions compare as decimal numbers (KEP-5504); others compare not at all.
+/// Whether revision `now` is below `before`. Revisions compare as decimal numbers (KEP-5504);
+/// others compare not at all.
 pub fn is_below(now: &str, before: &str) -> bool {
     number(now)
         .zip(number(before))
@@ -40,10 +42,12 @@ impl History {
         self.0.restarts.load(Ordering::Relaxed)
     }
 
-    /// Writes an object that the watch tells of. The watch lists anew where the answer shows a restored etcd: a write
-    /// that changes something has a revision above all that were seen before it.
+    /// Writes an object that the watch tells of. The watch lists anew where the answer shows a
+    /// restored etcd: a write that changes something has a revision above all that were seen before
+    /// it.
     ///
-    /// `before` is the revision at which the caller knows the object: a write that changes nothing is answered with it.
+    /// `before` is the revision at which the caller knows the object: a write that changes nothing
+    /// is answered with it.
     ///
     /// # Errors
     /// Those of the write.

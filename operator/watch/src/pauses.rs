@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-/// Pauses that double from the first to the longest. Chance adds up to as much to each, which spreads the clients of a
-/// large cluster over time.
+/// Pauses that double from the first to the longest. Chance adds up to as much to each, which
+/// spreads the clients of a large cluster over time.
 #[derive(Clone, Debug)]
 pub struct Pauses {
     first: Duration,

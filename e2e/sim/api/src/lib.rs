@@ -5,7 +5,8 @@
 //! | [`server`] | keeps objects with their history in memory, and answers lists, watches and writes |
 //! | [`faults`] | spoils writes and watches on their way |
 //!
-//! Both work in the process of the test, without sockets: time may be virtual (`tokio::time::pause`).
+//! Both work in the process of the test, without sockets: time may be virtual
+//! (`tokio::time::pause`).
 
 pub mod faults;
 pub mod server;

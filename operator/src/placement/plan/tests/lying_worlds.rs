@@ -1,8 +1,8 @@
-//! Whole worlds with one node that writes what it likes into its `GpuNode`: no step of the operator names a pod of
-//! another node.
+//! Whole worlds with one node that writes what it likes into its `GpuNode`: no step of the operator
+//! names a pod of another node.
 //!
-//! The objects are as the API server has them, and go the way that the watches take: through the world and the plan of
-//! each budget, and through the landscape and the plan of placement.
+//! The objects are as the API server has them, and go the way that the watches take: through the
+//! world and the plan of each budget, and through the landscape and the plan of placement.
 
 use bursar_crds::{GpuMemoryBudget, GpuNode};
 use serde_json::{Value, json};
