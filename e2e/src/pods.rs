@@ -31,6 +31,7 @@ pub struct PodPlan {
     gib: Option<u32>,
     init_gib: Option<u32>,
     init_arguments: Vec<String>,
+    sidecar_arguments: Option<Vec<String>>,
     beside: Vec<u32>,
     priority_class: Option<String>,
     rights: Option<SecurityContext>,
@@ -50,6 +51,7 @@ impl PodPlan {
             gib: None,
             init_gib: None,
             init_arguments: vec!["report".to_owned()],
+            sidecar_arguments: None,
             beside: Vec::new(),
             priority_class: None,
             rights: None,
@@ -86,6 +88,14 @@ impl PodPlan {
     pub fn init_arguments(mut self, arguments: &[&str]) -> Self {
         let arguments = arguments.iter();
         self.init_arguments = arguments.map(|argument| (*argument).to_owned()).collect();
+        self
+    }
+
+    /// A sidecar of the same image starts before its init container, and asks for no GPU memory.
+    pub fn sidecar_arguments(mut self, arguments: &[&str]) -> Self {
+        let arguments = arguments.iter();
+        let arguments = arguments.map(|argument| (*argument).to_owned()).collect();
+        self.sidecar_arguments = Some(arguments);
         self
     }
 
@@ -220,9 +230,12 @@ impl PodPlan {
     }
 
     fn pod(&self) -> Pod {
-        let init = self
-            .init_gib
-            .map(|gib| vec![self.container("init", self.init_arguments.clone(), Some(gib))]);
+        let sidecar = self.sidecar_arguments.iter().map(|arguments| Container {
+            restart_policy: Some("Always".to_owned()),
+            ..self.container("sidecar", arguments.clone(), None)
+        });
+        let init = self.init_gib.iter();
+        let init = init.map(|gib| self.container("init", self.init_arguments.clone(), Some(*gib)));
         let beside = self.beside.iter().enumerate();
         let beside = beside.map(|(number, gib)| {
             self.container(
@@ -239,7 +252,7 @@ impl PodPlan {
             },
             spec: Some(PodSpec {
                 containers: [main].into_iter().chain(beside).collect(),
-                init_containers: init,
+                init_containers: Some(sidecar.chain(init).collect()),
                 volumes: Some(
                     self.volumes
                         .iter()

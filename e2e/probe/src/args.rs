@@ -71,6 +71,21 @@ pub(crate) enum Command {
         #[arg(long, value_parser = bytes)]
         bytes: u64,
     },
+    /// Export an amount, send the descriptor to the `park` at a socket, then end
+    Export {
+        /// How much, as 64Mi: a multiple of what the driver allocates
+        #[arg(long, value_parser = bytes)]
+        bytes: u64,
+        /// The socket
+        #[arg(long)]
+        to: PathBuf,
+    },
+    /// Hold the descriptors that arrive at a socket, without a GPU
+    Park {
+        /// The socket, which this command creates
+        #[arg(long)]
+        socket: PathBuf,
+    },
     /// Take and free as lines of standard input say, until it ends: `take 4Gi`, `free 1Gi`, `look`. Each is answered by a
     /// line
     Obey,

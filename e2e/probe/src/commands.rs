@@ -13,10 +13,13 @@ use crate::args::{Args, Command, Order, Take, Then};
 use crate::cuda::{self, Refusal};
 use crate::kept;
 use crate::nvml;
+use crate::parked;
 
 /// Runs the command; returns only when nothing is held.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    cuda::init()?;
+    if !matches!(args.command, Command::Park { .. }) {
+        cuda::init()?;
+    }
     match &args.command {
         Command::Report => report(),
         Command::Hold { bytes, take } => hold(*bytes, take),
@@ -39,6 +42,13 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             println!("{}", json!({ "event": "kept", "kept": told }));
             Ok(ExitCode::SUCCESS)
         }
+        Command::Export { bytes, to } => {
+            cuda::use_device(0)?;
+            parked::hand_over(&cuda::export(*bytes)?, to)?;
+            println!("{}", json!({ "event": "exported", "bytes": bytes }));
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Park { socket } => parked::park(socket),
         Command::Obey => obey(),
     }
 }

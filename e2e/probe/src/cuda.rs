@@ -3,6 +3,7 @@
 #![allow(unsafe_code)]
 
 use std::ffi::CString;
+use std::os::fd::{FromRawFd as _, OwnedFd};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
@@ -111,6 +112,30 @@ pub(crate) fn allocate(bytes: u64) -> Result<Allocation, Refusal> {
 pub(crate) fn free(allocation: Allocation) -> Result<(), CudaError> {
     // SAFETY: it is from `malloc_sync`, and freed once: it is consumed.
     unsafe { result::free_sync(allocation.0) }.map_err(failed("cuMemFree"))
+}
+
+/// Allocates memory of the first device, maps it nowhere, and returns a descriptor that keeps it.
+pub(crate) fn export(bytes: u64) -> Result<OwnedFd, CudaError> {
+    let size = usize::try_from(bytes)
+        .map_err(|_| DriverError(sys::CUresult::CUDA_ERROR_INVALID_VALUE))
+        .map_err(failed("cuMemCreate"))?;
+    let kind = sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+    // SAFETY: a structure of numbers and a pointer that is not read, for which zero is a value.
+    let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
+    properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.requestedHandleTypes = kind;
+    properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    let (mut handle, mut descriptor) = (0, -1_i32);
+    // SAFETY: the properties and the handle outlive the call.
+    unsafe { sys::cuMemCreate(&raw mut handle, size, &raw const properties, 0) }
+        .result()
+        .map_err(failed("cuMemCreate"))?;
+    // SAFETY: the driver just returned the handle, and writes a descriptor of this kind, an int.
+    unsafe { sys::cuMemExportToShareableHandle((&raw mut descriptor).cast(), handle, kind, 0) }
+        .result()
+        .map_err(failed("cuMemExportToShareableHandle"))?;
+    // SAFETY: the driver just opened it for this process.
+    Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
 }
 
 /// Writes 4 bytes to address 0.

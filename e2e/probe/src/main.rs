@@ -9,6 +9,7 @@ mod cuda;
 mod ending;
 mod kept;
 mod nvml;
+mod parked;
 
 use std::process::ExitCode;
 

@@ -30,7 +30,7 @@ pub const TRIALS: &[(&str, &str)] = &[
     ),
     (
         "security/cluster/inherited",
-        "what an init container has kept counts against the main container, once, whichever of them may use more",
+        "what an init container has kept or exported counts against the main container, once and within its limit, whichever of them may use more",
     ),
     (
         "main/cluster/budgets",

@@ -13,7 +13,7 @@ const MIB: u64 = 1 << 20;
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial("security/cluster/together", pods_start_whole),
-        trial("security/cluster/inherited", what_init_kept_counts),
+        trial("security/cluster/inherited", what_init_left_counts),
     ]
 }
 
@@ -54,38 +54,56 @@ async fn pods_start_whole(stage: &mut Stage) -> Result<(), Failed> {
     stage.witness.nobody_failed_or_restarted()
 }
 
-/// What the lease has.
-const KEPT: u64 = 512 * MIB;
+/// What the init container leaves.
+const LEFT: u64 = 512 * MIB;
 
-async fn what_init_kept_counts(stage: &mut Stage) -> Result<(), Failed> {
+/// Gives a pod an init container that leaves memory.
+type Leaving = fn(PodPlan) -> PodPlan;
+
+/// The node keeps the memory, or a sidecar that asks for no GPU has its descriptor.
+const WAYS: [(&str, Leaving); 2] = [
+    ("kept", |plan| {
+        plan.init_arguments(&["keep", "--bytes=512Mi"])
+    }),
+    ("exported", |plan| {
+        plan.empty_volume("/parked")
+            .sidecar_arguments(&["park", "--socket=/parked/socket"])
+            .init_arguments(&["export", "--bytes=512Mi", "--to=/parked/socket"])
+    }),
+];
+
+async fn what_init_left_counts(stage: &mut Stage) -> Result<(), Failed> {
     let (pods, probe) = (stage.pods.clone(), stage.scene.probe.clone());
     let greedy = |name: &str, gib: u32| {
         let plan = PodPlan::new(name, &probe);
         plan.arguments(&["greedy", "--chunk=64Mi"]).gib(gib)
     };
-    let kept = ["keep", "--bytes=512Mi"];
+    let got = async |plan: PodPlan| {
+        pods.create(&plan).await?;
+        let refused = pods
+            .until_logged(plan.name(), SOON, event("refused"))
+            .await?;
+        Ok::<_, Failed>(refused["got"].as_u64().unwrap_or_default())
+    };
     for (name, init, main) in [("equal", 4, 4), ("more", 4, 6), ("less", 6, 4)] {
-        let got = async |plan: PodPlan| {
-            pods.create(&plan).await?;
-            let refused = pods
-                .until_logged(plan.name(), SOON, event("refused"))
-                .await?;
-            Ok::<_, Failed>(refused["got"].as_u64().unwrap_or_default())
-        };
         let alone = got(greedy(&format!("{name}-alone"), main)).await?;
         stage.clear().await?;
-        let after = greedy(name, main).init_gib(init).init_arguments(&kept);
-        let after = got(after).await?;
-        stage.clear().await?;
-        stage.progress.say(format_args!(
-            "{init} then {main} GiB: {} MiB alone, {} MiB after {} MiB were kept",
-            alone / MIB,
-            after / MIB,
-            KEPT / MIB
-        ));
-        let less = alone.saturating_sub(after);
-        assert!(less >= KEPT, "{name}: it is not charged");
-        assert!(less < 2 * KEPT, "{name}: it is charged twice");
+        for (way, leaves) in WAYS {
+            let after = greedy(&format!("{name}-{way}"), main).init_gib(init);
+            let after = got(leaves(after)).await?;
+            stage.clear().await?;
+            stage.progress.say(format_args!(
+                "{init} then {main} GiB: {} MiB alone, {} MiB after {} MiB were {way}",
+                alone / MIB,
+                after / MIB,
+                LEFT / MIB
+            ));
+            let less = alone.saturating_sub(after);
+            assert!(less >= LEFT, "{name}, {way}: it is not charged");
+            assert!(less < 2 * LEFT, "{name}, {way}: it is charged twice");
+            let both = after + LEFT;
+            assert!(both <= u64::from(main) << 30, "{name}, {way}: {both}");
+        }
     }
     stage.witness.nobody_failed_or_restarted()
 }

@@ -1,0 +1,44 @@
+//! Holds descriptors of GPU memory that other programs exported, so that the memory outlives them.
+#![forbid(unsafe_code)]
+
+use std::io::Read as _;
+use std::os::fd::AsFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use bursar_protocol::socket::{receive_with_fd, send_with_fd};
+use serde_json::json;
+
+/// The longest time that a sender waits until the holder listens.
+const PATIENCE: Duration = Duration::from_secs(30);
+const PAUSE: Duration = Duration::from_millis(50);
+
+/// Holds each descriptor that arrives at a socket until this process is killed.
+pub(crate) fn park(socket: &Path) -> anyhow::Result<ExitCode> {
+    let listener = UnixListener::bind(socket).with_context(|| socket.display().to_string())?;
+    let mut parked = Vec::new();
+    loop {
+        let (stream, _) = listener.accept()?;
+        let (_, descriptor) = receive_with_fd(&stream, &mut [0])?;
+        parked.extend(descriptor);
+        println!("{}", json!({ "event": "parked", "count": parked.len() }));
+        // The connection ends here, which tells the sender that this process has the descriptor.
+    }
+}
+
+/// Sends a descriptor to the process that listens, and returns once that process has it.
+pub(crate) fn hand_over(descriptor: &impl AsFd, socket: &Path) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    let mut stream = loop {
+        match UnixStream::connect(socket) {
+            Err(_) if begun.elapsed() < PATIENCE => std::thread::sleep(PAUSE),
+            connected => break connected.with_context(|| socket.display().to_string())?,
+        }
+    };
+    send_with_fd(&stream, &[0], descriptor.as_fd())?;
+    stream.read_to_end(&mut Vec::new())?;
+    Ok(())
+}
