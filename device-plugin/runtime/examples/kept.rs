@@ -33,7 +33,7 @@ use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Access, Context, Driver, Grid, Mapping};
 use bursar_runtime::error::CudaError;
-use bursar_runtime::kept::{Kept, Key, Opened, Shelf};
+use bursar_runtime::retained::{Kept, Key, Opened, Shelf};
 use bursar_runtime::{Checksum, Tokens};
 use raw::Raw as _;
 use rustix::time::{ClockId, clock_gettime};

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use bursar_runtime::driver::{Access, Advice, Attach, Grid, Kernel, Location, Parameter};
 use bursar_runtime::{
     Checksum, DeviceRuntime, Direct, GpuRef, Launch, Managed, ManagedRef, Tag, TrackedSlice,
-    checksum, peer,
+    checksum, memory::peer_copy,
 };
 
 type Done<T> = Result<T, Box<dyn Error>>;
@@ -137,7 +137,7 @@ fn streams(runtime: &DeviceRuntime) -> Done<()> {
         .arg(1000u32)
         .arg(ITEMS as u64)
         .submit()?;
-    peer::copy(&slice, &mut copy)?;
+    peer_copy::copy(&slice, &mut copy)?;
     let shared = GpuRef::from(slice);
     let token = shared.begin_write(Instant::now(), Duration::from_secs(60))?;
     for number in 1..=10u32 {

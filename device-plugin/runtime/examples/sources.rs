@@ -14,7 +14,7 @@ mod raw;
 use bursar_runtime::driver::{Access, Advice, Attach, Context, Driver, Location, Stream};
 use bursar_runtime::{
     Async, Budget, Checksum, DeviceMemoryResource, DeviceRuntime, Direct, Exportable, FreeError,
-    Guard, Managed, Tag, checksum, exportable,
+    Guard, Managed, Tag, checksum, source::vmm,
 };
 use raw::Raw as _;
 
@@ -147,7 +147,7 @@ fn two_processes() -> Outcome {
 
 fn import() -> Result<(), Box<dyn Error>> {
     let context = context()?;
-    let mapping = exportable::import(
+    let mapping = vmm::import(
         &context,
         std::io::stdin().as_fd(),
         2 << 20,

@@ -1,80 +1,56 @@
 //! The allocator runtime of a GPU: memory resources that compose, over the CUDA driver.
 //!
-//! * [`driver`] calls `libcuda.so.1`; the only module here with `unsafe`, but for the pool's `lock`
-//! * [`error`] says what failed, of which class it is and whether a retry helps
-//! * [`resource`] is what every source of device memory and every layer over one has in common
-//! * [`state`] says whether what a device holds for this process image is still there
-//! * [`tracked`] is typed memory with one owner, in the order of one stream; [`gpu_ref`] has several owners and any streams
-//! * [`managed_ref`] is typed managed memory, for the host and the device; [`advice`] says where it should be
-//! * [`launch`] launches kernels with what [`arg`] gives them, and puts their work in order
-//! * [`peer`] copies between devices; [`streams`] are a few that many share
-//! * [`write_token`] is the right to write; [`gpu_token`] is the sealed identity of memory, by the node's agent
-//! * [`checksum`] is what kept memory is verified by
-//! * [`runtime`] is one GPU: its context, and the resource that it allocates from
-//! * sources of memory: [`direct`] (and managed), [`asynchronous`], [`exportable`] (and guard pages)
-//! * [`pool`] cuts blocks from slabs of another source without a call of the driver
-//! * layers over them: [`budget`], [`supervised`], [`statistics`], [`logging`], [`guard`], [`failure`], [`faults`]
-//! * [`kept`] is memory that outlives the process that filled it
+//! * [`driver`] calls `libcuda.so.1`. Only this module and `sync::biased_lock` contain `unsafe`.
+//! * [`resource`] defines [`DeviceMemoryResource`], which every source and every adaptor implements.
+//! * [`source`] allocates from the driver: [`Direct`], [`Managed`], [`Async`] and [`Exportable`].
+//! * [`pool`] cuts blocks from slabs of another resource without calling the driver.
+//! * [`adaptor`] adds a limit, a log, statistics or checks to an upstream resource.
+//! * [`memory`] gives blocks a type, an owner and an order of use: [`TrackedSlice`], [`GpuRef`],
+//!   [`ManagedRef`], [`Launch`], [`WriteToken`] and [`GpuToken`].
+//! * [`retained`] opens device memory that outlives the process that filled it.
+//! * [`checksum`] computes the checksum by which retained memory is verified.
+//! * [`state`] says whether the memory of this process image on a device is still valid.
+//! * [`runtime`] is the entry point of a program: one GPU, its context and its resource.
+//! * [`error`] classifies each failure and says whether a retry can succeed.
 
-pub mod advice;
-mod agent;
-pub mod arg;
-pub mod asynchronous;
-pub mod budget;
+pub mod adaptor;
+mod agent_client;
 pub mod checksum;
-pub mod direct;
 pub mod driver;
 pub mod error;
-pub mod exportable;
-pub mod failure;
-pub mod faults;
-pub mod gpu_ref;
-pub mod gpu_token;
-pub mod guard;
-pub mod kept;
-pub mod launch;
-mod lock;
-pub mod logging;
-pub mod managed_ref;
-mod order;
-pub mod peer;
+pub mod memory;
 pub mod pool;
 pub mod resource;
+pub mod retained;
 pub mod runtime;
-mod shared;
+pub mod source;
 pub mod state;
-pub mod statistics;
-pub mod streams;
-pub mod supervised;
-pub mod tracked;
-mod tracking;
-mod under;
-pub mod write_token;
+mod sync;
 
-pub use arg::{DevSliceArg, KernelArg};
-pub use asynchronous::Async;
-pub use budget::Budget;
+pub use adaptor::budget::Budget;
+pub use adaptor::debug_guard::Guard;
+pub use adaptor::fault_injection::FaultInjection;
+pub use adaptor::logging::Logging;
+pub use adaptor::on_failure::OnFailure;
+pub use adaptor::state_gate::Supervised;
+pub use adaptor::statistics::Statistics;
 pub use checksum::Checksum;
-pub use direct::{Direct, Managed};
 pub use error::{CudaError, ErrorClass, FreeError, ResourceError};
-pub use exportable::Exportable;
-pub use failure::OnFailure;
-pub use faults::FaultInjection;
-pub use gpu_ref::GpuRef;
-pub use gpu_token::{GpuToken, Tokens};
-pub use guard::Guard;
-pub use launch::Launch;
-pub use logging::Logging;
-pub use managed_ref::ManagedRef;
+pub use memory::gpu_ref::GpuRef;
+pub use memory::gpu_token::{GpuToken, Tokens};
+pub use memory::kernel_arg::{DevSliceArg, KernelArg};
+pub use memory::launch::Launch;
+pub use memory::managed_ref::ManagedRef;
+pub use memory::slice::TrackedSlice;
+pub use memory::stream_pool::StreamPool;
+pub use memory::write_token::{WriteGate, WriteToken};
 pub use pool::{Pool, PoolSettings, PoolStatistics};
 pub use resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
     Tag,
 };
 pub use runtime::DeviceRuntime;
+pub use source::direct::{Direct, Managed};
+pub use source::stream_ordered::Async;
+pub use source::vmm::Exportable;
 pub use state::{DeviceState, Stale, Supervisor};
-pub use statistics::Statistics;
-pub use streams::StreamPool;
-pub use supervised::Supervised;
-pub use tracked::TrackedSlice;
-pub use write_token::{WriteGate, WriteToken};

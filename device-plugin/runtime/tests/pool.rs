@@ -9,8 +9,8 @@ use std::alloc::Layout;
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bursar_runtime::adaptor::fault_injection::Plan;
 use bursar_runtime::driver::{Context, Driver, Grid, Stream};
-use bursar_runtime::faults::Plan;
 use bursar_runtime::{
     Block, BlockRef, BudgetSnapshot, DeviceMemoryResource as _, Direct, FaultInjection, FreeError,
     Pool, PoolSettings, ResourceError, Tag,

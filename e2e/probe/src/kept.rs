@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use bursar_runtime::driver::Driver;
-use bursar_runtime::kept::{Kept, Key, Opened, Shelf};
+use bursar_runtime::retained::{Kept, Key, Opened, Shelf};
 use serde::Serialize;
 
 /// For the node to look at its GPU first, which it does once.

@@ -138,9 +138,9 @@ const CHECKS: &[Check] = &[
         &["--test", "vault"],
     ),
     test_check(
-        "runtime/kept",
+        "runtime/retained",
         "kept memory is found and verified after kills, written by one process at a time, and spoilt unseen by none",
-        &["--test", "kept"],
+        &["--test", "retained"],
     ),
     test_check(
         "runtime/c",

@@ -3,21 +3,21 @@
 //! Nothing here decides: each function reads its arguments, calls the runtime, and turns what failed into a number and a
 //! text. A panic ends at the function, as `BURSAR_INTERNAL`.
 //!
-//! * `last` is what a thread's last failure was
-//! * `question` is what is read of the caller's memory
+//! * `last_error` is what a thread's last failure was
+//! * `open_args` is what is read of the caller's memory
 
-mod last;
-mod question;
+mod last_error;
+mod open_args;
 
 use std::ffi::c_char;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
 use bursar_runtime::driver::Driver;
-use bursar_runtime::kept::{Kept, KeptError, Opened, Shelf, Writing};
+use bursar_runtime::retained::{Kept, KeptError, Opened, Shelf, Writing};
 
-use last::{Failure, Status};
-use question::{Question, RawQuestion};
+use last_error::{Failure, Status};
+use open_args::{Question, RawQuestion};
 
 /// `bursar_lease`.
 #[derive(Debug)]
@@ -126,14 +126,14 @@ fn answer(run: impl FnOnce() -> Result<(), Failure>) -> Status {
     let done = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(Failure::panicked()));
     match done {
         Ok(()) => Status::Ok,
-        Err(failure) => last::set(failure),
+        Err(failure) => last_error::set(failure),
     }
 }
 
 /// Opens a lease, or begins it.
 ///
 /// # Safety
-/// `question` is null or points to a `bursar_question` whose texts are null or end with a zero; `lease` is null or a
+/// `open_args` is null or points to a `bursar_question` whose texts are null or end with a zero; `lease` is null or a
 /// place for a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_open(
@@ -271,11 +271,11 @@ pub unsafe extern "C" fn bursar_close(lease: *mut Lease) {
 /// The text of this thread's last failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn bursar_error() -> *const c_char {
-    last::text()
+    last_error::text()
 }
 
 /// The `CUresult` of this thread's last failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn bursar_cuda() -> i32 {
-    last::cuda()
+    last_error::cuda()
 }

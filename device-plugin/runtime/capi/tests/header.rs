@@ -5,15 +5,15 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-#[path = "../../tests/support/keeper.rs"]
-mod keeper;
+#[path = "../../tests/support/fake_agent.rs"]
+mod fake_agent;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use bursar_sim_lab::{Lab, ONE_GPU};
-use keeper::Keeper;
+use fake_agent::Keeper;
 use object::{Object, ObjectSymbol};
 
 const HEADER: &str = include_str!("../include/bursar.h");

@@ -5,14 +5,14 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-#[path = "../../tests/support/keeper.rs"]
-mod keeper;
+#[path = "../../tests/support/fake_agent.rs"]
+mod fake_agent;
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use bursar_sim_lab::{Lab, ONE_GPU};
-use keeper::Keeper;
+use fake_agent::Keeper;
 
 /// The array library of the tests.
 const NUMPY: &str = "numpy==2.4.6";

@@ -1,11 +1,11 @@
 //! The pool: blocks cut from slabs of another resource, in tens of nanoseconds and without a call of the driver.
 //!
-//! * [`classes`] says which list a size stands in
-//! * [`heap`] places blocks and makes free neighbours one
-//! * [`seat`] keeps threads apart, [`lock`](crate::lock) those that meet
-//! * [`arena`] has a heap for each of many shards over a central one, and loses no byte between them
-//! * [`order`] says what a free block still waits for
-//! * [`lanes`] numbers streams, and puts one behind others
+//! * [`size_classes`] says which list a size stands in
+//! * [`tlsf`] places blocks and makes free neighbours one
+//! * [`shard_affinity`] keeps threads apart, [`lock`](crate::sync::biased_lock) those that meet
+//! * [`shards`] has a heap for each of many shards over a central one, and loses no byte between them
+//! * [`epoch`] says what a free block still waits for
+//! * [`stream_slots`] numbers streams, and puts one behind others
 //! * this file is the resource: it grows by slabs, gives empty ones back, and lets streams take blocks from one another
 //!
 //! A block that was freed in a stream goes to the next request of that stream as it is. Where another stream takes
@@ -13,12 +13,12 @@
 //! 256 bytes, and a rest of up to 1/64 of a block (16 KiB at most) stays with it.
 #![forbid(unsafe_code)]
 
-mod arena;
-mod classes;
-mod heap;
-mod lanes;
-mod order;
-mod seat;
+mod epoch;
+mod shard_affinity;
+mod shards;
+mod size_classes;
+mod stream_slots;
+mod tlsf;
 
 use std::alloc::Layout;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,10 +30,10 @@ use crate::resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
     Tag, check_request, check_stream,
 };
-use arena::{Arena, Place, Placed, Request};
-use heap::{BlockId, Open, Refusal, Whole};
-use lanes::Lanes;
-use order::{After, Lane, Order};
+use epoch::{After, Lane, Order};
+use shards::{Arena, Place, Placed, Request};
+use stream_slots::Lanes;
+use tlsf::{BlockId, Open, Refusal, Whole};
 
 /// What slabs are multiples of: the driver takes linear memory of more than 1 MiB in such steps.
 const SLAB_STEP: u64 = 2 << 20;
@@ -283,7 +283,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
         };
         let size = usize::try_from(bytes).map_err(|_| too_large())?;
         let layout =
-            Layout::from_size_align(size, heap::GRANULE as usize).map_err(|_| too_large())?;
+            Layout::from_size_align(size, tlsf::GRANULE as usize).map_err(|_| too_large())?;
         let block = self.source.allocate(layout, keeper, Tag("slab"))?;
         let mut slabs = self.slabs();
         let vacant = slabs.all.iter().position(Option::is_none);
@@ -500,7 +500,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
             (lane, taken) => self.place(taken, request, stream, lane)?,
         };
         let Place { part, id } = placed.place;
-        let home = lane.map_or(order::STREAMS, Lane::number) as u64;
+        let home = lane.map_or(epoch::STREAMS, Lane::number) as u64;
         Ok(Block::new(BlockRef {
             address: placed.address,
             layout,

@@ -3,10 +3,10 @@
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Grid, Stream};
-use bursar_runtime::gpu_ref::WriteError;
-use bursar_runtime::launch::LaunchError;
-use bursar_runtime::tracked::MemoryError;
-use bursar_runtime::write_token::WriteRefused;
+use bursar_runtime::memory::gpu_ref::WriteError;
+use bursar_runtime::memory::launch::LaunchError;
+use bursar_runtime::memory::slice::MemoryError;
+use bursar_runtime::memory::write_token::WriteRefused;
 use bursar_runtime::{
     Async, DeviceMemoryResource as _, DeviceRuntime, GpuRef, Launch, ResourceError, Stale,
     WriteToken,

@@ -1,7 +1,7 @@
 //! What launches refuse, and what kernels are given.
 
 use bursar_runtime::driver::{Access, Grid, Parameter};
-use bursar_runtime::launch::LaunchError;
+use bursar_runtime::memory::launch::LaunchError;
 use bursar_runtime::{Launch, Stale};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 

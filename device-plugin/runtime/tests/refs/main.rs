@@ -9,13 +9,13 @@ mod checksum;
 mod gpu_ref;
 mod launch;
 mod managed_ref;
-mod peer;
+mod peer_copy;
 #[path = "../support/raw.rs"]
 mod raw;
 mod reservation;
+mod slice;
 mod state;
-mod streams;
-mod tracked;
+mod stream_pool;
 
 use std::sync::Arc;
 use std::time::Duration;

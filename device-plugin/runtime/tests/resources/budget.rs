@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 
-use bursar_runtime::faults::Plan;
+use bursar_runtime::adaptor::fault_injection::Plan;
 use bursar_runtime::{
     Async, Budget, BudgetSnapshot, DeviceMemoryResource, Direct, FaultInjection, FreeError, Guard,
     Pool, PoolSettings, ResourceError, Tag,

@@ -5,16 +5,16 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-mod asynchronous;
+mod adaptors;
 mod budget;
+mod debug_guard;
 mod direct;
-mod exportable;
-mod guard;
 mod histories;
-mod layers;
 #[path = "../support/raw.rs"]
 mod raw;
 mod runtime;
+mod stream_ordered;
+mod vmm;
 
 use std::alloc::Layout;
 use std::time::Duration;

@@ -1,0 +1,128 @@
+//! What a thread's last failure was: a status, a text and the driver's code.
+
+use std::cell::RefCell;
+use std::ffi::{CString, c_char};
+
+use bursar_protocol::wire::Reason;
+use bursar_protocol::wire::kept::KeptRefusal;
+use bursar_runtime::driver::DriverError;
+use bursar_runtime::retained::KeptError;
+
+/// `bursar_status`; the header says what each is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub enum Status {
+    Ok = 0,
+    Invalid = 1,
+    Missing = 2,
+    Busy = 3,
+    Quota = 4,
+    Corrupt = 5,
+    Fenced = 6,
+    Refused = 7,
+    Driver = 8,
+    Internal = 9,
+}
+
+/// What went wrong.
+#[derive(Clone, Debug)]
+pub(crate) struct Failure {
+    status: Status,
+    cuda: i32,
+    text: String,
+}
+
+impl Failure {
+    pub(crate) fn invalid(text: String) -> Failure {
+        let (status, cuda) = (Status::Invalid, 0);
+        Failure { status, cuda, text }
+    }
+
+    pub(crate) fn null(what: &str) -> Failure {
+        Failure::invalid(format!("{what} is NULL"))
+    }
+
+    pub(crate) fn ended() -> Failure {
+        Failure::invalid("the lease was discarded when its commit failed".to_owned())
+    }
+
+    pub(crate) fn panicked() -> Failure {
+        Failure {
+            status: Status::Internal,
+            cuda: 0,
+            text: "a defect of Bursar's; its message is on standard error".to_owned(),
+        }
+    }
+}
+
+impl From<KeptError> for Failure {
+    fn from(error: KeptError) -> Failure {
+        let cuda = match &error {
+            KeptError::Cuda(error)
+            | KeptError::Driver(DriverError::Cuda(error))
+            | KeptError::Lost { source: error, .. } => error.code,
+            KeptError::Refused {
+                why: KeptRefusal::Driver { code },
+                ..
+            } => *code,
+            _ => 0,
+        };
+        Failure {
+            status: status(&error),
+            cuda,
+            text: error.to_string(),
+        }
+    }
+}
+
+fn status(error: &KeptError) -> Status {
+    match error {
+        KeptError::Name { .. } | KeptError::OutOfRange { .. } => Status::Invalid,
+        KeptError::Agent { .. } | KeptError::Goodbye(Reason::Busy) => Status::Busy,
+        KeptError::Goodbye(_) => Status::Refused,
+        KeptError::Unexpected => Status::Internal,
+        KeptError::Corrupt { .. } | KeptError::Lost { .. } => Status::Corrupt,
+        KeptError::Cuda(_) | KeptError::Driver(_) => Status::Driver,
+        KeptError::Refused { why, .. } => match why {
+            KeptRefusal::Missing => Status::Missing,
+            KeptRefusal::Quota { .. } => Status::Quota,
+            KeptRefusal::Writing | KeptRefusal::Unavailable => Status::Busy,
+            KeptRefusal::Fenced => Status::Fenced,
+            KeptRefusal::NotScrubbed | KeptRefusal::TooMany | KeptRefusal::Off => Status::Refused,
+            KeptRefusal::Driver { .. } => Status::Driver,
+        },
+    }
+}
+
+thread_local! {
+    static LAST: RefCell<(i32, CString)> = RefCell::default();
+}
+
+/// Remembers a failure; its status.
+pub(crate) fn set(failure: Failure) -> Status {
+    let Failure { status, cuda, text } = failure;
+    let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
+    LAST.with_borrow_mut(|last| *last = (cuda, text));
+    status
+}
+
+/// Good until the thread's next failure.
+pub(crate) fn text() -> *const c_char {
+    LAST.with_borrow(|(_, text)| text.as_ptr())
+}
+
+pub(crate) fn cuda() -> i32 {
+    LAST.with_borrow(|(cuda, _)| *cuda)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_may_be_answered_otherwise_later_is_busy() {
+        let status = |reason| super::status(&KeptError::Goodbye(reason));
+        assert_eq!(status(Reason::Busy), Status::Busy);
+        assert_eq!(status(Reason::Identity), Status::Refused);
+    }
+}

@@ -1,0 +1,71 @@
+//! What `bursar_open` is asked, read out of the caller's memory.
+
+use std::ffi::{CStr, OsStr, c_char};
+use std::os::unix::ffi::OsStrExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use bursar_runtime::retained::Key;
+
+use crate::last_error::Failure;
+
+/// `bursar_question`.
+#[derive(Debug)]
+#[repr(C)]
+pub struct RawQuestion {
+    name: *const c_char,
+    socket: *const c_char,
+    key: Key,
+    bytes: u64,
+    patience_ms: u64,
+    device: i32,
+}
+
+/// The same, owned.
+#[derive(Debug)]
+pub(crate) struct Question {
+    pub(crate) name: String,
+    pub(crate) socket: Option<PathBuf>,
+    pub(crate) key: Key,
+    pub(crate) bytes: u64,
+    pub(crate) patience: Duration,
+    pub(crate) device: u32,
+}
+
+impl Question {
+    /// Reads it.
+    ///
+    /// # Safety
+    /// Its texts are null or end with a zero.
+    pub(crate) unsafe fn read(raw: &RawQuestion) -> Result<Question, Failure> {
+        let RawQuestion {
+            name,
+            socket,
+            key,
+            bytes,
+            patience_ms,
+            device,
+        } = raw;
+        // SAFETY: the caller's promise.
+        let (name, socket) = unsafe { (text(*name), text(*socket)) };
+        let name = name.ok_or(Failure::null("name"))?.to_str();
+        Ok(Question {
+            name: name
+                .map_err(|_| Failure::invalid("the name is not UTF-8".to_owned()))?
+                .to_owned(),
+            socket: socket.map(|path| PathBuf::from(OsStr::from_bytes(path.to_bytes()))),
+            key: *key,
+            bytes: *bytes,
+            patience: Duration::from_millis(*patience_ms),
+            device: u32::try_from(*device)
+                .map_err(|_| Failure::invalid(format!("there is no device {device}")))?,
+        })
+    }
+}
+
+/// # Safety
+/// Null, or a text that ends with a zero and stays as long as the answer is used.
+unsafe fn text<'a>(pointer: *const c_char) -> Option<&'a CStr> {
+    // SAFETY: not null; the caller's promise.
+    (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) })
+}

@@ -1,0 +1,145 @@
+//! A layer that fails as it is told, for tests of what is above it.
+#![forbid(unsafe_code)]
+
+use std::alloc::Layout;
+use std::collections::VecDeque;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use crate::adaptor::upstream::{Under, pass_on};
+use crate::driver::Stream;
+use crate::error::{CudaError, FreeError, ResourceError};
+use crate::resource::{Block, BlockRef, DeviceMemoryResource, Outstanding, Reaped, Tag, check_own};
+
+/// What the next calls do: `None` lets one pass, a code fails it with that `CUresult`. Past the end all pass.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Plan {
+    /// Allocations.
+    pub allocations: VecDeque<Option<i32>>,
+    /// Frees. A block whose free fails is retired until a reap frees it.
+    pub frees: VecDeque<Option<i32>>,
+    /// Blocks that a reap tries to free again.
+    pub reaps: VecDeque<Option<i32>>,
+}
+
+#[derive(Debug)]
+struct State {
+    plan: Plan,
+    /// Blocks whose free failed, as the resource under it knows them, and the stream of the free.
+    retired: Vec<(Block, Stream)>,
+}
+
+/// Failures over a resource.
+#[derive(Debug)]
+pub struct FaultInjection<R> {
+    under: Under<R>,
+    state: Mutex<State>,
+}
+
+fn fault(call: &'static str, code: Option<Option<i32>>) -> Result<(), CudaError> {
+    match code.flatten() {
+        Some(code) => Err(CudaError { call, code }),
+        None => Ok(()),
+    }
+}
+
+impl<R: DeviceMemoryResource> FaultInjection<R> {
+    /// Fails by a plan.
+    pub fn new(resource: R, plan: Plan) -> Self {
+        FaultInjection {
+            under: Under::new(resource),
+            state: Mutex::new(State {
+                plan,
+                retired: Vec::new(),
+            }),
+        }
+    }
+
+    /// Goes on by another plan.
+    pub fn plan(&self, plan: Plan) {
+        self.lock().plan = plan;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
+    fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
+        let next = self.lock().plan.allocations.pop_front();
+        fault("an injected allocation", next).map_err(|error| {
+            ResourceError::of_allocation(self.ordinal(), layout.size() as u64, error)
+        })?;
+        self.under.allocate(layout, stream, tag)
+    }
+
+    fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
+        let block = check_own(self.under.origin, block)?;
+        let next = self.lock().plan.frees.pop_front();
+        match fault("an injected free", next) {
+            Ok(()) => self.under.deallocate(block, stream),
+            Err(source) => {
+                let bytes = block.bytes();
+                self.lock().retired.push((block, stream.clone()));
+                Err(FreeError::Retired { bytes, source })
+            }
+        }
+    }
+
+    fn bytes_outstanding(&self) -> Outstanding {
+        let state = self.lock();
+        let own: u64 = state.retired.iter().map(|(block, _)| block.bytes()).sum();
+        let under = self.under.resource.bytes_outstanding();
+        Outstanding {
+            live: under.live.saturating_sub(own),
+            retired: under.retired + own,
+        }
+    }
+
+    fn reap_pending(&self) -> Result<Reaped, ResourceError> {
+        let mut state = self.lock();
+        let (mut freed, mut answer, mut left) = (0, Ok(()), Vec::new());
+        for (block, stream) in std::mem::take(&mut state.retired) {
+            let bytes = block.bytes();
+            let next = state.plan.reaps.pop_front();
+            let tried = fault("an injected reap", next).map_err(ResourceError::from);
+            match tried {
+                Err(error) => {
+                    answer = Err(error);
+                    left.push((block, stream));
+                }
+                Ok(()) => match self.under.deallocate(block, &stream) {
+                    Ok(()) => freed += bytes,
+                    Err(FreeError::Retired { source, .. }) => answer = Err(source.into()),
+                    Err(FreeError::Refused { block, why }) => {
+                        answer = Err(why);
+                        left.push((block, stream));
+                    }
+                },
+            }
+        }
+        state.retired = left;
+        drop(state);
+        let under = self.under.resource.reap_pending()?;
+        answer?;
+        Ok(Reaped {
+            freed: freed + under.freed,
+            pending: self.bytes_outstanding().retired,
+        })
+    }
+
+    fn is_retired(&self, block: BlockRef) -> bool {
+        let own = self
+            .lock()
+            .retired
+            .iter()
+            .any(|(own, _)| own.as_ref() == block);
+        own || self.under.resource.is_retired(self.under.below(block))
+    }
+
+    fn kind(&self) -> &'static str {
+        "fault-injection"
+    }
+
+    pass_on!(identity, budget_snapshot, uses);
+}

@@ -1,0 +1,11 @@
+//! Adds a limit, a log, a check or a fault to another resource, which is its upstream.
+#![forbid(unsafe_code)]
+
+pub mod budget;
+pub mod debug_guard;
+pub mod fault_injection;
+pub mod logging;
+pub mod on_failure;
+pub mod state_gate;
+pub mod statistics;
+mod upstream;

@@ -1,0 +1,85 @@
+//! Tells this process image from one before an exec.
+//!
+//! A process may have several copies of this library, a Python package's and a program's own: all have to say the same,
+//! or the agent takes one for an exec and discards what the others write. So it comes from the random bytes that the
+//! kernel gives each image (`AT_RANDOM` of getauxval(3)). No stack protector's secret is told: it is a digest.
+
+use std::collections::hash_map::RandomState;
+use std::fs::File;
+use std::hash::BuildHasher;
+use std::os::unix::fs::FileExt;
+use std::sync::OnceLock;
+
+use bursar_protocol::checksum;
+
+/// Where the bytes are (`linux/auxvec.h`).
+const AT_RANDOM: u64 = 25;
+
+/// This image's number.
+pub(super) fn image() -> u64 {
+    static IMAGE: OnceLock<u64> = OnceLock::new();
+    let drawn = || RandomState::new().hash_one(std::process::id());
+    *IMAGE.get_or_init(|| given().unwrap_or_else(drawn))
+}
+
+/// None where this process may not read its own `/proc`.
+fn given() -> Option<u64> {
+    let vector = std::fs::read("/proc/self/auxv").ok()?;
+    let (words, _) = vector.as_chunks::<8>();
+    let (pairs, _) = words.as_chunks::<2>();
+    let mut pairs = pairs.iter().map(|pair| pair.map(u64::from_ne_bytes));
+    let [_, at] = pairs.find(|[what, _]| *what == AT_RANDOM)?;
+    let mut random = [0; 16];
+    let memory = File::open("/proc/self/mem").ok()?;
+    memory.read_exact_at(&mut random, at).ok()?;
+    Some(checksum::of(&random))
+}
+
+#[cfg(test)]
+#[allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+mod tests {
+    use std::os::unix::process::CommandExt;
+    use std::process::Command;
+
+    use super::*;
+
+    const LAST: &str = "KEPT_IMAGE_TEST_LAST";
+
+    /// This test, in an image that says its number; the one that is not the last is followed by it.
+    fn next(is_last: bool) -> Command {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let this = "retained::process_image::tests::copies_of_the_library_in_a_process_agree_and_an_exec_changes_it";
+        command
+            .args(["--exact", this, "--nocapture"])
+            .env(LAST, is_last.to_string());
+        command
+    }
+
+    #[test]
+    fn copies_of_the_library_in_a_process_agree_and_an_exec_changes_it() {
+        // Another copy has none of this one's statics.
+        assert_eq!(Some(image()), given());
+        println!("\nimage {} {}", std::process::id(), image());
+        match std::env::var(LAST).as_deref() {
+            Ok("true") => {}
+            Ok(_) => panic!("{}", next(true).exec()),
+            Err(_) => {
+                let output = next(false).output().unwrap();
+                let text = String::from_utf8(output.stdout).unwrap();
+                let said: Vec<_> = text
+                    .lines()
+                    .filter_map(|l| l.strip_prefix("image "))
+                    .collect();
+                let [first, second] = said[..] else {
+                    panic!("{text}");
+                };
+                let pid = |said: &str| said.split(' ').next().map(str::to_owned);
+                assert_eq!(pid(first), pid(second));
+                assert_ne!(first, second);
+            }
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! Stream-ordered memory of the driver's own pool: `cuMemAllocAsync` and `cuMemFreeAsync`.
+//!
+//! A free is put behind every use that was told, in whichever stream, and is retired until that work is done. Nothing
+//! waits, and a block may be freed in another stream than it was made in.
+#![forbid(unsafe_code)]
+
+use std::alloc::Layout;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::driver::{Context, LINEAR_ALIGNMENT, Stream};
+use crate::error::{CudaError, FreeError, ResourceError};
+use crate::resource::{
+    Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
+};
+use crate::source::block_uses::{Retired, Tracking, tracked};
+
+/// Above so many retired blocks, a free looks which of them are done.
+const MANY: usize = 256;
+
+/// Memory of the driver's pool of a context's device.
+#[derive(Debug)]
+pub struct Async {
+    context: Context,
+    origin: Origin,
+    made: AtomicU64,
+    blocks: Tracking<()>,
+}
+
+impl Async {
+    /// Memory of the driver's pool.
+    pub fn new(context: &Context) -> Async {
+        Async {
+            context: context.clone(),
+            origin: Origin::unique(),
+            made: AtomicU64::new(0),
+            blocks: Tracking::new(context),
+        }
+    }
+
+    fn free(&self, retired: &Retired<()>) -> Result<(), CudaError> {
+        self.context
+            .free_async(retired.block.address, &retired.stream)
+    }
+}
+
+impl DeviceMemoryResource for Async {
+    fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
+        check_request(self.ordinal(), layout, LINEAR_ALIGNMENT, stream)?;
+        let bytes = layout.size();
+        let address = self
+            .context
+            .allocate_async(bytes, stream)
+            .map_err(|error| ResourceError::of_allocation(self.ordinal(), bytes as u64, error))?;
+        let block = BlockRef {
+            address,
+            layout,
+            origin: self.origin,
+            generation: self.made.fetch_add(1, Ordering::Relaxed),
+            cookie: 0,
+        };
+        self.blocks.begin(block, stream, ());
+        Ok(Block::new(block))
+    }
+
+    fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
+        let block = check_free(self.origin, self.ordinal(), block, stream)?;
+        self.blocks
+            .end(block, stream, |retired| self.free(retired))?;
+        if self.blocks.retired() > MANY {
+            // This block was freed; what others fail with is told to who reaps.
+            let _ = self.reap_pending();
+        }
+        Ok(())
+    }
+
+    fn reap_pending(&self) -> Result<Reaped, ResourceError> {
+        self.blocks.reap(|retired| self.free(retired), |_| Ok(()))
+    }
+
+    fn kind(&self) -> &'static str {
+        "async"
+    }
+
+    tracked!();
+}

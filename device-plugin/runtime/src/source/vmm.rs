@@ -1,0 +1,218 @@
+//! Memory that can be exported as a descriptor, each block mapped at addresses of its own: `cuMemCreate` and `cuMemMap`.
+//!
+//! [`Exportable::guarded`] leaves the addresses around each block unmapped, and those of freed blocks: a kernel that
+//! runs over a block's end, or uses one that was freed, faults at once. Unmapping does not wait for kernels, so a
+//! freed block is retired until the work before its free is done.
+#![forbid(unsafe_code)]
+
+use std::alloc::Layout;
+use std::collections::VecDeque;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::driver::{Access, Context, Handle, Mapping, Reservation, Stream};
+use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
+use crate::resource::{
+    Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
+};
+use crate::source::block_uses::{Retired, Tracking, tracked};
+
+/// What is behind a block.
+#[derive(Debug)]
+struct Backing {
+    mapping: Mapping,
+    addresses: Arc<Reservation>,
+    /// None once it was given back.
+    handle: Option<Arc<Handle>>,
+}
+
+/// Unmapped addresses around blocks, and of freed ones.
+#[derive(Debug)]
+struct Guards {
+    /// Of blocks that were freed last.
+    quarantine: Mutex<VecDeque<Arc<Reservation>>>,
+    /// How many.
+    most: usize,
+}
+
+/// Memory of a context's device, a block at a time, in multiples of the driver's granularity (2 MiB).
+#[derive(Debug)]
+pub struct Exportable {
+    context: Context,
+    granularity: u64,
+    guards: Option<Guards>,
+    origin: Origin,
+    made: AtomicU64,
+    blocks: Tracking<Backing>,
+}
+
+/// What is live is left to the context, as of every resource. Unmapping does not wait for kernels, so what is retired
+/// is waited for, and left to the context too where that cannot be done.
+impl Drop for Exportable {
+    fn drop(&mut self) {
+        let (live, retired) = self.blocks.take_payloads();
+        std::mem::forget(live);
+        if !retired.is_empty() && self.context.synchronize().is_err() {
+            std::mem::forget(retired);
+        }
+    }
+}
+
+impl Exportable {
+    /// Memory that can be exported.
+    ///
+    /// # Errors
+    /// What the driver answered when it was asked for the granularity.
+    pub fn new(context: &Context) -> Result<Exportable, CudaError> {
+        Ok(Exportable {
+            context: context.clone(),
+            granularity: context.device().granularity()?,
+            guards: None,
+            origin: Origin::unique(),
+            made: AtomicU64::new(0),
+            blocks: Tracking::new(context),
+        })
+    }
+
+    /// As above, with unmapped addresses before and behind each block, which ends where those begin as nearly as its
+    /// alignment lets it, and with the addresses of the last `quarantine` freed blocks kept unmapped.
+    ///
+    /// # Errors
+    /// As [`Exportable::new`].
+    pub fn guarded(context: &Context, quarantine: usize) -> Result<Exportable, CudaError> {
+        let mut memory = Exportable::new(context)?;
+        memory.guards = Some(Guards {
+            quarantine: Mutex::default(),
+            most: quarantine,
+        });
+        Ok(memory)
+    }
+
+    /// A descriptor of a block's memory, which keeps the memory past the block's free and this process's end (design F4).
+    ///
+    /// # Errors
+    /// [`ResourceError::Foreign`], [`ResourceError::Stale`], or what the driver answered.
+    pub fn export(&self, block: BlockRef) -> Result<OwnedFd, ResourceError> {
+        let (origin, found) = (self.origin, block.origin);
+        if found != origin {
+            return Err(ResourceError::Foreign { origin, found });
+        }
+        let handle = self.blocks.with(block, |backing| backing.handle.clone())?;
+        let generation = block.generation;
+        Ok(handle
+            .ok_or(ResourceError::Stale { generation })?
+            .export()?)
+    }
+
+    fn back(&self, layout: Layout) -> Result<(u64, Backing), CudaError> {
+        let size = layout.size() as u64;
+        let bytes = size
+            .checked_next_multiple_of(self.granularity)
+            .ok_or(CudaError {
+                call: "cuMemCreate",
+                code: 2,
+            })?;
+        let handle = Arc::new(self.context.device().create(bytes)?);
+        let guard = if self.guards.is_some() {
+            self.granularity
+        } else {
+            0
+        };
+        let addresses = Arc::new(self.context.driver().reserve(bytes + 2 * guard)?);
+        let mapping = addresses.map(guard, &handle, Access::ReadWrite, &self.context)?;
+        let slack = if guard == 0 {
+            0
+        } else {
+            (bytes - size) & !(layout.align() as u64 - 1)
+        };
+        let address = mapping.address() + slack;
+        let backing = Backing {
+            mapping,
+            addresses,
+            handle: Some(handle),
+        };
+        Ok((address, backing))
+    }
+
+    fn give_back(&self, retired: &mut Retired<Backing>) -> Result<(), CudaError> {
+        let backing = &mut retired.payload;
+        backing.mapping.unmap()?;
+        backing.handle = None;
+        if let Some(guards) = &self.guards {
+            let mut quarantine = guards
+                .quarantine
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
+            quarantine.push_back(Arc::clone(&backing.addresses));
+            while quarantine.len() > guards.most {
+                quarantine.pop_front();
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Maps memory that another process exported; free once the answer and every other holder is gone.
+///
+/// # Errors
+/// What the driver answered.
+pub fn import(
+    context: &Context,
+    descriptor: BorrowedFd<'_>,
+    bytes: u64,
+    access: Access,
+) -> Result<Mapping, CudaError> {
+    let handle = context.driver().import(descriptor, bytes)?;
+    let addresses = Arc::new(context.driver().reserve(bytes)?);
+    addresses.map(0, &handle, access, context)
+}
+
+impl DeviceMemoryResource for Exportable {
+    fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
+        check_request(self.ordinal(), layout, self.granularity as usize, stream)?;
+        let backed = match self.back(layout) {
+            Err(error)
+                if error.class() == ErrorClass::OutOfMemory
+                    && self.reap_pending().is_ok_and(|reaped| reaped.freed > 0) =>
+            {
+                self.back(layout)
+            }
+            other => other,
+        };
+        let (address, backing) = backed.map_err(|error| {
+            ResourceError::of_allocation(self.ordinal(), layout.size() as u64, error)
+        })?;
+        let block = BlockRef {
+            address,
+            layout,
+            origin: self.origin,
+            generation: self.made.fetch_add(1, Ordering::Relaxed),
+            cookie: 0,
+        };
+        self.blocks.begin(block, stream, backing);
+        Ok(Block::new(block))
+    }
+
+    fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
+        let block = check_free(self.origin, self.ordinal(), block, stream)?;
+        self.blocks.end(block, stream, |_| Ok(()))?;
+        // This block was freed; what others fail with is told to who reaps.
+        let _ = self.reap_pending();
+        Ok(())
+    }
+
+    fn reap_pending(&self) -> Result<Reaped, ResourceError> {
+        self.blocks
+            .reap(|_| Ok(()), |retired| self.give_back(retired))
+    }
+
+    fn kind(&self) -> &'static str {
+        match self.guards {
+            Some(_) => "guard-pages",
+            None => "exportable",
+        }
+    }
+
+    tracked!();
+}

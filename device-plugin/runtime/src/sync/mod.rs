@@ -1,0 +1,3 @@
+//! Locks of the allocator's hot path.
+
+pub(crate) mod biased_lock;

@@ -1,0 +1,54 @@
+//! Copies between devices.
+
+use bursar_runtime::memory::slice::MemoryError;
+use bursar_runtime::{Stale, memory::peer_copy};
+use bursar_sim_lab::{TWO_GPUS, inside};
+
+use crate::{runtime, slice, spin};
+
+#[test]
+fn items_arrive_on_the_other_device_and_on_the_same() {
+    inside(TWO_GPUS, |_| {
+        let (here, there) = (runtime(0), runtime(1));
+        let from = slice(&here, &[1, 2, 3], &here.stream().unwrap());
+        for target in [&there, &here] {
+            let mut to = slice(target, &[0; 3], &target.stream().unwrap());
+            peer_copy::copy(&from, &mut to).unwrap();
+            let mut back = [0; 3];
+            to.copy_to_host(&mut back).unwrap();
+            assert_eq!(back, [1, 2, 3]);
+        }
+    });
+}
+
+#[test]
+fn the_copy_waits_for_both_sides_and_what_comes_later_waits_for_the_copy() {
+    inside(TWO_GPUS, |_| {
+        let (here, there) = (runtime(0), runtime(1));
+        for late in ["source", "target"] {
+            let (source, target) = (here.stream().unwrap(), there.stream().unwrap());
+            let from = slice(&here, &[1], &source);
+            let mut to = slice(&there, &[0], &target);
+            spin(if late == "source" { &source } else { &target });
+            peer_copy::copy(&from, &mut to).unwrap();
+            assert_eq!(target.is_idle(), Ok(false), "{late}");
+            assert_eq!(source.is_idle(), Ok(false), "{late}");
+            source.synchronize().unwrap();
+            assert_eq!(target.is_idle(), Ok(true), "{late}");
+        }
+    });
+}
+
+#[test]
+fn other_lengths_and_stale_memory_are_refused() {
+    inside(TWO_GPUS, |_| {
+        let (here, there) = (runtime(0), runtime(1));
+        let from = slice(&here, &[1, 2], &here.stream().unwrap());
+        let mut short = slice(&there, &[0], &there.stream().unwrap());
+        let refused = peer_copy::copy(&from, &mut short);
+        assert_eq!(refused, Err(MemoryError::Length { len: 1, given: 2 }));
+        let mut to = slice(&there, &[0, 0], &there.stream().unwrap());
+        here.shut_down();
+        assert_eq!(peer_copy::copy(&from, &mut to), Err(Stale::ShutDown.into()));
+    });
+}

@@ -1,0 +1,188 @@
+//! Memory that can be exported, and guard pages.
+
+use std::alloc::Layout;
+use std::io::{BufRead as _, BufReader};
+use std::os::fd::AsFd as _;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use bursar_runtime::driver::{Access, Context, Stream};
+use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, source::vmm};
+use bursar_sim_lab::{ONE_GPU, inside, role, twin};
+
+use crate::raw::Raw as _;
+use crate::{BUSY, MIB, bytes, context, spin};
+
+fn exportable() -> (Context, Exportable, Stream) {
+    let context = context(0);
+    let (memory, stream) = (Exportable::new(&context), context.stream());
+    (context, memory.unwrap(), stream.unwrap())
+}
+
+#[test]
+fn an_exported_block_outlives_its_free_in_who_imports_it() {
+    inside(ONE_GPU, |machine| {
+        let (context, memory, stream) = exportable();
+        let before = machine.used(0);
+        let block = memory
+            .allocate(bytes(3 * MIB), &stream, Tag::default())
+            .unwrap();
+        context.copy_to_device(block.address(), b"bursar").unwrap();
+        let gone = block.as_ref();
+        let descriptor = memory.export(gone).unwrap();
+        memory.deallocate(block, &stream).unwrap();
+        assert_eq!(memory.bytes_outstanding().total(), 0);
+        assert_eq!(memory.export(gone).unwrap_err().reason(), "Stale");
+        let mapping = vmm::import(&context, descriptor.as_fd(), 4 << 20, Access::Read).unwrap();
+        drop(descriptor);
+        let mut back = [0; 6];
+        context
+            .copy_from_device(&mut back, mapping.address())
+            .unwrap();
+        assert_eq!(&back, b"bursar");
+        assert_eq!(machine.used(0), before + (4 << 20));
+        drop(mapping);
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+/// The importer's part: reads and answers, then holds the memory until it is killed.
+fn importer() {
+    let descriptor = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    let context = context(0);
+    let mapping = vmm::import(&context, descriptor.as_fd(), 2 << 20, Access::ReadWrite).unwrap();
+    drop(descriptor);
+    let mut found = [0; 6];
+    context
+        .copy_from_device(&mut found, mapping.address())
+        .unwrap();
+    context
+        .copy_to_device(mapping.address(), b"answer")
+        .unwrap();
+    println!("found {}", std::str::from_utf8(&found).unwrap());
+    std::thread::sleep(Duration::from_secs(600));
+}
+
+#[test]
+fn two_processes_share_a_block_and_either_may_end_first() {
+    inside(ONE_GPU, |machine| {
+        if role().is_some() {
+            return importer();
+        }
+        let (context, memory, stream) = exportable();
+        let before = machine.used(0);
+        let block = memory
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        context.copy_to_device(block.address(), b"bursar").unwrap();
+        let descriptor = memory.export(block.as_ref()).unwrap();
+        let mut importer = twin("importer")
+            .stdin(descriptor)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(importer.stdout.take().unwrap()).lines();
+        assert!(lines.any(|line| line.unwrap().contains("found bursar")));
+        let mut answer = [0; 6];
+        context
+            .copy_from_device(&mut answer, block.address())
+            .unwrap();
+        assert_eq!(&answer, b"answer");
+        memory.deallocate(block, &stream).unwrap();
+        assert_eq!(memory.bytes_outstanding().total(), 0);
+        // Its context, and what it has mapped; what a context takes of this process is in `before`.
+        assert_eq!(machine.used(0), before + (518 << 20) + (2 << 20));
+        importer.kill().unwrap();
+        importer.wait().unwrap();
+        assert_eq!(machine.used(0), before);
+    });
+}
+
+#[test]
+fn a_freed_block_is_mapped_until_its_stream_is_done() {
+    inside(ONE_GPU, |machine| {
+        let (_, memory, stream) = exportable();
+        let block = memory
+            .allocate(bytes(MIB), &stream, Tag::default())
+            .unwrap();
+        let used = machine.used(0);
+        spin(&stream, BUSY);
+        memory.deallocate(block, &stream).unwrap();
+        assert_eq!(memory.bytes_outstanding().retired, 1 << 20);
+        assert_eq!(machine.used(0), used);
+        stream.synchronize().unwrap();
+        assert_eq!(memory.reap_pending().unwrap().freed, 1 << 20);
+        assert_eq!(machine.used(0), used - (2 << 20));
+    });
+}
+
+#[test]
+fn dropped_memory_is_mapped_until_the_work_before_its_free_is_done() {
+    inside(ONE_GPU, |machine| {
+        let context = context(0);
+        let (memory, stream) = (
+            Exportable::new(&context).unwrap(),
+            context.stream().unwrap(),
+        );
+        let [freed, live] = [(); 2].map(|()| {
+            memory
+                .allocate(bytes(MIB), &stream, Tag::default())
+                .unwrap()
+        });
+        let used = machine.used(0);
+        let begun = Instant::now();
+        spin(&stream, Duration::from_millis(300));
+        memory.deallocate(freed, &stream).unwrap();
+        let address = live.as_ref().address;
+        drop(memory);
+        assert!(begun.elapsed() >= Duration::from_millis(300));
+        assert_eq!(machine.used(0), used - (2 << 20));
+        // What was not freed is there still.
+        context.fill(address, 1, 1 << 20).unwrap();
+    });
+}
+
+#[test]
+fn behind_a_guarded_block_and_after_its_free_nothing_is_mapped() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let memory = Exportable::guarded(&context, 2).unwrap();
+        let stream = context.default_stream();
+        for (size, align) in [(1, 1), (1000, 8), (2 * MIB, 256), (5 * MIB + 3, 1)] {
+            let layout = Layout::from_size_align(size, align).unwrap();
+            let block = memory.allocate(layout, &stream, Tag::default()).unwrap();
+            let (start, end) = (block.address(), block.address() + block.bytes());
+            assert!(start.is_multiple_of(align as u64));
+            context.fill(start, 1, size).unwrap();
+            let edge = end.next_multiple_of(align as u64);
+            assert!(
+                context.fill(end, 1, (edge - end + 1) as usize).is_err(),
+                "{size} bytes"
+            );
+            let page = start & !((2 << 20) - 1);
+            assert!(context.fill(page - 1, 1, 1).is_err());
+            memory.deallocate(block, &stream).unwrap();
+            assert!(context.fill(start, 1, 1).is_err(), "it was freed");
+        }
+    });
+}
+
+#[test]
+fn addresses_in_quarantine_are_not_given_out_again() {
+    inside(ONE_GPU, |_| {
+        let context = context(0);
+        let (memory, stream) = (
+            Exportable::guarded(&context, 8).unwrap(),
+            context.default_stream(),
+        );
+        let mut seen = Vec::new();
+        for _ in 0..8 {
+            let block = memory
+                .allocate(bytes(MIB), &stream, Tag::default())
+                .unwrap();
+            assert!(!seen.contains(&block.address()));
+            seen.push(block.address());
+            memory.deallocate(block, &stream).unwrap();
+        }
+    });
+}
