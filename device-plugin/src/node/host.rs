@@ -35,7 +35,8 @@ pub enum HostError {
     Shim(#[from] ShimFilesError),
     /// The shim's files are not there yet.
     #[error(
-        "failed to install the shim's files within {0:?}: a file system hangs; check the disks of paths.state-dir and driver.root"
+        "failed to install the shim's files within {0:?}: a file system is slow or hangs; if this goes on, \
+         check the disks of paths.state-dir and driver.root"
     )]
     Late(std::time::Duration),
     /// The installation of the shim's files panicked.

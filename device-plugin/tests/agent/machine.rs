@@ -16,6 +16,9 @@ pub(crate) use crate::common::agent::GPU;
 use crate::common::kubelet::{FakeKubelet, Phase, Pod};
 use crate::common::{PATIENCE, eventually};
 
+/// The agent's error while the installation of the shim's files takes longer than it waits.
+pub(crate) const INSTALLATION_LATE: &str = "failed to install the shim's files within 2s";
+
 pub(crate) struct Machine {
     pub(crate) lab: Lab,
     pub(crate) kubelet: FakeKubelet,
@@ -254,9 +257,21 @@ impl Machine {
         pod
     }
 
-    /// Starts its container once.
-    pub(crate) async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
+    /// Has the kubelet start the pod's container once.
+    pub(crate) async fn start_once(&self, pod: &Pod) -> Result<Vec<String>, String> {
         Ok(self.kubelet.start_container(pod, "main").await?.cdi_devices)
+    }
+
+    /// The same, again while a busy machine is late with the shim's files, as a kubelet does.
+    pub(crate) async fn start(&self, pod: &Pod) -> Result<Vec<String>, String> {
+        let begun = Instant::now();
+        loop {
+            let started = self.start_once(pod).await;
+            let is_late = |error: &String| error.contains(INSTALLATION_LATE);
+            if !started.as_ref().is_err_and(is_late) || begun.elapsed() > PATIENCE {
+                return started;
+            }
+        }
     }
 
     /// Waits until the pod is refused in such words: a new agent looks for half a second whether what was used is free.

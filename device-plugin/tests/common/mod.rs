@@ -12,7 +12,7 @@ pub mod kubelet;
 use std::time::{Duration, Instant};
 
 /// The most that any test waits for anything.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Looks until `reached` says so; how long that took.
 ///
