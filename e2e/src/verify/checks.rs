@@ -68,6 +68,26 @@ const fn test_check(
     }
 }
 
+/// For tests that wait for clocks and processes, and hardly compute.
+const WAITING: &str = "--test-threads=6";
+
+/// The properties whose histories the short tier cuts.
+const HISTORIES: &[Tests] = &[Tests {
+    target: &["--lib"],
+    names: &[
+        "kept::leases::history::nothing_is_lost_shared_reused_or_left_in_a_million_operations_of_which_any_may_be_somebodys_last",
+        "placement::plan::tests::promises::cohorts_get_what_they_are_promised",
+        "placement::plan::tests::random::a_replayed_plan_evicts_nobody_else",
+        "placement::plan::tests::random::an_operator_that_is_killed_anywhere_and_sees_late_takes_what_one_waiter_lacks_and_no_more",
+        "placement::plan::tests::random::at_rest_nothing_comes_of_time_alone",
+        "placement::plan::tests::random::for_whom_somebody_goes_has_its_gpu_within_the_round_and_there_is_no_other_for_it",
+        "placement::plan::tests::random::the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice",
+        "placement::plan::tests::random::two_operators_whose_steps_alternate_anyhow_take_what_one_waiter_lacks_and_no_more",
+    ],
+    ignored: false,
+    env: &[("BURSAR_LONG", "1")],
+}];
+
 /// Every check, in the order in which they run: what fails fastest comes first.
 const CHECKS: &[Check] = &[
     cargo_check(
@@ -110,6 +130,11 @@ const CHECKS: &[Check] = &[
         "unit and property tests of every crate",
         &["--lib", "--bins"],
     ),
+    Check {
+        name: "main/histories",
+        shows: "placement and leases over histories at full length",
+        how: How::Long(HISTORIES),
+    },
     test_check(
         "main/binder",
         "100,000 random histories: nothing over-booked, bound twice, starved or lost in a crash",
@@ -130,7 +155,7 @@ const CHECKS: &[Check] = &[
     test_check(
         "main/agent",
         "the whole agent: killed, robbed of its records, full, without driver or GPU",
-        &["--test", "agent"],
+        &["--test", "agent", "--", WAITING],
     ),
     test_check(
         "runtime/vault",
@@ -161,14 +186,13 @@ const CHECKS: &[Check] = &[
         "runtime/leases",
         "kept leases and tokens of memory through every death of tenants, workers, agents and vaults, by a real client \
          through the shim too",
-        &["--test", "leases"],
+        &["--test", "leases", "--", WAITING],
     ),
     test_check(
         "operator/operator",
         "the whole operator against an API server in memory: a crash before and after each write, writes that \
          fail or are not answered, two operators at once",
-        // They wait for clocks and not for a processor.
-        &["--test", "operator", "--", "--test-threads=8"],
+        &["--test", "operator", "--", WAITING],
     ),
     Check {
         name: "operator/api/server",
@@ -199,7 +223,7 @@ const CHECKS: &[Check] = &[
         "enforcement/audit",
         "bypasses, mounts over our paths, garbage in the credit page: each found within 2 s, or held all the same; \
          what ended pods left to others is bound to nobody",
-        &["--test", "audit"],
+        &["--test", "audit", "--", WAITING],
     ),
     test_check(
         "enforcement/pools",

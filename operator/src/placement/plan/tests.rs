@@ -29,6 +29,14 @@ use crate::placement::pod::{Owner, Place, PodFacts, Wants};
 /// How many random clusters each promise is shown on. Of a fifth somebody has to go at least, or it would say little.
 const CASES: u32 = 100_000;
 
+/// How many of `full` cases a property is tried with: all in the long tier of `cargo verify`.
+fn cases(full: u32) -> u32 {
+    match std::env::var_os("BURSAR_LONG") {
+        Some(_) => full,
+        None => full / 20,
+    }
+}
+
 const RULES: Rules = Rules {
     quantum: Quantum::Gib1,
     move_waiters: true,

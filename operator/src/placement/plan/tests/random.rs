@@ -179,9 +179,9 @@ fn who_goes_goes_for_what_one_waiter_lacks(
     Ok(())
 }
 
-// Together over 100,000 layouts.
+// Together over 100,000 layouts in the long tier.
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(20_000))]
+    #![proptest_config(ProptestConfig::with_cases(cases(20_000)))]
     /// A round is what one plan says, the end of those who go by it, and one look of the scheduler and the agents each.
     /// Nothing may put off the waiter then: neither borrowers, who come again at once, nor owners, whenever they come.
     #[test]
@@ -213,7 +213,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(40_000))]
+    #![proptest_config(ProptestConfig::with_cases(cases(40_000)))]
     #[test]
     fn an_operator_that_is_killed_anywhere_and_sees_late_takes_what_one_waiter_lacks_and_no_more(
         cluster in layouts(),
@@ -259,9 +259,9 @@ fn marks() -> impl Strategy<Value = Vec<(prop::sample::Index, u8)>> {
 /// Carried out whole, cut short anywhere, or by an operator that starts anew each time.
 #[test]
 fn the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice() {
-    let lent = Cell::new(0);
+    let (cases, lent) = (cases(CASES), Cell::new(0));
     let cuts = prop::collection::vec(prop::option::weighted(0.3, 0_usize..4), 20);
-    proptest!(ProptestConfig::with_cases(CASES), |(cluster in layouts(), marks in marks(), cuts in cuts)| {
+    proptest!(ProptestConfig::with_cases(cases), |(cluster in layouts(), marks in marks(), cuts in cuts)| {
         let mut live = marked(&cluster, &marks);
         let (mut operator, mut second) = (Watching::default(), 0);
         for cut in cuts {
@@ -294,14 +294,14 @@ fn the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice() {
         prop_assert_eq!(live.reservations.values().flatten().filter(|held| waits(held)).count(), held);
         lent.set(lent.get() + u32::from(!live.evicted.is_empty()));
     });
-    assert!(lent.get() >= CASES / 5, "{} of {CASES}", lent.get());
+    assert!(lent.get() >= cases / 5, "{} of {cases}", lent.get());
 }
 
 /// The same facts again, with and without what is remembered: nobody else has to go.
 #[test]
 fn a_replayed_plan_evicts_nobody_else() {
-    let lent = Cell::new(0);
-    proptest!(ProptestConfig::with_cases(CASES), |(cluster in layouts())| {
+    let (cases, lent) = (cases(CASES), Cell::new(0));
+    proptest!(ProptestConfig::with_cases(cases), |(cluster in layouts())| {
         let mut live = cluster;
         let (mut operator, mut second) = (Watching::default(), 0);
         while second < 20 {
@@ -326,11 +326,11 @@ fn a_replayed_plan_evicts_nobody_else() {
         }
         lent.set(lent.get() + u32::from(!live.evicted.is_empty()));
     });
-    assert!(lent.get() >= CASES / 5, "{} of {CASES}", lent.get());
+    assert!(lent.get() >= cases / 5, "{} of {cases}", lent.get());
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(100_000 / 40))]
+    #![proptest_config(ProptestConfig::with_cases(cases(100_000) / 40))]
     /// What is not planned while nothing changes would have come to nothing.
     #[test]
     fn at_rest_nothing_comes_of_time_alone(cluster in layouts(), seconds in 0_u64..240) {
