@@ -8,7 +8,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use bursar_runtime::state::Supervisor;
+use bursar_runtime::state::ErrorMonitor;
 
 const ROUNDS: usize = 301;
 const CALLS: u32 = 100_000;
@@ -35,9 +35,9 @@ fn median(times: impl Iterator<Item = f64>) -> f64 {
 }
 
 fn main() {
-    let (outside, inside) = (Supervisor::new(), Supervisor::new());
-    inside.ask(fence);
-    let (word, outside, inside) = (AtomicU64::new(0), outside.watch(), inside.watch());
+    let (outside, inside) = (ErrorMonitor::new(), ErrorMonitor::new());
+    inside.set_fence_fn(fence);
+    let (word, outside, inside) = (AtomicU64::new(0), outside.new_state(), inside.new_state());
     let rounds: Vec<_> = (0..ROUNDS)
         .map(|_| {
             [

@@ -33,8 +33,8 @@ use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Access, Context, Driver, Grid, Mapping};
 use bursar_runtime::error::CudaError;
-use bursar_runtime::retained::{Kept, Key, Opened, Shelf};
-use bursar_runtime::{Checksum, Tokens};
+use bursar_runtime::retained::{Key, LeaseClient, LeaseState, RetainedLease};
+use bursar_runtime::{DeviceChecksum, TokenClient};
 use raw::Raw as _;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -140,15 +140,15 @@ fn bare(bytes: u64, rounds: u32) -> Done {
 
 fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
     let context = context()?;
-    let shelf = Shelf::at(&context, Path::new(socket));
+    let shelf = LeaseClient::with_socket(&context, Path::new(socket));
     sweep(&context, bytes)?;
     for _ in 0..rounds {
         let since = Instant::now();
         let opened = shelf.open("lease", &[1; 32], bytes, PATIENCE)?;
         println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
         match opened {
-            Opened::Writing(writing) => writing.discard()?,
-            Opened::Ready(_) => return Err("the lease was there".into()),
+            LeaseState::Writing(writing) => writing.discard()?,
+            LeaseState::Ready(_) => return Err("the lease was there".into()),
         }
         // The worker lets go of what it made only then.
         std::thread::sleep(Duration::from_millis(10));
@@ -192,10 +192,10 @@ fn wakes(rounds: u32) -> Done {
 
 /// Finds the kept memory or makes it, verifies it, and says what each step took.
 fn come_back(
-    shelf: impl FnOnce(&Context) -> Shelf,
+    shelf: impl FnOnce(&Context) -> LeaseClient,
     bytes: u64,
     since: u64,
-) -> Result<Kept, Box<dyn Error>> {
+) -> Result<RetainedLease, Box<dyn Error>> {
     let started = now();
     let driver = Driver::get()?;
     let initialised = now();
@@ -206,8 +206,8 @@ fn come_back(
     let opened = shelf.open("image", &KEY, bytes, PATIENCE)?;
     let attached = now();
     let (found, kept) = match opened {
-        Opened::Ready(kept) => (true, kept),
-        Opened::Writing(writing) => {
+        LeaseState::Ready(kept) => (true, kept),
+        LeaseState::Writing(writing) => {
             for at in (0..writing.bytes()).step_by(1 << 30) {
                 let length = (writing.bytes() - at).min(1 << 30);
                 context.fill(
@@ -237,8 +237,8 @@ fn come_back(
 
 fn image(socket: &str, bytes: u64, since: u64) -> Done {
     let shelf = |context: &Context| match socket {
-        "-" => Shelf::new(context),
-        socket => Shelf::at(context, Path::new(socket)),
+        "-" => LeaseClient::new(context),
+        socket => LeaseClient::with_socket(context, Path::new(socket)),
     };
     let kept = come_back(shelf, bytes, since)?;
     loop {
@@ -269,14 +269,14 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
 }
 
 /// A token for the lease and one for this process's own memory, in hexadecimal digits.
-fn tokens(kept: &Kept, socket: &str) -> Result<String, Box<dyn Error>> {
+fn tokens(kept: &RetainedLease, socket: &str) -> Result<String, Box<dyn Error>> {
     let agent = match socket {
-        "-" => Tokens::of_this_container(),
-        socket => Tokens::at(Path::new(socket)),
+        "-" => TokenClient::in_container(),
+        socket => TokenClient::with_socket(Path::new(socket)),
     };
     let tokens = [
-        (agent.kept(kept, 1)?, kept.lease()),
-        (agent.own(kept.context().uuid(), 2)?, 0),
+        (agent.seal_retained(kept, 1)?, kept.lease()),
+        (agent.seal_allocation(kept.context().uuid(), 2)?, 0),
     ];
     let mut said = Vec::new();
     for (token, lease) in tokens {
@@ -302,7 +302,7 @@ fn fault(
     let stream = context.default_stream();
     note()?;
     // SAFETY: each of the kernels has one argument, an address; what they write is no memory of the host's.
-    unsafe { function.launch(&stream, Grid::line(1, 1), &mut [(&raw mut at).cast()])? };
+    unsafe { function.launch(&stream, Grid::linear(1, 1), &mut [(&raw mut at).cast()])? };
     match context.synchronize() {
         Err(error) => Ok(error),
         Ok(()) => Err("the kernel did not fault".into()),
@@ -322,7 +322,7 @@ fn restarted(file: &str, bytes: u64, times: usize) -> Done {
     let before = std::fs::read_to_string(file).unwrap_or_default();
     let done = before.lines().count();
     let since = before.lines().last().map_or(Ok(now()), str::parse)?;
-    let kept = come_back(Shelf::new, bytes, since)?;
+    let kept = come_back(LeaseClient::new, bytes, since)?;
     if done == times {
         return Ok(());
     }
@@ -342,7 +342,7 @@ fn floor(bytes: u64, times: usize, before: Option<(u64, u64)>) -> Done {
     let made = now();
     let memory = take(&context, bytes)?;
     let taken = now();
-    let mut checksum = Checksum::new(&context)?;
+    let mut checksum = DeviceChecksum::new(&context)?;
     checksum.of(memory.address(), GRANULARITY, &context.default_stream())?;
     if let Some((launched, failed)) = before {
         println!(
@@ -373,7 +373,7 @@ fn floor(bytes: u64, times: usize, before: Option<(u64, u64)>) -> Done {
 
 fn tenant(bytes: u64) -> Done {
     let context = context()?;
-    let mut checksum = Checksum::new(&context)?;
+    let mut checksum = DeviceChecksum::new(&context)?;
     let stream = context.default_stream();
     let clean = {
         let memory = take(&context, bytes)?;
@@ -395,7 +395,7 @@ fn tenant(bytes: u64) -> Done {
 
 fn neighbour(bytes: u64) -> Done {
     let context = context()?;
-    let mut checksum = Checksum::new(&context)?;
+    let mut checksum = DeviceChecksum::new(&context)?;
     let stream = context.default_stream();
     let memory = take(&context, bytes)?;
     context.fill(memory.address(), 3, bytes as usize)?;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::{Access, Advice, Attach, Grid, Kernel, Location, Parameter};
 use bursar_runtime::{
-    Checksum, DeviceRuntime, Direct, GpuRef, Launch, Managed, ManagedRef, Tag, TrackedSlice,
+    DeviceChecksum, DeviceRuntime, Direct, GpuRef, Launch, Managed, ManagedRef, Tag, TrackedSlice,
     checksum, memory::peer_copy,
 };
 
@@ -57,7 +57,7 @@ WAIT:
 "#;
 
 const ITEMS: usize = 1 << 12;
-const GRID: Grid = Grid::line(16, 256);
+const GRID: Grid = Grid::linear(16, 256);
 
 fn add(runtime: &DeviceRuntime) -> Done<Kernel> {
     const TAKES: &[Parameter] = &[
@@ -72,10 +72,10 @@ fn add(runtime: &DeviceRuntime) -> Done<Kernel> {
 
 fn main() -> Done<()> {
     if std::env::args().nth(1).as_deref() == Some("watch") {
-        return watch(&*DeviceRuntime::of_ordinal(0)?);
+        return watch(&*DeviceRuntime::for_ordinal(0)?);
     }
     let gibibytes: usize = std::env::args().nth(1).map_or(Ok(8), |word| word.parse())?;
-    let runtime = DeviceRuntime::of_ordinal(0)?;
+    let runtime = DeviceRuntime::for_ordinal(0)?;
     println!("{} {}", runtime.context().device().name()?, runtime.uuid());
     lengths(&runtime)?;
     streams(&runtime)?;
@@ -92,7 +92,7 @@ fn watch(runtime: &DeviceRuntime) -> Done<()> {
         line?;
         match shared.access() {
             Ok(_) => println!("good"),
-            Err(why) => println!("{why:?}"),
+            Err(reason) => println!("{reason:?}"),
         }
     }
     Ok(())
@@ -106,7 +106,7 @@ fn lengths(runtime: &DeviceRuntime) -> Done<()> {
         .collect();
     let mut slice = TrackedSlice::<u8>::allocate(runtime, bytes.len(), &stream, Tag("bytes"))?;
     slice.copy_from_host(&bytes)?;
-    let mut kernel = Checksum::new(runtime.context())?;
+    let mut kernel = DeviceChecksum::new(runtime.context())?;
     let around = [4096, 1 << 20, 1 << 25, bytes.len()].map(|len| len - 40..=len);
     let all = (0..=100).chain(around.into_iter().flatten());
     let mut count = 0;
@@ -152,7 +152,7 @@ fn streams(runtime: &DeviceRuntime) -> Done<()> {
     let reading = runtime.stream()?;
     // Work of others, which is submitted by hand: the stream is behind the additions from here on.
     let address = shared.read_in(&reading, |address| address)?;
-    let mut checksum = Checksum::new(runtime.context())?;
+    let mut checksum = DeviceChecksum::new(runtime.context())?;
     let found = checksum.of(address, shared.bytes(), &reading)?;
     let mut items = [0; ITEMS];
     copy.copy_to_host(&mut items)?;
@@ -168,7 +168,8 @@ fn streams(runtime: &DeviceRuntime) -> Done<()> {
 }
 
 fn managed(runtime: &DeviceRuntime) -> Done<()> {
-    let runtime = runtime.with_resource(|_| Managed::of(runtime.context(), Attach::Global));
+    let runtime =
+        runtime.with_resource(|_| Managed::with_allocator(runtime.context(), Attach::Global));
     let stream = runtime.stream()?;
     let (attach, tag) = (Attach::Global, Tag("managed"));
     let mut memory = ManagedRef::<u32>::allocate(&runtime, ITEMS, attach, &stream, tag)?;
@@ -201,7 +202,7 @@ fn speed(runtime: &DeviceRuntime, bytes: usize) -> Done<()> {
     let runtime = runtime.with_resource(|_| Direct::new(runtime.context()));
     let stream = runtime.stream()?;
     let begun = Instant::now();
-    let mut kernel = Checksum::new(runtime.context())?;
+    let mut kernel = DeviceChecksum::new(runtime.context())?;
     println!(
         "loading the kernel took {:.1} ms",
         begun.elapsed().as_secs_f64() * 1e3

@@ -13,8 +13,8 @@ mod raw;
 
 use bursar_runtime::driver::{Access, Advice, Attach, Context, Driver, Location, Stream};
 use bursar_runtime::{
-    Async, Budget, Checksum, DeviceMemoryResource, DeviceRuntime, Direct, Exportable, FreeError,
-    Guard, Managed, Tag, checksum, source::vmm,
+    Budget, DebugGuard, DeviceChecksum, DeviceMemoryResource, DeviceRuntime, Direct, Exportable,
+    FreeError, Managed, StreamOrdered, Tag, checksum, source::vmm,
 };
 use raw::Raw as _;
 
@@ -36,9 +36,9 @@ fn main() -> ExitCode {
     let trials: [(&str, Trial); 9] = [
         ("direct", || of(|context| Ok(Direct::new(context)))),
         ("managed", || {
-            of(|context| Ok(Managed::of(context, Attach::Global)))
+            of(|context| Ok(Managed::with_allocator(context, Attach::Global)))
         }),
-        ("async", || of(|context| Ok(Async::new(context)))),
+        ("async", || of(|context| Ok(StreamOrdered::new(context)))),
         ("exportable", || of(|context| Ok(Exportable::new(context)?))),
         ("runtime", runtime),
         ("two processes", two_processes),
@@ -110,7 +110,7 @@ fn round(
 /// The GPU's one runtime, with a budget over it.
 fn runtime() -> Outcome {
     let uuid = Driver::get()?.device(0)?.uuid()?;
-    let runtime = DeviceRuntime::of(uuid)?;
+    let runtime = DeviceRuntime::for_gpu(uuid)?;
     let held = runtime.with_resource(|resource| Budget::new(resource, 4 << 20));
     let stream = held.stream()?;
     for _ in 0..64 {
@@ -163,12 +163,12 @@ fn import() -> Result<(), Box<dyn Error>> {
 fn guards() -> Outcome {
     let context = context()?;
     let stream = context.stream()?;
-    let guard = Guard::new(Direct::new(&context), 1 << 20);
+    let guard = DebugGuard::new(Direct::new(&context), 1 << 20);
     let layout = Layout::from_size_align(1000, 256)?;
     let block = guard.allocate(layout, &stream, Tag("guarded"))?;
     stream.synchronize()?;
     context.fill(block.address() + 1000, 0, 1)?;
-    let Err(FreeError::Refused { block, why }) = guard.deallocate(block, &stream) else {
+    let Err(FreeError::Refused { block, reason }) = guard.deallocate(block, &stream) else {
         return Err("an overflow was not found".into());
     };
     context.fill(block.address() + 1000, 0xCA, 1)?;
@@ -177,7 +177,7 @@ fn guards() -> Outcome {
     context.fill(freed, 1, 1)?;
     guard.reap_pending()?;
     ensure(
-        guard.take_found().len() == 1,
+        guard.take_violations().len() == 1,
         "a write after the free was not found",
     )?;
 
@@ -196,14 +196,14 @@ fn guards() -> Outcome {
         context.fill(start, 1, 1).is_err(),
         "a freed block is mapped",
     )?;
-    Ok(why.to_string())
+    Ok(reason.to_string())
 }
 
 /// A block goes from stream to stream, and its free waits for all of them.
 fn uses() -> Outcome {
     let context = context()?;
     let (home, other) = (context.stream()?, context.stream()?);
-    let memory = Async::new(&context);
+    let memory = StreamOrdered::new(&context);
     for value in 0..16 {
         let block = memory.allocate(Layout::from_size_align(64 * MIB, 1)?, &home, Tag("used"))?;
         context.fill_async(block.address(), value, 64 * MIB, &home)?;
@@ -223,7 +223,7 @@ fn uses() -> Outcome {
         )?;
         memory.deallocate(next, &home)?;
     }
-    let managed = Managed::of(&context, Attach::Global);
+    let managed = Managed::with_allocator(&context, Attach::Global);
     let block = managed.allocate(Layout::from_size_align(2 * MIB, 1)?, &home, Tag("advised"))?;
     for (advice, of) in [
         (Advice::SetPreferredLocation, Location::Host),
@@ -243,7 +243,7 @@ fn uses() -> Outcome {
 fn checksums() -> Outcome {
     let context = context()?;
     let (memory, stream) = (Direct::new(&context), context.stream()?);
-    let mut kernel = Checksum::new(&context)?;
+    let mut kernel = DeviceChecksum::new(&context)?;
     let bytes: Vec<u8> = (0..MIB as u32)
         .map(|place| (place.wrapping_mul(2_654_435_761) >> 24) as u8)
         .collect();

@@ -15,30 +15,30 @@ use crate::driver::GpuUuid;
 
 /// How long an answer may take. The driver makes 64 GiB in a fifth of a second at worst (design F6), and a worker that
 /// hangs is replaced meanwhile.
-const PATIENCE: Duration = Duration::from_secs(30);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// An agent.
 #[derive(Clone, Debug)]
-pub(crate) struct Agent {
+pub(crate) struct AgentClient {
     socket: PathBuf,
 }
 
 /// Why the agent said nothing to the point.
 #[derive(Debug)]
-pub(crate) enum Unheard {
+pub(crate) enum ClientError {
     /// Nobody listens there, or it took too long.
-    Away { path: String, source: io::Error },
+    Unreachable { path: String, source: io::Error },
     /// It does not talk to this process.
-    Goodbye(Reason),
+    Rejected(Reason),
 }
 
-impl Agent {
-    pub(crate) fn of_this_container() -> Agent {
-        Agent::at(&Path::new(CONTAINER_RUN_DIR).join(SOCKET_NAME))
+impl AgentClient {
+    pub(crate) fn in_container() -> AgentClient {
+        AgentClient::with_socket(&Path::new(CONTAINER_RUN_DIR).join(SOCKET_NAME))
     }
 
-    pub(crate) fn at(socket: &Path) -> Agent {
-        Agent {
+    pub(crate) fn with_socket(socket: &Path) -> AgentClient {
+        AgentClient {
             socket: socket.to_owned(),
         }
     }
@@ -49,23 +49,26 @@ impl Agent {
     }
 
     /// Asks; the answers come from where this says.
-    pub(crate) fn say(&self, question: &ToAgent) -> Result<UnixStream, Unheard> {
+    pub(crate) fn send(&self, question: &ToAgent) -> Result<UnixStream, ClientError> {
         let failed = |source| self.failed(source);
-        let stream = dial_at(&self.socket, PATIENCE).map_err(failed)?;
+        let stream = dial_at(&self.socket, RESPONSE_TIMEOUT).map_err(failed)?;
         send_message(&stream, question, None).map_err(failed)?;
         Ok(stream)
     }
 
     /// The next answer, and what descriptor came with it.
-    pub(crate) fn hear(&self, stream: &UnixStream) -> Result<(ToShim, Option<OwnedFd>), Unheard> {
+    pub(crate) fn recv(
+        &self,
+        stream: &UnixStream,
+    ) -> Result<(ToShim, Option<OwnedFd>), ClientError> {
         match receive_message(stream).map_err(|source| self.failed(source))? {
-            (ToShim::Goodbye { reason }, _) => Err(Unheard::Goodbye(reason)),
+            (ToShim::Goodbye { reason }, _) => Err(ClientError::Rejected(reason)),
             answer => Ok(answer),
         }
     }
 
-    fn failed(&self, source: io::Error) -> Unheard {
-        Unheard::Away {
+    fn failed(&self, source: io::Error) -> ClientError {
+        ClientError::Unreachable {
             path: self.socket.display().to_string(),
             source,
         }
@@ -74,7 +77,7 @@ impl Agent {
 
 /// Asks about a GPU by the name that the agent has for it: the driver does not say whether a UUID is a MIG instance's, and
 /// the agent has an account of one of both names.
-pub(crate) fn by_name<T, E>(
+pub(crate) fn with_gpu_or_mig_account<T, E>(
     gpu: GpuUuid,
     ask: impl Fn(Account) -> Result<T, E>,
     is_unknown: impl Fn(&E) -> bool,

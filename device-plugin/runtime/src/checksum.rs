@@ -10,18 +10,18 @@ use crate::driver::{Context, Grid, Kernel, Stream};
 use crate::error::CudaError;
 
 /// Bytes that a thread takes at once; memory starts at a multiple of them.
-const PIECE: u64 = 16;
+const LOAD_BYTES: u64 = 16;
 const THREADS: u32 = 256;
 /// Blocks for each multiprocessor, as many as fit: loads under way are what keeps the memory busy.
-const BLOCKS: u32 = 8;
+const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`
-const MULTIPROCESSORS: i32 = 16;
+const MULTIPROCESSOR_COUNT: i32 = 16;
 
 /// Why there is no checksum.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChecksumError {
     /// The memory does not start where the kernel can.
-    #[error("memory at {0:#x}: a checksum starts at a multiple of {PIECE} bytes")]
+    #[error("memory at {0:#x}: a checksum starts at a multiple of {LOAD_BYTES} bytes")]
     Unaligned(u64),
     /// The driver failed; an address that is not there is a fault, which poisons the process image.
     #[error(transparent)]
@@ -30,7 +30,7 @@ pub enum ChecksumError {
 
 /// The kernel, loaded into a context, with a place for its result.
 #[derive(Debug)]
-pub struct Checksum {
+pub struct DeviceChecksum {
     kernel: Kernel,
     /// Eight bytes of device memory.
     sum: u64,
@@ -38,20 +38,20 @@ pub struct Checksum {
     blocks: u32,
 }
 
-impl Checksum {
+impl DeviceChecksum {
     /// Loads the kernel.
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn new(context: &Context) -> Result<Checksum, CudaError> {
+    pub fn new(context: &Context) -> Result<DeviceChecksum, CudaError> {
         let kernel = Kernel::checksum(context)?;
-        let multiprocessors = context.device().attribute(MULTIPROCESSORS)?;
-        Ok(Checksum {
+        let multiprocessors = context.device().attribute(MULTIPROCESSOR_COUNT)?;
+        Ok(DeviceChecksum {
             kernel,
             sum: context.allocate(size_of::<u64>())?,
             blocks: u32::try_from(multiprocessors)
                 .unwrap_or(1)
-                .saturating_mul(BLOCKS),
+                .saturating_mul(BLOCKS_PER_MULTIPROCESSOR),
         })
     }
 
@@ -60,17 +60,17 @@ impl Checksum {
     /// # Errors
     /// [`ChecksumError::Unaligned`], or what the driver answered.
     pub fn of(&mut self, address: u64, bytes: u64, stream: &Stream) -> Result<u64, ChecksumError> {
-        if !address.is_multiple_of(PIECE) {
+        if !address.is_multiple_of(LOAD_BYTES) {
             return Err(ChecksumError::Unaligned(address));
         }
         let context = self.kernel.context().clone();
-        let enough = bytes.div_ceil(PIECE * u64::from(THREADS));
+        let enough = bytes.div_ceil(LOAD_BYTES * u64::from(THREADS));
         let blocks = u32::try_from(enough).map_or(self.blocks, |enough| enough.min(self.blocks));
         let mut sum = [0; size_of::<u64>()];
         context.fill_async(self.sum, 0, sum.len(), stream)?;
         self.kernel.launch(
             stream,
-            Grid::line(blocks.max(1), THREADS),
+            Grid::linear(blocks.max(1), THREADS),
             &mut [address, bytes, self.sum],
         )?;
         stream.synchronize()?;
@@ -79,7 +79,7 @@ impl Checksum {
     }
 }
 
-impl Drop for Checksum {
+impl Drop for DeviceChecksum {
     fn drop(&mut self) {
         // Where it fails the context is lost, and the memory with it.
         let _ = self.kernel.context().free(self.sum);
@@ -93,7 +93,7 @@ mod tests {
     const PTX: &str = include_str!("kernels/checksum.ptx");
 
     #[test]
-    fn the_kernel_multiplies_by_the_numbers_of_the_definition() {
+    fn kernel_uses_the_factors_of_the_definition() {
         let mut factors: Vec<u64> = PTX
             .lines()
             .filter_map(|line| line.split("0x").nth(1))

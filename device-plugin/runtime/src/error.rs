@@ -7,7 +7,7 @@ pub use bursar_protocol::sticky::ErrorClass;
 
 use crate::driver;
 use crate::resource::{Block, Origin};
-use crate::state::Stale;
+use crate::state::StaleReason;
 
 /// A call of the driver that did not succeed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,7 +32,7 @@ impl CudaError {
 
 impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match driver::name(self.code) {
+        match driver::error_name(self.code) {
             Some(name) => write!(f, "{}: {name} ({})", self.call, self.code),
             None => write!(f, "{}: CUDA error {}", self.call, self.code),
         }
@@ -51,42 +51,44 @@ pub enum ResourceError {
         ordinal: u32,
     },
     /// Larger than any address space.
-    #[error("an allocation of {asked} bytes on device {ordinal}")]
+    #[error("an allocation of {requested} bytes on device {ordinal}")]
     TooLarge {
         /// The resource's device.
         ordinal: u32,
         /// Bytes asked for.
-        asked: u64,
+        requested: u64,
     },
     /// The resource cannot align so coarsely.
-    #[error("an alignment of {asked} bytes on device {ordinal}: at most {most}")]
+    #[error("an alignment of {requested} bytes on device {ordinal}: at most {max}")]
     Alignment {
         /// The resource's device.
         ordinal: u32,
         /// Bytes asked for.
-        asked: usize,
+        requested: usize,
         /// Bytes that it can do.
-        most: usize,
+        max: usize,
     },
     /// The driver has no room: it answered 2.
-    #[error("{asked} bytes on device {ordinal}: {source}; free some, or ask for a larger quota")]
+    #[error(
+        "{requested} bytes on device {ordinal}: {source}; free some, or ask for a larger quota"
+    )]
     OutOfMemory {
         /// The resource's device.
         ordinal: u32,
         /// Bytes asked for.
-        asked: u64,
+        requested: u64,
         /// The driver's answer.
         source: CudaError,
     },
     /// The budget has no room, whatever the driver has.
     #[error(
-        "{asked} bytes on device {ordinal}: {used} of the budget's {limit} bytes are in use; free some, or raise it"
+        "{requested} bytes on device {ordinal}: {used} of the budget's {limit} bytes are in use; free some, or raise it"
     )]
     OverBudget {
         /// The resource's device.
         ordinal: u32,
         /// Bytes asked for.
-        asked: u64,
+        requested: u64,
         /// Bytes live or not yet proven free.
         used: u64,
         /// The budget.
@@ -129,14 +131,14 @@ pub enum ResourceError {
         generation: u64,
     },
     /// Somebody wrote where nobody may.
-    #[error("block {generation}: the byte at {address:#x} {}", if *before { "before or behind it was overwritten" } else { "in it was written after it was freed" })]
+    #[error("block {generation}: the byte at {address:#x} {}", if *while_live { "before or behind it was overwritten" } else { "in it was written after it was freed" })]
     Corrupted {
         /// The block's number.
         generation: u64,
         /// The first byte that is not as it was left.
         address: u64,
         /// It was written while the block lived, outside of it; otherwise after its free.
-        before: bool,
+        while_live: bool,
     },
     /// The resource cannot track what streams do with its blocks.
     #[error(
@@ -148,7 +150,7 @@ pub enum ResourceError {
     },
     /// The runtime admits nothing more.
     #[error(transparent)]
-    Ended(#[from] Stale),
+    Ended(#[from] StaleReason),
     /// The driver failed in another way.
     #[error(transparent)]
     Cuda(#[from] CudaError),
@@ -156,11 +158,11 @@ pub enum ResourceError {
 
 impl ResourceError {
     /// What became of an allocation that the driver refused: out of memory only if the driver said so.
-    pub fn of_allocation(ordinal: u32, asked: u64, source: CudaError) -> Self {
+    pub fn from_alloc_failure(ordinal: u32, requested: u64, source: CudaError) -> Self {
         match source.class() {
             ErrorClass::OutOfMemory => ResourceError::OutOfMemory {
                 ordinal,
-                asked,
+                requested,
                 source,
             },
             _ => ResourceError::Cuda(source),
@@ -174,8 +176,8 @@ impl ResourceError {
                 source.class()
             }
             ResourceError::OverBudget { .. } => ErrorClass::OutOfMemory,
-            ResourceError::Ended(Stale::Poisoned(code)) => ErrorClass::of(*code),
-            ResourceError::Ended(Stale::Draining | Stale::ShutDown) => ErrorClass::Gone,
+            ResourceError::Ended(StaleReason::Poisoned(code)) => ErrorClass::of(*code),
+            ResourceError::Ended(StaleReason::Draining | StaleReason::ShutDown) => ErrorClass::Gone,
             ResourceError::ZeroBytes { .. }
             | ResourceError::TooLarge { .. }
             | ResourceError::Alignment { .. }
@@ -219,12 +221,12 @@ impl ResourceError {
 #[derive(Debug, thiserror::Error)]
 pub enum FreeError {
     /// It is not this resource's to free; here it is back.
-    #[error("not freed: {why}")]
+    #[error("not freed: {reason}")]
     Refused {
         /// The block.
         block: Block,
         /// Why.
-        why: ResourceError,
+        reason: ResourceError,
     },
     /// The driver did not free it. It stays charged, and [`reap_pending`](crate::DeviceMemoryResource::reap_pending) tries again.
     #[error("{bytes} bytes stay charged: {source}")]
@@ -241,20 +243,20 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_allocation_failure_is_out_of_memory_only_if_the_driver_said_2() {
+    fn allocation_error_is_out_of_memory_only_for_code_2() {
         for code in (1..1000).chain([i32::MIN, i32::MAX]) {
             let source = CudaError {
                 call: "cuMemAlloc_v2",
                 code,
             };
-            let error = ResourceError::of_allocation(0, 1, source);
+            let error = ResourceError::from_alloc_failure(0, 1, source);
             let is_out_of_memory = matches!(error, ResourceError::OutOfMemory { .. });
             assert_eq!(is_out_of_memory, code == 2, "{code}");
         }
     }
 
     #[test]
-    fn an_error_without_a_driver_has_its_number() {
+    fn error_prints_its_code_when_no_driver_is_loaded() {
         let error = CudaError {
             call: "cuMemAlloc_v2",
             code: 12345,

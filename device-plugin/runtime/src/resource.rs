@@ -64,7 +64,7 @@ impl BlockRef {
 
     /// The same block as the resource under a layer knows it.
     #[must_use]
-    pub fn of(self, origin: Origin) -> BlockRef {
+    pub fn with_origin(self, origin: Origin) -> BlockRef {
         BlockRef { origin, ..self }
     }
 }
@@ -107,8 +107,8 @@ impl Block {
     }
 
     /// The same block with the mark of another layer: for layers only.
-    pub fn marked(self, origin: Origin) -> Block {
-        Block(self.0.of(origin))
+    pub fn with_origin(self, origin: Origin) -> Block {
+        Block(self.0.with_origin(origin))
     }
 }
 
@@ -212,7 +212,7 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
         stream: &Stream,
     ) -> Result<BlockUse, ResourceError> {
         let _ = (block, stream);
-        Err(self.untracked())
+        Err(self.stream_misuse())
     }
 
     /// Ends a use, once its work was submitted: a free waits for it.
@@ -221,7 +221,7 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     /// As [`prepare_block_use`](Self::prepare_block_use), or what the driver answered.
     fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
         let _ = (used, stream);
-        Err(self.untracked())
+        Err(self.stream_misuse())
     }
 
     /// Tells of a use by work that is in a stream by now: a free waits for it.
@@ -230,14 +230,14 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     /// As [`prepare_block_use`](Self::prepare_block_use), or what the driver answered.
     fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
         let _ = (block, stream);
-        Err(self.untracked())
+        Err(self.stream_misuse())
     }
 
     /// What a resource of this kind is called in messages and logs.
     fn kind(&self) -> &'static str;
 
     /// That uses are not tracked here.
-    fn untracked(&self) -> ResourceError {
+    fn stream_misuse(&self) -> ResourceError {
         ResourceError::StreamMisuse {
             resource: self.kind(),
         }
@@ -307,18 +307,18 @@ impl<R: DeviceMemoryResource + ?Sized> DeviceMemoryResource for Arc<R> {
 pub fn check_request(
     ordinal: u32,
     layout: Layout,
-    most: usize,
+    max: usize,
     stream: &Stream,
 ) -> Result<(), ResourceError> {
     if layout.size() == 0 {
         return Err(ResourceError::ZeroBytes { ordinal });
     }
-    if layout.align() > most {
-        let asked = layout.align();
+    if layout.align() > max {
+        let requested = layout.align();
         return Err(ResourceError::Alignment {
             ordinal,
-            asked,
-            most,
+            requested,
+            max,
         });
     }
     check_stream(ordinal, stream)
@@ -347,10 +347,10 @@ pub fn check_free(
     block: Block,
     stream: &Stream,
 ) -> Result<Block, FreeError> {
-    let block = check_own(origin, block)?;
+    let block = check_origin(origin, block)?;
     match check_stream(ordinal, stream) {
         Ok(()) => Ok(block),
-        Err(why) => Err(FreeError::Refused { block, why }),
+        Err(reason) => Err(FreeError::Refused { block, reason }),
     }
 }
 
@@ -359,11 +359,11 @@ pub fn check_free(
 /// # Errors
 /// [`FreeError::Refused`] with [`ResourceError::Foreign`].
 #[inline]
-pub fn check_own(origin: Origin, block: Block) -> Result<Block, FreeError> {
+pub fn check_origin(origin: Origin, block: Block) -> Result<Block, FreeError> {
     let found = block.0.origin;
     if found != origin {
-        let why = ResourceError::Foreign { origin, found };
-        return Err(FreeError::Refused { block, why });
+        let reason = ResourceError::Foreign { origin, found };
+        return Err(FreeError::Refused { block, reason });
     }
     Ok(block)
 }
@@ -373,11 +373,11 @@ pub fn check_own(origin: Origin, block: Block) -> Result<Block, FreeError> {
 ///
 /// # Errors
 /// [`FreeError::Refused`] with [`ResourceError::Stale`].
-pub(crate) fn take_live(live: &mut HashSet<BlockRef>, block: Block) -> Result<Block, FreeError> {
+pub(crate) fn remove_live(live: &mut HashSet<BlockRef>, block: Block) -> Result<Block, FreeError> {
     if live.remove(&block.0) {
         return Ok(block);
     }
     let generation = block.0.generation;
-    let why = ResourceError::Stale { generation };
-    Err(FreeError::Refused { block, why })
+    let reason = ResourceError::Stale { generation };
+    Err(FreeError::Refused { block, reason })
 }

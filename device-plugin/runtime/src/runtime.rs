@@ -8,25 +8,25 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use crate::driver::{Context, Device, Driver, DriverError, GpuUuid, Stream};
 use crate::error::CudaError;
 use crate::resource::DeviceMemoryResource;
-use crate::state::{DeviceState, Stale, Supervisor};
-use crate::{Direct, Pool, PoolSettings, Supervised};
+use crate::state::{DeviceState, ErrorMonitor, StaleReason};
+use crate::{Direct, Pool, PoolSettings, StateGate};
 
 /// A resource that several may use.
-pub type Shared = Arc<dyn DeviceMemoryResource>;
+pub type SharedResource = Arc<dyn DeviceMemoryResource>;
 
 /// A GPU's context, and the resource to allocate from.
 #[derive(Debug)]
 pub struct DeviceRuntime {
     context: Context,
-    resource: Shared,
+    resource: SharedResource,
     state: Arc<DeviceState>,
 }
 
 /// A GPU's runtime, once it has started. Whoever is first holds the lock while it starts, which others wait for; where
 /// that fails the next one tries again.
-type Slot = Arc<Mutex<Option<Arc<DeviceRuntime>>>>;
+type RuntimeSlot = Arc<Mutex<Option<Arc<DeviceRuntime>>>>;
 
-static RUNTIMES: LazyLock<Mutex<HashMap<GpuUuid, Slot>>> = LazyLock::new(Mutex::default);
+static RUNTIMES: LazyLock<Mutex<HashMap<GpuUuid, RuntimeSlot>>> = LazyLock::new(Mutex::default);
 
 impl DeviceRuntime {
     /// The runtime of a GPU: the same one for everybody in this process, until it is shut down. In a poisoned process image
@@ -34,20 +34,20 @@ impl DeviceRuntime {
     ///
     /// # Errors
     /// There is no driver, this process does not see the GPU, or what the driver answered. The next call tries again.
-    pub fn of(uuid: GpuUuid) -> Result<Arc<DeviceRuntime>, DriverError> {
-        Self::started(uuid, || Driver::get()?.device_by_uuid(uuid))
+    pub fn for_gpu(uuid: GpuUuid) -> Result<Arc<DeviceRuntime>, DriverError> {
+        Self::get_or_start(uuid, || Driver::get()?.device_by_uuid(uuid))
     }
 
     /// The runtime of the GPU that has this ordinal now.
     ///
     /// # Errors
     /// As [`DeviceRuntime::of`].
-    pub fn of_ordinal(ordinal: u32) -> Result<Arc<DeviceRuntime>, DriverError> {
+    pub fn for_ordinal(ordinal: u32) -> Result<Arc<DeviceRuntime>, DriverError> {
         let device = Driver::get()?.device(ordinal)?;
-        Self::started(device.uuid()?, || Ok(device))
+        Self::get_or_start(device.uuid()?, || Ok(device))
     }
 
-    fn started(
+    fn get_or_start(
         uuid: GpuUuid,
         device: impl FnOnce() -> Result<Device, DriverError>,
     ) -> Result<Arc<DeviceRuntime>, DriverError> {
@@ -57,16 +57,16 @@ impl DeviceRuntime {
         };
         let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(runtime) = &*slot
-            && runtime.state.check() != Err(Stale::ShutDown)
+            && runtime.state.check() != Err(StaleReason::ShutDown)
         {
             return Ok(Arc::clone(runtime));
         }
         let context = device()?.primary_context()?;
-        let state = Supervisor::of_this_image().watch();
+        let state = ErrorMonitor::global().new_state();
         let pool = Pool::new(Direct::new(&context), &context, PoolSettings::default())?;
         let runtime = Arc::new(DeviceRuntime {
             context,
-            resource: Arc::new(Supervised::new(pool, Arc::clone(&state))),
+            resource: Arc::new(StateGate::new(pool, Arc::clone(&state))),
             state,
         });
         Ok(Arc::clone(slot.insert(runtime)))
@@ -77,7 +77,7 @@ impl DeviceRuntime {
     #[must_use]
     pub fn with_resource<R: DeviceMemoryResource + 'static>(
         &self,
-        compose: impl FnOnce(Shared) -> R,
+        compose: impl FnOnce(SharedResource) -> R,
     ) -> DeviceRuntime {
         DeviceRuntime {
             context: self.context.clone(),
@@ -102,7 +102,7 @@ impl DeviceRuntime {
     }
 
     /// What to allocate from.
-    pub fn resource(&self) -> &Shared {
+    pub fn resource(&self) -> &SharedResource {
         &self.resource
     }
 

@@ -26,7 +26,7 @@ use crate::error::ErrorClass;
 
 /// Why memory cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
-pub enum Stale {
+pub enum StaleReason {
     /// The process image's contexts are poisoned: only a new image can go on.
     #[error(
         "the process's CUDA contexts are poisoned (error {0}); end the process: its next image starts clean"
@@ -40,13 +40,13 @@ pub enum Stale {
     ShutDown,
 }
 
-impl Stale {
+impl StaleReason {
     /// The word that says so: what is asked most is zero, a later stage is larger.
-    fn word(self) -> u64 {
+    fn encode(self) -> u64 {
         match self {
-            Stale::Draining => 1 << 32,
-            Stale::Poisoned(code) => 2 << 32 | u64::from(code.cast_unsigned()),
-            Stale::ShutDown => 3 << 32,
+            StaleReason::Draining => 1 << 32,
+            StaleReason::Poisoned(code) => 2 << 32 | u64::from(code.cast_unsigned()),
+            StaleReason::ShutDown => 3 << 32,
         }
     }
 
@@ -56,28 +56,28 @@ impl Stale {
 
     /// What a word other than zero says.
     #[cold]
-    fn of(word: u64) -> Stale {
-        match Stale::stage(word) {
-            1 => Stale::Draining,
+    fn decode(word: u64) -> StaleReason {
+        match StaleReason::stage(word) {
+            1 => StaleReason::Draining,
             #[expect(clippy::cast_possible_truncation, reason = "the code is the low half")]
-            2 => Stale::Poisoned((word as u32).cast_signed()),
-            _ => Stale::ShutDown,
+            2 => StaleReason::Poisoned((word as u32).cast_signed()),
+            _ => StaleReason::ShutDown,
         }
     }
 }
 
-impl From<Fence> for Stale {
-    fn from(fence: Fence) -> Stale {
+impl From<Fence> for StaleReason {
+    fn from(fence: Fence) -> StaleReason {
         match fence {
-            Fence::Drained => Stale::Draining,
-            Fence::Poisoned(0) => Stale::Poisoned(UNKNOWN),
-            Fence::Poisoned(code) => Stale::Poisoned(code),
+            Fence::Drained => StaleReason::Draining,
+            Fence::Poisoned(0) => StaleReason::Poisoned(CUDA_ERROR_UNKNOWN),
+            Fence::Poisoned(code) => StaleReason::Poisoned(code),
         }
     }
 }
 
 /// `CUDA_ERROR_UNKNOWN`: a fault that only the kernel's log told of.
-const UNKNOWN: i32 = 999;
+const CUDA_ERROR_UNKNOWN: i32 = 999;
 
 /// A device's state in this process image, shared by all that was allocated under it.
 #[derive(Debug, Default)]
@@ -93,37 +93,41 @@ impl DeviceState {
     /// # Errors
     /// Why not.
     #[inline]
-    pub fn check(&self) -> Result<(), Stale> {
+    pub fn check(&self) -> Result<(), StaleReason> {
         match (self.word.load(Ordering::Acquire), self.fence) {
             (0, None) => Ok(()),
             (0, Some(ask)) => match ask() {
                 0 => Ok(()),
-                word => self.fenced(word),
+                word => self.apply_fence(word),
             },
-            (word, _) => Err(Stale::of(word)),
+            (word, _) => Err(StaleReason::decode(word)),
         }
     }
 
     /// The agent does nothing more for this image: that stays so.
     #[cold]
-    fn fenced(&self, word: u64) -> Result<(), Stale> {
-        let why = Fence::of(word).map(Stale::from);
-        why.inspect(|why| self.advance(*why)).map_or(Ok(()), Err)
+    fn apply_fence(&self, word: u64) -> Result<(), StaleReason> {
+        let reason = Fence::of(word).map(StaleReason::from);
+        reason
+            .inspect(|reason| self.advance(*reason))
+            .map_or(Ok(()), Err)
     }
 
     /// Lets nothing new start.
     pub fn drain(&self) {
-        self.advance(Stale::Draining);
+        self.advance(StaleReason::Draining);
     }
 
     /// Ends it.
     pub fn shut_down(&self) {
-        self.advance(Stale::ShutDown);
+        self.advance(StaleReason::ShutDown);
     }
 
     /// Goes to a later stage; of two at once the first stays, with its code.
-    fn advance(&self, to: Stale) {
-        let later = |word| (Stale::stage(word) < Stale::stage(to.word())).then(|| to.word());
+    fn advance(&self, to: StaleReason) {
+        let later = |word| {
+            (StaleReason::stage(word) < StaleReason::stage(to.encode())).then(|| to.encode())
+        };
         // An error says that it is there already, or further.
         let _ = self
             .word
@@ -133,25 +137,25 @@ impl DeviceState {
 
 /// What sees every code of the driver in a process image, and tells every device's state.
 #[derive(Debug)]
-pub struct Supervisor {
-    watched: Mutex<Watched>,
+pub struct ErrorMonitor {
+    watched: Mutex<MonitorState>,
     fence: OnceLock<Ask>,
 }
 
 #[derive(Debug)]
-struct Watched {
+struct MonitorState {
     /// The code that poisoned the image.
     poison: Option<i32>,
     states: Vec<Weak<DeviceState>>,
 }
 
-static IMAGE: Supervisor = Supervisor::new();
+static MONITOR: ErrorMonitor = ErrorMonitor::new();
 
-impl Supervisor {
+impl ErrorMonitor {
     /// Of an image in which nothing has happened yet.
-    pub const fn new() -> Supervisor {
-        Supervisor {
-            watched: Mutex::new(Watched {
+    pub const fn new() -> ErrorMonitor {
+        ErrorMonitor {
+            watched: Mutex::new(MonitorState {
                 poison: None,
                 states: Vec::new(),
             }),
@@ -160,25 +164,25 @@ impl Supervisor {
     }
 
     /// How the states that are made from now on ask what the node's agent says of this image.
-    pub fn ask(&self, fence: Ask) {
+    pub fn set_fence_fn(&self, fence: Ask) {
         // Whoever was first asked for the same.
         let _ = self.fence.set(fence);
     }
 
     /// That of this process image, which every call of the driver in this crate reports to.
-    pub fn of_this_image() -> &'static Supervisor {
-        &IMAGE
+    pub fn global() -> &'static ErrorMonitor {
+        &MONITOR
     }
 
     /// A fresh state of a device; one of a poisoned image is poisoned from the start.
-    pub fn watch(&self) -> Arc<DeviceState> {
+    pub fn new_state(&self) -> Arc<DeviceState> {
         let state = Arc::new(DeviceState {
             fence: self.fence.get().copied(),
             ..DeviceState::default()
         });
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(code) = watched.poison {
-            state.advance(Stale::Poisoned(code));
+            state.advance(StaleReason::Poisoned(code));
         }
         watched.states.retain(|state| state.strong_count() > 0);
         watched.states.push(Arc::downgrade(&state));
@@ -196,31 +200,31 @@ impl Supervisor {
     /// Takes note of what a call answered. A code that means nothing here is held against what the driver answers when it
     /// is asked again: a sticky one is answered by every call.
     #[cold]
-    pub fn saw(&self, code: i32, ask_again: impl FnOnce() -> i32) {
+    pub fn observe(&self, code: i32, ask_again: impl FnOnce() -> i32) {
         match ErrorClass::of(code) {
-            class if class.poisons() => self.poisoned(code),
+            class if class.poisons() => self.mark_poisoned(code),
             ErrorClass::Unknown => {
                 let again = ask_again();
                 if ErrorClass::of(again).poisons() || again == code {
-                    self.poisoned(again);
+                    self.mark_poisoned(again);
                 }
             }
             _ => {}
         }
     }
 
-    fn poisoned(&self, code: i32) {
+    fn mark_poisoned(&self, code: i32) {
         let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
         let code = *watched.poison.get_or_insert(code);
         for state in watched.states.iter().filter_map(Weak::upgrade) {
-            state.advance(Stale::Poisoned(code));
+            state.advance(StaleReason::Poisoned(code));
         }
     }
 }
 
-impl Default for Supervisor {
-    fn default() -> Supervisor {
-        Supervisor::new()
+impl Default for ErrorMonitor {
+    fn default() -> ErrorMonitor {
+        ErrorMonitor::new()
     }
 }
 
@@ -234,67 +238,73 @@ mod tests {
     }
 
     #[test]
-    fn a_fresh_state_is_good() {
-        assert_eq!(Supervisor::new().watch().check(), Ok(()));
+    fn state_is_ok_when_new() {
+        assert_eq!(ErrorMonitor::new().new_state().check(), Ok(()));
     }
 
     #[test]
-    fn a_sticky_code_poisons_every_device_of_the_image_with_the_first_code() {
-        let image = Supervisor::new();
-        let (one, other) = (image.watch(), image.watch());
-        image.saw(700, silent);
-        image.saw(719, silent);
-        assert_eq!(one.check(), Err(Stale::Poisoned(700)));
-        assert_eq!(other.check(), Err(Stale::Poisoned(700)));
+    fn sticky_code_poisons_every_state_with_the_first_code() {
+        let image = ErrorMonitor::new();
+        let (one, other) = (image.new_state(), image.new_state());
+        image.observe(700, silent);
+        image.observe(719, silent);
+        assert_eq!(one.check(), Err(StaleReason::Poisoned(700)));
+        assert_eq!(other.check(), Err(StaleReason::Poisoned(700)));
         assert_eq!(image.poison(), Some(700));
     }
 
     #[test]
-    fn what_the_agent_says_makes_a_state_stale_at_once_and_for_good() {
+    fn agent_fence_makes_a_state_stale_for_good() {
         static SAID: AtomicU64 = AtomicU64::new(0);
         extern "C" fn ask() -> u64 {
             SAID.load(Ordering::Relaxed)
         }
-        let image = Supervisor::new();
-        let before = image.watch();
-        image.ask(ask);
-        let state = image.watch();
+        let image = ErrorMonitor::new();
+        let before = image.new_state();
+        image.set_fence_fn(ask);
+        let state = image.new_state();
         assert_eq!(state.check(), Ok(()));
         SAID.store(Fence::Drained.word(), Ordering::Relaxed);
-        assert_eq!(state.check(), Err(Stale::Draining));
+        assert_eq!(state.check(), Err(StaleReason::Draining));
         SAID.store(Fence::Poisoned(0).word(), Ordering::Relaxed);
-        assert_eq!(image.watch().check(), Err(Stale::Poisoned(UNKNOWN)));
+        assert_eq!(
+            image.new_state().check(),
+            Err(StaleReason::Poisoned(CUDA_ERROR_UNKNOWN))
+        );
         SAID.store(0, Ordering::Relaxed);
-        assert_eq!(state.check(), Err(Stale::Draining));
-        assert_eq!((before.check(), image.watch().check()), (Ok(()), Ok(())));
+        assert_eq!(state.check(), Err(StaleReason::Draining));
+        assert_eq!(
+            (before.check(), image.new_state().check()),
+            (Ok(()), Ok(()))
+        );
     }
 
     #[test]
-    fn a_state_that_is_made_after_the_poison_is_poisoned() {
-        let image = Supervisor::new();
-        image.saw(719, silent);
-        assert_eq!(image.watch().check(), Err(Stale::Poisoned(719)));
+    fn state_is_poisoned_when_created_after_the_poison() {
+        let image = ErrorMonitor::new();
+        image.observe(719, silent);
+        assert_eq!(image.new_state().check(), Err(StaleReason::Poisoned(719)));
     }
 
     #[test]
-    fn one_image_is_nothing_to_another() {
-        let (image, other) = (Supervisor::new(), Supervisor::new());
-        let state = other.watch();
-        image.saw(700, silent);
+    fn monitor_does_not_affect_another_monitor() {
+        let (image, other) = (ErrorMonitor::new(), ErrorMonitor::new());
+        let state = other.new_state();
+        image.observe(700, silent);
         assert_eq!(state.check(), Ok(()));
     }
 
     #[test]
-    fn out_of_memory_wrong_arguments_and_waiting_poison_nothing() {
-        let image = Supervisor::new();
+    fn harmless_codes_poison_nothing() {
+        let image = ErrorMonitor::new();
         for code in [1, 2, 4, 201, 400, 600, 801] {
-            image.saw(code, silent);
+            image.observe(code, silent);
         }
         assert_eq!(image.poison(), None);
     }
 
     #[test]
-    fn an_unknown_code_poisons_where_the_driver_repeats_it_or_has_a_sticky_one() {
+    fn unknown_code_poisons_when_a_probe_repeats_it() {
         for (again, poison) in [
             (5000, Some(5000)),
             (700, Some(700)),
@@ -302,42 +312,42 @@ mod tests {
             (600, None),
             (5001, None),
         ] {
-            let image = Supervisor::new();
-            image.saw(5000, || again);
+            let image = ErrorMonitor::new();
+            image.observe(5000, || again);
             assert_eq!(image.poison(), poison, "then {again}");
         }
     }
 
     #[test]
-    fn a_state_that_nobody_has_any_more_is_watched_no_more() {
-        let image = Supervisor::new();
+    fn monitor_forgets_dropped_states() {
+        let image = ErrorMonitor::new();
         for _ in 0..100 {
-            drop(image.watch());
+            drop(image.new_state());
         }
-        let _last = image.watch();
+        let _last = image.new_state();
         let watched = image.watched.lock().expect("nobody panicked");
         assert_eq!(watched.states.len(), 1);
     }
 
     proptest! {
         #[test]
-        fn a_state_only_goes_on_and_keeps_its_first_code(steps in prop::collection::vec(0..4u8, 0..12)) {
-            let image = Supervisor::new();
-            let state = image.watch();
+        fn state_only_advances_and_keeps_its_first_code(steps in prop::collection::vec(0..4u8, 0..12)) {
+            let image = ErrorMonitor::new();
+            let state = image.new_state();
             let (mut stage, mut code) = (0, None);
             for (place, step) in steps.into_iter().enumerate() {
                 let number = 714 + i32::try_from(place % 6).expect("small");
                 let to = match step {
                     0 => { state.drain(); 1 }
-                    1 | 2 => { image.saw(number, silent); code = code.or(Some(number)); 2 }
+                    1 | 2 => { image.observe(number, silent); code = code.or(Some(number)); 2 }
                     _ => { state.shut_down(); 3 }
                 };
                 stage = stage.max(to);
                 let expected = match stage {
                     0 => Ok(()),
-                    1 => Err(Stale::Draining),
-                    2 => Err(Stale::Poisoned(code.expect("it was poisoned"))),
-                    _ => Err(Stale::ShutDown),
+                    1 => Err(StaleReason::Draining),
+                    2 => Err(StaleReason::Poisoned(code.expect("it was poisoned"))),
+                    _ => Err(StaleReason::ShutDown),
                 };
                 prop_assert_eq!(state.check(), expected);
             }

@@ -44,9 +44,9 @@ fn there_is_no_driver() {
     let error = Driver::get().unwrap_err();
     assert!(matches!(error, DriverError::NoDriver(_)), "{error}");
     assert_eq!(Driver::get().unwrap_err(), error);
-    assert_eq!(DeviceRuntime::of_ordinal(0).unwrap_err(), error);
+    assert_eq!(DeviceRuntime::for_ordinal(0).unwrap_err(), error);
     let uuid = "GPU-00000000-0000-0000-0000-000000000001".parse().unwrap();
-    assert_eq!(DeviceRuntime::of(uuid).unwrap_err(), error);
+    assert_eq!(DeviceRuntime::for_gpu(uuid).unwrap_err(), error);
     let error = CudaError {
         call: "cuInit",
         code: 3,
@@ -55,11 +55,11 @@ fn there_is_no_driver() {
 }
 
 #[test]
-fn without_a_driver_every_way_in_answers_so_and_nothing_panics() {
+fn missing_driver_is_an_error_at_every_entry_point() {
     if std::env::var_os("BURSAR_TEST_AGAIN").is_some() {
         return there_is_no_driver();
     }
-    let test = "without_a_driver_every_way_in_answers_so_and_nothing_panics";
+    let test = "missing_driver_is_an_error_at_every_entry_point";
     with_library(test, Some(b"not a library"));
     // A library that has none of the driver's functions.
     let lab = Lab::new(ONE_GPU).unwrap();
@@ -73,7 +73,7 @@ fn without_a_driver_every_way_in_answers_so_and_nothing_panics() {
 }
 
 #[test]
-fn a_device_is_found_by_ordinal_and_by_uuid() {
+fn device_is_found_by_ordinal_and_uuid() {
     inside(TWO_GPUS, |_| {
         let driver = Driver::get().unwrap();
         assert_eq!(driver.device_count(), Ok(2));
@@ -94,7 +94,7 @@ fn a_device_is_found_by_ordinal_and_by_uuid() {
 }
 
 #[test]
-fn what_was_current_before_is_current_again() {
+fn enter_restores_the_previous_current_context() {
     inside(TWO_GPUS, |_| {
         let [first, second] = [0, 1].map(context);
         let _outer = first.enter().unwrap();
@@ -108,7 +108,7 @@ fn what_was_current_before_is_current_again() {
 }
 
 #[test]
-fn exported_memory_keeps_its_bytes_through_an_import_and_two_mappings() {
+fn exported_memory_keeps_its_bytes_when_imported() {
     inside(ONE_GPU, |machine| {
         let driver = Driver::get().unwrap();
         let device = driver.device(0).unwrap();
@@ -139,7 +139,7 @@ fn exported_memory_keeps_its_bytes_through_an_import_and_two_mappings() {
 }
 
 #[test]
-fn a_failed_mapping_leaves_the_one_that_is_there() {
+fn failed_mapping_leaves_the_existing_one() {
     inside(ONE_GPU, |_| {
         let driver = Driver::get().unwrap();
         let device = driver.device(0).unwrap();
@@ -153,7 +153,7 @@ fn a_failed_mapping_leaves_the_one_that_is_there() {
 }
 
 #[test]
-fn an_event_tells_when_the_work_before_it_is_done() {
+fn event_is_done_when_the_work_before_it_is() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (stream, event) = (context.stream().unwrap(), context.event().unwrap());
@@ -162,7 +162,7 @@ fn an_event_tells_when_the_work_before_it_is_done() {
         let mut time = 200_000_000_u64;
         let mut arguments = [(&raw mut time).cast()];
         // SAFETY: spin(uint64_t nanoseconds)
-        unsafe { spin.launch(&stream, Grid::line(1, 1), &mut arguments) }.unwrap();
+        unsafe { spin.launch(&stream, Grid::linear(1, 1), &mut arguments) }.unwrap();
         event.record(&stream).unwrap();
         assert!(!event.is_done().unwrap());
         assert!(!stream.is_idle().unwrap());
@@ -172,13 +172,13 @@ fn an_event_tells_when_the_work_before_it_is_done() {
 }
 
 #[test]
-fn a_fault_is_a_later_calls_sticky_error() {
+fn kernel_fault_is_the_sticky_error_of_a_later_call() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.stream().unwrap();
         let fault = context.load(c"").unwrap().function(c"fault").unwrap();
         // SAFETY: fault() has no arguments.
-        unsafe { fault.launch(&stream, Grid::line(1, 1), &mut []) }.unwrap();
+        unsafe { fault.launch(&stream, Grid::linear(1, 1), &mut []) }.unwrap();
         let error = stream.synchronize().unwrap_err();
         assert_eq!(error.code, 700);
         assert_eq!(error.class(), ErrorClass::StickyProcess);

@@ -9,7 +9,7 @@ use std::alloc::Layout;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bursar_runtime::adaptor::fault_injection::Plan;
+use bursar_runtime::adaptor::fault_injection::FaultPlan;
 use bursar_runtime::driver::{Context, Driver, Grid, Stream};
 use bursar_runtime::{
     Block, BlockRef, BudgetSnapshot, DeviceMemoryResource as _, Direct, FaultInjection, FreeError,
@@ -73,7 +73,7 @@ fn occupy_for(stream: &Stream, time: Duration) {
     unsafe {
         spin.launch(
             stream,
-            Grid::line(1, 1),
+            Grid::linear(1, 1),
             &mut [(&raw mut nanoseconds).cast()],
         )
     }
@@ -81,7 +81,7 @@ fn occupy_for(stream: &Stream, time: Duration) {
 }
 
 #[test]
-fn what_a_stream_frees_is_its_own_next_block_and_waits_for_nothing() {
+fn stream_reuses_its_freed_block_without_a_wait() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
@@ -97,7 +97,7 @@ fn what_a_stream_frees_is_its_own_next_block_and_waits_for_nothing() {
 }
 
 #[test]
-fn a_stream_that_takes_anothers_block_comes_after_the_work_there() {
+fn stolen_block_waits_for_the_stream_that_freed_it() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
@@ -115,7 +115,7 @@ fn a_stream_that_takes_anothers_block_comes_after_the_work_there() {
 }
 
 #[test]
-fn one_event_serves_all_blocks_that_were_free_by_then() {
+fn one_event_covers_all_blocks_freed_before_it() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(8);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
@@ -140,7 +140,7 @@ fn one_event_serves_all_blocks_that_were_free_by_then() {
 }
 
 #[test]
-fn memory_that_was_taken_over_once_is_the_new_streams_own() {
+fn stolen_block_belongs_to_the_new_stream() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
@@ -155,7 +155,7 @@ fn memory_that_was_taken_over_once_is_the_new_streams_own() {
 }
 
 #[test]
-fn a_block_freed_in_another_stream_still_waits_for_what_its_own_was_behind() {
+fn block_freed_elsewhere_keeps_its_earlier_deps() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let [first, second, third, fourth] = [0; 4].map(|_| context.stream().unwrap());
@@ -173,7 +173,7 @@ fn a_block_freed_in_another_stream_still_waits_for_what_its_own_was_behind() {
 }
 
 #[test]
-fn a_recorded_use_is_waited_for_by_who_takes_the_block() {
+fn recorded_use_is_waited_for_when_the_block_is_reused() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let [owner, reader, next] = [0; 3].map(|_| context.stream().unwrap());
@@ -188,7 +188,7 @@ fn a_recorded_use_is_waited_for_by_who_takes_the_block() {
 }
 
 #[test]
-fn a_prepared_use_comes_after_what_the_blocks_own_stream_does() {
+fn prepared_use_waits_for_the_allocating_stream() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (owner, reader) = (context.stream().unwrap(), context.stream().unwrap());
@@ -196,10 +196,10 @@ fn a_prepared_use_comes_after_what_the_blocks_own_stream_does() {
         occupy(&owner);
         let used = pool.prepare_block_use(block.as_ref(), &reader).unwrap();
         assert!(!reader.is_idle().unwrap());
-        let Err(FreeError::Refused { block, why }) = pool.deallocate(block, &owner) else {
+        let Err(FreeError::Refused { block, reason }) = pool.deallocate(block, &owner) else {
             panic!("it was freed");
         };
-        assert_eq!(why.reason(), "InUse");
+        assert_eq!(reason.reason(), "InUse");
         pool.finish_block_use(used, &reader).unwrap();
         let known = block.as_ref();
         pool.deallocate(block, &owner).unwrap();
@@ -211,7 +211,7 @@ fn a_prepared_use_comes_after_what_the_blocks_own_stream_does() {
 }
 
 #[test]
-fn a_block_freed_twice_is_refused_after_its_place_was_used_again() {
+fn double_free_is_refused_when_the_range_was_reused() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let stream = context.stream().unwrap();
@@ -220,11 +220,12 @@ fn a_block_freed_twice_is_refused_after_its_place_was_used_again() {
         pool.deallocate(block, &stream).unwrap();
         let new = take(&pool, MIB, &stream);
         assert_eq!(new.address(), old.address);
-        let Err(FreeError::Refused { why, .. }) = pool.deallocate(Block::new(old), &stream) else {
+        let Err(FreeError::Refused { reason, .. }) = pool.deallocate(Block::new(old), &stream)
+        else {
             panic!("it was freed");
         };
         assert_eq!(
-            why,
+            reason,
             ResourceError::Stale {
                 generation: old.generation
             }
@@ -235,7 +236,7 @@ fn a_block_freed_twice_is_refused_after_its_place_was_used_again() {
 }
 
 #[test]
-fn what_is_not_its_own_is_refused_and_given_back() {
+fn foreign_block_is_refused_and_returned() {
     inside(TWO_GPUS, |_| {
         let (context, first) = pool(2);
         let (_, second) = pool(2);
@@ -246,20 +247,20 @@ fn what_is_not_its_own_is_refused_and_given_back() {
         let wrong = first.allocate(bytes(1), &elsewhere, Tag::default());
         assert_eq!(wrong.unwrap_err().reason(), "WrongOrdinal");
         let block = take(&first, 1, &stream);
-        let Err(FreeError::Refused { block, why }) = second.deallocate(block, &stream) else {
+        let Err(FreeError::Refused { block, reason }) = second.deallocate(block, &stream) else {
             panic!("it was freed");
         };
-        assert_eq!(why.reason(), "Foreign");
-        let Err(FreeError::Refused { block, why }) = first.deallocate(block, &elsewhere) else {
+        assert_eq!(reason.reason(), "Foreign");
+        let Err(FreeError::Refused { block, reason }) = first.deallocate(block, &elsewhere) else {
             panic!("it was freed");
         };
-        assert_eq!(why.reason(), "WrongOrdinal");
+        assert_eq!(reason.reason(), "WrongOrdinal");
         first.deallocate(block, &stream).unwrap();
     });
 }
 
 #[test]
-fn blocks_are_aligned_as_asked() {
+fn blocks_are_aligned_as_requested() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
@@ -282,7 +283,7 @@ fn blocks_are_aligned_as_asked() {
 }
 
 #[test]
-fn it_grows_by_slabs_to_its_maximum_and_gives_empty_ones_back() {
+fn pool_grows_by_slabs_and_releases_empty_ones() {
     inside(ONE_GPU, |machine| {
         let context = context(0);
         let settings = PoolSettings {
@@ -314,7 +315,7 @@ fn it_grows_by_slabs_to_its_maximum_and_gives_empty_ones_back() {
 }
 
 #[test]
-fn its_own_limit_is_exact_and_can_be_changed() {
+fn pool_limit_is_exact_and_adjustable() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let settings = PoolSettings {
@@ -344,7 +345,7 @@ fn its_own_limit_is_exact_and_can_be_changed() {
 }
 
 #[test]
-fn a_slab_goes_back_only_after_the_work_that_uses_it() {
+fn slab_is_released_after_the_work_that_uses_it() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let stream = context.stream().unwrap();
@@ -357,7 +358,7 @@ fn a_slab_goes_back_only_after_the_work_that_uses_it() {
 }
 
 #[test]
-fn a_steal_that_the_driver_fails_leaves_the_block_free_where_it_was() {
+fn failed_steal_leaves_the_block_free() {
     inside(ONE_GPU, |machine| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
@@ -378,7 +379,7 @@ fn a_steal_that_the_driver_fails_leaves_the_block_free_where_it_was() {
 }
 
 #[test]
-fn a_trim_that_the_driver_fails_keeps_the_slab_and_what_may_still_use_it() {
+fn failed_trim_keeps_the_slab_and_its_deps() {
     inside(ONE_GPU, |machine| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
@@ -399,13 +400,13 @@ fn a_trim_that_the_driver_fails_keeps_the_slab_and_what_may_still_use_it() {
 }
 
 #[test]
-fn a_slab_whose_free_fails_is_retired_and_freed_by_a_reap() {
+fn slab_is_retired_when_its_free_fails_and_reaped() {
     inside(ONE_GPU, |machine| {
         let context = context(0);
         let before = machine.used(0);
-        let plan = Plan {
+        let plan = FaultPlan {
             frees: [Some(1)].into(),
-            ..Plan::default()
+            ..FaultPlan::default()
         };
         let source = FaultInjection::new(Direct::new(&context), plan);
         let pool = Pool::new(source, &context, PoolSettings::default()).unwrap();
@@ -423,7 +424,7 @@ fn a_slab_whose_free_fails_is_retired_and_freed_by_a_reap() {
 }
 
 #[test]
-fn a_limit_that_is_lowered_under_what_is_live_admits_nothing_until_enough_came_back() {
+fn lowered_limit_admits_nothing_until_enough_is_freed() {
     inside(ONE_GPU, |_| {
         const EACH: u64 = 64 << 10;
         let (context, pool) = pool(64);
@@ -463,7 +464,7 @@ fn only_a_full_device_is_out_of_memory() {
 }
 
 #[test]
-fn eight_threads_with_streams_of_their_own_share_all_of_it_and_leave_it_whole() {
+fn eight_threads_share_the_pool_and_leave_it_whole() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         std::thread::scope(|scope| {
@@ -490,7 +491,7 @@ fn eight_threads_with_streams_of_their_own_share_all_of_it_and_leave_it_whole() 
 }
 
 #[test]
-fn more_streams_than_lanes_are_served_and_stay_in_order() {
+fn streams_beyond_the_slots_are_served_in_order() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let streams: Vec<_> = (0..100).map(|_| context.stream().unwrap()).collect();
@@ -518,7 +519,7 @@ fn more_streams_than_lanes_are_served_and_stay_in_order() {
 }
 
 #[test]
-fn a_lane_goes_on_to_the_next_stream_behind_the_one_that_had_it() {
+fn reused_slot_waits_for_its_previous_stream() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         for _ in 0..200 {
@@ -530,7 +531,7 @@ fn a_lane_goes_on_to_the_next_stream_behind_the_one_that_had_it() {
         let block = take(&pool, 2 * MIB, &busy);
         occupy(&busy);
         pool.deallocate(block, &busy).unwrap();
-        pool.forget(&busy).unwrap();
+        pool.forget_stream(&busy).unwrap();
         drop(busy);
         let next = context.stream().unwrap();
         let block = take(&pool, 2 * MIB, &next);
@@ -540,7 +541,7 @@ fn a_lane_goes_on_to_the_next_stream_behind_the_one_that_had_it() {
 }
 
 #[test]
-fn the_default_stream_keeps_its_lane_whoever_holds_it() {
+fn default_stream_keeps_its_slot() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         let block = take(&pool, MIB, &context.default_stream());
@@ -559,7 +560,7 @@ fn the_default_stream_keeps_its_lane_whoever_holds_it() {
 }
 
 #[test]
-fn nothing_is_recorded_in_a_stream_once_it_is_forgotten() {
+fn forgotten_stream_gets_no_more_events() {
     inside(ONE_GPU, |_| {
         // Of fewer blocks than threads, so that each takes others'.
         let (context, pool) = pool(4);
@@ -579,7 +580,7 @@ fn nothing_is_recorded_in_a_stream_once_it_is_forgotten() {
                 // SAFETY: it is destroyed after `stream` was used last.
                 let stream = unsafe { Stream::from_raw(&context, owned.as_raw()) };
                 while !try_once(&stream) && Instant::now() < end {}
-                pool.forget(&stream).unwrap();
+                pool.forget_stream(&stream).unwrap();
                 drop(owned);
             }
         };
@@ -617,7 +618,7 @@ impl random::Source for OnePool {
 }
 
 #[test]
-fn rmms_random_allocations_never_fail_in_half_of_a_gpu() {
+fn rmm_random_allocations_fit_in_half_of_a_gpu() {
     inside(H200, |_| {
         let context = context(0);
         let settings = PoolSettings {
@@ -648,7 +649,7 @@ fn rmms_random_allocations_never_fail_in_half_of_a_gpu() {
 }
 
 #[test]
-fn the_benchmark_draws_the_numbers_that_libstdcxx_draws() {
+fn benchmark_rng_matches_libstdcxx() {
     // std::default_random_engine and std::uniform_int_distribution of g++ 12: sizes to 1 GiB, percents, indices.
     let mut random = minstd::Minstd::new(1);
     let drawn = [0; 3]

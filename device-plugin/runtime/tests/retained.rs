@@ -25,7 +25,9 @@ use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::{ToAgent, ToShim};
 use bursar_runtime::driver::{Context, Driver};
 use bursar_runtime::error::{ErrorClass, ResourceError};
-use bursar_runtime::retained::{Arena, Kept, KeptError, Key, Opened, Shelf, Writing};
+use bursar_runtime::retained::{
+    Key, LeaseArena, LeaseClient, LeaseError, LeaseState, LeaseWriter, RetainedLease,
+};
 use bursar_runtime::{Block, DeviceMemoryResource, FreeError, Tag};
 use bursar_sim_lab::{ONE_GPU, inside};
 use bursar_sim_state::Sim;
@@ -42,21 +44,22 @@ fn context() -> Context {
     device.primary_context().unwrap()
 }
 
-fn keeper() -> Keeper {
+fn fake_agent() -> Keeper {
     Keeper::start(|program| Command::new(program))
 }
 
-fn writing(shelf: &Shelf, bytes: u64) -> Writing {
-    match shelf.open("weights", &KEY, bytes, PATIENCE).unwrap() {
-        Opened::Writing(writing) => writing,
-        Opened::Ready(kept) => panic!("{kept:?} was there"),
+fn writer(client: &LeaseClient, bytes: u64) -> LeaseWriter {
+    match client.open("weights", &KEY, bytes, PATIENCE).unwrap() {
+        LeaseState::Writing(writer) => writer,
+        LeaseState::Ready(retained) => panic!("{retained:?} was there"),
     }
 }
 
-fn bytes_of(kept: &Kept, at: u64, count: usize) -> Vec<u8> {
+fn bytes_of(retained: &RetainedLease, at: u64, count: usize) -> Vec<u8> {
     let mut bytes = vec![0; count];
-    kept.context()
-        .copy_from_device(&mut bytes, kept.address() + at)
+    retained
+        .context()
+        .copy_from_device(&mut bytes, retained.address() + at)
         .unwrap();
     bytes
 }
@@ -81,36 +84,36 @@ fn a_client() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
     };
-    let shelf = Shelf::at(
+    let client = LeaseClient::with_socket(
         &context(),
         &PathBuf::from(std::env::var_os(SOCKET).unwrap()),
     );
     match role.as_str() {
         "commits and is killed" => {
-            let writing = writing(&shelf, 8 * MIB);
-            let context = shelf.context();
-            context.fill(writing.address(), 42, 8 << 20).unwrap();
-            let kept = writing.commit().unwrap();
-            assert_eq!(bytes_of(&kept, 0, 8), [42; 8]);
+            let writer = writer(&client, 8 * MIB);
+            let context = client.context();
+            context.fill(writer.address(), 42, 8 << 20).unwrap();
+            let retained = writer.commit().unwrap();
+            assert_eq!(bytes_of(&retained, 0, 8), [42; 8]);
             kill_myself();
         }
         "is killed while it writes" => {
-            let writing = writing(&shelf, 8 * MIB);
-            shelf.context().fill(writing.address(), 13, 4096).unwrap();
+            let writer = writer(&client, 8 * MIB);
+            client.context().fill(writer.address(), 13, 4096).unwrap();
             kill_myself();
         }
         "writes to what is kept" => {
-            let kept = shelf.find("weights", &KEY, NOW).unwrap();
-            let fill = shelf.context().fill(kept.address(), 1, 4096);
+            let retained = client.find("weights", &KEY, NOW).unwrap();
+            let fill = client.context().fill(retained.address(), 1, 4096);
             assert!(fill.is_err(), "kept memory can be written");
         }
         "takes its time" => {
-            let writing = writing(&shelf, 2 * MIB);
+            let writer = writer(&client, 2 * MIB);
             println!("writing");
             // Until it is told to go on.
             std::io::stdin().read_line(&mut String::new()).unwrap();
-            shelf.context().fill(writing.address(), 9, 4096).unwrap();
-            writing.commit().unwrap();
+            client.context().fill(writer.address(), 9, 4096).unwrap();
+            writer.commit().unwrap();
         }
         other => panic!("{other}"),
     }
@@ -133,125 +136,128 @@ fn assert_falls_to(machine: &Sim, bytes: u64) {
     assert_eq!(machine.used(0), bytes);
 }
 
-fn run(role: &str, keeper: &Keeper) -> ExitStatus {
-    process("a_client", role, &keeper.socket())
+fn run(role: &str, fake_agent: &Keeper) -> ExitStatus {
+    process("a_client", role, &fake_agent.socket())
         .status()
         .unwrap()
 }
 
 #[test]
-fn what_was_committed_is_found_and_verified_after_a_kill() {
+fn committed_lease_is_verified_after_a_kill() {
     inside(ONE_GPU, |_| {
-        let keeper = keeper();
-        assert!(!run("commits and is killed", &keeper).success());
-        let shelf = Shelf::at(&context(), &keeper.socket());
-        let kept = shelf.find("weights", &KEY, NOW).unwrap();
-        assert_eq!(bytes_of(&kept, kept.bytes() - 4096, 4096), [42; 4096]);
-        let again = shelf.open("weights", &KEY, MIB, NOW).unwrap();
-        let Opened::Ready(again) = again else {
+        let fake_agent = fake_agent();
+        assert!(!run("commits and is killed", &fake_agent).success());
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let retained = client.find("weights", &KEY, NOW).unwrap();
+        assert_eq!(
+            bytes_of(&retained, retained.bytes() - 4096, 4096),
+            [42; 4096]
+        );
+        let again = client.open("weights", &KEY, MIB, NOW).unwrap();
+        let LeaseState::Ready(again) = again else {
             panic!("{again:?}")
         };
-        assert_eq!((again.lease(), again.bytes()), (kept.lease(), 8 * MIB));
+        assert_eq!((again.lease(), again.bytes()), (retained.lease(), 8 * MIB));
     });
 }
 
 #[test]
-fn a_writer_that_is_killed_leaves_nothing_to_the_next() {
+fn killed_writer_leaves_no_content() {
     inside(ONE_GPU, |machine| {
-        let keeper = keeper();
-        let shelf = Shelf::at(&context(), &keeper.socket());
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         // What the first checksum takes stays with the context.
-        let first = writing(&shelf, 2 * MIB).commit().unwrap();
+        let first = writer(&client, 2 * MIB).commit().unwrap();
         let before = machine.used(0) - 2 * MIB;
         first.discard().unwrap();
         assert_falls_to(machine, before);
-        assert!(!run("is killed while it writes", &keeper).success());
-        let error = shelf.find("weights", &KEY, NOW).unwrap_err();
-        let why = KeptRefusal::Missing;
+        assert!(!run("is killed while it writes", &fake_agent).success());
+        let error = client.find("weights", &KEY, NOW).unwrap_err();
+        let reason = KeptRefusal::Missing;
         assert!(
-            matches!(&error, KeptError::Refused { why: said, .. } if *said == why),
+            matches!(&error, LeaseError::Refused { reason: said, .. } if *said == reason),
             "{error}"
         );
-        let kept = writing(&shelf, 8 * MIB).commit().unwrap();
-        assert_eq!(bytes_of(&kept, 0, 4096), [0; 4096]);
-        kept.discard().unwrap();
+        let retained = writer(&client, 8 * MIB).commit().unwrap();
+        assert_eq!(bytes_of(&retained, 0, 4096), [0; 4096]);
+        retained.discard().unwrap();
         assert_falls_to(machine, before);
     });
 }
 
 #[test]
-fn another_process_waits_for_the_writer_and_finds_what_it_wrote() {
+fn second_process_waits_for_the_writer() {
     inside(ONE_GPU, |_| {
-        let keeper = keeper();
-        let shelf = Shelf::at(&context(), &keeper.socket());
-        let mut writer = process("a_client", "takes its time", &keeper.socket());
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let mut writer = process("a_client", "takes its time", &fake_agent.socket());
         writer.stdin(std::process::Stdio::piped());
         let mut writer = writer.stdout(std::process::Stdio::piped()).spawn().unwrap();
         let said = std::io::BufReader::new(writer.stdout.take().unwrap());
         let mut lines = std::io::BufRead::lines(said);
         assert!(lines.any(|line| line.unwrap() == "writing"));
 
-        let error = shelf.find("weights", &KEY, NOW).unwrap_err();
+        let error = client.find("weights", &KEY, NOW).unwrap_err();
         assert!(error.retryable() && error.class() == ErrorClass::NotReady);
         let opened = std::thread::scope(|scope| {
-            let opening = scope.spawn(|| shelf.open("weights", &KEY, 2 * MIB, PATIENCE));
+            let opening = scope.spawn(|| client.open("weights", &KEY, 2 * MIB, PATIENCE));
             std::thread::sleep(Duration::from_millis(50));
             assert!(!opening.is_finished());
             drop(writer.stdin.take());
             opening.join().unwrap().unwrap()
         });
-        let Opened::Ready(kept) = opened else {
+        let LeaseState::Ready(retained) = opened else {
             panic!("{opened:?}")
         };
-        assert_eq!(bytes_of(&kept, 0, 4096), [9; 4096]);
+        assert_eq!(bytes_of(&retained, 0, 4096), [9; 4096]);
         lines.for_each(drop);
         assert!(writer.wait().unwrap().success());
     });
 }
 
 #[test]
-fn who_writes_to_kept_memory_fails_alone() {
+fn write_to_a_retained_lease_faults_the_writer_alone() {
     inside(ONE_GPU, |_| {
-        let keeper = keeper();
-        let shelf = Shelf::at(&context(), &keeper.socket());
-        let writing = writing(&shelf, 2 * MIB);
-        shelf.context().fill(writing.address(), 5, 4096).unwrap();
-        let kept = writing.commit().unwrap();
-        assert!(run("writes to what is kept", &keeper).success());
-        assert_eq!(bytes_of(&kept, 0, 8), [5; 8]);
-        shelf.find("weights", &KEY, NOW).unwrap();
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let writer = writer(&client, 2 * MIB);
+        client.context().fill(writer.address(), 5, 4096).unwrap();
+        let retained = writer.commit().unwrap();
+        assert!(run("writes to what is kept", &fake_agent).success());
+        assert_eq!(bytes_of(&retained, 0, 8), [5; 8]);
+        client.find("weights", &KEY, NOW).unwrap();
     });
 }
 
 #[test]
-fn content_that_is_not_what_was_committed_is_found_and_begun_anew() {
+fn corrupt_lease_is_discarded_and_recreated() {
     inside(ONE_GPU, |_| {
-        let keeper = keeper();
-        let shelf = Shelf::at(&context(), &keeper.socket());
-        let first = spoilt(&shelf, &keeper);
-        let error = shelf.find("weights", &KEY, NOW).unwrap_err();
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let first = spoilt(&client, &fake_agent);
+        let error = client.find("weights", &KEY, NOW).unwrap_err();
         assert!(
-            matches!(error, KeptError::Corrupt { lease, .. } if lease == first),
+            matches!(error, LeaseError::Corrupt { lease, .. } if lease == first),
             "{error}"
         );
-        let second = spoilt(&shelf, &keeper);
-        let opened = shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap();
-        let Opened::Writing(writing) = opened else {
+        let second = spoilt(&client, &fake_agent);
+        let opened = client.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap();
+        let LeaseState::Writing(writer) = opened else {
             panic!("{opened:?}")
         };
-        let kept = writing.commit().unwrap();
-        assert!(first < second && second < kept.generation());
+        let retained = writer.commit().unwrap();
+        assert!(first < second && second < retained.generation());
     });
 }
 
 /// Commits a lease, and changes one byte of it as a process that means to can: an importer may map it to write (F6).
-fn spoilt(shelf: &Shelf, keeper: &Keeper) -> u64 {
+fn spoilt(client: &LeaseClient, fake_agent: &Keeper) -> u64 {
     use bursar_protocol::wire::Account;
     use bursar_protocol::wire::kept::LeaseName;
     use bursar_runtime::driver::Access;
 
-    let kept = writing(shelf, 2 * MIB).commit().unwrap();
-    let stream = bursar_protocol::dial::dial_at(&keeper.socket(), PATIENCE).unwrap();
+    let retained = writer(client, 2 * MIB).commit().unwrap();
+    let stream = bursar_protocol::dial::dial_at(&fake_agent.socket(), PATIENCE).unwrap();
     let question = ToAgent::Kept(KeptQuestion::Open {
         version: 1,
         image: 1,
@@ -269,30 +275,30 @@ fn spoilt(shelf: &Shelf, keeper: &Keeper) -> u64 {
     let handle = driver.import(fd.unwrap().as_fd(), bytes).unwrap();
     let room = std::sync::Arc::new(driver.reserve(bytes).unwrap());
     let mapping = room
-        .map(0, &handle, Access::ReadWrite, shelf.context())
+        .map(0, &handle, Access::ReadWrite, client.context())
         .unwrap();
-    shelf
+    client
         .context()
         .fill(mapping.address() + 12_345, 1, 1)
         .unwrap();
-    kept.lease()
+    retained.lease()
 }
 
 #[test]
-fn a_lease_that_is_dropped_before_its_commit_is_discarded() {
+fn uncommitted_lease_is_discarded_when_dropped() {
     inside(ONE_GPU, |machine| {
-        let keeper = keeper();
-        let shelf = Shelf::at(&context(), &keeper.socket());
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let before = machine.used(0);
-        drop(writing(&shelf, 64 * MIB));
+        drop(writer(&client, 64 * MIB));
         assert_falls_to(machine, before);
-        writing(&shelf, 2 * MIB).discard().unwrap();
+        writer(&client, 2 * MIB).discard().unwrap();
         assert_falls_to(machine, before);
     });
 }
 
 /// An agent that makes a lease, and then says `answer` or dies.
-fn opens_at_an_agent_that(answer: Option<KeptAnswer>, machine: &Sim) -> KeptError {
+fn opens_at_an_agent_that(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseError {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("agent.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -312,22 +318,25 @@ fn opens_at_an_agent_that(answer: Option<KeptAnswer>, machine: &Sim) -> KeptErro
             send_message(&client, &ToShim::Kept(answer), None).unwrap();
         }
     });
-    let opened = Shelf::at(&context, &socket).open("weights", &KEY, 4 * MIB, NOW);
+    let opened = LeaseClient::with_socket(&context, &socket).open("weights", &KEY, 4 * MIB, NOW);
     agent.join().unwrap();
     assert_eq!(machine.used(0), before, "it is still mapped");
     opened.unwrap_err()
 }
 
 #[test]
-fn memory_that_nobody_said_is_kept_is_unmapped_again() {
+fn memory_is_unmapped_when_the_agent_never_confirms() {
     inside(ONE_GPU, |machine| {
         let dies = opens_at_an_agent_that(None, machine);
-        assert!(matches!(dies, KeptError::Agent { .. }), "{dies}");
-        assert!(dies.retryable());
-        let why = KeptRefusal::Unavailable;
-        let refuses = opens_at_an_agent_that(Some(KeptAnswer::Refused(why)), machine);
         assert!(
-            matches!(&refuses, KeptError::Refused { why: said, .. } if *said == why),
+            matches!(dies, LeaseError::AgentUnreachable { .. }),
+            "{dies}"
+        );
+        assert!(dies.retryable());
+        let reason = KeptRefusal::Unavailable;
+        let refuses = opens_at_an_agent_that(Some(KeptAnswer::Refused(reason)), machine);
+        assert!(
+            matches!(&refuses, LeaseError::Refused { reason: said, .. } if *said == reason),
             "{refuses}"
         );
         let other = KeptAnswer::Write {
@@ -338,7 +347,10 @@ fn memory_that_nobody_said_is_kept_is_unmapped_again() {
             expires_ms: 1,
         };
         let confused = opens_at_an_agent_that(Some(other), machine);
-        assert!(matches!(confused, KeptError::Unexpected), "{confused}");
+        assert!(
+            matches!(confused, LeaseError::UnexpectedResponse),
+            "{confused}"
+        );
     });
 }
 
@@ -370,7 +382,7 @@ fn scripted(
 }
 
 #[test]
-fn a_lease_whose_memory_the_driver_does_not_know_is_discarded_and_begun_anew() {
+fn lease_without_driver_memory_is_recreated() {
     inside(ONE_GPU, |_| {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
@@ -390,13 +402,13 @@ fn a_lease_whose_memory_the_driver_does_not_know_is_discarded_and_begun_anew() {
             KeptQuestion::Open { .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),
             _ => (KeptAnswer::Discarded, None),
         });
-        let shelf = Shelf::at(&context(), &socket);
-        let lost = shelf.find("weights", &KEY, NOW).unwrap_err();
-        assert!(matches!(lost, KeptError::Lost { lease: 7, .. }), "{lost}");
+        let client = LeaseClient::with_socket(&context(), &socket);
+        let lost = client.find("weights", &KEY, NOW).unwrap_err();
+        assert!(matches!(lost, LeaseError::Lost { lease: 7, .. }), "{lost}");
         assert!(lost.retryable());
-        let anew = shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap_err();
+        let anew = client.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap_err();
         assert!(
-            matches!(&anew, KeptError::Refused { why, .. } if *why == KeptRefusal::Off),
+            matches!(&anew, LeaseError::Refused { reason, .. } if *reason == KeptRefusal::Off),
             "{anew}"
         );
         let asked = agent.join().unwrap();
@@ -405,17 +417,17 @@ fn a_lease_whose_memory_the_driver_does_not_know_is_discarded_and_begun_anew() {
 }
 
 #[test]
-fn who_lost_the_right_to_commit_does_not_discard_what_another_may_have_committed() {
+fn fenced_writer_does_not_discard_the_lease() {
     inside(ONE_GPU, |_| {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
-        let agent = scripted(&socket, 3, |client, question| match question {
+        let agent = scripted(&socket, 3, |connection, question| match question {
             KeptQuestion::Open { bytes: 0, .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),
             KeptQuestion::Open { bytes, .. } => {
                 let memory = Driver::get().unwrap().device(0).unwrap().create(*bytes);
                 let fd = memory.unwrap().export().unwrap();
                 let made = ToShim::Kept(KeptAnswer::Made { bytes: *bytes });
-                send_message(client, &made, Some(fd.as_fd())).unwrap();
+                send_message(connection, &made, Some(fd.as_fd())).unwrap();
                 let write = KeptAnswer::Write {
                     lease: 7,
                     generation: 7,
@@ -427,74 +439,74 @@ fn who_lost_the_right_to_commit_does_not_discard_what_another_may_have_committed
             }
             _ => (KeptAnswer::Refused(KeptRefusal::Fenced), None),
         });
-        let shelf = Shelf::at(&context(), &socket);
-        let error = writing(&shelf, 2 * MIB).commit().unwrap_err();
+        let client = LeaseClient::with_socket(&context(), &socket);
+        let error = writer(&client, 2 * MIB).commit().unwrap_err();
         assert!(
-            matches!(&error, KeptError::Refused { why, .. } if *why == KeptRefusal::Fenced),
+            matches!(&error, LeaseError::Refused { reason, .. } if *reason == KeptRefusal::Fenced),
             "{error}"
         );
-        assert!(shelf.find("weights", &KEY, NOW).is_err());
+        assert!(client.find("weights", &KEY, NOW).is_err());
         assert_eq!(agent.join().unwrap(), ["open", "commit", "open"]);
     });
 }
 
 #[test]
-fn a_commit_that_an_agent_did_not_live_to_hear_is_said_to_the_next() {
+fn commit_is_repeated_to_a_restarted_agent() {
     inside(ONE_GPU, |_| {
-        let (keeper, folder) = (keeper(), tempfile::tempdir().unwrap());
+        let (fake_agent, folder) = (fake_agent(), tempfile::tempdir().unwrap());
         let (socket, dying) = (folder.path().join("agent"), folder.path().join("dying"));
-        symlink(keeper.socket(), &socket).unwrap();
-        let shelf = Shelf::at(&context(), &socket);
-        let writing = writing(&shelf, 2 * MIB);
+        symlink(fake_agent.socket(), &socket).unwrap();
+        let client = LeaseClient::with_socket(&context(), &socket);
+        let writer = writer(&client, 2 * MIB);
         std::fs::remove_file(&socket).unwrap();
         let agent = UnixListener::bind(&dying).unwrap();
         symlink(&dying, &socket).unwrap();
         let successor = std::thread::spawn(move || {
-            let (client, _) = agent.accept().unwrap();
-            let (asked, _) = receive_message::<ToAgent>(&client).unwrap();
+            let (connection, _) = agent.accept().unwrap();
+            let (asked, _) = receive_message::<ToAgent>(&connection).unwrap();
             assert!(matches!(asked, ToAgent::Kept(KeptQuestion::Commit { .. })));
-            drop((client, agent));
+            drop((connection, agent));
             std::thread::sleep(Duration::from_millis(100));
             std::fs::remove_file(&socket).unwrap();
-            symlink(keeper.socket(), &socket).unwrap();
-            keeper
+            symlink(fake_agent.socket(), &socket).unwrap();
+            fake_agent
         });
-        let kept = writing.commit().unwrap();
+        let retained = writer.commit().unwrap();
         let _keeper = successor.join().unwrap();
-        let found = shelf.find("weights", &KEY, NOW).unwrap();
-        assert_eq!(found.lease(), kept.lease());
+        let found = client.find("weights", &KEY, NOW).unwrap();
+        assert_eq!(found.lease(), retained.lease());
     });
 }
 
 #[test]
-fn of_threads_that_begin_the_same_one_writes_and_the_others_have_what_it_commits() {
+fn concurrent_threads_share_one_writers_lease() {
     inside(ONE_GPU, |_| {
-        let keeper = keeper();
-        let shelf = Shelf::at(&context(), &keeper.socket());
-        let first = writing(&shelf, 2 * MIB);
-        let error = shelf.open("weights", &KEY, 4 * MIB, NOW).unwrap_err();
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let first = writer(&client, 2 * MIB);
+        let error = client.open("weights", &KEY, 4 * MIB, NOW).unwrap_err();
         assert!(error.retryable(), "{error}");
         let lease = std::thread::scope(|scope| {
-            let second = scope.spawn(|| shelf.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap());
+            let second = scope.spawn(|| client.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap());
             std::thread::sleep(Duration::from_millis(50));
             let lease = first.commit().unwrap().lease();
-            let Opened::Ready(kept) = second.join().unwrap() else {
+            let LeaseState::Ready(retained) = second.join().unwrap() else {
                 panic!("both write")
             };
-            assert_eq!(kept.lease(), lease);
+            assert_eq!(retained.lease(), lease);
             lease
         });
-        assert_eq!(shelf.find("weights", &KEY, NOW).unwrap().lease(), lease);
+        assert_eq!(client.find("weights", &KEY, NOW).unwrap().lease(), lease);
     });
 }
 
 #[test]
-fn an_arena_hands_out_the_lease_and_commits_it() {
+fn lease_arena_allocates_from_the_lease_and_commits() {
     inside(ONE_GPU, |_| {
-        let keeper = keeper();
-        let shelf = Shelf::at(&context(), &keeper.socket());
-        let arena = Arena::new(writing(&shelf, 2 * MIB));
-        let stream = shelf.context().default_stream();
+        let fake_agent = fake_agent();
+        let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
+        let arena = LeaseArena::new(writer(&client, 2 * MIB));
+        let stream = client.context().default_stream();
         let layout = |bytes: usize| Layout::from_size_align(bytes, 512).unwrap();
         let first = arena.allocate(layout(1000), &stream, Tag("w1")).unwrap();
         let second = arena.allocate(layout(1 << 20), &stream, Tag("w2")).unwrap();
@@ -503,7 +515,7 @@ fn an_arena_hands_out_the_lease_and_commits_it() {
             .allocate(layout(2 << 20), &stream, Tag::default())
             .unwrap_err();
         assert!(matches!(full, ResourceError::OverBudget { .. }), "{full}");
-        shelf.context().fill(second.address(), 3, 1 << 20).unwrap();
+        client.context().fill(second.address(), 3, 1 << 20).unwrap();
         let gone = first.as_ref();
         arena.deallocate(first, &stream).unwrap();
         let twice = arena.deallocate(Block::new(gone), &stream);
@@ -511,21 +523,21 @@ fn an_arena_hands_out_the_lease_and_commits_it() {
         let third = arena.allocate(layout(512), &stream, Tag("w3")).unwrap();
         assert!(third.address() > second.address());
         assert_eq!(arena.bytes_outstanding().live, (1 << 20) + 512);
-        let kept = arena.commit().unwrap();
-        assert_eq!(bytes_of(&kept, 1024, 16), [3; 16]);
+        let retained = arena.commit().unwrap();
+        assert_eq!(bytes_of(&retained, 1024, 16), [3; 16]);
     });
 }
 
 #[test]
-fn without_an_agent_the_answer_is_an_error_that_says_where_it_was_looked_for() {
+fn missing_agent_error_names_the_socket() {
     inside(ONE_GPU, |_| {
-        let shelf = Shelf::at(&context(), Path::new("/nowhere/agent.sock"));
+        let client = LeaseClient::with_socket(&context(), Path::new("/nowhere/agent.sock"));
         let since = Instant::now();
         let patience = Duration::from_millis(100);
-        let error = shelf.find("weights", &KEY, patience).unwrap_err();
+        let error = client.find("weights", &KEY, patience).unwrap_err();
         assert!(error.to_string().contains("/nowhere/agent.sock"), "{error}");
         assert!(since.elapsed() < Duration::from_secs(5));
-        let error = shelf.find("", &KEY, NOW).unwrap_err();
-        assert!(matches!(error, KeptError::Name { .. }), "{error}");
+        let error = client.find("", &KEY, NOW).unwrap_err();
+        assert!(matches!(error, LeaseError::InvalidName { .. }), "{error}");
     });
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use anyhow::ensure;
 use bursar_runtime::driver::Driver;
-use bursar_runtime::retained::{Kept, Key, Opened, Shelf};
+use bursar_runtime::retained::{Key, LeaseClient, LeaseState, RetainedLease};
 use serde::Serialize;
 
 /// For the node to look at its GPU first, which it does once.
@@ -28,11 +28,11 @@ pub(crate) struct Told {
 }
 
 /// Keeps so much, or finds what an image before kept. Every byte is as it was written.
-pub(crate) fn keep(bytes: u64) -> anyhow::Result<(Kept, Told)> {
+pub(crate) fn keep(bytes: u64) -> anyhow::Result<(RetainedLease, Told)> {
     let context = Driver::get()?.device(0)?.primary_context()?;
-    let (found, kept) = match Shelf::new(&context).open(NAME, &KEY, bytes, PATIENCE)? {
-        Opened::Ready(kept) => (true, kept),
-        Opened::Writing(writing) => {
+    let (found, kept) = match LeaseClient::new(&context).open(NAME, &KEY, bytes, PATIENCE)? {
+        LeaseState::Ready(kept) => (true, kept),
+        LeaseState::Writing(writing) => {
             for at in pieces(writing.bytes()) {
                 writing.write(at, &piece(at))?;
             }

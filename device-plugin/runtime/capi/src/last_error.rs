@@ -6,7 +6,7 @@ use std::ffi::{CString, c_char};
 use bursar_protocol::wire::Reason;
 use bursar_protocol::wire::kept::KeptRefusal;
 use bursar_runtime::driver::DriverError;
-use bursar_runtime::retained::KeptError;
+use bursar_runtime::retained::LeaseError;
 
 /// `bursar_status`; the header says what each is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,14 +55,14 @@ impl Failure {
     }
 }
 
-impl From<KeptError> for Failure {
-    fn from(error: KeptError) -> Failure {
+impl From<LeaseError> for Failure {
+    fn from(error: LeaseError) -> Failure {
         let cuda = match &error {
-            KeptError::Cuda(error)
-            | KeptError::Driver(DriverError::Cuda(error))
-            | KeptError::Lost { source: error, .. } => error.code,
-            KeptError::Refused {
-                why: KeptRefusal::Driver { code },
+            LeaseError::Cuda(error)
+            | LeaseError::Driver(DriverError::Cuda(error))
+            | LeaseError::Lost { source: error, .. } => error.code,
+            LeaseError::Refused {
+                reason: KeptRefusal::Driver { code },
                 ..
             } => *code,
             _ => 0,
@@ -75,15 +75,15 @@ impl From<KeptError> for Failure {
     }
 }
 
-fn status(error: &KeptError) -> Status {
+fn status(error: &LeaseError) -> Status {
     match error {
-        KeptError::Name { .. } | KeptError::OutOfRange { .. } => Status::Invalid,
-        KeptError::Agent { .. } | KeptError::Goodbye(Reason::Busy) => Status::Busy,
-        KeptError::Goodbye(_) => Status::Refused,
-        KeptError::Unexpected => Status::Internal,
-        KeptError::Corrupt { .. } | KeptError::Lost { .. } => Status::Corrupt,
-        KeptError::Cuda(_) | KeptError::Driver(_) => Status::Driver,
-        KeptError::Refused { why, .. } => match why {
+        LeaseError::InvalidName { .. } | LeaseError::OutOfRange { .. } => Status::Invalid,
+        LeaseError::AgentUnreachable { .. } | LeaseError::Rejected(Reason::Busy) => Status::Busy,
+        LeaseError::Rejected(_) => Status::Refused,
+        LeaseError::UnexpectedResponse => Status::Internal,
+        LeaseError::Corrupt { .. } | LeaseError::Lost { .. } => Status::Corrupt,
+        LeaseError::Cuda(_) | LeaseError::Driver(_) => Status::Driver,
+        LeaseError::Refused { reason, .. } => match reason {
             KeptRefusal::Missing => Status::Missing,
             KeptRefusal::Quota { .. } => Status::Quota,
             KeptRefusal::Writing | KeptRefusal::Unavailable => Status::Busy,
@@ -120,8 +120,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_may_be_answered_otherwise_later_is_busy() {
-        let status = |reason| super::status(&KeptError::Goodbye(reason));
+    fn status_is_busy_when_a_retry_may_succeed() {
+        let status = |reason| super::status(&LeaseError::Rejected(reason));
         assert_eq!(status(Reason::Busy), Status::Busy);
         assert_eq!(status(Reason::Identity), Status::Refused);
     }

@@ -14,10 +14,10 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, PoisonError};
 
 use bursar_runtime::driver::Driver;
-use bursar_runtime::retained::{Kept, KeptError, Opened, Shelf, Writing};
+use bursar_runtime::retained::{LeaseClient, LeaseError, LeaseState, LeaseWriter, RetainedLease};
 
 use last_error::{Failure, Status};
-use open_args::{Question, RawQuestion};
+use open_args::{OpenArgs, RawOpenArgs};
 
 /// `bursar_lease`.
 #[derive(Debug)]
@@ -25,8 +25,8 @@ pub struct Lease(Mutex<State>);
 
 #[derive(Debug)]
 enum State {
-    Writing(Writing),
-    Ready(Kept),
+    Writing(LeaseWriter),
+    Ready(RetainedLease),
     /// A commit failed.
     Ended,
 }
@@ -43,38 +43,38 @@ pub struct View {
 }
 
 impl Lease {
-    fn open(question: &Question) -> Result<Lease, KeptError> {
-        let device = Driver::get()?.device(question.device)?;
+    fn open(args: &OpenArgs) -> Result<Lease, LeaseError> {
+        let device = Driver::get()?.device(args.device)?;
         let context = device.primary_context()?;
-        let shelf = match &question.socket {
-            Some(socket) => Shelf::at(&context, socket),
-            None => Shelf::new(&context),
+        let client = match &args.socket {
+            Some(socket) => LeaseClient::with_socket(&context, socket),
+            None => LeaseClient::new(&context),
         };
-        let (name, key, patience) = (&question.name, &question.key, question.patience);
-        let opened = match question.bytes {
-            0 => shelf.find(name, key, patience).map(Opened::Ready),
-            bytes => shelf.open(name, key, bytes, patience),
+        let (name, key, timeout) = (&args.name, &args.key, args.timeout);
+        let opened = match args.bytes {
+            0 => client.find(name, key, timeout).map(LeaseState::Ready),
+            bytes => client.open(name, key, bytes, timeout),
         };
         Ok(Lease(Mutex::new(match opened? {
-            Opened::Ready(kept) => State::Ready(kept),
-            Opened::Writing(writing) => State::Writing(writing),
+            LeaseState::Ready(retained) => State::Ready(retained),
+            LeaseState::Writing(writer) => State::Writing(writer),
         })))
     }
 
-    fn look(&self) -> Result<View, Failure> {
+    fn view(&self) -> Result<View, Failure> {
         match &*self.state() {
-            State::Ready(kept) => Ok(View {
-                address: kept.address(),
-                bytes: kept.bytes(),
-                lease: kept.lease(),
-                generation: kept.generation(),
+            State::Ready(retained) => Ok(View {
+                address: retained.address(),
+                bytes: retained.bytes(),
+                lease: retained.lease(),
+                generation: retained.generation(),
                 ready: 1,
             }),
-            State::Writing(writing) => Ok(View {
-                address: writing.address(),
-                bytes: writing.bytes(),
-                lease: writing.lease(),
-                generation: writing.generation(),
+            State::Writing(writer) => Ok(View {
+                address: writer.address(),
+                bytes: writer.bytes(),
+                lease: writer.lease(),
+                generation: writer.generation(),
                 ready: 0,
             }),
             State::Ended => Err(Failure::ended()),
@@ -83,7 +83,7 @@ impl Lease {
 
     fn read(&self, at: u64, to: &mut [u8]) -> Result<(), Failure> {
         match &*self.state() {
-            State::Ready(kept) => Ok(kept.read(at, to)?),
+            State::Ready(retained) => Ok(retained.read(at, to)?),
             State::Writing(_) => Err(Failure::invalid("the lease is not committed".to_owned())),
             State::Ended => Err(Failure::ended()),
         }
@@ -91,7 +91,7 @@ impl Lease {
 
     fn write(&self, at: u64, from: &[u8]) -> Result<(), Failure> {
         match &*self.state() {
-            State::Writing(writing) => Ok(writing.write(at, from)?),
+            State::Writing(writer) => Ok(writer.write(at, from)?),
             State::Ready(_) => Err(Failure::invalid("the lease is read-only".to_owned())),
             State::Ended => Err(Failure::ended()),
         }
@@ -100,8 +100,8 @@ impl Lease {
     fn commit(&self) -> Result<(), Failure> {
         let mut state = self.state();
         match std::mem::replace(&mut *state, State::Ended) {
-            State::Writing(writing) => *state = State::Ready(writing.commit()?),
-            State::Ready(kept) => *state = State::Ready(kept),
+            State::Writing(writer) => *state = State::Ready(writer.commit()?),
+            State::Ready(retained) => *state = State::Ready(retained),
             State::Ended => return Err(Failure::ended()),
         }
         Ok(())
@@ -109,8 +109,8 @@ impl Lease {
 
     fn discard(self) -> Result<(), Failure> {
         match self.0.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            State::Writing(writing) => writing.discard()?,
-            State::Ready(kept) => kept.discard()?,
+            State::Writing(writer) => writer.discard()?,
+            State::Ready(retained) => retained.discard()?,
             State::Ended => {}
         }
         Ok(())
@@ -122,7 +122,7 @@ impl Lease {
 }
 
 /// Runs what a function does; its failure is the thread's last one.
-fn answer(run: impl FnOnce() -> Result<(), Failure>) -> Status {
+fn ffi_call(run: impl FnOnce() -> Result<(), Failure>) -> Status {
     let done = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(Failure::panicked()));
     match done {
         Ok(()) => Status::Ok,
@@ -136,16 +136,13 @@ fn answer(run: impl FnOnce() -> Result<(), Failure>) -> Status {
 /// `open_args` is null or points to a `bursar_question` whose texts are null or end with a zero; `lease` is null or a
 /// place for a pointer.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn bursar_open(
-    question: *const RawQuestion,
-    lease: *mut *mut Lease,
-) -> Status {
-    answer(|| {
-        if question.is_null() || lease.is_null() {
+pub unsafe extern "C" fn bursar_open(args: *const RawOpenArgs, lease: *mut *mut Lease) -> Status {
+    ffi_call(|| {
+        if args.is_null() || lease.is_null() {
             return Err(Failure::null("question or lease"));
         }
         // SAFETY: not null; the caller's promise.
-        let opened = Lease::open(&unsafe { Question::read(&*question) }?)?;
+        let opened = Lease::open(&unsafe { OpenArgs::read(&*args) }?)?;
         // SAFETY: not null; the caller's promise.
         unsafe { lease.write(Box::into_raw(Box::new(opened))) };
         Ok(())
@@ -158,14 +155,14 @@ pub unsafe extern "C" fn bursar_open(
 /// `lease` is null or from [`bursar_open`] and not closed; `view` is null or a place for a `bursar_view`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_look(lease: *const Lease, view: *mut View) -> Status {
-    answer(|| {
+    ffi_call(|| {
         // SAFETY: the caller's promise.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         if view.is_null() {
             return Err(Failure::null("view"));
         }
         // SAFETY: not null; the caller's promise.
-        unsafe { view.write(lease.look()?) };
+        unsafe { view.write(lease.view()?) };
         Ok(())
     })
 }
@@ -181,7 +178,7 @@ pub unsafe extern "C" fn bursar_read(
     to: *mut u8,
     bytes: u64,
 ) -> Status {
-    answer(|| {
+    ffi_call(|| {
         // SAFETY: the caller's promise.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         if to.is_null() {
@@ -205,7 +202,7 @@ pub unsafe extern "C" fn bursar_write(
     from: *const u8,
     bytes: u64,
 ) -> Status {
-    answer(|| {
+    ffi_call(|| {
         // SAFETY: the caller's promise.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         if from.is_null() {
@@ -231,7 +228,7 @@ fn length(bytes: u64) -> Result<usize, Failure> {
 /// `lease` is null or from [`bursar_open`] and not closed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_commit(lease: *mut Lease) -> Status {
-    answer(|| {
+    ffi_call(|| {
         // SAFETY: the caller's promise.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         lease.commit()
@@ -244,7 +241,7 @@ pub unsafe extern "C" fn bursar_commit(lease: *mut Lease) -> Status {
 /// `lease` is null or from [`bursar_open`] and not closed; it is closed by this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_discard(lease: *mut Lease) -> Status {
-    answer(|| {
+    ffi_call(|| {
         if lease.is_null() {
             return Err(Failure::null("lease"));
         }
@@ -259,7 +256,7 @@ pub unsafe extern "C" fn bursar_discard(lease: *mut Lease) -> Status {
 /// `lease` is null or from [`bursar_open`] and not closed; it is closed by this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_close(lease: *mut Lease) {
-    answer(|| {
+    ffi_call(|| {
         if !lease.is_null() {
             // SAFETY: made by `Box::into_raw` in `bursar_open`, and nobody else has it.
             drop(unsafe { Box::from_raw(lease) });

@@ -12,7 +12,7 @@ use crate::last_error::Failure;
 /// `bursar_question`.
 #[derive(Debug)]
 #[repr(C)]
-pub struct RawQuestion {
+pub struct RawOpenArgs {
     name: *const c_char,
     socket: *const c_char,
     key: Key,
@@ -23,22 +23,22 @@ pub struct RawQuestion {
 
 /// The same, owned.
 #[derive(Debug)]
-pub(crate) struct Question {
+pub(crate) struct OpenArgs {
     pub(crate) name: String,
     pub(crate) socket: Option<PathBuf>,
     pub(crate) key: Key,
     pub(crate) bytes: u64,
-    pub(crate) patience: Duration,
+    pub(crate) timeout: Duration,
     pub(crate) device: u32,
 }
 
-impl Question {
+impl OpenArgs {
     /// Reads it.
     ///
     /// # Safety
     /// Its texts are null or end with a zero.
-    pub(crate) unsafe fn read(raw: &RawQuestion) -> Result<Question, Failure> {
-        let RawQuestion {
+    pub(crate) unsafe fn read(raw: &RawOpenArgs) -> Result<OpenArgs, Failure> {
+        let RawOpenArgs {
             name,
             socket,
             key,
@@ -49,14 +49,14 @@ impl Question {
         // SAFETY: the caller's promise.
         let (name, socket) = unsafe { (text(*name), text(*socket)) };
         let name = name.ok_or(Failure::null("name"))?.to_str();
-        Ok(Question {
+        Ok(OpenArgs {
             name: name
                 .map_err(|_| Failure::invalid("the name is not UTF-8".to_owned()))?
                 .to_owned(),
             socket: socket.map(|path| PathBuf::from(OsStr::from_bytes(path.to_bytes()))),
             key: *key,
             bytes: *bytes,
-            patience: Duration::from_millis(*patience_ms),
+            timeout: Duration::from_millis(*patience_ms),
             device: u32::try_from(*device)
                 .map_err(|_| Failure::invalid(format!("there is no device {device}")))?,
         })

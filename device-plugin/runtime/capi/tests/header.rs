@@ -46,7 +46,7 @@ fn program(folder: &Path) -> PathBuf {
 }
 
 #[test]
-fn the_library_exports_the_functions_of_the_header_and_no_other() {
+fn library_exports_exactly_the_functions_of_the_header() {
     let declared: BTreeSet<&str> = HEADER
         .lines()
         .filter(|line| line.ends_with(");") && line.contains("bursar_"))
@@ -64,7 +64,7 @@ fn the_library_exports_the_functions_of_the_header_and_no_other() {
 }
 
 #[test]
-fn structs_and_statuses_are_laid_out_as_c_has_them() {
+fn structs_and_statuses_have_the_layout_of_the_header() {
     let folder = tempfile::tempdir().unwrap();
     let mut client = Command::new(program(folder.path()));
     let output = client.env("LD_LIBRARY_PATH", libraries()).output().unwrap();
@@ -74,7 +74,7 @@ fn structs_and_statuses_are_laid_out_as_c_has_them() {
 }
 
 #[test]
-fn a_c_program_keeps_memory_and_finds_it_again() {
+fn c_program_finds_retained_memory_again() {
     let lab = Lab::new(ONE_GPU).unwrap();
     let keeper = Keeper::start(|program| lab.command(program));
     let folder = tempfile::tempdir().unwrap();

@@ -56,7 +56,7 @@ fn libraries() -> PathBuf {
 }
 
 #[test]
-fn the_wheel_installs_and_its_tests_pass_over_the_simulated_driver() {
+fn wheel_installs_and_passes_its_tests() {
     let (folder, target) = (tempfile::tempdir().unwrap(), libraries());
     let python = python(&target);
     let wheel = |folder: &Path| {

@@ -4,7 +4,7 @@ use std::alloc::Layout;
 
 use anyhow::{Result, bail};
 use bursar_runtime::driver::{Context, Grid, Stream};
-use bursar_runtime::{DeviceMemoryResource, Direct, Exportable, FreeError, Guard, Tag};
+use bursar_runtime::{DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, Tag};
 use serde_json::json;
 
 /// A whole multiple of what the driver allocates in, so that the byte behind it is nobody's.
@@ -43,7 +43,7 @@ pub(crate) fn run(context: &Context, how: &str) -> Result<bool> {
     match how {
         "direct" => planted(context, &stream, &Direct::new(context)),
         "guarded" => planted(context, &stream, &Exportable::guarded(context, 4)?),
-        "canary" => planted(context, &stream, &Guard::new(Direct::new(context), 0)),
+        "canary" => planted(context, &stream, &DebugGuard::new(Direct::new(context), 0)),
         _ => bail!("planted direct|guarded|canary"),
     }
 }
@@ -61,12 +61,12 @@ fn planted<R: DeviceMemoryResource>(
         (&raw mut value).cast(),
         (&raw mut len).cast(),
     ];
-    let grid = Grid::line(len.div_ceil(256) as u32, 256);
+    let grid = Grid::linear(len.div_ceil(256) as u32, 256);
     // SAFETY: the arguments are of the kernel's types; what it writes is no memory of the host's. It is meant to be wrong.
     unsafe { fill.launch(stream, grid, arguments) }?;
     let fault = stream.synchronize().err();
     let refused = match resource.deallocate(block, stream) {
-        Err(FreeError::Refused { why, .. }) => Some(why.reason()),
+        Err(FreeError::Refused { reason, .. }) => Some(reason.reason()),
         _ => None,
     };
     let code = fault.map(|error| error.code);

@@ -11,10 +11,10 @@ mod reservation;
 use std::alloc::Layout;
 use std::sync::{Arc, Mutex, PoisonError};
 
-pub use account::Account;
+pub use account::BudgetAccount;
 pub use reservation::Reservation;
 
-use crate::adaptor::upstream::{Under, pass_on};
+use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::{ErrorClass, FreeError, ResourceError};
 use crate::resource::{Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Reaped, Tag};
@@ -22,8 +22,8 @@ use crate::resource::{Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Rea
 /// A limit over a resource.
 #[derive(Debug)]
 pub struct Budget<R> {
-    under: Under<R>,
-    account: Arc<Account>,
+    upstream: Upstream<R>,
+    account: Arc<BudgetAccount>,
     /// Blocks that were freed, and that still count.
     retired: Mutex<Vec<BlockRef>>,
 }
@@ -31,40 +31,44 @@ pub struct Budget<R> {
 impl<R: DeviceMemoryResource> Budget<R> {
     /// A limit in bytes over a resource.
     pub fn new(resource: R, limit: u64) -> Self {
-        Self::on(resource, Arc::new(Account::new(limit)))
+        Self::with_account(resource, Arc::new(BudgetAccount::new(limit)))
     }
 
     /// As above, on an account that others may use too.
-    pub fn on(resource: R, account: Arc<Account>) -> Self {
+    pub fn with_account(resource: R, account: Arc<BudgetAccount>) -> Self {
         Budget {
-            under: Under::new(resource),
+            upstream: Upstream::new(resource),
             account,
             retired: Mutex::default(),
         }
     }
 
     /// The account, to resize it or to look at it.
-    pub fn account(&self) -> &Arc<Account> {
+    pub fn account(&self) -> &Arc<BudgetAccount> {
         &self.account
     }
 
-    fn take(&self, bytes: u64) -> Result<(), ResourceError> {
+    fn charge(&self, bytes: u64) -> Result<(), ResourceError> {
         self.account
-            .take(bytes)
-            .map_err(|found| self.over(bytes, found))
+            .charge(bytes)
+            .map_err(|found| self.over_budget(bytes, found))
     }
 
-    fn over(&self, asked: u64, BudgetSnapshot { limit, used }: BudgetSnapshot) -> ResourceError {
+    fn over_budget(
+        &self,
+        requested: u64,
+        BudgetSnapshot { limit, used }: BudgetSnapshot,
+    ) -> ResourceError {
         ResourceError::OverBudget {
             ordinal: self.ordinal(),
-            asked,
+            requested,
             used,
             limit,
         }
     }
 
     /// Tries again as long as a reap made room, and once more where it made none: somebody else's may have.
-    fn reaping<T>(
+    fn retry_after_reap<T>(
         &self,
         attempt: impl Fn() -> Result<T, ResourceError>,
     ) -> Result<T, ResourceError> {
@@ -74,8 +78,8 @@ impl<R: DeviceMemoryResource> Budget<R> {
                 other => return other,
             }
             // What the reap failed with, if it did, is not why there is no room.
-            let _ = self.under.resource.reap_pending();
-            if self.settle() == 0 {
+            let _ = self.upstream.resource.reap_pending();
+            if self.uncharge_reaped() == 0 {
                 return attempt();
             }
         }
@@ -88,26 +92,29 @@ impl<R: DeviceMemoryResource> Budget<R> {
         tag: Tag,
     ) -> Result<Block, ResourceError> {
         let bytes = layout.size() as u64;
-        self.take(bytes)?;
-        self.under
+        self.charge(bytes)?;
+        self.upstream
             .allocate(layout, stream, tag)
-            .inspect_err(|_| self.account.give_back(bytes))
+            .inspect_err(|_| self.account.uncharge(bytes))
     }
 
     /// Lets what the resource under it has given back count no more.
-    fn settle(&self) -> u64 {
+    fn uncharge_reaped(&self) -> u64 {
         let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
         let mut freed = 0;
         retired.retain(|block| {
-            let stays = self.under.resource.is_retired(self.under.below(*block));
+            let stays = self
+                .upstream
+                .resource
+                .is_retired(self.upstream.translate(*block));
             freed += if stays { 0 } else { block.bytes() };
             stays
         });
-        self.account.give_back(freed);
+        self.account.uncharge(freed);
         freed
     }
 
-    fn pending(&self) -> u64 {
+    fn retired_bytes(&self) -> u64 {
         let retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
         retired.iter().map(BlockRef::bytes).sum()
     }
@@ -115,22 +122,26 @@ impl<R: DeviceMemoryResource> Budget<R> {
 
 impl<R: DeviceMemoryResource> DeviceMemoryResource for Budget<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
-        self.reaping(|| self.try_allocate(layout, stream, tag))
+        self.retry_after_reap(|| self.try_allocate(layout, stream, tag))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let gone = block.as_ref();
-        let answer = self.under.deallocate(block, stream);
-        if matches!(answer, Err(FreeError::Refused { .. })) {
-            return answer;
+        let freed = block.as_ref();
+        let result = self.upstream.deallocate(block, stream);
+        if matches!(result, Err(FreeError::Refused { .. })) {
+            return result;
         }
-        if self.under.resource.is_retired(self.under.below(gone)) {
+        if self
+            .upstream
+            .resource
+            .is_retired(self.upstream.translate(freed))
+        {
             let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
-            retired.push(gone);
+            retired.push(freed);
         } else {
-            self.account.give_back(gone.bytes());
+            self.account.uncharge(freed.bytes());
         }
-        answer
+        result
     }
 
     fn budget_snapshot(&self) -> Option<BudgetSnapshot> {
@@ -138,22 +149,24 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Budget<R> {
     }
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
-        let answer = self.under.resource.reap_pending();
-        let freed = self.settle();
-        answer?;
+        let result = self.upstream.resource.reap_pending();
+        let freed = self.uncharge_reaped();
+        result?;
         Ok(Reaped {
             freed,
-            pending: self.pending(),
+            pending: self.retired_bytes(),
         })
     }
 
     fn is_retired(&self, block: BlockRef) -> bool {
-        self.under.resource.is_retired(self.under.below(block))
+        self.upstream
+            .resource
+            .is_retired(self.upstream.translate(block))
     }
 
     fn kind(&self) -> &'static str {
         "budget"
     }
 
-    pass_on!(identity, bytes_outstanding, uses);
+    forward!(identity, bytes_outstanding, uses);
 }

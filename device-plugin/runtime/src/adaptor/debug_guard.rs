@@ -10,22 +10,22 @@ use std::alloc::Layout;
 use std::collections::{HashSet, VecDeque};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::adaptor::upstream::{Under, pass_on};
+use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::{Context, Stream};
 use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
 use crate::resource::{
-    Block, BlockRef, BlockUse, DeviceMemoryResource, Outstanding, Reaped, Tag, check_own,
-    check_stream, take_live,
+    Block, BlockRef, BlockUse, DeviceMemoryResource, Outstanding, Reaped, Tag, check_origin,
+    check_stream, remove_live,
 };
 
 /// Bytes of a zone, at least.
-const ZONE: usize = 256;
+const MIN_REDZONE: usize = 256;
 /// What a zone is filled with.
-const CANARY: u8 = 0xCA;
+const REDZONE_FILL: u8 = 0xCA;
 /// What a new block is filled with.
-const FRESH: u8 = 0xCD;
+const ALLOCATED_FILL: u8 = 0xCD;
 /// What a freed block is filled with.
-const FREED: u8 = 0xDD;
+const FREED_FILL: u8 = 0xDD;
 
 /// A block that was freed.
 #[derive(Debug)]
@@ -34,7 +34,7 @@ struct Quarantined {
     block: Block,
     stream: Stream,
     /// As the guard's user knew it.
-    outer: BlockRef,
+    user_block: BlockRef,
 }
 
 #[derive(Debug, Default)]
@@ -47,32 +47,32 @@ struct State {
     quarantined_bytes: u64,
     leaving: Vec<BlockRef>,
     /// Blocks that left, and that the resource under the guard has not given back when it was last asked.
-    below: Vec<BlockRef>,
-    found: Vec<ResourceError>,
+    retired_upstream: Vec<BlockRef>,
+    violations: Vec<ResourceError>,
 }
 
 /// Zones and quarantine over a resource.
 #[derive(Debug)]
-pub struct Guard<R> {
-    under: Under<R>,
+pub struct DebugGuard<R> {
+    upstream: Upstream<R>,
     /// Bytes that the quarantine may keep.
-    most: u64,
+    quarantine_limit: u64,
     state: Mutex<State>,
 }
 
-impl<R: DeviceMemoryResource> Guard<R> {
+impl<R: DeviceMemoryResource> DebugGuard<R> {
     /// Guards blocks, and keeps freed ones in a quarantine of so many bytes.
     pub fn new(resource: R, quarantine: u64) -> Self {
-        Guard {
-            under: Under::new(resource),
-            most: quarantine,
+        DebugGuard {
+            upstream: Upstream::new(resource),
+            quarantine_limit: quarantine,
             state: Mutex::default(),
         }
     }
 
     /// Writes after a free that were found when blocks left the quarantine, since this was last asked.
-    pub fn take_found(&self) -> Vec<ResourceError> {
-        std::mem::take(&mut self.lock().found)
+    pub fn take_violations(&self) -> Vec<ResourceError> {
+        std::mem::take(&mut self.lock().violations)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -80,39 +80,42 @@ impl<R: DeviceMemoryResource> Guard<R> {
     }
 
     /// The block under the guard's, with the zones.
-    fn inner(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
+    fn with_redzones(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
         Ok(BlockRef {
-            address: block.address - zone(block.layout) as u64,
-            layout: with_zones(block.layout, self.ordinal())?,
-            ..self.under.below(block)
+            address: block.address - redzone_before(block.layout) as u64,
+            layout: layout_with_redzones(block.layout, self.ordinal())?,
+            ..self.upstream.translate(block)
         })
     }
 
     /// The block of a use as the resource under the guard knows it; one that was freed may still be live there.
-    fn used(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
-        let (origin, found, generation) = (self.under.origin, block.origin, block.generation);
+    fn check_live(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
+        let (origin, found, generation) = (self.upstream.origin, block.origin, block.generation);
         if found != origin {
             return Err(ResourceError::Foreign { origin, found });
         }
         if !self.lock().live.contains(&block) {
             return Err(ResourceError::Stale { generation });
         }
-        self.inner(block)
+        self.with_redzones(block)
     }
 
     /// Whether a block is in quarantine, or leaving it now.
-    fn is_kept(&self, block: BlockRef) -> bool {
+    fn is_quarantined(&self, block: BlockRef) -> bool {
         let state = self.lock();
-        let mut kept = state.quarantine.iter().map(|kept| kept.outer);
-        kept.any(|kept| kept == block) || state.leaving.contains(&block)
+        let mut quarantined = state
+            .quarantine
+            .iter()
+            .map(|quarantined| quarantined.user_block);
+        quarantined.any(|quarantined| quarantined == block) || state.leaving.contains(&block)
     }
 
     /// The first byte of the zones that was overwritten.
-    fn check_zones(&self, context: &Context, block: BlockRef) -> Result<(), ResourceError> {
-        let before = zone(block.layout);
-        let (start, end) = (block.address - before as u64, block.address + block.bytes());
-        for (address, bytes) in [(start, before), (end, ZONE)] {
-            if let Some(offset) = differs(context, address, bytes, CANARY)? {
+    fn check_redzones(&self, context: &Context, block: BlockRef) -> Result<(), ResourceError> {
+        let below = redzone_before(block.layout);
+        let (start, end) = (block.address - below as u64, block.address + block.bytes());
+        for (address, bytes) in [(start, below), (end, MIN_REDZONE)] {
+            if let Some(offset) = first_mismatch(context, address, bytes, REDZONE_FILL)? {
                 return Err(corrupted(block, address + offset, true));
             }
         }
@@ -120,92 +123,106 @@ impl<R: DeviceMemoryResource> Guard<R> {
     }
 
     /// Lets the oldest blocks go, until no more than `most` bytes are in quarantine.
-    fn release(&self, most: u64) -> Result<(), ResourceError> {
-        let mut answer = Ok(());
-        while let Some(gone) = self.oldest(most) {
-            let outer = gone.outer;
-            if let Err(error) = self.look(&gone) {
+    fn drain_quarantine(&self, limit: u64) -> Result<(), ResourceError> {
+        let mut result = Ok(());
+        while let Some(quarantined) = self.pop_oldest(limit) {
+            let outer = quarantined.user_block;
+            if let Err(error) = self.check_freed_fill(&quarantined) {
                 match error {
-                    ResourceError::Corrupted { .. } => self.lock().found.push(error),
-                    error => answer = Err(error),
+                    ResourceError::Corrupted { .. } => self.lock().violations.push(error),
+                    error => result = Err(error),
                 }
             }
-            let refused = match self.under.resource.deallocate(gone.block, &gone.stream) {
+            let refused = match self
+                .upstream
+                .resource
+                .deallocate(quarantined.block, &quarantined.stream)
+            {
                 Ok(()) => None,
                 Err(FreeError::Retired { source, .. }) => {
-                    answer = Err(source.into());
+                    result = Err(source.into());
                     None
                 }
-                Err(FreeError::Refused { block, why }) => {
-                    answer = Err(why);
-                    Some(Quarantined { block, ..gone })
+                Err(FreeError::Refused { block, reason }) => {
+                    result = Err(reason);
+                    Some(Quarantined {
+                        block,
+                        ..quarantined
+                    })
                 }
             };
-            let retired = refused.is_none() && self.is_retired_below(outer);
+            let retired = refused.is_none() && self.is_retired_upstream(outer);
             let mut state = self.lock();
             state.leaving.retain(|leaving| *leaving != outer);
-            state.below.extend(retired.then_some(outer));
+            state.retired_upstream.extend(retired.then_some(outer));
             if let Some(stays) = refused {
                 state.quarantine.push_front(stays);
                 break;
             }
             state.quarantined_bytes -= outer.bytes();
         }
-        answer
+        result
     }
 
     /// Takes the oldest block out of a quarantine that is too large.
-    fn oldest(&self, most: u64) -> Option<Quarantined> {
+    fn pop_oldest(&self, limit: u64) -> Option<Quarantined> {
         let mut state = self.lock();
-        if state.quarantined_bytes <= most {
+        if state.quarantined_bytes <= limit {
             return None;
         }
-        let gone = state.quarantine.pop_front()?;
-        state.leaving.push(gone.outer);
-        Some(gone)
+        let quarantined = state.quarantine.pop_front()?;
+        state.leaving.push(quarantined.user_block);
+        Some(quarantined)
     }
 
-    fn is_retired_below(&self, block: BlockRef) -> bool {
-        let inner = self.inner(block);
-        inner.is_ok_and(|inner| self.under.resource.is_retired(inner))
+    fn is_retired_upstream(&self, block: BlockRef) -> bool {
+        let inner = self.with_redzones(block);
+        inner.is_ok_and(|inner| self.upstream.resource.is_retired(inner))
     }
 
     /// Whether a freed block is as it was left.
-    fn look(&self, gone: &Quarantined) -> Result<(), ResourceError> {
-        let (context, start) = (gone.stream.context(), gone.block.address());
+    fn check_freed_fill(&self, quarantined: &Quarantined) -> Result<(), ResourceError> {
+        let (context, start) = (quarantined.stream.context(), quarantined.block.address());
         context.synchronize()?;
-        match differs(context, start, gone.block.as_ref().layout.size(), FREED)? {
-            Some(offset) => Err(corrupted(gone.outer, start + offset, false)),
+        match first_mismatch(
+            context,
+            start,
+            quarantined.block.as_ref().layout.size(),
+            FREED_FILL,
+        )? {
+            Some(offset) => Err(corrupted(quarantined.user_block, start + offset, false)),
             None => Ok(()),
         }
     }
 }
 
-fn corrupted(block: BlockRef, address: u64, before: bool) -> ResourceError {
+fn corrupted(block: BlockRef, address: u64, while_live: bool) -> ResourceError {
     ResourceError::Corrupted {
         generation: block.generation,
         address,
-        before,
+        while_live,
     }
 }
 
 /// Bytes of the zone before a block: so many that the block is aligned if the zone is.
-fn zone(layout: Layout) -> usize {
-    layout.align().max(ZONE)
+fn redzone_before(layout: Layout) -> usize {
+    layout.align().max(MIN_REDZONE)
 }
 
-fn with_zones(layout: Layout, ordinal: u32) -> Result<Layout, ResourceError> {
-    let asked = layout.size() as u64;
-    if asked == 0 {
+fn layout_with_redzones(layout: Layout, ordinal: u32) -> Result<Layout, ResourceError> {
+    let requested = layout.size() as u64;
+    if requested == 0 {
         return Err(ResourceError::ZeroBytes { ordinal });
     }
-    let size = layout.size().checked_add(zone(layout) + ZONE);
+    let size = layout
+        .size()
+        .checked_add(redzone_before(layout) + MIN_REDZONE);
     size.and_then(|size| Layout::from_size_align(size, layout.align()).ok())
-        .ok_or(ResourceError::TooLarge { ordinal, asked })
+        .ok_or(ResourceError::TooLarge { ordinal, requested })
 }
 
 /// The first byte of a range that is not as told.
-fn differs(
+fn first_mismatch(
     context: &Context,
     address: u64,
     bytes: usize,
@@ -223,32 +240,37 @@ fn differs(
     Ok(None)
 }
 
-impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
+impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         check_stream(self.ordinal(), stream)?;
-        let zoned = with_zones(layout, self.ordinal())?;
-        let block = match self.under.allocate(zoned, stream, tag) {
+        let zoned = layout_with_redzones(layout, self.ordinal())?;
+        let block = match self.upstream.allocate(zoned, stream, tag) {
             Err(error)
                 if error.class() == ErrorClass::OutOfMemory
                     && self.reap_pending().is_ok_and(|reaped| reaped.freed > 0) =>
             {
-                self.under.allocate(zoned, stream, tag)?
+                self.upstream.allocate(zoned, stream, tag)?
             }
             other => other?,
         };
-        let (context, whole, before) = (stream.context(), block.as_ref(), zone(layout));
+        let (context, whole, offset) = (stream.context(), block.as_ref(), redzone_before(layout));
         let filled = context
-            .fill_async(whole.address, CANARY, whole.layout.size(), stream)
+            .fill_async(whole.address, REDZONE_FILL, whole.layout.size(), stream)
             .and_then(|()| {
-                context.fill_async(whole.address + before as u64, FRESH, layout.size(), stream)
+                context.fill_async(
+                    whole.address + offset as u64,
+                    ALLOCATED_FILL,
+                    layout.size(),
+                    stream,
+                )
             });
         if let Err(error) = filled {
             // A block that cannot be filled is nobody's: where its free fails too it stays counted below.
-            let _ = self.under.deallocate(block, stream);
+            let _ = self.upstream.deallocate(block, stream);
             return Err(error.into());
         }
         let block = BlockRef {
-            address: whole.address + before as u64,
+            address: whole.address + offset as u64,
             layout,
             ..whole
         };
@@ -260,24 +282,24 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
 
     /// A block whose zones were overwritten is refused, and kept as it is.
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.under.origin, block)?;
-        let block = take_live(&mut self.lock().live, block)?;
+        let block = check_origin(self.upstream.origin, block)?;
+        let block = remove_live(&mut self.lock().live, block)?;
         let outer = block.as_ref();
         let prepared = check_stream(self.ordinal(), stream)
             .and_then(|()| Ok(stream.context().synchronize()?))
-            .and_then(|()| self.check_zones(stream.context(), outer))
-            .and_then(|()| self.inner(outer))
+            .and_then(|()| self.check_redzones(stream.context(), outer))
+            .and_then(|()| self.with_redzones(outer))
             .and_then(|inner| {
                 stream
                     .context()
-                    .fill(inner.address, FREED, inner.layout.size())?;
+                    .fill(inner.address, FREED_FILL, inner.layout.size())?;
                 Ok(inner)
             });
         let inner = match prepared {
             Ok(inner) => inner,
-            Err(why) => {
+            Err(reason) => {
                 self.lock().live.insert(outer);
-                return Err(FreeError::Refused { block, why });
+                return Err(FreeError::Refused { block, reason });
             }
         };
         {
@@ -287,18 +309,20 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
             state.quarantine.push_back(Quarantined {
                 block: Block::new(inner),
                 stream: stream.clone(),
-                outer,
+                user_block: outer,
             });
         }
         // This block is in quarantine; what others fail with is told to who reaps.
-        let _ = self.release(self.most);
+        let _ = self.drain_quarantine(self.quarantine_limit);
         Ok(())
     }
 
     fn bytes_outstanding(&self) -> Outstanding {
         let mut state = self.lock();
-        state.below.retain(|block| self.is_retired_below(*block));
-        let below: u64 = state.below.iter().map(BlockRef::bytes).sum();
+        state
+            .retired_upstream
+            .retain(|block| self.is_retired_upstream(*block));
+        let below: u64 = state.retired_upstream.iter().map(BlockRef::bytes).sum();
         Outstanding {
             live: state.live_bytes,
             retired: state.quarantined_bytes + below,
@@ -308,8 +332,8 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
     /// Empties the quarantine.
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         let before = self.bytes_outstanding().retired;
-        let released = self.release(0);
-        self.under.resource.reap_pending()?;
+        let released = self.drain_quarantine(0);
+        self.upstream.resource.reap_pending()?;
         released?;
         let pending = self.bytes_outstanding().retired;
         Ok(Reaped {
@@ -319,7 +343,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
     }
 
     fn is_retired(&self, block: BlockRef) -> bool {
-        self.is_kept(block) || self.is_retired_below(block)
+        self.is_quarantined(block) || self.is_retired_upstream(block)
     }
 
     fn prepare_block_use(
@@ -328,28 +352,28 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Guard<R> {
         stream: &Stream,
     ) -> Result<BlockUse, ResourceError> {
         let used = self
-            .under
+            .upstream
             .resource
-            .prepare_block_use(self.used(block)?, stream)?;
+            .prepare_block_use(self.check_live(block)?, stream)?;
         Ok(BlockUse { block, ..used })
     }
 
     fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
-        let block = self.inner(used.block)?;
-        self.under
+        let block = self.with_redzones(used.block)?;
+        self.upstream
             .resource
             .finish_block_use(BlockUse { block, ..used }, stream)
     }
 
     fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        self.under
+        self.upstream
             .resource
-            .record_block_use(self.used(block)?, stream)
+            .record_block_use(self.check_live(block)?, stream)
     }
 
     fn kind(&self) -> &'static str {
         "guard"
     }
 
-    pass_on!(identity, budget_snapshot);
+    forward!(identity, budget_snapshot);
 }

@@ -5,14 +5,16 @@ use std::alloc::Layout;
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::adaptor::upstream::{Under, pass_on};
+use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::{CudaError, FreeError, ResourceError};
-use crate::resource::{Block, BlockRef, DeviceMemoryResource, Outstanding, Reaped, Tag, check_own};
+use crate::resource::{
+    Block, BlockRef, DeviceMemoryResource, Outstanding, Reaped, Tag, check_origin,
+};
 
 /// What the next calls do: `None` lets one pass, a code fails it with that `CUresult`. Past the end all pass.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct FaultPlan {
     /// Allocations.
     pub allocations: VecDeque<Option<i32>>,
     /// Frees. A block whose free fails is retired until a reap frees it.
@@ -23,7 +25,7 @@ pub struct Plan {
 
 #[derive(Debug)]
 struct State {
-    plan: Plan,
+    plan: FaultPlan,
     /// Blocks whose free failed, as the resource under it knows them, and the stream of the free.
     retired: Vec<(Block, Stream)>,
 }
@@ -31,11 +33,11 @@ struct State {
 /// Failures over a resource.
 #[derive(Debug)]
 pub struct FaultInjection<R> {
-    under: Under<R>,
+    upstream: Upstream<R>,
     state: Mutex<State>,
 }
 
-fn fault(call: &'static str, code: Option<Option<i32>>) -> Result<(), CudaError> {
+fn inject(call: &'static str, code: Option<Option<i32>>) -> Result<(), CudaError> {
     match code.flatten() {
         Some(code) => Err(CudaError { call, code }),
         None => Ok(()),
@@ -44,9 +46,9 @@ fn fault(call: &'static str, code: Option<Option<i32>>) -> Result<(), CudaError>
 
 impl<R: DeviceMemoryResource> FaultInjection<R> {
     /// Fails by a plan.
-    pub fn new(resource: R, plan: Plan) -> Self {
+    pub fn new(resource: R, plan: FaultPlan) -> Self {
         FaultInjection {
-            under: Under::new(resource),
+            upstream: Upstream::new(resource),
             state: Mutex::new(State {
                 plan,
                 retired: Vec::new(),
@@ -55,7 +57,7 @@ impl<R: DeviceMemoryResource> FaultInjection<R> {
     }
 
     /// Goes on by another plan.
-    pub fn plan(&self, plan: Plan) {
+    pub fn set_plan(&self, plan: FaultPlan) {
         self.lock().plan = plan;
     }
 
@@ -67,17 +69,17 @@ impl<R: DeviceMemoryResource> FaultInjection<R> {
 impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         let next = self.lock().plan.allocations.pop_front();
-        fault("an injected allocation", next).map_err(|error| {
-            ResourceError::of_allocation(self.ordinal(), layout.size() as u64, error)
+        inject("an injected allocation", next).map_err(|error| {
+            ResourceError::from_alloc_failure(self.ordinal(), layout.size() as u64, error)
         })?;
-        self.under.allocate(layout, stream, tag)
+        self.upstream.allocate(layout, stream, tag)
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.under.origin, block)?;
+        let block = check_origin(self.upstream.origin, block)?;
         let next = self.lock().plan.frees.pop_front();
-        match fault("an injected free", next) {
-            Ok(()) => self.under.deallocate(block, stream),
+        match inject("an injected free", next) {
+            Ok(()) => self.upstream.deallocate(block, stream),
             Err(source) => {
                 let bytes = block.bytes();
                 self.lock().retired.push((block, stream.clone()));
@@ -89,7 +91,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
     fn bytes_outstanding(&self) -> Outstanding {
         let state = self.lock();
         let own: u64 = state.retired.iter().map(|(block, _)| block.bytes()).sum();
-        let under = self.under.resource.bytes_outstanding();
+        let under = self.upstream.resource.bytes_outstanding();
         Outstanding {
             live: under.live.saturating_sub(own),
             retired: under.retired + own,
@@ -98,30 +100,30 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         let mut state = self.lock();
-        let (mut freed, mut answer, mut left) = (0, Ok(()), Vec::new());
+        let (mut freed, mut result, mut remaining) = (0, Ok(()), Vec::new());
         for (block, stream) in std::mem::take(&mut state.retired) {
             let bytes = block.bytes();
             let next = state.plan.reaps.pop_front();
-            let tried = fault("an injected reap", next).map_err(ResourceError::from);
-            match tried {
+            let outcome = inject("an injected reap", next).map_err(ResourceError::from);
+            match outcome {
                 Err(error) => {
-                    answer = Err(error);
-                    left.push((block, stream));
+                    result = Err(error);
+                    remaining.push((block, stream));
                 }
-                Ok(()) => match self.under.deallocate(block, &stream) {
+                Ok(()) => match self.upstream.deallocate(block, &stream) {
                     Ok(()) => freed += bytes,
-                    Err(FreeError::Retired { source, .. }) => answer = Err(source.into()),
-                    Err(FreeError::Refused { block, why }) => {
-                        answer = Err(why);
-                        left.push((block, stream));
+                    Err(FreeError::Retired { source, .. }) => result = Err(source.into()),
+                    Err(FreeError::Refused { block, reason }) => {
+                        result = Err(reason);
+                        remaining.push((block, stream));
                     }
                 },
             }
         }
-        state.retired = left;
+        state.retired = remaining;
         drop(state);
-        let under = self.under.resource.reap_pending()?;
-        answer?;
+        let under = self.upstream.resource.reap_pending()?;
+        result?;
         Ok(Reaped {
             freed: freed + under.freed,
             pending: self.bytes_outstanding().retired,
@@ -134,12 +136,15 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
             .retired
             .iter()
             .any(|(own, _)| own.as_ref() == block);
-        own || self.under.resource.is_retired(self.under.below(block))
+        own || self
+            .upstream
+            .resource
+            .is_retired(self.upstream.translate(block))
     }
 
     fn kind(&self) -> &'static str {
         "fault-injection"
     }
 
-    pass_on!(identity, budget_snapshot, uses);
+    forward!(identity, budget_snapshot, uses);
 }

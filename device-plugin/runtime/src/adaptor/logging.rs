@@ -11,12 +11,12 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::SystemTime;
 
-pub use csv::Csv;
+pub use csv::CsvSink;
 
-use crate::adaptor::upstream::{Under, pass_on};
+use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::{Stream, StreamKey};
 use crate::error::{FreeError, ResourceError};
-use crate::resource::{Block, DeviceMemoryResource, Tag, check_own};
+use crate::resource::{Block, DeviceMemoryResource, Tag, check_origin};
 
 /// What was done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,7 +31,7 @@ pub enum Action {
 
 /// One line.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Event {
+pub struct LogRecord {
     /// When.
     pub time: SystemTime,
     /// The thread, by a number of this process.
@@ -51,16 +51,16 @@ pub struct Event {
 /// Where lines go.
 pub trait Sink: Send + Sync + fmt::Debug {
     /// Takes a line. It cannot fail: what happens to a log must not happen to memory.
-    fn write(&self, event: Event);
+    fn write(&self, event: LogRecord);
 }
 
 /// Keeps every line in memory.
 #[derive(Debug, Default)]
-pub struct Memory(Mutex<Vec<Event>>);
+pub struct MemorySink(Mutex<Vec<LogRecord>>);
 
-impl Memory {
+impl MemorySink {
     /// The lines so far.
-    pub fn events(&self) -> Vec<Event> {
+    pub fn records(&self) -> Vec<LogRecord> {
         self.0
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -68,8 +68,8 @@ impl Memory {
     }
 }
 
-impl Sink for Memory {
-    fn write(&self, event: Event) {
+impl Sink for MemorySink {
+    fn write(&self, event: LogRecord) {
         self.0
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -78,7 +78,7 @@ impl Sink for Memory {
 }
 
 impl<S: Sink + ?Sized> Sink for Arc<S> {
-    fn write(&self, event: Event) {
+    fn write(&self, event: LogRecord) {
         (**self).write(event);
     }
 }
@@ -86,7 +86,7 @@ impl<S: Sink + ?Sized> Sink for Arc<S> {
 /// A log over a resource.
 #[derive(Debug)]
 pub struct Logging<R, S> {
-    under: Under<R>,
+    upstream: Upstream<R>,
     sink: S,
 }
 
@@ -94,15 +94,15 @@ impl<R: DeviceMemoryResource, S: Sink> Logging<R, S> {
     /// Writes to a sink what passes from now on.
     pub fn new(resource: R, sink: S) -> Self {
         Logging {
-            under: Under::new(resource),
+            upstream: Upstream::new(resource),
             sink,
         }
     }
 
     fn write(&self, action: Action, address: u64, bytes: u64, stream: &Stream, tag: Tag) {
-        self.sink.write(Event {
+        self.sink.write(LogRecord {
             time: SystemTime::now(),
-            thread: thread(),
+            thread: thread_number(),
             action,
             address,
             bytes,
@@ -113,7 +113,7 @@ impl<R: DeviceMemoryResource, S: Sink> Logging<R, S> {
 }
 
 /// The calling thread's number.
-fn thread() -> u64 {
+fn thread_number() -> u64 {
     use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local! {
@@ -124,17 +124,17 @@ fn thread() -> u64 {
 
 impl<R: DeviceMemoryResource, S: Sink> DeviceMemoryResource for Logging<R, S> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
-        let answer = self.under.allocate(layout, stream, tag);
-        let (action, address) = match &answer {
+        let result = self.upstream.allocate(layout, stream, tag);
+        let (action, address) = match &result {
             Ok(block) => (Action::Allocate, block.address()),
             Err(_) => (Action::AllocateFailure, 0),
         };
         self.write(action, address, layout.size() as u64, stream, tag);
-        answer
+        result
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.under.origin, block)?;
+        let block = check_origin(self.upstream.origin, block)?;
         self.write(
             Action::Free,
             block.address(),
@@ -142,14 +142,14 @@ impl<R: DeviceMemoryResource, S: Sink> DeviceMemoryResource for Logging<R, S> {
             stream,
             Tag::default(),
         );
-        self.under.deallocate(block, stream)
+        self.upstream.deallocate(block, stream)
     }
 
     fn kind(&self) -> &'static str {
         "logging"
     }
 
-    pass_on!(
+    forward!(
         identity,
         bytes_outstanding,
         budget_snapshot,

@@ -4,7 +4,7 @@
 use std::alloc::Layout;
 use std::sync::Arc;
 
-use crate::adaptor::upstream::{Under, pass_on};
+use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::ResourceError;
 use crate::resource::{Block, DeviceMemoryResource, Tag};
@@ -12,32 +12,32 @@ use crate::state::DeviceState;
 
 /// A resource under a device's state: one load for each allocation. What was allocated before can still be freed.
 #[derive(Debug)]
-pub struct Supervised<R> {
-    under: Under<R>,
+pub struct StateGate<R> {
+    upstream: Upstream<R>,
     state: Arc<DeviceState>,
 }
 
-impl<R: DeviceMemoryResource> Supervised<R> {
+impl<R: DeviceMemoryResource> StateGate<R> {
     /// Admits while the state is good.
     pub fn new(resource: R, state: Arc<DeviceState>) -> Self {
-        Supervised {
-            under: Under::new(resource),
+        StateGate {
+            upstream: Upstream::new(resource),
             state,
         }
     }
 }
 
-impl<R: DeviceMemoryResource> DeviceMemoryResource for Supervised<R> {
+impl<R: DeviceMemoryResource> DeviceMemoryResource for StateGate<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         self.state.check()?;
-        self.under.allocate(layout, stream, tag)
+        self.upstream.allocate(layout, stream, tag)
     }
 
     fn kind(&self) -> &'static str {
         "supervised"
     }
 
-    pass_on!(
+    forward!(
         deallocate,
         identity,
         bytes_outstanding,

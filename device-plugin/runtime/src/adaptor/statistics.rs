@@ -4,7 +4,7 @@
 use std::alloc::Layout;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::adaptor::upstream::{Under, pass_on};
+use crate::adaptor::upstream::{Upstream, forward};
 use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{Block, DeviceMemoryResource, Tag};
@@ -27,14 +27,14 @@ impl Counter {
         self.peak = self.peak.max(self.current);
     }
 
-    fn take(&mut self, amount: u64) {
+    fn subtract(&mut self, amount: u64) {
         self.current = self.current.saturating_sub(amount);
     }
 }
 
 /// What passed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct AllocationCounts {
     /// Bytes of live blocks.
     pub bytes: Counter,
     /// Live blocks.
@@ -48,61 +48,61 @@ pub struct Counts {
 /// Counts over a resource.
 #[derive(Debug)]
 pub struct Statistics<R> {
-    under: Under<R>,
-    counts: Mutex<Counts>,
+    upstream: Upstream<R>,
+    counts: Mutex<AllocationCounts>,
 }
 
 impl<R: DeviceMemoryResource> Statistics<R> {
     /// Counts what passes from now on.
     pub fn new(resource: R) -> Self {
         Statistics {
-            under: Under::new(resource),
+            upstream: Upstream::new(resource),
             counts: Mutex::default(),
         }
     }
 
     /// The counts at one instant.
-    pub fn counts(&self) -> Counts {
+    pub fn counts(&self) -> AllocationCounts {
         *self.lock()
     }
 
-    fn lock(&self) -> MutexGuard<'_, Counts> {
+    fn lock(&self) -> MutexGuard<'_, AllocationCounts> {
         self.counts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl<R: DeviceMemoryResource> DeviceMemoryResource for Statistics<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
-        let answer = self.under.allocate(layout, stream, tag);
+        let result = self.upstream.allocate(layout, stream, tag);
         let mut counts = self.lock();
-        match &answer {
+        match &result {
             Ok(block) => {
                 counts.bytes.add(block.bytes());
                 counts.blocks.add(1);
             }
             Err(_) => counts.failed_allocations += 1,
         }
-        answer
+        result
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let bytes = block.bytes();
-        let answer = self.under.deallocate(block, stream);
+        let result = self.upstream.deallocate(block, stream);
         let mut counts = self.lock();
-        counts.failed_frees += u64::from(answer.is_err());
+        counts.failed_frees += u64::from(result.is_err());
         // A free that failed leaves nobody who owns the block.
-        if !matches!(answer, Err(FreeError::Refused { .. })) {
-            counts.bytes.take(bytes);
-            counts.blocks.take(1);
+        if !matches!(result, Err(FreeError::Refused { .. })) {
+            counts.bytes.subtract(bytes);
+            counts.blocks.subtract(1);
         }
-        answer
+        result
     }
 
     fn kind(&self) -> &'static str {
         "statistics"
     }
 
-    pass_on!(
+    forward!(
         identity,
         bytes_outstanding,
         budget_snapshot,

@@ -5,26 +5,26 @@ use std::alloc::Layout;
 
 use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
-use crate::resource::{Block, BlockRef, BlockUse, DeviceMemoryResource, Origin, Tag, check_own};
+use crate::resource::{Block, BlockRef, BlockUse, DeviceMemoryResource, Origin, Tag, check_origin};
 
 /// What a layer is over. Blocks pass with the mark of whoever is next.
 #[derive(Debug)]
-pub(crate) struct Under<R> {
+pub(crate) struct Upstream<R> {
     pub(crate) resource: R,
     pub(crate) origin: Origin,
 }
 
-impl<R: DeviceMemoryResource> Under<R> {
+impl<R: DeviceMemoryResource> Upstream<R> {
     pub(crate) fn new(resource: R) -> Self {
-        Under {
+        Upstream {
             resource,
             origin: Origin::unique(),
         }
     }
 
     /// A block of the layer's as the resource under it knows it.
-    pub(crate) fn below(&self, block: BlockRef) -> BlockRef {
-        block.of(self.resource.origin())
+    pub(crate) fn translate(&self, block: BlockRef) -> BlockRef {
+        block.with_origin(self.resource.origin())
     }
 
     pub(crate) fn allocate(
@@ -34,29 +34,29 @@ impl<R: DeviceMemoryResource> Under<R> {
         tag: Tag,
     ) -> Result<Block, ResourceError> {
         let block = self.resource.allocate(layout, stream, tag)?;
-        Ok(block.marked(self.origin))
+        Ok(block.with_origin(self.origin))
     }
 
     pub(crate) fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
-        let block = check_own(self.origin, block)?.marked(self.resource.origin());
+        let block = check_origin(self.origin, block)?.with_origin(self.resource.origin());
         self.resource
             .deallocate(block, stream)
             .map_err(|error| match error {
-                FreeError::Refused { block, why } => FreeError::Refused {
-                    block: block.marked(self.origin),
-                    why,
+                FreeError::Refused { block, reason } => FreeError::Refused {
+                    block: block.with_origin(self.origin),
+                    reason,
                 },
                 retired @ FreeError::Retired { .. } => retired,
             })
     }
 
     /// A block of the layer's as the resource under it knows it, if it is the layer's.
-    fn own(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
+    fn check_and_translate(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
         let (origin, found) = (self.origin, block.origin);
         if found != origin {
             return Err(ResourceError::Foreign { origin, found });
         }
-        Ok(self.below(block))
+        Ok(self.translate(block))
     }
 
     pub(crate) fn prepare_block_use(
@@ -64,7 +64,9 @@ impl<R: DeviceMemoryResource> Under<R> {
         block: BlockRef,
         stream: &Stream,
     ) -> Result<BlockUse, ResourceError> {
-        let used = self.resource.prepare_block_use(self.own(block)?, stream)?;
+        let used = self
+            .resource
+            .prepare_block_use(self.check_and_translate(block)?, stream)?;
         Ok(BlockUse { block, ..used })
     }
 
@@ -73,7 +75,7 @@ impl<R: DeviceMemoryResource> Under<R> {
         used: BlockUse,
         stream: &Stream,
     ) -> Result<(), ResourceError> {
-        let block = self.own(used.block)?;
+        let block = self.check_and_translate(used.block)?;
         self.resource
             .finish_block_use(BlockUse { block, ..used }, stream)
     }
@@ -83,66 +85,67 @@ impl<R: DeviceMemoryResource> Under<R> {
         block: BlockRef,
         stream: &Stream,
     ) -> Result<(), ResourceError> {
-        self.resource.record_block_use(self.own(block)?, stream)
+        self.resource
+            .record_block_use(self.check_and_translate(block)?, stream)
     }
 }
 
 /// The methods of a layer that only pass on, by their names; its field `under` is an [`Under`].
-macro_rules! pass_on {
-    ($($method:ident),* $(,)?) => { $($crate::adaptor::upstream::pass_on!(@ $method);)* };
+macro_rules! forward {
+    ($($method:ident),* $(,)?) => { $($crate::adaptor::upstream::forward!(@ $method);)* };
     (@ allocate) => {
         fn allocate(&self, layout: std::alloc::Layout, stream: &$crate::driver::Stream, tag: $crate::resource::Tag)
             -> Result<$crate::resource::Block, $crate::error::ResourceError> {
-            self.under.allocate(layout, stream, tag)
+            self.upstream.allocate(layout, stream, tag)
         }
     };
     (@ deallocate) => {
         fn deallocate(&self, block: $crate::resource::Block, stream: &$crate::driver::Stream)
             -> Result<(), $crate::error::FreeError> {
-            self.under.deallocate(block, stream)
+            self.upstream.deallocate(block, stream)
         }
     };
     (@ identity) => {
         fn ordinal(&self) -> u32 {
-            self.under.resource.ordinal()
+            self.upstream.resource.ordinal()
         }
         fn origin(&self) -> $crate::resource::Origin {
-            self.under.origin
+            self.upstream.origin
         }
     };
     (@ bytes_outstanding) => {
         fn bytes_outstanding(&self) -> $crate::resource::Outstanding {
-            self.under.resource.bytes_outstanding()
+            self.upstream.resource.bytes_outstanding()
         }
     };
     (@ budget_snapshot) => {
         fn budget_snapshot(&self) -> Option<$crate::resource::BudgetSnapshot> {
-            self.under.resource.budget_snapshot()
+            self.upstream.resource.budget_snapshot()
         }
     };
     (@ reap_pending) => {
         fn reap_pending(&self) -> Result<$crate::resource::Reaped, $crate::error::ResourceError> {
-            self.under.resource.reap_pending()
+            self.upstream.resource.reap_pending()
         }
     };
     (@ is_retired) => {
         fn is_retired(&self, block: $crate::resource::BlockRef) -> bool {
-            self.under.resource.is_retired(self.under.below(block))
+            self.upstream.resource.is_retired(self.upstream.translate(block))
         }
     };
     (@ uses) => {
         fn prepare_block_use(&self, block: $crate::resource::BlockRef, stream: &$crate::driver::Stream)
             -> Result<$crate::resource::BlockUse, $crate::error::ResourceError> {
-            self.under.prepare_block_use(block, stream)
+            self.upstream.prepare_block_use(block, stream)
         }
         fn finish_block_use(&self, used: $crate::resource::BlockUse, stream: &$crate::driver::Stream)
             -> Result<(), $crate::error::ResourceError> {
-            self.under.finish_block_use(used, stream)
+            self.upstream.finish_block_use(used, stream)
         }
         fn record_block_use(&self, block: $crate::resource::BlockRef, stream: &$crate::driver::Stream)
             -> Result<(), $crate::error::ResourceError> {
-            self.under.record_block_use(block, stream)
+            self.upstream.record_block_use(block, stream)
         }
     };
 }
-pub(crate) use pass_on;
+pub(crate) use forward;

@@ -12,18 +12,18 @@ use crate::error::CudaError;
 
 /// A primary context; released with the last clone.
 #[derive(Clone)]
-pub struct Context(Arc<Retained>);
+pub struct Context(Arc<PrimaryContext>);
 
-struct Retained {
+struct PrimaryContext {
     device: Device,
     uuid: GpuUuid,
     raw: CUcontext,
 }
 
 // SAFETY: a context's handle may be used by any thread.
-unsafe impl Send for Retained {}
+unsafe impl Send for PrimaryContext {}
 // SAFETY: as above.
-unsafe impl Sync for Retained {}
+unsafe impl Sync for PrimaryContext {}
 
 impl fmt::Debug for Context {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -39,7 +39,7 @@ impl PartialEq for Context {
 
 impl Eq for Context {}
 
-impl Drop for Retained {
+impl Drop for PrimaryContext {
     fn drop(&mut self) {
         // A context that is poisoned, or a driver that is shutting down: there is nothing left to release.
         let _ = call!(
@@ -57,7 +57,7 @@ impl Context {
             device.driver(),
             cuDevicePrimaryCtxRetain(&raw mut raw, device.raw())
         )?;
-        Ok(Context(Arc::new(Retained {
+        Ok(Context(Arc::new(PrimaryContext {
             device: *device,
             uuid,
             raw,
@@ -93,7 +93,7 @@ impl Context {
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn enter(&self) -> Result<Entered<'_>, CudaError> {
+    pub fn enter(&self) -> Result<ContextGuard<'_>, CudaError> {
         let driver = self.driver();
         let mut current = std::ptr::null_mut();
         call!(driver, cuCtxGetCurrent(&raw mut current))?;
@@ -101,7 +101,7 @@ impl Context {
         if pushed {
             call!(driver, cuCtxPushCurrent_v2(self.0.raw))?;
         }
-        Ok(Entered {
+        Ok(ContextGuard {
             context: self,
             pushed,
             thread: PhantomData,
@@ -153,14 +153,14 @@ impl Context {
 
 /// The calling thread's context is the one that was entered, until this is dropped.
 #[derive(Debug)]
-pub struct Entered<'a> {
+pub struct ContextGuard<'a> {
     context: &'a Context,
     pushed: bool,
     /// What is current is a thread's own matter.
     thread: PhantomData<*const ()>,
 }
 
-impl Drop for Entered<'_> {
+impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped = std::ptr::null_mut();

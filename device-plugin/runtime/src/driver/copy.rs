@@ -18,7 +18,11 @@ impl Mapping {
         value: u8,
         bytes: usize,
     ) -> Result<(), CudaError> {
-        context.fill(self.part("Mapping::fill", at, bytes)?, value, bytes)
+        context.fill(
+            self.checked_address("Mapping::fill", at, bytes)?,
+            value,
+            bytes,
+        )
     }
 
     /// Copies from the host to a part of it, and waits for that.
@@ -26,7 +30,10 @@ impl Mapping {
     /// # Errors
     /// As [`fill`](Self::fill).
     pub fn write(&self, context: &Context, at: u64, from: &[u8]) -> Result<(), CudaError> {
-        context.copy_to_device(self.part("Mapping::write", at, from.len())?, from)
+        context.copy_to_device(
+            self.checked_address("Mapping::write", at, from.len())?,
+            from,
+        )
     }
 
     /// Copies a part of it to the host, and waits for that.
@@ -34,12 +41,12 @@ impl Mapping {
     /// # Errors
     /// As [`fill`](Self::fill).
     pub fn read(&self, context: &Context, at: u64, to: &mut [u8]) -> Result<(), CudaError> {
-        let from = self.part("Mapping::read", at, to.len())?;
+        let from = self.checked_address("Mapping::read", at, to.len())?;
         context.copy_from_device(to, from)
     }
 
     /// The address of a part.
-    fn part(&self, call: &'static str, at: u64, bytes: usize) -> Result<u64, CudaError> {
+    fn checked_address(&self, call: &'static str, at: u64, bytes: usize) -> Result<u64, CudaError> {
         /// `CUDA_ERROR_INVALID_VALUE`
         const INVALID_VALUE: i32 = 1;
         match at.checked_add(bytes as u64) {

@@ -219,7 +219,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_read_and_written_as_nvml_does() {
+    fn uuid_parses_and_prints_as_in_nvml() {
         let text = "GPU-5e0d2ba4-0123-4567-89ab-cdef01234567";
         let uuid: GpuUuid = text.parse().expect("a UUID");
         assert_eq!(uuid.to_string(), text);
@@ -227,7 +227,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_uuid_is_refused() {
+    fn uuid_is_refused_when_malformed() {
         for bad in [
             "",
             "GPU-",

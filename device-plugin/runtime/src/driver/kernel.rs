@@ -5,7 +5,7 @@ use std::ffi::{CStr, c_void};
 use super::{Access, Context, Function, Grid, Stream};
 use crate::error::CudaError;
 
-const CHECKSUM: &CStr = match CStr::from_bytes_with_nul(
+const CHECKSUM_PTX: &CStr = match CStr::from_bytes_with_nul(
     concat!(include_str!("../kernels/checksum.ptx"), "\0").as_bytes(),
 ) {
     Ok(text) => text,
@@ -54,7 +54,7 @@ impl Kernel {
             Parameter::Value(8),
             Parameter::Memory(Access::ReadWrite),
         ];
-        let function = context.load(CHECKSUM)?.function(c"bursar_checksum")?;
+        let function = context.load(CHECKSUM_PTX)?.function(c"bursar_checksum")?;
         // SAFETY: the PTX text says so; the lengths are `checksum`'s to choose.
         Ok(unsafe { function.declare(PARAMETERS) })
     }

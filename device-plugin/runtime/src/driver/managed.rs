@@ -81,49 +81,49 @@ pub struct Residency {
 }
 
 /// `CU_DEVICE_CPU`, what the functions before CUDA 12.2 take for the host.
-const HOST: i32 = -1;
+const CU_DEVICE_CPU: i32 = -1;
 /// More devices than a process sees.
-const MOST_DEVICES: usize = 64;
+const MAX_DEVICES: usize = 64;
 /// `CUDA_ERROR_INVALID_DEVICE`
 const INVALID_DEVICE: i32 = 101;
 /// `CUDA_ERROR_NOT_SUPPORTED`
 const NOT_SUPPORTED: i32 = 801;
 
 impl Location {
-    fn number(id: u32, call: &'static str) -> Result<i32, CudaError> {
+    fn device_id(id: u32, call: &'static str) -> Result<i32, CudaError> {
         let code = INVALID_DEVICE;
         i32::try_from(id).map_err(|_| CudaError { call, code })
     }
 
     /// What an attribute of a range says: a device, or the host; otherwise nothing (`CU_DEVICE_INVALID`).
-    fn of_attribute(device: i32) -> Option<Location> {
+    fn from_attribute(device: i32) -> Option<Location> {
         match device {
-            HOST => Some(Location::Host),
+            CU_DEVICE_CPU => Some(Location::Host),
             device => u32::try_from(device).ok().map(Location::Device),
         }
     }
 
     /// As the functions of CUDA 12.2 take it.
-    fn of_today(self, call: &'static str) -> Result<CUmemLocation, CudaError> {
+    fn to_mem_location(self, call: &'static str) -> Result<CUmemLocation, CudaError> {
         let (type_, id) = match self {
             Location::Device(id) => (
                 CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-                Self::number(id, call)?,
+                Self::device_id(id, call)?,
             ),
             Location::Host => (CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST, 0),
             Location::HostNuma(id) => (
                 CUmemLocationType::CU_MEM_LOCATION_TYPE_HOST_NUMA,
-                Self::number(id, call)?,
+                Self::device_id(id, call)?,
             ),
         };
         Ok(CUmemLocation { type_, id })
     }
 
     /// As the functions before take it: a device, or the host.
-    fn of_before(self, call: &'static str) -> Result<i32, CudaError> {
+    fn to_legacy_device(self, call: &'static str) -> Result<i32, CudaError> {
         match self {
-            Location::Device(id) => Self::number(id, call),
-            Location::Host => Ok(HOST),
+            Location::Device(id) => Self::device_id(id, call),
+            Location::Host => Ok(CU_DEVICE_CPU),
             Location::HostNuma(_) => Err(CudaError {
                 call,
                 code: NOT_SUPPORTED,
@@ -174,14 +174,14 @@ impl Context {
         match self.driver().table().cuMemPrefetchAsync_v2 {
             Some(prefetch) => {
                 let name = "cuMemPrefetchAsync_v2";
-                let to = to.of_today(name)?;
+                let to = to.to_mem_location(name)?;
                 // SAFETY: the prototype is that of cuda.h; the driver checks the range.
                 check(name, unsafe {
                     prefetch(address, bytes, to, 0, stream.raw())
                 })
             }
             None => {
-                let to = to.of_before("cuMemPrefetchAsync")?;
+                let to = to.to_legacy_device("cuMemPrefetchAsync")?;
                 call!(
                     self.driver(),
                     cuMemPrefetchAsync(address, bytes, to, stream.raw())
@@ -205,12 +205,12 @@ impl Context {
         match self.driver().table().cuMemAdvise_v2 {
             Some(advise) => {
                 let name = "cuMemAdvise_v2";
-                let of = of.of_today(name)?;
+                let of = of.to_mem_location(name)?;
                 // SAFETY: the prototype is that of cuda.h; the driver checks the range.
                 check(name, unsafe { advise(address, bytes, advice.number(), of) })
             }
             None => {
-                let of = of.of_before("cuMemAdvise")?;
+                let of = of.to_legacy_device("cuMemAdvise")?;
                 call!(
                     self.driver(),
                     cuMemAdvise(address, bytes, advice.number(), of)
@@ -227,16 +227,16 @@ impl Context {
         // `CUmem_range_attribute`
         let [read_mostly] = self.range_attribute(1, address, bytes)?;
         let [preferred] = self.range_attribute(2, address, bytes)?;
-        let accessed_by: [i32; MOST_DEVICES] = self.range_attribute(3, address, bytes)?;
+        let accessed_by: [i32; MAX_DEVICES] = self.range_attribute(3, address, bytes)?;
         let [prefetched] = self.range_attribute(4, address, bytes)?;
         Ok(Residency {
             read_mostly: read_mostly != 0,
-            preferred: Location::of_attribute(preferred),
+            preferred: Location::from_attribute(preferred),
             accessed_by: accessed_by
                 .into_iter()
-                .filter_map(Location::of_attribute)
+                .filter_map(Location::from_attribute)
                 .collect(),
-            prefetched: Location::of_attribute(prefetched),
+            prefetched: Location::from_attribute(prefetched),
         })
     }
 
@@ -268,7 +268,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_location_keeps_its_device_on_cuda_12_and_13() {
+    fn location_keeps_its_device_on_cuda_12_and_13() {
         use CUmemLocationType as Type;
         for (location, kind, id) in [
             (Location::Device(3), Type::CU_MEM_LOCATION_TYPE_DEVICE, 3),
@@ -279,29 +279,31 @@ mod tests {
                 2,
             ),
         ] {
-            let today = location.of_today("test").expect("small numbers");
+            let today = location.to_mem_location("test").expect("small numbers");
             assert_eq!((today.type_, today.id), (kind, id));
         }
     }
 
     #[test]
-    fn before_cuda_12_2_the_host_is_minus_one_and_has_no_nodes() {
-        assert_eq!(Location::Device(3).of_before("test"), Ok(3));
-        assert_eq!(Location::Host.of_before("test"), Ok(-1));
-        let refused = Location::HostNuma(0).of_before("test");
+    fn location_host_is_minus_one_before_cuda_12_2() {
+        assert_eq!(Location::Device(3).to_legacy_device("test"), Ok(3));
+        assert_eq!(Location::Host.to_legacy_device("test"), Ok(-1));
+        let refused = Location::HostNuma(0).to_legacy_device("test");
         assert_eq!(refused.map_err(|error| error.code), Err(NOT_SUPPORTED));
     }
 
     #[test]
-    fn an_ordinal_that_is_none_reaches_no_driver() {
+    fn location_is_refused_when_the_ordinal_is_too_large() {
         let location = Location::Device(u32::MAX);
-        assert!(location.of_today("test").is_err() && location.of_before("test").is_err());
+        assert!(
+            location.to_mem_location("test").is_err() && location.to_legacy_device("test").is_err()
+        );
     }
 
     #[test]
-    fn a_range_that_nothing_was_said_about_is_nowhere() {
-        assert_eq!(Location::of_attribute(-1), Some(Location::Host));
-        assert_eq!(Location::of_attribute(0), Some(Location::Device(0)));
-        assert_eq!(Location::of_attribute(-2), None);
+    fn location_of_an_unset_attribute_is_none() {
+        assert_eq!(Location::from_attribute(-1), Some(Location::Host));
+        assert_eq!(Location::from_attribute(0), Some(Location::Device(0)));
+        assert_eq!(Location::from_attribute(-2), None);
     }
 }

@@ -25,7 +25,7 @@ mod stream;
 mod table;
 mod vmm;
 
-pub use context::{Context, Entered};
+pub use context::{Context, ContextGuard};
 pub use device::{Device, GpuUuid, InvalidUuid};
 pub(crate) use host_view::HostView;
 pub use kernel::{Kernel, Parameter};
@@ -40,7 +40,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::error::{CudaError, ResourceError};
-use crate::state::Supervisor;
+use crate::state::ErrorMonitor;
 use table::Table;
 
 /// Why there is no driver to call.
@@ -87,12 +87,12 @@ impl Driver {
             .get_or_init(|| {
                 let table = table::load()?;
                 if let Some(fence) = table.fence() {
-                    Supervisor::of_this_image().ask(fence);
+                    ErrorMonitor::global().set_fence_fn(fence);
                 }
                 Ok(Driver { table })
             })
             .as_ref()
-            .map_err(|why| DriverError::NoDriver(why.clone()))?;
+            .map_err(|reason| DriverError::NoDriver(reason.clone()))?;
         if !READY.load(Ordering::Acquire) {
             // SAFETY: `cuInit` may be called by several threads, and again.
             check("cuInit", unsafe { (driver.table.cuInit)(0) })?;
@@ -120,7 +120,7 @@ impl Driver {
 }
 
 /// The driver's name of a code, where a driver is loaded and knows it.
-pub(crate) fn name(code: i32) -> Option<String> {
+pub(crate) fn error_name(code: i32) -> Option<String> {
     let driver = LOADED.get()?.as_ref().ok()?;
     let mut text = std::ptr::null();
     // SAFETY: the pointer is good for the call; any code may be asked for.
@@ -138,14 +138,14 @@ fn check(call: &'static str, code: i32) -> Result<(), CudaError> {
     match code {
         0 => Ok(()),
         code => {
-            Supervisor::of_this_image().saw(code, ask_again);
+            ErrorMonitor::global().observe(code, probe);
             Err(CudaError { call, code })
         }
     }
 }
 
 /// Asks the driver something that waits for nothing and tells of earlier errors.
-fn ask_again() -> i32 {
+fn probe() -> i32 {
     let Some(Ok(driver)) = LOADED.get() else {
         return 0;
     };

@@ -11,17 +11,17 @@ use crate::error::CudaError;
 
 /// A loaded module; unloaded with the last function of it.
 #[derive(Clone)]
-pub struct Module(Arc<Loaded>);
+pub struct Module(Arc<LoadedModule>);
 
-struct Loaded {
+struct LoadedModule {
     context: Context,
     raw: CUmodule,
 }
 
 // SAFETY: a module's handle may be used by any thread.
-unsafe impl Send for Loaded {}
+unsafe impl Send for LoadedModule {}
 // SAFETY: as above.
-unsafe impl Sync for Loaded {}
+unsafe impl Sync for LoadedModule {}
 
 impl fmt::Debug for Module {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -29,7 +29,7 @@ impl fmt::Debug for Module {
     }
 }
 
-impl Drop for Loaded {
+impl Drop for LoadedModule {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
             // Where it fails the context is lost, and the module with it.
@@ -50,7 +50,7 @@ impl Context {
             self.driver(),
             cuModuleLoadData(&raw mut raw, ptx.as_ptr().cast())
         )?;
-        Ok(Module(Arc::new(Loaded {
+        Ok(Module(Arc::new(LoadedModule {
             context: self.clone(),
             raw,
         })))
@@ -107,7 +107,7 @@ pub struct Grid {
 
 impl Grid {
     /// So many blocks of so many threads.
-    pub const fn line(blocks: u32, threads: u32) -> Grid {
+    pub const fn linear(blocks: u32, threads: u32) -> Grid {
         Grid {
             blocks: [blocks, 1, 1],
             threads: [threads, 1, 1],

@@ -43,8 +43,8 @@ impl StreamKey {
 }
 
 /// Numbers below are the default streams', by ordinal.
-const FIRST: u64 = 1 << 32;
-static NEXT: AtomicU64 = AtomicU64::new(FIRST);
+const FIRST_CREATED_KEY: u64 = 1 << 32;
+static NEXT_KEY: AtomicU64 = AtomicU64::new(FIRST_CREATED_KEY);
 
 /// `CU_STREAM_NON_BLOCKING`
 const NON_BLOCKING: u32 = 1;
@@ -116,7 +116,7 @@ impl Stream {
     fn new(context: &Context, raw: CUstream, owned: bool) -> Stream {
         Stream(Arc::new(Inner {
             context: context.clone(),
-            key: StreamKey(NEXT.fetch_add(1, Ordering::Relaxed)),
+            key: StreamKey(NEXT_KEY.fetch_add(1, Ordering::Relaxed)),
             raw,
             owned,
         }))
@@ -145,7 +145,7 @@ impl Stream {
     }
 
     /// Whether nobody else can submit to it: everybody has the default stream.
-    pub(crate) fn is_last(&self) -> bool {
+    pub(crate) fn is_sole_handle(&self) -> bool {
         !self.0.raw.is_null() && Arc::strong_count(&self.0) == 1
     }
 
@@ -173,7 +173,7 @@ impl Stream {
     /// What the driver answered, the error of an earlier launch too.
     pub fn is_idle(&self) -> Result<bool, CudaError> {
         let _current = self.0.context.enter()?;
-        ready(call!(self.0.context.driver(), cuStreamQuery(self.0.raw)))
+        query_result(call!(self.0.context.driver(), cuStreamQuery(self.0.raw)))
     }
 
     /// Lets work that is submitted from now on wait for an event, of this or another device.
@@ -247,7 +247,7 @@ impl Event {
     /// What the driver answered, the error of an earlier launch too.
     pub fn is_done(&self) -> Result<bool, CudaError> {
         let _current = self.context.enter()?;
-        ready(call!(self.context.driver(), cuEventQuery(self.raw)))
+        query_result(call!(self.context.driver(), cuEventQuery(self.raw)))
     }
 
     /// Waits for the work before it. Hold no lock over it.
@@ -260,7 +260,7 @@ impl Event {
     }
 }
 
-fn ready(answer: Result<(), CudaError>) -> Result<bool, CudaError> {
+fn query_result(answer: Result<(), CudaError>) -> Result<bool, CudaError> {
     match answer {
         Ok(()) => Ok(true),
         Err(CudaError {

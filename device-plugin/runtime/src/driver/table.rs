@@ -123,8 +123,9 @@ table! {
 /// Opens the driver, for the process's life.
 pub(super) fn load() -> Result<Table, String> {
     // SAFETY: loading NVIDIA's library, or ours in its place, runs their initialisers, which any CUDA program does.
-    let library = unsafe { Library::new("libcuda.so.1") }.map_err(|error| told(&error))?;
-    let table = Table::of(&library).map_err(|error| told(&error))?;
+    let library =
+        unsafe { Library::new("libcuda.so.1") }.map_err(|error| loader_message(&error))?;
+    let table = Table::of(&library).map_err(|error| loader_message(&error))?;
     std::mem::forget(library);
     Ok(table)
 }
@@ -150,7 +151,7 @@ impl Table {
 }
 
 /// What the loader says, which is behind the error's own words.
-fn told(error: &libloading::Error) -> String {
+fn loader_message(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(loader) => loader.to_string(),
         None => error.to_string(),

@@ -12,9 +12,9 @@ use super::{Context, Device, Driver, call};
 use crate::error::CudaError;
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
-const DESCRIPTOR: i32 = 1;
+const POSIX_FILE_DESCRIPTOR: i32 = 1;
 /// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`
-const MINIMUM: i32 = 0;
+const GRANULARITY_MINIMUM: i32 = 0;
 /// `CUDA_ERROR_OPERATING_SYSTEM`
 const OPERATING_SYSTEM: i32 = 304;
 /// `CUDA_ERROR_INVALID_DEVICE`
@@ -63,7 +63,7 @@ impl Device {
         let (mut bytes, wanted) = (0, properties(self)?);
         call!(
             self.driver(),
-            cuMemGetAllocationGranularity(&raw mut bytes, &raw const wanted, MINIMUM)
+            cuMemGetAllocationGranularity(&raw mut bytes, &raw const wanted, GRANULARITY_MINIMUM)
         )?;
         Ok(bytes as u64)
     }
@@ -108,7 +108,7 @@ impl Driver {
         let (mut raw, shared) = (0, number as usize as *mut std::ffi::c_void);
         call!(
             self,
-            cuMemImportFromShareableHandle(&raw mut raw, shared, DESCRIPTOR)
+            cuMemImportFromShareableHandle(&raw mut raw, shared, POSIX_FILE_DESCRIPTOR)
         )?;
         Ok(Handle {
             driver: self,
@@ -132,7 +132,12 @@ impl Handle {
         let mut descriptor: i32 = -1;
         call!(
             self.driver,
-            cuMemExportToShareableHandle((&raw mut descriptor).cast(), self.raw, DESCRIPTOR, 0)
+            cuMemExportToShareableHandle(
+                (&raw mut descriptor).cast(),
+                self.raw,
+                POSIX_FILE_DESCRIPTOR,
+                0
+            )
         )?;
         // SAFETY: the driver made it for us, close-on-exec (F4).
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })

@@ -15,17 +15,17 @@ use std::time::{Duration, Instant};
 
 use crate::driver::{Access, Stream};
 use crate::memory::kernel_arg::DevSliceArg;
-use crate::memory::multi_stream::{Held, SharedMemory};
+use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
 use crate::memory::slice::{MemoryError, TrackedSlice};
 use crate::memory::write_token::{WriteGate, WriteRefused, WriteToken};
-use crate::state::Stale;
+use crate::state::StaleReason;
 
 /// Why a write did not begin or does not count.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteError {
     /// The memory cannot be used.
     #[error(transparent)]
-    Stale(#[from] Stale),
+    Stale(#[from] StaleReason),
     /// The right to write was not given, or has ended.
     #[error(transparent)]
     Refused(#[from] WriteRefused),
@@ -43,7 +43,7 @@ pub struct GpuRef<T> {
 
 #[derive(Debug)]
 struct Inner {
-    shared: SharedMemory,
+    shared: MultiStreamMemory,
     gate: WriteGate,
 }
 
@@ -64,9 +64,9 @@ impl<T> fmt::Debug for GpuRef<T> {
 
 impl<T> From<TrackedSlice<T>> for GpuRef<T> {
     fn from(slice: TrackedSlice<T>) -> Self {
-        let (memory, len) = slice.into_tracked();
+        let (memory, len) = slice.into_parts();
         let inner = Inner {
-            shared: SharedMemory::told(memory),
+            shared: MultiStreamMemory::new_reported(memory),
             gate: WriteGate::default(),
         };
         GpuRef {
@@ -83,14 +83,14 @@ impl<T> GpuRef<T> {
     /// # Errors
     /// Why not.
     #[inline]
-    pub fn access(&self) -> Result<u64, Stale> {
+    pub fn access(&self) -> Result<u64, StaleReason> {
         self.inner.shared.memory.state.check()?;
         Ok(self.as_raw())
     }
 
     /// The address, whatever is behind it.
     pub fn as_raw(&self) -> u64 {
-        self.inner.shared.memory.at.address
+        self.inner.shared.memory.block_ref.address
     }
 
     /// How many items it holds.
@@ -105,12 +105,12 @@ impl<T> GpuRef<T> {
 
     /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
-        self.inner.shared.memory.at.bytes()
+        self.inner.shared.memory.block_ref.bytes()
     }
 
     /// The stream that it was last written in.
     pub fn last_write(&self) -> Stream {
-        self.inner.shared.hold().wrote().clone()
+        self.inner.shared.lock().last_write().clone()
     }
 
     /// How often a write was committed.
@@ -120,7 +120,7 @@ impl<T> GpuRef<T> {
 
     /// For a kernel that reads it.
     pub fn arg(&self) -> DevSliceArg<'_> {
-        DevSliceArg::of_shared(&self.inner.shared, Access::Read)
+        DevSliceArg::of_multi_stream(&self.inner.shared, Access::Read)
     }
 
     /// For a kernel that writes it, as long as the token may: the launch looks again.
@@ -131,8 +131,8 @@ impl<T> GpuRef<T> {
         let Inner { shared, gate } = &*self.inner;
         gate.admit(token)?;
         Ok(DevSliceArg {
-            right: Some((gate, token)),
-            ..DevSliceArg::of_shared(shared, Access::ReadWrite)
+            write_right: Some((gate, token)),
+            ..DevSliceArg::of_multi_stream(shared, Access::ReadWrite)
         })
     }
 
@@ -145,7 +145,7 @@ impl<T> GpuRef<T> {
         stream: &Stream,
         submit: impl FnOnce(u64) -> R,
     ) -> Result<R, MemoryError> {
-        self.use_in(self.inner.shared.hold(), stream, Access::Read, submit)
+        self.submit_in(self.inner.shared.lock(), stream, Access::Read, submit)
     }
 
     /// As [`read_in`](Self::read_in), for work that writes.
@@ -158,33 +158,33 @@ impl<T> GpuRef<T> {
         stream: &Stream,
         submit: impl FnOnce(u64) -> R,
     ) -> Result<R, WriteError> {
-        let order = self.inner.shared.hold();
+        let order = self.inner.shared.lock();
         // In the order of all uses: whoever has the right next writes behind this.
         self.inner.gate.admit(token)?;
-        Ok(self.use_in(order, stream, Access::ReadWrite, submit)?)
+        Ok(self.submit_in(order, stream, Access::ReadWrite, submit)?)
     }
 
-    fn use_in<R>(
+    fn submit_in<R>(
         &self,
-        mut order: Held<'_>,
+        mut order: SyncGuard<'_>,
         stream: &Stream,
         access: Access,
         submit: impl FnOnce(u64) -> R,
     ) -> Result<R, MemoryError> {
         let shared = &self.inner.shared;
-        let used = shared.begin(&order, stream, access)?;
-        let answer = submit(self.as_raw());
-        shared.end(&mut order, used, stream, Some(access))?;
-        Ok(answer)
+        let used = shared.begin_use(&order, stream, access)?;
+        let result = submit(self.as_raw());
+        shared.end_use(&mut order, used, stream, Some(access))?;
+        Ok(result)
     }
 
     /// The right to write it, from `now` on.
     ///
     /// # Errors
     /// [`WriteError::Stale`], or [`WriteRefused::Held`] while another has it.
-    pub fn begin_write(&self, now: Instant, lasts: Duration) -> Result<WriteToken, WriteError> {
+    pub fn begin_write(&self, now: Instant, lifetime: Duration) -> Result<WriteToken, WriteError> {
         self.access()?;
-        Ok(self.inner.gate.issue(now, lasts)?)
+        Ok(self.inner.gate.issue(now, lifetime)?)
     }
 
     /// Ends a write as whole, and says which commit it was. Its work may still be under way: who reads waits for it.

@@ -24,16 +24,16 @@ pub use bursar_protocol::wire::token::{
     Generation, Generations, GpuToken, MAX_TOKEN, MemoryId, TokenRefusal,
 };
 
-use crate::agent_client::{Agent, Unheard, by_name};
+use crate::agent_client::{AgentClient, ClientError, with_gpu_or_mig_account};
 use crate::driver::GpuUuid;
-use crate::retained::Kept;
+use crate::retained::RetainedLease;
 
 /// Why there is no token, or why one is worth nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
     /// Nobody listens where the agent should, or it took too long, or it is one that knows no tokens.
     #[error("asking the agent at {path}: {source}; is this a container with Bursar's GPU memory?")]
-    Agent {
+    AgentUnreachable {
         /// The socket.
         path: String,
         /// Why.
@@ -41,10 +41,10 @@ pub enum TokenError {
     },
     /// The agent does not talk to this process.
     #[error("the agent refused to talk: {0:?}")]
-    Goodbye(Reason),
+    Rejected(Reason),
     /// The agent answered something that is no answer to what it was asked.
     #[error("the agent's answer does not fit the question")]
-    Unexpected,
+    UnexpectedResponse,
     /// The agent said no.
     #[error(transparent)]
     Refused(#[from] TokenRefusal),
@@ -54,36 +54,38 @@ impl TokenError {
     /// Whether the same question may be answered otherwise later.
     pub fn retryable(&self) -> bool {
         match self {
-            TokenError::Agent { .. } => true,
-            TokenError::Goodbye(reason) => *reason == Reason::Busy,
-            TokenError::Refused(why) => *why == TokenRefusal::Unavailable,
-            TokenError::Unexpected => false,
+            TokenError::AgentUnreachable { .. } => true,
+            TokenError::Rejected(reason) => *reason == Reason::Busy,
+            TokenError::Refused(reason) => *reason == TokenRefusal::Unavailable,
+            TokenError::UnexpectedResponse => false,
         }
     }
 }
 
-impl From<Unheard> for TokenError {
-    fn from(unheard: Unheard) -> TokenError {
+impl From<ClientError> for TokenError {
+    fn from(unheard: ClientError) -> TokenError {
         match unheard {
-            Unheard::Away { path, source } => TokenError::Agent { path, source },
-            Unheard::Goodbye(reason) => TokenError::Goodbye(reason),
+            ClientError::Unreachable { path, source } => {
+                TokenError::AgentUnreachable { path, source }
+            }
+            ClientError::Rejected(reason) => TokenError::Rejected(reason),
         }
     }
 }
 
 /// Where a process gets tokens for its memory, and asks what those of others name.
 #[derive(Clone, Debug)]
-pub struct Tokens(Agent);
+pub struct TokenClient(AgentClient);
 
-impl Tokens {
+impl TokenClient {
     /// Of the agent that serves this container.
-    pub fn of_this_container() -> Tokens {
-        Tokens(Agent::of_this_container())
+    pub fn in_container() -> TokenClient {
+        TokenClient(AgentClient::in_container())
     }
 
     /// The same, of an agent that listens elsewhere.
-    pub fn at(socket: &Path) -> Tokens {
-        Tokens(Agent::at(socket))
+    pub fn with_socket(socket: &Path) -> TokenClient {
+        TokenClient(AgentClient::with_socket(socket))
     }
 
     /// A token for memory of a GPU that this process allocated. `block` says which, by a number that it means something
@@ -91,7 +93,7 @@ impl Tokens {
     ///
     /// # Errors
     /// [`TokenRefusal::NoSession`] where the process allocated through no shim, and others.
-    pub fn own(&self, gpu: GpuUuid, block: u64) -> Result<GpuToken, TokenError> {
+    pub fn seal_allocation(&self, gpu: GpuUuid, block: u64) -> Result<GpuToken, TokenError> {
         self.seal(gpu, 0, block)
     }
 
@@ -100,8 +102,8 @@ impl Tokens {
     ///
     /// # Errors
     /// [`TokenRefusal::NoLease`] where the lease was discarded, and others.
-    pub fn kept(&self, kept: &Kept, block: u64) -> Result<GpuToken, TokenError> {
-        self.seal(kept.context().uuid(), kept.lease(), block)
+    pub fn seal_retained(&self, lease: &RetainedLease, block: u64) -> Result<GpuToken, TokenError> {
+        self.seal(lease.context().uuid(), lease.lease(), block)
     }
 
     /// What a token names, if it is still there and is of this container's namespace.
@@ -109,41 +111,41 @@ impl Tokens {
     /// # Errors
     /// Why it is worth nothing; [`TokenRefusal::Fenced`] says what of it has ended.
     pub fn redeem(&self, token: &GpuToken) -> Result<MemoryId, TokenError> {
-        let question = TokenQuestion::Redeem {
+        let request = TokenQuestion::Redeem {
             version: VERSION,
             token: token.clone(),
         };
-        match self.ask(question)? {
+        match self.request(request)? {
             TokenAnswer::Redeemed(id) => Ok(id),
-            TokenAnswer::Refused(why) => Err(why.into()),
-            TokenAnswer::Sealed(_) => Err(TokenError::Unexpected),
+            TokenAnswer::Refused(reason) => Err(reason.into()),
+            TokenAnswer::Sealed(_) => Err(TokenError::UnexpectedResponse),
         }
     }
 
     fn seal(&self, gpu: GpuUuid, lease: u64, block: u64) -> Result<GpuToken, TokenError> {
         let seal = |account: Account| {
-            let question = TokenQuestion::Seal {
+            let request = TokenQuestion::Seal {
                 version: VERSION,
                 account,
                 lease,
                 block,
             };
-            match self.ask(question)? {
+            match self.request(request)? {
                 TokenAnswer::Sealed(token) => Ok(token),
-                TokenAnswer::Refused(why) => Err(why.into()),
-                TokenAnswer::Redeemed(_) => Err(TokenError::Unexpected),
+                TokenAnswer::Refused(reason) => Err(reason.into()),
+                TokenAnswer::Redeemed(_) => Err(TokenError::UnexpectedResponse),
             }
         };
-        by_name(gpu, seal, |error| {
-            matches!(error, TokenError::Goodbye(Reason::Account))
+        with_gpu_or_mig_account(gpu, seal, |error| {
+            matches!(error, TokenError::Rejected(Reason::Account))
         })
     }
 
-    fn ask(&self, question: TokenQuestion) -> Result<TokenAnswer, TokenError> {
-        let stream = self.0.say(&ToAgent::Token(question))?;
-        match self.0.hear(&stream)? {
+    fn request(&self, request: TokenQuestion) -> Result<TokenAnswer, TokenError> {
+        let stream = self.0.send(&ToAgent::Token(request))?;
+        match self.0.recv(&stream)? {
             (ToShim::Token(answer), _) => Ok(answer),
-            _ => Err(TokenError::Unexpected),
+            _ => Err(TokenError::UnexpectedResponse),
         }
     }
 }

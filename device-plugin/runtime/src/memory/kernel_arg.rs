@@ -2,8 +2,8 @@
 #![forbid(unsafe_code)]
 
 use crate::driver::{Access, Stream};
-use crate::memory::multi_stream::SharedMemory;
-use crate::memory::slice::Tracked;
+use crate::memory::multi_stream::MultiStreamMemory;
+use crate::memory::slice::OwnedBlock;
 use crate::memory::write_token::{WriteGate, WriteToken};
 use crate::state::DeviceState;
 
@@ -14,35 +14,38 @@ pub struct DevSliceArg<'a> {
     pub(crate) access: Access,
     pub(crate) state: &'a DeviceState,
     /// The only stream that may use it; any where there is none.
-    pub(crate) only: Option<&'a Stream>,
+    pub(crate) only_stream: Option<&'a Stream>,
     /// Where its uses are put in order.
-    pub(crate) shared: Option<&'a SharedMemory>,
+    pub(crate) multi_stream: Option<&'a MultiStreamMemory>,
     /// The right to write it, which may have ended by the time of the launch.
-    pub(crate) right: Option<(&'a WriteGate, &'a WriteToken)>,
+    pub(crate) write_right: Option<(&'a WriteGate, &'a WriteToken)>,
 }
 
 impl<'a> DevSliceArg<'a> {
     /// Memory that is used in its own stream only.
-    pub(crate) fn of_owner(memory: &'a Tracked, access: Access) -> DevSliceArg<'a> {
+    pub(crate) fn of_single_stream(memory: &'a OwnedBlock, access: Access) -> DevSliceArg<'a> {
         DevSliceArg {
-            address: memory.at.address,
+            address: memory.block_ref.address,
             access,
             state: &memory.state,
-            only: Some(&memory.stream),
-            shared: None,
-            right: None,
+            only_stream: Some(&memory.stream),
+            multi_stream: None,
+            write_right: None,
         }
     }
 
     /// Memory that any stream may use.
-    pub(crate) fn of_shared(shared: &'a SharedMemory, access: Access) -> DevSliceArg<'a> {
+    pub(crate) fn of_multi_stream(
+        shared: &'a MultiStreamMemory,
+        access: Access,
+    ) -> DevSliceArg<'a> {
         DevSliceArg {
-            address: shared.memory.at.address,
+            address: shared.memory.block_ref.address,
             access,
             state: &shared.memory.state,
-            only: None,
-            shared: Some(shared),
-            right: None,
+            only_stream: None,
+            multi_stream: Some(shared),
+            write_right: None,
         }
     }
 }
@@ -97,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_keep_their_bits_and_their_size() {
+    fn kernel_arg_keeps_bits_and_size_of_a_number() {
         assert_eq!(parts(-1i8), (0xff, 1));
         assert_eq!(parts(-2i32), (0xffff_fffe, 4));
         assert_eq!(parts(u64::MAX), (u64::MAX, 8));

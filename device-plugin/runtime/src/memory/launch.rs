@@ -7,40 +7,40 @@
 use crate::driver::{Access, Grid, Kernel, Parameter, Stream};
 use crate::error::CudaError;
 use crate::memory::kernel_arg::{DevSliceArg, KernelArg};
-use crate::memory::multi_stream::{Held, SharedMemory};
+use crate::memory::multi_stream::{MultiStreamMemory, SyncGuard};
 use crate::memory::slice::MemoryError;
 use crate::memory::write_token::WriteRefused;
 use crate::resource::BlockUse;
-use crate::state::Stale;
+use crate::state::StaleReason;
 
 /// Why a kernel was not launched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LaunchError {
     /// Too many arguments, or too few.
-    #[error("{given} arguments for a kernel of {takes}")]
-    Count {
+    #[error("{given} arguments for a kernel of {expected}")]
+    ArgumentCount {
         /// What the kernel takes.
-        takes: usize,
+        expected: usize,
         /// What it was given.
         given: usize,
     },
     /// An argument that is not what the kernel takes in its place.
-    #[error("argument {place} is not what the kernel takes there: {takes:?}")]
-    Argument {
+    #[error("argument {index} is not what the kernel takes there: {expected:?}")]
+    ArgumentType {
         /// The place, from 0.
-        place: usize,
+        index: usize,
         /// What the kernel takes.
-        takes: Parameter,
+        expected: Parameter,
     },
     /// Memory whose owner uses it in another stream.
-    #[error("argument {place} is used in the order of another stream; move it to this one")]
-    OtherStream {
+    #[error("argument {index} is used in the order of another stream; move it to this one")]
+    WrongStream {
         /// The place, from 0.
-        place: usize,
+        index: usize,
     },
     /// A stream of another context than the kernel was loaded into.
     #[error("a stream of device {stream} for a kernel that is loaded on device {kernel}")]
-    OtherContext {
+    WrongContext {
         /// The stream's device.
         stream: u32,
         /// The kernel's device.
@@ -48,7 +48,7 @@ pub enum LaunchError {
     },
     /// An argument's memory cannot be used any more.
     #[error(transparent)]
-    Stale(#[from] Stale),
+    Stale(#[from] StaleReason),
     /// The right to write an argument's memory has ended.
     #[error(transparent)]
     Refused(#[from] WriteRefused),
@@ -70,10 +70,10 @@ pub struct Launch<'a> {
 }
 
 /// Memory of a launch that several streams use.
-struct Use<'a> {
-    shared: &'a SharedMemory,
+struct PendingUse<'a> {
+    memory: &'a MultiStreamMemory,
     access: Access,
-    order: Held<'a>,
+    sync: SyncGuard<'a>,
     block: Option<BlockUse>,
 }
 
@@ -103,14 +103,16 @@ impl<'a> Launch<'a> {
         let mut numbers = self.check()?;
         let mut uses = Vec::new();
         let submitted = self
-            .begin(&mut uses)
+            .begin_uses(&mut uses)
             .and_then(|()| Ok(self.kernel.launch(self.stream, self.grid, &mut numbers)?));
         // What was begun is ended, whatever became of the launch; that is told first.
         let mut ended = Ok(());
         for used in &mut uses {
             let access = submitted.is_ok().then_some(used.access);
             let block = used.block.take();
-            let end = used.shared.end(&mut used.order, block, self.stream, access);
+            let end = used
+                .memory
+                .end_use(&mut used.sync, block, self.stream, access);
             ended = ended.and(end);
         }
         submitted?;
@@ -122,49 +124,55 @@ impl<'a> Launch<'a> {
         let (stream, kernel) = (self.stream.context(), self.kernel.context());
         if stream != kernel {
             let (stream, kernel) = (stream.ordinal(), kernel.ordinal());
-            return Err(LaunchError::OtherContext { stream, kernel });
+            return Err(LaunchError::WrongContext { stream, kernel });
         }
-        let (takes, given) = (self.kernel.parameters().len(), self.arguments.len());
-        if takes != given {
-            return Err(LaunchError::Count { takes, given });
+        let (expected, given) = (self.kernel.parameters().len(), self.arguments.len());
+        if expected != given {
+            return Err(LaunchError::ArgumentCount { expected, given });
         }
         let pairs = self.kernel.parameters().iter().zip(&self.arguments);
         pairs
             .enumerate()
-            .map(|(place, (&takes, argument))| match (takes, argument) {
-                (Parameter::Value(bytes), KernelArg::Value { bits, size }) if bytes == *size => {
-                    Ok(*bits)
-                }
-                (Parameter::Memory(access), KernelArg::Memory(memory)) if may(memory, access) => {
-                    memory.state.check()?;
-                    match memory.only {
-                        Some(only) if only != self.stream => {
-                            Err(LaunchError::OtherStream { place })
-                        }
-                        _ => Ok(memory.address),
+            .map(
+                |(index, (&expected, argument))| match (expected, argument) {
+                    (Parameter::Value(bytes), KernelArg::Value { bits, size })
+                        if bytes == *size =>
+                    {
+                        Ok(*bits)
                     }
-                }
-                _ => Err(LaunchError::Argument { place, takes }),
-            })
+                    (Parameter::Memory(access), KernelArg::Memory(memory))
+                        if permits(memory, access) =>
+                    {
+                        memory.state.check()?;
+                        match memory.only_stream {
+                            Some(only) if only != self.stream => {
+                                Err(LaunchError::WrongStream { index })
+                            }
+                            _ => Ok(memory.address),
+                        }
+                    }
+                    _ => Err(LaunchError::ArgumentType { index, expected }),
+                },
+            )
             .collect()
     }
 
     /// Holds the order of all shared memory, and begins its uses. Who has no right to write any more is told only then:
     /// whoever has it next writes behind this launch.
-    fn begin(&self, uses: &mut Vec<Use<'a>>) -> Result<(), LaunchError> {
-        for (shared, access) in self.shared() {
-            let order = shared.hold();
-            let block = shared.begin(&order, self.stream, access)?;
-            uses.push(Use {
-                shared,
+    fn begin_uses(&self, uses: &mut Vec<PendingUse<'a>>) -> Result<(), LaunchError> {
+        for (shared, access) in self.multi_stream_memory() {
+            let order = shared.lock();
+            let block = shared.begin_use(&order, self.stream, access)?;
+            uses.push(PendingUse {
+                memory: shared,
                 access,
-                order,
+                sync: order,
                 block,
             });
         }
         for argument in &self.arguments {
             if let KernelArg::Memory(DevSliceArg {
-                right: Some((gate, token)),
+                write_right: Some((gate, token)),
                 ..
             }) = argument
             {
@@ -176,32 +184,32 @@ impl<'a> Launch<'a> {
 
     /// The shared memory of the arguments, each once, in one order for all launches: two that hold several cannot wait for
     /// each other.
-    fn shared(&self) -> Vec<(&'a SharedMemory, Access)> {
-        let mut found: Vec<(&SharedMemory, Access)> = Vec::new();
+    fn multi_stream_memory(&self) -> Vec<(&'a MultiStreamMemory, Access)> {
+        let mut memories: Vec<(&MultiStreamMemory, Access)> = Vec::new();
         for argument in &self.arguments {
             let KernelArg::Memory(DevSliceArg {
-                shared: Some(shared),
+                multi_stream: Some(shared),
                 access,
                 ..
             }) = argument
             else {
                 continue;
             };
-            match found
+            match memories
                 .iter_mut()
                 .find(|(known, _)| std::ptr::eq(*known, *shared))
             {
                 Some((_, known)) if *access == Access::ReadWrite => *known = *access,
                 Some(_) => {}
-                None => found.push((shared, *access)),
+                None => memories.push((shared, *access)),
             }
         }
-        found.sort_by_key(|(shared, _)| std::ptr::from_ref::<SharedMemory>(shared).addr());
-        found
+        memories.sort_by_key(|(shared, _)| std::ptr::from_ref::<MultiStreamMemory>(shared).addr());
+        memories
     }
 }
 
 /// Whether memory that is lent with its access can be used with that of a parameter.
-fn may(memory: &DevSliceArg<'_>, wanted: Access) -> bool {
+fn permits(memory: &DevSliceArg<'_>, wanted: Access) -> bool {
     wanted == Access::Read || memory.access == Access::ReadWrite
 }

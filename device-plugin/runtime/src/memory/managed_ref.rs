@@ -35,11 +35,11 @@ use bytemuck::Pod;
 use crate::driver::{Access, Attach, HostView, Stream};
 use crate::error::FreeError;
 use crate::memory::kernel_arg::DevSliceArg;
-use crate::memory::multi_stream::SharedMemory;
-use crate::memory::slice::{MemoryError, Tracked};
+use crate::memory::multi_stream::MultiStreamMemory;
+use crate::memory::slice::{MemoryError, OwnedBlock};
 use crate::resource::Tag;
 use crate::runtime::DeviceRuntime;
-use crate::state::Stale;
+use crate::state::StaleReason;
 
 /// Why managed memory is not given to a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -48,18 +48,18 @@ pub struct HostOnly;
 
 /// Who may use managed memory.
 #[derive(Debug)]
-enum Attached {
-    Everyone,
+enum Visibility {
+    AllStreams,
     Host,
-    Only(Stream),
+    OneStream(Stream),
 }
 
 /// Managed memory for `len` items of `T`.
 #[derive(Debug)]
 pub struct ManagedRef<T> {
     view: HostView,
-    shared: SharedMemory,
-    attached: Attached,
+    memory: MultiStreamMemory,
+    visibility: Visibility,
     len: usize,
     items: PhantomData<T>,
 }
@@ -77,14 +77,14 @@ impl<T: Pod> ManagedRef<T> {
         stream: &Stream,
         tag: Tag,
     ) -> Result<ManagedRef<T>, MemoryError> {
-        let memory = Tracked::allocate::<T>(runtime, len, stream, tag)?;
+        let memory = OwnedBlock::allocate::<T>(runtime, len, stream, tag)?;
         let view = stream
             .context()
-            .host_view(memory.at.address, memory.at.layout.size())?;
+            .host_view(memory.block_ref.address, memory.block_ref.layout.size())?;
         let mut managed = ManagedRef {
             view,
-            shared: SharedMemory::awaited(memory),
-            attached: Attached::Everyone,
+            memory: MultiStreamMemory::new_synchronized(memory),
+            visibility: Visibility::AllStreams,
             len,
             items: PhantomData,
         };
@@ -98,7 +98,7 @@ impl<T: Pod> ManagedRef<T> {
     /// [`MemoryError::Stale`], or what the driver answered: the error of an earlier launch too.
     pub fn read(&self) -> Result<&[T], MemoryError> {
         self.check()?;
-        self.shared.settle(Access::Read)?;
+        self.memory.synchronize_host(Access::Read)?;
         Ok(bytemuck::cast_slice(self.view.bytes()))
     }
 
@@ -108,7 +108,7 @@ impl<T: Pod> ManagedRef<T> {
     /// As [`read`](Self::read).
     pub fn write(&mut self) -> Result<&mut [T], MemoryError> {
         self.check()?;
-        self.shared.settle(Access::ReadWrite)?;
+        self.memory.synchronize_host(Access::ReadWrite)?;
         Ok(bytemuck::cast_slice_mut(self.view.bytes_mut()))
     }
 }
@@ -126,7 +126,7 @@ impl<T> ManagedRef<T> {
 
     /// Its address, of the host as of the device.
     pub fn address(&self) -> u64 {
-        self.shared.memory.at.address
+        self.memory.memory.block_ref.address
     }
 
     /// Whether it can be used: one load.
@@ -134,8 +134,8 @@ impl<T> ManagedRef<T> {
     /// # Errors
     /// Why not.
     #[inline]
-    pub fn check(&self) -> Result<(), Stale> {
-        self.shared.memory.state.check()
+    pub fn check(&self) -> Result<(), StaleReason> {
+        self.memory.memory.state.check()
     }
 
     /// For a kernel that reads it.
@@ -143,7 +143,7 @@ impl<T> ManagedRef<T> {
     /// # Errors
     /// [`HostOnly`].
     pub fn arg(&self) -> Result<DevSliceArg<'_>, HostOnly> {
-        self.lend(Access::Read)
+        self.kernel_arg(Access::Read)
     }
 
     /// For a kernel that writes it.
@@ -151,16 +151,16 @@ impl<T> ManagedRef<T> {
     /// # Errors
     /// [`HostOnly`].
     pub fn arg_mut(&mut self) -> Result<DevSliceArg<'_>, HostOnly> {
-        self.lend(Access::ReadWrite)
+        self.kernel_arg(Access::ReadWrite)
     }
 
-    fn lend(&self, access: Access) -> Result<DevSliceArg<'_>, HostOnly> {
-        let any = DevSliceArg::of_shared(&self.shared, access);
-        match &self.attached {
-            Attached::Everyone => Ok(any),
-            Attached::Host => Err(HostOnly),
-            Attached::Only(only) => Ok(DevSliceArg {
-                only: Some(only),
+    fn kernel_arg(&self, access: Access) -> Result<DevSliceArg<'_>, HostOnly> {
+        let any = DevSliceArg::of_multi_stream(&self.memory, access);
+        match &self.visibility {
+            Visibility::AllStreams => Ok(any),
+            Visibility::Host => Err(HostOnly),
+            Visibility::OneStream(only) => Ok(DevSliceArg {
+                only_stream: Some(only),
                 ..any
             }),
         }
@@ -171,15 +171,15 @@ impl<T> ManagedRef<T> {
     /// # Errors
     /// [`MemoryError::Stale`], or what the driver answered.
     pub fn attach(&mut self, attach: Attach, stream: &Stream) -> Result<(), MemoryError> {
-        let mut order = self.shared.hold();
-        self.shared.begin(&order, stream, Access::ReadWrite)?;
+        let mut order = self.memory.lock();
+        self.memory.begin_use(&order, stream, Access::ReadWrite)?;
         stream.context().attach(stream, self.address(), attach)?;
-        order.note(stream, Access::ReadWrite);
+        order.record(stream, Access::ReadWrite);
         drop(order);
-        self.attached = match attach {
-            Attach::Global => Attached::Everyone,
-            Attach::Host => Attached::Host,
-            Attach::Single => Attached::Only(stream.clone()),
+        self.visibility = match attach {
+            Attach::Global => Visibility::AllStreams,
+            Attach::Host => Visibility::Host,
+            Attach::Single => Visibility::OneStream(stream.clone()),
         };
         Ok(())
     }
@@ -189,10 +189,10 @@ impl<T> ManagedRef<T> {
     /// # Errors
     /// [`FreeError::Retired`]: the driver did not free it, and it stays charged.
     pub fn free(mut self) -> Result<(), FreeError> {
-        self.shared.free()
+        self.memory.free()
     }
 
     pub(crate) fn stream(&self) -> &Stream {
-        &self.shared.memory.stream
+        &self.memory.memory.stream
     }
 }

@@ -21,7 +21,7 @@ impl<T> ManagedRef<T> {
         to: Location,
         stream: &Stream,
     ) -> Result<(), MemoryError> {
-        let (address, bytes) = self.part(items)?;
+        let (address, bytes) = self.byte_range(items)?;
         Ok(stream.context().prefetch(address, bytes, to, stream)?)
     }
 
@@ -35,7 +35,7 @@ impl<T> ManagedRef<T> {
         advice: Advice,
         of: Location,
     ) -> Result<(), MemoryError> {
-        let (address, bytes) = self.part(items)?;
+        let (address, bytes) = self.byte_range(items)?;
         Ok(self.stream().context().advise(address, bytes, advice, of)?)
     }
 
@@ -44,12 +44,12 @@ impl<T> ManagedRef<T> {
     /// # Errors
     /// As [`prefetch`](Self::prefetch).
     pub fn residency(&self, items: Range<usize>) -> Result<Residency, MemoryError> {
-        let (address, bytes) = self.part(items)?;
+        let (address, bytes) = self.byte_range(items)?;
         Ok(self.stream().context().residency(address, bytes)?)
     }
 
     /// Where items are, and their size.
-    fn part(&self, items: Range<usize>) -> Result<(u64, usize), MemoryError> {
+    fn byte_range(&self, items: Range<usize>) -> Result<(u64, usize), MemoryError> {
         self.check()?;
         let Range { start, end } = items;
         let len = self.len();

@@ -15,15 +15,15 @@ use crate::driver::{Access, Stream};
 use crate::error::{CudaError, FreeError, ResourceError};
 use crate::memory::kernel_arg::DevSliceArg;
 use crate::resource::{Block, BlockRef, Tag, check_stream};
-use crate::runtime::{DeviceRuntime, Shared};
-use crate::state::{DeviceState, Stale};
+use crate::runtime::{DeviceRuntime, SharedResource};
+use crate::state::{DeviceState, StaleReason};
 
 /// Why memory was not allocated or used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
     /// It cannot be used any more.
     #[error(transparent)]
-    Stale(#[from] Stale),
+    Stale(#[from] StaleReason),
     /// The resource refused.
     #[error(transparent)]
     Resource(#[from] ResourceError),
@@ -60,32 +60,32 @@ pub enum MemoryError {
 
 /// A block with what has to be known of it as long as it is used; freed when dropped.
 #[derive(Debug)]
-pub(crate) struct Tracked {
+pub(crate) struct OwnedBlock {
     /// None once it was freed.
     block: Option<Block>,
-    pub(crate) at: BlockRef,
-    pub(crate) resource: Shared,
+    pub(crate) block_ref: BlockRef,
+    pub(crate) resource: SharedResource,
     /// It is freed in the order of this stream.
     pub(crate) stream: Stream,
     /// Under which it was allocated.
     pub(crate) state: Arc<DeviceState>,
 }
 
-impl Tracked {
+impl OwnedBlock {
     /// Allocates room for `len` items of `T`.
     pub(crate) fn allocate<T>(
         runtime: &DeviceRuntime,
         len: usize,
         stream: &Stream,
         tag: Tag,
-    ) -> Result<Tracked, MemoryError> {
+    ) -> Result<OwnedBlock, MemoryError> {
         // Before the allocation: memory of a device that is lost meanwhile is stale from the start.
         runtime.state().check()?;
         let size = size_of::<T>();
         let layout = Layout::array::<T>(len).map_err(|_| MemoryError::TooLarge { len, size })?;
         let block = runtime.resource().allocate(layout, stream, tag)?;
-        Ok(Tracked {
-            at: block.as_ref(),
+        Ok(OwnedBlock {
+            block_ref: block.as_ref(),
             block: Some(block),
             resource: Arc::clone(runtime.resource()),
             stream: stream.clone(),
@@ -101,7 +101,7 @@ impl Tracked {
     }
 }
 
-impl Drop for Tracked {
+impl Drop for OwnedBlock {
     fn drop(&mut self) {
         // A free that fails is the resource's: it keeps the block, charged.
         let _ = self.free();
@@ -111,7 +111,7 @@ impl Drop for Tracked {
 /// Device memory for `len` items of `T`, with one owner.
 #[derive(Debug)]
 pub struct TrackedSlice<T> {
-    memory: Tracked,
+    memory: OwnedBlock,
     len: usize,
     items: PhantomData<fn() -> T>,
 }
@@ -128,7 +128,7 @@ impl<T: Pod> TrackedSlice<T> {
         tag: Tag,
     ) -> Result<TrackedSlice<T>, MemoryError> {
         Ok(TrackedSlice {
-            memory: Tracked::allocate::<T>(runtime, len, stream, tag)?,
+            memory: OwnedBlock::allocate::<T>(runtime, len, stream, tag)?,
             len,
             items: PhantomData,
         })
@@ -139,7 +139,7 @@ impl<T: Pod> TrackedSlice<T> {
     /// # Errors
     /// [`MemoryError::Stale`], [`MemoryError::Length`], or what the driver answered.
     pub fn copy_from_host(&mut self, items: &[T]) -> Result<(), MemoryError> {
-        let stream = self.idle(items.len())?;
+        let stream = self.synchronized_stream(items.len())?;
         let context = stream.context();
         context.copy_to_device(self.address(), bytemuck::cast_slice(items))?;
         Ok(())
@@ -150,14 +150,14 @@ impl<T: Pod> TrackedSlice<T> {
     /// # Errors
     /// As [`copy_from_host`](Self::copy_from_host).
     pub fn copy_to_host(&self, items: &mut [T]) -> Result<(), MemoryError> {
-        let stream = self.idle(items.len())?;
+        let stream = self.synchronized_stream(items.len())?;
         let context = stream.context();
         context.copy_from_device(bytemuck::cast_slice_mut(items), self.address())?;
         Ok(())
     }
 
     /// The stream, after its work, where `given` items fit.
-    fn idle(&self, given: usize) -> Result<&Stream, MemoryError> {
+    fn synchronized_stream(&self, given: usize) -> Result<&Stream, MemoryError> {
         self.check()?;
         let len = self.len;
         if given != len {
@@ -181,12 +181,12 @@ impl<T> TrackedSlice<T> {
 
     /// Its first address, without a look at whether it can be used.
     pub fn address(&self) -> u64 {
-        self.memory.at.address
+        self.memory.block_ref.address
     }
 
     /// Its size in bytes.
     pub fn bytes(&self) -> u64 {
-        self.memory.at.bytes()
+        self.memory.block_ref.bytes()
     }
 
     /// The stream in whose order it is used.
@@ -199,18 +199,18 @@ impl<T> TrackedSlice<T> {
     /// # Errors
     /// Why not.
     #[inline]
-    pub fn check(&self) -> Result<(), Stale> {
+    pub fn check(&self) -> Result<(), StaleReason> {
         self.memory.state.check()
     }
 
     /// For a kernel that reads it.
     pub fn arg(&self) -> DevSliceArg<'_> {
-        DevSliceArg::of_owner(&self.memory, Access::Read)
+        DevSliceArg::of_single_stream(&self.memory, Access::Read)
     }
 
     /// For a kernel that writes it.
     pub fn arg_mut(&mut self) -> DevSliceArg<'_> {
-        DevSliceArg::of_owner(&self.memory, Access::ReadWrite)
+        DevSliceArg::of_single_stream(&self.memory, Access::ReadWrite)
     }
 
     /// Goes on in another stream of the same device, behind all that was submitted for it so far.
@@ -233,7 +233,7 @@ impl<T> TrackedSlice<T> {
         self.memory.free()
     }
 
-    pub(crate) fn into_tracked(self) -> (Tracked, usize) {
+    pub(crate) fn into_parts(self) -> (OwnedBlock, usize) {
         (self.memory, self.len)
     }
 }

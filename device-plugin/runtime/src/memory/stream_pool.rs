@@ -15,12 +15,12 @@ pub struct StreamPool {
     context: Context,
     state: Arc<DeviceState>,
     size: NonZeroUsize,
-    turns: Mutex<Turns>,
+    round_robin: Mutex<RoundRobin>,
 }
 
 #[derive(Debug, Default)]
-struct Turns {
-    made: Vec<Stream>,
+struct RoundRobin {
+    streams: Vec<Stream>,
     next: usize,
 }
 
@@ -31,7 +31,7 @@ impl StreamPool {
             context: runtime.context().clone(),
             state: Arc::clone(runtime.state()),
             size,
-            turns: Mutex::default(),
+            round_robin: Mutex::default(),
         }
     }
 
@@ -41,13 +41,16 @@ impl StreamPool {
     /// [`MemoryError::Stale`], or what the driver answered to making one; the next call tries again.
     pub fn next(&self) -> Result<Stream, MemoryError> {
         self.state.check()?;
-        let mut turns = self.turns.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut turns = self
+            .round_robin
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let turn = turns.next;
-        if turn == turns.made.len() {
-            turns.made.push(self.context.stream()?);
+        if turn == turns.streams.len() {
+            turns.streams.push(self.context.stream()?);
         }
         turns.next = (turn + 1) % self.size;
-        Ok(turns.made[turn].clone())
+        Ok(turns.streams[turn].clone())
     }
 
     /// Waits for the work of all of them.
@@ -57,10 +60,10 @@ impl StreamPool {
     pub fn synchronize(&self) -> Result<(), MemoryError> {
         // A copy: waiting holds up nobody who wants a stream.
         let made = self
-            .turns
+            .round_robin
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .made
+            .streams
             .clone();
         Ok(made.iter().try_for_each(Stream::synchronize)?)
     }

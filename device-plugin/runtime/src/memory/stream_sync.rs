@@ -8,46 +8,49 @@
 use crate::driver::Access;
 
 /// Streams that are remembered without a look at whether their reads are done.
-const MANY: usize = 32;
+const PRUNE_THRESHOLD: usize = 32;
 
 /// The streams that used some memory last.
 #[derive(Debug)]
-pub(crate) struct Order<S> {
+pub(crate) struct StreamSync<S> {
     /// Where it was last written.
-    wrote: S,
+    last_write: S,
     /// Where it was read since: those are behind the write already.
     reads: Vec<S>,
 }
 
-impl<S: Clone + PartialEq> Order<S> {
+impl<S: Clone + PartialEq> StreamSync<S> {
     /// Of memory that was last written in that stream.
-    pub(crate) fn since(wrote: S) -> Order<S> {
-        Order {
-            wrote,
+    pub(crate) fn new(wrote: S) -> StreamSync<S> {
+        StreamSync {
+            last_write: wrote,
             reads: Vec::new(),
         }
     }
 
     /// The streams whose work so far has to be done before the host may use the memory.
-    pub(crate) fn before_host(&self, access: Access) -> Vec<S> {
+    pub(crate) fn streams_before_host(&self, access: Access) -> Vec<S> {
         let reads = self.reads.iter().filter(|_| access == Access::ReadWrite);
-        std::iter::once(&self.wrote).chain(reads).cloned().collect()
+        std::iter::once(&self.last_write)
+            .chain(reads)
+            .cloned()
+            .collect()
     }
 
     /// The streams whose work so far has to be done before work of `stream` may use the memory.
-    pub(crate) fn before(&self, stream: &S, access: Access) -> Vec<S> {
+    pub(crate) fn streams_before(&self, stream: &S, access: Access) -> Vec<S> {
         if access == Access::Read && self.reads.contains(stream) {
             return Vec::new();
         }
-        let mut others = self.before_host(access);
+        let mut others = self.streams_before_host(access);
         others.retain(|other| other != stream);
         others
     }
 
     /// Work that uses the memory is in a stream now, behind what [`before`](Self::before) said.
-    pub(crate) fn note(&mut self, stream: &S, access: Access) {
+    pub(crate) fn record(&mut self, stream: &S, access: Access) {
         match access {
-            Access::ReadWrite => *self = Order::since(stream.clone()),
+            Access::ReadWrite => *self = StreamSync::new(stream.clone()),
             Access::Read if self.reads.contains(stream) => {}
             Access::Read => self.reads.push(stream.clone()),
         }
@@ -55,15 +58,15 @@ impl<S: Clone + PartialEq> Order<S> {
 
     /// Forgets reads that are done, where there are so many that it is worth asking. Who only reads, in ever new streams, would
     /// otherwise be remembered for ever.
-    pub(crate) fn forget_reads(&mut self, done: impl Fn(&S) -> bool) {
-        if self.reads.len() > MANY {
+    pub(crate) fn prune_reads(&mut self, done: impl Fn(&S) -> bool) {
+        if self.reads.len() > PRUNE_THRESHOLD {
             self.reads.retain(|stream| !done(stream));
         }
     }
 
     /// The stream of the last write.
-    pub(crate) fn wrote(&self) -> &S {
-        &self.wrote
+    pub(crate) fn last_write(&self) -> &S {
+        &self.last_write
     }
 }
 
@@ -73,49 +76,52 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn one_stream_never_waits_for_itself() {
-        let mut order = Order::since(1);
+    fn stream_never_waits_for_itself() {
+        let mut order = StreamSync::new(1);
         for access in [Access::Read, Access::ReadWrite, Access::Read] {
-            assert!(order.before(&1, access).is_empty());
-            order.note(&1, access);
+            assert!(order.streams_before(&1, access).is_empty());
+            order.record(&1, access);
         }
     }
 
     #[test]
-    fn a_second_read_in_a_stream_waits_no_more() {
-        let mut order = Order::since(1);
-        assert_eq!(order.before(&2, Access::Read), [1]);
-        order.note(&2, Access::Read);
-        assert!(order.before(&2, Access::Read).is_empty());
+    fn second_read_in_a_stream_waits_for_nothing() {
+        let mut order = StreamSync::new(1);
+        assert_eq!(order.streams_before(&2, Access::Read), [1]);
+        order.record(&2, Access::Read);
+        assert!(order.streams_before(&2, Access::Read).is_empty());
     }
 
     #[test]
-    fn a_write_waits_for_the_reads_of_others() {
-        let mut order = Order::since(1);
-        order.note(&2, Access::Read);
-        order.note(&3, Access::Read);
-        assert_eq!(order.before(&3, Access::ReadWrite), [1, 2]);
+    fn write_waits_for_reads_in_other_streams() {
+        let mut order = StreamSync::new(1);
+        order.record(&2, Access::Read);
+        order.record(&3, Access::Read);
+        assert_eq!(order.streams_before(&3, Access::ReadWrite), [1, 2]);
     }
 
     #[test]
-    fn reads_that_are_done_are_forgotten_before_they_are_too_many() {
-        let mut order = Order::since(0);
+    fn completed_reads_are_pruned_above_the_threshold() {
+        let mut order = StreamSync::new(0);
         for stream in 1..10_000 {
-            order.note(&stream, Access::Read);
+            order.record(&stream, Access::Read);
             // Every hundredth is slow.
-            order.forget_reads(|stream| stream % 100 != 0);
-            assert!(order.reads.len() <= MANY + stream / 100 + 1, "{stream}");
+            order.prune_reads(|stream| stream % 100 != 0);
+            assert!(
+                order.reads.len() <= PRUNE_THRESHOLD + stream / 100 + 1,
+                "{stream}"
+            );
         }
-        let waits = order.before(&0, Access::ReadWrite);
+        let waits = order.streams_before(&0, Access::ReadWrite);
         assert!((1..100).all(|slow| waits.contains(&(slow * 100))));
     }
 
     #[test]
-    fn the_host_waits_for_the_write_before_it_reads_and_for_all_before_it_writes() {
-        let mut order = Order::since(1);
-        order.note(&2, Access::Read);
-        assert_eq!(order.before_host(Access::Read), [1]);
-        assert_eq!(order.before_host(Access::ReadWrite), [1, 2]);
+    fn host_read_waits_for_the_write_and_host_write_for_all() {
+        let mut order = StreamSync::new(1);
+        order.record(&2, Access::Read);
+        assert_eq!(order.streams_before_host(Access::Read), [1]);
+        assert_eq!(order.streams_before_host(Access::ReadWrite), [1, 2]);
     }
 
     const STREAMS: usize = 4;
@@ -123,14 +129,14 @@ mod tests {
     proptest! {
         /// Streams as clocks: each knows how much of every other's work is done before its next work begins.
         #[test]
-        fn every_two_uses_of_which_one_writes_are_in_order(uses in prop::collection::vec((0..STREAMS, any::<bool>()), 1..60)) {
-            let mut order = Order::since(0);
+        fn conflicting_uses_are_always_ordered(uses in prop::collection::vec((0..STREAMS, any::<bool>()), 1..60)) {
+            let mut order = StreamSync::new(0);
             let mut clocks = [[0usize; STREAMS]; STREAMS];
             clocks[0][0] = 1;
             let mut past = vec![(0, 1, Access::ReadWrite)];
             for (stream, writes) in uses {
                 let access = if writes { Access::ReadWrite } else { Access::Read };
-                for other in order.before(&stream, access) {
+                for other in order.streams_before(&stream, access) {
                     let theirs = clocks[other];
                     for (mine, theirs) in clocks[stream].iter_mut().zip(theirs) {
                         *mine = (*mine).max(theirs);
@@ -141,7 +147,7 @@ mod tests {
                         prop_assert!(clocks[stream][other] >= number, "{other}'s {number} and {stream}");
                     }
                 }
-                order.note(&stream, access);
+                order.record(&stream, access);
                 clocks[stream][stream] += 1;
                 past.push((stream, clocks[stream][stream], access));
             }

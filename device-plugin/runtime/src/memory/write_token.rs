@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// A century.
-const FOR_EVER: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
+const MAX_LIFETIME: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
 /// Why a right to write is not given, or has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -34,7 +34,7 @@ pub enum WriteRefused {
     #[error(
         "another writer has the right to write for {0:?} more; wait, or read what was committed"
     )]
-    Held(Duration),
+    Busy(Duration),
     /// Another writer has it since.
     #[error(
         "the right to write was fenced: another writer has it; what was written does not count"
@@ -50,14 +50,14 @@ pub enum WriteRefused {
 
 /// Issues the rights to write one thing.
 #[derive(Debug, Default)]
-pub struct WriteGate(Arc<Mutex<Gate>>);
+pub struct WriteGate(Arc<Mutex<GateState>>);
 
 #[derive(Debug, Default)]
-struct Gate {
+struct GateState {
     /// The number of the newest token.
     issued: u64,
     /// When that expires; none where it was committed or given up.
-    until: Option<Instant>,
+    expires_at: Option<Instant>,
     /// How many were committed.
     commits: u64,
 }
@@ -65,12 +65,12 @@ struct Gate {
 /// The right to write; given up when dropped.
 #[derive(Debug)]
 pub struct WriteToken {
-    gate: Arc<Mutex<Gate>>,
+    gate: Arc<Mutex<GateState>>,
     number: u64,
-    until: Instant,
+    expires_at: Instant,
 }
 
-fn lock(gate: &Mutex<Gate>) -> MutexGuard<'_, Gate> {
+fn lock(gate: &Mutex<GateState>) -> MutexGuard<'_, GateState> {
     gate.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -79,23 +79,23 @@ impl WriteGate {
     ///
     /// # Errors
     /// [`WriteRefused::Held`] while another has it.
-    pub fn issue(&self, now: Instant, lasts: Duration) -> Result<WriteToken, WriteRefused> {
+    pub fn issue(&self, now: Instant, lifetime: Duration) -> Result<WriteToken, WriteRefused> {
         let mut gate = lock(&self.0);
-        if let Some(left) = gate
-            .until
-            .and_then(|until| until.checked_duration_since(now))
-            && !left.is_zero()
+        if let Some(remaining) = gate
+            .expires_at
+            .and_then(|expires_at| expires_at.checked_duration_since(now))
+            && !remaining.is_zero()
         {
-            return Err(WriteRefused::Held(left));
+            return Err(WriteRefused::Busy(remaining));
         }
         // What the clock cannot count to is as good as for ever.
-        let until = now.checked_add(lasts).unwrap_or(now + FOR_EVER);
+        let expires_at = now.checked_add(lifetime).unwrap_or(now + MAX_LIFETIME);
         gate.issued += 1;
-        gate.until = Some(until);
+        gate.expires_at = Some(expires_at);
         Ok(WriteToken {
             gate: Arc::clone(&self.0),
             number: gate.issued,
-            until,
+            expires_at,
         })
     }
 
@@ -103,7 +103,7 @@ impl WriteGate {
     pub fn fence(&self) {
         let mut gate = lock(&self.0);
         gate.issued += 1;
-        gate.until = None;
+        gate.expires_at = None;
     }
 
     /// How often a write was committed.
@@ -117,7 +117,7 @@ impl WriteGate {
     /// [`WriteRefused::Foreign`] or [`WriteRefused::Fenced`].
     pub fn admit(&self, token: &WriteToken) -> Result<(), WriteRefused> {
         if Arc::ptr_eq(&self.0, &token.gate) {
-            token.newest(&lock(&self.0))
+            token.check_newest(&lock(&self.0))
         } else {
             Err(WriteRefused::Foreign)
         }
@@ -130,11 +130,11 @@ impl WriteGate {
     pub fn commit(&self, token: WriteToken, now: Instant) -> Result<u64, WriteRefused> {
         self.admit(&token)?;
         let mut gate = lock(&self.0);
-        token.newest(&gate)?;
-        if now >= token.until {
-            return Err(WriteRefused::Expired(now - token.until));
+        token.check_newest(&gate)?;
+        if now >= token.expires_at {
+            return Err(WriteRefused::Expired(now - token.expires_at));
         }
-        gate.until = None;
+        gate.expires_at = None;
         gate.commits += 1;
         Ok(gate.commits)
     }
@@ -142,12 +142,12 @@ impl WriteGate {
 
 impl WriteToken {
     /// Until when it can be committed.
-    pub fn until(&self) -> Instant {
-        self.until
+    pub fn expires_at(&self) -> Instant {
+        self.expires_at
     }
 
-    fn newest(&self, gate: &Gate) -> Result<(), WriteRefused> {
-        if gate.issued == self.number && gate.until.is_some() {
+    fn check_newest(&self, gate: &GateState) -> Result<(), WriteRefused> {
+        if gate.issued == self.number && gate.expires_at.is_some() {
             Ok(())
         } else {
             Err(WriteRefused::Fenced)
@@ -158,8 +158,8 @@ impl WriteToken {
 impl Drop for WriteToken {
     fn drop(&mut self) {
         let mut gate = lock(&self.gate);
-        if self.newest(&gate).is_ok() {
-            gate.until = None;
+        if self.check_newest(&gate).is_ok() {
+            gate.expires_at = None;
         }
     }
 }
@@ -173,11 +173,11 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn a_second_writer_waits_until_the_first_commits() {
+    fn second_writer_is_refused_until_the_first_commits() {
         let (gate, now) = (WriteGate::default(), Instant::now());
         let first = gate.issue(now, LASTS).expect("the first");
         let refused = gate.issue(now + SECOND, LASTS).map(|_| ());
-        assert_eq!(refused, Err(WriteRefused::Held(LASTS - SECOND)));
+        assert_eq!(refused, Err(WriteRefused::Busy(LASTS - SECOND)));
         assert_eq!(gate.commit(first, now + SECOND), Ok(1));
         assert_eq!(
             gate.admit(&gate.issue(now + SECOND, LASTS).expect("the second")),
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn an_expired_token_still_writes_and_only_cannot_commit() {
+    fn expired_token_writes_but_cannot_commit() {
         let (gate, now) = (WriteGate::default(), Instant::now());
         let token = gate.issue(now, LASTS).expect("a token");
         assert_eq!(gate.admit(&token), Ok(()));
@@ -196,14 +196,14 @@ mod tests {
     }
 
     #[test]
-    fn a_token_for_longer_than_a_clock_counts_is_one_for_ever() {
+    fn token_lifetime_beyond_the_clock_is_capped() {
         let (gate, now) = (WriteGate::default(), Instant::now());
         let token = gate.issue(now, Duration::MAX).expect("a token");
         assert_eq!(gate.commit(token, now + LASTS), Ok(1));
     }
 
     #[test]
-    fn a_token_expires_at_its_instant_and_not_after_it() {
+    fn token_expires_at_exactly_its_deadline() {
         let (gate, now) = (WriteGate::default(), Instant::now());
         let token = gate.issue(now, LASTS).expect("a token");
         assert_eq!(
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn the_next_writer_fences_an_expired_one() {
+    fn next_writer_fences_an_expired_token() {
         let (gate, now) = (WriteGate::default(), Instant::now());
         let stalled = gate.issue(now, LASTS).expect("a token");
         let next = gate.issue(now + LASTS, LASTS).expect("the next");
@@ -224,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fence_ends_the_right_at_once() {
+    fn fence_revokes_a_token_at_once() {
         let (gate, now) = (WriteGate::default(), Instant::now());
         let token = gate.issue(now, LASTS).expect("a token");
         gate.fence();
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_good_for_its_own_memory_only() {
+    fn token_is_refused_by_another_gate() {
         let (gate, other, now) = (WriteGate::default(), WriteGate::default(), Instant::now());
         let (_own, foreign) = (
             gate.issue(now, LASTS),
@@ -245,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_token_lets_the_next_writer_in_and_a_fenced_one_takes_nothing_with_it() {
+    fn dropped_token_admits_the_next_writer() {
         let (gate, now) = (WriteGate::default(), Instant::now());
         drop(gate.issue(now, LASTS).expect("a token"));
         let stalled = gate.issue(now, SECOND).expect("a token");
@@ -277,7 +277,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn at_most_one_token_can_commit_at_any_time_and_only_before_it_expires(steps in steps()) {
+        fn at_most_one_unexpired_token_can_commit(steps in steps()) {
             let (gate, mut now) = (WriteGate::default(), Instant::now());
             let mut tokens: Vec<(WriteToken, Instant)> = Vec::new();
             for step in steps {
@@ -289,9 +289,9 @@ mod tests {
                     }
                     Step::Commit(place) if place < tokens.len() => {
                         let newest = place + 1 == tokens.len();
-                        let (token, until) = tokens.remove(place);
+                        let (token, expires_at) = tokens.remove(place);
                         if gate.commit(token, now).is_ok() {
-                            prop_assert!(newest && now < until);
+                            prop_assert!(newest && now < expires_at);
                         }
                     }
                     Step::Drop(place) if place < tokens.len() => drop(tokens.remove(place)),

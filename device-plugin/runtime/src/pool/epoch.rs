@@ -11,50 +11,50 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Streams that a pool tells apart at a time: the bits of a word.
-pub(super) const STREAMS: usize = 64;
+pub(super) const SLOT_COUNT: usize = 64;
 
 /// The streams that may still use a free block, by lane, and when it was freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct After {
+pub(super) struct StreamDeps {
     /// A bit for each lane.
-    pub(super) lanes: u64,
+    pub(super) slots: u64,
     /// The clock's value at the latest of the frees.
     pub(super) stamp: u64,
 }
 
-impl After {
+impl StreamDeps {
     /// Nothing may use it.
-    pub(super) const NOTHING: After = After { lanes: 0, stamp: 0 };
+    pub(super) const NONE: StreamDeps = StreamDeps { slots: 0, stamp: 0 };
 
     /// What must be waited for by who takes a block made of two.
     #[inline]
-    pub(super) fn and(self, other: After) -> After {
-        After {
-            lanes: self.lanes | other.lanes,
-            stamp: self.stamp.max(other.stamp),
+    pub(super) fn union(self, second: StreamDeps) -> StreamDeps {
+        StreamDeps {
+            slots: self.slots | second.slots,
+            stamp: self.stamp.max(second.stamp),
         }
     }
 }
 
 /// A stream's number among those of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Lane(u8);
+pub(super) struct StreamSlot(u8);
 
-impl Lane {
+impl StreamSlot {
     /// The one that a number comes to where it is counted round.
     #[inline]
-    pub(super) fn of(number: u64) -> Lane {
-        Lane((number % STREAMS as u64) as u8)
+    pub(super) fn wrapping(number: u64) -> StreamSlot {
+        StreamSlot((number % SLOT_COUNT as u64) as u8)
     }
 
     /// The `number`th, below [`STREAMS`].
-    pub(super) fn new(number: usize) -> Option<Lane> {
-        (number < STREAMS).then_some(Lane(number as u8))
+    pub(super) fn new(number: usize) -> Option<StreamSlot> {
+        (number < SLOT_COUNT).then_some(StreamSlot(number as u8))
     }
 
     /// Its number.
     #[inline]
-    pub(super) fn number(self) -> usize {
+    pub(super) fn index(self) -> usize {
         usize::from(self.0)
     }
 
@@ -67,59 +67,62 @@ impl Lane {
 
 /// The clock, and which stream has waited for which, up to what tick.
 #[derive(Debug)]
-pub(super) struct Order {
+pub(super) struct EventClock {
     clock: AtomicU64,
     /// `waited[waiter][of]`: the waiter's work comes after all that was freed on the other up to this tick.
-    waited: Box<[[AtomicU64; STREAMS]]>,
+    waited_until: Box<[[AtomicU64; SLOT_COUNT]]>,
 }
 
-impl Order {
+impl EventClock {
     /// Nothing was freed.
-    pub(super) fn new() -> Order {
-        let zeroes = || [const { AtomicU64::new(0) }; STREAMS];
-        Order {
+    pub(super) fn new() -> EventClock {
+        let zeroes = || [const { AtomicU64::new(0) }; SLOT_COUNT];
+        EventClock {
             // 0 is the stamp of memory that was never used.
             clock: AtomicU64::new(1),
-            waited: std::iter::repeat_with(zeroes).take(STREAMS).collect(),
+            waited_until: std::iter::repeat_with(zeroes).take(SLOT_COUNT).collect(),
         }
     }
 
     /// What to remember of a block that is freed now, used on `lanes`.
     #[inline]
-    pub(super) fn freed(&self, lanes: u64) -> After {
-        After {
-            lanes,
+    pub(super) fn stamp_free(&self, slots: u64) -> StreamDeps {
+        StreamDeps {
+            slots,
             stamp: self.clock.load(Ordering::Relaxed),
         }
     }
 
     /// The lanes that `lane` must wait for before it uses a block.
     #[inline]
-    pub(super) fn missing(&self, lane: Lane, after: After) -> u64 {
-        let others = after.lanes & !lane.bit();
-        if others == 0 || after.stamp == 0 {
+    pub(super) fn unmet(&self, slot: StreamSlot, deps: StreamDeps) -> u64 {
+        let others = deps.slots & !slot.bit();
+        if others == 0 || deps.stamp == 0 {
             return 0;
         }
-        self.missing_of(lane, others, after.stamp)
+        self.unmet_slow(slot, others, deps.stamp)
     }
 
     /// What of a block's users is still to be waited for by who waits for what `lane` has queued by now: not those that
     /// `lane` was put behind itself.
     #[inline]
-    pub(super) fn left(&self, lane: Lane, after: After) -> After {
-        if after.lanes & !lane.bit() == 0 {
-            return after;
+    pub(super) fn remaining_after_wait(&self, slot: StreamSlot, deps: StreamDeps) -> StreamDeps {
+        if deps.slots & !slot.bit() == 0 {
+            return deps;
         }
-        let lanes = self.missing(lane, after) | after.lanes & lane.bit();
+        let slots = self.unmet(slot, deps) | deps.slots & slot.bit();
         // The clock is read again, after what was waited for: an event of `lane` that was recorded before `lane` was put
         // behind the others has an earlier tick, and must not be taken for covering them.
-        self.freed(lanes).and(After { lanes: 0, ..after })
+        self.stamp_free(slots)
+            .union(StreamDeps { slots: 0, ..deps })
     }
 
     #[cold]
-    fn missing_of(&self, lane: Lane, others: u64, stamp: u64) -> u64 {
-        lanes(others)
-            .filter(|&of| stamp > self.waited[lane.number()][of.number()].load(Ordering::Acquire))
+    fn unmet_slow(&self, slot: StreamSlot, others: u64, stamp: u64) -> u64 {
+        slots_in(others)
+            .filter(|&of| {
+                stamp > self.waited_until[slot.index()][of.index()].load(Ordering::Acquire)
+            })
             .fold(0, |bits, of| bits | of.bit())
     }
 
@@ -129,17 +132,17 @@ impl Order {
     }
 
     /// `waiter` waits for the event of that tick on `of`.
-    pub(super) fn waits(&self, waiter: Lane, of: Lane, tick: u64) {
-        self.waited[waiter.number()][of.number()].fetch_max(tick, Ordering::Release);
+    pub(super) fn record_wait(&self, waiter: StreamSlot, of: StreamSlot, tick: u64) {
+        self.waited_until[waiter.index()][of.index()].fetch_max(tick, Ordering::Release);
     }
 }
 
 /// The lanes of a set of bits.
-pub(super) fn lanes(mut bits: u64) -> impl Iterator<Item = Lane> {
+pub(super) fn slots_in(mut bits: u64) -> impl Iterator<Item = StreamSlot> {
     std::iter::from_fn(move || {
-        let lane = Lane::new(bits.trailing_zeros() as usize)?;
+        let slot = StreamSlot::new(bits.trailing_zeros() as usize)?;
         bits &= bits - 1;
-        Some(lane)
+        Some(slot)
     })
 }
 
@@ -147,38 +150,41 @@ pub(super) fn lanes(mut bits: u64) -> impl Iterator<Item = Lane> {
 mod tests {
     use super::*;
 
-    fn lane(number: usize) -> Lane {
-        Lane::new(number).expect("there are as many")
+    fn slot(number: usize) -> StreamSlot {
+        StreamSlot::new(number).expect("there are as many")
     }
 
     #[test]
-    fn an_event_serves_what_was_freed_before_it_and_nothing_later() {
-        let (order, [one, other]) = (Order::new(), [0, 1].map(lane));
-        let before = order.freed(one.bit());
+    fn event_covers_only_frees_before_its_tick() {
+        let (order, [first, second]) = (EventClock::new(), [0, 1].map(slot));
+        let before = order.stamp_free(first.bit());
         let tick = order.tick();
-        let later = order.freed(one.bit());
-        order.waits(other, one, tick);
-        assert_eq!(order.missing(other, before), 0);
-        assert_eq!(order.missing(other, later), one.bit());
-        assert_eq!(order.missing(lane(2), before), one.bit());
+        let later = order.stamp_free(first.bit());
+        order.record_wait(second, first, tick);
+        assert_eq!(order.unmet(second, before), 0);
+        assert_eq!(order.unmet(second, later), first.bit());
+        assert_eq!(order.unmet(slot(2), before), first.bit());
     }
 
     #[test]
-    fn a_stream_never_waits_for_itself_nor_for_memory_that_nobody_used() {
-        let order = Order::new();
-        let own = order.freed(lane(7).bit());
-        assert_eq!(order.missing(lane(7), own), 0);
-        assert_eq!(order.missing(lane(7), After::NOTHING), 0);
+    fn stream_has_no_unmet_deps_on_itself_or_unused_memory() {
+        let order = EventClock::new();
+        let own = order.stamp_free(slot(7).bit());
+        assert_eq!(order.unmet(slot(7), own), 0);
+        assert_eq!(order.unmet(slot(7), StreamDeps::NONE), 0);
     }
 
     #[test]
-    fn who_waits_for_a_stream_waits_for_what_that_was_put_behind() {
-        let (order, [one, other]) = (Order::new(), [0, 1].map(lane));
-        let block = order.freed(one.bit());
-        assert_eq!(order.left(other, block), block);
-        order.waits(other, one, order.tick());
-        assert_eq!(order.left(other, block).lanes, 0);
-        let both = block.and(order.freed(other.bit()));
-        assert_eq!(order.left(other, both).lanes, one.bit() | other.bit());
+    fn waiting_for_a_stream_covers_what_that_stream_waited_for() {
+        let (order, [first, second]) = (EventClock::new(), [0, 1].map(slot));
+        let block = order.stamp_free(first.bit());
+        assert_eq!(order.remaining_after_wait(second, block), block);
+        order.record_wait(second, first, order.tick());
+        assert_eq!(order.remaining_after_wait(second, block).slots, 0);
+        let both = block.union(order.stamp_free(second.bit()));
+        assert_eq!(
+            order.remaining_after_wait(second, both).slots,
+            first.bit() | second.bit()
+        );
     }
 }

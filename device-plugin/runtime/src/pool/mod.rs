@@ -30,17 +30,17 @@ use crate::resource::{
     Block, BlockRef, BlockUse, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Reaped,
     Tag, check_request, check_stream,
 };
-use epoch::{After, Lane, Order};
-use shards::{Arena, Place, Placed, Request};
-use stream_slots::Lanes;
-use tlsf::{BlockId, Open, Refusal, Whole};
+use epoch::{EventClock, StreamDeps, StreamSlot};
+use shards::{Allocation, BlockHandle, Request, Shards};
+use stream_slots::StreamSlots;
+use tlsf::{BlockId, EmptyRegion, HeapError, UseCount};
 
 /// What slabs are multiples of: the driver takes linear memory of more than 1 MiB in such steps.
 const SLAB_STEP: u64 = 2 << 20;
 /// The coarsest alignment of a block.
-const MOST_ALIGN: usize = 2 << 20;
+const MAX_ALIGN: usize = 2 << 20;
 /// Bits of a generation that say the part; the others are the serial number there.
-const PART_BITS: u32 = 6;
+const SHARD_BITS: u32 = 6;
 
 /// How large a pool is, and how it grows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,7 +75,7 @@ pub struct PoolStatistics {
     /// Slabs that they are in.
     pub slabs: usize,
     /// Bytes of live blocks as asked for.
-    pub asked: u64,
+    pub requested: u64,
     /// Bytes of live blocks as cut.
     pub live: u64,
     /// Live blocks.
@@ -91,7 +91,7 @@ pub struct PoolStatistics {
 #[derive(Debug)]
 struct Slab {
     block: Block,
-    whole: Whole,
+    span: EmptyRegion,
 }
 
 #[derive(Debug, Default)]
@@ -110,12 +110,12 @@ pub struct Pool<R: DeviceMemoryResource> {
     ordinal: u32,
     origin: Origin,
     settings: PoolSettings,
-    arena: Arena,
-    order: Order,
-    lanes: Lanes,
+    shards: Shards,
+    clock: EventClock,
+    slots: StreamSlots,
     slabs: Mutex<Slabs>,
     /// Held by who looks for room everywhere, grows or gives back: one does it for all that wait.
-    growing: Mutex<()>,
+    growth: Mutex<()>,
     waits: AtomicU64,
 }
 
@@ -129,18 +129,18 @@ impl<R: DeviceMemoryResource> Pool<R> {
         context: &Context,
         settings: PoolSettings,
     ) -> Result<Pool<R>, ResourceError> {
-        let keeper = context.stream()?;
-        check_stream(source.ordinal(), &keeper)?;
+        let internal = context.stream()?;
+        check_stream(source.ordinal(), &internal)?;
         let pool = Pool {
             ordinal: source.ordinal(),
             source,
             origin: Origin::unique(),
             settings,
-            arena: Arena::new(settings.limit),
-            order: Order::new(),
-            lanes: Lanes::new(keeper),
+            shards: Shards::new(settings.limit),
+            clock: EventClock::new(),
+            slots: StreamSlots::new(internal),
             slabs: Mutex::default(),
-            growing: Mutex::default(),
+            growth: Mutex::default(),
             waits: AtomicU64::new(0),
         };
         if settings.initial > 0 {
@@ -161,12 +161,12 @@ impl<R: DeviceMemoryResource> Pool<R> {
 
     /// The pool in numbers: sums over a moment in which others go on.
     pub fn statistics(&self) -> PoolStatistics {
-        let totals = self.arena.totals();
+        let totals = self.shards.totals();
         let slabs = self.slabs();
         PoolStatistics {
             reserved: slabs.bytes,
             slabs: slabs.all.iter().flatten().count(),
-            asked: totals.asked,
+            requested: totals.requested,
             live: totals.live,
             blocks: totals.blocks,
             free: totals.free,
@@ -177,7 +177,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
 
     /// Changes the limit of live bytes: what is allocated after the return is within it. What is live stays.
     pub fn set_limit(&self, bytes: u64) {
-        self.arena.set_limit(bytes);
+        self.shards.set_limit(bytes);
     }
 
     /// Gives every slab without a live block back to the source, behind the work that may still use it; how many bytes
@@ -186,48 +186,48 @@ impl<R: DeviceMemoryResource> Pool<R> {
     /// # Errors
     /// What the driver or the source answered. A slab that was not given back stays in the pool.
     pub fn trim(&self) -> Result<u64, ResourceError> {
-        let _one = self.growing();
-        self.give_back()
+        let _one = self.lock_growth();
+        self.release_empty_slabs()
     }
 
     /// Forgets a stream, before it is destroyed by whoever made it. What was freed in it stays ordered.
     ///
     /// # Errors
     /// What the driver answered.
-    pub fn forget(&self, stream: &Stream) -> Result<(), ResourceError> {
+    pub fn forget_stream(&self, stream: &Stream) -> Result<(), ResourceError> {
         check_stream(self.ordinal, stream)?;
-        Ok(self.lanes.forget(stream)?)
+        Ok(self.slots.forget(stream)?)
     }
 
     fn slabs(&self) -> MutexGuard<'_, Slabs> {
         self.slabs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn growing(&self) -> MutexGuard<'_, ()> {
-        self.growing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_growth(&self) -> MutexGuard<'_, ()> {
+        self.growth.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Gets a request credit and room, wherever they are.
-    fn find_room(&self, lane: usize, request: Request) -> Result<Placed, ResourceError> {
-        if let Some(placed) = self.arena.take_drawing(lane, request) {
-            return Ok(placed);
+    fn allocate_slow(&self, slot: usize, request: Request) -> Result<Allocation, ResourceError> {
+        if let Some(allocation) = self.shards.allocate_with_draw(slot, request) {
+            return Ok(allocation);
         }
         let over = |found: BudgetSnapshot| self.over_budget(request, found);
-        self.arena.charge(request.bytes).map_err(over)?;
-        if let Some(placed) = self.arena.take_charged(lane, request) {
-            return Ok(placed);
+        self.shards.charge(request.bytes).map_err(over)?;
+        if let Some(allocation) = self.shards.allocate_charged(slot, request) {
+            return Ok(allocation);
         }
-        let _one = self.growing();
-        self.make_room(request)
-            .inspect_err(|_| self.arena.discharge(request.bytes))
+        let _one = self.lock_growth();
+        self.allocate_or_grow(request)
+            .inspect_err(|_| self.shards.uncharge(request.bytes))
     }
 
     /// Takes room where there is any, or more from the source, or makes room there.
-    fn make_room(&self, request: Request) -> Result<Placed, ResourceError> {
+    fn allocate_or_grow(&self, request: Request) -> Result<Allocation, ResourceError> {
         let mut gave_back = false;
         loop {
-            if let Some(placed) = self.arena.take_anywhere(request) {
-                return Ok(placed);
+            if let Some(allocation) = self.shards.allocate_any(request) {
+                return Ok(allocation);
             }
             // A new slab may go to a thread that was quicker: then the next one.
             let Err(error) = self.grow(request) else {
@@ -237,8 +237,8 @@ impl<R: DeviceMemoryResource> Pool<R> {
                 return Err(error);
             }
             gave_back = true;
-            let given = self.give_back()?;
-            if given + self.source.reap_pending()?.freed == 0 {
+            let released = self.release_empty_slabs()?;
+            if released + self.source.reap_pending()?.freed == 0 {
                 return Err(error);
             }
         }
@@ -247,7 +247,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
     fn over_budget(&self, request: Request, found: BudgetSnapshot) -> ResourceError {
         ResourceError::OverBudget {
             ordinal: self.ordinal,
-            asked: request.bytes,
+            requested: request.bytes,
             used: found.used,
             limit: found.limit,
         }
@@ -257,7 +257,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
     fn grow(&self, request: Request) -> Result<(), ResourceError> {
         let used = self.slabs().bytes;
         let room = self.settings.maximum.saturating_sub(used);
-        let least = request
+        let min_bytes = request
             .bytes
             .checked_add(request.align)
             .and_then(|bytes| bytes.checked_next_multiple_of(SLAB_STEP))
@@ -266,60 +266,60 @@ impl<R: DeviceMemoryResource> Pool<R> {
                 let limit = self.settings.maximum;
                 self.over_budget(request, BudgetSnapshot { limit, used })
             })?;
-        let wanted = self.settings.step.clamp(least, room);
+        let wanted = self.settings.step.clamp(min_bytes, room);
         match self.add_slab(wanted) {
-            Err(error) if error.class() == ErrorClass::OutOfMemory && wanted > least => {
-                self.add_slab(least)
+            Err(error) if error.class() == ErrorClass::OutOfMemory && wanted > min_bytes => {
+                self.add_slab(min_bytes)
             }
             other => other,
         }
     }
 
     fn add_slab(&self, bytes: u64) -> Result<(), ResourceError> {
-        let (keeper, lane) = self.lanes.keeper();
+        let (internal, slot) = self.slots.internal_stream();
         let too_large = || ResourceError::TooLarge {
             ordinal: self.ordinal,
-            asked: bytes,
+            requested: bytes,
         };
         let size = usize::try_from(bytes).map_err(|_| too_large())?;
         let layout =
             Layout::from_size_align(size, tlsf::GRANULE as usize).map_err(|_| too_large())?;
-        let block = self.source.allocate(layout, keeper, Tag("slab"))?;
+        let block = self.source.allocate(layout, internal, Tag("slab"))?;
         let mut slabs = self.slabs();
         let vacant = slabs.all.iter().position(Option::is_none);
         let region = vacant.unwrap_or(slabs.all.len());
         // A source that is ordered by streams made it for the keeper's work.
-        let after = match keeper.is_idle() {
-            Ok(true) => After::NOTHING,
-            _ => self.order.freed(lane.bit()),
+        let deps = match internal.is_idle() {
+            Ok(true) => StreamDeps::NONE,
+            _ => self.clock.stamp_free(slot.bit()),
         };
         let added = u32::try_from(region)
             .ok()
-            .and_then(|region| self.arena.add(region, block.address(), bytes, after));
-        let Some(whole) = added else {
+            .and_then(|region| self.shards.add_region(region, block.address(), bytes, deps));
+        let Some(span) = added else {
             drop(slabs);
             // The source answers for it where it fails.
-            let _ = self.source.deallocate(block, keeper);
+            let _ = self.source.deallocate(block, internal);
             return Err(too_large());
         };
         if vacant.is_none() {
             slabs.all.push(None);
         }
-        slabs.all[region] = Some(Slab { block, whole });
+        slabs.all[region] = Some(Slab { block, span });
         slabs.bytes += bytes;
         Ok(())
     }
 
     /// Gives empty slabs back. Who holds `growing` waits for the device here, and only who needs that memory waits too.
-    fn give_back(&self) -> Result<u64, ResourceError> {
-        self.arena.return_chunks();
+    fn release_empty_slabs(&self) -> Result<u64, ResourceError> {
+        self.shards.return_chunks();
         let count = self.slabs().all.len();
-        let mut given = 0;
+        let mut released = 0;
         for region in 0..count {
             let mut slabs = self.slabs();
-            let Some(after) = slabs.all[region]
+            let Some(deps) = slabs.all[region]
                 .as_ref()
-                .and_then(|slab| self.arena.remove(slab.whole))
+                .and_then(|slab| self.shards.remove_region(slab.span))
             else {
                 continue;
             };
@@ -328,28 +328,28 @@ impl<R: DeviceMemoryResource> Pool<R> {
             };
             drop(slabs);
             let bytes = slab.block.bytes();
-            if let Err((slab, error)) = self.give_back_slab(slab, after) {
-                let whole = self
-                    .arena
-                    .add(slab.whole.region, slab.block.address(), bytes, after);
-                let slab = whole.map(|whole| Slab { whole, ..slab });
+            if let Err((slab, error)) = self.release_slab(slab, deps) {
+                let span =
+                    self.shards
+                        .add_region(slab.span.region, slab.block.address(), bytes, deps);
+                let slab = span.map(|span| Slab { span, ..slab });
                 self.slabs().all[region] = slab;
                 return Err(error);
             }
             self.slabs().bytes -= bytes;
-            given += bytes;
+            released += bytes;
         }
-        Ok(given)
+        Ok(released)
     }
 
-    fn give_back_slab(&self, slab: Slab, after: After) -> Result<(), (Slab, ResourceError)> {
-        let (keeper, lane) = self.lanes.keeper();
-        let missing = self.order.missing(lane, after);
-        if let Err(error) = self.lanes.wait(&self.order, keeper, Some(lane), missing) {
+    fn release_slab(&self, slab: Slab, deps: StreamDeps) -> Result<(), (Slab, ResourceError)> {
+        let (internal, slot) = self.slots.internal_stream();
+        let unmet = self.clock.unmet(slot, deps);
+        if let Err(error) = self.slots.wait(&self.clock, internal, Some(slot), unmet) {
             return Err((slab, error.into()));
         }
-        match self.source.deallocate(slab.block, keeper) {
-            Err(FreeError::Refused { block, why }) => Err((Slab { block, ..slab }, why)),
+        match self.source.deallocate(slab.block, internal) {
+            Err(FreeError::Refused { block, reason }) => Err((Slab { block, ..slab }, reason)),
             // A free that failed is the source's to try again, and counted there.
             Ok(()) | Err(FreeError::Retired { .. }) => Ok(()),
         }
@@ -357,43 +357,47 @@ impl<R: DeviceMemoryResource> Pool<R> {
 
     /// Finds room where none was taken yet, and puts the stream behind those that used it before.
     #[cold]
-    fn place(
+    fn place_slow(
         &self,
-        taken: Option<Placed>,
+        allocated: Option<Allocation>,
         request: Request,
         stream: &Stream,
-        lane: Option<Lane>,
-    ) -> Result<Placed, ResourceError> {
-        let placed = match taken {
-            Some(placed) => placed,
-            None => self.find_room(lane.map_or(0, Lane::number), request)?,
+        slot: Option<StreamSlot>,
+    ) -> Result<Allocation, ResourceError> {
+        let allocation = match allocated {
+            Some(allocation) => allocation,
+            None => self.allocate_slow(slot.map_or(0, StreamSlot::index), request)?,
         };
-        let missing = match lane {
-            Some(lane) => self.order.missing(lane, placed.after),
-            None => placed.after.lanes,
+        let unmet = match slot {
+            Some(slot) => self.clock.unmet(slot, allocation.deps),
+            None => allocation.deps.slots,
         };
-        if missing != 0 {
-            self.put_behind(&placed, stream, lane, missing)?;
+        if unmet != 0 {
+            self.order_after(&allocation, stream, slot, unmet)?;
         }
-        if lane.is_none() {
+        if slot.is_none() {
             // Nobody can ask its stream later what it waited for.
-            let _ = self.arena.used(placed.place, placed.after, Open::Same);
+            let _ = self
+                .shards
+                .update_use(allocation.handle, allocation.deps, UseCount::Keep);
         }
-        Ok(placed)
+        Ok(allocation)
     }
 
     /// Puts a stream behind those that used a block before; frees the block as it was where that fails.
-    fn put_behind(
+    fn order_after(
         &self,
-        placed: &Placed,
+        allocation: &Allocation,
         stream: &Stream,
-        lane: Option<Lane>,
+        slot: Option<StreamSlot>,
         others: u64,
     ) -> Result<(), ResourceError> {
         self.waits.fetch_add(1, Ordering::Relaxed);
-        if let Err(error) = self.lanes.wait(&self.order, stream, lane, others) {
+        if let Err(error) = self.slots.wait(&self.clock, stream, slot, others) {
             // It was allocated a moment ago, and nobody knows of it.
-            let _ = self.arena.free(placed.place, placed.after, |all| all);
+            let _ = self
+                .shards
+                .free(allocation.handle, allocation.deps, |all| all);
             return Err(error.into());
         }
         Ok(())
@@ -410,42 +414,45 @@ impl<R: DeviceMemoryResource> Pool<R> {
     }
 
     /// A block's name in the arena, and the lane that it was allocated in.
-    fn known(&self, block: BlockRef) -> (Place, Option<Lane>) {
-        let place = Place {
-            part: (block.generation & ((1 << PART_BITS) - 1)) as u32,
+    fn decode(&self, block: BlockRef) -> (BlockHandle, Option<StreamSlot>) {
+        let handle = BlockHandle {
+            shard: (block.generation & ((1 << SHARD_BITS) - 1)) as u32,
             id: BlockId {
                 index: block.cookie as u32,
-                serial: block.generation >> PART_BITS,
+                serial: block.generation >> SHARD_BITS,
             },
         };
-        (place, Lane::new((block.cookie >> u32::BITS) as usize))
+        (
+            handle,
+            StreamSlot::new((block.cookie >> u32::BITS) as usize),
+        )
     }
 
     /// The place and the lanes of a block and a stream that is to use it.
-    fn tracked(
+    fn slots_of_use(
         &self,
         block: BlockRef,
         stream: &Stream,
-    ) -> Result<(Place, Lane, Lane), ResourceError> {
+    ) -> Result<(BlockHandle, StreamSlot, StreamSlot), ResourceError> {
         self.check(block, stream)?;
-        let (place, home) = self.known(block);
-        match (home, self.lanes.of(stream)?) {
-            (Some(home), Some(lane)) => Ok((place, home, lane)),
-            _ => Err(self.untracked()),
+        let (handle, alloc_slot) = self.decode(block);
+        match (alloc_slot, self.slots.slot_for(stream)?) {
+            (Some(alloc_slot), Some(slot)) => Ok((handle, alloc_slot, slot)),
+            _ => Err(self.stream_misuse()),
         }
     }
 
-    fn used(
+    fn record_use(
         &self,
         block: BlockRef,
         stream: &Stream,
-        open: Open,
-    ) -> Result<(Lane, Lane), ResourceError> {
-        let (place, home, lane) = self.tracked(block, stream)?;
-        let after = self.order.freed(lane.bit());
-        let used = self.arena.used(place, after, open);
-        used.map_err(|why| refused(block.generation, why))?;
-        Ok((home, lane))
+        count: UseCount,
+    ) -> Result<(StreamSlot, StreamSlot), ResourceError> {
+        let (handle, alloc_slot, slot) = self.slots_of_use(block, stream)?;
+        let deps = self.clock.stamp_free(slot.bit());
+        let used = self.shards.update_use(handle, deps, count);
+        used.map_err(|reason| heap_error(block.generation, reason))?;
+        Ok((alloc_slot, slot))
     }
 
     /// Frees a block behind the work in a stream, and behind what its allocation was put behind. A stream without a lane
@@ -453,60 +460,66 @@ impl<R: DeviceMemoryResource> Pool<R> {
     #[inline]
     fn free(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
         self.check(block, stream)?;
-        let (place, home) = self.known(block);
-        let home = home.map_or(0, Lane::bit);
-        let freed = match self.lanes.of(stream)? {
-            Some(lane) => {
-                let after = self.order.freed(lane.bit() | home);
-                let left = |before| self.order.left(lane, before);
-                self.arena.free(place, after, left)
+        let (handle, alloc_slot) = self.decode(block);
+        let alloc_slot = alloc_slot.map_or(0, StreamSlot::bit);
+        let freed = match self.slots.slot_for(stream)? {
+            Some(slot) => {
+                let deps = self.clock.stamp_free(slot.bit() | alloc_slot);
+                let remaining = |before| self.clock.remaining_after_wait(slot, before);
+                self.shards.free(handle, deps, remaining)
             }
-            None => self.free_after_all(place, home, stream)?,
+            None => self.free_synchronized(handle, alloc_slot, stream)?,
         };
-        freed.map_err(|why| refused(block.generation, why))
+        freed.map_err(|reason| heap_error(block.generation, reason))
     }
 
     #[cold]
-    fn free_after_all(
+    fn free_synchronized(
         &self,
-        place: Place,
-        home: u64,
+        handle: BlockHandle,
+        alloc_slot: u64,
         stream: &Stream,
-    ) -> Result<Result<(), Refusal>, CudaError> {
+    ) -> Result<Result<(), HeapError>, CudaError> {
         stream.synchronize()?;
-        Ok(self.arena.free(place, self.order.freed(home), |all| all))
+        Ok(self
+            .shards
+            .free(handle, self.clock.stamp_free(alloc_slot), |all| all))
     }
 }
 
-fn refused(generation: u64, why: Refusal) -> ResourceError {
-    match why {
-        Refusal::NotLive => ResourceError::Stale { generation },
-        Refusal::InUse(uses) => ResourceError::InUse { generation, uses },
+fn heap_error(generation: u64, reason: HeapError) -> ResourceError {
+    match reason {
+        HeapError::NotLive => ResourceError::Stale { generation },
+        HeapError::InUse(uses) => ResourceError::InUse { generation, uses },
     }
 }
 
 impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
     #[inline]
     fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
-        check_request(self.ordinal, layout, MOST_ALIGN, stream)?;
+        check_request(self.ordinal, layout, MAX_ALIGN, stream)?;
         let request = Request {
             bytes: layout.size() as u64,
             align: layout.align() as u64,
         };
-        let lane = self.lanes.of(stream)?;
-        let taken = self.arena.take(lane.map_or(0, Lane::number), request);
-        let placed = match (lane, taken) {
-            (Some(lane), Some(placed)) if self.order.missing(lane, placed.after) == 0 => placed,
-            (lane, taken) => self.place(taken, request, stream, lane)?,
+        let slot = self.slots.slot_for(stream)?;
+        let allocated = self
+            .shards
+            .try_allocate(slot.map_or(0, StreamSlot::index), request);
+        let allocation = match (slot, allocated) {
+            (Some(slot), Some(allocation)) if self.clock.unmet(slot, allocation.deps) == 0 => {
+                allocation
+            }
+            (slot, allocated) => self.place_slow(allocated, request, stream, slot)?,
         };
-        let Place { part, id } = placed.place;
-        let home = lane.map_or(epoch::STREAMS, Lane::number) as u64;
+        let BlockHandle { shard: part, id } = allocation.handle;
+        let alloc_slot = slot.map_or(epoch::SLOT_COUNT, StreamSlot::index) as u64;
         Ok(Block::new(BlockRef {
-            address: placed.address,
+            address: allocation.address,
             layout,
             origin: self.origin,
-            generation: id.serial << PART_BITS | u64::from(part),
-            cookie: home << u32::BITS | u64::from(id.index),
+            generation: id.serial << SHARD_BITS | u64::from(part),
+            cookie: alloc_slot << u32::BITS | u64::from(id.index),
         }))
     }
 
@@ -514,7 +527,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         match self.free(block.as_ref(), stream) {
             Ok(()) => Ok(()),
-            Err(why) => Err(FreeError::Refused { block, why }),
+            Err(reason) => Err(FreeError::Refused { block, reason }),
         }
     }
 
@@ -529,13 +542,13 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
     /// Live are the blocks that somebody owns, as asked for; retired are slabs that the source could not free.
     fn bytes_outstanding(&self) -> Outstanding {
         Outstanding {
-            live: self.arena.totals().asked,
+            live: self.shards.totals().requested,
             retired: self.source.bytes_outstanding().retired,
         }
     }
 
     fn budget_snapshot(&self) -> Option<BudgetSnapshot> {
-        Some(self.arena.limit()).filter(|budget| budget.limit != u64::MAX)
+        Some(self.shards.budget()).filter(|budget| budget.limit != u64::MAX)
     }
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
@@ -548,11 +561,13 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
         block: BlockRef,
         stream: &Stream,
     ) -> Result<BlockUse, ResourceError> {
-        let (home, lane) = self.used(block, stream, Open::More)?;
-        if lane != home
-            && let Err(error) = self.lanes.wait(&self.order, stream, Some(lane), home.bit())
+        let (alloc_slot, slot) = self.record_use(block, stream, UseCount::Inc)?;
+        if slot != alloc_slot
+            && let Err(error) = self
+                .slots
+                .wait(&self.clock, stream, Some(slot), alloc_slot.bit())
         {
-            self.used(block, stream, Open::Fewer)?;
+            self.record_use(block, stream, UseCount::Dec)?;
             return Err(error.into());
         }
         Ok(BlockUse {
@@ -566,11 +581,11 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
             let generation = used.block.generation;
             return Err(ResourceError::WrongStream { generation });
         }
-        self.used(used.block, stream, Open::Fewer).map(drop)
+        self.record_use(used.block, stream, UseCount::Dec).map(drop)
     }
 
     fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        self.used(block, stream, Open::Same).map(drop)
+        self.record_use(block, stream, UseCount::Keep).map(drop)
     }
 
     fn kind(&self) -> &'static str {

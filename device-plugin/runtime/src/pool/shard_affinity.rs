@@ -8,39 +8,39 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 /// Who looks through all shards is met once each time at most, and threads that share one as often within microseconds.
-const ENOUGH: u32 = 4;
+const CONTENTION_LIMIT: u32 = 4;
 /// Meetings further apart are not of one company.
-const TOGETHER: Duration = Duration::from_millis(10);
+const CONTENTION_WINDOW: Duration = Duration::from_millis(10);
 
 thread_local! {
-    static SEAT: Cell<usize> = const { Cell::new(0) };
+    static SHARD_OFFSET: Cell<usize> = const { Cell::new(0) };
     /// When the present company was met first, and how often.
-    static MET: Cell<Option<(Instant, u32)>> = const { Cell::new(None) };
+    static RECENT: Cell<Option<(Instant, u32)>> = const { Cell::new(None) };
 }
 
 /// The calling thread's seat.
 #[inline]
-pub(super) fn of_thread() -> usize {
-    SEAT.get()
+pub(super) fn shard_offset() -> usize {
+    SHARD_OFFSET.get()
 }
 
 /// Says that the calling thread found its seat taken, or another thread's by right. Where that was often it gets one that nobody
 /// was given yet.
 #[cold]
-pub(super) fn meet() {
-    meet_at(Instant::now());
+pub(super) fn on_contention() {
+    on_contention_at(Instant::now());
 }
 
-fn meet_at(now: Instant) {
+fn on_contention_at(now: Instant) {
     static NEXT: AtomicUsize = AtomicUsize::new(1);
-    let (first, before) = MET
+    let (first, before) = RECENT
         .get()
-        .filter(|(first, _)| now.duration_since(*first) < TOGETHER)
+        .filter(|(first, _)| now.duration_since(*first) < CONTENTION_WINDOW)
         .unwrap_or((now, 0));
     let met = before + 1;
-    MET.set((met < ENOUGH).then_some((first, met)));
-    if met == ENOUGH {
-        SEAT.set(NEXT.fetch_add(1, Ordering::Relaxed));
+    RECENT.set((met < CONTENTION_LIMIT).then_some((first, met)));
+    if met == CONTENTION_LIMIT {
+        SHARD_OFFSET.set(NEXT.fetch_add(1, Ordering::Relaxed));
     }
 }
 
@@ -49,17 +49,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_meets_others_at_once_moves_and_who_is_looked_at_now_and_then_stays() {
+    fn thread_moves_only_after_frequent_contention() {
         // A thread of its own, which sits at the first seat.
         let moved = std::thread::spawn(|| {
             let since = Instant::now();
             for look in 0..1000 {
-                meet_at(since + TOGETHER * look);
+                on_contention_at(since + CONTENTION_WINDOW * look);
             }
-            assert_eq!(of_thread(), 0);
-            let later = since + TOGETHER * 2000;
-            (0..ENOUGH).for_each(|_| meet_at(later));
-            of_thread() != 0
+            assert_eq!(shard_offset(), 0);
+            let later = since + CONTENTION_WINDOW * 2000;
+            (0..CONTENTION_LIMIT).for_each(|_| on_contention_at(later));
+            shard_offset() != 0
         });
         assert!(moved.join().expect("it ends"));
     }

@@ -18,48 +18,48 @@
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::epoch::After;
+use super::epoch::StreamDeps;
 use super::shard_affinity;
-use super::tlsf::{BlockId, End, Heap, Open, Refusal, Taken, Whole};
-use crate::adaptor::budget::Account;
+use super::tlsf::{BlockId, EdgeBlock, EmptyRegion, HeapBlock, HeapError, TlsfHeap, UseCount};
+use crate::adaptor::budget::BudgetAccount;
 use crate::resource::BudgetSnapshot;
-use crate::sync::biased_lock::{self, Guard, Lock};
+use crate::sync::biased_lock::{self, BiasedGuard, BiasedLock};
 
 /// Shards of a pool; the central heap beside them.
-const SHARDS: usize = 32;
+const SHARD_COUNT: usize = 32;
 /// The part that is the central heap.
 const CENTRAL: usize = 0;
 /// Chunks have whole multiples of this.
-const CHUNK_LEAST: u64 = 2 << 20;
+const CHUNK_STEP: u64 = 2 << 20;
 /// A chunk is such a part of what is free at most.
-const CHUNKS: u64 = 8;
+const CHUNK_DIVISOR: u64 = 8;
 /// A chunk has room for this many of the blocks that are cut from it where there is as much, and for two at least.
-const CHUNK_HOLDS: u64 = 4;
+const BLOCKS_PER_CHUNK: u64 = 4;
 /// Credit is drawn ahead by such a part of what is left.
-const CREDITS: u64 = 64;
+const DRAW_AHEAD_DIVISOR: u64 = 64;
 /// Credit is scarce no more where such a part of the limit is left.
-const PLENTY: u64 = 4;
+const PLENTY_DIVISOR: u64 = 4;
 /// Nor where a part has drawn this often: it may be the only one that needs any.
-const SCARCE_DRAWS: u32 = 1024;
+const LOW_CREDIT_DRAWS: u32 = 1024;
 
 /// A block's place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct BlockHandle {
     /// The heap that it is of.
-    pub(super) part: u32,
+    pub(super) shard: u32,
     /// Its name there.
     pub(super) id: BlockId,
 }
 
 /// What a request got.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Placed {
+pub(super) struct Allocation {
     /// To free it by.
-    pub(super) place: Place,
+    pub(super) handle: BlockHandle,
     /// Where it begins.
     pub(super) address: u64,
     /// What may still use it.
-    pub(super) after: After,
+    pub(super) deps: StreamDeps,
 }
 
 /// A request: bytes, and a power of two that the address is a multiple of.
@@ -73,7 +73,7 @@ pub(super) struct Request {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Totals {
     /// Bytes that were asked for, of live blocks.
-    pub(super) asked: u64,
+    pub(super) requested: u64,
     /// Bytes that live blocks have.
     pub(super) live: u64,
     /// Live blocks.
@@ -90,48 +90,45 @@ struct Chunk {
     /// Its name in the central heap.
     id: BlockId,
     /// Its name in the shard's.
-    whole: Whole,
+    span: EmptyRegion,
 }
 
 /// One heap and what is counted with it.
 #[derive(Debug, Default)]
-struct Share {
-    heap: Heap,
+struct ShardState {
+    heap: TlsfHeap,
     /// By the region's number; the central heap's regions are slabs, and not here.
     chunks: Vec<Option<Chunk>>,
     /// How often credit was drawn while it was scarce.
     draws: u32,
 }
 
-impl Share {
+impl ShardState {
     #[inline]
-    fn take(&mut self, part: usize, request: Request) -> Option<Placed> {
+    fn allocate(&mut self, shard: usize, request: Request) -> Option<Allocation> {
         let taken = self.heap.allocate(request.bytes, request.align)?;
-        Some(Placed {
-            place: Place {
-                part: part as u32,
+        Some(Allocation {
+            handle: BlockHandle {
+                shard: shard as u32,
                 id: taken.id,
             },
             address: taken.address,
-            after: taken.after,
+            deps: taken.deps,
         })
     }
 
     /// Adds a chunk to a shard.
-    fn adopt(&mut self, chunk: Taken) -> Option<()> {
+    fn add_chunk(&mut self, chunk: HeapBlock) -> Option<()> {
         let vacant = self.chunks.iter().position(Option::is_none);
         let region = vacant.unwrap_or(self.chunks.len());
-        let number = u32::try_from(region).ok()?;
-        let whole = self
+        let index = u32::try_from(region).ok()?;
+        let span = self
             .heap
-            .add(number, chunk.address, chunk.bytes, chunk.after)?;
+            .add_region(index, chunk.address, chunk.bytes, chunk.deps)?;
         if vacant.is_none() {
             self.chunks.push(None);
         }
-        self.chunks[region] = Some(Chunk {
-            id: chunk.id,
-            whole,
-        });
+        self.chunks[region] = Some(Chunk { id: chunk.id, span });
         Some(())
     }
 }
@@ -139,28 +136,28 @@ impl Share {
 /// A part on cache lines of its own: neighbours are other threads'.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Part {
-    share: Lock<Share>,
+struct Shard {
+    state: BiasedLock<ShardState>,
     /// Bytes that may be allocated here before the account is asked. It is changed under the share's lock only, and looked
     /// at without it.
     credit: AtomicU64,
 }
 
-impl Part {
+impl Shard {
     #[inline]
     fn credit(&self) -> u64 {
         self.credit.load(Ordering::Relaxed)
     }
 
     #[inline]
-    fn set_credit(&self, _: &mut Share, bytes: u64) {
+    fn set_credit(&self, _: &mut ShardState, bytes: u64) {
         self.credit.store(bytes, Ordering::Relaxed);
     }
 
     /// Takes the credit that is idle here; how much it was.
-    fn take_idle(&self, share: &mut Share) -> u64 {
+    fn take_credit(&self, state: &mut ShardState) -> u64 {
         let idle = self.credit();
-        self.set_credit(share, 0);
+        self.set_credit(state, 0);
         idle
     }
 }
@@ -168,196 +165,210 @@ impl Part {
 /// What all threads write, apart from what they only read.
 #[derive(Debug)]
 #[repr(align(128))]
-struct Apart<T>(T);
+struct CachePadded<T>(T);
 
 /// The shard of a lane and a thread's seat.
 #[inline]
-fn shard_of(lane: usize, seat: usize) -> usize {
-    1 + lane.wrapping_add(seat) % SHARDS
+fn shard_index(slot: usize, shard_offset: usize) -> usize {
+    1 + slot.wrapping_add(shard_offset) % SHARD_COUNT
 }
 
 /// The heaps.
 #[derive(Debug)]
-pub(super) struct Arena {
-    parts: Box<[Part]>,
+pub(super) struct Shards {
+    shards: Box<[Shard]>,
     /// Live bytes as asked for, and credit.
-    account: Apart<Account>,
+    account: CachePadded<BudgetAccount>,
     /// Held by whoever takes credit from parts, so that nobody who looks through them misses any.
-    moving: Apart<Mutex<()>>,
+    collection: CachePadded<Mutex<()>>,
     /// What is freed is the account's, not for the next in its part: a request found none left, or more is live than a limit
     /// that was lowered.
-    scarce: AtomicBool,
+    low_credit: AtomicBool,
 }
 
-impl Arena {
+impl Shards {
     /// Without memory, and with a limit for live bytes.
-    pub(super) fn new(limit: u64) -> Arena {
-        biased_lock::prepare();
-        Arena {
-            account: Apart(Account::new(limit)),
-            parts: std::iter::repeat_with(Part::default)
-                .take(1 + SHARDS)
+    pub(super) fn new(limit: u64) -> Shards {
+        biased_lock::register_membarrier();
+        Shards {
+            account: CachePadded(BudgetAccount::new(limit)),
+            shards: std::iter::repeat_with(Shard::default)
+                .take(1 + SHARD_COUNT)
                 .collect(),
-            moving: Apart(Mutex::default()),
-            scarce: AtomicBool::new(false),
+            collection: CachePadded(Mutex::default()),
+            low_credit: AtomicBool::new(false),
         }
     }
 
     /// Adds memory; `None` where it is more than a heap can name.
-    pub(super) fn add(&self, slab: u32, address: u64, bytes: u64, after: After) -> Option<Whole> {
-        self.central().heap.add(slab, address, bytes, after)
+    pub(super) fn add_region(
+        &self,
+        slab: u32,
+        address: u64,
+        bytes: u64,
+        deps: StreamDeps,
+    ) -> Option<EmptyRegion> {
+        self.central().heap.add_region(slab, address, bytes, deps)
     }
 
     /// Takes a slab away that is free from end to end; what may still use it.
-    pub(super) fn remove(&self, slab: Whole) -> Option<After> {
-        self.central().heap.remove(slab)
+    pub(super) fn remove_region(&self, slab: EmptyRegion) -> Option<StreamDeps> {
+        self.central().heap.remove_region(slab)
     }
 
     /// A block for a stream's lane, of the shard that the calling thread uses for it, if that is all it takes. `None` where
     /// credit, a chunk or the shard's lock have to be got first: the others do.
     #[inline]
-    pub(super) fn take(&self, lane: usize, request: Request) -> Option<Placed> {
-        let number = shard_of(lane, shard_affinity::of_thread());
-        let part = &self.parts[number];
-        let Some(mut share) = part.share.try_lock() else {
+    pub(super) fn try_allocate(&self, slot: usize, request: Request) -> Option<Allocation> {
+        let index = shard_index(slot, shard_affinity::shard_offset());
+        let shard = &self.shards[index];
+        let Some(mut state) = shard.state.try_lock() else {
             // Who comes here again and again gets another shard, and waits for that one from now on.
-            shard_affinity::meet();
+            shard_affinity::on_contention();
             return None;
         };
-        let credit = part.credit().checked_sub(request.bytes)?;
-        let placed = share.take(number, request)?;
-        part.set_credit(&mut share, credit);
-        Some(placed)
+        let credit = shard.credit().checked_sub(request.bytes)?;
+        let allocation = state.allocate(index, request)?;
+        shard.set_credit(&mut state, credit);
+        Some(allocation)
     }
 
     /// The same with a chunk and with credit that are got for it. `None` where the account has too little, or no free range of
     /// the shard or the central heap is large enough.
-    pub(super) fn take_drawing(&self, lane: usize, request: Request) -> Option<Placed> {
-        let (number, mut share) = self.shard(lane);
-        let part = &self.parts[number];
-        if part.credit() < request.bytes {
-            self.draw(part, &mut share, request.bytes)?;
+    pub(super) fn allocate_with_draw(&self, slot: usize, request: Request) -> Option<Allocation> {
+        let (index, mut state) = self.lock_shard(slot);
+        let shard = &self.shards[index];
+        if shard.credit() < request.bytes {
+            self.draw_credit(shard, &mut state, request.bytes)?;
         }
-        let Some(placed) = self.place(number, &mut share, request) else {
+        let Some(allocation) = self.allocate_or_refill(index, &mut state, request) else {
             // Somebody may be short of what was drawn for this.
-            if self.scarce.load(Ordering::Relaxed) {
-                self.account.0.give_back(part.take_idle(&mut share));
+            if self.low_credit.load(Ordering::Relaxed) {
+                self.account.0.uncharge(shard.take_credit(&mut state));
             }
             return None;
         };
-        part.set_credit(&mut share, part.credit() - request.bytes);
-        Some(placed)
+        shard.set_credit(&mut state, shard.credit() - request.bytes);
+        Some(allocation)
     }
 
     /// The same for bytes that were charged.
-    pub(super) fn take_charged(&self, lane: usize, request: Request) -> Option<Placed> {
-        let (number, mut share) = self.shard(lane);
-        self.place(number, &mut share, request)
+    pub(super) fn allocate_charged(&self, slot: usize, request: Request) -> Option<Allocation> {
+        let (index, mut state) = self.lock_shard(slot);
+        self.allocate_or_refill(index, &mut state, request)
     }
 
-    fn place(&self, part: usize, share: &mut Share, request: Request) -> Option<Placed> {
-        let placed = share.take(part, request);
-        placed.or_else(|| self.refill(part, share, request))
+    fn allocate_or_refill(
+        &self,
+        shard: usize,
+        state: &mut ShardState,
+        request: Request,
+    ) -> Option<Allocation> {
+        let allocation = state.allocate(shard, request);
+        allocation.or_else(|| self.refill(shard, state, request))
     }
 
     /// A block from wherever there is one, for bytes that were charged. No shard takes or gives any memory meanwhile, so that
     /// none is missed.
-    pub(super) fn take_anywhere(&self, request: Request) -> Option<Placed> {
-        let parts = self.parts.iter().enumerate().skip(1);
-        let mut shares: Vec<_> = parts
-            .map(|(number, part)| (number, part.share.lock()))
+    pub(super) fn allocate_any(&self, request: Request) -> Option<Allocation> {
+        let shards = self.shards.iter().enumerate().skip(1);
+        let mut states: Vec<_> = shards
+            .map(|(index, shard)| (index, shard.state.lock()))
             .collect();
-        for (_, share) in &mut shares {
-            self.return_chunks_of(share);
+        for (_, state) in &mut states {
+            self.return_shard_chunks(state);
         }
-        if let Some(placed) = self.central().take(CENTRAL, request) {
-            return Some(placed);
+        if let Some(allocation) = self.central().allocate(CENTRAL, request) {
+            return Some(allocation);
         }
-        let placed = shares
+        let allocation = states
             .iter_mut()
-            .find_map(|(number, share)| share.take(*number, request));
-        placed.or_else(|| {
-            for (_, share) in &mut shares {
-                self.return_ends_of(share);
+            .find_map(|(index, state)| state.allocate(*index, request));
+        allocation.or_else(|| {
+            for (_, state) in &mut states {
+                self.return_edges(state);
             }
-            self.central().take(CENTRAL, request)
+            self.central().allocate(CENTRAL, request)
         })
     }
 
     /// Charges bytes for the other ways to take a block. It fails only where not enough credit is idle, wherever it is.
     pub(super) fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
         // Room may be all that was missing.
-        if self.account.0.take(bytes).is_ok() {
+        if self.account.0.charge(bytes).is_ok() {
             return Ok(());
         }
-        let _one = self.moving();
-        self.gather();
-        self.account.0.take(bytes)
+        let _one = self.lock_collection();
+        self.collect_credit();
+        self.account.0.charge(bytes)
     }
 
     /// Gives back what was charged and got no block.
-    pub(super) fn discharge(&self, bytes: u64) {
-        self.account.0.give_back(bytes);
+    pub(super) fn uncharge(&self, bytes: u64) {
+        self.account.0.uncharge(bytes);
     }
 
     /// Changes the limit: what is taken after the return is within it.
     pub(super) fn set_limit(&self, limit: u64) {
-        let _one = self.moving();
-        self.account.0.resize(limit);
-        self.gather();
-        self.end_scarcity();
+        let _one = self.lock_collection();
+        self.account.0.set_limit(limit);
+        self.collect_credit();
+        self.update_low_credit();
     }
 
     /// Gives the idle credit of all parts back to the account. `moving` is held.
-    fn gather(&self) {
+    fn collect_credit(&self) {
         // Who frees in a part after its credit was taken sees this.
-        self.scarce.store(true, Ordering::Relaxed);
+        self.low_credit.store(true, Ordering::Relaxed);
         // Under each part's lock, so that what is being drawn ahead is found too. No part keeps any from here on: what
         // comes back meanwhile is in the account.
-        let parts = self.parts.iter();
-        let idle = parts
-            .map(|part| part.take_idle(&mut part.share.lock()))
+        let shards = self.shards.iter();
+        let idle = shards
+            .map(|shard| shard.take_credit(&mut shard.state.lock()))
             .sum();
-        self.account.0.give_back(idle);
+        self.account.0.uncharge(idle);
     }
 
     /// Lets parts keep the credit of what is freed, if all that is drawn is within the limit. `moving` is held.
-    fn end_scarcity(&self) {
+    fn update_low_credit(&self) {
         let BudgetSnapshot { limit, used } = self.account.0.snapshot();
-        self.scarce.store(used > limit, Ordering::Relaxed);
+        self.low_credit.store(used > limit, Ordering::Relaxed);
     }
 
     /// The limit, and live bytes as asked for.
-    pub(super) fn limit(&self) -> BudgetSnapshot {
+    pub(super) fn budget(&self) -> BudgetSnapshot {
         BudgetSnapshot {
-            used: self.totals().asked,
+            used: self.totals().requested,
             ..self.account.0.snapshot()
         }
     }
 
-    fn moving(&self) -> MutexGuard<'_, ()> {
-        self.moving.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_collection(&self) -> MutexGuard<'_, ()> {
+        self.collection
+            .0
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Draws credit for a request of `bytes`, and some ahead.
-    fn draw(&self, part: &Part, share: &mut Share, bytes: u64) -> Option<()> {
+    fn draw_credit(&self, shard: &Shard, state: &mut ShardState, bytes: u64) -> Option<()> {
         let BudgetSnapshot { limit, used } = self.account.0.snapshot();
-        let left = limit.saturating_sub(used);
-        let mut ahead = left / CREDITS;
-        if self.scarce.load(Ordering::Relaxed) {
+        let remaining = limit.saturating_sub(used);
+        let mut ahead = remaining / DRAW_AHEAD_DIVISOR;
+        if self.low_credit.load(Ordering::Relaxed) {
             ahead = 0;
-            share.draws = share.draws.wrapping_add(1);
-            if (left >= limit / PLENTY || share.draws.is_multiple_of(SCARCE_DRAWS))
-                && let Ok(_one) = self.moving.0.try_lock()
+            state.draws = state.draws.wrapping_add(1);
+            if (remaining >= limit / PLENTY_DIVISOR || state.draws.is_multiple_of(LOW_CREDIT_DRAWS))
+                && let Ok(_one) = self.collection.0.try_lock()
             {
-                self.end_scarcity();
+                self.update_low_credit();
             }
         }
-        let least = bytes - part.credit();
+        let least = bytes - shard.credit();
         let drawn = [least.saturating_add(ahead), least]
             .into_iter()
-            .find(|&wanted| self.account.0.take(wanted).is_ok())?;
-        part.set_credit(share, part.credit() + drawn);
+            .find(|&wanted| self.account.0.charge(wanted).is_ok())?;
+        shard.set_credit(state, shard.credit() + drawn);
         Some(())
     }
 
@@ -365,144 +376,153 @@ impl Arena {
     #[inline]
     pub(super) fn free(
         &self,
-        place: Place,
-        after: After,
-        left: impl Fn(After) -> After,
-    ) -> Result<(), Refusal> {
-        let part = self.part(place)?;
-        let mut share = part.share.lock();
-        let asked = share.heap.free(place.id, after, left)?;
+        handle: BlockHandle,
+        deps: StreamDeps,
+        remaining: impl Fn(StreamDeps) -> StreamDeps,
+    ) -> Result<(), HeapError> {
+        let shard = self.shard_of_handle(handle)?;
+        let mut state = shard.state.lock();
+        let requested = state.heap.free(handle.id, deps, remaining)?;
         // What is of the central heap was paid for by shards.
-        if place.part as usize == CENTRAL || self.scarce.load(Ordering::Relaxed) {
-            self.account.0.give_back(asked);
+        if handle.shard as usize == CENTRAL || self.low_credit.load(Ordering::Relaxed) {
+            self.account.0.uncharge(requested);
         } else {
-            part.set_credit(&mut share, part.credit() + asked);
+            shard.set_credit(&mut state, shard.credit() + requested);
         }
         Ok(())
     }
 
     /// Remembers what more may use a live block.
-    pub(super) fn used(&self, place: Place, after: After, open: Open) -> Result<(), Refusal> {
-        self.part(place)?
-            .share
+    pub(super) fn update_use(
+        &self,
+        handle: BlockHandle,
+        deps: StreamDeps,
+        open: UseCount,
+    ) -> Result<(), HeapError> {
+        self.shard_of_handle(handle)?
+            .state
             .lock()
             .heap
-            .used(place.id, after, open)
+            .update_use(handle.id, deps, open)
     }
 
     /// Gives the empty chunks of all shards back to the central heap.
     pub(super) fn return_chunks(&self) {
-        for part in &self.parts[1..] {
-            self.return_chunks_of(&mut part.share.lock());
+        for shard in &self.shards[1..] {
+            self.return_shard_chunks(&mut shard.state.lock());
         }
     }
 
     /// The same without waiting for shards that are in use, or are a thread's by right; whether there was a chunk.
     fn return_idle_chunks(&self) -> bool {
-        let shares = self.parts[1..]
+        let states = self.shards[1..]
             .iter()
-            .filter_map(|part| part.share.try_lock());
-        let returned = shares.map(|mut share| self.return_chunks_of(&mut share));
+            .filter_map(|shard| shard.state.try_lock());
+        let returned = states.map(|mut state| self.return_shard_chunks(&mut state));
         returned.sum::<usize>() > 0
     }
 
-    fn return_chunks_of(&self, share: &mut Share) -> usize {
-        let chunks = 0..share.chunks.len();
-        let returned = chunks.filter(|&region| self.return_chunk(share, region));
+    fn return_shard_chunks(&self, state: &mut ShardState) -> usize {
+        let chunks = 0..state.chunks.len();
+        let returned = chunks.filter(|&region| self.return_chunk(state, region));
         returned.count()
     }
 
     /// What there is. Heaps are looked at one after the other: sums over a moment in which others go on.
     pub(super) fn totals(&self) -> Totals {
         let mut totals = Totals::default();
-        let (mut lent, mut chunks) = (0, 0);
-        for (number, part) in self.parts.iter().enumerate() {
-            let mut share = part.share.lock();
-            totals.asked += share.heap.asked_bytes();
-            totals.live += share.heap.live_bytes();
-            totals.blocks += share.heap.live_blocks();
-            totals.free += share.heap.free_bytes();
-            totals.largest_free = totals.largest_free.max(share.heap.largest_free());
-            if number != CENTRAL {
-                lent += share.heap.live_bytes() + share.heap.free_bytes();
-                chunks += share.chunks.iter().flatten().count() as u64;
+        let (mut chunk_bytes, mut chunks) = (0, 0);
+        for (index, shard) in self.shards.iter().enumerate() {
+            let mut state = shard.state.lock();
+            totals.requested += state.heap.requested_bytes();
+            totals.live += state.heap.live_bytes();
+            totals.blocks += state.heap.live_blocks();
+            totals.free += state.heap.free_bytes();
+            totals.largest_free = totals.largest_free.max(state.heap.largest_free());
+            if index != CENTRAL {
+                chunk_bytes += state.heap.live_bytes() + state.heap.free_bytes();
+                chunks += state.chunks.iter().flatten().count() as u64;
             }
         }
-        totals.live = totals.live.saturating_sub(lent);
+        totals.live = totals.live.saturating_sub(chunk_bytes);
         totals.blocks = totals.blocks.saturating_sub(chunks);
         totals
     }
 
-    fn central(&self) -> Guard<'_, Share> {
-        self.parts[CENTRAL].share.lock()
+    fn central(&self) -> BiasedGuard<'_, ShardState> {
+        self.shards[CENTRAL].state.lock()
     }
 
-    fn part(&self, place: Place) -> Result<&Part, Refusal> {
-        self.parts.get(place.part as usize).ok_or(Refusal::NotLive)
+    fn shard_of_handle(&self, handle: BlockHandle) -> Result<&Shard, HeapError> {
+        self.shards
+            .get(handle.shard as usize)
+            .ok_or(HeapError::NotLive)
     }
 
     /// The shard of a lane and the calling thread.
-    fn shard(&self, lane: usize) -> (usize, Guard<'_, Share>) {
-        let number = shard_of(lane, shard_affinity::of_thread());
-        (number, self.parts[number].share.lock())
+    fn lock_shard(&self, slot: usize) -> (usize, BiasedGuard<'_, ShardState>) {
+        let index = shard_index(slot, shard_affinity::shard_offset());
+        (index, self.shards[index].state.lock())
     }
 
     /// Gives a shard a chunk and allocates from it, or from the central heap where there is none.
-    fn refill(&self, part: usize, share: &mut Share, request: Request) -> Option<Placed> {
-        if self.add_chunk(share, request).is_some()
-            || self.return_idle_chunks() && self.add_chunk(share, request).is_some()
+    fn refill(&self, shard: usize, state: &mut ShardState, request: Request) -> Option<Allocation> {
+        if self.grow_shard(state, request).is_some()
+            || self.return_idle_chunks() && self.grow_shard(state, request).is_some()
         {
-            let placed = share.take(part, request);
-            if placed.is_some() {
-                return placed;
+            let allocation = state.allocate(shard, request);
+            if allocation.is_some() {
+                return allocation;
             }
         }
-        self.central().take(CENTRAL, request)
+        self.central().allocate(CENTRAL, request)
     }
 
     /// Gives a shard a chunk, if there is one that is worth it for a request.
-    fn add_chunk(&self, share: &mut Share, request: Request) -> Option<()> {
+    fn grow_shard(&self, state: &mut ShardState, request: Request) -> Option<()> {
         let mut central = self.central();
-        let most = central.heap.free_bytes() / CHUNKS;
-        let one = request.bytes.saturating_add(request.align);
-        let wanted = one.saturating_mul(CHUNK_HOLDS).max(share.heap.live_bytes());
-        let chunk = wanted.min(most).next_multiple_of(CHUNK_LEAST);
-        if one.saturating_mul(2) > chunk {
+        let max_chunk = central.heap.free_bytes() / CHUNK_DIVISOR;
+        let block_bytes = request.bytes.saturating_add(request.align);
+        let wanted = block_bytes
+            .saturating_mul(BLOCKS_PER_CHUNK)
+            .max(state.heap.live_bytes());
+        let chunk = wanted.min(max_chunk).next_multiple_of(CHUNK_STEP);
+        if block_bytes.saturating_mul(2) > chunk {
             return None;
         }
-        share.adopt(central.heap.lend(chunk)?)
+        state.add_chunk(central.heap.allocate_chunk(chunk)?)
     }
 
     /// Gives a chunk back, if it is empty.
-    fn return_chunk(&self, share: &mut Share, region: usize) -> bool {
-        let Some(chunk) = &share.chunks[region] else {
+    fn return_chunk(&self, state: &mut ShardState, region: usize) -> bool {
+        let Some(chunk) = &state.chunks[region] else {
             return false;
         };
-        let (id, whole) = (chunk.id, chunk.whole);
-        let Some(after) = share.heap.remove(whole) else {
+        let (id, span) = (chunk.id, chunk.span);
+        let Some(deps) = state.heap.remove_region(span) else {
             return false;
         };
-        share.chunks[region] = None;
+        state.chunks[region] = None;
         // A chunk stays allocated for as long as its shard has it.
-        let _ = self.central().heap.free(id, after, |all| all);
+        let _ = self.central().heap.free(id, deps, |all| all);
         true
     }
 
     /// Gives back the free ends of a shard's chunks.
-    fn return_ends_of(&self, share: &mut Share) {
-        for end in share.heap.ends() {
-            self.return_end(share, &end);
+    fn return_edges(&self, state: &mut ShardState) {
+        for end in state.heap.edge_blocks() {
+            self.return_edge(state, &end);
         }
     }
 
-    fn return_end(&self, share: &mut Share, end: &End) -> Option<()> {
-        let chunk = share.chunks.get(end.region as usize)?.as_ref()?;
+    fn return_edge(&self, state: &mut ShardState, end: &EdgeBlock) -> Option<()> {
+        let chunk = state.chunks.get(end.region as usize)?.as_ref()?;
         let mut central = self.central();
-        let (kept, given) = central.heap.divide(chunk.id, end)?;
-        let whole = share.heap.remove_end(end, chunk.whole);
-        share.chunks[end.region as usize] = Some(Chunk { id: kept, whole });
+        let (kept_id, edge_id) = central.heap.split_chunk(chunk.id, end)?;
+        let span = state.heap.remove_edge(end, chunk.span);
+        state.chunks[end.region as usize] = Some(Chunk { id: kept_id, span });
         // It was allocated a moment ago, and the lock is held.
-        let _ = central.heap.free(given, end.after, |all| all);
+        let _ = central.heap.free(edge_id, end.deps, |all| all);
         Some(())
     }
 }

@@ -7,72 +7,72 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::epoch::{Lane, Order, STREAMS, lanes};
+use super::epoch::{EventClock, SLOT_COUNT, StreamSlot, slots_in};
 use crate::driver::{Event, Stream};
 use crate::error::CudaError;
 
 /// No stream had the lane yet: a search ends here.
 const EMPTY: u64 = 0;
 /// The lane's stream was taken from it: a search goes on.
-const VACANT: u64 = u64::MAX;
+const TOMBSTONE: u64 = u64::MAX;
 
 /// The streams of a pool.
 #[derive(Debug)]
-pub(super) struct Lanes {
+pub(super) struct StreamSlots {
     /// A stream's key plus 1, at the first place from the key's that was not another's.
-    keys: [AtomicU64; STREAMS],
+    keys: [AtomicU64; SLOT_COUNT],
     streams: Mutex<Vec<Option<Stream>>>,
     events: Mutex<Vec<Event>>,
     /// The pool's own.
-    keeper: (Stream, Lane),
+    internal: (Stream, StreamSlot),
 }
 
-impl Lanes {
+impl StreamSlots {
     /// With a lane for the pool's own stream.
-    pub(super) fn new(keeper: Stream) -> Lanes {
-        let key = key(&keeper);
-        let lane = place(key, 0);
-        let lanes = Lanes {
-            keys: [const { AtomicU64::new(EMPTY) }; STREAMS],
-            streams: Mutex::new(vec![None; STREAMS]),
+    pub(super) fn new(internal: Stream) -> StreamSlots {
+        let key = key(&internal);
+        let slot = probe_slot(key, 0);
+        let slots = StreamSlots {
+            keys: [const { AtomicU64::new(EMPTY) }; SLOT_COUNT],
+            streams: Mutex::new(vec![None; SLOT_COUNT]),
             events: Mutex::default(),
-            keeper: (keeper.clone(), lane),
+            internal: (internal.clone(), slot),
         };
-        lanes.streams()[lane.number()] = Some(keeper);
-        lanes.keys[lane.number()].store(key, Ordering::Release);
-        lanes
+        slots.streams()[slot.index()] = Some(internal);
+        slots.keys[slot.index()].store(key, Ordering::Release);
+        slots
     }
 
     /// The pool's own stream.
-    pub(super) fn keeper(&self) -> (&Stream, Lane) {
-        (&self.keeper.0, self.keeper.1)
+    pub(super) fn internal_stream(&self) -> (&Stream, StreamSlot) {
+        (&self.internal.0, self.internal.1)
     }
 
     /// A stream's lane; `None` where all are taken.
     #[inline]
-    pub(super) fn of(&self, stream: &Stream) -> Result<Option<Lane>, CudaError> {
+    pub(super) fn slot_for(&self, stream: &Stream) -> Result<Option<StreamSlot>, CudaError> {
         match self.find(stream) {
-            Some(lane) => Ok(Some(lane)),
-            None => self.claim(stream),
+            Some(slot) => Ok(Some(slot)),
+            None => self.assign(stream),
         }
     }
 
     /// The lane that a stream has already.
     #[inline]
-    fn find(&self, stream: &Stream) -> Option<Lane> {
+    fn find(&self, stream: &Stream) -> Option<StreamSlot> {
         let key = key(stream);
-        let first = place(key, 0);
-        if self.keys[first.number()].load(Ordering::Acquire) == key {
+        let first = probe_slot(key, 0);
+        if self.keys[first.index()].load(Ordering::Acquire) == key {
             return Some(first);
         }
-        self.find_further(key)
+        self.find_probing(key)
     }
 
     #[cold]
-    fn find_further(&self, key: u64) -> Option<Lane> {
-        for lane in places(key) {
-            match self.keys[lane.number()].load(Ordering::Acquire) {
-                found if found == key => return Some(lane),
+    fn find_probing(&self, key: u64) -> Option<StreamSlot> {
+        for slot in probe_sequence(key) {
+            match self.keys[slot.index()].load(Ordering::Acquire) {
+                found if found == key => return Some(slot),
                 EMPTY => return None,
                 _ => {}
             }
@@ -83,14 +83,14 @@ impl Lanes {
     /// Takes the lane of a stream away, so that the stream can be destroyed by who made it.
     pub(super) fn forget(&self, stream: &Stream) -> Result<(), CudaError> {
         let mut streams = self.streams();
-        let Some(lane) = self.find(stream) else {
+        let Some(slot) = self.find(stream) else {
             return Ok(());
         };
-        let (keeper, own) = self.keeper();
-        if lane != own {
-            self.put_behind(keeper, stream)?;
-            streams[lane.number()] = Some(keeper.clone());
-            self.keys[lane.number()].store(VACANT, Ordering::Release);
+        let (internal, own) = self.internal_stream();
+        if slot != own {
+            self.order_after(internal, stream)?;
+            streams[slot.index()] = Some(internal.clone());
+            self.keys[slot.index()].store(TOMBSTONE, Ordering::Release);
         }
         Ok(())
     }
@@ -98,55 +98,62 @@ impl Lanes {
     /// Puts what will be submitted to a stream behind what is in others now.
     pub(super) fn wait(
         &self,
-        order: &Order,
+        order: &EventClock,
         stream: &Stream,
-        lane: Option<Lane>,
+        slot: Option<StreamSlot>,
         others: u64,
     ) -> Result<(), CudaError> {
-        for of in lanes(others) {
+        for of in slots_in(others) {
             // Held until the event is recorded: once the other is forgotten it may be destroyed.
             let streams = self.streams();
-            let Some(other) = &streams[of.number()] else {
+            let Some(other) = &streams[of.index()] else {
                 continue;
             };
             let tick = order.tick();
-            self.put_behind(stream, other)?;
-            if let Some(lane) = lane {
-                order.waits(lane, of, tick);
+            self.order_after(stream, other)?;
+            if let Some(slot) = slot {
+                order.record_wait(slot, of, tick);
             }
         }
         Ok(())
     }
 
     #[cold]
-    fn claim(&self, stream: &Stream) -> Result<Option<Lane>, CudaError> {
+    fn assign(&self, stream: &Stream) -> Result<Option<StreamSlot>, CudaError> {
         let key = key(stream);
         let mut streams = self.streams();
-        if let Some(lane) = self.find(stream) {
-            return Ok(Some(lane));
+        if let Some(slot) = self.find(stream) {
+            return Ok(Some(slot));
         }
-        let open = |lane: &Lane| {
+        let vacant = |slot: &StreamSlot| {
             matches!(
-                self.keys[lane.number()].load(Ordering::Acquire),
-                EMPTY | VACANT
+                self.keys[slot.index()].load(Ordering::Acquire),
+                EMPTY | TOMBSTONE
             )
         };
-        let left = |lane: &Lane| streams[lane.number()].as_ref().is_some_and(Stream::is_last);
-        let Some(lane) = places(key).find(open).or_else(|| places(key).find(left)) else {
+        let reusable = |slot: &StreamSlot| {
+            streams[slot.index()]
+                .as_ref()
+                .is_some_and(Stream::is_sole_handle)
+        };
+        let Some(slot) = probe_sequence(key)
+            .find(vacant)
+            .or_else(|| probe_sequence(key).find(reusable))
+        else {
             return Ok(None);
         };
-        if let Some(before) = &streams[lane.number()] {
-            self.put_behind(stream, before)?;
+        if let Some(before) = &streams[slot.index()] {
+            self.order_after(stream, before)?;
         }
-        streams[lane.number()] = Some(stream.clone());
-        self.keys[lane.number()].store(key, Ordering::Release);
-        Ok(Some(lane))
+        streams[slot.index()] = Some(stream.clone());
+        self.keys[slot.index()].store(key, Ordering::Release);
+        Ok(Some(slot))
     }
 
     /// A wait means the event as it is then, so the event can be recorded anew at once.
-    fn put_behind(&self, stream: &Stream, other: &Stream) -> Result<(), CudaError> {
-        let kept = self.events().pop();
-        let event = match kept {
+    fn order_after(&self, stream: &Stream, other: &Stream) -> Result<(), CudaError> {
+        let spare = self.events().pop();
+        let event = match spare {
             Some(event) => event,
             None => other.context().event()?,
         };
@@ -172,11 +179,11 @@ fn key(stream: &Stream) -> u64 {
 
 /// Where a key looks for its lane at a step.
 #[inline]
-fn place(key: u64, step: usize) -> Lane {
-    Lane::of(key.wrapping_add(step as u64))
+fn probe_slot(key: u64, step: usize) -> StreamSlot {
+    StreamSlot::wrapping(key.wrapping_add(step as u64))
 }
 
 /// All lanes, in the order in which a key looks for its own.
-fn places(key: u64) -> impl Iterator<Item = Lane> {
-    (0..STREAMS).map(move |step| place(key, step))
+fn probe_sequence(key: u64) -> impl Iterator<Item = StreamSlot> {
+    (0..SLOT_COUNT).map(move |step| probe_slot(key, step))
 }

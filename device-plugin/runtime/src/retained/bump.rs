@@ -9,12 +9,12 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use super::{Kept, KeptError, Writing};
+use super::{LeaseError, LeaseWriter, RetainedLease};
 use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Origin, Outstanding, Tag, check_free,
-    check_request, take_live,
+    check_request, remove_live,
 };
 
 /// What a mapping's address is a multiple of, at least: the smallest granularity of a driver is 2 MiB.
@@ -22,35 +22,35 @@ const ALIGNMENT: usize = 2 << 20;
 
 /// Hands out the bytes of a lease from its start to its end.
 #[derive(Debug)]
-pub struct Arena {
-    writing: Writing,
+pub struct LeaseArena {
+    writing: LeaseWriter,
     origin: Origin,
-    made: AtomicU64,
+    next_generation: AtomicU64,
     state: Mutex<State>,
 }
 
 #[derive(Debug, Default)]
 struct State {
     /// Bytes from the start that were handed out, with what alignment left.
-    taken: u64,
+    offset: u64,
     /// Blocks that somebody owns, and their bytes.
-    owned: HashSet<BlockRef>,
-    live: u64,
+    live_blocks: HashSet<BlockRef>,
+    live_bytes: u64,
 }
 
-impl Arena {
+impl LeaseArena {
     /// Allocates from a lease.
-    pub fn new(writing: Writing) -> Arena {
-        Arena {
+    pub fn new(writing: LeaseWriter) -> LeaseArena {
+        LeaseArena {
             writing,
             origin: Origin::unique(),
-            made: AtomicU64::new(0),
+            next_generation: AtomicU64::new(0),
             state: Mutex::default(),
         }
     }
 
     /// The lease.
-    pub fn writing(&self) -> &Writing {
+    pub fn writing(&self) -> &LeaseWriter {
         &self.writing
     }
 
@@ -58,7 +58,7 @@ impl Arena {
     ///
     /// # Errors
     /// As [`Writing::commit`].
-    pub fn commit(self) -> Result<Kept, KeptError> {
+    pub fn commit(self) -> Result<RetainedLease, LeaseError> {
         self.writing.commit()
     }
 
@@ -68,41 +68,41 @@ impl Arena {
 }
 
 /// Where a block of a layout starts behind `taken` bytes of `bytes`, and where it ends.
-fn place(taken: u64, bytes: u64, layout: Layout) -> Option<(u64, u64)> {
+fn next_range(taken: u64, bytes: u64, layout: Layout) -> Option<(u64, u64)> {
     let start = taken.checked_next_multiple_of(layout.align() as u64)?;
     let end = start.checked_add(layout.size() as u64)?;
     (end <= bytes).then_some((start, end))
 }
 
-impl DeviceMemoryResource for Arena {
+impl DeviceMemoryResource for LeaseArena {
     fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
         check_request(self.ordinal(), layout, ALIGNMENT, stream)?;
-        let (mut state, asked) = (self.state(), layout.size() as u64);
-        let Some((start, end)) = place(state.taken, self.writing.bytes(), layout) else {
+        let (mut state, requested) = (self.state(), layout.size() as u64);
+        let Some((start, end)) = next_range(state.offset, self.writing.bytes(), layout) else {
             return Err(ResourceError::OverBudget {
                 ordinal: self.ordinal(),
-                asked,
-                used: state.taken,
+                requested,
+                used: state.offset,
                 limit: self.writing.bytes(),
             });
         };
-        state.taken = end;
-        state.live += asked;
+        state.offset = end;
+        state.live_bytes += requested;
         let block = BlockRef {
             address: self.writing.address() + start,
             layout,
             origin: self.origin,
-            generation: self.made.fetch_add(1, Ordering::Relaxed),
+            generation: self.next_generation.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
         };
-        state.owned.insert(block);
+        state.live_blocks.insert(block);
         Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
         let mut state = self.state();
-        state.live -= take_live(&mut state.owned, block)?.bytes();
+        state.live_bytes -= remove_live(&mut state.live_blocks, block)?.bytes();
         Ok(())
     }
 
@@ -117,15 +117,15 @@ impl DeviceMemoryResource for Arena {
     fn bytes_outstanding(&self) -> Outstanding {
         let state = self.state();
         Outstanding {
-            live: state.live,
-            retired: state.taken.saturating_sub(state.live),
+            live: state.live_bytes,
+            retired: state.offset.saturating_sub(state.live_bytes),
         }
     }
 
     fn budget_snapshot(&self) -> Option<BudgetSnapshot> {
         Some(BudgetSnapshot {
             limit: self.writing.bytes(),
-            used: self.state().taken,
+            used: self.state().offset,
         })
     }
 
@@ -143,11 +143,11 @@ mod tests {
     }
 
     #[test]
-    fn blocks_follow_one_another_aligned_and_end_with_the_lease() {
-        assert_eq!(place(0, 100, layout(10, 1)), Some((0, 10)));
-        assert_eq!(place(10, 100, layout(10, 64)), Some((64, 74)));
-        assert_eq!(place(74, 100, layout(26, 2)), Some((74, 100)));
-        assert_eq!(place(74, 100, layout(27, 2)), None);
-        assert_eq!(place(u64::MAX - 1, u64::MAX, layout(1, 64)), None);
+    fn ranges_are_consecutive_aligned_and_within_the_lease() {
+        assert_eq!(next_range(0, 100, layout(10, 1)), Some((0, 10)));
+        assert_eq!(next_range(10, 100, layout(10, 64)), Some((64, 74)));
+        assert_eq!(next_range(74, 100, layout(26, 2)), Some((74, 100)));
+        assert_eq!(next_range(74, 100, layout(27, 2)), None);
+        assert_eq!(next_range(u64::MAX - 1, u64::MAX, layout(1, 64)), None);
     }
 }

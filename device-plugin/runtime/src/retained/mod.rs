@@ -31,16 +31,16 @@ use std::time::{Duration, Instant};
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::{Reason, WireError};
 
-pub use bump::Arena;
+pub use bump::LeaseArena;
 pub use bursar_protocol::wire::kept::{Key, LeaseName};
-pub use lease::{Kept, Writing};
+pub use lease::{LeaseWriter, RetainedLease};
 
-use crate::agent_client::{Agent, Unheard};
-use crate::checksum::{Checksum, ChecksumError};
+use crate::agent_client::{AgentClient, ClientError};
+use crate::checksum::{ChecksumError, DeviceChecksum};
 use crate::driver::{Access, Context, DriverError};
 use crate::error::{CudaError, ErrorClass};
-use lease::{Granted, Mapped};
-use write_lock::{Claim, Title};
+use lease::{GrantedLease, MappedHandle};
+use write_lock::{WriteLock, WriteLockKey};
 
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: i32 = 1;
@@ -49,14 +49,14 @@ const INVALID_VALUE: i32 = 1;
 const INVALID_HANDLE: i32 = 400;
 
 /// How often a lease that another process writes, or an agent that is away, is asked for again.
-const ASK_EVERY: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Why there is no lease.
 #[derive(Debug, thiserror::Error)]
-pub enum KeptError {
+pub enum LeaseError {
     /// A lease cannot be called that.
     #[error("{name:?} is no name of a lease: {source}")]
-    Name {
+    InvalidName {
         /// What was asked for.
         name: String,
         /// Why.
@@ -64,7 +64,7 @@ pub enum KeptError {
     },
     /// Nobody listens where the agent should, or it took too long.
     #[error("asking the agent at {path}: {source}; is this a container with Bursar's GPU memory?")]
-    Agent {
+    AgentUnreachable {
         /// The socket.
         path: String,
         /// Why.
@@ -72,17 +72,17 @@ pub enum KeptError {
     },
     /// The agent does not talk to this process.
     #[error("the agent refused to talk: {0:?}")]
-    Goodbye(Reason),
+    Rejected(Reason),
     /// The agent answered something that is no answer to what it was asked.
     #[error("the agent's answer does not fit the question")]
-    Unexpected,
+    UnexpectedResponse,
     /// The agent said no.
-    #[error("lease {name:?}: {why}")]
+    #[error("lease {name:?}: {reason}")]
     Refused {
         /// The lease's name.
         name: String,
         /// Why.
-        why: KeptRefusal,
+        reason: KeptRefusal,
     },
     /// The content is not what was committed. The lease is discarded: the next open begins it anew.
     #[error("lease {lease}: the content is not what was committed; it is discarded, load it again")]
@@ -104,14 +104,14 @@ pub enum KeptError {
         source: CudaError,
     },
     /// A range that is not inside the lease.
-    #[error("{bytes} bytes at {at} of a lease of {whole} bytes")]
+    #[error("{bytes} bytes at {at} of a lease of {lease_bytes} bytes")]
     OutOfRange {
         /// Where it starts.
         at: u64,
         /// How long it is.
         bytes: u64,
         /// How large the lease is.
-        whole: u64,
+        lease_bytes: u64,
     },
     /// The driver failed.
     #[error(transparent)]
@@ -121,51 +121,55 @@ pub enum KeptError {
     Driver(#[from] DriverError),
 }
 
-impl From<Unheard> for KeptError {
-    fn from(unheard: Unheard) -> KeptError {
+impl From<ClientError> for LeaseError {
+    fn from(unheard: ClientError) -> LeaseError {
         match unheard {
-            Unheard::Away { path, source } => KeptError::Agent { path, source },
-            Unheard::Goodbye(reason) => KeptError::Goodbye(reason),
+            ClientError::Unreachable { path, source } => {
+                LeaseError::AgentUnreachable { path, source }
+            }
+            ClientError::Rejected(reason) => LeaseError::Rejected(reason),
         }
     }
 }
 
-impl From<ChecksumError> for KeptError {
-    fn from(error: ChecksumError) -> KeptError {
+impl From<ChecksumError> for LeaseError {
+    fn from(error: ChecksumError) -> LeaseError {
         match error {
-            ChecksumError::Cuda(error) => KeptError::Cuda(error),
+            ChecksumError::Cuda(error) => LeaseError::Cuda(error),
             // Mappings begin at multiples of the granularity.
-            ChecksumError::Unaligned(_) => KeptError::Unexpected,
+            ChecksumError::Unaligned(_) => LeaseError::UnexpectedResponse,
         }
     }
 }
 
-impl KeptError {
+impl LeaseError {
     /// Whether the same question may be answered otherwise later.
     pub fn retryable(&self) -> bool {
         match self {
-            KeptError::Refused { why, .. } => matches!(
-                why,
+            LeaseError::Refused { reason, .. } => matches!(
+                reason,
                 KeptRefusal::Writing | KeptRefusal::Unavailable | KeptRefusal::Quota { .. }
             ),
-            KeptError::Agent { .. } | KeptError::Corrupt { .. } | KeptError::Lost { .. } => true,
-            KeptError::Goodbye(reason) => *reason == Reason::Busy,
-            KeptError::Cuda(error) | KeptError::Driver(DriverError::Cuda(error)) => {
+            LeaseError::AgentUnreachable { .. }
+            | LeaseError::Corrupt { .. }
+            | LeaseError::Lost { .. } => true,
+            LeaseError::Rejected(reason) => *reason == Reason::Busy,
+            LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => {
                 error.retryable()
             }
-            KeptError::Name { .. }
-            | KeptError::Unexpected
-            | KeptError::OutOfRange { .. }
-            | KeptError::Driver(_) => false,
+            LeaseError::InvalidName { .. }
+            | LeaseError::UnexpectedResponse
+            | LeaseError::OutOfRange { .. }
+            | LeaseError::Driver(_) => false,
         }
     }
 
     /// What follows from it for this process image.
     pub fn class(&self) -> ErrorClass {
         match self {
-            KeptError::Cuda(error) | KeptError::Driver(DriverError::Cuda(error)) => error.class(),
-            KeptError::Refused {
-                why: KeptRefusal::Quota { .. },
+            LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => error.class(),
+            LeaseError::Refused {
+                reason: KeptRefusal::Quota { .. },
                 ..
             } => ErrorClass::OutOfMemory,
             other if other.retryable() => ErrorClass::NotReady,
@@ -174,12 +178,12 @@ impl KeptError {
     }
 
     /// Whether waiting for another process or for the agent is what would help.
-    fn passes(&self) -> bool {
+    fn is_transient(&self) -> bool {
         match self {
-            KeptError::Refused { why, .. } => {
-                matches!(why, KeptRefusal::Writing | KeptRefusal::Unavailable)
+            LeaseError::Refused { reason, .. } => {
+                matches!(reason, KeptRefusal::Writing | KeptRefusal::Unavailable)
             }
-            KeptError::Agent { .. } => true,
+            LeaseError::AgentUnreachable { .. } => true,
             _ => false,
         }
     }
@@ -187,38 +191,38 @@ impl KeptError {
 
 /// A lease that was asked for.
 #[derive(Debug)]
-pub enum Opened {
+pub enum LeaseState {
     /// It is there, and is what was committed.
-    Ready(Kept),
+    Ready(RetainedLease),
     /// It is new, and this process's to write.
-    Writing(Writing),
+    Writing(LeaseWriter),
 }
 
 /// Where a process opens leases of one GPU: the agent, and a context to map them in.
 #[derive(Clone, Debug)]
-pub struct Shelf(Arc<Inner>);
+pub struct LeaseClient(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     context: Context,
-    agent: Agent,
+    agent: AgentClient,
     /// Loaded when something is verified first.
-    checksum: Mutex<Option<Checksum>>,
+    checksum: Mutex<Option<DeviceChecksum>>,
 }
 
-impl Shelf {
+impl LeaseClient {
     /// Leases of a context's GPU, of the agent that serves this container.
-    pub fn new(context: &Context) -> Shelf {
-        Shelf::of(context, Agent::of_this_container())
+    pub fn new(context: &Context) -> LeaseClient {
+        LeaseClient::with_agent(context, AgentClient::in_container())
     }
 
     /// The same, of an agent that listens elsewhere.
-    pub fn at(context: &Context, socket: &Path) -> Shelf {
-        Shelf::of(context, Agent::at(socket))
+    pub fn with_socket(context: &Context, socket: &Path) -> LeaseClient {
+        LeaseClient::with_agent(context, AgentClient::with_socket(socket))
     }
 
-    fn of(context: &Context, agent: Agent) -> Shelf {
-        Shelf(Arc::new(Inner {
+    fn with_agent(context: &Context, agent: AgentClient) -> LeaseClient {
+        LeaseClient(Arc::new(Inner {
             context: context.clone(),
             agent,
             checksum: Mutex::new(None),
@@ -236,10 +240,15 @@ impl Shelf {
     /// # Errors
     /// [`KeptRefusal::Missing`] where there is none, [`KeptError::Corrupt`] where it is not what was committed,
     /// [`KeptError::Lost`] where its memory is no more, and others.
-    pub fn find(&self, name: &str, key: &Key, patience: Duration) -> Result<Kept, KeptError> {
-        match self.ask(name, key, 0, patience)?.0 {
-            Granted::Ready { memory, checksum } => self.verified(memory, checksum),
-            Granted::Writing { .. } => Err(KeptError::Unexpected),
+    pub fn find(
+        &self,
+        name: &str,
+        key: &Key,
+        timeout: Duration,
+    ) -> Result<RetainedLease, LeaseError> {
+        match self.request(name, key, 0, timeout)?.0 {
+            GrantedLease::Ready { memory, checksum } => self.verify(memory, checksum),
+            GrantedLease::Writing { .. } => Err(LeaseError::UnexpectedResponse),
         }
     }
 
@@ -253,48 +262,48 @@ impl Shelf {
         name: &str,
         key: &Key,
         bytes: u64,
-        patience: Duration,
-    ) -> Result<Opened, KeptError> {
-        let since = Instant::now();
+        timeout: Duration,
+    ) -> Result<LeaseState, LeaseError> {
+        let start = Instant::now();
         loop {
-            let left = patience.saturating_sub(since.elapsed());
-            let ready = match self.ask(name, key, bytes.max(1), left) {
-                Ok((Granted::Writing { memory, token }, claim)) => {
-                    let writing = Writing::new(self.clone(), memory, token, claim);
+            let remaining = timeout.saturating_sub(start.elapsed());
+            let ready = match self.request(name, key, bytes.max(1), remaining) {
+                Ok((GrantedLease::Writing { memory, token }, write_lock)) => {
+                    let writing = LeaseWriter::new(self.clone(), memory, token, write_lock);
                     // One that is too small is discarded.
                     return (writing.bytes() >= bytes)
-                        .then_some(Opened::Writing(writing))
-                        .ok_or(KeptError::Unexpected);
+                        .then_some(LeaseState::Writing(writing))
+                        .ok_or(LeaseError::UnexpectedResponse);
                 }
-                Ok((Granted::Ready { memory, checksum }, _)) => self.verified(memory, checksum),
+                Ok((GrantedLease::Ready { memory, checksum }, _)) => self.verify(memory, checksum),
                 Err(error) => Err(error),
             };
             match ready {
                 // It is discarded: the next question begins it anew.
-                Err(KeptError::Corrupt { .. } | KeptError::Lost { .. })
-                    if since.elapsed() < patience => {}
-                done => return done.map(Opened::Ready),
+                Err(LeaseError::Corrupt { .. } | LeaseError::Lost { .. })
+                    if start.elapsed() < timeout => {}
+                done => return done.map(LeaseState::Ready),
             }
         }
     }
 
-    fn ask(
+    fn request(
         &self,
         name: &str,
         key: &Key,
         bytes: u64,
-        patience: Duration,
-    ) -> Result<(Granted, Option<Claim>), KeptError> {
-        let since = Instant::now();
+        timeout: Duration,
+    ) -> Result<(GrantedLease, Option<WriteLock>), LeaseError> {
+        let start = Instant::now();
         let lease_name =
-            LeaseName::try_from(name.to_owned()).map_err(|source| KeptError::Name {
+            LeaseName::try_from(name.to_owned()).map_err(|source| LeaseError::InvalidName {
                 name: name.to_owned(),
                 source,
             })?;
         loop {
-            match self.ask_once(&lease_name, key, bytes) {
-                Err(error) if error.passes() && since.elapsed() + ASK_EVERY < patience => {
-                    std::thread::sleep(ASK_EVERY);
+            match self.request_once(&lease_name, key, bytes) {
+                Err(error) if error.is_transient() && start.elapsed() + POLL_INTERVAL < timeout => {
+                    std::thread::sleep(POLL_INTERVAL);
                 }
                 done => return done,
             }
@@ -302,71 +311,80 @@ impl Shelf {
     }
 
     /// Who may have to write what is asked for has claimed it.
-    fn ask_once(
+    fn request_once(
         &self,
         name: &LeaseName,
         key: &Key,
         bytes: u64,
-    ) -> Result<(Granted, Option<Claim>), KeptError> {
+    ) -> Result<(GrantedLease, Option<WriteLock>), LeaseError> {
         let context = &self.0.context;
-        let refused = |why| KeptError::Refused {
+        let refused = |reason| LeaseError::Refused {
             name: name.as_str().to_owned(),
-            why,
+            reason,
         };
-        let claim = match bytes {
+        let write_lock = match bytes {
             0 => None,
             _ => {
-                let title = Title {
+                let lock_key = WriteLockKey {
                     agent: self.0.agent.socket().to_owned(),
                     gpu: context.uuid(),
                     name: name.clone(),
                     key: *key,
                 };
-                Some(Claim::of(title).ok_or_else(|| refused(KeptRefusal::Writing))?)
+                Some(
+                    WriteLock::try_acquire(lock_key)
+                        .ok_or_else(|| refused(KeptRefusal::Writing))?,
+                )
             }
         };
-        let map = |fd, bytes| Mapped::of(context, &fd, bytes, Access::ReadWrite);
+        let map = |fd, bytes| MappedHandle::map(context, &fd, bytes, Access::ReadWrite);
         let opened = request::open(&self.0.agent, context.uuid(), name, key, bytes, map);
-        let (answer, fd, made) = opened?;
+        let (answer, fd, premapped) = opened?;
         match answer {
-            KeptAnswer::Refused(why) => Err(refused(why)),
+            KeptAnswer::Refused(reason) => Err(refused(reason)),
             granted => {
-                let made = made.transpose();
-                let given = made.and_then(|made| Granted::of(context, granted, fd, made));
-                match (&given, granted) {
+                let premapped = premapped.transpose();
+                let result = premapped.and_then(|premapped| {
+                    GrantedLease::from_response(context, granted, fd, premapped)
+                });
+                match (&result, granted) {
                     // It is this process's to write, and cannot be.
                     (Err(_), KeptAnswer::Write { lease, .. }) => drop(self.discard(lease)),
-                    (Err(KeptError::Cuda(source)), KeptAnswer::Ready { lease, .. })
-                        if is_no_memory(source) =>
+                    (Err(LeaseError::Cuda(source)), KeptAnswer::Ready { lease, .. })
+                        if is_not_device_memory(source) =>
                     {
                         self.discard(lease)?;
                         let source = *source;
-                        return Err(KeptError::Lost { lease, source });
+                        return Err(LeaseError::Lost { lease, source });
                     }
                     _ => {}
                 }
-                Ok((given?, claim))
+                Ok((result?, write_lock))
             }
         }
     }
 
     /// A lease whose content is what was committed; discards one that is not.
-    fn verified(&self, memory: lease::Memory, committed: u64) -> Result<Kept, KeptError> {
+    fn verify(
+        &self,
+        memory: lease::LeaseMemory,
+        committed: u64,
+    ) -> Result<RetainedLease, LeaseError> {
         let found = self.checksum_of(&memory)?;
         let lease = memory.lease;
         if found != committed {
             drop(memory);
             self.discard(lease)?;
-            return Err(KeptError::Corrupt {
+            return Err(LeaseError::Corrupt {
                 lease,
                 committed,
                 found,
             });
         }
-        Ok(Kept::new(self.clone(), memory))
+        Ok(RetainedLease::new(self.clone(), memory))
     }
 
-    fn checksum_of(&self, memory: &lease::Memory) -> Result<u64, KeptError> {
+    fn checksum_of(&self, memory: &lease::LeaseMemory) -> Result<u64, LeaseError> {
         let mut loaded = self
             .0
             .checksum
@@ -374,32 +392,32 @@ impl Shelf {
             .unwrap_or_else(PoisonError::into_inner);
         let checksum = match &mut *loaded {
             Some(checksum) => checksum,
-            empty => empty.insert(Checksum::new(&self.0.context)?),
+            empty => empty.insert(DeviceChecksum::new(&self.0.context)?),
         };
         let stream = self.0.context.default_stream();
         Ok(checksum.of(memory.address(), memory.bytes(), &stream)?)
     }
 
-    fn discard(&self, lease: u64) -> Result<(), KeptError> {
+    fn discard(&self, lease: u64) -> Result<(), LeaseError> {
         let version = bursar_protocol::VERSION;
-        match request::ask(&self.0.agent, KeptQuestion::Discard { version, lease })? {
+        match request::request(&self.0.agent, KeptQuestion::Discard { version, lease })? {
             // A lease that somebody else discarded is as gone.
             KeptAnswer::Discarded | KeptAnswer::Refused(KeptRefusal::Missing) => Ok(()),
-            KeptAnswer::Refused(why) => Err(refused(lease, why)),
-            _ => Err(KeptError::Unexpected),
+            KeptAnswer::Refused(reason) => Err(refused(lease, reason)),
+            _ => Err(LeaseError::UnexpectedResponse),
         }
     }
 }
 
 /// Whether the driver says of a descriptor that it is no memory.
-fn is_no_memory(error: &CudaError) -> bool {
+fn is_not_device_memory(error: &CudaError) -> bool {
     error.call == "cuMemImportFromShareableHandle"
         && matches!(error.code, INVALID_VALUE | INVALID_HANDLE)
 }
 
-fn refused(lease: u64, why: KeptRefusal) -> KeptError {
-    KeptError::Refused {
+fn refused(lease: u64, reason: KeptRefusal) -> LeaseError {
+    LeaseError::Refused {
         name: lease.to_string(),
-        why,
+        reason,
     }
 }

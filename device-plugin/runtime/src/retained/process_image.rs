@@ -16,14 +16,14 @@ use bursar_protocol::checksum;
 const AT_RANDOM: u64 = 25;
 
 /// This image's number.
-pub(super) fn image() -> u64 {
+pub(super) fn process_image_id() -> u64 {
     static IMAGE: OnceLock<u64> = OnceLock::new();
     let drawn = || RandomState::new().hash_one(std::process::id());
-    *IMAGE.get_or_init(|| given().unwrap_or_else(drawn))
+    *IMAGE.get_or_init(|| auxv_random_digest().unwrap_or_else(drawn))
 }
 
 /// None where this process may not read its own `/proc`.
-fn given() -> Option<u64> {
+fn auxv_random_digest() -> Option<u64> {
     let vector = std::fs::read("/proc/self/auxv").ok()?;
     let (words, _) = vector.as_chunks::<8>();
     let (pairs, _) = words.as_chunks::<2>();
@@ -51,7 +51,8 @@ mod tests {
     /// This test, in an image that says its number; the one that is not the last is followed by it.
     fn next(is_last: bool) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
-        let this = "retained::process_image::tests::copies_of_the_library_in_a_process_agree_and_an_exec_changes_it";
+        let this =
+            "retained::process_image::tests::id_is_shared_by_library_copies_and_changed_by_exec";
         command
             .args(["--exact", this, "--nocapture"])
             .env(LAST, is_last.to_string());
@@ -59,10 +60,10 @@ mod tests {
     }
 
     #[test]
-    fn copies_of_the_library_in_a_process_agree_and_an_exec_changes_it() {
+    fn id_is_shared_by_library_copies_and_changed_by_exec() {
         // Another copy has none of this one's statics.
-        assert_eq!(Some(image()), given());
-        println!("\nimage {} {}", std::process::id(), image());
+        assert_eq!(Some(process_image_id()), auxv_random_digest());
+        println!("\nimage {} {}", std::process::id(), process_image_id());
         match std::env::var(LAST).as_deref() {
             Ok("true") => {}
             Ok(_) => panic!("{}", next(true).exec()),

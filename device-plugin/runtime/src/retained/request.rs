@@ -7,25 +7,25 @@ use bursar_protocol::VERSION;
 use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, Key, LeaseName};
 use bursar_protocol::wire::{Reason, ToAgent, ToShim};
 
-use super::KeptError;
-use super::process_image::image;
-use crate::agent_client::{Agent, by_name};
+use super::LeaseError;
+use super::process_image::process_image_id;
+use crate::agent_client::{AgentClient, with_gpu_or_mig_account};
 use crate::driver::GpuUuid;
 
 /// Asks for a lease of a GPU. What is made is handed to `map` while the agent still makes sure that it will be kept:
 /// what that comes to is to be used only with an answer.
 pub(super) fn open<M>(
-    agent: &Agent,
+    agent: &AgentClient,
     gpu: GpuUuid,
     name: &LeaseName,
     key: &Key,
     bytes: u64,
     map: impl Fn(OwnedFd, u64) -> M,
-) -> Result<(KeptAnswer, Option<OwnedFd>, Option<M>), KeptError> {
+) -> Result<(KeptAnswer, Option<OwnedFd>, Option<M>), LeaseError> {
     let open = |account| {
-        let stream = agent.say(&ToAgent::Kept(KeptQuestion::Open {
+        let stream = agent.send(&ToAgent::Kept(KeptQuestion::Open {
             version: VERSION,
-            image: image(),
+            image: process_image_id(),
             account,
             name: name.clone(),
             key: *key,
@@ -34,26 +34,32 @@ pub(super) fn open<M>(
         match hear(agent, &stream)? {
             (KeptAnswer::Made { bytes }, Some(fd)) => {
                 let mapped = map(fd, bytes);
-                let (answer, fd) = hear(agent, &stream)?;
-                Ok((answer, fd, Some(mapped)))
+                let (result, fd) = hear(agent, &stream)?;
+                Ok((result, fd, Some(mapped)))
             }
-            (answer, fd) => Ok((answer, fd, None)),
+            (result, fd) => Ok((result, fd, None)),
         }
     };
-    by_name(gpu, open, |error| {
-        matches!(error, KeptError::Goodbye(Reason::Account))
+    with_gpu_or_mig_account(gpu, open, |error| {
+        matches!(error, LeaseError::Rejected(Reason::Account))
     })
 }
 
 /// Asks what is answered in one message without a descriptor.
-pub(super) fn ask(agent: &Agent, question: KeptQuestion) -> Result<KeptAnswer, KeptError> {
-    let stream = agent.say(&ToAgent::Kept(question))?;
+pub(super) fn request(
+    agent: &AgentClient,
+    question: KeptQuestion,
+) -> Result<KeptAnswer, LeaseError> {
+    let stream = agent.send(&ToAgent::Kept(question))?;
     Ok(hear(agent, &stream)?.0)
 }
 
-fn hear(agent: &Agent, stream: &UnixStream) -> Result<(KeptAnswer, Option<OwnedFd>), KeptError> {
-    match agent.hear(stream)? {
-        (ToShim::Kept(answer), fd) => Ok((answer, fd)),
-        _ => Err(KeptError::Unexpected),
+fn hear(
+    agent: &AgentClient,
+    stream: &UnixStream,
+) -> Result<(KeptAnswer, Option<OwnedFd>), LeaseError> {
+    match agent.recv(stream)? {
+        (ToShim::Kept(result), fd) => Ok((result, fd)),
+        _ => Err(LeaseError::UnexpectedResponse),
     }
 }

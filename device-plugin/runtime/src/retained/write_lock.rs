@@ -12,34 +12,34 @@ use crate::driver::GpuUuid;
 
 /// What a lease is found by, and who is asked for it.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Title {
+pub(super) struct WriteLockKey {
     pub(super) agent: PathBuf,
     pub(super) gpu: GpuUuid,
     pub(super) name: LeaseName,
     pub(super) key: Key,
 }
 
-static CLAIMED: Mutex<BTreeSet<Title>> = Mutex::new(BTreeSet::new());
+static LOCKED: Mutex<BTreeSet<WriteLockKey>> = Mutex::new(BTreeSet::new());
 
 /// That a title is somebody's of this process, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Claim(Title);
+pub(super) struct WriteLock(WriteLockKey);
 
-impl Claim {
+impl WriteLock {
     /// A title, if it is nobody's.
-    pub(super) fn of(title: Title) -> Option<Claim> {
-        claimed().insert(title.clone()).then(|| Claim(title))
+    pub(super) fn try_acquire(key: WriteLockKey) -> Option<WriteLock> {
+        locked().insert(key.clone()).then(|| WriteLock(key))
     }
 }
 
-impl Drop for Claim {
+impl Drop for WriteLock {
     fn drop(&mut self) {
-        claimed().remove(&self.0);
+        locked().remove(&self.0);
     }
 }
 
-fn claimed() -> MutexGuard<'static, BTreeSet<Title>> {
-    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner)
+fn locked() -> MutexGuard<'static, BTreeSet<WriteLockKey>> {
+    LOCKED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
@@ -47,17 +47,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_title_is_one_threads_until_that_lets_go_of_it() {
-        let title = |key: u8| Title {
+    fn write_lock_is_exclusive_until_dropped() {
+        let key = |key: u8| WriteLockKey {
             agent: PathBuf::from("/run/agent.sock"),
             gpu: GpuUuid::from_bytes([1; 16]),
             name: LeaseName::try_from("weights".to_owned()).unwrap(),
             key: [key; 32],
         };
-        let first = Claim::of(title(1));
-        assert!(first.is_some() && Claim::of(title(1)).is_none());
-        assert!(Claim::of(title(2)).is_some());
+        let first = WriteLock::try_acquire(key(1));
+        assert!(first.is_some() && WriteLock::try_acquire(key(1)).is_none());
+        assert!(WriteLock::try_acquire(key(2)).is_some());
         drop(first);
-        assert!(Claim::of(title(1)).is_some());
+        assert!(WriteLock::try_acquire(key(1)).is_some());
     }
 }

@@ -19,29 +19,29 @@ use crate::resource::{Block, BlockRef, BlockUse, Outstanding, Reaped};
 
 /// A live block.
 #[derive(Debug)]
-struct Live<P> {
+struct LiveBlock<P> {
     block: BlockRef,
     /// The stream that it was allocated in.
-    home: Stream,
+    alloc_stream: Stream,
     /// Behind the last use in each other stream, and that use's number.
     uses: Vec<(StreamKey, u64, Event)>,
     /// Uses that were prepared and not finished.
-    open: u32,
+    open_uses: u32,
     payload: P,
 }
 
-impl<P> Live<P> {
+impl<P> LiveBlock<P> {
     /// Keeps the later of two uses in a stream; the event that nobody needs any more.
-    fn note(&mut self, stream: StreamKey, number: u64, mark: Event) -> Option<Event> {
-        let known = self.uses.iter_mut().find(|(of, ..)| *of == stream);
-        match known {
-            Some((_, later, _)) if number < *later => Some(mark),
+    fn record_use(&mut self, stream: StreamKey, sequence: u64, recorded: Event) -> Option<Event> {
+        let existing = self.uses.iter_mut().find(|(of, ..)| *of == stream);
+        match existing {
+            Some((_, later, _)) if sequence < *later => Some(recorded),
             Some((_, last, event)) => {
-                *last = number;
-                Some(std::mem::replace(event, mark))
+                *last = sequence;
+                Some(std::mem::replace(event, recorded))
             }
             None => {
-                self.uses.push((stream, number, mark));
+                self.uses.push((stream, sequence, recorded));
                 None
             }
         }
@@ -50,104 +50,108 @@ impl<P> Live<P> {
 
 /// A block that was freed, and whose memory has not been given back.
 #[derive(Debug)]
-pub(crate) struct Retired<P> {
+pub(crate) struct RetiredBlock<P> {
     pub(crate) block: BlockRef,
     /// The stream that the free is in the order of.
     pub(crate) stream: Stream,
     /// What the free's stream has yet to be ordered behind: uses, and the allocation where it was in another stream.
     uses: Vec<(StreamKey, u64, Event)>,
-    home: Option<Stream>,
+    alloc_stream: Option<Stream>,
     /// Frees of one stream end in the order of their numbers.
-    number: u64,
+    sequence: u64,
     /// The free is in the stream's order.
-    freed: bool,
+    free_submitted: bool,
     /// Behind the free.
-    done: Option<Event>,
+    done_event: Option<Event>,
     pub(crate) payload: P,
 }
 
 #[derive(Debug)]
-struct Blocks<P> {
-    live: HashMap<u64, Live<P>>,
-    retired: HashMap<u64, Retired<P>>,
+struct State<P> {
+    live: HashMap<u64, LiveBlock<P>>,
+    retired: HashMap<u64, RetiredBlock<P>>,
     /// Retired blocks that somebody is freeing or reaping now.
-    leaving: HashSet<u64>,
+    in_progress: HashSet<u64>,
     live_bytes: u64,
     retired_bytes: u64,
     /// Events that nobody needs any more.
-    spare: Vec<Event>,
+    spare_events: Vec<Event>,
 }
 
 /// The blocks of a resource that tracks their uses, each with what the resource keeps beside it.
 #[derive(Debug)]
-pub(crate) struct Tracking<P> {
+pub(crate) struct BlockUses<P> {
     context: Context,
     /// Numbers uses and frees: who has the higher number comes behind whatever was submitted before the lower was taken.
-    numbers: AtomicU64,
-    blocks: Mutex<Blocks<P>>,
+    next_sequence: AtomicU64,
+    blocks: Mutex<State<P>>,
 }
 
 /// More events than this are not kept.
-const SPARE: usize = 256;
+const MAX_SPARE_EVENTS: usize = 256;
 
-impl<P> Tracking<P> {
+impl<P> BlockUses<P> {
     pub(crate) fn new(context: &Context) -> Self {
-        Tracking {
+        BlockUses {
             context: context.clone(),
-            numbers: AtomicU64::new(0),
-            blocks: Mutex::new(Blocks {
+            next_sequence: AtomicU64::new(0),
+            blocks: Mutex::new(State {
                 live: HashMap::new(),
                 retired: HashMap::new(),
-                leaving: HashSet::new(),
+                in_progress: HashSet::new(),
                 live_bytes: 0,
                 retired_bytes: 0,
-                spare: Vec::new(),
+                spare_events: Vec::new(),
             }),
         }
     }
 
-    fn blocks(&self) -> MutexGuard<'_, Blocks<P>> {
+    fn blocks(&self) -> MutexGuard<'_, State<P>> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn number(&self) -> u64 {
-        self.numbers.fetch_add(1, Ordering::AcqRel)
+    fn take_sequence(&self) -> u64 {
+        self.next_sequence.fetch_add(1, Ordering::AcqRel)
     }
 
     /// An event behind what a stream has to do now.
-    fn mark(&self, stream: &Stream) -> Result<Event, CudaError> {
-        let spare = self.blocks().spare.pop();
+    fn record_event(&self, stream: &Stream) -> Result<Event, CudaError> {
+        let spare = self.blocks().spare_events.pop();
         let event = spare.map_or_else(|| self.context.event(), Ok)?;
         event.record(stream)?;
         Ok(event)
     }
 
-    fn keep(&self, events: impl IntoIterator<Item = Event>) {
-        let spare = &mut self.blocks().spare;
-        spare.extend(events.into_iter().take(SPARE.saturating_sub(spare.len())));
+    fn recycle_events(&self, events: impl IntoIterator<Item = Event>) {
+        let spare = &mut self.blocks().spare_events;
+        spare.extend(
+            events
+                .into_iter()
+                .take(MAX_SPARE_EVENTS.saturating_sub(spare.len())),
+        );
     }
 
     /// A block was made.
-    pub(crate) fn begin(&self, block: BlockRef, home: &Stream, payload: P) {
+    pub(crate) fn insert(&self, block: BlockRef, alloc_stream: &Stream, payload: P) {
         let mut blocks = self.blocks();
         blocks.live_bytes += block.bytes();
-        let live = Live {
+        let live = LiveBlock {
             block,
-            home: home.clone(),
+            alloc_stream: alloc_stream.clone(),
             uses: Vec::new(),
-            open: 0,
+            open_uses: 0,
             payload,
         };
         blocks.live.insert(block.generation, live);
     }
 
     /// Looks at what is kept beside a live block.
-    pub(crate) fn with<T>(
+    pub(crate) fn with_payload<T>(
         &self,
         block: BlockRef,
-        look: impl FnOnce(&P) -> T,
+        read: impl FnOnce(&P) -> T,
     ) -> Result<T, ResourceError> {
-        self.change(block, |live| look(&live.payload))
+        self.with_live(block, |live| read(&live.payload))
     }
 
     /// Orders a stream behind a block's allocation, and opens a use.
@@ -156,14 +160,16 @@ impl<P> Tracking<P> {
         block: BlockRef,
         stream: &Stream,
     ) -> Result<BlockUse, ResourceError> {
-        let home = self.change(block, |live| {
-            live.open += 1;
-            (live.home.key() != stream.key()).then(|| live.home.clone())
+        let alloc_stream = self.with_live(block, |live| {
+            live.open_uses += 1;
+            (live.alloc_stream.key() != stream.key()).then(|| live.alloc_stream.clone())
         })?;
-        if let Some(home) = home {
-            let ordered = self.order(stream, &home);
+        if let Some(alloc_stream) = alloc_stream {
+            let ordered = self.order_after(stream, &alloc_stream);
             if let Err(error) = ordered {
-                self.change(block, |live| live.open = live.open.saturating_sub(1))?;
+                self.with_live(block, |live| {
+                    live.open_uses = live.open_uses.saturating_sub(1)
+                })?;
                 return Err(error.into());
             }
         }
@@ -184,22 +190,26 @@ impl<P> Tracking<P> {
             Err(ResourceError::Cuda(_)) => stream.synchronize()?,
             other => other?,
         }
-        self.change(used.block, |live| live.open = live.open.saturating_sub(1))
+        self.with_live(used.block, |live| {
+            live.open_uses = live.open_uses.saturating_sub(1)
+        })
     }
 
     /// Notes a use by what is in a stream now.
     pub(crate) fn record(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
-        let number = self.number();
-        let mark = self.mark(stream)?;
-        let old = self.change(block, |live| live.note(stream.key(), number, mark))?;
-        self.keep(old);
+        let sequence = self.take_sequence();
+        let recorded = self.record_event(stream)?;
+        let old = self.with_live(block, |live| {
+            live.record_use(stream.key(), sequence, recorded)
+        })?;
+        self.recycle_events(old);
         Ok(())
     }
 
-    fn change<T>(
+    fn with_live<T>(
         &self,
         block: BlockRef,
-        change: impl FnOnce(&mut Live<P>) -> T,
+        change: impl FnOnce(&mut LiveBlock<P>) -> T,
     ) -> Result<T, ResourceError> {
         let mut blocks = self.blocks();
         let live = blocks
@@ -209,44 +219,44 @@ impl<P> Tracking<P> {
         live.map(change).ok_or(stale(block))
     }
 
-    fn order(&self, stream: &Stream, behind: &Stream) -> Result<(), CudaError> {
-        let mark = self.mark(behind)?;
-        stream.wait(&mark)?;
+    fn order_after(&self, stream: &Stream, behind: &Stream) -> Result<(), CudaError> {
+        let recorded = self.record_event(behind)?;
+        stream.wait(&recorded)?;
         // A wait keeps to what the event was when it was called.
-        self.keep([mark]);
+        self.recycle_events([recorded]);
         Ok(())
     }
 
     /// Ends a block: it is retired, and a stream ordered behind all of its uses; then `free` is called, which puts the
     /// free into the stream's order. Where something fails the block stays retired, and is tried again by `reap`.
-    pub(crate) fn end(
+    pub(crate) fn retire(
         &self,
         block: Block,
         stream: &Stream,
-        free: impl FnOnce(&Retired<P>) -> Result<(), CudaError>,
+        free: impl FnOnce(&RetiredBlock<P>) -> Result<(), CudaError>,
     ) -> Result<(), FreeError> {
         let bytes = block.bytes();
-        match self.retire(block.as_ref(), stream, free) {
+        match self.try_retire(block.as_ref(), stream, free) {
             Ok(Ok(())) => Ok(()),
             Ok(Err(source)) => Err(FreeError::Retired { bytes, source }),
-            Err(why) => Err(FreeError::Refused { block, why }),
+            Err(reason) => Err(FreeError::Refused { block, reason }),
         }
     }
 
-    fn retire(
+    fn try_retire(
         &self,
         block: BlockRef,
         stream: &Stream,
-        free: impl FnOnce(&Retired<P>) -> Result<(), CudaError>,
+        free: impl FnOnce(&RetiredBlock<P>) -> Result<(), CudaError>,
     ) -> Result<Result<(), CudaError>, ResourceError> {
         let live = {
             let mut blocks = self.blocks();
             let generation = block.generation;
             match blocks.live.get(&generation) {
                 Some(live) if live.block != block => return Err(stale(block)),
-                Some(Live { open: 0, .. }) => {}
+                Some(LiveBlock { open_uses: 0, .. }) => {}
                 Some(live) => {
-                    let uses = live.open;
+                    let uses = live.open_uses;
                     return Err(ResourceError::InUse { generation, uses });
                 }
                 None => return Err(stale(block)),
@@ -254,116 +264,119 @@ impl<P> Tracking<P> {
             let live = blocks.live.remove(&generation).ok_or(stale(block))?;
             blocks.live_bytes -= block.bytes();
             blocks.retired_bytes += block.bytes();
-            blocks.leaving.insert(generation);
+            blocks.in_progress.insert(generation);
             live
         };
-        let mut retired = Retired {
+        let mut retired = RetiredBlock {
             block,
             stream: stream.clone(),
             uses: live.uses,
-            home: (live.home.key() != stream.key()).then_some(live.home),
-            number: self.number(),
-            freed: false,
-            done: None,
+            alloc_stream: (live.alloc_stream.key() != stream.key()).then_some(live.alloc_stream),
+            sequence: self.take_sequence(),
+            free_submitted: false,
+            done_event: None,
             payload: live.payload,
         };
-        let answer = self.advance(&mut retired, free);
+        let result = self.submit_free(&mut retired, free);
         let mut blocks = self.blocks();
-        blocks.leaving.remove(&block.generation);
+        blocks.in_progress.remove(&block.generation);
         blocks.retired.insert(block.generation, retired);
-        Ok(answer)
+        Ok(result)
     }
 
     /// Gives back retired blocks whose work is done: `free` is as for [`Tracking::end`], where that failed; `gone` gives
     /// back what is kept beside a block. A block that fails stays retired.
     pub(crate) fn reap(
         &self,
-        free: impl Fn(&Retired<P>) -> Result<(), CudaError>,
-        gone: impl Fn(&mut Retired<P>) -> Result<(), CudaError>,
+        free: impl Fn(&RetiredBlock<P>) -> Result<(), CudaError>,
+        release: impl Fn(&mut RetiredBlock<P>) -> Result<(), CudaError>,
     ) -> Result<Reaped, ResourceError> {
-        let tried = {
+        let entries = {
             let mut blocks = self.blocks();
             let all = std::mem::take(&mut blocks.retired);
-            blocks.leaving.extend(all.keys());
+            blocks.in_progress.extend(all.keys());
             let mut all: Vec<_> = all.into_values().collect();
-            all.sort_unstable_by_key(|one| one.number);
+            all.sort_unstable_by_key(|entry| entry.sequence);
             all
         };
-        let (mut busy, mut left, mut events, mut answer, mut freed) =
+        let (mut busy, mut remaining, mut events, mut result, mut freed) =
             (HashSet::new(), Vec::new(), Vec::new(), Ok(()), 0);
-        for mut one in tried {
-            let done = match self.look(&mut one, &mut busy, &free) {
-                Ok(true) => gone(&mut one).map(|()| true),
+        for mut entry in entries {
+            let done = match self.poll_done(&mut entry, &mut busy, &free) {
+                Ok(true) => release(&mut entry).map(|()| true),
                 other => other,
             };
             match done {
                 Ok(true) => {
-                    freed += one.block.bytes();
+                    freed += entry.block.bytes();
                     let mut blocks = self.blocks();
-                    blocks.leaving.remove(&one.block.generation);
-                    blocks.retired_bytes -= one.block.bytes();
+                    blocks.in_progress.remove(&entry.block.generation);
+                    blocks.retired_bytes -= entry.block.bytes();
                     drop(blocks);
-                    events.extend(one.done);
+                    events.extend(entry.done_event);
                 }
-                Ok(false) => left.push(one),
+                Ok(false) => remaining.push(entry),
                 Err(error) => {
-                    answer = Err(error);
-                    left.push(one);
+                    result = Err(error);
+                    remaining.push(entry);
                 }
             }
         }
-        self.keep(events);
+        self.recycle_events(events);
         let mut blocks = self.blocks();
-        for one in left {
-            blocks.leaving.remove(&one.block.generation);
-            blocks.retired.insert(one.block.generation, one);
+        for entry in remaining {
+            blocks.in_progress.remove(&entry.block.generation);
+            blocks.retired.insert(entry.block.generation, entry);
         }
         let pending = blocks.retired_bytes;
         drop(blocks);
-        answer?;
+        result?;
         Ok(Reaped { freed, pending })
     }
 
     /// Puts a free behind all uses into its stream's order, as far as that was not done before.
-    fn advance(
+    fn submit_free(
         &self,
-        one: &mut Retired<P>,
-        free: impl FnOnce(&Retired<P>) -> Result<(), CudaError>,
+        entry: &mut RetiredBlock<P>,
+        free: impl FnOnce(&RetiredBlock<P>) -> Result<(), CudaError>,
     ) -> Result<(), CudaError> {
-        while let Some((of, _, event)) = one.uses.last() {
-            if *of != one.stream.key() {
-                one.stream.wait(event)?;
+        while let Some((of, _, event)) = entry.uses.last() {
+            if *of != entry.stream.key() {
+                entry.stream.wait(event)?;
             }
-            self.keep(one.uses.pop().map(|(.., event)| event));
+            self.recycle_events(entry.uses.pop().map(|(.., event)| event));
         }
-        if let Some(home) = &one.home {
-            self.order(&one.stream, home)?;
-            one.home = None;
+        if let Some(alloc_stream) = &entry.alloc_stream {
+            self.order_after(&entry.stream, alloc_stream)?;
+            entry.alloc_stream = None;
         }
-        if !one.freed {
-            free(one)?;
-            one.freed = true;
+        if !entry.free_submitted {
+            free(entry)?;
+            entry.free_submitted = true;
         }
-        if one.done.is_none() {
-            one.done = Some(self.mark(&one.stream)?);
+        if entry.done_event.is_none() {
+            entry.done_event = Some(self.record_event(&entry.stream)?);
         }
         Ok(())
     }
 
     /// Whether a retired block's work is done. Work in one stream ends in its order, so a stream is asked until it is busy.
-    fn look(
+    fn poll_done(
         &self,
-        one: &mut Retired<P>,
+        entry: &mut RetiredBlock<P>,
         busy: &mut HashSet<StreamKey>,
-        free: impl FnOnce(&Retired<P>) -> Result<(), CudaError>,
+        free: impl FnOnce(&RetiredBlock<P>) -> Result<(), CudaError>,
     ) -> Result<bool, CudaError> {
-        if busy.contains(&one.stream.key()) {
+        if busy.contains(&entry.stream.key()) {
             return Ok(false);
         }
-        self.advance(one, free)?;
-        let done = one.done.as_ref().map_or(Ok(false), Event::is_done)?;
+        self.submit_free(entry, free)?;
+        let done = entry
+            .done_event
+            .as_ref()
+            .map_or(Ok(false), Event::is_done)?;
         if !done {
-            busy.insert(one.stream.key());
+            busy.insert(entry.stream.key());
         }
         Ok(done)
     }
@@ -376,13 +389,14 @@ impl<P> Tracking<P> {
             .unwrap_or_else(PoisonError::into_inner);
         let live = std::mem::take(&mut blocks.live).into_values();
         let retired = std::mem::take(&mut blocks.retired).into_values();
-        let retired = retired.map(|one| one.payload).collect();
-        (live.map(|one| one.payload).collect(), retired)
+        let retired = retired.map(|entry| entry.payload).collect();
+        (live.map(|entry| entry.payload).collect(), retired)
     }
 
     pub(crate) fn is_retired(&self, block: BlockRef) -> bool {
         let blocks = self.blocks();
-        blocks.retired.contains_key(&block.generation) || blocks.leaving.contains(&block.generation)
+        blocks.retired.contains_key(&block.generation)
+            || blocks.in_progress.contains(&block.generation)
     }
 
     pub(crate) fn outstanding(&self) -> Outstanding {
@@ -394,7 +408,7 @@ impl<P> Tracking<P> {
     }
 
     /// How many blocks are retired.
-    pub(crate) fn retired(&self) -> usize {
+    pub(crate) fn retired_count(&self) -> usize {
         self.blocks().retired.len()
     }
 }
@@ -406,7 +420,7 @@ fn stale(block: BlockRef) -> ResourceError {
 }
 
 /// The methods of a source whose field `blocks` is a [`Tracking`], beside `context` and `origin`.
-macro_rules! tracked {
+macro_rules! forward_block_uses {
     () => {
         fn ordinal(&self) -> u32 {
             self.context.ordinal()
@@ -445,4 +459,4 @@ macro_rules! tracked {
         }
     };
 }
-pub(crate) use tracked;
+pub(crate) use forward_block_uses;

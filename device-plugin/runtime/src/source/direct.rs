@@ -14,11 +14,11 @@ use crate::driver::{Attach, Context, LINEAR_ALIGNMENT, Stream};
 use crate::error::{CudaError, FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, Origin, Outstanding, Reaped, Tag, check_free,
-    check_request, take_live,
+    check_request, remove_live,
 };
 
 /// What kind of memory: how it is allocated, and what it is called.
-pub trait Source: fmt::Debug + Send + Sync {
+pub trait DriverAllocator: fmt::Debug + Send + Sync {
     /// What the resource is called in messages.
     const KIND: &'static str;
 
@@ -33,7 +33,7 @@ pub trait Source: fmt::Debug + Send + Sync {
 #[derive(Clone, Copy, Debug)]
 pub struct Linear;
 
-impl Source for Linear {
+impl DriverAllocator for Linear {
     const KIND: &'static str = "direct";
 
     fn allocate(&self, context: &Context, bytes: usize) -> Result<u64, CudaError> {
@@ -41,7 +41,7 @@ impl Source for Linear {
     }
 }
 
-impl Source for Attach {
+impl DriverAllocator for Attach {
     const KIND: &'static str = "managed";
 
     fn allocate(&self, context: &Context, bytes: usize) -> Result<u64, CudaError> {
@@ -55,14 +55,14 @@ pub struct Direct<S = Linear> {
     context: Context,
     source: S,
     origin: Origin,
-    made: AtomicU64,
-    live: AtomicU64,
+    next_generation: AtomicU64,
+    live_bytes: AtomicU64,
     /// Blocks that somebody owns.
-    owned: Mutex<HashSet<BlockRef>>,
+    live_blocks: Mutex<HashSet<BlockRef>>,
     /// Blocks whose free failed.
-    failed: Mutex<Vec<BlockRef>>,
+    failed_frees: Mutex<Vec<BlockRef>>,
     /// Held by whoever tries them again; nobody waits for it.
-    reaping: Mutex<()>,
+    reap_lock: Mutex<()>,
 }
 
 /// Managed memory, one block at a time, attached as told.
@@ -71,63 +71,67 @@ pub type Managed = Direct<Attach>;
 impl Direct {
     /// Memory of a context's device.
     pub fn new(context: &Context) -> Direct {
-        Direct::of(context, Linear)
+        Direct::with_allocator(context, Linear)
     }
 }
 
-impl<S: Source> Direct<S> {
+impl<S: DriverAllocator> Direct<S> {
     /// Memory of a kind.
-    pub fn of(context: &Context, source: S) -> Direct<S> {
+    pub fn with_allocator(context: &Context, source: S) -> Direct<S> {
         Direct {
             context: context.clone(),
             source,
             origin: Origin::unique(),
-            made: AtomicU64::new(0),
-            live: AtomicU64::new(0),
-            owned: Mutex::default(),
-            failed: Mutex::default(),
-            reaping: Mutex::default(),
+            next_generation: AtomicU64::new(0),
+            live_bytes: AtomicU64::new(0),
+            live_blocks: Mutex::default(),
+            failed_frees: Mutex::default(),
+            reap_lock: Mutex::default(),
         }
     }
 
-    fn owned(&self) -> MutexGuard<'_, HashSet<BlockRef>> {
-        self.owned.lock().unwrap_or_else(PoisonError::into_inner)
+    fn live_blocks(&self) -> MutexGuard<'_, HashSet<BlockRef>> {
+        self.live_blocks
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn failed(&self) -> MutexGuard<'_, Vec<BlockRef>> {
-        self.failed.lock().unwrap_or_else(PoisonError::into_inner)
+    fn failed_frees(&self) -> MutexGuard<'_, Vec<BlockRef>> {
+        self.failed_frees
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl<S: Source> DeviceMemoryResource for Direct<S> {
+impl<S: DriverAllocator> DeviceMemoryResource for Direct<S> {
     fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
         check_request(self.ordinal(), layout, LINEAR_ALIGNMENT, stream)?;
         let bytes = layout.size() as u64;
         let address = self
             .source
             .allocate(&self.context, layout.size())
-            .map_err(|error| ResourceError::of_allocation(self.ordinal(), bytes, error))?;
+            .map_err(|error| ResourceError::from_alloc_failure(self.ordinal(), bytes, error))?;
         let block = BlockRef {
             address,
             layout,
             origin: self.origin,
-            generation: self.made.fetch_add(1, Ordering::Relaxed),
+            generation: self.next_generation.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
         };
-        self.live.fetch_add(bytes, Ordering::Relaxed);
-        self.owned().insert(block);
+        self.live_bytes.fetch_add(bytes, Ordering::Relaxed);
+        self.live_blocks().insert(block);
         Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
-        let block = take_live(&mut self.owned(), block)?;
-        let (gone, bytes) = (block.as_ref(), block.bytes());
-        let freed = self.context.free(gone.address);
+        let block = remove_live(&mut self.live_blocks(), block)?;
+        let (block_ref, bytes) = (block.as_ref(), block.bytes());
+        let freed = self.context.free(block_ref.address);
         if freed.is_err() {
-            self.failed().push(gone);
+            self.failed_frees().push(block_ref);
         }
-        self.live.fetch_sub(bytes, Ordering::Relaxed);
+        self.live_bytes.fetch_sub(bytes, Ordering::Relaxed);
         freed.map_err(|source| FreeError::Retired { bytes, source })
     }
 
@@ -141,33 +145,33 @@ impl<S: Source> DeviceMemoryResource for Direct<S> {
 
     fn bytes_outstanding(&self) -> Outstanding {
         Outstanding {
-            live: self.live.load(Ordering::Relaxed),
-            retired: self.failed().iter().map(BlockRef::bytes).sum(),
+            live: self.live_bytes.load(Ordering::Relaxed),
+            retired: self.failed_frees().iter().map(BlockRef::bytes).sum(),
         }
     }
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         // A free waits for the device, so nobody may wait for this one: who comes meanwhile finds what is pending. What is
         // tried stays on the list, so that it goes on counting.
-        let Ok(_only) = self.reaping.try_lock() else {
+        let Ok(_only) = self.reap_lock.try_lock() else {
             return Ok(Reaped {
                 freed: 0,
                 pending: self.bytes_outstanding().retired,
             });
         };
-        let tried = self.failed().clone();
-        let (mut freed, mut answer) = (Vec::new(), Ok(()));
-        for block in tried {
+        let candidates = self.failed_frees().clone();
+        let (mut freed, mut result) = (Vec::new(), Ok(()));
+        for block in candidates {
             match self.context.free(block.address) {
                 Ok(()) => freed.push(block.generation),
-                Err(error) => answer = Err(error),
+                Err(error) => result = Err(error),
             }
         }
-        let mut failed = self.failed();
+        let mut failed = self.failed_frees();
         let before: u64 = failed.iter().map(BlockRef::bytes).sum();
         failed.retain(|block| !freed.contains(&block.generation));
         let pending = failed.iter().map(BlockRef::bytes).sum();
-        answer?;
+        result?;
         Ok(Reaped {
             freed: before.saturating_sub(pending),
             pending,
@@ -175,7 +179,7 @@ impl<S: Source> DeviceMemoryResource for Direct<S> {
     }
 
     fn is_retired(&self, block: BlockRef) -> bool {
-        self.failed()
+        self.failed_frees()
             .iter()
             .any(|failed| failed.generation == block.generation)
     }

@@ -12,61 +12,63 @@ use crate::error::{CudaError, FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
 };
-use crate::source::block_uses::{Retired, Tracking, tracked};
+use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
 
 /// Above so many retired blocks, a free looks which of them are done.
-const MANY: usize = 256;
+const REAP_THRESHOLD: usize = 256;
 
 /// Memory of the driver's pool of a context's device.
 #[derive(Debug)]
-pub struct Async {
+pub struct StreamOrdered {
     context: Context,
     origin: Origin,
-    made: AtomicU64,
-    blocks: Tracking<()>,
+    next_generation: AtomicU64,
+    blocks: BlockUses<()>,
 }
 
-impl Async {
+impl StreamOrdered {
     /// Memory of the driver's pool.
-    pub fn new(context: &Context) -> Async {
-        Async {
+    pub fn new(context: &Context) -> StreamOrdered {
+        StreamOrdered {
             context: context.clone(),
             origin: Origin::unique(),
-            made: AtomicU64::new(0),
-            blocks: Tracking::new(context),
+            next_generation: AtomicU64::new(0),
+            blocks: BlockUses::new(context),
         }
     }
 
-    fn free(&self, retired: &Retired<()>) -> Result<(), CudaError> {
+    fn free(&self, retired: &RetiredBlock<()>) -> Result<(), CudaError> {
         self.context
             .free_async(retired.block.address, &retired.stream)
     }
 }
 
-impl DeviceMemoryResource for Async {
+impl DeviceMemoryResource for StreamOrdered {
     fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
         check_request(self.ordinal(), layout, LINEAR_ALIGNMENT, stream)?;
         let bytes = layout.size();
         let address = self
             .context
             .allocate_async(bytes, stream)
-            .map_err(|error| ResourceError::of_allocation(self.ordinal(), bytes as u64, error))?;
+            .map_err(|error| {
+                ResourceError::from_alloc_failure(self.ordinal(), bytes as u64, error)
+            })?;
         let block = BlockRef {
             address,
             layout,
             origin: self.origin,
-            generation: self.made.fetch_add(1, Ordering::Relaxed),
+            generation: self.next_generation.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
         };
-        self.blocks.begin(block, stream, ());
+        self.blocks.insert(block, stream, ());
         Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
         self.blocks
-            .end(block, stream, |retired| self.free(retired))?;
-        if self.blocks.retired() > MANY {
+            .retire(block, stream, |retired| self.free(retired))?;
+        if self.blocks.retired_count() > REAP_THRESHOLD {
             // This block was freed; what others fail with is told to who reaps.
             let _ = self.reap_pending();
         }
@@ -81,5 +83,5 @@ impl DeviceMemoryResource for Async {
         "async"
     }
 
-    tracked!();
+    forward_block_uses!();
 }

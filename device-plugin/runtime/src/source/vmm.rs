@@ -16,7 +16,7 @@ use crate::error::{CudaError, ErrorClass, FreeError, ResourceError};
 use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, Origin, Reaped, Tag, check_free, check_request,
 };
-use crate::source::block_uses::{Retired, Tracking, tracked};
+use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
 
 /// What is behind a block.
 #[derive(Debug)]
@@ -29,11 +29,11 @@ struct Backing {
 
 /// Unmapped addresses around blocks, and of freed ones.
 #[derive(Debug)]
-struct Guards {
+struct GuardPages {
     /// Of blocks that were freed last.
     quarantine: Mutex<VecDeque<Arc<Reservation>>>,
     /// How many.
-    most: usize,
+    max_quarantined: usize,
 }
 
 /// Memory of a context's device, a block at a time, in multiples of the driver's granularity (2 MiB).
@@ -41,10 +41,10 @@ struct Guards {
 pub struct Exportable {
     context: Context,
     granularity: u64,
-    guards: Option<Guards>,
+    guards: Option<GuardPages>,
     origin: Origin,
-    made: AtomicU64,
-    blocks: Tracking<Backing>,
+    next_generation: AtomicU64,
+    blocks: BlockUses<Backing>,
 }
 
 /// What is live is left to the context, as of every resource. Unmapping does not wait for kernels, so what is retired
@@ -70,8 +70,8 @@ impl Exportable {
             granularity: context.device().granularity()?,
             guards: None,
             origin: Origin::unique(),
-            made: AtomicU64::new(0),
-            blocks: Tracking::new(context),
+            next_generation: AtomicU64::new(0),
+            blocks: BlockUses::new(context),
         })
     }
 
@@ -82,9 +82,9 @@ impl Exportable {
     /// As [`Exportable::new`].
     pub fn guarded(context: &Context, quarantine: usize) -> Result<Exportable, CudaError> {
         let mut memory = Exportable::new(context)?;
-        memory.guards = Some(Guards {
+        memory.guards = Some(GuardPages {
             quarantine: Mutex::default(),
-            most: quarantine,
+            max_quarantined: quarantine,
         });
         Ok(memory)
     }
@@ -98,14 +98,16 @@ impl Exportable {
         if found != origin {
             return Err(ResourceError::Foreign { origin, found });
         }
-        let handle = self.blocks.with(block, |backing| backing.handle.clone())?;
+        let handle = self
+            .blocks
+            .with_payload(block, |backing| backing.handle.clone())?;
         let generation = block.generation;
         Ok(handle
             .ok_or(ResourceError::Stale { generation })?
             .export()?)
     }
 
-    fn back(&self, layout: Layout) -> Result<(u64, Backing), CudaError> {
+    fn map_block(&self, layout: Layout) -> Result<(u64, Backing), CudaError> {
         let size = layout.size() as u64;
         let bytes = size
             .checked_next_multiple_of(self.granularity)
@@ -135,7 +137,7 @@ impl Exportable {
         Ok((address, backing))
     }
 
-    fn give_back(&self, retired: &mut Retired<Backing>) -> Result<(), CudaError> {
+    fn release_backing(&self, retired: &mut RetiredBlock<Backing>) -> Result<(), CudaError> {
         let backing = &mut retired.payload;
         backing.mapping.unmap()?;
         backing.handle = None;
@@ -145,7 +147,7 @@ impl Exportable {
                 .lock()
                 .unwrap_or_else(PoisonError::into_inner);
             quarantine.push_back(Arc::clone(&backing.addresses));
-            while quarantine.len() > guards.most {
+            while quarantine.len() > guards.max_quarantined {
                 quarantine.pop_front();
             }
         }
@@ -171,32 +173,32 @@ pub fn import(
 impl DeviceMemoryResource for Exportable {
     fn allocate(&self, layout: Layout, stream: &Stream, _: Tag) -> Result<Block, ResourceError> {
         check_request(self.ordinal(), layout, self.granularity as usize, stream)?;
-        let backed = match self.back(layout) {
+        let backed = match self.map_block(layout) {
             Err(error)
                 if error.class() == ErrorClass::OutOfMemory
                     && self.reap_pending().is_ok_and(|reaped| reaped.freed > 0) =>
             {
-                self.back(layout)
+                self.map_block(layout)
             }
             other => other,
         };
         let (address, backing) = backed.map_err(|error| {
-            ResourceError::of_allocation(self.ordinal(), layout.size() as u64, error)
+            ResourceError::from_alloc_failure(self.ordinal(), layout.size() as u64, error)
         })?;
         let block = BlockRef {
             address,
             layout,
             origin: self.origin,
-            generation: self.made.fetch_add(1, Ordering::Relaxed),
+            generation: self.next_generation.fetch_add(1, Ordering::Relaxed),
             cookie: 0,
         };
-        self.blocks.begin(block, stream, backing);
+        self.blocks.insert(block, stream, backing);
         Ok(Block::new(block))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
-        self.blocks.end(block, stream, |_| Ok(()))?;
+        self.blocks.retire(block, stream, |_| Ok(()))?;
         // This block was freed; what others fail with is told to who reaps.
         let _ = self.reap_pending();
         Ok(())
@@ -204,7 +206,7 @@ impl DeviceMemoryResource for Exportable {
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         self.blocks
-            .reap(|_| Ok(()), |retired| self.give_back(retired))
+            .reap(|_| Ok(()), |retired| self.release_backing(retired))
     }
 
     fn kind(&self) -> &'static str {
@@ -214,5 +216,5 @@ impl DeviceMemoryResource for Exportable {
         }
     }
 
-    tracked!();
+    forward_block_uses!();
 }

@@ -1,6 +1,6 @@
 //! The checksum kernel against its definition.
 
-use bursar_runtime::checksum::{self, Checksum, ChecksumError};
+use bursar_runtime::checksum::{self, ChecksumError, DeviceChecksum};
 use bursar_runtime::driver::{Context, Driver};
 use bursar_runtime::{DeviceMemoryResource as _, Direct, Tag};
 use bursar_sim_lab::{ONE_GPU, inside};
@@ -21,11 +21,11 @@ fn memory(context: &Context, bytes: usize) -> u64 {
 }
 
 #[test]
-fn device_memory_has_the_checksum_of_its_bytes_at_every_length() {
+fn device_checksum_equals_the_host_checksum() {
     inside(ONE_GPU, |_| {
         let context = context();
         let stream = context.stream().unwrap();
-        let mut checksum = Checksum::new(&context).unwrap();
+        let mut checksum = DeviceChecksum::new(&context).unwrap();
         let bytes: Vec<u8> = (0..100_000u32)
             .map(|n| (n.wrapping_mul(2_654_435_761) >> 24) as u8)
             .collect();
@@ -41,11 +41,11 @@ fn device_memory_has_the_checksum_of_its_bytes_at_every_length() {
 }
 
 #[test]
-fn one_changed_byte_changes_it() {
+fn checksum_changes_with_one_byte() {
     inside(ONE_GPU, |_| {
         let context = context();
         let stream = context.default_stream();
-        let mut checksum = Checksum::new(&context).unwrap();
+        let mut checksum = DeviceChecksum::new(&context).unwrap();
         let address = memory(&context, 1 << 20);
         context.fill(address, 7, 1 << 20).unwrap();
         let before = checksum.of(address, 1 << 20, &stream).unwrap();
@@ -57,10 +57,10 @@ fn one_changed_byte_changes_it() {
 }
 
 #[test]
-fn memory_that_the_kernel_cannot_start_at_is_refused() {
+fn unaligned_memory_is_refused() {
     inside(ONE_GPU, |_| {
         let context = context();
-        let mut checksum = Checksum::new(&context).unwrap();
+        let mut checksum = DeviceChecksum::new(&context).unwrap();
         let address = memory(&context, 64) + 8;
         let refused = checksum.of(address, 16, &context.default_stream());
         assert_eq!(refused, Err(ChecksumError::Unaligned(address)));

@@ -8,8 +8,8 @@ use bursar_runtime::memory::launch::LaunchError;
 use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::memory::write_token::WriteRefused;
 use bursar_runtime::{
-    Async, DeviceMemoryResource as _, DeviceRuntime, GpuRef, Launch, ResourceError, Stale,
-    WriteToken,
+    DeviceMemoryResource as _, DeviceRuntime, GpuRef, Launch, ResourceError, StaleReason,
+    StreamOrdered, WriteToken,
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 
@@ -28,7 +28,7 @@ fn token(reference: &GpuRef<u32>) -> WriteToken {
 /// Overwrites it with bytes.
 fn write(reference: &GpuRef<u32>, token: &WriteToken, stream: &Stream) -> Result<(), LaunchError> {
     let kernel = fill(stream.context());
-    Launch::new(&kernel, stream, Grid::line(1, 1))
+    Launch::new(&kernel, stream, Grid::linear(1, 1))
         .arg(reference.arg_mut(token).unwrap())
         .arg(7u8)
         .arg(4 * reference.len() as u64)
@@ -40,21 +40,21 @@ fn read(reference: &GpuRef<u32>, stream: &Stream) -> Result<(), MemoryError> {
 }
 
 #[test]
-fn it_is_its_address_until_the_image_is_poisoned() {
+fn access_returns_the_address_until_the_image_is_poisoned() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let reference = reference(&runtime, &[1], &runtime.stream().unwrap());
         assert_eq!(reference.access(), Ok(reference.as_raw()));
         fault(runtime.context());
-        assert_eq!(reference.access(), Err(Stale::Poisoned(700)));
-        assert_eq!(reference.clone().access(), Err(Stale::Poisoned(700)));
+        assert_eq!(reference.access(), Err(StaleReason::Poisoned(700)));
+        assert_eq!(reference.clone().access(), Err(StaleReason::Poisoned(700)));
         let refused = reference.begin_write(Instant::now(), LASTS).map(|_| ());
-        assert_eq!(refused, Err(WriteError::Stale(Stale::Poisoned(700))));
+        assert_eq!(refused, Err(WriteError::Stale(StaleReason::Poisoned(700))));
     });
 }
 
 #[test]
-fn memory_of_before_is_stale_also_when_it_is_wrapped_after() {
+fn memory_is_stale_when_wrapped_after_a_poison() {
     inside(ONE_GPU, |_| {
         let first = runtime(0);
         let old = slice(&first, &[1], &first.stream().unwrap());
@@ -62,12 +62,12 @@ fn memory_of_before_is_stale_also_when_it_is_wrapped_after() {
         let second = runtime(0);
         let wrapped = GpuRef::from(old);
         assert_eq!(second.state().check(), Ok(()));
-        assert_eq!(wrapped.access(), Err(Stale::ShutDown));
+        assert_eq!(wrapped.access(), Err(StaleReason::ShutDown));
     });
 }
 
 #[test]
-fn a_read_in_another_stream_waits_for_the_last_write() {
+fn read_in_another_stream_waits_for_the_last_write() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let [home, writing, reading] = [(); 3].map(|()| runtime.stream().unwrap());
@@ -84,7 +84,7 @@ fn a_read_in_another_stream_waits_for_the_last_write() {
 }
 
 #[test]
-fn a_write_waits_for_reads_in_other_streams() {
+fn write_in_another_stream_waits_for_reads() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (home, reading, writing) = (
@@ -113,10 +113,10 @@ fn reads_do_not_wait_for_each_other() {
 }
 
 #[test]
-fn a_free_waits_for_the_streams_that_used_it() {
+fn free_waits_for_the_streams_that_used_the_memory() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let runtime = runtime.with_resource(|_| Async::new(runtime.context()));
+        let runtime = runtime.with_resource(|_| StreamOrdered::new(runtime.context()));
         let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let reference = reference(&runtime, &[1], &home);
         reference.read_in(&other, |_| spin(&other)).unwrap();
@@ -130,7 +130,7 @@ fn a_free_waits_for_the_streams_that_used_it() {
 }
 
 #[test]
-fn another_stream_without_tracking_is_a_misuse_and_nothing_is_submitted() {
+fn use_in_another_stream_is_refused_without_tracking() {
     inside(ONE_GPU, |_| {
         let runtime = untracked();
         let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
@@ -146,7 +146,7 @@ fn another_stream_without_tracking_is_a_misuse_and_nothing_is_submitted() {
 }
 
 #[test]
-fn a_fenced_writer_gives_no_argument_and_commits_nothing() {
+fn fenced_writer_gets_no_argument_and_no_commit() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -163,13 +163,13 @@ fn a_fenced_writer_gives_no_argument_and_commits_nothing() {
         let held = clone.begin_write(Instant::now(), LASTS).map(|_| ());
         assert!(matches!(
             held,
-            Err(WriteError::Refused(WriteRefused::Held(_)))
+            Err(WriteError::Refused(WriteRefused::Busy(_)))
         ));
         let argument = reference.arg_mut(&token).unwrap();
         clone.fence_writer();
         let fenced = WriteRefused::Fenced;
         let kernel = fill(runtime.context());
-        let launch = Launch::new(&kernel, &stream, Grid::line(1, 1));
+        let launch = Launch::new(&kernel, &stream, Grid::linear(1, 1));
         let late = launch.arg(argument).arg(7_u8).arg(4_u64).submit();
         assert_eq!(
             late,
@@ -185,7 +185,7 @@ fn a_fenced_writer_gives_no_argument_and_commits_nothing() {
 }
 
 #[test]
-fn an_expired_writer_still_writes_and_only_does_not_commit() {
+fn expired_writer_writes_but_does_not_commit() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -204,7 +204,7 @@ fn an_expired_writer_still_writes_and_only_does_not_commit() {
 }
 
 #[test]
-fn launches_that_share_memory_the_other_way_round_do_not_wait_for_each_other_for_ever() {
+fn launches_with_memory_in_opposite_order_do_not_deadlock() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let home = runtime.stream().unwrap();
@@ -225,7 +225,7 @@ fn launches_that_share_memory_the_other_way_round_do_not_wait_for_each_other_for
                             0 => (one.arg_mut(to_one).unwrap(), other.arg()),
                             _ => (other.arg_mut(to_other).unwrap(), one.arg()),
                         };
-                        Launch::new(&kernel, &stream, Grid::line(1, 1))
+                        Launch::new(&kernel, &stream, Grid::linear(1, 1))
                             .arg(to)
                             .arg(from)
                             .arg(256u64)
@@ -244,13 +244,13 @@ fn launches_that_share_memory_the_other_way_round_do_not_wait_for_each_other_for
 }
 
 #[test]
-fn one_memory_twice_in_a_launch_is_held_once() {
+fn memory_passed_twice_to_a_launch_is_locked_once() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
         let reference = reference(&runtime, &[1, 2], &home);
         let token = token(&reference);
-        Launch::new(&copy(runtime.context()), &other, Grid::line(1, 1))
+        Launch::new(&copy(runtime.context()), &other, Grid::linear(1, 1))
             .arg(reference.arg_mut(&token).unwrap())
             .arg(reference.arg())
             .arg(8u64)

@@ -2,15 +2,15 @@
 
 use bursar_runtime::driver::{Access, Grid, Parameter};
 use bursar_runtime::memory::launch::LaunchError;
-use bursar_runtime::{Launch, Stale};
+use bursar_runtime::{Launch, StaleReason};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
 use crate::{copy, fault, fill, runtime, slice};
 
-const ONE: Grid = Grid::line(1, 1);
+const ONE: Grid = Grid::linear(1, 1);
 
 #[test]
-fn kernels_get_numbers_and_memory_in_their_places() {
+fn kernel_gets_numbers_and_memory_in_order() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -37,7 +37,7 @@ fn kernels_get_numbers_and_memory_in_their_places() {
 }
 
 #[test]
-fn too_few_and_other_arguments_are_refused() {
+fn launch_is_refused_when_arguments_do_not_match() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -45,18 +45,27 @@ fn too_few_and_other_arguments_are_refused() {
         let mut slice = slice(&runtime, &[0], &stream);
         let launch = || Launch::new(&kernel, &stream, ONE);
         let few = launch().arg(slice.arg_mut()).arg(1u8).submit();
-        assert_eq!(few, Err(LaunchError::Count { takes: 3, given: 2 }));
+        assert_eq!(
+            few,
+            Err(LaunchError::ArgumentCount {
+                expected: 3,
+                given: 2
+            })
+        );
         let wide = launch().arg(slice.arg_mut()).arg(1u32).arg(4u64).submit();
-        let takes = Parameter::Value(1);
-        assert_eq!(wide, Err(LaunchError::Argument { place: 1, takes }));
+        let expected = Parameter::Value(1);
+        assert_eq!(wide, Err(LaunchError::ArgumentType { index: 1, expected }));
         let number = launch().arg(slice.address()).arg(1u8).arg(4u64).submit();
-        let takes = Parameter::Memory(Access::ReadWrite);
-        assert_eq!(number, Err(LaunchError::Argument { place: 0, takes }));
+        let expected = Parameter::Memory(Access::ReadWrite);
+        assert_eq!(
+            number,
+            Err(LaunchError::ArgumentType { index: 0, expected })
+        );
     });
 }
 
 #[test]
-fn memory_that_is_lent_to_be_read_is_written_by_no_kernel() {
+fn read_only_argument_is_refused_for_a_writing_kernel() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -68,7 +77,7 @@ fn memory_that_is_lent_to_be_read_is_written_by_no_kernel() {
             .submit();
         assert!(matches!(
             refused,
-            Err(LaunchError::Argument { place: 0, .. })
+            Err(LaunchError::ArgumentType { index: 0, .. })
         ));
         let mut back = [0];
         slice.copy_to_host(&mut back).unwrap();
@@ -77,7 +86,7 @@ fn memory_that_is_lent_to_be_read_is_written_by_no_kernel() {
 }
 
 #[test]
-fn an_owners_memory_is_used_in_its_own_stream_only() {
+fn tracked_slice_is_refused_in_another_stream() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
@@ -88,7 +97,7 @@ fn an_owners_memory_is_used_in_its_own_stream_only() {
             .arg(1u8)
             .arg(4u64)
             .submit();
-        assert_eq!(refused, Err(LaunchError::OtherStream { place: 0 }));
+        assert_eq!(refused, Err(LaunchError::WrongStream { index: 0 }));
         slice.move_to(&other).unwrap();
         Launch::new(&kernel, &other, ONE)
             .arg(slice.arg_mut())
@@ -100,14 +109,14 @@ fn an_owners_memory_is_used_in_its_own_stream_only() {
 }
 
 #[test]
-fn another_devices_stream_is_refused() {
+fn launch_is_refused_on_another_devices_stream() {
     inside(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let kernel = fill(here.context());
         let refused = Launch::new(&kernel, &there.stream().unwrap(), ONE).submit();
         assert_eq!(
             refused,
-            Err(LaunchError::OtherContext {
+            Err(LaunchError::WrongContext {
                 stream: 1,
                 kernel: 0
             })
@@ -116,7 +125,7 @@ fn another_devices_stream_is_refused() {
 }
 
 #[test]
-fn stale_memory_reaches_no_kernel() {
+fn stale_memory_is_refused_by_a_launch() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -130,8 +139,11 @@ fn stale_memory_reaches_no_kernel() {
                 .submit()
         };
         runtime.state().drain();
-        assert_eq!(submit(), Err(LaunchError::Stale(Stale::Draining)));
+        assert_eq!(submit(), Err(LaunchError::Stale(StaleReason::Draining)));
         fault(runtime.context());
-        assert_eq!(submit(), Err(LaunchError::Stale(Stale::Poisoned(700))));
+        assert_eq!(
+            submit(),
+            Err(LaunchError::Stale(StaleReason::Poisoned(700)))
+        );
     });
 }

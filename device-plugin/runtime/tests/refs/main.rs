@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_runtime::driver::{Access, Context, Function, Grid, Kernel, Parameter, Stream};
-use bursar_runtime::{Checksum, DeviceRuntime, Direct, Launch, Tag, TrackedSlice};
+use bursar_runtime::{DeviceChecksum, DeviceRuntime, Direct, Launch, Tag, TrackedSlice};
 
 /// Long enough to be noticed by who does not wait for it.
 const LONG: Duration = Duration::from_millis(300);
@@ -30,7 +30,7 @@ const LONG: Duration = Duration::from_millis(300);
 const AGES: Duration = Duration::from_secs(3);
 
 fn runtime(ordinal: u32) -> Arc<DeviceRuntime> {
-    DeviceRuntime::of_ordinal(ordinal).unwrap()
+    DeviceRuntime::for_ordinal(ordinal).unwrap()
 }
 
 /// A runtime whose memory is not tracked.
@@ -81,7 +81,7 @@ fn spin_for(stream: &Stream, time: Duration) {
     // SAFETY: spin(uint64_t nanoseconds)
     let spin = unsafe { function(stream.context(), c"spin").declare(TAKES) };
     let nanoseconds = u64::try_from(time.as_nanos()).unwrap();
-    Launch::new(&spin, stream, Grid::line(1, 1))
+    Launch::new(&spin, stream, Grid::linear(1, 1))
         .arg(nanoseconds)
         .submit()
         .unwrap();
@@ -90,7 +90,7 @@ fn spin_for(stream: &Stream, time: Duration) {
 /// Poisons the process image.
 fn fault(context: &Context) {
     let nowhere = 1 << 50;
-    let mut checksum = Checksum::new(context).unwrap();
+    let mut checksum = DeviceChecksum::new(context).unwrap();
     let answer = checksum.of(nowhere, 16, &context.default_stream());
     answer.unwrap_err();
 }

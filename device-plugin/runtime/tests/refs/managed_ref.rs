@@ -9,7 +9,7 @@ use bursar_runtime::memory::managed_ref::HostOnly;
 use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::{
     Budget, CudaError, DeviceMemoryResource as _, DeviceRuntime, Launch, Managed, ManagedRef,
-    ResourceError, Stale, Tag,
+    ResourceError, StaleReason, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
@@ -18,7 +18,7 @@ use crate::{AGES, LONG, copy, fault, fill, runtime, spin, spin_for};
 /// A runtime of managed memory, with a quota of 1 MiB.
 fn managed(ordinal: u32) -> DeviceRuntime {
     let runtime = runtime(ordinal);
-    let source = Managed::of(runtime.context(), Attach::Global);
+    let source = Managed::with_allocator(runtime.context(), Attach::Global);
     runtime.with_resource(|_| Budget::new(source, 1 << 20))
 }
 
@@ -37,7 +37,7 @@ fn host_and_kernels_see_the_same_bytes() {
         );
         from.write().unwrap().copy_from_slice(&[1, 2, 3, 4]);
         let stream = runtime.stream().unwrap();
-        Launch::new(&copy(runtime.context()), &stream, Grid::line(1, 1))
+        Launch::new(&copy(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
             .arg(from.arg().unwrap())
             .arg(16u64)
@@ -48,7 +48,7 @@ fn host_and_kernels_see_the_same_bytes() {
 }
 
 #[test]
-fn the_host_waits_for_what_writes_before_it_reads_and_for_what_reads_before_it_writes() {
+fn host_access_waits_for_conflicting_kernels() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let (mut from, mut to) = (
@@ -59,7 +59,7 @@ fn the_host_waits_for_what_writes_before_it_reads_and_for_what_reads_before_it_w
         let kernel = copy(runtime.context());
         let begun = Instant::now();
         spin_for(&stream, AGES);
-        Launch::new(&kernel, &stream, Grid::line(1, 1))
+        Launch::new(&kernel, &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
             .arg(from.arg().unwrap())
             .arg(16u64)
@@ -71,7 +71,7 @@ fn the_host_waits_for_what_writes_before_it_reads_and_for_what_reads_before_it_w
         assert!(begun.elapsed() >= AGES, "the kernel still reads");
         let begun = Instant::now();
         spin(&stream);
-        Launch::new(&fill(runtime.context()), &stream, Grid::line(1, 1))
+        Launch::new(&fill(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
             .arg(1u8)
             .arg(16u64)
@@ -83,7 +83,7 @@ fn the_host_waits_for_what_writes_before_it_reads_and_for_what_reads_before_it_w
 }
 
 #[test]
-fn who_waits_for_a_stream_keeps_nobody_from_submitting() {
+fn host_wait_does_not_block_submissions() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let (mut memory, mut other) = (
@@ -93,7 +93,7 @@ fn who_waits_for_a_stream_keeps_nobody_from_submitting() {
         let [writing, reading] = [(); 2].map(|()| runtime.stream().unwrap());
         let begun = Instant::now();
         spin_for(&writing, AGES);
-        Launch::new(&fill(runtime.context()), &writing, Grid::line(1, 1))
+        Launch::new(&fill(runtime.context()), &writing, Grid::linear(1, 1))
             .arg(memory.arg_mut().unwrap())
             .arg(1u8)
             .arg(16u64)
@@ -102,7 +102,7 @@ fn who_waits_for_a_stream_keeps_nobody_from_submitting() {
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| memory.read().map(<[u32]>::len));
             std::thread::sleep(LONG / 4);
-            Launch::new(&copy(runtime.context()), &reading, Grid::line(1, 1))
+            Launch::new(&copy(runtime.context()), &reading, Grid::linear(1, 1))
                 .arg(other.arg_mut().unwrap())
                 .arg(memory.arg().unwrap())
                 .arg(16u64)
@@ -116,14 +116,14 @@ fn who_waits_for_a_stream_keeps_nobody_from_submitting() {
 }
 
 #[test]
-fn it_is_freed_once_and_behind_its_work() {
+fn managed_memory_is_freed_once_after_its_work() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let mut memory = memory(&runtime, 4, Attach::Global);
         let stream = runtime.stream().unwrap();
         let begun = Instant::now();
         spin(&stream);
-        Launch::new(&fill(runtime.context()), &stream, Grid::line(1, 1))
+        Launch::new(&fill(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(memory.arg_mut().unwrap())
             .arg(1u8)
             .arg(16u64)
@@ -137,7 +137,7 @@ fn it_is_freed_once_and_behind_its_work() {
 }
 
 #[test]
-fn its_quota_holds() {
+fn managed_quota_is_enforced() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let all = memory(&runtime, 1 << 18, Attach::Global);
@@ -153,7 +153,7 @@ fn its_quota_holds() {
 }
 
 #[test]
-fn memory_that_is_not_managed_is_refused_and_given_back() {
+fn unmanaged_memory_is_refused_and_freed() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -165,7 +165,7 @@ fn memory_that_is_not_managed_is_refused_and_given_back() {
 }
 
 #[test]
-fn what_is_the_hosts_or_another_streams_reaches_no_kernel() {
+fn memory_attached_elsewhere_is_refused_by_a_launch() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let (own, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
@@ -175,16 +175,16 @@ fn what_is_the_hosts_or_another_streams_reaches_no_kernel() {
         assert_eq!(memory.read().unwrap(), [0; 4]);
         memory.attach(Attach::Single, &own).unwrap();
         let mut submit = |stream| {
-            Launch::new(&kernel, stream, Grid::line(1, 1))
+            Launch::new(&kernel, stream, Grid::linear(1, 1))
                 .arg(memory.arg_mut().unwrap())
                 .arg(1u8)
                 .arg(16u64)
                 .submit()
         };
-        assert_eq!(submit(&other), Err(LaunchError::OtherStream { place: 0 }));
+        assert_eq!(submit(&other), Err(LaunchError::WrongStream { index: 0 }));
         submit(&own).unwrap();
         memory.attach(Attach::Global, &other).unwrap();
-        Launch::new(&kernel, &other, Grid::line(1, 1))
+        Launch::new(&kernel, &other, Grid::linear(1, 1))
             .arg(memory.arg_mut().unwrap())
             .arg(2u8)
             .arg(4u64)
@@ -198,7 +198,7 @@ fn what_is_the_hosts_or_another_streams_reaches_no_kernel() {
 }
 
 #[test]
-fn it_is_inert_after_a_stop_and_still_freed_once() {
+fn managed_memory_is_inert_after_shutdown_and_freed_once() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let mut memory = memory(&runtime, 4, Attach::Global);
@@ -206,7 +206,7 @@ fn it_is_inert_after_a_stop_and_still_freed_once() {
         let stream = runtime.stream().unwrap();
         runtime.shut_down();
         drop(runtime);
-        let stale = Stale::ShutDown;
+        let stale = StaleReason::ShutDown;
         assert_eq!(memory.read().map(|_| ()), Err(stale.into()));
         assert_eq!(memory.write().map(|_| ()), Err(stale.into()));
         assert_eq!(memory.attach(Attach::Host, &stream), Err(stale.into()));
@@ -219,19 +219,22 @@ fn it_is_inert_after_a_stop_and_still_freed_once() {
 }
 
 #[test]
-fn a_poisoned_images_memory_is_not_shown_and_stays_charged() {
+fn poisoned_managed_memory_is_hidden_and_stays_charged() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let memory = memory(&runtime, 4, Attach::Global);
         fault(runtime.context());
-        assert_eq!(memory.read().map(|_| ()), Err(Stale::Poisoned(700).into()));
+        assert_eq!(
+            memory.read().map(|_| ()),
+            Err(StaleReason::Poisoned(700).into())
+        );
         memory.free().unwrap_err();
         assert_eq!(runtime.resource().bytes_outstanding().retired, 16);
     });
 }
 
 #[test]
-fn prefetches_and_all_advice_reach_the_device_that_was_named() {
+fn prefetch_and_advice_reach_the_named_device() {
     inside(TWO_GPUS, |_| {
         let runtime = managed(0);
         let memory = memory(&runtime, 4096, Attach::Global);
@@ -243,7 +246,7 @@ fn prefetches_and_all_advice_reach_the_device_that_was_named() {
 }
 
 #[test]
-fn they_do_so_through_the_functions_of_before_cuda_12_2() {
+fn prefetch_and_advice_work_before_cuda_12_2() {
     inside(&format!("cuda-version = \"12.1\"\n{TWO_GPUS}"), |_| {
         let runtime = managed(0);
         let memory = memory(&runtime, 4096, Attach::Global);
@@ -288,7 +291,7 @@ fn prefetch_and_advise(memory: &ManagedRef<u32>, stream: &Stream) {
 }
 
 #[test]
-fn a_part_that_is_none_and_a_device_that_is_not_there_are_refused() {
+fn prefetch_is_refused_for_bad_ranges_and_devices() {
     inside(ONE_GPU, |_| {
         let runtime = managed(0);
         let memory = memory(&runtime, 4, Attach::Global);

@@ -1,13 +1,13 @@
 //! Copies between devices.
 
 use bursar_runtime::memory::slice::MemoryError;
-use bursar_runtime::{Stale, memory::peer_copy};
+use bursar_runtime::{StaleReason, memory::peer_copy};
 use bursar_sim_lab::{TWO_GPUS, inside};
 
 use crate::{runtime, slice, spin};
 
 #[test]
-fn items_arrive_on_the_other_device_and_on_the_same() {
+fn peer_copy_works_across_devices_and_on_one() {
     inside(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let from = slice(&here, &[1, 2, 3], &here.stream().unwrap());
@@ -22,7 +22,7 @@ fn items_arrive_on_the_other_device_and_on_the_same() {
 }
 
 #[test]
-fn the_copy_waits_for_both_sides_and_what_comes_later_waits_for_the_copy() {
+fn peer_copy_is_ordered_in_both_streams() {
     inside(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         for late in ["source", "target"] {
@@ -40,7 +40,7 @@ fn the_copy_waits_for_both_sides_and_what_comes_later_waits_for_the_copy() {
 }
 
 #[test]
-fn other_lengths_and_stale_memory_are_refused() {
+fn peer_copy_is_refused_for_other_lengths_or_stale_memory() {
     inside(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let from = slice(&here, &[1, 2], &here.stream().unwrap());
@@ -49,6 +49,9 @@ fn other_lengths_and_stale_memory_are_refused() {
         assert_eq!(refused, Err(MemoryError::Length { len: 1, given: 2 }));
         let mut to = slice(&there, &[0, 0], &there.stream().unwrap());
         here.shut_down();
-        assert_eq!(peer_copy::copy(&from, &mut to), Err(Stale::ShutDown.into()));
+        assert_eq!(
+            peer_copy::copy(&from, &mut to),
+            Err(StaleReason::ShutDown.into())
+        );
     });
 }

@@ -33,7 +33,7 @@ fn bytes(runtime: &DeviceRuntime, len: usize) -> Result<TrackedSlice<u8>, Memory
 }
 
 #[test]
-fn it_counts_at_once_is_used_up_and_gives_back_what_is_left() {
+fn reservation_counts_at_once_and_returns_its_rest() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);
@@ -50,7 +50,7 @@ fn it_counts_at_once_is_used_up_and_gives_back_what_is_left() {
         assert_eq!(reservation.budget_snapshot(), Some(left));
         let over = ResourceError::OverBudget {
             ordinal: 0,
-            asked: 101,
+            requested: 101,
             used: 500,
             limit: 600,
         };
@@ -63,7 +63,7 @@ fn it_counts_at_once_is_used_up_and_gives_back_what_is_left() {
 }
 
 #[test]
-fn others_cannot_take_it_and_freed_bytes_are_everybodys() {
+fn reserved_bytes_are_exclusive_and_freed_bytes_shared() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);
@@ -79,7 +79,7 @@ fn others_cannot_take_it_and_freed_bytes_are_everybodys() {
 }
 
 #[test]
-fn an_allocation_that_fails_leaves_the_reservation_whole_and_a_free_that_fails_stays_charged() {
+fn reservation_stays_exact_when_the_driver_fails() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);
@@ -102,7 +102,7 @@ fn an_allocation_that_fails_leaves_the_reservation_whole_and_a_free_that_fails_s
 }
 
 #[test]
-fn eight_threads_use_a_reservation_up_to_the_byte() {
+fn eight_threads_use_a_reservation_to_the_last_byte() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let budget = budget(&runtime);

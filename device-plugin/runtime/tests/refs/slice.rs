@@ -2,14 +2,14 @@
 
 use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::{
-    DeviceMemoryResource as _, Direct, FreeError, ResourceError, Stale, Tag, TrackedSlice,
+    DeviceMemoryResource as _, Direct, FreeError, ResourceError, StaleReason, Tag, TrackedSlice,
 };
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
 use crate::{fault, runtime, slice, spin, untracked};
 
 #[test]
-fn what_is_copied_in_is_copied_out() {
+fn slice_returns_what_was_copied_in() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let slice = slice(&runtime, &[1, 2, 3], &runtime.stream().unwrap());
@@ -20,7 +20,7 @@ fn what_is_copied_in_is_copied_out() {
 }
 
 #[test]
-fn nothing_too_much_and_other_lengths_are_refused() {
+fn slice_refuses_empty_huge_and_mismatched_lengths() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
@@ -40,7 +40,7 @@ fn nothing_too_much_and_other_lengths_are_refused() {
 }
 
 #[test]
-fn it_is_freed_once_when_it_is_dropped_or_freed() {
+fn slice_is_freed_once_when_dropped_or_freed() {
     inside(ONE_GPU, |_| {
         let runtime = untracked();
         let stream = runtime.stream().unwrap();
@@ -58,7 +58,7 @@ fn it_is_freed_once_when_it_is_dropped_or_freed() {
 }
 
 #[test]
-fn a_free_that_fails_stays_charged() {
+fn failed_free_stays_charged() {
     inside(ONE_GPU, |_| {
         let runtime = untracked();
         let stream = runtime.stream().unwrap();
@@ -79,14 +79,14 @@ fn a_free_that_fails_stays_charged() {
 }
 
 #[test]
-fn memory_of_a_drained_a_stopped_and_a_poisoned_runtime_is_inert() {
+fn slice_is_inert_when_drained_shut_down_or_poisoned() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let mut slice = slice(&runtime, &[1], &stream);
         for (end, stale) in [
-            (Some(false), Stale::Draining),
-            (Some(true), Stale::ShutDown),
+            (Some(false), StaleReason::Draining),
+            (Some(true), StaleReason::ShutDown),
         ] {
             match end {
                 Some(true) => runtime.shut_down(),
@@ -100,13 +100,13 @@ fn memory_of_a_drained_a_stopped_and_a_poisoned_runtime_is_inert() {
         // What comes after it is another runtime, and the memory stays with the one that ended.
         let next = crate::runtime(0);
         assert_eq!(next.state().check(), Ok(()));
-        assert_eq!(slice.check(), Err(Stale::ShutDown));
+        assert_eq!(slice.check(), Err(StaleReason::ShutDown));
         slice.free().unwrap();
     });
 }
 
 #[test]
-fn it_goes_on_in_another_stream_behind_the_first() {
+fn moved_slice_waits_for_its_first_stream() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let (first, second) = (runtime.stream().unwrap(), runtime.stream().unwrap());
@@ -121,7 +121,7 @@ fn it_goes_on_in_another_stream_behind_the_first() {
 }
 
 #[test]
-fn a_stream_of_another_device_is_refused() {
+fn another_devices_stream_is_refused() {
     inside(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
         let wrong = ResourceError::WrongOrdinal {
@@ -137,7 +137,7 @@ fn a_stream_of_another_device_is_refused() {
 }
 
 #[test]
-fn eight_threads_with_sixty_four_slices_each_leave_nothing_behind() {
+fn eight_threads_with_64_slices_each_leak_nothing() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let resource = runtime.with_resource(|_| Direct::new(runtime.context()));

@@ -2,28 +2,28 @@
 
 use bursar_runtime::checksum::ChecksumError;
 use bursar_runtime::driver::Driver;
-use bursar_runtime::{Checksum, Stale, Supervisor};
+use bursar_runtime::{DeviceChecksum, ErrorMonitor, StaleReason};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside, role, twin};
 
 use crate::{fault, runtime};
 
 #[test]
-fn a_fault_makes_every_device_of_the_image_stale_and_what_is_watched_later_too() {
+fn fault_makes_all_states_stale_and_later_ones() {
     inside(TWO_GPUS, |_| {
         let (faulty, other) = (runtime(0), runtime(1));
         assert_eq!(faulty.state().check(), Ok(()));
-        let mut checksum = Checksum::new(faulty.context()).unwrap();
+        let mut checksum = DeviceChecksum::new(faulty.context()).unwrap();
         let answer = checksum.of(1 << 50, 16, &faulty.context().default_stream());
         assert!(matches!(answer, Err(ChecksumError::Cuda(error)) if error.code == 700));
-        let poisoned = Err(Stale::Poisoned(700));
+        let poisoned = Err(StaleReason::Poisoned(700));
         assert_eq!(faulty.state().check(), poisoned);
         assert_eq!(other.state().check(), poisoned);
-        assert_eq!(Supervisor::of_this_image().watch().check(), poisoned);
+        assert_eq!(ErrorMonitor::global().new_state().check(), poisoned);
     });
 }
 
 #[test]
-fn retaining_the_poisoned_context_again_heals_nothing() {
+fn retaining_a_poisoned_context_does_not_recover_it() {
     inside(ONE_GPU, |_| {
         let context = runtime(0).context().clone();
         fault(&context);
@@ -31,18 +31,18 @@ fn retaining_the_poisoned_context_again_heals_nothing() {
         if let Ok(context) = again {
             context.synchronize().unwrap_err();
         }
-        assert_eq!(runtime(0).state().check(), Err(Stale::Poisoned(700)));
+        assert_eq!(runtime(0).state().check(), Err(StaleReason::Poisoned(700)));
     });
 }
 
 #[test]
-fn a_code_that_no_table_has_is_asked_for_again_and_poisons() {
+fn unlisted_code_poisons_when_a_probe_repeats_it() {
     inside(ONE_GPU, |machine| {
         let runtime = runtime(0);
         runtime.context().synchronize().unwrap();
         assert!(machine.inject(std::process::id(), 4321));
         runtime.context().synchronize().unwrap_err();
-        assert_eq!(runtime.state().check(), Err(Stale::Poisoned(4321)));
+        assert_eq!(runtime.state().check(), Err(StaleReason::Poisoned(4321)));
     });
 }
 
@@ -52,7 +52,7 @@ fn another_process(role: &str) {
 }
 
 #[test]
-fn a_neighbours_fault_is_nothing_to_this_image_and_its_own_is_nothing_to_the_next() {
+fn fault_affects_neither_neighbours_nor_the_next_image() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let good = |runtime: &bursar_runtime::DeviceRuntime| {
@@ -62,7 +62,7 @@ fn a_neighbours_fault_is_nothing_to_this_image_and_its_own_is_nothing_to_the_nex
         match role().as_deref() {
             Some("neighbour") => {
                 fault(runtime.context());
-                assert_eq!(runtime.state().check(), Err(Stale::Poisoned(700)));
+                assert_eq!(runtime.state().check(), Err(StaleReason::Poisoned(700)));
             }
             Some(_) => assert_eq!(good(&runtime), Ok(())),
             None => {
@@ -70,7 +70,7 @@ fn a_neighbours_fault_is_nothing_to_this_image_and_its_own_is_nothing_to_the_nex
                 assert_eq!(good(&runtime), Ok(()));
                 fault(runtime.context());
                 another_process("next image");
-                assert_eq!(runtime.state().check(), Err(Stale::Poisoned(700)));
+                assert_eq!(runtime.state().check(), Err(StaleReason::Poisoned(700)));
             }
         }
     });

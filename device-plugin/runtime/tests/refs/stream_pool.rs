@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::sync::Mutex;
 
-use bursar_runtime::{Stale, StreamPool};
+use bursar_runtime::{StaleReason, StreamPool};
 use bursar_sim_lab::{ONE_GPU, inside};
 
 use crate::{runtime, spin};
@@ -12,7 +12,7 @@ use crate::{runtime, spin};
 const FOUR: NonZeroUsize = NonZeroUsize::new(4).unwrap();
 
 #[test]
-fn streams_come_in_turn_and_no_more_than_the_pool_has() {
+fn stream_pool_is_round_robin_and_bounded() {
     inside(ONE_GPU, |_| {
         let pool = StreamPool::new(&runtime(0), FOUR);
         let keys: Vec<_> = (0..8).map(|_| pool.next().unwrap().key()).collect();
@@ -23,7 +23,7 @@ fn streams_come_in_turn_and_no_more_than_the_pool_has() {
 }
 
 #[test]
-fn eight_threads_share_the_same_few() {
+fn eight_threads_share_the_streams_of_a_pool() {
     inside(ONE_GPU, |_| {
         let pool = StreamPool::new(&runtime(0), FOUR);
         let seen = Mutex::new(Vec::new());
@@ -47,7 +47,7 @@ fn eight_threads_share_the_same_few() {
 }
 
 #[test]
-fn all_are_waited_for_and_a_stopped_runtime_gives_none() {
+fn stream_pool_synchronizes_all_and_ends_with_the_runtime() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let pool = StreamPool::new(&runtime, FOUR);
@@ -56,6 +56,6 @@ fn all_are_waited_for_and_a_stopped_runtime_gives_none() {
         pool.synchronize().unwrap();
         assert_eq!(streams[1].is_idle(), Ok(true));
         runtime.shut_down();
-        assert_eq!(pool.next().unwrap_err(), Stale::ShutDown.into());
+        assert_eq!(pool.next().unwrap_err(), StaleReason::ShutDown.into());
     });
 }

@@ -2,13 +2,13 @@
 
 use std::sync::{Arc, Mutex};
 
-use bursar_runtime::adaptor::fault_injection::Plan;
-use bursar_runtime::adaptor::logging::{Action, Csv, Memory};
-use bursar_runtime::adaptor::on_failure::{Answer, Failure};
+use bursar_runtime::adaptor::fault_injection::FaultPlan;
+use bursar_runtime::adaptor::logging::{Action, CsvSink, MemorySink};
+use bursar_runtime::adaptor::on_failure::{AllocationFailure, FailureAction};
 use bursar_runtime::adaptor::statistics::Counter;
 use bursar_runtime::{
-    Async, Block, Budget, DeviceMemoryResource, Direct, FaultInjection, FreeError, Guard, Logging,
-    OnFailure, Statistics, Tag,
+    Block, Budget, DebugGuard, DeviceMemoryResource, Direct, FaultInjection, FreeError, Logging,
+    OnFailure, Statistics, StreamOrdered, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 
@@ -16,10 +16,10 @@ use crate::raw::Raw as _;
 use crate::{MIB, bytes, context};
 
 #[test]
-fn a_log_has_a_line_for_each_call_with_its_tag() {
+fn log_has_a_line_with_a_tag_for_each_call() {
     inside(ONE_GPU, |_| {
         let context = context(0);
-        let log = Arc::new(Memory::default());
+        let log = Arc::new(MemorySink::default());
         let (logged, stream) = (
             Logging::new(Direct::new(&context), Arc::clone(&log)),
             context.default_stream(),
@@ -33,7 +33,7 @@ fn a_log_has_a_line_for_each_call_with_its_tag() {
             .unwrap_err();
         logged.deallocate(block, &stream).unwrap();
         let lines: Vec<_> = log
-            .events()
+            .records()
             .into_iter()
             .map(|line| (line.action, line.address, line.bytes, line.tag.0))
             .collect();
@@ -88,11 +88,11 @@ impl std::io::Write for Page {
 }
 
 #[test]
-fn a_log_of_eight_threads_can_be_replayed() {
+fn log_of_eight_threads_can_be_replayed() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let page = Page::default();
-        let csv = Arc::new(Csv::new(page.clone()).unwrap());
+        let csv = Arc::new(CsvSink::new(page.clone()).unwrap());
         let logged = Logging::new(Direct::new(&context), Arc::clone(&csv));
         std::thread::scope(|scope| {
             for _ in 0..8 {
@@ -114,12 +114,12 @@ fn a_log_of_eight_threads_can_be_replayed() {
 }
 
 #[test]
-fn statistics_have_the_present_the_peak_and_the_sum() {
+fn statistics_count_current_peak_and_total() {
     inside(ONE_GPU, |_| {
         let context = context(0);
-        let plan = Plan {
+        let plan = FaultPlan {
             frees: [Some(1)].into(),
-            ..Plan::default()
+            ..FaultPlan::default()
         };
         let counted = Statistics::new(FaultInjection::new(Direct::new(&context), plan));
         let stream = context.default_stream();
@@ -159,20 +159,20 @@ fn statistics_have_the_present_the_peak_and_the_sum() {
 }
 
 #[test]
-fn who_is_called_for_a_failure_can_make_room() {
+fn failure_callback_can_make_room() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.default_stream();
         let budget = Arc::new(Budget::new(Direct::new(&context), 1 << 20));
         let cached: Arc<Mutex<Vec<Block>>> = Arc::default();
-        let asking = OnFailure::new(Arc::clone(&budget), |failure: &Failure<'_>| {
+        let asking = OnFailure::new(Arc::clone(&budget), |failure: &AllocationFailure<'_>| {
             assert_eq!(failure.error.reason(), "OverBudget");
             match cached.lock().unwrap().pop() {
                 Some(block) => {
                     budget.deallocate(block, &stream).unwrap();
-                    Answer::Retry
+                    FailureAction::Retry
                 }
-                None => Answer::GiveUp,
+                None => FailureAction::Fail,
             }
         });
         for _ in 0..2 {
@@ -190,15 +190,17 @@ fn who_is_called_for_a_failure_can_make_room() {
 }
 
 #[test]
-fn a_failure_that_is_not_for_want_of_room_asks_nobody() {
+fn failure_callback_is_skipped_for_other_errors() {
     inside(ONE_GPU, |_| {
         let context = context(0);
-        let plan = Plan {
+        let plan = FaultPlan {
             allocations: [Some(700)].into(),
-            ..Plan::default()
+            ..FaultPlan::default()
         };
         let faulty = FaultInjection::new(Direct::new(&context), plan);
-        let asking = OnFailure::new(faulty, |failure: &Failure<'_>| panic!("{failure:?}"));
+        let asking = OnFailure::new(faulty, |failure: &AllocationFailure<'_>| {
+            panic!("{failure:?}")
+        });
         let stream = context.default_stream();
         let error = asking
             .allocate(bytes(1), &stream, Tag::default())
@@ -208,13 +210,13 @@ fn a_failure_that_is_not_for_want_of_room_asks_nobody() {
 }
 
 #[test]
-fn a_free_that_is_made_to_fail_is_done_by_the_reap() {
+fn injected_free_failure_is_reaped() {
     inside(ONE_GPU, |machine| {
         let context = context(0);
-        let plan = Plan {
+        let plan = FaultPlan {
             frees: [Some(999)].into(),
             reaps: [Some(999)].into(),
-            ..Plan::default()
+            ..FaultPlan::default()
         };
         let (faulty, stream) = (
             FaultInjection::new(Direct::new(&context), plan),
@@ -238,17 +240,18 @@ fn a_free_that_is_made_to_fail_is_done_by_the_reap() {
 }
 
 #[test]
-fn all_layers_work_over_one_another_and_uses_pass_through_them() {
+fn adaptors_compose_and_forward_uses() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (home, other) = (context.stream().unwrap(), context.stream().unwrap());
-        let log = Arc::new(Memory::default());
-        let source = Guard::new(Async::new(&context), 1 << 20);
-        let injected = FaultInjection::new(source, Plan::default());
+        let log = Arc::new(MemorySink::default());
+        let source = DebugGuard::new(StreamOrdered::new(&context), 1 << 20);
+        let injected = FaultInjection::new(source, FaultPlan::default());
         let budget = Budget::new(Statistics::new(injected), 1 << 22);
-        let all = OnFailure::new(Logging::new(budget, Arc::clone(&log)), |_: &Failure<'_>| {
-            Answer::GiveUp
-        });
+        let all = OnFailure::new(
+            Logging::new(budget, Arc::clone(&log)),
+            |_: &AllocationFailure<'_>| FailureAction::Fail,
+        );
         let block = all.allocate(bytes(MIB), &home, Tag("all")).unwrap();
         let used = all.prepare_block_use(block.as_ref(), &other).unwrap();
         assert_eq!(used.block, block.as_ref());
@@ -268,6 +271,6 @@ fn all_layers_work_over_one_another_and_uses_pass_through_them() {
             all.record_block_use(gone, &home).unwrap_err().reason(),
             "Stale"
         );
-        assert_eq!(log.events().len(), 2);
+        assert_eq!(log.records().len(), 2);
     });
 }

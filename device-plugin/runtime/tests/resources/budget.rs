@@ -4,10 +4,10 @@ use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Barrier};
 
-use bursar_runtime::adaptor::fault_injection::Plan;
+use bursar_runtime::adaptor::fault_injection::FaultPlan;
 use bursar_runtime::{
-    Async, Budget, BudgetSnapshot, DeviceMemoryResource, Direct, FaultInjection, FreeError, Guard,
-    Pool, PoolSettings, ResourceError, Tag,
+    Budget, BudgetSnapshot, DebugGuard, DeviceMemoryResource, Direct, FaultInjection, FreeError,
+    Pool, PoolSettings, ResourceError, StreamOrdered, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ use crate::{BUSY, MIB, bytes, context, spin};
 const LIMIT: u64 = 1 << 20;
 
 #[test]
-fn what_does_not_fit_is_over_budget_and_what_fits_is_not() {
+fn request_is_over_budget_only_when_it_does_not_fit() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
@@ -30,12 +30,12 @@ fn what_does_not_fit_is_over_budget_and_what_fits_is_not() {
         let error = budget
             .allocate(bytes(MIB / 2 + 1), &stream, Tag::default())
             .unwrap_err();
-        let (asked, used) = (LIMIT / 2 + 1, LIMIT / 2);
+        let (requested, used) = (LIMIT / 2 + 1, LIMIT / 2);
         assert_eq!(
             error,
             ResourceError::OverBudget {
                 ordinal: 0,
-                asked,
+                requested,
                 used,
                 limit: LIMIT
             }
@@ -56,7 +56,7 @@ fn what_does_not_fit_is_over_budget_and_what_fits_is_not() {
 }
 
 #[test]
-fn a_block_cannot_come_back_past_its_budget() {
+fn block_cannot_bypass_its_budget_when_freed() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let direct = Arc::new(Direct::new(&context));
@@ -65,19 +65,22 @@ fn a_block_cannot_come_back_past_its_budget() {
             context.default_stream(),
         );
         let block = budget.allocate(bytes(1), &stream, Tag::default()).unwrap();
-        let Err(FreeError::Refused { block, why }) = direct.deallocate(block, &stream) else {
+        let Err(FreeError::Refused { block, reason }) = direct.deallocate(block, &stream) else {
             panic!("it was freed");
         };
-        assert_eq!(why.reason(), "Foreign");
+        assert_eq!(reason.reason(), "Foreign");
         budget.deallocate(block, &stream).unwrap();
     });
 }
 
 #[test]
-fn a_budget_of_what_is_shared_counts_its_own_blocks_only() {
+fn budget_counts_only_its_own_blocks() {
     inside(ONE_GPU, |_| {
         let context = context(0);
-        let (shared, stream) = (Arc::new(Async::new(&context)), context.stream().unwrap());
+        let (shared, stream) = (
+            Arc::new(StreamOrdered::new(&context)),
+            context.stream().unwrap(),
+        );
         let [first, second] = [(); 2].map(|()| Budget::new(Arc::clone(&shared), LIMIT));
         let blocks =
             [&first, &second].map(|of| of.allocate(bytes(MIB), &stream, Tag::default()).unwrap());
@@ -94,11 +97,11 @@ fn a_budget_of_what_is_shared_counts_its_own_blocks_only() {
 }
 
 #[test]
-fn a_free_that_waits_for_its_stream_still_counts() {
+fn pending_free_still_counts() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
-            Budget::new(Async::new(&context), LIMIT),
+            Budget::new(StreamOrdered::new(&context), LIMIT),
             context.stream().unwrap(),
         );
         let block = budget
@@ -117,7 +120,7 @@ fn a_free_that_waits_for_its_stream_still_counts() {
 }
 
 #[test]
-fn an_allocation_that_the_driver_refuses_takes_nothing_of_the_budget() {
+fn failed_allocation_charges_nothing() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
@@ -133,7 +136,7 @@ fn an_allocation_that_the_driver_refuses_takes_nothing_of_the_budget() {
 }
 
 #[test]
-fn a_budget_is_resized_under_what_is_allocated() {
+fn budget_can_be_lowered_below_its_usage() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (budget, stream) = (
@@ -143,7 +146,7 @@ fn a_budget_is_resized_under_what_is_allocated() {
         let block = budget
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
-        budget.account().resize(LIMIT / 2);
+        budget.account().set_limit(LIMIT / 2);
         assert!(budget.allocate(bytes(1), &stream, Tag::default()).is_err());
         budget.deallocate(block, &stream).unwrap();
         assert!(
@@ -151,7 +154,7 @@ fn a_budget_is_resized_under_what_is_allocated() {
                 .allocate(bytes(MIB), &stream, Tag::default())
                 .is_err()
         );
-        budget.account().resize(LIMIT);
+        budget.account().set_limit(LIMIT);
         let block = budget
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
@@ -160,7 +163,7 @@ fn a_budget_is_resized_under_what_is_allocated() {
 }
 
 #[test]
-fn eight_threads_fill_a_budget_to_its_last_byte_and_never_pass_it() {
+fn eight_threads_fill_a_budget_to_the_last_byte() {
     const EACH: usize = 4096;
     const BLOCKS: usize = 37;
     inside(ONE_GPU, |_| {
@@ -244,8 +247,10 @@ fn exact(
                         live.push(block);
                         assert!(budget.account().snapshot().used <= limit);
                     }
-                    Err(ResourceError::OverBudget { used, asked, .. }) => {
-                        assert!(used + asked > limit, "{used} + {asked} of {limit}");
+                    Err(ResourceError::OverBudget {
+                        used, requested, ..
+                    }) => {
+                        assert!(used + requested > limit, "{used} + {requested} of {limit}");
                     }
                     Err(_) => assert!(budget.account().snapshot().used <= before),
                 }
@@ -255,11 +260,11 @@ fn exact(
                 let block = live.swap_remove(which % live.len());
                 match budget.deallocate(block, stream) {
                     Ok(()) | Err(FreeError::Retired { .. }) => {}
-                    Err(FreeError::Refused { why, .. }) => panic!("{why}"),
+                    Err(FreeError::Refused { reason, .. }) => panic!("{reason}"),
                 }
             }
             Step::Resize(to) => {
-                budget.account().resize(to);
+                budget.account().set_limit(to);
                 limit = to;
             }
             Step::Reap => {
@@ -287,29 +292,29 @@ fn exact(
 }
 
 #[test]
-fn a_budget_never_drifts_whatever_fails_under_it() {
+fn budget_never_drifts_when_its_upstream_fails() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.stream().unwrap();
         let histories = prop::collection::vec(step(), 0..60);
         proptest!(|(steps in histories, allocations in codes(), frees in codes(), reaps in codes())| {
-            let plan = Plan { allocations, frees, reaps };
+            let plan = FaultPlan { allocations, frees, reaps };
             exact(FaultInjection::new(Direct::new(&context), plan.clone()), &stream, steps.clone());
-            exact(FaultInjection::new(Async::new(&context), plan), &stream, steps);
+            exact(FaultInjection::new(StreamOrdered::new(&context), plan), &stream, steps);
         });
     });
 }
 
 #[test]
-fn a_budget_never_drifts_over_a_quarantine_or_a_pool() {
+fn budget_never_drifts_over_a_quarantine_or_a_pool() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.default_stream();
         let pool = || Pool::new(Direct::new(&context), &context, PoolSettings::default()).unwrap();
         proptest!(ProptestConfig::with_cases(32), |(steps in prop::collection::vec(step(), 0..40), frees in codes())| {
-            let plan = Plan { frees, ..Plan::default() };
-            exact(Guard::new(Direct::new(&context), LIMIT / 4), &stream, steps.clone());
-            exact(Guard::new(FaultInjection::new(pool(), plan), LIMIT / 4), &stream, steps);
+            let plan = FaultPlan { frees, ..FaultPlan::default() };
+            exact(DebugGuard::new(Direct::new(&context), LIMIT / 4), &stream, steps.clone());
+            exact(DebugGuard::new(FaultInjection::new(pool(), plan), LIMIT / 4), &stream, steps);
         });
     });
 }

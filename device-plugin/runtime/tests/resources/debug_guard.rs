@@ -4,18 +4,18 @@ use std::alloc::Layout;
 
 use bursar_runtime::driver::Stream;
 use bursar_runtime::{
-    DeviceMemoryResource, Direct, Exportable, FreeError, Guard, ResourceError, Tag,
+    DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, ResourceError, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 
 use crate::raw::Raw as _;
 use crate::{MIB, bytes, context};
 
-fn corrupted(address: u64, before: bool) -> ResourceError {
+fn corrupted(address: u64, while_live: bool) -> ResourceError {
     ResourceError::Corrupted {
         generation: 0,
         address,
-        before,
+        while_live,
     }
 }
 
@@ -24,16 +24,16 @@ fn finds(guard: &impl DeviceMemoryResource, stream: &Stream, layout: Layout, off
     let block = guard.allocate(layout, stream, Tag::default()).unwrap();
     let address = block.address().wrapping_add_signed(offset);
     stream.context().fill(address, 0, 1).unwrap();
-    let Err(FreeError::Refused { block, why }) = guard.deallocate(block, stream) else {
+    let Err(FreeError::Refused { block, reason }) = guard.deallocate(block, stream) else {
         panic!("it was not found");
     };
     let generation = block.as_ref().generation;
     assert_eq!(
-        why,
+        reason,
         ResourceError::Corrupted {
             generation,
             address,
-            before: true
+            while_live: true
         }
     );
     // Repaired, it is freed.
@@ -42,12 +42,12 @@ fn finds(guard: &impl DeviceMemoryResource, stream: &Stream, layout: Layout, off
 }
 
 #[test]
-fn a_write_past_either_end_is_found_by_the_free() {
+fn write_past_either_end_is_found_on_free() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let stream = context.default_stream();
-        let direct = Guard::new(Direct::new(&context), 0);
-        let pages = Guard::new(Exportable::guarded(&context, 4).unwrap(), 0);
+        let direct = DebugGuard::new(Direct::new(&context), 0);
+        let pages = DebugGuard::new(Exportable::guarded(&context, 4).unwrap(), 0);
         for (size, align) in [(1, 1), (1000, 256), (3 * MIB, 16)] {
             let layout = Layout::from_size_align(size, align).unwrap();
             for offset in [-1, -256, size as i64, size as i64 + 255] {
@@ -59,11 +59,11 @@ fn a_write_past_either_end_is_found_by_the_free() {
 }
 
 #[test]
-fn writes_inside_of_a_block_are_nobodys_business() {
+fn write_inside_a_block_is_accepted() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (guard, stream) = (
-            Guard::new(Direct::new(&context), 0),
+            DebugGuard::new(Direct::new(&context), 0),
             context.default_stream(),
         );
         let block = guard
@@ -79,16 +79,16 @@ fn writes_inside_of_a_block_are_nobodys_business() {
         );
         context.fill(block.address(), 7, 1000).unwrap();
         guard.deallocate(block, &stream).unwrap();
-        assert_eq!(guard.take_found(), []);
+        assert_eq!(guard.take_violations(), []);
     });
 }
 
 #[test]
-fn a_write_after_the_free_is_found_when_the_block_leaves_quarantine() {
+fn write_after_free_is_found_when_quarantine_ends() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (guard, stream) = (
-            Guard::new(Direct::new(&context), 1 << 20),
+            DebugGuard::new(Direct::new(&context), 1 << 20),
             context.default_stream(),
         );
         let block = guard.allocate(bytes(MIB), &stream, Tag::default()).unwrap();
@@ -100,17 +100,20 @@ fn a_write_after_the_free_is_found_when_the_block_leaves_quarantine() {
         assert_eq!(guard.bytes_outstanding().retired, 1 << 20);
         context.fill(gone.address + 5, 1, 1).unwrap();
         assert_eq!(guard.reap_pending().unwrap().freed, 1 << 20);
-        assert_eq!(guard.take_found(), [corrupted(gone.address + 5, false)]);
+        assert_eq!(
+            guard.take_violations(),
+            [corrupted(gone.address + 5, false)]
+        );
         assert!(!guard.is_retired(gone));
     });
 }
 
 #[test]
-fn a_full_device_empties_the_quarantine() {
+fn full_device_empties_the_quarantine() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (guard, stream) = (
-            Guard::new(Direct::new(&context), u64::MAX),
+            DebugGuard::new(Direct::new(&context), u64::MAX),
             context.default_stream(),
         );
         // All but 8 MiB is somebody else's.

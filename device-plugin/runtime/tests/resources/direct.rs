@@ -4,8 +4,8 @@ use std::alloc::Layout;
 
 use bursar_runtime::driver::{Attach, Stream};
 use bursar_runtime::{
-    Async, Block, Budget, DeviceMemoryResource, Direct, Exportable, FreeError, Guard, Managed,
-    ResourceError, Tag,
+    Block, Budget, DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, Managed,
+    ResourceError, StreamOrdered, Tag,
 };
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
@@ -18,7 +18,7 @@ fn direct(ordinal: u32) -> (Direct, Stream) {
 }
 
 #[test]
-fn what_is_allocated_is_counted_until_it_is_freed() {
+fn allocation_is_counted_until_freed() {
     inside(ONE_GPU, |machine| {
         let (direct, stream) = direct(0);
         let before = machine.used(0);
@@ -46,7 +46,7 @@ fn zero_bytes_are_refused() {
 }
 
 #[test]
-fn an_alignment_that_the_driver_does_not_promise_is_refused() {
+fn alignment_above_the_drivers_is_refused() {
     inside(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let layout = Layout::from_size_align(MIB, 4096).unwrap();
@@ -58,7 +58,7 @@ fn an_alignment_that_the_driver_does_not_promise_is_refused() {
 }
 
 #[test]
-fn a_stream_of_another_device_is_refused_and_the_block_given_back() {
+fn free_in_another_devices_stream_returns_the_block() {
     inside(TWO_GPUS, |_| {
         let ((first, stream), (_, other)) = (direct(0), direct(1));
         let wrong = ResourceError::WrongOrdinal {
@@ -70,23 +70,23 @@ fn a_stream_of_another_device_is_refused_and_the_block_given_back() {
             Err(wrong.clone())
         );
         let block = first.allocate(bytes(1), &stream, Tag::default()).unwrap();
-        let Err(FreeError::Refused { block, why }) = first.deallocate(block, &other) else {
+        let Err(FreeError::Refused { block, reason }) = first.deallocate(block, &other) else {
             panic!("it was freed");
         };
-        assert_eq!(why, wrong);
+        assert_eq!(reason, wrong);
         first.deallocate(block, &stream).unwrap();
     });
 }
 
 #[test]
-fn a_block_of_another_resource_is_refused_and_given_back() {
+fn free_of_a_foreign_block_returns_the_block() {
     inside(ONE_GPU, |_| {
         let ((first, stream), (second, _)) = (direct(0), direct(0));
         let block = first.allocate(bytes(1), &stream, Tag::default()).unwrap();
-        let Err(FreeError::Refused { block, why }) = second.deallocate(block, &stream) else {
+        let Err(FreeError::Refused { block, reason }) = second.deallocate(block, &stream) else {
             panic!("it was freed");
         };
-        assert_eq!(why.reason(), "Foreign");
+        assert_eq!(reason.reason(), "Foreign");
         first.deallocate(block, &stream).unwrap();
     });
 }
@@ -99,11 +99,12 @@ fn refuses_a_second_free(memory: impl DeviceMemoryResource, stream: &Stream) -> 
     memory.deallocate(block, stream).unwrap();
     memory.reap_pending().unwrap();
     let new = memory.allocate(bytes(MIB), stream, Tag::default()).unwrap();
-    let Err(FreeError::Refused { block, why }) = memory.deallocate(Block::new(old), stream) else {
+    let Err(FreeError::Refused { block, reason }) = memory.deallocate(Block::new(old), stream)
+    else {
         panic!("{kind}: it was freed");
     };
     let generation = old.generation;
-    assert_eq!(why, ResourceError::Stale { generation }, "{kind}");
+    assert_eq!(reason, ResourceError::Stale { generation }, "{kind}");
     assert_eq!(block.as_ref(), old);
     assert_eq!(memory.account().snapshot().used, 1 << 20, "{kind}");
     assert_eq!(memory.bytes_outstanding().live, 1 << 20, "{kind}");
@@ -114,23 +115,23 @@ fn refuses_a_second_free(memory: impl DeviceMemoryResource, stream: &Stream) -> 
 }
 
 #[test]
-fn a_block_freed_twice_is_refused_by_every_source_whoever_has_its_address() {
+fn double_free_is_refused_when_the_address_was_reused() {
     inside(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let context = stream.context();
         let guarded = Exportable::guarded(context, 0).unwrap();
         assert!(refuses_a_second_free(direct, &stream));
         assert!(refuses_a_second_free(
-            Managed::of(context, Attach::Global),
+            Managed::with_allocator(context, Attach::Global),
             &stream
         ));
         assert!(refuses_a_second_free(
-            Guard::new(Direct::new(context), 0),
+            DebugGuard::new(Direct::new(context), 0),
             &stream
         ));
-        refuses_a_second_free(Async::new(context), &stream);
+        refuses_a_second_free(StreamOrdered::new(context), &stream);
         refuses_a_second_free(Exportable::new(context).unwrap(), &stream);
-        refuses_a_second_free(Guard::new(guarded, 1 << 30), &stream);
+        refuses_a_second_free(DebugGuard::new(guarded, 1 << 30), &stream);
     });
 }
 
@@ -147,7 +148,7 @@ fn only_a_full_device_is_out_of_memory() {
 }
 
 #[test]
-fn uses_are_not_tracked_and_that_is_said() {
+fn block_use_is_a_stream_misuse_when_untracked() {
     inside(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let block = direct.allocate(bytes(1), &stream, Tag::default()).unwrap();
@@ -165,7 +166,7 @@ fn uses_are_not_tracked_and_that_is_said() {
 }
 
 #[test]
-fn a_free_that_fails_stays_charged_and_is_tried_again() {
+fn failed_free_stays_charged_and_is_reaped() {
     inside(ONE_GPU, |_| {
         let (direct, stream) = direct(0);
         let block = direct
@@ -186,11 +187,11 @@ fn a_free_that_fails_stays_charged_and_is_tried_again() {
 }
 
 #[test]
-fn managed_memory_takes_nothing_of_the_device_and_is_counted() {
+fn managed_memory_is_counted_and_uses_no_device_memory() {
     inside(ONE_GPU, |machine| {
         let context = context(0);
         let (managed, stream) = (
-            Managed::of(&context, Attach::Global),
+            Managed::with_allocator(&context, Attach::Global),
             context.default_stream(),
         );
         let before = machine.used(0);
@@ -206,7 +207,7 @@ fn managed_memory_takes_nothing_of_the_device_and_is_counted() {
 }
 
 #[test]
-fn eight_threads_of_64_iterations_leave_nothing_behind() {
+fn eight_threads_of_64_iterations_leak_nothing() {
     inside(ONE_GPU, |machine| {
         let (direct, stream) = direct(0);
         let before = machine.used(0);

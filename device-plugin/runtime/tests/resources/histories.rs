@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use bursar_runtime::driver::Stream;
-use bursar_runtime::{Async, Block, BlockRef, DeviceMemoryResource, Exportable, FreeError, Tag};
+use bursar_runtime::{
+    Block, BlockRef, DeviceMemoryResource, Exportable, FreeError, StreamOrdered, Tag,
+};
 use bursar_sim_lab::{ONE_GPU, inside};
 use proptest::prelude::*;
 
@@ -119,13 +121,13 @@ fn check(memory: &impl DeviceMemoryResource, streams: &[Stream], steps: Vec<Step
 }
 
 #[test]
-fn nothing_is_given_back_before_the_work_that_uses_it_is_done() {
+fn memory_is_released_only_after_the_work_that_uses_it() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let streams: Vec<_> = (0..STREAMS).map(|_| context.stream().unwrap()).collect();
         let histories = prop::collection::vec(step(), 0..50);
         proptest!(ProptestConfig::with_cases(64), |(steps in histories)| {
-            check(&Async::new(&context), &streams, steps.clone());
+            check(&StreamOrdered::new(&context), &streams, steps.clone());
             check(&Exportable::new(&context).unwrap(), &streams, steps);
         });
     });

@@ -46,7 +46,7 @@ fn spin(stream: &Stream, time: Duration) {
     let mut nanoseconds = u64::try_from(time.as_nanos()).unwrap();
     let mut arguments = [(&raw mut nanoseconds).cast()];
     // SAFETY: spin(uint64_t nanoseconds)
-    unsafe { spin.launch(stream, Grid::line(1, 1), &mut arguments) }.unwrap();
+    unsafe { spin.launch(stream, Grid::linear(1, 1), &mut arguments) }.unwrap();
 }
 
 /// Poisons the process image.
@@ -58,5 +58,5 @@ fn fault(stream: &Stream) {
         .function(c"fault")
         .unwrap();
     // SAFETY: fault() has no arguments.
-    unsafe { fault.launch(stream, Grid::line(1, 1), &mut []) }.unwrap();
+    unsafe { fault.launch(stream, Grid::linear(1, 1), &mut []) }.unwrap();
 }

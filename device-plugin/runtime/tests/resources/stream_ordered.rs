@@ -1,19 +1,21 @@
 //! Stream-ordered memory.
 
 use bursar_runtime::driver::Stream;
-use bursar_runtime::{Async, Budget, DeviceMemoryResource as _, FreeError, ResourceError, Tag};
+use bursar_runtime::{
+    Budget, DeviceMemoryResource as _, FreeError, ResourceError, StreamOrdered, Tag,
+};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
 use crate::{BUSY, MIB, bytes, context, spin};
 
-fn memory() -> (Async, Stream, Stream) {
+fn memory() -> (StreamOrdered, Stream, Stream) {
     let context = context(0);
     let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
-    (Async::new(&context), first, second)
+    (StreamOrdered::new(&context), first, second)
 }
 
 #[test]
-fn a_freed_block_is_retired_until_its_stream_is_done() {
+fn freed_block_is_retired_until_its_stream_is_done() {
     inside(ONE_GPU, |_| {
         let (memory, stream, _) = memory();
         let block = memory
@@ -34,7 +36,7 @@ fn a_freed_block_is_retired_until_its_stream_is_done() {
 }
 
 #[test]
-fn what_was_freed_first_is_given_back_first_whatever_was_allocated_first() {
+fn frees_complete_in_the_order_of_the_frees() {
     inside(ONE_GPU, |_| {
         let (memory, stream, _) = memory();
         let memory = Budget::new(memory, 2 << 20);
@@ -50,7 +52,7 @@ fn what_was_freed_first_is_given_back_first_whatever_was_allocated_first() {
 }
 
 #[test]
-fn a_free_waits_for_uses_that_were_told_in_other_streams() {
+fn free_waits_for_reported_uses_in_other_streams() {
     inside(ONE_GPU, |_| {
         let (memory, home, other) = memory();
         let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
@@ -69,7 +71,7 @@ fn a_free_waits_for_uses_that_were_told_in_other_streams() {
 }
 
 #[test]
-fn work_that_was_prepared_comes_after_the_allocation() {
+fn prepared_use_waits_for_the_allocation() {
     inside(ONE_GPU, |_| {
         let (memory, home, other) = memory();
         spin(&home, BUSY);
@@ -83,7 +85,7 @@ fn work_that_was_prepared_comes_after_the_allocation() {
 }
 
 #[test]
-fn a_use_that_was_recorded_afterwards_counts_too() {
+fn recorded_use_delays_the_free() {
     inside(ONE_GPU, |_| {
         let (memory, home, other) = memory();
         let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
@@ -95,16 +97,16 @@ fn a_use_that_was_recorded_afterwards_counts_too() {
 }
 
 #[test]
-fn a_block_in_use_is_not_freed() {
+fn free_is_refused_while_a_use_is_open() {
     inside(ONE_GPU, |_| {
         let (memory, home, other) = memory();
         let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
         let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
-        let Err(FreeError::Refused { block, why }) = memory.deallocate(block, &home) else {
+        let Err(FreeError::Refused { block, reason }) = memory.deallocate(block, &home) else {
             panic!("it was freed");
         };
         assert_eq!(
-            why,
+            reason,
             ResourceError::InUse {
                 generation: 0,
                 uses: 1
@@ -116,7 +118,7 @@ fn a_block_in_use_is_not_freed() {
 }
 
 #[test]
-fn a_use_ends_in_the_stream_that_it_was_prepared_for() {
+fn use_is_refused_when_finished_in_another_stream() {
     inside(ONE_GPU, |_| {
         let (memory, home, other) = memory();
         let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
@@ -127,7 +129,7 @@ fn a_use_ends_in_the_stream_that_it_was_prepared_for() {
 }
 
 #[test]
-fn a_block_is_stale_after_its_free() {
+fn block_is_stale_after_its_free() {
     inside(ONE_GPU, |_| {
         let (memory, home, other) = memory();
         let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
@@ -146,7 +148,7 @@ fn a_block_is_stale_after_its_free() {
 }
 
 #[test]
-fn a_stream_of_another_device_cannot_use_a_block() {
+fn use_in_another_devices_stream_is_refused() {
     inside(TWO_GPUS, |_| {
         let (memory, home, _) = memory();
         let other = context(1).stream().unwrap();
@@ -158,10 +160,10 @@ fn a_stream_of_another_device_cannot_use_a_block() {
 }
 
 #[test]
-fn eight_threads_of_64_iterations_leave_nothing_behind() {
+fn eight_threads_of_64_iterations_leak_nothing() {
     inside(ONE_GPU, |_| {
         let context = context(0);
-        let memory = Async::new(&context);
+        let memory = StreamOrdered::new(&context);
         std::thread::scope(|scope| {
             for thread in 1..=8 {
                 let (memory, context) = (&memory, &context);

@@ -20,7 +20,7 @@ fn exportable() -> (Context, Exportable, Stream) {
 }
 
 #[test]
-fn an_exported_block_outlives_its_free_in_who_imports_it() {
+fn exported_block_outlives_its_free_in_the_importer() {
     inside(ONE_GPU, |machine| {
         let (context, memory, stream) = exportable();
         let before = machine.used(0);
@@ -64,7 +64,7 @@ fn importer() {
 }
 
 #[test]
-fn two_processes_share_a_block_and_either_may_end_first() {
+fn shared_block_survives_the_exit_of_either_process() {
     inside(ONE_GPU, |machine| {
         if role().is_some() {
             return importer();
@@ -99,7 +99,7 @@ fn two_processes_share_a_block_and_either_may_end_first() {
 }
 
 #[test]
-fn a_freed_block_is_mapped_until_its_stream_is_done() {
+fn freed_block_stays_mapped_until_its_stream_is_done() {
     inside(ONE_GPU, |machine| {
         let (_, memory, stream) = exportable();
         let block = memory
@@ -117,7 +117,7 @@ fn a_freed_block_is_mapped_until_its_stream_is_done() {
 }
 
 #[test]
-fn dropped_memory_is_mapped_until_the_work_before_its_free_is_done() {
+fn dropped_resource_waits_for_the_work_before_a_free() {
     inside(ONE_GPU, |machine| {
         let context = context(0);
         let (memory, stream) = (
@@ -143,7 +143,7 @@ fn dropped_memory_is_mapped_until_the_work_before_its_free_is_done() {
 }
 
 #[test]
-fn behind_a_guarded_block_and_after_its_free_nothing_is_mapped() {
+fn guarded_block_faults_past_its_end_and_after_its_free() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let memory = Exportable::guarded(&context, 2).unwrap();
@@ -168,7 +168,7 @@ fn behind_a_guarded_block_and_after_its_free_nothing_is_mapped() {
 }
 
 #[test]
-fn addresses_in_quarantine_are_not_given_out_again() {
+fn quarantined_addresses_are_not_reused() {
     inside(ONE_GPU, |_| {
         let context = context(0);
         let (memory, stream) = (

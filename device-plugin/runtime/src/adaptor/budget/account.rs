@@ -8,15 +8,15 @@ use crate::resource::BudgetSnapshot;
 /// A limit that can be changed while it is in use. A limit below what is in use stands: it admits nothing until enough
 /// came back.
 #[derive(Debug)]
-pub struct Account {
+pub struct BudgetAccount {
     limit: AtomicU64,
     used: AtomicU64,
 }
 
-impl Account {
+impl BudgetAccount {
     /// An account with nothing in use.
-    pub const fn new(limit: u64) -> Account {
-        Account {
+    pub const fn new(limit: u64) -> BudgetAccount {
+        BudgetAccount {
             limit: AtomicU64::new(limit),
             used: AtomicU64::new(0),
         }
@@ -27,13 +27,13 @@ impl Account {
     /// # Errors
     /// There is no room; with what was found, and nothing is taken.
     #[inline]
-    pub fn take(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
-        self.take_while(bytes, || {})
+    pub fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
+        self.charge_with_hook(bytes, || {})
     }
 
     /// Takes bytes; whatever happens between looking and taking.
     #[inline]
-    fn take_while(&self, bytes: u64, meanwhile: impl Fn()) -> Result<(), BudgetSnapshot> {
+    fn charge_with_hook(&self, bytes: u64, hook: impl Fn()) -> Result<(), BudgetSnapshot> {
         let mut used = self.used.load(Ordering::Relaxed);
         loop {
             let limit = self.limit.load(Ordering::SeqCst);
@@ -41,7 +41,7 @@ impl Account {
                 Some(after) if after <= limit => after,
                 _ => return Err(BudgetSnapshot { limit, used }),
             };
-            meanwhile();
+            hook();
             // In one order with the limit's changes: who takes after a change either saw it above, or sees it below.
             match self
                 .used
@@ -49,7 +49,7 @@ impl Account {
             {
                 Ok(_) if after <= self.limit.load(Ordering::SeqCst) => return Ok(()),
                 Ok(_) => {
-                    self.give_back(bytes);
+                    self.uncharge(bytes);
                     used = self.used.load(Ordering::Relaxed);
                 }
                 Err(found) => used = found,
@@ -59,13 +59,13 @@ impl Account {
 
     /// Gives back bytes that were taken.
     #[inline]
-    pub fn give_back(&self, bytes: u64) {
+    pub fn uncharge(&self, bytes: u64) {
         let before = self.used.fetch_sub(bytes, Ordering::SeqCst);
         debug_assert!(before >= bytes, "{bytes} of {before} bytes given back");
     }
 
     /// Changes the limit: what is taken after the return is within it.
-    pub fn resize(&self, limit: u64) {
+    pub fn set_limit(&self, limit: u64) {
         self.limit.store(limit, Ordering::SeqCst);
     }
 
@@ -101,26 +101,26 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_admits_exactly_what_has_room(steps in prop::collection::vec(step(), 0..200)) {
-            let account = Account::new(300);
+        fn account_admits_exactly_what_fits(steps in prop::collection::vec(step(), 0..200)) {
+            let account = BudgetAccount::new(300);
             let (mut limit, mut taken) = (300, Vec::new());
             for step in steps {
                 let used: u64 = taken.iter().sum();
                 match step {
                     Step::Take(bytes) => {
                         let fits = used.checked_add(bytes).is_some_and(|after| after <= limit);
-                        let answer = account.take(bytes);
+                        let answer = account.charge(bytes);
                         prop_assert_eq!(answer, if fits { Ok(()) } else { Err(BudgetSnapshot { limit, used }) });
                         if fits {
                             taken.push(bytes);
                         }
                     }
                     Step::GiveBack(which) if !taken.is_empty() => {
-                        account.give_back(taken.swap_remove(which % taken.len()));
+                        account.uncharge(taken.swap_remove(which % taken.len()));
                     }
                     Step::GiveBack(_) => {}
                     Step::Resize(to) => {
-                        account.resize(to);
+                        account.set_limit(to);
                         limit = to;
                     }
                 }
@@ -131,19 +131,19 @@ mod tests {
     }
 
     #[test]
-    fn eight_threads_never_have_more_than_the_limit_and_fill_it() {
+    fn eight_threads_fill_the_limit_and_never_pass_it() {
         const EACH: u64 = 7;
-        let account = Account::new(100 * EACH);
+        let account = BudgetAccount::new(100 * EACH);
         let (held, most) = (AtomicU64::new(0), AtomicU64::new(0));
         std::thread::scope(|scope| {
             for _ in 0..8 {
                 scope.spawn(|| {
                     for _ in 0..5_000 {
-                        if account.take(EACH).is_ok() {
+                        if account.charge(EACH).is_ok() {
                             let now = held.fetch_add(EACH, Ordering::SeqCst) + EACH;
                             most.fetch_max(now, Ordering::SeqCst);
                             held.fetch_sub(EACH, Ordering::SeqCst);
-                            account.give_back(EACH);
+                            account.uncharge(EACH);
                         }
                     }
                 });
@@ -151,14 +151,14 @@ mod tests {
         });
         assert!(most.into_inner() <= 100 * EACH);
         assert_eq!(account.snapshot().used, 0);
-        let taken = (0..200).filter(|_| account.take(EACH).is_ok()).count();
+        let taken = (0..200).filter(|_| account.charge(EACH).is_ok()).count();
         assert_eq!(taken, 100);
     }
 
     #[test]
-    fn a_limit_that_is_lowered_between_looking_and_taking_holds() {
-        let account = Account::new(1000);
-        let answer = account.take_while(600, || account.resize(100));
+    fn limit_holds_when_lowered_during_a_charge() {
+        let account = BudgetAccount::new(1000);
+        let answer = account.charge_with_hook(600, || account.set_limit(100));
         assert_eq!(
             answer,
             Err(BudgetSnapshot {
@@ -167,11 +167,11 @@ mod tests {
             })
         );
         assert_eq!(account.snapshot().used, 0);
-        account.resize(1000);
+        account.set_limit(1000);
         let once = std::cell::Cell::new(true);
-        let answer = account.take_while(600, || {
+        let answer = account.charge_with_hook(600, || {
             if once.take() {
-                assert_eq!(account.take(600), Ok(()));
+                assert_eq!(account.charge(600), Ok(()));
             }
         });
         assert_eq!(

@@ -4,7 +4,7 @@
 use std::alloc::Layout;
 use std::sync::Arc;
 
-use super::{Account, Budget};
+use super::{Budget, BudgetAccount};
 use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{
@@ -17,7 +17,7 @@ use crate::resource::{
 #[derive(Debug)]
 pub struct Reservation<R: DeviceMemoryResource> {
     budget: Arc<Budget<R>>,
-    account: Account,
+    account: BudgetAccount,
 }
 
 impl<R: DeviceMemoryResource> Budget<R> {
@@ -26,10 +26,10 @@ impl<R: DeviceMemoryResource> Budget<R> {
     /// # Errors
     /// [`ResourceError::OverBudget`].
     pub fn reserve(self: &Arc<Self>, bytes: u64) -> Result<Reservation<R>, ResourceError> {
-        self.reaping(|| self.take(bytes))?;
+        self.retry_after_reap(|| self.charge(bytes))?;
         Ok(Reservation {
             budget: Arc::clone(self),
-            account: Account::new(bytes),
+            account: BudgetAccount::new(bytes),
         })
     }
 }
@@ -37,7 +37,7 @@ impl<R: DeviceMemoryResource> Budget<R> {
 impl<R: DeviceMemoryResource> Drop for Reservation<R> {
     fn drop(&mut self) {
         let BudgetSnapshot { limit, used } = self.account.snapshot();
-        self.budget.account.give_back(limit - used);
+        self.budget.account.uncharge(limit - used);
     }
 }
 
@@ -45,12 +45,12 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Reservation<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         let bytes = layout.size() as u64;
         self.account
-            .take(bytes)
-            .map_err(|found| self.budget.over(bytes, found))?;
+            .charge(bytes)
+            .map_err(|found| self.budget.over_budget(bytes, found))?;
         // The room is there; the memory need not be.
         self.budget
-            .reaping(|| self.budget.under.allocate(layout, stream, tag))
-            .inspect_err(|_| self.account.give_back(bytes))
+            .retry_after_reap(|| self.budget.upstream.allocate(layout, stream, tag))
+            .inspect_err(|_| self.account.uncharge(bytes))
     }
 
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {

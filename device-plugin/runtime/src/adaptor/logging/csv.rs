@@ -10,7 +10,7 @@ use std::io::{self, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::UNIX_EPOCH;
 
-use super::{Action, Event, Sink};
+use super::{Action, LogRecord, Sink};
 
 const HEADER: &str = "Thread,Time,Action,Pointer,Size,Stream,StreamKey,Tag";
 
@@ -20,22 +20,22 @@ struct State<W> {
 }
 
 /// Lines to a writer, which had better be buffered.
-pub struct Csv<W>(Mutex<State<W>>);
+pub struct CsvSink<W>(Mutex<State<W>>);
 
-impl<W> fmt::Debug for Csv<W> {
+impl<W> fmt::Debug for CsvSink<W> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Csv")
     }
 }
 
-impl<W: Write + Send> Csv<W> {
+impl<W: Write + Send> CsvSink<W> {
     /// Writes the header.
     ///
     /// # Errors
     /// The writer's.
     pub fn new(mut out: W) -> io::Result<Self> {
         writeln!(out, "{HEADER}")?;
-        Ok(Csv(Mutex::new(State { out, failed: None })))
+        Ok(CsvSink(Mutex::new(State { out, failed: None })))
     }
 
     /// Flushes the writer. After its first error nothing more was written.
@@ -55,20 +55,20 @@ impl<W: Write + Send> Csv<W> {
     }
 }
 
-impl<W: Write + Send> Sink for Csv<W> {
-    fn write(&self, event: Event) {
+impl<W: Write + Send> Sink for CsvSink<W> {
+    fn write(&self, event: LogRecord) {
         let mut state = self.lock();
         if state.failed.is_none() {
-            state.failed = writeln!(state.out, "{}", Line(&event)).err();
+            state.failed = writeln!(state.out, "{}", CsvLine(&event)).err();
         }
     }
 }
 
-struct Line<'a>(&'a Event);
+struct CsvLine<'a>(&'a LogRecord);
 
-impl fmt::Display for Line<'_> {
+impl fmt::Display for CsvLine<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Event {
+        let LogRecord {
             time,
             thread,
             action,
@@ -104,8 +104,8 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_line_has_the_columns_that_replay_reads() {
-        let event = Event {
+    fn line_has_the_columns_that_rmm_replay_reads() {
+        let event = LogRecord {
             time: UNIX_EPOCH + Duration::new(86_400 + 3661, 1_234_000),
             thread: 3,
             action: Action::Allocate,
@@ -116,23 +116,23 @@ mod tests {
         };
         let expected =
             "3,01:01:01.001234,allocate,0x7f0000000100,1024,0,0,\"a \"\"quoted\"\", tag\"";
-        assert_eq!(Line(&event).to_string(), expected);
-        let failed = Event {
+        assert_eq!(CsvLine(&event).to_string(), expected);
+        let failed = LogRecord {
             action: Action::AllocateFailure,
             address: 0,
             ..event
         };
         assert!(
-            Line(&failed)
+            CsvLine(&failed)
                 .to_string()
                 .contains(",allocate failure,(nil),1024,0,")
         );
     }
 
     #[derive(Debug)]
-    struct Full;
+    struct FakeFullDisk;
 
-    impl Write for Full {
+    impl Write for FakeFullDisk {
         fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
             if buffer.starts_with(b"Thread") || buffer == b"\n" {
                 Ok(buffer.len())
@@ -147,9 +147,9 @@ mod tests {
     }
 
     #[test]
-    fn a_writer_that_fails_is_told_of_by_the_next_flush() {
-        let csv = Csv::new(Full).expect("the header is taken");
-        csv.write(Event {
+    fn flush_returns_the_error_of_an_earlier_write() {
+        let csv = CsvSink::new(FakeFullDisk).expect("the header is taken");
+        csv.write(LogRecord {
             time: UNIX_EPOCH,
             thread: 1,
             action: Action::Free,

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 #[derive(Clone, Debug)]
 enum Step {
     Allocate { size: u64, align: u64 },
-    Free { which: usize, after: After },
+    Free { which: usize, deps: StreamDeps },
     FreeTwice { which: usize },
     Remove { which: usize },
     Add { granules: u64 },
@@ -22,15 +22,15 @@ fn sizes() -> impl Strategy<Value = u64> {
     ]
 }
 
-fn after() -> impl Strategy<Value = After> {
-    (0..4u64, 0..8u64).prop_map(|(lanes, stamp)| After { lanes, stamp })
+fn deps() -> impl Strategy<Value = StreamDeps> {
+    (0..4u64, 0..8u64).prop_map(|(slots, stamp)| StreamDeps { slots, stamp })
 }
 
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let aligns = prop_oneof![6 => Just(GRANULE), 1 => (0..8u32).prop_map(|power| GRANULE << power), 1 => Just(1)];
     let step = prop_oneof![
         10 => (sizes(), aligns).prop_map(|(size, align)| Step::Allocate { size, align }),
-        8 => (any::<usize>(), after()).prop_map(|(which, after)| Step::Free { which, after }),
+        8 => (any::<usize>(), deps()).prop_map(|(which, deps)| Step::Free { which, deps }),
         1 => any::<usize>().prop_map(|which| Step::FreeTwice { which }),
         1 => any::<usize>().prop_map(|which| Step::Remove { which }),
         1 => (1..=16384u64).prop_map(|granules| Step::Add { granules }),
@@ -42,7 +42,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 /// What the heap must be.
 #[derive(Default)]
 struct Model {
-    regions: Vec<(Whole, u64, u64)>,
+    regions: Vec<(EmptyRegion, u64, u64)>,
     added: u32,
     /// Live blocks by address: name and bytes.
     live: BTreeMap<u64, (BlockId, u64)>,
@@ -83,7 +83,7 @@ impl Model {
 }
 
 fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
-    let (mut heap, mut model) = (Heap::new(), Model::default());
+    let (mut heap, mut model) = (TlsfHeap::new(), Model::default());
     for step in steps {
         match step.clone() {
             Step::Add { granules } => {
@@ -94,9 +94,10 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                     .map(|&(_, at, bytes)| at + bytes)
                     .max()
                     .unwrap_or(GRANULE * 3);
-                let whole = heap.add(model.added, start, granules * GRANULE, After::NOTHING);
+                let region =
+                    heap.add_region(model.added, start, granules * GRANULE, StreamDeps::NONE);
                 model.regions.push((
-                    whole.expect("a region of that size can be added"),
+                    region.expect("a region of that size can be added"),
                     start,
                     granules * GRANULE,
                 ));
@@ -116,29 +117,29 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                 prop_assert!(inside, "{:?} overlaps", taken);
                 model.live.insert(taken.address, (taken.id, taken.bytes));
             }
-            Step::Free { which, after } => {
+            Step::Free { which, deps } => {
                 let Some((at, id)) = model.pick(which) else {
                     continue;
                 };
-                prop_assert!(heap.free(id, after, all).is_ok());
+                prop_assert!(heap.free(id, deps, all).is_ok());
                 model.live.remove(&at);
                 model.dead.push(id);
             }
             Step::FreeTwice { which } => {
                 if let Some(nth) = which.checked_rem(model.dead.len()) {
-                    prop_assert!(heap.free(model.dead[nth], After::NOTHING, all).is_err());
+                    prop_assert!(heap.free(model.dead[nth], StreamDeps::NONE, all).is_err());
                 }
             }
             Step::Remove { which } => {
                 let Some(nth) = which.checked_rem(model.regions.len()) else {
                     continue;
                 };
-                let (whole, start, size) = model.regions[nth];
+                let (region, start, size) = model.regions[nth];
                 let free = model.live.range(start..start + size).next().is_none();
-                prop_assert_eq!(heap.remove(whole).is_some(), free);
+                prop_assert_eq!(heap.remove_region(region).is_some(), free);
                 if free {
                     model.regions.remove(nth);
-                    prop_assert!(heap.remove(whole).is_none());
+                    prop_assert!(heap.remove_region(region).is_none());
                 }
             }
             Step::Look => {}
@@ -154,7 +155,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
         );
         prop_assert_eq!(heap.live_blocks(), model.live.len() as u64);
         // One header for each block and each gap, and one for what is set aside.
-        let used = |heap: &Heap| heap.headers.iter().filter(|header| header.size > 0).count();
+        let used = |heap: &TlsfHeap| heap.headers.iter().filter(|header| header.size > 0).count();
         let blocks = gaps.len() + model.live.len();
         prop_assert!((blocks..=blocks + 2).contains(&used(&heap)));
         if matches!(step, Step::Look) {
@@ -172,127 +173,131 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(512))]
 
     #[test]
-    fn blocks_never_overlap_and_free_neighbours_are_always_one(steps in steps()) {
+    fn blocks_never_overlap_and_free_neighbours_merge(steps in steps()) {
         play(steps)?;
     }
 }
 
 /// Nobody waited for anything yet.
-fn all(after: After) -> After {
-    after
+fn all(deps: StreamDeps) -> StreamDeps {
+    deps
 }
 
 /// A heap with one region.
-fn heap(bytes: u64) -> (Heap, Whole) {
-    let mut heap = Heap::new();
-    let whole = heap
-        .add(0, 1 << 40, bytes, After::NOTHING)
+fn heap(bytes: u64) -> (TlsfHeap, EmptyRegion) {
+    let mut heap = TlsfHeap::new();
+    let region = heap
+        .add_region(0, 1 << 40, bytes, StreamDeps::NONE)
         .expect("a region can be added");
-    (heap, whole)
+    (heap, region)
 }
 
 #[test]
-fn a_merged_block_waits_for_all_that_used_its_parts() {
-    let (mut heap, whole) = heap(3 * GRANULE);
+fn merged_block_has_the_deps_of_all_its_parts() {
+    let (mut heap, region) = heap(3 * GRANULE);
     let taken: Vec<_> = (0..3).filter_map(|_| heap.allocate(GRANULE, 1)).collect();
-    for (lane, taken) in (0..).zip(&taken) {
-        let after = After {
-            lanes: 1 << lane,
-            stamp: 10 - lane,
+    for (slot, taken) in (0..).zip(&taken) {
+        let deps = StreamDeps {
+            slots: 1 << slot,
+            stamp: 10 - slot,
         };
-        heap.free(taken.id, after, all).expect("it is live");
+        heap.free(taken.id, deps, all).expect("it is live");
     }
     assert_eq!(
-        heap.remove(whole),
-        Some(After {
-            lanes: 0b111,
+        heap.remove_region(region),
+        Some(StreamDeps {
+            slots: 0b111,
             stamp: 10
         })
     );
 }
 
 #[test]
-fn what_is_left_of_a_cut_block_still_waits() {
-    let (mut heap, whole) = heap(2 * GRANULE);
+fn remainder_of_a_split_block_keeps_its_deps() {
+    let (mut heap, region) = heap(2 * GRANULE);
     let both = heap.allocate(2 * GRANULE, 1).expect("it fits");
-    let after = After { lanes: 1, stamp: 7 };
-    heap.free(both.id, after, all).expect("it is live");
+    let deps = StreamDeps { slots: 1, stamp: 7 };
+    heap.free(both.id, deps, all).expect("it is live");
     let one = heap.allocate(GRANULE, 1).expect("it fits");
-    assert_eq!(one.after, after);
-    heap.free(one.id, After::NOTHING, all).expect("it is live");
-    assert_eq!(heap.remove(whole), Some(after));
+    assert_eq!(one.deps, deps);
+    heap.free(one.id, StreamDeps::NONE, all)
+        .expect("it is live");
+    assert_eq!(heap.remove_region(region), Some(deps));
 }
 
 #[test]
-fn an_old_name_of_a_header_frees_nothing() {
+fn stale_block_id_frees_nothing() {
     let (mut heap, _) = heap(GRANULE);
     let old = heap.allocate(1, 1).expect("it fits");
-    heap.free(old.id, After::NOTHING, all).expect("it is live");
+    heap.free(old.id, StreamDeps::NONE, all)
+        .expect("it is live");
     let new = heap.allocate(1, 1).expect("it fits");
     assert_eq!(old.id.index, new.id.index);
-    assert!(heap.free(old.id, After::NOTHING, all).is_err());
-    assert!(heap.free(new.id, After::NOTHING, all).is_ok());
-    assert!(heap.free(new.id, After::NOTHING, all).is_err());
+    assert!(heap.free(old.id, StreamDeps::NONE, all).is_err());
+    assert!(heap.free(new.id, StreamDeps::NONE, all).is_ok());
+    assert!(heap.free(new.id, StreamDeps::NONE, all).is_err());
 }
 
 #[test]
-fn what_is_freed_before_anything_else_is_allocated_is_the_next_block_of_its_size() {
-    let (mut heap, whole) = heap(64 * GRANULE);
+fn last_freed_block_is_reused_for_the_same_size() {
+    let (mut heap, region) = heap(64 * GRANULE);
     let _kept = heap.allocate(GRANULE, 1).expect("it fits");
-    let after = After { lanes: 1, stamp: 7 };
+    let deps = StreamDeps { slots: 1, stamp: 7 };
     let first = heap.allocate(8 * GRANULE, 1).expect("it fits");
-    heap.free(first.id, after, all).expect("it is live");
+    heap.free(first.id, deps, all).expect("it is live");
     let other = heap.allocate(9 * GRANULE, 1).expect("it fits");
     assert_ne!(other.address, first.address);
     let second = heap.allocate(8 * GRANULE, 1).expect("it fits");
-    assert_eq!((second.address, second.after), (first.address, after));
-    assert!(heap.free(first.id, after, all).is_err());
-    assert_eq!(heap.whole(whole), None);
+    assert_eq!((second.address, second.deps), (first.address, deps));
+    assert!(heap.free(first.id, deps, all).is_err());
+    assert_eq!(heap.empty_region_deps(region), None);
 }
 
 #[test]
-fn what_was_set_aside_is_room_for_whatever_needs_it() {
+fn last_freed_block_is_available_to_any_request() {
     let (mut heap, _) = heap(3 * GRANULE);
     let _low = heap.allocate(GRANULE, 1).expect("it fits");
     let high = heap.allocate(GRANULE, 1).expect("it fits");
-    heap.free(high.id, After::NOTHING, all).expect("it is live");
+    heap.free(high.id, StreamDeps::NONE, all)
+        .expect("it is live");
     assert!(heap.allocate(2 * GRANULE, 1).is_some());
 }
 
 #[test]
-fn what_was_set_aside_forgets_nobody_for_what_another_was_put_behind() {
-    let (mut heap, whole) = heap(8 * GRANULE);
-    let used = |lanes| After { lanes, stamp: 1 };
+fn last_freed_block_keeps_deps_of_another_stream() {
+    let (mut heap, region) = heap(8 * GRANULE);
+    let used = |slots| StreamDeps { slots, stamp: 1 };
     let taken: Vec<_> = (0..3).filter_map(|_| heap.allocate(GRANULE, 1)).collect();
-    let free = |heap: &mut Heap, taken: Taken, lanes, left: fn(After) -> After| {
-        heap.free(taken.id, used(lanes), left).expect("it is live");
-    };
+    let free =
+        |heap: &mut TlsfHeap, taken: HeapBlock, slots, left: fn(StreamDeps) -> StreamDeps| {
+            heap.free(taken.id, used(slots), left).expect("it is live");
+        };
     free(&mut heap, taken[1], 0b001, all);
     free(&mut heap, taken[2], 0b010, all);
     let other = heap.allocate(2 * GRANULE, 1).expect("it fits");
     // Lane 2 was put behind lane 0. Lane 1 was not, whose block is made one with its neighbour now.
-    free(&mut heap, other, 0b100, |before| After {
-        lanes: before.lanes & !0b001,
+    free(&mut heap, other, 0b100, |before| StreamDeps {
+        slots: before.slots & !0b001,
         ..before
     });
     free(&mut heap, taken[0], 0, all);
-    assert_eq!(heap.remove(whole), Some(used(0b111)));
+    assert_eq!(heap.remove_region(region), Some(used(0b111)));
 }
 
-impl Heap {
+impl TlsfHeap {
     pub(in crate::pool) fn bytes_of(&self, id: BlockId) -> u64 {
-        bytes(self.headers[id.index as usize].size)
+        to_bytes(self.headers[id.index as usize].size)
     }
 }
 
 #[test]
-fn what_the_freeing_stream_was_put_behind_is_not_waited_for_twice() {
-    let (mut heap, whole) = heap(2 * GRANULE);
+fn merge_drops_deps_that_the_freeing_stream_met() {
+    let (mut heap, region) = heap(2 * GRANULE);
     let [one, other] = [0; 2].map(|_| heap.allocate(GRANULE, 1).expect("it fits"));
-    let used = |lanes, stamp| After { lanes, stamp };
+    let used = |slots, stamp| StreamDeps { slots, stamp };
     heap.free(other.id, used(0b01, 1), all).expect("it is live");
-    heap.settle();
-    let left = |before: After| used(before.lanes & !0b01, before.stamp);
+    heap.merge_last_freed();
+    let left = |before: StreamDeps| used(before.slots & !0b01, before.stamp);
     heap.free(one.id, used(0b10, 2), left).expect("it is live");
-    assert_eq!(heap.whole(whole), Some(used(0b10, 2)));
+    assert_eq!(heap.empty_region_deps(region), Some(used(0b10, 2)));
 }

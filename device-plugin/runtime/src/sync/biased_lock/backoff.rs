@@ -6,16 +6,16 @@ use std::time::Duration;
 use spin::relax::RelaxStrategy;
 
 /// Looks this often before it lets others run: a multiple of what a holder needs.
-const LOOKS: u32 = 64;
+const SPINS: u32 = 64;
 /// Lets others run this often before it sleeps, for who is to run may have less of a right to than this thread.
 const YIELDS: u32 = 64;
 const SLEEP: Duration = Duration::from_micros(50);
 
 /// Looks, then lets others run, then sleeps.
 #[derive(Debug)]
-pub(super) struct Patience;
+pub(super) struct Backoff;
 
-impl RelaxStrategy for Patience {
+impl RelaxStrategy for Backoff {
     #[cold]
     fn relax() {
         thread_local! {
@@ -23,9 +23,9 @@ impl RelaxStrategy for Patience {
         }
         let waited = WAITED.get().wrapping_add(1);
         WAITED.set(waited);
-        if !waited.is_multiple_of(LOOKS) {
+        if !waited.is_multiple_of(SPINS) {
             std::hint::spin_loop();
-        } else if !waited.is_multiple_of(LOOKS * YIELDS) {
+        } else if !waited.is_multiple_of(SPINS * YIELDS) {
             std::thread::yield_now();
         } else {
             std::thread::sleep(SLEEP);

@@ -12,41 +12,41 @@ fn alone() -> MutexGuard<'static, ()> {
 }
 
 /// Takes the lock until the thread has its bias.
-fn earn(lock: &Lock<u64>) {
-    prepare();
-    for _ in 0..100 * ENOUGH {
+fn earn(lock: &BiasedLock<u64>) {
+    register_membarrier();
+    for _ in 0..100 * BIAS_THRESHOLD {
         drop(lock.lock());
-        if SLOT.get() != NONE && owner(lock) == SLOT.get() {
+        if SLOT.get() != NO_SLOT && owner(lock) == SLOT.get() {
             return;
         }
     }
     panic!("this kernel has the barrier, and nobody else comes so often");
 }
 
-fn owner<T>(lock: &Lock<T>) -> usize {
+fn owner<T>(lock: &BiasedLock<T>) -> usize {
     // SAFETY: the lock itself is only looked at.
     unsafe { lock.raw() }.owner.load(Ordering::Relaxed)
 }
 
 #[test]
-fn who_takes_a_lock_again_and_again_gets_its_bias_and_loses_it_to_the_next() {
+fn bias_is_granted_after_the_threshold_and_revoked() {
     let _alone = alone();
-    let lock = Lock::new(0);
-    for _ in 0..ENOUGH {
-        assert_eq!(owner(&lock), NOBODY);
+    let lock = BiasedLock::new(0);
+    for _ in 0..BIAS_THRESHOLD {
+        assert_eq!(owner(&lock), NO_OWNER);
         drop(lock.lock());
     }
     assert_eq!(owner(&lock), SLOT.get());
-    assert_ne!(SLOT.get(), NONE, "this kernel has the barrier");
+    assert_ne!(SLOT.get(), NO_SLOT, "this kernel has the barrier");
     std::thread::scope(|scope| {
         scope.spawn(|| *lock.lock() += 1);
     });
-    assert_eq!(owner(&lock), NOBODY);
+    assert_eq!(owner(&lock), NO_OWNER);
     assert_eq!(*lock.lock(), 1);
 }
 
 /// Whether nobody gets in, neither the thread that asks nor another.
-fn is_held(lock: &Lock<u64>) -> bool {
+fn is_held(lock: &BiasedLock<u64>) -> bool {
     let by_another = || {
         std::thread::scope(|scope| {
             let other = scope.spawn(|| lock.try_lock().is_none());
@@ -57,9 +57,9 @@ fn is_held(lock: &Lock<u64>) -> bool {
 }
 
 #[test]
-fn a_lock_is_taken_once_however_it_was_taken() {
+fn lock_is_exclusive_by_spin_and_by_bias() {
     let _alone = alone();
-    let lock = Lock::new(0);
+    let lock = BiasedLock::new(0);
     let held = lock.lock();
     assert!(is_held(&lock), "by turn");
     drop(held);
@@ -72,11 +72,11 @@ fn a_lock_is_taken_once_however_it_was_taken() {
 }
 
 #[test]
-fn who_earns_the_bias_is_not_let_in_again_by_it() {
+fn lock_is_not_reentrant_when_the_bias_is_granted() {
     let _alone = alone();
-    prepare();
-    let lock = Lock::new(0);
-    for taken in 1..=2 * ENOUGH {
+    register_membarrier();
+    let lock = BiasedLock::new(0);
+    for taken in 1..=2 * BIAS_THRESHOLD {
         let held = lock.lock();
         assert!(lock.try_lock().is_none(), "at the {taken}th time");
         drop(held);
@@ -85,13 +85,13 @@ fn who_earns_the_bias_is_not_let_in_again_by_it() {
 }
 
 #[test]
-fn what_is_taken_inside_of_another_lock_is_given_back_alone() {
+fn nested_locks_are_released_independently() {
     let _alone = alone();
-    let locks = [Lock::new(0), Lock::new(0)];
+    let locks = [BiasedLock::new(0), BiasedLock::new(0)];
     locks.iter().for_each(earn);
     let outer = locks[0].lock();
     let inner = locks[1].lock();
-    assert!(holds_any(SLOT.get()));
+    assert!(holds_biased_lock(SLOT.get()));
     drop(inner);
     assert!(locks[1].try_lock().is_some() && locks[0].try_lock().is_none());
     // Whichever goes first.
@@ -100,22 +100,22 @@ fn what_is_taken_inside_of_another_lock_is_given_back_alone() {
     assert!(locks[0].try_lock().is_some() && locks[1].try_lock().is_none());
     drop(inner);
     assert!(locks.iter().all(|lock| lock.try_lock().is_some()));
-    assert!(!holds_any(SLOT.get()));
+    assert!(!holds_biased_lock(SLOT.get()));
 }
 
 fn taken() -> usize {
     let slots = SLOTS.iter();
     slots
-        .filter(|slot| slot.taken.load(Ordering::Relaxed))
+        .filter(|slot| slot.claimed.load(Ordering::Relaxed))
         .count()
 }
 
 #[test]
-fn a_slot_goes_to_another_thread_after_its_own_and_its_biases_with_it() {
+fn slot_passes_with_its_biases_to_another_thread() {
     let _alone = alone();
-    let lock = Lock::new(0);
+    let lock = BiasedLock::new(0);
     let mut slots = BTreeSet::new();
-    for _ in 0..2 * COUNT {
+    for _ in 0..2 * SLOT_COUNT {
         let slot = std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
                 // The bias of a thread before, which may have had the slot that this one gets.
@@ -125,28 +125,28 @@ fn a_slot_goes_to_another_thread_after_its_own_and_its_biases_with_it() {
             });
             thread.join().expect("it ends")
         });
-        assert_ne!(slot, NONE);
+        assert_ne!(slot, NO_SLOT);
         slots.insert(slot);
     }
-    assert_eq!(*lock.lock(), 2 * COUNT as u64);
-    assert!(slots.len() < COUNT / 2, "{slots:?}");
+    assert_eq!(*lock.lock(), 2 * SLOT_COUNT as u64);
+    assert!(slots.len() < SLOT_COUNT / 2, "{slots:?}");
 }
 
 #[test]
-fn threads_beyond_the_slots_do_without_a_bias() {
+fn threads_beyond_the_slots_get_no_bias() {
     let _alone = alone();
-    prepare();
-    let (shared, gate) = (Lock::new(0), Barrier::new(COUNT + 8));
+    register_membarrier();
+    let (shared, gate) = (BiasedLock::new(0), Barrier::new(SLOT_COUNT + 8));
     let without = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..COUNT + 8)
+        let threads: Vec<_> = (0..SLOT_COUNT + 8)
             .map(|_| {
                 scope.spawn(|| {
-                    let own = Lock::new(0_u64);
-                    (0..2 * ENOUGH).for_each(|_| *own.lock() += 1);
+                    let own = BiasedLock::new(0_u64);
+                    (0..2 * BIAS_THRESHOLD).for_each(|_| *own.lock() += 1);
                     *shared.lock() += 1;
                     gate.wait();
-                    assert_eq!(*own.lock(), u64::from(2 * ENOUGH));
-                    SLOT.get() == NONE
+                    assert_eq!(*own.lock(), u64::from(2 * BIAS_THRESHOLD));
+                    SLOT.get() == NO_SLOT
                 })
             })
             .collect();
@@ -156,17 +156,17 @@ fn threads_beyond_the_slots_do_without_a_bias() {
         ended.filter(|&without| without).count()
     });
     assert!(without >= 9, "{without}");
-    assert_eq!(*shared.lock(), COUNT as u64 + 8);
-    assert!(taken() < COUNT / 2, "{} are taken", taken());
+    assert_eq!(*shared.lock(), SLOT_COUNT as u64 + 8);
+    assert!(taken() < SLOT_COUNT / 2, "{} are taken", taken());
 }
 
 /// The owner goes in and out at full speed, and another breaks in while it runs: a note that came too late to be seen would
 /// let in both, and what one of them adds would be lost.
 #[test]
-fn nobody_is_inside_together_with_an_owner() {
+fn revoker_never_enters_beside_the_owner() {
     let _alone = alone();
     const BREAKS: u64 = 20_000;
-    let lock = Lock::new(0);
+    let lock = BiasedLock::new(0);
     let (rounds, done) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -176,7 +176,7 @@ fn nobody_is_inside_together_with_an_owner() {
                 let mut held = lock.lock();
                 *held += 1;
                 // Has its bias again at once, so that it is there whenever the other one comes.
-                if !holds_any(me) {
+                if !holds_biased_lock(me) {
                     // SAFETY: the lock itself is only looked at, by who has its turn.
                     unsafe { lock.raw() }.owner.store(me, Ordering::Relaxed);
                 }

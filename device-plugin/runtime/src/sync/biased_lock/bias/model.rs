@@ -9,7 +9,7 @@ use super::*;
 /// Loom has no barrier that one thread puts into another: both sides have a full one.
 struct Model;
 
-impl Memory for Model {
+impl AtomicOps for Model {
     type Word = AtomicUsize;
 
     fn load(word: &AtomicUsize, order: Ordering) -> usize {
@@ -20,11 +20,11 @@ impl Memory for Model {
         word.store(value, order);
     }
 
-    fn light() {
+    fn light_fence() {
         fence(Ordering::SeqCst);
     }
 
-    fn heavy() {
+    fn heavy_fence() {
         fence(Ordering::SeqCst);
     }
 }
@@ -45,7 +45,7 @@ impl Guarded {
     fn new() -> Arc<Guarded> {
         Arc::new(Guarded {
             owner: AtomicUsize::new(OWNER),
-            notes: std::array::from_fn(|_| AtomicUsize::new(OUTSIDE)),
+            notes: std::array::from_fn(|_| AtomicUsize::new(NO_LOCK)),
             turn: Mutex::new(()),
             value: AtomicUsize::new(0),
         })
@@ -65,18 +65,18 @@ impl Guarded {
         let note = self.note(me);
         if self.owner.load(Ordering::Relaxed) == me && enter::<Model>(&self.owner, me, note, LOCK) {
             self.add();
-            return leave::<Model>(note);
+            return exit::<Model>(note);
         }
         let turn = self.turn.lock().expect("nobody panics");
         let owner = self.owner.load(Ordering::Relaxed);
-        if owner != NOBODY {
+        if owner != NO_OWNER {
             revoke::<Model>(&self.owner, self.note(owner), LOCK, thread::yield_now);
         }
         if earns {
-            earn::<Model>(&self.owner, me, note, LOCK);
+            grant::<Model>(&self.owner, me, note, LOCK);
             drop(turn);
             self.add();
-            return leave::<Model>(note);
+            return exit::<Model>(note);
         }
         self.add();
     }
@@ -100,11 +100,11 @@ fn two(earns: bool) {
 }
 
 #[test]
-fn the_owner_and_who_takes_its_bias_are_never_inside_together() {
+fn owner_and_revoker_exclude_each_other() {
     two(false);
 }
 
 #[test]
-fn nor_are_owners_that_follow_one_another() {
+fn successive_owners_exclude_each_other() {
     two(true);
 }
