@@ -1,4 +1,4 @@
-//! Reaches the node's agent: one connection for each question, every wait bounded.
+//! Sends requests to the node's agent: one connection for each request, with bounded waits.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -13,22 +13,21 @@ use bursar_protocol::{CONTAINER_RUN_DIR, SOCKET_NAME};
 
 use crate::driver::GpuUuid;
 
-/// How long an answer may take. The driver makes 64 GiB in a fifth of a second at worst (design F6), and a worker that
-/// hangs is replaced meanwhile.
+/// Longest wait for a response. The driver needs at most 0.2 s to create 64 GiB (F6 in
+/// `docs/architecture.md`); the rest leaves time to replace a hung worker.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// An agent.
 #[derive(Clone, Debug)]
 pub(crate) struct AgentClient {
     socket: PathBuf,
 }
 
-/// Why the agent said nothing to the point.
+/// Reason for which the agent gave no response.
 #[derive(Debug)]
 pub(crate) enum ClientError {
-    /// Nobody listens there, or it took too long.
+    /// The agent does not listen at the socket or did not respond in time.
     Unreachable { path: String, source: io::Error },
-    /// It does not talk to this process.
+    /// The agent refused the connection.
     Rejected(Reason),
 }
 
@@ -43,12 +42,11 @@ impl AgentClient {
         }
     }
 
-    /// Where it listens.
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Asks; the answers come from where this says.
+    /// Sends a request and returns the connection that carries the responses.
     pub(crate) fn send(&self, question: &ToAgent) -> Result<UnixStream, ClientError> {
         let failed = |source| self.failed(source);
         let stream = dial_at(&self.socket, RESPONSE_TIMEOUT).map_err(failed)?;
@@ -56,7 +54,7 @@ impl AgentClient {
         Ok(stream)
     }
 
-    /// The next answer, and what descriptor came with it.
+    /// Receives the next response and its file descriptor.
     pub(crate) fn recv(
         &self,
         stream: &UnixStream,
@@ -75,8 +73,11 @@ impl AgentClient {
     }
 }
 
-/// Asks about a GPU by the name that the agent has for it: the driver does not say whether a UUID is a MIG instance's, and
-/// the agent has an account of one of both names.
+/// Sends a request for the account of a GPU, and for that of a MIG instance if the first is
+/// unknown.
+///
+/// The driver does not say whether a UUID is a MIG instance's; the agent knows the account under
+/// only one of both names.
 pub(crate) fn with_gpu_or_mig_account<T, E>(
     gpu: GpuUuid,
     ask: impl Fn(Account) -> Result<T, E>,

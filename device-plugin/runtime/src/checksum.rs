@@ -1,6 +1,6 @@
-//! The checksum of device memory, taken on the device at the speed of its memory.
+//! Computes the checksum of device memory on the device, at the speed of its memory.
 //!
-//! What it is stands in [`bursar_protocol::checksum`]; [`of`] is the same for memory of the host.
+//! [`bursar_protocol::checksum`] defines the checksum; [`of`] computes it for host memory.
 #![forbid(unsafe_code)]
 
 use bursar_protocol::checksum;
@@ -9,40 +9,40 @@ pub use bursar_protocol::checksum::of;
 use crate::driver::{Context, Grid, Kernel, Stream};
 use crate::error::CudaError;
 
-/// Bytes that a thread takes at once; memory starts at a multiple of them.
+/// Bytes that a thread loads at once. Memory must start at a multiple of this.
 const LOAD_BYTES: u64 = 16;
 const THREADS: u32 = 256;
-/// Blocks for each multiprocessor, as many as fit: loads under way are what keeps the memory busy.
+/// Resident blocks of a multiprocessor: loads in flight keep the memory busy.
 const BLOCKS_PER_MULTIPROCESSOR: u32 = 8;
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`
 const MULTIPROCESSOR_COUNT: i32 = 16;
 
-/// Why there is no checksum.
+/// Reason for which a checksum failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChecksumError {
-    /// The memory does not start where the kernel can.
+    /// The kernel cannot load from this address.
     #[error("memory at {0:#x}: a checksum starts at a multiple of {LOAD_BYTES} bytes")]
     Unaligned(u64),
-    /// The driver failed; an address that is not there is a fault, which poisons the process image.
+    /// The driver failed. An unmapped address is a fault, which poisons the process image.
     #[error(transparent)]
     Cuda(#[from] CudaError),
 }
 
-/// The kernel, loaded into a context, with a place for its result.
+/// Checksum kernel in a context, with device memory for its result.
 #[derive(Debug)]
 pub struct DeviceChecksum {
     kernel: Kernel,
-    /// Eight bytes of device memory.
+    /// Address of eight bytes of device memory.
     sum: u64,
-    /// The largest grid that helps.
+    /// Largest useful grid.
     blocks: u32,
 }
 
 impl DeviceChecksum {
-    /// Loads the kernel.
+    /// Loads the kernel into a context.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn new(context: &Context) -> Result<DeviceChecksum, CudaError> {
         let kernel = Kernel::checksum(context)?;
         let multiprocessors = context.device().attribute(MULTIPROCESSOR_COUNT)?;
@@ -55,10 +55,10 @@ impl DeviceChecksum {
         })
     }
 
-    /// The checksum of memory of the context, behind what is in a stream; waits for it.
+    /// Computes the checksum of memory behind the work of a stream, and waits for the result.
     ///
     /// # Errors
-    /// [`ChecksumError::Unaligned`], or what the driver answered.
+    /// [`ChecksumError::Unaligned`], or the driver's error.
     pub fn of(&mut self, address: u64, bytes: u64, stream: &Stream) -> Result<u64, ChecksumError> {
         if !address.is_multiple_of(LOAD_BYTES) {
             return Err(ChecksumError::Unaligned(address));
@@ -81,7 +81,7 @@ impl DeviceChecksum {
 
 impl Drop for DeviceChecksum {
     fn drop(&mut self) {
-        // Where it fails the context is lost, and the memory with it.
+        // If the free fails, the context is lost and its memory with it.
         let _ = self.kernel.context().free(self.sum);
     }
 }

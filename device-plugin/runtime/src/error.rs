@@ -1,4 +1,4 @@
-//! What failed, of which class it is, and whether a retry helps.
+//! Classifies failures and says whether a retry can succeed.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -9,22 +9,22 @@ use crate::driver;
 use crate::resource::{Block, Origin};
 use crate::state::StaleReason;
 
-/// A call of the driver that did not succeed.
+/// Failed call of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct CudaError {
-    /// The function, by its exported name.
+    /// Exported name of the driver's function.
     pub call: &'static str,
-    /// The `CUresult`, as the integer that it came as.
+    /// `CUresult` as an integer, because newer drivers have codes that an enum would not.
     pub code: i32,
 }
 
 impl CudaError {
-    /// What follows from it.
+    /// Returns the class of the code.
     pub fn class(&self) -> ErrorClass {
         ErrorClass::of(self.code)
     }
 
-    /// Whether the same call may succeed later in this process image.
+    /// Returns whether the same call may succeed later in this process image.
     pub fn retryable(&self) -> bool {
         self.class().retryable()
     }
@@ -41,114 +41,114 @@ impl fmt::Display for CudaError {
 
 impl std::error::Error for CudaError {}
 
-/// Why a memory resource did not do what it was asked.
+/// Reason for which a memory resource failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResourceError {
-    /// An allocation of nothing has no address.
+    /// The request has no bytes.
     #[error("an allocation of 0 bytes on device {ordinal}")]
     ZeroBytes {
-        /// The resource's device.
+        /// Resource's device.
         ordinal: u32,
     },
-    /// Larger than any address space.
+    /// The request is larger than any address space.
     #[error("an allocation of {requested} bytes on device {ordinal}")]
     TooLarge {
-        /// The resource's device.
+        /// Resource's device.
         ordinal: u32,
-        /// Bytes asked for.
+        /// Requested bytes.
         requested: u64,
     },
-    /// The resource cannot align so coarsely.
+    /// The resource does not support the alignment.
     #[error("an alignment of {requested} bytes on device {ordinal}: at most {max}")]
     Alignment {
-        /// The resource's device.
+        /// Resource's device.
         ordinal: u32,
-        /// Bytes asked for.
+        /// Requested alignment in bytes.
         requested: usize,
-        /// Bytes that it can do.
+        /// Largest supported alignment in bytes.
         max: usize,
     },
-    /// The driver has no room: it answered 2.
+    /// The driver is out of memory: it returned code 2.
     #[error(
         "{requested} bytes on device {ordinal}: {source}; free some, or ask for a larger quota"
     )]
     OutOfMemory {
-        /// The resource's device.
+        /// Resource's device.
         ordinal: u32,
-        /// Bytes asked for.
+        /// Requested bytes.
         requested: u64,
-        /// The driver's answer.
+        /// Error that the driver returned.
         source: CudaError,
     },
-    /// The budget has no room, whatever the driver has.
+    /// The budget has no room, although the driver may have.
     #[error(
         "{requested} bytes on device {ordinal}: {used} of the budget's {limit} bytes are in use; free some, or raise it"
     )]
     OverBudget {
-        /// The resource's device.
+        /// Resource's device.
         ordinal: u32,
-        /// Bytes asked for.
+        /// Requested bytes.
         requested: u64,
-        /// Bytes live or not yet proven free.
+        /// Bytes that are live or not yet proven free.
         used: u64,
-        /// The budget.
+        /// Limit of the budget in bytes.
         limit: u64,
     },
-    /// A stream or a block of another device.
+    /// The stream or block belongs to another device.
     #[error("something of device {found} given to a resource of device {ordinal}")]
     WrongOrdinal {
-        /// The resource's device.
+        /// Resource's device.
         ordinal: u32,
-        /// The device that it is of.
+        /// Device of the stream or block.
         found: u32,
     },
-    /// A block that another resource made.
+    /// Another resource allocated the block.
     #[error("a block of {found:?} given to {origin:?}: give it to the resource that it came from")]
     Foreign {
-        /// The resource.
+        /// Origin of the resource.
         origin: Origin,
-        /// The block's.
+        /// Origin of the block.
         found: Origin,
     },
     /// The block was freed before.
     #[error("block {generation} was freed before")]
     Stale {
-        /// The block's number.
+        /// Block's generation.
         generation: u64,
     },
-    /// A use of the block was prepared and not finished.
+    /// A prepared use of the block is not finished.
     #[error("block {generation} is in use: {uses} prepared uses are not finished")]
     InUse {
-        /// The block's number.
+        /// Block's generation.
         generation: u64,
-        /// How many.
+        /// Number of unfinished uses.
         uses: u32,
     },
-    /// The use is of another stream than the one that it was prepared for.
+    /// The use was prepared for another stream.
     #[error("a use of block {generation} was prepared for another stream")]
     WrongStream {
-        /// The block's number.
+        /// Block's generation.
         generation: u64,
     },
-    /// Somebody wrote where nobody may.
+    /// A program wrote outside a live block or into a freed one.
     #[error("block {generation}: the byte at {address:#x} {}", if *while_live { "before or behind it was overwritten" } else { "in it was written after it was freed" })]
     Corrupted {
-        /// The block's number.
+        /// Block's generation.
         generation: u64,
-        /// The first byte that is not as it was left.
+        /// Address of the first changed byte.
         address: u64,
-        /// It was written while the block lived, outside of it; otherwise after its free.
+        /// True for a write outside a live block, false for a write after its free.
         while_live: bool,
     },
-    /// The resource cannot track what streams do with its blocks.
+    /// The resource does not track uses of its blocks by streams.
     #[error(
         "{resource} does not track its blocks' use: wait for the stream before they are freed, or take a resource that does"
     )]
     StreamMisuse {
-        /// The kind of resource.
+        /// Kind of the resource.
         resource: &'static str,
     },
-    /// The runtime admits nothing more.
+    /// The runtime admits no new work.
     #[error(transparent)]
     Ended(#[from] StaleReason),
     /// The driver failed in another way.
@@ -157,7 +157,7 @@ pub enum ResourceError {
 }
 
 impl ResourceError {
-    /// What became of an allocation that the driver refused: out of memory only if the driver said so.
+    /// Classifies a failed allocation: out of memory only if the driver returned code 2.
     pub fn from_alloc_failure(ordinal: u32, requested: u64, source: CudaError) -> Self {
         match source.class() {
             ErrorClass::OutOfMemory => ResourceError::OutOfMemory {
@@ -169,7 +169,7 @@ impl ResourceError {
         }
     }
 
-    /// What follows from it.
+    /// Returns the class of the failure.
     pub fn class(&self) -> ErrorClass {
         match self {
             ResourceError::OutOfMemory { source, .. } | ResourceError::Cuda(source) => {
@@ -191,12 +191,12 @@ impl ResourceError {
         }
     }
 
-    /// Whether the same request may succeed later in this process image.
+    /// Returns whether the same request may succeed later in this process image.
     pub fn retryable(&self) -> bool {
         self.class().retryable()
     }
 
-    /// A word for labels and conditions, of a bounded set.
+    /// Returns a bounded label for metrics and conditions.
     pub fn reason(&self) -> &'static str {
         match self {
             ResourceError::ZeroBytes { .. } => "ZeroBytes",
@@ -217,23 +217,24 @@ impl ResourceError {
     }
 }
 
-/// Why a block was not freed.
+/// Reason for which a block was not freed.
 #[derive(Debug, thiserror::Error)]
 pub enum FreeError {
-    /// It is not this resource's to free; here it is back.
+    /// The resource refuses to free the block and returns it.
     #[error("not freed: {reason}")]
     Refused {
-        /// The block.
+        /// Block that is still owned.
         block: Block,
-        /// Why.
+        /// Reason of the refusal.
         reason: ResourceError,
     },
-    /// The driver did not free it. It stays charged, and [`reap_pending`](crate::DeviceMemoryResource::reap_pending) tries again.
+    /// The driver failed to free the block. The bytes stay charged until
+    /// [`reap_pending`](crate::DeviceMemoryResource::reap_pending) succeeds.
     #[error("{bytes} bytes stay charged: {source}")]
     Retired {
-        /// The block's bytes.
+        /// Bytes of the block.
         bytes: u64,
-        /// The driver's answer.
+        /// Error that the driver returned.
         source: CudaError,
     },
 }

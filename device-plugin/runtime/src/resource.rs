@@ -1,11 +1,12 @@
-//! What every source of device memory, and every layer over one, has in common.
+//! Defines the interface that every source of device memory and every adaptor implements.
 //!
-//! A resource hands out [`Block`]s. A block is owned: whoever has it may free it, once, by giving it back to the
-//! resource that it came from, which the block knows. [`BlockRef`] is the same without the right to free: it can
-//! be copied, and may have gone stale.
+//! A resource hands out [`Block`]s. The owner of a block may free the block once, by returning it
+//! to the resource that allocated it; the block records that resource as its [`Origin`]. A
+//! [`BlockRef`] describes a block without the right to free it. A `BlockRef` can be copied and may
+//! be stale.
 //!
-//! Layers (a budget, a log) are resources over a resource; each puts its own mark on a block, so that a block which
-//! went out through a budget cannot come back past it.
+//! An adaptor is a resource over an upstream resource. Each adaptor puts its own origin on a block,
+//! so that a block that was allocated through a budget cannot be freed past the budget.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -18,15 +19,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::driver::{Stream, StreamKey};
 use crate::error::{FreeError, ResourceError};
 
-/// What tells one resource of this process from all others.
+/// Identifies one resource in this process.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Origin(NonZeroU64);
 
 impl Origin {
-    /// One that nobody has.
+    /// Returns an origin that no other resource has.
     pub fn unique() -> Origin {
         static NEXT: AtomicU64 = AtomicU64::new(1);
-        // 2^64 resources are more than a process can make.
+        // A process cannot create 2^64 resources.
         Origin(NonZeroU64::new(NEXT.fetch_add(1, Ordering::Relaxed)).unwrap_or(NonZeroU64::MAX))
     }
 }
@@ -37,41 +38,41 @@ impl fmt::Debug for Origin {
     }
 }
 
-/// What an allocation is for: a word for logs and statistics.
+/// Labels the purpose of an allocation in logs and statistics.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Tag(pub &'static str);
 
-/// A block as anybody may know it. Its memory may have been freed since.
+/// Describes a block without owning it. The block may have been freed since.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct BlockRef {
-    /// The first address.
+    /// First device address.
     pub address: u64,
-    /// Size and alignment as asked for.
+    /// Size and alignment as requested.
     pub layout: Layout,
-    /// The resource that it came from.
+    /// Resource that allocated the block.
     pub origin: Origin,
-    /// The block's number; together with the cookie no other block of its source ever has it.
+    /// Number of the allocation. Generation and cookie together are unique within a source.
     pub generation: u64,
-    /// What its source knows it by; means nothing to others.
+    /// Value that only the source interprets.
     pub cookie: u64,
 }
 
 impl BlockRef {
-    /// Bytes as asked for.
+    /// Returns the requested size in bytes.
     pub fn bytes(&self) -> u64 {
         self.layout.size() as u64
     }
 
-    /// The same block as the resource under a layer knows it.
+    /// Returns the same block as another resource of the stack knows it.
     #[must_use]
     pub fn with_origin(self, origin: Origin) -> BlockRef {
         BlockRef { origin, ..self }
     }
 }
 
-/// A block that its holder owns. Dropping it frees nothing: the resource goes on counting it.
+/// Owned block. Dropping a block does not free its memory; the resource keeps counting it.
 ///
-/// What is freed cannot be freed or used again:
+/// A freed block cannot be freed or used again:
 ///
 /// ```compile_fail,E0382
 /// # use bursar_runtime::{Block, DeviceMemoryResource, FreeError, driver::Stream};
@@ -85,127 +86,132 @@ impl BlockRef {
 pub struct Block(BlockRef);
 
 impl Block {
-    /// A block of a resource: for sources of memory only. One that its resource did not make, or that was freed, is
-    /// refused by it.
+    /// Creates a block; only sources call this. A resource refuses a block that it did not allocate
+    /// or that was freed.
     pub fn new(block: BlockRef) -> Block {
         Block(block)
     }
 
-    /// What is known of it, without the right to free it.
+    /// Returns a description of the block without the right to free it.
     pub fn as_ref(&self) -> BlockRef {
         self.0
     }
 
-    /// The first address.
+    /// Returns the first device address.
     pub fn address(&self) -> u64 {
         self.0.address
     }
 
-    /// Bytes as asked for.
+    /// Returns the requested size in bytes.
     pub fn bytes(&self) -> u64 {
         self.0.bytes()
     }
 
-    /// The same block with the mark of another layer: for layers only.
+    /// Puts another origin on the block; only adaptors call this.
     pub fn with_origin(self, origin: Origin) -> Block {
         Block(self.0.with_origin(origin))
     }
 }
 
-/// A use of a block by work in a stream, between its preparation and its end.
+/// Prepared use of a block by work in a stream, until the use is finished.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "a use that is not finished keeps its block from being freed"]
 pub struct BlockUse {
-    /// The block.
+    /// Block in use.
     pub block: BlockRef,
-    /// The stream.
+    /// Stream that uses the block.
     pub stream: StreamKey,
 }
 
-/// Bytes that a resource answers for.
+/// Bytes for which a resource still answers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Outstanding {
-    /// In blocks that somebody owns.
+    /// Bytes of blocks that have an owner.
     pub live: u64,
-    /// In blocks that were freed, and that the driver has not yet given back.
+    /// Bytes of freed blocks that the driver has not released yet.
     pub retired: u64,
 }
 
 impl Outstanding {
-    /// All of them.
+    /// Returns live and retired bytes together.
     pub fn total(self) -> u64 {
         self.live.saturating_add(self.retired)
     }
 }
 
-/// A budget at one instant.
+/// State of a budget at one instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct BudgetSnapshot {
-    /// Bytes that may be in use.
+    /// Largest number of bytes in use.
     pub limit: u64,
-    /// Bytes that count: live ones, retired ones, and such as are being allocated now.
+    /// Bytes of live and retired blocks and of allocations in progress.
     pub used: u64,
 }
 
-/// What [`DeviceMemoryResource::reap_pending`] found.
+/// Result of [`DeviceMemoryResource::reap_pending`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reaped {
-    /// Bytes that came back.
+    /// Bytes released by this call.
     pub freed: u64,
-    /// Bytes still retired.
+    /// Bytes that are still retired.
     pub pending: u64,
 }
 
-/// A source of device memory, or a layer over one.
+/// Allocates device memory: a source of memory, or an adaptor over another resource.
 ///
-/// Safe for threads. A resource that is dropped leaves what it handed out to the context.
+/// Threads may share a resource. Blocks of a dropped resource stay allocated in the context.
 pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
-    /// Allocates for work that comes after this in a stream. Work in other streams has to be ordered behind it:
-    /// [`prepare_block_use`](Self::prepare_block_use) does that.
+    /// Allocates a block for work that is submitted to `stream` after this call. Work in other
+    /// streams must be ordered behind the allocation by
+    /// [`prepare_block_use`](Self::prepare_block_use).
     ///
     /// # Errors
-    /// [`ResourceError::ZeroBytes`], [`ResourceError::Alignment`], [`ResourceError::WrongOrdinal`] for another device's stream,
-    /// [`ResourceError::OutOfMemory`] or [`ResourceError::OverBudget`], or what the driver answered.
+    /// [`ResourceError::ZeroBytes`], [`ResourceError::Alignment`], [`ResourceError::WrongOrdinal`]
+    /// for another device's stream, [`ResourceError::OutOfMemory`], [`ResourceError::OverBudget`],
+    /// or the driver's error.
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError>;
 
-    /// Frees a block once the work that is in a stream now is done, and the uses that were recorded.
+    /// Frees a block after the work now in `stream` and after all recorded uses.
     ///
     /// # Errors
-    /// [`FreeError::Refused`] with the block where it is not this resource's; [`FreeError::Retired`] where the driver failed.
+    /// [`FreeError::Refused`] returns a block that is not this resource's; [`FreeError::Retired`]
+    /// says that the driver failed.
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError>;
 
-    /// The device's ordinal.
+    /// Returns the device's ordinal.
     fn ordinal(&self) -> u32;
 
-    /// The mark of this resource's blocks.
+    /// Returns the origin of this resource's blocks.
     fn origin(&self) -> Origin;
 
-    /// Bytes that it answers for.
+    /// Returns the bytes for which this resource still answers.
     fn bytes_outstanding(&self) -> Outstanding;
 
-    /// The budget that it keeps, if it keeps one.
+    /// Returns the state of the resource's budget; `None` without a budget.
     fn budget_snapshot(&self) -> Option<BudgetSnapshot> {
         None
     }
 
-    /// Gives back what can be by now: frees whose work is done, frees that failed. Waits for nothing.
+    /// Releases frees whose work is done and retries failed frees, without waiting.
     ///
     /// # Errors
-    /// What the driver answered when a free was tried again; everything else was tried.
+    /// The driver's error for a retried free; the resource still tries all others.
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
         Ok(Reaped::default())
     }
 
-    /// Whether a block that was freed here is still retired. A layer that counts asks this after a free and after a reap.
+    /// Returns whether a freed block is still retired. An adaptor that counts bytes asks after a
+    /// free and after a reap.
     fn is_retired(&self, block: BlockRef) -> bool {
         let _ = block;
         false
     }
 
-    /// Orders work that will be submitted to a stream behind what makes the block usable there.
+    /// Orders work that will be submitted to `stream` behind the block's allocation.
     ///
     /// # Errors
-    /// [`ResourceError::StreamMisuse`] where uses are not tracked; [`ResourceError::Stale`] after a free.
+    /// [`ResourceError::StreamMisuse`] if the resource does not track uses;
+    /// [`ResourceError::Stale`] if the block was freed.
     fn prepare_block_use(
         &self,
         block: BlockRef,
@@ -215,28 +221,28 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
         Err(self.stream_misuse())
     }
 
-    /// Ends a use, once its work was submitted: a free waits for it.
+    /// Ends a prepared use after its work was submitted. A later free waits for that work.
     ///
     /// # Errors
-    /// As [`prepare_block_use`](Self::prepare_block_use), or what the driver answered.
+    /// As [`prepare_block_use`](Self::prepare_block_use), or the driver's error.
     fn finish_block_use(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
         let _ = (used, stream);
         Err(self.stream_misuse())
     }
 
-    /// Tells of a use by work that is in a stream by now: a free waits for it.
+    /// Records a use by work that is already in `stream`. A later free waits for that work.
     ///
     /// # Errors
-    /// As [`prepare_block_use`](Self::prepare_block_use), or what the driver answered.
+    /// As [`prepare_block_use`](Self::prepare_block_use), or the driver's error.
     fn record_block_use(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
         let _ = (block, stream);
         Err(self.stream_misuse())
     }
 
-    /// What a resource of this kind is called in messages and logs.
+    /// Returns the name of this kind of resource in messages and logs.
     fn kind(&self) -> &'static str;
 
-    /// That uses are not tracked here.
+    /// Returns the error of a resource that does not track uses.
     fn stream_misuse(&self) -> ResourceError {
         ResourceError::StreamMisuse {
             resource: self.kind(),
@@ -244,7 +250,7 @@ pub trait DeviceMemoryResource: Send + Sync + fmt::Debug {
     }
 }
 
-/// Passes everything on, so that what is shared can be layered like what is owned.
+/// Forwards every call, so that adaptors accept shared resources like owned ones.
 impl<R: DeviceMemoryResource + ?Sized> DeviceMemoryResource for Arc<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         (**self).allocate(layout, stream, tag)
@@ -299,7 +305,7 @@ impl<R: DeviceMemoryResource + ?Sized> DeviceMemoryResource for Arc<R> {
     }
 }
 
-/// Checks what every source refuses before it asks the driver.
+/// Checks a request before a source calls the driver.
 ///
 /// # Errors
 /// [`ResourceError::ZeroBytes`], [`ResourceError::Alignment`], [`ResourceError::WrongOrdinal`].
@@ -324,7 +330,7 @@ pub fn check_request(
     check_stream(ordinal, stream)
 }
 
-/// Checks that a stream is of a device.
+/// Checks that a stream belongs to the device.
 ///
 /// # Errors
 /// [`ResourceError::WrongOrdinal`].
@@ -337,7 +343,8 @@ pub fn check_stream(ordinal: u32, stream: &Stream) -> Result<(), ResourceError> 
     Ok(())
 }
 
-/// Checks that a block is a resource's own, and a stream its device's; gives the block back otherwise.
+/// Checks that the resource allocated the block and that the stream belongs to its device; returns
+/// the block otherwise.
 ///
 /// # Errors
 /// [`FreeError::Refused`] with [`ResourceError::Foreign`] or [`ResourceError::WrongOrdinal`].
@@ -354,7 +361,7 @@ pub fn check_free(
     }
 }
 
-/// Checks that a block is a resource's own; gives it back otherwise.
+/// Checks that the resource allocated the block; returns the block otherwise.
 ///
 /// # Errors
 /// [`FreeError::Refused`] with [`ResourceError::Foreign`].
@@ -368,8 +375,8 @@ pub fn check_origin(origin: Origin, block: Block) -> Result<Block, FreeError> {
     Ok(block)
 }
 
-/// Takes a block from those that somebody owns; gives it back where it is none of them. Its address may be another's
-/// by now.
+/// Removes a block from the live ones. Refuses a block that is not live, because another block may
+/// have its address by now.
 ///
 /// # Errors
 /// [`FreeError::Refused`] with [`ResourceError::Stale`].

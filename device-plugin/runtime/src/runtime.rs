@@ -1,5 +1,6 @@
-//! One runtime for each GPU that this process uses: its context and the resource that it allocates from, a pool that
-//! takes nothing before it is first used.
+//! Provides one shared runtime for each GPU of the process: its context, state and resource.
+//!
+//! The default resource is a pool that takes no memory before its first use.
 #![forbid(unsafe_code)]
 
 use std::collections::HashMap;
@@ -11,10 +12,10 @@ use crate::resource::DeviceMemoryResource;
 use crate::state::{DeviceState, ErrorMonitor, StaleReason};
 use crate::{Direct, Pool, PoolSettings, StateGate};
 
-/// A resource that several may use.
+/// Resource that several owners share.
 pub type SharedResource = Arc<dyn DeviceMemoryResource>;
 
-/// A GPU's context, and the resource to allocate from.
+/// Context, state and memory resource of one GPU.
 #[derive(Debug)]
 pub struct DeviceRuntime {
     context: Context,
@@ -22,26 +23,28 @@ pub struct DeviceRuntime {
     state: Arc<DeviceState>,
 }
 
-/// A GPU's runtime, once it has started. Whoever is first holds the lock while it starts, which others wait for; where
-/// that fails the next one tries again.
+/// Runtime of one GPU, once started. The first caller holds the lock during the start; a later
+/// caller retries after a failure.
 type RuntimeSlot = Arc<Mutex<Option<Arc<DeviceRuntime>>>>;
 
 static RUNTIMES: LazyLock<Mutex<HashMap<GpuUuid, RuntimeSlot>>> = LazyLock::new(Mutex::default);
 
 impl DeviceRuntime {
-    /// The runtime of a GPU: the same one for everybody in this process, until it is shut down. In a poisoned process image
-    /// that one stays, for no other would be any better.
+    /// Returns the process's runtime of a GPU, and starts it on the first call.
+    ///
+    /// All callers share one runtime until it is shut down. A poisoned process image keeps its
+    /// runtime, because a new one would be poisoned too.
     ///
     /// # Errors
-    /// There is no driver, this process does not see the GPU, or what the driver answered. The next call tries again.
+    /// No driver, no such GPU in this process, or the driver's error. The next call tries again.
     pub fn for_gpu(uuid: GpuUuid) -> Result<Arc<DeviceRuntime>, DriverError> {
         Self::get_or_start(uuid, || Driver::get()?.device_by_uuid(uuid))
     }
 
-    /// The runtime of the GPU that has this ordinal now.
+    /// Returns the runtime of the GPU that has this ordinal now.
     ///
     /// # Errors
-    /// As [`DeviceRuntime::of`].
+    /// As [`DeviceRuntime::for_gpu`].
     pub fn for_ordinal(ordinal: u32) -> Result<Arc<DeviceRuntime>, DriverError> {
         let device = Driver::get()?.device(ordinal)?;
         Self::get_or_start(device.uuid()?, || Ok(device))
@@ -72,8 +75,9 @@ impl DeviceRuntime {
         Ok(Arc::clone(slot.insert(runtime)))
     }
 
-    /// A runtime of the same GPU that allocates from something else, such as a layer over this one's resource. This one stays
-    /// as it is, and so does what [`DeviceRuntime::of`] answers.
+    /// Returns a runtime of the same GPU with another resource, such as an adaptor over this one's.
+    ///
+    /// This runtime and the result of [`DeviceRuntime::for_gpu`] do not change.
     #[must_use]
     pub fn with_resource<R: DeviceMemoryResource + 'static>(
         &self,
@@ -86,41 +90,41 @@ impl DeviceRuntime {
         }
     }
 
-    /// The GPU's context.
+    /// Returns the GPU's context.
     pub fn context(&self) -> &Context {
         &self.context
     }
 
-    /// The GPU.
+    /// Returns the GPU's UUID.
     pub fn uuid(&self) -> GpuUuid {
         self.context.uuid()
     }
 
-    /// Its ordinal.
+    /// Returns the GPU's ordinal.
     pub fn ordinal(&self) -> u32 {
         self.context.ordinal()
     }
 
-    /// What to allocate from.
+    /// Returns the resource to allocate from.
     pub fn resource(&self) -> &SharedResource {
         &self.resource
     }
 
-    /// Whether what was allocated here can be used.
+    /// Returns the state that says whether memory of this runtime is still valid.
     pub fn state(&self) -> &Arc<DeviceState> {
         &self.state
     }
 
-    /// Ends the runtime for everybody: what was allocated from it is stale, and whoever asks next starts another. Blocks
-    /// are still freed by giving them back.
+    /// Shuts the runtime down for all its users. Its memory becomes stale, blocks can still be
+    /// freed, and the next caller starts a new runtime.
     pub fn shut_down(&self) {
         self.state.shut_down();
     }
 
-    /// Makes a stream.
+    /// Creates a stream.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn stream(&self) -> Result<Stream, CudaError> {
         self.context.stream()
     }

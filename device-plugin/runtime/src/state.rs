@@ -1,20 +1,21 @@
-//! Whether what a device holds for this process image is still there: one word, asked with one load.
+//! Says whether the device memory of this process image is still valid, at the cost of one load.
 //!
 //! ```text
 //!   Ok --drain--> Draining --+
 //!    |                |      | shut_down
 //!    +----poison------+      |
 //!    v                v      v
-//!   Poisoned(code) ------> ShutDown          (never back: what comes next is another state, or another image)
+//!   Poisoned(code) ------> ShutDown   (a state never returns to Ok)
 //! ```
 //!
-//! A fault of a kernel poisons the process image, whichever device it ran on, and for good (design F1). So there
-//! is one [`Supervisor`] for the image, which sees every code that the driver answers in this crate, and each
-//! runtime of a device has a [`DeviceState`] from it. What was allocated under a state stays bound to that
-//! one: a handle cannot become fresh again by being wrapped after the fact.
+//! A kernel's fault poisons the whole process image for good, whichever device it ran on (F1 in
+//! `docs/architecture.md`). One [`ErrorMonitor`] therefore observes every error code that the
+//! driver returns to this crate, and each runtime has a [`DeviceState`] from that monitor. Memory
+//! stays bound to the state under which it was allocated, so that wrapping old memory cannot make
+//! it valid again.
 //!
-//! In a container the agent may know first: of a fault by the kernel's log, of a drain always. It says so in the page that
-//! it shares with the shim, which answers for it. Nobody is told: a state asks when it is asked.
+//! In a container the node's agent may know of a fault or a drain first. The agent writes a fence
+//! into the page that it shares with the shim, and a state reads that fence on each check.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -24,24 +25,24 @@ use bursar_protocol::fence::{Ask, Fence};
 
 use crate::error::ErrorClass;
 
-/// Why memory cannot be used any more.
+/// Reason for which memory cannot be used any more.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, thiserror::Error)]
 pub enum StaleReason {
-    /// The process image's contexts are poisoned: only a new image can go on.
+    /// A sticky error poisoned the process image; only a new image can use the GPU.
     #[error(
         "the process's CUDA contexts are poisoned (error {0}); end the process: its next image starts clean"
     )]
     Poisoned(i32),
-    /// The device is being given up: nothing new starts, and what is there can only be freed.
+    /// The device is being drained: its memory can only be freed.
     #[error("the device is being drained; free what is left and start again later")]
     Draining,
-    /// The runtime that it was allocated from has ended.
+    /// The runtime of the memory was shut down.
     #[error("the runtime that the memory came from was shut down; allocate it anew")]
     ShutDown,
 }
 
 impl StaleReason {
-    /// The word that says so: what is asked most is zero, a later stage is larger.
+    /// Encodes the reason in a word: zero means valid, and a later stage is larger.
     fn encode(self) -> u64 {
         match self {
             StaleReason::Draining => 1 << 32,
@@ -54,7 +55,7 @@ impl StaleReason {
         word >> 32
     }
 
-    /// What a word other than zero says.
+    /// Decodes a word other than zero.
     #[cold]
     fn decode(word: u64) -> StaleReason {
         match StaleReason::stage(word) {
@@ -76,22 +77,23 @@ impl From<Fence> for StaleReason {
     }
 }
 
-/// `CUDA_ERROR_UNKNOWN`: a fault that only the kernel's log told of.
+/// Stands for a fault whose code only the kernel log could tell.
 const CUDA_ERROR_UNKNOWN: i32 = 999;
 
-/// A device's state in this process image, shared by all that was allocated under it.
+/// State of a device in this process image, shared by all memory that was allocated under it.
 #[derive(Debug, Default)]
 pub struct DeviceState {
     word: AtomicU64,
-    /// Asks what the node's agent says of this image; none outside of its containers.
+    /// Reads the agent's fence of this image; `None` outside a container with the shim.
     fence: Option<Ask>,
 }
 
 impl DeviceState {
-    /// Whether memory of this state can be used: one load, and where an agent may fence this image, one of what it said.
+    /// Checks that memory of this state can be used: one load, and a second one if the agent can
+    /// fence this image.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason for which the memory is stale.
     #[inline]
     pub fn check(&self) -> Result<(), StaleReason> {
         match (self.word.load(Ordering::Acquire), self.fence) {
@@ -104,7 +106,7 @@ impl DeviceState {
         }
     }
 
-    /// The agent does nothing more for this image: that stays so.
+    /// Records the agent's fence, because a fence is final.
     #[cold]
     fn apply_fence(&self, word: u64) -> Result<(), StaleReason> {
         let reason = Fence::of(word).map(StaleReason::from);
@@ -113,29 +115,29 @@ impl DeviceState {
             .map_or(Ok(()), Err)
     }
 
-    /// Lets nothing new start.
+    /// Refuses new work.
     pub fn drain(&self) {
         self.advance(StaleReason::Draining);
     }
 
-    /// Ends it.
+    /// Marks the memory of this state as stale.
     pub fn shut_down(&self) {
         self.advance(StaleReason::ShutDown);
     }
 
-    /// Goes to a later stage; of two at once the first stays, with its code.
+    /// Advances to a later stage. Of two concurrent changes to one stage the first keeps its code.
     fn advance(&self, to: StaleReason) {
         let later = |word| {
             (StaleReason::stage(word) < StaleReason::stage(to.encode())).then(|| to.encode())
         };
-        // An error says that it is there already, or further.
+        // An error means that the state has reached that stage or a later one.
         let _ = self
             .word
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, later);
     }
 }
 
-/// What sees every code of the driver in a process image, and tells every device's state.
+/// Observes every error code of the driver in a process image and marks all device states.
 #[derive(Debug)]
 pub struct ErrorMonitor {
     watched: Mutex<MonitorState>,
@@ -144,7 +146,7 @@ pub struct ErrorMonitor {
 
 #[derive(Debug)]
 struct MonitorState {
-    /// The code that poisoned the image.
+    /// Code of the first error that poisoned the image.
     poison: Option<i32>,
     states: Vec<Weak<DeviceState>>,
 }
@@ -152,7 +154,7 @@ struct MonitorState {
 static MONITOR: ErrorMonitor = ErrorMonitor::new();
 
 impl ErrorMonitor {
-    /// Of an image in which nothing has happened yet.
+    /// Creates the monitor of an image without errors.
     pub const fn new() -> ErrorMonitor {
         ErrorMonitor {
             watched: Mutex::new(MonitorState {
@@ -163,18 +165,18 @@ impl ErrorMonitor {
         }
     }
 
-    /// How the states that are made from now on ask what the node's agent says of this image.
+    /// Sets the function by which states created from now on read the agent's fence.
     pub fn set_fence_fn(&self, fence: Ask) {
-        // Whoever was first asked for the same.
+        // A second caller would set the same function.
         let _ = self.fence.set(fence);
     }
 
-    /// That of this process image, which every call of the driver in this crate reports to.
+    /// Returns this process image's monitor, to which every driver call of this crate reports.
     pub fn global() -> &'static ErrorMonitor {
         &MONITOR
     }
 
-    /// A fresh state of a device; one of a poisoned image is poisoned from the start.
+    /// Creates a state for a device. In a poisoned image the state is poisoned from the start.
     pub fn new_state(&self) -> Arc<DeviceState> {
         let state = Arc::new(DeviceState {
             fence: self.fence.get().copied(),
@@ -189,7 +191,7 @@ impl ErrorMonitor {
         state
     }
 
-    /// The code that poisoned the image, if one did.
+    /// Returns the code that poisoned the image.
     pub fn poison(&self) -> Option<i32> {
         self.watched
             .lock()
@@ -197,8 +199,10 @@ impl ErrorMonitor {
             .poison
     }
 
-    /// Takes note of what a call answered. A code that means nothing here is held against what the driver answers when it
-    /// is asked again: a sticky one is answered by every call.
+    /// Observes the code of a failed call.
+    ///
+    /// An unknown code counts as sticky if the driver returns it, or a known sticky code, for a
+    /// probe as well: after a sticky error every call fails.
     #[cold]
     pub fn observe(&self, code: i32, ask_again: impl FnOnce() -> i32) {
         match ErrorClass::of(code) {

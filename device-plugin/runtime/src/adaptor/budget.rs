@@ -1,8 +1,9 @@
-//! A layer that holds what is allocated through it to a limit.
+//! Limits the bytes that are allocated through the adaptor.
 //!
-//! A block counts from before it is asked for until the resource under the budget has given its bytes back: a
-//! free that waits for a stream, or that failed, still counts. Where there is no room the budget reaps what is
-//! pending and tries again; it never waits. What came back since the last reap counts until somebody needs it.
+//! A block counts from before the upstream allocates it until the upstream has released its bytes.
+//! A free that waits for a stream, or that failed, still counts. A full budget reaps its upstream
+//! and retries; the adaptor never waits. Bytes that the upstream releases by itself count until the
+//! next reap.
 #![forbid(unsafe_code)]
 
 mod account;
@@ -19,22 +20,22 @@ use crate::driver::Stream;
 use crate::error::{ErrorClass, FreeError, ResourceError};
 use crate::resource::{Block, BlockRef, BudgetSnapshot, DeviceMemoryResource, Reaped, Tag};
 
-/// A limit over a resource.
+/// Limit over an upstream resource.
 #[derive(Debug)]
 pub struct Budget<R> {
     upstream: Upstream<R>,
     account: Arc<BudgetAccount>,
-    /// Blocks that were freed, and that still count.
+    /// Freed blocks that still count.
     retired: Mutex<Vec<BlockRef>>,
 }
 
 impl<R: DeviceMemoryResource> Budget<R> {
-    /// A limit in bytes over a resource.
+    /// Limits a resource to `limit` bytes.
     pub fn new(resource: R, limit: u64) -> Self {
         Self::with_account(resource, Arc::new(BudgetAccount::new(limit)))
     }
 
-    /// As above, on an account that others may use too.
+    /// Limits a resource by an account that other budgets may share.
     pub fn with_account(resource: R, account: Arc<BudgetAccount>) -> Self {
         Budget {
             upstream: Upstream::new(resource),
@@ -43,7 +44,7 @@ impl<R: DeviceMemoryResource> Budget<R> {
         }
     }
 
-    /// The account, to resize it or to look at it.
+    /// Returns the account, to read or to change its limit.
     pub fn account(&self) -> &Arc<BudgetAccount> {
         &self.account
     }
@@ -67,7 +68,8 @@ impl<R: DeviceMemoryResource> Budget<R> {
         }
     }
 
-    /// Tries again as long as a reap made room, and once more where it made none: somebody else's may have.
+    /// Retries while a reap makes room, and once more after that, because another thread may have
+    /// made room.
     fn retry_after_reap<T>(
         &self,
         attempt: impl Fn() -> Result<T, ResourceError>,
@@ -77,7 +79,7 @@ impl<R: DeviceMemoryResource> Budget<R> {
                 Err(error) if error.class() == ErrorClass::OutOfMemory => {}
                 other => return other,
             }
-            // What the reap failed with, if it did, is not why there is no room.
+            // A failed reap is not the reason for which there is no room.
             let _ = self.upstream.resource.reap_pending();
             if self.uncharge_reaped() == 0 {
                 return attempt();
@@ -98,7 +100,7 @@ impl<R: DeviceMemoryResource> Budget<R> {
             .inspect_err(|_| self.account.uncharge(bytes))
     }
 
-    /// Lets what the resource under it has given back count no more.
+    /// Uncharges retired blocks that the upstream has released since, and returns their bytes.
     fn uncharge_reaped(&self) -> u64 {
         let mut retired = self.retired.lock().unwrap_or_else(PoisonError::into_inner);
         let mut freed = 0;

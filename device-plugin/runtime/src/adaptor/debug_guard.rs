@@ -1,9 +1,11 @@
-//! A layer that finds writes past a block's ends and after its free.
+//! Detects writes past the ends of a block and after its free.
 //!
-//! Each block lies between two zones of known bytes, which are looked at when it is freed. What is allocated is filled
-//! with one byte, what is freed with another; freed blocks stay in quarantine, are looked at when they leave it,
-//! and only then are free. It waits for the whole context at each free: a layer for hunting bugs. Over
-//! [`Exportable::guarded`](crate::Exportable::guarded) a kernel that goes further faults at once.
+//! Each block lies between two red zones of known bytes, which the free checks. The adaptor fills
+//! allocated memory with one byte value and freed memory with another. Freed blocks stay in
+//! quarantine, are checked when they leave it, and only then return to the upstream. Each free
+//! synchronizes the context, so the adaptor is for debugging. Over
+//! [`Exportable::guarded`](crate::Exportable::guarded) a kernel that accesses memory farther away
+//! faults at once.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -18,50 +20,47 @@ use crate::resource::{
     check_stream, remove_live,
 };
 
-/// Bytes of a zone, at least.
+/// Smallest size of a red zone in bytes.
 const MIN_REDZONE: usize = 256;
-/// What a zone is filled with.
 const REDZONE_FILL: u8 = 0xCA;
-/// What a new block is filled with.
 const ALLOCATED_FILL: u8 = 0xCD;
-/// What a freed block is filled with.
 const FREED_FILL: u8 = 0xDD;
 
-/// A block that was freed.
+/// Freed block in quarantine.
 #[derive(Debug)]
 struct Quarantined {
-    /// As the resource under the guard knows it.
+    /// Block as the upstream knows it, with its red zones.
     block: Block,
     stream: Stream,
-    /// As the guard's user knew it.
+    /// Block as the caller knew it.
     user_block: BlockRef,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    /// Blocks that somebody owns, and their bytes.
+    /// Blocks that have an owner.
     live: HashSet<BlockRef>,
     live_bytes: u64,
     quarantine: VecDeque<Quarantined>,
-    /// Bytes of blocks in quarantine, and of such as are leaving it now.
+    /// Bytes of blocks in quarantine or leaving it now.
     quarantined_bytes: u64,
     leaving: Vec<BlockRef>,
-    /// Blocks that left, and that the resource under the guard has not given back when it was last asked.
+    /// Blocks that left the quarantine and that the upstream had not released at the last check.
     retired_upstream: Vec<BlockRef>,
     violations: Vec<ResourceError>,
 }
 
-/// Zones and quarantine over a resource.
+/// Red zones and quarantine over an upstream resource.
 #[derive(Debug)]
 pub struct DebugGuard<R> {
     upstream: Upstream<R>,
-    /// Bytes that the quarantine may keep.
+    /// Largest number of bytes in quarantine.
     quarantine_limit: u64,
     state: Mutex<State>,
 }
 
 impl<R: DeviceMemoryResource> DebugGuard<R> {
-    /// Guards blocks, and keeps freed ones in a quarantine of so many bytes.
+    /// Guards the blocks of a resource, with a quarantine of `quarantine` bytes.
     pub fn new(resource: R, quarantine: u64) -> Self {
         DebugGuard {
             upstream: Upstream::new(resource),
@@ -70,7 +69,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         }
     }
 
-    /// Writes after a free that were found when blocks left the quarantine, since this was last asked.
+    /// Returns and clears the writes after a free that were found since the last call.
     pub fn take_violations(&self) -> Vec<ResourceError> {
         std::mem::take(&mut self.lock().violations)
     }
@@ -79,7 +78,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The block under the guard's, with the zones.
+    /// Returns the upstream's block, which includes the red zones.
     fn with_redzones(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
         Ok(BlockRef {
             address: block.address - redzone_before(block.layout) as u64,
@@ -88,7 +87,8 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         })
     }
 
-    /// The block of a use as the resource under the guard knows it; one that was freed may still be live there.
+    /// Returns the upstream's block for a use. The upstream may still hold a block that was freed
+    /// here, so the adaptor checks first.
     fn check_live(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
         let (origin, found, generation) = (self.upstream.origin, block.origin, block.generation);
         if found != origin {
@@ -100,7 +100,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         self.with_redzones(block)
     }
 
-    /// Whether a block is in quarantine, or leaving it now.
+    /// Returns whether a block is in quarantine or leaving it now.
     fn is_quarantined(&self, block: BlockRef) -> bool {
         let state = self.lock();
         let mut quarantined = state
@@ -110,7 +110,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         quarantined.any(|quarantined| quarantined == block) || state.leaving.contains(&block)
     }
 
-    /// The first byte of the zones that was overwritten.
+    /// Fails with the first overwritten byte of the red zones.
     fn check_redzones(&self, context: &Context, block: BlockRef) -> Result<(), ResourceError> {
         let below = redzone_before(block.layout);
         let (start, end) = (block.address - below as u64, block.address + block.bytes());
@@ -122,7 +122,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         Ok(())
     }
 
-    /// Lets the oldest blocks go, until no more than `most` bytes are in quarantine.
+    /// Releases the oldest blocks until at most `limit` bytes are in quarantine.
     fn drain_quarantine(&self, limit: u64) -> Result<(), ResourceError> {
         let mut result = Ok(());
         while let Some(quarantined) = self.pop_oldest(limit) {
@@ -164,7 +164,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         result
     }
 
-    /// Takes the oldest block out of a quarantine that is too large.
+    /// Removes the oldest block of a quarantine above `limit` bytes.
     fn pop_oldest(&self, limit: u64) -> Option<Quarantined> {
         let mut state = self.lock();
         if state.quarantined_bytes <= limit {
@@ -180,7 +180,7 @@ impl<R: DeviceMemoryResource> DebugGuard<R> {
         inner.is_ok_and(|inner| self.upstream.resource.is_retired(inner))
     }
 
-    /// Whether a freed block is as it was left.
+    /// Checks that no program wrote into a freed block.
     fn check_freed_fill(&self, quarantined: &Quarantined) -> Result<(), ResourceError> {
         let (context, start) = (quarantined.stream.context(), quarantined.block.address());
         context.synchronize()?;
@@ -204,7 +204,7 @@ fn corrupted(block: BlockRef, address: u64, while_live: bool) -> ResourceError {
     }
 }
 
-/// Bytes of the zone before a block: so many that the block is aligned if the zone is.
+/// Returns the size of the red zone before a block, which keeps the block's alignment.
 fn redzone_before(layout: Layout) -> usize {
     layout.align().max(MIN_REDZONE)
 }
@@ -221,7 +221,7 @@ fn layout_with_redzones(layout: Layout, ordinal: u32) -> Result<Layout, Resource
         .ok_or(ResourceError::TooLarge { ordinal, requested })
 }
 
-/// The first byte of a range that is not as told.
+/// Returns the offset of the first byte that differs from `expected`.
 fn first_mismatch(
     context: &Context,
     address: u64,
@@ -265,7 +265,8 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
                 )
             });
         if let Err(error) = filled {
-            // A block that cannot be filled is nobody's: where its free fails too it stays counted below.
+            // A block that cannot be filled has no owner. If its free fails, the upstream keeps
+            // counting it.
             let _ = self.upstream.deallocate(block, stream);
             return Err(error.into());
         }
@@ -280,7 +281,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
         Ok(Block::new(block))
     }
 
-    /// A block whose zones were overwritten is refused, and kept as it is.
+    /// Refuses a block whose red zones were overwritten; the block stays live.
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_origin(self.upstream.origin, block)?;
         let block = remove_live(&mut self.lock().live, block)?;
@@ -312,7 +313,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
                 user_block: outer,
             });
         }
-        // This block is in quarantine; what others fail with is told to who reaps.
+        // This block is in quarantine. A later reap reports the failures of other blocks.
         let _ = self.drain_quarantine(self.quarantine_limit);
         Ok(())
     }

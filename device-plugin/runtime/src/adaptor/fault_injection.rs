@@ -1,4 +1,4 @@
-//! A layer that fails as it is told, for tests of what is above it.
+//! Fails calls according to a plan, for tests of the adaptors above.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -12,25 +12,26 @@ use crate::resource::{
     Block, BlockRef, DeviceMemoryResource, Outstanding, Reaped, Tag, check_origin,
 };
 
-/// What the next calls do: `None` lets one pass, a code fails it with that `CUresult`. Past the end all pass.
+/// Outcome of the next calls: `None` succeeds, a code fails with that `CUresult`. All calls after
+/// the last entry succeed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FaultPlan {
-    /// Allocations.
+    /// Outcomes of allocations.
     pub allocations: VecDeque<Option<i32>>,
-    /// Frees. A block whose free fails is retired until a reap frees it.
+    /// Outcomes of frees. A block whose free fails is retired until a reap frees it.
     pub frees: VecDeque<Option<i32>>,
-    /// Blocks that a reap tries to free again.
+    /// Outcomes of frees that a reap retries.
     pub reaps: VecDeque<Option<i32>>,
 }
 
 #[derive(Debug)]
 struct State {
     plan: FaultPlan,
-    /// Blocks whose free failed, as the resource under it knows them, and the stream of the free.
+    /// Blocks whose free failed, as the upstream knows them, with the stream of the free.
     retired: Vec<(Block, Stream)>,
 }
 
-/// Failures over a resource.
+/// Injected failures over an upstream resource.
 #[derive(Debug)]
 pub struct FaultInjection<R> {
     upstream: Upstream<R>,
@@ -45,7 +46,7 @@ fn inject(call: &'static str, code: Option<Option<i32>>) -> Result<(), CudaError
 }
 
 impl<R: DeviceMemoryResource> FaultInjection<R> {
-    /// Fails by a plan.
+    /// Injects failures by a plan.
     pub fn new(resource: R, plan: FaultPlan) -> Self {
         FaultInjection {
             upstream: Upstream::new(resource),
@@ -56,7 +57,7 @@ impl<R: DeviceMemoryResource> FaultInjection<R> {
         }
     }
 
-    /// Goes on by another plan.
+    /// Replaces the plan.
     pub fn set_plan(&self, plan: FaultPlan) {
         self.lock().plan = plan;
     }

@@ -1,7 +1,7 @@
-//! A layer that writes down what passes through it.
+//! Logs every allocation and free.
 //!
-//! A free is written before it is done, an allocation after: so an address is never written as allocated again before
-//! its free.
+//! The adaptor logs a free before it happens and an allocation after it, so that the log never
+//! shows an address as allocated twice.
 #![forbid(unsafe_code)]
 
 mod csv;
@@ -18,48 +18,48 @@ use crate::driver::{Stream, StreamKey};
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{Block, DeviceMemoryResource, Tag, check_origin};
 
-/// What was done.
+/// Kind of a logged call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// A block was made.
+    /// An allocation succeeded.
     Allocate,
-    /// None was.
+    /// An allocation failed.
     AllocateFailure,
-    /// A block is freed.
+    /// A block is about to be freed.
     Free,
 }
 
-/// One line.
+/// One logged call.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRecord {
-    /// When.
+    /// Time of the call.
     pub time: SystemTime,
-    /// The thread, by a number of this process.
+    /// Calling thread, by a number that is unique in this process.
     pub thread: u64,
-    /// What.
+    /// Kind of the call.
     pub action: Action,
-    /// The first address; 0 where there is none.
+    /// First device address; 0 for a failed allocation.
     pub address: u64,
-    /// Bytes as asked for.
+    /// Requested bytes.
     pub bytes: u64,
-    /// The stream.
+    /// Stream of the call.
     pub stream: StreamKey,
-    /// What for; of an allocation only.
+    /// Purpose of an allocation; empty for a free.
     pub tag: Tag,
 }
 
-/// Where lines go.
+/// Destination of the records.
 pub trait Sink: Send + Sync + fmt::Debug {
-    /// Takes a line. It cannot fail: what happens to a log must not happen to memory.
+    /// Writes a record. A failure of the log must not fail an allocation, so this returns nothing.
     fn write(&self, event: LogRecord);
 }
 
-/// Keeps every line in memory.
+/// Sink that keeps all records in memory.
 #[derive(Debug, Default)]
 pub struct MemorySink(Mutex<Vec<LogRecord>>);
 
 impl MemorySink {
-    /// The lines so far.
+    /// Returns all records so far.
     pub fn records(&self) -> Vec<LogRecord> {
         self.0
             .lock()
@@ -83,7 +83,7 @@ impl<S: Sink + ?Sized> Sink for Arc<S> {
     }
 }
 
-/// A log over a resource.
+/// Log over an upstream resource.
 #[derive(Debug)]
 pub struct Logging<R, S> {
     upstream: Upstream<R>,
@@ -91,7 +91,7 @@ pub struct Logging<R, S> {
 }
 
 impl<R: DeviceMemoryResource, S: Sink> Logging<R, S> {
-    /// Writes to a sink what passes from now on.
+    /// Logs the calls of a resource to a sink.
     pub fn new(resource: R, sink: S) -> Self {
         Logging {
             upstream: Upstream::new(resource),
@@ -112,7 +112,7 @@ impl<R: DeviceMemoryResource, S: Sink> Logging<R, S> {
     }
 }
 
-/// The calling thread's number.
+/// Returns the number of the calling thread.
 fn thread_number() -> u64 {
     use std::sync::atomic::{AtomicU64, Ordering};
     static NEXT: AtomicU64 = AtomicU64::new(1);

@@ -1,4 +1,4 @@
-//! Adds a limit, a log, a check or a fault to another resource, which is its upstream.
+//! Adds a limit, a log, a check or a fault to an upstream resource.
 #![forbid(unsafe_code)]
 
 pub mod budget;

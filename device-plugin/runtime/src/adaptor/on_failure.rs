@@ -1,4 +1,4 @@
-//! A layer that asks its owner what to do where there is no room.
+//! Calls back when the upstream is out of memory.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -9,29 +9,30 @@ use crate::driver::Stream;
 use crate::error::{ErrorClass, ResourceError};
 use crate::resource::{Block, DeviceMemoryResource, Tag};
 
-/// An allocation for which there was no room.
+/// Allocation that ran out of memory.
 #[derive(Debug)]
 pub struct AllocationFailure<'a> {
-    /// What was asked for.
+    /// Requested size and alignment.
     pub layout: Layout,
-    /// What for.
+    /// Purpose of the allocation.
     pub tag: Tag,
-    /// How often it was tried, this time included.
+    /// Number of attempts so far.
     pub attempts: u32,
-    /// What came of it.
+    /// Error of the last attempt.
     pub error: &'a ResourceError,
 }
 
-/// What the owner says to a failure.
+/// Decision of the callback.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FailureAction {
-    /// Something was freed: try again.
+    /// Try again, because the callback freed memory.
     Retry,
-    /// The error is the caller's.
+    /// Return the error to the caller.
     Fail,
 }
 
-/// Calls its owner where there is no room; other errors pass. The owner may free blocks, through this layer too.
+/// Callback over an upstream resource, for out-of-memory errors only. The callback may free blocks
+/// through this adaptor.
 pub struct OnFailure<R, F> {
     upstream: Upstream<R>,
     callback: F,
@@ -48,7 +49,7 @@ impl<R: fmt::Debug, F> fmt::Debug for OnFailure<R, F> {
 impl<R: DeviceMemoryResource, F: Fn(&AllocationFailure<'_>) -> FailureAction + Send + Sync>
     OnFailure<R, F>
 {
-    /// Calls `callback`, in the thread that allocates, for as long as it says [`Answer::Retry`].
+    /// Calls `callback` in the allocating thread, as long as it returns [`FailureAction::Retry`].
     pub fn new(resource: R, callback: F) -> Self {
         OnFailure {
             upstream: Upstream::new(resource),

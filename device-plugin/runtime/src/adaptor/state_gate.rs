@@ -1,4 +1,4 @@
-//! A layer that admits no allocation once its device's state is not good any more.
+//! Refuses allocations once the device's state is stale.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -10,7 +10,8 @@ use crate::error::ResourceError;
 use crate::resource::{Block, DeviceMemoryResource, Tag};
 use crate::state::DeviceState;
 
-/// A resource under a device's state: one load for each allocation. What was allocated before can still be freed.
+/// Check of a device's state before each allocation, at the cost of one load. Older blocks can
+/// still be freed.
 #[derive(Debug)]
 pub struct StateGate<R> {
     upstream: Upstream<R>,
@@ -18,7 +19,7 @@ pub struct StateGate<R> {
 }
 
 impl<R: DeviceMemoryResource> StateGate<R> {
-    /// Admits while the state is good.
+    /// Allocates from a resource while the state is valid.
     pub fn new(resource: R, state: Arc<DeviceState>) -> Self {
         StateGate {
             upstream: Upstream::new(resource),

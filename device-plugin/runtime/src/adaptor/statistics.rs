@@ -1,4 +1,4 @@
-//! A layer that counts what passes through it.
+//! Counts allocations and frees.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -9,14 +9,14 @@ use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{Block, DeviceMemoryResource, Tag};
 
-/// A number of which the present, the highest and the sum of all increases are known.
+/// Current value, highest value and sum of all increases of a number.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counter {
-    /// Now.
+    /// Current value.
     pub current: u64,
-    /// The highest that it was.
+    /// Highest value so far.
     pub peak: u64,
-    /// All that was ever added.
+    /// Sum of all increases.
     pub total: u64,
 }
 
@@ -32,20 +32,20 @@ impl Counter {
     }
 }
 
-/// What passed.
+/// Counts of the calls so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AllocationCounts {
     /// Bytes of live blocks.
     pub bytes: Counter,
-    /// Live blocks.
+    /// Number of live blocks.
     pub blocks: Counter,
-    /// Allocations that failed.
+    /// Number of failed allocations.
     pub failed_allocations: u64,
-    /// Frees that failed, or were refused.
+    /// Number of frees that failed or were refused.
     pub failed_frees: u64,
 }
 
-/// Counts over a resource.
+/// Counters over an upstream resource.
 #[derive(Debug)]
 pub struct Statistics<R> {
     upstream: Upstream<R>,
@@ -53,7 +53,7 @@ pub struct Statistics<R> {
 }
 
 impl<R: DeviceMemoryResource> Statistics<R> {
-    /// Counts what passes from now on.
+    /// Counts the calls of a resource.
     pub fn new(resource: R) -> Self {
         Statistics {
             upstream: Upstream::new(resource),
@@ -61,7 +61,7 @@ impl<R: DeviceMemoryResource> Statistics<R> {
         }
     }
 
-    /// The counts at one instant.
+    /// Returns all counts at one instant.
     pub fn counts(&self) -> AllocationCounts {
         *self.lock()
     }
@@ -90,7 +90,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Statistics<R> {
         let result = self.upstream.deallocate(block, stream);
         let mut counts = self.lock();
         counts.failed_frees += u64::from(result.is_err());
-        // A free that failed leaves nobody who owns the block.
+        // After a failed free the block has no owner.
         if !matches!(result, Err(FreeError::Refused { .. })) {
             counts.bytes.subtract(bytes);
             counts.blocks.subtract(1);

@@ -1,4 +1,4 @@
-//! The resource under a layer, spoken to in the layer's name.
+//! Calls the upstream resource of an adaptor and translates block origins.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -7,7 +7,7 @@ use crate::driver::Stream;
 use crate::error::{FreeError, ResourceError};
 use crate::resource::{Block, BlockRef, BlockUse, DeviceMemoryResource, Origin, Tag, check_origin};
 
-/// What a layer is over. Blocks pass with the mark of whoever is next.
+/// Upstream resource of an adaptor, with the adaptor's own origin.
 #[derive(Debug)]
 pub(crate) struct Upstream<R> {
     pub(crate) resource: R,
@@ -22,7 +22,7 @@ impl<R: DeviceMemoryResource> Upstream<R> {
         }
     }
 
-    /// A block of the layer's as the resource under it knows it.
+    /// Returns an adaptor's block as the upstream knows it.
     pub(crate) fn translate(&self, block: BlockRef) -> BlockRef {
         block.with_origin(self.resource.origin())
     }
@@ -50,7 +50,7 @@ impl<R: DeviceMemoryResource> Upstream<R> {
             })
     }
 
-    /// A block of the layer's as the resource under it knows it, if it is the layer's.
+    /// Returns an adaptor's block as the upstream knows it; refuses a foreign block.
     fn check_and_translate(&self, block: BlockRef) -> Result<BlockRef, ResourceError> {
         let (origin, found) = (self.origin, block.origin);
         if found != origin {
@@ -90,7 +90,7 @@ impl<R: DeviceMemoryResource> Upstream<R> {
     }
 }
 
-/// The methods of a layer that only pass on, by their names; its field `under` is an [`Under`].
+/// Implements methods of an adaptor that only forward to its field `upstream`, an [`Upstream`].
 macro_rules! forward {
     ($($method:ident),* $(,)?) => { $($crate::adaptor::upstream::forward!(@ $method);)* };
     (@ allocate) => {

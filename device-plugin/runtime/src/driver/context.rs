@@ -1,4 +1,4 @@
-//! A device's primary context, retained.
+//! Retains a device's primary context.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -10,7 +10,7 @@ use super::stream::{self, Stream};
 use super::{Device, Driver, GpuUuid, call};
 use crate::error::CudaError;
 
-/// A primary context; released with the last clone.
+/// Primary context, released with the last clone.
 #[derive(Clone)]
 pub struct Context(Arc<PrimaryContext>);
 
@@ -20,9 +20,9 @@ struct PrimaryContext {
     raw: CUcontext,
 }
 
-// SAFETY: a context's handle may be used by any thread.
+// SAFETY: any thread may use a context's handle.
 unsafe impl Send for PrimaryContext {}
-// SAFETY: as above.
+// SAFETY: any thread may use a context's handle.
 unsafe impl Sync for PrimaryContext {}
 
 impl fmt::Debug for Context {
@@ -41,7 +41,7 @@ impl Eq for Context {}
 
 impl Drop for PrimaryContext {
     fn drop(&mut self) {
-        // A context that is poisoned, or a driver that is shutting down: there is nothing left to release.
+        // A release fails only for a poisoned context or during the driver's shutdown.
         let _ = call!(
             self.device.driver(),
             cuDevicePrimaryCtxRelease_v2(self.device.raw())
@@ -64,22 +64,22 @@ impl Context {
         })))
     }
 
-    /// The device that it is of.
+    /// Returns the context's device.
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// The device's ordinal.
+    /// Returns the device's ordinal.
     pub fn ordinal(&self) -> u32 {
         self.0.device.ordinal()
     }
 
-    /// The GPU's UUID, or the MIG instance's.
+    /// Returns the UUID of the GPU or MIG instance.
     pub fn uuid(&self) -> GpuUuid {
         self.0.uuid
     }
 
-    /// The driver that it belongs to.
+    /// Returns the driver.
     pub fn driver(&self) -> &'static Driver {
         self.0.device.driver()
     }
@@ -88,11 +88,11 @@ impl Context {
         self.0.raw
     }
 
-    /// Makes the context the calling thread's, until the answer is dropped; then what was current before is
-    /// current again. Every call below that needs it does this by itself.
+    /// Makes the context current in the calling thread until the guard is dropped. Every method
+    /// that needs a current context calls this.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn enter(&self) -> Result<ContextGuard<'_>, CudaError> {
         let driver = self.driver();
         let mut current = std::ptr::null_mut();
@@ -108,19 +108,19 @@ impl Context {
         })
     }
 
-    /// Waits until all work of the context is done. Hold no lock over it.
+    /// Waits for all work of the context. Callers must hold no lock.
     ///
     /// # Errors
-    /// What the driver answered, the error of an earlier launch too.
+    /// The driver's error, which may be that of an earlier launch.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuCtxSynchronize())
     }
 
-    /// Free and total bytes as `cuMemGetInfo` shows them: of the quota, in a container of ours.
+    /// Returns the free and total bytes of `cuMemGetInfo`. Under the shim these are the quota's.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn memory_info(&self) -> Result<(u64, u64), CudaError> {
         let _current = self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -131,10 +131,10 @@ impl Context {
         Ok((free as u64, total as u64))
     }
 
-    /// Lets kernels of this context use linear memory of another device's.
+    /// Permits kernels of this context to access linear memory of another device.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn enable_peer_access(&self, peer: &Context) -> Result<(), CudaError> {
         /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`
         const ALREADY: i32 = 704;
@@ -145,18 +145,18 @@ impl Context {
         }
     }
 
-    /// The context's default stream, which waits for the work of all blocking streams, as they do for its.
+    /// Returns the context's default stream, which synchronizes with all blocking streams.
     pub fn default_stream(&self) -> Stream {
         stream::default_of(self)
     }
 }
 
-/// The calling thread's context is the one that was entered, until this is dropped.
+/// Keeps a context current in the calling thread.
 #[derive(Debug)]
 pub struct ContextGuard<'a> {
     context: &'a Context,
     pushed: bool,
-    /// What is current is a thread's own matter.
+    /// Not `Send`, because each thread has its own current context.
     thread: PhantomData<*const ()>,
 }
 
@@ -164,7 +164,7 @@ impl Drop for ContextGuard<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped = std::ptr::null_mut();
-            // It fails only where the driver is shutting down.
+            // A pop fails only during the driver's shutdown.
             let _ = call!(self.context.driver(), cuCtxPopCurrent_v2(&raw mut popped));
         }
     }

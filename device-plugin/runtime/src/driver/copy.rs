@@ -1,16 +1,17 @@
-//! Fills and copies, of mappings for everybody and by address for this crate.
+//! Fills and copies memory: mappings for every caller, and raw addresses for this crate.
 //!
-//! An address may be the host's memory too, pinned or managed, and a fill writes it under whoever borrows it. So who is not
-//! of this crate says by [`raw`](super::raw) that it is not; modules of this crate pass memory of blocks and leases.
+//! An address may be pinned or managed host memory, so that a fill could change borrowed memory.
+//! Callers outside this crate must therefore use the unsafe functions of [`raw`](super::raw).
+//! Modules of this crate pass addresses of blocks and leases only.
 
 use super::{Context, Mapping, Stream, call};
 use crate::error::CudaError;
 
 impl Mapping {
-    /// Fills a part of it, and waits for that.
+    /// Fills a part of the mapping and waits.
     ///
     /// # Errors
-    /// What the driver answered; 1 (invalid value) past its end.
+    /// The driver's error, or code 1 (invalid value) for a range past the end.
     pub fn fill(
         &self,
         context: &Context,
@@ -25,7 +26,7 @@ impl Mapping {
         )
     }
 
-    /// Copies from the host to a part of it, and waits for that.
+    /// Copies bytes of the host to a part of the mapping and waits.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).
@@ -36,7 +37,7 @@ impl Mapping {
         )
     }
 
-    /// Copies a part of it to the host, and waits for that.
+    /// Copies a part of the mapping to the host and waits.
     ///
     /// # Errors
     /// As [`fill`](Self::fill).
@@ -45,7 +46,7 @@ impl Mapping {
         context.copy_from_device(to, from)
     }
 
-    /// The address of a part.
+    /// Returns the address of a range inside the mapping.
     fn checked_address(&self, call: &'static str, at: u64, bytes: usize) -> Result<u64, CudaError> {
         /// `CUDA_ERROR_INVALID_VALUE`
         const INVALID_VALUE: i32 = 1;
@@ -60,21 +61,22 @@ impl Mapping {
 }
 
 impl Context {
-    /// Fills device memory, and waits for it.
+    /// Fills device memory and waits.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn fill(&self, address: u64, value: u8, bytes: usize) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemsetD8_v2(address, value, bytes))?;
-        // The driver returns before the device is done ("API synchronization behavior" in its manual).
+        // The driver returns before the device is done ("API synchronization behavior" in its
+        // manual).
         self.default_stream().synchronize()
     }
 
     /// Fills device memory in the order of a stream.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn fill_async(
         &self,
         address: u64,
@@ -89,24 +91,25 @@ impl Context {
         )
     }
 
-    /// Copies to the device, and waits for it.
+    /// Copies to the device and waits.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn copy_to_device(&self, address: u64, from: &[u8]) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(
             self.driver(),
             cuMemcpyHtoD_v2(address, from.as_ptr().cast(), from.len())
         )?;
-        // It returns when it has read the host's memory, which may be before the device's is written.
+        // The driver returns once it has read the host's memory, possibly before the device's
+        // memory is written.
         self.default_stream().synchronize()
     }
 
-    /// Copies from the device, and waits for it.
+    /// Copies from the device and waits.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn copy_from_device(&self, to: &mut [u8], address: u64) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(
@@ -115,10 +118,10 @@ impl Context {
         )
     }
 
-    /// Copies from another device's memory to this one's in the order of a stream of either.
+    /// Copies between two devices in the order of a stream of either.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn copy_from_peer_async(
         &self,
         to: u64,

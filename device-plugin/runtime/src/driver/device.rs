@@ -1,4 +1,4 @@
-//! Devices: which there are, and what they are called.
+//! Finds devices and reads their attributes.
 
 use std::ffi::{CStr, c_char};
 use std::fmt;
@@ -9,24 +9,25 @@ use cudarc::driver::sys::{CUdevice, CUuuid};
 use super::{Context, Driver, DriverError, call};
 use crate::error::CudaError;
 
-/// A GPU's UUID, or a MIG instance's: the name that outlives reboots and changes of the order.
+/// UUID of a GPU or MIG instance, which stays the same after a reboot.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GpuUuid([u8; 16]);
 
 impl GpuUuid {
-    /// The UUID with these bytes.
+    /// Creates a UUID from its bytes.
     pub const fn from_bytes(bytes: [u8; 16]) -> Self {
         Self(bytes)
     }
 
-    /// Its bytes.
+    /// Returns the bytes.
     pub const fn bytes(self) -> [u8; 16] {
         self.0
     }
 }
 
 impl fmt::Display for GpuUuid {
-    /// As NVML writes a GPU's; the driver API does not say which UUID is a MIG instance's.
+    /// Formats the UUID as NVML does for a GPU, because the driver API does not say which UUID is a
+    /// MIG instance's.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GPU")?;
         for (place, byte) in self.0.iter().enumerate() {
@@ -45,7 +46,7 @@ impl fmt::Debug for GpuUuid {
     }
 }
 
-/// A text that is no UUID of a GPU.
+/// The text is not the UUID of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0:?} is not the UUID of a GPU (GPU-... or MIG-... with 32 hex digits)")]
 pub struct InvalidUuid(String);
@@ -77,7 +78,7 @@ impl FromStr for GpuUuid {
     }
 }
 
-/// A device that this process sees.
+/// Device that this process sees.
 #[derive(Clone, Copy, Debug)]
 pub struct Device {
     driver: &'static Driver,
@@ -86,20 +87,20 @@ pub struct Device {
 }
 
 impl Driver {
-    /// How many devices this process sees.
+    /// Returns the number of devices that this process sees.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn device_count(&self) -> Result<u32, CudaError> {
         let mut count = 0;
         call!(self, cuDeviceGetCount(&raw mut count))?;
         Ok(u32::try_from(count).unwrap_or(0))
     }
 
-    /// The device with this ordinal.
+    /// Returns the device with this ordinal.
     ///
     /// # Errors
-    /// [`DriverError::NoSuchDevice`], or what the driver answered.
+    /// [`DriverError::NoSuchDevice`], or the driver's error.
     pub fn device(&'static self, ordinal: u32) -> Result<Device, DriverError> {
         let count = self.device_count()?;
         let mut raw = 0;
@@ -114,10 +115,10 @@ impl Driver {
         })
     }
 
-    /// The device with this UUID.
+    /// Returns the device with this UUID.
     ///
     /// # Errors
-    /// [`DriverError::NoSuchGpu`], or what the driver answered.
+    /// [`DriverError::NoSuchGpu`], or the driver's error.
     pub fn device_by_uuid(&'static self, uuid: GpuUuid) -> Result<Device, DriverError> {
         for ordinal in 0..self.device_count()? {
             let device = self.device(ordinal)?;
@@ -130,12 +131,12 @@ impl Driver {
 }
 
 impl Device {
-    /// The device's place in this process's list.
+    /// Returns the device's ordinal in this process.
     pub fn ordinal(&self) -> u32 {
         self.ordinal
     }
 
-    /// The driver that it belongs to.
+    /// Returns the driver.
     pub fn driver(&self) -> &'static Driver {
         self.driver
     }
@@ -144,45 +145,45 @@ impl Device {
         self.raw
     }
 
-    /// The GPU's UUID, or the MIG instance's.
+    /// Returns the UUID of the GPU or MIG instance.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn uuid(&self) -> Result<GpuUuid, CudaError> {
         let mut uuid = CUuuid { bytes: [0; 16] };
         call!(self.driver, cuDeviceGetUuid_v2(&raw mut uuid, self.raw))?;
         Ok(GpuUuid(uuid.bytes.map(|byte| byte as u8)))
     }
 
-    /// The marketing name.
+    /// Returns the marketing name.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn name(&self) -> Result<String, CudaError> {
         let mut text: [c_char; 128] = [0; 128];
         call!(
             self.driver,
             cuDeviceGetName(text.as_mut_ptr(), 127, self.raw)
         )?;
-        // SAFETY: the array is longer than what the driver may write, so it ends with a zero.
+        // SAFETY: the driver writes less than the array's length, so the text ends with a zero.
         let text = unsafe { CStr::from_ptr(text.as_ptr()) };
         Ok(text.to_string_lossy().into_owned())
     }
 
-    /// All memory of the device as the driver states it, in bytes: the quota, in a container of ours.
+    /// Returns the device's memory in bytes. Under the shim this is the quota.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn total_memory(&self) -> Result<u64, CudaError> {
         let mut bytes = 0;
         call!(self.driver, cuDeviceTotalMem_v2(&raw mut bytes, self.raw))?;
         Ok(bytes as u64)
     }
 
-    /// An attribute by its number in `CUdevice_attribute`.
+    /// Returns an attribute by its number in `CUdevice_attribute`.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn attribute(&self, attribute: i32) -> Result<i32, CudaError> {
         let mut value = 0;
         call!(
@@ -192,10 +193,10 @@ impl Device {
         Ok(value)
     }
 
-    /// Whether kernels of this device can use memory of another.
+    /// Returns whether kernels of this device can access memory of another.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn can_access(&self, peer: &Device) -> Result<bool, CudaError> {
         let mut can = 0;
         call!(
@@ -205,10 +206,10 @@ impl Device {
         Ok(can != 0)
     }
 
-    /// The device's primary context, the one that the CUDA runtime, PyTorch and others use.
+    /// Retains the primary context, which the CUDA runtime and PyTorch use too.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn primary_context(&self) -> Result<Context, CudaError> {
         Context::retain(self)
     }

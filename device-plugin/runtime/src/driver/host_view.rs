@@ -1,4 +1,4 @@
-//! Managed memory as the host sees it.
+//! Lets the host borrow managed memory as slices.
 
 use super::{Context, call};
 use crate::error::CudaError;
@@ -10,7 +10,8 @@ const RANGE_SIZE: i32 = 12;
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: i32 = 1;
 
-/// Bytes that the driver says are managed memory. Whoever has it owns them too: they are freed after it is gone.
+/// Bytes that the driver says are managed memory. The owner of the view also owns the memory and
+/// frees it after the view.
 #[derive(Debug)]
 pub(crate) struct HostView {
     address: usize,
@@ -18,7 +19,7 @@ pub(crate) struct HostView {
 }
 
 impl Context {
-    /// The view of memory that its caller owns, where all of it is managed.
+    /// Creates the view of memory that the caller owns, if all of it is managed.
     pub(crate) fn host_view(&self, address: u64, bytes: usize) -> Result<HostView, CudaError> {
         let managed: u32 = self.pointer_attribute(IS_MANAGED, address)?;
         let start: u64 = self.pointer_attribute(RANGE_START, address)?;
@@ -53,18 +54,18 @@ impl Context {
 }
 
 impl HostView {
-    /// The bytes. The caller in this crate has waited for all work that writes them, and lets none begin before the answer
-    /// is gone.
+    /// Returns the bytes. The caller has waited for all work that writes them and admits none while
+    /// the slice lives.
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: the driver said that these are managed bytes, which the host can read; they stay as long as the view,
-        // and nothing writes them meanwhile.
+        // SAFETY: the driver said that these bytes are managed, so the host can read them. They
+        // live as long as the view, and no work writes them meanwhile.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.bytes) }
     }
 
-    /// The bytes to change. The caller in this crate has waited for all work that uses them, and lets none begin before the
-    /// answer is gone.
+    /// Returns the bytes for changes. The caller has waited for all work that uses them and admits
+    /// none while the slice lives.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and nothing else refers to them: this view is borrowed as a whole, and there is one.
+        // SAFETY: as in `bytes`, and the view, of which there is one, is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.bytes) }
     }
 }

@@ -1,4 +1,4 @@
-//! Kernels whose parameters are known, so that launching one is safe.
+//! Declares the parameters of kernels, so that a launch is safe.
 
 use std::ffi::{CStr, c_void};
 
@@ -15,16 +15,16 @@ const CHECKSUM_PTX: &CStr = match CStr::from_bytes_with_nul(
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: i32 = 1;
 
-/// What a kernel takes in one place.
+/// Parameter of a kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Parameter {
-    /// A number of so many bytes, at most 8.
+    /// Number of this size in bytes, at most 8.
     Value(usize),
-    /// The address of memory, and what the kernel does there.
+    /// Address of memory, with the kernel's access to that memory.
     Memory(Access),
 }
 
-/// A kernel with its parameters.
+/// Kernel with declared parameters.
 #[derive(Clone, Debug)]
 pub struct Kernel {
     function: Function,
@@ -32,12 +32,12 @@ pub struct Kernel {
 }
 
 impl Function {
-    /// States what a kernel takes.
+    /// Declares the kernel's parameters.
     ///
     /// # Safety
-    /// It takes these and no others, in this order. Whatever values it is given, it uses no memory that the host can
-    /// refer to but what it is passed, and that as stated. (Where this depends on the values, it is for
-    /// a function around it to choose them.)
+    /// The kernel has exactly these parameters in this order. For all values, the kernel uses no
+    /// memory that the host can refer to, except the memory that it is passed, and that only as
+    /// declared. If this depends on the values, a safe function around the launch must choose them.
     pub unsafe fn declare(self, parameters: &'static [Parameter]) -> Kernel {
         Kernel {
             function: self,
@@ -47,7 +47,8 @@ impl Function {
 }
 
 impl Kernel {
-    /// The kernel that takes the checksum of memory: its address, its length, and where the sum is added to.
+    /// Loads the checksum kernel. Its parameters are an address, a length, and the address of the
+    /// sum.
     pub(crate) fn checksum(context: &Context) -> Result<Kernel, CudaError> {
         const PARAMETERS: &[Parameter] = &[
             Parameter::Memory(Access::Read),
@@ -55,22 +56,22 @@ impl Kernel {
             Parameter::Memory(Access::ReadWrite),
         ];
         let function = context.load(CHECKSUM_PTX)?.function(c"bursar_checksum")?;
-        // SAFETY: the PTX text says so; the lengths are `checksum`'s to choose.
+        // SAFETY: the PTX text has these parameters, and `checksum` chooses the lengths.
         Ok(unsafe { function.declare(PARAMETERS) })
     }
 
-    /// What it takes.
+    /// Returns the parameters.
     pub fn parameters(&self) -> &'static [Parameter] {
         self.parameters
     }
 
-    /// The context that it is of.
+    /// Returns the kernel's context.
     pub fn context(&self) -> &Context {
         self.function.context()
     }
 
-    /// Launches it in a stream. Callers in this crate pass addresses of memory that nothing of the host refers to before
-    /// the work is done.
+    /// Launches the kernel in a stream. Callers in this crate pass addresses of memory that the
+    /// host does not refer to before the work is done.
     pub(crate) fn launch(
         &self,
         stream: &Stream,
@@ -85,8 +86,9 @@ impl Kernel {
             .iter_mut()
             .map(|argument| std::ptr::from_mut(argument).cast())
             .collect();
-        // SAFETY: there is a place of 8 bytes for each parameter that `declare` stated, and none is larger. Numbers lie
-        // at the start of their places, for all hosts of CUDA are little endian. The memory is as stated above.
+        // SAFETY: each declared parameter has 8 bytes here, and none is larger. A number lies at
+        // the start of its bytes, because all CUDA hosts are little-endian. The declaration covers
+        // the use of memory.
         unsafe { self.function.launch(stream, grid, &mut places) }
     }
 }

@@ -1,16 +1,16 @@
-//! Linear and stream-ordered memory.
+//! Allocates linear and stream-ordered memory.
 
 use super::{Context, Stream, call};
 use crate::error::CudaError;
 
-/// What the driver aligns linear memory to, at least, in bytes (CUDA's programming guide, "Device Memory Accesses").
+/// Smallest alignment of linear memory in bytes (CUDA programming guide, "Device Memory Accesses").
 pub const LINEAR_ALIGNMENT: usize = 256;
 
 impl Context {
-    /// `cuMemAlloc`: an address with at least that many bytes behind it.
+    /// `cuMemAlloc`: allocates at least `bytes` bytes.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn allocate(&self, bytes: usize) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
@@ -18,20 +18,20 @@ impl Context {
         Ok(address)
     }
 
-    /// `cuMemFree`: linear, stream-ordered and managed memory, which nothing of the host refers to any more. Waits for
-    /// work that may use it.
+    /// `cuMemFree`: frees linear, stream-ordered or managed memory that the host no longer refers
+    /// to. Waits for work that may use it.
     ///
     /// # Errors
-    /// What the driver answered; one that is not an allocation's first address is refused.
+    /// The driver's error; the driver refuses an address inside an allocation.
     pub(crate) fn free(&self, address: u64) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemFree_v2(address))
     }
 
-    /// `cuMemAllocAsync`: memory of the device's pool, good for work that comes after this in the stream.
+    /// `cuMemAllocAsync`: allocates from the device's pool for later work of the stream.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn allocate_async(&self, bytes: usize, stream: &Stream) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
@@ -42,10 +42,10 @@ impl Context {
         Ok(address)
     }
 
-    /// `cuMemFreeAsync`: free once the work that is in the stream now is done.
+    /// `cuMemFreeAsync`: frees memory after the present work of the stream.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn free_async(&self, address: u64, stream: &Stream) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(self.driver(), cuMemFreeAsync(address, stream.raw()))

@@ -1,18 +1,18 @@
-//! Managed memory: allocation, attachment, prefetch and advice.
+//! Allocates, attaches, prefetches and advises managed memory.
 
 use cudarc::driver::sys::{CUmemLocation, CUmemLocationType};
 
 use super::{Context, Stream, call, check};
 use crate::error::CudaError;
 
-/// Who may use managed memory at first.
+/// Users that may access managed memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Attach {
     /// Any stream of any device: `CU_MEM_ATTACH_GLOBAL`.
     Global,
-    /// The host only, until it is attached to a stream: `CU_MEM_ATTACH_HOST`.
+    /// Only the host, until the memory is attached to a stream: `CU_MEM_ATTACH_HOST`.
     Host,
-    /// The stream that it is attached to only: `CU_MEM_ATTACH_SINGLE`; not for an allocation.
+    /// Only the stream of the attachment: `CU_MEM_ATTACH_SINGLE`. Not permitted for an allocation.
     Single,
 }
 
@@ -26,31 +26,31 @@ impl Attach {
     }
 }
 
-/// Where managed memory should be.
+/// Location of managed memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Location {
-    /// On the device with this ordinal.
+    /// Device with this ordinal.
     Device(u32),
-    /// In the host's memory.
+    /// Host memory.
     Host,
-    /// In the memory of a node of the host; drivers of CUDA 12.2 and later only.
+    /// Memory of a NUMA node of the host; CUDA 12.2 and later.
     HostNuma(u32),
 }
 
 /// `CUmem_advise`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Advice {
-    /// Mostly read: copies may be kept in several places.
+    /// The memory is mostly read, so the driver may keep several copies.
     SetReadMostly,
-    /// The opposite.
+    /// Reverts `SetReadMostly`.
     UnsetReadMostly,
-    /// Best kept there.
+    /// The driver should keep the memory at the location.
     SetPreferredLocation,
-    /// Nowhere in particular.
+    /// Reverts `SetPreferredLocation`.
     UnsetPreferredLocation,
-    /// Used by that device: keep it mapped there.
+    /// The device accesses the memory, so the driver should keep it mapped there.
     SetAccessedBy,
-    /// The opposite.
+    /// Reverts `SetAccessedBy`.
     UnsetAccessedBy,
 }
 
@@ -67,22 +67,23 @@ impl Advice {
     }
 }
 
-/// What was last said about the whole of a range of managed memory; nothing where its parts differ.
+/// Last advice and prefetch for a whole range of managed memory; unset where parts of the range
+/// differ.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Residency {
-    /// Copies may be kept in several places.
+    /// Whether the driver may keep several copies.
     pub read_mostly: bool,
-    /// Where it is best kept.
+    /// Preferred location.
     pub preferred: Option<Location>,
-    /// The devices that keep it mapped.
+    /// Devices that keep the memory mapped.
     pub accessed_by: Vec<Location>,
-    /// Where it was last prefetched to.
+    /// Location of the last prefetch.
     pub prefetched: Option<Location>,
 }
 
-/// `CU_DEVICE_CPU`, what the functions before CUDA 12.2 take for the host.
+/// Stands for the host in the functions before CUDA 12.2.
 const CU_DEVICE_CPU: i32 = -1;
-/// More devices than a process sees.
+/// Upper bound on the devices of a process.
 const MAX_DEVICES: usize = 64;
 /// `CUDA_ERROR_INVALID_DEVICE`
 const INVALID_DEVICE: i32 = 101;
@@ -95,7 +96,7 @@ impl Location {
         i32::try_from(id).map_err(|_| CudaError { call, code })
     }
 
-    /// What an attribute of a range says: a device, or the host; otherwise nothing (`CU_DEVICE_INVALID`).
+    /// Decodes an attribute of a range: a device, the host, or neither (`CU_DEVICE_INVALID`).
     fn from_attribute(device: i32) -> Option<Location> {
         match device {
             CU_DEVICE_CPU => Some(Location::Host),
@@ -103,7 +104,7 @@ impl Location {
         }
     }
 
-    /// As the functions of CUDA 12.2 take it.
+    /// Returns the location for the functions of CUDA 12.2 and later.
     fn to_mem_location(self, call: &'static str) -> Result<CUmemLocation, CudaError> {
         let (type_, id) = match self {
             Location::Device(id) => (
@@ -119,7 +120,7 @@ impl Location {
         Ok(CUmemLocation { type_, id })
     }
 
-    /// As the functions before take it: a device, or the host.
+    /// Returns the location for the functions before CUDA 12.2: a device or the host.
     fn to_legacy_device(self, call: &'static str) -> Result<i32, CudaError> {
         match self {
             Location::Device(id) => Self::device_id(id, call),
@@ -133,10 +134,10 @@ impl Location {
 }
 
 impl Context {
-    /// `cuMemAllocManaged`: an address of both the host and the devices.
+    /// `cuMemAllocManaged`: allocates memory at an address of both the host and the devices.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub(crate) fn allocate_managed(&self, bytes: usize, attach: Attach) -> Result<u64, CudaError> {
         let _current = self.enter()?;
         let mut address = 0;
@@ -147,10 +148,11 @@ impl Context {
         Ok(address)
     }
 
-    /// `cuStreamAttachMemAsync`: changes who may use the managed memory that starts there, in the order of a stream.
+    /// `cuStreamAttachMemAsync`: changes the users of the managed memory at `address`, in the order
+    /// of a stream.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn attach(&self, stream: &Stream, address: u64, attach: Attach) -> Result<(), CudaError> {
         let _current = self.enter()?;
         call!(
@@ -159,10 +161,10 @@ impl Context {
         )
     }
 
-    /// Moves managed memory to where it will be used, in the order of a stream.
+    /// Moves managed memory to a location, in the order of a stream.
     ///
     /// # Errors
-    /// What the driver answered; NOT_SUPPORTED for a node of the host where the driver knows none.
+    /// The driver's error, and NOT_SUPPORTED for a NUMA node if the driver does not support them.
     pub fn prefetch(
         &self,
         address: u64,
@@ -190,10 +192,10 @@ impl Context {
         }
     }
 
-    /// Says how managed memory will be used.
+    /// Advises the driver about the use of managed memory.
     ///
     /// # Errors
-    /// What the driver answered; NOT_SUPPORTED for a node of the host where the driver knows none.
+    /// The driver's error, and NOT_SUPPORTED for a NUMA node if the driver does not support them.
     pub fn advise(
         &self,
         address: u64,
@@ -219,10 +221,10 @@ impl Context {
         }
     }
 
-    /// What was last said about managed memory.
+    /// Returns the last advice and prefetch for managed memory.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn residency(&self, address: u64, bytes: usize) -> Result<Residency, CudaError> {
         // `CUmem_range_attribute`
         let [read_mostly] = self.range_attribute(1, address, bytes)?;
@@ -240,7 +242,7 @@ impl Context {
         })
     }
 
-    /// An attribute that is as many integers as are asked for.
+    /// Reads an attribute that consists of `N` integers.
     fn range_attribute<const N: usize>(
         &self,
         attribute: i32,

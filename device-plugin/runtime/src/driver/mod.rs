@@ -1,12 +1,14 @@
-//! The CUDA driver as this crate calls it.
+//! Calls the CUDA driver.
 //!
-//! The library is `libcuda.so.1` as the loader finds it: in a container of ours that is the shim, on a test machine the
-//! simulated driver. It is opened at the first use, once. Codes come back as integers, for a newer driver has
-//! codes that an enum of today has not; functions that not every driver has are optional, each by itself.
+//! The dynamic loader chooses `libcuda.so.1`: the shim in a container with a GPU memory quota, the
+//! simulated driver on a test machine. The library is opened once, at the first use. Error codes
+//! stay integers, because a newer driver has codes that an enum would not. Functions that some
+//! drivers lack are optional.
 //!
-//! What is safe here cannot break Rust's rules for memory of the host. Device addresses are numbers: a wrong one
-//! makes the driver refuse a call, or a kernel fault, which poisons the process image (design F1). What writes or reads
-//! by an address, which may be the host's, is [`raw`].
+//! The safe functions cannot break Rust's rules for host memory. A device address is a number; a
+//! wrong one makes the driver refuse a call or a kernel fault, and a fault poisons the process
+//! image (F1 in `docs/architecture.md`). The functions of [`raw`] are unsafe, because they write or
+//! read at an address that may be the host's.
 #![allow(
     unsafe_code,
     reason = "the crate's one way to the driver; each block says why it is sound"
@@ -43,32 +45,33 @@ use crate::error::{CudaError, ResourceError};
 use crate::state::ErrorMonitor;
 use table::Table;
 
-/// Why there is no driver to call.
+/// Reason for which the driver cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DriverError {
-    /// `libcuda.so.1` cannot be opened, or lacks a function that every driver since CUDA 11.4 has.
+    /// The loader cannot open `libcuda.so.1`, or the library lacks a function that every driver
+    /// since CUDA 11.4 has.
     #[error("no CUDA driver: {0}; install NVIDIA's driver, or run in a container with a GPU")]
     NoDriver(String),
-    /// The driver is there and a call failed.
+    /// A call of the driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// The GPU's resource did not start.
+    /// The GPU's resource failed to start.
     #[error(transparent)]
     Resource(#[from] ResourceError),
     /// No device has this ordinal.
     #[error("there is no device {ordinal}: this process sees {count}")]
     NoSuchDevice {
-        /// The ordinal that was asked for.
+        /// Requested ordinal.
         ordinal: u32,
-        /// How many devices there are.
+        /// Number of devices.
         count: u32,
     },
-    /// No device that this process sees has this UUID.
+    /// This process sees no device with this UUID.
     #[error("this process does not see {0}")]
     NoSuchGpu(GpuUuid),
 }
 
-/// The driver, loaded and initialised.
+/// Loaded and initialised driver.
 #[derive(Debug)]
 pub struct Driver {
     table: Table,
@@ -77,10 +80,11 @@ pub struct Driver {
 static LOADED: OnceLock<Result<Driver, String>> = OnceLock::new();
 
 impl Driver {
-    /// The driver of this process. The library is opened at the first call, once; `cuInit` is tried until it succeeds.
+    /// Returns the driver of this process. The first call opens the library; `cuInit` is retried
+    /// until it succeeds.
     ///
     /// # Errors
-    /// [`DriverError::NoDriver`], or what `cuInit` answered.
+    /// [`DriverError::NoDriver`], or the error of `cuInit`.
     pub fn get() -> Result<&'static Driver, DriverError> {
         static READY: AtomicBool = AtomicBool::new(false);
         let driver = LOADED
@@ -94,20 +98,20 @@ impl Driver {
             .as_ref()
             .map_err(|reason| DriverError::NoDriver(reason.clone()))?;
         if !READY.load(Ordering::Acquire) {
-            // SAFETY: `cuInit` may be called by several threads, and again.
+            // SAFETY: several threads may call `cuInit`, and repeatedly.
             check("cuInit", unsafe { (driver.table.cuInit)(0) })?;
             READY.store(true, Ordering::Release);
         }
         Ok(driver)
     }
 
-    /// The CUDA version of the driver as it says it: 13000 is 13.0.
+    /// Returns the CUDA version that the driver reports: 13000 is 13.0.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn version(&self) -> Result<i32, CudaError> {
         let mut version = 0;
-        // SAFETY: the pointer is good for the call.
+        // SAFETY: the pointer is valid for the call.
         check("cuDriverGetVersion", unsafe {
             (self.table.cuDriverGetVersion)(&raw mut version)
         })?;
@@ -119,21 +123,21 @@ impl Driver {
     }
 }
 
-/// The driver's name of a code, where a driver is loaded and knows it.
+/// Returns the driver's name of a code, if a loaded driver knows the code.
 pub(crate) fn error_name(code: i32) -> Option<String> {
     let driver = LOADED.get()?.as_ref().ok()?;
     let mut text = std::ptr::null();
-    // SAFETY: the pointer is good for the call; any code may be asked for.
+    // SAFETY: the pointer is valid for the call, and every code is permitted.
     let answer = unsafe { (driver.table.cuGetErrorName)(code, &raw mut text) };
     if answer != 0 || text.is_null() {
         return None;
     }
-    // SAFETY: the driver's own static text.
+    // SAFETY: the text is static in the driver.
     let text = unsafe { CStr::from_ptr(text) };
     Some(text.to_string_lossy().into_owned())
 }
 
-/// The result of a call; a code that poisons the image is seen here, whoever asked.
+/// Converts the code of a call to a result, and reports a failure to the error monitor.
 fn check(call: &'static str, code: i32) -> Result<(), CudaError> {
     match code {
         0 => Ok(()),
@@ -144,22 +148,22 @@ fn check(call: &'static str, code: i32) -> Result<(), CudaError> {
     }
 }
 
-/// Asks the driver something that waits for nothing and tells of earlier errors.
+/// Calls a function that does not wait and that returns earlier sticky errors.
 fn probe() -> i32 {
     let Some(Ok(driver)) = LOADED.get() else {
         return 0;
     };
     let (mut free, mut total) = (0, 0);
-    // SAFETY: the pointers are good for the call.
+    // SAFETY: the pointers are valid for the call.
     unsafe { (driver.table.cuMemGetInfo_v2)(&raw mut free, &raw mut total) }
 }
 
-/// Calls a function of the table by its name.
+/// Calls a function of the table by its name and checks its code.
 macro_rules! call {
     ($driver:expr, $name:ident($($argument:expr),* $(,)?)) => {
         $crate::driver::check(
             stringify!($name),
-            // SAFETY: the table has the prototypes of cuda.h; the module's functions say why the arguments are good.
+            // SAFETY: the table has the prototypes of cuda.h; the callers pass valid arguments.
             unsafe { ($driver.table().$name)($($argument),*) },
         )
     };

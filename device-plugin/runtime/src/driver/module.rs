@@ -1,4 +1,4 @@
-//! Modules, their functions, and launches.
+//! Loads modules and launches their functions.
 
 use std::ffi::{CStr, c_void};
 use std::fmt;
@@ -9,7 +9,7 @@ use cudarc::driver::sys::{CUfunction, CUmodule};
 use super::{Context, Stream, call};
 use crate::error::CudaError;
 
-/// A loaded module; unloaded with the last function of it.
+/// Loaded module, unloaded with its last function.
 #[derive(Clone)]
 pub struct Module(Arc<LoadedModule>);
 
@@ -18,9 +18,9 @@ struct LoadedModule {
     raw: CUmodule,
 }
 
-// SAFETY: a module's handle may be used by any thread.
+// SAFETY: any thread may use a module's handle.
 unsafe impl Send for LoadedModule {}
-// SAFETY: as above.
+// SAFETY: any thread may use a module's handle.
 unsafe impl Sync for LoadedModule {}
 
 impl fmt::Debug for Module {
@@ -32,17 +32,17 @@ impl fmt::Debug for Module {
 impl Drop for LoadedModule {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // Where it fails the context is lost, and the module with it.
+            // If the unload fails, the context is lost and its modules with it.
             let _ = call!(self.context.driver(), cuModuleUnload(self.raw));
         }
     }
 }
 
 impl Context {
-    /// Loads PTX text, compiled by the driver for the device.
+    /// Loads PTX text, which the driver compiles for the device.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn load(&self, ptx: &CStr) -> Result<Module, CudaError> {
         let _current = self.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -58,10 +58,10 @@ impl Context {
 }
 
 impl Module {
-    /// A function by the name that the module exports it under.
+    /// Returns a function by its exported name.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn function(&self, name: &CStr) -> Result<Function, CudaError> {
         let _current = self.0.context.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -76,16 +76,16 @@ impl Module {
     }
 }
 
-/// A kernel.
+/// Kernel function of a module.
 #[derive(Clone)]
 pub struct Function {
     module: Module,
     raw: CUfunction,
 }
 
-// SAFETY: a function's handle may be used by any thread, and its module lives as long.
+// SAFETY: any thread may use a function's handle, and its module lives as long.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: any thread may use a function's handle, and its module lives as long.
 unsafe impl Sync for Function {}
 
 impl fmt::Debug for Function {
@@ -94,7 +94,7 @@ impl fmt::Debug for Function {
     }
 }
 
-/// The shape of a launch.
+/// Dimensions of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {
     /// Blocks in x, y and z.
@@ -106,7 +106,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// So many blocks of so many threads.
+    /// Returns a one-dimensional grid.
     pub const fn linear(blocks: u32, threads: u32) -> Grid {
         Grid {
             blocks: [blocks, 1, 1],
@@ -117,19 +117,19 @@ impl Grid {
 }
 
 impl Function {
-    /// The context that it is of.
+    /// Returns the function's context.
     pub fn context(&self) -> &Context {
         &self.module.0.context
     }
 
-    /// Launches it in a stream. The driver copies the arguments before it returns.
+    /// Launches the function in a stream. The driver copies the arguments before it returns.
     ///
     /// # Safety
-    /// Each argument points to a value of the type that the kernel has in that place, and what the kernel writes
-    /// is no memory that the host refers to meanwhile.
+    /// Each argument points to a value of the kernel's parameter type. The kernel writes no memory
+    /// that the host refers to meanwhile.
     ///
     /// # Errors
-    /// What the driver answered; a fault of the kernel is a later call's answer.
+    /// The driver's error. A later call returns the kernel's own fault.
     pub unsafe fn launch(
         &self,
         stream: &Stream,

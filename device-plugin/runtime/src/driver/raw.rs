@@ -1,16 +1,16 @@
-//! Fills and copies by address, of memory that the caller vouches for.
+//! Fills and copies memory by address, for which the caller vouches.
 
 use super::{Context, Stream};
 use crate::error::CudaError;
 
-/// Fills memory, and waits for it.
+/// Fills memory and waits.
 ///
 /// # Safety
-/// If the range is memory of the host (pinned, managed, or any where the device reaches pageable memory), nothing refers
-/// to it.
+/// If the range is host memory (pinned, managed, or pageable memory that the device can access),
+/// the host does not refer to it.
 ///
 /// # Errors
-/// What the driver answered.
+/// The error that the driver returned.
 pub unsafe fn fill(
     context: &Context,
     address: u64,
@@ -26,7 +26,7 @@ pub unsafe fn fill(
 /// As [`fill`], until the work is done.
 ///
 /// # Errors
-/// What the driver answered.
+/// The error that the driver returned.
 pub unsafe fn fill_async(
     context: &Context,
     address: u64,
@@ -37,13 +37,13 @@ pub unsafe fn fill_async(
     context.fill_async(address, value, bytes, stream)
 }
 
-/// Copies from the host, and waits for it.
+/// Copies bytes of the host to memory and waits.
 ///
 /// # Safety
 /// As [`fill`].
 ///
 /// # Errors
-/// What the driver answered.
+/// The error that the driver returned.
 pub unsafe fn copy_to_device(
     context: &Context,
     address: u64,
@@ -52,13 +52,13 @@ pub unsafe fn copy_to_device(
     context.copy_to_device(address, from)
 }
 
-/// Copies to the host, and waits for it.
+/// Copies memory to the host and waits.
 ///
 /// # Safety
-/// If the range is memory of the host, nobody has the right to write it.
+/// If the range is host memory, no mutable reference to it exists.
 ///
 /// # Errors
-/// What the driver answered.
+/// The error that the driver returned.
 pub unsafe fn copy_from_device(
     context: &Context,
     to: &mut [u8],

@@ -1,4 +1,4 @@
-//! Streams and events.
+//! Creates streams and events, and orders work by them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use cudarc::driver::sys::{CUevent, CUstream};
 use super::{Context, call};
 use crate::error::CudaError;
 
-/// A stream of a context; one that was made here is destroyed with its last clone, when its work is done.
+/// Stream of a context. The last clone of a created stream destroys it after its work.
 #[derive(Clone)]
 pub struct Stream(Arc<Inner>);
 
@@ -20,29 +20,28 @@ struct Inner {
     owned: bool,
 }
 
-// SAFETY: a stream's handle may be used by any thread.
+// SAFETY: any thread may use a stream's handle.
 unsafe impl Send for Inner {}
-// SAFETY: as above.
+// SAFETY: any thread may use a stream's handle.
 unsafe impl Sync for Inner {}
 
-/// Tells streams apart, also after one is destroyed: a number is never used again. Each context's default stream has
-/// one number, however often it is asked for.
+/// Identifies a stream; a key is never reused. A context's default stream always has the same key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamKey(u64);
 
 impl StreamKey {
-    /// The key of a device's default stream.
+    /// Returns the key of a device's default stream.
     pub fn default_of(ordinal: u32) -> StreamKey {
         StreamKey(u64::from(ordinal))
     }
 
-    /// Its number, for logs.
+    /// Returns the key as a number, for logs.
     pub fn number(self) -> u64 {
         self.0
     }
 }
 
-/// Numbers below are the default streams', by ordinal.
+/// First key of a created stream. Lower keys are the default streams', by ordinal.
 const FIRST_CREATED_KEY: u64 = 1 << 32;
 static NEXT_KEY: AtomicU64 = AtomicU64::new(FIRST_CREATED_KEY);
 
@@ -79,17 +78,17 @@ impl Eq for Stream {}
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.owned && self.context.enter().is_ok() {
-            // Where it fails the context is lost, and the stream with it.
+            // If the call fails, the context is lost and its streams with it.
             let _ = call!(self.context.driver(), cuStreamDestroy_v2(self.raw));
         }
     }
 }
 
 impl Context {
-    /// Makes a stream that does not wait for the default stream.
+    /// Creates a stream that does not synchronize with the default stream.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn stream(&self) -> Result<Stream, CudaError> {
         let _current = self.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -97,10 +96,10 @@ impl Context {
         Ok(Stream::new(self, raw, true))
     }
 
-    /// Makes an event that measures no time.
+    /// Creates an event without timing.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn event(&self) -> Result<Event, CudaError> {
         let _current = self.enter()?;
         let mut raw = std::ptr::null_mut();
@@ -122,11 +121,11 @@ impl Stream {
         }))
     }
 
-    /// A stream that somebody else made, as a `CUstream`. It stays theirs to destroy, and two answers for one handle have
-    /// two keys: make one and clone it.
+    /// Wraps a foreign `CUstream`, which stays its owner's to destroy. Each call returns a new key,
+    /// so wrap a handle once and clone the result.
     ///
     /// # Safety
-    /// The handle is a stream of this context, and lives as long as any clone of the answer.
+    /// The handle is a stream of this context and lives as long as every clone of the result.
     pub unsafe fn from_raw(context: &Context, raw: usize) -> Stream {
         match raw {
             0 => default_of(context),
@@ -134,22 +133,23 @@ impl Stream {
         }
     }
 
-    /// The context that it is of.
+    /// Returns the stream's context.
     pub fn context(&self) -> &Context {
         &self.0.context
     }
 
-    /// What tells it from others.
+    /// Returns the stream's key.
     pub fn key(&self) -> StreamKey {
         self.0.key
     }
 
-    /// Whether nobody else can submit to it: everybody has the default stream.
+    /// Returns whether no other handle can submit to the stream. The default stream is available to
+    /// every caller.
     pub(crate) fn is_sole_handle(&self) -> bool {
         !self.0.raw.is_null() && Arc::strong_count(&self.0) == 1
     }
 
-    /// The `CUstream`, for calls of others.
+    /// Returns the `CUstream`, for calls outside this crate.
     pub fn as_raw(&self) -> usize {
         self.0.raw as usize
     }
@@ -158,28 +158,28 @@ impl Stream {
         self.0.raw
     }
 
-    /// Waits until its work is done. Hold no lock over it.
+    /// Waits for the stream's work. Callers must hold no lock.
     ///
     /// # Errors
-    /// What the driver answered, the error of an earlier launch too.
+    /// The driver's error, which may be that of an earlier launch.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         let _current = self.0.context.enter()?;
         call!(self.0.context.driver(), cuStreamSynchronize(self.0.raw))
     }
 
-    /// Whether its work is done.
+    /// Returns whether the stream's work is done.
     ///
     /// # Errors
-    /// What the driver answered, the error of an earlier launch too.
+    /// The driver's error, which may be that of an earlier launch.
     pub fn is_idle(&self) -> Result<bool, CudaError> {
         let _current = self.0.context.enter()?;
         query_result(call!(self.0.context.driver(), cuStreamQuery(self.0.raw)))
     }
 
-    /// Lets work that is submitted from now on wait for an event, of this or another device.
+    /// Orders later work of this stream behind an event of any device.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn wait(&self, event: &Event) -> Result<(), CudaError> {
         let _current = self.0.context.enter()?;
         call!(
@@ -190,11 +190,10 @@ impl Stream {
 }
 
 impl Stream {
-    /// Lets work that is submitted from now on wait for all that another stream, of this or another device, has to do
-    /// now.
+    /// Orders later work of this stream behind the present work of another stream of any device.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn wait_for(&self, other: &Stream) -> Result<(), CudaError> {
         if self == other {
             return Ok(());
@@ -205,15 +204,15 @@ impl Stream {
     }
 }
 
-/// A point in a stream's work.
+/// Point in a stream's work.
 pub struct Event {
     context: Context,
     raw: CUevent,
 }
 
-// SAFETY: an event's handle may be used by any thread.
+// SAFETY: any thread may use an event's handle.
 unsafe impl Send for Event {}
-// SAFETY: as above.
+// SAFETY: any thread may use an event's handle.
 unsafe impl Sync for Event {}
 
 impl fmt::Debug for Event {
@@ -225,35 +224,36 @@ impl fmt::Debug for Event {
 impl Drop for Event {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // Where it fails the context is lost, and the event with it.
+            // If the call fails, the context is lost and its events with it.
             let _ = call!(self.context.driver(), cuEventDestroy_v2(self.raw));
         }
     }
 }
 
 impl Event {
-    /// Moves it to the end of what a stream of its device has to do.
+    /// Records the event after the present work of a stream of its device.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn record(&self, stream: &Stream) -> Result<(), CudaError> {
         let _current = self.context.enter()?;
         call!(self.context.driver(), cuEventRecord(self.raw, stream.raw()))
     }
 
-    /// Whether the work before it is done; so it is where it was never recorded.
+    /// Returns whether the work before the event is done, and true for an event that was never
+    /// recorded.
     ///
     /// # Errors
-    /// What the driver answered, the error of an earlier launch too.
+    /// The driver's error, which may be that of an earlier launch.
     pub fn is_done(&self) -> Result<bool, CudaError> {
         let _current = self.context.enter()?;
         query_result(call!(self.context.driver(), cuEventQuery(self.raw)))
     }
 
-    /// Waits for the work before it. Hold no lock over it.
+    /// Waits for the work before the event. Callers must hold no lock.
     ///
     /// # Errors
-    /// What the driver answered, the error of an earlier launch too.
+    /// The driver's error, which may be that of an earlier launch.
     pub fn synchronize(&self) -> Result<(), CudaError> {
         let _current = self.context.enter()?;
         call!(self.context.driver(), cuEventSynchronize(self.raw))

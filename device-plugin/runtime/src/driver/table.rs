@@ -1,6 +1,7 @@
-//! The functions of the driver that this crate calls, found once by their exported names.
+//! Resolves the driver's functions once, by their exported names.
 //!
-//! Source: cuda.h of CUDA 13.0; exported names keep their prototypes for ever, a changed one gets a suffix.
+//! Source: cuda.h of CUDA 13.0. An exported name never changes its prototype; a changed function
+//! gets a new suffix.
 #![allow(non_snake_case, reason = "fields are named as the driver's functions")]
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
@@ -13,7 +14,7 @@ use cudarc::driver::sys::{
 };
 use libloading::Library;
 
-/// The CUDA version whose forms of functions are asked for by name.
+/// CUDA version for which functions are resolved by `cuGetProcAddress`.
 const VERSION: c_int = 12_000;
 
 macro_rules! table {
@@ -21,7 +22,7 @@ macro_rules! table {
         every { $(fn $name:ident($($kind:ty),* $(,)?);)* }
         some { $(fn $newer:ident($($newer_kind:ty),* $(,)?);)* }
     ) => {
-        /// One pointer for each function; those that not every driver has are optional.
+        /// Function pointers; functions that some drivers lack are optional.
         #[derive(Debug)]
         pub(super) struct Table {
             $(pub(super) $name: unsafe extern "C" fn($($kind),*) -> c_int,)*
@@ -33,7 +34,7 @@ macro_rules! table {
                 Ok(Table {
                     // SAFETY: the prototypes are those of cuda.h, and the library is never closed.
                     $($name: *unsafe { library.get(concat!(stringify!($name), "\0")) }?,)*
-                    // SAFETY: as above.
+                    // SAFETY: the prototypes are those of cuda.h, and the library is never closed.
                     $($newer: unsafe { library.get(concat!(stringify!($newer), "\0")) }.ok().map(|found| *found),)*
                 })
             }
@@ -112,17 +113,18 @@ table! {
         );
     }
     some {
-        // CUDA 12.2; the only ones that CUDA 13's headers declare.
+        // Since CUDA 12.2; the headers of CUDA 13 declare only these.
         fn cuMemPrefetchAsync_v2(CUdeviceptr, usize, CUmemLocation, c_uint, CUstream);
         fn cuMemAdvise_v2(CUdeviceptr, usize, c_int, CUmemLocation);
-        // CUDA 12.0.
+        // Since CUDA 12.0.
         fn cuGetProcAddress_v2(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int);
     }
 }
 
-/// Opens the driver, for the process's life.
+/// Opens the driver for the life of the process.
 pub(super) fn load() -> Result<Table, String> {
-    // SAFETY: loading NVIDIA's library, or ours in its place, runs their initialisers, which any CUDA program does.
+    // SAFETY: loading NVIDIA's library, or the shim in its place, runs initialisers, as any CUDA
+    // program does.
     let library =
         unsafe { Library::new("libcuda.so.1") }.map_err(|error| loader_message(&error))?;
     let table = Table::of(&library).map_err(|error| loader_message(&error))?;
@@ -131,10 +133,11 @@ pub(super) fn load() -> Result<Table, String> {
 }
 
 impl Table {
-    /// How the agent's shim is asked whether it fenced this image; none where the driver itself answers.
+    /// Returns the shim's function that reads the agent's fence; `None` if the driver itself
+    /// answers.
     pub(super) fn fence(&self) -> Option<Ask> {
         let (mut found, mut status) = (std::ptr::null_mut(), 0);
-        // SAFETY: the name ends with a zero, and the pointers are good for the call.
+        // SAFETY: the name ends with a zero, and the pointers are valid for the call.
         let code = unsafe {
             (self.cuGetProcAddress_v2?)(
                 fence::ASK.as_ptr(),
@@ -145,12 +148,13 @@ impl Table {
             )
         };
         let found = NonNull::new(found).filter(|_| code == 0)?;
-        // SAFETY: the driver has nothing of this name; what has it is of this type, and never unloaded.
+        // SAFETY: only the shim exports this name. Its function has this type, and the shim is
+        // never unloaded.
         Some(unsafe { std::mem::transmute::<NonNull<c_void>, Ask>(found) })
     }
 }
 
-/// What the loader says, which is behind the error's own words.
+/// Returns the loader's message, which is the source of the error.
 fn loader_message(error: &libloading::Error) -> String {
     match std::error::Error::source(error) {
         Some(loader) => loader.to_string(),

@@ -1,4 +1,4 @@
-//! Virtual memory management: handles, reserved addresses, mappings, export and import.
+//! Manages virtual memory: handles, address reservations, mappings, export and import.
 
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn location(device: &Device) -> Result<CUmemLocation, CudaError> {
 }
 
 fn properties(device: &Device) -> Result<CUmemAllocationProp, CudaError> {
-    // SAFETY: a struct of integers and a pointer that may be null.
+    // SAFETY: the struct consists of integers and a nullable pointer.
     let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.requestedHandleTypes =
@@ -38,8 +38,8 @@ fn properties(device: &Device) -> Result<CUmemAllocationProp, CudaError> {
     Ok(properties)
 }
 
-/// Physical memory of a device, `cuMemCreate`'s; released when dropped, and free once every mapping and descriptor is
-/// gone too. Needs no context.
+/// Physical memory of `cuMemCreate`. The driver releases the memory after the last handle, mapping
+/// and file descriptor. Needs no context.
 #[derive(Debug)]
 pub struct Handle {
     driver: &'static Driver,
@@ -49,16 +49,16 @@ pub struct Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // Where it fails the process image is poisoned, and its handles end with it.
+        // If the release fails, the process image is poisoned and its handles end with it.
         let _ = call!(self.driver, cuMemRelease(self.raw));
     }
 }
 
 impl Device {
-    /// What sizes and addresses of mappings are multiples of, in bytes.
+    /// Returns the granularity of mappings in bytes.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn granularity(&self) -> Result<u64, CudaError> {
         let (mut bytes, wanted) = (0, properties(self)?);
         call!(
@@ -68,10 +68,10 @@ impl Device {
         Ok(bytes as u64)
     }
 
-    /// Makes memory that can be exported, a multiple of the granularity.
+    /// Creates exportable memory, whose size is a multiple of the granularity.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn create(&self, bytes: u64) -> Result<Handle, CudaError> {
         let (mut raw, wanted) = (0, properties(self)?);
         call!(
@@ -87,16 +87,17 @@ impl Device {
 }
 
 impl Driver {
-    /// Imports memory from a descriptor, which stays the caller's. How much it is only its exporter knows.
+    /// Imports memory from a file descriptor, which stays the caller's. Only the exporter knows the
+    /// size.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn import(
         &'static self,
         descriptor: BorrowedFd<'_>,
         bytes: u64,
     ) -> Result<Handle, CudaError> {
-        // The driver takes descriptor 0 for a null pointer (seen on driver 580); a copy is never below 3.
+        // Driver 580 takes descriptor 0 for a null pointer; a duplicate is never below 3.
         let copy = (descriptor.as_raw_fd() == 0)
             .then(|| descriptor.try_clone_to_owned())
             .transpose()
@@ -119,15 +120,16 @@ impl Driver {
 }
 
 impl Handle {
-    /// Bytes that it was made with.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// A descriptor of the memory, which keeps it; not for what was imported (design F4).
+    /// Exports the memory as a file descriptor, which keeps it. Imported memory cannot be exported
+    /// (F4 in `docs/architecture.md`).
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn export(&self) -> Result<OwnedFd, CudaError> {
         let mut descriptor: i32 = -1;
         call!(
@@ -139,12 +141,12 @@ impl Handle {
                 0
             )
         )?;
-        // SAFETY: the driver made it for us, close-on-exec (F4).
+        // SAFETY: the driver returns a new descriptor, close-on-exec.
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
     }
 }
 
-/// Addresses without memory; given back when dropped.
+/// Reserved address range without memory, freed when dropped.
 #[derive(Debug)]
 pub struct Reservation {
     driver: &'static Driver,
@@ -154,7 +156,8 @@ pub struct Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        // It fails while something is mapped there, which `Mapping` prevents by keeping its reservation.
+        // Freeing fails while memory is mapped there; `Mapping` prevents this by keeping its
+        // reservation.
         let _ = call!(
             self.driver,
             cuMemAddressFree(self.address, self.bytes as usize)
@@ -163,10 +166,10 @@ impl Drop for Reservation {
 }
 
 impl Driver {
-    /// Reserves addresses, a multiple of the granularity.
+    /// Reserves addresses, whose size is a multiple of the granularity.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn reserve(&'static self, bytes: u64) -> Result<Reservation, CudaError> {
         let mut address = 0;
         call!(
@@ -182,20 +185,21 @@ impl Driver {
 }
 
 impl Reservation {
-    /// The first address.
+    /// Returns the first address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// How many bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Maps a handle's memory at an offset, for a context's device. The reservation stays until the mapping is dropped.
+    /// Maps a handle's memory at an offset, for a context's device. The mapping keeps the
+    /// reservation.
     ///
     /// # Errors
-    /// What the driver answered; a range outside of the reservation is refused.
+    /// The driver's error; the driver refuses a range outside the reservation.
     pub fn map(
         self: &Arc<Self>,
         offset: u64,
@@ -219,7 +223,7 @@ impl Reservation {
     }
 }
 
-/// What kernels may do with a mapping.
+/// Access of kernels to a mapping.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// Read.
@@ -228,7 +232,7 @@ pub enum Access {
     ReadWrite,
 }
 
-/// Memory at an address; unmapped when dropped, which does not wait for work that uses it.
+/// Mapped memory, unmapped when dropped. The unmapping does not wait for work that uses the memory.
 #[derive(Debug)]
 pub struct Mapping {
     reservation: Arc<Reservation>,
@@ -239,26 +243,26 @@ pub struct Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // Where it fails the process image is poisoned, and its mappings end with it.
+        // If the call fails, the process image is poisoned and its mappings end with it.
         let _ = self.unmap();
     }
 }
 
 impl Mapping {
-    /// The first address.
+    /// Returns the first address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// How many bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Unmaps it, once. The driver does not wait for work that uses it: wait before.
+    /// Unmaps the memory once. The caller must first wait for work that uses it.
     ///
     /// # Errors
-    /// What the driver answered; then it is still mapped.
+    /// The driver's error; the memory is still mapped then.
     pub fn unmap(&mut self) -> Result<(), CudaError> {
         if self.mapped {
             call!(
@@ -270,10 +274,10 @@ impl Mapping {
         Ok(())
     }
 
-    /// Changes what kernels of a context's device may do with it.
+    /// Changes the access of kernels of a context's device.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn set_access(&self, access: Access, context: &Context) -> Result<(), CudaError> {
         let wanted = CUmemAccessDesc {
             location: location(context.device())?,

@@ -1,11 +1,12 @@
-//! Typed device memory with several owners, used in any streams of its device.
+//! Shares typed device memory between several owners and any streams of its device.
 //!
-//! [`GpuRef::access`] is one atomic load, and where an agent may fence this image one more of what it said: the address, or
-//! why there is nothing behind it any more. Work in several streams
-//! is put in order when it is submitted: a read waits for the last write, a write for all that came before. To
-//! write takes a [`WriteToken`], of which there is one at a time. A stream other than the memory's own takes
-//! a resource that tracks uses, for else a free would not wait for it:
-//! [`StreamMisuse`](crate::ResourceError::StreamMisuse).
+//! [`GpuRef::access`] costs one atomic load, and a second one if the agent can fence this image.
+//! Work in several streams is ordered when it is submitted: a read waits for the last write, a
+//! write waits for all earlier uses. A write requires the [`WriteToken`], of which one exists at a
+//! time.
+//!
+//! Use in another stream requires a resource that tracks uses, because a free would not wait for
+//! that stream otherwise: [`StreamMisuse`](crate::ResourceError::StreamMisuse).
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -20,13 +21,13 @@ use crate::memory::slice::{MemoryError, TrackedSlice};
 use crate::memory::write_token::{WriteGate, WriteRefused, WriteToken};
 use crate::state::StaleReason;
 
-/// Why a write did not begin or does not count.
+/// Reason for which a write did not begin or does not count.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteError {
-    /// The memory cannot be used.
+    /// The memory is stale.
     #[error(transparent)]
     Stale(#[from] StaleReason),
-    /// The right to write was not given, or has ended.
+    /// The gate refused the token.
     #[error(transparent)]
     Refused(#[from] WriteRefused),
     /// The work was not submitted.
@@ -34,7 +35,7 @@ pub enum WriteError {
     Memory(#[from] MemoryError),
 }
 
-/// A shared handle of device memory; freed with the last clone.
+/// Shared handle of device memory, which is freed with the last clone.
 pub struct GpuRef<T> {
     inner: Arc<Inner>,
     len: usize,
@@ -78,52 +79,53 @@ impl<T> From<TrackedSlice<T>> for GpuRef<T> {
 }
 
 impl<T> GpuRef<T> {
-    /// The address, where there is something behind it: what [`DeviceState::check`](crate::DeviceState::check) costs.
+    /// Returns the address if the memory is valid, at the cost of
+    /// [`DeviceState::check`](crate::DeviceState::check).
     ///
     /// # Errors
-    /// Why not.
+    /// The reason for which the memory is stale.
     #[inline]
     pub fn access(&self) -> Result<u64, StaleReason> {
         self.inner.shared.memory.state.check()?;
         Ok(self.as_raw())
     }
 
-    /// The address, whatever is behind it.
+    /// Returns the address without a check.
     pub fn as_raw(&self) -> u64 {
         self.inner.shared.memory.block_ref.address
     }
 
-    /// How many items it holds.
+    /// Returns the number of items.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds none; no resource allocates that.
+    /// Returns whether the memory has no items, which no resource allocates.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its size in bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.inner.shared.memory.block_ref.bytes()
     }
 
-    /// The stream that it was last written in.
+    /// Returns the stream of the last write.
     pub fn last_write(&self) -> Stream {
         self.inner.shared.lock().last_write().clone()
     }
 
-    /// How often a write was committed.
+    /// Returns the number of committed writes.
     pub fn commits(&self) -> u64 {
         self.inner.gate.commits()
     }
 
-    /// For a kernel that reads it.
+    /// Lends the memory to a kernel that reads it.
     pub fn arg(&self) -> DevSliceArg<'_> {
         DevSliceArg::of_multi_stream(&self.inner.shared, Access::Read)
     }
 
-    /// For a kernel that writes it, as long as the token may: the launch looks again.
+    /// Lends the memory to a kernel that writes it. The launch checks the token again.
     ///
     /// # Errors
     /// [`WriteRefused::Fenced`] or [`WriteRefused::Foreign`].
@@ -136,10 +138,11 @@ impl<T> GpuRef<T> {
         })
     }
 
-    /// Runs a function that submits work of others, which reads the memory, to a stream; it must not wait for anything.
+    /// Calls `submit` with the address, in order to submit foreign work that reads the memory.
+    /// `submit` must not wait.
     ///
     /// # Errors
-    /// Why it did not run, or that its work cannot be tracked.
+    /// The reason for which `submit` did not run, or for which its work cannot be tracked.
     pub fn read_in<R>(
         &self,
         stream: &Stream,
@@ -148,10 +151,10 @@ impl<T> GpuRef<T> {
         self.submit_in(self.inner.shared.lock(), stream, Access::Read, submit)
     }
 
-    /// As [`read_in`](Self::read_in), for work that writes.
+    /// Calls `submit` as [`read_in`](Self::read_in) does, for work that writes.
     ///
     /// # Errors
-    /// As there; [`WriteError::Refused`] where the right to write has ended.
+    /// As [`read_in`](Self::read_in), and [`WriteError::Refused`] if the gate refuses the token.
     pub fn write_in<R>(
         &self,
         token: &WriteToken,
@@ -159,7 +162,7 @@ impl<T> GpuRef<T> {
         submit: impl FnOnce(u64) -> R,
     ) -> Result<R, WriteError> {
         let order = self.inner.shared.lock();
-        // In the order of all uses: whoever has the right next writes behind this.
+        // Checked under the lock of all uses, so that the next writer is ordered behind this work.
         self.inner.gate.admit(token)?;
         Ok(self.submit_in(order, stream, Access::ReadWrite, submit)?)
     }
@@ -178,25 +181,26 @@ impl<T> GpuRef<T> {
         Ok(result)
     }
 
-    /// The right to write it, from `now` on.
+    /// Issues the write token from `now` on.
     ///
     /// # Errors
-    /// [`WriteError::Stale`], or [`WriteRefused::Held`] while another has it.
+    /// [`WriteError::Stale`], or [`WriteRefused::Busy`] while another writer has the token.
     pub fn begin_write(&self, now: Instant, lifetime: Duration) -> Result<WriteToken, WriteError> {
         self.access()?;
         Ok(self.inner.gate.issue(now, lifetime)?)
     }
 
-    /// Ends a write as whole, and says which commit it was. Its work may still be under way: who reads waits for it.
+    /// Commits a write and returns the number of the commit. The work may still run: a reader waits
+    /// for it.
     ///
     /// # Errors
-    /// What became of the memory or of the right to write it: the write does not count.
+    /// The memory or the token became invalid, and the write does not count.
     pub fn commit(&self, token: WriteToken, now: Instant) -> Result<u64, WriteError> {
         self.access()?;
         Ok(self.inner.gate.commit(token, now)?)
     }
 
-    /// Takes the right to write from whoever has it.
+    /// Revokes the current write token.
     pub fn fence_writer(&self) {
         self.inner.gate.fence();
     }

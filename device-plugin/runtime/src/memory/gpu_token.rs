@@ -1,16 +1,17 @@
-//! The identity of memory as it is told to others, sealed by the node so that nobody can make one up.
+//! Requests and redeems tokens: identities of memory that the node's agent seals against forgery.
 //!
 //! ```text
-//! process A -- own, kept --> agent     a token: node, GPU, container, G, P, L, block, and a seal
+//! process A -- seal ---> agent     a token: node, GPU, container, generations, lease, block and MAC
 //!     |
 //!     |  the token's bytes, by any channel
 //!     v
-//! process B -- redeem -----> agent     what it names; or why that is not there any more
+//! process B -- redeem -> agent     the identity, or the reason for which the token is void
 //! ```
 //!
-//! Which generations a token has the agent says, of what it knows of the process that asks. It redeems one for processes
-//! of the same namespace, and only while the GPU, the process image and the lease are those of the time at which it was
-//! sealed. Its answer is true of the moment at which it is given. A token is no right: it opens nothing.
+//! The agent sets the generations of a token from its own records of the calling process. The agent
+//! redeems a token for processes of the same namespace, while GPU, process image and lease are the
+//! same as when the token was sealed. The answer is true only at the moment of the response. A
+//! token grants no access.
 #![forbid(unsafe_code)]
 
 use std::io;
@@ -28,30 +29,31 @@ use crate::agent_client::{AgentClient, ClientError, with_gpu_or_mig_account};
 use crate::driver::GpuUuid;
 use crate::retained::RetainedLease;
 
-/// Why there is no token, or why one is worth nothing.
+/// Reason for which the agent issued or redeemed no token.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenError {
-    /// Nobody listens where the agent should, or it took too long, or it is one that knows no tokens.
+    /// The agent does not listen at the socket, did not respond in time, or does not support
+    /// tokens.
     #[error("asking the agent at {path}: {source}; is this a container with Bursar's GPU memory?")]
     AgentUnreachable {
-        /// The socket.
+        /// Path of the socket.
         path: String,
-        /// Why.
+        /// Cause of the failure.
         source: io::Error,
     },
-    /// The agent does not talk to this process.
+    /// The agent refused the connection.
     #[error("the agent refused to talk: {0:?}")]
     Rejected(Reason),
-    /// The agent answered something that is no answer to what it was asked.
+    /// The agent's response does not match the request.
     #[error("the agent's answer does not fit the question")]
     UnexpectedResponse,
-    /// The agent said no.
+    /// The agent refused the request.
     #[error(transparent)]
     Refused(#[from] TokenRefusal),
 }
 
 impl TokenError {
-    /// Whether the same question may be answered otherwise later.
+    /// Returns whether the same request may succeed later.
     pub fn retryable(&self) -> bool {
         match self {
             TokenError::AgentUnreachable { .. } => true,
@@ -73,43 +75,49 @@ impl From<ClientError> for TokenError {
     }
 }
 
-/// Where a process gets tokens for its memory, and asks what those of others name.
+/// Client of the agent's token service.
 #[derive(Clone, Debug)]
 pub struct TokenClient(AgentClient);
 
 impl TokenClient {
-    /// Of the agent that serves this container.
+    /// Connects to the agent of this container.
     pub fn in_container() -> TokenClient {
         TokenClient(AgentClient::in_container())
     }
 
-    /// The same, of an agent that listens elsewhere.
+    /// Connects to an agent at another socket.
     pub fn with_socket(socket: &Path) -> TokenClient {
         TokenClient(AgentClient::with_socket(socket))
     }
 
-    /// A token for memory of a GPU that this process allocated. `block` says which, by a number that it means something
-    /// by: the agent seals it as it is.
+    /// Seals a token for memory that this process allocated.
+    ///
+    /// `block` is a number of the caller's choice that identifies the memory; the agent seals it as
+    /// is.
     ///
     /// # Errors
-    /// [`TokenRefusal::NoSession`] where the process allocated through no shim, and others.
+    /// [`TokenRefusal::NoSession`] if the process did not allocate through the shim, and others.
     pub fn seal_allocation(&self, gpu: GpuUuid, block: u64) -> Result<GpuToken, TokenError> {
         self.seal(gpu, 0, block)
     }
 
-    /// A token for a block of kept memory, an offset say. It ends with this process image, as every token; the next one
-    /// that opens the lease gets others.
+    /// Seals a token for a part of a retained lease; `block` may be an offset.
+    ///
+    /// The token ends with this process image. The next image that opens the lease requests new
+    /// tokens.
     ///
     /// # Errors
-    /// [`TokenRefusal::NoLease`] where the lease was discarded, and others.
+    /// [`TokenRefusal::NoLease`] if the lease was discarded, and others.
     pub fn seal_retained(&self, lease: &RetainedLease, block: u64) -> Result<GpuToken, TokenError> {
         self.seal(lease.context().uuid(), lease.lease(), block)
     }
 
-    /// What a token names, if it is still there and is of this container's namespace.
+    /// Returns the identity that a token seals, if the memory still exists and is of this
+    /// container's namespace.
     ///
     /// # Errors
-    /// Why it is worth nothing; [`TokenRefusal::Fenced`] says what of it has ended.
+    /// The reason for which the token is void; [`TokenRefusal::Fenced`] says which generation has
+    /// ended.
     pub fn redeem(&self, token: &GpuToken) -> Result<MemoryId, TokenError> {
         let request = TokenQuestion::Redeem {
             version: VERSION,

@@ -1,4 +1,5 @@
-//! What a kernel is given: numbers, and memory that stays while the launch is being submitted.
+//! Represents kernel arguments: numbers, and memory that stays borrowed until the launch is
+//! submitted.
 #![forbid(unsafe_code)]
 
 use crate::driver::{Access, Stream};
@@ -7,22 +8,22 @@ use crate::memory::slice::OwnedBlock;
 use crate::memory::write_token::{WriteGate, WriteToken};
 use crate::state::DeviceState;
 
-/// Device memory as an argument: borrowed for as long as the kernel's arguments are put together, to read or to write.
+/// Device memory as an argument, borrowed to read or to write.
 #[derive(Clone, Copy, Debug)]
 pub struct DevSliceArg<'a> {
     pub(crate) address: u64,
     pub(crate) access: Access,
     pub(crate) state: &'a DeviceState,
-    /// The only stream that may use it; any where there is none.
+    /// Only stream that may use the memory; `None` permits any stream.
     pub(crate) only_stream: Option<&'a Stream>,
-    /// Where its uses are put in order.
+    /// Record by which uses in several streams are ordered.
     pub(crate) multi_stream: Option<&'a MultiStreamMemory>,
-    /// The right to write it, which may have ended by the time of the launch.
+    /// Write token, which may be revoked before the launch.
     pub(crate) write_right: Option<(&'a WriteGate, &'a WriteToken)>,
 }
 
 impl<'a> DevSliceArg<'a> {
-    /// Memory that is used in its own stream only.
+    /// Lends memory that only its own stream uses.
     pub(crate) fn of_single_stream(memory: &'a OwnedBlock, access: Access) -> DevSliceArg<'a> {
         DevSliceArg {
             address: memory.block_ref.address,
@@ -34,7 +35,7 @@ impl<'a> DevSliceArg<'a> {
         }
     }
 
-    /// Memory that any stream may use.
+    /// Lends memory that any stream may use.
     pub(crate) fn of_multi_stream(
         shared: &'a MultiStreamMemory,
         access: Access,
@@ -50,17 +51,17 @@ impl<'a> DevSliceArg<'a> {
     }
 }
 
-/// An argument of a kernel.
+/// Argument of a kernel.
 #[derive(Clone, Copy, Debug)]
 pub enum KernelArg<'a> {
-    /// A number.
+    /// Number, passed by value.
     Value {
-        /// Its bytes, little endian, from the lowest on.
+        /// Bytes of the number in little-endian order.
         bits: u64,
-        /// How many bytes it has.
+        /// Size of the number in bytes.
         size: usize,
     },
-    /// The address of memory.
+    /// Device memory, passed by address.
     Memory(DevSliceArg<'a>),
 }
 

@@ -1,7 +1,8 @@
-//! Launches of kernels: what they are given is checked, put in order behind other streams, and recorded as used.
+//! Launches kernels: checks the arguments, orders the launch behind other streams, and records its
+//! uses.
 //!
-//! Between the look at who used the memory last and the note that this launch does, nobody else submits work with the
-//! same memory. Nothing is waited for meanwhile, but where the driver's queue is full.
+//! From the read of earlier uses until the record of this launch, no other thread submits work with
+//! the same memory. The launch waits for nothing meanwhile, unless the driver's queue is full.
 #![forbid(unsafe_code)]
 
 use crate::driver::{Access, Grid, Kernel, Parameter, Stream};
@@ -13,54 +14,54 @@ use crate::memory::write_token::WriteRefused;
 use crate::resource::BlockUse;
 use crate::state::StaleReason;
 
-/// Why a kernel was not launched.
+/// Reason for which a kernel was not launched.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LaunchError {
-    /// Too many arguments, or too few.
+    /// The number of arguments is wrong.
     #[error("{given} arguments for a kernel of {expected}")]
     ArgumentCount {
-        /// What the kernel takes.
+        /// Number of the kernel's parameters.
         expected: usize,
-        /// What it was given.
+        /// Number of given arguments.
         given: usize,
     },
-    /// An argument that is not what the kernel takes in its place.
+    /// An argument has the wrong type.
     #[error("argument {index} is not what the kernel takes there: {expected:?}")]
     ArgumentType {
-        /// The place, from 0.
+        /// Index of the argument, from 0.
         index: usize,
-        /// What the kernel takes.
+        /// Type of the kernel's parameter.
         expected: Parameter,
     },
-    /// Memory whose owner uses it in another stream.
+    /// The memory's owner uses it in another stream.
     #[error("argument {index} is used in the order of another stream; move it to this one")]
     WrongStream {
-        /// The place, from 0.
+        /// Index of the argument, from 0.
         index: usize,
     },
-    /// A stream of another context than the kernel was loaded into.
+    /// The stream belongs to another context than the kernel.
     #[error("a stream of device {stream} for a kernel that is loaded on device {kernel}")]
     WrongContext {
-        /// The stream's device.
+        /// Device of the stream.
         stream: u32,
-        /// The kernel's device.
+        /// Device of the kernel.
         kernel: u32,
     },
-    /// An argument's memory cannot be used any more.
+    /// An argument's memory is stale.
     #[error(transparent)]
     Stale(#[from] StaleReason),
-    /// The right to write an argument's memory has ended.
+    /// The write token of an argument was refused.
     #[error(transparent)]
     Refused(#[from] WriteRefused),
-    /// An argument's use cannot be put in order or tracked.
+    /// An argument's use cannot be ordered or tracked.
     #[error(transparent)]
     Memory(#[from] MemoryError),
-    /// The driver refused, or an earlier kernel failed.
+    /// The driver refused the launch, or an earlier kernel failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
 }
 
-/// A launch that is being put together.
+/// Builder of a launch.
 #[derive(Debug)]
 pub struct Launch<'a> {
     kernel: &'a Kernel,
@@ -69,7 +70,7 @@ pub struct Launch<'a> {
     arguments: Vec<KernelArg<'a>>,
 }
 
-/// Memory of a launch that several streams use.
+/// Begun use of memory that several streams share.
 struct PendingUse<'a> {
     memory: &'a MultiStreamMemory,
     access: Access,
@@ -78,7 +79,7 @@ struct PendingUse<'a> {
 }
 
 impl<'a> Launch<'a> {
-    /// Of a kernel in a stream.
+    /// Builds a launch of a kernel in a stream.
     pub fn new(kernel: &'a Kernel, stream: &'a Stream, grid: Grid) -> Launch<'a> {
         Launch {
             kernel,
@@ -88,24 +89,25 @@ impl<'a> Launch<'a> {
         }
     }
 
-    /// The next argument.
+    /// Adds the next argument.
     #[must_use]
     pub fn arg(mut self, argument: impl Into<KernelArg<'a>>) -> Launch<'a> {
         self.arguments.push(argument.into());
         self
     }
 
-    /// Submits it.
+    /// Submits the launch.
     ///
     /// # Errors
-    /// Why it was not submitted; a fault of the kernel is a later call's answer.
+    /// The reason for which the launch was not submitted. A later call returns the kernel's own
+    /// fault.
     pub fn submit(self) -> Result<(), LaunchError> {
         let mut numbers = self.check()?;
         let mut uses = Vec::new();
         let submitted = self
             .begin_uses(&mut uses)
             .and_then(|()| Ok(self.kernel.launch(self.stream, self.grid, &mut numbers)?));
-        // What was begun is ended, whatever became of the launch; that is told first.
+        // Ends all begun uses even if the launch failed; the error of the launch comes first.
         let mut ended = Ok(());
         for used in &mut uses {
             let access = submitted.is_ok().then_some(used.access);
@@ -119,7 +121,7 @@ impl<'a> Launch<'a> {
         Ok(ended?)
     }
 
-    /// The arguments as numbers, where each is what the kernel takes and can be used in the stream.
+    /// Checks all arguments against the kernel's parameters and returns them as numbers.
     fn check(&self) -> Result<Vec<u64>, LaunchError> {
         let (stream, kernel) = (self.stream.context(), self.kernel.context());
         if stream != kernel {
@@ -157,8 +159,9 @@ impl<'a> Launch<'a> {
             .collect()
     }
 
-    /// Holds the order of all shared memory, and begins its uses. Who has no right to write any more is told only then:
-    /// whoever has it next writes behind this launch.
+    /// Locks all shared memory, begins its uses, and then checks the write tokens.
+    ///
+    /// The locks come first, so that the next writer is ordered behind this launch.
     fn begin_uses(&self, uses: &mut Vec<PendingUse<'a>>) -> Result<(), LaunchError> {
         for (shared, access) in self.multi_stream_memory() {
             let order = shared.lock();
@@ -182,8 +185,8 @@ impl<'a> Launch<'a> {
         Ok(())
     }
 
-    /// The shared memory of the arguments, each once, in one order for all launches: two that hold several cannot wait for
-    /// each other.
+    /// Returns the shared memory of the arguments without duplicates. All launches lock memory by
+    /// address, which prevents deadlocks.
     fn multi_stream_memory(&self) -> Vec<(&'a MultiStreamMemory, Access)> {
         let mut memories: Vec<(&MultiStreamMemory, Access)> = Vec::new();
         for argument in &self.arguments {
@@ -209,7 +212,7 @@ impl<'a> Launch<'a> {
     }
 }
 
-/// Whether memory that is lent with its access can be used with that of a parameter.
+/// Returns whether lent memory permits the access of a parameter.
 fn permits(memory: &DevSliceArg<'_>, wanted: Access) -> bool {
     wanted == Access::Read || memory.access == Access::ReadWrite
 }

@@ -1,8 +1,9 @@
-//! Typed managed memory: one owner, whom the host's references and the device's work both go through.
+//! Gives typed managed memory one owner, through which both the host and the device use it.
 //!
-//! The host sees the memory as slices, borrowed from the owner as any others; before one is given out, all work
-//! that uses the memory is waited for, and while one lives none can be submitted. So no two `&mut` lead to the same
-//! place, on whichever side. Where the runtime or the device has ended, it is inert: nothing is given out.
+//! The host borrows the memory as slices. Before the owner lends a slice, it waits for all
+//! conflicting work; while the slice lives, the borrow checker prevents new work. Two `&mut`
+//! therefore never refer to the same memory on either side. Memory of a stale state is inert and
+//! lends nothing.
 //!
 //! ```compile_fail,E0499
 //! # use bursar_runtime::ManagedRef;
@@ -41,12 +42,12 @@ use crate::resource::Tag;
 use crate::runtime::DeviceRuntime;
 use crate::state::StaleReason;
 
-/// Why managed memory is not given to a kernel.
+/// The managed memory is attached to the host, so no kernel may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("managed memory that is the host's; attach it to a stream or to all")]
 pub struct HostOnly;
 
-/// Who may use managed memory.
+/// Users that the driver permits to access managed memory.
 #[derive(Debug)]
 enum Visibility {
     AllStreams,
@@ -65,11 +66,12 @@ pub struct ManagedRef<T> {
 }
 
 impl<T: Pod> ManagedRef<T> {
-    /// Allocates from a runtime whose resource is of managed memory, whatever layers it has, and attaches it.
+    /// Allocates managed memory from a runtime and attaches it. Adaptors over the managed resource
+    /// are permitted.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`] where nothing new is allocated; what the resource answered; the driver's INVALID_VALUE where
-    /// its memory is not managed.
+    /// [`MemoryError::Stale`] if the runtime admits no new work, the resource's error, or the
+    /// driver's INVALID_VALUE if the resource's memory is not managed.
     pub fn allocate(
         runtime: &DeviceRuntime,
         len: usize,
@@ -92,17 +94,17 @@ impl<T: Pod> ManagedRef<T> {
         Ok(managed)
     }
 
-    /// The items, after all work that writes them.
+    /// Returns the items after all work that writes them.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], or what the driver answered: the error of an earlier launch too.
+    /// [`MemoryError::Stale`], or the driver's error, which may be that of an earlier launch.
     pub fn read(&self) -> Result<&[T], MemoryError> {
         self.check()?;
         self.memory.synchronize_host(Access::Read)?;
         Ok(bytemuck::cast_slice(self.view.bytes()))
     }
 
-    /// The items to change, after all work that uses them.
+    /// Returns the items for changes, after all work that uses them.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -114,31 +116,31 @@ impl<T: Pod> ManagedRef<T> {
 }
 
 impl<T> ManagedRef<T> {
-    /// How many items it holds.
+    /// Returns the number of items.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds none; no resource allocates that.
+    /// Returns whether the memory has no items, which no resource allocates.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its address, of the host as of the device.
+    /// Returns the address, which is the same on the host and the device.
     pub fn address(&self) -> u64 {
         self.memory.memory.block_ref.address
     }
 
-    /// Whether it can be used: one load.
+    /// Checks that the memory is valid, at the cost of one load.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason for which the memory is stale.
     #[inline]
     pub fn check(&self) -> Result<(), StaleReason> {
         self.memory.memory.state.check()
     }
 
-    /// For a kernel that reads it.
+    /// Lends the memory to a kernel that reads it.
     ///
     /// # Errors
     /// [`HostOnly`].
@@ -146,7 +148,7 @@ impl<T> ManagedRef<T> {
         self.kernel_arg(Access::Read)
     }
 
-    /// For a kernel that writes it.
+    /// Lends the memory to a kernel that writes it.
     ///
     /// # Errors
     /// [`HostOnly`].
@@ -166,10 +168,10 @@ impl<T> ManagedRef<T> {
         }
     }
 
-    /// Says who may use it from here on, in the order of a stream and behind all that used it so far.
+    /// Changes the permitted users in the order of a stream, behind all earlier uses.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], or what the driver answered.
+    /// [`MemoryError::Stale`], or the driver's error.
     pub fn attach(&mut self, attach: Attach, stream: &Stream) -> Result<(), MemoryError> {
         let mut order = self.memory.lock();
         self.memory.begin_use(&order, stream, Access::ReadWrite)?;
@@ -184,10 +186,11 @@ impl<T> ManagedRef<T> {
         Ok(())
     }
 
-    /// Waits for all work that uses it, frees it and says how that went, which dropping it does not.
+    /// Waits for all work that uses the memory and frees it. Unlike a drop, this returns the
+    /// result.
     ///
     /// # Errors
-    /// [`FreeError::Retired`]: the driver did not free it, and it stays charged.
+    /// [`FreeError::Retired`] if the driver failed; the bytes stay charged.
     pub fn free(mut self) -> Result<(), FreeError> {
         self.memory.free()
     }

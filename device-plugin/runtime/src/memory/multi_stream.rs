@@ -1,4 +1,4 @@
-//! Memory that several streams use: what has to happen before and after work is submitted.
+//! Orders the uses of memory that several streams share.
 #![forbid(unsafe_code)]
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,25 +9,25 @@ use crate::memory::slice::{MemoryError, OwnedBlock};
 use crate::memory::stream_sync::StreamSync;
 use crate::resource::{BlockUse, check_stream};
 
-/// Memory, and in which streams it was used.
+/// Block with a record of the streams that used it.
 #[derive(Debug)]
 pub(crate) struct MultiStreamMemory {
     pub(crate) memory: OwnedBlock,
     sync: Mutex<StreamSync<Stream>>,
-    /// Whether all streams are waited for before it is freed.
+    /// Whether the host waits for all streams before a free.
     synchronize_on_free: bool,
 }
 
-/// The order of memory while work is being submitted: nobody else submits any that uses it.
+/// Locked record of uses, which prevents other threads from submitting work with the memory.
 pub(crate) type SyncGuard<'a> = MutexGuard<'a, StreamSync<Stream>>;
 
 impl MultiStreamMemory {
-    /// Memory whose resource has to be told of uses in other streams than its own.
+    /// Creates memory whose resource is told about uses in other streams.
     pub(crate) fn new_reported(memory: OwnedBlock) -> MultiStreamMemory {
         MultiStreamMemory::new(memory, false)
     }
 
-    /// Memory whose streams are all waited for before it is freed.
+    /// Creates memory whose streams the host synchronizes before a free.
     pub(crate) fn new_synchronized(memory: OwnedBlock) -> MultiStreamMemory {
         MultiStreamMemory::new(memory, true)
     }
@@ -44,7 +44,7 @@ impl MultiStreamMemory {
         self.sync.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Lets a stream wait for what has to be done before the memory is used there.
+    /// Orders a stream behind all conflicting uses, and opens a use at the resource.
     pub(crate) fn begin_use(
         &self,
         order: &SyncGuard<'_>,
@@ -66,7 +66,7 @@ impl MultiStreamMemory {
         ))
     }
 
-    /// Work that uses the memory is in the stream now, unless `submitted` says that it failed.
+    /// Ends a use. `submitted` is the access of the work, or `None` if the submission failed.
     pub(crate) fn end_use(
         &self,
         order: &mut SyncGuard<'_>,
@@ -84,7 +84,7 @@ impl MultiStreamMemory {
         }
     }
 
-    /// Frees the memory and says how that went.
+    /// Frees the memory and returns the result.
     pub(crate) fn free(&mut self) -> Result<(), FreeError> {
         self.synchronize_before_free();
         self.memory.free()
@@ -92,14 +92,14 @@ impl MultiStreamMemory {
 
     fn synchronize_before_free(&self) {
         if self.synchronize_on_free {
-            // Where it fails the context is lost, and so is the work.
+            // If the wait fails, the context is lost and its work with it.
             let _ = self.synchronize_host(Access::ReadWrite);
         }
     }
 
-    /// Waits, as the host, for what has to be done before it uses the memory.
+    /// Waits on the host for all uses that conflict with an access by the host.
     pub(crate) fn synchronize_host(&self, access: Access) -> Result<(), MemoryError> {
-        // Nobody is kept from submitting while this waits.
+        // The lock is not held during the wait, so that other threads can submit work.
         let streams = self.lock().streams_before_host(access);
         for stream in &streams {
             stream.synchronize()?;

@@ -1,15 +1,16 @@
-//! Copies between devices.
+//! Copies typed memory between devices.
 #![forbid(unsafe_code)]
 
 use bytemuck::Pod;
 
 use crate::memory::slice::{MemoryError, TrackedSlice};
 
-/// Copies all items to memory of another device, or of the same, behind all work that either has so far; work that
-/// is submitted to either stream later comes after the copy. Waits for nothing.
+/// Copies all items to memory of another or the same device, in the order of both streams. The host
+/// does not wait.
 ///
 /// # Errors
-/// [`MemoryError::Stale`] for either, [`MemoryError::Length`] where they differ in it, or what the driver answered.
+/// [`MemoryError::Stale`] for either memory, [`MemoryError::Length`] if the lengths differ, or the
+/// driver's error.
 pub fn copy<T: Pod>(from: &TrackedSlice<T>, to: &mut TrackedSlice<T>) -> Result<(), MemoryError> {
     from.check()?;
     to.check()?;
@@ -26,7 +27,7 @@ pub fn copy<T: Pod>(from: &TrackedSlice<T>, to: &mut TrackedSlice<T>) -> Result<
         bytes,
         target,
     )?;
-    // What comes next in the source's stream may overwrite or free what is being read.
+    // Later work in the source's stream may overwrite or free the memory that the copy reads.
     source.wait_for(target).or_else(|_| target.synchronize())?;
     Ok(())
 }

@@ -1,7 +1,7 @@
-//! Where managed memory should be: prefetches and advice, for parts of it.
+//! Prefetches managed memory and gives the driver advice about parts of it.
 //!
-//! The location reaches the driver as it is: the ordinal of a device, the host, or a node of the host. Drivers before
-//! CUDA 12.2 know no nodes, and refuse them (NOT_SUPPORTED).
+//! The location passes to the driver unchanged: a device ordinal, the host, or a NUMA node of the
+//! host. Drivers before CUDA 12.2 do not support NUMA nodes and return NOT_SUPPORTED.
 #![forbid(unsafe_code)]
 
 use std::ops::Range;
@@ -11,10 +11,10 @@ use crate::memory::managed_ref::ManagedRef;
 use crate::memory::slice::MemoryError;
 
 impl<T> ManagedRef<T> {
-    /// Moves items to where they will be used, in the order of a stream.
+    /// Moves items to a location in the order of a stream.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], [`MemoryError::Range`], or what the driver answered.
+    /// [`MemoryError::Stale`], [`MemoryError::Range`], or the driver's error.
     pub fn prefetch(
         &self,
         items: Range<usize>,
@@ -25,7 +25,8 @@ impl<T> ManagedRef<T> {
         Ok(stream.context().prefetch(address, bytes, to, stream)?)
     }
 
-    /// Says how items will be used. The location of the advice on reads that are mostly what is done means nothing.
+    /// Advises the driver about the use of items. The driver ignores the location of read-mostly
+    /// advice.
     ///
     /// # Errors
     /// As [`prefetch`](Self::prefetch).
@@ -39,7 +40,7 @@ impl<T> ManagedRef<T> {
         Ok(self.stream().context().advise(address, bytes, advice, of)?)
     }
 
-    /// What was last said about items.
+    /// Returns the last advice and prefetch for items.
     ///
     /// # Errors
     /// As [`prefetch`](Self::prefetch).
@@ -48,7 +49,7 @@ impl<T> ManagedRef<T> {
         Ok(self.stream().context().residency(address, bytes)?)
     }
 
-    /// Where items are, and their size.
+    /// Returns the address and the size of items in bytes.
     fn byte_range(&self, items: Range<usize>) -> Result<(u64, usize), MemoryError> {
         self.check()?;
         let Range { start, end } = items;

@@ -1,8 +1,9 @@
-//! Typed device memory with one owner, used in the order of one stream at a time.
+//! Gives typed device memory one owner, which uses it in one stream at a time.
 //!
-//! The memory is bound to the [`DeviceState`] under which it was allocated: after a poison, a drain or the runtime's end
-//! every use is refused. It goes back to its resource when dropped; where the driver does not free it then, it
-//! stays charged there until [`reap_pending`](crate::DeviceMemoryResource::reap_pending) succeeds.
+//! The memory is bound to the [`DeviceState`] under which it was allocated: every use is refused
+//! after a poison, a drain or a shutdown. A drop returns the memory to its resource. If the driver
+//! fails to free it, the bytes stay charged until
+//! [`reap_pending`](crate::DeviceMemoryResource::reap_pending) succeeds.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -18,39 +19,39 @@ use crate::resource::{Block, BlockRef, Tag, check_stream};
 use crate::runtime::{DeviceRuntime, SharedResource};
 use crate::state::{DeviceState, StaleReason};
 
-/// Why memory was not allocated or used.
+/// Reason for which memory was not allocated or used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MemoryError {
-    /// It cannot be used any more.
+    /// The memory is stale.
     #[error(transparent)]
     Stale(#[from] StaleReason),
-    /// The resource refused.
+    /// The resource refused the request.
     #[error(transparent)]
     Resource(#[from] ResourceError),
-    /// No address space holds so many.
+    /// The number of items exceeds the address space.
     #[error("{len} items of {size} bytes are more than an address can count")]
     TooLarge {
-        /// Items asked for.
+        /// Requested number of items.
         len: usize,
-        /// Bytes of each.
+        /// Size of an item in bytes.
         size: usize,
     },
-    /// A part that is not inside the memory.
+    /// The range is not inside the memory.
     #[error("items {start} to {end} of memory of {len}")]
     Range {
-        /// The first item.
+        /// First item.
         start: usize,
-        /// The item after the last.
+        /// End of the range, exclusive.
         end: usize,
-        /// Items of the memory.
+        /// Number of items of the memory.
         len: usize,
     },
-    /// Two lengths that have to be equal are not.
+    /// The lengths differ.
     #[error("{given} items for memory of {len}")]
     Length {
-        /// Items of the memory.
+        /// Number of items of the memory.
         len: usize,
-        /// Items given.
+        /// Number of given items.
         given: usize,
     },
     /// The driver failed.
@@ -58,28 +59,28 @@ pub enum MemoryError {
     Cuda(#[from] CudaError),
 }
 
-/// A block with what has to be known of it as long as it is used; freed when dropped.
+/// Block with its resource, stream and state, freed when dropped.
 #[derive(Debug)]
 pub(crate) struct OwnedBlock {
-    /// None once it was freed.
+    /// `None` once the block was freed.
     block: Option<Block>,
     pub(crate) block_ref: BlockRef,
     pub(crate) resource: SharedResource,
-    /// It is freed in the order of this stream.
+    /// Stream in whose order the block is freed.
     pub(crate) stream: Stream,
-    /// Under which it was allocated.
+    /// State under which the block was allocated.
     pub(crate) state: Arc<DeviceState>,
 }
 
 impl OwnedBlock {
-    /// Allocates room for `len` items of `T`.
     pub(crate) fn allocate<T>(
         runtime: &DeviceRuntime,
         len: usize,
         stream: &Stream,
         tag: Tag,
     ) -> Result<OwnedBlock, MemoryError> {
-        // Before the allocation: memory of a device that is lost meanwhile is stale from the start.
+        // Checked before the allocation, so that memory of a device that is lost meanwhile is stale
+        // from the start.
         runtime.state().check()?;
         let size = size_of::<T>();
         let layout = Layout::array::<T>(len).map_err(|_| MemoryError::TooLarge { len, size })?;
@@ -103,7 +104,7 @@ impl OwnedBlock {
 
 impl Drop for OwnedBlock {
     fn drop(&mut self) {
-        // A free that fails is the resource's: it keeps the block, charged.
+        // After a failed free the resource keeps the block charged.
         let _ = self.free();
     }
 }
@@ -117,10 +118,11 @@ pub struct TrackedSlice<T> {
 }
 
 impl<T: Pod> TrackedSlice<T> {
-    /// Allocates from a runtime's resource, for work that comes after this in a stream. What is in it is what was there before.
+    /// Allocates memory for work that is submitted to `stream` after this call. The content is
+    /// undefined.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`] where nothing new is allocated; what the resource answered.
+    /// [`MemoryError::Stale`] if the runtime admits no new work, or the resource's error.
     pub fn allocate(
         runtime: &DeviceRuntime,
         len: usize,
@@ -134,10 +136,10 @@ impl<T: Pod> TrackedSlice<T> {
         })
     }
 
-    /// Overwrites it with items of the host's, and waits until that is done.
+    /// Overwrites the memory with items of the host and waits for the copy.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], [`MemoryError::Length`], or what the driver answered.
+    /// [`MemoryError::Stale`], [`MemoryError::Length`], or the driver's error.
     pub fn copy_from_host(&mut self, items: &[T]) -> Result<(), MemoryError> {
         let stream = self.synchronized_stream(items.len())?;
         let context = stream.context();
@@ -145,7 +147,7 @@ impl<T: Pod> TrackedSlice<T> {
         Ok(())
     }
 
-    /// Copies it to the host, and waits until that is done.
+    /// Copies the memory to the host and waits for the copy.
     ///
     /// # Errors
     /// As [`copy_from_host`](Self::copy_from_host).
@@ -156,7 +158,7 @@ impl<T: Pod> TrackedSlice<T> {
         Ok(())
     }
 
-    /// The stream, after its work, where `given` items fit.
+    /// Waits for the stream and returns it, if the memory has `given` items.
     fn synchronized_stream(&self, given: usize) -> Result<&Stream, MemoryError> {
         self.check()?;
         let len = self.len;
@@ -169,54 +171,55 @@ impl<T: Pod> TrackedSlice<T> {
 }
 
 impl<T> TrackedSlice<T> {
-    /// How many items it holds.
+    /// Returns the number of items.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether it holds none; no resource allocates that.
+    /// Returns whether the memory has no items, which no resource allocates.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Its first address, without a look at whether it can be used.
+    /// Returns the first address without a check.
     pub fn address(&self) -> u64 {
         self.memory.block_ref.address
     }
 
-    /// Its size in bytes.
+    /// Returns the size in bytes.
     pub fn bytes(&self) -> u64 {
         self.memory.block_ref.bytes()
     }
 
-    /// The stream in whose order it is used.
+    /// Returns the stream in whose order the memory is used.
     pub fn stream(&self) -> &Stream {
         &self.memory.stream
     }
 
-    /// Whether it can be used: one load.
+    /// Checks that the memory is valid, at the cost of one load.
     ///
     /// # Errors
-    /// Why not.
+    /// The reason for which the memory is stale.
     #[inline]
     pub fn check(&self) -> Result<(), StaleReason> {
         self.memory.state.check()
     }
 
-    /// For a kernel that reads it.
+    /// Lends the memory to a kernel that reads it.
     pub fn arg(&self) -> DevSliceArg<'_> {
         DevSliceArg::of_single_stream(&self.memory, Access::Read)
     }
 
-    /// For a kernel that writes it.
+    /// Lends the memory to a kernel that writes it.
     pub fn arg_mut(&mut self) -> DevSliceArg<'_> {
         DevSliceArg::of_single_stream(&self.memory, Access::ReadWrite)
     }
 
-    /// Goes on in another stream of the same device, behind all that was submitted for it so far.
+    /// Moves the memory to another stream of the same device, behind all work so far.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], [`ResourceError::WrongOrdinal`], or what the driver answered: then it stays where it was.
+    /// [`MemoryError::Stale`], [`ResourceError::WrongOrdinal`], or the driver's error. The memory
+    /// keeps its stream then.
     pub fn move_to(&mut self, stream: &Stream) -> Result<(), MemoryError> {
         self.check()?;
         check_stream(self.memory.resource.ordinal(), stream)?;
@@ -225,10 +228,10 @@ impl<T> TrackedSlice<T> {
         Ok(())
     }
 
-    /// Frees it and says how that went, which dropping it does not.
+    /// Frees the memory. Unlike a drop, this returns the result.
     ///
     /// # Errors
-    /// [`FreeError::Retired`]: the driver did not free it, and it stays charged.
+    /// [`FreeError::Retired`] if the driver failed; the bytes stay charged.
     pub fn free(mut self) -> Result<(), FreeError> {
         self.memory.free()
     }

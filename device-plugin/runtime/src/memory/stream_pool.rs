@@ -1,4 +1,4 @@
-//! A few streams of a device that many share.
+//! Shares a few streams of a device between many users.
 #![forbid(unsafe_code)]
 
 use std::num::NonZeroUsize;
@@ -9,7 +9,7 @@ use crate::memory::slice::MemoryError;
 use crate::runtime::DeviceRuntime;
 use crate::state::DeviceState;
 
-/// Gives out its streams in turn; each is made when it is first due.
+/// Round-robin pool of streams, each created on first use.
 #[derive(Debug)]
 pub struct StreamPool {
     context: Context,
@@ -25,7 +25,7 @@ struct RoundRobin {
 }
 
 impl StreamPool {
-    /// A pool of so many streams of a runtime's device.
+    /// Creates a pool of `size` streams of a runtime's device.
     pub fn new(runtime: &DeviceRuntime, size: NonZeroUsize) -> StreamPool {
         StreamPool {
             context: runtime.context().clone(),
@@ -35,10 +35,11 @@ impl StreamPool {
         }
     }
 
-    /// The stream whose turn it is. Others may have it too: what is submitted to it waits for theirs.
+    /// Returns the next stream. Other users may have the same stream, and their work is ordered
+    /// with this user's.
     ///
     /// # Errors
-    /// [`MemoryError::Stale`], or what the driver answered to making one; the next call tries again.
+    /// [`MemoryError::Stale`], or the driver's error for a new stream; the next call tries again.
     pub fn next(&self) -> Result<Stream, MemoryError> {
         self.state.check()?;
         let mut turns = self
@@ -53,12 +54,12 @@ impl StreamPool {
         Ok(turns.streams[turn].clone())
     }
 
-    /// Waits for the work of all of them.
+    /// Waits for the work of all streams.
     ///
     /// # Errors
-    /// What the driver answered, the error of an earlier launch too.
+    /// The driver's error, which may be that of an earlier launch.
     pub fn synchronize(&self) -> Result<(), MemoryError> {
-        // A copy: waiting holds up nobody who wants a stream.
+        // A copy, so that the wait does not block users of the pool.
         let made = self
             .round_robin
             .lock()

@@ -1,26 +1,25 @@
-//! Which streams work has to wait for, so that what it reads is written and what it overwrites was read.
+//! Computes which streams an access must wait for: reads after a write, and writes after all
+//! accesses.
 //!
-//! Nothing is recorded in a stream when memory is used there. Only work in *another* stream needs to wait, and the event
-//! for that is made then, at the end of what the first stream has to do by that time: a little late, and free for
-//! memory that stays in one stream.
+//! No event is recorded when a stream uses memory. Only an access in *another* stream has to wait,
+//! and the event for that is recorded at that time, after all work of the first stream so far. The
+//! wait is thus a little longer than necessary, and memory that stays in one stream costs nothing.
 #![forbid(unsafe_code)]
 
 use crate::driver::Access;
 
-/// Streams that are remembered without a look at whether their reads are done.
+/// Number of readers above which completed ones are pruned.
 const PRUNE_THRESHOLD: usize = 32;
 
-/// The streams that used some memory last.
+/// Streams of the last write and of the reads since.
 #[derive(Debug)]
 pub(crate) struct StreamSync<S> {
-    /// Where it was last written.
     last_write: S,
-    /// Where it was read since: those are behind the write already.
+    /// Streams of the reads since the last write; each of them already waits for that write.
     reads: Vec<S>,
 }
 
 impl<S: Clone + PartialEq> StreamSync<S> {
-    /// Of memory that was last written in that stream.
     pub(crate) fn new(wrote: S) -> StreamSync<S> {
         StreamSync {
             last_write: wrote,
@@ -28,7 +27,7 @@ impl<S: Clone + PartialEq> StreamSync<S> {
         }
     }
 
-    /// The streams whose work so far has to be done before the host may use the memory.
+    /// Returns the streams for which the host must wait before an access.
     pub(crate) fn streams_before_host(&self, access: Access) -> Vec<S> {
         let reads = self.reads.iter().filter(|_| access == Access::ReadWrite);
         std::iter::once(&self.last_write)
@@ -37,7 +36,7 @@ impl<S: Clone + PartialEq> StreamSync<S> {
             .collect()
     }
 
-    /// The streams whose work so far has to be done before work of `stream` may use the memory.
+    /// Returns the streams for which `stream` must wait before an access.
     pub(crate) fn streams_before(&self, stream: &S, access: Access) -> Vec<S> {
         if access == Access::Read && self.reads.contains(stream) {
             return Vec::new();
@@ -47,7 +46,8 @@ impl<S: Clone + PartialEq> StreamSync<S> {
         others
     }
 
-    /// Work that uses the memory is in a stream now, behind what [`before`](Self::before) said.
+    /// Records an access that was submitted behind the result of
+    /// [`streams_before`](Self::streams_before).
     pub(crate) fn record(&mut self, stream: &S, access: Access) {
         match access {
             Access::ReadWrite => *self = StreamSync::new(stream.clone()),
@@ -56,15 +56,14 @@ impl<S: Clone + PartialEq> StreamSync<S> {
         }
     }
 
-    /// Forgets reads that are done, where there are so many that it is worth asking. Who only reads, in ever new streams, would
-    /// otherwise be remembered for ever.
+    /// Removes completed reads above the threshold. Memory that ever new streams read would fill
+    /// the list otherwise.
     pub(crate) fn prune_reads(&mut self, done: impl Fn(&S) -> bool) {
         if self.reads.len() > PRUNE_THRESHOLD {
             self.reads.retain(|stream| !done(stream));
         }
     }
 
-    /// The stream of the last write.
     pub(crate) fn last_write(&self) -> &S {
         &self.last_write
     }
@@ -105,7 +104,7 @@ mod tests {
         let mut order = StreamSync::new(0);
         for stream in 1..10_000 {
             order.record(&stream, Access::Read);
-            // Every hundredth is slow.
+            // Every hundredth stream stays busy.
             order.prune_reads(|stream| stream % 100 != 0);
             assert!(
                 order.reads.len() <= PRUNE_THRESHOLD + stream / 100 + 1,
@@ -127,7 +126,8 @@ mod tests {
     const STREAMS: usize = 4;
 
     proptest! {
-        /// Streams as clocks: each knows how much of every other's work is done before its next work begins.
+        /// Vector clocks: each stream knows how much work of every other stream completes before
+        /// its next work.
         #[test]
         fn conflicting_uses_are_always_ordered(uses in prop::collection::vec((0..STREAMS, any::<bool>()), 1..60)) {
             let mut order = StreamSync::new(0);

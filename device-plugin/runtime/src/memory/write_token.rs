@@ -1,9 +1,9 @@
-//! The right to write memory and say when it is whole: one holder at a time, for a time.
+//! Issues an exclusive, expiring right to write memory and to commit the write.
 //!
-//! A [`WriteGate`] belongs to what is written. It issues one [`WriteToken`] at a time; another is issued when
-//! that one was committed, dropped or has expired, and then *fences* it. An expired token that nobody fenced still
-//! writes, for what it was writing cannot be stopped; it only cannot commit any more. Tokens are made here
-//! alone and cannot be copied, so that to hold one is to have the right.
+//! A [`WriteGate`] belongs to the memory. The gate issues one [`WriteToken`] at a time; it issues
+//! the next one when the first was committed, dropped or has expired, and thereby *fences* the
+//! first. An expired token that is not fenced still writes, because running work cannot be stopped;
+//! it only cannot commit. Only the gate creates tokens, and a token cannot be copied.
 //!
 //! ```compile_fail,E0382
 //! # use bursar_runtime::{WriteGate, WriteToken};
@@ -24,45 +24,45 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A century.
+/// 100 years.
 const MAX_LIFETIME: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 
-/// Why a right to write is not given, or has ended.
+/// Reason for which the gate refuses a writer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WriteRefused {
-    /// Somebody else is writing.
+    /// Another writer has the token.
     #[error(
         "another writer has the right to write for {0:?} more; wait, or read what was committed"
     )]
     Busy(Duration),
-    /// Another writer has it since.
+    /// The token was revoked, and another writer may have the next one.
     #[error(
         "the right to write was fenced: another writer has it; what was written does not count"
     )]
     Fenced,
-    /// The time for it is over.
+    /// The token has expired.
     #[error("the right to write expired {0:?} ago; ask for a new one and write again")]
     Expired(Duration),
-    /// The token is of something else.
+    /// The token belongs to another gate.
     #[error("the right to write is not for this memory")]
     Foreign,
 }
 
-/// Issues the rights to write one thing.
+/// Issuer of write tokens for one piece of memory.
 #[derive(Debug, Default)]
 pub struct WriteGate(Arc<Mutex<GateState>>);
 
 #[derive(Debug, Default)]
 struct GateState {
-    /// The number of the newest token.
+    /// Number of the newest token.
     issued: u64,
-    /// When that expires; none where it was committed or given up.
+    /// Expiry of the newest token; `None` once that was committed, dropped or fenced.
     expires_at: Option<Instant>,
-    /// How many were committed.
+    /// Number of commits.
     commits: u64,
 }
 
-/// The right to write; given up when dropped.
+/// Right to write, given up when dropped.
 #[derive(Debug)]
 pub struct WriteToken {
     gate: Arc<Mutex<GateState>>,
@@ -75,10 +75,10 @@ fn lock(gate: &Mutex<GateState>) -> MutexGuard<'_, GateState> {
 }
 
 impl WriteGate {
-    /// Gives the right to write from `now` on, for some time.
+    /// Issues a token that expires `lifetime` after `now`.
     ///
     /// # Errors
-    /// [`WriteRefused::Held`] while another has it.
+    /// [`WriteRefused::Busy`] while another writer has an unexpired token.
     pub fn issue(&self, now: Instant, lifetime: Duration) -> Result<WriteToken, WriteRefused> {
         let mut gate = lock(&self.0);
         if let Some(remaining) = gate
@@ -88,7 +88,7 @@ impl WriteGate {
         {
             return Err(WriteRefused::Busy(remaining));
         }
-        // What the clock cannot count to is as good as for ever.
+        // The clock cannot represent the expiry, so a century has to do.
         let expires_at = now.checked_add(lifetime).unwrap_or(now + MAX_LIFETIME);
         gate.issued += 1;
         gate.expires_at = Some(expires_at);
@@ -99,19 +99,19 @@ impl WriteGate {
         })
     }
 
-    /// Takes the right from whoever has it: what it writes from now on is refused.
+    /// Revokes the current token: the gate refuses it from now on.
     pub fn fence(&self) {
         let mut gate = lock(&self.0);
         gate.issued += 1;
         gate.expires_at = None;
     }
 
-    /// How often a write was committed.
+    /// Returns the number of commits.
     pub fn commits(&self) -> u64 {
         lock(&self.0).commits
     }
 
-    /// Whether a token may write: it is of this gate, and the newest.
+    /// Checks that a token is the newest one of this gate.
     ///
     /// # Errors
     /// [`WriteRefused::Foreign`] or [`WriteRefused::Fenced`].
@@ -123,10 +123,11 @@ impl WriteGate {
         }
     }
 
-    /// Ends a write as whole, and says which commit it was. The token is used up, whatever the answer.
+    /// Commits a write and returns the number of the commit. The token is consumed in any case.
     ///
     /// # Errors
-    /// [`WriteRefused::Foreign`], [`WriteRefused::Fenced`] or [`WriteRefused::Expired`]: nothing was committed.
+    /// [`WriteRefused::Foreign`], [`WriteRefused::Fenced`] or [`WriteRefused::Expired`]: nothing
+    /// was committed.
     pub fn commit(&self, token: WriteToken, now: Instant) -> Result<u64, WriteRefused> {
         self.admit(&token)?;
         let mut gate = lock(&self.0);
@@ -141,7 +142,7 @@ impl WriteGate {
 }
 
 impl WriteToken {
-    /// Until when it can be committed.
+    /// Returns the time until which the token can be committed.
     pub fn expires_at(&self) -> Instant {
         self.expires_at
     }
@@ -218,7 +219,7 @@ mod tests {
         let stalled = gate.issue(now, LASTS).expect("a token");
         let next = gate.issue(now + LASTS, LASTS).expect("the next");
         assert_eq!(gate.admit(&stalled), Err(WriteRefused::Fenced));
-        // Also where the clock of the stalled writer says that there is time left.
+        // The stalled writer's own clock may say that the token has not expired.
         assert_eq!(gate.commit(stalled, now), Err(WriteRefused::Fenced));
         assert_eq!(gate.commit(next, now + LASTS), Ok(1));
     }
@@ -254,7 +255,7 @@ mod tests {
         assert_eq!(gate.commit(next, now + SECOND), Ok(1));
     }
 
-    /// What a writer of the model does.
+    /// Step of a simulated writer.
     #[derive(Debug, Clone)]
     enum Step {
         Issue,

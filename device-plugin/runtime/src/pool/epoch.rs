@@ -1,32 +1,35 @@
-//! Which streams a free block still waits for, as numbers: a clock that ticks when an event is recorded.
+//! Records for which streams a free block must wait, by a clock that ticks with each recorded
+//! event.
 //!
-//! A free costs no event. It stamps the block with the streams that used it and the clock's present value. Only
-//! when *another* stream takes the block is an event recorded, which ticks the clock: it covers every free of that
-//! stream with a stamp up to that tick, so one event serves all blocks that were free by then.
+//! A free records no event. The free stamps the block with the streams that used it and with the
+//! clock's value. The pool records an event only when *another* stream takes the block. The event
+//! ticks the clock and covers every free of that stream with a stamp up to that tick, so one event
+//! serves all blocks that were free by then.
 //!
-//! Why a load of the clock is enough at a free: the driver serialises calls on one stream. Where an event was
-//! recorded before some work was queued, its tick happened before that work, and so before the free of what the
-//! work uses: the stamp is later than the tick, and the event is not taken for covering it.
+//! A relaxed load of the clock suffices at a free, because the driver serializes calls on one
+//! stream. If the event was recorded before some work was submitted, its tick happened before that
+//! work and before the free of the memory that the work uses. The stamp is then later than the
+//! tick, and the event does not cover that free.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Streams that a pool tells apart at a time: the bits of a word.
+/// Number of streams that a pool distinguishes at a time, one for each bit of a word.
 pub(super) const SLOT_COUNT: usize = 64;
 
-/// The streams that may still use a free block, by lane, and when it was freed.
+/// Streams that may still use a free block, and the time of the free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StreamDeps {
-    /// A bit for each lane.
+    /// One bit for each stream slot.
     pub(super) slots: u64,
-    /// The clock's value at the latest of the frees.
+    /// Clock value at the latest free.
     pub(super) stamp: u64,
 }
 
 impl StreamDeps {
-    /// Nothing may use it.
+    /// No stream uses the block.
     pub(super) const NONE: StreamDeps = StreamDeps { slots: 0, stamp: 0 };
 
-    /// What must be waited for by who takes a block made of two.
+    /// Returns the deps of a block that was merged from two.
     #[inline]
     pub(super) fn union(self, second: StreamDeps) -> StreamDeps {
         StreamDeps {
@@ -36,45 +39,43 @@ impl StreamDeps {
     }
 }
 
-/// A stream's number among those of a pool.
+/// Number of a stream within its pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct StreamSlot(u8);
 
 impl StreamSlot {
-    /// The one that a number comes to where it is counted round.
+    /// Returns the slot of a number modulo [`SLOT_COUNT`].
     #[inline]
     pub(super) fn wrapping(number: u64) -> StreamSlot {
         StreamSlot((number % SLOT_COUNT as u64) as u8)
     }
 
-    /// The `number`th, below [`STREAMS`].
+    /// Returns the slot with this index, if it is below [`SLOT_COUNT`].
     pub(super) fn new(number: usize) -> Option<StreamSlot> {
         (number < SLOT_COUNT).then_some(StreamSlot(number as u8))
     }
 
-    /// Its number.
     #[inline]
     pub(super) fn index(self) -> usize {
         usize::from(self.0)
     }
 
-    /// Its bit.
     #[inline]
     pub(super) fn bit(self) -> u64 {
         1 << self.0
     }
 }
 
-/// The clock, and which stream has waited for which, up to what tick.
+/// Clock, with the ticks up to which each stream has waited for each other stream.
 #[derive(Debug)]
 pub(super) struct EventClock {
     clock: AtomicU64,
-    /// `waited[waiter][of]`: the waiter's work comes after all that was freed on the other up to this tick.
+    /// `waited_until[waiter][of]`: the waiter's work follows all frees of the other stream up to
+    /// this tick.
     waited_until: Box<[[AtomicU64; SLOT_COUNT]]>,
 }
 
 impl EventClock {
-    /// Nothing was freed.
     pub(super) fn new() -> EventClock {
         let zeroes = || [const { AtomicU64::new(0) }; SLOT_COUNT];
         EventClock {
@@ -84,7 +85,7 @@ impl EventClock {
         }
     }
 
-    /// What to remember of a block that is freed now, used on `lanes`.
+    /// Returns the deps of a block that is freed now after use by `slots`.
     #[inline]
     pub(super) fn stamp_free(&self, slots: u64) -> StreamDeps {
         StreamDeps {
@@ -93,7 +94,7 @@ impl EventClock {
         }
     }
 
-    /// The lanes that `lane` must wait for before it uses a block.
+    /// Returns the slots for which `slot` must wait before it uses a block.
     #[inline]
     pub(super) fn unmet(&self, slot: StreamSlot, deps: StreamDeps) -> u64 {
         let others = deps.slots & !slot.bit();
@@ -103,16 +104,17 @@ impl EventClock {
         self.unmet_slow(slot, others, deps.stamp)
     }
 
-    /// What of a block's users is still to be waited for by who waits for what `lane` has queued by now: not those that
-    /// `lane` was put behind itself.
+    /// Returns the deps that remain for a stream that waits for all present work of `slot`.
+    ///
+    /// The streams for which `slot` itself has waited are not among them.
     #[inline]
     pub(super) fn remaining_after_wait(&self, slot: StreamSlot, deps: StreamDeps) -> StreamDeps {
         if deps.slots & !slot.bit() == 0 {
             return deps;
         }
         let slots = self.unmet(slot, deps) | deps.slots & slot.bit();
-        // The clock is read again, after what was waited for: an event of `lane` that was recorded before `lane` was put
-        // behind the others has an earlier tick, and must not be taken for covering them.
+        // The clock is read again after the waits. An event of `slot` that was recorded before
+        // `slot` waited for the others has an earlier tick and must not cover them.
         self.stamp_free(slots)
             .union(StreamDeps { slots: 0, ..deps })
     }
@@ -126,18 +128,18 @@ impl EventClock {
             .fold(0, |bits, of| bits | of.bit())
     }
 
-    /// The tick of an event that is about to be recorded.
+    /// Returns the tick of an event that the caller is about to record.
     pub(super) fn tick(&self) -> u64 {
         self.clock.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// `waiter` waits for the event of that tick on `of`.
+    /// Records that `waiter` waits for the event of that tick on `of`.
     pub(super) fn record_wait(&self, waiter: StreamSlot, of: StreamSlot, tick: u64) {
         self.waited_until[waiter.index()][of.index()].fetch_max(tick, Ordering::Release);
     }
 }
 
-/// The lanes of a set of bits.
+/// Iterates over the slots in a set of bits.
 pub(super) fn slots_in(mut bits: u64) -> impl Iterator<Item = StreamSlot> {
     std::iter::from_fn(move || {
         let slot = StreamSlot::new(bits.trailing_zeros() as usize)?;

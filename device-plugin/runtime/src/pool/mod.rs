@@ -1,16 +1,20 @@
-//! The pool: blocks cut from slabs of another resource, in tens of nanoseconds and without a call of the driver.
+//! Suballocates blocks from slabs of another resource, in tens of nanoseconds and without a driver
+//! call.
 //!
-//! * [`size_classes`] says which list a size stands in
-//! * [`tlsf`] places blocks and makes free neighbours one
-//! * [`shard_affinity`] keeps threads apart, [`lock`](crate::sync::biased_lock) those that meet
-//! * [`shards`] has a heap for each of many shards over a central one, and loses no byte between them
-//! * [`epoch`] says what a free block still waits for
-//! * [`stream_slots`] numbers streams, and puts one behind others
-//! * this file is the resource: it grows by slabs, gives empty ones back, and lets streams take blocks from one another
+//! * [`size_classes`] maps a size to its free list.
+//! * [`tlsf`] places blocks and merges free neighbours.
+//! * [`shards`] spreads allocations over many heaps with a central heap behind them.
+//! * [`shard_affinity`] spreads contending threads over the shards, each of which has a
+//!   [biased lock](crate::sync::biased_lock).
+//! * [`epoch`] records for which streams a free block must still wait.
+//! * [`stream_slots`] numbers the streams and orders one behind others.
+//! * This file is the resource: it grows by slabs, releases empty ones, and orders streams when a
+//!   block changes streams.
 //!
-//! A block that was freed in a stream goes to the next request of that stream as it is. Where another stream takes
-//! it, that stream is put behind the first by an event, which is recorded only then. Sizes are whole multiples of
-//! 256 bytes, and a rest of up to 1/64 of a block (16 KiB at most) stays with it.
+//! The next request in the stream of a free reuses the freed block without an event. If another
+//! stream takes the block, the pool records an event at that time and orders the other stream
+//! behind it. Sizes are multiples of 256 bytes. A remainder of up to 1/64 of a block (at most 16
+//! KiB) stays with the block.
 #![forbid(unsafe_code)]
 
 mod epoch;
@@ -35,24 +39,26 @@ use shards::{Allocation, BlockHandle, Request, Shards};
 use stream_slots::StreamSlots;
 use tlsf::{BlockId, EmptyRegion, HeapError, UseCount};
 
-/// What slabs are multiples of: the driver takes linear memory of more than 1 MiB in such steps.
+/// Slab sizes are multiples of this, because the driver allocates linear memory above 1 MiB in such
+/// steps.
 const SLAB_STEP: u64 = 2 << 20;
-/// The coarsest alignment of a block.
+/// Largest supported alignment.
 const MAX_ALIGN: usize = 2 << 20;
-/// Bits of a generation that say the part; the others are the serial number there.
+/// Low bits of a generation that hold the shard; the other bits hold the serial number in that
+/// shard.
 const SHARD_BITS: u32 = 6;
 
-/// How large a pool is, and how it grows.
+/// Size limits and growth of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PoolSettings {
-    /// Bytes of the slab that it begins with; 0 for none.
+    /// Bytes of the first slab; 0 for none.
     pub initial: u64,
-    /// Bytes that it may take from its source.
+    /// Largest number of bytes that the pool takes from its source.
     pub maximum: u64,
-    /// Bytes that it grows by, where they are to be had and enough.
+    /// Bytes by which the pool grows if the source has as many and the request fits.
     pub step: u64,
-    /// Bytes that live blocks may have, as asked for: an exact budget that costs an allocation nothing.
-    /// [`Pool::set_limit`] changes it.
+    /// Largest number of requested bytes of live blocks, enforced exactly and without cost for an
+    /// allocation. [`Pool::set_limit`] changes it.
     pub limit: u64,
 }
 
@@ -67,24 +73,25 @@ impl Default for PoolSettings {
     }
 }
 
-/// A pool in numbers.
+/// Statistics of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PoolStatistics {
     /// Bytes taken from the source.
     pub reserved: u64,
-    /// Slabs that they are in.
+    /// Number of slabs.
     pub slabs: usize,
-    /// Bytes of live blocks as asked for.
+    /// Requested bytes of live blocks.
     pub requested: u64,
-    /// Bytes of live blocks as cut.
+    /// Bytes of live blocks after rounding.
     pub live: u64,
-    /// Live blocks.
+    /// Number of live blocks.
     pub blocks: u64,
-    /// Bytes free for the next request.
+    /// Bytes that are free for the next request.
     pub free: u64,
-    /// The largest free range. Ranges of several shards that touch count as one only when they are needed as one.
+    /// Largest free range. Adjacent ranges of several shards count separately until a request needs
+    /// them as one.
     pub largest_free: u64,
-    /// Blocks that one stream took from others and had to be put behind them for.
+    /// Number of blocks for which one stream had to wait for another.
     pub waits: u64,
 }
 
@@ -96,14 +103,14 @@ struct Slab {
 
 #[derive(Debug, Default)]
 struct Slabs {
-    /// By the region's number.
+    /// Indexed by the region's number.
     all: Vec<Option<Slab>>,
     bytes: u64,
 }
 
-/// A pool over a source of memory.
+/// Pool over a source of memory.
 ///
-/// A stream that was not made by this crate is given back by [`Pool::forget`] before it is destroyed.
+/// Call [`Pool::forget_stream`] before the owner of a foreign stream destroys that stream.
 #[derive(Debug)]
 pub struct Pool<R: DeviceMemoryResource> {
     source: R,
@@ -114,16 +121,17 @@ pub struct Pool<R: DeviceMemoryResource> {
     clock: EventClock,
     slots: StreamSlots,
     slabs: Mutex<Slabs>,
-    /// Held by who looks for room everywhere, grows or gives back: one does it for all that wait.
+    /// Held while a thread searches all shards, grows the pool or releases slabs, once for all
+    /// waiting threads.
     growth: Mutex<()>,
     waits: AtomicU64,
 }
 
 impl<R: DeviceMemoryResource> Pool<R> {
-    /// A pool of a context's device over `source`, with its first slab.
+    /// Creates a pool of a context's device over `source`, with its first slab.
     ///
     /// # Errors
-    /// [`ResourceError::WrongOrdinal`] for another device's source, or what the source answered.
+    /// [`ResourceError::WrongOrdinal`] for another device's source, or the source's error.
     pub fn new(
         source: R,
         context: &Context,
@@ -154,12 +162,12 @@ impl<R: DeviceMemoryResource> Pool<R> {
         Ok(pool)
     }
 
-    /// What the slabs are taken from.
+    /// Returns the source of the slabs.
     pub fn source(&self) -> &R {
         &self.source
     }
 
-    /// The pool in numbers: sums over a moment in which others go on.
+    /// Returns statistics, summed while other threads keep allocating.
     pub fn statistics(&self) -> PoolStatistics {
         let totals = self.shards.totals();
         let slabs = self.slabs();
@@ -175,25 +183,27 @@ impl<R: DeviceMemoryResource> Pool<R> {
         }
     }
 
-    /// Changes the limit of live bytes: what is allocated after the return is within it. What is live stays.
+    /// Changes the limit of live bytes. Every allocation after the return obeys it, and live blocks
+    /// stay.
     pub fn set_limit(&self, bytes: u64) {
         self.shards.set_limit(bytes);
     }
 
-    /// Gives every slab without a live block back to the source, behind the work that may still use it; how many bytes
-    /// those were.
+    /// Releases every slab without live blocks, behind the work that may still use the slab.
+    /// Returns the released bytes.
     ///
     /// # Errors
-    /// What the driver or the source answered. A slab that was not given back stays in the pool.
+    /// The error of the driver or the source. A slab that was not released stays in the pool.
     pub fn trim(&self) -> Result<u64, ResourceError> {
         let _one = self.lock_growth();
         self.release_empty_slabs()
     }
 
-    /// Forgets a stream, before it is destroyed by whoever made it. What was freed in it stays ordered.
+    /// Forgets a stream before its owner destroys it. Blocks that were freed in the stream stay
+    /// ordered.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn forget_stream(&self, stream: &Stream) -> Result<(), ResourceError> {
         check_stream(self.ordinal, stream)?;
         Ok(self.slots.forget(stream)?)
@@ -207,7 +217,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
         self.growth.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gets a request credit and room, wherever they are.
+    /// Finds credit and room for a request in any shard.
     fn allocate_slow(&self, slot: usize, request: Request) -> Result<Allocation, ResourceError> {
         if let Some(allocation) = self.shards.allocate_with_draw(slot, request) {
             return Ok(allocation);
@@ -222,14 +232,14 @@ impl<R: DeviceMemoryResource> Pool<R> {
             .inspect_err(|_| self.shards.uncharge(request.bytes))
     }
 
-    /// Takes room where there is any, or more from the source, or makes room there.
+    /// Takes room from any shard, grows the pool, or makes the source reclaim memory.
     fn allocate_or_grow(&self, request: Request) -> Result<Allocation, ResourceError> {
         let mut gave_back = false;
         loop {
             if let Some(allocation) = self.shards.allocate_any(request) {
                 return Ok(allocation);
             }
-            // A new slab may go to a thread that was quicker: then the next one.
+            // Another thread may use up the new slab first; the loop then adds one more.
             let Err(error) = self.grow(request) else {
                 continue;
             };
@@ -288,7 +298,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
         let mut slabs = self.slabs();
         let vacant = slabs.all.iter().position(Option::is_none);
         let region = vacant.unwrap_or(slabs.all.len());
-        // A source that is ordered by streams made it for the keeper's work.
+        // A stream-ordered source allocated the slab for work of the internal stream.
         let deps = match internal.is_idle() {
             Ok(true) => StreamDeps::NONE,
             _ => self.clock.stamp_free(slot.bit()),
@@ -298,7 +308,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
             .and_then(|region| self.shards.add_region(region, block.address(), bytes, deps));
         let Some(span) = added else {
             drop(slabs);
-            // The source answers for it where it fails.
+            // The source answers for the slab even if this free fails.
             let _ = self.source.deallocate(block, internal);
             return Err(too_large());
         };
@@ -310,7 +320,8 @@ impl<R: DeviceMemoryResource> Pool<R> {
         Ok(())
     }
 
-    /// Gives empty slabs back. Who holds `growing` waits for the device here, and only who needs that memory waits too.
+    /// Releases empty slabs. The holder of `growth` waits for the device here, so only threads that
+    /// need that memory wait too.
     fn release_empty_slabs(&self) -> Result<u64, ResourceError> {
         self.shards.return_chunks();
         let count = self.slabs().all.len();
@@ -350,12 +361,12 @@ impl<R: DeviceMemoryResource> Pool<R> {
         }
         match self.source.deallocate(slab.block, internal) {
             Err(FreeError::Refused { block, reason }) => Err((Slab { block, ..slab }, reason)),
-            // A free that failed is the source's to try again, and counted there.
+            // The source counts and retries a failed free.
             Ok(()) | Err(FreeError::Retired { .. }) => Ok(()),
         }
     }
 
-    /// Finds room where none was taken yet, and puts the stream behind those that used it before.
+    /// Finds room unless a block was taken, and orders the stream behind the block's earlier users.
     #[cold]
     fn place_slow(
         &self,
@@ -376,7 +387,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
             self.order_after(&allocation, stream, slot, unmet)?;
         }
         if slot.is_none() {
-            // Nobody can ask its stream later what it waited for.
+            // A stream without a slot cannot be asked later for which streams it has waited.
             let _ = self
                 .shards
                 .update_use(allocation.handle, allocation.deps, UseCount::Keep);
@@ -384,7 +395,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
         Ok(allocation)
     }
 
-    /// Puts a stream behind those that used a block before; frees the block as it was where that fails.
+    /// Orders a stream behind a block's earlier users; frees the block unchanged if that fails.
     fn order_after(
         &self,
         allocation: &Allocation,
@@ -394,7 +405,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
     ) -> Result<(), ResourceError> {
         self.waits.fetch_add(1, Ordering::Relaxed);
         if let Err(error) = self.slots.wait(&self.clock, stream, slot, others) {
-            // It was allocated a moment ago, and nobody knows of it.
+            // The block was allocated a moment ago, and no caller knows it yet.
             let _ = self
                 .shards
                 .free(allocation.handle, allocation.deps, |all| all);
@@ -403,7 +414,7 @@ impl<R: DeviceMemoryResource> Pool<R> {
         Ok(())
     }
 
-    /// Checks that a block is this pool's, and a stream this device's.
+    /// Checks that the block is this pool's and that the stream belongs to its device.
     #[inline]
     fn check(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
         let (origin, found) = (self.origin, block.origin);
@@ -413,7 +424,8 @@ impl<R: DeviceMemoryResource> Pool<R> {
         check_stream(self.ordinal, stream)
     }
 
-    /// A block's name in the arena, and the lane that it was allocated in.
+    /// Returns the block's handle in the shards and the slot of the stream that allocated the
+    /// block.
     fn decode(&self, block: BlockRef) -> (BlockHandle, Option<StreamSlot>) {
         let handle = BlockHandle {
             shard: (block.generation & ((1 << SHARD_BITS) - 1)) as u32,
@@ -428,7 +440,8 @@ impl<R: DeviceMemoryResource> Pool<R> {
         )
     }
 
-    /// The place and the lanes of a block and a stream that is to use it.
+    /// Returns the block's handle, the allocating stream's slot and the slot of the stream that
+    /// will use the block.
     fn slots_of_use(
         &self,
         block: BlockRef,
@@ -455,8 +468,8 @@ impl<R: DeviceMemoryResource> Pool<R> {
         Ok((alloc_slot, slot))
     }
 
-    /// Frees a block behind the work in a stream, and behind what its allocation was put behind. A stream without a lane
-    /// is waited for.
+    /// Frees a block behind the work of a stream and behind the deps of its allocation. The host
+    /// waits for a stream without a slot.
     #[inline]
     fn free(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
         self.check(block, stream)?;
@@ -539,7 +552,8 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
         self.origin
     }
 
-    /// Live are the blocks that somebody owns, as asked for; retired are slabs that the source could not free.
+    /// Live bytes are requested bytes of owned blocks. Retired bytes are slabs that the source
+    /// failed to free.
     fn bytes_outstanding(&self) -> Outstanding {
         Outstanding {
             live: self.shards.totals().requested,
@@ -555,7 +569,8 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
         self.source.reap_pending()
     }
 
-    /// Also puts the stream behind all that is in the block's own stream now, such as what wrote it.
+    /// Also orders the stream behind the present work of the allocating stream, such as the first
+    /// write.
     fn prepare_block_use(
         &self,
         block: BlockRef,
@@ -594,7 +609,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Pool<R> {
 }
 
 impl<R: DeviceMemoryResource> Drop for Pool<R> {
-    /// Slabs without a live block go back to the source; the others are left to the context.
+    /// Releases slabs without live blocks and leaves the others to the context.
     fn drop(&mut self) {
         let _ = self.trim();
     }

@@ -1,31 +1,33 @@
-//! Where a thread sits among the shards of every pool: at the first one, until it meets others there again and again.
+//! Assigns threads to shards: every thread starts at offset 0 and moves after repeated contention.
 //!
-//! Who looks through all shards, for their sums or for room, is met as well, and is no reason to leave. Where many threads
-//! begin at one shard each of them waits for all others, microseconds at a time: none may have to do so often before it leaves.
+//! A thread that searches all shards also contends, but that is no reason to move. Where many
+//! threads share a shard, each waits for all others for microseconds, so a thread moves after few
+//! contentions.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Who looks through all shards is met once each time at most, and threads that share one as often within microseconds.
+/// A thread that searches all shards contends at most once; threads that share a shard contend this
+/// often within microseconds.
 const CONTENTION_LIMIT: u32 = 4;
-/// Meetings further apart are not of one company.
+/// Contention events farther apart than this do not add up.
 const CONTENTION_WINDOW: Duration = Duration::from_millis(10);
 
 thread_local! {
     static SHARD_OFFSET: Cell<usize> = const { Cell::new(0) };
-    /// When the present company was met first, and how often.
+    /// Time of the first contention of the current window, and the number of contentions in it.
     static RECENT: Cell<Option<(Instant, u32)>> = const { Cell::new(None) };
 }
 
-/// The calling thread's seat.
+/// Returns the calling thread's offset.
 #[inline]
 pub(super) fn shard_offset() -> usize {
     SHARD_OFFSET.get()
 }
 
-/// Says that the calling thread found its seat taken, or another thread's by right. Where that was often it gets one that nobody
-/// was given yet.
+/// Counts a contention of the calling thread. At the limit the thread gets an offset that no other
+/// thread was given.
 #[cold]
 pub(super) fn on_contention() {
     on_contention_at(Instant::now());
@@ -50,7 +52,7 @@ mod tests {
 
     #[test]
     fn thread_moves_only_after_frequent_contention() {
-        // A thread of its own, which sits at the first seat.
+        // A new thread, which starts at offset 0.
         let moved = std::thread::spawn(|| {
             let since = Instant::now();
             for look in 0..1000 {

@@ -1,19 +1,22 @@
-//! The heaps of a pool: one that has all memory, and shards that threads and streams allocate from side by side.
+//! Spreads allocations over shards with heaps of their own, behind which a central heap owns all
+//! memory.
 //!
-//! A shard takes chunks from the central heap and cuts its blocks from them under a lock of its own, so that eight
-//! threads meet rarely. A chunk is as large as what the shard has live, an 8th of what is free at most: many shards
-//! find one. What is free in a shard is never lost to others: where no chunk is to be had, empty ones go back; before a
-//! request is refused, other shards are asked, and the free ends of chunks go back too, so that free neighbours become
-//! one across chunks. A request is refused only where no free range is large enough.
+//! A shard takes chunks from the central heap and cuts blocks from them under its own lock, so that
+//! eight threads seldom contend. A chunk is as large as the shard's live memory, at most 1/8 of the
+//! free memory, so that many shards find one. Free memory of a shard stays available to others:
+//! when no chunk is left, empty chunks return to the central heap. Before a request fails, the pool
+//! searches the other shards and returns the free edges of chunks, so that free neighbours merge
+//! across chunks. A request fails only if no free range is large enough.
 //!
-//! The limit is kept in the same way: a part draws credit from an account ahead, and keeps that of the blocks that are
-//! freed in it, so that a block costs no atomic operation on what all threads share. Before a request is refused it gets
-//! what is idle in the account and in all parts, so the limit is exact. From then on credit is scarce: parts draw what
-//! they need and give back what is freed, for who takes from one another by turns takes again and again. That ends where
-//! much is left, or by and by.
+//! The limit works the same way. A shard draws credit from an account ahead and keeps the credit of
+//! freed blocks, so that a block costs no atomic operation on shared data. Before a request fails,
+//! it gets the idle credit of the account and of all shards, which makes the limit exact. From then
+//! on credit is *low*: shards draw only what they need and return freed credit at once, because
+//! shards that alternate at the limit would collect credit again and again. Low credit ends when
+//! plenty is left, or after many draws.
 //!
-//! Locks are taken in one order: the credit's, a shard's, the central heap's. Two shards' has only who takes from anywhere, and
-//! it has all of them, one after the other; the pool lets one do so at a time.
+//! Lock order: the credit collection, a shard, the central heap. Only `allocate_any` locks more
+//! than one shard; it locks all of them in index order, and the pool serializes its callers.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -25,81 +28,81 @@ use crate::adaptor::budget::BudgetAccount;
 use crate::resource::BudgetSnapshot;
 use crate::sync::biased_lock::{self, BiasedGuard, BiasedLock};
 
-/// Shards of a pool; the central heap beside them.
+/// Number of shards besides the central heap.
 const SHARD_COUNT: usize = 32;
-/// The part that is the central heap.
+/// Index of the central heap.
 const CENTRAL: usize = 0;
-/// Chunks have whole multiples of this.
+/// Chunk sizes are multiples of this.
 const CHUNK_STEP: u64 = 2 << 20;
-/// A chunk is such a part of what is free at most.
+/// A chunk has at most this fraction of the free bytes.
 const CHUNK_DIVISOR: u64 = 8;
-/// A chunk has room for this many of the blocks that are cut from it where there is as much, and for two at least.
+/// Number of blocks for which a new chunk has room if possible; the minimum is two.
 const BLOCKS_PER_CHUNK: u64 = 4;
-/// Credit is drawn ahead by such a part of what is left.
+/// A shard draws this fraction of the remaining credit ahead.
 const DRAW_AHEAD_DIVISOR: u64 = 64;
-/// Credit is scarce no more where such a part of the limit is left.
+/// Low credit ends once this fraction of the limit is left.
 const PLENTY_DIVISOR: u64 = 4;
-/// Nor where a part has drawn this often: it may be the only one that needs any.
+/// Low credit also ends after so many draws by one shard, which may be the only one that needs any.
 const LOW_CREDIT_DRAWS: u32 = 1024;
 
-/// A block's place.
+/// Handle of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockHandle {
-    /// The heap that it is of.
+    /// Index of the heap.
     pub(super) shard: u32,
-    /// Its name there.
+    /// Block in that heap.
     pub(super) id: BlockId,
 }
 
-/// What a request got.
+/// Result of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Allocation {
-    /// To free it by.
+    /// Handle for the free.
     pub(super) handle: BlockHandle,
-    /// Where it begins.
+    /// First address.
     pub(super) address: u64,
-    /// What may still use it.
+    /// Streams that may still use the memory.
     pub(super) deps: StreamDeps,
 }
 
-/// A request: bytes, and a power of two that the address is a multiple of.
+/// Request: size in bytes, and alignment as a power of two.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Request {
     pub(super) bytes: u64,
     pub(super) align: u64,
 }
 
-/// Bytes and blocks at one instant.
+/// Sums over all heaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Totals {
-    /// Bytes that were asked for, of live blocks.
+    /// Requested bytes of live blocks.
     pub(super) requested: u64,
-    /// Bytes that live blocks have.
+    /// Bytes of live blocks after rounding.
     pub(super) live: u64,
-    /// Live blocks.
+    /// Number of live blocks.
     pub(super) blocks: u64,
     /// Free bytes.
     pub(super) free: u64,
-    /// The largest free range of one heap.
+    /// Largest free range of one heap.
     pub(super) largest_free: u64,
 }
 
-/// A chunk of a shard.
+/// Chunk of a shard.
 #[derive(Debug)]
 struct Chunk {
-    /// Its name in the central heap.
+    /// Block in the central heap.
     id: BlockId,
-    /// Its name in the shard's.
+    /// Region in the shard's heap.
     span: EmptyRegion,
 }
 
-/// One heap and what is counted with it.
+/// Heap and chunks of a shard, guarded by its lock.
 #[derive(Debug, Default)]
 struct ShardState {
     heap: TlsfHeap,
-    /// By the region's number; the central heap's regions are slabs, and not here.
+    /// Indexed by the region's number. Empty for the central heap, whose regions are slabs.
     chunks: Vec<Option<Chunk>>,
-    /// How often credit was drawn while it was scarce.
+    /// Number of draws while credit was low.
     draws: u32,
 }
 
@@ -117,7 +120,7 @@ impl ShardState {
         })
     }
 
-    /// Adds a chunk to a shard.
+    /// Adds a chunk to the shard's heap.
     fn add_chunk(&mut self, chunk: HeapBlock) -> Option<()> {
         let vacant = self.chunks.iter().position(Option::is_none);
         let region = vacant.unwrap_or(self.chunks.len());
@@ -133,13 +136,13 @@ impl ShardState {
     }
 }
 
-/// A part on cache lines of its own: neighbours are other threads'.
+/// Shard on cache lines of its own, because other threads use its neighbours.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 struct Shard {
     state: BiasedLock<ShardState>,
-    /// Bytes that may be allocated here before the account is asked. It is changed under the share's lock only, and looked
-    /// at without it.
+    /// Bytes that the shard may allocate without asking the account. Written under the state's lock
+    /// only, and read without it.
     credit: AtomicU64,
 }
 
@@ -154,7 +157,7 @@ impl Shard {
         self.credit.store(bytes, Ordering::Relaxed);
     }
 
-    /// Takes the credit that is idle here; how much it was.
+    /// Takes and returns the shard's idle credit.
     fn take_credit(&self, state: &mut ShardState) -> u64 {
         let idle = self.credit();
         self.set_credit(state, 0);
@@ -162,32 +165,32 @@ impl Shard {
     }
 }
 
-/// What all threads write, apart from what they only read.
+/// Keeps data that all threads write apart from data that they only read.
 #[derive(Debug)]
 #[repr(align(128))]
 struct CachePadded<T>(T);
 
-/// The shard of a lane and a thread's seat.
+/// Returns the shard of a stream slot and a thread's offset.
 #[inline]
 fn shard_index(slot: usize, shard_offset: usize) -> usize {
     1 + slot.wrapping_add(shard_offset) % SHARD_COUNT
 }
 
-/// The heaps.
+/// All heaps of a pool, with its credit.
 #[derive(Debug)]
 pub(super) struct Shards {
     shards: Box<[Shard]>,
-    /// Live bytes as asked for, and credit.
+    /// Requested bytes of live blocks, and credit that shards have drawn.
     account: CachePadded<BudgetAccount>,
-    /// Held by whoever takes credit from parts, so that nobody who looks through them misses any.
+    /// Held while credit moves from shards to the account, so that a concurrent search misses none.
     collection: CachePadded<Mutex<()>>,
-    /// What is freed is the account's, not for the next in its part: a request found none left, or more is live than a limit
-    /// that was lowered.
+    /// Freed credit returns to the account at once, because a request found none left or the limit
+    /// is below the live bytes.
     low_credit: AtomicBool,
 }
 
 impl Shards {
-    /// Without memory, and with a limit for live bytes.
+    /// Creates shards without memory, with a limit for live bytes.
     pub(super) fn new(limit: u64) -> Shards {
         biased_lock::register_membarrier();
         Shards {
@@ -200,7 +203,7 @@ impl Shards {
         }
     }
 
-    /// Adds memory; `None` where it is more than a heap can name.
+    /// Adds a slab; `None` if the heap cannot number as much memory.
     pub(super) fn add_region(
         &self,
         slab: u32,
@@ -211,19 +214,23 @@ impl Shards {
         self.central().heap.add_region(slab, address, bytes, deps)
     }
 
-    /// Takes a slab away that is free from end to end; what may still use it.
+    /// Removes a slab that is entirely free, and returns its deps.
     pub(super) fn remove_region(&self, slab: EmptyRegion) -> Option<StreamDeps> {
         self.central().heap.remove_region(slab)
     }
 
-    /// A block for a stream's lane, of the shard that the calling thread uses for it, if that is all it takes. `None` where
-    /// credit, a chunk or the shard's lock have to be got first: the others do.
+    /// Allocates from the thread's shard for a stream slot, if that takes nothing but the shard's
+    /// lock.
+    ///
+    /// `None` means that the caller must first get credit, a chunk or the lock by the other
+    /// methods.
     #[inline]
     pub(super) fn try_allocate(&self, slot: usize, request: Request) -> Option<Allocation> {
         let index = shard_index(slot, shard_affinity::shard_offset());
         let shard = &self.shards[index];
         let Some(mut state) = shard.state.try_lock() else {
-            // Who comes here again and again gets another shard, and waits for that one from now on.
+            // A thread that often contends here moves to another shard, and waits for that shard
+            // from then on.
             shard_affinity::on_contention();
             return None;
         };
@@ -233,8 +240,9 @@ impl Shards {
         Some(allocation)
     }
 
-    /// The same with a chunk and with credit that are got for it. `None` where the account has too little, or no free range of
-    /// the shard or the central heap is large enough.
+    /// Allocates as [`Shards::try_allocate`] does, and gets credit and a chunk if necessary.
+    ///
+    /// `None` if the account lacks credit, or no free range of the shard or the central heap fits.
     pub(super) fn allocate_with_draw(&self, slot: usize, request: Request) -> Option<Allocation> {
         let (index, mut state) = self.lock_shard(slot);
         let shard = &self.shards[index];
@@ -242,7 +250,7 @@ impl Shards {
             self.draw_credit(shard, &mut state, request.bytes)?;
         }
         let Some(allocation) = self.allocate_or_refill(index, &mut state, request) else {
-            // Somebody may be short of what was drawn for this.
+            // Another shard may need the credit that was drawn for this request.
             if self.low_credit.load(Ordering::Relaxed) {
                 self.account.0.uncharge(shard.take_credit(&mut state));
             }
@@ -252,7 +260,7 @@ impl Shards {
         Some(allocation)
     }
 
-    /// The same for bytes that were charged.
+    /// Allocates as [`Shards::allocate_with_draw`] does, for bytes that were charged before.
     pub(super) fn allocate_charged(&self, slot: usize, request: Request) -> Option<Allocation> {
         let (index, mut state) = self.lock_shard(slot);
         self.allocate_or_refill(index, &mut state, request)
@@ -268,8 +276,8 @@ impl Shards {
         allocation.or_else(|| self.refill(shard, state, request))
     }
 
-    /// A block from wherever there is one, for bytes that were charged. No shard takes or gives any memory meanwhile, so that
-    /// none is missed.
+    /// Allocates from any heap, for bytes that were charged before. All shards are locked, so that
+    /// the search misses no memory.
     pub(super) fn allocate_any(&self, request: Request) -> Option<Allocation> {
         let shards = self.shards.iter().enumerate().skip(1);
         let mut states: Vec<_> = shards
@@ -292,9 +300,10 @@ impl Shards {
         })
     }
 
-    /// Charges bytes for the other ways to take a block. It fails only where not enough credit is idle, wherever it is.
+    /// Charges bytes for the slower methods. Fails only if the account and all shards together lack
+    /// idle credit.
     pub(super) fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
-        // Room may be all that was missing.
+        // Credit may suffice, and only room was missing.
         if self.account.0.charge(bytes).is_ok() {
             return Ok(());
         }
@@ -303,12 +312,12 @@ impl Shards {
         self.account.0.charge(bytes)
     }
 
-    /// Gives back what was charged and got no block.
+    /// Returns charged bytes that got no block.
     pub(super) fn uncharge(&self, bytes: u64) {
         self.account.0.uncharge(bytes);
     }
 
-    /// Changes the limit: what is taken after the return is within it.
+    /// Changes the limit. Every allocation after the return obeys it.
     pub(super) fn set_limit(&self, limit: u64) {
         let _one = self.lock_collection();
         self.account.0.set_limit(limit);
@@ -316,12 +325,12 @@ impl Shards {
         self.update_low_credit();
     }
 
-    /// Gives the idle credit of all parts back to the account. `moving` is held.
+    /// Returns the idle credit of all shards to the account. The caller holds `collection`.
     fn collect_credit(&self) {
-        // Who frees in a part after its credit was taken sees this.
+        // A thread that frees in a shard after this collection sees the flag.
         self.low_credit.store(true, Ordering::Relaxed);
-        // Under each part's lock, so that what is being drawn ahead is found too. No part keeps any from here on: what
-        // comes back meanwhile is in the account.
+        // Under each shard's lock, so that concurrent draws are found too. From here on shards keep
+        // no credit, and freed credit goes to the account.
         let shards = self.shards.iter();
         let idle = shards
             .map(|shard| shard.take_credit(&mut shard.state.lock()))
@@ -329,13 +338,14 @@ impl Shards {
         self.account.0.uncharge(idle);
     }
 
-    /// Lets parts keep the credit of what is freed, if all that is drawn is within the limit. `moving` is held.
+    /// Lets shards keep freed credit again if all drawn credit is within the limit. The caller
+    /// holds `collection`.
     fn update_low_credit(&self) {
         let BudgetSnapshot { limit, used } = self.account.0.snapshot();
         self.low_credit.store(used > limit, Ordering::Relaxed);
     }
 
-    /// The limit, and live bytes as asked for.
+    /// Returns the limit and the requested bytes of live blocks.
     pub(super) fn budget(&self) -> BudgetSnapshot {
         BudgetSnapshot {
             used: self.totals().requested,
@@ -350,7 +360,7 @@ impl Shards {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Draws credit for a request of `bytes`, and some ahead.
+    /// Draws credit for a request, and more ahead if possible.
     fn draw_credit(&self, shard: &Shard, state: &mut ShardState, bytes: u64) -> Option<()> {
         let BudgetSnapshot { limit, used } = self.account.0.snapshot();
         let remaining = limit.saturating_sub(used);
@@ -372,7 +382,7 @@ impl Shards {
         Some(())
     }
 
-    /// Frees a block that `after` may still use; `left` as in [`Heap::free`].
+    /// Frees a block that `deps` may still use; for `remaining` see [`TlsfHeap::free`].
     #[inline]
     pub(super) fn free(
         &self,
@@ -383,7 +393,7 @@ impl Shards {
         let shard = self.shard_of_handle(handle)?;
         let mut state = shard.state.lock();
         let requested = state.heap.free(handle.id, deps, remaining)?;
-        // What is of the central heap was paid for by shards.
+        // Shards paid the credit of a block in the central heap.
         if handle.shard as usize == CENTRAL || self.low_credit.load(Ordering::Relaxed) {
             self.account.0.uncharge(requested);
         } else {
@@ -392,7 +402,7 @@ impl Shards {
         Ok(())
     }
 
-    /// Remembers what more may use a live block.
+    /// Adds deps to a live block and changes its count of open uses.
     pub(super) fn update_use(
         &self,
         handle: BlockHandle,
@@ -406,14 +416,14 @@ impl Shards {
             .update_use(handle.id, deps, open)
     }
 
-    /// Gives the empty chunks of all shards back to the central heap.
+    /// Returns the empty chunks of all shards to the central heap.
     pub(super) fn return_chunks(&self) {
         for shard in &self.shards[1..] {
             self.return_shard_chunks(&mut shard.state.lock());
         }
     }
 
-    /// The same without waiting for shards that are in use, or are a thread's by right; whether there was a chunk.
+    /// Returns empty chunks of shards whose lock is free at once; says whether there was one.
     fn return_idle_chunks(&self) -> bool {
         let states = self.shards[1..]
             .iter()
@@ -428,7 +438,7 @@ impl Shards {
         returned.count()
     }
 
-    /// What there is. Heaps are looked at one after the other: sums over a moment in which others go on.
+    /// Sums over the heaps, one after the other, while other threads keep allocating.
     pub(super) fn totals(&self) -> Totals {
         let mut totals = Totals::default();
         let (mut chunk_bytes, mut chunks) = (0, 0);
@@ -459,13 +469,14 @@ impl Shards {
             .ok_or(HeapError::NotLive)
     }
 
-    /// The shard of a lane and the calling thread.
+    /// Locks the shard of a stream slot and the calling thread.
     fn lock_shard(&self, slot: usize) -> (usize, BiasedGuard<'_, ShardState>) {
         let index = shard_index(slot, shard_affinity::shard_offset());
         (index, self.shards[index].state.lock())
     }
 
-    /// Gives a shard a chunk and allocates from it, or from the central heap where there is none.
+    /// Adds a chunk to a shard and allocates from it, or from the central heap if there is no
+    /// chunk.
     fn refill(&self, shard: usize, state: &mut ShardState, request: Request) -> Option<Allocation> {
         if self.grow_shard(state, request).is_some()
             || self.return_idle_chunks() && self.grow_shard(state, request).is_some()
@@ -478,7 +489,7 @@ impl Shards {
         self.central().allocate(CENTRAL, request)
     }
 
-    /// Gives a shard a chunk, if there is one that is worth it for a request.
+    /// Adds a chunk to a shard, if a sufficiently large one is left.
     fn grow_shard(&self, state: &mut ShardState, request: Request) -> Option<()> {
         let mut central = self.central();
         let max_chunk = central.heap.free_bytes() / CHUNK_DIVISOR;
@@ -493,7 +504,7 @@ impl Shards {
         state.add_chunk(central.heap.allocate_chunk(chunk)?)
     }
 
-    /// Gives a chunk back, if it is empty.
+    /// Returns a chunk that is empty.
     fn return_chunk(&self, state: &mut ShardState, region: usize) -> bool {
         let Some(chunk) = &state.chunks[region] else {
             return false;
@@ -503,12 +514,13 @@ impl Shards {
             return false;
         };
         state.chunks[region] = None;
-        // A chunk stays allocated for as long as its shard has it.
+        // The central heap counts the chunk as allocated while a shard owns it, so this cannot
+        // fail.
         let _ = self.central().heap.free(id, deps, |all| all);
         true
     }
 
-    /// Gives back the free ends of a shard's chunks.
+    /// Returns the free edges of a shard's chunks.
     fn return_edges(&self, state: &mut ShardState) {
         for end in state.heap.edge_blocks() {
             self.return_edge(state, &end);
@@ -521,7 +533,7 @@ impl Shards {
         let (kept_id, edge_id) = central.heap.split_chunk(chunk.id, end)?;
         let span = state.heap.remove_edge(end, chunk.span);
         state.chunks[end.region as usize] = Some(Chunk { id: kept_id, span });
-        // It was allocated a moment ago, and the lock is held.
+        // The split allocated the edge a moment ago under this lock, so this cannot fail.
         let _ = central.heap.free(edge_id, end.deps, |all| all);
         Some(())
     }

@@ -1,30 +1,29 @@
-//! Which list a free block of a size stands in: two levels of size classes, each with a bit that says "not empty".
+//! Maps sizes to free lists by two levels of size classes, each with a bitmap of nonempty lists.
 //!
-//! The first level is the power of two, the second cuts each power into 64 equal classes, so that a class is at
-//! most 1/64 of its size wide. Sizes below 64 granules have a class each. This is the index of TLSF ("a new
-//! dynamic memory allocator for real-time systems", Masmano et al., ECRTS 2004); two bit scans find the smallest
-//! class that has a block.
+//! The first level is the power of two. The second level divides each power into 64 equal classes,
+//! so that a class is at most 1/64 of its size wide. Sizes below 64 granules have a class each.
+//! This is the index of TLSF ("a new dynamic memory allocator for real-time systems", Masmano et
+//! al., ECRTS 2004): two bit scans find the smallest nonempty class.
 
-/// How many classes a power of two is cut into: the bits of a word.
+/// Number of second-level classes of a power of two, one for each bit of a word.
 const SL_COUNT: u32 = u64::BITS;
 const SL_BITS: u32 = SL_COUNT.trailing_zeros();
-/// Powers of two of a size in granules, those below [`CUTS`] being one: 27, and a power of two, so that a row is in its array
-/// by its bits.
+/// Number of first-level classes. Sizes below [`SL_COUNT`] share one, which makes 27; rounded to a
+/// power of two, so that masked indices need no bounds check.
 const FL_COUNT: usize = (u32::BITS - SL_BITS + 1).next_power_of_two() as usize;
 const CLASS_COUNT: usize = FL_COUNT * SL_COUNT as usize;
 
-/// No block.
 pub(super) const NO_BLOCK: u32 = 0;
 
-/// One size class: its row, and its cut of that in the low bits.
+/// Size class: the first level, with the second level in the low bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SizeClass(u32);
 
 impl SizeClass {
-    /// The class that a block of `size` granules stands in.
+    /// Returns the class of a block of `size` granules.
     #[inline]
     pub(super) fn of(size: u32) -> SizeClass {
-        // From row 1 on the size's leading bit counts the row up by one.
+        // From first level 1 on, the size's leading bit adds one to the first level.
         let shift = (size | (2 * SL_COUNT - 1)).ilog2() - SL_BITS;
         SizeClass((shift << SL_BITS) + (size >> shift))
     }
@@ -47,7 +46,7 @@ impl SizeClass {
     }
 }
 
-/// The first block of each class.
+/// Heads of the free lists, with a bitmap for each level.
 #[derive(Debug)]
 pub(super) struct ClassLists {
     heads: Box<[u32; CLASS_COUNT]>,
@@ -64,13 +63,13 @@ impl ClassLists {
         }
     }
 
-    /// The first block of a class, or [`NONE`].
+    /// Returns the first block of a class, or [`NO_BLOCK`].
     #[inline]
     pub(super) fn head(&self, class: SizeClass) -> u32 {
         self.heads[class.index()]
     }
 
-    /// Puts a block before the first of a class, and answers that one.
+    /// Puts a block at the head of a class and returns the previous head.
     #[inline]
     pub(super) fn push_front(&mut self, class: SizeClass, block: u32) -> u32 {
         let row = class.first_level();
@@ -79,8 +78,8 @@ impl ClassLists {
         std::mem::replace(&mut self.heads[class.index()], block)
     }
 
-    /// Puts the second block of a class in the place of its first; [`NONE`] empties the class. Which of the two it is nobody
-    /// can foresee: no branch.
+    /// Replaces the head of a class by its second block; [`NO_BLOCK`] empties the class.
+    /// Branch-free, because both cases are common.
     #[inline]
     pub(super) fn replace_head(&mut self, class: SizeClass, second: u32) {
         let row = class.first_level();
@@ -89,7 +88,8 @@ impl ClassLists {
         self.first_level_bitmap ^= u32::from(self.second_level_bitmaps[row] == 0) << row;
     }
 
-    /// The smallest class above `class` that has a block: each block there is larger than every one of `class`.
+    /// Returns the smallest nonempty class above `class`, whose blocks are all larger than those of
+    /// `class`.
     #[inline]
     pub(super) fn above(&self, class: SizeClass) -> Option<SizeClass> {
         let (row, cut) = (class.first_level(), class.second_level());
@@ -111,12 +111,12 @@ impl ClassLists {
         })
     }
 
-    /// The class of the smallest blocks.
+    /// Returns the smallest nonempty class.
     pub(super) fn smallest(&self) -> Option<SizeClass> {
         self.lowest_in(self.first_level_bitmap)
     }
 
-    /// The class of the largest blocks.
+    /// Returns the largest nonempty class.
     pub(super) fn largest(&self) -> Option<SizeClass> {
         (self.first_level_bitmap != 0).then(|| {
             let row = self.first_level_bitmap.ilog2();

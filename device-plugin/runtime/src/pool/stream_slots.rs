@@ -1,8 +1,9 @@
-//! Which lane a stream has, and how one stream is put behind others.
+//! Assigns stream slots, and orders one stream behind others.
 //!
-//! A lane is found by the stream's key without a lock. A pool has 64; a lane whose stream nobody else holds any more
-//! is given to the next one, which is put behind it first: so whatever waits for the new stream waits for the old
-//! one's work too. Where all 64 streams live, the next has no lane, and what it frees is waited for.
+//! A pool has 64 slots, and a lookup by the stream's key takes no lock. A slot whose stream has no
+//! other handle goes to the next stream, which is first ordered behind the old one. Waiting for the
+//! new stream then covers the old stream's work. When 64 streams live, a further stream has no
+//! slot, and the host waits for it at each free.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -11,24 +12,24 @@ use super::epoch::{EventClock, SLOT_COUNT, StreamSlot, slots_in};
 use crate::driver::{Event, Stream};
 use crate::error::CudaError;
 
-/// No stream had the lane yet: a search ends here.
+/// The slot was never used: a probe ends here.
 const EMPTY: u64 = 0;
-/// The lane's stream was taken from it: a search goes on.
+/// The slot's stream was forgotten: a probe continues.
 const TOMBSTONE: u64 = u64::MAX;
 
-/// The streams of a pool.
+/// Streams of a pool.
 #[derive(Debug)]
 pub(super) struct StreamSlots {
-    /// A stream's key plus 1, at the first place from the key's that was not another's.
+    /// Open-addressing table of each stream's key plus 1.
     keys: [AtomicU64; SLOT_COUNT],
     streams: Mutex<Vec<Option<Stream>>>,
     events: Mutex<Vec<Event>>,
-    /// The pool's own.
+    /// The pool's own stream.
     internal: (Stream, StreamSlot),
 }
 
 impl StreamSlots {
-    /// With a lane for the pool's own stream.
+    /// Creates the table with a slot for the pool's own stream.
     pub(super) fn new(internal: Stream) -> StreamSlots {
         let key = key(&internal);
         let slot = probe_slot(key, 0);
@@ -43,12 +44,12 @@ impl StreamSlots {
         slots
     }
 
-    /// The pool's own stream.
+    /// Returns the pool's own stream and its slot.
     pub(super) fn internal_stream(&self) -> (&Stream, StreamSlot) {
         (&self.internal.0, self.internal.1)
     }
 
-    /// A stream's lane; `None` where all are taken.
+    /// Returns a stream's slot, and assigns one if necessary; `None` if all slots are taken.
     #[inline]
     pub(super) fn slot_for(&self, stream: &Stream) -> Result<Option<StreamSlot>, CudaError> {
         match self.find(stream) {
@@ -57,7 +58,7 @@ impl StreamSlots {
         }
     }
 
-    /// The lane that a stream has already.
+    /// Returns the slot that a stream has.
     #[inline]
     fn find(&self, stream: &Stream) -> Option<StreamSlot> {
         let key = key(stream);
@@ -80,7 +81,7 @@ impl StreamSlots {
         None
     }
 
-    /// Takes the lane of a stream away, so that the stream can be destroyed by who made it.
+    /// Removes a stream, so that its owner can destroy it.
     pub(super) fn forget(&self, stream: &Stream) -> Result<(), CudaError> {
         let mut streams = self.streams();
         let Some(slot) = self.find(stream) else {
@@ -95,7 +96,7 @@ impl StreamSlots {
         Ok(())
     }
 
-    /// Puts what will be submitted to a stream behind what is in others now.
+    /// Orders later work of a stream behind the present work of others.
     pub(super) fn wait(
         &self,
         order: &EventClock,
@@ -104,7 +105,8 @@ impl StreamSlots {
         others: u64,
     ) -> Result<(), CudaError> {
         for of in slots_in(others) {
-            // Held until the event is recorded: once the other is forgotten it may be destroyed.
+            // The lock is held until the event is recorded, because a forgotten stream may be
+            // destroyed.
             let streams = self.streams();
             let Some(other) = &streams[of.index()] else {
                 continue;
@@ -150,7 +152,8 @@ impl StreamSlots {
         Ok(Some(slot))
     }
 
-    /// A wait means the event as it is then, so the event can be recorded anew at once.
+    /// Orders a stream behind another. A wait captures the event's state, so the event can be
+    /// reused at once.
     fn order_after(&self, stream: &Stream, other: &Stream) -> Result<(), CudaError> {
         let spare = self.events().pop();
         let event = match spare {
@@ -177,13 +180,13 @@ fn key(stream: &Stream) -> u64 {
     stream.key().number().wrapping_add(1)
 }
 
-/// Where a key looks for its lane at a step.
+/// Returns the slot at a step of the key's probe sequence.
 #[inline]
 fn probe_slot(key: u64, step: usize) -> StreamSlot {
     StreamSlot::wrapping(key.wrapping_add(step as u64))
 }
 
-/// All lanes, in the order in which a key looks for its own.
+/// Iterates over all slots in the key's probe order.
 fn probe_sequence(key: u64) -> impl Iterator<Item = StreamSlot> {
     (0..SLOT_COUNT).map(move |step| probe_slot(key, step))
 }

@@ -1,65 +1,66 @@
-//! A heap of address ranges: which block a request gets, and what a free block becomes one with.
+//! Places blocks in address ranges by TLSF (two-level segregated fit), with headers outside the
+//! memory.
 //!
-//! It knows numbers only, neither memory nor driver: headers stand beside the memory, for a GPU's memory cannot be
-//! written from the host for the price of an allocation. An allocation takes the first block of the smallest class
-//! that fits and gives back the rest; a free merges with both neighbours at once. Both take a bounded number of
-//! steps, but for one search: where every larger class is empty, the request's own class is looked through, so that
-//! nothing is refused that fits somewhere.
+//! The heap computes with numbers and touches neither memory nor driver, because a host write to
+//! GPU memory costs more than an allocation. An allocation takes the first block of the smallest
+//! class that fits and returns the remainder; a free merges with both neighbours at once. Both take
+//! a bounded number of steps, with one exception: when all larger classes are empty, the request's
+//! own class is searched, so that a request fails only if no block fits.
 
 use super::epoch::StreamDeps;
 use super::size_classes::{ClassLists, NO_BLOCK, SizeClass};
 
-/// Blocks begin at multiples of this and have such sizes: what CUDA's own allocations guarantee, and RMM's.
+/// Blocks start at multiples of this and have such sizes, as CUDA's own allocations and RMM's do.
 pub(super) const GRANULE: u64 = 256;
 
-/// A rest of up to this part of a block is not worth a header of its own.
+/// A remainder of up to this fraction of a block gets no header of its own.
 const MAX_SLACK_SHIFT: u32 = 6;
-/// A rest above this many granules always is.
+/// A remainder above this many granules always gets a header.
 const MAX_SLACK: u32 = 64;
 
-/// A block of a heap. It never names another block, even after its header is used again.
+/// Identifies a block of a heap, and never another one after the header is reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct BlockId {
-    /// The header's place.
+    /// Index of the header.
     pub(super) index: u32,
-    /// The number of the allocation among all of its heap, from 1.
+    /// Number of the allocation in this heap, from 1.
     pub(super) serial: u64,
 }
 
-/// What an allocation got.
+/// Allocated block.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct HeapBlock {
-    /// To free it by.
+    /// Identity for the free.
     pub(super) id: BlockId,
-    /// Where it begins.
+    /// First address.
     pub(super) address: u64,
-    /// Its size in bytes, at least the request's.
+    /// Size in bytes, at least the requested size.
     pub(super) bytes: u64,
-    /// What may still use it.
+    /// Streams that may still use the memory.
     pub(super) deps: StreamDeps,
 }
 
-/// A region that is free from end to end.
+/// Region that is entirely free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct EmptyRegion {
-    /// The region's name.
+    /// Region's number.
     pub(super) region: u32,
-    /// The block that spans it.
+    /// Header of the block that spans the region.
     pub(super) index: u32,
 }
 
-/// Why nothing was done with a block.
+/// Reason for which the heap refuses a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum HeapError {
-    /// It is not this heap's, or was freed before.
+    /// The block is not this heap's, or was freed before.
     #[error("the block is not allocated")]
     NotLive,
-    /// Uses of it are open.
+    /// Uses of the block are open.
     #[error("{0} uses of the block are open")]
     InUse(u32),
 }
 
-/// What becomes of the uses of a block that are open.
+/// Change of the number of open uses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum UseCount {
     Inc,
@@ -67,43 +68,44 @@ pub(super) enum UseCount {
     Dec,
 }
 
-/// A free block at an end of a region that is not free from end to end.
+/// Free block at an edge of a region that is not entirely free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct EdgeBlock {
-    /// The region's name.
+    /// Region's number.
     pub(super) region: u32,
-    /// The block.
+    /// Header of the block.
     index: u32,
-    /// Its bytes.
+    /// Size in bytes.
     pub(super) bytes: u64,
-    /// Whether it is the lower end.
+    /// Whether the block is at the lower edge.
     pub(super) low: bool,
-    /// What may still use it.
+    /// Streams that may still use the block.
     pub(super) deps: StreamDeps,
 }
 
-/// Exactly a cache line: a merge with both neighbours touches three. Fields that are written one by one do not stand side
-/// by side where they would be read as one: a processor cannot read together what it has yet to write apart.
+/// Exactly one cache line: a merge with both neighbours touches three. Fields that are written
+/// separately are not adjacent where they would be read together, because such a load would miss
+/// store-to-load forwarding.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 struct Header {
-    /// Of a free block: the lanes of what may still use it. Of an allocated one: of what may, beside what it is freed by.
+    /// Deps of a free block. For an allocated block, deps in addition to those of its free.
     slots: u64,
     address: u64,
-    /// When the latest of these uses was.
+    /// Stamp of these deps.
     stamp: u64,
-    /// The allocation's number; 0 while the block is free.
+    /// Number of the allocation; 0 for a free block.
     serial: u64,
-    /// Bytes that were asked for.
+    /// Requested bytes.
     requested: u64,
-    /// In granules; 0 while the header is unused, and of [`EDGE`].
+    /// Size in granules; 0 for an unused header and for [`SENTINEL`].
     size: u32,
-    /// The neighbour at the lower address.
+    /// Neighbour at the lower address.
     below: u32,
-    /// The neighbour at the higher address.
+    /// Neighbour at the higher address.
     above: u32,
-    /// Of a free block: its neighbours in the class's list. Of an unused header: the next one. Of an allocated block:
-    /// `previous` counts the uses that are open.
+    /// Free block: neighbours in the list of its class. Unused header: `next` is the next unused
+    /// one. Allocated block: `previous` counts open uses.
     previous: u32,
     next: u32,
     region: u32,
@@ -145,32 +147,32 @@ const UNUSED: Header = Header {
     region: 0,
 };
 
-/// The header with the index [`NONE`]: the neighbour of a block that has none, and of the ends of lists. It is never free,
-/// and written to like any other, which saves to ask each time.
+/// Header with the index [`NO_BLOCK`]: the neighbour at the edges of regions and lists. It is never
+/// free, and code writes to it without a check, which saves a branch.
 const SENTINEL: Header = Header {
     serial: LAST_FREED,
     ..UNUSED
 };
 
-/// The number of a block that is neither allocated nor one with its neighbours.
+/// Serial number of the block that was freed last and is not merged yet.
 const LAST_FREED: u64 = u64::MAX;
 
-/// The heap.
+/// TLSF heap.
 #[derive(Debug)]
 pub(super) struct TlsfHeap {
     headers: Vec<Header>,
     free_headers: u32,
     classes: ClassLists,
-    /// Bytes, free or not.
+    /// Free and allocated bytes.
     total_bytes: u64,
     free_bytes: u64,
     requested_bytes: u64,
-    /// A free block that stands in no list, and is one with no neighbour: the last allocation's, freed before the next. Who
-    /// allocates and frees the same size over and over gets it as it is.
+    /// Block that was freed right after its allocation, kept in no list and unmerged. A program
+    /// that allocates and frees one size repeatedly gets this block without a split or merge.
     last_freed: u32,
-    /// Allocations so far.
+    /// Number of allocations so far.
     allocations: u64,
-    /// Frees so far.
+    /// Number of frees so far.
     frees: u64,
 }
 
@@ -181,7 +183,6 @@ impl Default for TlsfHeap {
 }
 
 impl TlsfHeap {
-    /// A heap without memory.
     pub(super) fn new() -> TlsfHeap {
         TlsfHeap {
             headers: vec![SENTINEL],
@@ -196,27 +197,25 @@ impl TlsfHeap {
         }
     }
 
-    /// Bytes that are free.
     pub(super) fn free_bytes(&self) -> u64 {
         self.free_bytes
     }
 
-    /// Bytes of allocated blocks, as large as they are.
+    /// Returns the bytes of allocated blocks after rounding.
     pub(super) fn live_bytes(&self) -> u64 {
         self.total_bytes - self.free_bytes
     }
 
-    /// Bytes of allocated blocks, as they were asked for.
+    /// Returns the requested bytes of allocated blocks.
     pub(super) fn requested_bytes(&self) -> u64 {
         self.requested_bytes
     }
 
-    /// Allocated blocks.
     pub(super) fn live_blocks(&self) -> u64 {
         self.allocations - self.frees
     }
 
-    /// Bytes of the largest free block.
+    /// Returns the size of the largest free block in bytes.
     pub(super) fn largest_free(&mut self) -> u64 {
         self.merge_last_freed();
         let Some(class) = self.classes.largest() else {
@@ -228,7 +227,7 @@ impl TlsfHeap {
         to_bytes(sizes.max().unwrap_or(0))
     }
 
-    /// Adds a region of free memory, whole granules; `None` where it is too large for one or empty.
+    /// Adds a free region of whole granules; `None` if the region is empty or too large.
     pub(super) fn add_region(
         &mut self,
         region: u32,
@@ -254,15 +253,15 @@ impl TlsfHeap {
         Some(EmptyRegion { region, index })
     }
 
-    /// Whether a region is free from end to end, and what may still use it. Its lowest block is the one that
-    /// [`Heap::add`] answered: merging keeps the lower header, splitting too.
+    /// Returns the deps of a region that is entirely free. The region's lowest header never
+    /// changes, because merges and splits keep the lower header.
     pub(super) fn empty_region_deps(&self, region: EmptyRegion) -> Option<StreamDeps> {
         let header = self.headers.get(region.index as usize)?;
         let spans = header.size > 0 && header.below == NO_BLOCK && header.above == NO_BLOCK;
         (spans && is_free(header) && header.region == region.region).then_some(header.deps())
     }
 
-    /// Takes a region away that is free from end to end; what may still use it.
+    /// Removes a region that is entirely free, and returns its deps.
     pub(super) fn remove_region(&mut self, region: EmptyRegion) -> Option<StreamDeps> {
         self.merge_last_freed();
         let deps = self.empty_region_deps(region)?;
@@ -274,7 +273,7 @@ impl TlsfHeap {
         Some(deps)
     }
 
-    /// A block of at least `asked` bytes at a multiple of `align` (a power of two).
+    /// Allocates at least `requested` bytes at a multiple of `align`, a power of two.
     #[inline]
     pub(super) fn allocate(&mut self, requested: u64, align: u64) -> Option<HeapBlock> {
         let size = u32::try_from(requested.div_ceil(GRANULE)).ok()?.max(1);
@@ -294,7 +293,7 @@ impl TlsfHeap {
         Some(self.finish_allocation(index, requested))
     }
 
-    /// A block for another heap to cut up: one that nobody asked for yet.
+    /// Allocates a block that another heap will suballocate. It counts no requested bytes.
     pub(super) fn allocate_chunk(&mut self, bytes: u64) -> Option<HeapBlock> {
         let size = u32::try_from(bytes / GRANULE)
             .ok()
@@ -304,7 +303,8 @@ impl TlsfHeap {
         Some(self.finish_allocation(index, 0))
     }
 
-    /// Cuts a lent block where one of its ends is free in the heap that has it: what stays lent, and the end.
+    /// Splits a chunk at an edge block of the heap that owns it. Returns the rest of the chunk and
+    /// the edge.
     pub(super) fn split_chunk(
         &mut self,
         id: BlockId,
@@ -333,7 +333,7 @@ impl TlsfHeap {
         })
     }
 
-    /// The free blocks at the ends of regions that are not free from end to end.
+    /// Returns the free blocks at the edges of regions that are not entirely free.
     pub(super) fn edge_blocks(&mut self) -> Vec<EdgeBlock> {
         self.merge_last_freed();
         let Some(first) = self.classes.smallest() else {
@@ -353,7 +353,7 @@ impl TlsfHeap {
         ends.collect()
     }
 
-    /// Takes the free end of a region away; the region without it.
+    /// Removes the free edge of a region, and returns the rest of the region.
     pub(super) fn remove_edge(&mut self, end: &EdgeBlock, region: EmptyRegion) -> EmptyRegion {
         let Header {
             above, below, size, ..
@@ -373,8 +373,9 @@ impl TlsfHeap {
         region
     }
 
-    /// Frees a block that `after` may still use. `left` says what of a neighbour's users is still to be waited for by
-    /// who waits for `after`. Answers the bytes that were asked for.
+    /// Frees a block that `deps` may still use, and returns its requested bytes.
+    ///
+    /// `remaining` returns the deps of a neighbour that a wait for `deps` does not cover.
     #[inline]
     pub(super) fn free(
         &mut self,
@@ -400,7 +401,8 @@ impl TlsfHeap {
                 return Ok(requested);
             }
         }
-        // Who waits for what was set aside earlier waits for `after` where both are one and the same stream.
+        // A wait for `deps` covers the waits of the earlier block only if the same single stream
+        // freed both.
         let freed_slots = self.headers[index as usize].slots;
         let covered =
             index == id.index || (freed_slots == deps.slots && freed_slots.is_power_of_two());
@@ -414,7 +416,7 @@ impl TlsfHeap {
         Ok(requested)
     }
 
-    /// Makes the block that was set aside one with its neighbours.
+    /// Merges the last freed block with its neighbours.
     #[cold]
     fn merge_last_freed(&mut self) {
         let index = std::mem::replace(&mut self.last_freed, NO_BLOCK);
@@ -423,7 +425,7 @@ impl TlsfHeap {
         }
     }
 
-    /// Makes a block that was freed one with its neighbours, and puts it in its list.
+    /// Merges a freed block with its neighbours and adds the result to its list.
     #[inline]
     fn merge(&mut self, mut index: u32, remaining: impl Fn(StreamDeps) -> StreamDeps) {
         let header = &mut self.headers[index as usize];
@@ -466,7 +468,7 @@ impl TlsfHeap {
         }
     }
 
-    /// Remembers what more may use an allocated block.
+    /// Adds deps to an allocated block and changes its count of open uses.
     pub(super) fn update_use(
         &mut self,
         id: BlockId,
@@ -492,7 +494,8 @@ impl TlsfHeap {
             .ok_or(HeapError::NotLive)
     }
 
-    /// The class whose first block has at least `size` granules: the request's own, or the smallest above it.
+    /// Returns the class whose first block has at least `size` granules: the request's own class or
+    /// the smallest above.
     #[inline]
     fn find_class(&mut self, size: u32) -> Option<SizeClass> {
         let own = SizeClass::of(size);
@@ -506,7 +509,7 @@ impl TlsfHeap {
         }
     }
 
-    /// Makes a block of a class that is large enough its first.
+    /// Moves a sufficiently large block of a class to the head of its list.
     #[cold]
     fn find_in_class(&mut self, class: SizeClass, size: u32) -> Option<SizeClass> {
         if self.last_freed != NO_BLOCK {
@@ -521,12 +524,13 @@ impl TlsfHeap {
         Some(class)
     }
 
-    /// A free block of at least `size` granules that begins at a multiple of `align`: what is below is cut off.
+    /// Returns a free block of at least `size` granules at a multiple of `align`, after cutting off
+    /// the part below.
     #[cold]
     fn find_aligned(&mut self, size: u32, align: u64) -> Option<u32> {
         self.merge_last_freed();
         let align_granules = u32::try_from(align / GRANULE).ok()?;
-        // The largest shift that any address can need; a block that needs less may be smaller.
+        // The largest skip that any address can need; a block that needs less may be smaller.
         let roomy = self.find_class(size.checked_add(align_granules - 1)?);
         let fits = |&index: &u32| {
             let header = &self.headers[index as usize];
@@ -548,7 +552,7 @@ impl TlsfHeap {
         rest
     }
 
-    /// Takes a free block from its list, and gives back what is above `size` granules.
+    /// Takes a free block from its list and returns the remainder above `size` granules.
     fn take_low(&mut self, index: u32, size: u32) -> u32 {
         self.unlink(index);
         let rest = self.headers[index as usize].size - size;
@@ -560,8 +564,10 @@ impl TlsfHeap {
         index
     }
 
-    /// Cuts `size` granules from the upper end of a class's first block, where more than a crumb is left; what stands in no
-    /// list then. The block keeps its place in its list as long as it stays in its class, which a large one does.
+    /// Takes `size` granules from the upper end of a class's first block.
+    ///
+    /// The remainder keeps its place in the list while it stays in its class, as a large block
+    /// does. The taken part is in no list.
     #[inline]
     fn take_high(&mut self, class: SizeClass, size: u32) -> u32 {
         let index = self.classes.head(class);
@@ -583,7 +589,7 @@ impl TlsfHeap {
         top
     }
 
-    /// Allocates a block that stands in no list.
+    /// Marks a block outside the lists as allocated.
     #[inline]
     fn finish_allocation(&mut self, index: u32, requested: u64) -> HeapBlock {
         self.allocations += 1;
@@ -604,7 +610,7 @@ impl TlsfHeap {
         block
     }
 
-    /// Cuts a block after `size` granules; the rest, in no list.
+    /// Splits a block after `size` granules and returns the upper part, which is in no list.
     #[inline]
     fn split(&mut self, index: u32, size: u32) -> Option<u32> {
         let rest = self.take_header()?;
@@ -638,7 +644,7 @@ impl TlsfHeap {
         self.link_in(class, index);
     }
 
-    /// Puts a block first in the list of its class.
+    /// Adds a block at the head of its class.
     #[inline]
     fn link_in(&mut self, class: SizeClass, index: u32) {
         let next = self.classes.push_front(class, index);
@@ -654,7 +660,7 @@ impl TlsfHeap {
         self.unlink_from(class, index);
     }
 
-    /// Takes a block from the list of its class.
+    /// Removes a block from its class.
     #[inline(always)]
     fn unlink_from(&mut self, class: SizeClass, index: u32) {
         let Header { previous, next, .. } = self.headers[index as usize];
@@ -665,7 +671,7 @@ impl TlsfHeap {
         self.headers[previous as usize].next = next;
     }
 
-    /// Takes the first block from the list of its class.
+    /// Removes the first block of its class.
     #[inline]
     fn unlink_first(&mut self, class: SizeClass, index: u32) {
         let next = self.headers[index as usize].next;
@@ -673,7 +679,7 @@ impl TlsfHeap {
         self.classes.replace_head(class, next);
     }
 
-    /// An unused header; `None` where all indices are used.
+    /// Takes an unused header; `None` if all indices are used.
     #[inline]
     fn take_header(&mut self) -> Option<u32> {
         let index = self.free_headers;
@@ -691,7 +697,7 @@ impl TlsfHeap {
         Some(index)
     }
 
-    /// Keeps a header for later.
+    /// Adds a header to the unused ones.
     #[inline]
     fn recycle_header(&mut self, index: u32) {
         let header = &mut self.headers[index as usize];
@@ -713,7 +719,7 @@ impl TlsfHeap {
     }
 }
 
-/// Whether what is left of a block of which `size` granules are taken gets a header of its own.
+/// Returns whether the remainder of a split gets a header of its own.
 #[inline]
 fn should_split(rest: u32, size: u32) -> bool {
     rest > (size >> MAX_SLACK_SHIFT).min(MAX_SLACK)
@@ -729,7 +735,7 @@ fn to_bytes(granules: u32) -> u64 {
     u64::from(granules) * GRANULE
 }
 
-/// Granules from `address` to the next multiple of `align`.
+/// Returns the granules from `address` to the next multiple of `align`.
 fn alignment_skip(address: u64, align: u64) -> u64 {
     (address.next_multiple_of(align) - address) / GRANULE
 }

@@ -1,8 +1,8 @@
-//! A lease that is being written, as a resource to allocate from.
+//! Allocates blocks from a lease that is being written, as a bump allocator.
 //!
-//! What is allocated lies in the order of the requests, so a program that loads the same things in the same order finds them
-//! at the same offsets in the kept lease. Only the end of the lease frees memory: no byte is handed out twice, so no work in a
-//! stream can meet another's.
+//! Blocks lie in the order of the requests, so a program that loads the same content in the same
+//! order finds it at the same offsets. A free reuses nothing before the lease ends, so blocks of
+//! different streams never overlap.
 
 use std::alloc::Layout;
 use std::collections::HashSet;
@@ -17,10 +17,10 @@ use crate::resource::{
     check_request, remove_live,
 };
 
-/// What a mapping's address is a multiple of, at least: the smallest granularity of a driver is 2 MiB.
+/// Guaranteed alignment of a mapping: the smallest granularity of a driver is 2 MiB.
 const ALIGNMENT: usize = 2 << 20;
 
-/// Hands out the bytes of a lease from its start to its end.
+/// Resource that allocates a lease from start to end.
 #[derive(Debug)]
 pub struct LeaseArena {
     writing: LeaseWriter,
@@ -31,15 +31,15 @@ pub struct LeaseArena {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Bytes from the start that were handed out, with what alignment left.
+    /// End of the allocated bytes, including alignment gaps.
     offset: u64,
-    /// Blocks that somebody owns, and their bytes.
+    /// Blocks that have an owner.
     live_blocks: HashSet<BlockRef>,
     live_bytes: u64,
 }
 
 impl LeaseArena {
-    /// Allocates from a lease.
+    /// Allocates from a new lease.
     pub fn new(writing: LeaseWriter) -> LeaseArena {
         LeaseArena {
             writing,
@@ -49,15 +49,15 @@ impl LeaseArena {
         }
     }
 
-    /// The lease.
+    /// Returns the lease's writer.
     pub fn writing(&self) -> &LeaseWriter {
         &self.writing
     }
 
-    /// Commits the lease. Blocks keep their addresses, and are read-only.
+    /// Commits the lease. Blocks keep their addresses and become read-only.
     ///
     /// # Errors
-    /// As [`Writing::commit`].
+    /// As [`LeaseWriter::commit`].
     pub fn commit(self) -> Result<RetainedLease, LeaseError> {
         self.writing.commit()
     }
@@ -67,7 +67,7 @@ impl LeaseArena {
     }
 }
 
-/// Where a block of a layout starts behind `taken` bytes of `bytes`, and where it ends.
+/// Returns the start and end of a block behind `taken` of `bytes` bytes.
 fn next_range(taken: u64, bytes: u64, layout: Layout) -> Option<(u64, u64)> {
     let start = taken.checked_next_multiple_of(layout.align() as u64)?;
     let end = start.checked_add(layout.size() as u64)?;

@@ -1,4 +1,4 @@
-//! A lease in this process: mapped to be written, committed, or mapped to be read.
+//! Maps a lease in this process, to write and commit it or to read it.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use super::write_lock::WriteLock;
 use super::{LeaseClient, LeaseError, POLL_INTERVAL, refused, request};
 use crate::driver::{Access, Context, Handle, Mapping};
 
-/// For how long a commit is said again that the agent has not heard, or cannot have done.
+/// Time for which a commit is repeated while the agent does not respond or cannot store it.
 const COMMIT_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// A lease's memory, mapped. The mapping keeps it, whatever becomes of the lease.
+/// Mapped memory of a lease. The mapping keeps the memory even if the lease is discarded.
 #[derive(Debug)]
 pub(super) struct LeaseMemory {
     pub(super) lease: u64,
@@ -22,15 +22,15 @@ pub(super) struct LeaseMemory {
     mapped: MappedHandle,
 }
 
-/// A descriptor's memory, mapped: that alone keeps it. The handle is given up with the mapping, for to do so takes
-/// time, and nobody is to wait for a lease longer than they must.
+/// Mapped handle. The handle is released with the mapping, because an earlier release would delay
+/// the open.
 #[derive(Debug)]
 pub(super) struct MappedHandle {
     mapping: Mapping,
     _handle: Handle,
 }
 
-/// What the agent gave.
+/// Lease that the agent granted.
 #[derive(Debug)]
 pub(super) enum GrantedLease {
     Ready { memory: LeaseMemory, checksum: u64 },
@@ -38,7 +38,8 @@ pub(super) enum GrantedLease {
 }
 
 impl GrantedLease {
-    /// What an answer gives: its descriptor is in it, or was `made` before.
+    /// Maps the granted lease: the memory is `premapped`, or its file descriptor is in the
+    /// response.
     pub(super) fn from_response(
         context: &Context,
         answer: KeptAnswer,
@@ -114,7 +115,7 @@ impl LeaseMemory {
     }
 }
 
-/// The address of a range that is inside the lease.
+/// Returns the address of a range that is inside the lease.
 fn checked_address(
     address: u64,
     lease_bytes: u64,
@@ -132,7 +133,7 @@ fn checked_address(
     }
 }
 
-/// A lease that holds what was committed. Dropping it unmaps it; the lease stays.
+/// Committed lease, mapped read-only. A drop unmaps the memory, and the lease stays.
 #[derive(Debug)]
 pub struct RetainedLease {
     client: LeaseClient,
@@ -144,52 +145,54 @@ impl RetainedLease {
         RetainedLease { client, memory }
     }
 
-    /// The first address. A kernel that writes there faults.
+    /// Returns the first address. A kernel that writes there faults.
     pub fn address(&self) -> u64 {
         self.memory.address()
     }
 
-    /// How many bytes: what the writer asked for, rounded up to the driver's granularity.
+    /// Returns the size: the requested bytes, rounded up to the driver's granularity.
     pub fn bytes(&self) -> u64 {
         self.memory.bytes()
     }
 
-    /// Names the lease; never another one on this node.
+    /// Returns the lease's number, which is unique on the node.
     pub fn lease(&self) -> u64 {
         self.memory.lease
     }
 
-    /// The lease's generation, L: higher than that of any lease of this name and key before.
+    /// Returns the lease's generation, which is higher than that of any earlier lease of this name
+    /// and key.
     pub fn generation(&self) -> u64 {
         self.memory.generation
     }
 
-    /// The context that it is mapped in.
+    /// Returns the context in which the lease is mapped.
     pub fn context(&self) -> &Context {
         self.client.context()
     }
 
-    /// Copies a part of it to the host.
+    /// Copies a part of the lease to the host.
     ///
     /// # Errors
-    /// [`KeptError::OutOfRange`], or what the driver answered.
+    /// [`LeaseError::OutOfRange`], or the driver's error.
     pub fn read(&self, at: u64, to: &mut [u8]) -> Result<(), LeaseError> {
         let from = checked_address(self.address(), self.bytes(), at, to.len())?;
         Ok(self.context().copy_from_device(to, from)?)
     }
 
-    /// The checksum of what it holds now.
+    /// Computes the checksum of the present content.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     pub fn checksum(&self) -> Result<u64, LeaseError> {
         self.client.checksum_of(&self.memory)
     }
 
-    /// Gives the lease up, for all of the namespace. Who has it mapped keeps its memory until then.
+    /// Discards the lease for the whole namespace. Each process that has the lease mapped keeps its
+    /// memory until it unmaps it.
     ///
     /// # Errors
-    /// What the agent refused.
+    /// The refusal of the agent.
     pub fn discard(self) -> Result<(), LeaseError> {
         let RetainedLease { client, memory } = self;
         let lease = memory.lease;
@@ -198,18 +201,19 @@ impl RetainedLease {
     }
 }
 
-/// A new lease, zeroed, that this process alone has. Dropped without a commit it is discarded.
+/// New, zeroed lease of which this process is the only writer. A drop without a commit discards the
+/// lease.
 #[derive(Debug)]
 pub struct LeaseWriter {
     client: LeaseClient,
-    /// `None` once it is committed.
+    /// `None` once the lease is committed.
     memory: Option<LeaseMemory>,
     lease: u64,
     generation: u64,
     address: u64,
     bytes: u64,
     token: u64,
-    /// Until its lease is committed or discarded.
+    /// Held until the lease is committed or discarded.
     _write_lock: Option<WriteLock>,
 }
 
@@ -232,48 +236,50 @@ impl LeaseWriter {
         }
     }
 
-    /// The first address.
+    /// Returns the first address.
     pub fn address(&self) -> u64 {
         self.address
     }
 
-    /// How many bytes: what was asked for, rounded up to the driver's granularity.
+    /// Returns the size: the requested bytes, rounded up to the driver's granularity.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Names the lease; never another one on this node.
+    /// Returns the lease's number, which is unique on the node.
     pub fn lease(&self) -> u64 {
         self.lease
     }
 
-    /// The lease's generation, L: higher than that of any lease of this name and key before.
+    /// Returns the lease's generation, which is higher than that of any earlier lease of this name
+    /// and key.
     pub fn generation(&self) -> u64 {
         self.generation
     }
 
-    /// The context that it is mapped in.
+    /// Returns the context in which the lease is mapped.
     pub fn context(&self) -> &Context {
         self.client.context()
     }
 
-    /// Copies from the host to a part of it.
+    /// Copies bytes of the host to a part of the lease.
     ///
     /// # Errors
-    /// [`KeptError::OutOfRange`], or what the driver answered.
+    /// [`LeaseError::OutOfRange`], or the driver's error.
     pub fn write(&self, at: u64, from: &[u8]) -> Result<(), LeaseError> {
         let to = checked_address(self.address(), self.bytes(), at, from.len())?;
         Ok(self.context().copy_to_device(to, from)?)
     }
 
-    /// Makes the lease what it will be: waits for all work of the context, takes the right to write away from this
-    /// process, and states the checksum. The address stays.
+    /// Commits the content: waits for all work of the context, makes the mapping read-only in
+    /// place, and reports the checksum.
     ///
     /// # Errors
-    /// What the driver answered; [`KeptRefusal::Fenced`] where the right to commit has ended. Either way the lease is
-    /// this writer's no more: it is discarded, but for one that is another's to write by now.
+    /// The driver's error, or [`KeptRefusal::Fenced`] if the right to commit has ended. The lease
+    /// is discarded, except when another writer has it by now.
     pub fn commit(mut self) -> Result<RetainedLease, LeaseError> {
-        // Taken only when nothing can fail any more: until then the end of `self` discards the lease.
+        // Taken only when no step can fail any more: until then the drop of `self` discards the
+        // lease.
         let memory = self.memory.as_ref().ok_or(LeaseError::UnexpectedResponse)?;
         self.client.context().synchronize()?;
         memory
@@ -289,7 +295,8 @@ impl LeaseWriter {
         if let Err(error) = self.report_commit(&question) {
             if matches!(&error, LeaseError::Refused { reason, .. } if *reason == KeptRefusal::Fenced)
             {
-                // It ended with the right to write it, or who asked for it later has that: theirs is not discarded.
+                // The right to write has ended, or a later request of this process has it. That
+                // writer's lease must not be discarded.
                 self.memory = None;
             }
             return Err(error);
@@ -298,8 +305,8 @@ impl LeaseWriter {
         Ok(RetainedLease::new(self.client.clone(), memory))
     }
 
-    /// States what is in the lease. To say the same again is no error, so it is said until it is heard: while the agent is
-    /// replaced, or has lost the vault.
+    /// Reports the commit until the agent confirms it. A commit may be repeated, while the agent
+    /// restarts or has lost the vault.
     fn report_commit(&self, question: &KeptQuestion) -> Result<(), LeaseError> {
         let start = Instant::now();
         loop {
@@ -318,10 +325,10 @@ impl LeaseWriter {
         }
     }
 
-    /// Gives the lease up.
+    /// Discards the lease.
     ///
     /// # Errors
-    /// What the agent refused.
+    /// The refusal of the agent.
     pub fn discard(mut self) -> Result<(), LeaseError> {
         drop(self.memory.take());
         self.client.discard(self.lease)
@@ -332,7 +339,7 @@ impl Drop for LeaseWriter {
     fn drop(&mut self) {
         if let Some(memory) = self.memory.take() {
             drop(memory);
-            // Where it fails, the end of this process ends the lease.
+            // If the request fails, the agent discards the lease when this process exits.
             let _ = self.client.discard(self.lease);
         }
     }

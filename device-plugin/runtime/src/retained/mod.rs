@@ -1,21 +1,23 @@
-//! Kept memory: device memory that outlives the process that filled it.
+//! Opens retained memory: device memory that outlives the process that filled it.
 //!
 //! ```text
 //!                 open                         commit
-//!   (not there) --------> Writing, zeroed ------------> Kept, read-only
-//!                            |  its process ends,          |  open, by any process of the namespace: the content
-//!                            |  or discards it             |  is verified, and a lease that is not what was
-//!                            v                             v  committed is discarded
-//!                          (gone)                        discard
+//!   (no lease) ----------> Writing, zeroed ------------> Ready, read-only
+//!                            |  the writer exits or         |  any process of the namespace opens and
+//!                            |  discards the lease          |  verifies it; a corrupt lease is discarded
+//!                            v                              v
+//!                        (no lease)                     (no lease)
 //! ```
 //!
-//! A lease is found by a name and a key: a digest of all that decides its content (model, revision, quantisation, rank,
-//! versions). The node owns the memory, so it survives a fault, an exec and a kill of whoever has it open.
+//! A lease is found by a name and a key. The key is a digest of everything that decides the
+//! content, such as model, revision, quantisation, rank and versions. The node owns the memory, so
+//! a lease survives a fault, an exec and a kill of each process that has it open.
 //!
-//! * [`ask`] asks the agent, [`image`] says which image of the process asks
-//! * [`claim`] keeps threads of this process from writing the same
-//! * [`lease`] maps, commits, verifies
-//! * [`arena`] is a lease that is being written as a resource to allocate from
+//! * [`request`] sends requests to the agent, and [`process_image`] identifies the requesting
+//!   image.
+//! * [`write_lock`] prevents threads of this process from writing the same lease.
+//! * [`lease`] maps, verifies and commits a lease.
+//! * [`bump`] allocates blocks from a lease that is being written.
 #![forbid(unsafe_code)]
 
 mod bump;
@@ -48,75 +50,77 @@ const INVALID_VALUE: i32 = 1;
 /// `CUDA_ERROR_INVALID_HANDLE`
 const INVALID_HANDLE: i32 = 400;
 
-/// How often a lease that another process writes, or an agent that is away, is asked for again.
+/// Interval between requests for a lease that another process writes, or to an agent that does not
+/// respond.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Why there is no lease.
+/// Reason for which a lease was not opened or used.
 #[derive(Debug, thiserror::Error)]
 pub enum LeaseError {
-    /// A lease cannot be called that.
+    /// The name is not valid for a lease.
     #[error("{name:?} is no name of a lease: {source}")]
     InvalidName {
-        /// What was asked for.
+        /// Requested name.
         name: String,
-        /// Why.
+        /// Reason for which the name is not valid.
         source: WireError,
     },
-    /// Nobody listens where the agent should, or it took too long.
+    /// The agent does not listen at the socket or did not respond in time.
     #[error("asking the agent at {path}: {source}; is this a container with Bursar's GPU memory?")]
     AgentUnreachable {
-        /// The socket.
+        /// Path of the socket.
         path: String,
-        /// Why.
+        /// Cause of the failure.
         source: std::io::Error,
     },
-    /// The agent does not talk to this process.
+    /// The agent refused the connection.
     #[error("the agent refused to talk: {0:?}")]
     Rejected(Reason),
-    /// The agent answered something that is no answer to what it was asked.
+    /// The agent's response does not match the request.
     #[error("the agent's answer does not fit the question")]
     UnexpectedResponse,
-    /// The agent said no.
+    /// The agent refused the request.
     #[error("lease {name:?}: {reason}")]
     Refused {
-        /// The lease's name.
+        /// Lease's name.
         name: String,
-        /// Why.
+        /// Reason of the refusal.
         reason: KeptRefusal,
     },
-    /// The content is not what was committed. The lease is discarded: the next open begins it anew.
+    /// The content differs from the committed content. The lease was discarded, and the next open
+    /// creates it anew.
     #[error("lease {lease}: the content is not what was committed; it is discarded, load it again")]
     Corrupt {
-        /// The lease.
+        /// Lease's number.
         lease: u64,
-        /// The checksum that it was committed with.
+        /// Checksum at the commit.
         committed: u64,
-        /// What it has now.
+        /// Present checksum.
         found: u64,
     },
-    /// The node says that it keeps the lease, and the driver that there is no such memory. The lease is discarded:
-    /// the next open begins it anew.
+    /// The agent has the lease, but the driver does not know its memory. The lease was discarded,
+    /// and the next open creates it anew.
     #[error("lease {lease}: its memory is lost ({source}); it is discarded, load it again")]
     Lost {
-        /// The lease.
+        /// Lease's number.
         lease: u64,
-        /// What the driver answered.
+        /// Error that the driver returned.
         source: CudaError,
     },
-    /// A range that is not inside the lease.
+    /// The range is not inside the lease.
     #[error("{bytes} bytes at {at} of a lease of {lease_bytes} bytes")]
     OutOfRange {
-        /// Where it starts.
+        /// Offset of the range.
         at: u64,
-        /// How long it is.
+        /// Size of the range in bytes.
         bytes: u64,
-        /// How large the lease is.
+        /// Size of the lease in bytes.
         lease_bytes: u64,
     },
     /// The driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// There is no driver, or not this GPU.
+    /// No driver, or no such GPU in this process.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }
@@ -136,14 +140,14 @@ impl From<ChecksumError> for LeaseError {
     fn from(error: ChecksumError) -> LeaseError {
         match error {
             ChecksumError::Cuda(error) => LeaseError::Cuda(error),
-            // Mappings begin at multiples of the granularity.
+            // Mappings start at multiples of the granularity, so this does not happen.
             ChecksumError::Unaligned(_) => LeaseError::UnexpectedResponse,
         }
     }
 }
 
 impl LeaseError {
-    /// Whether the same question may be answered otherwise later.
+    /// Returns whether the same request may succeed later.
     pub fn retryable(&self) -> bool {
         match self {
             LeaseError::Refused { reason, .. } => matches!(
@@ -164,7 +168,7 @@ impl LeaseError {
         }
     }
 
-    /// What follows from it for this process image.
+    /// Returns the class of the failure for this process image.
     pub fn class(&self) -> ErrorClass {
         match self {
             LeaseError::Cuda(error) | LeaseError::Driver(DriverError::Cuda(error)) => error.class(),
@@ -177,7 +181,7 @@ impl LeaseError {
         }
     }
 
-    /// Whether waiting for another process or for the agent is what would help.
+    /// Returns whether waiting for another process or for the agent may help.
     fn is_transient(&self) -> bool {
         match self {
             LeaseError::Refused { reason, .. } => {
@@ -189,16 +193,16 @@ impl LeaseError {
     }
 }
 
-/// A lease that was asked for.
+/// State of an opened lease.
 #[derive(Debug)]
 pub enum LeaseState {
-    /// It is there, and is what was committed.
+    /// The lease is committed and verified.
     Ready(RetainedLease),
-    /// It is new, and this process's to write.
+    /// The lease is new, and this process is its writer.
     Writing(LeaseWriter),
 }
 
-/// Where a process opens leases of one GPU: the agent, and a context to map them in.
+/// Opens leases of one GPU through the agent, and maps them in a context.
 #[derive(Clone, Debug)]
 pub struct LeaseClient(Arc<Inner>);
 
@@ -206,17 +210,17 @@ pub struct LeaseClient(Arc<Inner>);
 struct Inner {
     context: Context,
     agent: AgentClient,
-    /// Loaded when something is verified first.
+    /// Loaded for the first verification.
     checksum: Mutex<Option<DeviceChecksum>>,
 }
 
 impl LeaseClient {
-    /// Leases of a context's GPU, of the agent that serves this container.
+    /// Opens leases of a context's GPU through the agent of this container.
     pub fn new(context: &Context) -> LeaseClient {
         LeaseClient::with_agent(context, AgentClient::in_container())
     }
 
-    /// The same, of an agent that listens elsewhere.
+    /// Opens leases through an agent at another socket.
     pub fn with_socket(context: &Context, socket: &Path) -> LeaseClient {
         LeaseClient::with_agent(context, AgentClient::with_socket(socket))
     }
@@ -229,17 +233,17 @@ impl LeaseClient {
         }))
     }
 
-    /// The context that leases are mapped in.
+    /// Returns the context in which leases are mapped.
     pub fn context(&self) -> &Context {
         &self.0.context
     }
 
-    /// Opens a lease that is there, verified. While another process writes it or the agent is away, it asks again
-    /// for as long as `patience` lasts.
+    /// Opens and verifies a committed lease. Retries until `timeout` while another process writes
+    /// the lease or the agent does not respond.
     ///
     /// # Errors
-    /// [`KeptRefusal::Missing`] where there is none, [`KeptError::Corrupt`] where it is not what was committed,
-    /// [`KeptError::Lost`] where its memory is no more, and others.
+    /// [`KeptRefusal::Missing`] if there is no such lease, [`LeaseError::Corrupt`] if its content
+    /// changed, [`LeaseError::Lost`] if its memory is lost, and others.
     pub fn find(
         &self,
         name: &str,
@@ -252,11 +256,11 @@ impl LeaseClient {
         }
     }
 
-    /// Opens a lease, or begins it with at least so many bytes where it is not there, is lost or is not what was
-    /// committed. Waits as [`find`](Self::find) does.
+    /// Opens a lease, or creates it with at least `bytes` bytes if it is missing, lost or corrupt.
+    /// Waits as [`find`](Self::find) does.
     ///
     /// # Errors
-    /// What the agent refused, or the driver answered.
+    /// The refusal of the agent, or the driver's error.
     pub fn open(
         &self,
         name: &str,
@@ -270,7 +274,7 @@ impl LeaseClient {
             let ready = match self.request(name, key, bytes.max(1), remaining) {
                 Ok((GrantedLease::Writing { memory, token }, write_lock)) => {
                     let writing = LeaseWriter::new(self.clone(), memory, token, write_lock);
-                    // One that is too small is discarded.
+                    // Dropping the writer discards a lease that is too small.
                     return (writing.bytes() >= bytes)
                         .then_some(LeaseState::Writing(writing))
                         .ok_or(LeaseError::UnexpectedResponse);
@@ -279,7 +283,7 @@ impl LeaseClient {
                 Err(error) => Err(error),
             };
             match ready {
-                // It is discarded: the next question begins it anew.
+                // The lease was discarded, so the next request creates it anew.
                 Err(LeaseError::Corrupt { .. } | LeaseError::Lost { .. })
                     if start.elapsed() < timeout => {}
                 done => return done.map(LeaseState::Ready),
@@ -310,7 +314,7 @@ impl LeaseClient {
         }
     }
 
-    /// Who may have to write what is asked for has claimed it.
+    /// Requests a lease once. A request that may create the lease takes the write lock first.
     fn request_once(
         &self,
         name: &LeaseName,
@@ -348,7 +352,7 @@ impl LeaseClient {
                     GrantedLease::from_response(context, granted, fd, premapped)
                 });
                 match (&result, granted) {
-                    // It is this process's to write, and cannot be.
+                    // This process is the lease's writer but cannot map its memory.
                     (Err(_), KeptAnswer::Write { lease, .. }) => drop(self.discard(lease)),
                     (Err(LeaseError::Cuda(source)), KeptAnswer::Ready { lease, .. })
                         if is_not_device_memory(source) =>
@@ -364,7 +368,7 @@ impl LeaseClient {
         }
     }
 
-    /// A lease whose content is what was committed; discards one that is not.
+    /// Verifies the content of a lease, and discards a corrupt one.
     fn verify(
         &self,
         memory: lease::LeaseMemory,
@@ -401,7 +405,7 @@ impl LeaseClient {
     fn discard(&self, lease: u64) -> Result<(), LeaseError> {
         let version = bursar_protocol::VERSION;
         match request::request(&self.0.agent, KeptQuestion::Discard { version, lease })? {
-            // A lease that somebody else discarded is as gone.
+            // Another process discarded the lease first.
             KeptAnswer::Discarded | KeptAnswer::Refused(KeptRefusal::Missing) => Ok(()),
             KeptAnswer::Refused(reason) => Err(refused(lease, reason)),
             _ => Err(LeaseError::UnexpectedResponse),
@@ -409,7 +413,7 @@ impl LeaseClient {
     }
 }
 
-/// Whether the driver says of a descriptor that it is no memory.
+/// Returns whether the driver says that a file descriptor is not device memory.
 fn is_not_device_memory(error: &CudaError) -> bool {
     error.call == "cuMemImportFromShareableHandle"
         && matches!(error.code, INVALID_VALUE | INVALID_HANDLE)

@@ -1,8 +1,11 @@
-//! Tells this process image from one before an exec.
+//! Identifies this process image, so that the agent can distinguish it from the image before an
+//! exec.
 //!
-//! A process may have several copies of this library, a Python package's and a program's own: all have to say the same,
-//! or the agent takes one for an exec and discards what the others write. So it comes from the random bytes that the
-//! kernel gives each image (`AT_RANDOM` of getauxval(3)). No stack protector's secret is told: it is a digest.
+//! A process may load several copies of this library, such as a Python package's and a program's
+//! own. All copies must return the same number, because the agent takes a new number for an exec
+//! and discards the leases of other writers. The number is therefore derived from the random bytes
+//! that the kernel gives each image (`AT_RANDOM` in getauxval(3)). It is a digest of them, because
+//! the stack protector's secret comes from the same bytes.
 
 use std::collections::hash_map::RandomState;
 use std::fs::File;
@@ -12,17 +15,17 @@ use std::sync::OnceLock;
 
 use bursar_protocol::checksum;
 
-/// Where the bytes are (`linux/auxvec.h`).
+/// Type of the auxiliary vector's entry (`linux/auxvec.h`).
 const AT_RANDOM: u64 = 25;
 
-/// This image's number.
+/// Returns this image's number.
 pub(super) fn process_image_id() -> u64 {
     static IMAGE: OnceLock<u64> = OnceLock::new();
     let drawn = || RandomState::new().hash_one(std::process::id());
     *IMAGE.get_or_init(|| auxv_random_digest().unwrap_or_else(drawn))
 }
 
-/// None where this process may not read its own `/proc`.
+/// Returns `None` if this process may not read its own `/proc`.
 fn auxv_random_digest() -> Option<u64> {
     let vector = std::fs::read("/proc/self/auxv").ok()?;
     let (words, _) = vector.as_chunks::<8>();
@@ -48,7 +51,8 @@ mod tests {
 
     const LAST: &str = "KEPT_IMAGE_TEST_LAST";
 
-    /// This test, in an image that says its number; the one that is not the last is followed by it.
+    /// Runs this test in a new image, which prints its number. The first image executes the last
+    /// one.
     fn next(is_last: bool) -> Command {
         let mut command = Command::new(std::env::current_exe().unwrap());
         let this =
@@ -61,7 +65,7 @@ mod tests {
 
     #[test]
     fn id_is_shared_by_library_copies_and_changed_by_exec() {
-        // Another copy has none of this one's statics.
+        // Another copy of the library has its own statics.
         assert_eq!(Some(process_image_id()), auxv_random_digest());
         println!("\nimage {} {}", std::process::id(), process_image_id());
         match std::env::var(LAST).as_deref() {

@@ -1,4 +1,4 @@
-//! Asks the agent about kept memory.
+//! Sends requests for retained memory to the agent.
 
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -12,8 +12,10 @@ use super::process_image::process_image_id;
 use crate::agent_client::{AgentClient, with_gpu_or_mig_account};
 use crate::driver::GpuUuid;
 
-/// Asks for a lease of a GPU. What is made is handed to `map` while the agent still makes sure that it will be kept:
-/// what that comes to is to be used only with an answer.
+/// Requests a lease of a GPU.
+///
+/// `map` gets the memory of a new lease while the agent still stores the lease. The caller may use
+/// the result of `map` only together with the agent's final response.
 pub(super) fn open<M>(
     agent: &AgentClient,
     gpu: GpuUuid,
@@ -45,7 +47,7 @@ pub(super) fn open<M>(
     })
 }
 
-/// Asks what is answered in one message without a descriptor.
+/// Sends a request that has one response without a file descriptor.
 pub(super) fn request(
     agent: &AgentClient,
     question: KeptQuestion,

@@ -1,7 +1,7 @@
-//! What this process begins or writes: of each title one lease at a time.
+//! Permits one writer of a lease in this process at a time.
 //!
-//! A lease of its own that a process asks for again is given to it again, for an answer may have been lost: the right to
-//! commit is then the later asker's. So the agent cannot tell two threads apart that want the same.
+//! A response may be lost, so the agent grants a lease again to the process that already writes it,
+//! and the right to commit passes to the later request. The agent cannot tell two threads apart.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::{Key, LeaseName};
 use crate::driver::GpuUuid;
 
-/// What a lease is found by, and who is asked for it.
+/// Identity of a lease: the agent's socket, the GPU, the name and the key.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct WriteLockKey {
     pub(super) agent: PathBuf,
@@ -21,12 +21,12 @@ pub(super) struct WriteLockKey {
 
 static LOCKED: Mutex<BTreeSet<WriteLockKey>> = Mutex::new(BTreeSet::new());
 
-/// That a title is somebody's of this process, until it is dropped.
+/// Lock on a lease's identity, released when dropped.
 #[derive(Debug)]
 pub(super) struct WriteLock(WriteLockKey);
 
 impl WriteLock {
-    /// A title, if it is nobody's.
+    /// Takes the lock; `None` if another thread holds it.
     pub(super) fn try_acquire(key: WriteLockKey) -> Option<WriteLock> {
         locked().insert(key.clone()).then(|| WriteLock(key))
     }

@@ -1,12 +1,12 @@
-//! What streams do with blocks: who may use one, what a free has to wait for, and what has been freed but not given back.
+//! Tracks uses of blocks by streams, and releases a freed block after the last use.
 //!
 //! ```text
-//!   begin            finish, record            end               reap
-//! ---------> live ---- used in a stream ----> retired --------> gone
-//!                                                 ^---- the work before the free, or the free itself, is not done
+//!   insert          finish, record            retire             reap
+//! ---------> live ---- used in a stream ----> retired --------> released
+//!                                                 ^---- the work before the free is not done, or the free failed
 //! ```
 //!
-//! Driver calls here order streams and ask events; none waits.
+//! Driver calls in this module order streams and query events; none waits.
 #![forbid(unsafe_code)]
 
 use std::collections::{HashMap, HashSet};
@@ -17,21 +17,20 @@ use crate::driver::{Context, Event, Stream, StreamKey};
 use crate::error::{CudaError, FreeError, ResourceError};
 use crate::resource::{Block, BlockRef, BlockUse, Outstanding, Reaped};
 
-/// A live block.
 #[derive(Debug)]
 struct LiveBlock<P> {
     block: BlockRef,
-    /// The stream that it was allocated in.
+    /// Stream in which the block was allocated.
     alloc_stream: Stream,
-    /// Behind the last use in each other stream, and that use's number.
+    /// For each other stream, the event after the last use and that use's sequence number.
     uses: Vec<(StreamKey, u64, Event)>,
-    /// Uses that were prepared and not finished.
+    /// Number of prepared uses that are not finished.
     open_uses: u32,
     payload: P,
 }
 
 impl<P> LiveBlock<P> {
-    /// Keeps the later of two uses in a stream; the event that nobody needs any more.
+    /// Keeps the later of two uses in a stream, and returns the event of the other.
     fn record_use(&mut self, stream: StreamKey, sequence: u64, recorded: Event) -> Option<Event> {
         let existing = self.uses.iter_mut().find(|(of, ..)| *of == stream);
         match existing {
@@ -48,20 +47,21 @@ impl<P> LiveBlock<P> {
     }
 }
 
-/// A block that was freed, and whose memory has not been given back.
+/// Freed block whose memory is not released yet.
 #[derive(Debug)]
 pub(crate) struct RetiredBlock<P> {
     pub(crate) block: BlockRef,
-    /// The stream that the free is in the order of.
+    /// Stream of the free.
     pub(crate) stream: Stream,
-    /// What the free's stream has yet to be ordered behind: uses, and the allocation where it was in another stream.
+    /// Uses that the free must still wait for. `alloc_stream` is set if the block was allocated in
+    /// another stream.
     uses: Vec<(StreamKey, u64, Event)>,
     alloc_stream: Option<Stream>,
-    /// Frees of one stream end in the order of their numbers.
+    /// Frees of one stream complete in the order of these numbers.
     sequence: u64,
-    /// The free is in the stream's order.
+    /// Whether the free is in the stream.
     free_submitted: bool,
-    /// Behind the free.
+    /// Event after the free.
     done_event: Option<Event>,
     pub(crate) payload: P,
 }
@@ -70,24 +70,24 @@ pub(crate) struct RetiredBlock<P> {
 struct State<P> {
     live: HashMap<u64, LiveBlock<P>>,
     retired: HashMap<u64, RetiredBlock<P>>,
-    /// Retired blocks that somebody is freeing or reaping now.
+    /// Retired blocks that a thread is freeing or reaping now.
     in_progress: HashSet<u64>,
     live_bytes: u64,
     retired_bytes: u64,
-    /// Events that nobody needs any more.
+    /// Events for reuse.
     spare_events: Vec<Event>,
 }
 
-/// The blocks of a resource that tracks their uses, each with what the resource keeps beside it.
+/// Blocks of a resource that tracks uses, each with a payload of that resource.
 #[derive(Debug)]
 pub(crate) struct BlockUses<P> {
     context: Context,
-    /// Numbers uses and frees: who has the higher number comes behind whatever was submitted before the lower was taken.
+    /// Numbers uses and frees. An operation comes after all work that was submitted before a lower
+    /// number was taken.
     next_sequence: AtomicU64,
     blocks: Mutex<State<P>>,
 }
 
-/// More events than this are not kept.
 const MAX_SPARE_EVENTS: usize = 256;
 
 impl<P> BlockUses<P> {
@@ -114,7 +114,7 @@ impl<P> BlockUses<P> {
         self.next_sequence.fetch_add(1, Ordering::AcqRel)
     }
 
-    /// An event behind what a stream has to do now.
+    /// Records an event after the present work of a stream.
     fn record_event(&self, stream: &Stream) -> Result<Event, CudaError> {
         let spare = self.blocks().spare_events.pop();
         let event = spare.map_or_else(|| self.context.event(), Ok)?;
@@ -131,7 +131,7 @@ impl<P> BlockUses<P> {
         );
     }
 
-    /// A block was made.
+    /// Adds an allocated block.
     pub(crate) fn insert(&self, block: BlockRef, alloc_stream: &Stream, payload: P) {
         let mut blocks = self.blocks();
         blocks.live_bytes += block.bytes();
@@ -145,7 +145,7 @@ impl<P> BlockUses<P> {
         blocks.live.insert(block.generation, live);
     }
 
-    /// Looks at what is kept beside a live block.
+    /// Reads the payload of a live block.
     pub(crate) fn with_payload<T>(
         &self,
         block: BlockRef,
@@ -154,7 +154,7 @@ impl<P> BlockUses<P> {
         self.with_live(block, |live| read(&live.payload))
     }
 
-    /// Orders a stream behind a block's allocation, and opens a use.
+    /// Orders a stream behind the block's allocation, and opens a use.
     pub(crate) fn prepare(
         &self,
         block: BlockRef,
@@ -179,14 +179,15 @@ impl<P> BlockUses<P> {
         })
     }
 
-    /// Notes the end of a use that was prepared.
+    /// Finishes a prepared use.
     pub(crate) fn finish(&self, used: BlockUse, stream: &Stream) -> Result<(), ResourceError> {
         if used.stream != stream.key() {
             let generation = used.block.generation;
             return Err(ResourceError::WrongStream { generation });
         }
         match self.record(used.block, stream) {
-            // No event can be had: then the work is waited for, so that the block can be freed at all.
+            // Without an event the host waits for the work; otherwise the block could never be
+            // freed.
             Err(ResourceError::Cuda(_)) => stream.synchronize()?,
             other => other?,
         }
@@ -195,7 +196,7 @@ impl<P> BlockUses<P> {
         })
     }
 
-    /// Notes a use by what is in a stream now.
+    /// Records a use by the present work of a stream.
     pub(crate) fn record(&self, block: BlockRef, stream: &Stream) -> Result<(), ResourceError> {
         let sequence = self.take_sequence();
         let recorded = self.record_event(stream)?;
@@ -222,13 +223,15 @@ impl<P> BlockUses<P> {
     fn order_after(&self, stream: &Stream, behind: &Stream) -> Result<(), CudaError> {
         let recorded = self.record_event(behind)?;
         stream.wait(&recorded)?;
-        // A wait keeps to what the event was when it was called.
+        // A stream waits for the event's state at the time of the call, so the event can be reused.
         self.recycle_events([recorded]);
         Ok(())
     }
 
-    /// Ends a block: it is retired, and a stream ordered behind all of its uses; then `free` is called, which puts the
-    /// free into the stream's order. Where something fails the block stays retired, and is tried again by `reap`.
+    /// Retires a block and orders `stream` behind all of its uses, then calls `free` to submit the
+    /// free.
+    ///
+    /// If a step fails, the block stays retired and `reap` retries.
     pub(crate) fn retire(
         &self,
         block: Block,
@@ -284,8 +287,10 @@ impl<P> BlockUses<P> {
         Ok(result)
     }
 
-    /// Gives back retired blocks whose work is done: `free` is as for [`Tracking::end`], where that failed; `gone` gives
-    /// back what is kept beside a block. A block that fails stays retired.
+    /// Releases retired blocks whose work is done.
+    ///
+    /// `free` submits a free that failed in [`BlockUses::retire`]; `release` gives the payload
+    /// back. A block for which either fails stays retired.
     pub(crate) fn reap(
         &self,
         free: impl Fn(&RetiredBlock<P>) -> Result<(), CudaError>,
@@ -334,7 +339,7 @@ impl<P> BlockUses<P> {
         Ok(Reaped { freed, pending })
     }
 
-    /// Puts a free behind all uses into its stream's order, as far as that was not done before.
+    /// Orders the stream behind the remaining uses and submits the free, unless that is done.
     fn submit_free(
         &self,
         entry: &mut RetiredBlock<P>,
@@ -360,7 +365,8 @@ impl<P> BlockUses<P> {
         Ok(())
     }
 
-    /// Whether a retired block's work is done. Work in one stream ends in its order, so a stream is asked until it is busy.
+    /// Returns whether a retired block's work is done. Work of a stream completes in order, so a
+    /// busy stream is queried once.
     fn poll_done(
         &self,
         entry: &mut RetiredBlock<P>,
@@ -381,7 +387,7 @@ impl<P> BlockUses<P> {
         Ok(done)
     }
 
-    /// All that is kept beside blocks, those of live ones first: for the end of a resource.
+    /// Takes all payloads when the resource is dropped, those of live blocks first.
     pub(crate) fn take_payloads(&mut self) -> (Vec<P>, Vec<P>) {
         let blocks = self
             .blocks
@@ -407,7 +413,7 @@ impl<P> BlockUses<P> {
         }
     }
 
-    /// How many blocks are retired.
+    /// Returns the number of retired blocks.
     pub(crate) fn retired_count(&self) -> usize {
         self.blocks().retired.len()
     }
@@ -419,7 +425,7 @@ fn stale(block: BlockRef) -> ResourceError {
     }
 }
 
-/// The methods of a source whose field `blocks` is a [`Tracking`], beside `context` and `origin`.
+/// Implements the methods that a source forwards to its field `blocks`, a [`BlockUses`].
 macro_rules! forward_block_uses {
     () => {
         fn ordinal(&self) -> u32 {

@@ -1,7 +1,7 @@
-//! The plainest sources of memory: one call of the driver for each block, one for its free.
+//! Allocates and frees each block by one call of the driver.
 //!
-//! The driver's free waits for all work that may use the memory, so no block's use is tracked. A free that fails is
-//! kept and tried again by [`reap_pending`](DeviceMemoryResource::reap_pending).
+//! The driver's free waits for all work that may use the memory, so this source tracks no uses.
+//! [`reap_pending`](DeviceMemoryResource::reap_pending) retries failed frees.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -17,19 +17,19 @@ use crate::resource::{
     check_request, remove_live,
 };
 
-/// What kind of memory: how it is allocated, and what it is called.
+/// Driver call that allocates one kind of memory.
 pub trait DriverAllocator: fmt::Debug + Send + Sync {
-    /// What the resource is called in messages.
+    /// Name of the resource in messages.
     const KIND: &'static str;
 
-    /// Allocates from the driver what `cuMemFree` frees.
+    /// Allocates memory that `cuMemFree` frees.
     ///
     /// # Errors
-    /// What the driver answered.
+    /// The error that the driver returned.
     fn allocate(&self, context: &Context, bytes: usize) -> Result<u64, CudaError>;
 }
 
-/// `cuMemAlloc`: memory of the device.
+/// Device memory of `cuMemAlloc`.
 #[derive(Clone, Copy, Debug)]
 pub struct Linear;
 
@@ -49,7 +49,7 @@ impl DriverAllocator for Attach {
     }
 }
 
-/// Memory that is allocated and freed one block at a time: the device's, or managed memory.
+/// Device or managed memory, allocated and freed one block at a time.
 #[derive(Debug)]
 pub struct Direct<S = Linear> {
     context: Context,
@@ -57,26 +57,26 @@ pub struct Direct<S = Linear> {
     origin: Origin,
     next_generation: AtomicU64,
     live_bytes: AtomicU64,
-    /// Blocks that somebody owns.
+    /// Blocks that have an owner.
     live_blocks: Mutex<HashSet<BlockRef>>,
     /// Blocks whose free failed.
     failed_frees: Mutex<Vec<BlockRef>>,
-    /// Held by whoever tries them again; nobody waits for it.
+    /// Held by the thread that retries failed frees; other threads do not wait for it.
     reap_lock: Mutex<()>,
 }
 
-/// Managed memory, one block at a time, attached as told.
+/// Managed memory, allocated one block at a time with the given attachment.
 pub type Managed = Direct<Attach>;
 
 impl Direct {
-    /// Memory of a context's device.
+    /// Allocates linear memory of a context's device.
     pub fn new(context: &Context) -> Direct {
         Direct::with_allocator(context, Linear)
     }
 }
 
 impl<S: DriverAllocator> Direct<S> {
-    /// Memory of a kind.
+    /// Allocates memory of one kind.
     pub fn with_allocator(context: &Context, source: S) -> Direct<S> {
         Direct {
             context: context.clone(),
@@ -151,8 +151,8 @@ impl<S: DriverAllocator> DeviceMemoryResource for Direct<S> {
     }
 
     fn reap_pending(&self) -> Result<Reaped, ResourceError> {
-        // A free waits for the device, so nobody may wait for this one: who comes meanwhile finds what is pending. What is
-        // tried stays on the list, so that it goes on counting.
+        // A free waits for the device, so a second thread does not wait here but returns the
+        // pending bytes. A retried block stays in the list, so that its bytes keep counting.
         let Ok(_only) = self.reap_lock.try_lock() else {
             return Ok(Reaped {
                 freed: 0,

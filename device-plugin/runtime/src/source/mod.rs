@@ -1,4 +1,4 @@
-//! Allocates device memory by calls of the driver: the sources at the bottom of every stack of resources.
+//! Allocates device memory by driver calls, at the bottom of every stack of resources.
 #![forbid(unsafe_code)]
 
 mod block_uses;

@@ -1,7 +1,9 @@
-//! Stream-ordered memory of the driver's own pool: `cuMemAllocAsync` and `cuMemFreeAsync`.
+//! Allocates stream-ordered memory from the driver's own pool: `cuMemAllocAsync` and
+//! `cuMemFreeAsync`.
 //!
-//! A free is put behind every use that was told, in whichever stream, and is retired until that work is done. Nothing
-//! waits, and a block may be freed in another stream than it was made in.
+//! A free is ordered behind every reported use in any stream, and the block is retired until that
+//! work is done. No call waits, and a block may be freed in another stream than it was allocated
+//! in.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -14,10 +16,10 @@ use crate::resource::{
 };
 use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
 
-/// Above so many retired blocks, a free looks which of them are done.
+/// Number of retired blocks above which a free reaps.
 const REAP_THRESHOLD: usize = 256;
 
-/// Memory of the driver's pool of a context's device.
+/// Memory of the driver's default pool of a device.
 #[derive(Debug)]
 pub struct StreamOrdered {
     context: Context,
@@ -27,7 +29,7 @@ pub struct StreamOrdered {
 }
 
 impl StreamOrdered {
-    /// Memory of the driver's pool.
+    /// Allocates from the pool of a context's device.
     pub fn new(context: &Context) -> StreamOrdered {
         StreamOrdered {
             context: context.clone(),
@@ -69,7 +71,7 @@ impl DeviceMemoryResource for StreamOrdered {
         self.blocks
             .retire(block, stream, |retired| self.free(retired))?;
         if self.blocks.retired_count() > REAP_THRESHOLD {
-            // This block was freed; what others fail with is told to who reaps.
+            // This block was freed. A later reap reports the failures of other blocks.
             let _ = self.reap_pending();
         }
         Ok(())

@@ -1,8 +1,9 @@
-//! Memory that can be exported as a descriptor, each block mapped at addresses of its own: `cuMemCreate` and `cuMemMap`.
+//! Allocates memory that can be exported as a file descriptor: `cuMemCreate` and `cuMemMap`.
 //!
-//! [`Exportable::guarded`] leaves the addresses around each block unmapped, and those of freed blocks: a kernel that
-//! runs over a block's end, or uses one that was freed, faults at once. Unmapping does not wait for kernels, so a
-//! freed block is retired until the work before its free is done.
+//! [`Exportable::guarded`] leaves the addresses around each block, and those of freed blocks,
+//! unmapped. A kernel that runs past a block's end or uses a freed block then faults at once.
+//! Unmapping does not wait for kernels, so a freed block is retired until the work before its free
+//! is done.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -18,25 +19,24 @@ use crate::resource::{
 };
 use crate::source::block_uses::{BlockUses, RetiredBlock, forward_block_uses};
 
-/// What is behind a block.
+/// Mapping, addresses and handle of a block.
 #[derive(Debug)]
 struct Backing {
     mapping: Mapping,
     addresses: Arc<Reservation>,
-    /// None once it was given back.
+    /// `None` once the handle was released.
     handle: Option<Arc<Handle>>,
 }
 
-/// Unmapped addresses around blocks, and of freed ones.
+/// Unmapped addresses around blocks and of freed blocks.
 #[derive(Debug)]
 struct GuardPages {
-    /// Of blocks that were freed last.
+    /// Addresses of the blocks that were freed last.
     quarantine: Mutex<VecDeque<Arc<Reservation>>>,
-    /// How many.
     max_quarantined: usize,
 }
 
-/// Memory of a context's device, a block at a time, in multiples of the driver's granularity (2 MiB).
+/// Exportable device memory, in multiples of the driver's granularity (2 MiB).
 #[derive(Debug)]
 pub struct Exportable {
     context: Context,
@@ -47,8 +47,9 @@ pub struct Exportable {
     blocks: BlockUses<Backing>,
 }
 
-/// What is live is left to the context, as of every resource. Unmapping does not wait for kernels, so what is retired
-/// is waited for, and left to the context too where that cannot be done.
+/// Leaves live blocks to the context, as every resource does. Retired blocks are released after a
+/// synchronization, because unmapping does not wait for kernels; if that fails they are left to the
+/// context too.
 impl Drop for Exportable {
     fn drop(&mut self) {
         let (live, retired) = self.blocks.take_payloads();
@@ -60,10 +61,10 @@ impl Drop for Exportable {
 }
 
 impl Exportable {
-    /// Memory that can be exported.
+    /// Allocates exportable memory of a context's device.
     ///
     /// # Errors
-    /// What the driver answered when it was asked for the granularity.
+    /// The driver's error for the query of the granularity.
     pub fn new(context: &Context) -> Result<Exportable, CudaError> {
         Ok(Exportable {
             context: context.clone(),
@@ -75,8 +76,10 @@ impl Exportable {
         })
     }
 
-    /// As above, with unmapped addresses before and behind each block, which ends where those begin as nearly as its
-    /// alignment lets it, and with the addresses of the last `quarantine` freed blocks kept unmapped.
+    /// Allocates blocks between unmapped addresses, and keeps the addresses of the last
+    /// `quarantine` freed blocks unmapped.
+    ///
+    /// A block ends as close to the unmapped addresses as its alignment permits.
     ///
     /// # Errors
     /// As [`Exportable::new`].
@@ -89,10 +92,13 @@ impl Exportable {
         Ok(memory)
     }
 
-    /// A descriptor of a block's memory, which keeps the memory past the block's free and this process's end (design F4).
+    /// Exports a block's memory as a file descriptor.
+    ///
+    /// The descriptor keeps the memory past the block's free and this process's end (F4 in
+    /// `docs/architecture.md`).
     ///
     /// # Errors
-    /// [`ResourceError::Foreign`], [`ResourceError::Stale`], or what the driver answered.
+    /// [`ResourceError::Foreign`], [`ResourceError::Stale`], or the driver's error.
     pub fn export(&self, block: BlockRef) -> Result<OwnedFd, ResourceError> {
         let (origin, found) = (self.origin, block.origin);
         if found != origin {
@@ -155,10 +161,11 @@ impl Exportable {
     }
 }
 
-/// Maps memory that another process exported; free once the answer and every other holder is gone.
+/// Maps memory that another process exported. The memory is released with its last mapping and
+/// handle.
 ///
 /// # Errors
-/// What the driver answered.
+/// The error that the driver returned.
 pub fn import(
     context: &Context,
     descriptor: BorrowedFd<'_>,
@@ -199,7 +206,7 @@ impl DeviceMemoryResource for Exportable {
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_free(self.origin, self.ordinal(), block, stream)?;
         self.blocks.retire(block, stream, |_| Ok(()))?;
-        // This block was freed; what others fail with is told to who reaps.
+        // This block was freed. A later reap reports the failures of other blocks.
         let _ = self.reap_pending();
         Ok(())
     }

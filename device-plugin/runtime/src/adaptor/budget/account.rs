@@ -1,12 +1,12 @@
-//! A budget's arithmetic: bytes in use, never more than the limit, under any number of threads.
+//! Counts the bytes of a budget exactly, under any number of threads.
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::resource::BudgetSnapshot;
 
-/// A limit that can be changed while it is in use. A limit below what is in use stands: it admits nothing until enough
-/// came back.
+/// Adjustable limit with the bytes in use. An account above a lowered limit refuses charges until
+/// enough bytes return.
 #[derive(Debug)]
 pub struct BudgetAccount {
     limit: AtomicU64,
@@ -14,7 +14,7 @@ pub struct BudgetAccount {
 }
 
 impl BudgetAccount {
-    /// An account with nothing in use.
+    /// Creates an account without bytes in use.
     pub const fn new(limit: u64) -> BudgetAccount {
         BudgetAccount {
             limit: AtomicU64::new(limit),
@@ -22,16 +22,16 @@ impl BudgetAccount {
         }
     }
 
-    /// Takes bytes.
+    /// Charges bytes.
     ///
     /// # Errors
-    /// There is no room; with what was found, and nothing is taken.
+    /// The limit and usage that leave no room; nothing is charged.
     #[inline]
     pub fn charge(&self, bytes: u64) -> Result<(), BudgetSnapshot> {
         self.charge_with_hook(bytes, || {})
     }
 
-    /// Takes bytes; whatever happens between looking and taking.
+    /// Charges bytes; tests run `hook` between the check and the charge.
     #[inline]
     fn charge_with_hook(&self, bytes: u64, hook: impl Fn()) -> Result<(), BudgetSnapshot> {
         let mut used = self.used.load(Ordering::Relaxed);
@@ -42,7 +42,8 @@ impl BudgetAccount {
                 _ => return Err(BudgetSnapshot { limit, used }),
             };
             hook();
-            // In one order with the limit's changes: who takes after a change either saw it above, or sees it below.
+            // Sequentially consistent with changes of the limit: a charge after a change sees that
+            // change either above or below.
             match self
                 .used
                 .compare_exchange_weak(used, after, Ordering::SeqCst, Ordering::Relaxed)
@@ -57,19 +58,19 @@ impl BudgetAccount {
         }
     }
 
-    /// Gives back bytes that were taken.
+    /// Returns charged bytes.
     #[inline]
     pub fn uncharge(&self, bytes: u64) {
         let before = self.used.fetch_sub(bytes, Ordering::SeqCst);
         debug_assert!(before >= bytes, "{bytes} of {before} bytes given back");
     }
 
-    /// Changes the limit: what is taken after the return is within it.
+    /// Changes the limit. Every charge after the return obeys it.
     pub fn set_limit(&self, limit: u64) {
         self.limit.store(limit, Ordering::SeqCst);
     }
 
-    /// Where it stands.
+    /// Returns the limit and the bytes in use.
     pub fn snapshot(&self) -> BudgetSnapshot {
         BudgetSnapshot {
             limit: self.limit.load(Ordering::SeqCst),

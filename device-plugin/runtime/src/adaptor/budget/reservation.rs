@@ -1,4 +1,4 @@
-//! Room in a budget that is taken ahead, so that what is allocated from it later cannot be refused for others' sake.
+//! Reserves room in a budget, so that other users of the budget cannot take it.
 #![forbid(unsafe_code)]
 
 use std::alloc::Layout;
@@ -12,8 +12,8 @@ use crate::resource::{
     Tag,
 };
 
-/// Bytes of a budget that are its holder's. Blocks that are allocated from it are the budget's: freed, their bytes go back
-/// there and not here. What was not used goes back when this is dropped.
+/// Reserved bytes of a budget. Freed blocks return to the budget, not to the reservation, and
+/// unused bytes return on drop.
 #[derive(Debug)]
 pub struct Reservation<R: DeviceMemoryResource> {
     budget: Arc<Budget<R>>,
@@ -21,7 +21,7 @@ pub struct Reservation<R: DeviceMemoryResource> {
 }
 
 impl<R: DeviceMemoryResource> Budget<R> {
-    /// Takes room ahead. It counts from now on.
+    /// Reserves bytes, which count as used from now on.
     ///
     /// # Errors
     /// [`ResourceError::OverBudget`].
@@ -47,7 +47,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for Reservation<R> {
         self.account
             .charge(bytes)
             .map_err(|found| self.budget.over_budget(bytes, found))?;
-        // The room is there; the memory need not be.
+        // The budget has room, but the upstream may not.
         self.budget
             .retry_after_reap(|| self.budget.upstream.allocate(layout, stream, tag))
             .inspect_err(|_| self.account.uncharge(bytes))

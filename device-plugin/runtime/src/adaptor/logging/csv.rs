@@ -1,8 +1,8 @@
-//! A log as comma-separated values that RMM's `replay` reads.
+//! Writes the log as comma-separated values that RMM's `replay` reads.
 //!
-//! Its columns (RMM 26.10, `cpp/benchmarks/utilities/log_parser.hpp`) are found by name: Thread and Size decimal, Pointer
-//! hexadecimal or `(nil)`, Action one of three words. `replay` refuses any stream but the default one and does not look
-//! at it otherwise, so Stream is always 0, and `StreamKey`, behind what it reads, is the stream.
+//! RMM 26.10 (`cpp/benchmarks/utilities/log_parser.hpp`) finds columns by name. Thread and Size are
+//! decimal, Pointer is hexadecimal or `(nil)`, Action is one of three words. `replay` refuses any
+//! stream but the default one, so Stream is always 0. The column `StreamKey` has the stream.
 #![forbid(unsafe_code)]
 
 use std::fmt;
@@ -19,7 +19,7 @@ struct State<W> {
     failed: Option<io::Error>,
 }
 
-/// Lines to a writer, which had better be buffered.
+/// Sink that writes lines to a writer, which should be buffered.
 pub struct CsvSink<W>(Mutex<State<W>>);
 
 impl<W> fmt::Debug for CsvSink<W> {
@@ -29,19 +29,19 @@ impl<W> fmt::Debug for CsvSink<W> {
 }
 
 impl<W: Write + Send> CsvSink<W> {
-    /// Writes the header.
+    /// Writes the header line.
     ///
     /// # Errors
-    /// The writer's.
+    /// The error of the writer.
     pub fn new(mut out: W) -> io::Result<Self> {
         writeln!(out, "{HEADER}")?;
         Ok(CsvSink(Mutex::new(State { out, failed: None })))
     }
 
-    /// Flushes the writer. After its first error nothing more was written.
+    /// Flushes the writer. After the first write error the sink has written nothing more.
     ///
     /// # Errors
-    /// The writer's first.
+    /// The first error of the writer.
     pub fn flush(&self) -> io::Result<()> {
         let mut state = self.lock();
         match state.failed.take() {
@@ -90,7 +90,7 @@ impl fmt::Display for CsvLine<'_> {
             0 => f.write_str(",(nil)")?,
             address => write!(f, ",{address:#x}")?,
         }
-        // RFC 4180: a quote inside of quotes is doubled.
+        // RFC 4180 doubles a quote inside quotes.
         let tag = tag.0.replace('"', "\"\"");
         write!(f, ",{bytes},0,{},\"{tag}\"", stream.number())
     }

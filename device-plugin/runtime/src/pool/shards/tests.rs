@@ -1,4 +1,4 @@
-//! Histories over many shards against a model that keeps every byte range, and threads against one another.
+//! Compares random histories with a model of all byte ranges, and runs threads against each other.
 
 use super::*;
 use crate::pool::tlsf::GRANULE;
@@ -14,7 +14,7 @@ const ONE: Request = Request {
     align: 1,
 };
 
-/// With one slab, and a limit for live bytes.
+/// Creates shards with one slab and a limit for live bytes.
 fn shards(limit: u64, slab: u64) -> Shards {
     let shards = Shards::new(limit);
     shards
@@ -97,7 +97,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                     .or_else(|| shards.allocate_with_draw(slot, request));
                 prop_assert!(fits || allocation.is_none());
                 let allocation = allocation.or_else(|| shards.anywhere(request));
-                // The gaps of the model know nothing of chunks, and each block's crumb is still in them.
+                // The model ignores chunks, and counts the slack of each block as free.
                 prop_assert_eq!(allocation.is_some(), fits, "{:?}", request);
                 let Some(allocation) = allocation else {
                     continue;
@@ -159,7 +159,7 @@ proptest! {
 }
 
 impl Shards {
-    /// As a pool does that cannot grow.
+    /// Allocates from any heap, as a pool does that cannot grow.
     fn anywhere(&self, request: Request) -> Option<Allocation> {
         self.charge(request.bytes).ok()?;
         let allocation = self.allocate_any(request);
@@ -178,7 +178,7 @@ impl Shards {
     }
 }
 
-/// As `rand` would, without its cost: a test's threads must meet in the arena, not in their numbers.
+/// Cheaper than `rand`: the threads must contend in the shards, not in their random numbers.
 fn next(state: &mut u64) -> u64 {
     *state ^= *state << 13;
     *state ^= *state >> 7;
@@ -217,7 +217,7 @@ fn eight_threads_never_share_or_lose_a_byte() {
                     }
                     let bytes = 1 + (draw >> 8) % (1 << (8 + (draw >> 3) % 12));
                     let request = Request { bytes, align: 1 };
-                    // The threads share two lanes, so that shards meet threads and threads shards.
+                    // The threads share two slots, so that both thread and stream select the shard.
                     let slot = usize::from(thread % 2);
                     let allocation = shards
                         .try_allocate(slot, request)
@@ -361,8 +361,8 @@ fn shard_gets_the_idle_credit_of_another() {
     assert!(take(1, 1).is_none());
 }
 
-/// An arena whose limit of 8 MiB is reached by a block in each of eight parts, and how a part takes one: whether all others
-/// had to be asked.
+/// Fills a limit of 8 MiB with one block in each of eight shards. `turn` says whether other shards
+/// had to give credit.
 fn at_its_limit() -> (Shards, Vec<Allocation>) {
     let shards = shards(8 * MIB, 64 * MIB);
     let blocks = (0..8).map(|slot| turn(&shards, slot).0).collect();
@@ -440,7 +440,7 @@ fn credit_freed_during_a_collection_is_found() {
         while !shards.low_credit.load(Ordering::Relaxed) {
             std::thread::yield_now();
         }
-        // It waits for the first part now. At no time is more than half of the limit live.
+        // The thread waits for the first shard now. At no time is more than half of the limit live.
         std::thread::sleep(std::time::Duration::from_millis(50));
         give_back(&shards, live);
         assert!(shards.allocate_with_draw(5, ONE).is_some(), "it has credit");
@@ -455,7 +455,7 @@ fn thread_changes_its_shard_after_repeated_contention() {
     let (_, held) = shards.lock_shard(0);
     std::thread::scope(|scope| {
         let other = scope.spawn(|| {
-            // Only tries: it waits for nobody.
+            // Only `try_lock`, so the loop waits for no thread.
             let moved = (0..1000).any(|_| {
                 assert!(shards.try_allocate(0, ONE).is_none());
                 shard_index(0, shard_affinity::shard_offset()) != shard_index(0, 0)

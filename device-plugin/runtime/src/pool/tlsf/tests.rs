@@ -1,4 +1,4 @@
-//! Random histories against a model that keeps every byte range.
+//! Compares random histories with a model of all byte ranges.
 
 use super::*;
 use proptest::prelude::*;
@@ -39,18 +39,18 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     proptest::collection::vec(step, 1..200)
 }
 
-/// What the heap must be.
+/// Expected state of the heap.
 #[derive(Default)]
 struct Model {
     regions: Vec<(EmptyRegion, u64, u64)>,
     added: u32,
-    /// Live blocks by address: name and bytes.
+    /// Live blocks by address, with their sizes in bytes.
     live: BTreeMap<u64, (BlockId, u64)>,
     dead: Vec<BlockId>,
 }
 
 impl Model {
-    /// Free ranges, as large as they can be.
+    /// Maximal free ranges.
     fn gaps(&self) -> Vec<(u64, u64)> {
         let mut gaps = Vec::new();
         for &(_, start, bytes) in &self.regions {
@@ -87,7 +87,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
     for step in steps {
         match step.clone() {
             Step::Add { granules } => {
-                // Regions touch one another, and must not become one.
+                // Adjacent regions must not merge.
                 let start = model
                     .regions
                     .iter()
@@ -154,7 +154,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
             model.live.values().map(|&(_, bytes)| bytes).sum::<u64>()
         );
         prop_assert_eq!(heap.live_blocks(), model.live.len() as u64);
-        // One header for each block and each gap, and one for what is set aside.
+        // One header for each block and each gap, and one for the last freed block.
         let used = |heap: &TlsfHeap| heap.headers.iter().filter(|header| header.size > 0).count();
         let blocks = gaps.len() + model.live.len();
         prop_assert!((blocks..=blocks + 2).contains(&used(&heap)));
@@ -178,7 +178,7 @@ proptest! {
     }
 }
 
-/// Nobody waited for anything yet.
+/// The freeing stream has waited for no other.
 fn all(deps: StreamDeps) -> StreamDeps {
     deps
 }
@@ -275,7 +275,7 @@ fn last_freed_block_keeps_deps_of_another_stream() {
     free(&mut heap, taken[1], 0b001, all);
     free(&mut heap, taken[2], 0b010, all);
     let other = heap.allocate(2 * GRANULE, 1).expect("it fits");
-    // Lane 2 was put behind lane 0. Lane 1 was not, whose block is made one with its neighbour now.
+    // Slot 2 has waited for slot 0, but not for slot 1, whose block merges with its neighbour now.
     free(&mut heap, other, 0b100, |before| StreamDeps {
         slots: before.slots & !0b001,
         ..before

@@ -1,17 +1,18 @@
-//! How to wait for a holder that mostly needs tens of nanoseconds, and may not be running.
+//! Waits for a lock that is usually held for tens of nanoseconds, by a thread that may not be
+//! running.
 
 use std::cell::Cell;
 use std::time::Duration;
 
 use spin::relax::RelaxStrategy;
 
-/// Looks this often before it lets others run: a multiple of what a holder needs.
+/// Spins before a yield: a multiple of the usual hold time.
 const SPINS: u32 = 64;
-/// Lets others run this often before it sleeps, for who is to run may have less of a right to than this thread.
+/// Yields before a sleep, because the holder may have a lower priority than this thread.
 const YIELDS: u32 = 64;
 const SLEEP: Duration = Duration::from_micros(50);
 
-/// Looks, then lets others run, then sleeps.
+/// Spins, then yields, then sleeps.
 #[derive(Debug)]
 pub(super) struct Backoff;
 

@@ -1,30 +1,32 @@
-//! How one thread holds a lock by a note of its own, and how others take that right away.
+//! Implements the bias: the owner locks by a store to its own note, and a revoker takes the bias
+//! away.
 //!
-//! The owner writes its note and then reads who the owner is; who revokes writes that nobody is and then reads the note.
-//! With a full barrier between the two on either side, one of them sees what the other wrote. Here the owner's is only
-//! the compiler's, and who revokes has the kernel put one into every thread that runs.
+//! The owner writes its note and then reads the owner word. A revoker clears the owner word and
+//! then reads the note. With a full barrier between both steps on either side, at least one of them
+//! sees the other's write. The owner's barrier is only the compiler's; the revoker makes the kernel
+//! run a barrier on every running thread (`membarrier`).
 #![forbid(unsafe_code)]
 
 use std::sync::atomic::Ordering;
 
-/// Nobody has the bias.
+/// No thread has the bias.
 pub(super) const NO_OWNER: usize = usize::MAX;
-/// A note that names no lock.
+/// The note names no lock.
 pub(super) const NO_LOCK: usize = 0;
 
-/// The atomic operations of the machine, or of a model checker in tests.
+/// Atomic operations of the machine, or of a model checker in tests.
 pub(super) trait AtomicOps {
-    /// A word that several threads use.
+    /// Word that several threads share.
     type Word;
     fn load(word: &Self::Word, order: Ordering) -> usize;
     fn store(word: &Self::Word, value: usize, order: Ordering);
-    /// The owner's barrier: a full one for who uses [`Self::heavy`].
+    /// Owner's side of an asymmetric fence.
     fn light_fence();
-    /// A full barrier here, and in every other thread.
+    /// Revoker's side of an asymmetric fence: a full barrier in this and every other thread.
     fn heavy_fence();
 }
 
-/// Takes `lock` by the bias of `me`, if that is still there and `inside`, its note, names nothing.
+/// Locks `lock` by the bias of `me`, if `me` still has the bias and its note names no lock.
 #[inline]
 pub(super) fn enter<M: AtomicOps>(
     owner: &M::Word,
@@ -35,7 +37,8 @@ pub(super) fn enter<M: AtomicOps>(
     if M::load(inside, Ordering::Relaxed) != NO_LOCK {
         return false;
     }
-    // Who waits for another lock to be left may read this, and sees with it what was done there.
+    // A revoker that waits for another lock may read this store, and must see the earlier critical
+    // section.
     M::store(inside, lock, Ordering::Release);
     M::light_fence();
     let mine = M::load(owner, Ordering::Relaxed) == me;
@@ -45,20 +48,23 @@ pub(super) fn enter<M: AtomicOps>(
     mine
 }
 
-/// Gives back what [`enter`] or [`earn`] took.
+/// Releases a lock that [`enter`] or [`grant`] took.
 #[inline]
 pub(super) fn exit<M: AtomicOps>(inside: &M::Word) {
     M::store(inside, NO_LOCK, Ordering::Release);
 }
 
-/// Gives `me` the bias of a lock that it holds by turn, and whose note names nothing: from here on it holds it by bias, and
-/// has to give back the turn. Otherwise it could enter what it is in already.
+/// Gives the bias to `me`, which holds the spin lock and whose note names no lock.
+///
+/// From here on `me` holds the lock by its bias and must release the spin lock. Without the note,
+/// `me` could enter the lock a second time.
 pub(super) fn grant<M: AtomicOps>(owner: &M::Word, me: usize, inside: &M::Word, lock: usize) {
     M::store(inside, lock, Ordering::Release);
     M::store(owner, me, Ordering::Relaxed);
 }
 
-/// Takes the bias from its owner, and waits until that one's note does not name `lock`. For who has the turn.
+/// Revokes the bias and waits until the owner's note does not name `lock`. The caller holds the
+/// spin lock.
 pub(super) fn revoke<M: AtomicOps>(
     owner: &M::Word,
     inside: &M::Word,

@@ -1,12 +1,13 @@
-//! The lock of what is held for tens of nanoseconds, mostly by one thread: that thread takes it by plain stores.
+//! Provides a lock for critical sections of tens of nanoseconds that one thread mostly takes.
 //!
-//! A locked instruction waits for every store before it, which was a good part of what such a holder cost. So a thread that
-//! took the lock [`ENOUGH`] times, nobody else between, has its *bias*: from then on it notes in a slot of its own that
-//! it is inside, and looks whether the bias is still there ([`bias`]). Everybody else takes the *turn*, a spin lock, and
-//! revokes the bias if it waits for the lock at all; who only tries leaves it. A revocation costs a system call of
-//! microseconds, once in [`ENOUGH`] times at most.
+//! A locked instruction waits for all earlier stores, which was a large part of the section's cost.
+//! A thread that takes the lock [`BIAS_THRESHOLD`] times in a row therefore gets its *bias*: it
+//! writes a note in its own slot and checks that it still has the bias ([`bias`]). Any other thread
+//! takes a spin lock and revokes the bias; `try_lock` leaves the bias in place. A revocation costs
+//! a system call of microseconds, at most once in [`BIAS_THRESHOLD`] acquisitions.
 //!
-//! There is no bias in threads beyond [`COUNT`], nor where the kernel refuses `membarrier`.
+//! Threads beyond [`SLOT_COUNT`] get no bias, and no thread does if the kernel refuses
+//! `membarrier`.
 #![allow(
     unsafe_code,
     reason = "implements `lock_api::RawMutex`, whose `unlock` is for the holder only"
@@ -28,26 +29,26 @@ use spin::relax::RelaxStrategy as _;
 use backoff::Backoff;
 use bias::{AtomicOps, NO_LOCK, NO_OWNER};
 
-/// A lock.
+/// Lock with a bias towards one thread.
 pub(crate) type BiasedLock<T> = lock_api::Mutex<RawBiasedLock, T>;
-/// Its holder.
+/// Guard of a [`BiasedLock`].
 pub(crate) type BiasedGuard<'a, T> = lock_api::MutexGuard<'a, RawBiasedLock, T>;
 
-/// Who takes a lock as often in a row gets its bias: half a millisecond of a pool's work.
+/// Acquisitions in a row after which a thread gets the bias: half a millisecond of a pool's work.
 const BIAS_THRESHOLD: u32 = 1 << 14;
-/// Slots: so many threads, less one, have biases at a time.
+/// Number of slots. One less is the number of threads that can have a bias at a time.
 const SLOT_COUNT: usize = 256;
-/// The slot of threads that have none; they count as one thread.
+/// Slot of all threads without one, which count as one thread.
 const NO_SLOT: usize = 0;
-/// How long a store may take to be seen by all where the kernel has no barrier.
+/// Time after which all threads see a store if the kernel refuses the barrier.
 const STORE_VISIBILITY_DELAY: Duration = Duration::from_millis(1);
 
-/// A thread's note, on cache lines of its own.
+/// Slot of a thread, on cache lines of its own.
 #[derive(Debug)]
 #[repr(align(128))]
 struct Slot {
-    /// The lock that the thread holds by bias, or is about to look whether it has. What it takes inside of that, it takes
-    /// by turn.
+    /// Address of the lock that the thread holds, or is about to take, by bias. Nested locks are
+    /// taken by the spin lock.
     owner_note: AtomicUsize,
     claimed: AtomicBool,
 }
@@ -59,8 +60,9 @@ static SLOTS: [Slot; SLOT_COUNT] = [const {
     }
 }; SLOT_COUNT];
 
-/// Lets threads of this process have biases, if the kernel has the barrier for it. Where threads run that takes
-/// milliseconds, so it is not done while a lock is held.
+/// Registers the process for `membarrier`, without which no thread gets a bias.
+///
+/// The registration takes milliseconds in a process with threads, so it must not run under a lock.
 pub(crate) fn register_membarrier() {
     MEMBARRIER.get_or_init(register);
 }
@@ -71,14 +73,14 @@ fn register() -> bool {
     membarrier(MembarrierCommand::RegisterPrivateExpedited).is_ok()
 }
 
-/// A thread's right to a slot.
+/// Claim of a thread to a slot.
 struct SlotGuard(usize);
 
 impl SlotGuard {
-    /// To [`NONE`] where no slot is left, or nobody has prepared.
+    /// Claims a slot, or [`NO_SLOT`] if none is left or the process is not registered.
     fn acquire() -> SlotGuard {
         let mut vacant = NO_SLOT + 1..SLOT_COUNT;
-        // Biases go with the slot: whoever has it next sees all that was done by them.
+        // Biases pass with the slot. Acquire makes the previous thread's critical sections visible.
         let takes = |slot: &usize| {
             let taken = &SLOTS[*slot].claimed;
             !taken.load(Ordering::Relaxed) && !taken.swap(true, Ordering::Acquire)
@@ -91,18 +93,18 @@ impl SlotGuard {
 
 impl Drop for SlotGuard {
     fn drop(&mut self) {
-        // What is held by a note for ever keeps the slot.
+        // A lock that is leaked while held by bias also leaks its slot.
         if self.0 == NO_SLOT || holds_biased_lock(self.0) {
             return;
         }
-        // What the thread does after this, it does without.
+        // The thread takes its further locks without a bias.
         SLOT.set(NO_SLOT);
         SLOTS[self.0].claimed.store(false, Ordering::Release);
     }
 }
 
 thread_local! {
-    /// The calling thread's slot, once it has been looked for.
+    /// Slot of the calling thread, once it has claimed one.
     static SLOT: Cell<usize> = const { Cell::new(NO_SLOT) };
     static SLOT_GUARD: SlotGuard = SlotGuard::acquire();
 }
@@ -128,8 +130,8 @@ impl AtomicOps for Native {
     }
 
     fn heavy_fence() {
-        // A filter of system calls may have come since, or memory run out. Stores are seen within microseconds then
-        // too, though nobody promises it.
+        // A seccomp filter may forbid the call by now, or the kernel may lack memory. In practice
+        // stores are visible within microseconds.
         if membarrier(MembarrierCommand::PrivateExpedited).is_err() {
             register();
             std::thread::sleep(STORE_VISIBILITY_DELAY);
@@ -137,29 +139,30 @@ impl AtomicOps for Native {
     }
 }
 
-/// The lock, without what it guards.
+/// Raw lock, without the guarded value.
 #[derive(Debug)]
 pub(crate) struct RawBiasedLock {
-    /// The slot of who has the bias, or [`NOBODY`]. Who has the turn changes it.
+    /// Slot of the thread with the bias, or [`NO_OWNER`]. Only the holder of the spin lock writes
+    /// it.
     owner: AtomicUsize,
     spin_lock: SpinMutex<(), Backoff>,
-    /// How often in a row the same thread had the turn, and in the upper half which one: its slot. Who has the turn
-    /// changes it.
+    /// Acquisitions in a row by one thread, with that thread's slot in the upper half. Only the
+    /// holder of the spin lock writes it.
     acquire_streak: AtomicU64,
 }
 
 impl RawBiasedLock {
-    /// What its owner's note says inside.
+    /// Returns the value of a note that names this lock.
     #[inline]
     fn address(&self) -> usize {
         std::ptr::from_ref(self).addr()
     }
 
-    /// Takes it by bias.
+    /// Takes the lock by bias.
     #[inline]
     fn enter_biased(&self) -> bool {
         let me = SLOT.get();
-        // The bias is never that of `NONE`.
+        // [`NO_SLOT`] never has the bias.
         self.owner.load(Ordering::Relaxed) == me
             && bias::enter::<Native>(
                 &self.owner,
@@ -188,7 +191,7 @@ impl RawBiasedLock {
         if free {
             self.count_acquire();
         } else {
-            // SAFETY: the turn was taken above.
+            // SAFETY: this thread took the spin lock above.
             unsafe { RawMutex::unlock(&self.spin_lock) };
         }
         free
@@ -200,7 +203,7 @@ impl RawBiasedLock {
         bias::revoke::<Native>(&self.owner, inside, self.address(), Backoff::relax);
     }
 
-    /// Counts who has the turn.
+    /// Counts an acquisition by the holder of the spin lock.
     #[inline]
     fn count_acquire(&self) {
         let before = self.acquire_streak.load(Ordering::Relaxed);
@@ -216,33 +219,35 @@ impl RawBiasedLock {
         }
     }
 
-    /// Gives the bias to who has the turn, which holds the lock by it from here on.
+    /// Grants the bias to the holder of the spin lock, which then holds the lock by bias.
     #[cold]
     fn grant_bias(&self) {
         self.acquire_streak.store(0, Ordering::Relaxed);
         if SLOT.get() == NO_SLOT {
-            // Nothing is found once the thread has begun to end.
+            // A thread whose locals are being destroyed gets no slot.
             SLOT.set(SLOT_GUARD.try_with(|right| right.0).unwrap_or(NO_SLOT));
         }
         let me = SLOT.get();
-        // Its note has room for one.
+        // A note has room for one lock.
         if me != NO_SLOT && !holds_biased_lock(me) {
             let inside = &SLOTS[me % SLOT_COUNT].owner_note;
             bias::grant::<Native>(&self.owner, me, inside, self.address());
-            // SAFETY: the caller has the turn, and does not hold the lock by it any more.
+            // SAFETY: the caller holds the spin lock, and from here on holds the lock by bias
+            // instead.
             unsafe { RawMutex::unlock(&self.spin_lock) };
         }
     }
 }
 
-/// Whether the thread of a slot, which is the calling one, holds a lock by bias.
+/// Returns whether the calling thread, whose slot this is, holds a lock by bias.
 fn holds_biased_lock(slot: usize) -> bool {
     SLOTS[slot % SLOT_COUNT].owner_note.load(Ordering::Relaxed) != NO_LOCK
 }
 
-// SAFETY: whoever is let in has the turn while nobody has the bias and no owner is inside, or has its note name the lock and
-// the bias after that: `bias` says why these exclude each other. A thread whose note names the lock is not let in again.
-// The guard stays in its thread, so the note that it clears is that thread's.
+// SAFETY: a holder either has the spin lock while no thread has the bias and no owner's note names
+// the lock, or it has the bias and its note names the lock; `bias` explains why these exclude each
+// other. A thread whose note names the lock cannot enter again. The guard is not `Send`, so a
+// thread clears only its own note.
 unsafe impl RawMutex for RawBiasedLock {
     const INIT: RawBiasedLock = RawBiasedLock {
         owner: AtomicUsize::new(NO_OWNER),

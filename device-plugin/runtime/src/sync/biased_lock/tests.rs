@@ -1,11 +1,11 @@
-//! Threads that get biases and take them from one another, on the machine itself.
+//! Runs threads that get biases and revoke each other's, on the real machine.
 
 use std::collections::BTreeSet;
 use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 
 use super::*;
 
-/// Held by each test, for one of them takes all slots.
+/// Serializes the tests, because one of them takes all slots.
 fn alone() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -24,7 +24,7 @@ fn earn(lock: &BiasedLock<u64>) {
 }
 
 fn owner<T>(lock: &BiasedLock<T>) -> usize {
-    // SAFETY: the lock itself is only looked at.
+    // SAFETY: the raw lock is only read.
     unsafe { lock.raw() }.owner.load(Ordering::Relaxed)
 }
 
@@ -45,7 +45,7 @@ fn bias_is_granted_after_the_threshold_and_revoked() {
     assert_eq!(*lock.lock(), 1);
 }
 
-/// Whether nobody gets in, neither the thread that asks nor another.
+/// Returns whether both this and another thread fail to take the lock.
 fn is_held(lock: &BiasedLock<u64>) -> bool {
     let by_another = || {
         std::thread::scope(|scope| {
@@ -94,7 +94,7 @@ fn nested_locks_are_released_independently() {
     assert!(holds_biased_lock(SLOT.get()));
     drop(inner);
     assert!(locks[1].try_lock().is_some() && locks[0].try_lock().is_none());
-    // Whichever goes first.
+    // Either may be released first.
     let inner = locks[1].lock();
     drop(outer);
     assert!(locks[0].try_lock().is_some() && locks[1].try_lock().is_none());
@@ -118,7 +118,7 @@ fn slot_passes_with_its_biases_to_another_thread() {
     for _ in 0..2 * SLOT_COUNT {
         let slot = std::thread::scope(|scope| {
             let thread = scope.spawn(|| {
-                // The bias of a thread before, which may have had the slot that this one gets.
+                // The bias is that of an earlier thread, which may have had this thread's slot.
                 *lock.lock() += 1;
                 earn(&lock);
                 SLOT.get()
@@ -160,8 +160,8 @@ fn threads_beyond_the_slots_get_no_bias() {
     assert!(taken() < SLOT_COUNT / 2, "{} are taken", taken());
 }
 
-/// The owner goes in and out at full speed, and another breaks in while it runs: a note that came too late to be seen would
-/// let in both, and what one of them adds would be lost.
+/// The owner locks at full speed while another thread revokes. If the revoker missed a note, both
+/// would enter, and an increment would be lost.
 #[test]
 fn revoker_never_enters_beside_the_owner() {
     let _alone = alone();
@@ -175,9 +175,9 @@ fn revoker_never_enters_beside_the_owner() {
             while !done.load(Ordering::Relaxed) {
                 let mut held = lock.lock();
                 *held += 1;
-                // Has its bias again at once, so that it is there whenever the other one comes.
+                // Restores the bias at once, so that each revocation finds one.
                 if !holds_biased_lock(me) {
-                    // SAFETY: the lock itself is only looked at, by who has its turn.
+                    // SAFETY: this thread holds the spin lock and writes only the owner word.
                     unsafe { lock.raw() }.owner.store(me, Ordering::Relaxed);
                 }
                 drop(held);

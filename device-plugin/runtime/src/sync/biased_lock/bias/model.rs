@@ -1,4 +1,4 @@
-//! An owner and who revokes its bias, in every order that threads, and the memory model, allow.
+//! Checks owner and revoker in every interleaving that the memory model permits.
 
 use loom::sync::atomic::{AtomicUsize, fence};
 use loom::sync::{Arc, Mutex};
@@ -6,7 +6,7 @@ use loom::thread;
 
 use super::*;
 
-/// Loom has no barrier that one thread puts into another: both sides have a full one.
+/// Loom has no asymmetric fence, so both sides use a full one.
 struct Model;
 
 impl AtomicOps for Model {
@@ -32,8 +32,7 @@ impl AtomicOps for Model {
 const LOCK: usize = 64;
 const OWNER: usize = 1;
 
-/// A lock, the notes of two threads, and what it guards: who adds to it beside another, or does not see what was added
-/// before, loses some.
+/// Lock, notes of two threads, and a counter. A lost increment shows a violated exclusion.
 struct Guarded {
     owner: AtomicUsize,
     notes: [AtomicUsize; 2],
@@ -60,7 +59,8 @@ impl Guarded {
         &self.notes[slot - 1]
     }
 
-    /// Adds one; by bias where the thread has it, and gets it where it `earns` it.
+    /// Increments the counter under the lock, by bias if the thread has it; `earns` grants the
+    /// bias.
     fn work(&self, me: usize, earns: bool) {
         let note = self.note(me);
         if self.owner.load(Ordering::Relaxed) == me && enter::<Model>(&self.owner, me, note, LOCK) {
@@ -82,7 +82,7 @@ impl Guarded {
     }
 }
 
-/// Two threads with two rounds each lose nothing of what they add.
+/// Runs two threads with two increments each.
 fn two(earns: bool) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
