@@ -1,14 +1,15 @@
 /* A hostile process of a container, with the agent's socket as its argument. It does what its standard input says, a
  * line a command, and answers each with a number, once it is done.
  *
- *   linger COUNT SECONDS hello|plain   connections, each with the last reference to a TCP socket that lingers so long
- *                                      and has a peer that reads nothing: how many were taken
+ *   linger COUNT                       connections, each with the last reference to a TCP socket that lingers and has a
+ *                                      peer that reads nothing: how many were taken
  *   hellos COUNT                       so many images, whose credit pages are kept: how many pages it got
  *   crowd COUNT HOW                    so many processes, that stay and wait: a line with the pid of each
  *   go                                 all of them act at once, and stay: how many succeeded
- *                                        grant  says hello and is granted memory
- *                                        fault  says hello, and that its context is poisoned
- *                                        past   has a context and a MiB of a GPU, without the shim
+ *                                        grant   says hello and is granted memory
+ *                                        fault   says hello, and that its context is poisoned
+ *                                        linger  says hello and, once all have, passes a socket as above
+ *                                        past    has a context and a MiB of a GPU, without the shim
  *   connect COUNT PORT                 so many connections to this port of the machine, each with 12 KiB of a header
  *                                      that does not end, all kept: how many were made
  */
@@ -21,11 +22,15 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
+
+/* For so many seconds a passed socket lingers. */
+#define LINGERS 12
 
 static const char *path;
 static uint64_t image;
@@ -78,29 +83,32 @@ static int hello(int *page) {
     return fd;
 }
 
-static int linger(int count, int seconds, int greets) {
+/* Sends a byte with the last reference to a TCP socket that lingers, and has a peer that reads nothing. */
+static int pass(int to) {
     struct sockaddr_in here = {.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
-    struct linger on = {1, seconds}, off = {0, 0};
+    struct linger on = {1, LINGERS}, off = {0, 0};
     socklen_t size = sizeof here;
     char many[1 << 16] = {0};
-    int deaf = socket(AF_INET, SOCK_STREAM, 0), taken = 0, page;
+    int deaf = socket(AF_INET, SOCK_STREAM, 0), fd = socket(AF_INET, SOCK_STREAM, 0), taken;
     bind(deaf, (struct sockaddr *)&here, sizeof here);
-    listen(deaf, 128);
+    listen(deaf, 1);
     getsockname(deaf, (struct sockaddr *)&here, &size);
-    int to[count];
-    for (int index = 0; index < count; index++) to[index] = greets ? hello(&page) : dial();
+    if (connect(fd, (struct sockaddr *)&here, sizeof here)) perror("connect");
+    fcntl(fd, F_SETFL, O_NONBLOCK);
+    while (write(fd, many, sizeof many) > 0) {}
+    setsockopt(fd, SOL_SOCKET, SO_LINGER, &on, sizeof on);
+    taken = give(to, many, 1, fd);
+    if (!taken) setsockopt(fd, SOL_SOCKET, SO_LINGER, &off, sizeof off);
+    close(fd);
+    return taken;
+}
+
+static int linger(int count) {
+    int to[count], taken = 0;
+    for (int index = 0; index < count; index++) to[index] = dial();
     /* All of them are accepted before the agent is held up by one. */
     usleep(200000);
-    for (int index = 0; index < count; index++) {
-        int fd = socket(AF_INET, SOCK_STREAM, 0);
-        if (connect(fd, (struct sockaddr *)&here, sizeof here)) perror("connect");
-        fcntl(fd, F_SETFL, O_NONBLOCK);
-        while (write(fd, many, sizeof many) > 0) {}
-        setsockopt(fd, SOL_SOCKET, SO_LINGER, &on, sizeof on);
-        if (give(to[index], many, 1, fd)) taken++;
-        else setsockopt(fd, SOL_SOCKET, SO_LINGER, &off, sizeof off);
-        close(fd);
-    }
+    for (int index = 0; index < count; index++) taken += pass(to[index]);
     return taken;
 }
 
@@ -126,6 +134,17 @@ static int faults(void) {
     unsigned char frame[9] = {7, 0, 8, 0, 0xbc, 2, 0, 0, 0}, answer[64];
     int page, fd = hello(&page);
     return page >= 0 && give(fd, frame, sizeof frame, -1) && take(fd, answer, sizeof answer, &page) >= 0;
+}
+
+/* The processes of the crowd, and how many of them have an answer to their hello. */
+static int members;
+static int *greeted;
+
+static int lingers(void) {
+    int page, fd = hello(&page);
+    __atomic_add_fetch(greeted, 1, __ATOMIC_SEQ_CST);
+    while (__atomic_load_n(greeted, __ATOMIC_SEQ_CST) < members) usleep(1000);
+    return page >= 0 && pass(fd);
 }
 
 /* The program runs with the driver's folder as its library path. */
@@ -172,23 +191,27 @@ static int connections(int count, int port) {
 int main(int count, char **words) {
     struct rlimit files;
     char line[256], how[16], done;
-    int number, seconds, port, crowd;
+    int number, port;
     path = words[count - 1];
     getrlimit(RLIMIT_NOFILE, &files);
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);
     setvbuf(stdout, NULL, _IOLBF, 0);
     while (fgets(line, sizeof line, stdin)) {
-        if (sscanf(line, "linger %d %d %15s", &number, &seconds, how) == 3) {
-            printf("%d\n", linger(number, seconds, !strcmp(how, "hello")));
+        if (sscanf(line, "linger %d", &number) == 1) {
+            printf("%d\n", linger(number));
         } else if (sscanf(line, "hellos %d", &number) == 1) {
             printf("%d\n", hellos(number));
         } else if (sscanf(line, "connect %d %d", &number, &port) == 2) {
             printf("%d\n", connections(number, port));
-        } else if (sscanf(line, "crowd %d %15s", &crowd, how) == 2) {
-            int (*act)(void) = !strcmp(how, "grant") ? granted : !strcmp(how, "fault") ? faults : past;
+        } else if (sscanf(line, "crowd %d %15s", &members, how) == 2) {
+            int (*act)(void) = !strcmp(how, "grant")    ? granted
+                               : !strcmp(how, "fault")  ? faults
+                               : !strcmp(how, "linger") ? lingers
+                                                        : past;
             if (pipe2(start, O_CLOEXEC) || pipe2(answers, O_CLOEXEC)) return 1;
-            for (number = 0; number < crowd; number++) {
+            greeted = mmap(NULL, sizeof *greeted, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+            for (number = 0; number < members; number++) {
                 int child = fork();
                 if (!child) member(act);
                 printf("%d\n", child);

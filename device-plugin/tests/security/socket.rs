@@ -7,26 +7,27 @@ use crate::fixture::Node;
 /// What a process may get of credit pages at once: twice as many as there may be processes.
 const PAGES_AT_ONCE: u64 = 1024;
 
-async fn sockets_that_linger(how: &str) {
+#[tokio::test]
+async fn neighbour_is_answered_when_six_sockets_linger() {
     let node = Node::start().await;
     let tenant = node.tenant("hostile").await;
     let program = tenant.run(&node);
-    let ((program, taken), seen) = node
-        .under(program.load(&format!("linger 6 12 {how}")))
-        .await;
+    let ((program, taken), seen) = node.under(program.load("linger 6")).await;
     println!("{taken} taken");
     drop(program);
     node.holds(seen).await;
 }
 
 #[tokio::test]
-async fn neighbour_is_answered_when_six_sockets_linger() {
-    sockets_that_linger("plain").await;
-}
-
-#[tokio::test]
 async fn neighbour_is_answered_when_six_sessions_linger() {
-    sockets_that_linger("hello").await;
+    let node = Node::start().await;
+    let tenant = node.tenant("hostile").await;
+    // A process has one session: its next hello ends the one before.
+    let program = tenant.crowd(&node, 6, "linger");
+    let ((program, taken), seen) = node.under(program.load("go")).await;
+    println!("{taken} taken");
+    drop(program);
+    node.holds(seen).await;
 }
 
 #[tokio::test]
