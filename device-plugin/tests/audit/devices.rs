@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::common::kubelet::Pod;
 use crate::container::{Container, machine};
-use crate::found::{findings, is_logged, not_enforced, until, value};
+use crate::found::{findings, is_logged, not_enforced, until, until_is, value};
 use crate::machine::Machine;
 
 const GIB: u64 = 1 << 30;
@@ -227,5 +227,10 @@ async fn a_container_that_may_change_its_time_slice_is_told_and_served() {
     not_enforced(&machine, "SysNice").await;
     container.ok("open libcuda.so.1");
     container.ok(&format!("alloc {GIB}"));
-    until(&machine, "bursar_agent_audit_kills_total", "", 0).await;
+    let audits = "bursar_agent_audit_seconds_count";
+    let before = value(&machine, audits, "").await.unwrap();
+    until_is(&machine, audits, "", |now| now >= before + 3).await;
+    assert!(container.is_alive());
+    let kills = value(&machine, "bursar_agent_audit_kills_total", "").await;
+    assert_eq!(kills, Some(0));
 }

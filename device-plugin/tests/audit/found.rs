@@ -31,7 +31,7 @@ pub(crate) async fn value(machine: &Machine, name: &str, labels: &str) -> Option
 }
 
 /// Waits until a metric is as wanted; how long that took.
-async fn until_is(
+pub(crate) async fn until_is(
     machine: &Machine,
     name: &str,
     labels: &str,
