@@ -42,14 +42,11 @@ struct Fifo(PathBuf);
 
 impl Fifo {
     fn at(path: PathBuf) -> Self {
-        let _ = fs::remove_file(&path);
-        assert!(
-            Command::new("mkfifo")
-                .arg(&path)
-                .status()
-                .unwrap()
-                .success()
-        );
+        // The agent may be writing a file of that name: one step replaces it.
+        let made = path.with_extension("fifo");
+        let status = Command::new("mkfifo").arg(&made).status();
+        assert!(status.unwrap().success());
+        fs::rename(made, &path).unwrap();
         Self(path)
     }
 

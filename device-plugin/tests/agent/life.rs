@@ -28,11 +28,8 @@ async fn a_killed_agents_successor_has_the_same_bindings_and_registers_in_time()
     }
     in_time_as_a_rule(Duration::from_secs(2), "registered after SIGKILL", times);
     let waiter = crate::common::kubelet::Pod::with("c", GPU, 8);
-    let error = machine.start(&waiter).await.unwrap_err();
-    assert!(
-        error.contains("waiting for 8 GiB on one GPU: largest free 6 GiB"),
-        "{error}"
-    );
+    let expected = "waiting for 8 GiB on one GPU: largest free 6 GiB";
+    machine.until_refused(&waiter, expected).await;
 }
 
 #[tokio::test]

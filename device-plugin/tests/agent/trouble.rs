@@ -60,14 +60,24 @@ async fn a_lost_gpu_takes_its_tokens_and_brings_them_back_and_running_pods_stay(
     .await;
 }
 
+/// Whether the agent has recorded that the first GPU is away.
+fn is_away(machine: &Machine) -> bool {
+    let text = fs::read_to_string(machine.path("run/generations.json")).unwrap_or_default();
+    let file: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+    file["data"]["GPU-00000000-0000-0000-0000-000000000001"]["memory"]["away"] == true
+}
+
 #[tokio::test]
 async fn a_gpu_that_needs_a_reset_is_offered_again_only_after_it_was_away_though_the_agent_restarts()
  {
     let mut machine = Machine::started().await;
     machine.lab.simgpu(&["xid", "0", "48"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 16).await;
+    let registrations = machine.registrations();
     machine.stop_agent().await;
     machine.start_agent();
+    eventually("a registration", || machine.registrations() > registrations).await;
+    machine.kubelet.until_allocatable(GPU, 16).await;
     // Longer than good probes take to make a GPU healthy.
     tokio::time::sleep(Duration::from_secs(14)).await;
     assert_eq!(
@@ -75,7 +85,7 @@ async fn a_gpu_that_needs_a_reset_is_offered_again_only_after_it_was_away_though
         Some(16)
     );
     machine.lab.simgpu(&["lose", "0"]).unwrap();
-    tokio::time::sleep(Duration::from_secs(3)).await;
+    eventually("the loss on record", || is_away(&machine)).await;
     machine.lab.simgpu(&["restore", "0"]).unwrap();
     machine.kubelet.until_allocatable(GPU, 32).await;
 }

@@ -4,8 +4,9 @@ use std::fs::OpenOptions;
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
+use crate::common::in_time;
 use crate::container::{Container, PLAIN, machine};
-use crate::found::value;
+use crate::found::{until, value};
 use crate::machine::Machine;
 
 /// How long the agent may take to act on what it was told.
@@ -13,15 +14,11 @@ const SOON: Duration = Duration::from_secs(2);
 /// How long it waits for a report of what the kernel's log says.
 const GRACE: Duration = Duration::from_secs(5);
 
-async fn counted(machine: &Machine, cause: &str, action: &str) -> i64 {
-    let labels = format!("cause=\"{cause}\" action=\"{action}\"");
-    let name = "bursar_agent_poisoned_contexts_total";
-    value(machine, name, &labels).await.unwrap_or(0)
-}
+/// Counts what was done about faults.
+const POISONED: &str = "bursar_agent_poisoned_contexts_total";
 
-/// How long the program lives on.
-async fn until_killed(program: &mut Container) -> Duration {
-    let begun = Instant::now();
+/// How long the program lives on after `begun`.
+async fn until_killed(program: &mut Container, begun: Instant) -> Duration {
     while program.is_alive() {
         assert!(begun.elapsed() < Duration::from_secs(20), "it lives on");
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -31,32 +28,42 @@ async fn until_killed(program: &mut Container) -> Duration {
 
 #[tokio::test]
 async fn a_program_that_reports_its_fault_gets_its_error_and_its_container_is_killed() {
-    let machine = machine("").await;
-    let pod = machine.admit("a", 8).await;
-    let mut program = Container::start(&machine, &pod, PLAIN).await;
-    program.ok("open libcuda.so.1");
-    program.ok("fault");
-    assert_eq!(program.call("sync"), "err 700");
-    let took = until_killed(&mut program).await;
-    assert!(took < SOON, "{took:?}");
-    assert_eq!(counted(&machine, "cuda-700", "restart").await, 1);
+    in_time(SOON, async || {
+        let machine = machine("").await;
+        let pod = machine.admit("a", 8).await;
+        let mut program = Container::start(&machine, &pod, PLAIN).await;
+        program.ok("open libcuda.so.1");
+        program.ok("fault");
+        assert_eq!(program.call("sync"), "err 700");
+        let took = until_killed(&mut program, Instant::now()).await;
+        let restart = r#"cause="cuda-700" action="restart""#;
+        until(&machine, POISONED, restart, 1).await;
+        took
+    })
+    .await;
 }
 
 #[tokio::test]
 async fn a_program_that_never_asks_the_driver_again_is_known_from_the_kernels_log() {
-    let machine = machine("").await;
-    let pod = machine.admit("a", 8).await;
-    let neighbour = machine.admit("b", 4).await;
-    let mut program = Container::start(&machine, &pod, PLAIN).await;
-    let mut other = Container::start(&machine, &neighbour, PLAIN).await;
-    other.ok("open libcuda.so.1");
-    program.ok("open libcuda.so.1");
-    program.ok("fault");
-    let took = until_killed(&mut program).await;
-    assert!((GRACE - SOON..GRACE + SOON).contains(&took), "{took:?}");
-    assert_eq!(counted(&machine, "xid-31", "fence").await, 1);
-    other.ok("alloc 4096");
-    other.ok("sync");
+    in_time(GRACE + SOON, async || {
+        let machine = machine("").await;
+        let pod = machine.admit("a", 8).await;
+        let neighbour = machine.admit("b", 4).await;
+        let mut program = Container::start(&machine, &pod, PLAIN).await;
+        let mut other = Container::start(&machine, &neighbour, PLAIN).await;
+        other.ok("open libcuda.so.1");
+        program.ok("open libcuda.so.1");
+        let begun = Instant::now();
+        program.ok("fault");
+        let took = until_killed(&mut program, begun).await;
+        assert!(took > GRACE - SOON, "{took:?}");
+        let fence = r#"cause="xid-31" action="fence""#;
+        until(&machine, POISONED, fence, 1).await;
+        other.ok("alloc 4096");
+        other.ok("sync");
+        took
+    })
+    .await;
 }
 
 /// Appends a record to the kernel's log, stamped as the kernel stamps it, of this facility and level.
@@ -93,5 +100,6 @@ async fn a_kernel_log_record_that_the_driver_did_not_write_fences_nobody() {
     tokio::time::sleep(GRACE + SOON).await;
     assert!(victim.is_alive());
     victim.ok("alloc 4096");
-    assert_eq!(counted(&machine, "xid-31", "fence").await, 0);
+    let fence = r#"cause="xid-31" action="fence""#;
+    assert_eq!(value(&machine, POISONED, fence).await, None);
 }

@@ -42,13 +42,19 @@ async fn a_pod_that_fits_on_no_gpu_is_admitted_waits_with_a_reason_and_starts_wh
     );
 }
 
+/// One GPU of 4 quanta, whose agent lets a bind wait for longer than any of these tests does.
+async fn patient_node() -> Node {
+    let mut node = Node::with(&[4], 4).await;
+    let (books, tokens) = node.kill_agent().await;
+    let (dir, patience) = (node.kubelet.dir().to_owned(), Duration::from_secs(60));
+    node.agent = Some(Agent::start_patient(&dir, books, tokens, patience));
+    node.until_ready(4).await;
+    node
+}
+
 #[tokio::test]
 async fn a_waiting_call_is_answered_as_soon_as_there_is_room() {
-    let mut node = Node::with(&[4], 4).await;
-    let books = node.kill_agent().await;
-    let (dir, patience) = (node.kubelet.dir().to_owned(), Duration::from_secs(20));
-    node.agent = Some(Agent::start_patient(&dir, books.0, books.1, patience));
-    node.until_ready(4).await;
+    let node = patient_node().await;
     let (a, b) = (Pod::with("a", GPU, 4), Pod::with("b", GPU, 4));
     node.run(&a).await;
     // The kubelet may give a's tokens away as soon as a is not active; its memory still counts.
@@ -67,7 +73,7 @@ async fn a_waiting_call_is_answered_as_soon_as_there_is_room() {
 
 #[tokio::test]
 async fn a_call_that_the_kubelet_gave_up_does_not_bar_the_next() {
-    let node = Node::with(&[4], 4).await;
+    let node = patient_node().await;
     let (a, b) = (Pod::with("a", GPU, 4), Pod::with("b", GPU, 4));
     node.run(&a).await;
     node.kubelet.pod_ended(&a, Phase::Succeeded);

@@ -32,18 +32,17 @@ async fn what_is_kept_is_bound_to_nobody_before_its_last_pod_has_ended_and_nobod
     // 16 - 2 - 6: its owner is gone, and it is not.
     let waiter = bed.machine.admit("c", 11).await;
     let expected = "waiting for 11 GiB on one GPU: largest free 8 GiB";
-    let error = bed.machine.start(&waiter).await.unwrap_err();
-    assert!(error.contains(expected), "{error}");
+    bed.machine.until_refused(&waiter, expected).await;
     bed.machine.restart_agent().await;
-    let error = bed.machine.start(&waiter).await.unwrap_err();
-    assert!(error.contains(expected), "after a restart: {error}");
+    bed.machine.until_refused(&waiter, expected).await;
     assert_eq!(read(&mut reader, "weights"), (lease, 7));
     let holder = reader.ask(&format!("park {lease}")).unwrap();
     let parked = Parked(holder.parse().unwrap());
     reader.kill();
     bed.machine.end(&second);
-    let error = bed.machine.start(&waiter).await.unwrap_err();
-    assert!(error.contains("largest free 10 GiB"), "{error}");
+    bed.machine
+        .until_refused(&waiter, "largest free 10 GiB")
+        .await;
     drop(parked);
     bed.machine.until_started(&waiter).await;
 }
