@@ -5,7 +5,7 @@
 mod audited;
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -78,7 +78,8 @@ pub struct Counts {
 /// The agent's metrics. Cheap to clone; every clone counts into the same numbers.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    registry: Arc<Registry>,
+    /// The lock is held while figures are replaced, too, so that no page shows half of them.
+    registry: Arc<Mutex<Registry>>,
     tokens: Family<OfResource, Gauge>,
     orders_not_understood: Gauge,
     watch_failures: Counter,
@@ -218,15 +219,19 @@ impl Metrics {
                 Counter::default(),
             ),
             audited: audited::Audited::new(r),
-            registry: Arc::new(registry),
+            registry: Arc::new(Mutex::new(registry)),
         }
     }
 
     /// The numbers as they stand, in the OpenMetrics text format.
     pub fn encode(&self) -> String {
         let mut text = String::new();
-        encode(&mut text, &self.registry).expect("a String takes any text");
+        encode(&mut text, &self.page()).expect("a String takes any text");
         text
+    }
+
+    fn page(&self) -> MutexGuard<'_, Registry> {
+        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An Allocate was answered after `took`.
@@ -275,6 +280,7 @@ impl Metrics {
     /// The node as it stands: tokens, and each GPU's memory and health. A GPU that is no longer in the
     /// report is no longer in the metrics.
     pub fn set_report(&self, report: &NodeReport) {
+        let _page = self.page();
         let tokens = [
             (Resource::DeviceMemory, report.device_memory),
             (Resource::ManagedMemory, report.managed_memory),
@@ -319,6 +325,7 @@ impl Metrics {
 
     /// What the vault keeps of each GPU: how many leases, and what they have.
     pub fn set_kept(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
+        let _page = self.page();
         self.kept_leases.clear();
         self.kept_bytes.clear();
         for (gpu, (leases, bytes)) in kept {
@@ -375,6 +382,8 @@ fn number(count: usize) -> i64 {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
     use crate::attest::Reason;
     use crate::audit::judge::{Finding, Verdict};
@@ -401,6 +410,32 @@ mod tests {
         report.gpus.clear();
         metrics.set_report(&report);
         assert!(!metrics.encode().contains("GPU-0"));
+    }
+
+    #[test]
+    fn page_is_whole_while_figures_are_replaced() {
+        let (metrics, report, over) = (Metrics::new(), report(), AtomicBool::new(false));
+        let replace = || {
+            metrics.set_report(&report);
+            audited(&metrics);
+        };
+        replace();
+        let lines = [
+            "bursar_gpu_healthy{gpu=\"GPU-00000000\"} 1",
+            "account=\"GPU-a\",amount=\"peak\"} 3221225472",
+        ];
+        let is_whole = |page: String| lines.iter().all(|line| page.contains(line));
+        let are_whole = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::Relaxed) {
+                    replace();
+                }
+            });
+            let are_whole = (0..2_000).all(|_| is_whole(metrics.encode()));
+            over.store(true, Ordering::Relaxed);
+            are_whole
+        });
+        assert!(are_whole);
     }
 
     #[test]

@@ -305,6 +305,7 @@ impl super::Metrics {
         gpus: &BTreeSet<GpuUuid>,
         stale: &BTreeSet<GpuUuid>,
     ) {
+        let _page = self.page();
         self.audited.containers(containers, verdict, stale);
         self.audited.gpus(verdict, gpus, stale);
     }
