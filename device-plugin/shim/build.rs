@@ -4,18 +4,25 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-mod linking;
-mod table;
+#[path = "build/link_args.rs"]
+mod link_args;
+#[path = "build/symbol_table.rs"]
+mod symbol_table;
 
-use table::{Function, Own, Proc, Symbol};
+use symbol_table::{Function, Handling, ProcAddress, Symbol};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    for file in ["symbols.txt", "table.rs", "linking.rs", "build.rs"] {
+    for file in [
+        "symbols.txt",
+        "build/symbol_table.rs",
+        "build/link_args.rs",
+        "build.rs",
+    ] {
         println!("cargo:rerun-if-changed={file}");
     }
-    linking::as_the_drivers("libcuda.so.1");
+    link_args::print_link_args("libcuda.so.1");
     let text = std::fs::read_to_string("symbols.txt")?;
-    let symbols = table::parse(&text)?;
+    let symbols = symbol_table::parse(&text)?;
     let out = std::env::var("OUT_DIR")?;
     std::fs::write(format!("{out}/forwarders.rs"), forwarders(&symbols)?)?;
     std::fs::write(format!("{out}/substitutes.rs"), substitutes(&symbols)?)?;
@@ -39,20 +46,20 @@ fn forwarders(symbols: &[Symbol<'_>]) -> Result<String, std::fmt::Error> {
         }
     }
     let mut count = 0;
-    for Function { name, own, .. } in functions(symbols) {
+    for Function { name, handling, .. } in functions(symbols) {
         writeln!(
             indexes,
             "#[allow(dead_code)] pub(crate) const {name}: usize = {count};"
         )?;
         writeln!(names, "    c\"{name}\",")?;
-        match own {
+        match handling {
             None => writeln!(bodies, "forward!({name}, {count});")?,
-            Some(Own::Watch { arguments }) => writeln!(
+            Some(Handling::Watch { arguments }) => writeln!(
                 bodies,
-                "watch!({name}, {count}, {arguments}, crate::poison::noticed);"
+                "watch!({name}, {count}, {arguments}, crate::poison::on_error);"
             )?,
-            Some(Own::Refused) => writeln!(bodies, "refuse!({name});")?,
-            Some(Own::Hook) => {}
+            Some(Handling::Refused) => writeln!(bodies, "refuse!({name});")?,
+            Some(Handling::Hook) => {}
         }
         count += 1;
     }
@@ -69,13 +76,16 @@ fn forwarders(symbols: &[Symbol<'_>]) -> Result<String, std::fmt::Error> {
 fn substitutes(symbols: &[Symbol<'_>]) -> Result<String, Box<dyn std::error::Error>> {
     let (mut declared, mut rows) = (String::new(), String::new());
     for Function {
-        name, own, proc, ..
+        name,
+        handling,
+        proc,
+        ..
     } in functions(symbols)
     {
-        if own.is_none() {
+        if handling.is_none() {
             continue;
         }
-        let Some(Proc {
+        let Some(ProcAddress {
             base,
             since,
             per_thread,
@@ -87,12 +97,12 @@ fn substitutes(symbols: &[Symbol<'_>]) -> Result<String, Box<dyn std::error::Err
         writeln!(
             rows,
             "    Substitute {{ base: c\"{base}\", symbol: c\"{name}\", since: {since}, \
-             per_thread: {}, index: index::{name}, ours: ours::{name} as *const c_void }},",
+             per_thread: {}, index: index::{name}, shim_function: ours::{name} as *const c_void }},",
             per_thread.is_some()
         )?;
     }
     let bases: BTreeSet<_> = functions(symbols)
-        .map(|function| table::base(function.name))
+        .map(|function| symbol_table::base_name(function.name))
         .collect();
     let mut known = String::new();
     for base in &bases {
@@ -103,6 +113,6 @@ fn substitutes(symbols: &[Symbol<'_>]) -> Result<String, Box<dyn std::error::Err
          #[allow(non_snake_case)]\nmod ours {{\n    unsafe extern \"C\" {{\n{declared}    }}\n}}\n\
          static SUBSTITUTES: &[Substitute] = &[\n{rows}];\n\
          /// Every name that the table knows, sorted.\n\
-         static KNOWN: &[&CStr] = &[\n{known}];\n"
+         static KNOWN_NAMES: &[&CStr] = &[\n{known}];\n"
     ))
 }

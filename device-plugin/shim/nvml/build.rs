@@ -2,14 +2,14 @@
 
 use std::fmt::Write as _;
 
-#[path = "../linking.rs"]
-mod linking;
+#[path = "../build/link_args.rs"]
+mod link_args;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    for file in ["nvml-symbols.txt", "../linking.rs", "build.rs"] {
+    for file in ["nvml-symbols.txt", "../build/link_args.rs", "build.rs"] {
         println!("cargo:rerun-if-changed={file}");
     }
-    linking::as_the_drivers("libnvidia-ml.so.1");
+    link_args::print_link_args("libnvidia-ml.so.1");
     let table = std::fs::read_to_string("nvml-symbols.txt")?;
     let out = std::env::var("OUT_DIR")?;
     std::fs::write(format!("{out}/forwarders.rs"), forwarders(&table)?)?;

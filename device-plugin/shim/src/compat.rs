@@ -23,16 +23,16 @@ use object::read::elf::{FileHeader, SectionHeader};
 use object::{LittleEndian, ReadCache};
 
 /// Where an image has it.
-const FOLDER: &str = "/usr/local/cuda/compat";
+const COMPAT_DIR: &str = "/usr/local/cuda/compat";
 
 /// What the kernel driver says of itself and of its GPUs; every container sees it.
-const KERNEL_DRIVER: &str = "/proc/driver/nvidia";
+const DRIVER_PROC_DIR: &str = "/proc/driver/nvidia";
 
 /// The library's file name, without the version.
-const STEM: &str = "libcuda.so.";
+const LIBCUDA_PREFIX: &str = "libcuda.so.";
 
 /// What the compat library opens by name, and would find of the host's version.
-const HELPERS: &str = "libnvidia-";
+const HELPER_PREFIX: &str = "libnvidia-";
 
 /// A driver's version, `580.95.05`; its first number is the branch.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -51,17 +51,18 @@ impl Version {
 
 /// The image's library, if it is the one to open, and the libraries to open before it.
 pub(crate) fn library() -> Option<(CString, Vec<CString>)> {
-    let files = regular_files(Path::new(FOLDER))?;
-    let (path, version) = single(&files)?;
-    let kernel = Path::new(KERNEL_DRIVER);
-    let driver = kernel_driver(&fs::read_to_string(kernel.join("version")).ok()?)?;
-    let models = models(&kernel.join("gpus"))?;
-    let branches = branches(path);
-    if !allows(&driver, &models, &version, branches.as_deref()) {
+    let files = regular_files(Path::new(COMPAT_DIR))?;
+    let (path, version) = sole_libcuda(&files)?;
+    let kernel = Path::new(DRIVER_PROC_DIR);
+    let driver = parse_kernel_driver(&fs::read_to_string(kernel.join("version")).ok()?)?;
+    let models = gpu_models(&kernel.join("gpus"))?;
+    let branches = supported_branches(path);
+    if !is_compatible(&driver, &models, &version, branches.as_deref()) {
         return None;
     }
     let text = |path: &PathBuf| CString::new(path.clone().into_os_string().into_vec()).ok();
-    let named = |path: &&PathBuf| file_name(path).is_some_and(|name| name.starts_with(HELPERS));
+    let named =
+        |path: &&PathBuf| file_name(path).is_some_and(|name| name.starts_with(HELPER_PREFIX));
     Some((
         text(path)?,
         files.iter().filter(named).filter_map(text).collect(),
@@ -69,7 +70,7 @@ pub(crate) fn library() -> Option<(CString, Vec<CString>)> {
 }
 
 /// The rule above. `branches` are those of the library's note.
-fn allows(
+fn is_compatible(
     driver: &Version,
     models: &[String],
     library: &Version,
@@ -85,8 +86,8 @@ fn allows(
 }
 
 /// The only `libcuda` of the folder: of two, which one is meant cannot be told.
-fn single(files: &[PathBuf]) -> Option<(&PathBuf, Version)> {
-    let version = |path: &PathBuf| Version::parse(file_name(path)?.strip_prefix(STEM)?);
+fn sole_libcuda(files: &[PathBuf]) -> Option<(&PathBuf, Version)> {
+    let version = |path: &PathBuf| Version::parse(file_name(path)?.strip_prefix(LIBCUDA_PREFIX)?);
     let mut found = files.iter().filter_map(|path| Some((path, version(path)?)));
     found.next().filter(|_| found.next().is_none())
 }
@@ -103,7 +104,7 @@ fn file_name(path: &Path) -> Option<&str> {
 }
 
 /// `580.95.05` of `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build ...`.
-fn kernel_driver(text: &str) -> Option<Version> {
+fn parse_kernel_driver(text: &str) -> Option<Version> {
     text.lines()
         .next()?
         .split_whitespace()
@@ -111,7 +112,7 @@ fn kernel_driver(text: &str) -> Option<Version> {
 }
 
 /// The product names of all GPUs; `None` if one cannot be told.
-fn models(gpus: &Path) -> Option<Vec<String>> {
+fn gpu_models(gpus: &Path) -> Option<Vec<String>> {
     let model = |gpu: fs::DirEntry| {
         let text = fs::read_to_string(gpu.path().join("information")).ok()?;
         let name = text.lines().find_map(|line| line.strip_prefix("Model:"))?;
@@ -124,7 +125,7 @@ fn models(gpus: &Path) -> Option<Vec<String>> {
 }
 
 /// The branches of the kernel driver that the library's note lists; `None` if it has no note.
-fn branches(library: &Path) -> Option<Vec<u32>> {
+fn supported_branches(library: &Path) -> Option<Vec<u32>> {
     let file = ReadCache::new(File::open(library).ok()?);
     let endian = LittleEndian;
     let header = FileHeader64::<LittleEndian>::parse(&file).ok()?;
@@ -133,11 +134,11 @@ fn branches(library: &Path) -> Option<Vec<u32>> {
     let mut notes = section.notes(endian, &file).ok()??;
     let note = notes.next().ok()??;
     let ours = note.name() == b"NVIDIA Corporation";
-    ours.then(|| listed(note.desc()).unwrap_or_default())
+    ours.then(|| parse_branches(note.desc()).unwrap_or_default())
 }
 
 /// `[535, 550]` of `{"format":1,"CUDA version":"12.9","driver":[535,550],"device":[1,2]}`.
-fn listed(description: &[u8]) -> Option<Vec<u32>> {
+fn parse_branches(description: &[u8]) -> Option<Vec<u32>> {
     let text: String = std::str::from_utf8(description)
         .ok()?
         .split_whitespace()
@@ -160,7 +161,7 @@ mod tests {
 
     fn allowed(driver: &str, library: &str, branches: Option<&[u32]>, model: &str) -> bool {
         let models = [model.to_owned()];
-        allows(&version(driver), &models, &version(library), branches)
+        is_compatible(&version(driver), &models, &version(library), branches)
     }
 
     #[test]
@@ -205,8 +206,11 @@ mod tests {
         }
         let mixed = ["NVIDIA H200", "NVIDIA GeForce RTX 4090"].map(str::to_owned);
         let (driver, library) = (version("535.1.1"), version("550.1.1"));
-        assert!(!allows(&driver, &mixed, &library, None));
-        assert!(!allows(&driver, &[], &library, None), "no GPU is known");
+        assert!(!is_compatible(&driver, &mixed, &library, None));
+        assert!(
+            !is_compatible(&driver, &[], &library, None),
+            "no GPU is known"
+        );
     }
 
     #[test]
@@ -223,7 +227,7 @@ mod tests {
             ("something else\nGCC version: 12.2.0\n", None),
             ("", None),
         ] {
-            assert_eq!(kernel_driver(text), found.map(version), "{text}");
+            assert_eq!(parse_kernel_driver(text), found.map(version), "{text}");
         }
     }
 
@@ -233,7 +237,7 @@ mod tests {
         let path = folder.path();
         let chosen = || {
             let files = regular_files(path).unwrap();
-            single(&files).map(|(path, version)| (path.clone(), version))
+            sole_libcuda(&files).map(|(path, version)| (path.clone(), version))
         };
         assert_eq!(chosen(), None);
         fs::write(path.join("libcuda.so.550.54.15"), "").unwrap();
@@ -250,30 +254,36 @@ mod tests {
     #[test]
     fn a_note_is_read_as_nvidia_writes_it_and_a_broken_one_lists_nothing() {
         let note = br#"{"format":1,"CUDA version":"12.9","driver":[535,550,575],"device":[1,2,7]}"#;
-        assert_eq!(listed(note), Some(vec![535, 550, 575]));
-        assert_eq!(listed(br#"{ "driver" : [ 535 ] }"#), Some(vec![535]));
+        assert_eq!(parse_branches(note), Some(vec![535, 550, 575]));
+        assert_eq!(
+            parse_branches(br#"{ "driver" : [ 535 ] }"#),
+            Some(vec![535])
+        );
         for broken in [
             &b"{}"[..],
             br#"{"driver":[535"#,
             br#"{"driver":[a]}"#,
             b"\xff",
         ] {
-            assert_eq!(listed(broken), None);
+            assert_eq!(parse_branches(broken), None);
         }
     }
 
     #[test]
     fn every_gpu_of_the_node_counts() {
         let folder = tempfile::tempdir().unwrap();
-        assert_eq!(models(&folder.path().join("gone")), None);
+        assert_eq!(gpu_models(&folder.path().join("gone")), None);
         let gpu = |name: &str, text: &str| {
             let path = folder.path().join(name);
             fs::create_dir(&path).unwrap();
             fs::write(path.join("information"), text).unwrap();
         };
         gpu("0000:01:00.0", "Model: \t\t NVIDIA H200\nIRQ:   \t\t 16\n");
-        assert_eq!(models(folder.path()), Some(vec!["NVIDIA H200".to_owned()]));
+        assert_eq!(
+            gpu_models(folder.path()),
+            Some(vec!["NVIDIA H200".to_owned()])
+        );
         gpu("0000:02:00.0", "IRQ:   \t\t 17\n");
-        assert_eq!(models(folder.path()), None);
+        assert_eq!(gpu_models(folder.path()), None);
     }
 }

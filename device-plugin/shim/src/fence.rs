@@ -4,15 +4,15 @@ use std::ffi::CStr;
 
 use bursar_protocol::fence::ASK;
 
-use crate::state;
+use crate::session_state;
 
 /// The function that is asked for by `name`, if that is this one.
-pub(crate) fn asked_for(name: &CStr) -> Option<bursar_protocol::fence::Ask> {
+pub(crate) fn lookup(name: &CStr) -> Option<bursar_protocol::fence::Ask> {
     (name == ASK).then_some(fence)
 }
 
 /// Called for each use of memory: two loads, once there is a page.
 extern "C" fn fence() -> u64 {
-    let page = state::state().and_then(state::State::page);
+    let page = session_state::state().and_then(session_state::SessionState::page);
     page.map_or(0, |page| page.fence())
 }

@@ -1,25 +1,25 @@
 //! A trampoline for every function that the shim does not hook: of libcuda's, and of NVML's, whose shim
 //! has this module too.
 //!
-//! Each ([`crate::trampoline`]) puts its index into a scratch register and jumps through its slot. A slot leads to [`lazy`] until the first call, which
+//! Each ([`crate::trampoline`]) puts its index into a scratch register and jumps through its slot. A slot leads to [`lazy_resolve`] until the first call, which
 //! asks the real library for the function, keeps every argument register as it was, and goes on
 //! there. So no prototype is needed, and arguments of any shape pass through.
 
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use crate::codes;
+use crate::driver;
 
 /// Where each trampoline jumps.
 static SLOTS: [AtomicPtr<c_void>; COUNT] =
-    [const { AtomicPtr::new(lazy as *const () as *mut c_void) }; COUNT];
+    [const { AtomicPtr::new(lazy_resolve as *const () as *mut c_void) }; COUNT];
 
 /// The real function at `index`; `None` if this driver lacks it or cannot be loaded.
 #[inline]
-pub(crate) fn real(index: usize) -> Option<*mut c_void> {
+pub(crate) fn driver_function(index: usize) -> Option<*mut c_void> {
     let slot = SLOTS.get(index)?;
     let known = slot.load(Ordering::Acquire);
-    let found = if known == lazy as *const () as *mut c_void {
+    let found = if known == lazy_resolve as *const () as *mut c_void {
         resolve(index)
     } else {
         known
@@ -35,7 +35,7 @@ static UNLOADABLE: AtomicPtr<c_void> = AtomicPtr::new(unloadable as *const () as
 /// Finds the function at `index` and fills its slot. Threads that race find the same.
 #[cold]
 extern "C" fn resolve(index: usize) -> *mut c_void {
-    let found = match (crate::real::library(), NAMES.get(index)) {
+    let found = match (driver::library(), NAMES.get(index)) {
         (Some(library), Some(name)) => library
             .symbol(name)
             .unwrap_or_else(|| MISSING.load(Ordering::Relaxed)),
@@ -48,17 +48,17 @@ extern "C" fn resolve(index: usize) -> *mut c_void {
 }
 
 /// A function that this driver lacks.
-extern "C" fn missing() -> codes::Code {
-    codes::MISSING
+extern "C" fn missing() -> driver::Code {
+    driver::MISSING
 }
 
 /// Any function while the real library cannot be opened.
-extern "C" fn unloadable() -> codes::Code {
-    codes::UNLOADABLE
+extern "C" fn unloadable() -> driver::Code {
+    driver::UNLOADABLE
 }
 
 // The way of every first call.
-at_first_call!(lazy, resolve);
+at_first_call!(lazy_resolve, resolve);
 
 /// A variable of the driver, which debuggers look for. It is the shim's own and stays zero: no
 /// debugger of the driver attaches through it.
@@ -87,8 +87,8 @@ unsafe impl<const N: usize> Sync for Variable<N> {}
 macro_rules! refuse {
     ($name:ident) => {
         #[unsafe(no_mangle)]
-        extern "C" fn $name() -> codes::CuResult {
-            codes::NOT_SUPPORTED
+        extern "C" fn $name() -> crate::curesult::CuResult {
+            crate::curesult::NOT_SUPPORTED
         }
     };
 }

@@ -16,17 +16,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use bursar_protocol::units::UNIT;
 
-use crate::afresh::Afresh;
-use crate::codes::{self, CuResult};
-use crate::hooks::{captures, real, streams};
-use crate::ledger::{self, Denied, Kind, Pending};
-use crate::live::Charge;
+use crate::accounting::{self, Account, Denied, PendingCharge};
+use crate::alloc_table::Charge;
+use crate::curesult::{self, CuResult};
+use crate::fork_local::ForkLocal;
+use crate::hooks::{captures, driver, streams};
 
 /// The graph pool takes memory in multiples of this (design F15).
-const STEP: u64 = 32 << 20;
+const POOL_STEP: u64 = 32 << 20;
 
 /// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
-const RESERVED: c_int = 2;
+const ATTR_RESERVED: c_int = 2;
 
 /// What an executable graph's memory nodes take at most, by device.
 pub(crate) type Needs = BTreeMap<c_int, Need>;
@@ -41,8 +41,8 @@ pub(crate) struct Need {
 impl Need {
     /// With one more allocation.
     pub(crate) fn add(&mut self, bytes: u64) {
-        let (sum, part) = if bytes > STEP / 2 {
-            let steps = bytes.checked_next_multiple_of(STEP);
+        let (sum, part) = if bytes > POOL_STEP / 2 {
+            let steps = bytes.checked_next_multiple_of(POOL_STEP);
             (&mut self.large, steps.unwrap_or(u64::MAX))
         } else {
             (&mut self.small, bytes)
@@ -53,143 +53,143 @@ impl Need {
     /// Bytes, in steps. However small allocations are placed, no two steps are half empty.
     fn bytes(self) -> Option<u64> {
         let small = match self.small {
-            0..=STEP => self.small,
+            0..=POOL_STEP => self.small,
             more => more.checked_mul(2)?,
         };
         small
-            .checked_next_multiple_of(STEP)?
+            .checked_next_multiple_of(POOL_STEP)?
             .checked_add(self.large)
     }
 }
 
 /// An executable graph with memory nodes.
-struct Executable {
+struct GraphExec {
     needs: Needs,
     /// [`Graphs::trims`] when it last took its memory, and the names of the streams that it has taken it in since.
-    placed: (u64, BTreeSet<u64>),
+    placement: (u64, BTreeSet<u64>),
 }
 
 /// Of so many streams it is known that a graph has its memory there.
-const STREAMS: usize = 64;
+const MAX_TRACKED_STREAMS: usize = 64;
 
 #[derive(Default)]
-struct Graphs {
-    executables: BTreeMap<u64, Executable>,
+struct GraphRegistry {
+    execs: BTreeMap<u64, GraphExec>,
     /// What each device's graph pool is charged.
-    pools: BTreeMap<c_int, Charge>,
+    pool_charges: BTreeMap<c_int, Charge>,
     /// How often pools were trimmed, and gave up memory that graphs will take again.
     trims: u64,
 }
 
 /// Whether there ever was an executable graph with memory nodes.
-static ANY: AtomicBool = AtomicBool::new(false);
+static MAY_HAVE_MEMORY: AtomicBool = AtomicBool::new(false);
 
-static GRAPHS: Afresh<Graphs> = Afresh::new();
+static GRAPHS: ForkLocal<GraphRegistry> = ForkLocal::new();
 
-fn graphs() -> MutexGuard<'static, Graphs> {
+fn graphs() -> MutexGuard<'static, GraphRegistry> {
     GRAPHS.lock()
 }
 
 /// In a forked child: it has none of its parent's graphs.
-pub(crate) fn forget() {
-    GRAPHS.forget();
+pub(crate) fn reset() {
+    GRAPHS.reset();
 }
 
 /// Whether there may be graph memory to look after.
-pub(crate) fn any() -> bool {
-    ANY.load(Ordering::Relaxed)
+pub(crate) fn may_have_memory() -> bool {
+    MAY_HAVE_MEMORY.load(Ordering::Relaxed)
 }
 
 /// Notes an executable graph; one that had its handle before is gone.
 pub(crate) fn instantiated(executable: u64, needs: Needs) {
     let mut graphs = graphs();
-    graphs.executables.remove(&executable);
+    graphs.execs.remove(&executable);
     if !needs.is_empty() {
-        graphs.executables.insert(
+        graphs.execs.insert(
             executable,
-            Executable {
+            GraphExec {
                 needs,
-                placed: (0, BTreeSet::new()),
+                placement: (0, BTreeSet::new()),
             },
         );
-        ANY.store(true, Ordering::Relaxed);
+        MAY_HAVE_MEMORY.store(true, Ordering::Relaxed);
     }
 }
 
 /// Forgets an executable graph: it was destroyed.
 pub(crate) fn destroyed(executable: u64) {
-    graphs().executables.remove(&executable);
+    graphs().execs.remove(&executable);
 }
 
 /// Makes a call that gives a graph its memory in a stream, charged for it.
-pub(crate) fn placing(
+pub(crate) fn charge_launch(
     executable: u64,
     stream: u64,
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
     let mut graphs = graphs();
-    let Some(graph) = graphs.executables.get(&executable) else {
+    let Some(graph) = graphs.execs.get(&executable) else {
         drop(graphs);
         return call();
     };
-    let (needs, stream) = (graph.needs.clone(), streams::name_of(stream));
-    if graph.placed.0 == graphs.trims && graph.placed.1.contains(&stream) {
+    let (needs, stream) = (graph.needs.clone(), streams::stream_id(stream));
+    if graph.placement.0 == graphs.trims && graph.placement.1.contains(&stream) {
         let answer = call();
-        graphs.settle(needs.keys(), Vec::new());
+        graphs.reconcile(needs.keys(), Vec::new());
         return answer;
     }
-    let answer = graphs.charged(&needs, function, call);
+    let answer = graphs.with_charge(&needs, function, call);
     let trims = graphs.trims;
-    if let (codes::SUCCESS, Some(graph)) = (answer, graphs.executables.get_mut(&executable)) {
-        if graph.placed.0 != trims || graph.placed.1.len() >= STREAMS {
-            graph.placed = (trims, BTreeSet::new());
+    if let (curesult::SUCCESS, Some(graph)) = (answer, graphs.execs.get_mut(&executable)) {
+        if graph.placement.0 != trims || graph.placement.1.len() >= MAX_TRACKED_STREAMS {
+            graph.placement = (trims, BTreeSet::new());
         }
-        graph.placed.1.insert(stream);
+        graph.placement.1.insert(stream);
     }
     answer
 }
 
 /// As [`placing`], for a graph that has no handle yet.
-pub(crate) fn placing_first(
+pub(crate) fn charge_upload(
     needs: &Needs,
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    graphs().charged(needs, function, call)
+    graphs().with_charge(needs, function, call)
 }
 
 /// Makes a call that gives graph memory back: a trim, or the end of a context.
-pub(crate) fn trimming(call: impl FnOnce() -> CuResult) -> CuResult {
-    if !any() {
+pub(crate) fn with_trim(call: impl FnOnce() -> CuResult) -> CuResult {
+    if !may_have_memory() {
         return call();
     }
     // A launch beside the call may have to take its memory again. The lock is not held over the call: it may wait for
     // work, and that for another thread of the program.
     graphs().trims += 1;
     let answer = call();
-    graphs().trimmed();
+    graphs().after_trim();
     answer
 }
 
 /// Gives back what no graph uses now; whether that was anything. Nothing while another thread is at it.
 pub(crate) fn reclaim() -> bool {
-    any() && GRAPHS.try_lock().is_some_and(|mut graphs| graphs.reclaim())
+    may_have_memory() && GRAPHS.try_lock().is_some_and(|mut graphs| graphs.reclaim())
 }
 
-impl Graphs {
+impl GraphRegistry {
     /// Makes a call that may take `needs`.
-    fn charged(
+    fn with_charge(
         &mut self,
         needs: &Needs,
         function: &str,
         call: impl FnOnce() -> CuResult,
     ) -> CuResult {
-        self.settle(needs.keys(), Vec::new());
-        let charge = || -> Result<Vec<(c_int, Pending)>, Denied> {
+        self.reconcile(needs.keys(), Vec::new());
+        let charge = || -> Result<Vec<(c_int, PendingCharge)>, Denied> {
             let charge = |(device, need): (&c_int, &Need)| {
                 let bytes = need.bytes().ok_or(Denied)?;
-                let pending = ledger::charge(Kind::Device(*device), bytes, function)?;
+                let pending = accounting::charge(Account::Device(*device), bytes, function)?;
                 Ok((*device, pending))
             };
             needs.iter().map(charge).collect()
@@ -199,18 +199,18 @@ impl Graphs {
             first => first,
         };
         let Ok(charged) = charged else {
-            return codes::OUT_OF_MEMORY;
+            return curesult::OUT_OF_MEMORY;
         };
         let answer = call();
-        self.settle(needs.keys(), charged);
+        self.reconcile(needs.keys(), charged);
         answer
     }
 
     /// Makes what the devices' pools are charged what they have reserved, using up `charged`.
-    fn settle<'a>(
+    fn reconcile<'a>(
         &mut self,
         devices: impl IntoIterator<Item = &'a c_int>,
-        mut charged: Vec<(c_int, Pending)>,
+        mut charged: Vec<(c_int, PendingCharge)>,
     ) {
         for device in devices {
             let Some(reserved) = reserved(*device) else {
@@ -218,7 +218,7 @@ impl Graphs {
                 continue;
             };
             let place = charged.iter().position(|(charged, _)| charged == device);
-            let growth = match self.pools.get(device) {
+            let growth = match self.pool_charges.get(device) {
                 Some(before) => reserved.saturating_sub(bytes(before)),
                 None => reserved,
             };
@@ -231,30 +231,30 @@ impl Graphs {
         }
     }
 
-    fn grow(&mut self, device: c_int, growth: u64, pending: Option<Pending>) {
+    fn grow(&mut self, device: c_int, growth: u64, pending: Option<PendingCharge>) {
         let pending = match pending {
             Some(mut pending) => {
                 // More than was asked for is charged if that can be; otherwise the audit sees it.
-                let _ = pending.settle(growth);
+                let _ = pending.adjust(growth);
                 Ok(pending)
             }
-            None => ledger::charge(Kind::Device(device), growth, "cuGraphLaunch"),
+            None => accounting::charge(Account::Device(device), growth, "cuGraphLaunch"),
         };
-        let Ok(more) = pending.map(Pending::hold) else {
+        let Ok(more) = pending.map(PendingCharge::into_charge) else {
             return;
         };
-        self.pools
+        self.pool_charges
             .entry(device)
             .and_modify(|charge| charge.units = charge.units.saturating_add(more.units))
             .or_insert(more);
     }
 
     fn shrink(&mut self, device: c_int, reserved: u64) {
-        if let Some(charge) = self.pools.get_mut(&device) {
+        if let Some(charge) = self.pool_charges.get_mut(&device) {
             let kept = u32::try_from(reserved.div_ceil(UNIT)).unwrap_or(u32::MAX);
             let less = charge.units.saturating_sub(kept);
             charge.units -= less;
-            ledger::discharge(Charge {
+            accounting::discharge(Charge {
                 units: less,
                 ..*charge
             });
@@ -262,29 +262,30 @@ impl Graphs {
     }
 
     /// Every graph may have to take its memory again.
-    fn trimmed(&mut self) {
+    fn after_trim(&mut self) {
         self.trims += 1;
-        let devices: Vec<c_int> = self.pools.keys().copied().collect();
-        self.settle(&devices, Vec::new());
+        let devices: Vec<c_int> = self.pool_charges.keys().copied().collect();
+        self.reconcile(&devices, Vec::new());
     }
 
     /// Trims every pool; whether that gave anything back. Running graphs keep their memory, and need none again.
     fn reclaim(&mut self) -> bool {
-        let charged: u64 = self.pools.values().map(bytes).sum();
+        let charged: u64 = self.pool_charges.values().map(bytes).sum();
         let before = charged.max(self.reserved());
-        for device in self.pools.keys() {
-            let _ = captures::apart(|| real!(cuDeviceGraphMemTrim(*device => c_int)));
+        for device in self.pool_charges.keys() {
+            let _ =
+                captures::with_relaxed_capture(|| driver!(cuDeviceGraphMemTrim(*device => c_int)));
         }
         let gave = self.reserved() < before;
         if gave {
-            self.trimmed();
+            self.after_trim();
         }
         gave
     }
 
     /// What all devices' graph pools have reserved.
     fn reserved(&self) -> u64 {
-        let devices = self.pools.keys();
+        let devices = self.pool_charges.keys();
         devices.filter_map(|device| reserved(*device)).sum()
     }
 }
@@ -296,12 +297,12 @@ fn bytes(charge: &Charge) -> u64 {
 /// What a device's graph pool has reserved.
 fn reserved(device: c_int) -> Option<u64> {
     let mut bytes = 0_u64;
-    let code = captures::apart(|| {
-        real!(cuDeviceGetGraphMemAttribute(
-            device => c_int, RESERVED => c_int, &raw mut bytes => *mut u64,
+    let code = captures::with_relaxed_capture(|| {
+        driver!(cuDeviceGetGraphMemAttribute(
+            device => c_int, ATTR_RESERVED => c_int, &raw mut bytes => *mut u64,
         ))
     });
-    (code == codes::SUCCESS).then_some(bytes)
+    (code == curesult::SUCCESS).then_some(bytes)
 }
 
 #[cfg(test)]

@@ -20,18 +20,18 @@
 
 mod arrays;
 pub(crate) mod captures;
+pub(crate) mod context_registry;
 pub(crate) mod contexts;
-mod exports;
-mod functions;
+mod ctx_limits;
 mod graphs;
-pub(crate) mod known;
-mod limits;
+mod init;
+mod ipc;
+mod kernels;
 mod linear;
+mod mem_info;
 mod pools;
 mod proc_address;
-mod reports;
-pub(crate) mod sizes;
-mod start;
+pub(crate) mod rounding;
 pub(crate) mod streams;
 pub(crate) mod vmm;
 
@@ -39,99 +39,99 @@ use std::cell::Cell;
 use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use crate::codes::{self, CuResult};
+use crate::accounting::{self, Account, Denied};
+use crate::curesult::{self, CuResult};
 use crate::forward::{self, index};
-use crate::ledger::{self, Denied, Kind};
 use crate::poison;
 
 thread_local! {
-    static INSIDE: Cell<bool> = const { Cell::new(false) };
+    static IN_HOOK: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs a hook's body; a panic in it is an error of the driver's, and the program goes on. Hooks are where errors
 /// of work that went before come to light too.
 #[inline]
-pub(crate) fn hooked(body: impl FnOnce() -> CuResult) -> CuResult {
+pub(crate) fn guarded(body: impl FnOnce() -> CuResult) -> CuResult {
     match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(codes::SUCCESS) => codes::SUCCESS,
-        Ok(code) => poison::noticed(code),
-        Err(_) => codes::UNKNOWN,
+        Ok(curesult::SUCCESS) => curesult::SUCCESS,
+        Ok(code) => poison::on_error(code),
+        Err(_) => curesult::UNKNOWN,
     }
 }
 
-/// Runs `body` unless this thread is inside a hook, and then `plain`.
+/// Runs `body` unless this thread is inside a hook, and then `driver_call`.
 #[inline]
 pub(crate) fn outermost(
     body: impl FnOnce() -> CuResult,
-    plain: impl FnOnce() -> CuResult,
+    driver_call: impl FnOnce() -> CuResult,
 ) -> CuResult {
     // Looked up once: the lookup is a call of the loader's, and the hook a few of them long.
-    INSIDE.with(|inside| {
+    IN_HOOK.with(|inside| {
         if inside.replace(true) {
-            return plain();
+            return driver_call();
         }
-        let _leaves = Leaves(inside);
+        let _leaves = HookScope(inside);
         body()
     })
 }
 
 /// Ends the outermost hook of this thread, by a panic too.
-struct Leaves<'a>(&'a Cell<bool>);
+struct HookScope<'a>(&'a Cell<bool>);
 
-impl Drop for Leaves<'_> {
+impl Drop for HookScope<'_> {
     fn drop(&mut self) {
         self.0.set(false);
     }
 }
 
 /// Calls the real function; the answer of a missing one is that of its trampoline.
-macro_rules! real {
+macro_rules! driver {
     ($name:ident($($argument:expr => $kind:ty),* $(,)?)) => {
-        match $crate::forward::real($crate::forward::index::$name) {
+        match $crate::forward::driver_function($crate::forward::index::$name) {
             // SAFETY: the prototype is that of cuda.h, and the arguments are the program's own or
             // point to locals of the right type.
             Some(function) => unsafe {
                 std::mem::transmute::<
                     *mut std::ffi::c_void,
-                    unsafe extern "C" fn($($kind),*) -> $crate::codes::CuResult,
+                    unsafe extern "C" fn($($kind),*) -> $crate::curesult::CuResult,
                 >(function)($($argument),*)
             },
-            None => $crate::codes::NOT_SUPPORTED,
+            None => $crate::curesult::NOT_SUPPORTED,
         }
     };
 }
-pub(crate) use real;
+pub(crate) use driver;
 
-/// Declares hooks: `fn name(argument: type, ...) = |plain| body`. In the body, `plain` calls the real
+/// Declares hooks: `fn name(argument: type, ...) = |driver_call| body`. In the body, `driver_call` calls the real
 /// function with arguments of the same types. Inside another hook the real function is all there is;
-/// `anywhere fn` declares one that does the same there, and so need not know.
+/// `reentrant fn` declares one that does the same there, and so need not know.
 macro_rules! hooks {
     () => {};
     (
         $(#[$about:meta])*
-        fn $name:ident($($argument:ident: $kind:ty),* $(,)?) = |$plain:ident| $body:expr;
+        fn $name:ident($($argument:ident: $kind:ty),* $(,)?) = |$driver_call:ident| $body:expr;
         $($more:tt)*
     ) => {
         $crate::hooks::hooks! {
             $(#[$about])*
-            anywhere fn $name($($argument: $kind),*) = |$plain| {
-                $crate::hooks::outermost(|| $body, || $plain($($argument),*))
+            reentrant fn $name($($argument: $kind),*) = |$driver_call| {
+                $crate::hooks::outermost(|| $body, || $driver_call($($argument),*))
             };
             $($more)*
         }
     };
     (
         $(#[$about:meta])*
-        anywhere fn $name:ident($($argument:ident: $kind:ty),* $(,)?) = |$plain:ident| $body:expr;
+        reentrant fn $name:ident($($argument:ident: $kind:ty),* $(,)?) = |$driver_call:ident| $body:expr;
         $($more:tt)*
     ) => {
         $(#[$about])*
         #[unsafe(no_mangle)]
-        pub(crate) unsafe extern "C" fn $name($($argument: $kind),*) -> $crate::codes::CuResult {
-            let $plain = |$($argument: $kind),*| {
-                $crate::hooks::real!($name($($argument => $kind),*))
+        pub(crate) unsafe extern "C" fn $name($($argument: $kind),*) -> $crate::curesult::CuResult {
+            let $driver_call = |$($argument: $kind),*| {
+                $crate::hooks::driver!($name($($argument => $kind),*))
             };
-            $crate::hooks::hooked(|| $body)
+            $crate::hooks::guarded(|| $body)
         }
         $crate::hooks::hooks! { $($more)* }
     };
@@ -141,8 +141,8 @@ pub(crate) use hooks;
 /// The ordinal of the calling thread's current device.
 pub(crate) fn current_device() -> Result<c_int, CuResult> {
     let mut device = 0;
-    match real!(cuCtxGetDevice(&raw mut device => *mut c_int)) {
-        codes::SUCCESS => Ok(device),
+    match driver!(cuCtxGetDevice(&raw mut device => *mut c_int)) {
+        curesult::SUCCESS => Ok(device),
         code => Err(code),
     }
 }
@@ -150,8 +150,8 @@ pub(crate) fn current_device() -> Result<c_int, CuResult> {
 /// How many devices the driver shows to this process.
 pub(crate) fn device_count() -> c_int {
     let mut count = 0;
-    match real!(cuDeviceGetCount(&raw mut count => *mut c_int)) {
-        codes::SUCCESS => count,
+    match driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) {
+        curesult::SUCCESS => count,
         _ => 0,
     }
 }
@@ -159,40 +159,40 @@ pub(crate) fn device_count() -> c_int {
 /// A device's UUID: a MIG instance's own where the driver can tell (CUDA 11.4).
 pub(crate) fn device_uuid(device: c_int) -> Option<[u8; 16]> {
     let mut uuid = [0; 16];
-    let code = match forward::real(index::cuDeviceGetUuid_v2) {
-        Some(_) => real!(cuDeviceGetUuid_v2(uuid.as_mut_ptr() => *mut u8, device => c_int)),
-        None => real!(cuDeviceGetUuid(uuid.as_mut_ptr() => *mut u8, device => c_int)),
+    let code = match forward::driver_function(index::cuDeviceGetUuid_v2) {
+        Some(_) => driver!(cuDeviceGetUuid_v2(uuid.as_mut_ptr() => *mut u8, device => c_int)),
+        None => driver!(cuDeviceGetUuid(uuid.as_mut_ptr() => *mut u8, device => c_int)),
     };
-    (code == codes::SUCCESS).then_some(uuid)
+    (code == curesult::SUCCESS).then_some(uuid)
 }
 
 /// Charges, allocates, settles. `call` allocates and answers with the pointer and its true size; `free`
 /// takes the pointer back.
 pub(crate) fn allocate(
-    kind: Kind,
+    account: Account,
     bytes: u64,
     function: &str,
     call: impl FnOnce() -> Result<(u64, u64), CuResult>,
     free: impl FnOnce(u64) -> CuResult,
 ) -> CuResult {
-    let mut pending = match ledger::charge(kind, bytes, function) {
+    let mut pending = match accounting::charge(account, bytes, function) {
         Ok(pending) => pending,
-        Err(Denied) => return codes::OUT_OF_MEMORY,
+        Err(Denied) => return curesult::OUT_OF_MEMORY,
     };
-    let context = contexts::current();
+    let context = contexts::current_id();
     let (pointer, size) = match call() {
         Ok(allocated) => allocated,
         Err(code) => return code,
     };
     // Only a larger size can be denied; a charge that cannot be noted is as good as denied.
     let settled = pending
-        .settle(size)
-        .and_then(|()| pending.keep(pointer, context));
+        .adjust(size)
+        .and_then(|()| pending.commit(pointer, context));
     match settled {
-        Ok(()) => codes::SUCCESS,
+        Ok(()) => curesult::SUCCESS,
         Err(Denied) => {
             let _ = free(pointer);
-            codes::OUT_OF_MEMORY
+            curesult::OUT_OF_MEMORY
         }
     }
 }
@@ -203,14 +203,14 @@ mod tests {
 
     #[test]
     fn a_panic_in_a_hook_is_an_answer() {
-        assert_eq!(hooked(|| panic!("in a hook")), codes::UNKNOWN);
+        assert_eq!(guarded(|| panic!("in a hook")), curesult::UNKNOWN);
     }
 
     #[test]
     fn a_panic_in_a_hook_leaves_the_next_one_charging() {
         assert_eq!(
-            hooked(|| outermost(|| panic!("in a hook"), || 2)),
-            codes::UNKNOWN
+            guarded(|| outermost(|| panic!("in a hook"), || 2)),
+            curesult::UNKNOWN
         );
         assert_eq!(outermost(|| 1, || 2), 1);
     }

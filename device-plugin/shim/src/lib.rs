@@ -18,26 +18,26 @@
 //! * A forked child has a state of its own ([`state`]): neither the page nor a held lock is inherited.
 //! * With the agent away, what is granted stays usable, and more is waited for, for some seconds, and then refused.
 
-mod afresh;
-mod again;
-mod codes;
 mod compat;
+mod curesult;
+mod fork_local;
+mod reexec;
 #[macro_use]
 mod trampoline;
+mod accounting;
+mod agent_client;
+mod alloc_table;
+mod deferred_free;
+mod driver;
 mod fence;
 mod forward;
 mod graphs;
 mod hooks;
-mod leaving;
-mod ledger;
 mod library;
-mod link;
-mod live;
+mod location;
 mod old_glibc;
-mod place;
 mod poison;
 mod pools;
-mod real;
-mod state;
+mod session_state;
 mod unwinder;
 mod vmm;

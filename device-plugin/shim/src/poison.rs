@@ -12,81 +12,81 @@ use std::sync::atomic::Ordering;
 use bursar_protocol::sticky::{self, ErrorClass};
 use bursar_protocol::wire::Verdict;
 
-use crate::codes::{self, CuResult};
-use crate::hooks::{captures, current_device, real};
-use crate::{again, ledger, state};
+use crate::curesult::{self, CuResult};
+use crate::hooks::{captures, current_device, driver};
+use crate::{accounting, reexec, session_state};
 
 /// What the program gets where a function answers this, which is no success.
 #[cold]
-pub(crate) extern "C" fn noticed(code: CuResult) -> CuResult {
-    catch_unwind(AssertUnwindSafe(|| answer(code))).unwrap_or(code)
+pub(crate) extern "C" fn on_error(code: CuResult) -> CuResult {
+    catch_unwind(AssertUnwindSafe(|| handle(code))).unwrap_or(code)
 }
 
-fn answer(code: CuResult) -> CuResult {
+fn handle(code: CuResult) -> CuResult {
     match ErrorClass::of(code) {
         ErrorClass::Caller | ErrorClass::NotReady | ErrorClass::Gone => code,
         // The shim's own, to a fenced image: the driver would have said another. That image may not know yet what the
         // agent has from the kernel's log.
-        ErrorClass::OutOfMemory => known().unwrap_or_else(|| match asked() {
+        ErrorClass::OutOfMemory => poison_code().unwrap_or_else(|| match probe() {
             poison if sticky::poisons(poison) => {
-                act(poison);
+                report_and_recover(poison);
                 poison
             }
             _ => code,
         }),
-        ErrorClass::Unknown if asked() != code => code,
+        ErrorClass::Unknown if probe() != code => code,
         ErrorClass::Unknown
         | ErrorClass::Hardware
         | ErrorClass::StickyContext
         | ErrorClass::StickyProcess => {
-            act(code);
+            report_and_recover(code);
             code
         }
     }
 }
 
 /// The code that poisoned this image, once it was seen.
-fn known() -> Option<CuResult> {
-    let code = state::state()?.poisoned.load(Ordering::Acquire);
-    (code != codes::SUCCESS).then_some(code)
+fn poison_code() -> Option<CuResult> {
+    let code = session_state::state()?.poisoned.load(Ordering::Acquire);
+    (code != curesult::SUCCESS).then_some(code)
 }
 
 /// What a call answers that has nothing to do with the one that failed: a code that says nothing is poison if that says
 /// the same.
-fn asked() -> CuResult {
+fn probe() -> CuResult {
     let (mut free, mut total) = (0_usize, 0_usize);
-    captures::apart(
-        || real!(cuMemGetInfo_v2(&raw mut free => *mut usize, &raw mut total => *mut usize)),
+    captures::with_relaxed_capture(
+        || driver!(cuMemGetInfo_v2(&raw mut free => *mut usize, &raw mut total => *mut usize)),
     )
 }
 
 /// Reports the first code of this image, and does what the agent says. With the lock of the conversation held: who
 /// comes later waits for it.
-fn act(code: CuResult) {
-    let Some(state) = state::state() else {
+fn report_and_recover(code: CuResult) {
+    let Some(state) = session_state::state() else {
         return;
     };
-    if known().is_some() {
+    if poison_code().is_some() {
         return;
     }
     let device: c_int = current_device().unwrap_or_default();
-    let Some(held) = state.hold() else {
+    let Some(guard) = state.lock() else {
         return;
     };
-    if known().is_some() {
+    if poison_code().is_some() {
         return;
     }
-    let verdict = ledger::poisoned(state, &held, device, code, again::is_possible());
+    let verdict = accounting::report_poison(state, &guard, device, code, reexec::is_possible());
     if verdict == Some(Verdict::Execute) {
-        say(code);
-        again::execute();
+        log_reexec(code);
+        reexec::execute();
     }
     // From here on nobody waits: before, a thread with its error in hand could end a program that is to go on.
     state.poisoned.store(code, Ordering::Release);
 }
 
 /// The program never gets to tell of it, so its log does.
-fn say(code: CuResult) {
+fn log_reexec(code: CuResult) {
     let line =
         format!("bursar: CUDA error {code}: the program is executed again in this container\n");
     // SAFETY: the buffer is as long as is said; whether somebody reads it does not matter.

@@ -55,16 +55,16 @@ mod tests {
         aligned.0 as c_int
     }
 
-    extern "C" fn noticed(code: c_int) -> c_int {
+    extern "C" fn on_error(code: c_int) -> c_int {
         code + 10_000
     }
 
-    watch!(bursar_watched_6, 0, 6, noticed);
-    watch!(bursar_watched_7, 0, 7, noticed);
-    watch!(bursar_watched_8, 0, 8, noticed);
-    watch!(bursar_watched_9, 0, 9, noticed);
-    watch!(bursar_watched_10, 0, 10, noticed);
-    watch!(bursar_watched_11, 0, 11, noticed);
+    watch!(bursar_watched_6, 0, 6, on_error);
+    watch!(bursar_watched_7, 0, 7, on_error);
+    watch!(bursar_watched_8, 0, 8, on_error);
+    watch!(bursar_watched_9, 0, 9, on_error);
+    watch!(bursar_watched_10, 0, 10, on_error);
+    watch!(bursar_watched_11, 0, 11, on_error);
 
     #[test]
     fn every_argument_comes_through_and_only_a_failure_is_noticed() {

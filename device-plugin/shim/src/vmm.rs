@@ -6,11 +6,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use crate::live::Charge;
+use crate::alloc_table::Charge;
 
 /// What refers to memory that this process made.
 #[derive(Clone, Copy, Debug)]
-struct Memory {
+struct Allocation {
     charge: Charge,
     handles: u32,
     mappings: u32,
@@ -31,23 +31,23 @@ type Binding = (u64, u8, u64);
 /// All memory that this process made and that something of it refers to, by its handle. The driver
 /// keeps a handle's number for as long as its memory is mapped (`cuMemRetainAllocationHandle`).
 #[derive(Debug, Default)]
-pub(crate) struct Table {
-    memory: HashMap<u64, Memory>,
+pub(crate) struct VmmTable {
+    allocations: HashMap<u64, Allocation>,
     mappings: BTreeMap<u64, Mapping>,
     bindings: BTreeMap<Binding, u64>,
 }
 
-impl Table {
+impl VmmTable {
     /// Memory was made, and its handle given out.
-    pub(crate) fn made(&mut self, handle: u64, charge: Charge) {
-        let memory = Memory {
+    pub(crate) fn created(&mut self, handle: u64, charge: Charge) {
+        let memory = Allocation {
             charge,
             handles: 1,
             mappings: 0,
             bindings: 0,
             exported: false,
         };
-        self.memory.insert(handle, memory);
+        self.allocations.insert(handle, memory);
     }
 
     /// A reference to a handle was given up; the charge to give back, if it was all there was.
@@ -64,7 +64,7 @@ impl Table {
 
     /// Memory was mapped. What others own is not in the table.
     pub(crate) fn mapped(&mut self, address: u64, bytes: u64, handle: u64) {
-        if self.memory.contains_key(&handle) {
+        if self.allocations.contains_key(&handle) {
             self.mappings.insert(address, Mapping { bytes, handle });
             self.update(handle, |memory| memory.mappings += 1);
         }
@@ -90,10 +90,10 @@ impl Table {
 
     /// Memory is referred to by a multicast object.
     pub(crate) fn bound(&mut self, (object, offset): (u64, u64), handle: u64) {
-        let Some(memory) = self.memory.get(&handle) else {
+        let Some(memory) = self.allocations.get(&handle) else {
             return;
         };
-        let binding = (object, memory.charge.slot, offset);
+        let binding = (object, memory.charge.account, offset);
         if self.bindings.insert(binding, handle).is_none() {
             self.update(handle, |memory| memory.bindings += 1);
         }
@@ -131,22 +131,22 @@ impl Table {
 
     /// Marks memory as exported, before it is; its charge if it was not marked before.
     pub(crate) fn export(&mut self, handle: u64) -> Option<Charge> {
-        let memory = self.memory.get_mut(&handle)?;
+        let memory = self.allocations.get_mut(&handle)?;
         (!std::mem::replace(&mut memory.exported, true)).then_some(memory.charge)
     }
 
     /// Takes the mark back: the driver refused the export.
     pub(crate) fn unexport(&mut self, handle: u64) {
-        if let Some(memory) = self.memory.get_mut(&handle) {
+        if let Some(memory) = self.allocations.get_mut(&handle) {
             memory.exported = false;
         }
     }
 
     /// Changes what refers to memory, and forgets it with the last of that.
-    fn update(&mut self, handle: u64, change: impl FnOnce(&mut Memory)) -> Option<Charge> {
-        let memory = self.memory.get_mut(&handle)?;
+    fn update(&mut self, handle: u64, change: impl FnOnce(&mut Allocation)) -> Option<Charge> {
+        let memory = self.allocations.get_mut(&handle)?;
         change(memory);
-        let Memory {
+        let Allocation {
             charge,
             handles,
             mappings,
@@ -156,7 +156,7 @@ impl Table {
         if handles != 0 || mappings != 0 || bindings != 0 {
             return None;
         }
-        self.memory.remove(&handle);
+        self.allocations.remove(&handle);
         (!exported).then_some(charge)
     }
 }
@@ -164,27 +164,27 @@ impl Table {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::live::Lent;
+    use crate::alloc_table::ShareState;
 
     const SIZE: u64 = 2 << 20;
 
     fn charge(units: u32) -> Charge {
         Charge {
-            slot: 0,
+            account: 0,
             units,
             context: 0,
-            lent: Lent::No,
+            share: ShareState::Private,
         }
     }
 
     #[test]
     fn a_charge_goes_with_the_last_reference_whichever_that_is() {
-        let mut table = Table::default();
-        table.made(16, charge(1));
+        let mut table = VmmTable::default();
+        table.created(16, charge(1));
         assert_eq!(table.released(16), Some(charge(1)));
         assert_eq!(table.released(16), None, "it is gone");
 
-        table.made(16, charge(2));
+        table.created(16, charge(2));
         table.mapped(SIZE, SIZE, 16);
         table.mapped(8 * SIZE, SIZE, 16);
         assert_eq!(table.released(16), None);
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(table.unmapped(8 * SIZE, SIZE), []);
         assert_eq!(table.released(16), Some(charge(2)));
 
-        table.made(32, charge(3));
+        table.created(32, charge(3));
         table.bound((64, 0), 32);
         assert_eq!(table.released(32), None);
         assert_eq!(table.unbound(64, 0, SIZE, SIZE), []);
@@ -202,9 +202,9 @@ mod tests {
 
     #[test]
     fn one_unmap_can_end_several_mappings_and_touches_none_outside_its_range() {
-        let mut table = Table::default();
+        let mut table = VmmTable::default();
         for number in 0..4 {
-            table.made(number, charge(number as u32));
+            table.created(number, charge(number as u32));
             table.mapped(number * SIZE, SIZE, number);
             assert_eq!(table.released(number), None);
         }
@@ -218,12 +218,12 @@ mod tests {
 
     #[test]
     fn what_was_exported_is_never_given_back_and_what_was_not_is() {
-        let mut table = Table::default();
-        table.made(16, charge(1));
+        let mut table = VmmTable::default();
+        table.created(16, charge(1));
         assert_eq!(table.export(16), Some(charge(1)));
         assert_eq!(table.export(16), None, "it is counted once");
         assert_eq!(table.released(16), None);
-        table.made(16, charge(2));
+        table.created(16, charge(2));
         assert_eq!(table.export(16), Some(charge(2)));
         table.unexport(16);
         assert_eq!(table.released(16), Some(charge(2)));
@@ -231,22 +231,28 @@ mod tests {
 
     #[test]
     fn bindings_of_two_devices_at_one_offset_are_two() {
-        let mut table = Table::default();
+        let mut table = VmmTable::default();
         for slot in [0, 1] {
-            let charge = Charge { slot, ..charge(7) };
-            table.made(slot.into(), charge);
+            let charge = Charge {
+                account: slot,
+                ..charge(7)
+            };
+            table.created(slot.into(), charge);
             table.bound((64, 0), slot.into());
             assert_eq!(table.released(slot.into()), None, "it is bound");
         }
         for slot in [1, 0] {
-            let charge = Charge { slot, ..charge(7) };
+            let charge = Charge {
+                account: slot,
+                ..charge(7)
+            };
             assert_eq!(table.unbound(64, slot, 0, SIZE), [charge]);
         }
     }
 
     #[test]
     fn memory_of_others_is_not_known() {
-        let mut table = Table::default();
+        let mut table = VmmTable::default();
         table.mapped(SIZE, SIZE, 99);
         table.retained(99);
         table.bound((64, 0), 99);

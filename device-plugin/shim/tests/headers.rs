@@ -5,15 +5,15 @@
     reason = "a failed `unwrap` is a failed test, with its place"
 )]
 
-#[path = "../table.rs"]
+#[path = "../build/symbol_table.rs"]
 #[allow(dead_code, reason = "the build script uses all of it")]
-mod table;
+mod symbol_table;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::process::Command;
 
-use table::{Function, IN_REGISTERS, Own, Proc, Symbol};
+use symbol_table::{Function, Handling, ProcAddress, REGISTER_ARGUMENTS, Symbol};
 
 const HEADERS: &str = include_str!("../headers.txt");
 
@@ -32,7 +32,7 @@ const PARTS: [&str; 8] = [
 const ASKING: [&str; 3] = ["Get", "IsLoaded", "SetAccess"];
 
 fn functions() -> Vec<Function<'static>> {
-    let symbols = table::parse(include_str!("../symbols.txt")).unwrap();
+    let symbols = symbol_table::parse(include_str!("../symbols.txt")).unwrap();
     let functions = symbols.into_iter().filter_map(|symbol| match symbol {
         Symbol::Function(function) => Some(function),
         Symbol::Variable(..) => None,
@@ -53,7 +53,7 @@ fn declared() -> BTreeMap<&'static str, Option<usize>> {
         .collect()
 }
 
-fn question(proc: Proc<'_>) -> String {
+fn question(proc: ProcAddress<'_>) -> String {
     let mode = proc.per_thread.map(|mode| format!("/{mode}"));
     format!("{}@{}{}", proc.base, proc.since, mode.unwrap_or_default())
 }
@@ -94,7 +94,7 @@ fn every_question_to_get_proc_address_in_the_table_is_one_of_the_headers() {
 fn a_question_to_get_proc_address_names_the_symbol_it_stands_with() {
     for function in functions() {
         let Some(proc) = function.proc else { continue };
-        assert_eq!(proc.base, table::base(function.name));
+        assert_eq!(proc.base, symbol_table::base_name(function.name));
         let suffix = proc.per_thread.map(|mode| format!("_{mode}"));
         assert_eq!(
             suffix.is_some(),
@@ -109,15 +109,17 @@ fn a_function_that_is_watched_has_as_many_arguments_as_the_headers_say() {
     let declared = declared();
     let watched = functions()
         .into_iter()
-        .filter_map(|function| match function.own {
-            Some(Own::Watch { arguments }) => Some((question(function.proc.unwrap()), arguments)),
+        .filter_map(|function| match function.handling {
+            Some(Handling::Watch { arguments }) => {
+                Some((question(function.proc.unwrap()), arguments))
+            }
             _ => None,
         });
     let mut beyond = 0;
     for (asked, arguments) in watched {
         let declared = declared[asked.as_str()].unwrap();
-        assert_eq!(arguments, declared.max(IN_REGISTERS), "{asked}");
-        beyond += usize::from(arguments > IN_REGISTERS);
+        assert_eq!(arguments, declared.max(REGISTER_ARGUMENTS), "{asked}");
+        beyond += usize::from(arguments > REGISTER_ARGUMENTS);
     }
     assert!(beyond > 4, "launches are among them");
 }
@@ -127,7 +129,7 @@ fn every_function_that_may_take_memory_is_hooked_refused_or_says_why_not() {
     let silent: Vec<_> = functions()
         .into_iter()
         .filter(|function| MEMORY.contains(&function.class))
-        .filter(|function| function.own.is_none() && function.because.is_none())
+        .filter(|function| function.handling.is_none() && function.reason.is_none())
         .map(|function| function.name)
         .collect();
     assert!(silent.is_empty(), "{silent:?}");
@@ -142,7 +144,7 @@ fn no_function_with_the_name_of_one_that_takes_memory_is_called_neutral_without_
     let unclassified: Vec<_> = functions()
         .into_iter()
         .filter(|function| function.class == "neutral" && looks(function.name))
-        .filter(|function| function.own.is_none() && function.because.is_none())
+        .filter(|function| function.handling.is_none() && function.reason.is_none())
         .map(|function| function.name)
         .collect();
     assert!(unclassified.is_empty(), "{unclassified:?}");

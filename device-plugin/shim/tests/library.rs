@@ -8,14 +8,14 @@
 #[path = "support/elf.rs"]
 mod elf;
 mod support;
-#[path = "../table.rs"]
+#[path = "../build/symbol_table.rs"]
 #[allow(dead_code, reason = "the build script uses all of it")]
-mod table;
+mod symbol_table;
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use table::Symbol;
+use symbol_table::Symbol;
 
 /// Where drivers lie on machines that have one.
 const REAL: &[&str] = &[
@@ -25,7 +25,7 @@ const REAL: &[&str] = &[
 ];
 
 fn symbols() -> BTreeSet<String> {
-    let symbols = table::parse(include_str!("../symbols.txt")).unwrap();
+    let symbols = symbol_table::parse(include_str!("../symbols.txt")).unwrap();
     let names = symbols.iter().map(|symbol| match symbol {
         Symbol::Function(function) => function.name,
         Symbol::Variable(name, _) => name,

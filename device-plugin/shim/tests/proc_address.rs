@@ -6,14 +6,14 @@
 )]
 
 mod support;
-#[path = "../table.rs"]
+#[path = "../build/symbol_table.rs"]
 #[allow(dead_code, reason = "the build script uses all of it")]
-mod table;
+mod symbol_table;
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use support::{Container, MIB};
-use table::{Function, Symbol};
+use symbol_table::{Function, Symbol};
 
 /// CUDA versions around those in which forms of functions came.
 const VERSIONS: [u32; 8] = [2000, 3020, 7000, 11000, 11030, 11080, 12000, 13000];
@@ -22,7 +22,7 @@ const VERSIONS: [u32; 8] = [2000, 3020, 7000, 11000, 11030, 11080, 12000, 13000]
 const FLAGS: [u32; 3] = [0, 1, 2];
 
 fn functions() -> Vec<Function<'static>> {
-    let symbols = table::parse(include_str!("../symbols.txt")).unwrap();
+    let symbols = symbol_table::parse(include_str!("../symbols.txt")).unwrap();
     let functions = symbols.into_iter().filter_map(|symbol| match symbol {
         Symbol::Function(function) => Some(function),
         Symbol::Variable(..) => None,
@@ -37,9 +37,9 @@ fn an_address_that_the_driver_gives_for_a_hooked_name_is_always_replaced() {
     let mut forms = BTreeMap::<_, BTreeSet<_>>::new();
     for function in functions() {
         forms
-            .entry(table::base(function.name))
+            .entry(symbol_table::base_name(function.name))
             .or_default()
-            .insert((function.name, function.own.is_some()));
+            .insert((function.name, function.handling.is_some()));
     }
     let mut replaced = 0;
     for (base, forms) in forms {
@@ -56,18 +56,18 @@ fn an_address_that_the_driver_gives_for_a_hooked_name_is_always_replaced() {
             let Some(found) = answer.strip_prefix("ok ") else {
                 continue;
             };
-            let (own, symbol) = found.split_once(' ').unwrap();
+            let (is_shim, symbol) = found.split_once(' ').unwrap();
             assert_eq!(
-                own == "1",
+                is_shim == "1",
                 ours.contains(symbol),
                 "{base} {version} {flags}: {answer}"
             );
             // The driver's own form that the table has no function of ours for.
             assert!(
-                own == "1" || forms.contains(&(symbol, false)),
+                is_shim == "1" || forms.contains(&(symbol, false)),
                 "{base} {version} {flags}: {answer}"
             );
-            replaced += usize::from(own == "1");
+            replaced += usize::from(is_shim == "1");
         }
     }
     assert!(replaced > 100, "{replaced}");

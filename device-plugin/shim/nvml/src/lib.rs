@@ -13,12 +13,13 @@
 //!   UNKNOWN. The whole card is never shown.
 //! * Functions that change a device are forwarded: the driver refuses them to who lacks CAP_SYS_ADMIN.
 
-mod codes;
-mod container;
+mod agent_client;
+mod nvml_return;
 #[macro_use]
 #[path = "../../src/trampoline.rs"]
 #[allow(unused_macros, reason = "NVML's answers are not looked at")]
 mod trampoline;
+mod driver;
 #[path = "../../src/forward.rs"]
 #[allow(
     dead_code,
@@ -31,6 +32,5 @@ mod hooks;
 mod library;
 #[path = "../../src/old_glibc.rs"]
 mod old_glibc;
-mod real;
 #[path = "../../src/unwinder.rs"]
 mod unwinder;

@@ -8,15 +8,15 @@
 
 use std::ffi::{c_int, c_uint};
 
-use super::sizes::taken;
-use super::{allocate, current_device, hooks, real};
-use crate::codes::{self, CuResult};
-use crate::ledger::{self, Kind};
+use super::rounding::driver_size;
+use super::{allocate, current_device, driver, hooks};
+use crate::accounting::{self, Account};
+use crate::curesult::{self, CuResult};
 
 /// `CUDA_ARRAY_DESCRIPTOR` (CUDA 3.2).
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct Flat {
+pub(crate) struct ArrayDescriptor {
     width: usize,
     height: usize,
     format: c_uint,
@@ -26,7 +26,7 @@ pub(crate) struct Flat {
 /// `CUDA_ARRAY3D_DESCRIPTOR` (CUDA 3.2).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Shape {
+pub(crate) struct Array3dDescriptor {
     width: usize,
     height: usize,
     depth: usize,
@@ -38,7 +38,7 @@ pub(crate) struct Shape {
 /// `CUDA_ARRAY_MEMORY_REQUIREMENTS`.
 #[repr(C)]
 #[derive(Default)]
-struct Requirements {
+struct MemoryRequirements {
     size: usize,
     alignment: usize,
     reserved: [c_uint; 4],
@@ -52,15 +52,15 @@ const SPARSE: c_uint = 0x40;
 const DEFERRED: c_uint = 0x80;
 
 /// What is asked of a twin where the driver cannot tell (before CUDA 11.6).
-fn estimate(shape: Shape, levels: c_uint) -> Option<u64> {
+fn estimate(shape: Array3dDescriptor, levels: c_uint) -> Option<u64> {
     (0..levels.clamp(1, u64::BITS)).try_fold(0_u64, |sum, level| {
         let half = |side: usize| ((side as u64) >> level).max(1);
         let depth = match shape.flags & LAYERED {
             0 => half(shape.depth),
             _ => shape.depth.max(1) as u64,
         };
-        sum.checked_add(blocks(
-            half(shape.width).checked_mul(element(shape.format, shape.channels))?,
+        sum.checked_add(block_linear_bytes(
+            half(shape.width).checked_mul(element_bytes(shape.format, shape.channels))?,
             half(shape.height),
             depth,
         )?)
@@ -69,7 +69,7 @@ fn estimate(shape: Shape, levels: c_uint) -> Option<u64> {
 
 /// Bytes of a layout in blocks, as measured: rows in multiples of 64 bytes, 8 to 128 rows and 1 to 16
 /// slices a block.
-fn blocks(row: u64, height: u64, depth: u64) -> Option<u64> {
+fn block_linear_bytes(row: u64, height: u64, depth: u64) -> Option<u64> {
     let (rows, slices) = (
         height.next_power_of_two().clamp(8, 128),
         depth.next_power_of_two().clamp(1, 16),
@@ -80,7 +80,7 @@ fn blocks(row: u64, height: u64, depth: u64) -> Option<u64> {
 }
 
 /// Bytes of an element (`CUarray_format`): a format that is not known is taken for one of the largest.
-fn element(format: c_uint, channels: c_uint) -> u64 {
+fn element_bytes(format: c_uint, channels: c_uint) -> u64 {
     let channel = match format {
         0x01 | 0x08 => 1,
         0x02 | 0x09 | 0x10 => 2,
@@ -90,41 +90,41 @@ fn element(format: c_uint, channels: c_uint) -> u64 {
 }
 
 /// The size that the driver tells of a twin of an array without levels.
-fn ask(twin: Shape, device: c_int) -> Option<u64> {
-    let (mut array, mut needs) = (0, Requirements::default());
-    if real!(cuArray3DCreate_v2(&raw mut array => *mut u64, &raw const twin => *const Shape))
-        != codes::SUCCESS
+fn query_size(twin: Array3dDescriptor, device: c_int) -> Option<u64> {
+    let (mut array, mut needs) = (0, MemoryRequirements::default());
+    if driver!(cuArray3DCreate_v2(&raw mut array => *mut u64, &raw const twin => *const Array3dDescriptor))
+        != curesult::SUCCESS
     {
         return None;
     }
-    let code = real!(cuArrayGetMemoryRequirements(
-        &raw mut needs => *mut Requirements, array => u64, device => c_int,
+    let code = driver!(cuArrayGetMemoryRequirements(
+        &raw mut needs => *mut MemoryRequirements, array => u64, device => c_int,
     ));
-    let _ = real!(cuArrayDestroy(array => u64));
-    (code == codes::SUCCESS).then_some(needs.size as u64)
+    let _ = driver!(cuArrayDestroy(array => u64));
+    (code == curesult::SUCCESS).then_some(needs.size as u64)
 }
 
 /// As [`ask`], of a mipmapped array.
-fn ask_mipmapped(twin: Shape, levels: c_uint, device: c_int) -> Option<u64> {
-    let (mut array, mut needs) = (0, Requirements::default());
-    if real!(cuMipmappedArrayCreate(
-        &raw mut array => *mut u64, &raw const twin => *const Shape, levels => c_uint,
-    )) != codes::SUCCESS
+fn query_mipmapped_size(twin: Array3dDescriptor, levels: c_uint, device: c_int) -> Option<u64> {
+    let (mut array, mut needs) = (0, MemoryRequirements::default());
+    if driver!(cuMipmappedArrayCreate(
+        &raw mut array => *mut u64, &raw const twin => *const Array3dDescriptor, levels => c_uint,
+    )) != curesult::SUCCESS
     {
         return None;
     }
-    let code = real!(cuMipmappedArrayGetMemoryRequirements(
-        &raw mut needs => *mut Requirements, array => u64, device => c_int,
+    let code = driver!(cuMipmappedArrayGetMemoryRequirements(
+        &raw mut needs => *mut MemoryRequirements, array => u64, device => c_int,
     ));
-    let _ = real!(cuMipmappedArrayDestroy(array => u64));
-    (code == codes::SUCCESS).then_some(needs.size as u64)
+    let _ = driver!(cuMipmappedArrayDestroy(array => u64));
+    (code == curesult::SUCCESS).then_some(needs.size as u64)
 }
 
 /// Charges and makes an array; `levels` is zero for one without.
 fn create(
     function: &str,
     out: *mut u64,
-    shape: Shape,
+    shape: Array3dDescriptor,
     levels: c_uint,
     call: impl Fn(*mut u64) -> CuResult,
 ) -> CuResult {
@@ -135,32 +135,35 @@ fn create(
         Ok(device) => device,
         Err(code) => return code,
     };
-    let twin = Shape {
+    let twin = Array3dDescriptor {
         flags: shape.flags | DEFERRED,
         ..shape
     };
     let told = match levels {
-        0 => ask(twin, device),
-        _ => ask_mipmapped(twin, levels, device),
+        0 => query_size(twin, device),
+        _ => query_mipmapped_size(twin, levels, device),
     };
-    let Some(bytes) = told.or_else(|| estimate(shape, levels)).and_then(taken) else {
-        return codes::OUT_OF_MEMORY;
+    let Some(bytes) = told
+        .or_else(|| estimate(shape, levels))
+        .and_then(driver_size)
+    else {
+        return curesult::OUT_OF_MEMORY;
     };
     let mut array = 0;
     let answer = allocate(
-        Kind::Device(device),
+        Account::Device(device),
         bytes,
         function,
         || match call(&raw mut array) {
-            codes::SUCCESS => Ok((array, bytes)),
+            curesult::SUCCESS => Ok((array, bytes)),
             code => Err(code),
         },
         |array| match levels {
-            0 => real!(cuArrayDestroy(array => u64)),
-            _ => real!(cuMipmappedArrayDestroy(array => u64)),
+            0 => driver!(cuArrayDestroy(array => u64)),
+            _ => driver!(cuMipmappedArrayDestroy(array => u64)),
         },
     );
-    if answer == codes::SUCCESS {
+    if answer == curesult::SUCCESS {
         // SAFETY: not null, and the program says that it is a handle's place.
         unsafe { out.write(array) };
     }
@@ -169,41 +172,41 @@ fn create(
 
 hooks! {
     /// `cuArrayCreate` (CUDA 3.2): one or two dimensions.
-    fn cuArrayCreate_v2(array: *mut u64, flat: *const Flat) = |plain| {
+    fn cuArrayCreate_v2(array: *mut u64, flat: *const ArrayDescriptor) = |driver_call| {
         if array.is_null() || flat.is_null() {
-            return plain(array, flat);
+            return driver_call(array, flat);
         }
         // SAFETY: not null, and the program says that it is a descriptor.
-        let Flat { width, height, format, channels } = unsafe { flat.read() };
-        let shape = Shape { width, height, depth: 0, format, channels, flags: 0 };
-        create("cuArrayCreate_v2", array, shape, 0, |array| plain(array, flat))
+        let ArrayDescriptor { width, height, format, channels } = unsafe { flat.read() };
+        let shape = Array3dDescriptor { width, height, depth: 0, format, channels, flags: 0 };
+        create("cuArrayCreate_v2", array, shape, 0, |array| driver_call(array, flat))
     };
 
     /// `cuArray3DCreate` (CUDA 3.2): also layered, cubemap and sparse arrays.
-    fn cuArray3DCreate_v2(array: *mut u64, shape: *const Shape) = |plain| {
+    fn cuArray3DCreate_v2(array: *mut u64, shape: *const Array3dDescriptor) = |driver_call| {
         if array.is_null() || shape.is_null() {
-            return plain(array, shape);
+            return driver_call(array, shape);
         }
         // SAFETY: not null, and the program says that it is a descriptor.
         let wanted = unsafe { shape.read() };
-        create("cuArray3DCreate_v2", array, wanted, 0, |array| plain(array, shape))
+        create("cuArray3DCreate_v2", array, wanted, 0, |array| driver_call(array, shape))
     };
 
     /// `cuMipmappedArrayCreate` (CUDA 5.0).
-    fn cuMipmappedArrayCreate(array: *mut u64, shape: *const Shape, levels: c_uint) = |plain| {
+    fn cuMipmappedArrayCreate(array: *mut u64, shape: *const Array3dDescriptor, levels: c_uint) = |driver_call| {
         if array.is_null() || shape.is_null() || levels == 0 {
-            return plain(array, shape, levels);
+            return driver_call(array, shape, levels);
         }
         // SAFETY: not null, and the program says that it is a descriptor.
         let wanted = unsafe { shape.read() };
-        create("cuMipmappedArrayCreate", array, wanted, levels, |array| plain(array, shape, levels))
+        create("cuMipmappedArrayCreate", array, wanted, levels, |array| driver_call(array, shape, levels))
     };
 
     /// `cuArrayDestroy` (CUDA 2.0).
-    fn cuArrayDestroy(array: u64) = |plain| ledger::free(array, || plain(array));
+    fn cuArrayDestroy(array: u64) = |driver_call| accounting::free(array, || driver_call(array));
 
     /// `cuMipmappedArrayDestroy` (CUDA 5.0).
-    fn cuMipmappedArrayDestroy(array: u64) = |plain| ledger::free(array, || plain(array));
+    fn cuMipmappedArrayDestroy(array: u64) = |driver_call| accounting::free(array, || driver_call(array));
 }
 
 #[cfg(test)]
@@ -212,8 +215,8 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    fn shape(width: usize, height: usize, depth: usize, flags: c_uint) -> Shape {
-        Shape {
+    fn shape(width: usize, height: usize, depth: usize, flags: c_uint) -> Array3dDescriptor {
+        Array3dDescriptor {
             width,
             height,
             depth,

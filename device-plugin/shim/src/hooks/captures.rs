@@ -10,66 +10,66 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use super::streams::per_thread;
-use super::{hooks, real};
-use crate::codes::{self, CuResult};
+use super::{driver, hooks};
+use crate::curesult::{self, CuResult};
 
 /// Captures that began and did not end. One that ended unseen (with its stream) costs later calls a
 /// little time, no more.
-static UNDER_WAY: AtomicU32 = AtomicU32::new(0);
+static ACTIVE: AtomicU32 = AtomicU32::new(0);
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
-const RELAXED: c_int = 2;
+const MODE_RELAXED: c_int = 2;
 
 /// Whether a capture may be under way.
-pub(crate) fn any() -> bool {
-    UNDER_WAY.load(Ordering::Relaxed) > 0
+pub(crate) fn may_be_active() -> bool {
+    ACTIVE.load(Ordering::Relaxed) > 0
 }
 
 /// Whether a stream is being captured.
 pub(crate) fn is_capturing(stream: u64) -> bool {
     let mut status = 0;
-    any()
-        && real!(cuStreamIsCapturing(stream => u64, &raw mut status => *mut c_int))
-            == codes::SUCCESS
+    may_be_active()
+        && driver!(cuStreamIsCapturing(stream => u64, &raw mut status => *mut c_int))
+            == curesult::SUCCESS
         && status != 0
 }
 
 /// Makes calls of the shim's own that must disturb no capture.
-pub(crate) fn apart<T>(calls: impl FnOnce() -> T) -> T {
-    if !any() {
+pub(crate) fn with_relaxed_capture<T>(calls: impl FnOnce() -> T) -> T {
+    if !may_be_active() {
         return calls();
     }
-    let _mode = Relaxed::enter();
+    let _mode = RelaxedMode::enter();
     calls()
 }
 
 /// The calling thread's capture mode, to go back to.
-struct Relaxed(c_int);
+struct RelaxedMode(c_int);
 
-impl Relaxed {
-    fn enter() -> Relaxed {
-        Relaxed(exchange(RELAXED))
+impl RelaxedMode {
+    fn enter() -> RelaxedMode {
+        RelaxedMode(exchange_mode(MODE_RELAXED))
     }
 }
 
-impl Drop for Relaxed {
+impl Drop for RelaxedMode {
     fn drop(&mut self) {
-        exchange(self.0);
+        exchange_mode(self.0);
     }
 }
 
-fn exchange(mode: c_int) -> c_int {
+fn exchange_mode(mode: c_int) -> c_int {
     let mut mode = mode;
-    let _ = real!(cuThreadExchangeStreamCaptureMode(&raw mut mode => *mut c_int));
+    let _ = driver!(cuThreadExchangeStreamCaptureMode(&raw mut mode => *mut c_int));
     mode
 }
 
 /// Counts a capture from before it begins.
 fn begin(call: impl FnOnce() -> CuResult) -> CuResult {
-    UNDER_WAY.fetch_add(1, Ordering::Relaxed);
+    ACTIVE.fetch_add(1, Ordering::Relaxed);
     let answer = call();
-    if answer != codes::SUCCESS {
-        forget_one();
+    if answer != curesult::SUCCESS {
+        count_ended();
     }
     answer
 }
@@ -79,52 +79,52 @@ fn end(stream: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     let before = is_capturing(stream);
     let answer = call();
     if before && !is_capturing(stream) {
-        forget_one();
+        count_ended();
     }
     answer
 }
 
-fn forget_one() {
-    let _ = UNDER_WAY.try_update(Ordering::Relaxed, Ordering::Relaxed, |count| {
+fn count_ended() {
+    let _ = ACTIVE.try_update(Ordering::Relaxed, Ordering::Relaxed, |count| {
         count.checked_sub(1)
     });
 }
 
 hooks! {
     /// `cuStreamBeginCapture` (CUDA 10.0): without a mode.
-    fn cuStreamBeginCapture(stream: u64) = |plain| begin(|| plain(stream));
+    fn cuStreamBeginCapture(stream: u64) = |driver_call| begin(|| driver_call(stream));
     /// As above, for a default stream of each thread.
-    fn cuStreamBeginCapture_ptsz(stream: u64) = |plain| begin(|| plain(stream));
+    fn cuStreamBeginCapture_ptsz(stream: u64) = |driver_call| begin(|| driver_call(stream));
     /// `cuStreamBeginCapture` (CUDA 10.1).
-    fn cuStreamBeginCapture_v2(stream: u64, mode: c_int) = |plain| begin(|| plain(stream, mode));
+    fn cuStreamBeginCapture_v2(stream: u64, mode: c_int) = |driver_call| begin(|| driver_call(stream, mode));
     /// As above, for a default stream of each thread.
-    fn cuStreamBeginCapture_v2_ptsz(stream: u64, mode: c_int) = |plain| begin(|| plain(stream, mode));
+    fn cuStreamBeginCapture_v2_ptsz(stream: u64, mode: c_int) = |driver_call| begin(|| driver_call(stream, mode));
     /// `cuStreamBeginCaptureToGraph` (CUDA 12.3).
     fn cuStreamBeginCaptureToGraph(
         stream: u64, graph: u64, dependencies: *const u64, data: *const c_void, count: usize, mode: c_int,
-    ) = |plain| begin(|| plain(stream, graph, dependencies, data, count, mode));
+    ) = |driver_call| begin(|| driver_call(stream, graph, dependencies, data, count, mode));
     /// As above, for a default stream of each thread.
     fn cuStreamBeginCaptureToGraph_ptsz(
         stream: u64, graph: u64, dependencies: *const u64, data: *const c_void, count: usize, mode: c_int,
-    ) = |plain| begin(|| plain(stream, graph, dependencies, data, count, mode));
+    ) = |driver_call| begin(|| driver_call(stream, graph, dependencies, data, count, mode));
     /// `cuStreamBeginRecaptureToGraph` (CUDA 13.3).
     fn cuStreamBeginRecaptureToGraph(
         stream: u64, mode: c_int, graph: u64, callback: *const c_void, data: *mut c_void,
-    ) = |plain| begin(|| plain(stream, mode, graph, callback, data));
+    ) = |driver_call| begin(|| driver_call(stream, mode, graph, callback, data));
     /// As above, for a default stream of each thread.
     fn cuStreamBeginRecaptureToGraph_ptsz(
         stream: u64, mode: c_int, graph: u64, callback: *const c_void, data: *mut c_void,
-    ) = |plain| begin(|| plain(stream, mode, graph, callback, data));
+    ) = |driver_call| begin(|| driver_call(stream, mode, graph, callback, data));
     /// `cuStreamBeginCaptureToCig` (CUDA 13.1).
-    fn cuStreamBeginCaptureToCig(stream: u64, parameters: *mut c_void) = |plain| begin(|| plain(stream, parameters));
+    fn cuStreamBeginCaptureToCig(stream: u64, parameters: *mut c_void) = |driver_call| begin(|| driver_call(stream, parameters));
     /// As above, for a default stream of each thread.
-    fn cuStreamBeginCaptureToCig_ptsz(stream: u64, parameters: *mut c_void) = |plain| begin(|| plain(stream, parameters));
+    fn cuStreamBeginCaptureToCig_ptsz(stream: u64, parameters: *mut c_void) = |driver_call| begin(|| driver_call(stream, parameters));
     /// `cuStreamEndCapture` (CUDA 10.0).
-    fn cuStreamEndCapture(stream: u64, graph: *mut u64) = |plain| end(stream, || plain(stream, graph));
+    fn cuStreamEndCapture(stream: u64, graph: *mut u64) = |driver_call| end(stream, || driver_call(stream, graph));
     /// As above, for a default stream of each thread.
-    fn cuStreamEndCapture_ptsz(stream: u64, graph: *mut u64) = |plain| end(per_thread(stream), || plain(stream, graph));
+    fn cuStreamEndCapture_ptsz(stream: u64, graph: *mut u64) = |driver_call| end(per_thread(stream), || driver_call(stream, graph));
     /// `cuStreamEndCaptureToCig` (CUDA 13.1).
-    fn cuStreamEndCaptureToCig(stream: u64) = |plain| end(stream, || plain(stream));
+    fn cuStreamEndCaptureToCig(stream: u64) = |driver_call| end(stream, || driver_call(stream));
     /// As above, for a default stream of each thread.
-    fn cuStreamEndCaptureToCig_ptsz(stream: u64) = |plain| end(per_thread(stream), || plain(stream));
+    fn cuStreamEndCaptureToCig_ptsz(stream: u64) = |driver_call| end(per_thread(stream), || driver_call(stream));
 }

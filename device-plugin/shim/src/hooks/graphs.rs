@@ -4,29 +4,29 @@
 use std::ffi::{c_char, c_int};
 
 use super::streams::per_thread;
-use super::{hooks, real};
-use crate::codes::{self, CuResult};
+use super::{driver, hooks};
+use crate::curesult::{self, CuResult};
 use crate::graphs::{self, Needs};
 
 /// `CU_GRAPH_NODE_TYPE_GRAPH`.
-const CHILD: c_int = 4;
+const NODE_TYPE_GRAPH: c_int = 4;
 /// `CU_GRAPH_NODE_TYPE_MEM_ALLOC`.
-const ALLOCATION: c_int = 10;
+const NODE_TYPE_MEM_ALLOC: c_int = 10;
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
-const ON_DEVICE: c_int = 1;
+const LOCATION_TYPE_DEVICE: c_int = 1;
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
-const UPLOAD: u64 = 2;
+const INSTANTIATE_UPLOAD: u64 = 2;
 
 /// Graphs in graphs that are looked into: more than a program nests.
-const DEPTH: usize = 16;
+const MAX_DEPTH: usize = 16;
 
 /// Allocations are placed at multiples of this.
-const GRAIN: u64 = 512;
+const ALIGNMENT: u64 = 512;
 
 /// `CUDA_MEM_ALLOC_NODE_PARAMS`: `CUmemPoolProps`, access descriptions and their number, size, address.
 #[repr(C)]
 #[derive(Default)]
-struct Allocation {
+struct MemAllocNodeParams {
     kind: c_int,
     handle_types: c_int,
     location_kind: c_int,
@@ -38,11 +38,11 @@ struct Allocation {
     address: u64,
 }
 
-const _: () = assert!(size_of::<Allocation>() == 120);
+const _: () = assert!(size_of::<MemAllocNodeParams>() == 120);
 
 /// `CUDA_GRAPH_INSTANTIATE_PARAMS`.
 #[repr(C)]
-pub(crate) struct Parameters {
+pub(crate) struct InstantiateParams {
     flags: u64,
     stream: u64,
     failed_node: u64,
@@ -52,34 +52,36 @@ pub(crate) struct Parameters {
 /// What a graph's memory nodes allocate on devices.
 fn needs(graph: u64) -> Needs {
     let mut needs = Needs::new();
-    add_needs(graph, DEPTH, &mut needs);
+    add_needs(graph, MAX_DEPTH, &mut needs);
     needs
 }
 
 fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
     for node in nodes(graph) {
         let mut kind = 0;
-        if real!(cuGraphNodeGetType(node => u64, &raw mut kind => *mut c_int)) != codes::SUCCESS {
+        if driver!(cuGraphNodeGetType(node => u64, &raw mut kind => *mut c_int))
+            != curesult::SUCCESS
+        {
             continue;
         }
         match kind {
-            ALLOCATION => {
-                let mut found = Allocation::default();
-                let code = real!(cuGraphMemAllocNodeGetParams(
-                    node => u64, &raw mut found => *mut Allocation,
+            NODE_TYPE_MEM_ALLOC => {
+                let mut found = MemAllocNodeParams::default();
+                let code = driver!(cuGraphMemAllocNodeGetParams(
+                    node => u64, &raw mut found => *mut MemAllocNodeParams,
                 ));
-                if code == codes::SUCCESS && found.location_kind == ON_DEVICE {
-                    let bytes = (found.bytes as u64).checked_next_multiple_of(GRAIN);
+                if code == curesult::SUCCESS && found.location_kind == LOCATION_TYPE_DEVICE {
+                    let bytes = (found.bytes as u64).checked_next_multiple_of(ALIGNMENT);
                     let need = needs.entry(found.location).or_default();
                     need.add(bytes.unwrap_or(u64::MAX));
                 }
             }
-            CHILD if depth > 0 => {
+            NODE_TYPE_GRAPH if depth > 0 => {
                 let mut child = 0;
-                let code = real!(cuGraphChildGraphNodeGetGraph(
+                let code = driver!(cuGraphChildGraphNodeGetGraph(
                     node => u64, &raw mut child => *mut u64,
                 ));
-                if code == codes::SUCCESS {
+                if code == curesult::SUCCESS {
                     add_needs(child, depth - 1, needs);
                 }
             }
@@ -91,17 +93,17 @@ fn add_needs(graph: u64, depth: usize, needs: &mut Needs) {
 fn nodes(graph: u64) -> Vec<u64> {
     let mut count = 0_usize;
     let none = std::ptr::null_mut::<u64>();
-    let code = real!(cuGraphGetNodes(
+    let code = driver!(cuGraphGetNodes(
         graph => u64, none => *mut u64, &raw mut count => *mut usize,
     ));
-    if code != codes::SUCCESS || count == 0 {
+    if code != curesult::SUCCESS || count == 0 {
         return Vec::new();
     }
     let mut nodes = vec![0; count];
-    let code = real!(cuGraphGetNodes(
+    let code = driver!(cuGraphGetNodes(
         graph => u64, nodes.as_mut_ptr() => *mut u64, &raw mut count => *mut usize,
     ));
-    if code != codes::SUCCESS {
+    if code != curesult::SUCCESS {
         return Vec::new();
     }
     nodes.truncate(count);
@@ -109,8 +111,8 @@ fn nodes(graph: u64) -> Vec<u64> {
 }
 
 /// Notes what a graph that was just made executable will take.
-fn noted(answer: CuResult, executable: *mut u64, graph: u64) -> CuResult {
-    if answer == codes::SUCCESS && !executable.is_null() {
+fn on_instantiated(answer: CuResult, executable: *mut u64, graph: u64) -> CuResult {
+    if answer == curesult::SUCCESS && !executable.is_null() {
         // SAFETY: not null, and the driver has just written it.
         graphs::instantiated(unsafe { executable.read() }, needs(graph));
     }
@@ -118,37 +120,37 @@ fn noted(answer: CuResult, executable: *mut u64, graph: u64) -> CuResult {
 }
 
 /// As [`noted`], where the call may upload the graph too.
-fn with_parameters(
+fn instantiate_with_params(
     executable: *mut u64,
     graph: u64,
-    parameters: *const Parameters,
+    parameters: *const InstantiateParams,
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
     // SAFETY: the program says that it points to parameters.
-    let uploads = !parameters.is_null() && unsafe { (*parameters).flags } & UPLOAD != 0;
+    let uploads = !parameters.is_null() && unsafe { (*parameters).flags } & INSTANTIATE_UPLOAD != 0;
     let answer = match uploads {
         true => {
             let needs = needs(graph);
             match needs.is_empty() {
                 true => call(),
-                false => graphs::placing_first(&needs, function, call),
+                false => graphs::charge_upload(&needs, function, call),
             }
         }
         false => call(),
     };
-    noted(answer, executable, graph)
+    on_instantiated(answer, executable, graph)
 }
 
 /// A launch or an upload.
-fn placing(
+fn launch(
     executable: u64,
     stream: u64,
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    if graphs::any() {
-        graphs::placing(executable, stream, function, call)
+    if graphs::may_have_memory() {
+        graphs::charge_launch(executable, stream, function, call)
     } else {
         call()
     }
@@ -156,51 +158,51 @@ fn placing(
 
 hooks! {
     /// `cuGraphInstantiate` (CUDA 10.0).
-    fn cuGraphInstantiate(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |plain| {
-        noted(plain(out, graph, node, log, len), out, graph)
+    fn cuGraphInstantiate(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |driver_call| {
+        on_instantiated(driver_call(out, graph, node, log, len), out, graph)
     };
     /// `cuGraphInstantiate` (CUDA 11.0).
-    fn cuGraphInstantiate_v2(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |plain| {
-        noted(plain(out, graph, node, log, len), out, graph)
+    fn cuGraphInstantiate_v2(out: *mut u64, graph: u64, node: *mut u64, log: *mut c_char, len: usize) = |driver_call| {
+        on_instantiated(driver_call(out, graph, node, log, len), out, graph)
     };
     /// `cuGraphInstantiateWithFlags` (CUDA 11.4), since 12.0 `cuGraphInstantiate`.
-    fn cuGraphInstantiateWithFlags(out: *mut u64, graph: u64, flags: u64) = |plain| {
-        noted(plain(out, graph, flags), out, graph)
+    fn cuGraphInstantiateWithFlags(out: *mut u64, graph: u64, flags: u64) = |driver_call| {
+        on_instantiated(driver_call(out, graph, flags), out, graph)
     };
     /// `cuGraphInstantiateWithParams` (CUDA 12.0).
-    fn cuGraphInstantiateWithParams(out: *mut u64, graph: u64, parameters: *mut Parameters) = |plain| {
-        let call = || plain(out, graph, parameters);
-        with_parameters(out, graph, parameters, "cuGraphInstantiateWithParams", call)
+    fn cuGraphInstantiateWithParams(out: *mut u64, graph: u64, parameters: *mut InstantiateParams) = |driver_call| {
+        let call = || driver_call(out, graph, parameters);
+        instantiate_with_params(out, graph, parameters, "cuGraphInstantiateWithParams", call)
     };
     /// `cuGraphInstantiateWithParams` for a default stream of each thread.
-    fn cuGraphInstantiateWithParams_ptsz(out: *mut u64, graph: u64, parameters: *mut Parameters) = |plain| {
-        let call = || plain(out, graph, parameters);
-        with_parameters(out, graph, parameters, "cuGraphInstantiateWithParams", call)
+    fn cuGraphInstantiateWithParams_ptsz(out: *mut u64, graph: u64, parameters: *mut InstantiateParams) = |driver_call| {
+        let call = || driver_call(out, graph, parameters);
+        instantiate_with_params(out, graph, parameters, "cuGraphInstantiateWithParams", call)
     };
     /// `cuGraphUpload` (CUDA 11.1).
-    fn cuGraphUpload(graph: u64, stream: u64) = |plain| {
-        placing(graph, stream, "cuGraphUpload", || plain(graph, stream))
+    fn cuGraphUpload(graph: u64, stream: u64) = |driver_call| {
+        launch(graph, stream, "cuGraphUpload", || driver_call(graph, stream))
     };
     /// `cuGraphUpload` for a default stream of each thread.
-    fn cuGraphUpload_ptsz(graph: u64, stream: u64) = |plain| {
-        placing(graph, per_thread(stream), "cuGraphUpload", || plain(graph, stream))
+    fn cuGraphUpload_ptsz(graph: u64, stream: u64) = |driver_call| {
+        launch(graph, per_thread(stream), "cuGraphUpload", || driver_call(graph, stream))
     };
     /// `cuGraphLaunch` (CUDA 10.0).
-    fn cuGraphLaunch(graph: u64, stream: u64) = |plain| {
-        placing(graph, stream, "cuGraphLaunch", || plain(graph, stream))
+    fn cuGraphLaunch(graph: u64, stream: u64) = |driver_call| {
+        launch(graph, stream, "cuGraphLaunch", || driver_call(graph, stream))
     };
     /// `cuGraphLaunch` for a default stream of each thread.
-    fn cuGraphLaunch_ptsz(graph: u64, stream: u64) = |plain| {
-        placing(graph, per_thread(stream), "cuGraphLaunch", || plain(graph, stream))
+    fn cuGraphLaunch_ptsz(graph: u64, stream: u64) = |driver_call| {
+        launch(graph, per_thread(stream), "cuGraphLaunch", || driver_call(graph, stream))
     };
     /// `cuGraphExecDestroy` (CUDA 10.0). Its memory stays in the graph pool.
-    fn cuGraphExecDestroy(graph: u64) = |plain| {
+    fn cuGraphExecDestroy(graph: u64) = |driver_call| {
         // Forgotten first: another thread may be given the same handle.
-        if graphs::any() {
+        if graphs::may_have_memory() {
             graphs::destroyed(graph);
         }
-        plain(graph)
+        driver_call(graph)
     };
     /// `cuDeviceGraphMemTrim` (CUDA 11.4).
-    fn cuDeviceGraphMemTrim(device: c_int) = |plain| graphs::trimming(|| plain(device));
+    fn cuDeviceGraphMemTrim(device: c_int) = |driver_call| graphs::with_trim(|| driver_call(device));
 }

@@ -3,40 +3,40 @@
 
 use std::ffi::c_uint;
 
-use super::sizes::taken;
-use super::{allocate, current_device, hooks, real};
-use crate::codes::{self, CuResult};
-use crate::ledger::{self, Kind};
+use super::rounding::driver_size;
+use super::{allocate, current_device, driver, hooks};
+use crate::accounting::{self, Account};
+use crate::curesult::{self, CuResult};
 
 /// The largest pitch alignment of any GPU (`CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT` is 32,
 /// allocations are aligned to 512): what a pitched allocation is charged before its pitch is known.
 const PITCH_ALIGNMENT: u64 = 512;
 
 fn free(pointer: u64) -> CuResult {
-    real!(cuMemFree_v2(pointer => u64))
+    driver!(cuMemFree_v2(pointer => u64))
 }
 
 hooks! {
     /// `cuMemAlloc` (CUDA 3.2): linear memory of the current context's device.
-    fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) = |plain| {
+    fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) = |driver_call| {
         // What the driver refuses anyway, it refuses itself.
         if pointer.is_null() || bytes == 0 {
-            return plain(pointer, bytes);
+            return driver_call(pointer, bytes);
         }
         let device = match current_device() {
             Ok(device) => device,
             Err(code) => return code,
         };
-        let Some(size) = taken(bytes as u64) else {
-            return codes::OUT_OF_MEMORY;
+        let Some(size) = driver_size(bytes as u64) else {
+            return curesult::OUT_OF_MEMORY;
         };
         let mut got = 0;
-        let call = || match plain(&raw mut got, bytes) {
-            codes::SUCCESS => Ok((got, size)),
+        let call = || match driver_call(&raw mut got, bytes) {
+            curesult::SUCCESS => Ok((got, size)),
             code => Err(code),
         };
-        let answer = allocate(Kind::Device(device), size, "cuMemAlloc_v2", call, free);
-        if answer == codes::SUCCESS {
+        let answer = allocate(Account::Device(device), size, "cuMemAlloc_v2", call, free);
+        if answer == curesult::SUCCESS {
             // SAFETY: not null, and the program says that it is a pointer of this type.
             unsafe { pointer.write(got) };
         }
@@ -50,26 +50,26 @@ hooks! {
         width: usize,
         height: usize,
         element: c_uint,
-    ) = |plain| {
+    ) = |driver_call| {
         if pointer.is_null() || pitch.is_null() || width == 0 || height == 0 {
-            return plain(pointer, pitch, width, height, element);
+            return driver_call(pointer, pitch, width, height, element);
         }
         let device = match current_device() {
             Ok(device) => device,
             Err(code) => return code,
         };
         let row = (width as u64).checked_next_multiple_of(PITCH_ALIGNMENT);
-        let size = |row: u64| row.checked_mul(height as u64).and_then(taken);
+        let size = |row: u64| row.checked_mul(height as u64).and_then(driver_size);
         let Some(estimate) = row.and_then(size) else {
-            return codes::OUT_OF_MEMORY;
+            return curesult::OUT_OF_MEMORY;
         };
         let (mut got, mut row) = (0, 0);
-        let call = || match plain(&raw mut got, &raw mut row, width, height, element) {
-            codes::SUCCESS => Ok((got, size(row as u64).unwrap_or(u64::MAX))),
+        let call = || match driver_call(&raw mut got, &raw mut row, width, height, element) {
+            curesult::SUCCESS => Ok((got, size(row as u64).unwrap_or(u64::MAX))),
             code => Err(code),
         };
-        let answer = allocate(Kind::Device(device), estimate, "cuMemAllocPitch_v2", call, free);
-        if answer == codes::SUCCESS {
+        let answer = allocate(Account::Device(device), estimate, "cuMemAllocPitch_v2", call, free);
+        if answer == curesult::SUCCESS {
             // SAFETY: neither is null, and the program says that they are of these types.
             unsafe {
                 pointer.write(got);
@@ -80,17 +80,17 @@ hooks! {
     };
 
     /// `cuMemAllocManaged`: charged to the container's managed quota; without one it is out of memory.
-    fn cuMemAllocManaged(pointer: *mut u64, bytes: usize, flags: c_uint) = |plain| {
-        if pointer.is_null() || bytes == 0 || ledger::is_early() {
-            return plain(pointer, bytes, flags);
+    fn cuMemAllocManaged(pointer: *mut u64, bytes: usize, flags: c_uint) = |driver_call| {
+        if pointer.is_null() || bytes == 0 || accounting::before_cuinit() {
+            return driver_call(pointer, bytes, flags);
         }
         let mut got = 0;
-        let call = || match plain(&raw mut got, bytes, flags) {
-            codes::SUCCESS => Ok((got, bytes as u64)),
+        let call = || match driver_call(&raw mut got, bytes, flags) {
+            curesult::SUCCESS => Ok((got, bytes as u64)),
             code => Err(code),
         };
-        let answer = allocate(Kind::Managed, bytes as u64, "cuMemAllocManaged", call, free);
-        if answer == codes::SUCCESS {
+        let answer = allocate(Account::Managed, bytes as u64, "cuMemAllocManaged", call, free);
+        if answer == curesult::SUCCESS {
             // SAFETY: not null, and the program says that it is a pointer of this type.
             unsafe { pointer.write(got) };
         }
@@ -98,5 +98,5 @@ hooks! {
     };
 
     /// `cuMemFree` (CUDA 3.2).
-    fn cuMemFree_v2(pointer: u64) = |plain| ledger::free(pointer, || plain(pointer));
+    fn cuMemFree_v2(pointer: u64) = |driver_call| accounting::free(pointer, || driver_call(pointer));
 }

@@ -9,28 +9,28 @@
 use std::ffi::{c_int, c_void};
 
 use super::streams::{device_of, per_thread};
-use super::{captures, device_count, hooks, outermost, real};
-use crate::codes::{self, CuResult};
-use crate::leaving;
-use crate::ledger::{Kind, LIVE};
-use crate::live::Charge;
-use crate::place::{Location, Payer, Properties, payer};
+use super::{captures, device_count, driver, hooks, outermost};
+use crate::accounting::{ALLOC_TABLE, Account};
+use crate::alloc_table::Charge;
+use crate::curesult::{self, CuResult};
+use crate::deferred_free;
+use crate::location::{ChargeTo, MemLocation, MemProperties, charge_to};
 use crate::pools::{POOLS, Pool};
-use crate::state::state;
+use crate::session_state::state;
 
 /// `CU_MEM_HANDLE_TYPE_FABRIC`.
-pub(crate) const FABRIC: c_int = 8;
+pub(crate) const HANDLE_TYPE_FABRIC: c_int = 8;
 
 /// Allocates from the pool of the stream's device.
-fn from_device(
+fn allocate_from_device(
     pointer: *mut u64,
     bytes: usize,
     stream: u64,
     function: &str,
-    plain: impl Fn(*mut u64) -> CuResult,
+    driver_call: impl Fn(*mut u64) -> CuResult,
 ) -> CuResult {
     let pool = device_of(stream).and_then(pool_of);
-    allocate(pool.ok(), pointer, bytes, stream, function, plain)
+    allocate(pool.ok(), pointer, bytes, stream, function, driver_call)
 }
 
 /// Allocates from a pool. What the driver refuses anyway, it refuses itself: no pointer, no bytes, no
@@ -41,48 +41,48 @@ fn allocate(
     bytes: usize,
     stream: u64,
     function: &str,
-    plain: impl Fn(*mut u64) -> CuResult,
+    driver_call: impl Fn(*mut u64) -> CuResult,
 ) -> CuResult {
     let Some(pool) = pool.filter(|_| !pointer.is_null() && bytes != 0) else {
-        return plain(pointer);
+        return driver_call(pointer);
     };
-    if pool.has_ended() {
-        return codes::INVALID_VALUE;
+    if pool.is_destroyed() {
+        return curesult::INVALID_VALUE;
     }
     if !pool.is_charged() || captures::is_capturing(stream) {
-        return plain(pointer);
+        return driver_call(pointer);
     }
     let call = || {
         let mut got = 0;
-        match plain(&raw mut got) {
-            codes::SUCCESS => Ok(got),
+        match driver_call(&raw mut got) {
+            curesult::SUCCESS => Ok(got),
             code => Err(code),
         }
     };
     let hand_out = |got: Result<u64, CuResult>| match got {
         Ok(got) => {
-            LIVE.is_elsewhere(got);
+            ALLOC_TABLE.note_pool_pointer(got);
             // SAFETY: not null, and the program says that it is a pointer of this type.
             unsafe { pointer.write(got) };
-            codes::SUCCESS
+            curesult::SUCCESS
         }
         Err(code) => code,
     };
-    match pool.allocate_ahead(bytes as u64, call) {
+    match pool.allocate_prefetched(bytes as u64, call) {
         Some(got) => hand_out(got),
         None => outermost(
             || hand_out(pool.allocate(bytes as u64, function, call)),
-            || plain(pointer),
+            || driver_call(pointer),
         ),
     }
 }
 
 /// Frees in the order of a stream. What pools gave out only goes back to them; a linear pointer is
 /// forgotten first: once it is freed, another thread may be given the same one.
-fn free(pointer: u64, stream: u64, plain: impl Fn() -> CuResult) -> CuResult {
-    match state().and_then(|_| LIVE.remove(pointer)) {
-        None => plain(),
-        Some(charge) => free_linear(pointer, charge, stream, plain),
+fn free(pointer: u64, stream: u64, driver_call: impl Fn() -> CuResult) -> CuResult {
+    match state().and_then(|_| ALLOC_TABLE.remove(pointer)) {
+        None => driver_call(),
+        Some(charge) => free_linear(pointer, charge, stream, driver_call),
     }
 }
 
@@ -91,14 +91,14 @@ fn free_linear(
     pointer: u64,
     charge: Charge,
     stream: u64,
-    plain: impl Fn() -> CuResult,
+    driver_call: impl Fn() -> CuResult,
 ) -> CuResult {
-    let answer = plain();
-    if answer == codes::SUCCESS {
-        leaving::add(stream, charge);
+    let answer = driver_call();
+    if answer == curesult::SUCCESS {
+        deferred_free::add(stream, charge);
     } else {
         // Not freed, so still there.
-        let _ = LIVE.insert(pointer, charge);
+        let _ = ALLOC_TABLE.insert(pointer, charge);
     }
     answer
 }
@@ -107,19 +107,19 @@ fn free_linear(
 fn pool_of(device: c_int) -> Result<&'static Pool, CuResult> {
     // The state first: a forked child forgets its parent's pools with it.
     let _ = state();
-    if let Some(known) = POOLS.present(device) {
+    if let Some(known) = POOLS.current_pool(device) {
         return Ok(known);
     }
-    ask_pool_of(device)
+    query_pool_of(device)
 }
 
 #[cold]
-fn ask_pool_of(device: c_int) -> Result<&'static Pool, CuResult> {
+fn query_pool_of(device: c_int) -> Result<&'static Pool, CuResult> {
     let mut handle = 0;
-    match real!(cuDeviceGetMemPool(&raw mut handle => *mut u64, device => c_int)) {
-        codes::SUCCESS => {
-            let pool = POOLS.enter(handle, Payer::Account(Kind::Device(device)));
-            POOLS.set_present(device, Some(pool));
+    match driver!(cuDeviceGetMemPool(&raw mut handle => *mut u64, device => c_int)) {
+        curesult::SUCCESS => {
+            let pool = POOLS.register(handle, ChargeTo::Account(Account::Device(device)));
+            POOLS.set_current_pool(device, Some(pool));
             Ok(pool)
         }
         code => Err(code),
@@ -133,60 +133,60 @@ fn pool_with(handle: u64) -> Option<&'static Pool> {
         return Some(known);
     }
     let device = (0..device_count()).find(|device| default_pool(*device) == Some(handle))?;
-    Some(POOLS.enter(handle, Payer::Account(Kind::Device(device))))
+    Some(POOLS.register(handle, ChargeTo::Account(Account::Device(device))))
 }
 
 fn default_pool(device: c_int) -> Option<u64> {
     let mut handle = 0;
-    let code = real!(cuDeviceGetDefaultMemPool(&raw mut handle => *mut u64, device => c_int));
-    (code == codes::SUCCESS).then_some(handle)
+    let code = driver!(cuDeviceGetDefaultMemPool(&raw mut handle => *mut u64, device => c_int));
+    (code == curesult::SUCCESS).then_some(handle)
 }
 
 /// Enters a pool that the driver just told of.
 ///
 /// # Safety
 /// After success the pointers can be read.
-unsafe fn told(
+unsafe fn register_reported(
     answer: CuResult,
     pool: *const u64,
-    location: *const Location,
+    location: *const MemLocation,
     kind: c_int,
 ) -> CuResult {
-    if answer == codes::SUCCESS && state().is_some() {
+    if answer == curesult::SUCCESS && state().is_some() {
         // SAFETY: the caller's promise.
         let (handle, location) = unsafe { (*pool, *location) };
-        POOLS.enter(handle, payer(kind, location));
+        POOLS.register(handle, charge_to(kind, location));
     }
     answer
 }
 
 /// Notes which pool a device allocates from now.
-fn chosen(answer: CuResult, device: c_int, pool: u64) -> CuResult {
-    if answer == codes::SUCCESS && state().is_some() {
-        POOLS.set_present(device, pool_with(pool));
+fn note_current_pool(answer: CuResult, device: c_int, pool: u64) -> CuResult {
+    if answer == curesult::SUCCESS && state().is_some() {
+        POOLS.set_current_pool(device, pool_with(pool));
     }
     answer
 }
 
 /// Destroys a pool; a device that allocated from it goes back to its own.
-fn destroy(handle: u64, plain: impl Fn() -> CuResult) -> CuResult {
+fn destroy(handle: u64, driver_call: impl Fn() -> CuResult) -> CuResult {
     let own = (0..device_count()).any(|device| default_pool(device) == Some(handle));
     let Some(pool) = pool_with(handle).filter(|_| !own) else {
-        return plain();
+        return driver_call();
     };
-    if pool.has_ended() {
-        return codes::INVALID_VALUE;
+    if pool.is_destroyed() {
+        return curesult::INVALID_VALUE;
     }
-    let answer = pool.destroy(plain);
+    let answer = pool.destroy(driver_call);
     for device in 0..device_count() {
-        if answer == codes::SUCCESS
+        if answer == curesult::SUCCESS
             && POOLS
-                .present(device)
+                .current_pool(device)
                 .is_some_and(|now| std::ptr::eq(now, pool))
         {
-            POOLS.set_present(device, None);
+            POOLS.set_current_pool(device, None);
             let own = default_pool(device).unwrap_or(0);
-            let _ = real!(cuDeviceSetMemPool(device => c_int, own => u64));
+            let _ = driver!(cuDeviceSetMemPool(device => c_int, own => u64));
         }
     }
     answer
@@ -194,103 +194,103 @@ fn destroy(handle: u64, plain: impl Fn() -> CuResult) -> CuResult {
 
 hooks! {
     /// `cuMemAllocAsync` (CUDA 11.2).
-    anywhere fn cuMemAllocAsync(pointer: *mut u64, bytes: usize, stream: u64) = |plain| {
-        from_device(pointer, bytes, stream, "cuMemAllocAsync", |pointer| plain(pointer, bytes, stream))
+    reentrant fn cuMemAllocAsync(pointer: *mut u64, bytes: usize, stream: u64) = |driver_call| {
+        allocate_from_device(pointer, bytes, stream, "cuMemAllocAsync", |pointer| driver_call(pointer, bytes, stream))
     };
 
     /// As above, for a default stream of each thread.
-    anywhere fn cuMemAllocAsync_ptsz(pointer: *mut u64, bytes: usize, stream: u64) = |plain| {
-        let plain = |pointer| plain(pointer, bytes, stream);
-        from_device(pointer, bytes, per_thread(stream), "cuMemAllocAsync_ptsz", plain)
+    reentrant fn cuMemAllocAsync_ptsz(pointer: *mut u64, bytes: usize, stream: u64) = |driver_call| {
+        let driver_call = |pointer| driver_call(pointer, bytes, stream);
+        allocate_from_device(pointer, bytes, per_thread(stream), "cuMemAllocAsync_ptsz", driver_call)
     };
 
     /// `cuMemAllocFromPoolAsync` (CUDA 11.2).
-    anywhere fn cuMemAllocFromPoolAsync(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |plain| {
-        let plain = |pointer| plain(pointer, bytes, pool, stream);
-        allocate(pool_with(pool), pointer, bytes, stream, "cuMemAllocFromPoolAsync", plain)
+    reentrant fn cuMemAllocFromPoolAsync(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |driver_call| {
+        let driver_call = |pointer| driver_call(pointer, bytes, pool, stream);
+        allocate(pool_with(pool), pointer, bytes, stream, "cuMemAllocFromPoolAsync", driver_call)
     };
 
     /// As above, for a default stream of each thread.
-    anywhere fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |plain| {
-        let plain = |pointer| plain(pointer, bytes, pool, stream);
+    reentrant fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |driver_call| {
+        let driver_call = |pointer| driver_call(pointer, bytes, pool, stream);
         let name = "cuMemAllocFromPoolAsync_ptsz";
-        allocate(pool_with(pool), pointer, bytes, per_thread(stream), name, plain)
+        allocate(pool_with(pool), pointer, bytes, per_thread(stream), name, driver_call)
     };
 
     /// `cuMemFreeAsync` (CUDA 11.2): of linear memory too.
-    anywhere fn cuMemFreeAsync(pointer: u64, stream: u64) = |plain| free(pointer, stream, || plain(pointer, stream));
+    reentrant fn cuMemFreeAsync(pointer: u64, stream: u64) = |driver_call| free(pointer, stream, || driver_call(pointer, stream));
 
     /// As above, for a default stream of each thread.
-    anywhere fn cuMemFreeAsync_ptsz(pointer: u64, stream: u64) = |plain| {
-        free(pointer, per_thread(stream), || plain(pointer, stream))
+    reentrant fn cuMemFreeAsync_ptsz(pointer: u64, stream: u64) = |driver_call| {
+        free(pointer, per_thread(stream), || driver_call(pointer, stream))
     };
 
     /// `cuMemPoolCreate` (CUDA 11.2): takes nothing.
-    fn cuMemPoolCreate(pool: *mut u64, properties: *const Properties) = |plain| {
-        let answer = plain(pool, properties);
-        if answer == codes::SUCCESS && state().is_some() {
+    fn cuMemPoolCreate(pool: *mut u64, properties: *const MemProperties) = |driver_call| {
+        let answer = driver_call(pool, properties);
+        if answer == curesult::SUCCESS && state().is_some() {
             // SAFETY: the driver has just written the one and read the other.
-            unsafe { POOLS.made(*pool, (*properties).payer()) };
+            unsafe { POOLS.created(*pool, (*properties).charge_to()) };
         }
         answer
     };
 
     /// `cuMemPoolDestroy` (CUDA 11.2): the driver keeps a pool's memory until the last of it is freed.
-    fn cuMemPoolDestroy(pool: u64) = |plain| destroy(pool, || plain(pool));
+    fn cuMemPoolDestroy(pool: u64) = |driver_call| destroy(pool, || driver_call(pool));
 
     /// `cuMemPoolTrimTo` (CUDA 11.2).
-    fn cuMemPoolTrimTo(pool: u64, keep: usize) = |plain| {
-        let answer = plain(pool, keep);
+    fn cuMemPoolTrimTo(pool: u64, keep: usize) = |driver_call| {
+        let answer = driver_call(pool, keep);
         if let Some(pool) = POOLS.find(pool) {
-            pool.settle_now();
+            pool.reconcile_now();
         }
         answer
     };
 
     /// `cuDeviceSetMemPool` (CUDA 11.2).
-    fn cuDeviceSetMemPool(device: c_int, pool: u64) = |plain| {
-        if POOLS.find(pool).is_some_and(Pool::has_ended) {
-            return codes::INVALID_VALUE;
+    fn cuDeviceSetMemPool(device: c_int, pool: u64) = |driver_call| {
+        if POOLS.find(pool).is_some_and(Pool::is_destroyed) {
+            return curesult::INVALID_VALUE;
         }
-        chosen(plain(device, pool), device, pool)
+        note_current_pool(driver_call(device, pool), device, pool)
     };
 
     /// `cuMemSetMemPool` (CUDA 13.0): for a device's own memory the same as `cuDeviceSetMemPool`.
-    fn cuMemSetMemPool(location: *mut Location, kind: c_int, pool: u64) = |plain| {
-        if POOLS.find(pool).is_some_and(Pool::has_ended) {
-            return codes::INVALID_VALUE;
+    fn cuMemSetMemPool(location: *mut MemLocation, kind: c_int, pool: u64) = |driver_call| {
+        if POOLS.find(pool).is_some_and(Pool::is_destroyed) {
+            return curesult::INVALID_VALUE;
         }
-        let answer = plain(location, kind, pool);
-        if answer != codes::SUCCESS {
+        let answer = driver_call(location, kind, pool);
+        if answer != curesult::SUCCESS {
             return answer;
         }
         // SAFETY: the driver has just read it.
-        match payer(kind, unsafe { *location }) {
-            Payer::Account(Kind::Device(device)) => chosen(answer, device, pool),
+        match charge_to(kind, unsafe { *location }) {
+            ChargeTo::Account(Account::Device(device)) => note_current_pool(answer, device, pool),
             _ => answer,
         }
     };
 
     /// `cuMemGetDefaultMemPool` (CUDA 13.0).
-    fn cuMemGetDefaultMemPool(pool: *mut u64, location: *mut Location, kind: c_int) = |plain| {
+    fn cuMemGetDefaultMemPool(pool: *mut u64, location: *mut MemLocation, kind: c_int) = |driver_call| {
         // SAFETY: the driver reads and writes them before it answers success.
-        unsafe { told(plain(pool, location, kind), pool, location, kind) }
+        unsafe { register_reported(driver_call(pool, location, kind), pool, location, kind) }
     };
 
     /// `cuMemGetMemPool` (CUDA 13.0).
-    fn cuMemGetMemPool(pool: *mut u64, location: *mut Location, kind: c_int) = |plain| {
+    fn cuMemGetMemPool(pool: *mut u64, location: *mut MemLocation, kind: c_int) = |driver_call| {
         // SAFETY: the driver reads and writes them before it answers success.
-        unsafe { told(plain(pool, location, kind), pool, location, kind) }
+        unsafe { register_reported(driver_call(pool, location, kind), pool, location, kind) }
     };
 
     /// `cuMemPoolExportToShareableHandle` (CUDA 11.2). A fabric handle is for other nodes and pods.
-    fn cuMemPoolExportToShareableHandle(shared: *mut c_void, pool: u64, kind: c_int, flags: u64) = |plain| {
-        if kind == FABRIC {
-            return codes::NOT_PERMITTED;
+    fn cuMemPoolExportToShareableHandle(shared: *mut c_void, pool: u64, kind: c_int, flags: u64) = |driver_call| {
+        if kind == HANDLE_TYPE_FABRIC {
+            return curesult::NOT_PERMITTED;
         }
         match pool_with(pool) {
-            Some(known) => known.exporting(|| plain(shared, pool, kind, flags)),
-            None => plain(shared, pool, kind, flags),
+            Some(known) => known.with_export(|| driver_call(shared, pool, kind, flags)),
+            None => driver_call(shared, pool, kind, flags),
         }
     };
 }

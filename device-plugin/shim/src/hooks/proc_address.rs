@@ -10,8 +10,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use super::{hooked, real};
-use crate::codes::{self, CuResult};
+use super::{driver, guarded};
+use crate::curesult::{self, CuResult};
 use crate::fence;
 use crate::forward::{self, index};
 
@@ -27,7 +27,7 @@ struct Substitute {
     per_thread: bool,
     /// The driver's function.
     index: usize,
-    ours: *const c_void,
+    shim_function: *const c_void,
 }
 
 // SAFETY: addresses of functions, which never change.
@@ -43,14 +43,14 @@ const PER_THREAD_STREAM: u64 = 2;
 const SYMBOL_NOT_FOUND: c_int = 1;
 
 /// Parts of names that take, import or hand out memory in the forms known so far.
-const SUSPICIOUS: [&str; 12] = [
+const MEMORY_NAME_PARTS: [&str; 12] = [
     "Alloc", "Create", "Import", "Reserve", "Pool", "Malloc", "Map", "Limit", "Load", "Export",
     "Open", "Register",
 ];
 
 /// What a program asked for.
 #[derive(Clone, Copy)]
-struct Question<'a> {
+struct Lookup<'a> {
     name: &'a CStr,
     version: c_int,
     per_thread: bool,
@@ -74,12 +74,12 @@ macro_rules! get_proc_address {
             flags: u64,
             $($status: *mut c_int,)?
         ) -> CuResult {
-            hooked(|| {
+            guarded(|| {
                 // SAFETY: the program's pointers, as the driver takes them.
-                if unsafe { is_our_own(symbol, function) } {
-                    return codes::SUCCESS;
+                if unsafe { hand_out_shim_only(symbol, function) } {
+                    return curesult::SUCCESS;
                 }
-                let answer = real!($name(
+                let answer = driver!($name(
                     symbol => *const c_char, function => *mut *const c_void, version => c_int,
                     flags => u64, $($status => *mut c_int,)?
                 ));
@@ -106,12 +106,12 @@ get_proc_address! {
 ///
 /// # Safety
 /// `symbol` is null or a string that ends with a zero; `function` is null or can be written.
-unsafe fn is_our_own(symbol: *const c_char, function: *mut *const c_void) -> bool {
+unsafe fn hand_out_shim_only(symbol: *const c_char, function: *mut *const c_void) -> bool {
     if symbol.is_null() || function.is_null() {
         return false;
     }
     // SAFETY: the caller's promise.
-    let found = fence::asked_for(unsafe { CStr::from_ptr(symbol) });
+    let found = fence::lookup(unsafe { CStr::from_ptr(symbol) });
     if let Some(found) = found {
         // SAFETY: the caller's promise.
         unsafe { *function = found as *const c_void };
@@ -133,7 +133,7 @@ unsafe fn substitute(
     per_thread: bool,
     status: *mut c_int,
 ) -> CuResult {
-    if answer != codes::SUCCESS || symbol.is_null() || function.is_null() {
+    if answer != curesult::SUCCESS || symbol.is_null() || function.is_null() {
         return answer;
     }
     // SAFETY: the caller's promise.
@@ -141,17 +141,17 @@ unsafe fn substitute(
     if found.is_null() {
         return answer;
     }
-    let question = Question {
+    let question = Lookup {
         name,
         version,
         per_thread,
     };
     if let Some(ours) = substitute_for(question, |index| {
-        forward::real(index).is_some_and(|real| std::ptr::eq(real, found))
+        forward::driver_function(index).is_some_and(|real| std::ptr::eq(real, found))
     }) {
         // SAFETY: the caller's promise.
-        unsafe { *function = ours.ours };
-    } else if is_suspicious(name) {
+        unsafe { *function = ours.shim_function };
+    } else if may_take_memory(name) {
         // SAFETY: the caller's promise.
         unsafe {
             *function = std::ptr::null();
@@ -159,7 +159,7 @@ unsafe fn substitute(
                 *status = SYMBOL_NOT_FOUND;
             }
         }
-        return codes::NOT_FOUND;
+        return curesult::NOT_FOUND;
     }
     answer
 }
@@ -167,10 +167,10 @@ unsafe fn substitute(
 /// Our function for what a program asked for. `is_found` tells whether the driver answered with its
 /// function of that index.
 fn substitute_for(
-    question: Question<'_>,
+    question: Lookup<'_>,
     is_found: impl Fn(usize) -> bool,
 ) -> Option<&'static Substitute> {
-    let Question {
+    let Lookup {
         name,
         version,
         per_thread,
@@ -200,13 +200,13 @@ fn substitute_for(
 }
 
 fn is_known(name: &CStr) -> bool {
-    KNOWN.binary_search(&name).is_ok() || forward::NAMES.contains(&name)
+    KNOWN_NAMES.binary_search(&name).is_ok() || forward::NAMES.contains(&name)
 }
 
 /// Whether a name is one that the table does not know, and may take memory.
-fn is_suspicious(name: &CStr) -> bool {
+fn may_take_memory(name: &CStr) -> bool {
     let text = name.to_str().unwrap_or("Alloc");
-    SUSPICIOUS.iter().any(|part| text.contains(part)) && !is_known(name)
+    MEMORY_NAME_PARTS.iter().any(|part| text.contains(part)) && !is_known(name)
 }
 
 #[cfg(test)]
@@ -214,7 +214,7 @@ mod tests {
     use super::*;
 
     fn symbol(name: &CStr, version: c_int, per_thread: bool) -> Option<&'static str> {
-        let question = Question {
+        let question = Lookup {
             name,
             version,
             per_thread,
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn the_address_that_the_driver_gave_outweighs_the_table() {
         let asked = |name, found| {
-            let question = Question {
+            let question = Lookup {
                 name,
                 version: 13000,
                 per_thread: false,
@@ -287,7 +287,7 @@ mod tests {
             c"cuMemPoolSomething",
             c"cuFabricImport",
         ] {
-            assert!(is_suspicious(name), "{name:?}");
+            assert!(may_take_memory(name), "{name:?}");
         }
         for name in [
             c"cuMemAlloc",
@@ -295,13 +295,13 @@ mod tests {
             c"cuStreamCreate",
             c"cuNothingOfThat",
         ] {
-            assert!(!is_suspicious(name), "{name:?}");
+            assert!(!may_take_memory(name), "{name:?}");
         }
     }
 
     #[test]
     fn the_known_names_are_sorted_for_the_search() {
-        assert!(KNOWN.is_sorted());
+        assert!(KNOWN_NAMES.is_sorted());
         assert!(is_known(c"cuArray3DCreate") && is_known(c"cuWGLGetDevice"));
     }
 }

@@ -3,8 +3,8 @@
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::{captures, current_device, device_count, real};
-use crate::codes::{self, CuResult};
+use super::{captures, current_device, device_count, driver};
+use crate::curesult::{self, CuResult};
 
 /// `CU_STREAM_PER_THREAD`: what stream 0 means to the `_ptsz` functions.
 const PER_THREAD: u64 = 2;
@@ -16,10 +16,10 @@ pub(crate) fn per_thread(stream: u64) -> u64 {
 
 /// What tells a stream from all others of this process: the driver's number for it (CUDA 12.0), and before that its
 /// handle, which may come again.
-pub(crate) fn name_of(stream: u64) -> u64 {
+pub(crate) fn stream_id(stream: u64) -> u64 {
     let mut name = 0;
-    let id = || real!(cuStreamGetId(stream => u64, &raw mut name => *mut u64));
-    if captures::apart(id) == codes::SUCCESS {
+    let id = || driver!(cuStreamGetId(stream => u64, &raw mut name => *mut u64));
+    if captures::with_relaxed_capture(id) == curesult::SUCCESS {
         name
     } else {
         stream
@@ -29,7 +29,7 @@ pub(crate) fn name_of(stream: u64) -> u64 {
 /// The device that a stream runs on.
 #[inline]
 pub(crate) fn device_of(stream: u64) -> Result<c_int, CuResult> {
-    if one_device() {
+    if has_single_device() {
         return Ok(0);
     }
     device_among_many(stream)
@@ -41,28 +41,29 @@ fn device_among_many(stream: u64) -> Result<c_int, CuResult> {
         return current_device();
     }
     let (mut device, mut context) = (0, 0);
-    if real!(cuStreamGetDevice(stream => u64, &raw mut device => *mut c_int)) == codes::SUCCESS {
+    if driver!(cuStreamGetDevice(stream => u64, &raw mut device => *mut c_int)) == curesult::SUCCESS
+    {
         return Ok(device);
     }
-    match real!(cuStreamGetCtx(stream => u64, &raw mut context => *mut u64)) {
-        codes::SUCCESS => device_of_context(context),
+    match driver!(cuStreamGetCtx(stream => u64, &raw mut context => *mut u64)) {
+        curesult::SUCCESS => device_of_context(context),
         code => Err(code),
     }
 }
 
 fn device_of_context(context: u64) -> Result<c_int, CuResult> {
-    match real!(cuCtxPushCurrent_v2(context => u64)) {
-        codes::SUCCESS => {}
+    match driver!(cuCtxPushCurrent_v2(context => u64)) {
+        curesult::SUCCESS => {}
         code => return Err(code),
     }
     let device = current_device();
     let mut popped = 0;
-    let _ = real!(cuCtxPopCurrent_v2(&raw mut popped => *mut u64));
+    let _ = driver!(cuCtxPopCurrent_v2(&raw mut popped => *mut u64));
     device
 }
 
 /// Whether the driver shows a single device. It is asked once: the number never changes after cuInit.
-fn one_device() -> bool {
+fn has_single_device() -> bool {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let known = COUNT.load(Ordering::Relaxed);
     if known != 0 {

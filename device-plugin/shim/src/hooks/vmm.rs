@@ -8,55 +8,55 @@ use std::ffi::{c_int, c_uint, c_void};
 use std::sync::MutexGuard;
 
 use super::hooks;
-use super::pools::FABRIC;
-use crate::afresh::Afresh;
-use crate::codes::{self, CuResult};
-use crate::ledger::{self, Kind};
-use crate::live::Charge;
-use crate::place::{Payer, Properties};
-use crate::state::state;
-use crate::vmm::Table;
+use super::pools::HANDLE_TYPE_FABRIC;
+use crate::accounting::{self, Account};
+use crate::alloc_table::Charge;
+use crate::curesult::{self, CuResult};
+use crate::fork_local::ForkLocal;
+use crate::location::{ChargeTo, MemProperties};
+use crate::session_state::state;
+use crate::vmm::VmmTable;
 
 /// What `cuMemCreate` made in this process.
-pub(crate) static TABLE: Afresh<Table> = Afresh::new();
+pub(crate) static TABLE: ForkLocal<VmmTable> = ForkLocal::new();
 
 /// The table, locked; `None` where there is no state, and so nothing was ever charged.
-fn table() -> Option<MutexGuard<'static, Table>> {
+fn table() -> Option<MutexGuard<'static, VmmTable>> {
     state().map(|_| TABLE.lock())
 }
 
 /// Calls the driver with the table locked, and notes what a success means for it: the charges to give
 /// back.
-fn noted(
+fn with_table(
     call: impl FnOnce() -> CuResult,
-    note: impl FnOnce(&mut Table) -> Vec<Charge>,
+    note: impl FnOnce(&mut VmmTable) -> Vec<Charge>,
 ) -> CuResult {
     let Some(mut table) = table() else {
         return call();
     };
     let answer = call();
-    if answer == codes::SUCCESS {
-        note(&mut table).into_iter().for_each(ledger::discharge);
+    if answer == curesult::SUCCESS {
+        note(&mut table).into_iter().for_each(accounting::discharge);
     }
     answer
 }
 
 /// Calls what lets others hold the memory of a handle, counted as exported before.
-pub(crate) fn exporting(
-    handle: impl FnOnce(&Table) -> Option<u64>,
+pub(crate) fn with_export(
+    handle: impl FnOnce(&VmmTable) -> Option<u64>,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
     let Some(mut table) = table() else {
         return call();
     };
     let fresh = handle(&table).and_then(|handle| Some((handle, table.export(handle)?)));
-    if fresh.is_some_and(|(_, charge)| ledger::export(charge).is_err()) {
-        return codes::NOT_PERMITTED;
+    if fresh.is_some_and(|(_, charge)| accounting::mark_exported(charge).is_err()) {
+        return curesult::NOT_PERMITTED;
     }
     let answer = call();
-    if let (Some((handle, charge)), false) = (fresh, answer == codes::SUCCESS) {
+    if let (Some((handle, charge)), false) = (fresh, answer == curesult::SUCCESS) {
         table.unexport(handle);
-        ledger::unexport(charge);
+        accounting::unmark_exported(charge);
     }
     answer
 }
@@ -84,7 +84,7 @@ const _: () = assert!(size_of::<ArrayMapping>() == 96);
 ///
 /// # Safety
 /// `list` has `count` entries.
-unsafe fn map_arrays(
+unsafe fn map_sparse_arrays(
     list: *const ArrayMapping,
     count: c_uint,
     call: impl FnOnce() -> CuResult,
@@ -97,9 +97,9 @@ unsafe fn map_arrays(
             let handle = unsafe { (*list.add(place)).handle };
             if table
                 .export(handle)
-                .is_some_and(|charge| ledger::export(charge).is_err())
+                .is_some_and(|charge| accounting::mark_exported(charge).is_err())
             {
-                return codes::OUT_OF_MEMORY;
+                return curesult::OUT_OF_MEMORY;
             }
         }
     }
@@ -108,21 +108,21 @@ unsafe fn map_arrays(
 
 hooks! {
     /// `cuMemCreate` (CUDA 10.2): charged to the device in the properties.
-    fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const Properties, flags: u64) = |plain| {
-        if handle.is_null() || properties.is_null() || bytes == 0 || ledger::is_early() {
-            return plain(handle, bytes, properties, flags);
+    fn cuMemCreate(handle: *mut u64, bytes: usize, properties: *const MemProperties, flags: u64) = |driver_call| {
+        if handle.is_null() || properties.is_null() || bytes == 0 || accounting::before_cuinit() {
+            return driver_call(handle, bytes, properties, flags);
         }
         // SAFETY: not null, and the program says that it is of this type.
-        let Payer::Account(kind) = (unsafe { *properties }).payer() else {
-            return plain(handle, bytes, properties, flags);
+        let ChargeTo::Account(account) = (unsafe { *properties }).charge_to() else {
+            return driver_call(handle, bytes, properties, flags);
         };
-        let Ok(pending) = ledger::charge(kind, bytes as u64, "cuMemCreate") else {
-            return codes::OUT_OF_MEMORY;
+        let Ok(pending) = accounting::charge(account, bytes as u64, "cuMemCreate") else {
+            return curesult::OUT_OF_MEMORY;
         };
         let mut made = 0;
-        let answer = plain(&raw mut made, bytes, properties, flags);
-        if answer == codes::SUCCESS {
-            TABLE.lock().made(made, pending.hold());
+        let answer = driver_call(&raw mut made, bytes, properties, flags);
+        if answer == curesult::SUCCESS {
+            TABLE.lock().created(made, pending.into_charge());
             // SAFETY: not null, and the program says that it is of this type.
             unsafe { handle.write(made) };
         }
@@ -130,26 +130,26 @@ hooks! {
     };
 
     /// `cuMemRelease` (CUDA 10.2).
-    fn cuMemRelease(handle: u64) = |plain| {
-        noted(|| plain(handle), |table| table.released(handle).into_iter().collect())
+    fn cuMemRelease(handle: u64) = |driver_call| {
+        with_table(|| driver_call(handle), |table| table.released(handle).into_iter().collect())
     };
 
     /// `cuMemMap` (CUDA 10.2).
-    fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) = |plain| {
-        noted(|| plain(address, bytes, offset, handle, flags), |table| {
+    fn cuMemMap(address: u64, bytes: usize, offset: usize, handle: u64, flags: u64) = |driver_call| {
+        with_table(|| driver_call(address, bytes, offset, handle, flags), |table| {
             table.mapped(address, bytes as u64, handle);
             Vec::new()
         })
     };
 
     /// `cuMemUnmap` (CUDA 10.2): of one mapping or several.
-    fn cuMemUnmap(address: u64, bytes: usize) = |plain| {
-        noted(|| plain(address, bytes), |table| table.unmapped(address, bytes as u64))
+    fn cuMemUnmap(address: u64, bytes: usize) = |driver_call| {
+        with_table(|| driver_call(address, bytes), |table| table.unmapped(address, bytes as u64))
     };
 
     /// `cuMemRetainAllocationHandle` (CUDA 11.0): answers with the handle that the memory was mapped by.
-    fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) = |plain| {
-        noted(|| plain(handle, address), |table| {
+    fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) = |driver_call| {
+        with_table(|| driver_call(handle, address), |table| {
             // SAFETY: the driver has just written it.
             table.retained(unsafe { *handle });
             Vec::new()
@@ -157,18 +157,18 @@ hooks! {
     };
 
     /// `cuMemExportToShareableHandle` (CUDA 10.2). A fabric handle is for other nodes and pods.
-    fn cuMemExportToShareableHandle(shared: *mut c_void, handle: u64, kind: c_int, flags: u64) = |plain| {
-        if kind == FABRIC {
-            return codes::NOT_PERMITTED;
+    fn cuMemExportToShareableHandle(shared: *mut c_void, handle: u64, kind: c_int, flags: u64) = |driver_call| {
+        if kind == HANDLE_TYPE_FABRIC {
+            return curesult::NOT_PERMITTED;
         }
-        exporting(|_| Some(handle), || plain(shared, handle, kind, flags))
+        with_export(|_| Some(handle), || driver_call(shared, handle, kind, flags))
     };
 
     /// `cuMulticastBindMem` (CUDA 12.1).
     fn cuMulticastBindMem(
         object: u64, to: usize, handle: u64, from: usize, bytes: usize, flags: u64,
-    ) = |plain| {
-        noted(|| plain(object, to, handle, from, bytes, flags), |table| {
+    ) = |driver_call| {
+        with_table(|| driver_call(object, to, handle, from, bytes, flags), |table| {
             table.bound((object, to as u64), handle);
             Vec::new()
         })
@@ -177,16 +177,16 @@ hooks! {
     /// `cuMulticastBindMem` (CUDA 13.1).
     fn cuMulticastBindMem_v2(
         object: u64, device: c_int, to: usize, handle: u64, from: usize, bytes: usize, flags: u64,
-    ) = |plain| {
-        noted(|| plain(object, device, to, handle, from, bytes, flags), |table| {
+    ) = |driver_call| {
+        with_table(|| driver_call(object, device, to, handle, from, bytes, flags), |table| {
             table.bound((object, to as u64), handle);
             Vec::new()
         })
     };
 
     /// `cuMulticastBindAddr` (CUDA 12.1).
-    fn cuMulticastBindAddr(object: u64, to: usize, address: u64, bytes: usize, flags: u64) = |plain| {
-        noted(|| plain(object, to, address, bytes, flags), |table| {
+    fn cuMulticastBindAddr(object: u64, to: usize, address: u64, bytes: usize, flags: u64) = |driver_call| {
+        with_table(|| driver_call(object, to, address, bytes, flags), |table| {
             if let Some(handle) = table.handle_at(address) {
                 table.bound((object, to as u64), handle);
             }
@@ -197,8 +197,8 @@ hooks! {
     /// `cuMulticastBindAddr` (CUDA 13.1).
     fn cuMulticastBindAddr_v2(
         object: u64, device: c_int, to: usize, address: u64, bytes: usize, flags: u64,
-    ) = |plain| {
-        noted(|| plain(object, device, to, address, bytes, flags), |table| {
+    ) = |driver_call| {
+        with_table(|| driver_call(object, device, to, address, bytes, flags), |table| {
             if let Some(handle) = table.handle_at(address) {
                 table.bound((object, to as u64), handle);
             }
@@ -207,22 +207,22 @@ hooks! {
     };
 
     /// `cuMulticastUnbind` (CUDA 12.1).
-    fn cuMulticastUnbind(object: u64, device: c_int, offset: usize, bytes: usize) = |plain| {
-        noted(|| plain(object, device, offset, bytes), |table| {
+    fn cuMulticastUnbind(object: u64, device: c_int, offset: usize, bytes: usize) = |driver_call| {
+        with_table(|| driver_call(object, device, offset, bytes), |table| {
             let unbound = |account| table.unbound(object, account, offset as u64, bytes as u64);
-            ledger::account(Kind::Device(device)).map(unbound).unwrap_or_default()
+            accounting::account_index(Account::Device(device)).map(unbound).unwrap_or_default()
         })
     };
 
     /// `cuMemMapArrayAsync` (CUDA 11.1): tiles of sparse arrays.
-    fn cuMemMapArrayAsync(list: *mut ArrayMapping, count: c_uint, stream: u64) = |plain| {
+    fn cuMemMapArrayAsync(list: *mut ArrayMapping, count: c_uint, stream: u64) = |driver_call| {
         // SAFETY: the program says how many there are.
-        unsafe { map_arrays(list, count, || plain(list, count, stream)) }
+        unsafe { map_sparse_arrays(list, count, || driver_call(list, count, stream)) }
     };
 
     /// As above, for a default stream of each thread.
-    fn cuMemMapArrayAsync_ptsz(list: *mut ArrayMapping, count: c_uint, stream: u64) = |plain| {
+    fn cuMemMapArrayAsync_ptsz(list: *mut ArrayMapping, count: c_uint, stream: u64) = |driver_call| {
         // SAFETY: the program says how many there are.
-        unsafe { map_arrays(list, count, || plain(list, count, stream)) }
+        unsafe { map_sparse_arrays(list, count, || driver_call(list, count, stream)) }
     };
 }

@@ -17,10 +17,10 @@ macro_rules! forward {
     };
 }
 
-/// Calls where [`forward!`] jumps, and looks at the answer: one that is no success is for `noticed` to give. Eight
+/// Calls where [`forward!`] jumps, and looks at the answer: one that is no success is for `on_error` to give. Eight
 /// arguments stay in their registers, the others are copied, the last first.
 macro_rules! watch {
-    ($name:ident, $index:literal, $arguments:literal, $noticed:path) => {
+    ($name:ident, $index:literal, $arguments:literal, $on_error:path) => {
         naked! {
             #[unsafe(no_mangle)]
             $name:
@@ -52,13 +52,13 @@ macro_rules! watch {
             "cbnz w0, 2f",
             "ret",
             "2:",
-            "b {noticed}",
+            "b {on_error}",
             ".cfi_endproc",
             words = const ($arguments as usize).saturating_sub(8),
             room = const 8 * ($arguments as usize).saturating_sub(8).next_multiple_of(2),
             slots = sym SLOTS,
             index = const $index,
-            noticed = sym $noticed,
+            on_error = sym $on_error,
         }
     };
 }

@@ -15,11 +15,11 @@ macro_rules! forward {
     };
 }
 
-/// Calls where [`forward!`] jumps, and looks at the answer: one that is no success is for `noticed` to give. Six
+/// Calls where [`forward!`] jumps, and looks at the answer: one that is no success is for `on_error` to give. Six
 /// arguments stay in their registers, the others are pushed again: each from the same place below the caller's last,
 /// for the stack grows by one with each.
 macro_rules! watch {
-    ($name:ident, $index:literal, $arguments:literal, $noticed:path) => {
+    ($name:ident, $index:literal, $arguments:literal, $on_error:path) => {
         naked! {
             #[unsafe(no_mangle)]
             $name:
@@ -40,14 +40,14 @@ macro_rules! watch {
             "ret",
             "2:",
             "mov edi, eax",
-            "jmp {noticed}",
+            "jmp {on_error}",
             ".cfi_endproc",
             words = const ($arguments as usize).saturating_sub(6),
             padding = const 8 * (1 - ($arguments as usize).saturating_sub(6) % 2),
             index = const $index,
             offset = const $index * 8,
             slots = sym SLOTS,
-            noticed = sym $noticed,
+            on_error = sym $on_error,
         }
     };
 }

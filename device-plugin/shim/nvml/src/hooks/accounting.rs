@@ -2,17 +2,17 @@
 
 use std::ffi::c_void;
 
-use super::{Device, given, hooked, real, succeeded};
-use crate::codes::{self, Code};
+use super::{Device, check, deref, driver, guarded};
+use crate::nvml_return::{self, NvmlReturn};
 
 /// `NVML_FEATURE_DISABLED`.
 const DISABLED: u32 = 0;
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetAccountingMode(device: Device, mode: *mut u32) -> Code {
-    hooked(|| {
-        succeeded(real!(nvmlDeviceGetAccountingMode(device => Device, mode => *mut u32)))?;
-        *given(mode)? = DISABLED;
+extern "C" fn nvmlDeviceGetAccountingMode(device: Device, mode: *mut u32) -> NvmlReturn {
+    guarded(|| {
+        check(driver!(nvmlDeviceGetAccountingMode(device => Device, mode => *mut u32)))?;
+        *deref(mode)? = DISABLED;
         Ok(())
     })
 }
@@ -20,16 +20,16 @@ extern "C" fn nvmlDeviceGetAccountingMode(device: Device, mode: *mut u32) -> Cod
 // What NVML answers while accounting is off.
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetAccountingPids(_: Device, _: *mut u32, _: *mut u32) -> Code {
-    codes::NOT_SUPPORTED
+extern "C" fn nvmlDeviceGetAccountingPids(_: Device, _: *mut u32, _: *mut u32) -> NvmlReturn {
+    nvml_return::NOT_SUPPORTED
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetAccountingStats(_: Device, _: u32, _: *mut c_void) -> Code {
-    codes::NOT_SUPPORTED
+extern "C" fn nvmlDeviceGetAccountingStats(_: Device, _: u32, _: *mut c_void) -> NvmlReturn {
+    nvml_return::NOT_SUPPORTED
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetAccountingStats_v2(_: Device, _: *mut c_void) -> Code {
-    codes::NOT_SUPPORTED
+extern "C" fn nvmlDeviceGetAccountingStats_v2(_: Device, _: *mut c_void) -> NvmlReturn {
+    nvml_return::NOT_SUPPORTED
 }

@@ -1,12 +1,12 @@
 //! How much memory there is: the container's quota.
 
-use super::{Answer, Device, given, hooked, real, succeeded, usage};
-use crate::codes::{self, Code};
+use super::{Device, HookResult, check, deref, driver, guarded, usage};
+use crate::nvml_return::{self, NvmlReturn};
 
 /// `nvmlMemory_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Memory {
+pub(super) struct MemoryInfo {
     total: u64,
     free: u64,
     used: u64,
@@ -15,7 +15,7 @@ pub(super) struct Memory {
 /// `nvmlMemory_v2_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
-struct MemoryV2 {
+struct MemoryInfoV2 {
     version: u32,
     total: u64,
     reserved: u64,
@@ -23,54 +23,54 @@ struct MemoryV2 {
     used: u64,
 }
 
-const VERSION_2: u32 = size_of::<MemoryV2>() as u32 | 2 << 24;
+const MEMORY_INFO_V2: u32 = size_of::<MemoryInfoV2>() as u32 | 2 << 24;
 
 /// The quota as the total. After a quota was lowered below what is used, that is shown as full: programs take
 /// total to be free and used together.
-fn within(quota: u64, used: u64) -> Memory {
+fn capped(quota: u64, used: u64) -> MemoryInfo {
     let used = used.min(quota);
-    Memory {
+    MemoryInfo {
         total: quota,
         free: quota - used,
         used,
     }
 }
 
-fn memory(device: Device) -> Result<Memory, Code> {
-    usage(device).map(|usage| within(usage.quota, usage.used))
+fn container_memory(device: Device) -> Result<MemoryInfo, NvmlReturn> {
+    usage(device).map(|usage| capped(usage.quota, usage.used))
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, info: *mut Memory) -> Code {
-    hooked(|| {
-        let info = given(info)?;
-        let mut card = Memory::default();
-        succeeded(real!(nvmlDeviceGetMemoryInfo(
+extern "C" fn nvmlDeviceGetMemoryInfo(device: Device, info: *mut MemoryInfo) -> NvmlReturn {
+    guarded(|| {
+        let info = deref(info)?;
+        let mut card = MemoryInfo::default();
+        check(driver!(nvmlDeviceGetMemoryInfo(
             device => Device,
-            &raw mut card => *mut Memory,
+            &raw mut card => *mut MemoryInfo,
         )))?;
-        *info = memory(device)?;
+        *info = container_memory(device)?;
         Ok(())
     })
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, info: *mut MemoryV2) -> Code {
-    hooked(|| version_2(device, given(info)?))
+extern "C" fn nvmlDeviceGetMemoryInfo_v2(device: Device, info: *mut MemoryInfoV2) -> NvmlReturn {
+    guarded(|| memory_info_v2(device, deref(info)?))
 }
 
-fn version_2(device: Device, info: &mut MemoryV2) -> Answer {
-    if info.version != VERSION_2 {
-        return Err(codes::ARGUMENT_VERSION_MISMATCH);
+fn memory_info_v2(device: Device, info: &mut MemoryInfoV2) -> HookResult {
+    if info.version != MEMORY_INFO_V2 {
+        return Err(nvml_return::ARGUMENT_VERSION_MISMATCH);
     }
     let mut card = *info;
-    succeeded(real!(nvmlDeviceGetMemoryInfo_v2(
+    check(driver!(nvmlDeviceGetMemoryInfo_v2(
         device => Device,
-        &raw mut card => *mut MemoryV2,
+        &raw mut card => *mut MemoryInfoV2,
     )))?;
-    let Memory { total, free, used } = memory(device)?;
-    *info = MemoryV2 {
-        version: VERSION_2,
+    let MemoryInfo { total, free, used } = container_memory(device)?;
+    *info = MemoryInfoV2 {
+        version: MEMORY_INFO_V2,
         total,
         // What driver and firmware reserve is outside of every quota.
         reserved: 0,
@@ -84,18 +84,18 @@ fn version_2(device: Device, info: &mut MemoryV2) -> Answer {
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetConfComputeProtectedMemoryUsage(
     device: Device,
-    info: *mut Memory,
-) -> Code {
-    hooked(|| {
-        let info = given(info)?;
-        let mut card = Memory::default();
-        succeeded(real!(nvmlDeviceGetConfComputeProtectedMemoryUsage(
+    info: *mut MemoryInfo,
+) -> NvmlReturn {
+    guarded(|| {
+        let info = deref(info)?;
+        let mut card = MemoryInfo::default();
+        check(driver!(nvmlDeviceGetConfComputeProtectedMemoryUsage(
             device => Device,
-            &raw mut card => *mut Memory,
+            &raw mut card => *mut MemoryInfo,
         )))?;
         *info = match card.total {
             0 => card,
-            _ => memory(device)?,
+            _ => container_memory(device)?,
         };
         Ok(())
     })
@@ -107,10 +107,10 @@ mod tests {
 
     #[test]
     fn free_and_used_are_the_total_whatever_became_of_the_quota() {
-        let expected = |total, free, used| Memory { total, free, used };
-        assert_eq!(within(16, 5), expected(16, 11, 5));
-        assert_eq!(within(16, 16), expected(16, 0, 16));
-        assert_eq!(within(4, 5), expected(4, 0, 4));
-        assert_eq!(within(0, 0), expected(0, 0, 0));
+        let expected = |total, free, used| MemoryInfo { total, free, used };
+        assert_eq!(capped(16, 5), expected(16, 11, 5));
+        assert_eq!(capped(16, 16), expected(16, 0, 16));
+        assert_eq!(capped(4, 5), expected(4, 0, 4));
+        assert_eq!(capped(0, 0), expected(0, 0, 0));
     }
 }

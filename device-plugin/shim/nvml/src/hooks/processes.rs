@@ -4,13 +4,13 @@
 
 use bursar_protocol::wire::Listed;
 
-use super::{Answer, Device, given, hooked, permitted, real, usage, uuid};
-use crate::codes::{self, Code};
+use super::{Device, HookResult, check_count_query, deref, driver, guarded, usage, uuid};
+use crate::nvml_return::{self, NvmlReturn};
 
 /// `nvmlProcessInfo_v1_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Process {
+struct ProcessInfoV1 {
     pid: u32,
     bytes: u64,
 }
@@ -18,19 +18,19 @@ struct Process {
 /// `nvmlProcessInfo_v2_t`, which version 3 of the calls uses too.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct ProcessV2 {
+struct ProcessInfoV2 {
     pid: u32,
     bytes: u64,
-    instance: Instance,
+    instance: MigInstance,
 }
 
 /// `nvmlProcessDetail_v1_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Detail {
+struct ProcessDetail {
     pid: u32,
     bytes: u64,
-    instance: Instance,
+    instance: MigInstance,
     /// Not told apart here.
     protected: u64,
 }
@@ -38,61 +38,61 @@ struct Detail {
 /// `nvmlProcessDetailList_v1_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Details {
+struct ProcessDetailList {
     version: u32,
     mode: u32,
     count: u32,
-    places: *mut Detail,
+    entries: *mut ProcessDetail,
 }
 
-const DETAILS_1: u32 = size_of::<Details>() as u32 | 1 << 24;
+const PROCESS_DETAIL_LIST_V1: u32 = size_of::<ProcessDetailList>() as u32 | 1 << 24;
 
 /// `nvmlProcessMode_t`: processes with a compute context, and all.
-const COMPUTE: u32 = 0;
-const ALL: u32 = 3;
+const MODE_COMPUTE: u32 = 0;
+const MODE_ALL: u32 = 3;
 
 /// The MIG instance that a process runs in.
 #[repr(C)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Instance {
+struct MigInstance {
     gpu: u32,
     compute: u32,
 }
 
 /// What NVML writes where there is no MIG.
-const NO_INSTANCE: Instance = Instance {
+const NO_INSTANCE: MigInstance = MigInstance {
     gpu: u32::MAX,
     compute: u32::MAX,
 };
 
-fn instance(device: Device) -> Result<Instance, Code> {
+fn instance(device: Device) -> Result<MigInstance, NvmlReturn> {
     if !uuid(device)?.starts_with("MIG-") {
         return Ok(NO_INSTANCE);
     }
-    let Instance {
+    let MigInstance {
         mut gpu,
         mut compute,
     } = NO_INSTANCE;
     // An instance that just went keeps the mark of none.
-    let _ = real!(nvmlDeviceGetGpuInstanceId(device => Device, &raw mut gpu => *mut u32));
-    let _ = real!(nvmlDeviceGetComputeInstanceId(device => Device, &raw mut compute => *mut u32));
-    Ok(Instance { gpu, compute })
+    let _ = driver!(nvmlDeviceGetGpuInstanceId(device => Device, &raw mut gpu => *mut u32));
+    let _ = driver!(nvmlDeviceGetComputeInstanceId(device => Device, &raw mut compute => *mut u32));
+    Ok(MigInstance { gpu, compute })
 }
 
 /// A structure of NVML for a process.
-trait Row: Copy {
-    fn of(process: &Listed, instance: Instance) -> Self;
+trait ProcessRow: Copy {
+    fn new(process: &Listed, instance: MigInstance) -> Self;
 }
 
-impl Row for Process {
-    fn of(&Listed { pid, bytes }: &Listed, _: Instance) -> Process {
-        Process { pid, bytes }
+impl ProcessRow for ProcessInfoV1 {
+    fn new(&Listed { pid, bytes }: &Listed, _: MigInstance) -> ProcessInfoV1 {
+        ProcessInfoV1 { pid, bytes }
     }
 }
 
-impl Row for ProcessV2 {
-    fn of(&Listed { pid, bytes }: &Listed, instance: Instance) -> ProcessV2 {
-        ProcessV2 {
+impl ProcessRow for ProcessInfoV2 {
+    fn new(&Listed { pid, bytes }: &Listed, instance: MigInstance) -> ProcessInfoV2 {
+        ProcessInfoV2 {
             pid,
             bytes,
             instance,
@@ -100,9 +100,9 @@ impl Row for ProcessV2 {
     }
 }
 
-impl Row for Detail {
-    fn of(&Listed { pid, bytes }: &Listed, instance: Instance) -> Detail {
-        Detail {
+impl ProcessRow for ProcessDetail {
+    fn new(&Listed { pid, bytes }: &Listed, instance: MigInstance) -> ProcessDetail {
+        ProcessDetail {
             pid,
             bytes,
             instance,
@@ -111,25 +111,25 @@ impl Row for Detail {
     }
 }
 
-fn compute<T: Row>(device: Device) -> Result<Vec<T>, Code> {
+fn compute_processes<T: ProcessRow>(device: Device) -> Result<Vec<T>, NvmlReturn> {
     let (usage, instance) = (usage(device)?, instance(device)?);
     let rows = usage.processes.iter();
-    Ok(rows.map(|process| T::of(process, instance)).collect())
+    Ok(rows.map(|process| T::new(process, instance)).collect())
 }
 
-fn nobody<T>(_: Device) -> Result<Vec<T>, Code> {
+fn no_processes<T>(_: Device) -> Result<Vec<T>, NvmlReturn> {
     Ok(Vec::new())
 }
 
 /// Fills a caller's `count` places, or says how many are needed.
-fn put<T: Copy>(rows: &[T], count: &mut u32, places: *mut T) -> Answer {
-    let needed = u32::try_from(rows.len()).map_err(|_| codes::UNKNOWN)?;
+fn write_rows<T: Copy>(rows: &[T], count: &mut u32, places: *mut T) -> HookResult {
+    let needed = u32::try_from(rows.len()).map_err(|_| nvml_return::UNKNOWN)?;
     let room = std::mem::replace(count, needed);
     if needed > room {
-        return Err(codes::INSUFFICIENT_SIZE);
+        return Err(nvml_return::INSUFFICIENT_SIZE);
     }
     if needed > 0 {
-        given(places)?;
+        deref(places)?;
         // SAFETY: by the function's contract there is room for `room` structures, no fewer than these.
         unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), places, rows.len()) };
     }
@@ -138,18 +138,18 @@ fn put<T: Copy>(rows: &[T], count: &mut u32, places: *mut T) -> Answer {
 
 /// Functions that list processes: a count, and places for so many.
 macro_rules! lists {
-    ($($name:ident: $who:ident, $row:ty;)*) => {
+    ($($name:ident: $query:ident, $row:ty;)*) => {
         $(
             #[unsafe(no_mangle)]
-            extern "C" fn $name(device: Device, count: *mut u32, places: *mut $row) -> Code {
-                hooked(|| {
-                    let (count, mut none) = (given(count)?, 0);
-                    permitted(real!($name(
+            extern "C" fn $name(device: Device, count: *mut u32, places: *mut $row) -> NvmlReturn {
+                guarded(|| {
+                    let (count, mut none) = (deref(count)?, 0);
+                    check_count_query(driver!($name(
                         device => Device,
                         &raw mut none => *mut u32,
                         std::ptr::null_mut() => *mut $row,
                     )))?;
-                    put(&$who::<$row>(device)?, count, places)
+                    write_rows(&$query::<$row>(device)?, count, places)
                 })
             }
         )*
@@ -157,44 +157,47 @@ macro_rules! lists {
 }
 
 lists! {
-    nvmlDeviceGetComputeRunningProcesses: compute, Process;
-    nvmlDeviceGetComputeRunningProcesses_v2: compute, ProcessV2;
-    nvmlDeviceGetComputeRunningProcesses_v3: compute, ProcessV2;
-    nvmlDeviceGetGraphicsRunningProcesses: nobody, Process;
-    nvmlDeviceGetGraphicsRunningProcesses_v2: nobody, ProcessV2;
-    nvmlDeviceGetGraphicsRunningProcesses_v3: nobody, ProcessV2;
-    nvmlDeviceGetMPSComputeRunningProcesses: nobody, Process;
-    nvmlDeviceGetMPSComputeRunningProcesses_v2: nobody, ProcessV2;
-    nvmlDeviceGetMPSComputeRunningProcesses_v3: nobody, ProcessV2;
-    nvmlDeviceGetEncoderSessions: nobody, Session;
-    nvmlDeviceGetFBCSessions: nobody, Session;
+    nvmlDeviceGetComputeRunningProcesses: compute_processes, ProcessInfoV1;
+    nvmlDeviceGetComputeRunningProcesses_v2: compute_processes, ProcessInfoV2;
+    nvmlDeviceGetComputeRunningProcesses_v3: compute_processes, ProcessInfoV2;
+    nvmlDeviceGetGraphicsRunningProcesses: no_processes, ProcessInfoV1;
+    nvmlDeviceGetGraphicsRunningProcesses_v2: no_processes, ProcessInfoV2;
+    nvmlDeviceGetGraphicsRunningProcesses_v3: no_processes, ProcessInfoV2;
+    nvmlDeviceGetMPSComputeRunningProcesses: no_processes, ProcessInfoV1;
+    nvmlDeviceGetMPSComputeRunningProcesses_v2: no_processes, ProcessInfoV2;
+    nvmlDeviceGetMPSComputeRunningProcesses_v3: no_processes, ProcessInfoV2;
+    nvmlDeviceGetEncoderSessions: no_processes, SessionInfo;
+    nvmlDeviceGetFBCSessions: no_processes, SessionInfo;
 }
 
 /// The first byte of `nvmlEncoderSessionInfo_t` or `nvmlFBCSessionInfo_t`: other containers' pids are in them, and
 /// this one has no library that would open a session.
-type Session = u8;
+type SessionInfo = u8;
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetRunningProcessDetailList(device: Device, list: *mut Details) -> Code {
-    hooked(|| {
-        let list = given(list)?;
-        if list.version != DETAILS_1 {
-            return Err(codes::ARGUMENT_VERSION_MISMATCH);
+extern "C" fn nvmlDeviceGetRunningProcessDetailList(
+    device: Device,
+    list: *mut ProcessDetailList,
+) -> NvmlReturn {
+    guarded(|| {
+        let list = deref(list)?;
+        if list.version != PROCESS_DETAIL_LIST_V1 {
+            return Err(nvml_return::ARGUMENT_VERSION_MISMATCH);
         }
-        let mut none = Details {
+        let mut none = ProcessDetailList {
             count: 0,
-            places: std::ptr::null_mut(),
+            entries: std::ptr::null_mut(),
             ..*list
         };
-        permitted(real!(nvmlDeviceGetRunningProcessDetailList(
+        check_count_query(driver!(nvmlDeviceGetRunningProcessDetailList(
             device => Device,
-            &raw mut none => *mut Details,
+            &raw mut none => *mut ProcessDetailList,
         )))?;
         let rows = match list.mode {
-            COMPUTE | ALL => compute(device)?,
-            _ => nobody(device)?,
+            MODE_COMPUTE | MODE_ALL => compute_processes(device)?,
+            _ => no_processes(device)?,
         };
-        put(&rows, &mut list.count, list.places)
+        write_rows(&rows, &mut list.count, list.entries)
     })
 }
 
@@ -206,11 +209,11 @@ mod tests {
     fn too_small_a_buffer_is_left_alone_and_the_number_that_is_needed_is_told() {
         let (mut places, mut count) = ([7, 7, 7], 2);
         assert_eq!(
-            put(&[1, 2, 3], &mut count, places.as_mut_ptr()),
-            Err(codes::INSUFFICIENT_SIZE)
+            write_rows(&[1, 2, 3], &mut count, places.as_mut_ptr()),
+            Err(nvml_return::INSUFFICIENT_SIZE)
         );
         assert_eq!((places, count), ([7; 3], 3));
-        assert_eq!(put(&[1, 2], &mut count, places.as_mut_ptr()), Ok(()));
+        assert_eq!(write_rows(&[1, 2], &mut count, places.as_mut_ptr()), Ok(()));
         assert_eq!((places, count), ([1, 2, 7], 2));
     }
 
@@ -219,21 +222,24 @@ mod tests {
         let mut count = 0;
         let nowhere = std::ptr::null_mut();
         assert_eq!(
-            put(&[1], &mut count, nowhere),
-            Err(codes::INSUFFICIENT_SIZE)
+            write_rows(&[1], &mut count, nowhere),
+            Err(nvml_return::INSUFFICIENT_SIZE)
         );
-        assert_eq!(put(&[1], &mut count, nowhere), Err(codes::INVALID_ARGUMENT));
-        assert_eq!(put::<u32>(&[], &mut count, nowhere), Ok(()));
+        assert_eq!(
+            write_rows(&[1], &mut count, nowhere),
+            Err(nvml_return::INVALID_ARGUMENT)
+        );
+        assert_eq!(write_rows::<u32>(&[], &mut count, nowhere), Ok(()));
         assert_eq!(count, 0);
     }
 
     #[test]
     fn the_structures_have_the_headers_sizes() {
         let sizes = [
-            size_of::<Process>(),
-            size_of::<ProcessV2>(),
-            size_of::<Detail>(),
-            size_of::<Details>(),
+            size_of::<ProcessInfoV1>(),
+            size_of::<ProcessInfoV2>(),
+            size_of::<ProcessDetail>(),
+            size_of::<ProcessDetailList>(),
         ];
         assert_eq!(sizes, [16, 24, 32, 24]);
     }

@@ -3,13 +3,13 @@
 //! The driver names processes by the pids of the caller's pid namespace. Samples are thrown out where the caller had
 //! them put, for a buffer of the shim's own would hide nothing from a program that means to see them.
 
-use super::{Answer, Device, given, hooked, real, succeeded, usage};
-use crate::codes::{self, Code};
+use super::{Device, HookResult, check, deref, driver, guarded, usage};
+use crate::nvml_return::{self, NvmlReturn};
 
 /// `nvmlProcessUtilizationSample_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Sample {
+struct UtilizationSample {
     pid: u32,
     time: u64,
     engines: [u32; 4],
@@ -18,7 +18,7 @@ struct Sample {
 /// `nvmlProcessUtilizationInfo_v1_t`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Info {
+struct UtilizationInfo {
     time: u64,
     pid: u32,
     engines: [u32; 6],
@@ -27,44 +27,44 @@ struct Info {
 /// `nvmlProcessesUtilizationInfo_v1_t`.
 #[repr(C)]
 #[derive(Debug)]
-struct Infos {
+struct UtilizationInfoList {
     version: u32,
     count: u32,
     last_seen: u64,
-    places: *mut Info,
+    entries: *mut UtilizationInfo,
 }
 
-const INFOS_1: u32 = size_of::<Infos>() as u32 | 1 << 24;
+const UTILIZATION_INFO_LIST_V1: u32 = size_of::<UtilizationInfoList>() as u32 | 1 << 24;
 
 /// Keeps those of `count` places whose pid is the container's, in front; how many they are.
-fn keep_own<T: Copy>(
+fn retain_own<T: Copy>(
     device: Device,
     count: &mut u32,
     places: *mut T,
     pid: impl Fn(&T) -> u32,
-) -> Answer {
+) -> HookResult {
     let written = *count as usize;
     *count = 0;
     if written == 0 {
-        return Err(codes::NOT_FOUND);
+        return Err(nvml_return::NOT_FOUND);
     }
-    given(places)?;
+    deref(places)?;
     // SAFETY: the real library has just written as many there.
     let places = unsafe { std::slice::from_raw_parts_mut(places, written) };
     let own = usage(device)?.processes;
-    let kept = to_front(places, |place| {
+    let kept = retain_in_place(places, |place| {
         own.iter().any(|process| process.pid == pid(place))
     });
-    *count = u32::try_from(kept).map_err(|_| codes::UNKNOWN)?;
+    *count = u32::try_from(kept).map_err(|_| nvml_return::UNKNOWN)?;
     if kept == 0 {
-        Err(codes::NOT_FOUND)
+        Err(nvml_return::NOT_FOUND)
     } else {
         Ok(())
     }
 }
 
 /// Moves what is wanted to the front, in order; how much that is.
-fn to_front<T: Copy>(places: &mut [T], wanted: impl Fn(&T) -> bool) -> usize {
+fn retain_in_place<T: Copy>(places: &mut [T], wanted: impl Fn(&T) -> bool) -> usize {
     let mut kept = 0;
     for index in 0..places.len() {
         if wanted(&places[index]) {
@@ -78,33 +78,36 @@ fn to_front<T: Copy>(places: &mut [T], wanted: impl Fn(&T) -> bool) -> usize {
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetProcessUtilization(
     device: Device,
-    places: *mut Sample,
+    places: *mut UtilizationSample,
     count: *mut u32,
     last_seen: u64,
-) -> Code {
-    hooked(|| {
-        succeeded(real!(nvmlDeviceGetProcessUtilization(
+) -> NvmlReturn {
+    guarded(|| {
+        check(driver!(nvmlDeviceGetProcessUtilization(
             device => Device,
-            places => *mut Sample,
+            places => *mut UtilizationSample,
             count => *mut u32,
             last_seen => u64,
         )))?;
-        keep_own(device, given(count)?, places, |sample| sample.pid)
+        retain_own(device, deref(count)?, places, |sample| sample.pid)
     })
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn nvmlDeviceGetProcessesUtilizationInfo(device: Device, list: *mut Infos) -> Code {
-    hooked(|| {
-        let infos = given(list)?;
-        if infos.version != INFOS_1 {
-            return Err(codes::ARGUMENT_VERSION_MISMATCH);
+extern "C" fn nvmlDeviceGetProcessesUtilizationInfo(
+    device: Device,
+    list: *mut UtilizationInfoList,
+) -> NvmlReturn {
+    guarded(|| {
+        let infos = deref(list)?;
+        if infos.version != UTILIZATION_INFO_LIST_V1 {
+            return Err(nvml_return::ARGUMENT_VERSION_MISMATCH);
         }
-        succeeded(real!(nvmlDeviceGetProcessesUtilizationInfo(
+        check(driver!(nvmlDeviceGetProcessesUtilizationInfo(
             device => Device,
-            &raw mut *infos => *mut Infos,
+            &raw mut *infos => *mut UtilizationInfoList,
         )))?;
-        keep_own(device, &mut infos.count, infos.places, |info| info.pid)
+        retain_own(device, &mut infos.count, infos.entries, |info| info.pid)
     })
 }
 
@@ -115,15 +118,19 @@ mod tests {
     #[test]
     fn what_is_wanted_stands_in_front_in_its_order() {
         let mut places = [1, 2, 3, 4, 5];
-        assert_eq!(to_front(&mut places, |place| place % 2 == 1), 3);
+        assert_eq!(retain_in_place(&mut places, |place| place % 2 == 1), 3);
         assert_eq!(places[..3], [1, 3, 5]);
-        assert_eq!(to_front(&mut places, |_| false), 0);
-        assert_eq!(to_front(&mut [] as &mut [u8], |_| true), 0);
+        assert_eq!(retain_in_place(&mut places, |_| false), 0);
+        assert_eq!(retain_in_place(&mut [] as &mut [u8], |_| true), 0);
     }
 
     #[test]
     fn the_structures_have_the_headers_sizes() {
-        let sizes = [size_of::<Sample>(), size_of::<Info>(), size_of::<Infos>()];
+        let sizes = [
+            size_of::<UtilizationSample>(),
+            size_of::<UtilizationInfo>(),
+            size_of::<UtilizationInfoList>(),
+        ];
         assert_eq!(sizes, [32, 40, 24]);
     }
 }

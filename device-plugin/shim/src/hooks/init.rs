@@ -7,15 +7,15 @@
 use std::ffi::c_uint;
 
 use super::hooks;
-use crate::codes;
-use crate::ledger;
+use crate::accounting;
+use crate::curesult;
 
 hooks! {
     /// `cuInit` (CUDA 2.0).
-    fn cuInit(flags: c_uint) = |plain| {
-        let answer = plain(flags);
-        if answer == codes::SUCCESS {
-            ledger::begin();
+    fn cuInit(flags: c_uint) = |driver_call| {
+        let answer = driver_call(flags);
+        if answer == curesult::SUCCESS {
+            accounting::open_session();
         }
         answer
     };

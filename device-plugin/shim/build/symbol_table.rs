@@ -17,21 +17,21 @@ pub struct Function<'a> {
     /// Why it matters: one of [`CLASSES`].
     pub class: &'a str,
     /// What the shim does besides forwarding it, or instead.
-    pub own: Option<Own>,
+    pub handling: Option<Handling>,
     /// Why it is forwarded though it may take memory: one of [`REASONS`].
-    pub because: Option<&'a str>,
+    pub reason: Option<&'a str>,
     /// How `cuGetProcAddress` knows it, where headers give it a type for that.
-    pub proc: Option<Proc<'a>>,
+    pub proc: Option<ProcAddress<'a>>,
 }
 
 /// What the shim does with a function besides forwarding it, or instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Own {
+pub enum Handling {
     /// The crate has a function of this name.
     Hook,
     /// It forwards it, and looks at the answer.
     Watch {
-        /// How many arguments it has, if these are more than [`IN_REGISTERS`].
+        /// How many arguments it has, if these are more than [`REGISTER_ARGUMENTS`].
         arguments: usize,
     },
     /// It answers NOT_SUPPORTED.
@@ -39,11 +39,11 @@ pub enum Own {
 }
 
 /// How many arguments need no word on the stack, on any processor.
-pub const IN_REGISTERS: usize = 6;
+pub const REGISTER_ARGUMENTS: usize = 6;
 
 /// What `cuGetProcAddress` is asked for a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Proc<'a> {
+pub struct ProcAddress<'a> {
     /// The name without suffixes.
     pub base: &'a str,
     /// The CUDA version that this form came with: 12040 is 12.4.
@@ -88,15 +88,15 @@ fn symbol(line: &str) -> Option<Symbol<'_>> {
             .is_none()
             .then_some(Symbol::Variable(name, size));
     }
-    let (mut own, mut because, mut proc) = (None, None, None);
+    let (mut handling, mut reason, mut proc) = (None, None, None);
     for field in fields {
         match field.strip_prefix("proc=") {
             Some(text) if proc.is_none() => proc = Some(parse_proc(text)?),
-            None if own.is_none() && proc.is_none() => match field {
-                "hook" if because.is_none() => own = Some(Own::Hook),
-                "refused" if because.is_none() => own = Some(Own::Refused),
-                reason if because.is_none() && REASONS.contains(&reason) => because = Some(reason),
-                watch => own = Some(parse_watch(watch)?),
+            None if handling.is_none() && proc.is_none() => match field {
+                "hook" if reason.is_none() => handling = Some(Handling::Hook),
+                "refused" if reason.is_none() => handling = Some(Handling::Refused),
+                text if reason.is_none() && REASONS.contains(&text) => reason = Some(text),
+                watch => handling = Some(parse_watch(watch)?),
             },
             _ => return None,
         }
@@ -106,28 +106,28 @@ fn symbol(line: &str) -> Option<Symbol<'_>> {
         .then_some(Symbol::Function(Function {
             name,
             class,
-            own,
-            because,
+            handling,
+            reason,
             proc,
         }))
 }
 
-fn parse_watch(text: &str) -> Option<Own> {
+fn parse_watch(text: &str) -> Option<Handling> {
     let arguments = match text.strip_prefix("watch")? {
-        "" => IN_REGISTERS,
+        "" => REGISTER_ARGUMENTS,
         count => count.strip_prefix('=')?.parse().ok()?,
     };
-    Some(Own::Watch { arguments })
+    Some(Handling::Watch { arguments })
 }
 
-fn parse_proc(text: &str) -> Option<Proc<'_>> {
+fn parse_proc(text: &str) -> Option<ProcAddress<'_>> {
     let (base, rest) = text.split_once('@')?;
     let (since, per_thread) = match rest.split_once('/') {
         Some((since, mode @ ("ptds" | "ptsz"))) => (since, Some(mode)),
         Some(_) => return None,
         None => (rest, None),
     };
-    Some(Proc {
+    Some(ProcAddress {
         base,
         since: since.parse().ok()?,
         per_thread,
@@ -135,7 +135,7 @@ fn parse_proc(text: &str) -> Option<Proc<'_>> {
 }
 
 /// A symbol without the suffixes of its form: what `cuGetProcAddress` is asked for.
-pub fn base(symbol: &str) -> &str {
+pub fn base_name(symbol: &str) -> &str {
     let plain = symbol
         .strip_suffix("_ptds")
         .or_else(|| symbol.strip_suffix("_ptsz"))

@@ -7,12 +7,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 /// A value that is made at its first use in each process, and never dropped.
 #[derive(Debug)]
-pub(crate) struct Afresh<T>(AtomicPtr<Mutex<T>>);
+pub(crate) struct ForkLocal<T>(AtomicPtr<Mutex<T>>);
 
-impl<T: Default + 'static> Afresh<T> {
+impl<T: Default + 'static> ForkLocal<T> {
     /// A value that is not made yet.
-    pub(crate) const fn new() -> Afresh<T> {
-        Afresh(AtomicPtr::new(std::ptr::null_mut()))
+    pub(crate) const fn new() -> ForkLocal<T> {
+        ForkLocal(AtomicPtr::new(std::ptr::null_mut()))
     }
 
     /// Locks the value. A panic of another thread leaves it usable.
@@ -23,8 +23,8 @@ impl<T: Default + 'static> Afresh<T> {
     /// Locks the value unless it is locked.
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'static, T>> {
         match self.mutex().try_lock() {
-            Ok(held) => Some(held),
-            Err(TryLockError::Poisoned(held)) => Some(held.into_inner()),
+            Ok(guard) => Some(guard),
+            Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
     }
@@ -33,16 +33,16 @@ impl<T: Default + 'static> Afresh<T> {
         // SAFETY: the pointer is null or a leaked value.
         match unsafe { self.0.load(Ordering::Acquire).as_ref() } {
             Some(mutex) => mutex,
-            None => self.make(),
+            None => self.init(),
         }
     }
 
     /// In a forked child: forgets the parent's value.
-    pub(crate) fn forget(&self) {
+    pub(crate) fn reset(&self) {
         self.0.store(std::ptr::null_mut(), Ordering::Release);
     }
 
-    fn make(&self) -> &'static Mutex<T> {
+    fn init(&self) -> &'static Mutex<T> {
         let made = Box::into_raw(Box::<Mutex<T>>::default());
         let first = self.0.compare_exchange(
             std::ptr::null_mut(),
@@ -70,12 +70,12 @@ mod tests {
 
     #[test]
     fn a_value_stays_until_it_is_forgotten_whoever_holds_its_lock() {
-        let value = Afresh::<u32>::new();
+        let value = ForkLocal::<u32>::new();
         *value.lock() = 7;
         assert_eq!(*value.lock(), 7);
-        let held = value.lock();
-        value.forget();
+        let guard = value.lock();
+        value.reset();
         assert_eq!(*value.lock(), 0);
-        drop(held);
+        drop(guard);
     }
 }

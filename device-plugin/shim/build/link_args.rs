@@ -1,7 +1,7 @@
 //! How both shims are linked. Part of their build scripts.
 
 /// Prints the arguments for a library that takes the place of the driver's of this name.
-pub(crate) fn as_the_drivers(soname: &str) {
+pub(crate) fn print_link_args(soname: &str) {
     let argument = |argument: &str| println!("cargo:rustc-cdylib-link-arg=-Wl,{argument}");
     argument(&format!("-soname,{soname}"));
     // What the library means by a hook is its own, whatever another library calls the same.

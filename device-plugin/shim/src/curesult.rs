@@ -11,12 +11,3 @@ pub(crate) const NOT_FOUND: CuResult = 500;
 pub(crate) const NOT_PERMITTED: CuResult = 800;
 pub(crate) const NOT_SUPPORTED: CuResult = 801;
 pub(crate) const UNKNOWN: CuResult = 999;
-
-/// An answer of the library that is forwarded to.
-pub(crate) type Code = CuResult;
-
-/// The answer of a function that this driver lacks: that of `cuGetProcAddress` would be "not found", and
-/// that of a driver which knows it and does not offer it, this.
-pub(crate) const MISSING: Code = NOT_SUPPORTED;
-/// The answer of any function while the real library cannot be opened.
-pub(crate) const UNLOADABLE: Code = SHARED_OBJECT_INIT_FAILED;

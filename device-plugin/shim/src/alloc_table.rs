@@ -15,13 +15,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 const WINDOW: usize = 8;
 
 /// Slots of the first table, as a power of two.
-const FIRST: u32 = 12;
+const FIRST_TABLE_BITS: u32 = 12;
 
 /// Tables: the last has 2^27 slots, more than there are 512-byte blocks in most memories.
-const TABLES: usize = 16;
+const MAX_TABLES: usize = 16;
 
 /// Pointers that can be known to be in no table.
-const ELSEWHERE: usize = 256;
+const POOL_POINTERS: usize = 256;
 
 /// No pointer. The driver hands out none at zero.
 const EMPTY: u64 = 0;
@@ -33,22 +33,22 @@ const CLAIMED: u64 = 1;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Charge {
     /// The account that was charged.
-    pub(crate) slot: u8,
+    pub(crate) account: u8,
     /// How much, in units.
     pub(crate) units: u32,
     /// The context that the memory ends with; zero where that is not known.
     pub(crate) context: u64,
     /// Whether others can come to hold the memory.
-    pub(crate) lent: Lent,
+    pub(crate) share: ShareState,
 }
 
 /// How others can come to hold memory. Each way outweighs those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Lent {
+pub(crate) enum ShareState {
     /// Not at all.
-    No,
+    Private,
     /// By an IPC handle, which alone keeps nothing.
-    Handle,
+    IpcHandle,
     /// By a descriptor, which keeps the memory unseen.
     Descriptor,
 }
@@ -65,49 +65,50 @@ struct Table {
 struct Window([AtomicU64; WINDOW]);
 
 /// The table of tables.
-pub(crate) struct Live {
-    tables: [OnceLock<Table>; TABLES],
+pub(crate) struct AllocTable {
+    tables: [OnceLock<Table>; MAX_TABLES],
     /// Pointers that are in no table.
-    elsewhere: [AtomicU64; ELSEWHERE],
+    pool_pointers: [AtomicU64; POOL_POINTERS],
 }
 
-impl Live {
+impl AllocTable {
     /// Nothing allocated.
-    pub(crate) const fn new() -> Live {
-        Live {
-            tables: [const { OnceLock::new() }; TABLES],
-            elsewhere: [const { AtomicU64::new(EMPTY) }; ELSEWHERE],
+    pub(crate) const fn new() -> AllocTable {
+        AllocTable {
+            tables: [const { OnceLock::new() }; MAX_TABLES],
+            pool_pointers: [const { AtomicU64::new(EMPTY) }; POOL_POINTERS],
         }
     }
 
     /// Notes that a pointer which the driver just gave out is not charged by itself.
     #[inline]
-    pub(crate) fn is_elsewhere(&self, pointer: u64) {
-        self.elsewhere(pointer).store(pointer, Ordering::Relaxed);
+    pub(crate) fn note_pool_pointer(&self, pointer: u64) {
+        self.pool_pointer_slot(pointer)
+            .store(pointer, Ordering::Relaxed);
     }
 
     /// Forgets that; whether it was noted.
     #[inline]
-    fn was_elsewhere(&self, pointer: u64) -> bool {
-        let place = self.elsewhere(pointer);
-        let noted = place.load(Ordering::Relaxed) == pointer;
+    fn forget_pool_pointer(&self, pointer: u64) -> bool {
+        let slot = self.pool_pointer_slot(pointer);
+        let noted = slot.load(Ordering::Relaxed) == pointer;
         if noted {
-            place.store(EMPTY, Ordering::Relaxed);
+            slot.store(EMPTY, Ordering::Relaxed);
         }
         noted
     }
 
     #[inline]
-    fn elsewhere(&self, pointer: u64) -> &AtomicU64 {
-        &self.elsewhere[hash(pointer) as usize % ELSEWHERE]
+    fn pool_pointer_slot(&self, pointer: u64) -> &AtomicU64 {
+        &self.pool_pointers[hash(pointer) as usize % POOL_POINTERS]
     }
 
     /// Notes a pointer that the driver just gave out; what was known about it before, if it is
     /// known still: the driver gave its memory back without a free (a context was destroyed).
     /// `Err` when every window is full.
     pub(crate) fn insert(&self, pointer: u64, charge: Charge) -> Result<Option<Charge>, ()> {
-        self.was_elsewhere(pointer);
-        let before = self.remove_here(pointer);
+        self.forget_pool_pointer(pointer);
+        let before = self.remove_charge(pointer);
         for (number, table) in self.tables.iter().enumerate() {
             let table = table.get_or_init(|| Table::new(number));
             if table.insert(pointer, charge) {
@@ -120,14 +121,14 @@ impl Live {
     /// Forgets a pointer; what was known about it. Of two threads one gets it.
     #[inline]
     pub(crate) fn remove(&self, pointer: u64) -> Option<Charge> {
-        if self.was_elsewhere(pointer) {
+        if self.forget_pool_pointer(pointer) {
             return None;
         }
-        self.remove_here(pointer)
+        self.remove_charge(pointer)
     }
 
     #[inline]
-    fn remove_here(&self, pointer: u64) -> Option<Charge> {
+    fn remove_charge(&self, pointer: u64) -> Option<Charge> {
         self.tables
             .iter()
             .map_while(OnceLock::get)
@@ -154,7 +155,7 @@ impl Live {
 
 impl Table {
     fn new(number: usize) -> Table {
-        let count = 1_usize << (FIRST as usize + number);
+        let count = 1_usize << (FIRST_TABLE_BITS as usize + number);
         let slots = || {
             let slots = std::iter::repeat_with(|| AtomicU64::new(0)).take(count);
             slots.collect()
@@ -195,7 +196,7 @@ impl Table {
             if !claim(key, pointer) {
                 return None;
             }
-            let charge = self.charge(place);
+            let charge = self.read_charge(place);
             key.store(EMPTY, Ordering::Release);
             Some(charge)
         })
@@ -213,7 +214,7 @@ impl Table {
                 return None;
             }
             // Meanwhile the pointer may have been freed, and come again from another context.
-            let charge = self.charge(place);
+            let charge = self.read_charge(place);
             let ends = charge.context == context;
             key.store(if ends { EMPTY } else { pointer }, Ordering::Release);
             ends.then_some((pointer, charge))
@@ -221,16 +222,16 @@ impl Table {
     }
 
     /// What a claimed slot says.
-    fn charge(&self, place: usize) -> Charge {
+    fn read_charge(&self, place: usize) -> Charge {
         let value = self.values[place].load(Ordering::Relaxed);
         Charge {
-            slot: (value >> 32) as u8,
+            account: (value >> 32) as u8,
             units: value as u32,
             context: self.contexts[place].load(Ordering::Relaxed),
-            lent: match value >> 40 {
-                0 => Lent::No,
-                1 => Lent::Handle,
-                _ => Lent::Descriptor,
+            share: match value >> 40 {
+                0 => ShareState::Private,
+                1 => ShareState::IpcHandle,
+                _ => ShareState::Descriptor,
             },
         }
     }
@@ -251,7 +252,7 @@ fn claim(key: &AtomicU64, pointer: u64) -> bool {
 }
 
 fn pack(charge: Charge) -> u64 {
-    (charge.lent as u64) << 40 | u64::from(charge.slot) << 32 | u64::from(charge.units)
+    (charge.share as u64) << 40 | u64::from(charge.account) << 32 | u64::from(charge.units)
 }
 
 #[cfg(test)]
@@ -260,20 +261,24 @@ mod tests {
 
     fn charge(units: u32) -> Charge {
         Charge {
-            slot: 3,
+            account: 3,
             units,
             context: 7,
-            lent: Lent::No,
+            share: ShareState::Private,
         }
     }
 
     #[test]
     fn everything_about_a_charge_is_known_again() {
-        let live = Live::new();
-        for lent in [Lent::No, Lent::Handle, Lent::Descriptor] {
+        let live = AllocTable::new();
+        for share in [
+            ShareState::Private,
+            ShareState::IpcHandle,
+            ShareState::Descriptor,
+        ] {
             let charge = Charge {
-                slot: u8::MAX,
-                lent,
+                account: u8::MAX,
+                share,
                 ..charge(u32::MAX)
             };
             live.insert(0x1000, charge).unwrap();
@@ -283,7 +288,7 @@ mod tests {
 
     #[test]
     fn a_pointer_is_known_until_it_is_freed_once() {
-        let live = Live::new();
+        let live = AllocTable::new();
         assert_eq!(live.insert(0x7f00_0000_0200, charge(9)), Ok(None));
         assert_eq!(live.remove(0x7f00_0000_0200), Some(charge(9)));
         assert_eq!(live.remove(0x7f00_0000_0200), None);
@@ -291,7 +296,7 @@ mod tests {
 
     #[test]
     fn a_pointer_that_comes_again_replaces_what_was_known() {
-        let live = Live::new();
+        let live = AllocTable::new();
         live.insert(0x1000, charge(1)).unwrap();
         assert_eq!(live.insert(0x1000, charge(2)), Ok(Some(charge(1))));
         assert_eq!(live.remove(0x1000), Some(charge(2)));
@@ -300,7 +305,7 @@ mod tests {
 
     #[test]
     fn a_contexts_pointers_are_forgotten_together_and_no_others() {
-        let live = Live::new();
+        let live = AllocTable::new();
         let context = |number: u64| number % 3;
         for number in 1..=10_000 {
             let charge = Charge {
@@ -327,7 +332,7 @@ mod tests {
 
     #[test]
     fn a_hundred_thousand_pointers_are_all_known() {
-        let live = Live::new();
+        let live = AllocTable::new();
         let pointers = || (0..100_000_u64).map(|number| 0x7f00_0000_0000 + number * 512);
         for (units, pointer) in (0..).zip(pointers()) {
             live.insert(pointer, charge(units)).unwrap();
@@ -339,7 +344,7 @@ mod tests {
 
     #[test]
     fn of_threads_that_free_the_same_pointers_each_is_got_by_one() {
-        let live = Live::new();
+        let live = AllocTable::new();
         let pointers: Vec<u64> = (1..20_000).map(|number| number * 4096).collect();
         for pointer in &pointers {
             live.insert(*pointer, charge(1)).unwrap();
@@ -362,14 +367,14 @@ mod tests {
 
     #[test]
     fn a_pointer_that_was_elsewhere_and_comes_here_is_known() {
-        let live = Live::new();
-        live.is_elsewhere(0x1000);
+        let live = AllocTable::new();
+        live.note_pool_pointer(0x1000);
         assert_eq!(live.remove(0x1000), None);
-        live.is_elsewhere(0x1000);
+        live.note_pool_pointer(0x1000);
         live.insert(0x1000, charge(1)).unwrap();
         assert_eq!(live.remove(0x1000), Some(charge(1)));
         for pointer in (1..=1000).map(|number| number * 512) {
-            live.is_elsewhere(pointer);
+            live.note_pool_pointer(pointer);
             live.insert(pointer + (1 << 30), charge(1)).unwrap();
         }
         for pointer in (1..=1000).map(|number| number * 512) {
@@ -380,7 +385,7 @@ mod tests {
 
     #[test]
     fn a_forked_child_starts_with_nothing() {
-        let live = Live::new();
+        let live = AllocTable::new();
         live.insert(0x1000, charge(1)).unwrap();
         live.clear();
         assert_eq!(live.remove(0x1000), None);

@@ -14,28 +14,28 @@ use std::sync::MutexGuard;
 
 use bursar_protocol::units::Units;
 
-use super::real;
-use crate::afresh::Afresh;
-use crate::codes;
-use crate::ledger::{self, Denied, Kind, Pending};
-use crate::live::Charge;
-use crate::state::MAX_DEVICES;
+use super::driver;
+use crate::accounting::{self, Account, Denied, PendingCharge};
+use crate::alloc_table::Charge;
+use crate::curesult;
+use crate::fork_local::ForkLocal;
+use crate::session_state::MAX_DEVICES;
 
 /// Bytes of stack that a thread has in a fresh context.
-const FIRST_STACK: u64 = 1024;
+const DEFAULT_STACK: u64 = 1024;
 
 /// The driver rounds limits up to multiples of this.
-const GRAIN: u64 = 16;
+const LIMIT_GRANULARITY: u64 = 16;
 
 /// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
-const MULTIPROCESSORS: c_int = 16;
+const ATTR_MULTIPROCESSOR_COUNT: c_int = 16;
 /// `CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_MULTIPROCESSOR`.
-const THREADS: c_int = 39;
+const ATTR_MAX_THREADS_PER_MULTIPROCESSOR: c_int = 39;
 
 /// A context and its charges.
 #[derive(Debug)]
 pub(crate) struct Context {
-    name: u64,
+    id: u64,
     device: c_int,
     charges: Vec<Charge>,
     /// What of the charges is for stacks, in units.
@@ -44,61 +44,61 @@ pub(crate) struct Context {
     limit: u64,
 }
 
-struct Known {
+struct ContextRegistry {
     contexts: Vec<Context>,
     /// The most local memory of a kernel of each device, in bytes a thread.
     locals: [u64; MAX_DEVICES],
 }
 
-impl Default for Known {
-    fn default() -> Known {
-        Known {
+impl Default for ContextRegistry {
+    fn default() -> ContextRegistry {
+        ContextRegistry {
             contexts: Vec::new(),
             locals: [0; MAX_DEVICES],
         }
     }
 }
 
-static KNOWN: Afresh<Known> = Afresh::new();
+static REGISTRY: ForkLocal<ContextRegistry> = ForkLocal::new();
 
-fn known() -> MutexGuard<'static, Known> {
-    KNOWN.lock()
+fn registry() -> MutexGuard<'static, ContextRegistry> {
+    REGISTRY.lock()
 }
 
 /// In a forked child: it has none of its parent's contexts.
-pub(crate) fn forget() {
-    KNOWN.forget();
+pub(crate) fn reset() {
+    REGISTRY.reset();
 }
 
 /// A context was made and charged (not where contexts are not charged).
 ///
 /// # Errors
 /// The kernels that the process has need more stack than the quota allows.
-pub(crate) fn made(name: u64, device: c_int, own: Option<Pending>) -> Result<(), Denied> {
-    let mut known = known();
-    if known.contexts.iter().any(|context| context.name == name) {
+pub(crate) fn created(name: u64, device: c_int, own: Option<PendingCharge>) -> Result<(), Denied> {
+    let mut known = registry();
+    if known.contexts.iter().any(|context| context.id == name) {
         return Ok(());
     }
     let mut context = Context::new(name, device);
-    context.fit(known.locals(device), "cuCtxCreate")?;
-    context.charges.extend(own.map(Pending::hold));
+    context.adjust_stack_charge(known.locals(device), "cuCtxCreate")?;
+    context.charges.extend(own.map(PendingCharge::into_charge));
     known.contexts.push(context);
     Ok(())
 }
 
 /// Forgets a context; what it was charged.
-pub(crate) fn ended(name: u64) -> Option<Context> {
-    let mut known = known();
+pub(crate) fn remove(name: u64) -> Option<Context> {
+    let mut known = registry();
     let place = known
         .contexts
         .iter()
-        .position(|context| context.name == name)?;
+        .position(|context| context.id == name)?;
     Some(known.contexts.swap_remove(place))
 }
 
 /// Takes a context back that did not end.
-pub(crate) fn lives(context: Context) {
-    known().contexts.push(context);
+pub(crate) fn reinsert(context: Context) {
+    registry().contexts.push(context);
 }
 
 /// Charges a context for a stack of `bytes` a thread before it is set; less is given back by
@@ -106,37 +106,39 @@ pub(crate) fn lives(context: Context) {
 ///
 /// # Errors
 /// The quota does not allow it.
-pub(crate) fn limit(name: u64, device: c_int, bytes: u64) -> Result<(), Denied> {
-    let mut known = known();
+pub(crate) fn charge_limit(name: u64, device: c_int, bytes: u64) -> Result<(), Denied> {
+    let mut known = registry();
     let locals = known.locals(device);
-    let context = known.context(name, device);
-    let bytes = bytes.checked_next_multiple_of(GRAIN).ok_or(Denied)?;
+    let context = known.get_or_insert(name, device);
+    let bytes = bytes
+        .checked_next_multiple_of(LIMIT_GRANULARITY)
+        .ok_or(Denied)?;
     let wanted = bytes.max(context.limit).max(locals);
-    context.fit(wanted, "cuCtxSetLimit")
+    context.adjust_stack_charge(wanted, "cuCtxSetLimit")
 }
 
 /// A context's limit is now `bytes` a thread.
-pub(crate) fn limited(name: u64, device: c_int, bytes: u64) {
-    let mut known = known();
+pub(crate) fn limit_set(name: u64, device: c_int, bytes: u64) {
+    let mut known = registry();
     let locals = known.locals(device);
-    let context = known.context(name, device);
+    let context = known.get_or_insert(name, device);
     context.limit = bytes;
     // More than was charged before the call is not what the program asked for: the audit sees it.
-    let _ = context.fit(bytes.max(locals), "cuCtxSetLimit");
+    let _ = context.adjust_stack_charge(bytes.max(locals), "cuCtxSetLimit");
 }
 
 /// The program has a kernel with `bytes` of local memory a thread: charges every context of the device.
 ///
 /// # Errors
 /// The quota does not allow it.
-pub(crate) fn loaded(device: c_int, bytes: u64, function: &str) -> Result<(), Denied> {
-    let mut known = known();
-    if bytes <= known.locals(device).max(FIRST_STACK) {
+pub(crate) fn kernel_loaded(device: c_int, bytes: u64, function: &str) -> Result<(), Denied> {
+    let mut known = registry();
+    if bytes <= known.locals(device).max(DEFAULT_STACK) {
         return Ok(());
     }
     let here = |context: &&mut Context| context.device == device;
     for context in known.contexts.iter_mut().filter(here) {
-        context.fit(bytes.max(context.limit), function)?;
+        context.adjust_stack_charge(bytes.max(context.limit), function)?;
     }
     let place = usize::try_from(device).ok();
     if let Some(locals) = place.and_then(|place| known.locals.get_mut(place)) {
@@ -145,7 +147,7 @@ pub(crate) fn loaded(device: c_int, bytes: u64, function: &str) -> Result<(), De
     Ok(())
 }
 
-impl Known {
+impl ContextRegistry {
     fn locals(&self, device: c_int) -> u64 {
         let place = usize::try_from(device).ok();
         place
@@ -155,11 +157,8 @@ impl Known {
     }
 
     /// The context of that name: entered, where nobody saw it being made.
-    fn context(&mut self, name: u64, device: c_int) -> &mut Context {
-        let place = self
-            .contexts
-            .iter()
-            .position(|context| context.name == name);
+    fn get_or_insert(&mut self, name: u64, device: c_int) -> &mut Context {
+        let place = self.contexts.iter().position(|context| context.id == name);
         let place = place.unwrap_or_else(|| {
             self.contexts.push(Context::new(name, device));
             self.contexts.len() - 1
@@ -171,32 +170,33 @@ impl Known {
 impl Context {
     fn new(name: u64, device: c_int) -> Context {
         Context {
-            name,
+            id: name,
             device,
             charges: Vec::new(),
             stack: Units::ZERO,
-            limit: FIRST_STACK,
+            limit: DEFAULT_STACK,
         }
     }
 
     /// Charges what is missing for stacks of `bytes` a thread, or gives back what is too much.
-    fn fit(&mut self, bytes: u64, function: &str) -> Result<(), Denied> {
-        let wanted = stack_bytes(threads(self.device), bytes).ok_or(Denied)?;
+    fn adjust_stack_charge(&mut self, bytes: u64, function: &str) -> Result<(), Denied> {
+        let wanted = stack_bytes(resident_threads(self.device), bytes).ok_or(Denied)?;
         let wanted = Units::holding(wanted).ok_or(Denied)?;
         let missing = wanted.saturating_sub(self.stack);
         if missing > Units::ZERO {
-            let pending = ledger::charge(Kind::Device(self.device), missing.bytes(), function)?;
-            self.charges.push(pending.hold());
+            let pending =
+                accounting::charge(Account::Device(self.device), missing.bytes(), function)?;
+            self.charges.push(pending.into_charge());
         }
-        self.give_back(self.stack.saturating_sub(wanted));
+        self.discharge_stack(self.stack.saturating_sub(wanted));
         self.stack = wanted;
         Ok(())
     }
 
-    fn give_back(&mut self, mut units: Units) {
+    fn discharge_stack(&mut self, mut units: Units) {
         for charge in &mut self.charges {
             let part = units.min(Units(charge.units));
-            ledger::discharge(Charge {
+            accounting::discharge(Charge {
                 units: part.0,
                 ..*charge
             });
@@ -208,29 +208,29 @@ impl Context {
 
     /// Gives back all that the context was charged: it ended.
     pub(crate) fn discharge(self) {
-        self.charges.into_iter().for_each(ledger::discharge);
+        self.charges.into_iter().for_each(accounting::discharge);
     }
 }
 
 /// Threads that can be resident on a device.
-fn threads(device: c_int) -> u64 {
+fn resident_threads(device: c_int) -> u64 {
     let attribute = |which: c_int| {
         let mut value = 0;
-        let code = real!(cuDeviceGetAttribute(
+        let code = driver!(cuDeviceGetAttribute(
             &raw mut value => *mut c_int, which => c_int, device => c_int,
         ));
-        if code == codes::SUCCESS {
+        if code == curesult::SUCCESS {
             u64::try_from(value).unwrap_or(0)
         } else {
             0
         }
     };
-    attribute(MULTIPROCESSORS) * attribute(THREADS)
+    attribute(ATTR_MULTIPROCESSOR_COUNT) * attribute(ATTR_MAX_THREADS_PER_MULTIPROCESSOR)
 }
 
 /// Bytes of a device that stacks of `bytes` a thread take beyond the context; `None` beyond all numbers.
 fn stack_bytes(threads: u64, bytes: u64) -> Option<u64> {
-    threads.checked_mul(bytes.saturating_sub(FIRST_STACK))
+    threads.checked_mul(bytes.saturating_sub(DEFAULT_STACK))
 }
 
 #[cfg(test)]

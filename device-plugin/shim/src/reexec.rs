@@ -17,16 +17,16 @@ use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 /// What a container's main process was started with; nothing in any other process.
-static START: OnceLock<Start> = OnceLock::new();
+static START_STATE: OnceLock<StartState> = OnceLock::new();
 
 /// How long the other processes may take to end.
-const ENDING: Duration = Duration::from_secs(2);
+const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Beyond the highest signal.
-const SIGNALS: c_int = 65;
+const SIGNAL_END: c_int = 65;
 
 /// Descriptors beyond these are not looked at where the kernel has no `close_range`.
-const MOST_DESCRIPTORS: libc::rlim_t = 1 << 20;
+const MAX_DESCRIPTORS: libc::rlim_t = 1 << 20;
 
 /// `CLOSE_RANGE_CLOEXEC` (Linux 5.11).
 const CLOSE_RANGE_CLOEXEC: c_int = 4;
@@ -34,50 +34,50 @@ const CLOSE_RANGE_CLOEXEC: c_int = 4;
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".init_array")]
-static AT_LOAD: extern "C" fn() = at_load;
+static ON_LOAD: extern "C" fn() = on_load;
 
 /// Runs in every process that the library is loaded into, so it does next to nothing in all but one.
 #[cfg_attr(test, allow(dead_code, reason = "the tests load no library"))]
-extern "C" fn at_load() {
+extern "C" fn on_load() {
     if std::process::id() == 1
-        && let Some(start) = Start::read()
+        && let Some(start) = StartState::read()
     {
-        let _ = START.set(start);
+        let _ = START_STATE.set(start);
     }
 }
 
 /// Whether this process could be executed again.
 pub(crate) fn is_possible() -> bool {
-    std::process::id() == 1 && START.get().is_some()
+    std::process::id() == 1 && START_STATE.get().is_some()
 }
 
 /// Executes the program again. Returns only where that is impossible.
 pub(crate) fn execute() {
-    if let Some(start) = START.get().filter(|_| is_possible()) {
+    if let Some(start) = START_STATE.get().filter(|_| is_possible()) {
         start.execute();
     }
 }
 
 /// How a process was started.
 #[derive(Debug)]
-struct Start {
+struct StartState {
     /// What was executed, as it was named (`AT_EXECFN`): the process has its name.
-    file: CString,
+    exec_path: CString,
     arguments: Vec<CString>,
     environment: Vec<CString>,
-    directory: CString,
+    cwd: CString,
     signals: Signals,
     umask: libc::mode_t,
     /// None where there was none.
-    standard: [Option<Descriptor>; 3],
+    standard_fds: [Option<Descriptor>; 3],
     /// None on a machine with more processors than the set has places.
-    processors: Option<libc::cpu_set_t>,
+    cpu_affinity: Option<libc::cpu_set_t>,
 }
 
 /// A descriptor as the program was given it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Descriptor {
-    file: (libc::dev_t, libc::ino_t),
+    inode: (libc::dev_t, libc::ino_t),
     /// Of the open file, which the image's end leaves as they are: whether it waits, for one.
     flags: c_int,
 }
@@ -89,42 +89,41 @@ struct Signals {
     ignored: u64,
 }
 
-impl Start {
+impl StartState {
     /// None where `/proc` does not tell.
-    fn read() -> Option<Start> {
+    fn read() -> Option<StartState> {
         let file = |name: &str| std::fs::read(format!("/proc/self/{name}")).ok();
-        let (signals, umask) = of_status(&String::from_utf8_lossy(&file("status")?))?;
-        Some(Start {
-            file: executed(&file("auxv")?)?,
-            arguments: Some(strings(&file("cmdline")?)).filter(|all| !all.is_empty())?,
-            environment: strings(&file("environ")?),
-            directory: CString::new(std::env::current_dir().ok()?.into_os_string().into_vec())
-                .ok()?,
+        let (signals, umask) = parse_status(&String::from_utf8_lossy(&file("status")?))?;
+        Some(StartState {
+            exec_path: exec_filename(&file("auxv")?)?,
+            arguments: Some(nul_terminated(&file("cmdline")?)).filter(|all| !all.is_empty())?,
+            environment: nul_terminated(&file("environ")?),
+            cwd: CString::new(std::env::current_dir().ok()?.into_os_string().into_vec()).ok()?,
             signals,
             umask,
-            standard: [0, 1, 2].map(Descriptor::read),
-            processors: processors(),
+            standard_fds: [0, 1, 2].map(Descriptor::read),
+            cpu_affinity: cpu_affinity(),
         })
     }
 
     /// What to execute, and with which arguments.
     fn program(&self) -> (&CStr, &[CString]) {
         let same =
-            |one: &CStr, other: &CStr| identity(one).is_some_and(|it| Some(it) == identity(other));
-        if same(&self.file, c"/proc/self/exe") {
-            return (&self.file, &self.arguments);
+            |one: &CStr, other: &CStr| file_id(one).is_some_and(|it| Some(it) == file_id(other));
+        if same(&self.exec_path, c"/proc/self/exe") {
+            return (&self.exec_path, &self.arguments);
         }
         // A script: the kernel put its interpreter before it, and will again.
-        let script = self.arguments.iter().position(|one| *one == self.file);
-        if let Some(at) = script.filter(|_| is_script(&self.file)) {
-            return (&self.file, &self.arguments[at..]);
+        let script = self.arguments.iter().position(|one| *one == self.exec_path);
+        if let Some(at) = script.filter(|_| is_script(&self.exec_path)) {
+            return (&self.exec_path, &self.arguments[at..]);
         }
         // Its file was deleted or replaced; the kernel still has it.
         (c"/proc/self/exe", &self.arguments)
     }
 
     fn execute(&self) {
-        let Some(here) = Here::leave(&self.directory) else {
+        let Some(here) = SavedCwd::change_to(&self.cwd) else {
             return;
         };
         // It may be named from there.
@@ -136,12 +135,12 @@ impl Start {
         let (arguments, environment) = (pointers(arguments), pointers(&self.environment));
         // SAFETY: a string of this function's.
         if unsafe { libc::access(program.as_ptr(), libc::X_OK) } != 0 {
-            return here.come_back();
+            return here.restore();
         }
-        let blocked = block(u64::MAX);
-        end_others();
-        close_all_but_standard_descriptors();
-        for (number, given) in (0..).zip(self.standard) {
+        let blocked = set_signal_mask(u64::MAX);
+        kill_other_processes();
+        close_nonstandard_descriptors();
+        for (number, given) in (0..).zip(self.standard_fds) {
             Descriptor::restore(number, given);
         }
         stop_timers();
@@ -149,15 +148,15 @@ impl Start {
         // SAFETY: both take values; the set is whole.
         unsafe {
             libc::umask(self.umask);
-            if let Some(processors) = &self.processors {
+            if let Some(processors) = &self.cpu_affinity {
                 libc::sched_setaffinity(0, size_of_val(processors), processors);
             }
         }
-        block(self.signals.blocked);
+        set_signal_mask(self.signals.blocked);
         // SAFETY: strings that live on, in arrays that end with null.
         unsafe { libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
-        block(blocked);
-        here.come_back();
+        set_signal_mask(blocked);
+        here.restore();
     }
 }
 
@@ -169,7 +168,7 @@ impl Descriptor {
         unsafe {
             let stat = (libc::fstat(number, stat.as_mut_ptr()) == 0).then(|| stat.assume_init())?;
             Some(Descriptor {
-                file: (stat.st_dev, stat.st_ino),
+                inode: (stat.st_dev, stat.st_ino),
                 flags: libc::fcntl(number, libc::F_GETFL),
             })
         }
@@ -177,7 +176,7 @@ impl Descriptor {
 
     /// Has the new image find what the program was given.
     fn restore(number: c_int, given: Option<Descriptor>) {
-        let same = Descriptor::read(number).map(|now| now.file) == given.map(|given| given.file);
+        let same = Descriptor::read(number).map(|now| now.inode) == given.map(|given| given.inode);
         // SAFETY: system calls on numbers, and a string that ends with a zero.
         unsafe {
             match given {
@@ -201,7 +200,7 @@ impl Descriptor {
 impl Signals {
     /// Ignores what was ignored, and nothing else. Handlers end with the image.
     fn restore_ignored(self) {
-        for signal in 1..SIGNALS {
+        for signal in 1..SIGNAL_END {
             let mut now = MaybeUninit::<libc::sigaction>::uninit();
             // SAFETY: sigaction writes the whole structure where it answers zero; the libc's own signals are refused.
             let now = unsafe {
@@ -223,23 +222,23 @@ impl Signals {
 }
 
 /// The working directory that was left.
-struct Here(c_int);
+struct SavedCwd(c_int);
 
-impl Here {
+impl SavedCwd {
     /// Goes to a directory; none where that is gone.
-    fn leave(to: &CStr) -> Option<Here> {
+    fn change_to(to: &CStr) -> Option<SavedCwd> {
         // SAFETY: strings that end with a zero.
         unsafe {
             let here = libc::open(c".".as_ptr(), libc::O_PATH | libc::O_CLOEXEC);
             if libc::chdir(to.as_ptr()) == 0 {
-                return Some(Here(here));
+                return Some(SavedCwd(here));
             }
             libc::close(here);
             None
         }
     }
 
-    fn come_back(self) {
+    fn restore(self) {
         // SAFETY: a descriptor of this value's.
         unsafe {
             libc::fchdir(self.0);
@@ -249,18 +248,18 @@ impl Here {
 }
 
 /// Blocks these signals in this thread, and no other; those that were blocked before.
-fn block(signals: u64) -> u64 {
+fn set_signal_mask(signals: u64) -> u64 {
     let (mut before, mut set) = (0, MaybeUninit::<libc::sigset_t>::uninit());
     let mut old = MaybeUninit::<libc::sigset_t>::uninit();
     // SAFETY: the sets are made by the libc's own functions before they are read.
     unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         libc::sigemptyset(old.as_mut_ptr());
-        for signal in (1..SIGNALS).filter(|signal| signals >> (signal - 1) & 1 == 1) {
+        for signal in (1..SIGNAL_END).filter(|signal| signals >> (signal - 1) & 1 == 1) {
             libc::sigaddset(set.as_mut_ptr(), signal);
         }
         libc::sigprocmask(libc::SIG_SETMASK, set.as_ptr(), old.as_mut_ptr());
-        for signal in 1..SIGNALS {
+        for signal in 1..SIGNAL_END {
             before |= u64::from(libc::sigismember(old.as_ptr(), signal) == 1) << (signal - 1);
         }
     }
@@ -268,8 +267,8 @@ fn block(signals: u64) -> u64 {
 }
 
 /// Kills every other process of the pid namespace, and waits for its children's ends.
-fn end_others() {
-    let until = Instant::now() + ENDING;
+fn kill_other_processes() {
+    let until = Instant::now() + KILL_TIMEOUT;
     loop {
         // SAFETY: kill and waitpid of no memory. The first process of a pid namespace reaches no further than that.
         let ended = unsafe {
@@ -286,7 +285,7 @@ fn end_others() {
 }
 
 /// The new image gets no others.
-fn close_all_but_standard_descriptors() {
+fn close_nonstandard_descriptors() {
     // SAFETY: system calls on numbers; a descriptor that is not open is an error without effect.
     unsafe {
         if libc::syscall(libc::SYS_close_range, 3, u32::MAX, CLOSE_RANGE_CLOEXEC) == 0 {
@@ -294,8 +293,8 @@ fn close_all_but_standard_descriptors() {
         }
         let mut limit = MaybeUninit::<libc::rlimit>::uninit();
         let most = match libc::getrlimit(libc::RLIMIT_NOFILE, limit.as_mut_ptr()) {
-            0 => limit.assume_init().rlim_cur.min(MOST_DESCRIPTORS),
-            _ => MOST_DESCRIPTORS,
+            0 => limit.assume_init().rlim_cur.min(MAX_DESCRIPTORS),
+            _ => MAX_DESCRIPTORS,
         };
         for descriptor in 3..c_int::try_from(most).unwrap_or(c_int::MAX) {
             libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC);
@@ -311,7 +310,7 @@ fn stop_timers() {
     }
 }
 
-fn processors() -> Option<libc::cpu_set_t> {
+fn cpu_affinity() -> Option<libc::cpu_set_t> {
     // SAFETY: all zeros is an empty set, and the call is told its size.
     unsafe {
         let mut set = std::mem::zeroed();
@@ -320,7 +319,7 @@ fn processors() -> Option<libc::cpu_set_t> {
 }
 
 /// Which file a path leads to.
-fn identity(path: &CStr) -> Option<(libc::dev_t, libc::ino_t)> {
+fn file_id(path: &CStr) -> Option<(libc::dev_t, libc::ino_t)> {
     use std::os::unix::fs::MetadataExt;
     let metadata = std::fs::metadata(path.to_str().ok()?).ok()?;
     Some((metadata.dev(), metadata.ino()))
@@ -337,7 +336,7 @@ fn is_script(path: &CStr) -> bool {
 }
 
 /// Strings that each end with a zero.
-fn strings(bytes: &[u8]) -> Vec<CString> {
+fn nul_terminated(bytes: &[u8]) -> Vec<CString> {
     let ended = bytes.split_inclusive(|byte| *byte == 0);
     ended
         .filter_map(|one| Some(CStr::from_bytes_with_nul(one).ok()?.to_owned()))
@@ -346,7 +345,7 @@ fn strings(bytes: &[u8]) -> Vec<CString> {
 
 /// The name by which the kernel executed this process: pairs of a kind and a value (getauxval(3)). The loader
 /// changes its own copy where it is the program itself, so the kernel's is asked.
-fn executed(auxv: &[u8]) -> Option<CString> {
+fn exec_filename(auxv: &[u8]) -> Option<CString> {
     let word = |bytes: &[u8]| Some(u64::from_ne_bytes(bytes.try_into().ok()?));
     let (pairs, _) = auxv.as_chunks::<16>();
     let value = pairs.iter().find_map(|pair| {
@@ -359,7 +358,7 @@ fn executed(auxv: &[u8]) -> Option<CString> {
 }
 
 /// `SigBlk`, `SigIgn` and `Umask` of `/proc/self/status` (Linux 4.7).
-fn of_status(status: &str) -> Option<(Signals, libc::mode_t)> {
+fn parse_status(status: &str) -> Option<(Signals, libc::mode_t)> {
     let field = |name: &str| {
         let mut lines = status.lines();
         lines.find_map(|line| Some(line.strip_prefix(name)?.strip_prefix(":")?.trim()))
@@ -381,11 +380,11 @@ mod tests {
         CString::new(text).unwrap()
     }
 
-    fn start(file: &str, arguments: &[&str]) -> Start {
-        Start {
-            file: c(file),
+    fn start(file: &str, arguments: &[&str]) -> StartState {
+        StartState {
+            exec_path: c(file),
             arguments: arguments.iter().map(|one| c(one)).collect(),
-            ..Start::read().unwrap()
+            ..StartState::read().unwrap()
         }
     }
 
@@ -396,18 +395,18 @@ mod tests {
 
     #[test]
     fn a_process_finds_how_it_was_started() {
-        let start = Start::read().unwrap();
+        let start = StartState::read().unwrap();
         let arguments: Vec<_> = std::env::args().map(|one| c(&one)).collect();
         assert_eq!(start.arguments, arguments);
-        assert_eq!(identity(&start.file), identity(c"/proc/self/exe"));
+        assert_eq!(file_id(&start.exec_path), file_id(c"/proc/self/exe"));
         assert!(!start.environment.is_empty());
-        assert_eq!(start.program().0, start.file.as_c_str());
+        assert_eq!(start.program().0, start.exec_path.as_c_str());
     }
 
     #[test]
     fn empty_arguments_are_arguments() {
-        assert_eq!(strings(b"a\0\0b\0"), [c("a"), c(""), c("b")]);
-        assert!(strings(b"").is_empty());
+        assert_eq!(nul_terminated(b"a\0\0b\0"), [c("a"), c(""), c("b")]);
+        assert!(nul_terminated(b"").is_empty());
     }
 
     #[test]
@@ -449,15 +448,15 @@ mod tests {
             blocked: 1 << 16,
             ignored: 1 << 12,
         };
-        assert_eq!(of_status(status), Some((signals, 0o027)));
-        assert_eq!(of_status("Umask:\t0022\n"), None);
+        assert_eq!(parse_status(status), Some((signals, 0o027)));
+        assert_eq!(parse_status("Umask:\t0022\n"), None);
     }
 
     #[test]
     fn blocking_is_of_this_thread_and_taken_back() {
         let usr1 = 1 << (libc::SIGUSR1 - 1);
-        let before = block(usr1);
-        assert_eq!(block(before), usr1);
+        let before = set_signal_mask(usr1);
+        assert_eq!(set_signal_mask(before), usr1);
     }
 
     #[test]

@@ -8,84 +8,84 @@
 
 use std::ffi::{c_int, c_void};
 
-use super::vmm::exporting;
-use super::{hooks, real};
-use crate::codes::{self, CuResult};
-use crate::ledger::{self, LIVE};
-use crate::live::{Charge, Lent};
+use super::vmm::with_export;
+use super::{driver, hooks};
+use crate::accounting::{self, ALLOC_TABLE};
+use crate::alloc_table::{Charge, ShareState};
+use crate::curesult::{self, CuResult};
 use crate::pools::POOLS;
-use crate::state::state;
+use crate::session_state::state;
 
 /// `CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE`.
-const POOL_OF_POINTER: c_int = 17;
+const ATTR_MEMPOOL_HANDLE: c_int = 17;
 
 /// The start of the allocation around an address.
-fn start_of(address: u64) -> Option<u64> {
+fn allocation_start(address: u64) -> Option<u64> {
     let (mut start, mut bytes) = (0, 0);
-    let code = real!(cuMemGetAddressRange_v2(
+    let code = driver!(cuMemGetAddressRange_v2(
         &raw mut start => *mut u64, &raw mut bytes => *mut usize, address => u64,
     ));
-    (code == codes::SUCCESS).then_some(start)
+    (code == curesult::SUCCESS).then_some(start)
 }
 
 /// Calls what lends the linear memory around an address to others, counted as exported before.
-fn lending(address: u64, lent: Lent, call: impl FnOnce() -> CuResult) -> CuResult {
+fn share(address: u64, share: ShareState, call: impl FnOnce() -> CuResult) -> CuResult {
     let known = state().and_then(|_| {
-        let start = start_of(address)?;
-        Some((start, LIVE.remove(start)?))
+        let start = allocation_start(address)?;
+        Some((start, ALLOC_TABLE.remove(start)?))
     });
     let Some((start, charge)) = known else {
         return call();
     };
-    let fresh = charge.lent == Lent::No;
+    let fresh = charge.share == ShareState::Private;
     let after = Charge {
-        lent: charge.lent.max(lent),
+        share: charge.share.max(share),
         ..charge
     };
-    let counted = !fresh || ledger::export(after).is_ok();
+    let counted = !fresh || accounting::mark_exported(after).is_ok();
     let answer = if counted {
         call()
     } else {
-        codes::NOT_PERMITTED
+        curesult::NOT_PERMITTED
     };
-    let kept = if answer == codes::SUCCESS {
+    let kept = if answer == curesult::SUCCESS {
         after
     } else {
         charge
     };
-    if fresh && counted && answer != codes::SUCCESS {
-        ledger::unexport(after);
+    if fresh && counted && answer != curesult::SUCCESS {
+        accounting::unmark_exported(after);
     }
     // It has a place in the table: the one that it was taken from.
-    let _ = LIVE.insert(start, kept);
+    let _ = ALLOC_TABLE.insert(start, kept);
     answer
 }
 
 /// The pool that an address was allocated from.
 fn pool_of(address: u64) -> Option<u64> {
     let mut pool = 0_u64;
-    let code = real!(cuPointerGetAttribute(
-        (&raw mut pool).cast() => *mut c_void, POOL_OF_POINTER => c_int, address => u64,
+    let code = driver!(cuPointerGetAttribute(
+        (&raw mut pool).cast() => *mut c_void, ATTR_MEMPOOL_HANDLE => c_int, address => u64,
     ));
-    (code == codes::SUCCESS && pool != 0).then_some(pool)
+    (code == curesult::SUCCESS && pool != 0).then_some(pool)
 }
 
 hooks! {
     /// `cuIpcGetMemHandle` (CUDA 4.1).
-    fn cuIpcGetMemHandle(handle: *mut c_void, address: u64) = |plain| {
-        lending(address, Lent::Handle, || plain(handle, address))
+    fn cuIpcGetMemHandle(handle: *mut c_void, address: u64) = |driver_call| {
+        share(address, ShareState::IpcHandle, || driver_call(handle, address))
     };
 
     /// `cuMemGetHandleForAddressRange` (CUDA 11.7): a DMA-BUF descriptor of any device memory.
     fn cuMemGetHandleForAddressRange(
         shared: *mut c_void, address: u64, bytes: usize, kind: c_int, flags: u64,
-    ) = |plain| {
-        let call = || plain(shared, address, bytes, kind, flags);
+    ) = |driver_call| {
+        let call = || driver_call(shared, address, bytes, kind, flags);
         match pool_of(address).and_then(|pool| POOLS.find(pool)) {
-            Some(pool) => pool.exporting(call),
-            None => exporting(
+            Some(pool) => pool.with_export(call),
+            None => with_export(
                 |table| table.handle_at(address),
-                || lending(address, Lent::Descriptor, call),
+                || share(address, ShareState::Descriptor, call),
             ),
         }
     };

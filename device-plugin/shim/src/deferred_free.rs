@@ -7,14 +7,14 @@
 
 use std::ffi::c_uint;
 
-use crate::afresh::Afresh;
-use crate::codes;
-use crate::hooks::{captures, real};
-use crate::ledger::{self, LIVE};
-use crate::live::Charge;
+use crate::accounting::{self, ALLOC_TABLE};
+use crate::alloc_table::Charge;
+use crate::curesult;
+use crate::fork_local::ForkLocal;
+use crate::hooks::{captures, driver};
 
 /// The events, oldest first.
-pub(crate) static EVENTS: Afresh<Vec<u64>> = Afresh::new();
+pub(crate) static PENDING_EVENTS: ForkLocal<Vec<u64>> = ForkLocal::new();
 
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: c_uint = 2;
@@ -22,48 +22,49 @@ const DISABLE_TIMING: c_uint = 2;
 /// Notes memory that was just freed in the order of a stream.
 pub(crate) fn add(stream: u64, charge: Charge) {
     let mut event = 0;
-    if real!(cuEventCreate(&raw mut event => *mut u64, DISABLE_TIMING => c_uint)) != codes::SUCCESS
+    if driver!(cuEventCreate(&raw mut event => *mut u64, DISABLE_TIMING => c_uint))
+        != curesult::SUCCESS
     {
         // Without an event nothing tells when; the process is about to end with its context.
-        return ledger::discharge(charge);
+        return accounting::discharge(charge);
     }
-    let recorded = real!(cuEventRecord(event => u64, stream => u64)) == codes::SUCCESS;
-    if !recorded || LIVE.insert(event, charge).is_err() {
-        let _ = real!(cuEventDestroy_v2(event => u64));
-        return ledger::discharge(charge);
+    let recorded = driver!(cuEventRecord(event => u64, stream => u64)) == curesult::SUCCESS;
+    if !recorded || ALLOC_TABLE.insert(event, charge).is_err() {
+        let _ = driver!(cuEventDestroy_v2(event => u64));
+        return accounting::discharge(charge);
     }
-    EVENTS.lock().push(event);
+    PENDING_EVENTS.lock().push(event);
     // So that the list stays short.
     collect();
 }
 
 /// Gives back what no longer waits for its stream; whether that was anything.
 pub(crate) fn collect() -> bool {
-    let mut events = EVENTS.lock();
+    let mut events = PENDING_EVENTS.lock();
     let before = events.len();
-    events.retain(|event| !is_gone(*event));
+    events.retain(|event| !release_if_passed(*event));
     events.len() < before
 }
 
 /// Whether anything waits.
-pub(crate) fn any() -> bool {
-    !EVENTS.lock().is_empty()
+pub(crate) fn has_pending() -> bool {
+    !PENDING_EVENTS.lock().is_empty()
 }
 
-fn is_gone(event: u64) -> bool {
-    let Some(charge) = LIVE.remove(event) else {
+fn release_if_passed(event: u64) -> bool {
+    let Some(charge) = ALLOC_TABLE.remove(event) else {
         // Its context has ended, and the event with it.
         return true;
     };
-    let passed = captures::apart(|| {
-        real!(cuEventQuery(event => u64)) == codes::SUCCESS
-            && real!(cuEventSynchronize(event => u64)) == codes::SUCCESS
+    let passed = captures::with_relaxed_capture(|| {
+        driver!(cuEventQuery(event => u64)) == curesult::SUCCESS
+            && driver!(cuEventSynchronize(event => u64)) == curesult::SUCCESS
     });
     if passed {
-        let _ = real!(cuEventDestroy_v2(event => u64));
-        ledger::discharge(charge);
+        let _ = driver!(cuEventDestroy_v2(event => u64));
+        accounting::discharge(charge);
         return true;
     }
     // It has a place in the table: the one that it was taken from.
-    LIVE.insert(event, charge).is_err()
+    ALLOC_TABLE.insert(event, charge).is_err()
 }

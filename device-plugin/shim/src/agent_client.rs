@@ -1,6 +1,6 @@
 //! The conversation with the agent: bounded in time, repeated after the agent's restart.
 //!
-//! Everything here runs with the state's lock held, and only when the credit page does not suffice.
+//! Everything here runs with the state's lock guard, and only when the credit page does not suffice.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Read, Write};
@@ -19,124 +19,128 @@ use bursar_protocol::wire::{self, Account, Holding, Message, ToAgent, ToShim, Ve
 use bursar_protocol::word::Word;
 use bursar_protocol::{CONTAINER_RUN_DIR, POISON_SINCE, VERSION};
 
-use crate::state::{Held, MAX_DEVICES, State};
+use crate::session_state::{MAX_DEVICES, SessionGuard, SessionState};
 
 /// How long a call that cannot do without the agent waits for it: it may be being replaced, or have a
 /// busy node. After a wait in vain nobody waits that long before it was back.
-const PATIENCE: Duration = Duration::from_secs(10);
+const AGENT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long an answer may take after a wait in vain.
-const IMPATIENCE: Duration = Duration::from_millis(200);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// How long the agent is left alone after it did not answer in time: other threads must not wait
 /// for it one after the other.
-const QUIET: Duration = Duration::from_secs(1);
+const BACKOFF: Duration = Duration::from_secs(1);
 
 /// How often an agent that is away is looked for.
-const LOOK_EVERY: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// Tells which device of the driver each account is: filled into `State::devices`.
 pub(crate) type MapDevices = fn(&[Account], &mut dyn FnMut(usize, u8));
 
 /// The agent's answer to a request for credit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Answer {
+pub(crate) enum CreditOutcome {
     /// The page holds it.
     Granted,
     /// The quota does not allow it.
     Refused,
     /// The agent does not answer.
-    Away,
+    Unavailable,
 }
 
 /// Why there is no answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum NoAnswer {
+enum AgentError {
     /// Nobody listens, or whoever did hung up.
-    Away,
+    Unavailable,
     /// It took too long, or did a moment ago.
-    Late,
+    TimedOut,
     /// The agent will not have this process, or nobody understands the other.
-    Unwelcome,
+    Rejected,
 }
 
-impl From<io::Error> for NoAnswer {
-    fn from(error: io::Error) -> NoAnswer {
+impl From<io::Error> for AgentError {
+    fn from(error: io::Error) -> AgentError {
         use io::ErrorKind::*;
         match error.kind() {
-            WouldBlock | TimedOut => NoAnswer::Late,
+            WouldBlock | TimedOut => AgentError::TimedOut,
             NotFound | ConnectionRefused | ConnectionReset | BrokenPipe | NotConnected
-            | UnexpectedEof => NoAnswer::Away,
-            _ => NoAnswer::Unwelcome,
+            | UnexpectedEof => AgentError::Unavailable,
+            _ => AgentError::Rejected,
         }
     }
 }
 
 /// Says hello if that was not done yet.
-pub(crate) fn ensure_welcomed(state: &State, held: &Held<'_>, map: MapDevices) -> bool {
-    let hello = || connect(state, held, map);
-    state.page().is_some() || patiently(state, hello).is_ok()
+pub(crate) fn ensure_session(
+    state: &SessionState,
+    guard: &SessionGuard<'_>,
+    map: MapDevices,
+) -> bool {
+    let hello = || connect(state, guard, map);
+    state.page().is_some() || with_retry(state, hello).is_ok()
 }
 
 /// Says hello if that was not done yet, once: an agent that is away is not waited for.
-pub(crate) fn introduce(state: &State, held: &Held<'_>, map: MapDevices) {
+pub(crate) fn connect_once(state: &SessionState, guard: &SessionGuard<'_>, map: MapDevices) {
     if state.page().is_none() {
         // The first allocation says it again.
-        let _ = connect(state, held, map);
+        let _ = connect(state, guard, map);
     }
 }
 
 /// Asks for `units` more of an account. A session that an agent's restart cut is taken up once.
-pub(crate) fn request(
-    state: &State,
-    held: &Held<'_>,
+pub(crate) fn request_credit(
+    state: &SessionState,
+    guard: &SessionGuard<'_>,
     map: MapDevices,
     account: u8,
     units: Units,
-) -> Answer {
+) -> CreditOutcome {
     let message = ToAgent::Request { account, units };
-    let ask = || exchange(state, held, map, &message);
-    let answer = match may_be_granted(state, account, units) {
-        true => patiently(state, ask),
-        false => ask(),
+    let send = || exchange(state, guard, map, &message);
+    let answer = match quota_allows(state, account, units) {
+        true => with_retry(state, send),
+        false => send(),
     };
     match answer {
-        Ok(ToShim::Granted { account: got, .. }) if got == account => Answer::Granted,
+        Ok(ToShim::Granted { account: got, .. }) if got == account => CreditOutcome::Granted,
         Ok(ToShim::Refused { account: got, .. } | ToShim::Fenced { account: got })
             if got == account =>
         {
-            Answer::Refused
+            CreditOutcome::Refused
         }
         Ok(_) => {
-            forget(state);
-            Answer::Away
+            close_session(state);
+            CreditOutcome::Unavailable
         }
-        Err(_) => Answer::Away,
+        Err(_) => CreditOutcome::Unavailable,
     }
 }
 
 /// Asks the agent to write what the container's other processes use. Without an answer the page
 /// holds what it wrote last.
-pub(crate) fn refresh(state: &State, held: &Held<'_>, map: MapDevices) {
-    if exchange(state, held, map, &ToAgent::Refresh) != Ok(ToShim::Refreshed) {
-        forget(state);
+pub(crate) fn refresh_usage(state: &SessionState, guard: &SessionGuard<'_>, map: MapDevices) {
+    if exchange(state, guard, map, &ToAgent::Refresh) != Ok(ToShim::Refreshed) {
+        close_session(state);
     }
 }
 
 /// Tells that a context was made; what one takes, if the agent knows.
-pub(crate) fn context_made(
-    state: &State,
-    held: &Held<'_>,
+pub(crate) fn report_context(
+    state: &SessionState,
+    guard: &SessionGuard<'_>,
     map: MapDevices,
     account: u8,
 ) -> Option<Units> {
-    match exchange(state, held, map, &ToAgent::ContextMade { account }).ok()? {
+    match exchange(state, guard, map, &ToAgent::ContextMade { account }).ok()? {
         ToShim::ContextSize {
             account: got,
             units,
         } if got == account => Some(units).filter(|units| *units > Units::ZERO),
         _ => {
-            forget(state);
+            close_session(state);
             None
         }
     }
@@ -144,15 +148,15 @@ pub(crate) fn context_made(
 
 /// Reports poison; the verdict. An agent that knows no such report, or that is away for long, has none. The account
 /// is looked up in a session, and is the first where there is no other.
-pub(crate) fn poisoned(
-    state: &State,
-    held: &Held<'_>,
+pub(crate) fn report_poison(
+    state: &SessionState,
+    guard: &SessionGuard<'_>,
     map: MapDevices,
     code: i32,
     able: bool,
     account: impl Fn() -> Option<u8>,
 ) -> Option<Verdict> {
-    if !ensure_welcomed(state, held, map) {
+    if !ensure_session(state, guard, map) {
         return None;
     }
     let account = account().unwrap_or_default();
@@ -161,12 +165,12 @@ pub(crate) fn poisoned(
         code,
         able,
     };
-    let answer = patiently(state, || {
+    let answer = with_retry(state, || {
         // Another agent may have come since.
         if state.version.load(Ordering::Relaxed) < u32::from(POISON_SINCE) {
-            return Err(NoAnswer::Unwelcome);
+            return Err(AgentError::Rejected);
         }
-        exchange(state, held, map, &report)
+        exchange(state, guard, map, &report)
     });
     match answer {
         Ok(ToShim::Verdict(verdict)) => Some(verdict),
@@ -175,23 +179,29 @@ pub(crate) fn poisoned(
 }
 
 /// Reports a denial, if there is a session: it is news, not a request.
-pub(crate) fn denied(state: &State, _held: &Held<'_>, account: u8, bytes: u64, function: &str) {
+pub(crate) fn report_denial(
+    state: &SessionState,
+    _guard: &SessionGuard<'_>,
+    account: u8,
+    bytes: u64,
+    function: &str,
+) {
     let message = ToAgent::Denied {
         account,
         bytes,
         function: function.to_owned(),
     };
-    if let Some(mut stream) = session(state) {
+    if let Some(mut stream) = session_stream(state) {
         let sent = stream.write_all(&message.frame()).is_ok();
         let _ = stream.into_raw_fd();
         if !sent {
-            forget(state);
+            close_session(state);
         }
     }
 }
 
 /// Whether the quota is large enough, whatever others of the container use.
-fn may_be_granted(state: &State, account: u8, units: Units) -> bool {
+fn quota_allows(state: &SessionState, account: u8, units: Units) -> bool {
     let slot = state.page().and_then(|page| page.slot(account.into()));
     slot.is_none_or(|slot| {
         let granted = Units(slot.word().granted);
@@ -200,71 +210,75 @@ fn may_be_granted(state: &State, account: u8, units: Units) -> bool {
 }
 
 /// Repeats a conversation for as long as the agent may be being replaced.
-fn patiently<T>(state: &State, converse: impl Fn() -> Result<T, NoAnswer>) -> Result<T, NoAnswer> {
+fn with_retry<T>(
+    state: &SessionState,
+    converse: impl Fn() -> Result<T, AgentError>,
+) -> Result<T, AgentError> {
     let begun = Instant::now();
     loop {
         let answer = converse();
         match answer {
-            Err(NoAnswer::Away) if is_served() && !state.waited.load(Ordering::Relaxed) => {}
+            Err(AgentError::Unavailable)
+                if agent_is_expected() && !state.gave_up_waiting.load(Ordering::Relaxed) => {}
             _ => return answer,
         }
-        if begun.elapsed() > PATIENCE {
-            state.waited.store(true, Ordering::Relaxed);
+        if begun.elapsed() > AGENT_TIMEOUT {
+            state.gave_up_waiting.store(true, Ordering::Relaxed);
             return answer;
         }
-        std::thread::sleep(LOOK_EVERY);
+        std::thread::sleep(RETRY_INTERVAL);
     }
 }
 
 /// Whether an agent serves this container, now or when it is back.
-fn is_served() -> bool {
+fn agent_is_expected() -> bool {
     Path::new(CONTAINER_RUN_DIR).is_dir()
 }
 
 fn exchange(
-    state: &State,
-    held: &Held<'_>,
+    state: &SessionState,
+    guard: &SessionGuard<'_>,
     map: MapDevices,
     message: &ToAgent,
-) -> Result<ToShim, NoAnswer> {
-    if session(state).map(close).is_some() {
-        match ask(state, message) {
+) -> Result<ToShim, AgentError> {
+    if session_stream(state).map(leave_open).is_some() {
+        match call_once(state, message) {
             // The agent started again since the last conversation.
-            Err(NoAnswer::Away) => {}
+            Err(AgentError::Unavailable) => {}
             answer => return answer,
         }
     }
-    connect(state, held, map)?;
-    ask(state, message)
+    connect(state, guard, map)?;
+    call_once(state, message)
 }
 
 /// Leaves the stream's descriptor open: the state owns it.
-fn close(stream: UnixStream) {
+fn leave_open(stream: UnixStream) {
     let _ = stream.into_raw_fd();
 }
 
 /// One question to the agent; without an answer the session is over.
-fn ask(state: &State, message: &ToAgent) -> Result<ToShim, NoAnswer> {
-    let mut stream = session(state).ok_or(NoAnswer::Away)?;
+fn call_once(state: &SessionState, message: &ToAgent) -> Result<ToShim, AgentError> {
+    let mut stream = session_stream(state).ok_or(AgentError::Unavailable)?;
     let answer = stream
         .write_all(&message.frame())
         .and_then(|()| read(&mut stream));
-    close(stream);
+    leave_open(stream);
     answer.map_err(|error| {
-        forget(state);
-        noted(state, error)
+        close_session(state);
+        classify(state, error)
     })
 }
 
 /// The socket, if it is still the one that was opened: a program that closes every descriptor may
 /// have given its number to a file of its own. The caller hands it back by [`close`].
-fn session(state: &State) -> Option<UnixStream> {
+fn session_stream(state: &SessionState) -> Option<UnixStream> {
     let fd = state
         .socket
         .load(Ordering::Acquire)
         .checked_sub(1)
         .filter(|fd| *fd >= 0)?;
-    let ours = inode(fd) == Some(state.socket_inode.load(Ordering::Relaxed));
+    let ours = socket_inode(fd) == Some(state.socket_inode.load(Ordering::Relaxed));
     if !ours {
         state.socket.store(0, Ordering::Release);
         return None;
@@ -275,54 +289,58 @@ fn session(state: &State) -> Option<UnixStream> {
 }
 
 /// Closes the session's socket.
-fn forget(state: &State) {
-    drop(session(state));
+fn close_session(state: &SessionState) {
+    drop(session_stream(state));
     state.socket.store(0, Ordering::Release);
 }
 
-fn now() -> u64 {
+fn now_ms() -> u64 {
     static BEGUN: OnceLock<Instant> = OnceLock::new();
     u64::try_from(BEGUN.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
 }
 
 /// Why a conversation failed; who is late is left alone for a while. Who hangs up made nobody wait.
-fn noted(state: &State, error: io::Error) -> NoAnswer {
-    let why = NoAnswer::from(error);
-    if why == NoAnswer::Late {
-        state.waited.store(true, Ordering::Relaxed);
-        let until = now() + QUIET.as_millis() as u64;
-        state.quiet_until.store(until, Ordering::Relaxed);
+fn classify(state: &SessionState, error: io::Error) -> AgentError {
+    let why = AgentError::from(error);
+    if why == AgentError::TimedOut {
+        state.gave_up_waiting.store(true, Ordering::Relaxed);
+        let until = now_ms() + BACKOFF.as_millis() as u64;
+        state.backoff_until.store(until, Ordering::Relaxed);
     }
     why
 }
 
 /// Connects, says hello with what the process holds, and moves to the page that the agent sends.
-fn connect(state: &State, _held: &Held<'_>, map: MapDevices) -> Result<(), NoAnswer> {
-    if now() < state.quiet_until.load(Ordering::Relaxed) {
-        return Err(NoAnswer::Late);
+fn connect(
+    state: &SessionState,
+    _guard: &SessionGuard<'_>,
+    map: MapDevices,
+) -> Result<(), AgentError> {
+    if now_ms() < state.backoff_until.load(Ordering::Relaxed) {
+        return Err(AgentError::TimedOut);
     }
-    let timeout = match state.waited.load(Ordering::Relaxed) {
-        true => IMPATIENCE,
-        false => PATIENCE,
+    let timeout = match state.gave_up_waiting.load(Ordering::Relaxed) {
+        true => SHORT_TIMEOUT,
+        false => AGENT_TIMEOUT,
     };
-    let stream = dial(timeout).map_err(|error| noted(state, error))?;
-    let inode = inode(stream.as_raw_fd()).ok_or(NoAnswer::Away)?;
+    let stream = dial(timeout).map_err(|error| classify(state, error))?;
+    let inode = socket_inode(stream.as_raw_fd()).ok_or(AgentError::Unavailable)?;
     // Frozen while it moves: nothing is charged to a page that is left.
-    let frozen = Frozen::of(state);
+    let frozen = FrozenPage::freeze(state);
     let (page, version, quotas) =
-        greet(state, &stream, &frozen.words).map_err(|error| noted(state, error))?;
-    settle_in(state, page, quotas, frozen, map);
+        handshake(state, &stream, &frozen.words).map_err(|error| classify(state, error))?;
+    migrate_page(state, page, quotas, frozen, map);
     state.version.store(version.into(), Ordering::Relaxed);
-    let _ = stream.set_read_timeout(Some(PATIENCE));
+    let _ = stream.set_read_timeout(Some(AGENT_TIMEOUT));
     state.socket_inode.store(inode, Ordering::Relaxed);
     let socket = stream.into_raw_fd() + 1;
     state.socket.store(socket, Ordering::Release);
-    state.waited.store(false, Ordering::Relaxed);
+    state.gave_up_waiting.store(false, Ordering::Relaxed);
     Ok(())
 }
 
 /// The inode of a socket; `None` where the descriptor is none.
-fn inode(fd: i32) -> Option<u64> {
+fn socket_inode(fd: i32) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: fstat writes the whole structure when it answers zero.
     let stat = unsafe { (libc::fstat(fd, stat.as_mut_ptr()) == 0).then(|| stat.assume_init()) }?;
@@ -331,25 +349,25 @@ fn inode(fd: i32) -> Option<u64> {
 
 /// The present page with its words frozen: usable again when this is dropped, unless the process
 /// has moved to another.
-struct Frozen<'a> {
-    state: &'a State,
+struct FrozenPage<'a> {
+    state: &'a SessionState,
     words: Vec<Word>,
 }
 
-impl Frozen<'_> {
-    fn of(state: &State) -> Frozen<'_> {
+impl FrozenPage<'_> {
+    fn freeze(state: &SessionState) -> FrozenPage<'_> {
         let slots = (0..state.accounts().len()).filter_map(|index| state.page()?.slot(index));
         let words = slots.map(|slot| slot.freeze()).collect();
-        Frozen { state, words }
+        FrozenPage { state, words }
     }
 
     /// The process has another page: this one stays frozen.
-    fn leave(mut self) {
+    fn keep_frozen(mut self) {
         self.words.clear();
     }
 }
 
-impl Drop for Frozen<'_> {
+impl Drop for FrozenPage<'_> {
     fn drop(&mut self) {
         for (index, word) in self.words.iter().enumerate() {
             if let Some(slot) = self.state.page().and_then(|page| page.slot(index)) {
@@ -359,8 +377,8 @@ impl Drop for Frozen<'_> {
     }
 }
 
-fn greet(
-    state: &State,
+fn handshake(
+    state: &SessionState,
     stream: &UnixStream,
     frozen: &[Word],
 ) -> io::Result<(CreditPage, u16, Vec<wire::Quota>)> {
@@ -375,7 +393,7 @@ fn greet(
         });
     let hello = ToAgent::Hello {
         version: VERSION,
-        image: image(state),
+        image: process_image_id(state),
         holdings: holdings.collect(),
     };
     let mut stream = stream;
@@ -384,12 +402,12 @@ fn greet(
     let (mut length, fd) = receive_with_fd(stream, &mut bytes)?;
     let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
     while length < wire::HEADER {
-        length += read_some(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
+        length += read_nonempty(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
     }
     let wanted =
         wire::HEADER + wire::payload_length([bytes[0], bytes[1]]).map_err(io::Error::other)?;
     while length < wanted {
-        length += read_some(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
+        length += read_nonempty(&mut stream, bytes.get_mut(length..).ok_or_else(short)?)?;
     }
     let payload = bytes.get(wire::HEADER..wanted).ok_or_else(short)?;
     match (ToShim::parse(payload).map_err(io::Error::other)?, fd) {
@@ -407,11 +425,11 @@ fn greet(
 }
 
 /// Moves to a new page: what was used by each account goes along.
-fn settle_in(
-    state: &State,
+fn migrate_page(
+    state: &SessionState,
     page: CreditPage,
     quotas: Vec<wire::Quota>,
-    frozen: Frozen<'_>,
+    frozen: FrozenPage<'_>,
     map: MapDevices,
 ) {
     let accounts: Vec<Account> = quotas.into_iter().map(|quota| quota.account).collect();
@@ -446,16 +464,16 @@ fn settle_in(
             after.set_exported(before.exported());
         }
     }
-    frozen.leave();
+    frozen.keep_frozen();
     state
         .page
         .store(std::ptr::from_ref(page).cast_mut(), Ordering::Release);
-    state.welcomed.store(true, Ordering::Release);
+    state.session_established.store(true, Ordering::Release);
 }
 
 /// This process image's name: drawn at its first hello. A forked child draws its own.
-fn image(state: &State) -> u64 {
-    let known = state.image.load(Ordering::Relaxed);
+fn process_image_id(state: &SessionState) -> u64 {
+    let known = state.process_image_id.load(Ordering::Relaxed);
     if known != 0 {
         return known;
     }
@@ -464,11 +482,11 @@ fn image(state: &State) -> u64 {
     let mut hasher = RandomState::new().build_hasher();
     hasher.write_u32(std::process::id());
     let drawn = hasher.finish() | 1;
-    state.image.store(drawn, Ordering::Relaxed);
+    state.process_image_id.store(drawn, Ordering::Relaxed);
     drawn
 }
 
-fn read_some(stream: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
+fn read_nonempty(stream: &mut impl Read, bytes: &mut [u8]) -> io::Result<usize> {
     match stream.read(bytes)? {
         0 => Err(io::ErrorKind::UnexpectedEof.into()),
         length => Ok(length),
@@ -482,7 +500,7 @@ mod tests {
     #[test]
     fn a_move_that_is_given_up_leaves_the_page_usable() {
         // SAFETY: every field of the state is an atomic, for which zero is a value.
-        let state: State = unsafe { std::mem::zeroed() };
+        let state: SessionState = unsafe { std::mem::zeroed() };
         let (page, _fd) = CreditPage::create(1).unwrap();
         let page = page.leak();
         state
@@ -492,11 +510,11 @@ mod tests {
         state.accounts.store(accounts, Ordering::Release);
         let slot = page.slot(0).unwrap();
         assert!(slot.grant(Units(10)));
-        let given_up = Frozen::of(&state);
+        let given_up = FrozenPage::freeze(&state);
         assert!(slot.charge(Units(1)).is_err());
         drop(given_up);
         assert_eq!(slot.charge(Units(10)), Ok(()));
-        Frozen::of(&state).leave();
+        FrozenPage::freeze(&state).keep_frozen();
         assert!(slot.charge(Units(0)).is_err(), "it moved away");
     }
 }

@@ -8,16 +8,16 @@ use bursar_protocol::VERSION;
 use bursar_protocol::dial::{dial, read};
 use bursar_protocol::wire::{Account, Listed, Message, Reason, ToAgent, ToShim};
 
-use crate::codes::{self, Code};
+use crate::nvml_return::{self, NvmlReturn};
 
 /// How long an answer is good for: tools that poll ask for the same several times in a row.
-const FRESH: Duration = Duration::from_millis(100);
+const MAX_AGE: Duration = Duration::from_millis(100);
 
 /// How long one step of a question may take.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// How long the agent is left alone after it did not answer: each call would wait for it anew.
-const QUIET: Duration = Duration::from_secs(1);
+const BACKOFF: Duration = Duration::from_secs(1);
 
 /// What the container may use of a device, and does.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -32,97 +32,97 @@ pub(crate) struct Usage {
 
 /// What the agent says of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Said {
+enum AgentAnswer {
     Usage(Usage),
     /// The container was not given it: it is the GPU around its MIG instance, say.
-    NotOurs,
+    NotAssigned,
 }
 
-impl Said {
-    fn shown(&self) -> Result<Usage, Code> {
+impl AgentAnswer {
+    fn usage(&self) -> Result<Usage, NvmlReturn> {
         match self {
-            Said::Usage(usage) => Ok(usage.clone()),
-            Said::NotOurs => Err(codes::NO_PERMISSION),
+            AgentAnswer::Usage(usage) => Ok(usage.clone()),
+            AgentAnswer::NotAssigned => Err(nvml_return::NO_PERMISSION),
         }
     }
 }
 
 /// What the agent said last of each device that it was asked about.
-struct Known {
-    devices: Vec<Device>,
+struct Cache {
+    devices: Vec<CachedAnswer>,
     /// The agent is not asked before.
-    quiet_until: Option<Instant>,
+    backoff_until: Option<Instant>,
 }
 
-struct Device {
+struct CachedAnswer {
     uuid: String,
-    said: Said,
+    answer: AgentAnswer,
     at: Instant,
 }
 
-static KNOWN: Mutex<Known> = Mutex::new(Known {
+static CACHE: Mutex<Cache> = Mutex::new(Cache {
     devices: Vec::new(),
-    quiet_until: None,
+    backoff_until: None,
 });
 
 /// What the container uses of the device with this UUID, as NVML prints it.
 ///
 /// # Errors
 /// NO_PERMISSION where the device is not the container's, UNKNOWN where the agent never said.
-pub(crate) fn usage(uuid: &str) -> Result<Usage, Code> {
+pub(crate) fn usage(uuid: &str) -> Result<Usage, NvmlReturn> {
     let now = Instant::now();
-    let (last, quiet) = known().map_or((None, false), |known| {
+    let (last, quiet) = cache().map_or((None, false), |known| {
         let device = known.devices.iter().find(|device| device.uuid == uuid);
-        let last = device.map(|device| (device.said.clone(), device.at));
-        (last, known.quiet_until.is_some_and(|until| now < until))
+        let last = device.map(|device| (device.answer.clone(), device.at));
+        (last, known.backoff_until.is_some_and(|until| now < until))
     });
     let said = match last {
-        Some((said, at)) if now.saturating_duration_since(at) < FRESH => said,
-        last if quiet => last.ok_or(codes::UNKNOWN)?.0,
-        last => match ask(uuid) {
+        Some((said, at)) if now.saturating_duration_since(at) < MAX_AGE => said,
+        last if quiet => last.ok_or(nvml_return::UNKNOWN)?.0,
+        last => match query(uuid) {
             Ok(said) => {
-                note(uuid, &said);
+                store(uuid, &said);
                 said
             }
             Err(_) => {
-                if let Some(mut known) = known() {
-                    known.quiet_until = Some(Instant::now() + QUIET);
+                if let Some(mut known) = cache() {
+                    known.backoff_until = Some(Instant::now() + BACKOFF);
                 }
-                last.ok_or(codes::UNKNOWN)?.0
+                last.ok_or(nvml_return::UNKNOWN)?.0
             }
         },
     };
-    said.shown()
+    said.usage()
 }
 
 /// Nothing while another thread has it, or had it when this process was forked: then the agent is
 /// asked each time.
-fn known() -> Option<MutexGuard<'static, Known>> {
-    match KNOWN.try_lock() {
+fn cache() -> Option<MutexGuard<'static, Cache>> {
+    match CACHE.try_lock() {
         Ok(known) => Some(known),
         Err(TryLockError::Poisoned(known)) => Some(PoisonError::into_inner(known)),
         Err(TryLockError::WouldBlock) => None,
     }
 }
 
-fn note(uuid: &str, said: &Said) {
-    let Some(mut known) = known() else {
+fn store(uuid: &str, said: &AgentAnswer) {
+    let Some(mut known) = cache() else {
         return;
     };
     let (said, at) = (said.clone(), Instant::now());
-    known.quiet_until = None;
+    known.backoff_until = None;
     match known.devices.iter_mut().find(|device| device.uuid == uuid) {
-        Some(device) => (device.said, device.at) = (said, at),
-        None => known.devices.push(Device {
+        Some(device) => (device.answer, device.at) = (said, at),
+        None => known.devices.push(CachedAnswer {
             uuid: uuid.to_owned(),
-            said,
+            answer: said,
             at,
         }),
     }
 }
 
 /// Asks the agent, on a connection of its own.
-fn ask(uuid: &str) -> io::Result<Said> {
+fn query(uuid: &str) -> io::Result<AgentAnswer> {
     let mut agent = dial(ANSWER_TIMEOUT)?;
     let query = ToAgent::Query {
         version: VERSION,
@@ -134,14 +134,14 @@ fn ask(uuid: &str) -> io::Result<Said> {
             quota,
             used,
             processes,
-        } => Ok(Said::Usage(Usage {
+        } => Ok(AgentAnswer::Usage(Usage {
             quota,
             used,
             processes,
         })),
         ToShim::Goodbye {
             reason: Reason::Account,
-        } => Ok(Said::NotOurs),
+        } => Ok(AgentAnswer::NotAssigned),
         _ => Err(io::ErrorKind::ConnectionRefused.into()),
     }
 }

@@ -4,14 +4,14 @@
 use std::ffi::c_int;
 
 use super::{current_device, hooks};
-use crate::codes;
-use crate::ledger;
+use crate::accounting;
+use crate::curesult;
 
 hooks! {
     /// `cuMemGetInfo` (CUDA 3.2): the quota, and what the container can still take of it.
-    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) = |plain| {
-        let answer = plain(free, total);
-        if answer != codes::SUCCESS || free.is_null() || total.is_null() {
+    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) = |driver_call| {
+        let answer = driver_call(free, total);
+        if answer != curesult::SUCCESS || free.is_null() || total.is_null() {
             return answer;
         }
         let device = match current_device() {
@@ -19,7 +19,7 @@ hooks! {
             Err(code) => return code,
         };
         // Nothing can be taken without a session.
-        let (room, quota) = ledger::room(device).unwrap_or((0, 0));
+        let (room, quota) = accounting::free_and_quota(device).unwrap_or((0, 0));
         // SAFETY: neither is null, and the driver has just written both.
         unsafe {
             *free = (*free).min(usize::try_from(room).unwrap_or(usize::MAX));
@@ -29,10 +29,10 @@ hooks! {
     };
 
     /// `cuDeviceTotalMem` (CUDA 3.2): the quota.
-    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) = |plain| {
-        let answer = plain(bytes, device);
-        if answer == codes::SUCCESS && !bytes.is_null() {
-            let (_, quota) = ledger::room(device).unwrap_or((0, 0));
+    fn cuDeviceTotalMem_v2(bytes: *mut usize, device: c_int) = |driver_call| {
+        let answer = driver_call(bytes, device);
+        if answer == curesult::SUCCESS && !bytes.is_null() {
+            let (_, quota) = accounting::free_and_quota(device).unwrap_or((0, 0));
             // SAFETY: not null, and the driver has just written it.
             unsafe { *bytes = usize::try_from(quota).unwrap_or(usize::MAX) };
         }

@@ -21,14 +21,14 @@ pub(crate) const MAX_DEVICES: usize = 64;
 const LOCK_TIMEOUT: Duration = Duration::from_secs(40);
 
 /// The longest pause of a thread that waits.
-const LONGEST_PAUSE: Duration = Duration::from_millis(1);
+const MAX_PAUSE: Duration = Duration::from_millis(1);
 
 /// The state. Zero is a valid value of every field.
 #[derive(Debug)]
 #[repr(C)]
-pub(crate) struct State {
+pub(crate) struct SessionState {
     /// Not zero in the process that set it up.
-    pub(crate) begun: AtomicU32,
+    pub(crate) initialized: AtomicU32,
     lock: AtomicU32,
     /// The credit page; null before the first hello.
     pub(crate) page: AtomicPtr<Page>,
@@ -39,36 +39,36 @@ pub(crate) struct State {
     /// The socket's inode: tells it from a file that got its number.
     pub(crate) socket_inode: AtomicU64,
     /// This process image's name in hellos.
-    pub(crate) image: AtomicU64,
+    pub(crate) process_image_id: AtomicU64,
     /// The version of the protocol that the agent answered the last hello with.
     pub(crate) version: AtomicU32,
     /// The code that poisoned this image; zero for none.
     pub(crate) poisoned: AtomicI32,
     /// Milliseconds since this library's first use before which the agent is not asked again.
-    pub(crate) quiet_until: AtomicU64,
+    pub(crate) backoff_until: AtomicU64,
     /// The account of each device, plus one; zero where it has none.
     pub(crate) devices: [AtomicU8; MAX_DEVICES],
     /// The account of managed memory, plus one.
     pub(crate) managed: AtomicU8,
     /// Whether the agent was waited for in vain since it last answered.
-    pub(crate) waited: AtomicBool,
+    pub(crate) gave_up_waiting: AtomicBool,
     /// Whether a hello was ever answered.
-    pub(crate) welcomed: AtomicBool,
+    pub(crate) session_established: AtomicBool,
 }
 
 /// Held while one thread talks to the agent.
-pub(crate) struct Held<'a>(&'a State);
+pub(crate) struct SessionGuard<'a>(&'a SessionState);
 
-impl Drop for Held<'_> {
+impl Drop for SessionGuard<'_> {
     fn drop(&mut self) {
         self.0.lock.store(0, Ordering::Release);
     }
 }
 
-impl State {
+impl SessionState {
     /// Waits for the lock, but not for ever. Only the slow path takes it: asking the agent takes
     /// longer than the pause.
-    pub(crate) fn hold(&self) -> Option<Held<'_>> {
+    pub(crate) fn lock(&self) -> Option<SessionGuard<'_>> {
         let begun = Instant::now();
         let mut pause = Duration::from_micros(50);
         while self
@@ -80,9 +80,9 @@ impl State {
                 return None;
             }
             std::thread::sleep(pause);
-            pause = (2 * pause).min(LONGEST_PAUSE);
+            pause = (2 * pause).min(MAX_PAUSE);
         }
-        Some(Held(self))
+        Some(SessionGuard(self))
     }
 
     /// The credit page, if there is one.
@@ -101,11 +101,11 @@ impl State {
 /// The state of this process; `None` where the kernel cannot wipe memory on fork. Then nothing is
 /// charged and so nothing allocated.
 #[inline]
-pub(crate) fn state() -> Option<&'static State> {
-    static STATE: OnceLock<Option<&'static State>> = OnceLock::new();
-    let state = (*STATE.get_or_init(map))?;
-    if state.begun.load(Ordering::Acquire) == 0 {
-        begin(state);
+pub(crate) fn state() -> Option<&'static SessionState> {
+    static STATE: OnceLock<Option<&'static SessionState>> = OnceLock::new();
+    let state = (*STATE.get_or_init(map_wiped_on_fork))?;
+    if state.initialized.load(Ordering::Acquire) == 0 {
+        init_process(state);
     }
     Some(state)
 }
@@ -113,25 +113,25 @@ pub(crate) fn state() -> Option<&'static State> {
 /// The first call of a process. Its parent's pointers mean nothing here. Of threads that come together one does it,
 /// or what the first has noted by then would be forgotten.
 #[cold]
-fn begin(state: &State) {
-    let Some(_held) = state.hold() else {
+fn init_process(state: &SessionState) {
+    let Some(_guard) = state.lock() else {
         return;
     };
-    if state.begun.load(Ordering::Acquire) != 0 {
+    if state.initialized.load(Ordering::Acquire) != 0 {
         return;
     }
-    crate::ledger::LIVE.clear();
-    crate::leaving::EVENTS.forget();
-    crate::pools::POOLS.forget();
-    crate::hooks::vmm::TABLE.forget();
-    crate::hooks::contexts::forget();
-    crate::hooks::known::forget();
-    crate::graphs::forget();
-    state.begun.store(1, Ordering::Release);
+    crate::accounting::ALLOC_TABLE.clear();
+    crate::deferred_free::PENDING_EVENTS.reset();
+    crate::pools::POOLS.reset();
+    crate::hooks::vmm::TABLE.reset();
+    crate::hooks::contexts::reset();
+    crate::hooks::context_registry::reset();
+    crate::graphs::reset();
+    state.initialized.store(1, Ordering::Release);
 }
 
-fn map() -> Option<&'static State> {
-    const { assert!(size_of::<State>() <= 4096) };
+fn map_wiped_on_fork() -> Option<&'static SessionState> {
+    const { assert!(size_of::<SessionState>() <= 4096) };
     // SAFETY: a fresh private mapping, larger than the state, that is never unmapped.
     let address = unsafe {
         libc::mmap(
@@ -152,7 +152,7 @@ fn map() -> Option<&'static State> {
     }
     // SAFETY: page-aligned, zeroed, valid for ever, and every field is an atomic for which zero is
     // a value.
-    Some(unsafe { &*address.cast::<State>() })
+    Some(unsafe { &*address.cast::<SessionState>() })
 }
 
 #[cfg(test)]
@@ -164,10 +164,10 @@ mod tests {
         // The process's own first call is over.
         let _ = super::state();
         // SAFETY: every field of the state is an atomic, for which zero is a value.
-        let state: State = unsafe { std::mem::zeroed() };
-        begin(&state);
-        crate::leaving::EVENTS.lock().push(7);
-        begin(&state);
-        assert_eq!(*crate::leaving::EVENTS.lock(), [7]);
+        let state: SessionState = unsafe { std::mem::zeroed() };
+        init_process(&state);
+        crate::deferred_free::PENDING_EVENTS.lock().push(7);
+        init_process(&state);
+        assert_eq!(*crate::deferred_free::PENDING_EVENTS.lock(), [7]);
     }
 }

@@ -4,7 +4,16 @@ use std::ffi::CStr;
 use std::sync::OnceLock;
 
 use crate::compat;
+use crate::curesult::{self, CuResult};
 use crate::library::Library;
+
+/// The return code of the library that the trampolines forward to.
+pub(crate) type Code = CuResult;
+
+/// What a trampoline returns for a function that this driver lacks.
+pub(crate) const MISSING: Code = curesult::NOT_SUPPORTED;
+/// What a trampoline returns while the real library cannot be opened.
+pub(crate) const UNLOADABLE: Code = curesult::SHARED_OBJECT_INIT_FAILED;
 
 /// Where the agent mounts the real library (the CDI device's `/opt/bursar/drv`): a name that does
 /// not start with `lib`, so that `ldconfig` does not take it for one.

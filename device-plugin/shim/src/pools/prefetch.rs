@@ -9,17 +9,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use bursar_protocol::units::Units;
 
 #[derive(Debug, Default)]
-pub(super) struct Ahead(AtomicU64);
+pub(super) struct PrefetchedCredit(AtomicU64);
 
-const LEFT: u64 = 1 << 32;
+const ONE_AVAILABLE: u64 = 1 << 32;
 
-impl Ahead {
+impl PrefetchedCredit {
     /// Takes `units` for a call; `false` where less is left.
     #[inline]
-    pub(super) fn begin(&self, units: Units) -> bool {
+    pub(super) fn reserve(&self, units: Units) -> bool {
         let step = |word: u64| {
-            let left = (word / LEFT).checked_sub(u64::from(units.0))?;
-            Some(left * LEFT + (word % LEFT) + u64::from(units.0))
+            let left = (word / ONE_AVAILABLE).checked_sub(u64::from(units.0))?;
+            Some(left * ONE_AVAILABLE + (word % ONE_AVAILABLE) + u64::from(units.0))
         };
         self.0
             .try_update(Ordering::SeqCst, Ordering::Relaxed, step)
@@ -28,19 +28,19 @@ impl Ahead {
 
     /// The call that took `units` is over.
     #[inline]
-    pub(super) fn end(&self, units: Units) {
+    pub(super) fn finish(&self, units: Units) {
         self.0.fetch_sub(u64::from(units.0), Ordering::SeqCst);
     }
 
     /// Leaves nothing for further calls; what those under way took.
     pub(super) fn close(&self) -> Units {
-        let word = self.0.fetch_and(LEFT - 1, Ordering::SeqCst);
-        Units((word % LEFT) as u32)
+        let word = self.0.fetch_and(ONE_AVAILABLE - 1, Ordering::SeqCst);
+        Units((word % ONE_AVAILABLE) as u32)
     }
 
     /// Leaves `units` for further calls, which were charged.
     pub(super) fn open(&self, units: Units) {
-        let open = |word: u64| u64::from(units.0) * LEFT + word % LEFT;
+        let open = |word: u64| u64::from(units.0) * ONE_AVAILABLE + word % ONE_AVAILABLE;
         self.0.update(Ordering::SeqCst, Ordering::Relaxed, open);
     }
 }
@@ -51,32 +51,32 @@ mod tests {
 
     #[test]
     fn calls_get_what_is_left_and_no_more() {
-        let ahead = Ahead::default();
-        assert!(!ahead.begin(Units(1)));
+        let ahead = PrefetchedCredit::default();
+        assert!(!ahead.reserve(Units(1)));
         ahead.open(Units(10));
-        assert!(ahead.begin(Units(7)));
-        assert!(!ahead.begin(Units(4)));
-        assert!(ahead.begin(Units(3)));
-        ahead.end(Units(7));
+        assert!(ahead.reserve(Units(7)));
+        assert!(!ahead.reserve(Units(4)));
+        assert!(ahead.reserve(Units(3)));
+        ahead.finish(Units(7));
         assert_eq!(ahead.close(), Units(3));
     }
 
     #[test]
     fn closing_leaves_nothing_but_what_is_under_way() {
-        let ahead = Ahead::default();
+        let ahead = PrefetchedCredit::default();
         ahead.open(Units::MAX);
-        assert!(ahead.begin(Units(5)));
+        assert!(ahead.reserve(Units(5)));
         assert_eq!(ahead.close(), Units(5));
-        assert!(!ahead.begin(Units(1)));
-        ahead.end(Units(5));
+        assert!(!ahead.reserve(Units(1)));
+        ahead.finish(Units(5));
         assert_eq!(ahead.close(), Units::ZERO);
     }
 
     #[test]
     fn of_threads_that_race_each_unit_is_taken_once() {
-        let ahead = Ahead::default();
+        let ahead = PrefetchedCredit::default();
         ahead.open(Units(1000));
-        let count = || (0..1000).filter(|_| ahead.begin(Units(3))).count();
+        let count = || (0..1000).filter(|_| ahead.reserve(Units(3))).count();
         let taken: usize = std::thread::scope(|scope| {
             let threads: Vec<_> = (0..4).map(|_| scope.spawn(count)).collect();
             threads
