@@ -58,7 +58,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn it_is_what_memory_was_committed_with_by_older_builds() {
+    fn checksum_equals_that_of_older_builds() {
         let counted: Vec<u8> = (0..=255).collect();
         let vectors: [(&[u8], u64); 5] = [
             (&[], 0x0000_0000_0000_0000),
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn each_length_of_zeros_has_its_own() {
+    fn checksum_differs_for_each_length_of_zeros() {
         let zeros = [0; 512];
         let sums: std::collections::BTreeSet<u64> =
             (0..=512).map(|len| of(&zeros[..len])).collect();
@@ -82,7 +82,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_flipped_bit_is_found(mut bytes in prop::collection::vec(any::<u8>(), 1..200), place: prop::sample::Index, bit in 0..8) {
+        fn checksum_finds_every_flipped_bit(mut bytes in prop::collection::vec(any::<u8>(), 1..200), place: prop::sample::Index, bit in 0..8) {
             let before = of(&bytes);
             let place = place.index(bytes.len());
             bytes[place] ^= 1u8 << bit;
@@ -90,7 +90,7 @@ mod tests {
         }
 
         #[test]
-        fn the_same_bit_flipped_in_two_words_is_found(mut bytes in prop::collection::vec(any::<u8>(), 16..200), bit in 0..64usize) {
+        fn checksum_finds_a_bit_flipped_in_two_words(mut bytes in prop::collection::vec(any::<u8>(), 16..200), bit in 0..64usize) {
             let before = of(&bytes);
             bytes[bit / 8] ^= 1 << (bit % 8);
             bytes[8 + bit / 8] ^= 1 << (bit % 8);
@@ -98,7 +98,7 @@ mod tests {
         }
 
         #[test]
-        fn words_that_change_places_are_found(words in prop::collection::vec(any::<u64>(), 2..40), one: prop::sample::Index, other: prop::sample::Index) {
+        fn checksum_finds_swapped_words(words in prop::collection::vec(any::<u64>(), 2..40), one: prop::sample::Index, other: prop::sample::Index) {
             let bytes = |words: &[u64]| words.iter().flat_map(|word| word.to_le_bytes()).collect::<Vec<u8>>();
             let mut moved = words.clone();
             moved.swap(one.index(words.len()), other.index(words.len()));
@@ -106,7 +106,7 @@ mod tests {
         }
 
         #[test]
-        fn the_sum_of_a_whole_is_that_of_its_parts(bytes in prop::collection::vec(any::<u8>(), 0..300), cut: prop::sample::Index) {
+        fn partial_sums_add_up_to_the_whole(bytes in prop::collection::vec(any::<u8>(), 0..300), cut: prop::sample::Index) {
             let cut = cut.index(bytes.len() / WORD + 1);
             let (head, tail) = bytes.split_at(cut * WORD);
             prop_assert_eq!(partial(head, 0).wrapping_add(partial(tail, cut as u64)), partial(&bytes, 0));

@@ -57,7 +57,7 @@ mod tests {
     use crate::wire::{Reason, ToShim};
 
     #[test]
-    fn one_message_is_read_and_no_byte_of_the_next() {
+    fn read_message_leaves_the_next_message_unread() {
         let first = ToShim::Goodbye {
             reason: Reason::Busy,
         };

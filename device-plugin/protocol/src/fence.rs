@@ -43,7 +43,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_says_what_it_was_made_of_and_zero_nothing() {
+    fn fence_word_round_trips() {
         for fence in [
             Fence::Drained,
             Fence::Poisoned(700),

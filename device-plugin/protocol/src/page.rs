@@ -352,7 +352,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_sides_see_one_word() {
+    fn agent_and_shim_see_one_word() {
         let (agent, fd) = CreditPage::create(2).unwrap();
         let shim = CreditPage::open(&fd).unwrap();
         assert!(agent.slot(0).unwrap().grant(Units(10)));
@@ -376,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_exported_is_counted_beside_the_word_and_never_below_nothing() {
+    fn exported_units_are_counted_and_never_negative() {
         let (agent, fd) = CreditPage::create(1).unwrap();
         let shim = CreditPage::open(&fd).unwrap();
         let slot = shim.slot(0).unwrap();
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn page_keeps_its_accounts_when_the_process_writes_another_number() {
+    fn page_keeps_its_accounts_when_a_tenant_overwrites_the_count() {
         let (agent, fd) = CreditPage::create(2).unwrap();
         let shim = CreditPage::open(&fd).unwrap();
         shim.shared().slots.store(0, Ordering::Relaxed);
@@ -408,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn a_tenant_can_neither_shrink_nor_grow_nor_seal_the_page() {
+    fn tenant_cannot_resize_or_seal_the_page() {
         let (_agent, fd) = CreditPage::create(1).unwrap();
         assert!(rustix::fs::ftruncate(&fd, 0).is_err());
         assert!(rustix::fs::ftruncate(&fd, 8192).is_err());
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn a_descriptor_without_the_seals_is_not_mapped() {
+    fn descriptor_without_the_seals_is_not_mapped() {
         let fd =
             rustix::fs::memfd_create(c"plain", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
                 .unwrap();
@@ -430,7 +430,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_that_race_for_the_last_units_get_exactly_those_that_are_there() {
+    fn racing_threads_charge_exactly_the_granted_units() {
         let (agent, fd) = CreditPage::create(1).unwrap();
         agent.slot(0).unwrap().grant(Units(1000));
         let shim = CreditPage::open(&fd).unwrap();
@@ -454,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn charges_are_moved_to_another_page_without_a_unit_lost() {
+    fn migration_to_another_page_loses_no_unit() {
         let (old, _) = CreditPage::create(1).unwrap();
         let (new, _) = CreditPage::create(1).unwrap();
         old.slot(0).unwrap().grant(Units(10));

@@ -93,7 +93,7 @@ mod tests {
     use crate::wire::{Reason, ToShim};
 
     #[test]
-    fn a_descriptor_arrives_with_its_bytes() {
+    fn descriptor_arrives_with_its_bytes() {
         let (agent, shim) = UnixStream::pair().unwrap();
         let (_page, fd) = crate::page::CreditPage::create(1).unwrap();
         assert_eq!(send_with_fd(&agent, b"hello", &fd).unwrap(), 5);

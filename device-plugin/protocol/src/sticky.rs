@@ -91,7 +91,7 @@ mod tests {
     ];
 
     #[test]
-    fn exactly_the_codes_of_the_design_poison_a_context() {
+    fn exactly_the_listed_codes_poison_a_context() {
         let found: Vec<i32> = (-1..2000).filter(|&code| poisons(code)).collect();
         let mut expected = POISON.to_vec();
         expected.sort_unstable();
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_drivers_own_word_is_out_of_memory() {
+    fn only_code_2_is_out_of_memory() {
         let found: Vec<i32> = (-1..2000)
             .filter(|&code| ErrorClass::of(code) == ErrorClass::OutOfMemory)
             .collect();
@@ -107,7 +107,7 @@ mod tests {
     }
 
     #[test]
-    fn what_poisons_is_never_worth_a_retry() {
+    fn poisoning_codes_are_never_retryable() {
         for code in -1..2000 {
             let class = ErrorClass::of(code);
             assert!(!(class.poisons() && class.retryable()), "{code}");
@@ -115,14 +115,14 @@ mod tests {
     }
 
     #[test]
-    fn a_code_of_a_newer_driver_is_unknown_and_neither_poison_nor_the_callers() {
+    fn code_of_a_newer_driver_is_unknown() {
         for code in [-1, 227, 722, 813, 918, 1000, i32::MAX, i32::MIN] {
             assert_eq!(ErrorClass::of(code), ErrorClass::Unknown, "{code}");
         }
     }
 
     #[test]
-    fn wrong_arguments_are_the_callers_and_work_that_runs_is_not_ready() {
+    fn codes_have_their_documented_class() {
         for code in [1, 3, 101, 200, 201, 400, 500, 701, 720, 800, 801, 906] {
             assert_eq!(ErrorClass::of(code), ErrorClass::Caller, "{code}");
         }

@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_byte_needs_a_whole_unit_and_a_quota_allows_only_whole_ones() {
+    fn bytes_round_up_for_charges_and_down_for_quotas() {
         assert_eq!(Units::holding(0), Some(Units(0)));
         assert_eq!(Units::holding(1), Some(Units(1)));
         assert_eq!(Units::holding(UNIT), Some(Units(1)));
@@ -78,7 +78,7 @@ mod tests {
     }
 
     #[test]
-    fn sixteen_tebibytes_are_more_than_a_word_counts() {
+    fn units_saturate_at_sixteen_tebibytes() {
         assert_eq!(Units::holding(u64::MAX), None);
         assert_eq!(Units::holding(Units::MAX.bytes()), Some(Units::MAX));
         assert_eq!(Units::holding(Units::MAX.bytes() + 1), None);

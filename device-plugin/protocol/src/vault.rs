@@ -369,14 +369,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back_and_fits_in_a_frame(message in to_vault(), answer in from_vault()) {
+        fn messages_round_trip_and_fit_in_a_frame(message in to_vault(), answer in from_vault()) {
             prop_assert!(message.payload().len() <= MAX_PAYLOAD && answer.payload().len() <= MAX_PAYLOAD);
             prop_assert_eq!(ToVault::parse(&message.payload()), Ok(message));
             prop_assert_eq!(FromVault::parse(&answer.payload()), Ok(answer));
         }
 
         #[test]
-        fn garbage_is_an_error_or_the_one_message_that_encodes_to_it(
+        fn garbage_is_rejected_or_encodes_to_itself(
             message in to_vault(), answer in from_vault(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
         ) {
             for mut bytes in [message.payload(), answer.payload()] {
@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_list_is_cut_where_the_frame_ends_and_one_lease_always_fits() {
+    fn list_is_cut_at_the_end_of_a_frame() {
         let big = |lease| Entry {
             lease,
             blob: Blob(vec![7; MAX_BLOB]),

@@ -773,7 +773,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(message in to_agent(), answer in to_shim()) {
+        fn messages_round_trip(message in to_agent(), answer in to_shim()) {
             prop_assert_eq!(ToAgent::parse(&message.payload()), Ok(message));
             prop_assert_eq!(ToShim::parse(&answer.payload()), Ok(answer));
         }
@@ -786,7 +786,7 @@ mod tests {
         }
 
         #[test]
-        fn garbage_is_an_error_or_the_one_message_that_encodes_to_it(bytes in vec(any::<u8>(), 0..512)) {
+        fn garbage_is_rejected_or_encodes_to_itself(bytes in vec(any::<u8>(), 0..512)) {
             if let Ok(message) = ToAgent::parse(&bytes) {
                 prop_assert_eq!(message.payload(), bytes.clone());
             }
@@ -796,7 +796,7 @@ mod tests {
         }
 
         #[test]
-        fn a_message_with_a_byte_changed_cut_or_added_never_panics(
+        fn parse_never_panics_when_a_message_is_mutated(
             message in to_agent(), at: prop::sample::Index, byte: u8, cut: prop::sample::Index,
         ) {
             let mut bytes = message.payload();
@@ -812,7 +812,7 @@ mod tests {
     }
 
     #[test]
-    fn a_welcome_without_a_generation_is_what_version_1_knows() {
+    fn welcome_without_a_generation_is_version_1() {
         let quotas = vec![Quota {
             account: Account::Managed,
             bytes: 5,
@@ -826,7 +826,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_beyond_the_bound_is_refused_before_it_is_read() {
+    fn frame_beyond_the_bound_is_refused_by_its_header() {
         assert_eq!(payload_length([0, 0]), Err(WireError::Short));
         assert_eq!(
             payload_length([0xff, 0xff]),
@@ -835,7 +835,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_name_is_cut_at_a_character() {
+    fn long_name_is_cut_at_a_char_boundary() {
         let function = "ä".repeat(MAX_NAME);
         let sent = ToAgent::Denied {
             account: 0,

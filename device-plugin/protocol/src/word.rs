@@ -152,7 +152,7 @@ mod tests {
     }
 
     #[test]
-    fn a_charge_succeeds_exactly_when_the_sum_fits_in_what_is_granted() {
+    fn charge_succeeds_exactly_when_the_sum_is_granted() {
         for word in every_word().filter(|word| !word.is_frozen()) {
             for n in 0..=u8::MAX {
                 let sum = u16::from(word.used) + u16::from(n);
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn a_short_charge_succeeds_once_exactly_that_much_more_is_granted() {
+    fn short_charge_succeeds_after_exactly_that_grant() {
         for word in every_word() {
             for n in 0..=u8::MAX {
                 if let Err(NoCredit::Short(more)) = word.charge(n) {
@@ -191,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn no_step_but_a_charge_makes_use_grow_and_none_exceeds_the_grant() {
+    fn only_a_charge_increases_use_and_never_beyond_the_grant() {
         for word in every_word().filter(|word| !word.is_frozen() && word.used <= word.granted) {
             for n in 0..=u8::MAX {
                 let (rest, taken) = word.take_back(n);
@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frozen_word_stays_as_it_is() {
+    fn frozen_word_never_changes() {
         for granted in 0..=u8::MAX {
             let word = Word {
                 granted,
@@ -224,12 +224,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn packing_loses_nothing(bits: u64) {
+        fn pack_and_unpack_round_trip(bits: u64) {
             prop_assert_eq!(Word::unpack(bits).pack(), bits);
         }
 
         #[test]
-        fn at_full_width_a_charge_fits_or_says_how_much_is_missing(bits: u64, n: u32) {
+        fn charge_at_full_width_fits_or_reports_the_shortfall(bits: u64, n: u32) {
             let word = Word::unpack(bits);
             let sum = u64::from(word.used) + u64::from(n);
             match word.charge(n) {

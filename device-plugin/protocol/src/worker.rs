@@ -168,13 +168,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_written_is_read_back(message in to_worker(), answer in from_worker()) {
+        fn messages_round_trip(message in to_worker(), answer in from_worker()) {
             prop_assert_eq!(ToWorker::parse(&message.payload()), Ok(message));
             prop_assert_eq!(FromWorker::parse(&answer.payload()), Ok(answer));
         }
 
         #[test]
-        fn garbage_is_an_error_or_the_one_message_that_encodes_to_it(
+        fn garbage_is_rejected_or_encodes_to_itself(
             bytes in proptest::collection::vec(any::<u8>(), 0..64),
         ) {
             if let Ok(message) = ToWorker::parse(&bytes) {

@@ -397,7 +397,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_uuid_is_its_32_hex_digits_in_order() {
+    fn uuid_bytes_are_the_32_hex_digits_in_order() {
         let mut expected = [0; 16];
         expected[0] = 0x5e;
         expected[15] = 0x01;

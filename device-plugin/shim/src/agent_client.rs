@@ -498,7 +498,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_move_that_is_given_up_leaves_the_page_usable() {
+    fn page_stays_usable_when_a_migration_is_given_up() {
         // SAFETY: every field of the state is an atomic, for which zero is a value.
         let state: SessionState = unsafe { std::mem::zeroed() };
         let (page, _fd) = CreditPage::create(1).unwrap();

@@ -269,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn everything_about_a_charge_is_known_again() {
+    fn remove_returns_every_field_of_a_charge() {
         let live = AllocTable::new();
         for share in [
             ShareState::Private,
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pointer_is_known_until_it_is_freed_once() {
+    fn pointer_is_found_until_it_is_removed_once() {
         let live = AllocTable::new();
         assert_eq!(live.insert(0x7f00_0000_0200, charge(9)), Ok(None));
         assert_eq!(live.remove(0x7f00_0000_0200), Some(charge(9)));
@@ -295,7 +295,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pointer_that_comes_again_replaces_what_was_known() {
+    fn insert_replaces_the_charge_of_a_reused_pointer() {
         let live = AllocTable::new();
         live.insert(0x1000, charge(1)).unwrap();
         assert_eq!(live.insert(0x1000, charge(2)), Ok(Some(charge(1))));
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_contexts_pointers_are_forgotten_together_and_no_others() {
+    fn remove_context_removes_only_that_contexts_pointers() {
         let live = AllocTable::new();
         let context = |number: u64| number % 3;
         for number in 1..=10_000 {
@@ -331,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hundred_thousand_pointers_are_all_known() {
+    fn table_holds_a_hundred_thousand_pointers() {
         let live = AllocTable::new();
         let pointers = || (0..100_000_u64).map(|number| 0x7f00_0000_0000 + number * 512);
         for (units, pointer) in (0..).zip(pointers()) {
@@ -343,7 +343,7 @@ mod tests {
     }
 
     #[test]
-    fn of_threads_that_free_the_same_pointers_each_is_got_by_one() {
+    fn each_pointer_is_removed_by_one_of_racing_threads() {
         let live = AllocTable::new();
         let pointers: Vec<u64> = (1..20_000).map(|number| number * 4096).collect();
         for pointer in &pointers {
@@ -366,7 +366,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pointer_that_was_elsewhere_and_comes_here_is_known() {
+    fn pool_pointer_is_found_once_it_is_charged_itself() {
         let live = AllocTable::new();
         live.note_pool_pointer(0x1000);
         assert_eq!(live.remove(0x1000), None);
@@ -384,7 +384,7 @@ mod tests {
     }
 
     #[test]
-    fn a_forked_child_starts_with_nothing() {
+    fn clear_removes_every_pointer() {
         let live = AllocTable::new();
         live.insert(0x1000, charge(1)).unwrap();
         live.clear();

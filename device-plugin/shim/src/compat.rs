@@ -165,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_note_a_newer_branch_is_opened_and_the_same_or_an_older_one_is_not() {
+    fn library_without_a_note_is_opened_when_its_branch_is_newer() {
         let opened = |driver, library| allowed(driver, library, None, "NVIDIA H200");
         assert!(opened("535.104.05", "550.54.15"));
         assert!(opened("99.55.66", "222.88.99"), "numbers, not text");
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_lists_the_branches_on_which_a_newer_library_is_opened() {
+    fn library_with_a_note_is_opened_on_listed_older_drivers() {
         let note: &[u32] = &[535, 550, 570, 575];
         let opened = |driver| allowed(driver, "575.57.08", Some(note), "NVIDIA H200");
         assert!(opened("570.211.01"));
@@ -187,7 +187,7 @@ mod tests {
     }
 
     #[test]
-    fn consumer_cards_get_the_hosts_library() {
+    fn host_library_is_opened_on_consumer_cards() {
         let opened = |model| allowed("535.104.05", "550.54.15", None, model);
         for model in [
             "NVIDIA H200",
@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn the_kernel_drivers_version_is_read_from_both_kinds_of_module() {
+    fn driver_version_is_parsed_from_both_kinds_of_module() {
         for (text, found) in [
             (
                 "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC version:  12.2.0\n",
@@ -232,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn of_two_libraries_none_is_chosen_and_links_do_not_count() {
+    fn no_library_is_chosen_when_the_folder_has_two() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path();
         let chosen = || {
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_note_is_read_as_nvidia_writes_it_and_a_broken_one_lists_nothing() {
+    fn broken_note_lists_no_branches() {
         let note = br#"{"format":1,"CUDA version":"12.9","driver":[535,550,575],"device":[1,2,7]}"#;
         assert_eq!(parse_branches(note), Some(vec![535, 550, 575]));
         assert_eq!(
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn every_gpu_of_the_node_counts() {
+    fn gpu_models_fail_when_one_gpu_cannot_be_read() {
         let folder = tempfile::tempdir().unwrap();
         assert_eq!(gpu_models(&folder.path().join("gone")), None);
         let gpu = |name: &str, text: &str| {

@@ -69,7 +69,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_value_stays_until_it_is_forgotten_whoever_holds_its_lock() {
+    fn value_is_reset_even_while_its_lock_is_held() {
         let value = ForkLocal::<u32>::new();
         *value.lock() = 7;
         assert_eq!(*value.lock(), 7);

@@ -318,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn allocations_take_at_most_what_was_measured() {
+    fn need_covers_the_measured_sizes() {
         assert_eq!(need(&[1]), Some(32 * MIB));
         assert_eq!(need(&[1, 1]), Some(32 * MIB));
         assert_eq!(need(&[40 * MIB]), Some(64 * MIB));
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn small_allocations_leave_no_two_steps_half_empty() {
+    fn need_counts_small_allocations_in_half_full_steps() {
         // Three fit in a step: ten take four.
         assert!(need(&[10 * MIB; 10]) >= Some(128 * MIB));
         assert_eq!(need(&[16 * MIB; 2]), Some(32 * MIB));

@@ -202,12 +202,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_panic_in_a_hook_is_an_answer() {
+    fn panic_in_a_hook_becomes_an_error_code() {
         assert_eq!(guarded(|| panic!("in a hook")), curesult::UNKNOWN);
     }
 
     #[test]
-    fn a_panic_in_a_hook_leaves_the_next_one_charging() {
+    fn hook_charges_after_a_panic_in_another() {
         assert_eq!(
             guarded(|| outermost(|| panic!("in a hook"), || 2)),
             curesult::UNKNOWN
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn a_hook_inside_a_hook_only_forwards() {
+    fn nested_hook_only_forwards() {
         let answer = outermost(|| outermost(|| 1, || 2) + 10, || 3);
         assert_eq!(answer, 12);
         assert_eq!(outermost(|| 1, || 3), 1);

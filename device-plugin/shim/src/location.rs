@@ -62,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_pays_for_its_own_the_host_for_nothing_and_managed_memory_has_its_account() {
+    fn location_decides_the_charged_account() {
         let at = |kind, id| MemLocation { kind, id };
         let device = |id| ChargeTo::Account(Account::Device(id));
         assert_eq!(charge_to(1, at(1, 3)), device(3));

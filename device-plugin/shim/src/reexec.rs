@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_finds_how_it_was_started() {
+    fn start_state_is_read_from_proc() {
         let start = StartState::read().unwrap();
         let arguments: Vec<_> = std::env::args().map(|one| c(&one)).collect();
         assert_eq!(start.arguments, arguments);
@@ -404,13 +404,13 @@ mod tests {
     }
 
     #[test]
-    fn empty_arguments_are_arguments() {
+    fn empty_arguments_are_kept() {
         assert_eq!(nul_terminated(b"a\0\0b\0"), [c("a"), c(""), c("b")]);
         assert!(nul_terminated(b"").is_empty());
     }
 
     #[test]
-    fn a_program_is_executed_by_the_name_that_it_was_executed_by() {
+    fn program_is_executed_by_its_original_path() {
         let file = own_file();
         let start = start(&file, &["other name", "x"]);
         assert_eq!(
@@ -420,7 +420,7 @@ mod tests {
     }
 
     #[test]
-    fn a_script_is_executed_itself_and_its_interpreter_is_left_to_the_kernel() {
+    fn script_is_executed_without_its_interpreter() {
         let folder = std::env::temp_dir().join(format!("bursar-script-{}", std::process::id()));
         std::fs::write(&folder, "#!/bin/sh -e\n").unwrap();
         let script = folder.to_str().unwrap();
@@ -435,13 +435,13 @@ mod tests {
     }
 
     #[test]
-    fn a_program_whose_file_was_replaced_is_executed_from_what_the_kernel_has() {
+    fn replaced_program_is_executed_from_proc_self_exe() {
         let start = start("/dev/null", &["a"]);
         assert_eq!(start.program(), (c"/proc/self/exe", &[c("a")][..]));
     }
 
     #[test]
-    fn signals_and_umask_are_read_from_the_status() {
+    fn signals_and_umask_are_parsed_from_status() {
         let status =
             "Name:\tSigIgn\nUmask:\t0027\nSigBlk:\t0000000000010000\nSigIgn:\t0000000000001000\n";
         let signals = Signals {
@@ -453,14 +453,14 @@ mod tests {
     }
 
     #[test]
-    fn blocking_is_of_this_thread_and_taken_back() {
+    fn signal_mask_is_restored_in_this_thread() {
         let usr1 = 1 << (libc::SIGUSR1 - 1);
         let before = set_signal_mask(usr1);
         assert_eq!(set_signal_mask(before), usr1);
     }
 
     #[test]
-    fn a_process_that_is_no_containers_first_is_never_executed_again() {
+    fn execute_returns_when_the_process_is_not_pid_1() {
         assert!(!is_possible());
         // Returns at once.
         execute();

@@ -160,7 +160,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_that_is_late_to_the_first_call_wipes_nothing_that_others_noted() {
+    fn second_initialization_keeps_recorded_allocations() {
         // The process's own first call is over.
         let _ = super::state();
         // SAFETY: every field of the state is an atomic, for which zero is a value.

@@ -67,7 +67,7 @@ mod tests {
     watch!(bursar_watched_11, 0, 11, on_error);
 
     #[test]
-    fn every_argument_comes_through_and_only_a_failure_is_noticed() {
+    fn watch_passes_every_argument_and_reports_only_failures() {
         let watched: [(usize, unsafe extern "C" fn()); 6] = [
             (6, bursar_watched_6),
             (7, bursar_watched_7),

@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn a_charge_goes_with_the_last_reference_whichever_that_is() {
+    fn charge_is_returned_with_the_last_reference() {
         let mut table = VmmTable::default();
         table.created(16, charge(1));
         assert_eq!(table.released(16), Some(charge(1)));
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn one_unmap_can_end_several_mappings_and_touches_none_outside_its_range() {
+    fn unmap_ends_every_mapping_inside_its_range_and_no_other() {
         let mut table = VmmTable::default();
         for number in 0..4 {
             table.created(number, charge(number as u32));
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_exported_is_never_given_back_and_what_was_not_is() {
+    fn exported_memory_is_never_discharged() {
         let mut table = VmmTable::default();
         table.created(16, charge(1));
         assert_eq!(table.export(16), Some(charge(1)));
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn bindings_of_two_devices_at_one_offset_are_two() {
+    fn bindings_of_two_devices_at_one_offset_are_distinct() {
         let mut table = VmmTable::default();
         for slot in [0, 1] {
             let charge = Charge {
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_of_others_is_not_known() {
+    fn memory_of_other_processes_is_not_tracked() {
         let mut table = VmmTable::default();
         table.mapped(SIZE, SIZE, 99);
         table.retained(99);

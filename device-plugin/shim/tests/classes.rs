@@ -42,7 +42,7 @@ fn assert_exact(container: &Container, program: &mut Client, make: &str, end: &s
 }
 
 #[test]
-fn linear_memory_is_charged_what_the_driver_takes_for_it() {
+fn linear_memory_is_charged_the_drivers_size() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for bytes in [
@@ -67,7 +67,7 @@ fn linear_memory_is_charged_what_the_driver_takes_for_it() {
 }
 
 #[test]
-fn arrays_are_charged_what_the_driver_takes_for_them() {
+fn arrays_are_charged_the_drivers_size() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     // Two dimensions, one, three, layered, cubemap, with surfaces.
@@ -99,7 +99,7 @@ fn arrays_are_charged_what_the_driver_takes_for_them() {
 }
 
 #[test]
-fn an_array_of_the_whole_quota_fits_and_one_row_more_does_not() {
+fn array_is_denied_one_row_beyond_the_quota() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     // Rows of 32 KiB; the driver rounds their number up to 128.
@@ -121,7 +121,7 @@ fn an_array_of_the_whole_quota_fits_and_one_row_more_does_not() {
 }
 
 #[test]
-fn an_array_whose_memory_is_mapped_later_is_not_charged() {
+fn array_with_deferred_mapping_is_not_charged() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for flags in [0x40, 0x80] {
@@ -134,7 +134,7 @@ fn an_array_whose_memory_is_mapped_later_is_not_charged() {
 }
 
 #[test]
-fn an_array_ends_with_its_context() {
+fn array_is_discharged_with_its_context() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok("array 8192 8192 0 0");
@@ -145,7 +145,7 @@ fn an_array_ends_with_its_context() {
 }
 
 #[test]
-fn a_denial_that_needs_no_question_to_the_agent_is_reported_too() {
+fn denial_without_a_request_is_reported_too() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     // More than any quota can be.
@@ -154,7 +154,7 @@ fn a_denial_that_needs_no_question_to_the_agent_is_reported_too() {
 }
 
 #[test]
-fn forms_of_cuda_2_are_refused() {
+fn functions_of_cuda_2_are_refused() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for name in [

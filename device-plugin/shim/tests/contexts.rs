@@ -36,7 +36,7 @@ fn measured(quota: u64) -> (Container, Client) {
 }
 
 #[test]
-fn a_context_is_charged_what_it_takes_and_the_rest_of_the_quota_is_free() {
+fn context_is_charged_its_size() {
     let (container, mut program) = measured(GIB);
     assert_eq!(program.ok("info"), [GIB - CONTEXT, GIB]);
     assert_eq!(program.ok("total"), [GIB]);
@@ -57,7 +57,7 @@ fn a_context_is_charged_what_it_takes_and_the_rest_of_the_quota_is_free() {
 }
 
 #[test]
-fn a_context_fits_in_its_own_size_and_not_in_a_unit_less() {
+fn context_is_denied_one_unit_below_its_size() {
     for container in [
         Container::charging_contexts(CONTEXT - 4096),
         Container::with_unmeasured_contexts(UNMEASURED - 4096),
@@ -75,7 +75,7 @@ fn a_context_fits_in_its_own_size_and_not_in_a_unit_less() {
 }
 
 #[test]
-fn every_process_and_every_further_context_is_charged() {
+fn every_context_of_every_process_is_charged() {
     let (container, mut program) = measured(3 * CONTEXT);
     let second = program.ok("context")[0];
     let mut sibling = container.program();
@@ -93,7 +93,7 @@ fn every_process_and_every_further_context_is_charged() {
 }
 
 #[test]
-fn a_context_that_its_last_user_detaches_gives_back_itself_and_its_memory() {
+fn context_is_discharged_when_its_last_user_detaches() {
     let (container, mut program) = measured(3 * CONTEXT);
     let second = program.ok("context")[0];
     program.ok("attach");
@@ -109,7 +109,7 @@ fn a_context_that_its_last_user_detaches_gives_back_itself_and_its_memory() {
 }
 
 #[test]
-fn a_primary_context_has_no_users_to_detach() {
+fn detach_does_not_discharge_a_primary_context() {
     let (container, mut program) = measured(GIB);
     let primary = program.ok("current")[0];
     program.ok(format!("detach {primary}"));
@@ -118,7 +118,7 @@ fn a_primary_context_has_no_users_to_detach() {
 }
 
 #[test]
-fn threads_that_start_together_are_charged_one_primary_context() {
+fn racing_threads_are_charged_one_primary_context() {
     let (container, mut program) = measured(GIB);
     for _ in 0..5 {
         program.ok("release");
@@ -132,7 +132,7 @@ fn threads_that_start_together_are_charged_one_primary_context() {
 }
 
 #[test]
-fn of_threads_that_retain_and_release_together_the_last_gives_the_primary_context_back() {
+fn primary_context_is_discharged_when_racing_threads_release_it() {
     let (container, mut program) = measured(GIB);
     program.ok("release");
     for round in 0..20 {
@@ -142,7 +142,7 @@ fn of_threads_that_retain_and_release_together_the_last_gives_the_primary_contex
 }
 
 #[test]
-fn a_green_context_is_charged_and_so_is_the_primary_one_that_it_needs() {
+fn green_context_is_charged_with_its_primary_context() {
     let (container, mut program) = measured(CONTEXT + 6 * MIB);
     let green = program.ok("green")[0];
     assert_eq!(charged(&container), CONTEXT + 6 * MIB);
@@ -157,7 +157,7 @@ fn a_green_context_is_charged_and_so_is_the_primary_one_that_it_needs() {
 }
 
 #[test]
-fn a_stack_is_charged_when_its_limit_is_set_and_given_back_when_it_is_lowered() {
+fn stack_charge_follows_the_stack_limit() {
     let (container, mut program) = measured(CONTEXT + STACK);
     for below in [16 << 10, (16 << 10) - 16] {
         program.ok(format!("limit {below}"));
@@ -180,7 +180,7 @@ fn a_stack_is_charged_when_its_limit_is_set_and_given_back_when_it_is_lowered() 
 }
 
 #[test]
-fn a_kernel_with_local_memory_is_charged_when_the_program_gets_hold_of_it() {
+fn local_memory_is_charged_when_a_kernel_handle_is_returned() {
     for (one, all) in [("function", "functions"), ("kernel", "kernels")] {
         let (container, mut program) = measured(CONTEXT + LOCALS);
         program.ok(format!("{one} fill"));
@@ -200,7 +200,7 @@ fn a_kernel_with_local_memory_is_charged_when_the_program_gets_hold_of_it() {
 }
 
 #[test]
-fn a_kernel_whose_local_memory_does_not_fit_is_out_of_memory() {
+fn kernel_handle_is_denied_when_its_local_memory_exceeds_quota() {
     for (one, all) in [("function", "functions"), ("kernel", "kernels")] {
         let (container, mut program) = measured(CONTEXT + LOCALS - 4096);
         assert_eq!(program.call(format!("{one} locals")), "err 2");
@@ -212,7 +212,7 @@ fn a_kernel_whose_local_memory_does_not_fit_is_out_of_memory() {
 }
 
 #[test]
-fn a_context_that_comes_after_its_kernels_is_charged_for_them() {
+fn new_context_is_charged_for_known_kernels() {
     let (container, mut program) = measured(3 * CONTEXT + LOCALS);
     program.ok("kernel locals");
     assert_eq!(program.call("context"), "err 2", "twice the local memory");
@@ -222,7 +222,7 @@ fn a_context_that_comes_after_its_kernels_is_charged_for_them() {
 }
 
 #[test]
-fn without_the_agent_no_context_is_made() {
+fn context_creation_fails_without_the_agent() {
     let mut container = Container::charging_contexts(GIB);
     container.stop_agent();
     let mut program = container.program();

@@ -70,7 +70,7 @@ fn is_free(container: &Container, other: &mut Client) -> Duration {
 }
 
 #[test]
-fn a_descriptor_parked_in_a_sibling_keeps_a_killed_exporters_memory_charged_until_it_is_closed() {
+fn killed_exporters_memory_stays_charged_while_a_sibling_has_fd() {
     let container = Container::charging_contexts(QUOTA);
     let (mut exporter, descriptor) = exporter(&container);
     let (mut sibling, mut other) = (container.program(), container.program());
@@ -82,7 +82,7 @@ fn a_descriptor_parked_in_a_sibling_keeps_a_killed_exporters_memory_charged_unti
 }
 
 #[test]
-fn a_sibling_that_is_killed_with_the_descriptor_frees_it_as_well() {
+fn killed_sibling_releases_the_exported_memory_too() {
     let container = Container::charging_contexts(QUOTA);
     let (mut exporter, descriptor) = exporter(&container);
     let (mut sibling, mut other) = (container.program(), container.program());
@@ -94,7 +94,7 @@ fn a_sibling_that_is_killed_with_the_descriptor_frees_it_as_well() {
 }
 
 #[test]
-fn an_importer_keeps_it_charged_after_its_owner_and_every_descriptor_are_gone() {
+fn imported_memory_stays_charged_after_owner_and_fds_are_gone() {
     let container = Container::charging_contexts(QUOTA);
     let (mut exporter, descriptor) = exporter(&container);
     let (mut importer, mut other) = (container.program(), container.program());
@@ -112,7 +112,7 @@ fn an_importer_keeps_it_charged_after_its_owner_and_every_descriptor_are_gone() 
 }
 
 #[test]
-fn linear_memory_of_a_dead_exporter_stays_charged_while_another_process_has_it_open() {
+fn ipc_memory_stays_charged_while_an_importer_has_it_open() {
     let container = Container::charging_contexts(QUOTA);
     let mut exporter = container.program();
     let pointer = exporter.ok(format!("alloc {SHARED}"))[0];
@@ -126,7 +126,7 @@ fn linear_memory_of_a_dead_exporter_stays_charged_while_another_process_has_it_o
 }
 
 #[test]
-fn what_is_held_is_known_to_the_next_agent() {
+fn restarted_agent_keeps_exported_memory_charged() {
     let mut container = Container::charging_contexts(QUOTA);
     let (mut exporter, descriptor) = exporter(&container);
     let (mut sibling, mut other) = (container.program(), container.program());
@@ -145,7 +145,7 @@ fn what_is_held_is_known_to_the_next_agent() {
 }
 
 #[test]
-fn what_a_killed_exporter_shared_with_nobody_is_free_at_once_beside_one_that_exports_and_lives() {
+fn unshared_memory_of_a_killed_exporter_is_free_at_once() {
     let container = Container::charging_contexts(QUOTA);
     let mut living = container.program();
     let handle = living.ok(format!("create {} 0 1", 256 * MIB))[0];

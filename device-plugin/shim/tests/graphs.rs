@@ -22,7 +22,7 @@ fn charged(container: &Container) -> u64 {
 }
 
 #[test]
-fn a_graph_is_charged_when_it_is_launched_and_until_its_memory_is_trimmed() {
+fn graph_is_charged_from_its_launch_until_a_trim() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for place in ["launchgraph", "upload"] {
@@ -41,7 +41,7 @@ fn a_graph_is_charged_when_it_is_launched_and_until_its_memory_is_trimmed() {
 }
 
 #[test]
-fn a_graph_of_the_whole_quota_fits_and_one_byte_more_is_out_of_memory_at_its_launch() {
+fn graph_launch_is_denied_one_byte_beyond_the_quota() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for bytes in [QUOTA - 1, QUOTA] {
@@ -72,7 +72,7 @@ fn captured(program: &mut Client, bytes: u64) -> u64 {
 }
 
 #[test]
-fn what_a_stream_allocated_while_it_was_captured_is_charged_when_the_graph_is_launched() {
+fn captured_allocation_is_charged_when_its_graph_is_launched() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for bytes in [QUOTA - 1, QUOTA] {
@@ -92,7 +92,7 @@ fn what_a_stream_allocated_while_it_was_captured_is_charged_when_the_graph_is_la
 }
 
 #[test]
-fn a_graph_that_is_uploaded_as_it_is_made_executable_is_charged_then() {
+fn graph_is_charged_when_instantiation_uploads_it() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let graph = program.ok(format!("graph {}", 40 * MIB))[0];
@@ -103,7 +103,7 @@ fn a_graph_that_is_uploaded_as_it_is_made_executable_is_charged_then() {
 }
 
 #[test]
-fn graphs_in_a_graph_count_and_one_without_memory_takes_none() {
+fn child_graphs_are_charged_with_their_parent() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let inner = program.ok(format!("graph {}", 40 * MIB))[0];
@@ -125,7 +125,7 @@ fn graphs_in_a_graph_count_and_one_without_memory_takes_none() {
 }
 
 #[test]
-fn memory_that_no_graph_needs_now_is_given_back_before_a_program_is_refused() {
+fn unused_graph_memory_is_trimmed_before_a_denial() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let executables = [200 * MIB, 100 * MIB].map(|bytes| {
@@ -160,7 +160,7 @@ fn busy(program: &mut Client, bytes: u64) -> (u64, [u64; 2]) {
 }
 
 #[test]
-fn a_graph_that_is_launched_into_another_stream_is_charged_for_what_it_takes_there() {
+fn graph_is_charged_again_when_launched_into_another_stream() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let (executable, [first, second]) = busy(&mut program, 100 * MIB);
@@ -183,7 +183,7 @@ fn a_graph_that_is_launched_into_another_stream_is_charged_for_what_it_takes_the
 }
 
 #[test]
-fn a_running_graph_is_launched_again_where_there_was_no_room_for_more() {
+fn running_graph_is_launched_again_at_the_quota() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let (executable, [stream, _]) = busy(&mut program, QUOTA);
@@ -194,7 +194,7 @@ fn a_running_graph_is_launched_again_where_there_was_no_room_for_more() {
 }
 
 #[test]
-fn a_thread_that_makes_room_beside_running_graphs_does_not_hang() {
+fn reclaim_beside_running_graphs_does_not_hang() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let (executable, [first, second]) = busy(&mut program, 64 * MIB);
@@ -206,7 +206,7 @@ fn a_thread_that_makes_room_beside_running_graphs_does_not_hang() {
 }
 
 #[test]
-fn a_context_that_waits_for_its_work_to_end_holds_up_no_launch() {
+fn context_destruction_that_waits_blocks_no_graph_launch() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let graph = program.ok(format!("graph {}", 32 * MIB))[0];
@@ -224,7 +224,7 @@ fn a_context_that_waits_for_its_work_to_end_holds_up_no_launch() {
 }
 
 #[test]
-fn a_reset_device_gives_back_its_graph_memory() {
+fn device_reset_discharges_its_graph_memory() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let graph = program.ok(format!("graph {QUOTA}"))[0];

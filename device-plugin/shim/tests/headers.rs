@@ -59,7 +59,7 @@ fn question(proc: ProcAddress<'_>) -> String {
 }
 
 #[test]
-fn every_function_that_a_header_declares_is_in_the_table() {
+fn table_has_every_function_of_the_headers() {
     let functions = functions();
     let known: BTreeSet<String> = functions
         .iter()
@@ -79,7 +79,7 @@ fn every_function_that_a_header_declares_is_in_the_table() {
 }
 
 #[test]
-fn every_question_to_get_proc_address_in_the_table_is_one_of_the_headers() {
+fn proc_entries_of_the_table_are_in_the_headers() {
     let declared = declared();
     for proc in functions().into_iter().filter_map(|function| function.proc) {
         let asked = question(proc);
@@ -91,7 +91,7 @@ fn every_question_to_get_proc_address_in_the_table_is_one_of_the_headers() {
 }
 
 #[test]
-fn a_question_to_get_proc_address_names_the_symbol_it_stands_with() {
+fn proc_entries_match_their_symbols() {
     for function in functions() {
         let Some(proc) = function.proc else { continue };
         assert_eq!(proc.base, symbol_table::base_name(function.name));
@@ -105,7 +105,7 @@ fn a_question_to_get_proc_address_names_the_symbol_it_stands_with() {
 }
 
 #[test]
-fn a_function_that_is_watched_has_as_many_arguments_as_the_headers_say() {
+fn watched_functions_have_the_headers_argument_counts() {
     let declared = declared();
     let watched = functions()
         .into_iter()
@@ -125,7 +125,7 @@ fn a_function_that_is_watched_has_as_many_arguments_as_the_headers_say() {
 }
 
 #[test]
-fn every_function_that_may_take_memory_is_hooked_refused_or_says_why_not() {
+fn memory_functions_are_hooked_or_refused_or_have_a_reason() {
     let silent: Vec<_> = functions()
         .into_iter()
         .filter(|function| MEMORY.contains(&function.class))
@@ -136,7 +136,7 @@ fn every_function_that_may_take_memory_is_hooked_refused_or_says_why_not() {
 }
 
 #[test]
-fn no_function_with_the_name_of_one_that_takes_memory_is_called_neutral_without_a_reason() {
+fn neutral_functions_with_memory_names_have_a_reason() {
     let looks = |name: &str| {
         PARTS.iter().any(|part| name.contains(part))
             && !ASKING.iter().any(|part| name.contains(part))
@@ -152,7 +152,7 @@ fn no_function_with_the_name_of_one_that_takes_memory_is_called_neutral_without_
 
 #[test]
 #[ignore = "needs the network and pip: run it when headers.sh changes"]
-fn the_list_of_the_headers_is_what_its_script_writes() {
+fn headers_txt_equals_the_output_of_its_script() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("headers.sh");
     let output = Command::new(script).output().unwrap();
     assert!(output.status.success());

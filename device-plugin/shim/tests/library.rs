@@ -38,14 +38,14 @@ fn shim() -> PathBuf {
 }
 
 #[test]
-fn the_library_exports_the_table_and_nothing_else() {
+fn library_exports_exactly_the_table() {
     let table = symbols();
     elf::exports_exactly(&shim(), &table);
     assert!(table.len() >= 682 + 25);
 }
 
 #[test]
-fn the_table_has_every_symbol_of_the_driver_on_this_machine() {
+fn table_has_every_symbol_of_this_machines_driver() {
     let Some(real) = REAL.iter().map(Path::new).find(|path| path.exists()) else {
         println!("no driver here: the table is held against the shim only");
         return;
@@ -62,23 +62,23 @@ fn the_table_has_every_symbol_of_the_driver_on_this_machine() {
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn the_library_needs_no_newer_glibc_than_documented() {
+fn library_needs_no_newer_glibc_than_documented() {
     elf::needs_an_old_glibc(&shim());
 }
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn the_library_needs_nothing_that_an_image_with_glibc_may_lack() {
+fn library_depends_on_glibc_only() {
     elf::needs_glibc_only(&shim());
 }
 
 #[test]
-fn the_library_is_known_by_the_drivers_name_stays_loaded_and_reads_no_environment() {
+fn library_has_the_drivers_soname_and_reads_no_environment() {
     elf::is_named_and_stays_loaded(&shim(), "libcuda.so.1");
     elf::reads_no_environment(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
 }
 
 #[test]
-fn no_other_library_can_take_the_place_of_a_hook_inside_the_shim() {
+fn hooks_cannot_be_interposed_by_another_library() {
     elf::binds_its_own(&shim(), "cu");
 }

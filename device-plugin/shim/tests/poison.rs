@@ -37,7 +37,7 @@ const FAULTS: [(&str, &str); 4] = [
 ];
 
 #[test]
-fn under_in_place_the_main_process_is_executed_again_and_its_program_sees_no_error() {
+fn main_process_is_reexecuted_under_policy_in_place() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     for (round, (kernel, _)) in FAULTS.iter().cycle().take(8).enumerate() {
@@ -59,7 +59,7 @@ fn under_in_place_the_main_process_is_executed_again_and_its_program_sees_no_err
 }
 
 #[test]
-fn a_code_is_met_by_whatever_call_reports_errors_of_work_that_went_before() {
+fn sticky_error_is_seen_by_every_call_that_reports_it() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     for call in [
@@ -92,7 +92,7 @@ fn a_code_is_met_by_whatever_call_reports_errors_of_work_that_went_before() {
 }
 
 #[test]
-fn the_new_image_is_what_the_container_was_started_as() {
+fn reexecuted_image_equals_the_containers_start() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     // The test's own shell leaves descriptors open to it.
@@ -111,7 +111,7 @@ fn the_new_image_is_what_the_container_was_started_as() {
 }
 
 #[test]
-fn no_thread_has_its_error_before_the_agent_has_said_what_becomes_of_the_program() {
+fn no_thread_gets_its_error_before_the_agents_decision() {
     let mut container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     container.stop_agent();
@@ -122,7 +122,7 @@ fn no_thread_has_its_error_before_the_agent_has_said_what_becomes_of_the_program
 }
 
 #[test]
-fn what_a_program_put_in_the_place_of_a_standard_descriptor_ends_with_its_image() {
+fn replaced_standard_descriptors_end_with_their_image() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     assert_eq!(program.call("replace"), "ok");
@@ -133,7 +133,7 @@ fn what_a_program_put_in_the_place_of_a_standard_descriptor_ends_with_its_image(
 }
 
 #[test]
-fn a_thread_that_is_not_the_first_and_children_are_no_hindrance() {
+fn reexec_works_from_a_second_thread_beside_children() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     // Told from all others by how long they sleep.
@@ -160,7 +160,7 @@ fn a_thread_that_is_not_the_first_and_children_are_no_hindrance() {
 }
 
 #[test]
-fn an_image_that_takes_its_time_before_it_calls_cuda_is_left_alone() {
+fn slow_new_image_is_not_killed_before_it_calls_cuda() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     std::fs::write(container.busy(), "").unwrap();
@@ -179,7 +179,7 @@ fn an_image_that_takes_its_time_before_it_calls_cuda_is_left_alone() {
 }
 
 #[test]
-fn under_restart_the_program_gets_its_error_and_the_container_is_condemned() {
+fn program_gets_its_error_under_policy_restart() {
     let container = container(ContextAction::Restart);
     let mut program = container.main_program();
     fault(&mut program, "fault");
@@ -197,7 +197,7 @@ fn under_restart_the_program_gets_its_error_and_the_container_is_condemned() {
 }
 
 #[test]
-fn a_poisoned_image_is_told_its_code_by_every_kernel_that_faults() {
+fn poisoned_image_gets_its_code_from_every_faulting_kernel() {
     for (kernel, code) in FAULTS {
         let container = container(ContextAction::Report);
         let mut program = container.program();
@@ -210,7 +210,7 @@ fn a_poisoned_image_is_told_its_code_by_every_kernel_that_faults() {
 }
 
 #[test]
-fn an_image_that_the_kernels_log_told_of_learns_its_code_where_it_is_refused_memory() {
+fn image_fenced_by_an_xid_gets_its_code_when_memory_is_denied() {
     let container = container(ContextAction::Report);
     let mut program = container.program();
     fault(&mut program, "fault");
@@ -223,7 +223,7 @@ fn an_image_that_the_kernels_log_told_of_learns_its_code_where_it_is_refused_mem
 }
 
 #[test]
-fn a_process_that_is_not_the_main_one_is_never_executed_again() {
+fn process_other_than_the_main_one_is_never_reexecuted() {
     let container = container(ContextAction::InPlace);
     let mut program = container.program();
     fault(&mut program, "fault");
@@ -232,7 +232,7 @@ fn a_process_that_is_not_the_main_one_is_never_executed_again() {
 }
 
 #[test]
-fn not_more_often_than_the_maximum() {
+fn reexec_stops_at_the_maximum() {
     let container = Container::with_quota(QUOTA);
     container.set_policy(Policy::new(ContextAction::InPlace, 2, 600));
     let mut program = container.main_program();
@@ -249,7 +249,7 @@ fn not_more_often_than_the_maximum() {
 }
 
 #[test]
-fn a_report_waits_for_an_agent_that_is_being_replaced_and_not_for_one_that_stays_away() {
+fn poison_report_waits_for_a_restarting_agent() {
     let mut container = container(ContextAction::InPlace);
     let mut program = container.main_program();
     container.stop_agent();

@@ -40,7 +40,7 @@ fn keeping(container: &Container) -> (Client, u64) {
 }
 
 #[test]
-fn a_pool_is_charged_whole_steps() {
+fn pool_is_charged_whole_steps() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for (bytes, taken) in [
@@ -61,7 +61,7 @@ fn a_pool_is_charged_whole_steps() {
 }
 
 #[test]
-fn one_byte_below_the_quota_and_the_quota_fit_and_one_byte_more_does_not() {
+fn quota_fits_exactly_and_one_byte_more_is_denied() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for bytes in [QUOTA - 1, QUOTA] {
@@ -81,7 +81,7 @@ fn one_byte_below_the_quota_and_the_quota_fit_and_one_byte_more_does_not() {
 }
 
 #[test]
-fn a_quota_that_ends_inside_a_step_allows_whole_steps_only() {
+fn quota_inside_a_step_allows_whole_steps_only() {
     let container = Container::with_quota(QUOTA + STEP - 1);
     let mut program = container.program();
     assert_eq!(program.call(format!("asyncalloc {} 0", QUOTA + 1)), "err 2");
@@ -91,7 +91,7 @@ fn a_quota_that_ends_inside_a_step_allows_whole_steps_only() {
 }
 
 #[test]
-fn memory_of_one_kind_is_freed_by_the_other() {
+fn linear_and_pool_memory_can_be_freed_either_way() {
     let container = Container::with_quota(QUOTA);
     let (mut program, pool) = keeping(&container);
     for _ in 0..3 {
@@ -113,7 +113,7 @@ fn memory_of_one_kind_is_freed_by_the_other() {
 }
 
 #[test]
-fn linear_memory_that_a_stream_frees_is_charged_until_a_synchronise_has_seen_it() {
+fn linear_memory_freed_in_a_stream_is_charged_until_a_sync() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let stream = program.ok("stream")[0];
@@ -130,7 +130,7 @@ fn linear_memory_that_a_stream_frees_is_charged_until_a_synchronise_has_seen_it(
 }
 
 #[test]
-fn a_context_that_ends_takes_linear_memory_with_it_that_a_stream_was_freeing() {
+fn destroyed_context_discharges_its_deferred_frees() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let context = program.ok("context")[0];
@@ -144,7 +144,7 @@ fn a_context_that_ends_takes_linear_memory_with_it_that_a_stream_was_freeing() {
 }
 
 #[test]
-fn processes_that_share_a_quota_get_exactly_the_steps_that_fit() {
+fn racing_processes_get_exactly_the_pool_steps_that_fit() {
     let container = Container::with_quota(QUOTA);
     let mut programs: Vec<_> = (0..3).map(|_| container.program()).collect();
     programs
@@ -169,7 +169,7 @@ fn processes_that_share_a_quota_get_exactly_the_steps_that_fit() {
 }
 
 #[test]
-fn threads_that_race_for_the_last_steps_get_exactly_those_that_fit() {
+fn racing_threads_get_exactly_the_pool_steps_that_fit() {
     let container = Container::with_quota(QUOTA);
     for _ in 0..5 {
         let mut program = container.program();
@@ -186,7 +186,7 @@ fn threads_that_race_for_the_last_steps_get_exactly_those_that_fit() {
 }
 
 #[test]
-fn where_the_quota_has_plenty_of_room_a_pool_is_charged_ahead_until_somebody_looks() {
+fn pool_prefetches_until_it_is_reconciled_when_room_is_ample() {
     let container = Container::with_quota(LARGE);
     let (mut program, pool) = keeping(&container);
     program.ok("retain");
@@ -209,7 +209,7 @@ fn where_the_quota_has_plenty_of_room_a_pool_is_charged_ahead_until_somebody_loo
 }
 
 #[test]
-fn what_a_pool_was_charged_ahead_is_not_exported_with_it() {
+fn prefetched_credit_is_not_exported_with_its_pool() {
     let container = Container::with_quota(LARGE);
     let mut program = container.program();
     let pool = program.ok("pool 1 1 1")[0];
@@ -222,7 +222,7 @@ fn what_a_pool_was_charged_ahead_is_not_exported_with_it() {
 }
 
 #[test]
-fn nothing_is_charged_ahead_beside_another_process() {
+fn pool_does_not_prefetch_beside_another_process() {
     let container = Container::with_quota(LARGE);
     let mut other = container.program();
     other.ok("alloc 1");
@@ -235,7 +235,7 @@ fn nothing_is_charged_ahead_beside_another_process() {
 }
 
 #[test]
-fn threads_never_have_more_than_is_charged_and_get_all_of_a_large_quota() {
+fn threads_use_all_of_a_large_quota_and_no_more() {
     let container = Container::with_quota(LARGE);
     let mut program = container.program();
     program.ok("retain");
@@ -256,7 +256,7 @@ fn threads_never_have_more_than_is_charged_and_get_all_of_a_large_quota() {
 }
 
 #[test]
-fn what_a_pool_has_cached_is_used_at_the_quota_without_asking_anybody() {
+fn pool_cache_is_used_at_the_quota_without_the_agent() {
     let mut container = Container::with_quota(QUOTA);
     let (mut program, _) = keeping(&container);
     let pointer = program.ok(format!("asyncalloc {QUOTA} 0"))[0];
@@ -269,7 +269,7 @@ fn what_a_pool_has_cached_is_used_at_the_quota_without_asking_anybody() {
 }
 
 #[test]
-fn what_pools_have_cached_makes_room_for_every_other_kind_of_memory() {
+fn pool_caches_are_trimmed_for_other_kinds_of_memory() {
     let container = Container::with_quota(QUOTA);
     let (mut program, pool) = keeping(&container);
     let other = program.ok("pool 1 1 0")[0];
@@ -295,7 +295,7 @@ fn what_pools_have_cached_makes_room_for_every_other_kind_of_memory() {
 }
 
 #[test]
-fn a_program_that_frees_and_allocates_runs_on_whatever_stream_it_frees_in() {
+fn allocation_at_the_quota_waits_for_frees_of_any_stream() {
     let container = Container::with_quota(QUOTA);
     let (mut program, _) = keeping(&container);
     let streams: Vec<u64> = (0..3).map(|_| program.ok("stream")[0]).collect();
@@ -310,7 +310,7 @@ fn a_program_that_frees_and_allocates_runs_on_whatever_stream_it_frees_in() {
 }
 
 #[test]
-fn a_thread_that_waits_for_freed_memory_at_the_quota_holds_up_no_other() {
+fn thread_that_waits_at_the_quota_blocks_no_other() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let stream = program.ok("stream")[0];
@@ -329,7 +329,7 @@ fn a_thread_that_waits_for_freed_memory_at_the_quota_holds_up_no_other() {
 }
 
 #[test]
-fn a_pool_that_is_destroyed_is_charged_until_its_last_allocation_is_freed() {
+fn destroyed_pool_is_charged_until_its_last_free() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pool = program.ok("pool 1 1 0")[0];
@@ -354,7 +354,7 @@ fn a_pool_that_is_destroyed_is_charged_until_its_last_allocation_is_freed() {
 }
 
 #[test]
-fn an_empty_pool_is_destroyed_at_once_and_a_devices_own_cannot_be() {
+fn empty_pool_is_destroyed_at_once_but_not_a_default_pool() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for _ in 0..100 {
@@ -369,7 +369,7 @@ fn an_empty_pool_is_destroyed_at_once_and_a_devices_own_cannot_be() {
 }
 
 #[test]
-fn a_null_pool_that_is_destroyed_leaves_the_next_pool_alone() {
+fn destroying_a_null_pool_leaves_the_next_pool_alone() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pool = program.ok("pool 1 1 0")[0];
@@ -382,7 +382,7 @@ fn a_null_pool_that_is_destroyed_leaves_the_next_pool_alone() {
 }
 
 #[test]
-fn pools_of_the_host_are_free_and_managed_ones_have_the_managed_quota() {
+fn host_pools_are_free_and_managed_pools_use_their_quota() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for location in [2, 3] {
@@ -406,7 +406,7 @@ fn pools_of_the_host_are_free_and_managed_ones_have_the_managed_quota() {
 }
 
 #[test]
-fn each_gpu_pays_for_its_own_pools() {
+fn pools_are_charged_to_their_own_gpu() {
     let container = Container::with_quotas(&[QUOTA, 2 * QUOTA]);
     let mut program = container.program();
     program.ok(format!("asyncalloc {QUOTA} 0"));
@@ -421,7 +421,7 @@ fn each_gpu_pays_for_its_own_pools() {
 }
 
 #[test]
-fn pools_outlive_the_contexts_that_were_current_when_they_were_used() {
+fn pools_outlive_the_contexts_that_used_them() {
     let container = Container::with_quota(QUOTA);
     let (mut program, pool) = keeping(&container);
     let pointer = program.ok(format!("asyncalloc {} 0", 64 * MIB))[0];
@@ -436,7 +436,7 @@ fn pools_outlive_the_contexts_that_were_current_when_they_were_used() {
 }
 
 #[test]
-fn an_exported_pool_stays_charged_for_all_that_it_ever_had_and_no_fabric_handle_is_given_out() {
+fn exported_pool_stays_charged_for_its_largest_size() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pool = program.ok("pool 1 1 1")[0];
@@ -458,7 +458,7 @@ fn an_exported_pool_stays_charged_for_all_that_it_ever_had_and_no_fabric_handle_
 }
 
 #[test]
-fn a_capture_is_not_disturbed_and_what_is_captured_takes_nothing() {
+fn capture_stays_valid_and_captured_memory_is_not_charged() {
     let container = Container::with_quota(QUOTA);
     let (mut program, pool) = keeping(&container);
     let (captured, other) = (program.ok("stream")[0], program.ok("stream")[0]);
@@ -481,7 +481,7 @@ fn a_capture_is_not_disturbed_and_what_is_captured_takes_nothing() {
 }
 
 #[test]
-fn a_forked_child_can_neither_use_its_parents_pools_nor_hang_on_their_lock() {
+fn forked_child_neither_uses_nor_blocks_on_parents_pools() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok(format!("asyncalloc {STEP} 0"));
@@ -559,7 +559,7 @@ fn end(program: &mut Client, dice: &mut Dice, what: Owned, stream: u64) -> Optio
 }
 
 #[test]
-fn whatever_a_program_does_it_is_charged_what_the_driver_took_and_never_more_than_its_quota() {
+fn charges_cover_the_drivers_memory_under_random_operations() {
     let container = Container::with_quota(QUOTA);
     for seed in 1..=4_u64 {
         let (mut program, pool) = keeping(&container);

@@ -31,7 +31,7 @@ fn functions() -> Vec<Function<'static>> {
 }
 
 #[test]
-fn an_address_that_the_driver_gives_for_a_hooked_name_is_always_replaced() {
+fn driver_address_of_a_hooked_name_is_always_replaced() {
     let container = Container::with_quota(MIB);
     let mut program = container.program();
     let mut forms = BTreeMap::<_, BTreeSet<_>>::new();
@@ -74,7 +74,7 @@ fn an_address_that_the_driver_gives_for_a_hooked_name_is_always_replaced() {
 }
 
 #[test]
-fn a_name_that_the_driver_lacks_is_not_found() {
+fn name_that_the_driver_lacks_is_not_found() {
     let container = Container::with_quota(MIB);
     let mut program = container.program();
     assert_eq!(program.call("address cuMemAllocTiered 13000 0"), "err 500");

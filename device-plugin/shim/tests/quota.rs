@@ -21,7 +21,7 @@ const QUOTA: u64 = 256 * MIB;
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 #[test]
-fn one_byte_below_the_quota_and_the_quota_fit_and_one_byte_more_does_not() {
+fn quota_fits_exactly_and_one_byte_more_is_denied() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for bytes in [QUOTA - 1, QUOTA] {
@@ -35,7 +35,7 @@ fn one_byte_below_the_quota_and_the_quota_fit_and_one_byte_more_does_not() {
 }
 
 #[test]
-fn a_program_sees_a_gpu_of_its_quota_and_what_its_siblings_use() {
+fn mem_info_shows_the_quota_and_the_siblings_usage() {
     let container = Container::with_quota(QUOTA);
     let (mut first, mut second) = (container.program(), container.program());
     assert_eq!(first.ok("info"), [QUOTA, QUOTA]);
@@ -48,7 +48,7 @@ fn a_program_sees_a_gpu_of_its_quota_and_what_its_siblings_use() {
 }
 
 #[test]
-fn processes_that_race_for_the_last_bytes_get_exactly_those_that_fit() {
+fn racing_processes_get_exactly_the_quotas_last_bytes() {
     let container = Container::with_quota(QUOTA);
     let mut programs: Vec<_> = (0..6).map(|_| container.program()).collect();
     // What the driver takes for each: whole chunks of 2 MiB above 1 MiB.
@@ -77,7 +77,7 @@ fn processes_that_race_for_the_last_bytes_get_exactly_those_that_fit() {
 }
 
 #[test]
-fn a_killed_program_leaves_nothing_charged() {
+fn killed_program_leaves_nothing_charged() {
     let container = Container::with_quota(QUOTA);
     for _ in 0..5 {
         let mut program = container.program();
@@ -90,7 +90,7 @@ fn a_killed_program_leaves_nothing_charged() {
 }
 
 #[test]
-fn a_killed_programs_memory_stays_charged_while_a_child_of_it_lives() {
+fn killed_programs_memory_stays_charged_while_its_child_lives() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok(format!("alloc {QUOTA}"));
@@ -107,7 +107,7 @@ fn a_killed_programs_memory_stays_charged_while_a_child_of_it_lives() {
 }
 
 #[test]
-fn an_exec_starts_with_the_whole_quota_again() {
+fn exec_discharges_the_earlier_image() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok(format!("alloc {QUOTA}"));
@@ -120,7 +120,7 @@ fn an_exec_starts_with_the_whole_quota_again() {
 }
 
 #[test]
-fn without_the_agent_what_is_granted_stays_usable_and_more_is_refused() {
+fn granted_credit_stays_usable_without_the_agent() {
     let mut container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pointer = program.ok(format!("alloc {}", 128 * MIB))[0];
@@ -152,7 +152,7 @@ fn without_the_agent_what_is_granted_stays_usable_and_more_is_refused() {
 }
 
 #[test]
-fn programs_wait_for_an_agent_that_is_being_replaced() {
+fn programs_wait_for_a_restarting_agent() {
     let mut container = Container::with_quota(QUOTA);
     let (mut runs, mut starts) = (container.program(), container.program());
     runs.ok(format!("alloc {}", 64 * MIB));
@@ -168,7 +168,7 @@ fn programs_wait_for_an_agent_that_is_being_replaced() {
 }
 
 #[test]
-fn a_restarted_agent_gives_nobody_what_a_silent_process_holds() {
+fn restarted_agent_reserves_what_a_silent_process_holds() {
     let mut container = Container::with_quota(QUOTA);
     let mut silent = container.program();
     silent.ok(format!("alloc {}", 200 * MIB));
@@ -196,7 +196,7 @@ fn a_restarted_agent_gives_nobody_what_a_silent_process_holds() {
 }
 
 #[test]
-fn an_agent_that_accepts_and_never_answers_costs_a_bounded_wait() {
+fn wait_is_bounded_when_the_agent_never_answers() {
     let mut container = Container::with_quota(QUOTA);
     container.stop_agent();
     std::fs::remove_file(container.socket()).unwrap();
@@ -238,7 +238,7 @@ fn welcome() -> Vec<u8> {
 }
 
 #[test]
-fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
+fn request_is_repeated_when_the_agent_dies_before_its_answer() {
     let mut container = Container::with_quota(QUOTA);
     container.stop_agent();
     std::fs::remove_file(container.socket()).unwrap();
@@ -262,7 +262,7 @@ fn an_agent_that_dies_before_its_answer_is_asked_again_as_soon_as_it_is_back() {
 }
 
 #[test]
-fn no_thread_is_told_that_nothing_is_free_while_another_moves_to_a_new_page() {
+fn mem_info_is_right_while_another_thread_migrates_pages() {
     let mut container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok(format!("alloc {MIB}"));
@@ -300,7 +300,7 @@ fn no_thread_is_told_that_nothing_is_free_while_another_moves_to_a_new_page() {
 }
 
 #[test]
-fn a_program_that_allocates_before_the_driver_is_initialised_can_allocate_after_it() {
+fn allocation_before_cuinit_does_not_break_later_ones() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     assert_eq!(program.call("early"), "early 3 3");
@@ -310,7 +310,7 @@ fn a_program_that_allocates_before_the_driver_is_initialised_can_allocate_after_
 }
 
 #[test]
-fn garbage_on_the_socket_does_not_slow_a_program_down() {
+fn garbage_on_the_socket_does_not_slow_programs() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let hostile: Vec<_> = (0..50)
@@ -327,7 +327,7 @@ fn garbage_on_the_socket_does_not_slow_a_program_down() {
 }
 
 #[test]
-fn managed_memory_has_a_quota_of_its_own_and_none_by_default() {
+fn managed_memory_has_a_quota_of_its_own() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     assert_eq!(program.call(format!("managed {MIB}")), "err 2");
@@ -342,7 +342,7 @@ fn managed_memory_has_a_quota_of_its_own_and_none_by_default() {
 }
 
 #[test]
-fn a_pitched_allocation_is_charged_with_the_drivers_own_pitch() {
+fn pitched_memory_is_charged_by_the_drivers_pitch() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pointer = program.ok("pitch 1000 1024")[0];
@@ -353,13 +353,13 @@ fn a_pitched_allocation_is_charged_with_the_drivers_own_pitch() {
 }
 
 #[test]
-fn a_function_that_the_driver_lacks_is_an_error_and_no_crash() {
+fn function_that_the_driver_lacks_returns_an_error() {
     let container = Container::with_quota(QUOTA);
     assert_eq!(container.program().call("missing"), "err 801");
 }
 
 #[test]
-fn a_forked_child_neither_crashes_nor_uses_its_parents_credit() {
+fn forked_child_uses_none_of_its_parents_credit() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok(format!("alloc {MIB}"));
@@ -369,7 +369,7 @@ fn a_forked_child_neither_crashes_nor_uses_its_parents_credit() {
 }
 
 #[test]
-fn a_free_that_the_driver_refuses_stays_charged_and_a_second_free_changes_nothing() {
+fn refused_or_second_free_changes_no_charge() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pointer = program.ok(format!("alloc {MIB}"))[0];
@@ -385,7 +385,7 @@ fn a_free_that_the_driver_refuses_stays_charged_and_a_second_free_changes_nothin
 }
 
 #[test]
-fn a_reset_device_gives_back_what_its_primary_context_had() {
+fn device_reset_discharges_its_primary_context() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for _ in 0..3 {
@@ -397,7 +397,7 @@ fn a_reset_device_gives_back_what_its_primary_context_had() {
 }
 
 #[test]
-fn a_primary_context_gives_back_what_it_had_with_its_last_release_only() {
+fn primary_context_is_discharged_by_its_last_release_only() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     program.ok("retain");
@@ -413,7 +413,7 @@ fn a_primary_context_gives_back_what_it_had_with_its_last_release_only() {
 }
 
 #[test]
-fn a_destroyed_context_gives_back_what_it_had_and_nothing_of_others() {
+fn destroyed_context_discharges_only_its_own_memory() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let first = program.ok(format!("alloc {}", 10 * MIB))[0];

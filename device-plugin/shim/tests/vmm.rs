@@ -24,7 +24,7 @@ fn mapped(program: &mut Client, bytes: u64) -> (u64, u64) {
 }
 
 #[test]
-fn the_last_block_of_the_quota_fits_and_one_block_more_does_not() {
+fn vmm_block_beyond_the_quota_is_denied() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     for bytes in [QUOTA - BLOCK, QUOTA] {
@@ -45,7 +45,7 @@ fn the_last_block_of_the_quota_fits_and_one_block_more_does_not() {
 }
 
 #[test]
-fn a_byte_of_other_memory_leaves_no_room_for_the_last_block() {
+fn last_vmm_block_is_denied_beside_other_memory() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let byte = program.ok("alloc 1")[0];
@@ -56,7 +56,7 @@ fn a_byte_of_other_memory_leaves_no_room_for_the_last_block() {
 }
 
 #[test]
-fn a_size_that_the_driver_refuses_is_not_charged() {
+fn size_that_the_driver_refuses_is_not_charged() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     assert_eq!(program.call(format!("create {} 0 0", BLOCK + 1)), "err 1");
@@ -65,7 +65,7 @@ fn a_size_that_the_driver_refuses_is_not_charged() {
 }
 
 #[test]
-fn processes_share_one_quota() {
+fn processes_of_a_container_share_one_quota() {
     let container = Container::with_quota(QUOTA);
     let (mut first, mut second) = (container.program(), container.program());
     first.ok(format!("create {} 0 0", 200 * MIB));
@@ -80,7 +80,7 @@ fn processes_share_one_quota() {
 }
 
 #[test]
-fn memory_that_only_a_mapping_keeps_stays_charged() {
+fn memory_stays_charged_while_it_is_mapped() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let (handle, address) = mapped(&mut program, QUOTA);
@@ -105,7 +105,7 @@ fn memory_that_only_a_mapping_keeps_stays_charged() {
 }
 
 #[test]
-fn a_program_that_sleeps_and_wakes_a_hundred_times_uses_what_it_did_before() {
+fn sleep_and_wake_a_hundred_times_leaks_no_charge() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let (before, taken) = (container.usage(), container.taken());
@@ -117,7 +117,7 @@ fn a_program_that_sleeps_and_wakes_a_hundred_times_uses_what_it_did_before() {
 }
 
 #[test]
-fn a_context_that_ends_leaves_it_charged() {
+fn vmm_memory_stays_charged_after_its_context_ends() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let (handle, address) = mapped(&mut program, 64 * MIB);
@@ -129,7 +129,7 @@ fn a_context_that_ends_leaves_it_charged() {
 }
 
 #[test]
-fn each_gpu_pays_for_what_is_created_on_it_whatever_context_is_current() {
+fn vmm_memory_is_charged_to_the_gpu_in_its_properties() {
     let container = Container::with_quotas(&[QUOTA, QUOTA / 2]);
     let mut program = container.program();
     program.ok(format!("create {} 1 0", QUOTA / 2));
@@ -140,7 +140,7 @@ fn each_gpu_pays_for_what_is_created_on_it_whatever_context_is_current() {
 }
 
 #[test]
-fn exported_memory_stays_charged_when_its_owner_lets_go_of_it() {
+fn exported_memory_stays_charged_after_its_release() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let handle = program.ok(format!("create {} 0 1", 64 * MIB))[0];
@@ -158,7 +158,7 @@ fn exported_memory_stays_charged_when_its_owner_lets_go_of_it() {
 }
 
 #[test]
-fn an_export_that_the_driver_refuses_changes_nothing() {
+fn refused_export_changes_no_charge() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let handle = program.ok(format!("create {BLOCK} 0 0"))[0];
@@ -168,7 +168,7 @@ fn an_export_that_the_driver_refuses_changes_nothing() {
 }
 
 #[test]
-fn what_a_dma_buf_descriptor_keeps_stays_charged_when_it_is_freed() {
+fn memory_with_a_dma_buf_stays_charged_after_its_free() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pointer = program.ok(format!("alloc {}", QUOTA / 2))[0];
@@ -193,7 +193,7 @@ fn what_a_dma_buf_descriptor_keeps_stays_charged_when_it_is_freed() {
 }
 
 #[test]
-fn an_address_range_that_the_driver_does_not_export_changes_nothing() {
+fn refused_address_range_export_changes_no_charge() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let pointer = program.ok(format!("alloc {QUOTA}"))[0];
@@ -206,7 +206,7 @@ fn an_address_range_that_the_driver_does_not_export_changes_nothing() {
 }
 
 #[test]
-fn memory_that_only_a_multicast_object_keeps_stays_charged() {
+fn memory_stays_charged_while_a_multicast_object_binds_it() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let object = program.ok(format!("multicast {QUOTA}"))[0];
@@ -228,7 +228,7 @@ fn memory_that_only_a_multicast_object_keeps_stays_charged() {
 }
 
 #[test]
-fn memory_that_is_a_tile_of_a_sparse_array_stays_charged_until_the_process_ends() {
+fn sparse_array_tile_stays_charged_until_the_process_exits() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let array = program.ok("array 8192 8192 0 64")[0];
@@ -249,7 +249,7 @@ fn memory_that_is_a_tile_of_a_sparse_array_stays_charged_until_the_process_ends(
 }
 
 #[test]
-fn no_fabric_handle_is_given_out() {
+fn fabric_handles_are_refused() {
     let container = Container::with_quota(QUOTA);
     let mut program = container.program();
     let handle = program.ok(format!("create {BLOCK} 0 1"))[0];
@@ -259,7 +259,7 @@ fn no_fabric_handle_is_given_out() {
 }
 
 #[test]
-fn the_owner_pays_for_linear_memory_that_another_process_opens() {
+fn owner_pays_for_linear_memory_that_another_process_opens() {
     let container = Container::with_quota(QUOTA);
     let (mut owner, mut other) = (container.program(), container.program());
     let pointer = owner.ok(format!("alloc {}", 200 * MIB))[0];

@@ -73,7 +73,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[Tests {
             target: LIB,
-            names: &["page::tests::page_keeps_its_accounts_when_the_process_writes_another_number"],
+            names: &["page::tests::page_keeps_its_accounts_when_a_tenant_overwrites_the_count"],
             ignored: false,
             env: &[],
         }],
@@ -385,7 +385,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         long: false,
         tests: &[Tests {
             target: LIB,
-            names: &["wire::kept::tests::a_lease_name_is_printable_and_not_too_long"],
+            names: &["wire::kept::tests::lease_name_is_printable_and_bounded"],
             ignored: false,
             env: &[],
         }],

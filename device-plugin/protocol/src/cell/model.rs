@@ -127,7 +127,7 @@ fn granted_to(n: u32) -> (Arc<Process>, Arc<Mutex<Agent>>) {
 }
 
 #[test]
-fn charges_grants_and_credit_that_is_taken_back_never_lose_a_unit() {
+fn charges_grants_and_reclaims_never_lose_a_unit() {
     check(|| {
         let (process, agent) = granted_to(2);
         let other = {
@@ -159,7 +159,7 @@ fn charges_grants_and_credit_that_is_taken_back_never_lose_a_unit() {
 }
 
 #[test]
-fn of_two_that_race_for_the_last_unit_exactly_one_gets_it() {
+fn last_unit_is_charged_by_exactly_one_thread() {
     check(|| {
         let (process, _agent) = granted_to(1);
         let other = {
@@ -172,7 +172,7 @@ fn of_two_that_race_for_the_last_unit_exactly_one_gets_it() {
 }
 
 #[test]
-fn a_process_that_moves_to_another_page_loses_no_charge_and_gains_no_credit() {
+fn migration_loses_no_charge_and_gains_no_credit() {
     check(|| {
         let (process, agent) = granted_to(3);
         assert!(process.charge(1));
@@ -197,7 +197,7 @@ fn a_process_that_moves_to_another_page_loses_no_charge_and_gains_no_credit() {
 }
 
 #[test]
-fn a_move_that_is_given_up_lends_nothing_of_what_the_process_still_has() {
+fn abandoned_migration_reclaims_no_credit_in_use() {
     check(|| {
         let (process, agent) = granted_to(2);
         let sibling = {

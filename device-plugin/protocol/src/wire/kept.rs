@@ -438,7 +438,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_lease_name_is_printable_and_not_too_long() {
+    fn lease_name_is_printable_and_bounded() {
         let name = |name: String| LeaseName::try_from(name).map(|name| name.as_str().len());
         assert_eq!(name(String::new()), Err(WireError::BadValue("lease name")));
         assert_eq!(name(" ~".repeat(MAX_NAME / 2)), Ok(MAX_NAME));

@@ -441,7 +441,7 @@ pub(super) mod tests {
 
     proptest! {
         #[test]
-        fn memory_is_told_by_its_bytes_and_by_no_others(id in memories(), more: u8) {
+        fn memory_id_round_trips(id in memories(), more: u8) {
             let mut bytes = id.encode();
             prop_assert_eq!(MemoryId::decode(&bytes), Ok(id));
             bytes.push(more);
@@ -450,7 +450,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn more_bytes_than_any_token_has_are_none_and_are_not_taken_from_a_wire() {
+    fn token_longer_than_the_bound_is_rejected() {
         assert!(GpuToken::try_from(vec![0; MAX_TOKEN]).is_ok());
         let long = Err(WireError::TooLong("token"));
         assert_eq!(GpuToken::try_from(vec![0; MAX_TOKEN + 1]), long);

@@ -18,7 +18,7 @@ const INSUFFICIENT_SIZE: u64 = 7;
 const UNKNOWN: u64 = 999;
 
 #[test]
-fn memory_is_the_quota_and_what_the_container_uses_as_cuda_tells_it() {
+fn memory_info_equals_the_quota_and_usage_of_cuda() {
     let node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program(0);
     program.ok("init");
@@ -41,7 +41,7 @@ fn memory_is_the_quota_and_what_the_container_uses_as_cuda_tells_it() {
 }
 
 #[test]
-fn a_structure_of_another_version_is_told_nothing() {
+fn structure_of_another_version_is_refused() {
     let node = Node::with_quotas(&[GIB]);
     let mut program = node.program(0);
     program.ok("init");
@@ -51,7 +51,7 @@ fn a_structure_of_another_version_is_told_nothing() {
 }
 
 #[test]
-fn a_process_is_listed_by_the_pid_that_its_container_sees_with_what_the_ledger_says() {
+fn process_list_has_the_containers_pids_and_charged_bytes() {
     let node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program(0);
     program.ok("init");
@@ -92,7 +92,7 @@ fn a_process_is_listed_by_the_pid_that_its_container_sees_with_what_the_ledger_s
 }
 
 #[test]
-fn two_containers_on_one_gpu_do_not_see_each_other() {
+fn containers_on_one_gpu_do_not_list_each_other() {
     let node = Node::with_quotas(&[4 * GIB, 2 * GIB]);
     // In the host's pid namespace the driver lists everybody.
     let (mut one, mut other) = (
@@ -118,7 +118,7 @@ fn two_containers_on_one_gpu_do_not_see_each_other() {
 }
 
 #[test]
-fn processes_of_one_container_see_each_other() {
+fn processes_of_one_container_list_each_other() {
     let node = Node::with_quotas(&[4 * GIB]);
     let (mut one, mut sibling) = (
         node.program_among_the_hosts(0),
@@ -147,7 +147,7 @@ fn processes_of_one_container_see_each_other() {
 }
 
 #[test]
-fn in_a_container_of_a_mig_instance_the_gpu_around_it_tells_nothing() {
+fn parent_gpu_of_a_mig_instance_reports_nothing() {
     let node = Node::with_quota_of_an_instance(2 * GIB);
     let mut program = node.program(0);
     program.ok("init");
@@ -163,7 +163,7 @@ fn in_a_container_of_a_mig_instance_the_gpu_around_it_tells_nothing() {
 }
 
 #[test]
-fn a_resized_quota_is_shown_and_never_less_than_nothing_is_free() {
+fn resized_quota_is_shown_with_free_memory_never_negative() {
     let node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program(0);
     program.ok("init");
@@ -176,7 +176,7 @@ fn a_resized_quota_is_shown_and_never_less_than_nothing_is_free() {
 }
 
 #[test]
-fn while_the_agent_is_away_what_it_said_last_is_shown() {
+fn last_answer_is_shown_while_the_agent_is_down() {
     let mut node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program(0);
     program.ok("init");
@@ -200,7 +200,7 @@ fn while_the_agent_is_away_what_it_said_last_is_shown() {
 }
 
 #[test]
-fn the_card_is_not_shown_where_the_agent_never_said_anything() {
+fn whole_card_is_never_shown_without_an_agent() {
     let mut node = Node::with_quotas(&[4 * GIB]);
     node.stop_agent();
     let mut program = node.program(0);
@@ -220,7 +220,7 @@ fn the_card_is_not_shown_where_the_agent_never_said_anything() {
 }
 
 #[test]
-fn a_forked_child_is_told_the_same() {
+fn forked_child_gets_the_same_answers() {
     let node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program(0);
     program.ok("init");
@@ -230,7 +230,7 @@ fn a_forked_child_is_told_the_same() {
 }
 
 #[test]
-fn the_drivers_own_refusals_are_passed_on() {
+fn driver_errors_are_passed_on() {
     let node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program(0);
     let uninitialized = "err 1";
@@ -253,7 +253,7 @@ fn the_drivers_own_refusals_are_passed_on() {
 }
 
 #[test]
-fn without_a_driver_every_call_says_so_and_none_crashes() {
+fn every_call_fails_cleanly_without_a_driver() {
     let node = Node::with_quotas(&[4 * GIB]);
     let mut program = node.program_without_driver(0);
     for call in ["init", "memory", "call nvmlShutdown"] {

@@ -37,14 +37,14 @@ fn shim() -> PathBuf {
 }
 
 #[test]
-fn the_library_exports_the_table_and_nothing_else() {
+fn library_exports_exactly_the_table() {
     let table = table();
     elf::exports_exactly(&shim(), &table);
     assert!(table.len() >= 444);
 }
 
 #[test]
-fn the_table_has_every_symbol_of_the_drivers_on_this_machine() {
+fn table_has_every_symbol_of_this_machines_drivers() {
     let real = REAL.iter().map(PathBuf::from).find(|path| path.exists());
     let simulated = support::built().join("libbursar_sim_nvml.so");
     for library in real.into_iter().chain([simulated]) {
@@ -61,7 +61,7 @@ fn the_table_has_every_symbol_of_the_drivers_on_this_machine() {
 }
 
 #[test]
-fn the_table_has_every_function_that_a_published_header_declares() {
+fn table_has_every_function_of_the_published_headers() {
     let lines = HEADERS.lines().filter(|line| !line.starts_with('#'));
     let declared: BTreeSet<String> = lines
         .map(|line| line.split(' ').next().unwrap().to_owned())
@@ -76,7 +76,7 @@ fn the_table_has_every_function_that_a_published_header_declares() {
 
 #[test]
 #[ignore = "needs the network and pip: run it when headers.sh changes"]
-fn the_list_of_the_headers_is_what_its_script_writes() {
+fn headers_txt_equals_the_output_of_its_script() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("headers.sh");
     let output = Command::new(script).output().unwrap();
     assert!(output.status.success());
@@ -84,7 +84,7 @@ fn the_list_of_the_headers_is_what_its_script_writes() {
 }
 
 #[test]
-fn every_function_that_lists_processes_or_tells_the_cards_memory_is_the_shims_own() {
+fn functions_that_report_memory_or_processes_are_hooked() {
     let lines = include_str!("../nvml-symbols.txt").lines();
     for line in lines.filter(|line| line.starts_with("nvmlDevice")) {
         let name = line.split(' ').next().unwrap();
@@ -107,23 +107,23 @@ fn every_function_that_lists_processes_or_tells_the_cards_memory_is_the_shims_ow
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn the_library_needs_no_newer_glibc_than_documented() {
+fn library_needs_no_newer_glibc_than_documented() {
     elf::needs_an_old_glibc(&shim());
 }
 
 #[test]
 #[cfg(target_arch = "x86_64")]
-fn the_library_needs_nothing_that_an_image_with_glibc_may_lack() {
+fn library_depends_on_glibc_only() {
     elf::needs_glibc_only(&shim());
 }
 
 #[test]
-fn the_library_is_known_by_the_drivers_name_stays_loaded_and_reads_no_environment() {
+fn library_has_the_drivers_soname_and_reads_no_environment() {
     elf::is_named_and_stays_loaded(&shim(), "libnvidia-ml.so.1");
     elf::reads_no_environment(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"));
 }
 
 #[test]
-fn no_other_library_can_take_the_place_of_a_hook_inside_the_shim() {
+fn hooks_cannot_be_interposed_by_another_library() {
     elf::binds_its_own(&shim(), "nvml");
 }

@@ -227,13 +227,13 @@ mod tests {
     }
 
     #[test]
-    fn the_estimate_is_what_was_measured() {
+    fn estimate_equals_the_measured_size() {
         assert_eq!(estimate(shape(65536, 1, 0, 0), 0), Some(2 * MIB));
         assert_eq!(estimate(shape(2048, 2048, 17, 0), 0), Some(512 * MIB));
     }
 
     #[test]
-    fn the_estimate_of_levels_is_their_sum() {
+    fn estimate_of_levels_is_their_sum() {
         let one = estimate(shape(256, 256, 0, 0), 1).unwrap();
         let two = estimate(shape(128, 128, 0, 0), 1).unwrap();
         assert_eq!(estimate(shape(256, 256, 0, 0), 2), Some(one + two));
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn an_array_beyond_all_numbers_has_no_estimate() {
+    fn estimate_is_none_on_overflow() {
         assert_eq!(estimate(shape(usize::MAX, usize::MAX, 1, 0), 0), None);
         assert_eq!(estimate(shape(usize::MAX, 1, 1, 0), 0), None);
     }

@@ -238,7 +238,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stack_takes_what_was_measured() {
+    fn stack_bytes_equal_the_measured_size() {
         let h200 = 132 * 2048;
         let mebibytes = |bytes| stack_bytes(h200, bytes).map(|bytes| bytes >> 20);
         assert_eq!(mebibytes(16 << 10), Some(3960));

@@ -223,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_gives_the_form_of_the_version_that_was_asked_for() {
+    fn lookup_finds_the_form_of_the_requested_version() {
         assert_eq!(symbol(c"cuMemAlloc", 12040, false), Some("cuMemAlloc_v2"));
         assert_eq!(symbol(c"cuMemAlloc", 3010, false), Some("cuMemAlloc"));
         assert_eq!(
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_gives_the_form_for_a_default_stream_of_each_thread_where_there_is_one() {
+    fn lookup_finds_the_per_thread_form_where_one_exists() {
         assert_eq!(
             symbol(c"cuGetProcAddress", 13000, true),
             Some("cuGetProcAddress_v2_ptsz")
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn an_exported_name_means_itself() {
+    fn exported_name_means_itself() {
         assert_eq!(symbol(c"cuMemAlloc_v2", 2000, false), Some("cuMemAlloc_v2"));
         assert_eq!(
             symbol(c"cuGetProcAddress_v2", 11030, false),
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn the_address_that_the_driver_gave_outweighs_the_table() {
+    fn driver_address_outweighs_the_table() {
         let asked = |name, found| {
             let question = Lookup {
                 name,
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_only_a_newer_driver_knows_is_kept_back_if_it_may_take_memory() {
+    fn unknown_name_is_withheld_when_it_may_take_memory() {
         for name in [
             c"cuMemAllocTiered",
             c"cuMemCreateBatch",
@@ -300,7 +300,7 @@ mod tests {
     }
 
     #[test]
-    fn the_known_names_are_sorted_for_the_search() {
+    fn known_names_are_sorted() {
         assert!(KNOWN_NAMES.is_sorted());
         assert!(is_known(c"cuArray3DCreate") && is_known(c"cuWGLGetDevice"));
     }

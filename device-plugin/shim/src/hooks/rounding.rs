@@ -30,7 +30,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn a_request_above_a_mebibyte_takes_whole_chunks() {
+    fn request_above_a_mebibyte_takes_whole_chunks() {
         assert_eq!(driver_size(MIB + 1), Some(2 * MIB));
         assert_eq!(driver_size(2 * MIB), Some(2 * MIB));
         assert_eq!(driver_size(2 * MIB + 1), Some(4 * MIB));
@@ -39,7 +39,7 @@ mod tests {
     }
 
     #[test]
-    fn a_small_request_takes_its_share_of_a_chunk() {
+    fn small_request_takes_its_share_of_a_chunk() {
         assert_eq!(driver_size(MIB), Some(MIB));
         assert_eq!(driver_size(768 * KIB), Some(MIB));
         assert_eq!(driver_size(512 * KIB + 1), Some((2 * MIB).div_ceil(3)));

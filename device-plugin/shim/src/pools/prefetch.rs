@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn calls_get_what_is_left_and_no_more() {
+    fn reserve_grants_no_more_than_is_available() {
         let ahead = PrefetchedCredit::default();
         assert!(!ahead.reserve(Units(1)));
         ahead.open(Units(10));
@@ -62,7 +62,7 @@ mod tests {
     }
 
     #[test]
-    fn closing_leaves_nothing_but_what_is_under_way() {
+    fn close_leaves_only_running_reservations() {
         let ahead = PrefetchedCredit::default();
         ahead.open(Units::MAX);
         assert!(ahead.reserve(Units(5)));
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn of_threads_that_race_each_unit_is_taken_once() {
+    fn each_unit_is_reserved_once_by_racing_threads() {
         let ahead = PrefetchedCredit::default();
         ahead.open(Units(1000));
         let count = || (0..1000).filter(|_| ahead.reserve(Units(3))).count();

@@ -30,7 +30,7 @@ const BEGIN: &str = "<!-- Written by `BLESS=1 cargo test -p bursar-shim --test l
 const END: &str = "<!-- End of what is written. -->\n";
 
 #[test]
-fn the_tables_of_the_documentation_are_what_programs_find_and_no_cell_is_silent() {
+fn documented_tables_equal_what_programs_find() {
     let machine = Machine::new();
     let matrix = matrix::tables(&machine).unwrap_or_else(|silent| panic!("{silent}"));
     let routes = routes::table(&machine).unwrap_or_else(|silent| panic!("{silent}"));
@@ -53,7 +53,7 @@ fn the_tables_of_the_documentation_are_what_programs_find_and_no_cell_is_silent(
 }
 
 #[test]
-fn a_name_that_the_nodes_driver_lacks_is_not_found_and_others_are() {
+fn only_names_that_the_nodes_driver_lacks_are_not_found() {
     let machine = Machine::new();
     let container = machine.container(Base::Glibc, Compat::Absent);
     let command = |way| {
@@ -79,7 +79,7 @@ fn a_name_that_the_nodes_driver_lacks_is_not_found_and_others_are() {
 }
 
 #[test]
-fn a_program_that_never_calls_cuda_pays_for_maps_and_one_look_at_its_pid() {
+fn program_without_cuda_pays_only_for_loading_the_library() {
     let machine = Machine::new();
     let image = machine.image(Base::Glibc, Compat::Absent);
     let nothing = ContainerEdits {
@@ -119,7 +119,7 @@ fn a_program_that_never_calls_cuda_pays_for_maps_and_one_look_at_its_pid() {
 }
 
 #[test]
-fn a_32_bit_program_runs_as_before_but_for_a_line_a_library_on_its_standard_error() {
+fn program_of_32_bits_runs_with_a_loader_warning_per_library() {
     let machine = Machine::new();
     let container = machine.container(Base::Glibc, Compat::Absent);
     let command = ["/usr/bin/client-32", "1", "open", "libm.so.6"];

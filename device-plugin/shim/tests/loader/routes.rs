@@ -148,13 +148,13 @@ const CITED: &[Cited] = &[
         route: "a forked child uses its parent's driver",
         comes_to: "prevented",
         file: "device-plugin/shim/tests/quota.rs",
-        test: "a_forked_child_neither_crashes_nor_uses_its_parents_credit",
+        test: "forked_child_uses_none_of_its_parents_credit",
     },
     Cited {
         route: "the credit page truncated, or mapped anew",
         comes_to: "prevented",
         file: "device-plugin/protocol/src/page.rs",
-        test: "a_tenant_can_neither_shrink_nor_grow_nor_seal_the_page",
+        test: "tenant_cannot_resize_or_seal_the_page",
     },
     Cited {
         route: "another grant written into the credit page",
@@ -220,13 +220,13 @@ const CITED: &[Cited] = &[
         route: "memory of another process opened by its handle",
         comes_to: "prevented: its owner pays",
         file: "device-plugin/shim/tests/vmm.rs",
-        test: "the_owner_pays_for_linear_memory_that_another_process_opens",
+        test: "owner_pays_for_linear_memory_that_another_process_opens",
     },
     Cited {
         route: "memory left with another process when its own is killed",
         comes_to: "prevented: charged until nobody holds it",
         file: "device-plugin/shim/tests/exported.rs",
-        test: "a_descriptor_parked_in_a_sibling_keeps_a_killed_exporters_memory_charged_until_it_is_closed",
+        test: "killed_exporters_memory_stays_charged_while_a_sibling_has_fd",
     },
     Cited {
         route: "memory left with a process outside of the pod when the pod ends",
@@ -268,7 +268,7 @@ const CITED: &[Cited] = &[
         route: "another number of accounts written into the credit page",
         comes_to: "prevented: the agent remembers it",
         file: "device-plugin/protocol/src/page.rs",
-        test: "page_keeps_its_accounts_when_the_process_writes_another_number",
+        test: "page_keeps_its_accounts_when_a_tenant_overwrites_the_count",
     },
     Cited {
         route: "more processes than the quota has contexts for",

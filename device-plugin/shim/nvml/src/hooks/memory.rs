@@ -106,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn free_and_used_are_the_total_whatever_became_of_the_quota() {
+    fn free_plus_used_equals_total_when_the_quota_was_lowered() {
         let expected = |total, free, used| MemoryInfo { total, free, used };
         assert_eq!(capped(16, 5), expected(16, 11, 5));
         assert_eq!(capped(16, 16), expected(16, 0, 16));

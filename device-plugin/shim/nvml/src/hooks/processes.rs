@@ -206,7 +206,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn too_small_a_buffer_is_left_alone_and_the_number_that_is_needed_is_told() {
+    fn write_rows_reports_the_count_when_the_buffer_is_too_small() {
         let (mut places, mut count) = ([7, 7, 7], 2);
         assert_eq!(
             write_rows(&[1, 2, 3], &mut count, places.as_mut_ptr()),
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn no_places_are_needed_to_ask_how_many_there_are() {
+    fn write_rows_needs_no_buffer_when_it_reports_the_count() {
         let mut count = 0;
         let nowhere = std::ptr::null_mut();
         assert_eq!(
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn the_structures_have_the_headers_sizes() {
+    fn structures_have_the_headers_sizes() {
         let sizes = [
             size_of::<ProcessInfoV1>(),
             size_of::<ProcessInfoV2>(),

@@ -116,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_wanted_stands_in_front_in_its_order() {
+    fn retain_in_place_keeps_the_order() {
         let mut places = [1, 2, 3, 4, 5];
         assert_eq!(retain_in_place(&mut places, |place| place % 2 == 1), 3);
         assert_eq!(places[..3], [1, 3, 5]);
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn the_structures_have_the_headers_sizes() {
+    fn structures_have_the_headers_sizes() {
         let sizes = [
             size_of::<UtilizationSample>(),
             size_of::<UtilizationInfo>(),
