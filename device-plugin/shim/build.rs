@@ -1,5 +1,5 @@
-//! Makes the forwarders and the substitutes of `cuGetProcAddress` from the table of symbols, and gives the
-//! library the driver's SONAME.
+//! Generates the forwarders and the substitutes of `cuGetProcAddress` from the symbol table, and
+//! gives the library the driver's SONAME.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -36,8 +36,8 @@ fn functions<'a>(symbols: &'a [Symbol<'a>]) -> impl Iterator<Item = &'a Function
     })
 }
 
-/// The Rust text of the forwarders: an index for each function, its name, and a trampoline unless
-/// the shim has a function of its own.
+/// Returns the Rust source of the forwarders: an index for each function, its name, and a
+/// trampoline unless the shim has a hook.
 fn forwarders(symbols: &[Symbol<'_>]) -> Result<String, std::fmt::Error> {
     let (mut indexes, mut names, mut bodies) = (String::new(), String::new(), String::new());
     for symbol in symbols {
@@ -71,8 +71,8 @@ fn forwarders(symbols: &[Symbol<'_>]) -> Result<String, std::fmt::Error> {
     ))
 }
 
-/// The Rust text of what `cuGetProcAddress` hands out instead of the driver's functions, and of the names
-/// that it is asked for.
+/// Returns the Rust source of the functions that `cuGetProcAddress` returns instead of the
+/// driver's, and of all known names.
 fn substitutes(symbols: &[Symbol<'_>]) -> Result<String, Box<dyn std::error::Error>> {
     let (mut declared, mut rows) = (String::new(), String::new());
     for Function {

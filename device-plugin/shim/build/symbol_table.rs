@@ -1,4 +1,5 @@
-//! Reads `symbols.txt`: for the build script, and for the tests that hold the table against libraries and headers.
+//! Parses `symbols.txt` for the build script, and for the tests that compare the table with
+//! libraries and headers.
 
 /// A line of the table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -12,47 +13,47 @@ pub enum Symbol<'a> {
 /// A function of the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Function<'a> {
-    /// Its symbol.
+    /// The exported symbol.
     pub name: &'a str,
-    /// Why it matters: one of [`CLASSES`].
+    /// How the function relates to memory: one of [`CLASSES`].
     pub class: &'a str,
-    /// What the shim does besides forwarding it, or instead.
+    /// What the shim does besides forwarding the function, or instead.
     pub handling: Option<Handling>,
-    /// Why it is forwarded though it may take memory: one of [`REASONS`].
+    /// Why the function is forwarded though it may take memory: one of [`REASONS`].
     pub reason: Option<&'a str>,
-    /// How `cuGetProcAddress` knows it, where headers give it a type for that.
+    /// How `cuGetProcAddress` names the function, where the headers give it a type for that.
     pub proc: Option<ProcAddress<'a>>,
 }
 
 /// What the shim does with a function besides forwarding it, or instead.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Handling {
-    /// The crate has a function of this name.
+    /// The crate implements a function of this name.
     Hook,
-    /// It forwards it, and looks at the answer.
+    /// The function is forwarded, and its result is checked.
     Watch {
-        /// How many arguments it has, if these are more than [`REGISTER_ARGUMENTS`].
+        /// The number of arguments, if these are more than [`REGISTER_ARGUMENTS`].
         arguments: usize,
     },
-    /// It answers NOT_SUPPORTED.
+    /// The function returns NOT_SUPPORTED.
     Refused,
 }
 
-/// How many arguments need no word on the stack, on any processor.
+/// The number of arguments that need no stack on any processor.
 pub const REGISTER_ARGUMENTS: usize = 6;
 
-/// What `cuGetProcAddress` is asked for a function.
+/// The name and version by which `cuGetProcAddress` finds a function.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcAddress<'a> {
     /// The name without suffixes.
     pub base: &'a str,
-    /// The CUDA version that this form came with: 12040 is 12.4.
+    /// The CUDA version that introduced this form: 12040 is 12.4.
     pub since: u32,
-    /// `ptds` or `ptsz`: the form for a default stream of each thread.
+    /// `ptds` or `ptsz`: the form for the per-thread default stream.
     pub per_thread: Option<&'a str>,
 }
 
-/// The classes, as the head of the table explains them.
+/// The classes, as the table's header explains them.
 pub const CLASSES: [&str; 7] = [
     "allocates",
     "frees",
@@ -63,10 +64,10 @@ pub const CLASSES: [&str; 7] = [
     "neutral",
 ];
 
-/// Why functions are forwarded, as the head of the table explains them.
+/// The reasons to forward a function, as the table's header explains them.
 pub const REASONS: [&str; 6] = ["covered", "owner", "audit", "graphics", "host", "small"];
 
-/// The table's symbols, in its order.
+/// Parses the table's symbols, in its order.
 ///
 /// # Errors
 /// The first line that is not one of the table's forms.
@@ -134,7 +135,7 @@ fn parse_proc(text: &str) -> Option<ProcAddress<'_>> {
     })
 }
 
-/// A symbol without the suffixes of its form: what `cuGetProcAddress` is asked for.
+/// Returns a symbol without the suffixes of its form: the name for `cuGetProcAddress`.
 pub fn base_name(symbol: &str) -> &str {
     let plain = symbol
         .strip_suffix("_ptds")

@@ -1,4 +1,4 @@
-//! Makes the forwarders from the table of symbols, and gives the library the driver's SONAME.
+//! Generates the forwarders from the symbol table, and gives the library the driver's SONAME.
 
 use std::fmt::Write as _;
 
@@ -16,8 +16,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The Rust text of the forwarders: an index for each function, its name, and a trampoline unless
-/// the shim has a function of its own.
+/// Returns the Rust source of the forwarders: an index for each function, its name, and a
+/// trampoline unless the shim has a hook.
 fn forwarders(table: &str) -> Result<String, Box<dyn std::error::Error>> {
     let (mut indexes, mut names, mut bodies) = (String::new(), String::new(), String::new());
     let mut count = 0;

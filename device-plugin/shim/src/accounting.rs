@@ -13,26 +13,26 @@ use crate::curesult::{self, CuResult};
 use crate::pools::POOLS;
 use crate::session_state::{self, SessionGuard, SessionState};
 
-/// Every charged pointer of this process.
+/// The charge of every allocated pointer of this process.
 pub(crate) static ALLOC_TABLE: AllocTable = AllocTable::new();
 
-/// Rounds of asking for credit that other threads then took.
+/// The most attempts to charge credit that other threads take first.
 const MAX_ATTEMPTS: usize = 64;
 
-/// What memory is charged to.
+/// The account of the container that memory is charged to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Account {
-    /// The device with this ordinal.
+    /// Device memory of the device with this ordinal.
     Device(i32),
     /// Managed memory.
     Managed,
 }
 
-/// The quota does not allow it, or nobody could be asked.
+/// The quota does not allow the charge, or the agent could not be reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Denied;
 
-/// A charge that is not settled yet: given back unless it is kept.
+/// A charge before its allocation succeeded: discharged on drop unless it was committed.
 #[derive(Debug)]
 pub(crate) struct PendingCharge {
     slot: u8,
@@ -41,7 +41,7 @@ pub(crate) struct PendingCharge {
 }
 
 impl PendingCharge {
-    /// Charges more, or gives some back, so that the charge is for `bytes`.
+    /// Charges more or discharges some, so that the charge covers `bytes`.
     pub(crate) fn adjust(&mut self, bytes: u64) -> Result<(), Denied> {
         let units = Units::holding(bytes).ok_or(Denied)?;
         let state = session_state::state().ok_or(Denied)?;
@@ -54,8 +54,8 @@ impl PendingCharge {
         Ok(())
     }
 
-    /// The allocation succeeded: the charge stays until `pointer` is freed or `context` ends. `Err` when it cannot be
-    /// noted; the charge is then given back, and the caller frees the pointer.
+    /// Records the charge until `pointer` is freed or `context` is destroyed. Where the charge
+    /// cannot be recorded it is discharged, and the caller frees the pointer.
     pub(crate) fn commit(mut self, pointer: u64, context: u64) -> Result<(), Denied> {
         let charge = Charge {
             account: self.slot,
@@ -70,7 +70,7 @@ impl PendingCharge {
         Ok(())
     }
 
-    /// The charge stays until it is given back by [`discharge`].
+    /// Turns the charge into one that the caller gives back by [`discharge`].
     pub(crate) fn into_charge(mut self) -> Charge {
         self.committed = true;
         Charge {
@@ -90,7 +90,7 @@ impl Drop for PendingCharge {
     }
 }
 
-/// Charges `bytes` before an allocation, and reports it to the agent if that is denied.
+/// Charges `bytes` before an allocation. Reports a denial to the agent.
 pub(crate) fn charge(
     account: Account,
     bytes: u64,
@@ -100,7 +100,8 @@ pub(crate) fn charge(
     let slot = index_of(state, account).ok_or(Denied)?;
     let charged = Units::holding(bytes).ok_or(Denied).and_then(|units| {
         charge_units(state, slot, units).or_else(|denied| {
-            // What pools have cached is the program's to use in another way.
+            // The program may use the memory that its pools have cached for another kind of
+            // allocation.
             let pools = POOLS.reclaim();
             if crate::graphs::reclaim() || pools {
                 charge_units(state, slot, units)
@@ -120,14 +121,14 @@ pub(crate) fn charge(
     charged
 }
 
-/// Whether nothing can be charged yet: before `cuInit` nobody knows which device an account is, and the driver refuses
-/// whatever it is asked.
+/// Returns whether the process has not called `cuInit` yet. Accounts cannot be mapped to devices
+/// before that, and the driver fails every call.
 pub(crate) fn before_cuinit() -> bool {
     let is_new = |state: &SessionState| !state.session_established.load(Ordering::Acquire);
     session_state::state().is_some_and(is_new) && crate::hooks::device_count() == 0
 }
 
-/// Says hello where that was not done yet. An agent that is away is not waited for.
+/// Opens a session unless there is one. Does not wait for an agent that is down.
 pub(crate) fn open_session() {
     if let Some(state) = session_state::state()
         && !state.session_established.load(Ordering::Acquire)
@@ -137,7 +138,7 @@ pub(crate) fn open_session() {
     }
 }
 
-/// Reports a denial to the agent.
+/// Reports a denied allocation to the agent.
 pub(crate) fn report_denial(account: u8, bytes: u64, function: &str) {
     if let Some(state) = session_state::state()
         && let Some(guard) = state.lock()
@@ -146,31 +147,32 @@ pub(crate) fn report_denial(account: u8, bytes: u64, function: &str) {
     }
 }
 
-/// The account of `kind`, if the container has one.
+/// Returns the page's index of an account, if the container has that account.
 pub(crate) fn account_index(account: Account) -> Option<u8> {
     index_of(session_state::state()?, account)
 }
 
-/// Charges an account if the credit for it is idle: one compare-and-swap, and nobody is asked.
+/// Charges an account from idle credit: one compare-and-swap, without the agent.
 pub(crate) fn try_charge(account: u8, units: Units) -> bool {
     session_state::state()
         .and_then(|state| slot(state, account))
         .is_some_and(|slot| slot.charge(units).is_ok())
 }
 
-/// Charges an account, and asks the agent where it must.
+/// Charges an account, and requests credit from the agent where needed.
 pub(crate) fn charge_account(account: u8, units: Units) -> Result<(), Denied> {
     charge_units(session_state::state().ok_or(Denied)?, account, units)
 }
 
-/// Gives units back that [`take`] or [`take_idle`] charged.
+/// Discharges what [`try_charge`] or [`charge_account`] charged.
 pub(crate) fn discharge_account(account: u8, units: Units) {
     if let Some(state) = session_state::state() {
         discharge_units(state, account, units);
     }
 }
 
-/// What the agent would grant, by what it last wrote on the page: it may be less by now.
+/// Returns what the agent would grant by the values it last wrote into the page. The true amount
+/// may be less by now.
 pub(crate) fn grantable(account: u8) -> Units {
     let slot = session_state::state().and_then(|state| slot(state, account));
     slot.map_or(Units::ZERO, |slot| {
@@ -180,39 +182,39 @@ pub(crate) fn grantable(account: u8) -> Units {
     })
 }
 
-/// Whether no other process of the container has a part in an account.
+/// Returns whether no other process of the container uses an account.
 pub(crate) fn is_sole_process(account: u8) -> bool {
     let slot = session_state::state().and_then(|state| slot(state, account));
     slot.is_some_and(|slot| slot.siblings() == 0)
 }
 
-/// Gives back what a freed pointer was charged.
+/// Discharges a freed allocation.
 pub(crate) fn discharge(charge: Charge) {
     match charge.share {
         ShareState::Private => {}
         ShareState::IpcHandle => unmark_exported(charge),
-        // Whoever has the descriptor has the memory.
+        // The memory may live on in an exported descriptor, so the charge stays.
         ShareState::Descriptor => return,
     }
     discharge_account(charge.account, Units(charge.units));
 }
 
-/// Counts a charge as exported, before any other process can hold its memory: it then stays charged
-/// to the pod after this process's death until it is free (design F4, F13). `Err` when that cannot
-/// be noted.
+/// Counts a charge as exported before another process can hold the memory. The agent then keeps it
+/// charged after this process exits, until the memory is free (facts F4, F13). Fails where the
+/// export cannot be recorded.
 pub(crate) fn mark_exported(charge: Charge) -> Result<(), Denied> {
     let state = session_state::state().ok_or(Denied)?;
     let guard = state.lock().ok_or(Denied)?;
     let slot = slot(state, charge.account).ok_or(Denied)?;
     slot.export(Units(charge.units));
-    // The agent takes it down, for the one after it.
+    // The agent copies the exported amount from the page, so that the next agent knows it.
     agent_client::refresh_usage(state, &guard, map_devices);
     Ok(())
 }
 
-/// Counts a charge as exported no more: nobody else can hold its memory.
+/// Takes back [`mark_exported`], because no other process can hold the memory.
 pub(crate) fn unmark_exported(charge: Charge) {
-    // The lock keeps the process from moving to another page meanwhile.
+    // The lock keeps the process from migrating to another page meanwhile.
     if let Some((state, _guard)) =
         session_state::state().and_then(|state| Some((state, state.lock()?)))
         && let Some(slot) = slot(state, charge.account)
@@ -221,21 +223,21 @@ pub(crate) fn unmark_exported(charge: Charge) {
     }
 }
 
-/// Frees what a program hands back, by `call`. It is forgotten first: once it is freed, another thread
-/// may be given the same address.
+/// Frees a pointer by `call`. The pointer is forgotten before the call, because another thread may
+/// get the same address once it is freed.
 pub(crate) fn free(pointer: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     let known = session_state::state().and_then(|_| ALLOC_TABLE.remove(pointer));
     let answer = call();
     match (known, answer) {
         (Some(charge), curesult::SUCCESS) => discharge(charge),
-        // Not freed, so still there.
+        // The driver did not free the memory, so the charge stays.
         (Some(charge), _) => drop(ALLOC_TABLE.insert(pointer, charge)),
         (None, _) => {}
     }
     answer
 }
 
-/// What a context of a device is charged, in bytes; zero where contexts are not charged.
+/// Returns the bytes that a context of a device is charged; zero where contexts are not charged.
 ///
 /// # Errors
 /// There is no session, or the container has no such device.
@@ -245,7 +247,8 @@ pub(crate) fn context_size(device: i32) -> Result<u64, Denied> {
     Ok(slot(state, index).ok_or(Denied)?.context().bytes())
 }
 
-/// Tells the agent that a context was made; what one takes, in bytes, as far as it was measured.
+/// Reports a new context to the agent. Returns the measured size of a context in bytes, if the
+/// agent knows it.
 pub(crate) fn report_context(device: i32) -> Option<u64> {
     let state = session_state::state()?;
     let index = index_of(state, Account::Device(device))?;
@@ -253,7 +256,7 @@ pub(crate) fn report_context(device: i32) -> Option<u64> {
     agent_client::report_context(state, &guard, map_devices, index).map(Units::bytes)
 }
 
-/// Reports that a fault poisoned this image, with a device current; what to do, where the agent says it.
+/// Reports a sticky error with its current device, and returns the agent's decision.
 pub(crate) fn report_poison(
     state: &SessionState,
     guard: &SessionGuard<'_>,
@@ -267,7 +270,8 @@ pub(crate) fn report_poison(
     })
 }
 
-/// What the container may still use of a device and its quota, in bytes; `None` without a session.
+/// Returns the bytes that the container may still use of a device, and its quota; `None` without a
+/// session.
 pub(crate) fn free_and_quota(device: i32) -> Option<(u64, u64)> {
     let state = session_state::state()?;
     POOLS.reconcile();
@@ -277,10 +281,10 @@ pub(crate) fn free_and_quota(device: i32) -> Option<(u64, u64)> {
     {
         agent_client::refresh_usage(state, &guard, map_devices);
     }
-    // Read after the refresh: it may have moved the process to another page.
+    // Read after the refresh, which may have migrated the process to another page.
     let now = || slot(state, index).map(|slot| (slot, slot.word()));
     let (slot, word) = match now()? {
-        // Another thread moves: its lock says when it is done.
+        // Another thread migrates to another page; the lock is free when it is done.
         (_, word) if word.is_frozen() => {
             let _guard = state.lock()?;
             now()?
@@ -298,7 +302,7 @@ fn slot(state: &SessionState, index: u8) -> Option<&'static Slot> {
     state.page()?.slot(usize::from(index))
 }
 
-/// The account of `kind`, after a hello where that was not said yet.
+/// Returns the page's index of an account. Opens a session unless there is one.
 fn index_of(state: &SessionState, account: Account) -> Option<u8> {
     if !state.session_established.load(Ordering::Acquire) {
         let guard = state.lock()?;
@@ -318,7 +322,7 @@ fn charge_units(state: &SessionState, index: u8, units: Units) -> Result<(), Den
         let missing = match slot(state, index).ok_or(Denied)?.charge(units) {
             Ok(()) => return Ok(()),
             Err(NoCredit::TooLarge) => return Err(Denied),
-            // Another thread moves to another page: its lock says when it is done.
+            // Another thread migrates to another page; the lock is free when it is done.
             Err(NoCredit::Frozen) => {
                 drop(state.lock().ok_or(Denied)?);
                 continue;
@@ -326,7 +330,7 @@ fn charge_units(state: &SessionState, index: u8, units: Units) -> Result<(), Den
             Err(NoCredit::Short(missing)) => Units(missing),
         };
         let guard = state.lock().ok_or(Denied)?;
-        // Another thread may have got enough meanwhile, or given it back.
+        // Another thread may have received credit, or returned it, meanwhile.
         match slot(state, index).ok_or(Denied)?.charge(units) {
             Ok(()) => return Ok(()),
             Err(NoCredit::Short(now)) if Units(now) > missing => {}
@@ -334,7 +338,7 @@ fn charge_units(state: &SessionState, index: u8, units: Units) -> Result<(), Den
         }
         match agent_client::request_credit(state, &guard, map_devices, index, missing) {
             CreditOutcome::Granted => {}
-            // What other threads of this process gave back since may be enough.
+            // Credit that other threads of this process have returned since may be enough.
             CreditOutcome::Refused | CreditOutcome::Unavailable => {
                 return slot(state, index)
                     .ok_or(Denied)?
@@ -354,14 +358,15 @@ fn discharge_units(state: &SessionState, index: u8, units: Units) {
         if slot.discharge(units) {
             return;
         }
-        // Frozen: see above. Without the lock the bytes stay charged to this process until it ends.
+        // Another thread migrates to another page. Without the lock the units stay charged until
+        // the process exits.
         if state.lock().is_none() {
             return;
         }
     }
 }
 
-/// Finds each account's device by its UUID, as the real driver states it.
+/// Maps accounts to devices by the UUIDs that the real driver reports.
 fn map_devices(accounts: &[wire::Account], found: &mut dyn FnMut(usize, u8)) {
     for device in 0..crate::hooks::device_count() {
         let Some(uuid) = crate::hooks::device_uuid(device) else {
@@ -378,7 +383,7 @@ fn map_devices(accounts: &[wire::Account], found: &mut dyn FnMut(usize, u8)) {
     }
 }
 
-/// The 16 bytes of `GPU-<uuid>` or `MIG-<uuid>`.
+/// Parses the 16 bytes of `GPU-<uuid>` or `MIG-<uuid>`.
 fn uuid_bytes(text: &str) -> Option<[u8; 16]> {
     let digits = text
         .strip_prefix("GPU-")

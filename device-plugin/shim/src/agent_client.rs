@@ -1,6 +1,7 @@
-//! The conversation with the agent: bounded in time, repeated after the agent's restart.
+//! Talks to the agent: bounds every wait and reconnects after a restart of the agent.
 //!
-//! Everything here runs with the state's lock guard, and only when the credit page does not suffice.
+//! Every function here runs with the session lock held, and only when the credit page does not
+//! suffice.
 
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, Read, Write};
@@ -21,27 +22,28 @@ use bursar_protocol::{CONTAINER_RUN_DIR, POISON_SINCE, VERSION};
 
 use crate::session_state::{MAX_DEVICES, SessionGuard, SessionState};
 
-/// How long a call that cannot do without the agent waits for it: it may be being replaced, or have a
-/// busy node. After a wait in vain nobody waits that long before it was back.
+/// How long a call that needs the agent waits for it, because the agent may be restarting or its
+/// node may be busy. After a timeout, calls wait only [`SHORT_TIMEOUT`] until the agent answers
+/// again.
 const AGENT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long an answer may take after a wait in vain.
+/// How long an exchange may take after a timeout.
 const SHORT_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// How long the agent is left alone after it did not answer in time: other threads must not wait
-/// for it one after the other.
+/// How long the shim leaves the agent alone after a timeout, so that threads do not wait for it in
+/// turn.
 const BACKOFF: Duration = Duration::from_secs(1);
 
-/// How often an agent that is away is looked for.
+/// How often the shim tries to reach an agent that is down.
 const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Tells which device of the driver each account is: filled into `State::devices`.
+/// Maps accounts to the driver's devices: the result goes into [`SessionState::devices`].
 pub(crate) type MapDevices = fn(&[Account], &mut dyn FnMut(usize, u8));
 
-/// The agent's answer to a request for credit.
+/// The outcome of a request for credit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CreditOutcome {
-    /// The page holds it.
+    /// The page has the credit.
     Granted,
     /// The quota does not allow it.
     Refused,
@@ -49,14 +51,14 @@ pub(crate) enum CreditOutcome {
     Unavailable,
 }
 
-/// Why there is no answer.
+/// Why an exchange with the agent failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum AgentError {
-    /// Nobody listens, or whoever did hung up.
+    /// The agent does not listen, or it closed the connection.
     Unavailable,
-    /// It took too long, or did a moment ago.
+    /// The exchange timed out, or one did a moment ago.
     TimedOut,
-    /// The agent will not have this process, or nobody understands the other.
+    /// The agent rejects this process, or a message could not be parsed.
     Rejected,
 }
 
@@ -72,7 +74,7 @@ impl From<io::Error> for AgentError {
     }
 }
 
-/// Says hello if that was not done yet.
+/// Opens a session unless there is one, and waits for an agent that is restarting.
 pub(crate) fn ensure_session(
     state: &SessionState,
     guard: &SessionGuard<'_>,
@@ -82,15 +84,16 @@ pub(crate) fn ensure_session(
     state.page().is_some() || with_retry(state, hello).is_ok()
 }
 
-/// Says hello if that was not done yet, once: an agent that is away is not waited for.
+/// Opens a session unless there is one. Does not wait for an agent that is down.
 pub(crate) fn connect_once(state: &SessionState, guard: &SessionGuard<'_>, map: MapDevices) {
     if state.page().is_none() {
-        // The first allocation says it again.
+        // The first allocation connects again.
         let _ = connect(state, guard, map);
     }
 }
 
-/// Asks for `units` more of an account. A session that an agent's restart cut is taken up once.
+/// Requests `units` more credit for an account. Reconnects once where the agent restarted since the
+/// last exchange.
 pub(crate) fn request_credit(
     state: &SessionState,
     guard: &SessionGuard<'_>,
@@ -119,15 +122,15 @@ pub(crate) fn request_credit(
     }
 }
 
-/// Asks the agent to write what the container's other processes use. Without an answer the page
-/// holds what it wrote last.
+/// Asks the agent to write the usage of the container's other processes into the page. Without an
+/// answer the page keeps the last values.
 pub(crate) fn refresh_usage(state: &SessionState, guard: &SessionGuard<'_>, map: MapDevices) {
     if exchange(state, guard, map, &ToAgent::Refresh) != Ok(ToShim::Refreshed) {
         close_session(state);
     }
 }
 
-/// Tells that a context was made; what one takes, if the agent knows.
+/// Reports a new context. Returns the size of a context, if the agent has measured it.
 pub(crate) fn report_context(
     state: &SessionState,
     guard: &SessionGuard<'_>,
@@ -146,8 +149,8 @@ pub(crate) fn report_context(
     }
 }
 
-/// Reports poison; the verdict. An agent that knows no such report, or that is away for long, has none. The account
-/// is looked up in a session, and is the first where there is no other.
+/// Reports a sticky error and returns the agent's decision. Returns none for an agent that is too
+/// old or down. `account` runs within a session; without a result the first account is reported.
 pub(crate) fn report_poison(
     state: &SessionState,
     guard: &SessionGuard<'_>,
@@ -166,7 +169,7 @@ pub(crate) fn report_poison(
         able,
     };
     let answer = with_retry(state, || {
-        // Another agent may have come since.
+        // Another agent may have answered the last handshake.
         if state.version.load(Ordering::Relaxed) < u32::from(POISON_SINCE) {
             return Err(AgentError::Rejected);
         }
@@ -178,7 +181,7 @@ pub(crate) fn report_poison(
     }
 }
 
-/// Reports a denial, if there is a session: it is news, not a request.
+/// Reports a denied allocation, if there is a session. No answer follows.
 pub(crate) fn report_denial(
     state: &SessionState,
     _guard: &SessionGuard<'_>,
@@ -200,7 +203,7 @@ pub(crate) fn report_denial(
     }
 }
 
-/// Whether the quota is large enough, whatever others of the container use.
+/// Returns whether the quota is large enough, whatever the container's other processes use.
 fn quota_allows(state: &SessionState, account: u8, units: Units) -> bool {
     let slot = state.page().and_then(|page| page.slot(account.into()));
     slot.is_none_or(|slot| {
@@ -209,7 +212,7 @@ fn quota_allows(state: &SessionState, account: u8, units: Units) -> bool {
     })
 }
 
-/// Repeats a conversation for as long as the agent may be being replaced.
+/// Repeats an exchange while the agent may be restarting, for at most [`AGENT_TIMEOUT`].
 fn with_retry<T>(
     state: &SessionState,
     converse: impl Fn() -> Result<T, AgentError>,
@@ -230,7 +233,7 @@ fn with_retry<T>(
     }
 }
 
-/// Whether an agent serves this container, now or when it is back.
+/// Returns whether an agent serves this container, now or after its restart.
 fn agent_is_expected() -> bool {
     Path::new(CONTAINER_RUN_DIR).is_dir()
 }
@@ -243,7 +246,7 @@ fn exchange(
 ) -> Result<ToShim, AgentError> {
     if session_stream(state).map(leave_open).is_some() {
         match call_once(state, message) {
-            // The agent started again since the last conversation.
+            // The agent restarted since the last exchange.
             Err(AgentError::Unavailable) => {}
             answer => return answer,
         }
@@ -252,12 +255,12 @@ fn exchange(
     call_once(state, message)
 }
 
-/// Leaves the stream's descriptor open: the state owns it.
+/// Leaves the stream's descriptor open, because the state owns it.
 fn leave_open(stream: UnixStream) {
     let _ = stream.into_raw_fd();
 }
 
-/// One question to the agent; without an answer the session is over.
+/// Sends one message and reads the answer. Without an answer the session is closed.
 fn call_once(state: &SessionState, message: &ToAgent) -> Result<ToShim, AgentError> {
     let mut stream = session_stream(state).ok_or(AgentError::Unavailable)?;
     let answer = stream
@@ -270,8 +273,8 @@ fn call_once(state: &SessionState, message: &ToAgent) -> Result<ToShim, AgentErr
     })
 }
 
-/// The socket, if it is still the one that was opened: a program that closes every descriptor may
-/// have given its number to a file of its own. The caller hands it back by [`close`].
+/// Returns the session's socket if its descriptor is still that socket: a program may close every
+/// descriptor and reuse the number. The caller releases the stream by [`leave_open`].
 fn session_stream(state: &SessionState) -> Option<UnixStream> {
     let fd = state
         .socket
@@ -299,7 +302,8 @@ fn now_ms() -> u64 {
     u64::try_from(BEGUN.get_or_init(Instant::now).elapsed().as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Why a conversation failed; who is late is left alone for a while. Who hangs up made nobody wait.
+/// Classifies an error. A timeout starts the backoff; a closed connection does not, because no
+/// thread waited for it.
 fn classify(state: &SessionState, error: io::Error) -> AgentError {
     let why = AgentError::from(error);
     if why == AgentError::TimedOut {
@@ -310,7 +314,7 @@ fn classify(state: &SessionState, error: io::Error) -> AgentError {
     why
 }
 
-/// Connects, says hello with what the process holds, and moves to the page that the agent sends.
+/// Connects, sends what the process holds, and migrates to the page that the agent sends.
 fn connect(
     state: &SessionState,
     _guard: &SessionGuard<'_>,
@@ -325,7 +329,7 @@ fn connect(
     };
     let stream = dial(timeout).map_err(|error| classify(state, error))?;
     let inode = socket_inode(stream.as_raw_fd()).ok_or(AgentError::Unavailable)?;
-    // Frozen while it moves: nothing is charged to a page that is left.
+    // Frozen during the migration, so that no thread charges the old page.
     let frozen = FrozenPage::freeze(state);
     let (page, version, quotas) =
         handshake(state, &stream, &frozen.words).map_err(|error| classify(state, error))?;
@@ -339,7 +343,7 @@ fn connect(
     Ok(())
 }
 
-/// The inode of a socket; `None` where the descriptor is none.
+/// Returns the inode of a socket, or `None` for any other descriptor.
 fn socket_inode(fd: i32) -> Option<u64> {
     let mut stat = std::mem::MaybeUninit::<libc::stat>::uninit();
     // SAFETY: fstat writes the whole structure when it answers zero.
@@ -347,8 +351,8 @@ fn socket_inode(fd: i32) -> Option<u64> {
     (stat.st_mode & libc::S_IFMT == libc::S_IFSOCK).then_some(stat.st_ino)
 }
 
-/// The present page with its words frozen: usable again when this is dropped, unless the process
-/// has moved to another.
+/// The current page with its credit words frozen. They become usable again on drop, unless the
+/// process has migrated to another page.
 struct FrozenPage<'a> {
     state: &'a SessionState,
     words: Vec<Word>,
@@ -361,7 +365,7 @@ impl FrozenPage<'_> {
         FrozenPage { state, words }
     }
 
-    /// The process has another page: this one stays frozen.
+    /// Leaves the words frozen, because the process has another page.
     fn keep_frozen(mut self) {
         self.words.clear();
     }
@@ -424,7 +428,7 @@ fn handshake(
     }
 }
 
-/// Moves to a new page: what was used by each account goes along.
+/// Migrates to a new page: what each account used and exported goes along.
 fn migrate_page(
     state: &SessionState,
     page: CreditPage,
@@ -452,8 +456,8 @@ fn migrate_page(
                 .accounts
                 .store(Box::into_raw(Box::new(accounts)), Ordering::Release);
         } else {
-            // Another set of accounts than this process was charged to cannot be followed: what is
-            // granted stays usable on the page that it has, and more is refused.
+            // The process cannot follow a different set of accounts. It keeps the page that it has:
+            // granted credit stays usable, and more is refused.
             return;
         }
     }
@@ -471,14 +475,14 @@ fn migrate_page(
     state.session_established.store(true, Ordering::Release);
 }
 
-/// This process image's name: drawn at its first hello. A forked child draws its own.
+/// Returns the random id of this process image. A forked child draws its own.
 fn process_image_id(state: &SessionState) -> u64 {
     let known = state.process_image_id.load(Ordering::Relaxed);
     if known != 0 {
         return known;
     }
-    // `RandomState` is keyed by the system's randomness, once a process; a forked child inherits
-    // its keys, so the pid goes in.
+    // `RandomState` is keyed by the system's randomness once per process. A forked child inherits
+    // the keys, so the pid is hashed as well.
     let mut hasher = RandomState::new().build_hasher();
     hasher.write_u32(std::process::id());
     let drawn = hasher.finish() | 1;

@@ -1,17 +1,18 @@
-//! What is allocated now: the size of every charged pointer, in a lock-free table.
+//! Maps every charged pointer to its charge, in a lock-free table.
 //!
-//! A free has a pointer and needs its size; asking the driver costs more than the whole of this.
-//! A table is an array of slots; a pointer's window is a few neighbouring slots that its hash picks.
-//! A full window leads to the next table, twice as large. A slot is claimed by one compare-and-swap
-//! of its key, emptied by another, and by a store between them: whoever claimed it has it alone.
+//! A free has a pointer and needs its size; a query of the driver costs more than this table.
+//! A table is an array of slots. A pointer's hash selects its window, a few neighbouring slots.
+//! A full window leads to the next table, which is twice as large. A thread claims a slot by one
+//! compare-and-swap of its key, and is then its only user until it stores the next key.
 //!
-//! Frees of stream-ordered memory come here too, for a program may free linear memory so, and find nothing.
-//! Their pointers are noted when the driver gives them out, in a slot each, where there is no other.
+//! Frees of stream-ordered memory look here too, because a program may free linear memory so.
+//! The pointers of pools are noted in a small array of their own when the driver returns them, so
+//! that their frees skip the table.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Slots that are looked at for one pointer in one table: a cache line of keys.
+/// Slots of a window: a cache line of keys.
 const WINDOW: usize = 8;
 
 /// Slots of the first table, as a power of two.
@@ -20,41 +21,41 @@ const FIRST_TABLE_BITS: u32 = 12;
 /// Tables: the last has 2^27 slots, more than there are 512-byte blocks in most memories.
 const MAX_TABLES: usize = 16;
 
-/// Pointers that can be known to be in no table.
+/// Pointers of pools that can be noted at a time.
 const POOL_POINTERS: usize = 256;
 
-/// No pointer. The driver hands out none at zero.
+/// An empty slot. The driver returns no pointer that is zero.
 const EMPTY: u64 = 0;
 
-/// A slot whose value is being written. The driver hands out no odd pointer.
+/// A slot whose value is being written. The driver returns no odd pointer.
 const CLAIMED: u64 = 1;
 
-/// What is known about a pointer.
+/// The charge of a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Charge {
-    /// The account that was charged.
+    /// The index of the charged account.
     pub(crate) account: u8,
-    /// How much, in units.
+    /// The charged amount, in units.
     pub(crate) units: u32,
-    /// The context that the memory ends with; zero where that is not known.
+    /// The context that owns the memory; zero where that is unknown.
     pub(crate) context: u64,
-    /// Whether others can come to hold the memory.
+    /// Whether other processes can hold the memory.
     pub(crate) share: ShareState,
 }
 
-/// How others can come to hold memory. Each way outweighs those before it.
+/// How other processes can come to hold memory. Each variant outweighs those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum ShareState {
-    /// Not at all.
+    /// The memory was not exported.
     Private,
-    /// By an IPC handle, which alone keeps nothing.
+    /// By an IPC handle, which alone keeps no memory alive.
     IpcHandle,
-    /// By a descriptor, which keeps the memory unseen.
+    /// By a descriptor, which keeps the memory alive unseen.
     Descriptor,
 }
 
 struct Table {
-    /// As many as a power of two.
+    /// Their number is a power of two.
     windows: Box<[Window]>,
     values: Box<[AtomicU64]>,
     contexts: Box<[AtomicU64]>,
@@ -64,15 +65,15 @@ struct Table {
 #[repr(align(64))]
 struct Window([AtomicU64; WINDOW]);
 
-/// The table of tables.
+/// A series of tables that grows by doubling.
 pub(crate) struct AllocTable {
     tables: [OnceLock<Table>; MAX_TABLES],
-    /// Pointers that are in no table.
+    /// Recent pointers of pools, which have no charge of their own.
     pool_pointers: [AtomicU64; POOL_POINTERS],
 }
 
 impl AllocTable {
-    /// Nothing allocated.
+    /// Creates an empty table.
     pub(crate) const fn new() -> AllocTable {
         AllocTable {
             tables: [const { OnceLock::new() }; MAX_TABLES],
@@ -80,14 +81,14 @@ impl AllocTable {
         }
     }
 
-    /// Notes that a pointer which the driver just gave out is not charged by itself.
+    /// Notes that a pointer which the driver just returned belongs to a pool.
     #[inline]
     pub(crate) fn note_pool_pointer(&self, pointer: u64) {
         self.pool_pointer_slot(pointer)
             .store(pointer, Ordering::Relaxed);
     }
 
-    /// Forgets that; whether it was noted.
+    /// Forgets a pool's pointer. Returns whether the pointer was noted.
     #[inline]
     fn forget_pool_pointer(&self, pointer: u64) -> bool {
         let slot = self.pool_pointer_slot(pointer);
@@ -103,9 +104,9 @@ impl AllocTable {
         &self.pool_pointers[hash(pointer) as usize % POOL_POINTERS]
     }
 
-    /// Notes a pointer that the driver just gave out; what was known about it before, if it is
-    /// known still: the driver gave its memory back without a free (a context was destroyed).
-    /// `Err` when every window is full.
+    /// Records the charge of a new pointer. Returns a charge still recorded under the pointer: the
+    /// driver took that memory back without a free, as it does when a context is destroyed. Fails
+    /// when every window is full.
     pub(crate) fn insert(&self, pointer: u64, charge: Charge) -> Result<Option<Charge>, ()> {
         self.forget_pool_pointer(pointer);
         let before = self.remove_charge(pointer);
@@ -118,7 +119,7 @@ impl AllocTable {
         Err(())
     }
 
-    /// Forgets a pointer; what was known about it. Of two threads one gets it.
+    /// Removes a pointer and returns its charge. Of two threads only one gets the charge.
     #[inline]
     pub(crate) fn remove(&self, pointer: u64) -> Option<Charge> {
         if self.forget_pool_pointer(pointer) {
@@ -135,7 +136,7 @@ impl AllocTable {
             .find_map(|table| table.remove(pointer))
     }
 
-    /// Forgets every pointer of a context; what was known about them.
+    /// Removes every pointer of a context and returns their charges.
     pub(crate) fn remove_context(&self, context: u64) -> Vec<(u64, Charge)> {
         self.tables
             .iter()
@@ -144,7 +145,7 @@ impl AllocTable {
             .collect()
     }
 
-    /// Forgets everything: a forked child has none of its parent's memory.
+    /// Removes everything, because a forked child has none of its parent's memory.
     pub(crate) fn clear(&self) {
         for table in self.tables.iter().map_while(OnceLock::get) {
             let keys = table.windows.iter().flat_map(|window| &window.0);
@@ -169,7 +170,7 @@ impl Table {
         }
     }
 
-    /// The slots of a pointer's window, with their keys.
+    /// Returns the slots of a pointer's window, with their keys.
     fn window(&self, pointer: u64) -> impl Iterator<Item = (usize, &AtomicU64)> {
         let window = hash(pointer) as usize & (self.windows.len() - 1);
         (window * WINDOW..).zip(&self.windows[window].0)
@@ -213,7 +214,7 @@ impl Table {
             {
                 return None;
             }
-            // Meanwhile the pointer may have been freed, and come again from another context.
+            // The pointer may have been freed meanwhile, and allocated again by another context.
             let charge = self.read_charge(place);
             let ends = charge.context == context;
             key.store(if ends { EMPTY } else { pointer }, Ordering::Release);
@@ -221,7 +222,7 @@ impl Table {
         })
     }
 
-    /// What a claimed slot says.
+    /// Reads the charge of a claimed slot.
     fn read_charge(&self, place: usize) -> Charge {
         let value = self.values[place].load(Ordering::Relaxed);
         Charge {
@@ -237,13 +238,13 @@ impl Table {
     }
 }
 
-/// Fibonacci hashing: pointers differ in their middle bits, the product mixes them upwards.
+/// Fibonacci hashing: pointers differ in their middle bits, and the product mixes these upwards.
 #[inline]
 fn hash(pointer: u64) -> u64 {
     (pointer >> 8).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
 }
 
-/// Claims the slot of a key, if it holds `pointer`.
+/// Claims the slot of a key, if the slot holds `pointer`.
 fn claim(key: &AtomicU64, pointer: u64) -> bool {
     key.load(Ordering::Relaxed) == pointer
         && key

@@ -1,7 +1,10 @@
-//! Which driver library an image may bring itself: NVIDIA's rule of forward compatibility.
+//! Decides whether the image's own driver library is opened, by NVIDIA's rule of forward
+//! compatibility.
 //!
-//! Images made for a newer CUDA than the node's driver carry that CUDA's `libcuda` in `/usr/local/cuda/compat`. It works
-//! on the older kernel driver within limits, which NVIDIA writes into the library as a note; older ones carry none.
+//! Images made for a newer CUDA than the node's driver carry that CUDA's `libcuda` in
+//! `/usr/local/cuda/compat`. The library works on the older kernel driver within limits, which
+//! NVIDIA
+//! writes into the library as a note. Older libraries carry none.
 //!
 //! | | the image's library is opened if |
 //! |---|---|
@@ -9,9 +12,11 @@
 //! | it has no note | its branch is newer than the kernel driver's |
 //! | and in both cases | every GPU of the node is one that NVIDIA supports it on: no GeForce, no TITAN |
 //!
-//! Anything else, and whatever cannot be read, means the host's library. Sources: NVIDIA's "CUDA Compatibility",
-//! section Forward Compatibility (data centre GPUs, and RTX cards that are certified for servers); nvidia-container-toolkit, hook
-//! `enable-cuda-compat` (the folder, the note, both comparisons).
+//! In all other cases, and where a file cannot be read, the host's library is opened. Sources:
+//! NVIDIA's "CUDA Compatibility", section Forward Compatibility (data centre GPUs, and RTX cards
+//! that
+//! are certified for servers); nvidia-container-toolkit, hook `enable-cuda-compat` (the folder, the
+//! note, both comparisons).
 
 use std::ffi::CString;
 use std::fs::{self, File};
@@ -22,19 +27,19 @@ use object::elf::FileHeader64;
 use object::read::elf::{FileHeader, SectionHeader};
 use object::{LittleEndian, ReadCache};
 
-/// Where an image has it.
+/// The folder of the image's library.
 const COMPAT_DIR: &str = "/usr/local/cuda/compat";
 
-/// What the kernel driver says of itself and of its GPUs; every container sees it.
+/// The kernel driver's own files about its version and its GPUs, which every container sees.
 const DRIVER_PROC_DIR: &str = "/proc/driver/nvidia";
 
-/// The library's file name, without the version.
+/// The library's file name without the version.
 const LIBCUDA_PREFIX: &str = "libcuda.so.";
 
-/// What the compat library opens by name, and would find of the host's version.
+/// Libraries that the compat library opens by name, and would otherwise find in the host's version.
 const HELPER_PREFIX: &str = "libnvidia-";
 
-/// A driver's version, `580.95.05`; its first number is the branch.
+/// A driver's version, `580.95.05`. The first number is the branch.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Version(Vec<u32>);
 
@@ -49,7 +54,7 @@ impl Version {
     }
 }
 
-/// The image's library, if it is the one to open, and the libraries to open before it.
+/// Returns the image's library, if it is to be opened, and the libraries to open before it.
 pub(crate) fn library() -> Option<(CString, Vec<CString>)> {
     let files = regular_files(Path::new(COMPAT_DIR))?;
     let (path, version) = sole_libcuda(&files)?;
@@ -69,7 +74,7 @@ pub(crate) fn library() -> Option<(CString, Vec<CString>)> {
     ))
 }
 
-/// The rule above. `branches` are those of the library's note.
+/// Applies the rule above. `branches` are those of the library's note.
 fn is_compatible(
     driver: &Version,
     models: &[String],
@@ -85,14 +90,14 @@ fn is_compatible(
     supported && newer
 }
 
-/// The only `libcuda` of the folder: of two, which one is meant cannot be told.
+/// Returns the folder's only `libcuda`. Of two, the right one is unknown.
 fn sole_libcuda(files: &[PathBuf]) -> Option<(&PathBuf, Version)> {
     let version = |path: &PathBuf| Version::parse(file_name(path)?.strip_prefix(LIBCUDA_PREFIX)?);
     let mut found = files.iter().filter_map(|path| Some((path, version(path)?)));
     found.next().filter(|_| found.next().is_none())
 }
 
-/// Files that are no links.
+/// Lists the files of a folder that are not links.
 fn regular_files(folder: &Path) -> Option<Vec<PathBuf>> {
     let entries = fs::read_dir(folder).ok()?.flatten();
     let regular = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_file()));
@@ -103,7 +108,7 @@ fn file_name(path: &Path) -> Option<&str> {
     path.file_name()?.to_str()
 }
 
-/// `580.95.05` of `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build ...`.
+/// Parses `580.95.05` of `NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  ...`.
 fn parse_kernel_driver(text: &str) -> Option<Version> {
     text.lines()
         .next()?
@@ -111,7 +116,7 @@ fn parse_kernel_driver(text: &str) -> Option<Version> {
         .find_map(Version::parse)
 }
 
-/// The product names of all GPUs; `None` if one cannot be told.
+/// Returns the product names of all GPUs, or `None` if one cannot be read.
 fn gpu_models(gpus: &Path) -> Option<Vec<String>> {
     let model = |gpu: fs::DirEntry| {
         let text = fs::read_to_string(gpu.path().join("information")).ok()?;
@@ -124,7 +129,7 @@ fn gpu_models(gpus: &Path) -> Option<Vec<String>> {
         .collect()
 }
 
-/// The branches of the kernel driver that the library's note lists; `None` if it has no note.
+/// Returns the branches of the kernel driver in the library's note, or `None` without a note.
 fn supported_branches(library: &Path) -> Option<Vec<u32>> {
     let file = ReadCache::new(File::open(library).ok()?);
     let endian = LittleEndian;
@@ -137,7 +142,7 @@ fn supported_branches(library: &Path) -> Option<Vec<u32>> {
     ours.then(|| parse_branches(note.desc()).unwrap_or_default())
 }
 
-/// `[535, 550]` of `{"format":1,"CUDA version":"12.9","driver":[535,550],"device":[1,2]}`.
+/// Parses `[535, 550]` of `{"format":1,"CUDA version":"12.9","driver":[535,550],"device":[1,2]}`.
 fn parse_branches(description: &[u8]) -> Option<Vec<u32>> {
     let text: String = std::str::from_utf8(description)
         .ok()?

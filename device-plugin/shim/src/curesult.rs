@@ -1,6 +1,7 @@
-//! The driver's answers that the shim gives itself. Source: `CUresult` in cuda.h.
+//! Defines the driver's result codes that the shim itself returns. Source: `CUresult` in cuda.h.
 
-/// An answer of the driver. An integer: newer drivers have codes that no list here knows.
+/// A result code of the driver. An integer, because newer drivers have codes that no enum here
+/// lists.
 pub(crate) type CuResult = i32;
 
 pub(crate) const SUCCESS: CuResult = 0;

@@ -1,9 +1,11 @@
-//! Linear memory that `cuMemFreeAsync` frees: it stays charged until the driver has given it back.
+//! Defers the discharge of linear memory that `cuMemFreeAsync` frees until the driver has released
+//! it.
 //!
-//! The driver gives it back when a synchronise of the host sees that the stream has passed the free
-//! (measured on an H200, driver 580: without one it stays taken, however long the stream is idle). An
-//! event behind the free tells when a synchronise with it no longer waits. The charge is kept under the
-//! event's handle among all others, so that it ends with its context as they do.
+//! The driver releases the memory when a host synchronize sees that the stream has passed the free.
+//! Without a synchronize the memory stays taken, however long the stream is idle (measured on an
+//! H200, driver 580). An event behind the free tells when a synchronize no longer waits. The charge
+//! is recorded under the event's handle in the same table as all others, so that it ends with its
+//! context.
 
 use std::ffi::c_uint;
 
@@ -19,13 +21,14 @@ pub(crate) static PENDING_EVENTS: ForkLocal<Vec<u64>> = ForkLocal::new();
 /// `CU_EVENT_DISABLE_TIMING`.
 const DISABLE_TIMING: c_uint = 2;
 
-/// Notes memory that was just freed in the order of a stream.
+/// Records memory that was just freed in stream order.
 pub(crate) fn add(stream: u64, charge: Charge) {
     let mut event = 0;
     if driver!(cuEventCreate(&raw mut event => *mut u64, DISABLE_TIMING => c_uint))
         != curesult::SUCCESS
     {
-        // Without an event nothing tells when; the process is about to end with its context.
+        // Without an event the time of the release is unknown. The context is about to be destroyed
+        // with the memory.
         return accounting::discharge(charge);
     }
     let recorded = driver!(cuEventRecord(event => u64, stream => u64)) == curesult::SUCCESS;
@@ -34,11 +37,11 @@ pub(crate) fn add(stream: u64, charge: Charge) {
         return accounting::discharge(charge);
     }
     PENDING_EVENTS.lock().push(event);
-    // So that the list stays short.
+    // Collecting here keeps the list short.
     collect();
 }
 
-/// Gives back what no longer waits for its stream; whether that was anything.
+/// Discharges the memory whose stream has passed the free. Returns whether there was any.
 pub(crate) fn collect() -> bool {
     let mut events = PENDING_EVENTS.lock();
     let before = events.len();
@@ -46,14 +49,14 @@ pub(crate) fn collect() -> bool {
     events.len() < before
 }
 
-/// Whether anything waits.
+/// Returns whether any memory waits for its stream.
 pub(crate) fn has_pending() -> bool {
     !PENDING_EVENTS.lock().is_empty()
 }
 
 fn release_if_passed(event: u64) -> bool {
     let Some(charge) = ALLOC_TABLE.remove(event) else {
-        // Its context has ended, and the event with it.
+        // The context was destroyed, and the event with it.
         return true;
     };
     let passed = captures::with_relaxed_capture(|| {
@@ -65,6 +68,6 @@ fn release_if_passed(event: u64) -> bool {
         accounting::discharge(charge);
         return true;
     }
-    // It has a place in the table: the one that it was taken from.
+    // The insert reuses the slot that the charge was removed from.
     ALLOC_TABLE.insert(event, charge).is_err()
 }

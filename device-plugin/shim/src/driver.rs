@@ -1,4 +1,5 @@
-//! The real driver's library, opened at the first call: the host's, or by NVIDIA's rule the image's ([`compat`]).
+//! Opens the real driver library at the first call: the host's, or the image's own by NVIDIA's rule
+//! ([`compat`]).
 
 use std::ffi::CStr;
 use std::sync::OnceLock;
@@ -15,12 +16,12 @@ pub(crate) const MISSING: Code = curesult::NOT_SUPPORTED;
 /// What a trampoline returns while the real library cannot be opened.
 pub(crate) const UNLOADABLE: Code = curesult::SHARED_OBJECT_INIT_FAILED;
 
-/// Where the agent mounts the real library (the CDI device's `/opt/bursar/drv`): a name that does
-/// not start with `lib`, so that `ldconfig` does not take it for one.
+/// The path where the agent mounts the real library (the CDI device's `/opt/bursar/drv`). The name
+/// does not start with `lib`, so that `ldconfig` ignores the file.
 const PATH: &CStr = c"/opt/bursar/drv/cuda.so.1";
 
-/// The real library; `None` when it cannot be opened. It is tried once: a program that got an error
-/// from its first call does not get a driver later.
+/// Returns the real library, or `None` when it cannot be opened. Opening is tried once: a program
+/// whose first call failed gets no driver later.
 pub(crate) fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY
@@ -28,12 +29,12 @@ pub(crate) fn library() -> Option<&'static Library> {
         .as_ref()
 }
 
-/// The image's own. What it opens by name must be of its version: a loader that has a library of that
-/// name looks for no other.
+/// Opens the image's own library. Its helper libraries are opened before it, by their paths in the
+/// image: the loader then looks for no other file of the same name.
 fn images() -> Option<Library> {
     let (library, helpers) = compat::library()?;
     for helper in helpers {
-        // One that does not open was not needed, or is missed by the library itself.
+        // A helper that cannot be opened is not needed, or the library reports that it is missing.
         let _ = Library::open(&helper);
     }
     Library::open(&library)

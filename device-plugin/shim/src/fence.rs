@@ -1,4 +1,4 @@
-//! Tells libraries of the program whether the agent has fenced this image: what it writes into the credit page.
+//! Tells the program's libraries whether the agent has fenced this process image.
 
 use std::ffi::CStr;
 
@@ -6,12 +6,13 @@ use bursar_protocol::fence::ASK;
 
 use crate::session_state;
 
-/// The function that is asked for by `name`, if that is this one.
+/// Returns the fence function where `name` is its name.
 pub(crate) fn lookup(name: &CStr) -> Option<bursar_protocol::fence::Ask> {
     (name == ASK).then_some(fence)
 }
 
-/// Called for each use of memory: two loads, once there is a page.
+/// Reads the fence word of the credit page. Runtime clients call this before each use of memory:
+/// two loads once there is a page.
 extern "C" fn fence() -> u64 {
     let page = session_state::state().and_then(session_state::SessionState::page);
     page.map_or(0, |page| page.fence())

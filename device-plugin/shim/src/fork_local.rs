@@ -1,26 +1,27 @@
-//! Values behind a lock that a forked child starts afresh.
+//! Holds values behind a lock that a forked child starts anew.
 //!
-//! A child has none of its parent's device memory, and a thread that held the lock does not live there.
+//! A child has none of its parent's device memory, and the thread that held the lock does not exist
+//! in the child.
 
 use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
-/// A value that is made at its first use in each process, and never dropped.
+/// A value that each process creates at its first use and never drops.
 #[derive(Debug)]
 pub(crate) struct ForkLocal<T>(AtomicPtr<Mutex<T>>);
 
 impl<T: Default + 'static> ForkLocal<T> {
-    /// A value that is not made yet.
+    /// Creates a cell without a value.
     pub(crate) const fn new() -> ForkLocal<T> {
         ForkLocal(AtomicPtr::new(std::ptr::null_mut()))
     }
 
-    /// Locks the value. A panic of another thread leaves it usable.
+    /// Locks the value. A panic of another thread leaves the value usable.
     pub(crate) fn lock(&self) -> MutexGuard<'static, T> {
         self.mutex().lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Locks the value unless it is locked.
+    /// Locks the value unless another thread holds the lock.
     pub(crate) fn try_lock(&self) -> Option<MutexGuard<'static, T>> {
         match self.mutex().try_lock() {
             Ok(guard) => Some(guard),
@@ -37,7 +38,7 @@ impl<T: Default + 'static> ForkLocal<T> {
         }
     }
 
-    /// In a forked child: forgets the parent's value.
+    /// Forgets the parent's value, in a forked child.
     pub(crate) fn reset(&self) {
         self.0.store(std::ptr::null_mut(), Ordering::Release);
     }
@@ -54,7 +55,8 @@ impl<T: Default + 'static> ForkLocal<T> {
             // SAFETY: made above, and never freed.
             Ok(_) => unsafe { &*made },
             Err(other) => {
-                // SAFETY: made above, and nobody else has it; the other is leaked.
+                // SAFETY: made above, and no other thread has a pointer to it; the other value is
+                // leaked.
                 unsafe {
                     drop(Box::from_raw(made));
                     &*other

@@ -1,9 +1,10 @@
-//! A trampoline for every function that the shim does not hook: of libcuda's, and of NVML's, whose shim
-//! has this module too.
+//! Forwards every function without a hook to the real library. Both shims, libcuda's and NVML's,
+//! compile this module.
 //!
-//! Each ([`crate::trampoline`]) puts its index into a scratch register and jumps through its slot. A slot leads to [`lazy_resolve`] until the first call, which
-//! asks the real library for the function, keeps every argument register as it was, and goes on
-//! there. So no prototype is needed, and arguments of any shape pass through.
+//! Each trampoline ([`crate::trampoline`]) puts its index into a scratch register and jumps through
+//! its slot. Until the first call a slot leads to [`lazy_resolve`], which looks the function up in
+//! the real library, preserves every argument register and jumps there. So no prototype is needed,
+//! and arguments of any shape pass through.
 
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -14,7 +15,7 @@ use crate::driver;
 static SLOTS: [AtomicPtr<c_void>; COUNT] =
     [const { AtomicPtr::new(lazy_resolve as *const () as *mut c_void) }; COUNT];
 
-/// The real function at `index`; `None` if this driver lacks it or cannot be loaded.
+/// Returns the real function at `index`, or `None` if the driver lacks it or cannot be loaded.
 #[inline]
 pub(crate) fn driver_function(index: usize) -> Option<*mut c_void> {
     let slot = SLOTS.get(index)?;
@@ -28,11 +29,12 @@ pub(crate) fn driver_function(index: usize) -> Option<*mut c_void> {
     (!stubs.contains(&found)).then_some(found)
 }
 
-// A function has an address in each unit that it is compiled into: what is compared is taken here, once.
+// A function may have an address in each codegen unit, so the compared addresses are taken here,
+// once.
 static MISSING: AtomicPtr<c_void> = AtomicPtr::new(missing as *const () as *mut c_void);
 static UNLOADABLE: AtomicPtr<c_void> = AtomicPtr::new(unloadable as *const () as *mut c_void);
 
-/// Finds the function at `index` and fills its slot. Threads that race find the same.
+/// Looks up the function at `index` and fills its slot. Threads that race find the same address.
 #[cold]
 extern "C" fn resolve(index: usize) -> *mut c_void {
     let found = match (driver::library(), NAMES.get(index)) {
@@ -47,21 +49,21 @@ extern "C" fn resolve(index: usize) -> *mut c_void {
     found
 }
 
-/// A function that this driver lacks.
+/// Stands in for a function that this driver lacks.
 extern "C" fn missing() -> driver::Code {
     driver::MISSING
 }
 
-/// Any function while the real library cannot be opened.
+/// Stands in for every function while the real library cannot be opened.
 extern "C" fn unloadable() -> driver::Code {
     driver::UNLOADABLE
 }
 
-// The way of every first call.
+// Every slot's first call comes here.
 at_first_call!(lazy_resolve, resolve);
 
-/// A variable of the driver, which debuggers look for. It is the shim's own and stays zero: no
-/// debugger of the driver attaches through it.
+/// Exports a variable of the driver that debuggers look for. The shim's copy stays zero, so no
+/// debugger attaches to the driver through it.
 macro_rules! variable {
     ($name:ident, $size:literal) => {
         #[unsafe(no_mangle)]
@@ -70,7 +72,7 @@ macro_rules! variable {
     };
 }
 
-/// Writable bytes for whoever finds them by name.
+/// Writable bytes for debuggers that look the variable up by name.
 #[repr(C, align(8))]
 struct Variable<const N: usize>(std::cell::UnsafeCell<[u8; N]>);
 
@@ -83,7 +85,7 @@ impl<const N: usize> Variable<N> {
 // SAFETY: no code here reads or writes it.
 unsafe impl<const N: usize> Sync for Variable<N> {}
 
-/// A function that answers NOT_SUPPORTED: the table says why.
+/// Exports a function that returns NOT_SUPPORTED. The table says why.
 macro_rules! refuse {
     ($name:ident) => {
         #[unsafe(no_mangle)]

@@ -1,11 +1,13 @@
-//! Memory nodes of graphs: charged by what each device's graph pool has reserved.
+//! Charges the memory nodes of graphs by what each device's graph pool has reserved.
 //!
-//! Measured on an H200: making a graph executable takes nothing; its upload or first launch takes its
-//! allocations in steps of 32 MiB (one of 40 MiB takes 64, two take 128, small ones share a step), and
-//! the pool keeps them, past the graph's end too, until it is trimmed. So an executable graph with memory
-//! nodes is noted with its needs. Before it may take memory they are charged, after it the pool is
-//! settled. A launch into the same stream since the last trim takes nothing new; into another one it may
-//! (CUDA programming guide, graph memory nodes: the graphs of a stream share memory, those of others may not).
+//! Measured on an H200: instantiating a graph takes nothing. Its upload or first launch takes its
+//! allocations in steps of 32 MiB: one of 40 MiB takes 64, two take 128, small ones share a step.
+//! The
+//! pool keeps them, past the graph's end too, until it is trimmed. So the shim records the needs of
+//! an executable graph with memory nodes, charges them before a call that may take memory, and
+//! reconciles the pool after it. A launch into the same stream since the last trim takes nothing
+//! new. A launch into another stream may (CUDA programming guide, graph memory nodes: graphs of one
+//! stream share memory, those of others may not).
 //!
 //! A process without such graphs pays one load a launch.
 
@@ -22,7 +24,7 @@ use crate::curesult::{self, CuResult};
 use crate::fork_local::ForkLocal;
 use crate::hooks::{captures, driver, streams};
 
-/// The graph pool takes memory in multiples of this (design F15).
+/// The graph pool takes memory in multiples of this (fact F15).
 const POOL_STEP: u64 = 32 << 20;
 
 /// `CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT`.
@@ -31,7 +33,8 @@ const ATTR_RESERVED: c_int = 2;
 /// What an executable graph's memory nodes take at most, by device.
 pub(crate) type Needs = BTreeMap<c_int, Need>;
 
-/// What allocations take at most: those that no other fits beside, in steps, and the sum of others.
+/// What allocations take at most: large ones, which share no step, in steps; and the sum of small
+/// ones.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Need {
     large: u64,
@@ -39,7 +42,7 @@ pub(crate) struct Need {
 }
 
 impl Need {
-    /// With one more allocation.
+    /// Adds one allocation.
     pub(crate) fn add(&mut self, bytes: u64) {
         let (sum, part) = if bytes > POOL_STEP / 2 {
             let steps = bytes.checked_next_multiple_of(POOL_STEP);
@@ -50,7 +53,8 @@ impl Need {
         *sum = sum.saturating_add(part);
     }
 
-    /// Bytes, in steps. However small allocations are placed, no two steps are half empty.
+    /// Returns the need in bytes, in whole steps. However small allocations are placed, no two
+    /// steps are half empty.
     fn bytes(self) -> Option<u64> {
         let small = match self.small {
             0..=POOL_STEP => self.small,
@@ -65,19 +69,20 @@ impl Need {
 /// An executable graph with memory nodes.
 struct GraphExec {
     needs: Needs,
-    /// [`Graphs::trims`] when it last took its memory, and the names of the streams that it has taken it in since.
+    /// [`GraphRegistry::trims`] when the graph last took its memory, and the ids of the streams in
+    /// which it has taken memory since.
     placement: (u64, BTreeSet<u64>),
 }
 
-/// Of so many streams it is known that a graph has its memory there.
+/// The most streams that are remembered for one graph.
 const MAX_TRACKED_STREAMS: usize = 64;
 
 #[derive(Default)]
 struct GraphRegistry {
     execs: BTreeMap<u64, GraphExec>,
-    /// What each device's graph pool is charged.
+    /// The charge of each device's graph pool.
     pool_charges: BTreeMap<c_int, Charge>,
-    /// How often pools were trimmed, and gave up memory that graphs will take again.
+    /// How often pools were trimmed, which gave up memory that graphs will take again.
     trims: u64,
 }
 
@@ -90,17 +95,17 @@ fn graphs() -> MutexGuard<'static, GraphRegistry> {
     GRAPHS.lock()
 }
 
-/// In a forked child: it has none of its parent's graphs.
+/// Forgets the parent's graphs, in a forked child.
 pub(crate) fn reset() {
     GRAPHS.reset();
 }
 
-/// Whether there may be graph memory to look after.
+/// Returns whether there may be graph memory to account for.
 pub(crate) fn may_have_memory() -> bool {
     MAY_HAVE_MEMORY.load(Ordering::Relaxed)
 }
 
-/// Notes an executable graph; one that had its handle before is gone.
+/// Records an executable graph. An earlier graph with the same handle no longer exists.
 pub(crate) fn instantiated(executable: u64, needs: Needs) {
     let mut graphs = graphs();
     graphs.execs.remove(&executable);
@@ -116,12 +121,12 @@ pub(crate) fn instantiated(executable: u64, needs: Needs) {
     }
 }
 
-/// Forgets an executable graph: it was destroyed.
+/// Forgets an executable graph that is about to be destroyed.
 pub(crate) fn destroyed(executable: u64) {
     graphs().execs.remove(&executable);
 }
 
-/// Makes a call that gives a graph its memory in a stream, charged for it.
+/// Makes a call that gives a graph its memory in a stream, and charges that memory.
 pub(crate) fn charge_launch(
     executable: u64,
     stream: u64,
@@ -150,7 +155,8 @@ pub(crate) fn charge_launch(
     answer
 }
 
-/// As [`placing`], for a graph that has no handle yet.
+/// Makes a call that instantiates and uploads a graph, and charges its memory. The graph has no
+/// handle yet.
 pub(crate) fn charge_upload(
     needs: &Needs,
     function: &str,
@@ -159,20 +165,21 @@ pub(crate) fn charge_upload(
     graphs().with_charge(needs, function, call)
 }
 
-/// Makes a call that gives graph memory back: a trim, or the end of a context.
+/// Makes a call that frees graph memory: a trim, or the end of a context.
 pub(crate) fn with_trim(call: impl FnOnce() -> CuResult) -> CuResult {
     if !may_have_memory() {
         return call();
     }
-    // A launch beside the call may have to take its memory again. The lock is not held over the call: it may wait for
-    // work, and that for another thread of the program.
+    // A concurrent launch may have to take its memory again. The lock is not held over the call,
+    // which may wait for work, and that for another thread of the program.
     graphs().trims += 1;
     let answer = call();
     graphs().after_trim();
     answer
 }
 
-/// Gives back what no graph uses now; whether that was anything. Nothing while another thread is at it.
+/// Trims what no graph uses. Returns whether that discharged anything; does nothing while another
+/// thread holds the lock.
 pub(crate) fn reclaim() -> bool {
     may_have_memory() && GRAPHS.try_lock().is_some_and(|mut graphs| graphs.reclaim())
 }
@@ -206,7 +213,7 @@ impl GraphRegistry {
         answer
     }
 
-    /// Makes what the devices' pools are charged what they have reserved, using up `charged`.
+    /// Makes the charges of the devices' pools what these have reserved, using up `charged`.
     fn reconcile<'a>(
         &mut self,
         devices: impl IntoIterator<Item = &'a c_int>,
@@ -214,7 +221,7 @@ impl GraphRegistry {
     ) {
         for device in devices {
             let Some(reserved) = reserved(*device) else {
-                // Not known: what was charged stays.
+                // The reserved amount is unknown, so the charge stays.
                 continue;
             };
             let place = charged.iter().position(|(charged, _)| charged == device);
@@ -234,7 +241,8 @@ impl GraphRegistry {
     fn grow(&mut self, device: c_int, growth: u64, pending: Option<PendingCharge>) {
         let pending = match pending {
             Some(mut pending) => {
-                // More than was asked for is charged if that can be; otherwise the audit sees it.
+                // Growth beyond the request is charged if the quota allows it; otherwise the audit
+                // finds it.
                 let _ = pending.adjust(growth);
                 Ok(pending)
             }
@@ -261,14 +269,14 @@ impl GraphRegistry {
         }
     }
 
-    /// Every graph may have to take its memory again.
+    /// Counts the trim: every graph may have to take its memory again.
     fn after_trim(&mut self) {
         self.trims += 1;
         let devices: Vec<c_int> = self.pool_charges.keys().copied().collect();
         self.reconcile(&devices, Vec::new());
     }
 
-    /// Trims every pool; whether that gave anything back. Running graphs keep their memory, and need none again.
+    /// Trims every pool. Returns whether that freed anything. Running graphs keep their memory.
     fn reclaim(&mut self) -> bool {
         let charged: u64 = self.pool_charges.values().map(bytes).sum();
         let before = charged.max(self.reserved());
@@ -283,7 +291,7 @@ impl GraphRegistry {
         gave
     }
 
-    /// What all devices' graph pools have reserved.
+    /// Returns what all devices' graph pools have reserved.
     fn reserved(&self) -> u64 {
         let devices = self.pool_charges.keys();
         devices.filter_map(|device| reserved(*device)).sum()
@@ -294,7 +302,7 @@ fn bytes(charge: &Charge) -> u64 {
     u64::from(charge.units) * UNIT
 }
 
-/// What a device's graph pool has reserved.
+/// Returns what a device's graph pool has reserved.
 fn reserved(device: c_int) -> Option<u64> {
     let mut bytes = 0_u64;
     let code = captures::with_relaxed_capture(|| {

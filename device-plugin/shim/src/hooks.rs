@@ -1,22 +1,22 @@
-//! The functions that the shim has of its own: they charge, settle and report.
+//! Implements the driver functions that the shim replaces: they charge, adjust and report memory.
 //!
-//! Prototypes are those of cuda.h. Each hook charges before it calls the real function and settles
-//! after it; what the driver answers is what the program gets. A hook that is reached from inside
-//! another one (a driver that calls its own exported functions) only forwards.
+//! Prototypes are those of cuda.h. Each hook charges before it calls the real function and adjusts
+//! the charge after it; the program gets the driver's own result. A hook that is called from inside
+//! another hook only forwards, because the driver calls its own exported functions.
 //!
 //! * [`linear`] linear, pitched and managed memory
 //! * [`arrays`] arrays and mipmapped arrays
-//! * [`sizes`] what the driver takes for a request
+//! * [`rounding`] the size that the driver takes for a request
 //! * [`pools`] stream-ordered memory
 //! * [`vmm`] memory of `cuMemCreate`
-//! * [`exports`] linear memory that others can come to hold
-//! * [`captures`], [`streams`] what the calling stream does, and where
-//! * [`contexts`] what contexts take, and what ends with them; [`known`] which there are
+//! * [`ipc`] IPC handles and DMA-BUF descriptors of linear memory
+//! * [`captures`] stream captures, [`streams`] ids and devices of streams
+//! * [`contexts`] creation and destruction of contexts, [`context_registry`] their charges
 //! * [`graphs`] graphs with memory nodes
-//! * [`limits`] and [`functions`] stacks and kernels' local memory
-//! * [`reports`] how much memory there is
-//! * [`start`] what a process does first
-//! * [`proc_address`] the addresses that `cuGetProcAddress` hands out
+//! * [`ctx_limits`] and [`kernels`] stacks and kernels' local memory
+//! * [`mem_info`] the memory sizes that programs query
+//! * [`init`] `cuInit`
+//! * [`proc_address`] the addresses that `cuGetProcAddress` returns
 
 mod arrays;
 pub(crate) mod captures;
@@ -48,8 +48,8 @@ thread_local! {
     static IN_HOOK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs a hook's body; a panic in it is an error of the driver's, and the program goes on. Hooks are where errors
-/// of work that went before come to light too.
+/// Runs a hook's body and turns a panic into an error code. Errors of earlier asynchronous work are
+/// noticed here too.
 #[inline]
 pub(crate) fn guarded(body: impl FnOnce() -> CuResult) -> CuResult {
     match catch_unwind(AssertUnwindSafe(body)) {
@@ -59,13 +59,13 @@ pub(crate) fn guarded(body: impl FnOnce() -> CuResult) -> CuResult {
     }
 }
 
-/// Runs `body` unless this thread is inside a hook, and then `driver_call`.
+/// Runs `body`, or `driver_call` where this thread is already inside a hook.
 #[inline]
 pub(crate) fn outermost(
     body: impl FnOnce() -> CuResult,
     driver_call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    // Looked up once: the lookup is a call of the loader's, and the hook a few of them long.
+    // The thread-local is looked up once, because the lookup calls into the loader.
     IN_HOOK.with(|inside| {
         if inside.replace(true) {
             return driver_call();
@@ -75,7 +75,7 @@ pub(crate) fn outermost(
     })
 }
 
-/// Ends the outermost hook of this thread, by a panic too.
+/// Ends this thread's outermost hook when it is dropped, also by a panic.
 struct HookScope<'a>(&'a Cell<bool>);
 
 impl Drop for HookScope<'_> {
@@ -84,7 +84,7 @@ impl Drop for HookScope<'_> {
     }
 }
 
-/// Calls the real function; the answer of a missing one is that of its trampoline.
+/// Calls the real function. A missing function returns the code of its trampoline.
 macro_rules! driver {
     ($name:ident($($argument:expr => $kind:ty),* $(,)?)) => {
         match $crate::forward::driver_function($crate::forward::index::$name) {
@@ -102,9 +102,9 @@ macro_rules! driver {
 }
 pub(crate) use driver;
 
-/// Declares hooks: `fn name(argument: type, ...) = |driver_call| body`. In the body, `driver_call` calls the real
-/// function with arguments of the same types. Inside another hook the real function is all there is;
-/// `reentrant fn` declares one that does the same there, and so need not know.
+/// Declares hooks: `fn name(argument: type, ...) = |driver_call| body`. The body calls the real
+/// function by `driver_call`, with arguments of the same types. A plain `fn` only forwards inside
+/// another hook. A `reentrant fn` runs its body there too.
 macro_rules! hooks {
     () => {};
     (
@@ -138,7 +138,7 @@ macro_rules! hooks {
 }
 pub(crate) use hooks;
 
-/// The ordinal of the calling thread's current device.
+/// Returns the ordinal of the calling thread's current device.
 pub(crate) fn current_device() -> Result<c_int, CuResult> {
     let mut device = 0;
     match driver!(cuCtxGetDevice(&raw mut device => *mut c_int)) {
@@ -147,7 +147,7 @@ pub(crate) fn current_device() -> Result<c_int, CuResult> {
     }
 }
 
-/// How many devices the driver shows to this process.
+/// Returns the number of devices that the driver shows to this process.
 pub(crate) fn device_count() -> c_int {
     let mut count = 0;
     match driver!(cuDeviceGetCount(&raw mut count => *mut c_int)) {
@@ -156,7 +156,7 @@ pub(crate) fn device_count() -> c_int {
     }
 }
 
-/// A device's UUID: a MIG instance's own where the driver can tell (CUDA 11.4).
+/// Returns a device's UUID: the MIG instance's own UUID from CUDA 11.4 on.
 pub(crate) fn device_uuid(device: c_int) -> Option<[u8; 16]> {
     let mut uuid = [0; 16];
     let code = match forward::driver_function(index::cuDeviceGetUuid_v2) {
@@ -166,8 +166,8 @@ pub(crate) fn device_uuid(device: c_int) -> Option<[u8; 16]> {
     (code == curesult::SUCCESS).then_some(uuid)
 }
 
-/// Charges, allocates, settles. `call` allocates and answers with the pointer and its true size; `free`
-/// takes the pointer back.
+/// Charges, allocates, and adjusts the charge to the true size. `call` allocates and returns the
+/// pointer and its size. `free` frees the pointer where the larger charge is denied.
 pub(crate) fn allocate(
     account: Account,
     bytes: u64,
@@ -184,7 +184,7 @@ pub(crate) fn allocate(
         Ok(allocated) => allocated,
         Err(code) => return code,
     };
-    // Only a larger size can be denied; a charge that cannot be noted is as good as denied.
+    // Only a larger size can be denied. A charge that cannot be recorded is treated as denied.
     let settled = pending
         .adjust(size)
         .and_then(|()| pending.commit(pointer, context));

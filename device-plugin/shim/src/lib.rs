@@ -1,22 +1,27 @@
-//! `libcuda.so.1` as a container sees it.
+//! Implements `libcuda.so.1` for containers: forwards every call and charges those that allocate.
 //!
-//! Every function of the driver is exported and forwarded to the real library by one indirect jump
-//! ([`forward`]), but for those that take or report memory ([`hooks`]). These charge the container's
-//! quota before the call and settle it after, in the [`ledger`]: a credit page that the agent fills.
+//! Every function of the driver is exported. Most jump straight to the real library ([`forward`]).
+//! The functions that take or report memory are [`hooks`]: a hook charges the container's quota
+//! before the driver call and adjusts the charge after it. Charges go to a credit page that the
+//! agent fills ([`accounting`]).
 //!
-//! Charged today: linear memory and arrays against the GPU's quota, managed memory against its own,
-//! until it is freed or its context ends ([`hooks::contexts`]); stream-ordered memory by what each pool
-//! has reserved ([`pools`]); memory of `cuMemCreate` until nothing refers to it ([`vmm`]). The table `symbols.txt` lists what else
-//! can take memory.
+//! * Linear memory and arrays are charged to the GPU's quota, managed memory to its own quota,
+//!   until the memory is freed or its context is destroyed ([`hooks::contexts`]).
+//! * Stream-ordered memory is charged by what each pool has reserved ([`pools`]).
+//! * Memory of `cuMemCreate` is charged until its last reference is gone ([`vmm`]).
 //!
-//! A function that answers with a code which poisons its context is reported to the agent, and the program may be
-//! executed again in its place ([`poison`], [`again`]).
+//! The table `symbols.txt` lists every other function that can take memory.
 //!
-//! * Loading the library does nothing, but in a container's first process, which remembers how it was started
-//!   ([`again`]): the real one is opened ([`real`]) at the first call.
-//! * No environment variable is read, no panic crosses the ABI, nothing waits without a bound.
-//! * A forked child has a state of its own ([`state`]): neither the page nor a held lock is inherited.
-//! * With the agent away, what is granted stays usable, and more is waited for, for some seconds, and then refused.
+//! The shim reports an error that poisons the process's contexts to the agent, which may order it
+//! to execute the program again in the same process ([`poison`], [`reexec`]).
+//!
+//! * Loading the library does nothing, except that a container's first process saves its start
+//!   state ([`reexec`]). The real library is opened at the first call ([`driver`]).
+//! * The library reads no environment variable, lets no panic cross the ABI and bounds every wait.
+//! * A forked child starts without a session ([`session_state`]): it inherits neither the credit
+//!   page nor a held lock.
+//! * While the agent is down, granted credit stays usable. Calls that need more credit wait for
+//!   some seconds and then fail.
 
 mod compat;
 mod curesult;

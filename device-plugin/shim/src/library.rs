@@ -1,8 +1,8 @@
-//! A library that is opened once and never closed.
+//! Opens shared libraries that stay open for the life of the process.
 
 use std::ffi::{CStr, c_void};
 
-/// The library.
+/// A handle of `dlopen`.
 pub(crate) struct Library(*mut c_void);
 
 // SAFETY: a handle of dlopen belongs to the process, not to a thread, and is never closed.
@@ -18,7 +18,7 @@ impl Library {
         (!handle.is_null()).then_some(Library(handle))
     }
 
-    /// The address of a symbol of the library.
+    /// Returns the address of a symbol.
     pub(crate) fn symbol(&self, name: &CStr) -> Option<*mut c_void> {
         // SAFETY: the handle is open for ever, and the name ends with a zero.
         let address = unsafe { libc::dlsym(self.0, name.as_ptr()) };

@@ -1,4 +1,4 @@
-//! Where a program asks for memory, and so which account pays for it.
+//! Decides from a `CUmemLocation` which account pays for memory.
 
 use std::ffi::c_int;
 
@@ -12,7 +12,7 @@ pub(crate) struct MemLocation {
     id: c_int,
 }
 
-/// What `CUmemAllocationProp` and `CUmemPoolProps` begin with.
+/// The first fields of `CUmemAllocationProp` and of `CUmemPoolProps`.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct MemProperties {
@@ -21,12 +21,12 @@ pub(crate) struct MemProperties {
     location: MemLocation,
 }
 
-/// Who pays for memory.
+/// The account that pays for memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChargeTo {
     /// An account of the container.
     Account(Account),
-    /// No account: the memory is the host's.
+    /// No account, because the memory is the host's.
     Host,
 }
 
@@ -38,14 +38,15 @@ const HOST_LOCATION_TYPES: std::ops::RangeInclusive<c_int> = 2..=5;
 const LOCATION_TYPE_LOCALITY_DOMAIN: c_int = 6;
 
 impl MemProperties {
-    /// Who pays for memory of these properties.
+    /// Returns the account that pays for memory of these properties.
     pub(crate) fn charge_to(&self) -> ChargeTo {
         charge_to(self.kind, self.location)
     }
 }
 
-/// Who pays for memory of an allocation type at a location. Managed memory has an account of its own,
-/// wherever it prefers to be. A kind of location that is not known yet is taken for a device's.
+/// Returns the account that pays for memory of an allocation type at a location. Managed memory has
+/// an account of its own, whatever its preferred location. An unknown kind of location counts as a
+/// device.
 pub(crate) fn charge_to(kind: c_int, location: MemLocation) -> ChargeTo {
     if kind == ALLOCATION_TYPE_MANAGED {
         return ChargeTo::Account(Account::Managed);

@@ -1,13 +1,15 @@
-//! Binds the library to symbols that a glibc of 2013 has, whatever glibc it is built on.
+//! Binds the library to symbols of glibc 2.17 and older, whatever glibc it is built on.
 //!
-//! Building on a new glibc binds `dlsym`, `stat64` and others to versions of 2.28 to 2.34, and a
-//! container with an older glibc could not load the library, which is preloaded into every program
-//! there. Each function here is hidden and stands before glibc's in this library's own linking; it
-//! goes on to the oldest version of the same function, or to the system call.
+//! A build on a new glibc binds `dlsym`, `stat64` and others to versions of 2.28 to 2.34. A
+//! container
+//! with an older glibc could not load that library, which is preloaded into every program there.
+//! Each
+//! function here is hidden and precedes glibc's when this library is linked. It jumps to the oldest
+//! version of the same function, or makes the system call.
 //!
-//! `__cxa_thread_atexit_impl` of 2.18, which the standard library can do without, is defined away by
-//! `build.rs`. A test holds the bound of 2.17. aarch64 starts there and needs the same for 2.33 and 2.34; it
-//! is built on an old glibc until then.
+//! `build.rs` defines away `__cxa_thread_atexit_impl` of 2.18, which the standard library can do
+//! without. A test checks the bound of 2.17. On aarch64 the library must be built on an old glibc,
+//! because there the same is missing for versions 2.33 and 2.34.
 
 #[cfg(all(target_arch = "x86_64", target_env = "gnu", not(test)))]
 core::arch::global_asm!(
@@ -17,7 +19,7 @@ core::arch::global_asm!(
     ".symver bursar_old_key_create, pthread_key_create@GLIBC_2.2.5",
     ".symver bursar_old_key_delete, pthread_key_delete@GLIBC_2.2.5",
     ".symver bursar_old_setspecific, pthread_setspecific@GLIBC_2.2.5",
-    // Before 2.33 stat was a macro over these, with the version of the structure first: 1.
+    // Before 2.33 stat was a macro over these, whose first argument is the structure's version: 1.
     ".symver bursar_old_xstat64, __xstat64@GLIBC_2.2.5",
     ".symver bursar_old_fxstat64, __fxstat64@GLIBC_2.2.5",
     ".symver bursar_old_fxstatat64, __fxstatat64@GLIBC_2.4",
@@ -68,7 +70,7 @@ core::arch::global_asm!(
     "mov r10, rcx",
     "mov eax, 332",
     "syscall",
-    // A system call's error, as glibc gives it.
+    // Turns a system call's error into errno, as glibc does.
     "2:",
     "cmp rax, -4095",
     "jae 3f",

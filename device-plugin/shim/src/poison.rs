@@ -1,9 +1,12 @@
-//! What becomes of a process whose context a fault has poisoned.
+//! Handles errors that poison the process's contexts.
 //!
-//! Nothing in its image can use the GPU again, whatever is destroyed or reset (design F1). The first sticky code of an
-//! image is reported to the agent, which fences the image and decides: the program gets the code and its
-//! container is restarted, or it is executed again in its own place ([`again`]) and never sees the code. Other
-//! threads that meet the code meanwhile wait for the verdict.
+//! A poisoned process image cannot use the GPU again, whatever it destroys or resets (fact F1). The
+//! shim reports the first sticky error of an image to the agent, which fences the image and
+//! decides.
+//! Either the program gets the error and its container is restarted, or the shim executes the
+//! program
+//! again in the same process ([`reexec`]) and the program never sees the error. Other threads that
+//! hit the error meanwhile wait for the agent's decision.
 
 use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,7 +19,7 @@ use crate::curesult::{self, CuResult};
 use crate::hooks::{captures, current_device, driver};
 use crate::{accounting, reexec, session_state};
 
-/// What the program gets where a function answers this, which is no success.
+/// Returns the code that the program gets for a driver result that is not success.
 #[cold]
 pub(crate) extern "C" fn on_error(code: CuResult) -> CuResult {
     catch_unwind(AssertUnwindSafe(|| handle(code))).unwrap_or(code)
@@ -25,8 +28,9 @@ pub(crate) extern "C" fn on_error(code: CuResult) -> CuResult {
 fn handle(code: CuResult) -> CuResult {
     match ErrorClass::of(code) {
         ErrorClass::Caller | ErrorClass::NotReady | ErrorClass::Gone => code,
-        // The shim's own, to a fenced image: the driver would have said another. That image may not know yet what the
-        // agent has from the kernel's log.
+        // The shim itself denies memory to a fenced image, where the driver would have returned the
+        // sticky error. The agent may know of the fault from the kernel's log before this image
+        // does.
         ErrorClass::OutOfMemory => poison_code().unwrap_or_else(|| match probe() {
             poison if sticky::poisons(poison) => {
                 report_and_recover(poison);
@@ -45,14 +49,14 @@ fn handle(code: CuResult) -> CuResult {
     }
 }
 
-/// The code that poisoned this image, once it was seen.
+/// Returns the error that poisoned this image, once the image has seen it.
 fn poison_code() -> Option<CuResult> {
     let code = session_state::state()?.poisoned.load(Ordering::Acquire);
     (code != curesult::SUCCESS).then_some(code)
 }
 
-/// What a call answers that has nothing to do with the one that failed: a code that says nothing is poison if that says
-/// the same.
+/// Returns the result of an unrelated driver call. An ambiguous code is sticky if this call returns
+/// it as well.
 fn probe() -> CuResult {
     let (mut free, mut total) = (0_usize, 0_usize);
     captures::with_relaxed_capture(
@@ -60,8 +64,8 @@ fn probe() -> CuResult {
     )
 }
 
-/// Reports the first code of this image, and does what the agent says. With the lock of the conversation held: who
-/// comes later waits for it.
+/// Reports the first sticky error of this image and does what the agent decides. Holds the session
+/// lock, so that later threads wait for the decision.
 fn report_and_recover(code: CuResult) {
     let Some(state) = session_state::state() else {
         return;
@@ -81,14 +85,16 @@ fn report_and_recover(code: CuResult) {
         log_reexec(code);
         reexec::execute();
     }
-    // From here on nobody waits: before, a thread with its error in hand could end a program that is to go on.
+    // Publish the error only now: another thread that saw it earlier could exit the program before
+    // the re-exec.
     state.poisoned.store(code, Ordering::Release);
 }
 
-/// The program never gets to tell of it, so its log does.
+/// Writes the re-exec to the program's standard error, because the program itself never sees the
+/// error.
 fn log_reexec(code: CuResult) {
     let line =
         format!("bursar: CUDA error {code}: the program is executed again in this container\n");
-    // SAFETY: the buffer is as long as is said; whether somebody reads it does not matter.
+    // SAFETY: the buffer has the given length. A failed write is ignored.
     unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
 }

@@ -1,25 +1,27 @@
-//! Stream-ordered pools: what each has taken of the GPU, and what its account was charged for that.
+//! Charges stream-ordered pools for the memory that each has reserved of its GPU.
 //!
-//! A pool takes memory in steps and caches it, so it is charged what it has reserved (design F15):
+//! A pool takes memory in steps and caches it, so its account is charged what the pool has reserved
+//! (fact F15):
 //!
 //! ```text
-//! reserved by the pool  <=  accounted + reservations of the calls under way
+//! reserved by the pool  <=  accounted + reservations of running calls
 //! ```
 //!
-//! *Ahead*: where the quota has plenty of room and nobody to share it with, a pool is charged for several
-//! steps at once, and each allocation takes its part of them ([`part_of`]). Nothing else is looked at
-//! before they are used up.
-//! *Fast*: one compare-and-swap reserves credit for the request rounded up to the step (it never took more:
-//! measured), the driver allocates, and where it now has reserved what is accounted, another one gives the
-//! reservation back.
-//! Otherwise the pool is *settled* under the lock: `accounted` becomes what is reserved. Only the lock's
-//! holder changes it, and marks it while it asks the driver: whoever compared with it before had the
-//! driver's growth done before the driver was asked.
-//! *Tight*: where that much credit is not idle, the lock is taken, and credit for what the pool must
-//! grow by is asked for. A pool that grew by more, which is then denied, is undone. Then every pool is
-//! trimmed and settled, once more with all work waited for; and only then it is out of memory.
+//! * *Prefetched*: where the quota has ample room and no other process uses it, a pool is charged
+//!   several steps at once. Each allocation takes its part of them ([`prefetch_part`]), and looks
+//!   at nothing else until they are used up.
+//! * *Fast*: one compare-and-swap reserves credit for the request rounded up to the step; measured,
+//!   a pool never took more. The driver allocates. Where the pool has reserved what is accounted, a
+//!   second one returns the reservation.
+//! * *Reconciled*: otherwise `accounted` becomes what the pool has reserved, under the lock. Only
+//!   the holder of the lock changes `accounted`, and marks it while the driver is queried. So a
+//!   thread that compared with the old value saw its own growth before the query.
+//! * *At the limit*: without idle credit for a step, the call takes the lock and requests credit
+//!   for what the pool must grow by. Growth beyond that, which is then denied, is rolled back.
+//!   Every pool is then trimmed and reconciled, a second time after all work has ended. Only then
+//!   the call fails.
 //!
-//! Pools shrink by themselves at synchronises. That is noticed when they are looked at next.
+//! Pools shrink by themselves when the host synchronizes. The next reconciliation discharges that.
 
 mod prefetch;
 
@@ -38,22 +40,22 @@ use crate::hooks::{captures, driver};
 use crate::location::ChargeTo;
 use crate::session_state::MAX_DEVICES;
 
-/// A pool takes memory of its GPU in multiples of this (design F15).
+/// A pool takes memory of its GPU in multiples of this (fact F15).
 const STEP: u64 = 32 << 20;
 const HALF_STEP: u64 = STEP / 2;
 
-/// How many times what is asked for the quota has room for, where that is plenty.
+/// The quota has ample room if it can grant this many times the request.
 const AMPLE_FACTOR: u32 = 4;
 
-/// What a pool is charged ahead, of which allocations take their parts.
+/// What a pool is charged ahead of its allocations.
 const PREFETCH: Units = Units(8 * ONE_STEP.0);
 
-/// What must be free for that: it is never more than an eighth.
+/// What the quota must be able to grant before a pool prefetches: at most an eighth is prefetched.
 const MIN_GRANTABLE_FOR_PREFETCH: Units = Units(8 * PREFETCH.0);
 
 const ONE_STEP: Units = Units((STEP / UNIT) as u32);
 
-/// The least that a small request takes of what was charged ahead.
+/// The least that a small request takes of prefetched credit.
 const MIN_PART: u64 = 2 << 20;
 
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`.
@@ -63,34 +65,35 @@ const ATTR_RESERVED: c_int = 5;
 /// `CU_MEMPOOL_ATTR_USED_MEM_CURRENT`.
 const ATTR_USED: c_int = 7;
 
-/// Marks a pool that is being settled: no pool has reserved that much.
+/// Marks a pool that is being reconciled. No pool reserves that much.
 const RECONCILING: u32 = u32::MAX;
 
 /// A pool of this process.
 #[derive(Debug)]
 pub(crate) struct Pool {
-    /// The driver's handle; zero once it is destroyed, and the entry is free for another.
+    /// The driver's handle; zero once the pool is destroyed, and the entry can be reused.
     handle: AtomicU64,
     charge_to: ChargeTo,
-    /// The account, plus one; zero before it is known.
+    /// The account's index plus one; zero before it is known.
     account: AtomicU8,
-    /// Units that the account is charged, with those ahead.
+    /// Units that the account is charged, prefetched credit included.
     accounted: AtomicU32,
     prefetched: PrefetchedCredit,
-    /// Others can hold its memory, so nothing that it ever reserved is given back.
+    /// Other processes can hold the pool's memory, so nothing that the pool ever reserved is
+    /// discharged.
     exported: AtomicBool,
-    /// The program destroyed it, and it still has memory: it is destroyed when that is free.
+    /// The program destroyed the pool while it had memory. The shim destroys it once that is free.
     destroyed: AtomicBool,
-    /// The pool that was entered before; null for the first.
+    /// The pool that was registered before; null for the first.
     next: *const Pool,
 }
 
-/// All pools that this process has used or made.
+/// All pools that this process has used or created.
 pub(crate) struct Pools {
     head: AtomicPtr<Pool>,
-    /// The pool that each device allocates from; null where the driver has to be asked.
+    /// The pool that each device allocates from; null where the driver must be asked.
     current: [AtomicPtr<Pool>; MAX_DEVICES],
-    /// Held by whoever settles or enters pools.
+    /// Held by the thread that reconciles or registers pools.
     lock: ForkLocal<()>,
 }
 
@@ -102,7 +105,7 @@ pub(crate) static POOLS: Pools = Pools {
 };
 
 impl Pools {
-    /// In a forked child: it has none of its parent's pools.
+    /// Forgets the parent's pools, in a forked child.
     pub(crate) fn reset(&self) {
         self.head.store(std::ptr::null_mut(), Ordering::Release);
         for current in &self.current {
@@ -119,14 +122,14 @@ impl Pools {
         })
     }
 
-    /// The pool with a handle: a null one is no pool's.
+    /// Finds the pool with a handle. A null handle is no pool's.
     pub(crate) fn find(&self, handle: u64) -> Option<&'static Pool> {
         self.all()
             .find(|pool| pool.handle.load(Ordering::Acquire) == handle)
             .filter(|_| handle != 0)
     }
 
-    /// The pool with a handle, entered where it is new.
+    /// Returns the pool with a handle, and registers it where it is new.
     pub(crate) fn register(&self, handle: u64, charge_to: ChargeTo) -> &'static Pool {
         if let Some(known) = self.find(handle) {
             return known;
@@ -156,7 +159,8 @@ impl Pools {
         entry
     }
 
-    /// Enters a pool that was just made. One that had its handle is gone, whoever destroyed it.
+    /// Registers a pool that was just created. A registered pool with the same handle was destroyed
+    /// unseen.
     pub(crate) fn created(&self, handle: u64, charge_to: ChargeTo) {
         if let Some(before) = self.find(handle) {
             before.unregister();
@@ -164,7 +168,8 @@ impl Pools {
         self.register(handle, charge_to);
     }
 
-    /// The pool that a device allocates from, if it is known without asking the driver.
+    /// Returns the pool that a device allocates from, if the shim knows it without asking the
+    /// driver.
     #[inline]
     pub(crate) fn current_pool(&self, device: c_int) -> Option<&'static Pool> {
         let place = self.current.get(usize::try_from(device).ok()?)?;
@@ -172,7 +177,7 @@ impl Pools {
         unsafe { place.load(Ordering::Acquire).as_ref() }
     }
 
-    /// Notes the pool that a device allocates from; with none, the driver is asked next time.
+    /// Sets the pool that a device allocates from. Without a pool the driver is asked next time.
     pub(crate) fn set_current_pool(&self, device: c_int, pool: Option<&'static Pool>) {
         let place = usize::try_from(device)
             .ok()
@@ -183,9 +188,9 @@ impl Pools {
         }
     }
 
-    /// Settles every pool: what they gave back at synchronises is no longer charged.
+    /// Reconciles every pool, so that memory returned at synchronizes is no longer charged.
     pub(crate) fn reconcile(&self) {
-        // First, for it synchronises.
+        // Collected before the pools are reconciled, because collecting synchronizes.
         deferred_free::collect();
         if self.all().next().is_some() {
             let _guard = self.lock.lock();
@@ -193,7 +198,7 @@ impl Pools {
         }
     }
 
-    /// Trims and settles every pool; whether that gave anything back.
+    /// Trims and reconciles every pool. Returns whether that discharged anything.
     pub(crate) fn reclaim(&self) -> bool {
         let collected = deferred_free::collect();
         if self.all().next().is_none() {
@@ -206,8 +211,9 @@ impl Pools {
         collected || self.accounted() < before
     }
 
-    /// As [`Pools::reclaim`], for graphs too, and where pools wait to see memory freed, waits for all work with them.
-    /// Without the lock: graphs may take it too, and the work may be waiting for another thread of the program.
+    /// Reclaims the memory of pools and graphs. Where pools have unused memory, waits for all work
+    /// and reclaims again. Runs without the lock: graphs may take it, and the work may wait for
+    /// another thread.
     fn reclaim_after_sync(&self) {
         crate::graphs::reclaim();
         self.reclaim();
@@ -218,7 +224,7 @@ impl Pools {
         }
     }
 
-    /// Whether any pool waits to see memory freed.
+    /// Returns whether any pool has a step that is not used.
     fn has_unused_memory(&self) -> bool {
         let _guard = self.lock.lock();
         self.all().any(Pool::has_unused_step)
@@ -235,7 +241,7 @@ impl Pools {
         }
     }
 
-    /// With the lock held.
+    /// The caller holds the lock.
     fn reconcile_all(&self) {
         for pool in self.all() {
             let _ = pool.reconcile(Units::ZERO);
@@ -245,18 +251,18 @@ impl Pools {
 }
 
 impl Pool {
-    /// Whether it was destroyed as far as the program knows.
+    /// Returns whether the program has destroyed the pool.
     pub(crate) fn is_destroyed(&self) -> bool {
         self.destroyed.load(Ordering::Acquire)
     }
 
-    /// Whether some account pays for it.
+    /// Returns whether an account pays for the pool.
     pub(crate) fn is_charged(&self) -> bool {
         self.charge_to != ChargeTo::Host
     }
 
-    /// Allocates of what the pool was charged ahead; `None` where that is used up. `call` is the driver's
-    /// allocation.
+    /// Allocates from prefetched credit, or returns `None` where that is used up. `call` is the
+    /// driver's allocation.
     #[inline]
     pub(crate) fn allocate_prefetched(
         &self,
@@ -269,7 +275,7 @@ impl Pool {
         Some(got)
     }
 
-    /// Allocates, charged for what the pool grows by. `call` is the driver's allocation.
+    /// Allocates and charges what the pool grows by. `call` is the driver's allocation.
     pub(crate) fn allocate(
         &self,
         bytes: u64,
@@ -292,21 +298,22 @@ impl Pool {
             return self.allocate_at_limit(account, bytes, steps, function, call);
         }
         let got = call();
-        // What was charged ahead is nobody's from here on, or it could be used beside what is given back.
-        // The driver's own locks are between its growth and the last load.
+        // Closed before the comparison, because prefetched credit must not be used beside the
+        // reservation that is returned. The driver's own locks order its growth before the last
+        // load.
         let idle = self.prefetched.close() == Units::ZERO;
         if idle && self.reserved() == Some(self.accounted.load(Ordering::SeqCst)) {
             accounting::discharge_account(account, steps);
         } else {
             let _guard = POOLS.lock.lock();
-            // What is more than was reserved here is of calls that are still under way, and is theirs.
+            // What was reserved beyond this call belongs to other running calls.
             let _ = self.reconcile(steps);
         }
         got
     }
 
-    /// Charges it ahead for a call that takes `steps` at most, and more of them, where the quota has plenty
-    /// of room and nobody else could miss it.
+    /// Charges the pool ahead for a call that takes at most `steps`, where the quota has ample room
+    /// and this is the container's only process.
     fn prefetch(&self, account: u8, steps: Units) -> bool {
         let has_room = accounting::grantable(account) >= MIN_GRANTABLE_FOR_PREFETCH;
         if steps >= PREFETCH || !has_room || !accounting::is_sole_process(account) {
@@ -323,7 +330,7 @@ impl Pool {
         is_charged
     }
 
-    /// As above, where there is no idle credit for a step.
+    /// Allocates where there is no idle credit for a step.
     #[cold]
     #[inline(never)]
     fn allocate_at_limit(
@@ -359,25 +366,26 @@ impl Pool {
         Err(curesult::OUT_OF_MEMORY)
     }
 
-    /// Gives back an allocation that made the pool grow further than it may. It was never handed out,
-    /// so that nothing has to be waited for.
+    /// Frees an allocation that made the pool grow more than the quota allows. The program never
+    /// got the pointer, so no work uses it.
     fn rollback(&self, pointer: u64) {
         let _ = captures::with_relaxed_capture(|| driver!(cuMemFree_v2(pointer => u64)));
         self.trim();
         let _ = self.reconcile(Units::ZERO);
     }
 
-    /// With the lock held: makes what is accounted what is reserved, using up `held` units that the
-    /// account was charged before. `Err` if the pool has grown by more and that is denied; then all of
-    /// `held` is accounted, and the next settling tries again.
+    /// Makes `accounted` what the pool has reserved, using up `precharged` units charged before.
+    /// The caller holds the lock. Where the pool grew by more and that is denied, `accounted`
+    /// includes all of `precharged`, and the next reconciliation tries again.
     fn reconcile(&self, precharged: Units) -> Result<(), Denied> {
         self.reconcile_with_extra(precharged, Units::ZERO)
     }
 
-    /// As above, but makes it what is reserved and `more`.
+    /// Makes `accounted` what the pool has reserved and `extra`. See [`Pool::reconcile`].
     fn reconcile_with_extra(&self, precharged: Units, extra: Units) -> Result<(), Denied> {
         let before = self.accounted.swap(RECONCILING, Ordering::SeqCst);
-        // Before the driver is asked: what ends later has grown the pool by then, or is counted here.
+        // Closed before the driver is queried: calls that end later have grown the pool by then, or
+        // are counted here.
         let under_way = match self.prefetched.close() {
             Units::ZERO => Units::ZERO,
             parts => parts.saturating_add(ONE_STEP),
@@ -414,19 +422,20 @@ impl Pool {
         settled
     }
 
-    /// Settles after a call that may have made it smaller.
+    /// Reconciles after a call that may have shrunk the pool.
     pub(crate) fn reconcile_now(&self) {
         let _guard = POOLS.lock.lock();
         let _ = self.reconcile(Units::ZERO);
     }
 
-    /// Calls what lets others hold its memory, counted as exported before.
+    /// Makes a call that lets other processes hold the pool's memory, and marks it as exported
+    /// before.
     pub(crate) fn with_export(&self, call: impl FnOnce() -> CuResult) -> CuResult {
         let _guard = POOLS.lock.lock();
         if !self.is_charged() || self.exported.load(Ordering::Acquire) {
             return call();
         }
-        // What it was charged ahead, nobody can hold.
+        // Returns prefetched credit, which no other process can hold.
         let _ = self.reconcile(Units::ZERO);
         let Some(charge) = self.exported_charge(self.accounted.load(Ordering::Acquire)) else {
             return curesult::NOT_PERMITTED;
@@ -443,7 +452,7 @@ impl Pool {
         answer
     }
 
-    /// Some of what it is charged, as the ledger counts exports.
+    /// Returns some of the pool's charge as an exported one.
     fn exported_charge(&self, units: u32) -> Option<Charge> {
         self.account().map(|slot| Charge {
             account: slot,
@@ -453,7 +462,7 @@ impl Pool {
         })
     }
 
-    /// Destroys it, or where it still has memory, as soon as that is free. `call` is the driver's.
+    /// Destroys the pool, or lets it be destroyed once its memory is free. `call` is the driver's.
     pub(crate) fn destroy(&self, call: impl FnOnce() -> CuResult) -> CuResult {
         let _guard = POOLS.lock.lock();
         self.trim();
@@ -466,7 +475,8 @@ impl Pool {
             }
             return answer;
         }
-        // As the driver does at once: what is freed from here on is not cached.
+        // Memory that is freed from here on is not cached, as for a pool that the driver has
+        // destroyed.
         let mut nothing = 0_u64;
         let handle = self.handle.load(Ordering::Acquire);
         let _ = captures::with_relaxed_capture(|| {
@@ -478,7 +488,8 @@ impl Pool {
         curesult::SUCCESS
     }
 
-    /// With the lock held, and after settling.
+    /// Destroys a pool that the program destroyed, once it is empty. The caller holds the lock and
+    /// has reconciled the pool.
     fn destroy_if_empty(&self) {
         if !self.is_destroyed() || self.reserved() != Some(0) {
             return;
@@ -491,7 +502,7 @@ impl Pool {
         }
     }
 
-    /// The pool is gone. What was exported of it stays charged.
+    /// Discharges a destroyed pool. What was exported stays charged.
     fn unregister(&self) {
         self.prefetched.close();
         let kept = self.accounted.swap(0, Ordering::AcqRel);
@@ -511,13 +522,13 @@ impl Pool {
         }
     }
 
-    /// Whether it has a step or more that is neither used nor could be trimmed.
+    /// Returns whether the pool has a step or more that is unused and could not be trimmed.
     fn has_unused_step(&self) -> bool {
         let sizes = self.attribute(ATTR_RESERVED).zip(self.attribute(ATTR_USED));
         sizes.is_some_and(|(reserved, used)| reserved >= used.saturating_add(STEP))
     }
 
-    /// What the pool must grow by for a request, if it can use all that it has cached.
+    /// Returns what the pool must grow by for a request, if the request can use all that is cached.
     fn growth(&self, bytes: u64) -> Option<Units> {
         let (reserved, used) = (self.attribute(ATTR_RESERVED)?, self.attribute(ATTR_USED)?);
         let needed = used.checked_add(bytes)?.checked_next_multiple_of(STEP)?;
@@ -542,7 +553,7 @@ impl Pool {
         (code == curesult::SUCCESS).then_some(value)
     }
 
-    /// The account that pays, once there is a session.
+    /// Returns the account's index, once there is a session.
     fn account(&self) -> Option<u8> {
         let known = self.account.load(Ordering::Acquire);
         if let Some(account) = known.checked_sub(1) {
@@ -557,7 +568,8 @@ impl Pool {
     }
 }
 
-/// The most that a pool takes of its GPU for a request; `None` if that is more than can be counted.
+/// Returns the most that a pool takes of its GPU for a request, or `None` beyond what units can
+/// count.
 #[inline]
 fn steps_for(bytes: u64) -> Option<Units> {
     bytes
@@ -565,9 +577,9 @@ fn steps_for(bytes: u64) -> Option<Units> {
         .and_then(Units::holding)
 }
 
-/// The part of what was charged ahead that a request takes. Several requests make a pool grow by no more than
-/// their parts and one step: a request takes unused memory if it takes none that was freed, a step is
-/// added when no other has room for it, and so of two neighbouring steps one is half used at least.
+/// Returns the part of prefetched credit that a request takes. Requests make a pool grow by no more
+/// than their parts and one step. The driver adds a step only when no other has room, so one of two
+/// neighbouring steps is at least half used.
 #[inline]
 fn prefetch_part(bytes: u64) -> Option<Units> {
     match bytes {
@@ -576,8 +588,9 @@ fn prefetch_part(bytes: u64) -> Option<Units> {
     }
 }
 
-/// Charges an account for what a pool must grow by; how much it was. Where the quota has plenty of room,
-/// it is more, so that the next calls find idle credit; near the quota it would be in others' way.
+/// Charges an account for a pool's growth and returns the charged amount. With ample room it
+/// charges a step more, so that the next calls find idle credit. Near the quota that step would be
+/// missing elsewhere.
 fn charge_growth(account: u8, growth: Units, step: Units) -> Option<Units> {
     let more = growth.saturating_add(step);
     let plenty = Units(more.0.saturating_mul(AMPLE_FACTOR)).min(Units::MAX);

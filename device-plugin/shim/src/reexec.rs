@@ -1,14 +1,17 @@
-//! Executes the program again in its own process: the image that a fault poisoned ends, the pod does not see it.
+//! Executes the program again in its own process after a fault poisoned the process image.
 //!
-//! The new image is the container's main process as the container runtime started it: program, arguments,
-//! environment, working directory, umask, processors, blocked and ignored signals are as they were when this library
-//! was loaded, which the loader does before the program's first instruction. Its descriptors are the standard ones
-//! that it was given (one that it put something else in the place of leads nowhere: what it put there may be the GPU's,
-//! and would keep its memory), and the other processes of its pid namespace are gone. What is not brought back: user and group,
-//! resource limits, priority, and what the program wrote to files.
+//! The new image is the container's main process as the container runtime started it. Program,
+//! arguments, environment, working directory, umask, CPU affinity, blocked and ignored signals are
+//! as they were when the loader loaded this library, before the program's first instruction.
+//! Descriptors are the three standard ones that the process was given. A standard descriptor that
+//! the program replaced leads to `/dev/null`, because the replacement may keep the GPU's memory.
+//! Every other process of the pid namespace is killed. User and group, resource limits, priority
+//! and files that the program wrote are not restored.
 //!
-//! Only the first process of a pid namespace does this: it is the main process of a container that shares its namespace
-//! with no other, and may kill all others there. The agent holds it to the container, and to how often.
+//! Only the first process of a pid namespace does this. It is the main process of a container with
+//! a
+//! pid namespace of its own, and may kill all others there. The agent checks the container, and
+//! limits how often this happens.
 
 use std::ffi::{CStr, CString, c_char, c_int};
 use std::mem::MaybeUninit;
@@ -16,16 +19,16 @@ use std::os::unix::ffi::OsStringExt;
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
-/// What a container's main process was started with; nothing in any other process.
+/// How the container's main process was started; empty in any other process.
 static START_STATE: OnceLock<StartState> = OnceLock::new();
 
-/// How long the other processes may take to end.
+/// How long the other processes may take to exit.
 const KILL_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Beyond the highest signal.
+/// One more than the highest signal.
 const SIGNAL_END: c_int = 65;
 
-/// Descriptors beyond these are not looked at where the kernel has no `close_range`.
+/// Higher descriptors are not closed where the kernel has no `close_range`.
 const MAX_DESCRIPTORS: libc::rlim_t = 1 << 20;
 
 /// `CLOSE_RANGE_CLOEXEC` (Linux 5.11).
@@ -36,7 +39,8 @@ const CLOSE_RANGE_CLOEXEC: c_int = 4;
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;
 
-/// Runs in every process that the library is loaded into, so it does next to nothing in all but one.
+/// Saves the start state. Runs in every process that loads the library, so it does almost nothing
+/// in all but one.
 #[cfg_attr(test, allow(dead_code, reason = "the tests load no library"))]
 extern "C" fn on_load() {
     if std::process::id() == 1
@@ -46,7 +50,7 @@ extern "C" fn on_load() {
     }
 }
 
-/// Whether this process could be executed again.
+/// Returns whether this process could be executed again.
 pub(crate) fn is_possible() -> bool {
     std::process::id() == 1 && START_STATE.get().is_some()
 }
@@ -61,24 +65,24 @@ pub(crate) fn execute() {
 /// How a process was started.
 #[derive(Debug)]
 struct StartState {
-    /// What was executed, as it was named (`AT_EXECFN`): the process has its name.
+    /// The path that was executed (`AT_EXECFN`), from which the process has its name.
     exec_path: CString,
     arguments: Vec<CString>,
     environment: Vec<CString>,
     cwd: CString,
     signals: Signals,
     umask: libc::mode_t,
-    /// None where there was none.
+    /// None for a descriptor that was not open.
     standard_fds: [Option<Descriptor>; 3],
-    /// None on a machine with more processors than the set has places.
+    /// None on a machine with more CPUs than the set can hold.
     cpu_affinity: Option<libc::cpu_set_t>,
 }
 
-/// A descriptor as the program was given it.
+/// A descriptor as the process was given it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Descriptor {
     inode: (libc::dev_t, libc::ino_t),
-    /// Of the open file, which the image's end leaves as they are: whether it waits, for one.
+    /// Status flags of the open file, such as `O_NONBLOCK`, which outlive the image.
     flags: c_int,
 }
 
@@ -90,7 +94,7 @@ struct Signals {
 }
 
 impl StartState {
-    /// None where `/proc` does not tell.
+    /// Returns `None` where `/proc` cannot be read.
     fn read() -> Option<StartState> {
         let file = |name: &str| std::fs::read(format!("/proc/self/{name}")).ok();
         let (signals, umask) = parse_status(&String::from_utf8_lossy(&file("status")?))?;
@@ -106,19 +110,19 @@ impl StartState {
         })
     }
 
-    /// What to execute, and with which arguments.
+    /// Returns the path to execute and its arguments.
     fn program(&self) -> (&CStr, &[CString]) {
         let same =
             |one: &CStr, other: &CStr| file_id(one).is_some_and(|it| Some(it) == file_id(other));
         if same(&self.exec_path, c"/proc/self/exe") {
             return (&self.exec_path, &self.arguments);
         }
-        // A script: the kernel put its interpreter before it, and will again.
+        // For a script the kernel put the interpreter before its path, and will again.
         let script = self.arguments.iter().position(|one| *one == self.exec_path);
         if let Some(at) = script.filter(|_| is_script(&self.exec_path)) {
             return (&self.exec_path, &self.arguments[at..]);
         }
-        // Its file was deleted or replaced; the kernel still has it.
+        // The file was deleted or replaced; the kernel still has it under this path.
         (c"/proc/self/exe", &self.arguments)
     }
 
@@ -126,14 +130,14 @@ impl StartState {
         let Some(here) = SavedCwd::change_to(&self.cwd) else {
             return;
         };
-        // It may be named from there.
+        // The path may be relative to that directory.
         let (program, arguments) = self.program();
         let pointers = |all: &[CString]| -> Vec<*const c_char> {
             let all = all.iter().map(|one| one.as_ptr());
             all.chain([std::ptr::null()]).collect()
         };
         let (arguments, environment) = (pointers(arguments), pointers(&self.environment));
-        // SAFETY: a string of this function's.
+        // SAFETY: the string is borrowed for the call.
         if unsafe { libc::access(program.as_ptr(), libc::X_OK) } != 0 {
             return here.restore();
         }
@@ -145,7 +149,7 @@ impl StartState {
         }
         stop_timers();
         self.signals.restore_ignored();
-        // SAFETY: both take values; the set is whole.
+        // SAFETY: both calls take values, and the set is initialized.
         unsafe {
             libc::umask(self.umask);
             if let Some(processors) = &self.cpu_affinity {
@@ -153,7 +157,7 @@ impl StartState {
             }
         }
         set_signal_mask(self.signals.blocked);
-        // SAFETY: strings that live on, in arrays that end with null.
+        // SAFETY: the strings outlive the call, in arrays that end with null.
         unsafe { libc::execve(program.as_ptr(), arguments.as_ptr(), environment.as_ptr()) };
         set_signal_mask(blocked);
         here.restore();
@@ -161,7 +165,7 @@ impl StartState {
 }
 
 impl Descriptor {
-    /// None where that is not open.
+    /// Returns `None` for a descriptor that is not open.
     fn read(number: c_int) -> Option<Descriptor> {
         let mut stat = MaybeUninit::<libc::stat>::uninit();
         // SAFETY: fstat writes the whole structure where it answers zero; the other call takes a number.
@@ -174,7 +178,7 @@ impl Descriptor {
         }
     }
 
-    /// Has the new image find what the program was given.
+    /// Restores the descriptor that the process was given, for the new image.
     fn restore(number: c_int, given: Option<Descriptor>) {
         let same = Descriptor::read(number).map(|now| now.inode) == given.map(|given| given.inode);
         // SAFETY: system calls on numbers, and a string that ends with a zero.
@@ -198,7 +202,7 @@ impl Descriptor {
 }
 
 impl Signals {
-    /// Ignores what was ignored, and nothing else. Handlers end with the image.
+    /// Ignores exactly the signals that were ignored at the start. Handlers end with the image.
     fn restore_ignored(self) {
         for signal in 1..SIGNAL_END {
             let mut now = MaybeUninit::<libc::sigaction>::uninit();
@@ -221,11 +225,11 @@ impl Signals {
     }
 }
 
-/// The working directory that was left.
+/// The working directory to return to.
 struct SavedCwd(c_int);
 
 impl SavedCwd {
-    /// Goes to a directory; none where that is gone.
+    /// Changes to a directory. Returns `None` where it no longer exists.
     fn change_to(to: &CStr) -> Option<SavedCwd> {
         // SAFETY: strings that end with a zero.
         unsafe {
@@ -239,7 +243,7 @@ impl SavedCwd {
     }
 
     fn restore(self) {
-        // SAFETY: a descriptor of this value's.
+        // SAFETY: the descriptor is this value's own.
         unsafe {
             libc::fchdir(self.0);
             libc::close(self.0);
@@ -247,11 +251,11 @@ impl SavedCwd {
     }
 }
 
-/// Blocks these signals in this thread, and no other; those that were blocked before.
+/// Blocks exactly these signals in this thread. Returns those that were blocked before.
 fn set_signal_mask(signals: u64) -> u64 {
     let (mut before, mut set) = (0, MaybeUninit::<libc::sigset_t>::uninit());
     let mut old = MaybeUninit::<libc::sigset_t>::uninit();
-    // SAFETY: the sets are made by the libc's own functions before they are read.
+    // SAFETY: libc functions initialize the sets before they are read.
     unsafe {
         libc::sigemptyset(set.as_mut_ptr());
         libc::sigemptyset(old.as_mut_ptr());
@@ -266,11 +270,12 @@ fn set_signal_mask(signals: u64) -> u64 {
     before
 }
 
-/// Kills every other process of the pid namespace, and waits for its children's ends.
+/// Kills every other process of the pid namespace, and reaps this process's children.
 fn kill_other_processes() {
     let until = Instant::now() + KILL_TIMEOUT;
     loop {
-        // SAFETY: kill and waitpid of no memory. The first process of a pid namespace reaches no further than that.
+        // SAFETY: neither call takes memory. The first process of a pid namespace signals no
+        // process outside of it.
         let ended = unsafe {
             libc::kill(-1, libc::SIGKILL);
             libc::waitpid(-1, std::ptr::null_mut(), libc::WNOHANG | libc::__WALL)
@@ -284,7 +289,7 @@ fn kill_other_processes() {
     }
 }
 
-/// The new image gets no others.
+/// Marks every descriptor but the standard ones as close-on-exec.
 fn close_nonstandard_descriptors() {
     // SAFETY: system calls on numbers; a descriptor that is not open is an error without effect.
     unsafe {
@@ -302,7 +307,7 @@ fn close_nonstandard_descriptors() {
     }
 }
 
-/// Interval timers outlive an image.
+/// Stops the interval timers, which would outlive the image.
 fn stop_timers() {
     for timer in [libc::ITIMER_REAL, libc::ITIMER_VIRTUAL, libc::ITIMER_PROF] {
         // SAFETY: all zeros is a timer that is off.
@@ -311,14 +316,14 @@ fn stop_timers() {
 }
 
 fn cpu_affinity() -> Option<libc::cpu_set_t> {
-    // SAFETY: all zeros is an empty set, and the call is told its size.
+    // SAFETY: all zeros is an empty set, and the call gets its size.
     unsafe {
         let mut set = std::mem::zeroed();
         (libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) == 0).then_some(set)
     }
 }
 
-/// Which file a path leads to.
+/// Returns the device and inode of the file that a path leads to.
 fn file_id(path: &CStr) -> Option<(libc::dev_t, libc::ino_t)> {
     use std::os::unix::fs::MetadataExt;
     let metadata = std::fs::metadata(path.to_str().ok()?).ok()?;
@@ -335,7 +340,7 @@ fn is_script(path: &CStr) -> bool {
     file.is_some_and(|mut file| file.read_exact(&mut begins).is_ok()) && begins == *b"#!"
 }
 
-/// Strings that each end with a zero.
+/// Splits bytes into strings that each end with a zero.
 fn nul_terminated(bytes: &[u8]) -> Vec<CString> {
     let ended = bytes.split_inclusive(|byte| *byte == 0);
     ended
@@ -343,8 +348,8 @@ fn nul_terminated(bytes: &[u8]) -> Vec<CString> {
         .collect()
 }
 
-/// The name by which the kernel executed this process: pairs of a kind and a value (getauxval(3)). The loader
-/// changes its own copy where it is the program itself, so the kernel's is asked.
+/// Returns the path by which the kernel executed this process, from pairs of a type and a value
+/// (getauxval(3)). A loader that runs as the program changes its own copy, so this is the kernel's.
 fn exec_filename(auxv: &[u8]) -> Option<CString> {
     let word = |bytes: &[u8]| Some(u64::from_ne_bytes(bytes.try_into().ok()?));
     let (pairs, _) = auxv.as_chunks::<16>();
@@ -352,12 +357,13 @@ fn exec_filename(auxv: &[u8]) -> Option<CString> {
         let (kind, value) = pair.split_at(8);
         (word(kind)? == libc::AT_EXECFN).then(|| word(value))?
     })?;
-    // SAFETY: the kernel put a string there, above the stack, and nothing has run yet that could have changed it.
+    // SAFETY: the kernel put a string there, above the stack, and no code has run yet that could
+    // have changed it.
     let name = unsafe { CStr::from_ptr(usize::try_from(value).ok()? as *const c_char) };
     Some(name.to_owned())
 }
 
-/// `SigBlk`, `SigIgn` and `Umask` of `/proc/self/status` (Linux 4.7).
+/// Parses `SigBlk`, `SigIgn` and `Umask` of `/proc/self/status` (Linux 4.7).
 fn parse_status(status: &str) -> Option<(Signals, libc::mode_t)> {
     let field = |name: &str| {
         let mut lines = status.lines();
@@ -430,7 +436,8 @@ mod tests {
             (c(script).as_c_str(), &[c(script), c("x")][..])
         );
         std::fs::remove_file(&folder).unwrap();
-        // Deleted since: its interpreter, which is the program, and the same arguments.
+        // The script was deleted: its interpreter, which is the program, is executed with the same
+        // arguments.
         assert_eq!(start.program(), (c"/proc/self/exe", &start.arguments[..]));
     }
 
@@ -462,7 +469,7 @@ mod tests {
     #[test]
     fn execute_returns_when_the_process_is_not_pid_1() {
         assert!(!is_possible());
-        // Returns at once.
+        // The call returns at once.
         execute();
     }
 }

@@ -1,8 +1,9 @@
-//! What a process knows about its session, in memory that a forked child gets zeroed.
+//! Holds a process's session state in memory that the kernel zeroes in a forked child.
 //!
-//! A child has neither its parent's credit page (it is not mapped there) nor the threads that may
-//! hold a lock; so all of this, the lock included, is in one mapping with `MADV_WIPEONFORK` (Linux
-//! 4.14), and zero means "no session yet".
+//! A child has neither its parent's credit page, which is not mapped there, nor the threads that
+//! may
+//! hold a lock. So the whole state, its lock included, is in one mapping with `MADV_WIPEONFORK`
+//! (Linux 4.14). Zero means "no session yet".
 
 use std::sync::OnceLock;
 use std::sync::atomic::{
@@ -13,50 +14,50 @@ use std::time::{Duration, Instant};
 use bursar_protocol::page::Page;
 use bursar_protocol::wire::Account;
 
-/// Devices that a process can see; more than a node has.
+/// The largest number of devices that a process can see; more than a node has.
 pub(crate) const MAX_DEVICES: usize = 64;
 
-/// How long a thread waits for another that talks to the agent. Longer than any one conversation, with
-/// the wait for an agent that is being replaced.
+/// How long a thread waits for another thread that talks to the agent. Longer than any one
+/// exchange, including the wait for a restarting agent.
 const LOCK_TIMEOUT: Duration = Duration::from_secs(40);
 
-/// The longest pause of a thread that waits.
+/// The longest sleep between two attempts to take the lock.
 const MAX_PAUSE: Duration = Duration::from_millis(1);
 
-/// The state. Zero is a valid value of every field.
+/// The session state of this process. Zero is a valid value of every field.
 #[derive(Debug)]
 #[repr(C)]
 pub(crate) struct SessionState {
-    /// Not zero in the process that set it up.
+    /// Not zero once this process has initialized the state.
     pub(crate) initialized: AtomicU32,
     lock: AtomicU32,
-    /// The credit page; null before the first hello.
+    /// The credit page; null before the first handshake.
     pub(crate) page: AtomicPtr<Page>,
-    /// The page's accounts, in its order; null before the first hello.
+    /// The page's accounts, in its order; null before the first handshake.
     pub(crate) accounts: AtomicPtr<Vec<Account>>,
-    /// The socket's descriptor plus one; zero when there is none.
+    /// The socket's descriptor plus one; zero without a socket.
     pub(crate) socket: AtomicI32,
-    /// The socket's inode: tells it from a file that got its number.
+    /// The socket's inode, which detects that the program reused the descriptor's number.
     pub(crate) socket_inode: AtomicU64,
-    /// This process image's name in hellos.
+    /// The random id of this process image, sent in each handshake.
     pub(crate) process_image_id: AtomicU64,
-    /// The version of the protocol that the agent answered the last hello with.
+    /// The protocol version of the last handshake.
     pub(crate) version: AtomicU32,
-    /// The code that poisoned this image; zero for none.
+    /// The error code that poisoned this image; zero for none.
     pub(crate) poisoned: AtomicI32,
-    /// Milliseconds since this library's first use before which the agent is not asked again.
+    /// Milliseconds since this library's first use before which the shim does not call the agent.
     pub(crate) backoff_until: AtomicU64,
-    /// The account of each device, plus one; zero where it has none.
+    /// The account of each device, plus one; zero for a device without an account.
     pub(crate) devices: [AtomicU8; MAX_DEVICES],
     /// The account of managed memory, plus one.
     pub(crate) managed: AtomicU8,
-    /// Whether the agent was waited for in vain since it last answered.
+    /// Whether a wait for the agent timed out since the agent last answered.
     pub(crate) gave_up_waiting: AtomicBool,
-    /// Whether a hello was ever answered.
+    /// Whether a handshake ever succeeded.
     pub(crate) session_established: AtomicBool,
 }
 
-/// Held while one thread talks to the agent.
+/// Exclusive right of one thread to talk to the agent.
 pub(crate) struct SessionGuard<'a>(&'a SessionState);
 
 impl Drop for SessionGuard<'_> {
@@ -66,8 +67,8 @@ impl Drop for SessionGuard<'_> {
 }
 
 impl SessionState {
-    /// Waits for the lock, but not for ever. Only the slow path takes it: asking the agent takes
-    /// longer than the pause.
+    /// Takes the lock, or returns `None` after [`LOCK_TIMEOUT`]. Only the slow path takes the lock,
+    /// because an exchange with the agent takes longer than a pause.
     pub(crate) fn lock(&self) -> Option<SessionGuard<'_>> {
         let begun = Instant::now();
         let mut pause = Duration::from_micros(50);
@@ -85,21 +86,21 @@ impl SessionState {
         Some(SessionGuard(self))
     }
 
-    /// The credit page, if there is one.
+    /// Returns the credit page, if there is one.
     pub(crate) fn page(&self) -> Option<&'static Page> {
         // SAFETY: the pointer is null or a leaked page of this process: a forked child's is null.
         unsafe { self.page.load(Ordering::Acquire).as_ref() }
     }
 
-    /// The page's accounts.
+    /// Returns the page's accounts.
     pub(crate) fn accounts(&self) -> &[Account] {
-        // SAFETY: the pointer is null or a leaked vector that nobody changes.
+        // SAFETY: the pointer is null or a leaked vector that is never modified.
         unsafe { self.accounts.load(Ordering::Acquire).as_ref() }.map_or(&[], Vec::as_slice)
     }
 }
 
-/// The state of this process; `None` where the kernel cannot wipe memory on fork. Then nothing is
-/// charged and so nothing allocated.
+/// Returns the state of this process, or `None` where the kernel cannot wipe memory on fork.
+/// Without a state every charge is denied.
 #[inline]
 pub(crate) fn state() -> Option<&'static SessionState> {
     static STATE: OnceLock<Option<&'static SessionState>> = OnceLock::new();
@@ -110,8 +111,9 @@ pub(crate) fn state() -> Option<&'static SessionState> {
     Some(state)
 }
 
-/// The first call of a process. Its parent's pointers mean nothing here. Of threads that come together one does it,
-/// or what the first has noted by then would be forgotten.
+/// Initializes the state at the first call of a process, where the parent's pointers mean nothing.
+/// Only one thread may run this: a second run would discard allocations already recorded by the
+/// first.
 #[cold]
 fn init_process(state: &SessionState) {
     let Some(_guard) = state.lock() else {
@@ -161,7 +163,8 @@ mod tests {
 
     #[test]
     fn second_initialization_keeps_recorded_allocations() {
-        // The process's own first call is over.
+        // The test process's own first call must be over, because the calls below use the same
+        // statics.
         let _ = super::state();
         // SAFETY: every field of the state is an atomic, for which zero is a value.
         let state: SessionState = unsafe { std::mem::zeroed() };

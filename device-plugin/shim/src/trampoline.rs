@@ -1,10 +1,12 @@
-//! Functions of assembly that lead to functions of the real library, whose prototypes they need not know.
+//! Generates assembly functions that forward to the real library without knowing a prototype.
 //!
-//! [`forward!`] jumps there and leaves everything as it was. [`watch!`] calls and looks at the answer: errors of work
-//! that went before come to light there, and those that poison the context are acted on (`poison.rs`). It must know
-//! how many arguments there are, for those on the stack are the callee's only where it is called as they were
-//! left; a success costs the call and one comparison. Its frame is described to debuggers and to whoever ends a
-//! thread: the functions that wait are among those that are watched.
+//! [`forward!`] jumps and leaves all registers and the stack as they were. [`watch!`] calls and
+//! checks
+//! the result, because errors of earlier asynchronous work appear there; `poison.rs` handles those
+//! that poison the context. It must know the number of arguments, because it copies those on the
+//! stack for the callee. A success costs the call and one comparison. Unwind tables describe its
+//! frame to debuggers and to thread cancellation, because the watched functions include those that
+//! wait.
 
 macro_rules! naked {
     ($(#[$about:meta])* $name:ident: $($assembly:tt)*) => {
@@ -36,18 +38,18 @@ mod tests {
     static SLOTS: [AtomicPtr<c_void>; 1] = [AtomicPtr::new(real as Eleven as *mut c_void)];
 
     thread_local! {
-        /// What the real function was last called with.
+        /// The arguments of the last call of the real function.
         static CALLED: Cell<[u64; 11]> = const { Cell::new([0; 11]) };
     }
 
-    /// Answers its first argument.
+    /// Returns its first argument.
     #[allow(clippy::too_many_arguments, reason = "as a launch has")]
     #[rustfmt::skip]
     extern "C" fn real(
         a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64, i: u64, j: u64, k: u64,
     ) -> c_int {
         CALLED.set([a, b, c, d, e, f, g, h, i, j, k]);
-        // Compilers take the stack for aligned, and so find it.
+        // Compilers rely on an aligned stack, so the callee checks it.
         #[repr(align(16))]
         struct Aligned(u64);
         let aligned = std::hint::black_box(Aligned(a));
@@ -77,7 +79,7 @@ mod tests {
             (11, bursar_watched_11),
         ];
         for (count, function) in watched {
-            // SAFETY: it leads to a function of this prototype.
+            // SAFETY: the trampoline calls a function of this prototype.
             let function =
                 unsafe { std::mem::transmute::<unsafe extern "C" fn(), Eleven>(function) };
             for (first, answer) in [(0, 0), (700, 10_700)] {

@@ -1,24 +1,28 @@
-//! Finds the unwinder when a panic needs it, so that the library needs no `libgcc_s.so.1` to be loaded.
+//! Finds the unwinder when a panic needs it, so that the library does not depend on
+//! `libgcc_s.so.1`.
 //!
-//! The loader ends a program that has a preloaded library with a dependency that is not there, and images
-//! without C++ lack this one. The standard library's calls of the unwinder come here instead: hidden
-//! functions that go on to the real ones, which are looked up at the first of them. Where the image has
-//! no unwinder, a panic cannot be caught, and ends the process; nothing in the library is known to panic.
+//! The loader ends a program whose preloaded library has a missing dependency, and images without
+//! C++
+//! lack this one. The standard library's unwinder calls reach the hidden functions here, which look
+//! the real ones up at the first call. Where the image has no unwinder, a panic cannot be caught
+//! and
+//! ends the process; no code of the library is known to panic.
 //!
-//! Functions: those that the `unwind` crate of the standard library declares, by the Itanium C++ ABI.
+//! The functions are those that the standard library's `unwind` crate declares, by the Itanium C++
+//! ABI.
 
 #![cfg(all(target_arch = "x86_64", target_env = "gnu", not(test)))]
 
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// `_Unwind_Resume`'s place: it must not return.
+/// The index of `_Unwind_Resume`, which must not return.
 const RESUME: usize = 1;
 
-/// `_URC_END_OF_STACK`: nobody catches it.
+/// `_URC_END_OF_STACK`: no frame catches the exception.
 const END_OF_STACK: c_int = 5;
 
-/// Where each function goes on to: first to the search for it.
+/// Where each function jumps: to the lookup at first.
 static FUNCTIONS: [AtomicPtr<c_void>; NAMES.len()] =
     [const { AtomicPtr::new(find as *mut c_void) }; NAMES.len()];
 
@@ -26,7 +30,7 @@ extern "C" fn absent() -> c_int {
     END_OF_STACK
 }
 
-/// The real function, from now on at its place.
+/// Looks up the real function and stores its address.
 extern "C" fn resolve(index: usize) -> *mut c_void {
     let real = NAMES.get(index).map_or(std::ptr::null_mut(), |name| {
         // SAFETY: both names end with a zero, and opening the unwinder runs no code but its own.
@@ -50,10 +54,11 @@ extern "C" fn resolve(index: usize) -> *mut c_void {
     function
 }
 
-// An unwinder begins with its own caller: the stack is as that left it when the real function is reached.
+// An unwinder starts at its own caller, so the stack must be as the caller left it when the real
+// function runs.
 at_first_call!(find, resolve);
 
-/// Hidden functions of these names, each a jump through its place.
+/// Declares hidden functions of these names, each a jump through its slot.
 macro_rules! unwinder {
     ($($name:ident = $index:literal),* $(,)?) => {
         const NAMES: &[&CStr] = &[$(

@@ -1,14 +1,15 @@
-//! Memory of `cuMemCreate`: what refers to each, and what it was charged.
+//! Tracks the references to memory of `cuMemCreate`, and its charges.
 //!
-//! The driver frees such memory when its last handle, mapping and binding is gone, and only then may its
-//! charge be given back. What was exported can be kept by a descriptor that nobody sees (design F4), so
-//! its charge is never given back by this process; the agent frees it when it is proven gone.
+//! The driver frees such memory when its last handle, mapping and binding is gone, and only then
+//! the
+//! charge may be discharged. A descriptor that no process lists can keep exported memory (fact F4),
+//! so this process never discharges it; the agent does once the memory is proven free.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::alloc_table::Charge;
 
-/// What refers to memory that this process made.
+/// The references to memory that this process created.
 #[derive(Clone, Copy, Debug)]
 struct Allocation {
     charge: Charge,
@@ -25,11 +26,11 @@ struct Mapping {
     handle: u64,
 }
 
-/// A binding to a multicast object: its handle, the account of the device that it is for (the memory's), the offset.
+/// A binding to a multicast object: its handle, the account of the memory's device, and the offset.
 type Binding = (u64, u8, u64);
 
-/// All memory that this process made and that something of it refers to, by its handle. The driver
-/// keeps a handle's number for as long as its memory is mapped (`cuMemRetainAllocationHandle`).
+/// All memory that this process created and still refers to, by handle. The driver keeps a handle's
+/// number while its memory is mapped (`cuMemRetainAllocationHandle`).
 #[derive(Debug, Default)]
 pub(crate) struct VmmTable {
     allocations: HashMap<u64, Allocation>,
@@ -38,7 +39,7 @@ pub(crate) struct VmmTable {
 }
 
 impl VmmTable {
-    /// Memory was made, and its handle given out.
+    /// Records memory that was created with one handle.
     pub(crate) fn created(&mut self, handle: u64, charge: Charge) {
         let memory = Allocation {
             charge,
@@ -50,19 +51,19 @@ impl VmmTable {
         self.allocations.insert(handle, memory);
     }
 
-    /// A reference to a handle was given up; the charge to give back, if it was all there was.
+    /// Drops a handle's reference. Returns the charge to discharge, if that was the last reference.
     pub(crate) fn released(&mut self, handle: u64) -> Option<Charge> {
         self.update(handle, |memory| {
             memory.handles = memory.handles.saturating_sub(1)
         })
     }
 
-    /// The handle of mapped memory was given out once more.
+    /// Adds a reference to the handle of mapped memory.
     pub(crate) fn retained(&mut self, handle: u64) {
         self.update(handle, |memory| memory.handles += 1);
     }
 
-    /// Memory was mapped. What others own is not in the table.
+    /// Records a mapping. Memory of other processes is not in the table.
     pub(crate) fn mapped(&mut self, address: u64, bytes: u64, handle: u64) {
         if self.allocations.contains_key(&handle) {
             self.mappings.insert(address, Mapping { bytes, handle });
@@ -70,7 +71,7 @@ impl VmmTable {
         }
     }
 
-    /// Every mapping inside a range was unmapped; the charges to give back.
+    /// Drops every mapping inside a range. Returns the charges to discharge.
     pub(crate) fn unmapped(&mut self, address: u64, bytes: u64) -> Vec<Charge> {
         let end = address.saturating_add(bytes);
         let inside: Vec<(u64, u64)> = self
@@ -88,7 +89,7 @@ impl VmmTable {
         gone.collect()
     }
 
-    /// Memory is referred to by a multicast object.
+    /// Records a binding of memory to a multicast object.
     pub(crate) fn bound(&mut self, (object, offset): (u64, u64), handle: u64) {
         let Some(memory) = self.allocations.get(&handle) else {
             return;
@@ -99,7 +100,8 @@ impl VmmTable {
         }
     }
 
-    /// A range of a multicast object is unbound for the device of an account; the charges to give back.
+    /// Drops the bindings of a multicast object's range for the device of an account. Returns the
+    /// charges to discharge.
     pub(crate) fn unbound(
         &mut self,
         object: u64,
@@ -123,26 +125,26 @@ impl VmmTable {
         gone.collect()
     }
 
-    /// The handle of the memory that is mapped around an address.
+    /// Returns the handle of the memory mapped at an address.
     pub(crate) fn handle_at(&self, address: u64) -> Option<u64> {
         let (at, mapping) = self.mappings.range(..=address).next_back()?;
         (address - at < mapping.bytes).then_some(mapping.handle)
     }
 
-    /// Marks memory as exported, before it is; its charge if it was not marked before.
+    /// Marks memory as exported before the export. Returns its charge, if it was not marked before.
     pub(crate) fn export(&mut self, handle: u64) -> Option<Charge> {
         let memory = self.allocations.get_mut(&handle)?;
         (!std::mem::replace(&mut memory.exported, true)).then_some(memory.charge)
     }
 
-    /// Takes the mark back: the driver refused the export.
+    /// Takes the mark back, because the driver refused the export.
     pub(crate) fn unexport(&mut self, handle: u64) {
         if let Some(memory) = self.allocations.get_mut(&handle) {
             memory.exported = false;
         }
     }
 
-    /// Changes what refers to memory, and forgets it with the last of that.
+    /// Changes an allocation's references, and removes the allocation with its last reference.
     fn update(&mut self, handle: u64, change: impl FnOnce(&mut Allocation)) -> Option<Charge> {
         let memory = self.allocations.get_mut(&handle)?;
         change(memory);

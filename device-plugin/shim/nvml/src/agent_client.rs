@@ -1,4 +1,4 @@
-//! What the container uses of a device, as the agent says: asked at most ten times a second.
+//! Asks the agent what the container uses of a device, at most ten times a second.
 
 use std::io::{self, Write};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
@@ -10,31 +10,31 @@ use bursar_protocol::wire::{Account, Listed, Message, Reason, ToAgent, ToShim};
 
 use crate::nvml_return::{self, NvmlReturn};
 
-/// How long an answer is good for: tools that poll ask for the same several times in a row.
+/// How long an answer is reused, because tools that poll make several calls in a row.
 const MAX_AGE: Duration = Duration::from_millis(100);
 
-/// How long one step of a question may take.
+/// How long one step of a query may take.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// How long the agent is left alone after it did not answer: each call would wait for it anew.
+/// How long the shim leaves the agent alone after a failure, because each call would wait anew.
 const BACKOFF: Duration = Duration::from_secs(1);
 
-/// What the container may use of a device, and does.
+/// The container's quota and usage of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Usage {
     /// In bytes.
     pub(crate) quota: u64,
-    /// In bytes; more than the quota after that was lowered.
+    /// In bytes; more than the quota after the quota was lowered.
     pub(crate) used: u64,
     /// The container's processes that use the device.
     pub(crate) processes: Vec<Listed>,
 }
 
-/// What the agent says of a device.
+/// The agent's answer about a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum AgentAnswer {
     Usage(Usage),
-    /// The container was not given it: it is the GPU around its MIG instance, say.
+    /// The device is not the container's, like the parent GPU of its MIG instance.
     NotAssigned,
 }
 
@@ -47,10 +47,10 @@ impl AgentAnswer {
     }
 }
 
-/// What the agent said last of each device that it was asked about.
+/// The agent's last answer about each device.
 struct Cache {
     devices: Vec<CachedAnswer>,
-    /// The agent is not asked before.
+    /// The agent is not asked before this time.
     backoff_until: Option<Instant>,
 }
 
@@ -65,10 +65,10 @@ static CACHE: Mutex<Cache> = Mutex::new(Cache {
     backoff_until: None,
 });
 
-/// What the container uses of the device with this UUID, as NVML prints it.
+/// Returns the container's usage of the device with this UUID, as NVML prints it.
 ///
 /// # Errors
-/// NO_PERMISSION where the device is not the container's, UNKNOWN where the agent never said.
+/// NO_PERMISSION where the device is not the container's, UNKNOWN where the agent never answered.
 pub(crate) fn usage(uuid: &str) -> Result<Usage, NvmlReturn> {
     let now = Instant::now();
     let (last, quiet) = cache().map_or((None, false), |known| {
@@ -95,8 +95,8 @@ pub(crate) fn usage(uuid: &str) -> Result<Usage, NvmlReturn> {
     said.usage()
 }
 
-/// Nothing while another thread has it, or had it when this process was forked: then the agent is
-/// asked each time.
+/// Locks the cache. Returns `None` while another thread holds the lock, or held it when this
+/// process was forked; the agent is then asked each time.
 fn cache() -> Option<MutexGuard<'static, Cache>> {
     match CACHE.try_lock() {
         Ok(known) => Some(known),

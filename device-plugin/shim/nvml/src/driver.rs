@@ -1,4 +1,4 @@
-//! The real management library, opened at the first call.
+//! Opens the real management library at the first call.
 
 use std::ffi::CStr;
 use std::sync::OnceLock;
@@ -14,12 +14,12 @@ pub(crate) const MISSING: Code = nvml_return::FUNCTION_NOT_FOUND;
 /// What a trampoline returns while the real library cannot be opened.
 pub(crate) const UNLOADABLE: Code = nvml_return::LIBRARY_NOT_FOUND;
 
-/// Where the agent mounts the real library (the CDI device's `/opt/bursar/drv`): a name that does
-/// not start with `lib`, so that `ldconfig` does not take it for one.
+/// The path where the agent mounts the real library (the CDI device's `/opt/bursar/drv`). The name
+/// does not start with `lib`, so that `ldconfig` ignores the file.
 const PATH: &CStr = c"/opt/bursar/drv/nvidia-ml.so.1";
 
-/// The real library; `None` when it cannot be opened. It is tried once: a program that got an error
-/// from its first call does not get a driver later.
+/// Returns the real library, or `None` when it cannot be opened. Opening is tried once: a program
+/// whose first call failed gets no driver later.
 pub(crate) fn library() -> Option<&'static Library> {
     static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
     LIBRARY.get_or_init(|| Library::open(PATH)).as_ref()

@@ -1,8 +1,8 @@
-//! The functions of NVML that tell about memory and processes.
+//! Implements the NVML functions that report memory and processes.
 //!
-//! Each asks the real library first, and passes on what that refuses: whether it was started, the device
-//! exists and answers, and the structure's version is one that it knows. What it says of memory and
-//! processes goes to no caller.
+//! Each hook calls the real library before anything else and returns its errors: a library that was
+//! not initialized, a missing device, an unknown version of a structure. What the real library says
+//! of memory and processes reaches no caller.
 #![allow(non_snake_case, reason = "the functions have NVML's names")]
 
 mod accounting;
@@ -19,13 +19,13 @@ use crate::nvml_return::{self, NvmlReturn};
 /// `nvmlDevice_t`.
 type Device = *mut c_void;
 
-/// How a hook ends.
+/// The result of a hook.
 type HookResult = Result<(), NvmlReturn>;
 
 /// Long enough for every UUID: `NVML_DEVICE_UUID_V2_BUFFER_SIZE`.
 const UUID_SIZE: u32 = 96;
 
-/// Runs a hook; no panic leaves the library.
+/// Runs a hook, and turns a panic into an error code.
 fn guarded(hook: impl FnOnce() -> HookResult) -> NvmlReturn {
     match catch_unwind(AssertUnwindSafe(hook)) {
         Ok(Ok(())) => nvml_return::SUCCESS,
@@ -52,7 +52,7 @@ macro_rules! driver {
 }
 use driver;
 
-/// What a function answers that the driver lacks, or that lacks a driver.
+/// Returns the code for a missing function, or for a missing driver.
 fn missing_code() -> NvmlReturn {
     match crate::driver::library() {
         Some(_) => crate::driver::MISSING,
@@ -68,7 +68,7 @@ fn check(code: NvmlReturn) -> HookResult {
     }
 }
 
-/// The answer to a list that was asked for without room.
+/// Accepts the result of a list query without a buffer.
 fn check_count_query(code: NvmlReturn) -> HookResult {
     match code {
         nvml_return::SUCCESS | nvml_return::INSUFFICIENT_SIZE => Ok(()),
@@ -76,13 +76,13 @@ fn check_count_query(code: NvmlReturn) -> HookResult {
     }
 }
 
-/// The structure behind a pointer that a program gave.
+/// Returns the structure behind a program's pointer.
 fn deref<'a, T>(pointer: *mut T) -> Result<&'a mut T, NvmlReturn> {
-    // SAFETY: null, or by the function's contract a structure of the caller that nobody else uses.
+    // SAFETY: null, or by the function's contract a structure that only the caller uses.
     unsafe { pointer.as_mut() }.ok_or(nvml_return::INVALID_ARGUMENT)
 }
 
-/// The device's UUID, as NVML prints it.
+/// Returns the device's UUID, as NVML prints it.
 fn uuid(device: Device) -> Result<String, NvmlReturn> {
     let mut text = [0_u8; UUID_SIZE as usize];
     check(driver!(nvmlDeviceGetUUID(
@@ -95,12 +95,12 @@ fn uuid(device: Device) -> Result<String, NvmlReturn> {
     text.map(str::to_owned).ok_or(nvml_return::UNKNOWN)
 }
 
-/// What the container may use of the device, and does.
+/// Returns the container's quota and usage of the device.
 fn usage(device: Device) -> Result<Usage, NvmlReturn> {
     agent_client::usage(&uuid(device)?)
 }
 
-/// What a code means; without a driver there is nobody to ask.
+/// Describes a code. Without a driver the shim knows one text only.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlErrorString(code: NvmlReturn) -> *const c_char {
     let Some(function) = crate::forward::driver_function(crate::forward::index::nvmlErrorString)

@@ -1,17 +1,20 @@
-//! `libnvidia-ml.so.1` as a container sees it.
+//! Implements `libnvidia-ml.so.1` for containers: shows the quota and the container's own
+//! processes.
 //!
-//! Every function of NVML is exported and forwarded to the real library by one indirect jump, as in the
-//! shim of `libcuda` whose trampolines these are ([`forward`]). The table `nvml-symbols.txt` lists them.
-//! Functions that say how much memory a device has, or who uses it, are [`hooks`]: they show the quota as
-//! the total, what the container uses as used, and its own processes only. The agent is asked for both
-//! ([`container`]): it is the ledger, and NVML knows pid namespaces, not containers.
+//! Every function of NVML is exported and forwarded to the real library by one indirect jump, with
+//! the trampolines of the shim of `libcuda` ([`forward`]). The table `nvml-symbols.txt` lists them.
+//! Functions that report a device's memory or its processes are [`hooks`]. They show the quota as
+//! the
+//! total, the container's usage as used, and its own processes only. The agent answers both queries
+//! ([`agent_client`]), because NVML knows pid namespaces but no containers.
 //!
-//! * Loading the library does nothing: the real one is opened ([`real`]) at the first call.
-//! * No environment variable is read, no panic crosses the ABI, nothing waits without a bound.
-//! * A forked child may inherit a held lock: none is ever waited for.
-//! * With the agent away, what it said last is shown; where it never said anything, the call fails with
-//!   UNKNOWN. The whole card is never shown.
-//! * Functions that change a device are forwarded: the driver refuses them to who lacks CAP_SYS_ADMIN.
+//! * Loading the library does nothing: the real one is opened ([`driver`]) at the first call.
+//! * The library reads no environment variable, lets no panic cross the ABI and bounds every wait.
+//! * A forked child may inherit a held lock, so no hook waits for a lock.
+//! * While the agent is down, its last answer is shown. Without one the call fails with UNKNOWN.
+//!   The whole card is never shown.
+//! * Functions that change a device are forwarded: the driver refuses them to processes without
+//!   CAP_SYS_ADMIN.
 
 mod agent_client;
 mod nvml_return;

@@ -1,6 +1,6 @@
-//! The answers that the shim gives itself. Source: `nvmlReturn_t` in nvml.h.
+//! Defines the NVML result codes that the shim itself returns. Source: `nvmlReturn_t` in nvml.h.
 
-/// An answer of NVML. An integer: newer drivers have codes that no list here knows.
+/// A result code of NVML. An integer, because newer drivers have codes that no enum here lists.
 pub(crate) type NvmlReturn = u32;
 
 pub(crate) const SUCCESS: NvmlReturn = 0;

@@ -1,9 +1,11 @@
-//! Arrays and mipmapped arrays: the driver chooses their layout, and so their size.
+//! Charges arrays and mipmapped arrays, whose layout and size the driver chooses.
 //!
-//! The driver tells the size of an array whose memory is mapped later (`CUDA_ARRAY3D_DEFERRED_MAPPING`), and
-//! only of such (`cuArrayGetMemoryRequirements` in cuda.h). So the size of an array is asked of a twin that
-//! takes no memory, before the array itself is made. Sparse and deferred arrays take none: what is mapped
-//! into them later was charged when it was created.
+//! The driver tells the size only of an array whose memory is mapped later
+//! (`CUDA_ARRAY3D_DEFERRED_MAPPING`, `cuArrayGetMemoryRequirements` in cuda.h). So the shim creates
+//! a
+//! deferred twin, which takes no memory, and queries its size before the array itself is created.
+//! Sparse and deferred arrays take no memory: what is mapped into them was charged at
+//! `cuMemCreate`.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_uint};
@@ -51,7 +53,7 @@ const SPARSE: c_uint = 0x40;
 /// `CUDA_ARRAY3D_DEFERRED_MAPPING`.
 const DEFERRED: c_uint = 0x80;
 
-/// What is asked of a twin where the driver cannot tell (before CUDA 11.6).
+/// Estimates the size where the driver cannot tell it (before CUDA 11.6).
 fn estimate(shape: Array3dDescriptor, levels: c_uint) -> Option<u64> {
     (0..levels.clamp(1, u64::BITS)).try_fold(0_u64, |sum, level| {
         let half = |side: usize| ((side as u64) >> level).max(1);
@@ -67,8 +69,8 @@ fn estimate(shape: Array3dDescriptor, levels: c_uint) -> Option<u64> {
     })
 }
 
-/// Bytes of a layout in blocks, as measured: rows in multiples of 64 bytes, 8 to 128 rows and 1 to 16
-/// slices a block.
+/// Returns the bytes of a block-linear layout, as measured: rows in multiples of 64 bytes, 8 to 128
+/// rows and 1 to 16 slices a block.
 fn block_linear_bytes(row: u64, height: u64, depth: u64) -> Option<u64> {
     let (rows, slices) = (
         height.next_power_of_two().clamp(8, 128),
@@ -79,7 +81,8 @@ fn block_linear_bytes(row: u64, height: u64, depth: u64) -> Option<u64> {
         .checked_mul(depth.checked_next_multiple_of(slices)?)
 }
 
-/// Bytes of an element (`CUarray_format`): a format that is not known is taken for one of the largest.
+/// Returns the bytes of an element (`CUarray_format`). An unknown format counts as one of the
+/// largest.
 fn element_bytes(format: c_uint, channels: c_uint) -> u64 {
     let channel = match format {
         0x01 | 0x08 => 1,
@@ -89,7 +92,7 @@ fn element_bytes(format: c_uint, channels: c_uint) -> u64 {
     channel * u64::from(channels.max(1))
 }
 
-/// The size that the driver tells of a twin of an array without levels.
+/// Queries the size of a deferred twin of an array without mipmap levels.
 fn query_size(twin: Array3dDescriptor, device: c_int) -> Option<u64> {
     let (mut array, mut needs) = (0, MemoryRequirements::default());
     if driver!(cuArray3DCreate_v2(&raw mut array => *mut u64, &raw const twin => *const Array3dDescriptor))
@@ -104,7 +107,7 @@ fn query_size(twin: Array3dDescriptor, device: c_int) -> Option<u64> {
     (code == curesult::SUCCESS).then_some(needs.size as u64)
 }
 
-/// As [`ask`], of a mipmapped array.
+/// Queries the size of a deferred twin of a mipmapped array.
 fn query_mipmapped_size(twin: Array3dDescriptor, levels: c_uint, device: c_int) -> Option<u64> {
     let (mut array, mut needs) = (0, MemoryRequirements::default());
     if driver!(cuMipmappedArrayCreate(
@@ -120,7 +123,7 @@ fn query_mipmapped_size(twin: Array3dDescriptor, levels: c_uint, device: c_int) 
     (code == curesult::SUCCESS).then_some(needs.size as u64)
 }
 
-/// Charges and makes an array; `levels` is zero for one without.
+/// Charges and creates an array; `levels` is zero for one without mipmap levels.
 fn create(
     function: &str,
     out: *mut u64,
@@ -164,7 +167,7 @@ fn create(
         },
     );
     if answer == curesult::SUCCESS {
-        // SAFETY: not null, and the program says that it is a handle's place.
+        // SAFETY: not null, and by the prototype a place for a handle.
         unsafe { out.write(array) };
     }
     answer
@@ -176,7 +179,7 @@ hooks! {
         if array.is_null() || flat.is_null() {
             return driver_call(array, flat);
         }
-        // SAFETY: not null, and the program says that it is a descriptor.
+        // SAFETY: not null, and by the prototype a descriptor.
         let ArrayDescriptor { width, height, format, channels } = unsafe { flat.read() };
         let shape = Array3dDescriptor { width, height, depth: 0, format, channels, flags: 0 };
         create("cuArrayCreate_v2", array, shape, 0, |array| driver_call(array, flat))
@@ -187,7 +190,7 @@ hooks! {
         if array.is_null() || shape.is_null() {
             return driver_call(array, shape);
         }
-        // SAFETY: not null, and the program says that it is a descriptor.
+        // SAFETY: not null, and by the prototype a descriptor.
         let wanted = unsafe { shape.read() };
         create("cuArray3DCreate_v2", array, wanted, 0, |array| driver_call(array, shape))
     };
@@ -197,7 +200,7 @@ hooks! {
         if array.is_null() || shape.is_null() || levels == 0 {
             return driver_call(array, shape, levels);
         }
-        // SAFETY: not null, and the program says that it is a descriptor.
+        // SAFETY: not null, and by the prototype a descriptor.
         let wanted = unsafe { shape.read() };
         create("cuMipmappedArrayCreate", array, wanted, levels, |array| driver_call(array, shape, levels))
     };

@@ -1,13 +1,16 @@
-//! The contexts of this process, and what each is charged for itself and for its threads' stacks.
+//! Records the contexts of this process, and what each is charged for itself and for its stacks.
 //!
-//! The driver keeps a stack for every thread that can be resident: the limit that a program sets, or the
-//! local memory of the largest kernel if that is more. Measured on an H200: multiprocessors x threads x
-//! (size - 1 KiB), the first KiB being part of the context; taken at `cuCtxSetLimit`, and for a kernel at
-//! its first launch, after which it stays. A kernel is charged when a program gets hold of it: launches
-//! are not hooked.
+//! The driver keeps a stack for every thread that can be resident: of the limit that a program
+//! sets,
+//! or of the largest kernel's local memory if that is more. Measured on an H200, the stacks take
+//! multiprocessors x threads x (size - 1 KiB), because the first KiB is part of the context. They
+//! are
+//! taken at `cuCtxSetLimit`, and for a kernel at its first launch, and are kept. A kernel is
+//! charged
+//! when the program gets its handle, because launches are not hooked.
 //!
-//! The lock is held while the agent is asked, for seconds at most. A forked child never takes it: the
-//! driver has no context for it.
+//! The lock is held over requests to the agent, for seconds at most. A forked child never takes it,
+//! because the driver has no context for the child.
 
 use std::ffi::c_int;
 use std::sync::MutexGuard;
@@ -38,7 +41,7 @@ pub(crate) struct Context {
     id: u64,
     device: c_int,
     charges: Vec<Charge>,
-    /// What of the charges is for stacks, in units.
+    /// The part of the charges that is for stacks, in units.
     stack: Units,
     /// The limit that the program set, in bytes a thread.
     limit: u64,
@@ -65,15 +68,15 @@ fn registry() -> MutexGuard<'static, ContextRegistry> {
     REGISTRY.lock()
 }
 
-/// In a forked child: it has none of its parent's contexts.
+/// Forgets the parent's contexts, in a forked child.
 pub(crate) fn reset() {
     REGISTRY.reset();
 }
 
-/// A context was made and charged (not where contexts are not charged).
+/// Registers a context that was created and charged. `own` is empty where contexts are not charged.
 ///
 /// # Errors
-/// The kernels that the process has need more stack than the quota allows.
+/// The process's kernels need more stack than the quota allows.
 pub(crate) fn created(name: u64, device: c_int, own: Option<PendingCharge>) -> Result<(), Denied> {
     let mut known = registry();
     if known.contexts.iter().any(|context| context.id == name) {
@@ -86,7 +89,7 @@ pub(crate) fn created(name: u64, device: c_int, own: Option<PendingCharge>) -> R
     Ok(())
 }
 
-/// Forgets a context; what it was charged.
+/// Removes a context and returns it with its charges.
 pub(crate) fn remove(name: u64) -> Option<Context> {
     let mut known = registry();
     let place = known
@@ -96,13 +99,13 @@ pub(crate) fn remove(name: u64) -> Option<Context> {
     Some(known.contexts.swap_remove(place))
 }
 
-/// Takes a context back that did not end.
+/// Re-registers a context whose destruction failed.
 pub(crate) fn reinsert(context: Context) {
     registry().contexts.push(context);
 }
 
-/// Charges a context for a stack of `bytes` a thread before it is set; less is given back by
-/// [`limited`].
+/// Charges a context for stacks of `bytes` a thread before the limit is set. [`limit_set`]
+/// discharges what a lower limit frees.
 ///
 /// # Errors
 /// The quota does not allow it.
@@ -117,17 +120,18 @@ pub(crate) fn charge_limit(name: u64, device: c_int, bytes: u64) -> Result<(), D
     context.adjust_stack_charge(wanted, "cuCtxSetLimit")
 }
 
-/// A context's limit is now `bytes` a thread.
+/// Records that a context's limit is now `bytes` a thread.
 pub(crate) fn limit_set(name: u64, device: c_int, bytes: u64) {
     let mut known = registry();
     let locals = known.locals(device);
     let context = known.get_or_insert(name, device);
     context.limit = bytes;
-    // More than was charged before the call is not what the program asked for: the audit sees it.
+    // The driver set more than the program asked for and the quota denies it: the audit finds the
+    // difference.
     let _ = context.adjust_stack_charge(bytes.max(locals), "cuCtxSetLimit");
 }
 
-/// The program has a kernel with `bytes` of local memory a thread: charges every context of the device.
+/// Charges every context of a device for a kernel with `bytes` of local memory a thread.
 ///
 /// # Errors
 /// The quota does not allow it.
@@ -156,7 +160,7 @@ impl ContextRegistry {
             .unwrap_or(0)
     }
 
-    /// The context of that name: entered, where nobody saw it being made.
+    /// Returns the context with an id. Registers a context whose creation the shim did not see.
     fn get_or_insert(&mut self, name: u64, device: c_int) -> &mut Context {
         let place = self.contexts.iter().position(|context| context.id == name);
         let place = place.unwrap_or_else(|| {
@@ -178,7 +182,7 @@ impl Context {
         }
     }
 
-    /// Charges what is missing for stacks of `bytes` a thread, or gives back what is too much.
+    /// Charges or discharges the difference to stacks of `bytes` a thread.
     fn adjust_stack_charge(&mut self, bytes: u64, function: &str) -> Result<(), Denied> {
         let wanted = stack_bytes(resident_threads(self.device), bytes).ok_or(Denied)?;
         let wanted = Units::holding(wanted).ok_or(Denied)?;
@@ -206,13 +210,13 @@ impl Context {
         self.charges.retain(|charge| charge.units > 0);
     }
 
-    /// Gives back all that the context was charged: it ended.
+    /// Discharges all that a destroyed context was charged.
     pub(crate) fn discharge(self) {
         self.charges.into_iter().for_each(accounting::discharge);
     }
 }
 
-/// Threads that can be resident on a device.
+/// Returns how many threads can be resident on a device.
 fn resident_threads(device: c_int) -> u64 {
     let attribute = |which: c_int| {
         let mut value = 0;
@@ -228,7 +232,8 @@ fn resident_threads(device: c_int) -> u64 {
     attribute(ATTR_MULTIPROCESSOR_COUNT) * attribute(ATTR_MAX_THREADS_PER_MULTIPROCESSOR)
 }
 
-/// Bytes of a device that stacks of `bytes` a thread take beyond the context; `None` beyond all numbers.
+/// Returns the bytes that stacks of `bytes` a thread take beyond the context, or `None` on
+/// overflow.
 fn stack_bytes(threads: u64, bytes: u64) -> Option<u64> {
     threads.checked_mul(bytes.saturating_sub(DEFAULT_STACK))
 }

@@ -1,8 +1,8 @@
-//! Contexts: what one takes is charged before it is made, and given back with all that was allocated in
-//! it when it ends.
+//! Charges a context before it is created, and discharges it with its allocations when it is
+//! destroyed.
 //!
-//! What a context takes is measured by the agent and stands in the page; the first context of a process
-//! measures it again. A primary context is charged by whatever makes it active first.
+//! The agent measures what a context takes and writes it into the page; the first context of a
+//! process measures it again. The call that makes a primary context active is charged for it.
 //!
 //! Source: `cuCtxDestroy` in cuda.h, "these resources also include memory allocations by
 //! cuMemAlloc(), cuMemAllocHost(), cuMemAllocManaged() and cuMemAllocPitch()".
@@ -20,14 +20,13 @@ use crate::forward::{self, index};
 use crate::graphs;
 use crate::session_state::{MAX_DEVICES, state};
 
-/// The calling thread's context; zero where there is none.
+/// Returns the id of the calling thread's context; zero without one.
 pub(crate) fn current_id() -> u64 {
     context_id(0).unwrap_or(0)
 }
 
-/// What tells a context from all others of this process: the driver's number for it (CUDA 12.0),
-/// which never comes again, and before that its handle, which may. Handle zero is the current
-/// context.
+/// Returns the id of a context: the driver's number (CUDA 12.0), which is never reused, and before
+/// that the handle, which may be. Handle zero is the current context.
 fn context_id(handle: u64) -> Option<u64> {
     let mut name = 0;
     let code = if forward::driver_function(index::cuCtxGetId).is_some() {
@@ -41,7 +40,7 @@ fn context_id(handle: u64) -> Option<u64> {
     (code == curesult::SUCCESS && name != 0).then_some(name)
 }
 
-/// Whether a device's primary context lives.
+/// Returns whether a device's primary context is active.
 fn primary_is_active(device: c_int) -> bool {
     let (mut flags, mut active) = (0, 0);
     let code = driver!(cuDevicePrimaryCtxGetState(
@@ -50,8 +49,8 @@ fn primary_is_active(device: c_int) -> bool {
     code == curesult::SUCCESS && active != 0
 }
 
-/// The primary context of a device, if it lives. Whoever retained it, it cannot end while it is
-/// asked for its name.
+/// Returns the id of a device's primary context, if it is active. Retained for the query, so that
+/// the context cannot end meanwhile.
 fn primary_id(device: c_int) -> Option<u64> {
     let mut handle = 0;
     if !primary_is_active(device) {
@@ -67,7 +66,7 @@ fn primary_id(device: c_int) -> Option<u64> {
     name
 }
 
-/// Releases a primary context, in the form that the driver has.
+/// Releases a primary context, by the function that the driver has.
 fn release_primary(device: c_int) -> CuResult {
     match forward::driver_function(index::cuDevicePrimaryCtxRelease_v2) {
         Some(_) => driver!(cuDevicePrimaryCtxRelease_v2(device => c_int)),
@@ -75,8 +74,8 @@ fn release_primary(device: c_int) -> CuResult {
     }
 }
 
-/// Calls what ends a context for certain. Its pointers are forgotten first: once they are freed,
-/// another thread may be given the same ones.
+/// Makes a call that destroys a context. Its pointers are forgotten before the call, because
+/// another thread may get the same addresses after it.
 fn destroy(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
     let Some(context) = context.filter(|_| crate::session_state::state().is_some()) else {
         return call();
@@ -95,20 +94,20 @@ fn destroy(context: Option<u64>, call: impl FnOnce() -> CuResult) -> CuResult {
         if answer == curesult::SUCCESS {
             accounting::discharge(charge);
         } else {
-            // Not ended, so still there.
+            // The driver did not destroy the context, so its charges stay.
             let _ = ALLOC_TABLE.insert(pointer, charge);
         }
     }
     answer
 }
 
-/// Calls what ends a primary context, whoever has retained it.
+/// Makes a call that destroys a primary context, even one that others have retained.
 fn reset_primary(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
     let _alone = lock_primary(device);
     destroy(primary_id(device), call)
 }
 
-/// Calls what ends a primary context if nobody else has retained it.
+/// Makes a call that destroys a primary context if it was retained only once.
 fn release_checked(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
     let _alone = lock_primary(device);
     let before = primary_id(device);
@@ -121,8 +120,8 @@ fn release_checked(device: c_int, call: impl FnOnce() -> CuResult) -> CuResult {
     answer
 }
 
-/// Calls what ends the current context if it has no other user. It is current no more then, and otherwise still
-/// is (measured on an H200).
+/// Makes a call that destroys the current context if it has no other user. Only then the context is
+/// no longer current (measured on an H200).
 fn detach(handle: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     let before = id_of_handle(handle);
     let answer = graphs::with_trim(call);
@@ -134,7 +133,7 @@ fn detach(handle: u64, call: impl FnOnce() -> CuResult) -> CuResult {
     answer
 }
 
-/// Gives back what a context that has ended was charged.
+/// Discharges a context that was destroyed, and its allocations.
 fn discharge_context(context: u64) {
     if crate::session_state::state().is_none() {
         return;
@@ -147,10 +146,10 @@ fn discharge_context(context: u64) {
     }
 }
 
-/// What a green context takes of its own, as measured on an H200.
+/// Bytes that a green context takes for itself, as measured on an H200.
 const GREEN_CONTEXT_BYTES: u64 = 6 << 20;
 
-/// Charges a context that is about to be made; nothing where contexts are not charged.
+/// Charges a context before its creation; nothing where contexts are not charged.
 fn charge_context(device: c_int, function: &str) -> Result<Option<PendingCharge>, Denied> {
     match accounting::context_size(device)? {
         0 => Ok(None),
@@ -158,7 +157,7 @@ fn charge_context(device: c_int, function: &str) -> Result<Option<PendingCharge>
     }
 }
 
-/// Settles the charge of a context that was made.
+/// Adjusts the charge of a created context to the measured size, and registers it.
 fn register_context(
     name: u64,
     device: c_int,
@@ -172,12 +171,12 @@ fn register_context(
     context_registry::created(name, device, own)
 }
 
-/// Whether the driver has that device. Without it, the driver answers.
+/// Returns whether the driver has a device. For any other the driver's own error is returned.
 fn device_exists(device: c_int) -> bool {
     (0..device_count()).contains(&device)
 }
 
-/// Charges and makes a context.
+/// Charges and creates a context.
 fn create(
     out: *mut u64,
     device: c_int,
@@ -200,33 +199,34 @@ fn create(
         let _ = driver!(cuCtxDestroy_v2(handle => u64));
         return curesult::OUT_OF_MEMORY;
     }
-    // SAFETY: not null, and the program says that it is a handle's place.
+    // SAFETY: not null, and by the prototype a place for a handle.
     unsafe { out.write(handle) };
     curesult::SUCCESS
 }
 
-/// Held by who makes the primary context of a device active, and by who may end it: of threads that start together
-/// one is charged, and of those that release it together the last gives that back.
+/// Serializes the calls that activate or destroy a device's primary context. Of threads that
+/// activate it together one is charged; of those that release it together the last discharges it.
 static PRIMARY_LOCKS: [ForkLocal<()>; MAX_DEVICES] = [const { ForkLocal::new() }; MAX_DEVICES];
 
-/// The devices of green contexts.
+/// The device of each green context.
 static GREEN_CONTEXTS: ForkLocal<BTreeMap<u64, c_int>> = ForkLocal::new();
 
-/// In a forked child: it has none of its parent's contexts, nor of its locks.
+/// Forgets the parent's contexts and locks, in a forked child.
 pub(crate) fn reset() {
     PRIMARY_LOCKS.iter().for_each(ForkLocal::reset);
     GREEN_CONTEXTS.reset();
 }
 
-/// Keeps other threads from making the primary context of a device active or ending it.
+/// Keeps other threads from activating or destroying a device's primary context.
 fn lock_primary(device: c_int) -> Option<MutexGuard<'static, ()>> {
     let place = usize::try_from(device).ok()?;
-    // First: a forked child forgets that its parent held this.
+    // The state comes first, because it resets the locks in a forked child.
     state()?;
     PRIMARY_LOCKS.get(place).map(ForkLocal::lock)
 }
 
-/// Calls what makes a device's primary context active, unless it is; `undo` takes the call back.
+/// Makes a call that activates a device's primary context, and charges the context unless it is
+/// active. `undo` reverses the call.
 fn activate_primary(
     device: c_int,
     function: &str,
@@ -326,7 +326,7 @@ hooks! {
     fn cuDevicePrimaryCtxReset_v2(device: c_int) = |driver_call| reset_primary(device, || driver_call(device));
 }
 
-/// The name of a context that a program hands over; of no context where that is null.
+/// Returns the id of a context handle; `None` for a null handle.
 fn id_of_handle(handle: u64) -> Option<u64> {
     if handle == 0 {
         None

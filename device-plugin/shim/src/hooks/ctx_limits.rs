@@ -1,7 +1,7 @@
-//! Limits of a context: the stack's takes memory at once.
+//! Charges stacks when a program sets their limit by `cuCtxSetLimit`.
 //!
-//! The heap of device-side malloc and the buffer of device-side printf take theirs when a module that uses
-//! them runs, as measured: the agent's audit bounds these.
+//! The heap of device-side malloc and the buffer of device-side printf are allocated when a module
+//! that uses them runs, as measured. The agent's audit bounds these.
 #![allow(non_snake_case)]
 
 use std::ffi::c_int;
@@ -26,7 +26,7 @@ hooks! {
         }
         let answer = driver_call(limit, value);
         let mut now = 0;
-        // The driver rounds, and a refused limit leaves the one before.
+        // The driver rounds the limit, and a refused call leaves the old one.
         if driver!(cuCtxGetLimit(&raw mut now => *mut usize, limit => c_int)) == curesult::SUCCESS {
             context_registry::limit_set(context, device, now as u64);
         }

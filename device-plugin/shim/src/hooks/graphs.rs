@@ -1,4 +1,4 @@
-//! Graphs: made executable, uploaded, launched and destroyed.
+//! Hooks the instantiation, upload, launch and destruction of graphs.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_char, c_int};
@@ -17,7 +17,7 @@ const LOCATION_TYPE_DEVICE: c_int = 1;
 /// `CUDA_GRAPH_INSTANTIATE_FLAG_UPLOAD`.
 const INSTANTIATE_UPLOAD: u64 = 2;
 
-/// Graphs in graphs that are looked into: more than a program nests.
+/// Child graphs are searched to this depth: more than programs nest.
 const MAX_DEPTH: usize = 16;
 
 /// Allocations are placed at multiples of this.
@@ -49,7 +49,7 @@ pub(crate) struct InstantiateParams {
     result: c_int,
 }
 
-/// What a graph's memory nodes allocate on devices.
+/// Returns what a graph's memory nodes allocate on each device.
 fn needs(graph: u64) -> Needs {
     let mut needs = Needs::new();
     add_needs(graph, MAX_DEPTH, &mut needs);
@@ -110,7 +110,7 @@ fn nodes(graph: u64) -> Vec<u64> {
     nodes
 }
 
-/// Notes what a graph that was just made executable will take.
+/// Records the needs of a graph that was just instantiated.
 fn on_instantiated(answer: CuResult, executable: *mut u64, graph: u64) -> CuResult {
     if answer == curesult::SUCCESS && !executable.is_null() {
         // SAFETY: not null, and the driver has just written it.
@@ -119,7 +119,7 @@ fn on_instantiated(answer: CuResult, executable: *mut u64, graph: u64) -> CuResu
     answer
 }
 
-/// As [`noted`], where the call may upload the graph too.
+/// Instantiates a graph, and charges its memory where the flags upload it too.
 fn instantiate_with_params(
     executable: *mut u64,
     graph: u64,
@@ -127,7 +127,7 @@ fn instantiate_with_params(
     function: &str,
     call: impl FnOnce() -> CuResult,
 ) -> CuResult {
-    // SAFETY: the program says that it points to parameters.
+    // SAFETY: by the prototype the pointer is null or points to parameters.
     let uploads = !parameters.is_null() && unsafe { (*parameters).flags } & INSTANTIATE_UPLOAD != 0;
     let answer = match uploads {
         true => {
@@ -142,7 +142,7 @@ fn instantiate_with_params(
     on_instantiated(answer, executable, graph)
 }
 
-/// A launch or an upload.
+/// Launches or uploads a graph.
 fn launch(
     executable: u64,
     stream: u64,
@@ -174,7 +174,7 @@ hooks! {
         let call = || driver_call(out, graph, parameters);
         instantiate_with_params(out, graph, parameters, "cuGraphInstantiateWithParams", call)
     };
-    /// `cuGraphInstantiateWithParams` for a default stream of each thread.
+    /// `cuGraphInstantiateWithParams` for the per-thread default stream.
     fn cuGraphInstantiateWithParams_ptsz(out: *mut u64, graph: u64, parameters: *mut InstantiateParams) = |driver_call| {
         let call = || driver_call(out, graph, parameters);
         instantiate_with_params(out, graph, parameters, "cuGraphInstantiateWithParams", call)
@@ -183,7 +183,7 @@ hooks! {
     fn cuGraphUpload(graph: u64, stream: u64) = |driver_call| {
         launch(graph, stream, "cuGraphUpload", || driver_call(graph, stream))
     };
-    /// `cuGraphUpload` for a default stream of each thread.
+    /// `cuGraphUpload` for the per-thread default stream.
     fn cuGraphUpload_ptsz(graph: u64, stream: u64) = |driver_call| {
         launch(graph, per_thread(stream), "cuGraphUpload", || driver_call(graph, stream))
     };
@@ -191,13 +191,13 @@ hooks! {
     fn cuGraphLaunch(graph: u64, stream: u64) = |driver_call| {
         launch(graph, stream, "cuGraphLaunch", || driver_call(graph, stream))
     };
-    /// `cuGraphLaunch` for a default stream of each thread.
+    /// `cuGraphLaunch` for the per-thread default stream.
     fn cuGraphLaunch_ptsz(graph: u64, stream: u64) = |driver_call| {
         launch(graph, per_thread(stream), "cuGraphLaunch", || driver_call(graph, stream))
     };
     /// `cuGraphExecDestroy` (CUDA 10.0). Its memory stays in the graph pool.
     fn cuGraphExecDestroy(graph: u64) = |driver_call| {
-        // Forgotten first: another thread may be given the same handle.
+        // Forgotten before the call: another thread may get the same handle after it.
         if graphs::may_have_memory() {
             graphs::destroyed(graph);
         }

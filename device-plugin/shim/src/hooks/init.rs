@@ -1,7 +1,7 @@
-//! Says hello to the agent as soon as the process uses the driver.
+//! Opens the session with the agent when the program calls `cuInit`.
 //!
-//! A process needs no context to take memory, and the driver lists nobody without one. The agent tells a program that
-//! went past the shim from one that has taken nothing yet by its session.
+//! A process needs no context to take memory, and the driver lists no process without one. By the
+//! session the agent tells a program that bypassed the shim from one that has taken nothing yet.
 #![allow(non_snake_case)]
 
 use std::ffi::c_uint;

@@ -1,9 +1,10 @@
-//! Linear memory that other processes can come to hold: IPC handles and DMA-BUF descriptors.
+//! Charges linear memory that other processes can hold by IPC handles and DMA-BUF descriptors.
 //!
-//! An IPC handle itself keeps nothing. A process that has it open does, and CUDA's contract is that it
-//! closes it before the exporter frees; one that does not is on NVML's list with the memory, where the
-//! agent sees it. So the charge goes with the exporter's free. A descriptor keeps memory unseen (design
-//! F4), so what has one stays charged.
+//! An IPC handle alone keeps no memory. By CUDA's contract a process closes the handle before the
+//! exporter frees the memory; a process that does not is on NVML's list, where the agent sees it.
+//! So
+//! the exporter's free discharges the memory. A descriptor keeps memory unseen (fact F4), so
+//! memory with a descriptor stays charged.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_void};
@@ -19,7 +20,7 @@ use crate::session_state::state;
 /// `CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE`.
 const ATTR_MEMPOOL_HANDLE: c_int = 17;
 
-/// The start of the allocation around an address.
+/// Returns the start of the allocation that contains an address.
 fn allocation_start(address: u64) -> Option<u64> {
     let (mut start, mut bytes) = (0, 0);
     let code = driver!(cuMemGetAddressRange_v2(
@@ -28,7 +29,7 @@ fn allocation_start(address: u64) -> Option<u64> {
     (code == curesult::SUCCESS).then_some(start)
 }
 
-/// Calls what lends the linear memory around an address to others, counted as exported before.
+/// Makes a call that shares the linear memory around an address, and marks it as exported before.
 fn share(address: u64, share: ShareState, call: impl FnOnce() -> CuResult) -> CuResult {
     let known = state().and_then(|_| {
         let start = allocation_start(address)?;
@@ -56,12 +57,12 @@ fn share(address: u64, share: ShareState, call: impl FnOnce() -> CuResult) -> Cu
     if fresh && counted && answer != curesult::SUCCESS {
         accounting::unmark_exported(after);
     }
-    // It has a place in the table: the one that it was taken from.
+    // The insert reuses the slot that the charge was removed from.
     let _ = ALLOC_TABLE.insert(start, kept);
     answer
 }
 
-/// The pool that an address was allocated from.
+/// Returns the pool that an address was allocated from.
 fn pool_of(address: u64) -> Option<u64> {
     let mut pool = 0_u64;
     let code = driver!(cuPointerGetAttribute(

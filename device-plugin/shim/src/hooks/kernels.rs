@@ -1,4 +1,5 @@
-//! Functions and kernels: a program that has one may launch it, and its local memory is then taken.
+//! Charges kernels' local memory when the program gets a function's handle, because it may then
+//! launch it.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_char, c_int, c_uint};
@@ -10,7 +11,7 @@ use crate::curesult::{self, CuResult};
 /// `CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES`.
 const ATTR_LOCAL_SIZE_BYTES: c_int = 3;
 
-/// Charges for a function of the current context's device.
+/// Charges the local memory of a function, on the current context's device.
 fn charge_function(handle: u64, name: &str) -> Result<(), Denied> {
     let Ok(device) = current_device() else {
         return Ok(());
@@ -22,7 +23,7 @@ fn charge_function(handle: u64, name: &str) -> Result<(), Denied> {
     charge_local_memory(code, device, bytes, name)
 }
 
-/// Charges for a kernel, which can be launched on any device.
+/// Charges the local memory of a kernel, which can be launched on any device.
 fn charge_kernel(handle: u64, name: &str) -> Result<(), Denied> {
     (0..device_count()).try_for_each(|device| {
         let mut bytes = 0;
@@ -47,10 +48,10 @@ fn charge_local_memory(
     }
 }
 
-/// Charges for what the driver wrote; where that is denied, takes it back.
+/// Charges the handles that the driver wrote. Where that is denied, overwrites them with zeros.
 ///
 /// # Safety
-/// If `answer` is success, `handles` is null or `count` handles are there.
+/// If `answer` is success, `handles` is null or points to `count` handles.
 unsafe fn charge_loaded(
     answer: CuResult,
     handles: *mut u64,
@@ -60,7 +61,7 @@ unsafe fn charge_loaded(
     if answer != curesult::SUCCESS || handles.is_null() || count == 0 {
         return answer;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let handles = unsafe { std::slice::from_raw_parts_mut(handles, count as usize) };
     match handles.iter().try_for_each(|handle| charge(*handle)) {
         Ok(()) => answer,
@@ -75,7 +76,7 @@ hooks! {
     /// `cuModuleGetFunction` (CUDA 2.0).
     fn cuModuleGetFunction(out: *mut u64, module: u64, name: *const c_char) = |driver_call| {
         let answer = driver_call(out, module, name);
-        // SAFETY: the driver has just written one.
+        // SAFETY: the driver has just written one handle.
         unsafe { charge_loaded(answer, out, 1, |handle| charge_function(handle, "cuModuleGetFunction")) }
     };
 
@@ -86,7 +87,8 @@ hooks! {
         if driver!(cuModuleGetFunctionCount(&raw mut count => *mut c_uint, module => u64)) != curesult::SUCCESS {
             return answer;
         }
-        // SAFETY: the driver has just written as many as there are, and as there is room for.
+        // SAFETY: the driver has just written as many handles as there are, up to the caller's
+        // capacity.
         unsafe {
             charge_loaded(answer, out, count.min(room), |handle| charge_function(handle, "cuModuleEnumerateFunctions"))
         }
@@ -95,7 +97,7 @@ hooks! {
     /// `cuKernelGetFunction` (CUDA 12.0).
     fn cuKernelGetFunction(out: *mut u64, kernel: u64) = |driver_call| {
         let answer = driver_call(out, kernel);
-        // SAFETY: the driver has just written one.
+        // SAFETY: the driver has just written one handle.
         unsafe { charge_loaded(answer, out, 1, |handle| charge_function(handle, "cuKernelGetFunction")) }
     };
 

@@ -1,4 +1,4 @@
-//! Linear, pitched and managed memory.
+//! Charges linear, pitched and managed memory.
 #![allow(non_snake_case)]
 
 use std::ffi::c_uint;
@@ -8,8 +8,8 @@ use super::{allocate, current_device, driver, hooks};
 use crate::accounting::{self, Account};
 use crate::curesult::{self, CuResult};
 
-/// The largest pitch alignment of any GPU (`CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT` is 32,
-/// allocations are aligned to 512): what a pitched allocation is charged before its pitch is known.
+/// The largest pitch alignment of any GPU: what a pitched allocation is charged before its pitch is
+/// known. `CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT` is 32, and allocations are aligned to 512.
 const PITCH_ALIGNMENT: u64 = 512;
 
 fn free(pointer: u64) -> CuResult {
@@ -19,7 +19,7 @@ fn free(pointer: u64) -> CuResult {
 hooks! {
     /// `cuMemAlloc` (CUDA 3.2): linear memory of the current context's device.
     fn cuMemAlloc_v2(pointer: *mut u64, bytes: usize) = |driver_call| {
-        // What the driver refuses anyway, it refuses itself.
+        // The driver returns its own error for these.
         if pointer.is_null() || bytes == 0 {
             return driver_call(pointer, bytes);
         }
@@ -37,7 +37,7 @@ hooks! {
         };
         let answer = allocate(Account::Device(device), size, "cuMemAlloc_v2", call, free);
         if answer == curesult::SUCCESS {
-            // SAFETY: not null, and the program says that it is a pointer of this type.
+            // SAFETY: not null, and by the prototype a pointer of this type.
             unsafe { pointer.write(got) };
         }
         answer
@@ -70,7 +70,7 @@ hooks! {
         };
         let answer = allocate(Account::Device(device), estimate, "cuMemAllocPitch_v2", call, free);
         if answer == curesult::SUCCESS {
-            // SAFETY: neither is null, and the program says that they are of these types.
+            // SAFETY: neither is null, and by the prototype they are of these types.
             unsafe {
                 pointer.write(got);
                 pitch.write(row);
@@ -79,7 +79,8 @@ hooks! {
         answer
     };
 
-    /// `cuMemAllocManaged`: charged to the container's managed quota; without one it is out of memory.
+    /// `cuMemAllocManaged`: charged to the container's managed quota. Without such a quota the call
+    /// fails.
     fn cuMemAllocManaged(pointer: *mut u64, bytes: usize, flags: c_uint) = |driver_call| {
         if pointer.is_null() || bytes == 0 || accounting::before_cuinit() {
             return driver_call(pointer, bytes, flags);
@@ -91,7 +92,7 @@ hooks! {
         };
         let answer = allocate(Account::Managed, bytes as u64, "cuMemAllocManaged", call, free);
         if answer == curesult::SUCCESS {
-            // SAFETY: not null, and the program says that it is a pointer of this type.
+            // SAFETY: not null, and by the prototype a pointer of this type.
             unsafe { pointer.write(got) };
         }
         answer

@@ -1,4 +1,4 @@
-//! How much memory there is: the quota.
+//! Shows the quota as the size of the device's memory.
 #![allow(non_snake_case)]
 
 use std::ffi::c_int;
@@ -8,7 +8,7 @@ use crate::accounting;
 use crate::curesult;
 
 hooks! {
-    /// `cuMemGetInfo` (CUDA 3.2): the quota, and what the container can still take of it.
+    /// `cuMemGetInfo` (CUDA 3.2): the quota, and what the container can still allocate.
     fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) = |driver_call| {
         let answer = driver_call(free, total);
         if answer != curesult::SUCCESS || free.is_null() || total.is_null() {
@@ -18,7 +18,7 @@ hooks! {
             Ok(device) => device,
             Err(code) => return code,
         };
-        // Nothing can be taken without a session.
+        // Without a session nothing can be allocated.
         let (room, quota) = accounting::free_and_quota(device).unwrap_or((0, 0));
         // SAFETY: neither is null, and the driver has just written both.
         unsafe {

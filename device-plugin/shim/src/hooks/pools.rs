@@ -1,9 +1,8 @@
-//! Stream-ordered memory: allocations, frees and pools.
+//! Hooks stream-ordered memory: allocations, frees and pools.
 //!
-//! An allocation in a stream that is being captured becomes a node of a graph, and takes nothing now.
-//!
-//! Where a pool was charged ahead, whether a hook is inside another one does not matter: what the pool has
-//! reserved is what counts in the end.
+//! An allocation in a stream that is being captured becomes a node of a graph and takes no memory.
+//! Allocations from prefetched credit need no check for an outer hook, because the pool's reserved
+//! amount is what is charged in the end.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_void};
@@ -33,8 +32,8 @@ fn allocate_from_device(
     allocate(pool.ok(), pointer, bytes, stream, function, driver_call)
 }
 
-/// Allocates from a pool. What the driver refuses anyway, it refuses itself: no pointer, no bytes, no
-/// such pool or stream.
+/// Allocates from a pool. The driver returns its own error for a null pointer, zero bytes, or an
+/// unknown pool or stream.
 fn allocate(
     pool: Option<&'static Pool>,
     pointer: *mut u64,
@@ -62,7 +61,7 @@ fn allocate(
     let hand_out = |got: Result<u64, CuResult>| match got {
         Ok(got) => {
             ALLOC_TABLE.note_pool_pointer(got);
-            // SAFETY: not null, and the program says that it is a pointer of this type.
+            // SAFETY: not null, and by the prototype a pointer of this type.
             unsafe { pointer.write(got) };
             curesult::SUCCESS
         }
@@ -77,8 +76,8 @@ fn allocate(
     }
 }
 
-/// Frees in the order of a stream. What pools gave out only goes back to them; a linear pointer is
-/// forgotten first: once it is freed, another thread may be given the same one.
+/// Frees in stream order. Memory of a pool returns to the pool. A linear pointer is forgotten
+/// before the call, because another thread may get the same address after it.
 fn free(pointer: u64, stream: u64, driver_call: impl Fn() -> CuResult) -> CuResult {
     match state().and_then(|_| ALLOC_TABLE.remove(pointer)) {
         None => driver_call(),
@@ -97,15 +96,15 @@ fn free_linear(
     if answer == curesult::SUCCESS {
         deferred_free::add(stream, charge);
     } else {
-        // Not freed, so still there.
+        // The driver did not free the memory, so the charge stays.
         let _ = ALLOC_TABLE.insert(pointer, charge);
     }
     answer
 }
 
-/// The pool that a device allocates from.
+/// Returns the pool that a device allocates from.
 fn pool_of(device: c_int) -> Result<&'static Pool, CuResult> {
-    // The state first: a forked child forgets its parent's pools with it.
+    // The state comes first, because it resets the pools in a forked child.
     let _ = state();
     if let Some(known) = POOLS.current_pool(device) {
         return Ok(known);
@@ -126,7 +125,7 @@ fn query_pool_of(device: c_int) -> Result<&'static Pool, CuResult> {
     }
 }
 
-/// The pool with a handle: made by this process, or a device's own.
+/// Returns the pool with a handle: one of this process, or a device's own.
 fn pool_with(handle: u64) -> Option<&'static Pool> {
     let _ = state();
     if let Some(known) = POOLS.find(handle) {
@@ -142,7 +141,7 @@ fn default_pool(device: c_int) -> Option<u64> {
     (code == curesult::SUCCESS).then_some(handle)
 }
 
-/// Enters a pool that the driver just told of.
+/// Registers a pool that the driver just returned.
 ///
 /// # Safety
 /// After success the pointers can be read.
@@ -153,14 +152,14 @@ unsafe fn register_reported(
     kind: c_int,
 ) -> CuResult {
     if answer == curesult::SUCCESS && state().is_some() {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         let (handle, location) = unsafe { (*pool, *location) };
         POOLS.register(handle, charge_to(kind, location));
     }
     answer
 }
 
-/// Notes which pool a device allocates from now.
+/// Notes the pool that a device allocates from after a successful call.
 fn note_current_pool(answer: CuResult, device: c_int, pool: u64) -> CuResult {
     if answer == curesult::SUCCESS && state().is_some() {
         POOLS.set_current_pool(device, pool_with(pool));
@@ -168,7 +167,7 @@ fn note_current_pool(answer: CuResult, device: c_int, pool: u64) -> CuResult {
     answer
 }
 
-/// Destroys a pool; a device that allocated from it goes back to its own.
+/// Destroys a pool. A device that allocated from it returns to its own pool.
 fn destroy(handle: u64, driver_call: impl Fn() -> CuResult) -> CuResult {
     let own = (0..device_count()).any(|device| default_pool(device) == Some(handle));
     let Some(pool) = pool_with(handle).filter(|_| !own) else {
@@ -198,7 +197,7 @@ hooks! {
         allocate_from_device(pointer, bytes, stream, "cuMemAllocAsync", |pointer| driver_call(pointer, bytes, stream))
     };
 
-    /// As above, for a default stream of each thread.
+    /// `cuMemAllocAsync` for the per-thread default stream.
     reentrant fn cuMemAllocAsync_ptsz(pointer: *mut u64, bytes: usize, stream: u64) = |driver_call| {
         let driver_call = |pointer| driver_call(pointer, bytes, stream);
         allocate_from_device(pointer, bytes, per_thread(stream), "cuMemAllocAsync_ptsz", driver_call)
@@ -210,7 +209,7 @@ hooks! {
         allocate(pool_with(pool), pointer, bytes, stream, "cuMemAllocFromPoolAsync", driver_call)
     };
 
-    /// As above, for a default stream of each thread.
+    /// `cuMemAllocFromPoolAsync` for the per-thread default stream.
     reentrant fn cuMemAllocFromPoolAsync_ptsz(pointer: *mut u64, bytes: usize, pool: u64, stream: u64) = |driver_call| {
         let driver_call = |pointer| driver_call(pointer, bytes, pool, stream);
         let name = "cuMemAllocFromPoolAsync_ptsz";
@@ -220,22 +219,23 @@ hooks! {
     /// `cuMemFreeAsync` (CUDA 11.2): of linear memory too.
     reentrant fn cuMemFreeAsync(pointer: u64, stream: u64) = |driver_call| free(pointer, stream, || driver_call(pointer, stream));
 
-    /// As above, for a default stream of each thread.
+    /// `cuMemFreeAsync` for the per-thread default stream.
     reentrant fn cuMemFreeAsync_ptsz(pointer: u64, stream: u64) = |driver_call| {
         free(pointer, per_thread(stream), || driver_call(pointer, stream))
     };
 
-    /// `cuMemPoolCreate` (CUDA 11.2): takes nothing.
+    /// `cuMemPoolCreate` (CUDA 11.2): takes no memory.
     fn cuMemPoolCreate(pool: *mut u64, properties: *const MemProperties) = |driver_call| {
         let answer = driver_call(pool, properties);
         if answer == curesult::SUCCESS && state().is_some() {
-            // SAFETY: the driver has just written the one and read the other.
+            // SAFETY: the driver has just written the handle and read the properties.
             unsafe { POOLS.created(*pool, (*properties).charge_to()) };
         }
         answer
     };
 
-    /// `cuMemPoolDestroy` (CUDA 11.2): the driver keeps a pool's memory until the last of it is freed.
+    /// `cuMemPoolDestroy` (CUDA 11.2): the driver keeps a pool's memory until its last allocation
+    /// is freed.
     fn cuMemPoolDestroy(pool: u64) = |driver_call| destroy(pool, || driver_call(pool));
 
     /// `cuMemPoolTrimTo` (CUDA 11.2).
@@ -283,7 +283,8 @@ hooks! {
         unsafe { register_reported(driver_call(pool, location, kind), pool, location, kind) }
     };
 
-    /// `cuMemPoolExportToShareableHandle` (CUDA 11.2). A fabric handle is for other nodes and pods.
+    /// `cuMemPoolExportToShareableHandle` (CUDA 11.2). Fabric handles are refused, because other
+    /// nodes and pods could import them.
     fn cuMemPoolExportToShareableHandle(shared: *mut c_void, pool: u64, kind: c_int, flags: u64) = |driver_call| {
         if kind == HANDLE_TYPE_FABRIC {
             return curesult::NOT_PERMITTED;

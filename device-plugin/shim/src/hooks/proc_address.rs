@@ -1,11 +1,12 @@
-//! `cuGetProcAddress`: programs get the shim's functions from it, not the driver's.
+//! Hooks `cuGetProcAddress`, so that programs get the shim's functions from it.
 //!
-//! What the driver is asked for is a base name, a CUDA version and a kind of default stream; which form of
-//! a function that means is the driver's to say. So the driver answers first. Where it answered with a
-//! function that is exported too, its address names the form (driver 580 does so for every name, version
-//! and mode, and has no two names for one address); where not, the table does ([`SUBSTITUTES`]).
-//! A name that a newer driver knows and the table does not is handed out only if nothing about it looks
-//! like memory.
+//! A program asks for a base name, a CUDA version and a kind of default stream; the driver decides
+//! which form of the function that means. So the driver is called before the shim looks. Where the
+//! driver returns a function that it also exports, the address names the form. Driver 580 does so
+//! for
+//! every name, version and mode, and has no two names for one address. Otherwise the table decides
+//! ([`SUBSTITUTES`]). A name that only a newer driver knows is returned only if no part of it hints
+//! at memory.
 #![allow(non_snake_case)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -15,17 +16,17 @@ use crate::curesult::{self, CuResult};
 use crate::fence;
 use crate::forward::{self, index};
 
-/// A function of ours that programs get for one of the driver's.
+/// A function of the shim that replaces one of the driver's.
 struct Substitute {
-    /// What `cuGetProcAddress` is asked for.
+    /// The name that `cuGetProcAddress` is called with.
     base: &'static CStr,
     /// The exported name.
     symbol: &'static CStr,
-    /// The CUDA version that this form came with.
+    /// The CUDA version that introduced this form.
     since: c_int,
-    /// Whether it is the form for a default stream of each thread.
+    /// Whether this is the form for the per-thread default stream.
     per_thread: bool,
-    /// The driver's function.
+    /// The index of the driver's function.
     index: usize,
     shim_function: *const c_void,
 }
@@ -42,13 +43,13 @@ const PER_THREAD_STREAM: u64 = 2;
 /// `CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND`.
 const SYMBOL_NOT_FOUND: c_int = 1;
 
-/// Parts of names that take, import or hand out memory in the forms known so far.
+/// Parts of the names of functions that take, import or export memory.
 const MEMORY_NAME_PARTS: [&str; 12] = [
     "Alloc", "Create", "Import", "Reserve", "Pool", "Malloc", "Map", "Limit", "Load", "Export",
     "Open", "Register",
 ];
 
-/// What a program asked for.
+/// The arguments of a call of `cuGetProcAddress`.
 #[derive(Clone, Copy)]
 struct Lookup<'a> {
     name: &'a CStr,
@@ -62,8 +63,8 @@ macro_rules! first {
     };
 }
 
-/// Declares the forms of `cuGetProcAddress`, the later with a place for why a name was not found.
-/// The `_ptsz` forms are for programs that were compiled for a default stream of each thread.
+/// Declares the forms of `cuGetProcAddress`. The later forms also return why a name was not found.
+/// The `_ptsz` forms are for programs compiled for the per-thread default stream.
 macro_rules! get_proc_address {
     ($($name:ident(per_thread: $per_thread:expr $(, $status:ident)?);)*) => {$(
         #[unsafe(no_mangle)]
@@ -102,7 +103,8 @@ get_proc_address! {
     cuGetProcAddress_v2_ptsz(per_thread: true, status);
 }
 
-/// Whether what is asked for is a function that the shim has and no driver; then it is handed out.
+/// Writes the address of a function that only the shim has, and returns whether the name is of such
+/// a function.
 ///
 /// # Safety
 /// `symbol` is null or a string that ends with a zero; `function` is null or can be written.
@@ -110,21 +112,21 @@ unsafe fn hand_out_shim_only(symbol: *const c_char, function: *mut *const c_void
     if symbol.is_null() || function.is_null() {
         return false;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let found = fence::lookup(unsafe { CStr::from_ptr(symbol) });
     if let Some(found) = found {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { *function = found as *const c_void };
     }
     found.is_some()
 }
 
-/// Puts our function in the place of the driver's, where we have one and the driver too, and takes back
-/// what should not be handed out. The answer for the program.
+/// Replaces the driver's function by the shim's where both exist, and withholds functions that may
+/// take memory. Returns the code for the program.
 ///
 /// # Safety
-/// If `answer` is success, `symbol` is a string that ends with a zero and `function` can be written;
-/// `status` is null or can be written.
+/// If `answer` is success, `symbol` is a string that ends with a zero and `function` can be
+/// written; `status` is null or can be written.
 unsafe fn substitute(
     answer: CuResult,
     symbol: *const c_char,
@@ -136,7 +138,7 @@ unsafe fn substitute(
     if answer != curesult::SUCCESS || symbol.is_null() || function.is_null() {
         return answer;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller guarantees it.
     let (name, found) = unsafe { (CStr::from_ptr(symbol), *function) };
     if found.is_null() {
         return answer;
@@ -149,10 +151,10 @@ unsafe fn substitute(
     if let Some(ours) = substitute_for(question, |index| {
         forward::driver_function(index).is_some_and(|real| std::ptr::eq(real, found))
     }) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe { *function = ours.shim_function };
     } else if may_take_memory(name) {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller guarantees it.
         unsafe {
             *function = std::ptr::null();
             if !status.is_null() {
@@ -164,7 +166,7 @@ unsafe fn substitute(
     answer
 }
 
-/// Our function for what a program asked for. `is_found` tells whether the driver answered with its
+/// Returns the shim's function for a call. `is_found` tells whether the driver returned its
 /// function of that index.
 fn substitute_for(
     question: Lookup<'_>,
@@ -180,7 +182,7 @@ fn substitute_for(
         .filter(|form| form.base == name || form.symbol == name)
         .peekable();
     if forms.peek().is_none() {
-        // A name that only this driver has may stand for a function that others have too.
+        // A name that only this driver has may stand for a function with an older name.
         return (!is_known(name))
             .then(|| SUBSTITUTES.iter().find(|form| is_found(form.index)))
             .flatten();
@@ -203,7 +205,7 @@ fn is_known(name: &CStr) -> bool {
     KNOWN_NAMES.binary_search(&name).is_ok() || forward::NAMES.contains(&name)
 }
 
-/// Whether a name is one that the table does not know, and may take memory.
+/// Returns whether a name is not in the table and hints at memory.
 fn may_take_memory(name: &CStr) -> bool {
     let text = name.to_str().unwrap_or("Alloc");
     MEMORY_NAME_PARTS.iter().any(|part| text.contains(part)) && !is_known(name)
@@ -271,7 +273,7 @@ mod tests {
             substitute_for(question, |index| index == found).map(|form| form.symbol)
         };
         assert_eq!(asked(c"cuMemAlloc", index::cuMemAlloc), Some(c"cuMemAlloc"));
-        // A new name of a hooked function, and a known one that happens to share its address.
+        // An unknown name of a hooked function, and a known name that shares its address.
         assert_eq!(
             asked(c"cuNewNameForMemory", index::cuMemAlloc_v2),
             Some(c"cuMemAlloc_v2")

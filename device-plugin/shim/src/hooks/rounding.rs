@@ -1,16 +1,17 @@
-//! What the driver takes for a request, measured on an H200 with driver 580.
+//! Rounds a request to what the driver takes for it, as measured on an H200 with driver 580.
 //!
-//! More than 1 MiB takes whole multiples of 2 MiB. Less is cut from chunks of 2 MiB, of which each serves
-//! requests of one size.
+//! Requests above 1 MiB take whole multiples of 2 MiB. Smaller ones are cut from chunks of 2 MiB,
+//! each
+//! of which serves requests of one size.
 
-/// What the driver takes of a GPU at a time.
+/// The granularity in which the driver takes memory of a GPU.
 const CHUNK: u64 = 2 << 20;
 /// The largest request that shares a chunk with others.
 const MAX_SUBALLOCATION: u64 = 1 << 20;
-/// Pieces of a chunk start at multiples of this.
+/// Suballocations of a chunk start at multiples of this.
 const SUBALLOCATION_ALIGNMENT: u64 = 512;
 
-/// Bytes that a request of `bytes` takes of the GPU; `None` beyond what a GPU could have.
+/// Returns the bytes that a request of `bytes` takes of the GPU, or `None` on overflow.
 pub(crate) fn driver_size(bytes: u64) -> Option<u64> {
     if bytes > MAX_SUBALLOCATION {
         return bytes.checked_next_multiple_of(CHUNK);

@@ -1,4 +1,4 @@
-//! Streams: their handles, and the devices that they run on.
+//! Finds the ids and devices of streams.
 
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,16 +6,16 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use super::{captures, current_device, device_count, driver};
 use crate::curesult::{self, CuResult};
 
-/// `CU_STREAM_PER_THREAD`: what stream 0 means to the `_ptsz` functions.
+/// `CU_STREAM_PER_THREAD`: the meaning of stream 0 in `_ptsz` functions.
 const PER_THREAD: u64 = 2;
 
-/// The handle that names a `_ptsz` function's stream to functions without the suffix.
+/// Returns the handle of a `_ptsz` function's stream for functions without the suffix.
 pub(crate) fn per_thread(stream: u64) -> u64 {
     if stream == 0 { PER_THREAD } else { stream }
 }
 
-/// What tells a stream from all others of this process: the driver's number for it (CUDA 12.0), and before that its
-/// handle, which may come again.
+/// Returns the id of a stream: the driver's number (CUDA 12.0), and before that the handle, which
+/// may be reused.
 pub(crate) fn stream_id(stream: u64) -> u64 {
     let mut name = 0;
     let id = || driver!(cuStreamGetId(stream => u64, &raw mut name => *mut u64));
@@ -26,7 +26,7 @@ pub(crate) fn stream_id(stream: u64) -> u64 {
     }
 }
 
-/// The device that a stream runs on.
+/// Returns the device that a stream runs on.
 #[inline]
 pub(crate) fn device_of(stream: u64) -> Result<c_int, CuResult> {
     if has_single_device() {
@@ -62,7 +62,8 @@ fn device_of_context(context: u64) -> Result<c_int, CuResult> {
     device
 }
 
-/// Whether the driver shows a single device. It is asked once: the number never changes after cuInit.
+/// Returns whether the driver shows a single device. Queried once, because the number never changes
+/// after cuInit.
 fn has_single_device() -> bool {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let known = COUNT.load(Ordering::Relaxed);

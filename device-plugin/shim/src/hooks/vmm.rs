@@ -1,7 +1,8 @@
-//! Virtual memory management: `cuMemCreate`, and what refers to its memory.
+//! Hooks virtual memory management: `cuMemCreate`, and the references to its memory.
 //!
-//! The table's lock is held over the driver's calls, so that a handle's number cannot come again in
-//! between; none of them is quick (6 us and more).
+//! The table's lock is held over driver calls, so that a handle's number cannot be reused in
+//! between.
+//! All of these calls are slow (6 us and more).
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_uint, c_void};
@@ -17,16 +18,16 @@ use crate::location::{ChargeTo, MemProperties};
 use crate::session_state::state;
 use crate::vmm::VmmTable;
 
-/// What `cuMemCreate` made in this process.
+/// The memory that this process created by `cuMemCreate`.
 pub(crate) static TABLE: ForkLocal<VmmTable> = ForkLocal::new();
 
-/// The table, locked; `None` where there is no state, and so nothing was ever charged.
+/// Locks the table. Returns `None` without a session state, where nothing was ever charged.
 fn table() -> Option<MutexGuard<'static, VmmTable>> {
     state().map(|_| TABLE.lock())
 }
 
-/// Calls the driver with the table locked, and notes what a success means for it: the charges to give
-/// back.
+/// Calls the driver with the table locked, updates the table after a success, and discharges the
+/// charges that `note` returns.
 fn with_table(
     call: impl FnOnce() -> CuResult,
     note: impl FnOnce(&mut VmmTable) -> Vec<Charge>,
@@ -41,7 +42,8 @@ fn with_table(
     answer
 }
 
-/// Calls what lets others hold the memory of a handle, counted as exported before.
+/// Makes a call that lets other processes hold a handle's memory, and marks the memory as exported
+/// before.
 pub(crate) fn with_export(
     handle: impl FnOnce(&VmmTable) -> Option<u64>,
     call: impl FnOnce() -> CuResult,
@@ -61,7 +63,7 @@ pub(crate) fn with_export(
     answer
 }
 
-/// `CUarrayMapInfo` (CUDA 11.1), up to what is read. 96 bytes.
+/// `CUarrayMapInfo` (CUDA 11.1), 96 bytes.
 #[repr(C)]
 pub(crate) struct ArrayMapping {
     resource_kind: c_int,
@@ -79,8 +81,8 @@ pub(crate) struct ArrayMapping {
 
 const _: () = assert!(size_of::<ArrayMapping>() == 96);
 
-/// Counts the memory that is mapped into sparse arrays as exported: the driver unmaps in the order of a
-/// stream, and when is not seen here, so that it stays charged.
+/// Marks memory that is mapped into sparse arrays as exported. The driver unmaps it in stream
+/// order, which the shim does not see, so the memory stays charged.
 ///
 /// # Safety
 /// `list` has `count` entries.
@@ -93,7 +95,7 @@ unsafe fn map_sparse_arrays(
         && let Some(mut table) = table()
     {
         for place in 0..count as usize {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller guarantees it.
             let handle = unsafe { (*list.add(place)).handle };
             if table
                 .export(handle)
@@ -112,7 +114,7 @@ hooks! {
         if handle.is_null() || properties.is_null() || bytes == 0 || accounting::before_cuinit() {
             return driver_call(handle, bytes, properties, flags);
         }
-        // SAFETY: not null, and the program says that it is of this type.
+        // SAFETY: not null, and by the prototype of this type.
         let ChargeTo::Account(account) = (unsafe { *properties }).charge_to() else {
             return driver_call(handle, bytes, properties, flags);
         };
@@ -123,7 +125,7 @@ hooks! {
         let answer = driver_call(&raw mut made, bytes, properties, flags);
         if answer == curesult::SUCCESS {
             TABLE.lock().created(made, pending.into_charge());
-            // SAFETY: not null, and the program says that it is of this type.
+            // SAFETY: not null, and by the prototype of this type.
             unsafe { handle.write(made) };
         }
         answer
@@ -147,7 +149,7 @@ hooks! {
         with_table(|| driver_call(address, bytes), |table| table.unmapped(address, bytes as u64))
     };
 
-    /// `cuMemRetainAllocationHandle` (CUDA 11.0): answers with the handle that the memory was mapped by.
+    /// `cuMemRetainAllocationHandle` (CUDA 11.0): returns the handle that the memory was mapped by.
     fn cuMemRetainAllocationHandle(handle: *mut u64, address: u64) = |driver_call| {
         with_table(|| driver_call(handle, address), |table| {
             // SAFETY: the driver has just written it.
@@ -156,7 +158,8 @@ hooks! {
         })
     };
 
-    /// `cuMemExportToShareableHandle` (CUDA 10.2). A fabric handle is for other nodes and pods.
+    /// `cuMemExportToShareableHandle` (CUDA 10.2). Fabric handles are refused, because other nodes
+    /// and pods could import them.
     fn cuMemExportToShareableHandle(shared: *mut c_void, handle: u64, kind: c_int, flags: u64) = |driver_call| {
         if kind == HANDLE_TYPE_FABRIC {
             return curesult::NOT_PERMITTED;
@@ -216,13 +219,13 @@ hooks! {
 
     /// `cuMemMapArrayAsync` (CUDA 11.1): tiles of sparse arrays.
     fn cuMemMapArrayAsync(list: *mut ArrayMapping, count: c_uint, stream: u64) = |driver_call| {
-        // SAFETY: the program says how many there are.
+        // SAFETY: the program passes the length of its array.
         unsafe { map_sparse_arrays(list, count, || driver_call(list, count, stream)) }
     };
 
-    /// As above, for a default stream of each thread.
+    /// `cuMemMapArrayAsync` for the per-thread default stream.
     fn cuMemMapArrayAsync_ptsz(list: *mut ArrayMapping, count: c_uint, stream: u64) = |driver_call| {
-        // SAFETY: the program says how many there are.
+        // SAFETY: the program passes the length of its array.
         unsafe { map_sparse_arrays(list, count, || driver_call(list, count, stream)) }
     };
 }

@@ -1,8 +1,9 @@
-//! Credit that a pool was charged ahead of its allocations.
+//! Holds credit that a pool was charged ahead of its allocations.
 //!
-//! One word, {left, under way} in units. A call takes its part from *left* to *under way* before the driver
-//! may grow the pool, and ends its part after that: whoever closes the word first and asks the driver
-//! then has counted every growth, as under way or as grown, a few of them twice.
+//! One word, {available, in use}, in units. An allocation reserves its part before the driver may
+//! grow the pool, and finishes the part after that. A thread that closes the word before it queries
+//! the pool's size has therefore counted every growth, as in use or as grown, and some of them
+//! twice.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -14,7 +15,7 @@ pub(super) struct PrefetchedCredit(AtomicU64);
 const ONE_AVAILABLE: u64 = 1 << 32;
 
 impl PrefetchedCredit {
-    /// Takes `units` for a call; `false` where less is left.
+    /// Reserves `units` for a call. Returns `false` where less is available.
     #[inline]
     pub(super) fn reserve(&self, units: Units) -> bool {
         let step = |word: u64| {
@@ -26,19 +27,19 @@ impl PrefetchedCredit {
             .is_ok()
     }
 
-    /// The call that took `units` is over.
+    /// Ends the reservation of a call.
     #[inline]
     pub(super) fn finish(&self, units: Units) {
         self.0.fetch_sub(u64::from(units.0), Ordering::SeqCst);
     }
 
-    /// Leaves nothing for further calls; what those under way took.
+    /// Leaves nothing for further calls. Returns what running calls have reserved.
     pub(super) fn close(&self) -> Units {
         let word = self.0.fetch_and(ONE_AVAILABLE - 1, Ordering::SeqCst);
         Units((word % ONE_AVAILABLE) as u32)
     }
 
-    /// Leaves `units` for further calls, which were charged.
+    /// Makes `units`, which the caller has charged, available to further calls.
     pub(super) fn open(&self, units: Units) {
         let open = |word: u64| u64::from(units.0) * ONE_AVAILABLE + word % ONE_AVAILABLE;
         self.0.update(Ordering::SeqCst, Ordering::Relaxed, open);

@@ -1,6 +1,7 @@
-//! Trampolines of AArch64, by AAPCS64: x16 and x17 are linkage code's own, x9 to x15 scratch.
+//! Defines the trampolines of AArch64, by AAPCS64: x16 and x17 belong to linkage code, x9 to x15
+//! are scratch.
 
-/// Jumps where the slot of its index leads, with the index in x17.
+/// Jumps through the slot of its index, with the index in x17.
 macro_rules! forward {
     ($name:ident, $index:literal) => {
         naked! {
@@ -17,8 +18,8 @@ macro_rules! forward {
     };
 }
 
-/// Calls where [`forward!`] jumps, and looks at the answer: one that is no success is for `on_error` to give. Eight
-/// arguments stay in their registers, the others are copied, the last first.
+/// Calls the target of [`forward!`] and passes a result that is no success to `on_error`. Eight
+/// arguments stay in their registers; the others are copied, the last first.
 macro_rules! watch {
     ($name:ident, $index:literal, $arguments:literal, $on_error:path) => {
         naked! {
@@ -63,8 +64,8 @@ macro_rules! watch {
     };
 }
 
-/// A function that others jump to at their first call, with an index in x17: asks `resolve` where to go on, and goes
-/// on there. Keeps the registers that can hold arguments, and leaves the stack as the caller did.
+/// Defines the target of every slot's first call, with the index in x17: calls `resolve` and jumps
+/// to the result. Preserves the argument registers and the caller's stack.
 macro_rules! at_first_call {
     ($name:ident, $resolve:ident) => {
         naked! {

@@ -1,6 +1,7 @@
-//! Trampolines of x86-64, by the System V ABI: r10 and r11 are scratch between a caller and who is called.
+//! Defines the trampolines of x86-64, by the System V ABI: r10 and r11 are scratch between caller
+//! and callee.
 
-/// Jumps where the slot of its index leads, with the index in r11.
+/// Jumps through the slot of its index, with the index in r11.
 macro_rules! forward {
     ($name:ident, $index:literal) => {
         naked! {
@@ -15,16 +16,17 @@ macro_rules! forward {
     };
 }
 
-/// Calls where [`forward!`] jumps, and looks at the answer: one that is no success is for `on_error` to give. Six
-/// arguments stay in their registers, the others are pushed again: each from the same place below the caller's last,
-/// for the stack grows by one with each.
+/// Calls the target of [`forward!`] and passes a result that is no success to `on_error`. Six
+/// arguments stay in their registers; the others are pushed again. Each is read at the same offset,
+/// because the stack grows by one word with each push.
 macro_rules! watch {
     ($name:ident, $index:literal, $arguments:literal, $on_error:path) => {
         naked! {
             #[unsafe(no_mangle)]
             $name:
             ".cfi_startproc",
-            // Aligned for the call: the return address and the arguments are an even number of words with it.
+            // Aligns the stack for the call: the return address, the padding and the arguments are
+            // an even number of words.
             "sub rsp, {padding}",
             ".cfi_adjust_cfa_offset {padding}",
             ".rept {words}",
@@ -52,9 +54,9 @@ macro_rules! watch {
     };
 }
 
-/// A function that others jump to at their first call, with an index in r11: asks `resolve` where to go on, and goes
-/// on there. Keeps the registers that can hold arguments, and leaves the stack as the caller did; 8 + 16 pushes and
-/// spills keep it aligned meanwhile.
+/// Defines the target of every slot's first call, with the index in r11: calls `resolve` and jumps
+/// to the result. Preserves the argument registers and the caller's stack; 8 + 16 pushes and spills
+/// keep it aligned.
 macro_rules! at_first_call {
     ($name:ident, $resolve:ident) => {
         naked! {

@@ -1,4 +1,4 @@
-//! What the agent knows of the machine it is on, for agents that tests run themselves.
+//! Stands in for the machine that a test's own agent runs on.
 
 use std::path::Path;
 
@@ -6,11 +6,11 @@ use bursar_device_plugin::sessions::{Cgroups, DriverCharges, Look, Membership, P
 use bursar_device_plugin::units::{Bytes, GpuUuid, PodUid};
 use bursar_sim_state::Sim;
 
-/// Every process is in every container: cgroups have tests of their own.
+/// Reports every process as a member of every container, because cgroups have tests of their own.
 pub struct Everyone(Cgroups);
 
 impl Everyone {
-    /// By the machine's own `/proc`.
+    /// Reads the machine's own `/proc`.
     pub fn here() -> Everyone {
         Everyone(Cgroups::new("/proc".into()))
     }
@@ -30,11 +30,11 @@ impl Membership for Everyone {
     }
 }
 
-/// What the simulated driver charges.
+/// Reports what the simulated driver charges.
 pub struct SimCharges(Sim);
 
 impl SimCharges {
-    /// On the machine with this folder.
+    /// Opens the simulated machine in a folder.
     pub fn of(folder: &Path) -> SimCharges {
         SimCharges(Sim::open(folder).unwrap())
     }

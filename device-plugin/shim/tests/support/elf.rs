@@ -1,4 +1,4 @@
-//! What binutils, which come with the linker, say of a library.
+//! Inspects a library by binutils, which come with the linker.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -9,7 +9,7 @@ use std::process::Command;
 /// The newest glibc version that a shim may need: that of CentOS 7 and the manylinux2014 wheels.
 const NEWEST_GLIBC: (u32, u32) = (2, 17);
 
-/// What a tool says of a library.
+/// Returns the output of a tool for a library.
 pub fn said(tool: &str, option: &str, library: &Path) -> String {
     let output = Command::new(tool)
         .arg(option)
@@ -20,7 +20,7 @@ pub fn said(tool: &str, option: &str, library: &Path) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// The names that a library exports.
+/// Returns the names that a library exports.
 pub fn exported(library: &Path) -> BTreeSet<String> {
     let symbols = said("objdump", "-T", library);
     let defined = symbols.lines().filter(|line| {
@@ -34,7 +34,7 @@ pub fn exported(library: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-/// A library exports these names, and no other.
+/// Asserts that a library exports exactly these names.
 pub fn exports_exactly(library: &Path, table: &BTreeSet<String>) {
     let exported = exported(library);
     let none = Vec::<&String>::new();
@@ -50,7 +50,7 @@ pub fn exports_exactly(library: &Path, table: &BTreeSet<String>) {
     );
 }
 
-/// A library needs no newer version of glibc than [`NEWEST_GLIBC`].
+/// Asserts that a library needs no newer version of glibc than [`NEWEST_GLIBC`].
 pub fn needs_an_old_glibc(library: &Path) {
     let symbols = said("objdump", "-T", library);
     let newer: Vec<_> = symbols
@@ -69,8 +69,8 @@ pub fn needs_an_old_glibc(library: &Path) {
     assert!(symbols.contains("GLIBC_2.2.5"), "versions were read at all");
 }
 
-/// A library needs what glibc brings, and nothing else. The loader ends a program whose preloaded library needs
-/// what is not there.
+/// Asserts that a library depends on glibc only. The loader ends a program whose preloaded library
+/// has a missing dependency.
 pub fn needs_glibc_only(library: &Path) {
     let of_glibc = [
         "ld-linux-x86-64.so.2",
@@ -86,7 +86,7 @@ pub fn needs_glibc_only(library: &Path) {
     assert_eq!(needed, of_glibc.map(str::to_owned).into());
 }
 
-/// A library has this name, and a dlclose, which would forget what is charged, does not unload it.
+/// Asserts a library's SONAME, and that `dlclose`, which would forget charges, does not unload it.
 pub fn is_named_and_stays_loaded(library: &Path, soname: &str) {
     let dynamic = said("readelf", "-d", library);
     assert!(
@@ -96,7 +96,7 @@ pub fn is_named_and_stays_loaded(library: &Path, soname: &str) {
     assert!(dynamic.contains("NODELETE"), "{dynamic}");
 }
 
-/// No other library can take the place of one of its own functions whose names begin so.
+/// Asserts that no other library can interpose the library's own functions with this prefix.
 pub fn binds_its_own(library: &Path, prefix: &str) {
     let relocations = said("objdump", "-R", library);
     assert!(relocations.contains("R_"), "relocations were read at all");
@@ -107,7 +107,7 @@ pub fn binds_its_own(library: &Path, prefix: &str) {
     assert!(by_name.is_empty(), "{}", by_name.join("\n"));
 }
 
-/// No source below a folder reads the environment.
+/// Asserts that no source below a folder reads the environment.
 pub fn reads_no_environment(folder: &Path) {
     for path in sources(folder) {
         let text = std::fs::read_to_string(&path).unwrap();
@@ -119,7 +119,7 @@ pub fn reads_no_environment(folder: &Path) {
     }
 }
 
-/// Every file below a folder.
+/// Lists every file below a folder.
 fn sources(folder: &Path) -> Vec<PathBuf> {
     let entries = std::fs::read_dir(folder).unwrap();
     let paths = entries.map(|entry| entry.unwrap().path());

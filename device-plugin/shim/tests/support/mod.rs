@@ -1,4 +1,4 @@
-//! A container as the agent makes one, without a cluster: its own mounts, the shim where the
+//! Runs a container as the agent makes it, without a cluster: its own mounts, the shim where the
 //! loader finds it, the simulated driver where the shim finds it, and the agent's socket.
 
 #![allow(dead_code, reason = "each test and benchmark uses a part of it")]
@@ -29,12 +29,12 @@ pub use program::Client;
 pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const MIB: u64 = 1 << 20;
 
-/// The UUID of a GPU by its number; [`GPU`] is the first.
+/// Returns the UUID of a GPU by its number; [`GPU`] is the first.
 fn gpu(minor: usize) -> String {
     format!("GPU-5e000000-0000-0000-0000-{:012x}", minor + 1)
 }
 
-/// Where cargo puts this workspace's libraries; they are built once.
+/// Returns the folder of this workspace's built libraries; builds them once.
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| program::build(&["bursar-sim-cuda", "bursar-shim"]))
@@ -46,36 +46,36 @@ pub struct Container {
     served: Served,
     runtime: tokio::runtime::Runtime,
     sessions: Option<Sessions>,
-    /// Whether contexts are charged, as the agent does it.
+    /// How contexts are charged.
     contexts: Contexts,
 }
 
-/// What programs pay for contexts.
+/// How contexts are charged.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Contexts {
     Free,
-    /// What the agent takes for their size before it could measure one.
+    /// By the agent's estimate, before it measured a context.
     Unmeasured,
     Measured,
 }
 
 impl Container {
-    /// Makes the GPU, and serves the container; contexts are free, so that other memory is all that counts.
+    /// Starts a container with one GPU. Contexts are free, so that only other memory counts.
     pub fn with_quota(quota: u64) -> Container {
         Container::with_quotas(&[quota])
     }
 
-    /// As above, with a GPU for each quota.
+    /// Starts a container with a GPU for each quota. Contexts are free.
     pub fn with_quotas(quotas: &[u64]) -> Container {
         Container::new(quotas, "16Gi", Contexts::Free)
     }
 
-    /// As the agent does it: contexts are charged. The GPU is an H200.
+    /// Starts a container whose contexts are charged by a measured size. The GPU is an H200.
     pub fn charging_contexts(quota: u64) -> Container {
         Container::new(&[quota], "141Gi", Contexts::Measured)
     }
 
-    /// The same while the agent has not measured one.
+    /// Starts a container whose contexts are charged before the agent has measured one.
     #[allow(dead_code)]
     pub fn with_unmeasured_contexts(quota: u64) -> Container {
         Container::new(&[quota], "141Gi", Contexts::Unmeasured)
@@ -148,7 +148,7 @@ impl Container {
     pub fn stop_agent(&mut self) {
         let _entered = self.runtime.enter();
         self.sessions = None;
-        // The tasks end at their next step.
+        // The agent's tasks end at their next step.
         std::thread::sleep(Duration::from_millis(50));
     }
 
@@ -160,34 +160,34 @@ impl Container {
             .unwrap();
     }
 
-    /// What the driver has taken of the GPU.
+    /// Returns the bytes that the driver has taken of the GPU.
     pub fn taken(&self) -> u64 {
         let sim = Sim::open(&self.folder.path().join("sim")).unwrap();
         sim.used(0)
     }
 
-    /// What a context takes of the GPU: no account pays for it here.
+    /// Returns the bytes that a context takes of the GPU; no account pays for them here.
     pub fn context(&self) -> u64 {
         let sim = Sim::open(&self.folder.path().join("sim")).unwrap();
         sim.config.context
     }
 
-    /// The GPU's account.
+    /// Returns the usage of the GPU's account.
     pub fn usage(&self) -> Usage {
         self.usage_of(0)
     }
 
-    /// The account with a number: the GPUs', then managed memory's.
+    /// Returns the usage of an account by number: the GPUs', then managed memory's.
     pub fn usage_of(&self, account: usize) -> Usage {
         self.sessions.as_ref().unwrap().usage().remove(account)
     }
 
-    /// What the agent has on its books.
+    /// Returns the agent's records of the container.
     pub fn books(&self) -> Vec<Books> {
         self.sessions.as_ref().unwrap().books()
     }
 
-    /// Waits until the GPU's account is as told.
+    /// Waits until the usage of the GPU's account satisfies a condition.
     pub fn wait_for(&self, what: &str, is_so: impl Fn(&Usage) -> bool) {
         let begun = Instant::now();
         while !is_so(&self.usage()) {
@@ -200,17 +200,17 @@ impl Container {
         }
     }
 
-    /// The socket as the agent made it.
+    /// Returns the path of the agent's socket on the host.
     pub fn socket(&self) -> PathBuf {
         self.alloc_dir().join("agent.sock")
     }
 
-    /// The simulated machine's folder.
+    /// Returns the folder of the simulated machine.
     pub fn sim(&self) -> PathBuf {
         self.folder.path().join("sim")
     }
 
-    /// What the container sees as its folder with the agent's socket.
+    /// Returns the folder that the container sees as `/run/bursar`.
     pub fn alloc_dir(&self) -> PathBuf {
         Sessions::alloc_dir(&self.folder.path().join("run"))
             .join(self.served.allocation.to_string())
@@ -221,20 +221,21 @@ impl Container {
         self.start("libbursar_shim.so", "/opt/bursar/drv/cuda.so.1", &[])
     }
 
-    /// Starts a program as the container's main process: the first of its pid namespace, with the shim preloaded.
+    /// Starts a program as the container's main process: the first of its pid namespace, with the
+    /// shim preloaded.
     pub fn main_program(&self) -> Client {
         let drv = "/opt/bursar/drv/cuda.so.1";
         let namespace = ["--pid", "--fork", "--kill-child", "--mount-proc"];
         self.start("libbursar_shim.so", drv, &namespace)
     }
 
-    /// What is done about poisoned contexts.
+    /// Sets the policy for poisoned contexts.
     pub fn set_policy(&self, policy: Policy) {
         let sessions = self.sessions.as_ref().unwrap();
         sessions.set_context_policy(&self.served.allocation, policy);
     }
 
-    /// The kernel's log has an XID of a program.
+    /// Reports an XID of a program, as from the kernel's log.
     pub fn xid(&self, program: &Client, code: u32) {
         let sessions = self.sessions.as_ref().unwrap();
         let on: Vec<_> = self
@@ -247,12 +248,12 @@ impl Container {
         sessions.xid(&suspect.unwrap(), code, clock::present());
     }
 
-    /// While there is such a file programs say `busy`, and do not call CUDA yet.
+    /// Returns a file: while it exists, programs print `busy` and do not call CUDA.
     pub fn busy(&self) -> PathBuf {
         self.folder.path().join("busy")
     }
 
-    /// Decides what is overdue when so much time has passed.
+    /// Runs the decisions that are due after some time.
     pub fn overdue(&self, after: Duration) {
         let now = clock::present();
         let then = Present {
@@ -265,26 +266,26 @@ impl Container {
             .new_faults(Duration::ZERO, then);
     }
 
-    /// The faults that are open.
+    /// Returns the open faults.
     pub fn faults(&self) -> Vec<Fault> {
         let faults = self.sessions.as_ref().unwrap().faults();
         faults.into_iter().map(|(_, fault)| fault).collect()
     }
 
-    /// The processes that are to be killed.
+    /// Returns the processes that the agent is to kill.
     pub fn condemned(&self) -> Vec<Process> {
         let condemned = self.sessions.as_ref().unwrap().condemned();
         condemned.into_iter().map(|(_, process)| process).collect()
     }
 
-    /// Starts a program beside it, on the bare driver: what the benchmark compares with.
+    /// Starts a program on the bare driver, for benchmarks to compare with.
     #[allow(dead_code)]
     pub fn bare_program(&self) -> Client {
         self.start("libbursar_sim_cuda.so", "/opt/bursar/drv/unused", &[])
     }
 
     fn start(&self, library: &str, driver: &str, namespace: &[&str]) -> Client {
-        // Namespaces of its own, as any user may make them: mounts are private to the program.
+        // The program's own namespaces, which any user may create: its mounts are private.
         let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
             for f in lib/libcuda.so.1:$LIBRARY ${DRIVER#/opt/bursar/}:$REAL; do \
             touch /opt/bursar/${f%%:*}; mount --bind ${f#*:} /opt/bursar/${f%%:*}; done; \
@@ -292,7 +293,7 @@ impl Container {
             cd ${CLIENT%/*}; exec ${PRELOAD:+env LD_PRELOAD=$PRELOAD} ./${CLIENT##*/} $BUSY";
         let mut command = Command::new("unshare");
         command.arg("--mount").args(namespace);
-        // SAFETY: asks for a number.
+        // SAFETY: the call takes nothing and returns a number.
         if unsafe { libc::geteuid() } != 0 {
             command.args(["--user", "--map-root-user"]);
         }

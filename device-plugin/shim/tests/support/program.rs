@@ -1,4 +1,4 @@
-//! A program that answers line by line, and the build of what it runs on.
+//! Runs a client program that answers line by line, and builds the libraries under it.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
-/// Builds the libraries of packages of this workspace; the folder that cargo puts them in.
+/// Builds libraries of this workspace. Returns the folder that cargo puts them in.
 pub fn build(packages: &[&str]) -> PathBuf {
     let test = std::env::current_exe().expect("a test has a file");
     let profile = test
@@ -34,7 +34,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// Starts it, and waits until it is ready.
+    /// Starts the program, and waits until it is ready.
     pub fn spawn(command: &mut Command) -> Client {
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
@@ -59,13 +59,13 @@ impl Client {
         line.trim_end().to_owned()
     }
 
-    /// One call and its answer.
+    /// Sends one line and returns the answer.
     pub fn call(&mut self, line: impl AsRef<str>) -> String {
         self.send(line.as_ref());
         self.read()
     }
 
-    /// A call that succeeds; its numbers.
+    /// Sends a line that must succeed. Returns the numbers of the answer.
     pub fn ok(&mut self, line: impl AsRef<str>) -> Vec<u64> {
         let answer = self.call(line.as_ref());
         let mut words = answer.split_whitespace();
@@ -73,12 +73,12 @@ impl Client {
         words.map(|word| word.parse().unwrap()).collect()
     }
 
-    /// Its pid on the host.
+    /// Returns the program's pid on the host.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// SIGKILL.
+    /// Kills the program by SIGKILL.
     pub fn kill(mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();

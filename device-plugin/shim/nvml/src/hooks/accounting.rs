@@ -1,4 +1,5 @@
-//! Accounting: off, for a container. It is the driver's list of who used a device, of all containers and past ones.
+//! Reports accounting as disabled: the driver's list names processes of all containers, exited ones
+//! too.
 
 use std::ffi::c_void;
 
@@ -17,7 +18,7 @@ extern "C" fn nvmlDeviceGetAccountingMode(device: Device, mode: *mut u32) -> Nvm
     })
 }
 
-// What NVML answers while accounting is off.
+// NVML returns this code while accounting is disabled.
 
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetAccountingPids(_: Device, _: *mut u32, _: *mut u32) -> NvmlReturn {

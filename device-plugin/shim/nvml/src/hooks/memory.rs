@@ -1,4 +1,4 @@
-//! How much memory there is: the container's quota.
+//! Shows the container's quota as the device's memory.
 
 use super::{Device, HookResult, check, deref, driver, guarded, usage};
 use crate::nvml_return::{self, NvmlReturn};
@@ -25,8 +25,8 @@ struct MemoryInfoV2 {
 
 const MEMORY_INFO_V2: u32 = size_of::<MemoryInfoV2>() as u32 | 2 << 24;
 
-/// The quota as the total. After a quota was lowered below what is used, that is shown as full: programs take
-/// total to be free and used together.
+/// Shows the quota as the total. Usage above a lowered quota is shown as full, because programs
+/// expect free and used to add up to the total.
 fn capped(quota: u64, used: u64) -> MemoryInfo {
     let used = used.min(quota);
     MemoryInfo {
@@ -72,7 +72,7 @@ fn memory_info_v2(device: Device, info: &mut MemoryInfoV2) -> HookResult {
     *info = MemoryInfoV2 {
         version: MEMORY_INFO_V2,
         total,
-        // What driver and firmware reserve is outside of every quota.
+        // What the driver and the firmware reserve is outside of every quota.
         reserved: 0,
         free,
         used,
@@ -80,7 +80,7 @@ fn memory_info_v2(device: Device, info: &mut MemoryInfoV2) -> HookResult {
     Ok(())
 }
 
-/// Memory that confidential computing protects: all of the card's or none.
+/// Reports memory protected by confidential computing: all of the card's or none.
 #[unsafe(no_mangle)]
 extern "C" fn nvmlDeviceGetConfComputeProtectedMemoryUsage(
     device: Device,

@@ -1,4 +1,4 @@
-//! Who uses a device: the container's own processes.
+//! Lists the container's own processes as the processes of a device.
 //!
 //! All of them are compute processes: a container has no graphics libraries, and no MPS server.
 
@@ -31,7 +31,7 @@ struct ProcessDetail {
     pid: u32,
     bytes: u64,
     instance: MigInstance,
-    /// Not told apart here.
+    /// Protected memory is not counted separately.
     protected: u64,
 }
 
@@ -59,7 +59,7 @@ struct MigInstance {
     compute: u32,
 }
 
-/// What NVML writes where there is no MIG.
+/// What NVML writes without MIG.
 const NO_INSTANCE: MigInstance = MigInstance {
     gpu: u32::MAX,
     compute: u32::MAX,
@@ -73,7 +73,7 @@ fn instance(device: Device) -> Result<MigInstance, NvmlReturn> {
         mut gpu,
         mut compute,
     } = NO_INSTANCE;
-    // An instance that just went keeps the mark of none.
+    // An instance that was just destroyed keeps these values.
     let _ = driver!(nvmlDeviceGetGpuInstanceId(device => Device, &raw mut gpu => *mut u32));
     let _ = driver!(nvmlDeviceGetComputeInstanceId(device => Device, &raw mut compute => *mut u32));
     Ok(MigInstance { gpu, compute })
@@ -121,7 +121,7 @@ fn no_processes<T>(_: Device) -> Result<Vec<T>, NvmlReturn> {
     Ok(Vec::new())
 }
 
-/// Fills a caller's `count` places, or says how many are needed.
+/// Writes rows into a caller's buffer of `count` places, or reports how many are needed.
 fn write_rows<T: Copy>(rows: &[T], count: &mut u32, places: *mut T) -> HookResult {
     let needed = u32::try_from(rows.len()).map_err(|_| nvml_return::UNKNOWN)?;
     let room = std::mem::replace(count, needed);
@@ -130,13 +130,14 @@ fn write_rows<T: Copy>(rows: &[T], count: &mut u32, places: *mut T) -> HookResul
     }
     if needed > 0 {
         deref(places)?;
-        // SAFETY: by the function's contract there is room for `room` structures, no fewer than these.
+        // SAFETY: by the function's contract there is space for `room` structures, no fewer than
+        // these.
         unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), places, rows.len()) };
     }
     Ok(())
 }
 
-/// Functions that list processes: a count, and places for so many.
+/// Declares functions that list processes: a count, and a buffer for so many.
 macro_rules! lists {
     ($($name:ident: $query:ident, $row:ty;)*) => {
         $(
@@ -170,8 +171,8 @@ lists! {
     nvmlDeviceGetFBCSessions: no_processes, SessionInfo;
 }
 
-/// The first byte of `nvmlEncoderSessionInfo_t` or `nvmlFBCSessionInfo_t`: other containers' pids are in them, and
-/// this one has no library that would open a session.
+/// The first byte of `nvmlEncoderSessionInfo_t` or `nvmlFBCSessionInfo_t`. The real lists have
+/// other containers' pids, and this container has no library that opens a session.
 type SessionInfo = u8;
 
 #[unsafe(no_mangle)]

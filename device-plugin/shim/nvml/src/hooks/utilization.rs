@@ -1,7 +1,9 @@
-//! How busy each process keeps a device: what the driver says of the container's own, and of no other.
+//! Reports the utilization of a device by the container's own processes only.
 //!
-//! The driver names processes by the pids of the caller's pid namespace. Samples are thrown out where the caller had
-//! them put, for a buffer of the shim's own would hide nothing from a program that means to see them.
+//! The driver uses pids of the caller's pid namespace. Samples of other processes are removed in
+//! the
+//! caller's buffer: a buffer of the shim's own would hide nothing from a program in the same
+//! process.
 
 use super::{Device, HookResult, check, deref, driver, guarded, usage};
 use crate::nvml_return::{self, NvmlReturn};
@@ -36,7 +38,7 @@ struct UtilizationInfoList {
 
 const UTILIZATION_INFO_LIST_V1: u32 = size_of::<UtilizationInfoList>() as u32 | 1 << 24;
 
-/// Keeps those of `count` places whose pid is the container's, in front; how many they are.
+/// Keeps the entries whose pid is the container's, and counts them.
 fn retain_own<T: Copy>(
     device: Device,
     count: &mut u32,
@@ -49,7 +51,7 @@ fn retain_own<T: Copy>(
         return Err(nvml_return::NOT_FOUND);
     }
     deref(places)?;
-    // SAFETY: the real library has just written as many there.
+    // SAFETY: the real library has just written that many entries.
     let places = unsafe { std::slice::from_raw_parts_mut(places, written) };
     let own = usage(device)?.processes;
     let kept = retain_in_place(places, |place| {
@@ -63,7 +65,7 @@ fn retain_own<T: Copy>(
     }
 }
 
-/// Moves what is wanted to the front, in order; how much that is.
+/// Moves the wanted entries to the front, in order. Returns their number.
 fn retain_in_place<T: Copy>(places: &mut [T], wanted: impl Fn(&T) -> bool) -> usize {
     let mut kept = 0;
     for index in 0..places.len() {
