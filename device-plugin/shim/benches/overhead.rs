@@ -1,8 +1,11 @@
-//! What the shim costs on the simulated driver, in alternating runs: a forwarded call, and
-//! allocate + free, of linear and of stream-ordered memory, with room and without. The simulated driver
-//! is quicker than a real one, so that the ratios here are worse than on a GPU (design F9: 45 us for
-//! allocate + free, 480 ns where it is stream-ordered); the difference is what to watch. And what it costs a process
-//! that never uses it: the loader's work, for it is preloaded into all of a container.
+//! Measures the shim's cost on the simulated driver, in alternating runs.
+//!
+//! The benchmark times a forwarded call, and allocate + free of linear and of stream-ordered
+//! memory, with room and at the quota. The simulated driver is faster than a real one, so the
+//! ratios are worse than on a GPU. On one, allocate + free takes 45 us, or 480 ns in stream order
+//! (fact F9). The absolute difference is what to watch. The benchmark also times the start of a
+//! process that never uses CUDA, because the library is preloaded into every process of a
+//! container.
 
 #[path = "../tests/support/mod.rs"]
 mod support;
@@ -15,7 +18,7 @@ use support::{Client, Container, MIB};
 
 const ROUNDS: usize = 9;
 
-/// The median time of one call, in nanoseconds.
+/// Returns the median time of one call, in nanoseconds.
 fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
     times[times.len() / 2]
@@ -35,7 +38,8 @@ fn compare(name: &str, bare: &mut Client, shim: &mut Client, command: &str, call
     );
 }
 
-/// The shortest of 500 lives of `/bin/true` without and with a library preloaded, in turn: load only adds to them.
+/// Compares the shortest of 500 runs of `/bin/true` without and with a preloaded library, in turn;
+/// load only adds time.
 fn compare_starts(library: &Path) {
     let life = |preload: &Path| {
         let begun = Instant::now();
@@ -76,7 +80,7 @@ fn main() {
         &format!("churn 50000 {}", 2 * MIB),
         50_000,
     );
-    // What is freed stays in the pool, as in a program that allocates often.
+    // Freed memory stays in the pool, as in a program that allocates often.
     for program in [&mut bare, &mut shim] {
         let pool = program.ok("devicepool 0")[0];
         program.ok(format!("threshold {pool} {}", u64::MAX));

@@ -3,20 +3,18 @@
 //!
 //! Images made for a newer CUDA than the node's driver carry that CUDA's `libcuda` in
 //! `/usr/local/cuda/compat`. The library works on the older kernel driver within limits, which
-//! NVIDIA
-//! writes into the library as a note. Older libraries carry none.
+//! NVIDIA writes into the library as a note. Older libraries carry none.
 //!
 //! | | the image's library is opened if |
 //! |---|---|
-//! | it has the note | the note lists the kernel driver's branch, and it is newer than the kernel driver |
+//! | it has the note | the note lists the kernel driver's branch, and the library is newer |
 //! | it has no note | its branch is newer than the kernel driver's |
-//! | and in both cases | every GPU of the node is one that NVIDIA supports it on: no GeForce, no TITAN |
+//! | and in both cases | NVIDIA supports it on every GPU of the node: no GeForce, no TITAN |
 //!
 //! In all other cases, and where a file cannot be read, the host's library is opened. Sources:
 //! NVIDIA's "CUDA Compatibility", section Forward Compatibility (data centre GPUs, and RTX cards
-//! that
-//! are certified for servers); nvidia-container-toolkit, hook `enable-cuda-compat` (the folder, the
-//! note, both comparisons).
+//! that are certified for servers); nvidia-container-toolkit, hook `enable-cuda-compat` (the
+//! folder, the note, both comparisons).
 
 use std::ffi::CString;
 use std::fs::{self, File};

@@ -1,13 +1,12 @@
 //! Charges the memory nodes of graphs by what each device's graph pool has reserved.
 //!
 //! Measured on an H200: instantiating a graph takes nothing. Its upload or first launch takes its
-//! allocations in steps of 32 MiB: one of 40 MiB takes 64, two take 128, small ones share a step.
-//! The
-//! pool keeps them, past the graph's end too, until it is trimmed. So the shim records the needs of
-//! an executable graph with memory nodes, charges them before a call that may take memory, and
-//! reconciles the pool after it. A launch into the same stream since the last trim takes nothing
-//! new. A launch into another stream may (CUDA programming guide, graph memory nodes: graphs of one
-//! stream share memory, those of others may not).
+//! allocations in steps of 32 MiB. One of 40 MiB takes 64 MiB, two take 128, small ones share a
+//! step. The pool keeps them, past the graph's end too, until it is trimmed. So the shim records
+//! the needs of an executable graph with memory nodes. It charges them before a call that may take
+//! memory, and reconciles the pool after it. A launch into the same stream since the last trim
+//! takes nothing new. A launch into another stream may (CUDA programming guide, graph memory nodes:
+//! graphs of one stream share memory, those of others may not).
 //!
 //! A process without such graphs pays one load a launch.
 

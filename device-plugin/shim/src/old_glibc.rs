@@ -1,11 +1,9 @@
 //! Binds the library to symbols of glibc 2.17 and older, whatever glibc it is built on.
 //!
 //! A build on a new glibc binds `dlsym`, `stat64` and others to versions of 2.28 to 2.34. A
-//! container
-//! with an older glibc could not load that library, which is preloaded into every program there.
-//! Each
-//! function here is hidden and precedes glibc's when this library is linked. It jumps to the oldest
-//! version of the same function, or makes the system call.
+//! container with an older glibc could not load that library, which is preloaded into every program
+//! there. Each function here is hidden and precedes glibc's when this library is linked. It jumps
+//! to the oldest version of the same function, or makes the system call.
 //!
 //! `build.rs` defines away `__cxa_thread_atexit_impl` of 2.18, which the standard library can do
 //! without. A test checks the bound of 2.17. On aarch64 the library must be built on an old glibc,

@@ -2,11 +2,9 @@
 //!
 //! A poisoned process image cannot use the GPU again, whatever it destroys or resets (fact F1). The
 //! shim reports the first sticky error of an image to the agent, which fences the image and
-//! decides.
-//! Either the program gets the error and its container is restarted, or the shim executes the
-//! program
-//! again in the same process ([`reexec`]) and the program never sees the error. Other threads that
-//! hit the error meanwhile wait for the agent's decision.
+//! decides. Either the program gets the error and its container is restarted. Or the shim executes
+//! the program again in the same process ([`reexec`]), and the program never sees the error. Other
+//! threads that hit the error meanwhile wait for the agent's decision.
 
 use std::ffi::c_int;
 use std::panic::{AssertUnwindSafe, catch_unwind};

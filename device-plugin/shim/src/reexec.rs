@@ -1,16 +1,15 @@
 //! Executes the program again in its own process after a fault poisoned the process image.
 //!
-//! The new image is the container's main process as the container runtime started it. Program,
-//! arguments, environment, working directory, umask, CPU affinity, blocked and ignored signals are
-//! as they were when the loader loaded this library, before the program's first instruction.
-//! Descriptors are the three standard ones that the process was given. A standard descriptor that
-//! the program replaced leads to `/dev/null`, because the replacement may keep the GPU's memory.
-//! Every other process of the pid namespace is killed. User and group, resource limits, priority
-//! and files that the program wrote are not restored.
+//! The new image is the container's main process as the container runtime started it. The library
+//! saves the start state when the loader loads it, before the program's first instruction. Saved
+//! are the program, arguments, environment, working directory, umask, CPU affinity, blocked and
+//! ignored signals. Descriptors are the three standard ones that the process was given. A standard
+//! descriptor that the program replaced leads to `/dev/null`, because the replacement may keep the
+//! GPU's memory. Every other process of the pid namespace is killed. User and group, resource
+//! limits, priority and files that the program wrote are not restored.
 //!
 //! Only the first process of a pid namespace does this. It is the main process of a container with
-//! a
-//! pid namespace of its own, and may kill all others there. The agent checks the container, and
+//! a pid namespace of its own, and may kill all others there. The agent checks the container, and
 //! limits how often this happens.
 
 use std::ffi::{CStr, CString, c_char, c_int};
@@ -168,7 +167,8 @@ impl Descriptor {
     /// Returns `None` for a descriptor that is not open.
     fn read(number: c_int) -> Option<Descriptor> {
         let mut stat = MaybeUninit::<libc::stat>::uninit();
-        // SAFETY: fstat writes the whole structure where it answers zero; the other call takes a number.
+        // SAFETY: fstat writes the whole structure where it answers zero; the other call takes a
+        // number.
         unsafe {
             let stat = (libc::fstat(number, stat.as_mut_ptr()) == 0).then(|| stat.assume_init())?;
             Some(Descriptor {
@@ -206,7 +206,8 @@ impl Signals {
     fn restore_ignored(self) {
         for signal in 1..SIGNAL_END {
             let mut now = MaybeUninit::<libc::sigaction>::uninit();
-            // SAFETY: sigaction writes the whole structure where it answers zero; the libc's own signals are refused.
+            // SAFETY: sigaction writes the whole structure where it answers zero; the libc's own
+            // signals are refused.
             let now = unsafe {
                 match libc::sigaction(signal, std::ptr::null(), now.as_mut_ptr()) {
                     0 => now.assume_init().sa_sigaction,

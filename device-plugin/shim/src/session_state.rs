@@ -1,8 +1,7 @@
 //! Holds a process's session state in memory that the kernel zeroes in a forked child.
 //!
 //! A child has neither its parent's credit page, which is not mapped there, nor the threads that
-//! may
-//! hold a lock. So the whole state, its lock included, is in one mapping with `MADV_WIPEONFORK`
+//! may hold a lock. So the whole state, its lock included, is in one mapping with `MADV_WIPEONFORK`
 //! (Linux 4.14). Zero means "no session yet".
 
 use std::sync::OnceLock;

@@ -1,12 +1,11 @@
 //! Generates assembly functions that forward to the real library without knowing a prototype.
 //!
 //! [`forward!`] jumps and leaves all registers and the stack as they were. [`watch!`] calls and
-//! checks
-//! the result, because errors of earlier asynchronous work appear there; `poison.rs` handles those
-//! that poison the context. It must know the number of arguments, because it copies those on the
-//! stack for the callee. A success costs the call and one comparison. Unwind tables describe its
-//! frame to debuggers and to thread cancellation, because the watched functions include those that
-//! wait.
+//! checks the result, because errors of earlier asynchronous work appear there; `poison.rs` handles
+//! those that poison the context. It must know the number of arguments, because it copies those on
+//! the stack for the callee. A success costs the call and one comparison. Unwind tables describe
+//! its frame to debuggers and to thread cancellation, because the watched functions include those
+//! that wait.
 
 macro_rules! naked {
     ($(#[$about:meta])* $name:ident: $($assembly:tt)*) => {

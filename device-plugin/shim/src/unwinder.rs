@@ -2,11 +2,9 @@
 //! `libgcc_s.so.1`.
 //!
 //! The loader ends a program whose preloaded library has a missing dependency, and images without
-//! C++
-//! lack this one. The standard library's unwinder calls reach the hidden functions here, which look
-//! the real ones up at the first call. Where the image has no unwinder, a panic cannot be caught
-//! and
-//! ends the process; no code of the library is known to panic.
+//! C++ lack this one. The standard library's unwinder calls reach the hidden functions here, which
+//! look the real ones up at the first call. Where the image has no unwinder, a panic cannot be
+//! caught and ends the process; no code of the library is known to panic.
 //!
 //! The functions are those that the standard library's `unwind` crate declares, by the Itanium C++
 //! ABI.

@@ -1,9 +1,8 @@
 //! Tracks the references to memory of `cuMemCreate`, and its charges.
 //!
 //! The driver frees such memory when its last handle, mapping and binding is gone, and only then
-//! the
-//! charge may be discharged. A descriptor that no process lists can keep exported memory (fact F4),
-//! so this process never discharges it; the agent does once the memory is proven free.
+//! the charge may be discharged. A descriptor that no process lists can keep exported memory (fact
+//! F4). So this process never discharges it; the agent does once the memory is proven free.
 
 use std::collections::{BTreeMap, HashMap};
 

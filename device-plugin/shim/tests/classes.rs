@@ -1,4 +1,4 @@
-//! Each class of call that takes memory: charged what the driver takes, to the byte, and given back.
+//! Tests that each class of call that takes memory is charged the driver's size, to the byte.
 
 #![allow(
     clippy::unwrap_used,
@@ -11,7 +11,8 @@ use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
 
-/// Runs a call that takes memory, and its end; what the driver took for it and what was charged.
+/// Runs a call that takes memory, and the call that frees it. Returns what the driver took and what
+/// was charged.
 fn taken_and_charged(
     container: &Container,
     program: &mut Client,
@@ -33,7 +34,7 @@ fn taken_and_charged(
     now
 }
 
-/// What was charged is what the driver took, in the units that memory is charged in.
+/// Asserts that the charge is what the driver took, in whole units.
 #[track_caller]
 fn assert_exact(container: &Container, program: &mut Client, make: &str, end: &str) {
     let (taken, charged) = taken_and_charged(container, program, make, end);

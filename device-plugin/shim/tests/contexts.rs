@@ -1,4 +1,4 @@
-//! Contexts, their stacks and kernels' local memory, charged as the agent does it.
+//! Tests the charges of contexts, their stacks and kernels' local memory.
 
 #![allow(
     clippy::unwrap_used,
@@ -9,17 +9,18 @@ mod support;
 
 use support::{Client, Container, MIB};
 
-/// What a context of the simulated GPU takes.
+/// Bytes of a context of the simulated GPU.
 const CONTEXT: u64 = 518 * MIB;
-/// What is charged before one was measured.
+/// Bytes charged before a context was measured.
 const UNMEASURED: u64 = 512 * MIB;
-/// Stacks of 16 KiB, and 64 KiB of local memory, on 132 multiprocessors with 2,048 threads (F14).
+/// Stacks of 16 KiB, and 64 KiB of local memory, on 132 multiprocessors with 2,048 threads (fact
+/// F14).
 const STACK: u64 = 3960 * MIB;
 const LOCALS: u64 = 16_632 * MIB;
 
 const GIB: u64 = 1 << 30;
 
-/// What is charged, and that the driver took as much.
+/// Returns the charged bytes, and asserts that the driver took as much.
 #[track_caller]
 fn charged(container: &Container) -> u64 {
     let used = container.usage().used.0;
@@ -27,7 +28,7 @@ fn charged(container: &Container) -> u64 {
     used
 }
 
-/// A container whose agent has measured a context, and its first program.
+/// Starts a container whose agent has measured a context, and its first program.
 fn measured(quota: u64) -> (Container, Client) {
     let container = Container::charging_contexts(quota);
     let program = container.program();
@@ -193,7 +194,7 @@ fn local_memory_is_charged_when_a_kernel_handle_is_returned() {
         program.ok(format!("{one} locals"));
         assert!(program.ok(all)[0] > 1);
         assert_eq!(charged(&container), CONTEXT + LOCALS, "once");
-        // A stack that is no larger is covered.
+        // A stack that is no larger is already charged.
         program.ok("limit 65536");
         assert_eq!(program.call("limit 65552"), "err 2");
     }

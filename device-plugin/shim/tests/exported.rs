@@ -1,5 +1,6 @@
-//! What a dead process had exported stays charged to its container for as long as others hold it, and is free
-//! for another within a second of its last holder's end (design F4, F13).
+//! Tests that a dead process's exported memory stays charged while another process holds it.
+//!
+//! The memory is free for another process soon after its last holder's end (facts F4, F13).
 
 #![allow(
     clippy::unwrap_used,
@@ -15,14 +16,15 @@ use support::{Client, Container, MIB};
 const GIB: u64 = 1 << 30;
 const QUOTA: u64 = 8 * GIB;
 const SHARED: u64 = 4 * GIB;
-/// What a second process in the container may take beside what is held: its context needs some too.
+/// What a second process may take beside the exported memory; its context needs some too.
 const BESIDE: u64 = 2 * GIB;
 
-/// The most that may be taken for free too early: what the driver does not list of each of three processes.
+/// The most that may be discharged too early: what the driver does not list of each of three
+/// processes.
 const UNSEEN: u64 = 3 * 9 * MIB;
 
-/// The most from a holder's end until another process can have the memory on a busy machine: what proves it free takes
-/// half a second on a quiet one.
+/// The most from a holder's end until another process gets the memory on a busy machine. The proof
+/// takes half a second on a quiet one.
 const SOON: Duration = Duration::from_secs(5);
 
 fn exporter(container: &Container) -> (Client, u64) {
@@ -32,7 +34,7 @@ fn exporter(container: &Container) -> (Client, u64) {
     (exporter, descriptor)
 }
 
-/// Hands a descriptor over; its number there.
+/// Passes a descriptor to another program. Returns its number there.
 fn hand_over(from: &mut Client, descriptor: u64, to: &mut Client) -> u64 {
     let name = format!("bursar-test-{}-{}", std::process::id(), to.pid());
     to.send(&format!("recvfd {name}"));
@@ -41,7 +43,7 @@ fn hand_over(from: &mut Client, descriptor: u64, to: &mut Client) -> u64 {
     answer.strip_prefix("ok ").unwrap().parse().unwrap()
 }
 
-/// The exporter is dead: for a while nobody gets what is held.
+/// Asserts that no process gets the memory for a while after the exporter's death.
 fn is_held(container: &Container, other: &mut Client) {
     container.wait_for("its death is noticed", |usage| usage.retired.0 > 0);
     let begun = Instant::now();
@@ -54,7 +56,7 @@ fn is_held(container: &Container, other: &mut Client) {
     }
 }
 
-/// Nobody holds it any more: another process gets it soon; after how long.
+/// Waits until another process gets the memory. Returns how long that took.
 fn is_free(container: &Container, other: &mut Client) -> Duration {
     let begun = Instant::now();
     while other.call(format!("alloc {}", BESIDE + SHARED)) == "err 2" {
@@ -134,7 +136,7 @@ fn restarted_agent_keeps_exported_memory_charged() {
     container.stop_agent();
     exporter.kill();
     container.start_agent();
-    // Both say hello again.
+    // Both programs connect to the new agent.
     sibling.ok("info");
     is_held(&container, &mut other);
     container.stop_agent();

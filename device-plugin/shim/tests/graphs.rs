@@ -1,4 +1,4 @@
-//! Memory nodes of graphs, charged when a graph gets its memory.
+//! Tests that memory nodes are charged when their graph gets its memory.
 
 #![allow(
     clippy::unwrap_used,
@@ -13,7 +13,8 @@ use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
 
-/// What is charged, and that the driver took as much besides its context, which is free here.
+/// Returns the charged bytes. Asserts that the driver took as much besides its context, which is
+/// free here.
 #[track_caller]
 fn charged(container: &Container) -> u64 {
     let used = container.usage().used.0;
@@ -62,7 +63,7 @@ fn graph_launch_is_denied_one_byte_beyond_the_quota() {
     program.ok(format!("alloc {QUOTA}"));
 }
 
-/// A graph of what a stream allocated and freed while it was captured.
+/// Returns a graph of an allocation and a free that a stream captured.
 fn captured(program: &mut Client, bytes: u64) -> u64 {
     let stream = program.ok("stream")[0];
     program.ok(format!("capture {stream}"));
@@ -148,7 +149,7 @@ fn unused_graph_memory_is_trimmed_before_a_denial() {
     program.ok(format!("launchgraph {}", executables[0]));
 }
 
-/// An executable graph, and two streams that are busy for a while.
+/// Returns an executable graph, and two streams that are busy for a while.
 fn busy(program: &mut Client, bytes: u64) -> (u64, [u64; 2]) {
     let graph = program.ok(format!("graph {bytes}"))[0];
     let executable = program.ok(format!("instantiate {graph}"))[0];
@@ -175,7 +176,7 @@ fn graph_is_charged_again_when_launched_into_another_stream() {
     program.ok(format!("free {linear}"));
     program.ok(launch);
     assert_eq!(charged(&container), QUOTA);
-    // It has its memory in both by now.
+    // The graph has its memory in both streams by now.
     for stream in [first, second, first] {
         program.ok(format!("launchgraph {executable} {stream}"));
         assert_eq!(charged(&container), QUOTA);

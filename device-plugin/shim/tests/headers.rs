@@ -1,4 +1,4 @@
-//! The table against the published headers (`headers.txt`, which `headers.sh` writes).
+//! Compares the symbol table with the published headers (`headers.txt`, written by `headers.sh`).
 
 #![allow(
     clippy::unwrap_used,
@@ -28,7 +28,7 @@ const PARTS: [&str; 8] = [
     "Alloc", "Create", "Import", "Reserve", "Load", "Open", "Retain", "Pool",
 ];
 
-/// Parts of the names of functions that only ask, or change who may access memory.
+/// Parts of the names of functions that only query, or change who may access memory.
 const ASKING: [&str; 3] = ["Get", "IsLoaded", "SetAccess"];
 
 fn functions() -> Vec<Function<'static>> {
@@ -40,8 +40,8 @@ fn functions() -> Vec<Function<'static>> {
     functions.collect()
 }
 
-/// What the headers declare: symbols, and questions to `cuGetProcAddress` (with an `@`) with how many arguments the
-/// function has.
+/// Returns what the headers declare: symbols, and with an `@` the names for `cuGetProcAddress` with
+/// the number of arguments.
 fn declared() -> BTreeMap<&'static str, Option<usize>> {
     let lines = HEADERS.lines().filter(|line| !line.starts_with('#'));
     let names = lines.map(|line| line.split(' ').next().unwrap());

@@ -1,4 +1,4 @@
-//! The library as a loader sees it: its names, and what it needs of the C library.
+//! Tests the library's exported names, and its dependencies on the C library.
 
 #![allow(
     clippy::unwrap_used,
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use symbol_table::Symbol;
 
-/// Where drivers lie on machines that have one.
+/// Paths of the driver on machines that have one.
 const REAL: &[&str] = &[
     "/usr/lib/x86_64-linux-gnu/libcuda.so.1",
     "/usr/lib64/libcuda.so.1",

@@ -1,5 +1,4 @@
-//! Programs whose kernels fault, on the simulated driver, with the shim and the agent's sessions: fenced, restarted in
-//! place or handed their error.
+//! Tests programs whose kernels fault: they are fenced, executed again, or handed their error.
 
 #![allow(
     clippy::unwrap_used,
@@ -22,13 +21,13 @@ fn container(action: ContextAction) -> Container {
     container
 }
 
-/// A fault of the kernel of this name, which a launch does not see.
+/// Launches a kernel that faults, which the launch itself does not report.
 fn fault(program: &mut Client, kernel: &str) {
     let function = program.ok(format!("function {kernel}"))[0];
     program.ok(format!("launch {function}"));
 }
 
-/// The kernels that fault, and the code that every later call answers.
+/// The kernels that fault, and the code that every later call returns.
 const FAULTS: [(&str, &str); 4] = [
     ("fault", "err 700"),
     ("trap", "err 719"),
@@ -51,7 +50,7 @@ fn main_process_is_reexecuted_under_policy_in_place() {
         assert_eq!(books.members.len(), 1, "it is the same process");
         assert!(container.faults().is_empty(), "{:?}", container.faults());
     }
-    // What eight images had is free, once.
+    // The memory of eight images was discharged once each.
     container.wait_for("nothing is charged", |usage| {
         usage.granted.0 == 0 && usage.retired.0 == 0
     });
@@ -95,7 +94,7 @@ fn sticky_error_is_seen_by_every_call_that_reports_it() {
 fn reexecuted_image_equals_the_containers_start() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
-    // The test's own shell leaves descriptors open to it.
+    // The test's own shell leaves descriptors open to the program.
     let split = |image: String| {
         let (before, rest) = image.split_once(" fds [").unwrap();
         let (descriptors, after) = rest.split_once(']').unwrap();
@@ -136,7 +135,7 @@ fn replaced_standard_descriptors_end_with_their_image() {
 fn reexec_works_from_a_second_thread_beside_children() {
     let container = container(ContextAction::InPlace);
     let mut program = container.main_program();
-    // Told from all others by how long they sleep.
+    // Their sleep time tells them from all other processes.
     let seconds = format!("86{:05}", std::process::id() % 100_000);
     program.ok(format!("children 5 {seconds}"));
     let alive = || {
@@ -148,7 +147,7 @@ fn reexec_works_from_a_second_thread_beside_children() {
             .filter(|line| String::from_utf8_lossy(line).contains(&of_shells))
             .count()
     };
-    // Each is a copy of another for a moment.
+    // Each is a copy of its parent for a moment.
     let begun = Instant::now();
     while alive() != 5 {
         assert!(begun.elapsed() < Duration::from_secs(5), "{}", alive());
@@ -189,7 +188,7 @@ fn program_gets_its_error_under_policy_restart() {
         panic!()
     };
     assert_eq!((fault.cuda_error, fault.image.generation), (Some(700), 1));
-    // What is asked of the shim is answered as the driver answers.
+    // The shim's own queries return the driver's error.
     assert_eq!(program.call(format!("alloc {QUOTA}")), "err 700");
     program.kill();
     container.wait_for("the image ended", |usage| usage.processes == 0);
@@ -217,7 +216,7 @@ fn image_fenced_by_an_xid_gets_its_code_when_memory_is_denied() {
     container.xid(&program, 31);
     assert_eq!(program.call(format!("alloc {QUOTA}")), "err 700");
     assert_eq!(container.faults()[0].cuda_error, Some(700));
-    // Who is refused for its quota alone is told that.
+    // A denial by the quota alone stays a denial.
     let mut other = container.program();
     assert_eq!(other.call(format!("alloc {}", 2 * QUOTA)), "err 2");
 }

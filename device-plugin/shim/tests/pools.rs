@@ -1,5 +1,6 @@
-//! Stream-ordered memory is charged what its pools have taken of the GPU, in steps of 32 MiB, and a
-//! program at its quota gets what its pools have cached before it is out of memory.
+//! Tests that pools are charged what they have taken of the GPU, in steps of 32 MiB.
+//!
+//! A program at its quota gets what its pools have cached before an allocation fails.
 
 #![allow(
     clippy::unwrap_used,
@@ -18,20 +19,20 @@ use dice::Dice;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
-/// A quota with room for charging ahead.
+/// A quota with room for prefetching.
 const LARGE: u64 = 8 << 30;
 /// What a pool takes at a time.
 const STEP: u64 = 32 * MIB;
 /// A release threshold that keeps everything.
 const KEEP: u64 = u64::MAX;
 
-/// The bytes that are charged, once the program has looked.
+/// Returns the charged bytes, after the program reconciled its pools.
 fn charged(container: &Container, program: &mut Client) -> u64 {
     program.ok("info");
     container.usage().used.0
 }
 
-/// A program whose device pool keeps what is freed; the pool.
+/// Starts a program whose device pool keeps freed memory. Returns the pool too.
 fn keeping(container: &Container) -> (Client, u64) {
     let mut program = container.program();
     let pool = program.ok("devicepool 0")[0];
@@ -72,7 +73,7 @@ fn quota_fits_exactly_and_one_byte_more_is_denied() {
         program.ok(format!("asyncfree {pointer} 0"));
         program.ok("sync 0");
     }
-    // Denials are told and not answered.
+    // Denials are reported without an answer.
     container.wait_for("those four", |usage| usage.denied == 4);
     assert_eq!(program.call(format!("asyncalloc {} 0", QUOTA + 1)), "err 2");
     container.wait_for("another", |usage| usage.denied == 5);
@@ -241,7 +242,7 @@ fn threads_use_all_of_a_large_quota_and_no_more() {
     program.ok("retain");
     let before = container.taken();
     program.send(&format!("asyncgreedy 6 {STEP}"));
-    // Both only grow: what is charged is looked at last.
+    // Both values only grow, so the charge is read last.
     let begun = Instant::now();
     loop {
         let (taken, used) = (container.taken() - before, container.usage().used.0);
@@ -465,7 +466,7 @@ fn capture_stays_valid_and_captured_memory_is_not_charged() {
     assert_eq!(program.call(format!("capture {captured}")), "ok");
     let node = program.ok(format!("asyncalloc {} {captured}", 100 * MIB))[0];
     assert_eq!(container.usage().used, Bytes::ZERO);
-    // Beside it, pools grow, are looked at, and are trimmed at the quota.
+    // Meanwhile the other thread's pools grow, are reconciled, and are trimmed at the quota.
     let pointer = program.ok(format!("asyncalloc {QUOTA} {other}"))[0];
     assert_eq!(program.call(format!("asyncalloc 1 {other}")), "err 2");
     program.ok(format!("asyncfree {pointer} {other}"));
@@ -474,7 +475,7 @@ fn capture_stays_valid_and_captured_memory_is_not_charged() {
     program.ok(format!("asyncfree {node} {captured}"));
     program.ok(format!("endcapture {captured}"));
 
-    // What a program does to its own capture stays its own.
+    // The program may invalidate its own capture only.
     program.ok(format!("capture {captured}"));
     assert_eq!(program.call(format!("poolsizes {pool}")), "err 900");
     assert_eq!(program.call(format!("endcapture {captured}")), "err 901");
@@ -489,7 +490,7 @@ fn forked_child_neither_uses_nor_blocks_on_parents_pools() {
     assert_eq!(charged(&container, &mut program), STEP);
 }
 
-/// What a program has.
+/// What a program owns.
 enum Owned {
     Linear(u64),
     Pooled(u64),
@@ -497,7 +498,7 @@ enum Owned {
     Mapped { address: u64, bytes: u64 },
 }
 
-/// One random call; whether it was out of memory.
+/// Makes one random call. Returns whether it was denied.
 fn step(program: &mut Client, dice: &mut Dice, owned: &mut Vec<Owned>, streams: &[u64]) -> bool {
     let stream = streams[dice.below(3) as usize];
     let size = (1 + dice.below(40)) * MIB + dice.below(2);
@@ -531,7 +532,7 @@ fn step(program: &mut Client, dice: &mut Dice, owned: &mut Vec<Owned>, streams: 
     true
 }
 
-/// Gives something back, perhaps in steps.
+/// Frees something, perhaps in several calls.
 fn end(program: &mut Client, dice: &mut Dice, what: Owned, stream: u64) -> Option<Owned> {
     let free = |dice: &mut Dice, pointer| match dice.below(2) {
         0 => format!("free {pointer}"),
@@ -540,7 +541,7 @@ fn end(program: &mut Client, dice: &mut Dice, what: Owned, stream: u64) -> Optio
     match what {
         Owned::Linear(pointer) | Owned::Pooled(pointer) => drop(program.ok(free(dice, pointer))),
         Owned::Handle(handle) if dice.below(2) == 0 => {
-            // The size is not kept: the smallest that can be mapped is mapped.
+            // The size was not recorded: the smallest mappable block is mapped.
             let bytes = 2 * MIB;
             let address = program.ok(format!("reserve {bytes}"))[0];
             program.ok(format!("map {address} {bytes} {handle}"));

@@ -1,4 +1,4 @@
-//! What `cuGetProcAddress` hands out, on the simulated driver.
+//! Tests what `cuGetProcAddress` returns on the simulated driver.
 
 #![allow(
     clippy::unwrap_used,
@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use support::{Container, MIB};
 use symbol_table::{Function, Symbol};
 
-/// CUDA versions around those in which forms of functions came.
+/// CUDA versions around those that introduced forms of functions.
 const VERSIONS: [u32; 8] = [2000, 3020, 7000, 11000, 11030, 11080, 12000, 13000];
 
 /// `CU_GET_PROC_ADDRESS_DEFAULT`, `..._LEGACY_STREAM`, `..._PER_THREAD_DEFAULT_STREAM`.
@@ -62,7 +62,7 @@ fn driver_address_of_a_hooked_name_is_always_replaced() {
                 ours.contains(symbol),
                 "{base} {version} {flags}: {answer}"
             );
-            // The driver's own form that the table has no function of ours for.
+            // The driver's own form, for which the table has no function of the shim.
             assert!(
                 is_shim == "1" || forms.contains(&(symbol, false)),
                 "{base} {version} {flags}: {answer}"

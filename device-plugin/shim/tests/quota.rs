@@ -1,5 +1,4 @@
-//! A program on the simulated driver, the shim in between, and the agent's sessions: held to its
-//! quota to the byte.
+//! Tests that a program on the simulated driver is held to its quota, to the byte.
 
 mod support;
 
@@ -17,7 +16,7 @@ use bursar_protocol::word::Word;
 use support::{Client, Container, MIB};
 
 const QUOTA: u64 = 256 * MIB;
-/// Half of what a call waits for an agent that is away.
+/// Half of what a call waits for an agent that is down.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 #[test]
@@ -134,10 +133,10 @@ fn granted_credit_stays_usable_without_the_agent() {
     program.ok(format!("free {pointer}"));
     let again = program.ok(format!("alloc {}", 128 * MIB))[0];
     assert!(begun.elapsed() < AT_ONCE, "{:?}", begun.elapsed());
-    // No agent would give it that.
+    // No agent would grant that.
     let waited = took(&mut program, 129 * MIB);
     assert!(waited < AT_ONCE, "{waited:?}");
-    // One that is being replaced might, and is waited for: once.
+    // A restarting agent might grant it, so the call waits, once.
     let waited = took(&mut program, 128 * MIB);
     assert!(waited >= Duration::from_secs(9), "{waited:?}");
     let waited = took(&mut program, 128 * MIB);
@@ -176,7 +175,7 @@ fn restarted_agent_reserves_what_a_silent_process_holds() {
         container.stop_agent();
         container.start_agent();
         let mut other = container.program();
-        // Credit that the silent process has idle stays its own until it speaks again.
+        // The silent process's idle credit stays its own until that process connects again.
         assert!(other.ok("info")[0] <= 56 * MIB);
         let before = other.ok(format!("greedy {MIB}"))[0];
         assert_eq!(silent.call(format!("alloc {}", 57 * MIB)), "err 2");
@@ -202,7 +201,7 @@ fn wait_is_bounded_when_the_agent_never_answers() {
     std::fs::remove_file(container.socket()).unwrap();
     let _mute = std::os::unix::net::UnixListener::bind(container.socket()).unwrap();
     let begun = Instant::now();
-    // It makes a context first, which may need credit.
+    // The program creates a context before anything else, which may need credit.
     let mut program = container.program();
     assert_eq!(program.call("retain"), "err 2");
     assert!(
@@ -219,7 +218,7 @@ fn wait_is_bounded_when_the_agent_never_answers() {
     );
 }
 
-/// What an agent answers to a hello.
+/// Returns an agent's answer to a handshake.
 fn welcome() -> Vec<u8> {
     let account = |account| Quota {
         account,
@@ -244,7 +243,7 @@ fn request_is_repeated_when_the_agent_dies_before_its_answer() {
     std::fs::remove_file(container.socket()).unwrap();
     let dying = std::os::unix::net::UnixListener::bind(container.socket()).unwrap();
     std::thread::spawn(move || {
-        // Each is welcome, and hung up on at its next word.
+        // Each client is accepted, and disconnected at its next message.
         for mut stream in dying.incoming().map_while(Result::ok) {
             let mut bytes = [0; 4096];
             let _ = stream.read(&mut bytes);
@@ -283,7 +282,7 @@ fn mem_info_is_right_while_another_thread_migrates_pages() {
             used: used.0,
         });
         send_with_fd(&stream, &welcome(), fd).unwrap();
-        // The request: the page holds it already.
+        // The request: the page has the credit already.
         let _ = stream.read(&mut bytes);
         let (account, units) = (0, quota);
         let granted = ToShim::Granted { account, units };
@@ -333,7 +332,7 @@ fn managed_memory_has_a_quota_of_its_own() {
     assert_eq!(program.call(format!("managed {MIB}")), "err 2");
     container.resize(&Account::Managed, Bytes(64 * MIB));
     let answer = program.call(format!("managed {}", 64 * MIB));
-    // The simulated driver may not know managed memory: it is asked, and its answer is the program's.
+    // The simulated driver may not support managed memory; its own answer is returned.
     assert!(answer.starts_with("ok") || answer == "err 801", "{answer}");
     if answer.starts_with("ok") {
         assert_eq!(program.call("managed 1"), "err 2");

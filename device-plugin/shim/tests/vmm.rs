@@ -1,5 +1,6 @@
-//! Memory of `cuMemCreate` is charged from its creation until its last handle and mapping is gone, and
-//! what was exported stays charged.
+//! Tests that memory of `cuMemCreate` is charged until its last handle and mapping is gone.
+//!
+//! Exported memory stays charged.
 
 #![allow(
     clippy::unwrap_used,
@@ -15,7 +16,7 @@ const QUOTA: u64 = 256 * MIB;
 /// Sizes are multiples of this.
 const BLOCK: u64 = 2 * MIB;
 
-/// Creates and maps; the handle and the address.
+/// Creates and maps memory. Returns the handle and the address.
 fn mapped(program: &mut Client, bytes: u64) -> (u64, u64) {
     let handle = program.ok(format!("create {bytes} 0 0"))[0];
     let address = program.ok(format!("reserve {bytes}"))[0];
@@ -148,7 +149,7 @@ fn exported_memory_stays_charged_after_its_release() {
     program.ok(format!("exporthandle {handle} 1"));
     program.ok(format!("releasehandle {handle}"));
     assert_eq!(container.usage().used, Bytes(64 * MIB));
-    // The descriptor alone keeps it: it can be imported again, at nobody's expense.
+    // The descriptor alone keeps the memory: it can be imported again without a charge.
     let imported = program.ok(format!("importhandle {descriptor}"))[0];
     assert_eq!(container.usage().used, Bytes(64 * MIB));
     program.ok(format!("releasehandle {imported}"));

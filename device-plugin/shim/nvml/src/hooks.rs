@@ -1,8 +1,8 @@
 //! Implements the NVML functions that report memory and processes.
 //!
-//! Each hook calls the real library before anything else and returns its errors: a library that was
-//! not initialized, a missing device, an unknown version of a structure. What the real library says
-//! of memory and processes reaches no caller.
+//! Each hook calls the real library before anything else and returns its errors, such as a missing
+//! initialization, a missing device or an unknown version of a structure. What the real library
+//! says of memory and processes reaches no caller.
 #![allow(non_snake_case, reason = "the functions have NVML's names")]
 
 mod accounting;
@@ -38,7 +38,7 @@ fn guarded(hook: impl FnOnce() -> HookResult) -> NvmlReturn {
 macro_rules! driver {
     ($name:ident($($value:expr => $kind:ty),* $(,)?)) => {
         match $crate::forward::driver_function($crate::forward::index::$name) {
-            // SAFETY: the prototype is that of nvml.h, and what is pointed to lives through the call.
+            // SAFETY: the prototype is that of nvml.h, and all pointers outlive the call.
             Some(function) => unsafe {
                 let function = std::mem::transmute::<
                     *mut std::ffi::c_void,

@@ -4,9 +4,8 @@
 //! Every function of NVML is exported and forwarded to the real library by one indirect jump, with
 //! the trampolines of the shim of `libcuda` ([`forward`]). The table `nvml-symbols.txt` lists them.
 //! Functions that report a device's memory or its processes are [`hooks`]. They show the quota as
-//! the
-//! total, the container's usage as used, and its own processes only. The agent answers both queries
-//! ([`agent_client`]), because NVML knows pid namespaces but no containers.
+//! the total, the container's usage as used, and its own processes only. The agent answers both
+//! queries ([`agent_client`]), because NVML knows pid namespaces but no containers.
 //!
 //! * Loading the library does nothing: the real one is opened ([`driver`]) at the first call.
 //! * The library reads no environment variable, lets no panic cross the ABI and bounds every wait.

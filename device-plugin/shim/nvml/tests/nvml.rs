@@ -1,4 +1,4 @@
-//! What programs in containers are told by NVML, over the simulated driver and the agent's own sessions.
+//! Tests what NVML reports to programs in containers, over the simulated driver and real sessions.
 
 #![allow(
     clippy::unwrap_used,
@@ -94,7 +94,7 @@ fn process_list_has_the_containers_pids_and_charged_bytes() {
 #[test]
 fn containers_on_one_gpu_do_not_list_each_other() {
     let node = Node::with_quotas(&[4 * GIB, 2 * GIB]);
-    // In the host's pid namespace the driver lists everybody.
+    // In the host's pid namespace the driver lists every process.
     let (mut one, mut other) = (
         node.program_among_the_hosts(0),
         node.program_among_the_hosts(1),
@@ -138,7 +138,7 @@ fn processes_of_one_container_list_each_other() {
     assert_eq!(one.call("list Compute 3 1"), small);
     assert_eq!(one.ok("busy 9").len(), 3);
     drop(sibling);
-    // What the dead one had is free once the driver says so.
+    // The dead process's memory is discharged once the driver reports it free.
     let begun = Instant::now();
     while one.fresh("memory")[2] != used / 2 {
         assert!(begun.elapsed() < Duration::from_secs(5));

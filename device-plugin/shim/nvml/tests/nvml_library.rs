@@ -1,4 +1,4 @@
-//! The library as a loader sees it: its names, and what it needs of the C library.
+//! Tests the library's exported names, and its dependencies on the C library.
 
 #![allow(
     clippy::unwrap_used,
@@ -13,14 +13,14 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Where drivers lie on machines that have one.
+/// Paths of the driver on machines that have one.
 const REAL: &[&str] = &[
     "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1",
     "/usr/lib64/libnvidia-ml.so.1",
     "/usr/local/nvidia/lib64/libnvidia-ml.so.1",
 ];
 
-/// What `headers.sh` writes.
+/// The output of `headers.sh`.
 const HEADERS: &str = include_str!("../headers.txt");
 
 fn table() -> BTreeSet<String> {

@@ -2,8 +2,7 @@
 //!
 //! The driver tells the size only of an array whose memory is mapped later
 //! (`CUDA_ARRAY3D_DEFERRED_MAPPING`, `cuArrayGetMemoryRequirements` in cuda.h). So the shim creates
-//! a
-//! deferred twin, which takes no memory, and queries its size before the array itself is created.
+//! a deferred twin, which takes no memory, and queries its size before the array itself is created.
 //! Sparse and deferred arrays take no memory: what is mapped into them was charged at
 //! `cuMemCreate`.
 #![allow(non_snake_case)]

@@ -3,8 +3,7 @@
 //! While a thread captures a stream, calls that the driver considers unsafe fail and invalidate the
 //! capture (CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED). On driver 580 these include querying a pool's
 //! sizes and trimming it. So the shim counts captures, and relaxes the thread's capture mode for
-//! its
-//! own calls while there are any.
+//! its own calls while there are any.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_void};

@@ -1,13 +1,10 @@
 //! Records the contexts of this process, and what each is charged for itself and for its stacks.
 //!
-//! The driver keeps a stack for every thread that can be resident: of the limit that a program
-//! sets,
-//! or of the largest kernel's local memory if that is more. Measured on an H200, the stacks take
-//! multiprocessors x threads x (size - 1 KiB), because the first KiB is part of the context. They
-//! are
-//! taken at `cuCtxSetLimit`, and for a kernel at its first launch, and are kept. A kernel is
-//! charged
-//! when the program gets its handle, because launches are not hooked.
+//! The driver keeps a stack for every thread that can be resident. Its size is the limit that a
+//! program sets, or the largest kernel's local memory if that is more. Measured on an H200, the
+//! stacks take multiprocessors x threads x (size - 1 KiB): the first KiB is part of the context.
+//! They are taken at `cuCtxSetLimit`, and for a kernel at its first launch, and are kept. A kernel
+//! is charged when the program gets its handle, because launches are not hooked.
 //!
 //! The lock is held over requests to the agent, for seconds at most. A forked child never takes it,
 //! because the driver has no context for the child.

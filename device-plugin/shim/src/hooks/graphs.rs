@@ -23,7 +23,7 @@ const MAX_DEPTH: usize = 16;
 /// Allocations are placed at multiples of this.
 const ALIGNMENT: u64 = 512;
 
-/// `CUDA_MEM_ALLOC_NODE_PARAMS`: `CUmemPoolProps`, access descriptions and their number, size, address.
+/// `CUDA_MEM_ALLOC_NODE_PARAMS`: pool properties, access list, size, address.
 #[repr(C)]
 #[derive(Default)]
 struct MemAllocNodeParams {

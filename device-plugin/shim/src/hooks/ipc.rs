@@ -1,10 +1,9 @@
 //! Charges linear memory that other processes can hold by IPC handles and DMA-BUF descriptors.
 //!
 //! An IPC handle alone keeps no memory. By CUDA's contract a process closes the handle before the
-//! exporter frees the memory; a process that does not is on NVML's list, where the agent sees it.
-//! So
-//! the exporter's free discharges the memory. A descriptor keeps memory unseen (fact F4), so
-//! memory with a descriptor stays charged.
+//! exporter frees the memory. The agent sees a process that does not on NVML's list. So the
+//! exporter's free discharges the memory. A descriptor keeps memory unseen (fact F4), so memory
+//! with a descriptor stays charged.
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_void};

@@ -1,12 +1,11 @@
 //! Hooks `cuGetProcAddress`, so that programs get the shim's functions from it.
 //!
-//! A program asks for a base name, a CUDA version and a kind of default stream; the driver decides
-//! which form of the function that means. So the driver is called before the shim looks. Where the
+//! A program asks for a base name, a CUDA version and a kind of default stream. The driver decides
+//! which form of the function that means, so the driver is called before the shim looks. Where the
 //! driver returns a function that it also exports, the address names the form. Driver 580 does so
-//! for
-//! every name, version and mode, and has no two names for one address. Otherwise the table decides
-//! ([`SUBSTITUTES`]). A name that only a newer driver knows is returned only if no part of it hints
-//! at memory.
+//! for every name, version and mode, and has no two names for one address. Otherwise the table
+//! decides ([`SUBSTITUTES`]). A name that only a newer driver knows is returned only if no part of
+//! it hints at memory.
 #![allow(non_snake_case)]
 
 use std::ffi::{CStr, c_char, c_int, c_void};

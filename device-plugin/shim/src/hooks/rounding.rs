@@ -1,8 +1,7 @@
 //! Rounds a request to what the driver takes for it, as measured on an H200 with driver 580.
 //!
 //! Requests above 1 MiB take whole multiples of 2 MiB. Smaller ones are cut from chunks of 2 MiB,
-//! each
-//! of which serves requests of one size.
+//! each of which serves requests of one size.
 
 /// The granularity in which the driver takes memory of a GPU.
 const CHUNK: u64 = 2 << 20;

@@ -1,8 +1,7 @@
 //! Hooks virtual memory management: `cuMemCreate`, and the references to its memory.
 //!
 //! The table's lock is held over driver calls, so that a handle's number cannot be reused in
-//! between.
-//! All of these calls are slow (6 us and more).
+//! between. All of these calls are slow (6 us and more).
 #![allow(non_snake_case)]
 
 use std::ffi::{c_int, c_uint, c_void};

@@ -1,9 +1,8 @@
 //! Holds credit that a pool was charged ahead of its allocations.
 //!
 //! One word, {available, in use}, in units. An allocation reserves its part before the driver may
-//! grow the pool, and finishes the part after that. A thread that closes the word before it queries
-//! the pool's size has therefore counted every growth, as in use or as grown, and some of them
-//! twice.
+//! grow the pool, and finishes the part after that. A thread closes the word before it queries the
+//! pool's size. It has then counted every growth, as in use or as grown, and some of them twice.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

@@ -1,5 +1,4 @@
-//! A container without a container runtime: an image's folder, the mounts of its CDI device as runc makes them, and
-//! programs in it.
+//! Runs programs in an image's folder, with the mounts of its CDI device as runc makes them.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -20,7 +19,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// Mounts what `edits` say into the image `root`, whose `/proc/driver` shows `kernel`.
+    /// Applies the mounts of `edits` to the image `root`, whose `/proc/driver` shows `kernel`.
     pub fn new(root: &Path, edits: &ContainerEdits, kernel: &Path) -> Container {
         let mut table = format!(
             "/proc {root}/proc none rbind 0 0\n{kernel} {root}/proc/driver none bind 0 0\n",
@@ -39,7 +38,7 @@ impl Container {
             )
         });
         let mut all: Vec<_> = nodes.chain(mounts).collect();
-        // As containerd orders them.
+        // containerd orders mounts so.
         all.sort_by_key(|(_, target, _)| target.components().count());
         for (source, target, options) in all {
             let target = make_target(root, target, source.is_dir());
@@ -90,7 +89,7 @@ impl Container {
         Running::of(self.spawn(command, 0, env, false))
     }
 
-    /// The system calls of a program that runs to its end by itself.
+    /// Returns the system calls of a program that runs to its end.
     pub fn trace(&self, program: &str) -> trace::Calls {
         trace::calls(&mut self.spawn(&[program], 0, &[], true))
     }
@@ -107,7 +106,7 @@ impl Container {
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         let enter = move || {
-            // SAFETY: system calls with a descriptor that is open and a text that ends with a zero.
+            // SAFETY: system calls with an open descriptor and a string that ends with a zero.
             let entered = unsafe {
                 libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWNS) == 0
                     && libc::chroot(root.as_ptr()) == 0
@@ -122,7 +121,7 @@ impl Container {
                 false => Err(std::io::Error::last_os_error()),
             }
         };
-        // SAFETY: what runs between fork and exec makes system calls only.
+        // SAFETY: the closure between fork and exec makes system calls only.
         unsafe { program.pre_exec(enter) };
         program
             .spawn()
@@ -137,12 +136,12 @@ impl Drop for Container {
     }
 }
 
-/// A program that has said what it found, and lives on until this is dropped.
+/// A program that has printed its results, and lives until this is dropped.
 pub struct Running {
     child: Child,
-    /// What it printed.
+    /// The printed lines.
     pub lines: Vec<String>,
-    /// It came to its end.
+    /// Whether the program printed everything.
     pub whole: bool,
 }
 
@@ -166,19 +165,19 @@ impl Running {
         }
     }
 
-    /// In this test's pid namespace.
+    /// Returns the pid in this test's pid namespace.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// The rest of the line that begins with this word.
+    /// Returns the rest of the line that begins with this word.
     pub fn said(&self, word: &str) -> Option<&str> {
         self.lines
             .iter()
             .find_map(|line| line.strip_prefix(word)?.strip_prefix(' '))
     }
 
-    /// Some file that it has mapped has this path or, for a folder, lies in it.
+    /// Returns whether the program has mapped a file of this path or below this folder.
     pub fn has_mapped(&self, path: &str) -> bool {
         let mut mapped = self
             .lines
@@ -187,7 +186,7 @@ impl Running {
         mapped.any(|file| Path::new(file).starts_with(path))
     }
 
-    /// Ends it; what it wrote to its standard error.
+    /// Ends the program. Returns its standard error.
     pub fn end(mut self) -> (ExitStatus, String) {
         drop(self.child.stdin.take());
         let mut error = String::new();
@@ -205,8 +204,8 @@ impl Drop for Running {
     }
 }
 
-/// Where `target` leads in the image, every link followed below `root`; made there if it is not, as runc makes a bind
-/// mount's target (`libcontainer/rootfs_linux.go`, `createMountpoint`).
+/// Resolves `target` in the image, with every link followed below `root`. Creates it where it is
+/// missing, as runc does (`libcontainer/rootfs_linux.go`, `createMountpoint`).
 fn make_target(root: &Path, target: &Path, folder: bool) -> PathBuf {
     let mut done = PathBuf::new();
     let mut left: Vec<_> = parts(target);
@@ -238,7 +237,7 @@ fn make_target(root: &Path, target: &Path, folder: bool) -> PathBuf {
     path
 }
 
-/// The path's parts, the first last.
+/// Returns the path's components, the first last.
 fn parts(path: &Path) -> Vec<std::ffi::OsString> {
     let named = path.components().rev().filter_map(|part| match part {
         Component::Normal(name) => Some(name.to_owned()),

@@ -1,4 +1,5 @@
-//! Images as folders: as much of a distribution as a program needs, and an image's own libcuda in four forms.
+//! Lays out images as folders: the needed part of a distribution, and an image's own libcuda in
+//! four forms.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -17,16 +18,17 @@ pub enum Base {
     Musl,
 }
 
-/// What libcuda an image brings in `/usr/local/cuda/compat`.
+/// The libcuda that an image has in `/usr/local/cuda/compat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Compat {
     /// None.
     Absent,
-    /// Of a newer branch than the kernel driver: the one to use, by NVIDIA's rule.
+    /// Of a newer branch than the kernel driver, which NVIDIA's rule selects.
     Newer,
     /// Of an older branch.
     Older,
-    /// A newer one that the image's loader looks at first, too: by `ld.so.conf.d`, by musl's path file.
+    /// A newer one that the image's loader finds before others: by `ld.so.conf.d`, or by musl's
+    /// path file.
     Configured,
 }
 
@@ -38,7 +40,7 @@ impl Compat {
         Compat::Configured,
     ];
 
-    /// For people.
+    /// Returns the column's title.
     pub fn title(self) -> &'static str {
         match self {
             Compat::Absent => "no libcuda in the image",
@@ -99,7 +101,7 @@ pub fn lay_out(root: &Path, base: Base, compat: Compat) {
     }
     if base == Base::Glibc {
         programs::run(Command::new("ldconfig").arg("-r").arg(root));
-        // What an image has whose driver package was removed: the mount's target is where the link leads.
+        // An image whose driver package was removed has a dangling link there.
         let folder = root.join(format!("usr/lib/{}-linux-gnu", std::env::consts::ARCH));
         symlink("libcuda.so.535.104.05", folder.join("libcuda.so.1")).unwrap();
     }
@@ -161,7 +163,7 @@ fn take(compiler: &[&str], names: &[&str], folder: &Path) {
     }
 }
 
-/// The simulated driver stands for the image's own, too.
+/// The simulated driver stands in for the image's own library, too.
 fn bring_libcuda(root: &Path, version: &str) {
     let folder = root.join(COMPAT.trim_start_matches('/'));
     fs::create_dir_all(&folder).unwrap();

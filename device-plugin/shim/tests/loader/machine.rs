@@ -1,5 +1,5 @@
-//! A node with one GPU and one container's quota: the driver on a host's folder, the agent's files, sessions and CDI
-//! device, as the product makes them.
+//! Runs a node with one GPU and one container's quota: a host's driver folder, and the agent's
+//! files, sessions and CDI device.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -21,14 +21,15 @@ use crate::images::{self, Base, Compat, DRIVER};
 use crate::programs;
 use crate::support::{self, GPU};
 
-/// The container's quota: most of the GPU, so that what programs that have just ended held is not missed.
+/// The container's quota: most of the GPU, so that memory of programs that have just ended is not
+/// missed.
 pub const QUOTA: u64 = 12 << 10 << 20;
 
-/// As the agent of the tests serves it.
+/// The allocation that the test's agent serves.
 const ALLOCATION: AllocationId = AllocationId::from_bits(7);
 const POD: &str = "8b2e3f0a-1f5c-4c41-9d53-0a5f4f7a9d11";
 
-/// As in the chart's values.
+/// The limits of the chart's values.
 const LIMITS: AuditConfig = AuditConfig {
     policy: AuditPolicy::Report,
     tolerance: Bytes::mib(64),
@@ -45,7 +46,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// With the agent running.
+    /// Starts the node with a running agent.
     pub fn new() -> Machine {
         let agent = support::Container::with_quota(QUOTA);
         let folder = tempfile::tempdir().unwrap();
@@ -70,7 +71,7 @@ impl Machine {
         }
     }
 
-    /// The folder of an image, laid out at its first use.
+    /// Returns the folder of an image, laid out at its first use.
     pub fn image(&self, base: Base, compat: Compat) -> PathBuf {
         let root = self.folder.path().join(format!("{base:?}-{compat:?}"));
         if self.seen.borrow_mut().insert(root.clone()) {
@@ -79,13 +80,13 @@ impl Machine {
         root
     }
 
-    /// A container of that image.
+    /// Starts a container of an image.
     pub fn container(&self, base: Base, compat: Compat) -> Container {
         let kernel = self.folder.path().join("kernel");
         Container::new(&self.image(base, compat), &self.edits, &kernel)
     }
 
-    /// What became of a program that took 1 MiB and then as much as the whole quota.
+    /// Returns the outcome of a program that allocated 1 MiB and then as much as the whole quota.
     pub fn outcome(&self, program: &Running) -> Result<Outcome, String> {
         let shim = program.has_mapped("/opt/bursar/lib/libcuda.so.1")
             || cdi::CONTAINER_DEFAULT_DIRS.iter().any(|dir| {
@@ -107,7 +108,8 @@ impl Machine {
         }
     }
 
-    /// What the agent's audit finds of a process of the container, by what the driver charges to it.
+    /// Returns the audit's finding about a process of the container, from what the driver charges
+    /// to it.
     fn finding(&self, pid: u32, shim: bool) -> Option<&'static str> {
         let sim = Sim::open(&self.agent.sim()).unwrap();
         let unit = sim.gpu_unit(sim.find_gpu(GPU).unwrap());
@@ -155,21 +157,21 @@ impl Machine {
     }
 }
 
-/// What became of a program that would take more than its quota.
+/// The outcome of a program that tries to take more than its quota.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// The shim refused, over the host's driver.
+    /// The shim denied it, over the host's driver.
     Held,
-    /// The shim refused, over the image's own driver library.
+    /// The shim denied it, over the image's own driver library.
     HeldOverImages,
-    /// It found no driver that it could use.
+    /// The program found no usable driver.
     NoDriver,
-    /// It took it, and the audit has this finding.
+    /// The program took it, and the audit has this finding.
     Detected(&'static str),
 }
 
 impl Outcome {
-    /// In the table.
+    /// Returns the text in the table.
     pub fn word(self) -> String {
         match self {
             Outcome::Held => "held".to_owned(),

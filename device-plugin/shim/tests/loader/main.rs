@@ -1,7 +1,8 @@
-//! What programs find when they look for the driver, in containers as the agent's CDI device makes them.
+//! Tests what programs find when they look for the driver, in containers with the agent's CDI
+//! device.
 //!
-//! Needs root, and the Debian packages gcc, gcc-multilib and musl-tools. `BLESS=1` writes the tables of
-//! `docs/enforcement.md` again.
+//! Needs root, and the Debian packages gcc, gcc-multilib and musl-tools. `BLESS=1` rewrites the
+//! tables of `docs/enforcement.md`.
 
 #![allow(
     clippy::unwrap_used,
@@ -25,7 +26,7 @@ use container::Container;
 use images::{Base, Compat};
 use machine::{Machine, Outcome, QUOTA};
 
-/// What stands before and after the generated part of the documentation.
+/// The text before and after the generated part of the documentation.
 const BEGIN: &str = "<!-- Written by `BLESS=1 cargo test -p bursar-shim --test loader`: -->\n";
 const END: &str = "<!-- End of what is written. -->\n";
 
@@ -106,7 +107,8 @@ fn program_without_cuda_pays_only_for_loading_the_library() {
     let mut more = 0;
     for (call, times) in &ours {
         let extra = times.saturating_sub(bare.get(call).copied().unwrap_or(0));
-        // Whether it is a container's main process, which may have to be executed again.
+        // The shim checks whether this is a container's main process, which it may have to execute
+        // again.
         let looks = *call == libc::SYS_getpid && extra == 1;
         assert!(
             extra == 0 || maps.contains(call) || looks,

@@ -1,4 +1,5 @@
-//! The loader matrix: every way to find a driver library, in every image, by every kind of program.
+//! Runs the loader matrix: every way to find a driver library, in every image, by every kind of
+//! program.
 
 use std::fmt::Write as _;
 
@@ -33,8 +34,8 @@ impl Kind {
         }
     }
 
-    /// The program; `None` where there is none of that kind: what is linked statically needs no library, and has no
-    /// path for one.
+    /// Returns the program, or `None` for a kind without one: a static program needs no library and
+    /// has no path for one.
     fn program(self, linked: bool) -> Option<&'static str> {
         Some(match (self, linked) {
             (Kind::Glibc, false) => "/usr/bin/client",
@@ -50,7 +51,7 @@ impl Kind {
         })
     }
 
-    /// A default folder of its loader.
+    /// Returns a default folder of the program's loader.
     fn default_folder(self) -> String {
         match self {
             Kind::Musl => "/usr/lib".to_owned(),
@@ -59,7 +60,8 @@ impl Kind {
     }
 }
 
-/// A way to find a driver library: its name in the table, the client's word for it, what it looks for.
+/// A way to find a driver library: its name in the table, the client's command, and what the
+/// program looks for.
 const WAYS: [(&str, &str, &str); 9] = [
     ("`libcuda.so`", "open", "libcuda.so"),
     ("`libcuda.so.1`", "open", "libcuda.so.1"),
@@ -75,7 +77,7 @@ const WAYS: [(&str, &str, &str); 9] = [
 /// The image's own library where it has one, else the one in a default folder.
 const ABSOLUTE: &str = "<absolute>";
 
-/// Runs every cell; the tables as text. Every cell that is silent is named in the error.
+/// Runs every cell and returns the tables as text. The error names every cell without a result.
 pub fn tables(machine: &Machine) -> Result<String, String> {
     let (mut text, mut silent) = (String::new(), String::new());
     for compat in Compat::ALL {

@@ -1,4 +1,4 @@
-//! The C programs that look for the driver, compiled once.
+//! Compiles the C programs that look for the driver, once.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -8,7 +8,7 @@ use crate::support;
 
 const SOURCE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/loader/client.c");
 
-/// Where images that bring a libcuda have it.
+/// The folder of an image's own libcuda.
 pub const COMPAT: &str = "/usr/local/cuda/compat";
 
 /// How each program is compiled: its name, the compiler, and whether it is linked against libcuda.
@@ -24,7 +24,7 @@ const PROGRAMS: &[(&str, &[&str], bool)] = &[
     ("client-musl-linked", &["musl-gcc"], true),
 ];
 
-/// The folder of the compiled programs.
+/// Returns the folder of the compiled programs.
 pub fn folder() -> &'static Path {
     static FOLDER: OnceLock<tempfile::TempDir> = OnceLock::new();
     FOLDER
@@ -47,7 +47,7 @@ fn compile(folder: &Path, name: &str, compiler: &[&str], linked: bool) {
     let mut program = cc();
     program.args(["-w", "-o", name, SOURCE]);
     if linked {
-        // What the linker sees of the driver: its name and the functions.
+        // What the linker needs of the driver: its name and the functions.
         let functions =
             "cuInit(){} cuDevicePrimaryCtxRetain(){} cuCtxSetCurrent(){} cuMemAlloc_v2(){}";
         std::fs::write(folder.join("functions.c"), functions).unwrap();
@@ -93,7 +93,7 @@ pub fn run(command: &mut Command) {
     );
 }
 
-/// A library of the C compiler's, by its name.
+/// Returns the path of a library of the C compiler, by name.
 pub fn system_library(compiler: &[&str], name: &str) -> Option<PathBuf> {
     let output = Command::new(compiler[0])
         .args(&compiler[1..])

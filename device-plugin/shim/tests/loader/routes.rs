@@ -1,4 +1,4 @@
-//! Ways around the shim: what each comes to. Some are tried here; of the others, the test that shows it is named.
+//! Lists the ways around the shim with their outcomes: some are tried here, and others cite a test.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -9,16 +9,17 @@ use crate::images::{Base, Compat};
 use crate::machine::{Machine, Outcome, QUOTA};
 use crate::programs::COMPAT;
 
-/// A way that is tried here: what is done, and the program's command line and variables.
+/// A way that is tried here: its description, and the program's command line and variables.
 struct Tried {
     route: &'static str,
     command: &'static [&'static str],
     env: &'static [(&'static str, &'static str)],
 }
 
-/// A word of a command that stands for the quota's bytes.
+/// A placeholder in a command for the quota's bytes.
 const BYTES: &str = "<bytes>";
-/// 14 GiB: above the quota by more than the audit allows a process for what the driver takes itself.
+/// 14 GiB: above the quota by more than the audit allows a process for what the driver takes
+/// itself.
 const OVER: &str = "15032385536";
 const CLIENT: &str = "/usr/bin/client";
 const LOADER: &str = match cfg!(target_arch = "x86_64") {
@@ -135,7 +136,7 @@ const TRIED: &[Tried] = &[
     ),
 ];
 
-/// A way that a test elsewhere shows: what is done, what it comes to, the test's file and name.
+/// A way that a test elsewhere covers: its description, outcome, and the test's file and name.
 struct Cited {
     route: &'static str,
     comes_to: &'static str,
@@ -326,7 +327,7 @@ const CITED: &[Cited] = &[
     },
 ];
 
-/// Tries every route; the table as text.
+/// Tries every route and returns the table as text.
 pub fn table(machine: &Machine) -> Result<String, String> {
     let image = machine.image(Base::Glibc, Compat::Configured);
     own_loader(&image);
@@ -395,7 +396,7 @@ fn outcome(
     })
 }
 
-/// As anybody can make one who builds an image.
+/// Patches the loader, as any author of an image could.
 fn own_loader(image: &Path) {
     let list = b"/etc/ld.so.preload";
     let mut loader = fs::read(image.join(format!(

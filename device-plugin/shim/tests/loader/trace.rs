@@ -1,4 +1,4 @@
-//! The system calls of a program, counted by number.
+//! Counts the system calls of a program by number.
 
 use std::collections::BTreeMap;
 use std::process::Child;
@@ -6,15 +6,15 @@ use std::process::Child;
 /// How often each system call was made.
 pub type Calls = BTreeMap<i64, usize>;
 
-/// Follows a child that asked to be traced and stands at its `execve`, to its end.
+/// Traces a child that asked for it and is stopped at its `execve`, to its end.
 pub fn calls(child: &mut Child) -> Calls {
     let pid = child.id().cast_signed();
     let mut calls = Calls::new();
     assert!(stopped(pid), "it stands at its execve");
-    // SAFETY: the child is ours and stands still.
+    // SAFETY: the child is this process's own and is stopped.
     unsafe { libc::ptrace(libc::PTRACE_SETOPTIONS, pid, 0, libc::PTRACE_O_TRACESYSGOOD) };
     loop {
-        // SAFETY: as above.
+        // SAFETY: the child is this process's own and is stopped.
         unsafe { libc::ptrace(libc::PTRACE_SYSCALL, pid, 0, 0) };
         if !stopped(pid) {
             return calls;
@@ -25,11 +25,11 @@ pub fn calls(child: &mut Child) -> Calls {
     }
 }
 
-/// The system call that the child enters.
+/// Returns the system call that the child enters.
 fn entered(pid: i32) -> Option<i64> {
     // SAFETY: every field is a number, for which zero is a value.
     let mut call: libc::ptrace_syscall_info = unsafe { std::mem::zeroed() };
-    // SAFETY: the child stands still, and the kernel writes no more than the size that it is told.
+    // SAFETY: the child is stopped, and the kernel writes no more than the given size.
     unsafe {
         libc::ptrace(
             libc::PTRACE_GET_SYSCALL_INFO,
@@ -42,10 +42,10 @@ fn entered(pid: i32) -> Option<i64> {
     (call.op == libc::PTRACE_SYSCALL_INFO_ENTRY).then(|| unsafe { call.u.entry.nr.cast_signed() })
 }
 
-/// Whether the child stopped; false once it has ended.
+/// Returns whether the child stopped; false once it has ended.
 fn stopped(pid: i32) -> bool {
     let mut status = 0;
-    // SAFETY: waits for a child of ours.
+    // SAFETY: waits for a child of this process.
     let waited = unsafe { libc::waitpid(pid, &raw mut status, 0) };
     waited == pid && libc::WIFSTOPPED(status)
 }

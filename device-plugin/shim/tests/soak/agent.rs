@@ -1,4 +1,5 @@
-//! A process that serves the sessions of the crowd's container and of its neighbour's, and watches their books.
+//! Runs a process that serves the sessions of the crowd's container and of its neighbour's, and
+//! watches its records.
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -23,10 +24,10 @@ pub(crate) const NEIGHBOUR: AllocationId = AllocationId::from_bits(2);
 /// The neighbour's quota.
 pub(crate) const NEIGHBOURS_QUOTA: u64 = 4 << 30;
 
-/// How often the agent looks at its own books.
+/// How often the agent reads its own records.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// The crowd's account, as the agent's books have it.
+/// The crowd's account, as the agent records it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Books {
     pub(crate) quota: u64,
@@ -34,15 +35,16 @@ pub(crate) struct Books {
     pub(crate) used: u64,
     pub(crate) retired: u64,
     pub(crate) processes: u64,
-    /// Looks so far of this agent, at which the sum was above the quota.
+    /// How many reads of this agent found a sum above the quota.
     pub(crate) over: u64,
-    /// Looks so far of this agent.
+    /// How many reads this agent made.
     pub(crate) looks: u64,
-    /// Descriptors that it has open.
+    /// Open descriptors of the agent.
     pub(crate) descriptors: u64,
 }
 
-/// Serves until it is killed or its input ends; answers every line with the crowd's books.
+/// Serves until the process is killed or its input ends. Answers every line with the crowd's
+/// account.
 pub(crate) fn serve(folder: &Path, quota: u64) -> ! {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -105,12 +107,13 @@ pub(crate) struct Agent {
     child: Child,
     input: ChildStdin,
     output: BufReader<ChildStdout>,
-    /// Since when it runs.
+    /// When the agent was started.
     pub(crate) since: Instant,
 }
 
 impl Agent {
-    /// Starts one over a room's folder. It runs when this returns, and may not serve yet.
+    /// Starts an agent over a room's folder. The process runs when this returns, and may not serve
+    /// yet.
     pub(crate) fn start(folder: &Path, quota: u64) -> Agent {
         let me: PathBuf = std::env::current_exe().unwrap();
         let mut child = Command::new(me)
@@ -131,7 +134,7 @@ impl Agent {
         }
     }
 
-    /// What its books say.
+    /// Returns the agent's record of the crowd's account.
     pub(crate) fn books(&mut self) -> Books {
         writeln!(self.input).unwrap();
         let mut line = String::new();
@@ -150,7 +153,7 @@ impl Agent {
         }
     }
 
-    /// SIGKILL.
+    /// Kills the agent by SIGKILL.
     pub(crate) fn end(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();

@@ -1,7 +1,7 @@
-//! All programs at once, stopped now and then to be held against the model.
+//! Runs all programs at once, and stops them now and then to compare them with the model.
 //!
-//! The model is small: each program knows what it holds, in whole units, and the agent's books, the driver
-//! and the quota must agree with the sum, to the unit.
+//! The model is small: each program knows what it holds, in whole units. The agent's records, the
+//! driver and the quota must agree with the sum, to the unit.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, RwLock};
@@ -19,26 +19,26 @@ use crate::times::Times;
 /// The crowd's quota.
 const QUOTA: u64 = 48 << 30;
 
-/// The driver takes multiples of it as they are.
+/// The driver takes multiples of this without rounding.
 const CHUNK: u64 = 2 << 20;
 
-/// What the agent has open besides a socket, a pidfd and a credit page for each process: its runtime's, the listeners,
-/// the simulated driver's files.
+/// Descriptors that the agent has open besides a socket, a pidfd and a credit page a process: its
+/// runtime's, the listeners, the simulated driver's files.
 const DESCRIPTORS: u64 = 48;
 
-/// How often a run is stopped and held against the model.
+/// How often a run is stopped and compared with the model.
 const STOPS: u64 = 10;
 
-/// What is free is released within this time, on a busy machine.
+/// Memory is discharged within this time after it is free, on a busy machine.
 const RELEASED_WITHIN: Duration = Duration::from_secs(5);
 
-/// How often the driver's figures are looked at.
+/// How often the driver's figures are read.
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// The neighbour's calls may take this long, all but one in a hundred: they are a round trip to the agent.
+/// The most that 99 of 100 of the neighbour's calls may take, each a round trip to the agent.
 const NEIGHBOUR_WITHIN: Duration = Duration::from_millis(500);
 
-/// How a run went.
+/// The result of a run.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     plan: Plan,
@@ -51,7 +51,7 @@ pub(crate) struct Outcome {
 }
 
 impl Outcome {
-    /// Everything in a line.
+    /// Returns the result as one line.
     pub(crate) fn closing_line(&self) -> String {
         let Tally {
             operations,
@@ -78,7 +78,7 @@ impl Outcome {
     }
 }
 
-/// What all threads of a run share.
+/// State that all threads of a run share.
 struct Run {
     plan: Plan,
     room: Room,
@@ -86,18 +86,18 @@ struct Run {
     judge: Judge,
     tally: Mutex<Tally>,
     lives: Vec<(Mutex<Life>, Watched)>,
-    /// Written by who wants everybody to stand still.
+    /// Locked for writing while every program must stand still.
     gate: RwLock<()>,
     agent: Mutex<Agent>,
     neighbours: Vec<u32>,
-    /// What the books say that a program uses which has allocated nothing: its context, where that is charged.
+    /// What a program without allocations is charged: its context, where contexts are charged.
     idle: AtomicU64,
-    /// Goes up with each end and each start of an agent: odd while there is none.
+    /// Incremented with each end and each start of an agent: odd while there is none.
     agents: AtomicU64,
     done: AtomicBool,
 }
 
-/// Runs all of it.
+/// Runs the whole plan.
 pub(crate) fn run(plan: Plan) -> Outcome {
     let room = Room::new();
     let container = room.container(CROWD);
@@ -215,14 +215,14 @@ impl Run {
             agent.end();
             thread::sleep(away);
             *agent = Agent::start(self.room.path(), QUOTA);
-            // It answers once it serves.
+            // The agent answers once it serves.
             agent.books();
             self.agents.fetch_add(1, Ordering::SeqCst);
         }
         self.restarts()
     }
 
-    /// Looks at what the driver charges to the crowd, all the time; how often it was.
+    /// Reads what the driver charges to the crowd, continuously. Returns the number of reads.
     fn look(&self) -> u64 {
         let sim = self.room.sim();
         let mut looks = 0;
@@ -240,7 +240,7 @@ impl Run {
         looks
     }
 
-    /// Memory that the driver charges to the crowd, without its contexts.
+    /// Returns what the driver charges to the crowd, without its contexts.
     fn charged(&self, sim: &bursar_sim_state::Sim) -> u64 {
         let processes = sim.usage(0).processes;
         let crowd = processes
@@ -251,9 +251,10 @@ impl Run {
             .sum()
     }
 
-    /// Calls that need the agent, by a program of another container: how long they took while there was one.
+    /// Makes calls that need the agent, from another container. Returns their times while there was
+    /// an agent.
     fn neighbour(&self, [mut first, mut second]: [Program; 2]) -> Times {
-        // With a sibling, every look at what is free asks the agent.
+        // With a sibling, every query of free memory asks the agent.
         for program in [&mut first, &mut second] {
             let said = program.begin();
             self.judge.hold(said.is_ok(), || {
@@ -264,7 +265,7 @@ impl Run {
         while !self.is_done() {
             let (agent, begun) = (self.agents.load(Ordering::SeqCst), Instant::now());
             let answer = first.numbers("info");
-            // Who asks while there is no agent is answered by the shim alone.
+            // Without an agent the shim alone answers, so that time does not count.
             if agent % 2 == 0 && agent == self.agents.load(Ordering::SeqCst) {
                 times.note(begun.elapsed().as_nanos() as u64);
             }
@@ -280,10 +281,10 @@ impl Run {
         times
     }
 
-    /// Lets the crowd work, and stops it for a look now and then.
+    /// Lets the crowd work, and stops it now and then to compare it with the model.
     fn stop_now_and_then(&self) {
         for stop in 1..=STOPS {
-            // The last one waits for the last agent too.
+            // The last stop waits for the last agent too.
             let restarts = if stop == STOPS { self.plan.restarts } else { 0 };
             self.wait_for(self.plan.operations * stop / STOPS, restarts);
             let _closed = self.gate.write().unwrap();
@@ -291,8 +292,8 @@ impl Run {
         }
     }
 
-    /// Everybody stands still: the books, the driver and the model say the same, what fits is given, and what
-    /// does not is not.
+    /// Compares the agent's records, the driver and the model while every program stands still.
+    /// Then checks that exactly what fits is granted.
     fn hold_against_the_model(&self) {
         let sim = self.room.sim();
         let mut agent = self.agent.lock().unwrap();
@@ -330,7 +331,7 @@ impl Run {
         }
     }
 
-    /// What dead programs had is released soon after the driver has it back.
+    /// Waits until the memory of dead programs is discharged, soon after the driver has it back.
     fn wait_for_the_dead(&self, sim: &bursar_sim_state::Sim, agent: &mut Agent) {
         let living = self.lives.len() + self.neighbours.len();
         let begun = Instant::now();
@@ -353,7 +354,7 @@ impl Run {
         }
     }
 
-    /// The books, once every program has spoken to the present agent.
+    /// Returns the agent's records, once every program has connected to this agent.
     fn books_that_agree(
         &self,
         agent: &mut Agent,
@@ -380,7 +381,8 @@ impl Run {
         }
     }
 
-    /// One program gets all that is free, though others have credit that they do not use; then nobody gets more.
+    /// Asserts that one program gets all free memory, though others have idle credit, and that no
+    /// program gets more.
     fn all_that_is_free(&self, lives: &mut [std::sync::MutexGuard<'_, Life>], free: u64) {
         let (first, second) = (0, 1 % lives.len());
         let mut ask = |who: usize, line: String| {
@@ -410,7 +412,7 @@ impl Run {
         });
     }
 
-    /// All race for the last bytes in parts: exactly as many are given as fit.
+    /// Asserts that racing programs get exactly the parts that fit.
     fn race(&self, lives: &mut [std::sync::MutexGuard<'_, Life>], free: u64, part: u64) {
         if part == 0 {
             return;

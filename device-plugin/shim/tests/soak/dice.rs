@@ -1,27 +1,27 @@
-//! Random choices that a seed repeats: the soak's own, and those of its programs.
+//! Makes random choices that a seed repeats, for the soak and its programs.
 
 #![allow(dead_code, reason = "each uses a part of it")]
 
 use std::time::Duration;
 
-/// A small generator.
+/// A small random number generator.
 #[derive(Clone, Debug)]
 pub(crate) struct Dice(u64);
 
 impl Dice {
-    /// One that a seed begins.
+    /// Creates a generator from a seed.
     pub(crate) fn seeded(seed: u64) -> Dice {
         Dice(seed)
     }
 
-    /// One for each purpose of a run.
+    /// Creates a generator for one purpose of a run.
     pub(crate) fn of(seed: u64, purpose: u64) -> Dice {
         let mut dice = Dice::seeded(seed ^ purpose.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         dice.below(2);
         dice
     }
 
-    /// A number below `sides`.
+    /// Returns a number below `sides`.
     pub(crate) fn below(&mut self, sides: u64) -> u64 {
         self.0 = self
             .0
@@ -30,7 +30,7 @@ impl Dice {
         (self.0 >> 33) % sides
     }
 
-    /// A time below `most`, to the microsecond.
+    /// Returns a time below `most`, to the microsecond.
     pub(crate) fn time(&mut self, most: Duration) -> Duration {
         Duration::from_micros(self.below(most.as_micros() as u64))
     }

@@ -1,9 +1,9 @@
-//! What was seen to be wrong, by all who look.
+//! Collects the violations that any thread sees.
 
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// A run that goes wrong everywhere need not say so a million times.
+/// The most violations that are printed.
 const MOST: usize = 50;
 
 /// Collects violations.
@@ -14,7 +14,7 @@ pub(crate) struct Judge {
 }
 
 impl Judge {
-    /// Nothing seen yet.
+    /// Creates an empty list.
     pub(crate) fn new() -> Judge {
         Judge {
             begun: Instant::now(),
@@ -22,7 +22,7 @@ impl Judge {
         }
     }
 
-    /// Notes a violation, with the time since the run began.
+    /// Records a violation, with the time since the run began.
     pub(crate) fn violation(&self, what: impl AsRef<str>) {
         let mut violations = self.lock();
         if violations.len() < MOST {
@@ -32,14 +32,14 @@ impl Judge {
         }
     }
 
-    /// Notes a violation unless it holds.
+    /// Records a violation unless the condition holds.
     pub(crate) fn hold(&self, holds: bool, what: impl FnOnce() -> String) {
         if !holds {
             self.violation(what());
         }
     }
 
-    /// Notes a violation if a call took longer than it may.
+    /// Records a violation if a call took longer than allowed.
     pub(crate) fn in_time(&self, who: &str, nanoseconds: u64, most: Duration) {
         let took = Duration::from_nanos(nanoseconds);
         self.hold(took <= most, || {
@@ -47,7 +47,7 @@ impl Judge {
         });
     }
 
-    /// What was noted.
+    /// Returns the recorded violations.
     pub(crate) fn violations(&self) -> Vec<String> {
         self.lock().clone()
     }

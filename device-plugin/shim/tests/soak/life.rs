@@ -1,4 +1,4 @@
-//! What one program of the crowd does, life after life.
+//! Drives one program of the crowd, through restarts and execs.
 
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,25 +9,25 @@ use crate::judge::Judge;
 use crate::room::{Container, Program};
 use crate::times::Times;
 
-/// Calls for one line: a kill in the middle of them loses their count.
+/// Calls for one line: a kill during them loses their count.
 const BATCH: u64 = 500;
 
-/// A program is killed this long after a batch began, at most: within it, as a rule.
+/// A program is killed at most this long after a batch began, usually within the batch.
 const KILL_WITHIN: Duration = Duration::from_millis(20);
 
-/// A program is killed this long after its start, at most: within its hello, as a rule.
+/// A program is killed at most this long after its start, usually within its handshake.
 const KILL_NEWBORN_WITHIN: Duration = Duration::from_millis(30);
 
-/// The longest that a program is stopped for.
+/// The longest time that a program is stopped for.
 const STOP: Duration = Duration::from_millis(200);
 
-/// What no call may take: the shim waits 10 s for an agent that is being replaced, and once only.
+/// More than any call may take: the shim waits 10 s for a restarting agent, and only once.
 const LONGEST_CALL: Duration = Duration::from_secs(15);
 
-/// After this, an answer does not come any more.
+/// After this time a missing answer counts as a hang.
 pub(crate) const HANGS: Duration = Duration::from_secs(30);
 
-/// What was done by all.
+/// The number of operations of all programs.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) operations: u64,
@@ -45,7 +45,7 @@ pub(crate) struct Life {
     dice: Dice,
     share: u64,
     program: Option<Program>,
-    /// What the program holds, by its own account.
+    /// What the program holds, by its own count.
     pub(crate) used: u64,
 }
 
@@ -64,7 +64,7 @@ impl Watched {
             *since = None;
             let pid = self.pid.load(Ordering::Relaxed);
             judge.violation(format!("program {pid} hangs"));
-            // SAFETY: whoever waits for its answer has not waited for the child yet.
+            // SAFETY: the thread that waits for the answer has not reaped the child yet.
             unsafe { libc::kill(pid as i32, libc::SIGKILL) };
         }
     }
@@ -80,7 +80,7 @@ pub(crate) struct Scene<'a> {
 }
 
 impl Life {
-    /// A place without a program yet.
+    /// Creates a place without a program.
     pub(crate) fn new(dice: Dice, share: u64) -> Life {
         Life {
             dice,
@@ -90,7 +90,7 @@ impl Life {
         }
     }
 
-    /// The program, which is started where there is none.
+    /// Returns the program, and starts one where there is none.
     pub(crate) fn program(&mut self, scene: Scene<'_>) -> &mut Program {
         if self.program.is_none() {
             self.used = 0;
@@ -106,27 +106,27 @@ impl Life {
         self.program.as_mut().unwrap()
     }
 
-    /// One line to the program and its answer.
+    /// Sends a line to the program and returns the answer.
     pub(crate) fn ask(&mut self, scene: Scene<'_>, line: &str) -> Option<String> {
         self.tell(scene, line);
         self.hear(scene)
     }
 
-    /// A line to the program, whose answer is awaited from now on.
+    /// Sends a line to the program, and starts the time limit of its answer.
     pub(crate) fn tell(&mut self, scene: Scene<'_>, line: &str) {
         let program = self.program(scene);
         scene.watch(program);
         program.tell(line);
     }
 
-    /// The answer.
+    /// Returns the answer.
     pub(crate) fn hear(&mut self, scene: Scene<'_>) -> Option<String> {
         let answer = self.program(scene).hear();
         scene.rest();
         answer
     }
 
-    /// The next thing that happens.
+    /// Makes the next random step.
     pub(crate) fn turn(&mut self, scene: Scene<'_>) {
         match self.dice.below(100) {
             0..3 => self.kill_a_newborn(scene),

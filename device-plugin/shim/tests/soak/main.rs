@@ -1,17 +1,19 @@
-//! 64 processes of one container against a reference model: a million random calls, SIGKILL at any
-//! moment, the agent killed a hundred times, and a neighbour that must not notice.
+//! Compares 64 processes of one container with a reference model.
+//!
+//! The processes make a million random calls and are killed at any moment. The agent is killed a
+//! hundred times. A neighbour must not notice.
 //!
 //! ```text
 //! room     the simulated GPU, the containers' mounts, programs in them
 //! agent    a process that serves the containers' sessions, and can be killed
-//! life     what one program of the crowd does, life after life
-//! crowd    all of them, stopped now and then to be held against the model
-//! judge    what was seen to be wrong
+//! life     drives one program of the crowd
+//! crowd    all of them, stopped now and then to be compared with the model
+//! judge    collects violations
 //! times    how long calls took
 //! ```
 //!
-//! `cargo test --test soak -- --seed 7` repeats the choices of an earlier run: who does what, who is killed
-//! after how long. What the scheduler did then it does not repeat.
+//! `cargo test --test soak -- --seed 7` repeats the choices of an earlier run: which program is
+//! killed after how long. The scheduler's choices are not repeated.
 
 #![allow(
     clippy::unwrap_used,

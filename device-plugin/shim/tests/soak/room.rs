@@ -1,4 +1,4 @@
-//! The simulated GPU, and containers to start programs in.
+//! Provides the simulated GPU, and containers to start programs in.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
@@ -13,23 +13,24 @@ use bursar_sim_state::{Folder, Sim};
 
 use crate::support::{GPU, built};
 
-/// What a context takes here: 64 processes and their predecessors' children must fit on one card.
+/// Bytes of a context here: 64 processes and their predecessors' children must fit on one card.
 pub(crate) const CONTEXT: u64 = 16 << 20;
 
 /// The card: an H200.
 const MEMORY: u64 = 141 << 30;
 
-/// The crowd leaves the processor to the agent and to the neighbour: they are not here to share it.
+/// The crowd leaves the CPU to the agent and to the neighbour, because it does not test CPU
+/// sharing.
 const NICE: libc::c_int = 10;
 
-/// One machine.
+/// One simulated machine.
 #[derive(Debug)]
 pub(crate) struct Room {
     folder: tempfile::TempDir,
 }
 
 impl Room {
-    /// Lays it out.
+    /// Creates the machine's folder.
     pub(crate) fn new() -> Room {
         let folder = tempfile::tempdir().unwrap();
         let config = folder.path().join("sim.toml");
@@ -43,22 +44,22 @@ impl Room {
         Room { folder }
     }
 
-    /// Its folder.
+    /// Returns the machine's folder.
     pub(crate) fn path(&self) -> &Path {
         self.folder.path()
     }
 
-    /// Its GPU.
+    /// Opens the machine's GPU.
     pub(crate) fn sim(&self) -> Sim {
         Sim::open(&self.folder.path().join("sim")).unwrap()
     }
 
-    /// A container for an allocation. Its folder is there, served or not.
+    /// Starts a container for an allocation. Its folder exists, served or not.
     pub(crate) fn container(&self, allocation: AllocationId) -> Container {
         let alloc =
             Sessions::alloc_dir(&self.folder.path().join("run")).join(allocation.to_string());
         std::fs::create_dir_all(&alloc).unwrap();
-        // As the agent's CDI device makes it. The namespaces are held by a process that does nothing.
+        // Mounts as the agent's CDI device makes them. An idle process keeps the namespaces.
         let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
             touch /opt/bursar/lib/libcuda.so.1 /opt/bursar/drv/cuda.so.1; \
             mount --bind $SHIM /opt/bursar/lib/libcuda.so.1; mount --bind $REAL /opt/bursar/drv/cuda.so.1; \
@@ -66,7 +67,7 @@ impl Room {
             echo made; exec sleep infinity";
         let mut command = Command::new("unshare");
         command.arg("--mount");
-        // SAFETY: asks for a number.
+        // SAFETY: the call takes nothing and returns a number.
         let root = unsafe { libc::geteuid() } == 0;
         if !root {
             command.args(["--user", "--map-root-user"]);
@@ -98,7 +99,7 @@ impl Room {
     }
 }
 
-/// Mounts as a container has them.
+/// The mounts of a container.
 #[derive(Debug)]
 pub(crate) struct Container {
     holder: Child,
@@ -114,7 +115,7 @@ impl Drop for Container {
 }
 
 impl Container {
-    /// Starts a program in it, which says `ready` once it has a context.
+    /// Starts a program in the container. It prints `ready` once it has a context.
     pub(crate) fn start(&self, nice: bool) -> Program {
         let namespaces: Vec<i32> = self.namespaces.iter().map(AsRawFd::as_raw_fd).collect();
         let mut command = Command::new(env!("CARGO_BIN_EXE_quota-client"));
@@ -127,7 +128,7 @@ impl Container {
             .stdout(Stdio::piped());
         let enter = move || {
             for namespace in &namespaces {
-                // SAFETY: plain system calls on descriptors that are open.
+                // SAFETY: plain system calls on open descriptors.
                 if unsafe { libc::setns(*namespace, 0) } != 0 {
                     return Err(std::io::Error::last_os_error());
                 }
@@ -141,7 +142,7 @@ impl Container {
             }
             Ok(())
         };
-        // SAFETY: between fork and exec it makes system calls only.
+        // SAFETY: the closure between fork and exec makes system calls only.
         unsafe { command.pre_exec(enter) };
         let mut child = command.spawn().unwrap();
         let input = child.stdin.take().unwrap();
@@ -163,30 +164,30 @@ pub(crate) struct Program {
 }
 
 impl Program {
-    /// Its pid.
+    /// Returns the program's pid.
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Sends a line; nothing where it is gone.
+    /// Sends a line; does nothing once the program is gone.
     pub(crate) fn tell(&mut self, line: &str) {
         let _ = writeln!(self.input, "{line}");
     }
 
-    /// Its next line; `None` when it is gone.
+    /// Reads the next line; `None` once the program is gone.
     pub(crate) fn hear(&mut self) -> Option<String> {
         let mut line = String::new();
         let length = self.output.read_line(&mut line).unwrap_or(0);
         (length > 0 && line.ends_with('\n')).then(|| line.trim_end().to_owned())
     }
 
-    /// One line and its answer.
+    /// Sends a line and returns the answer.
     pub(crate) fn ask(&mut self, line: impl AsRef<str>) -> Option<String> {
         self.tell(line.as_ref());
         self.hear()
     }
 
-    /// Waits until a new image has a context; what it said else.
+    /// Waits until a new image has a context. Fails with whatever else the image prints.
     pub(crate) fn begin(&mut self) -> Result<(), String> {
         match self.hear().as_deref() {
             Some("ready") => self.numbers("begin").map(drop),
@@ -194,7 +195,7 @@ impl Program {
         }
     }
 
-    /// The numbers of an answer that begins with `ok`.
+    /// Returns the numbers of an answer that begins with `ok`.
     pub(crate) fn numbers(&mut self, line: impl AsRef<str>) -> Result<Vec<u64>, String> {
         let answer = self.ask(line.as_ref()).ok_or("it is gone")?;
         let numbers = answer.strip_prefix("ok").map(|rest| {
@@ -206,17 +207,17 @@ impl Program {
 
     /// Sends a signal.
     pub(crate) fn signal(&self, signal: libc::c_int) {
-        // SAFETY: the child is not waited for yet, so the pid is its own.
+        // SAFETY: the child was not reaped yet, so the pid is its own.
         unsafe { libc::kill(self.child.id() as i32, signal) };
     }
 
-    /// Lets it end by itself.
+    /// Lets the program end by itself.
     pub(crate) fn leave(mut self) {
         drop(self.input);
         let _ = self.child.wait();
     }
 
-    /// SIGKILL.
+    /// Kills the program by SIGKILL.
     pub(crate) fn kill(mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

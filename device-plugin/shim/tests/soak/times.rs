@@ -1,6 +1,6 @@
-//! How long calls took: counts by powers of two of a nanosecond.
+//! Counts call times by powers of two of a nanosecond.
 
-/// A histogram, and the longest.
+/// A histogram, and the longest time.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Times {
     buckets: Vec<u64>,
@@ -27,12 +27,12 @@ impl Times {
         self.add(nanoseconds, &bucket);
     }
 
-    /// How many.
+    /// Returns the number of calls.
     pub(crate) fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
-    /// The upper bound in nanoseconds of what all but one in `part` took at most.
+    /// Returns an upper bound, in nanoseconds, of all but one call in `part`.
     pub(crate) fn all_but_one_in(&self, part: u64) -> u64 {
         let rest = self.count() / part;
         let mut above = 0;
@@ -45,7 +45,7 @@ impl Times {
         0
     }
 
-    /// The middle, all but one in a hundred, and the longest.
+    /// Returns the median, the 99th percentile and the longest time as text.
     pub(crate) fn line(&self) -> String {
         let [half, most, longest] = [
             self.all_but_one_in(2),

@@ -1,8 +1,7 @@
 //! Reports the utilization of a device by the container's own processes only.
 //!
 //! The driver uses pids of the caller's pid namespace. Samples of other processes are removed in
-//! the
-//! caller's buffer: a buffer of the shim's own would hide nothing from a program in the same
+//! the caller's buffer. A buffer of the shim's own would hide nothing from a program in its
 //! process.
 
 use super::{Device, HookResult, check, deref, driver, guarded, usage};

@@ -5,7 +5,7 @@
 //! alloc BYTES         -> ok POINTER | err CODE       (CUDA)
 //! info                -> ok TOTAL FREE | err CODE    (CUDA)
 //! init                -> ok | err CODE               (NVML)
-//! instance            -> ok | err CODE               (from here on the device is its first MIG instance)
+//! instance            -> ok | err CODE               (selects the first MIG instance)
 //! memory              -> ok TOTAL FREE USED | err CODE
 //! memory2 VERSION     -> ok TOTAL FREE USED RESERVED | err CODE
 //! list KIND VERSION ROOM -> ok COUNT [PID BYTES]... | err CODE COUNT
@@ -146,7 +146,7 @@ struct Infos {
     places: *mut Info,
 }
 
-/// What stands in places that a call must leave alone.
+/// A value in places that a call must not write.
 const UNTOUCHED: u32 = 0xdead;
 
 impl Nvml<'_> {
@@ -381,16 +381,16 @@ fn run(cuda: &Library, nvml: &mut Nvml<'_>, line: &str) -> String {
     }
 }
 
-/// What a forked child says.
+/// Runs a closure in a forked child, and returns its text.
 fn in_child(body: impl Fn() -> String) -> String {
     let mut ends = [0; 2];
-    // SAFETY: two places for two descriptors.
+    // SAFETY: the array has space for two descriptors.
     assert_eq!(unsafe { libc::pipe(ends.as_mut_ptr()) }, 0);
     // SAFETY: this program has one thread.
     match unsafe { libc::fork() } {
         0 => {
             let text = body();
-            // SAFETY: the pipe is open, and the text is as long as said; then the child ends.
+            // SAFETY: the pipe is open, and the text has the given length; then the child ends.
             unsafe {
                 libc::write(ends[1], text.as_ptr().cast(), text.len());
                 libc::_exit(0);
@@ -398,7 +398,7 @@ fn in_child(body: impl Fn() -> String) -> String {
         }
         child => {
             let (mut text, mut status) = ([0_u8; 256], 0);
-            // SAFETY: the pipe is open, and the places are as large as said.
+            // SAFETY: the pipe is open, and the buffer has the given length.
             let length = unsafe {
                 libc::close(ends[1]);
                 let length = libc::read(ends[0], text.as_mut_ptr().cast(), text.len());

@@ -1,5 +1,5 @@
-//! A node as the agent makes one, without a cluster: a simulated GPU, the agent's sockets, and containers that have
-//! both shims where the loader finds them.
+//! Runs a node as the agent makes it, without a cluster: a simulated GPU, the agent's sockets, and
+//! containers with both shims.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 #![allow(
@@ -28,10 +28,10 @@ pub const GPU: &str = "GPU-5e000000-0000-0000-0000-000000000001";
 pub const INSTANCE: &str = "MIG-5e000000-0000-0000-0000-000000000002";
 pub const MIB: u64 = 1 << 20;
 
-/// A little longer than the shim shows what it knows.
+/// A little longer than the shim reuses an answer.
 const FRESH: Duration = Duration::from_millis(120);
 
-/// Where cargo puts this workspace's libraries; they are built once.
+/// Returns the folder of this workspace's built libraries; builds them once.
 pub fn built() -> &'static Path {
     static BUILT: OnceLock<PathBuf> = OnceLock::new();
     BUILT.get_or_init(|| {
@@ -52,22 +52,23 @@ pub struct Node {
     sessions: Option<Sessions>,
 }
 
-/// Whose pid namespace a program is in.
+/// The pid namespace of a program.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Pids {
-    /// Its own: it is process 1 there.
+    /// Its own: the program is process 1 there.
     Own,
     /// The host's, as with `hostPID`.
     Host,
 }
 
 impl Node {
-    /// Containers with so much of the GPU each.
+    /// Starts containers with these quotas of the GPU.
     pub fn with_quotas(quotas: &[u64]) -> Node {
         Node::new(GPU, "", quotas)
     }
 
-    /// The GPU is in MIG mode, with one instance; a container has so much of that.
+    /// Starts a node whose GPU is in MIG mode, with one instance and a container with a quota of
+    /// it.
     pub fn with_quota_of_an_instance(quota: u64) -> Node {
         let instance =
             format!("[[gpu.mig]]\nprofile = \"1g.8gb\"\nuuid = \"{INSTANCE}\"\nmemory = \"8Gi\"\n");
@@ -123,7 +124,7 @@ impl Node {
     pub fn stop_agent(&mut self) {
         let _entered = self.runtime.enter();
         self.sessions = None;
-        // The tasks end at their next step.
+        // The agent's tasks end at their next step.
         std::thread::sleep(Duration::from_millis(50));
     }
 
@@ -145,13 +146,13 @@ impl Node {
         self.start(container, Pids::Host, "/opt/bursar/drv/nvidia-ml.so.1")
     }
 
-    /// Starts a program in a container that the driver is missing from.
+    /// Starts a program in a container without the driver.
     pub fn program_without_driver(&self, container: usize) -> Client {
         self.start(container, Pids::Own, "/opt/bursar/drv/unused")
     }
 
     fn start(&self, container: usize, pids: Pids, driver: &str) -> Client {
-        // Namespaces of its own, as any user may make them: mounts are private to the program.
+        // The program's own namespaces, which any user may create: its mounts are private.
         let script = "set -e; mount -t tmpfs none /opt; mkdir -p /opt/bursar/lib /opt/bursar/drv; \
             for f in lib/libcuda.so.1:$BUILT/libbursar_shim.so lib/libnvidia-ml.so.1:$BUILT/libbursar_nvml_shim.so \
             drv/cuda.so.1:$BUILT/libbursar_sim_cuda.so ${DRIVER#/opt/bursar/}:$BUILT/libbursar_sim_nvml.so; do \
@@ -162,7 +163,7 @@ impl Node {
         if pids == Pids::Own {
             command.args(["--pid", "--fork", "--kill-child", "--mount-proc"]);
         }
-        // SAFETY: asks for a number.
+        // SAFETY: the call takes nothing and returns a number.
         if unsafe { libc::geteuid() } != 0 {
             command.args(["--user", "--map-root-user"]);
         }
@@ -183,7 +184,7 @@ impl Node {
 }
 
 impl Client {
-    /// A call, once nothing that was said before is shown again.
+    /// Sends a line, once no earlier answer is reused.
     pub fn fresh(&mut self, line: impl AsRef<str>) -> Vec<u64> {
         std::thread::sleep(FRESH);
         self.ok(line)

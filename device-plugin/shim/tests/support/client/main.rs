@@ -94,7 +94,7 @@ impl Cuda {
             call!(cuda, c"cuDeviceGet", (&raw mut device => *mut i32, 0 => i32)),
             0
         );
-        // Where it is denied, what the program is told to do next says so.
+        // Where this is denied, the program's next call reports it.
         cuda.retain();
         cuda
     }
@@ -115,7 +115,7 @@ impl Cuda {
         answer(code, context)
     }
 
-    /// As [`Cuda::retain`], for any device.
+    /// Retains the primary context of any device and makes it current.
     fn use_device(&self, device: i32) -> i32 {
         let mut context = 0_u64;
         match call!(self, c"cuDevicePrimaryCtxRetain", (&raw mut context => *mut u64, device => i32))
@@ -132,7 +132,7 @@ impl Cuda {
         address
     }
 
-    /// Whether an address is in the same file as `cuInit`, and the symbol there.
+    /// Returns whether an address is in the same file as `cuInit`, and the symbol there.
     fn owner(&self, address: *mut libc::c_void) -> String {
         let asked = |address: *mut libc::c_void| {
             let mut info = std::mem::MaybeUninit::<libc::Dl_info>::zeroed();
@@ -152,7 +152,7 @@ impl Cuda {
         format!("{} {name}", i32::from(info.dli_fbase == own.dli_fbase))
     }
 
-    /// A graph that allocates and frees, beside a graph in it.
+    /// Creates a graph that allocates and frees, beside a child graph.
     fn graph(&self, bytes: u64, child: Option<u64>) -> Result<u64, i32> {
         let (mut graph, mut node) = (0_u64, 0_u64);
         let mut code = call!(self, c"cuGraphCreate", (&raw mut graph => *mut u64, 0 => u32));
@@ -179,7 +179,7 @@ impl Cuda {
         answer(code, graph)
     }
 
-    /// A library or module, of any image.
+    /// Loads a library or a module, of any image.
     fn load(&self, library: bool) -> Result<u64, i32> {
         let (mut handle, image) = (0, 0_u8);
         let code = if library {
@@ -193,7 +193,7 @@ impl Cuda {
         answer(code, handle)
     }
 
-    /// A kernel's handle by its name, from a library or a module.
+    /// Returns a kernel's handle by its name, from a library or a module.
     fn kernel(&self, library: bool, name: &str) -> Result<u64, i32> {
         let from = self.load(library)?;
         let name = std::ffi::CString::new(name).expect("no zero in a name");
@@ -209,7 +209,7 @@ impl Cuda {
         answer(code, handle)
     }
 
-    /// How many kernels a library or module has, all of them in hand.
+    /// Returns how many kernels a library or module has, after it got all handles.
     fn kernels(&self, library: bool) -> Result<usize, i32> {
         let from = self.load(library)?;
         let all = if library {
@@ -222,7 +222,7 @@ impl Cuda {
         answer(code, handles.iter().filter(|handle| **handle != 0).count())
     }
 
-    /// A kernel without arguments.
+    /// Launches a kernel without arguments.
     fn launch(&self, function: u64) -> i32 {
         call!(self, c"cuLaunchKernel", (
             function => u64, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 1 => u32, 0 => u32, 0 => u64,
@@ -261,7 +261,7 @@ impl Cuda {
     }
 }
 
-/// Threads that make a call at once; their answers.
+/// Makes a call from several threads at once. Returns their answers.
 fn at_once(threads: u64, call: impl Fn() -> i32 + Sync) -> String {
     let codes: Vec<String> = std::thread::scope(|scope| {
         let threads: Vec<_> = (0..threads).map(|_| scope.spawn(&call)).collect();
@@ -273,12 +273,12 @@ fn at_once(threads: u64, call: impl Fn() -> i32 + Sync) -> String {
     format!("ok {}", codes.join(" "))
 }
 
-/// A line that another thread does.
+/// A line that another thread runs.
 #[derive(Default)]
 struct Beside(Option<std::thread::JoinHandle<String>>);
 
 impl Beside {
-    /// One line, if it is about that.
+    /// Runs one line, if it is a command of this module.
     fn run(&mut self, cuda: &'static Cuda, line: &str) -> Option<String> {
         if let Some(line) = line.strip_prefix("start ") {
             let (line, context) = (line.to_owned(), cuda.current().expect("no error"));
@@ -313,7 +313,7 @@ impl Beside {
     }
 }
 
-/// How long a line may take that another thread does.
+/// How long a line of another thread may take.
 const LATE: Duration = Duration::from_secs(10);
 
 /// `CU_AD_FORMAT_FLOAT`.
@@ -415,7 +415,7 @@ fn run(cuda: &Cuda, line: &str) -> String {
             };
             let (mut version, begun) = (0, Instant::now());
             for _ in 0..number(1) {
-                // SAFETY: as above.
+                // SAFETY: the prototype is that of cuda.h.
                 unsafe { query(&raw mut version) };
             }
             format!("ok {}", begun.elapsed().as_nanos())
@@ -567,7 +567,7 @@ fn run(cuda: &Cuda, line: &str) -> String {
 
 fn main() {
     let mut out = std::io::stdout();
-    // A program that has much to do before it calls CUDA.
+    // The program has much to do before it calls CUDA.
     if let Some(busy) = std::env::args_os().nth(1) {
         let busy = std::path::Path::new(&busy);
         if busy.exists() {
@@ -579,7 +579,7 @@ fn main() {
     }
     let cuda: &'static Cuda = Box::leak(Box::new(Cuda::start()));
     writeln!(out, "ready").expect("stdout is open");
-    // Unbuffered: after an exec the next image must find what was not read.
+    // Unbuffered, because after an exec the next image must find what was not read.
     let mut input = std::io::BufReader::with_capacity(1, std::io::stdin());
     let mut line = String::new();
     let (mut storm, mut beside) = (storm::Storm::default(), Beside::default());

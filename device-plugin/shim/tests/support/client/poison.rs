@@ -4,7 +4,7 @@
 //! streamquery, eventquery, copy POINTER -> ok | err CODE
 //! launchex HANDLE, cooperative HANDLE, newstream, load, hostmemory -> ok | err CODE
 //! launches N             -> ok NANOSECONDS (N times a kernel that fills nothing)
-//! faultthreads N         -> ok CODES      (N threads synchronise at once after a fault; a line "early CODE" from each)
+//! faultthreads N         -> ok CODES      (N threads synchronize after a fault: "early CODE" each)
 //! children N SECONDS     -> ok            (starts as many; they ignore what they can)
 //! image                  -> ok TEXT       (what this process was started with, and has of it)
 //! disturb                -> ok            (changes all of that)
@@ -17,7 +17,7 @@ use std::process::Command;
 
 use super::{Cuda, answer, say};
 
-/// One line, if it is one of these.
+/// Runs one line, if it is a command of this module.
 pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
     let number = |index: usize| words[index].parse::<u64>().expect("a number");
     let done = |code: i32| say(answer(code, String::new()));
@@ -35,7 +35,8 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             )
         }
         "launchex" => {
-            // `CUlaunchConfig`: six sizes of 1, no shared memory, the default stream, no attributes.
+            // `CUlaunchConfig`: six sizes of 1, no shared memory, the default stream, no
+            // attributes.
             let mut config = [0_u64; 7];
             config[..3].fill(1 | 1 << 32);
             done(call!(cuda, c"cuLaunchKernelEx", (
@@ -57,8 +58,7 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             )
         }
         "launches" => {
-            // Looked up once, as programs do.
-            // SAFETY: the prototype is that of cuda.h.
+            // Looked up once, as programs do. SAFETY: the prototype is that of cuda.h.
             let launch = unsafe {
                 std::mem::transmute::<*mut libc::c_void, Launch>(cuda.symbol(c"cuLaunchKernel"))
             };
@@ -72,7 +72,7 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             let arguments = arguments.as_ptr().addr() as u64;
             let begun = std::time::Instant::now();
             for _ in 0..number(1) {
-                // SAFETY: the kernel's arguments are as it wants them.
+                // SAFETY: the kernel's arguments are as it expects them.
                 let code = unsafe { launch(function, 1, 1, 1, 1, 1, 1, 0, 0, arguments, 0) };
                 assert_eq!(code, 0);
             }
@@ -101,7 +101,7 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             for _ in 0..number(1) {
                 let mut child = Command::new("sh");
                 let script = format!("trap '' TERM INT HUP; sleep {}; :", words[2]);
-                // Closed as the test reads until the main process is gone.
+                // Closed, because the test reads until the main process is gone.
                 let child = child
                     .args(["-c", &script])
                     .stdout(std::process::Stdio::null());
@@ -127,7 +127,7 @@ pub(super) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
 /// `cuLaunchKernel`.
 type Launch = unsafe extern "C" fn(u64, u32, u32, u32, u32, u32, u32, u32, u64, u64, u64) -> i32;
 
-/// What exec brings back and a program can change.
+/// Returns what exec restores and a program can change.
 fn image() -> String {
     let mut text = String::new();
     let read = |file: &str| std::fs::read(format!("/proc/self/{file}")).expect("there is /proc");
@@ -149,7 +149,7 @@ fn image() -> String {
                 .parse()
                 .expect("a number")
         })
-        // SAFETY: asks for a number.
+        // SAFETY: the call only returns a number.
         .filter(|fd| unsafe { libc::fcntl(*fd, libc::F_GETFD) } == 0)
         .collect();
     inherited.sort_unstable();
@@ -164,7 +164,7 @@ fn image() -> String {
         "{} pid {} fds {inherited:?} waits {} stderr {} timer {} {}",
         directory.display(),
         std::process::id(),
-        // SAFETY: asks for a number.
+        // SAFETY: the call only returns a number.
         unsafe { libc::fcntl(1, libc::F_GETFL) } & libc::O_NONBLOCK == 0,
         std::fs::read_link("/proc/self/fd/2")
             .expect("it is open")
@@ -181,7 +181,8 @@ fn image() -> String {
 
 fn disturb() {
     std::env::set_current_dir("/").expect("there is a root");
-    // SAFETY: no other thread of this program reads the environment; the calls are given whole structures.
+    // SAFETY: no other thread of this program reads the environment, and the calls get whole
+    // structures.
     unsafe {
         std::env::set_var("HOME", "/elsewhere");
         std::env::set_var("BURSAR_TEST", "1");

@@ -124,7 +124,7 @@ fn free(cuda: &Cuda, pointer: u64, stream: u64) -> i32 {
     call!(cuda, c"cuMemFreeAsync", (pointer => u64, stream => u64))
 }
 
-/// Launches the simulated driver's kernel that does nothing for a time.
+/// Launches the simulated driver's kernel that only waits.
 fn spin(cuda: &Cuda, stream: u64, milliseconds: u64) -> i32 {
     let (mut module, mut function, mut time) = (0_u64, 0_u64, milliseconds * 1_000_000);
     let mut arguments = [&raw mut time];

@@ -2,14 +2,14 @@
 //!
 //! ```text
 //! begin                  -> ok | err CODE  (has a context, as soon as there is an agent to ask)
-//! storm SEED COUNT SHARE -> ok DENIED USED LONGEST BUCKETS...  (COUNT calls; SHARE bytes are held on average)
+//! storm SEED COUNT SHARE -> ok DENIED USED LONGEST BUCKETS...  (COUNT calls, SHARE bytes held)
 //! grab BYTES             -> ok COUNT CODE  (allocates until that is refused)
 //! give                   -> ok             (frees what was grabbed)
 //! linger MILLISECONDS    -> ok PID         (forks a child that lives so long)
 //! ```
 //!
-//! `USED` is what is held after the last call, `LONGEST` nanoseconds. A bucket counts the calls that
-//! took up to two to the power of its place nanoseconds.
+//! `USED` is what is held after the last call, `LONGEST` nanoseconds. A bucket counts the calls
+//! that took up to two to the power of its place nanoseconds.
 
 use std::time::{Duration, Instant};
 
@@ -25,13 +25,13 @@ const BUCKETS: usize = 40;
 const OUT_OF_MEMORY: i32 = 2;
 const INVALID_CONTEXT: i32 = 201;
 
-/// The smallest size. The driver takes just what is asked for of powers of two up to [`PIECE`] and of
-/// multiples of [`CHUNK`], so the sum of sizes is what it charges.
+/// The smallest size. The driver takes powers of two up to [`PIECE`] and multiples of [`CHUNK`]
+/// without rounding. So the sum of sizes is what it charges.
 const SMALLEST: u64 = 4096;
 const PIECE: u64 = 1 << 20;
 const CHUNK: u64 = 2 << 20;
 
-/// The longest that a forked child lives on after its parent was killed.
+/// The longest time that a forked child outlives its killed parent.
 const CHILD: u64 = 300;
 
 /// What is held across lines.
@@ -42,7 +42,7 @@ pub(super) struct Storm {
 }
 
 impl Storm {
-    /// One line, if it is one of these.
+    /// Runs one line, if it is a command of this module.
     pub(super) fn run(&mut self, cuda: &Cuda, words: &[&str]) -> Option<String> {
         let number = |index: usize| words[index].parse::<u64>().expect("a number");
         match words[0] {
@@ -74,7 +74,7 @@ impl Storm {
 
     fn storm(&mut self, cuda: &Cuda, mut dice: Dice, count: u64, share: u64) -> String {
         let (mut denied, mut longest, mut buckets) = (0_u64, 0, [0_u64; BUCKETS]);
-        // Use goes up and down, so that some hit the limit while others leave room.
+        // Use goes up and down, so that some programs hit the limit while others leave room.
         let wanted = dice.below(2 * share);
         for _ in 0..count {
             let begun = Instant::now();
@@ -91,7 +91,7 @@ impl Storm {
         )
     }
 
-    /// One call; whether it was denied.
+    /// Makes one call. Returns whether it was denied.
     fn step(&mut self, cuda: &Cuda, dice: &mut Dice, share: u64, wanted: u64) -> bool {
         match dice.below(10_000) {
             0..150 => drop(cuda.info()),
@@ -99,7 +99,7 @@ impl Storm {
                 fork_a_sleeper(Duration::from_millis(dice.below(CHILD)));
             }
             152..158 => close_sockets(),
-            // What one process gives back, others take: now and then all of it.
+            // Other programs take what one returns: now and then all of it.
             158..160 => {
                 for (pointer, _) in self.held.drain(..) {
                     assert_eq!(cuda.free(pointer), 0);
@@ -119,7 +119,7 @@ impl Storm {
     }
 
     fn allocate(&mut self, cuda: &Cuda, dice: &mut Dice, share: u64) -> bool {
-        // As many of each order of magnitude, up to an eighth of the share.
+        // As many sizes of each order of magnitude, up to an eighth of the share.
         let pieces = u64::from((PIECE / SMALLEST).ilog2()) + 1;
         let orders = u64::from((share / 8 / CHUNK).max(1).ilog2()) + 1;
         let bytes = match dice.below(pieces + orders) {
@@ -137,7 +137,7 @@ impl Storm {
     }
 }
 
-/// Retains the primary context, which takes an agent that says what one is charged.
+/// Retains the primary context, which needs an agent that knows the size of a context.
 fn begin(cuda: &Cuda) -> String {
     let begun = Instant::now();
     loop {
@@ -153,13 +153,14 @@ fn begin(cuda: &Cuda) -> String {
     }
 }
 
-/// A child that keeps what this process has in the driver, whatever becomes of it (design F13); its pid.
+/// Forks a child that keeps this process's driver memory, whatever becomes of this process (fact
+/// F13). Returns its pid.
 fn fork_a_sleeper(time: Duration) -> libc::pid_t {
     let time = libc::timespec {
         tv_sec: time.as_secs() as libc::time_t,
         tv_nsec: i64::from(time.subsec_nanos()),
     };
-    // SAFETY: children are not waited for, and a child only sleeps and leaves.
+    // SAFETY: children are not reaped, and a child only sleeps and exits.
     unsafe {
         libc::signal(libc::SIGCHLD, libc::SIG_IGN);
         let child = libc::fork();
@@ -171,7 +172,7 @@ fn fork_a_sleeper(time: Duration) -> libc::pid_t {
     }
 }
 
-/// What daemons do: it cuts the session.
+/// Closes every socket, as daemons do, which cuts the session.
 fn close_sockets() {
     for fd in 3..64 {
         let mut stat = std::mem::MaybeUninit::<libc::stat>::zeroed();
@@ -181,7 +182,7 @@ fn close_sockets() {
             stat.assume_init().st_mode
         };
         if mode & libc::S_IFMT == libc::S_IFSOCK {
-            // SAFETY: nobody here uses a socket; the shim finds out that its own is gone.
+            // SAFETY: no code here uses a socket, and the shim detects that its own is gone.
             unsafe { libc::close(fd) };
         }
     }

@@ -10,7 +10,7 @@
 //! exporthandle HANDLE KIND     -> ok DESCRIPTOR | err CODE
 //! importhandle DESCRIPTOR      -> ok HANDLE | err CODE
 //! close DESCRIPTOR             -> ok | err CODE
-//! sendfd DESCRIPTOR NAME       -> ok                        (to the process that receives under that name)
+//! sendfd DESCRIPTOR NAME       -> ok                        (to the process that receives NAME)
 //! recvfd NAME                  -> ok DESCRIPTOR
 //! sleepwake N BYTES            -> ok | err CODE             (N times create, map, unmap, release)
 //! ipcget POINTER               -> ok OBJECT | err CODE      (the handle's first 8 bytes)
@@ -72,11 +72,11 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
             say(answer(code, got.to_string()))
         }
         "close" => {
-            // SAFETY: the test names a descriptor that an export made.
+            // SAFETY: the test passes a descriptor that an export made.
             done(unsafe { libc::close(number(1) as i32) })
         }
         "sendfd" => {
-            // SAFETY: as above.
+            // SAFETY: the test passes a descriptor that an export made.
             let given = unsafe { std::os::fd::BorrowedFd::borrow_raw(number(1) as i32) };
             let stream = loop {
                 match UnixStream::connect_addr(&address(words[2])) {
@@ -135,7 +135,7 @@ pub(crate) fn run(cuda: &Cuda, words: &[&str]) -> Option<String> {
     Some(result)
 }
 
-/// Maps memory into a sparse array (operation 1), or takes it out (2), by a `CUarrayMapInfo`.
+/// Maps memory into a sparse array (operation 1), or unmaps it (2), by a `CUarrayMapInfo`.
 fn tile(cuda: &Cuda, array: u64, operation: u64, handle: u64) -> i32 {
     let mut mapping = [0_u64; 12];
     mapping[1] = array;
@@ -145,7 +145,7 @@ fn tile(cuda: &Cuda, array: u64, operation: u64, handle: u64) -> i32 {
     call!(cuda, c"cuMemMapArrayAsync", (mapping.as_mut_ptr() => *mut u64, 1 => u32, 0 => u64))
 }
 
-/// A name that needs no file.
+/// Returns an abstract socket address of a name.
 fn address(name: &str) -> SocketAddr {
     SocketAddr::from_abstract_name(name).expect("a short name")
 }
@@ -179,7 +179,7 @@ fn unmap(cuda: &Cuda, address: u64, bytes: u64) -> i32 {
     call!(cuda, c"cuMemUnmap", (address => u64, bytes => u64))
 }
 
-/// What a server does that lets its GPU memory go while it sleeps: its addresses stay.
+/// Frees GPU memory and allocates it again at the same addresses, as a server does that sleeps.
 fn sleep_and_wake(cuda: &Cuda, times: u64, bytes: u64) -> i32 {
     let (mut address, mut handle) = (0, 0);
     let mut code = reserve(cuda, &mut address, bytes);
