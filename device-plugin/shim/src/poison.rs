@@ -92,7 +92,7 @@ fn report_and_recover(code: CuResult) {
 /// error.
 fn log_reexec(code: CuResult) {
     let line =
-        format!("bursar: CUDA error {code}: the program is executed again in this container\n");
+        format!("bursar: executing the program again in this container after CUDA error {code}\n");
     // SAFETY: the buffer has the given length. A failed write is ignored.
     unsafe { libc::write(libc::STDERR_FILENO, line.as_ptr().cast(), line.len()) };
 }
