@@ -108,12 +108,15 @@ pub(crate) fn request_credit(
         false => send(),
     };
     match answer {
-        Ok(ToShim::Granted { account: got, .. }) if got == account => CreditOutcome::Granted,
-        Ok(ToShim::Refused { account: got, .. } | ToShim::Fenced { account: got })
-            if got == account =>
-        {
-            CreditOutcome::Refused
-        }
+        Ok(ToShim::Granted {
+            account: answered, ..
+        }) if answered == account => CreditOutcome::Granted,
+        Ok(
+            ToShim::Refused {
+                account: answered, ..
+            }
+            | ToShim::Fenced { account: answered },
+        ) if answered == account => CreditOutcome::Refused,
         Ok(_) => {
             close_session(state);
             CreditOutcome::Unavailable
@@ -139,9 +142,9 @@ pub(crate) fn report_context(
 ) -> Option<Units> {
     match exchange(state, guard, map, &ToAgent::ContextMade { account }).ok()? {
         ToShim::ContextSize {
-            account: got,
+            account: answered,
             units,
-        } if got == account => Some(units).filter(|units| *units > Units::ZERO),
+        } if answered == account => Some(units).filter(|units| *units > Units::ZERO),
         _ => {
             close_session(state);
             None

@@ -258,11 +258,11 @@ impl GraphRegistry {
 
     fn shrink(&mut self, device: c_int, reserved: u64) {
         if let Some(charge) = self.pool_charges.get_mut(&device) {
-            let kept = u32::try_from(reserved.div_ceil(UNIT)).unwrap_or(u32::MAX);
-            let less = charge.units.saturating_sub(kept);
-            charge.units -= less;
+            let target = u32::try_from(reserved.div_ceil(UNIT)).unwrap_or(u32::MAX);
+            let excess = charge.units.saturating_sub(target);
+            charge.units -= excess;
             accounting::discharge(Charge {
-                units: less,
+                units: excess,
                 ..*charge
             });
         }
@@ -283,11 +283,11 @@ impl GraphRegistry {
             let _ =
                 captures::with_relaxed_capture(|| driver!(cuDeviceGraphMemTrim(*device => c_int)));
         }
-        let gave = self.reserved() < before;
-        if gave {
+        let has_freed = self.reserved() < before;
+        if has_freed {
             self.after_trim();
         }
-        gave
+        has_freed
     }
 
     /// Returns what all devices' graph pools have reserved.

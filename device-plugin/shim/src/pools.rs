@@ -270,9 +270,9 @@ impl Pool {
         call: impl FnOnce() -> Result<u64, CuResult>,
     ) -> Option<Result<u64, CuResult>> {
         let part = prefetch_part(bytes).filter(|part| self.prefetched.reserve(*part))?;
-        let got = call();
+        let result = call();
         self.prefetched.finish(part);
-        Some(got)
+        Some(result)
     }
 
     /// Allocates and charges what the pool grows by. `call` is the driver's allocation.
@@ -290,14 +290,14 @@ impl Pool {
             return Err(curesult::OUT_OF_MEMORY);
         };
         if self.prefetch(account, steps)
-            && let Some(got) = self.allocate_prefetched(bytes, &call)
+            && let Some(result) = self.allocate_prefetched(bytes, &call)
         {
-            return got;
+            return result;
         }
         if !accounting::try_charge(account, steps) {
             return self.allocate_at_limit(account, bytes, steps, function, call);
         }
-        let got = call();
+        let result = call();
         // Closed before the comparison, because prefetched credit must not be used beside the
         // reservation that is returned. The driver's own locks order its growth before the last
         // load.
@@ -309,7 +309,7 @@ impl Pool {
             // What was reserved beyond this call belongs to other running calls.
             let _ = self.reconcile(steps);
         }
-        got
+        result
     }
 
     /// Charges the pool ahead for a call that takes at most `steps`, where the quota has ample room
@@ -505,10 +505,10 @@ impl Pool {
     /// Discharges a destroyed pool. What was exported stays charged.
     fn unregister(&self) {
         self.prefetched.close();
-        let kept = self.accounted.swap(0, Ordering::AcqRel);
+        let accounted = self.accounted.swap(0, Ordering::AcqRel);
         let exported = self.exported.swap(false, Ordering::AcqRel);
         if let (false, Some(account)) = (exported, self.account()) {
-            accounting::discharge_account(account, Units(kept));
+            accounting::discharge_account(account, Units(accounted));
         }
         self.handle.store(0, Ordering::Release);
     }

@@ -141,11 +141,11 @@ fn create(
         flags: shape.flags | DEFERRED,
         ..shape
     };
-    let told = match levels {
+    let queried = match levels {
         0 => query_size(twin, device),
         _ => query_mipmapped_size(twin, levels, device),
     };
-    let Some(bytes) = told
+    let Some(bytes) = queried
         .or_else(|| estimate(shape, levels))
         .and_then(driver_size)
     else {

@@ -37,27 +37,27 @@ fn share(address: u64, share: ShareState, call: impl FnOnce() -> CuResult) -> Cu
     let Some((start, charge)) = known else {
         return call();
     };
-    let fresh = charge.share == ShareState::Private;
+    let newly_exported = charge.share == ShareState::Private;
     let after = Charge {
         share: charge.share.max(share),
         ..charge
     };
-    let counted = !fresh || accounting::mark_exported(after).is_ok();
-    let answer = if counted {
+    let is_counted = !newly_exported || accounting::mark_exported(after).is_ok();
+    let answer = if is_counted {
         call()
     } else {
         curesult::NOT_PERMITTED
     };
-    let kept = if answer == curesult::SUCCESS {
+    let recorded = if answer == curesult::SUCCESS {
         after
     } else {
         charge
     };
-    if fresh && counted && answer != curesult::SUCCESS {
+    if newly_exported && is_counted && answer != curesult::SUCCESS {
         accounting::unmark_exported(after);
     }
     // The insert reuses the slot that the charge was removed from.
-    let _ = ALLOC_TABLE.insert(start, kept);
+    let _ = ALLOC_TABLE.insert(start, recorded);
     answer
 }
 

@@ -30,15 +30,15 @@ hooks! {
         let Some(size) = driver_size(bytes as u64) else {
             return curesult::OUT_OF_MEMORY;
         };
-        let mut got = 0;
-        let call = || match driver_call(&raw mut got, bytes) {
-            curesult::SUCCESS => Ok((got, size)),
+        let mut allocated = 0;
+        let call = || match driver_call(&raw mut allocated, bytes) {
+            curesult::SUCCESS => Ok((allocated, size)),
             code => Err(code),
         };
         let answer = allocate(Account::Device(device), size, "cuMemAlloc_v2", call, free);
         if answer == curesult::SUCCESS {
             // SAFETY: not null, and by the prototype a pointer of this type.
-            unsafe { pointer.write(got) };
+            unsafe { pointer.write(allocated) };
         }
         answer
     };
@@ -63,16 +63,16 @@ hooks! {
         let Some(estimate) = row.and_then(size) else {
             return curesult::OUT_OF_MEMORY;
         };
-        let (mut got, mut row) = (0, 0);
-        let call = || match driver_call(&raw mut got, &raw mut row, width, height, element) {
-            curesult::SUCCESS => Ok((got, size(row as u64).unwrap_or(u64::MAX))),
+        let (mut allocated, mut row) = (0, 0);
+        let call = || match driver_call(&raw mut allocated, &raw mut row, width, height, element) {
+            curesult::SUCCESS => Ok((allocated, size(row as u64).unwrap_or(u64::MAX))),
             code => Err(code),
         };
         let answer = allocate(Account::Device(device), estimate, "cuMemAllocPitch_v2", call, free);
         if answer == curesult::SUCCESS {
             // SAFETY: neither is null, and by the prototype they are of these types.
             unsafe {
-                pointer.write(got);
+                pointer.write(allocated);
                 pitch.write(row);
             }
         }
@@ -85,15 +85,15 @@ hooks! {
         if pointer.is_null() || bytes == 0 || accounting::before_cuinit() {
             return driver_call(pointer, bytes, flags);
         }
-        let mut got = 0;
-        let call = || match driver_call(&raw mut got, bytes, flags) {
-            curesult::SUCCESS => Ok((got, bytes as u64)),
+        let mut allocated = 0;
+        let call = || match driver_call(&raw mut allocated, bytes, flags) {
+            curesult::SUCCESS => Ok((allocated, bytes as u64)),
             code => Err(code),
         };
         let answer = allocate(Account::Managed, bytes as u64, "cuMemAllocManaged", call, free);
         if answer == curesult::SUCCESS {
             // SAFETY: not null, and by the prototype a pointer of this type.
-            unsafe { pointer.write(got) };
+            unsafe { pointer.write(allocated) };
         }
         answer
     };

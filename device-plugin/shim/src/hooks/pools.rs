@@ -52,23 +52,23 @@ fn allocate(
         return driver_call(pointer);
     }
     let call = || {
-        let mut got = 0;
-        match driver_call(&raw mut got) {
-            curesult::SUCCESS => Ok(got),
+        let mut allocated = 0;
+        match driver_call(&raw mut allocated) {
+            curesult::SUCCESS => Ok(allocated),
             code => Err(code),
         }
     };
-    let hand_out = |got: Result<u64, CuResult>| match got {
-        Ok(got) => {
-            ALLOC_TABLE.note_pool_pointer(got);
+    let hand_out = |allocated: Result<u64, CuResult>| match allocated {
+        Ok(allocated) => {
+            ALLOC_TABLE.note_pool_pointer(allocated);
             // SAFETY: not null, and by the prototype a pointer of this type.
-            unsafe { pointer.write(got) };
+            unsafe { pointer.write(allocated) };
             curesult::SUCCESS
         }
         Err(code) => code,
     };
     match pool.allocate_prefetched(bytes as u64, call) {
-        Some(got) => hand_out(got),
+        Some(allocated) => hand_out(allocated),
         None => outermost(
             || hand_out(pool.allocate(bytes as u64, function, call)),
             || driver_call(pointer),

@@ -50,12 +50,12 @@ pub(crate) fn with_export(
     let Some(mut table) = table() else {
         return call();
     };
-    let fresh = handle(&table).and_then(|handle| Some((handle, table.export(handle)?)));
-    if fresh.is_some_and(|(_, charge)| accounting::mark_exported(charge).is_err()) {
+    let newly_exported = handle(&table).and_then(|handle| Some((handle, table.export(handle)?)));
+    if newly_exported.is_some_and(|(_, charge)| accounting::mark_exported(charge).is_err()) {
         return curesult::NOT_PERMITTED;
     }
     let answer = call();
-    if let (Some((handle, charge)), false) = (fresh, answer == curesult::SUCCESS) {
+    if let (Some((handle, charge)), false) = (newly_exported, answer == curesult::SUCCESS) {
         table.unexport(handle);
         accounting::unmark_exported(charge);
     }
@@ -120,12 +120,12 @@ hooks! {
         let Ok(pending) = accounting::charge(account, bytes as u64, "cuMemCreate") else {
             return curesult::OUT_OF_MEMORY;
         };
-        let mut made = 0;
-        let answer = driver_call(&raw mut made, bytes, properties, flags);
+        let mut new_handle = 0;
+        let answer = driver_call(&raw mut new_handle, bytes, properties, flags);
         if answer == curesult::SUCCESS {
-            TABLE.lock().created(made, pending.into_charge());
+            TABLE.lock().created(new_handle, pending.into_charge());
             // SAFETY: not null, and by the prototype of this type.
-            unsafe { handle.write(made) };
+            unsafe { handle.write(new_handle) };
         }
         answer
     };
