@@ -51,7 +51,7 @@ const GRANULARITY: u64 = 2 << 20;
 const SCRUBBED_PER_SECOND: f64 = 350e9;
 
 /// How long 64 GiB take.
-const SWEPT: Duration = Duration::from_millis(200);
+const SCRUB_WAIT: Duration = Duration::from_millis(200);
 
 /// Kernels that poison their context. The simulated driver has the first two.
 const FAULTS: &std::ffi::CStr = c"
@@ -113,46 +113,46 @@ fn now() -> u64 {
 }
 
 /// Makes memory and maps it.
-fn take(context: &Context, bytes: u64) -> Result<Mapping, CudaError> {
+fn create_and_map(context: &Context, bytes: u64) -> Result<Mapping, CudaError> {
     let handle = context.device().create(bytes)?;
     let addresses = Arc::new(context.driver().reserve(bytes)?);
     addresses.map(0, &handle, Access::ReadWrite, context)
 }
 
 /// Waits until the driver has scrubbed what was freed, and makes it notice.
-fn sweep(context: &Context, bytes: u64) -> Result<(), CudaError> {
+fn wait_for_scrub(context: &Context, bytes: u64) -> Result<(), CudaError> {
     std::thread::sleep(Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND));
     context.device().create(GRANULARITY).map(drop)
 }
 
 fn bare(bytes: u64, rounds: u32) -> Done {
     let context = context()?;
-    sweep(&context, bytes)?;
+    wait_for_scrub(&context, bytes)?;
     for _ in 0..rounds {
         let since = Instant::now();
-        let memory = take(&context, bytes)?;
+        let memory = create_and_map(&context, bytes)?;
         println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
         drop(memory);
-        sweep(&context, bytes)?;
+        wait_for_scrub(&context, bytes)?;
     }
     Ok(())
 }
 
 fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
     let context = context()?;
-    let shelf = LeaseClient::with_socket(&context, Path::new(socket));
-    sweep(&context, bytes)?;
+    let client = LeaseClient::with_socket(&context, Path::new(socket));
+    wait_for_scrub(&context, bytes)?;
     for _ in 0..rounds {
         let since = Instant::now();
-        let opened = shelf.open("lease", &[1; 32], bytes, PATIENCE)?;
+        let opened = client.open("lease", &[1; 32], bytes, PATIENCE)?;
         println!(r#"{{"ns": {}}}"#, since.elapsed().as_nanos());
         match opened {
-            LeaseState::Writing(writing) => writing.discard()?,
+            LeaseState::Writing(writer) => writer.discard()?,
             LeaseState::Ready(_) => return Err("the lease was there".into()),
         }
         // The worker lets go of what it made only then.
         std::thread::sleep(Duration::from_millis(10));
-        sweep(&context, bytes)?;
+        wait_for_scrub(&context, bytes)?;
     }
     Ok(())
 }
@@ -180,7 +180,7 @@ fn wakes(rounds: u32) -> Done {
         }
     });
     for _ in 0..rounds {
-        std::thread::sleep(SWEPT);
+        std::thread::sleep(SCRUB_WAIT);
         let since = Instant::now();
         let mut client = UnixStream::connect_addr(&agent)?;
         client.write_all(&[0])?;
@@ -191,8 +191,8 @@ fn wakes(rounds: u32) -> Done {
 }
 
 /// Finds the kept memory or makes it, verifies it, and says what each step took.
-fn come_back(
-    shelf: impl FnOnce(&Context) -> LeaseClient,
+fn reopen(
+    client: impl FnOnce(&Context) -> LeaseClient,
     bytes: u64,
     since: u64,
 ) -> Result<RetainedLease, Box<dyn Error>> {
@@ -201,26 +201,22 @@ fn come_back(
     let initialised = now();
     let context = driver.device(0)?.primary_context()?;
     let made = now();
-    let shelf = shelf(&context);
+    let client = client(&context);
     // Verified here: this is the first correct kernel.
-    let opened = shelf.open("image", &KEY, bytes, PATIENCE)?;
+    let opened = client.open("image", &KEY, bytes, PATIENCE)?;
     let attached = now();
-    let (found, kept) = match opened {
-        LeaseState::Ready(kept) => (true, kept),
-        LeaseState::Writing(writing) => {
-            for at in (0..writing.bytes()).step_by(1 << 30) {
-                let length = (writing.bytes() - at).min(1 << 30);
-                context.fill(
-                    writing.address() + at,
-                    (at >> 30) as u8 + 1,
-                    length as usize,
-                )?;
+    let (found, retained) = match opened {
+        LeaseState::Ready(retained) => (true, retained),
+        LeaseState::Writing(writer) => {
+            for at in (0..writer.bytes()).step_by(1 << 30) {
+                let length = (writer.bytes() - at).min(1 << 30);
+                context.fill(writer.address() + at, (at >> 30) as u8 + 1, length as usize)?;
             }
-            (false, writing.commit()?)
+            (false, writer.commit()?)
         }
     };
     let again = now();
-    let checksum = kept.checksum()?;
+    let checksum = retained.checksum()?;
     let verified = now();
     println!(
         r#"{{"found": {found}, "checksum": {checksum}, "exec_ns": {}, "init_ns": {}, "context_ns": {}, "attach_ns": {}, "verify_ns": {}, "whole_ns": {}}}"#,
@@ -232,15 +228,15 @@ fn come_back(
         attached.saturating_sub(since),
     );
     std::io::stdout().flush()?;
-    Ok(kept)
+    Ok(retained)
 }
 
 fn image(socket: &str, bytes: u64, since: u64) -> Done {
-    let shelf = |context: &Context| match socket {
+    let client = |context: &Context| match socket {
         "-" => LeaseClient::new(context),
         socket => LeaseClient::with_socket(context, Path::new(socket)),
     };
-    let kept = come_back(shelf, bytes, since)?;
+    let retained = reopen(client, bytes, since)?;
     loop {
         let mut order = String::new();
         // By the byte: what comes after this line is the next image's to read.
@@ -252,7 +248,7 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
             order.push(char::from(byte[0]));
         }
         match order.trim_end() {
-            "token" => println!("{}", tokens(&kept, socket)?),
+            "token" => println!("{}", tokens(&retained, socket)?),
             "kill" => {
                 let me = rustix::process::getpid();
                 return Ok(rustix::process::kill_process(
@@ -261,22 +257,22 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
                 )?);
             }
             kernel => {
-                let error = fault(kept.context(), kept.address(), kernel, || Ok(()))?;
-                return execute_again(error, socket, bytes);
+                let error = fault(retained.context(), retained.address(), kernel, || Ok(()))?;
+                return reexec(error, socket, bytes);
             }
         }
     }
 }
 
 /// A token for the lease and one for this process's own memory, in hexadecimal digits.
-fn tokens(kept: &RetainedLease, socket: &str) -> Result<String, Box<dyn Error>> {
+fn tokens(retained: &RetainedLease, socket: &str) -> Result<String, Box<dyn Error>> {
     let agent = match socket {
         "-" => TokenClient::in_container(),
         socket => TokenClient::with_socket(Path::new(socket)),
     };
     let tokens = [
-        (agent.seal_retained(kept, 1)?, kept.lease()),
-        (agent.seal_allocation(kept.context().uuid(), 2)?, 0),
+        (agent.seal_retained(retained, 1)?, retained.lease()),
+        (agent.seal_allocation(retained.context().uuid(), 2)?, 0),
     ];
     let mut said = Vec::new();
     for (token, lease) in tokens {
@@ -310,7 +306,7 @@ fn fault(
 }
 
 /// As the shim does for a container's main process.
-fn execute_again(error: CudaError, socket: &str, bytes: u64) -> Done {
+fn reexec(error: CudaError, socket: &str, bytes: u64) -> Done {
     let since = now();
     eprintln!("{error}");
     let me = std::env::current_exe()?;
@@ -322,14 +318,14 @@ fn restarted(file: &str, bytes: u64, times: usize) -> Done {
     let before = std::fs::read_to_string(file).unwrap_or_default();
     let done = before.lines().count();
     let since = before.lines().last().map_or(Ok(now()), str::parse)?;
-    let kept = come_back(LeaseClient::new, bytes, since)?;
+    let retained = reopen(LeaseClient::new, bytes, since)?;
     if done == times {
         return Ok(());
     }
     let mut file = OpenOptions::new().create(true).append(true).open(file)?;
     let note = || Ok(writeln!(file, "{}", now())?);
-    let (kind, at) = (KINDS[done % KINDS.len()], kept.address());
-    let error = fault(kept.context(), at, kind, note)?;
+    let (kind, at) = (KINDS[done % KINDS.len()], retained.address());
+    let error = fault(retained.context(), at, kind, note)?;
     Err(format!("the program saw its fault: {error}").into())
 }
 
@@ -340,7 +336,7 @@ fn floor(bytes: u64, times: usize, before: Option<(u64, u64)>) -> Done {
     let initialised = now();
     let context = driver.device(0)?.primary_context()?;
     let made = now();
-    let memory = take(&context, bytes)?;
+    let memory = create_and_map(&context, bytes)?;
     let taken = now();
     let mut checksum = DeviceChecksum::new(&context)?;
     checksum.of(memory.address(), GRANULARITY, &context.default_stream())?;
@@ -376,14 +372,14 @@ fn tenant(bytes: u64) -> Done {
     let mut checksum = DeviceChecksum::new(&context)?;
     let stream = context.default_stream();
     let clean = {
-        let memory = take(&context, bytes)?;
+        let memory = create_and_map(&context, bytes)?;
         context.fill(memory.address(), 0, bytes as usize)?;
         checksum.of(memory.address(), bytes, &stream)?
     };
     println!(r#"{{"ready": true}}"#);
     for line in std::io::stdin().lock().lines() {
         line?;
-        let memory = take(&context, bytes)?;
+        let memory = create_and_map(&context, bytes)?;
         let is_clean = checksum.of(memory.address(), bytes, &stream)? == clean;
         context.fill(memory.address(), 0xa5, bytes as usize)?;
         drop(memory);
@@ -397,7 +393,7 @@ fn neighbour(bytes: u64) -> Done {
     let context = context()?;
     let mut checksum = DeviceChecksum::new(&context)?;
     let stream = context.default_stream();
-    let memory = take(&context, bytes)?;
+    let memory = create_and_map(&context, bytes)?;
     context.fill(memory.address(), 3, bytes as usize)?;
     let expected = checksum.of(memory.address(), bytes, &stream)?;
     let (ended, end) = std::sync::mpsc::channel();

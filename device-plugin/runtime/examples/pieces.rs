@@ -37,7 +37,7 @@ const DESCRIPTOR: CUmemAllocationHandleType =
 const SCRUBBED_PER_SECOND: f64 = 350e9;
 
 /// The driver's calls, by their prototypes in cuda.h.
-struct Calls {
+struct DriverCalls {
     create: unsafe extern "C" fn(*mut u64, usize, *const CUmemAllocationProp, u64) -> c_int,
     release: unsafe extern "C" fn(u64) -> c_int,
     export: unsafe extern "C" fn(*mut c_int, u64, CUmemAllocationHandleType, u64) -> c_int,
@@ -64,12 +64,12 @@ fn location() -> CUmemLocation {
     }
 }
 
-impl Calls {
-    fn new() -> Answer<Calls> {
+impl DriverCalls {
+    fn new() -> Answer<DriverCalls> {
         // SAFETY: these are the functions' prototypes.
         unsafe {
             let library = Library::new("libcuda.so.1")?;
-            Ok(Calls {
+            Ok(DriverCalls {
                 create: *library.get("cuMemCreate\0")?,
                 release: *library.get("cuMemRelease\0")?,
                 export: *library.get("cuMemExportToShareableHandle\0")?,
@@ -157,7 +157,7 @@ impl Calls {
     }
 
     /// Waits until the driver has scrubbed what was freed, and makes it notice.
-    fn sweep(&self, bytes: u64) -> Answer<()> {
+    fn wait_for_scrub(&self, bytes: u64) -> Answer<()> {
         std::thread::sleep(Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND) * 2);
         self.release(self.create(2 << 20)?)
     }
@@ -180,7 +180,7 @@ type Round = (Vec<(&'static str, f64)>, u64, Vec<u64>);
 
 /// Runs rounds of a way, and prints the medians of its steps.
 fn measure(
-    calls: &Calls,
+    calls: &DriverCalls,
     way: &str,
     pieces: u64,
     bytes: u64,
@@ -191,7 +191,7 @@ fn measure(
     for _ in 0..rounds {
         let (times, address, handles) = round()?;
         calls.end(address, bytes, &handles)?;
-        calls.sweep(bytes)?;
+        calls.wait_for_scrub(bytes)?;
         steps.resize_with(times.len(), Default::default);
         for (step, (name, time)) in steps.iter_mut().zip(times) {
             step.0 = name;
@@ -210,7 +210,13 @@ fn measure(
 }
 
 /// All is made, then all is mapped, then made accessible at once; in `makers` threads.
-fn in_turn(calls: &Calls, bytes: u64, pieces: u64, makers: u64, align: u64) -> Answer<Round> {
+fn create_then_map(
+    calls: &DriverCalls,
+    bytes: u64,
+    pieces: u64,
+    makers: u64,
+    align: u64,
+) -> Answer<Round> {
     let (begun, mut since) = (Instant::now(), Instant::now());
     let piece = bytes / pieces;
     let handles: Vec<u64> = if makers == 1 {
@@ -251,7 +257,7 @@ fn in_turn(calls: &Calls, bytes: u64, pieces: u64, makers: u64, align: u64) -> A
 }
 
 /// Pieces are made and mapped, and then made accessible side by side.
-fn access_by_threads(calls: &Calls, bytes: u64, pieces: u64) -> Answer<Round> {
+fn access_by_threads(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Round> {
     let piece = bytes / pieces;
     let handles: Vec<u64> = (0..pieces)
         .map(|_| calls.create(piece))
@@ -276,7 +282,7 @@ fn access_by_threads(calls: &Calls, bytes: u64, pieces: u64) -> Answer<Round> {
 
 /// Maps pieces and makes each accessible as they come; what the two steps took in all.
 fn map_each(
-    calls: &Calls,
+    calls: &DriverCalls,
     address: u64,
     piece: u64,
     handles: impl Iterator<Item = Answer<u64>>,
@@ -294,7 +300,7 @@ fn map_each(
 }
 
 /// A thread makes the next piece while this one maps what was made.
-fn pipelined(calls: &Calls, bytes: u64, pieces: u64) -> Answer<Round> {
+fn pipelined(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Round> {
     let begun = Instant::now();
     let piece = bytes / pieces;
     std::thread::scope(|scope| {
@@ -314,8 +320,8 @@ fn pipelined(calls: &Calls, bytes: u64, pieces: u64) -> Answer<Round> {
 }
 
 /// The process that makes: for each number of bytes that it reads it sends a descriptor; none ends the round.
-fn maker(socket: &UnixStream) -> Answer<()> {
-    let calls = Calls::new()?;
+fn run_creator(socket: &UnixStream) -> Answer<()> {
+    let calls = DriverCalls::new()?;
     let mut order = [0; 16];
     let mut kept = Vec::new();
     while (&*socket).read_exact(&mut order).is_ok() {
@@ -336,19 +342,24 @@ fn maker(socket: &UnixStream) -> Answer<()> {
     Ok(())
 }
 
-fn order(socket: &UnixStream, bytes: u64, pieces: u64) -> Answer<()> {
+fn request_handle(socket: &UnixStream, bytes: u64, pieces: u64) -> Answer<()> {
     let words = [bytes, pieces].map(u64::to_le_bytes).concat();
     Ok((&*socket).write_all(&words)?)
 }
 
 /// Another process makes the next piece while this one imports and maps what was made.
-fn two_processes(calls: &Calls, socket: &UnixStream, bytes: u64, pieces: u64) -> Answer<Round> {
+fn two_processes(
+    calls: &DriverCalls,
+    socket: &UnixStream,
+    bytes: u64,
+    pieces: u64,
+) -> Answer<Round> {
     // The maker notices that what it freed has been scrubbed.
-    order(socket, 2 << 20, 1)?;
+    request_handle(socket, 2 << 20, 1)?;
     receive_with_fd(socket, &mut [0])?;
     let begun = Instant::now();
     let piece = bytes / pieces;
-    order(socket, bytes, pieces)?;
+    request_handle(socket, bytes, pieces)?;
     let address = calls.reserve(bytes, 0)?;
     let (mut waited, mut import) = (0.0, 0.0);
     let imported = (0..pieces).map(|_| {
@@ -361,7 +372,7 @@ fn two_processes(calls: &Calls, socket: &UnixStream, bytes: u64, pieces: u64) ->
     });
     let (handles, map, access) = map_each(calls, address, piece, imported)?;
     let whole = begun.elapsed().as_secs_f64() * 1e6;
-    order(socket, 0, 0)?;
+    request_handle(socket, 0, 0)?;
     (&*socket).read_exact(&mut [0])?;
     let times = vec![
         ("waited", waited),
@@ -380,25 +391,25 @@ fn main() -> Answer<()> {
     let (bytes, rounds) = match arguments[..] {
         ["maker"] => {
             let socket = std::io::stdin().as_fd().try_clone_to_owned()?;
-            return maker(&UnixStream::from(socket));
+            return run_creator(&UnixStream::from(socket));
         }
         [gib, rounds] => (gib.parse::<u64>()? * GIB, rounds.parse()?),
         _ => return Err("usage: pieces GIB ROUNDS".into()),
     };
     let context = device.primary_context()?;
     let _current = context.enter()?;
-    let calls = Calls::new()?;
-    calls.sweep(bytes)?;
+    let calls = DriverCalls::new()?;
+    calls.wait_for_scrub(bytes)?;
     for (pieces, makers) in [(1, 1), (2, 1), (8, 1), (32, 1), (2, 2), (4, 4), (16, 4)] {
         let way = format!("{makers} maker, then map");
         measure(&calls, &way, pieces, bytes, rounds, || {
-            in_turn(&calls, bytes, pieces, makers, 0)
+            create_then_map(&calls, bytes, pieces, makers, 0)
         })?;
     }
     for align in [64 << 20, 512 << 20, 1 << 30, 64 << 30] {
         let way = format!("addresses at multiples of {} MiB", align >> 20);
         measure(&calls, &way, 1, bytes, rounds, || {
-            in_turn(&calls, bytes, 1, 1, align)
+            create_then_map(&calls, bytes, 1, 1, align)
         })?;
     }
     for pieces in [1, 2, 4] {

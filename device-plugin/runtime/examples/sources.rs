@@ -202,29 +202,41 @@ fn guards() -> Outcome {
 /// A block goes from stream to stream, and its free waits for all of them.
 fn uses() -> Outcome {
     let context = context()?;
-    let (home, other) = (context.stream()?, context.stream()?);
+    let (alloc_stream, other) = (context.stream()?, context.stream()?);
     let memory = StreamOrdered::new(&context);
     for value in 0..16 {
-        let block = memory.allocate(Layout::from_size_align(64 * MIB, 1)?, &home, Tag("used"))?;
-        context.fill_async(block.address(), value, 64 * MIB, &home)?;
+        let block = memory.allocate(
+            Layout::from_size_align(64 * MIB, 1)?,
+            &alloc_stream,
+            Tag("used"),
+        )?;
+        context.fill_async(block.address(), value, 64 * MIB, &alloc_stream)?;
         let used = memory.prepare_block_use(block.as_ref(), &other)?;
         context.fill_async(block.address(), value + 1, 64 * MIB, &other)?;
         memory.finish_block_use(used, &other)?;
         // The next block may be this one's memory: its fill must come after the other stream's.
-        memory.deallocate(block, &home)?;
-        let next = memory.allocate(Layout::from_size_align(64 * MIB, 1)?, &home, Tag("next"))?;
-        context.fill_async(next.address(), 0xAB, 64 * MIB, &home)?;
-        home.synchronize()?;
+        memory.deallocate(block, &alloc_stream)?;
+        let next = memory.allocate(
+            Layout::from_size_align(64 * MIB, 1)?,
+            &alloc_stream,
+            Tag("next"),
+        )?;
+        context.fill_async(next.address(), 0xAB, 64 * MIB, &alloc_stream)?;
+        alloc_stream.synchronize()?;
         let mut back = vec![0; 64 * MIB];
         context.copy_from_device(&mut back, next.address())?;
         ensure(
             back.iter().all(|byte| *byte == 0xAB),
             "a use came after the free",
         )?;
-        memory.deallocate(next, &home)?;
+        memory.deallocate(next, &alloc_stream)?;
     }
     let managed = Managed::with_allocator(&context, Attach::Global);
-    let block = managed.allocate(Layout::from_size_align(2 * MIB, 1)?, &home, Tag("advised"))?;
+    let block = managed.allocate(
+        Layout::from_size_align(2 * MIB, 1)?,
+        &alloc_stream,
+        Tag("advised"),
+    )?;
     for (advice, of) in [
         (Advice::SetPreferredLocation, Location::Host),
         (Advice::SetAccessedBy, Location::Device(0)),
@@ -232,10 +244,10 @@ fn uses() -> Outcome {
         context.advise(block.address(), 2 * MIB, advice, of)?;
     }
     for to in [Location::Device(0), Location::Host] {
-        context.prefetch(block.address(), 2 * MIB, to, &home)?;
+        context.prefetch(block.address(), 2 * MIB, to, &alloc_stream)?;
     }
-    home.synchronize()?;
-    managed.deallocate(block, &home)?;
+    alloc_stream.synchronize()?;
+    managed.deallocate(block, &alloc_stream)?;
     Ok("16 blocks of 64 MiB, every byte in order".to_owned())
 }
 

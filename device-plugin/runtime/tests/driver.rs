@@ -16,7 +16,7 @@ use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
 const MIB: u64 = 1 << 20;
 
 /// Runs this test's program again for one test, with that file as the only `libcuda.so.1` that the loader can find.
-fn with_library(test: &str, contents: Option<&[u8]>) {
+fn run_with_library(test: &str, contents: Option<&[u8]>) {
     let folder = tempfile::tempdir().unwrap();
     if let Some(contents) = contents {
         std::fs::write(folder.path().join("libcuda.so.1"), contents).unwrap();
@@ -40,7 +40,7 @@ fn context(ordinal: u32) -> Context {
 }
 
 /// What every way in answers without a driver.
-fn there_is_no_driver() {
+fn assert_no_driver() {
     let error = Driver::get().unwrap_err();
     assert!(matches!(error, DriverError::NoDriver(_)), "{error}");
     assert_eq!(Driver::get().unwrap_err(), error);
@@ -57,19 +57,19 @@ fn there_is_no_driver() {
 #[test]
 fn missing_driver_is_an_error_at_every_entry_point() {
     if std::env::var_os("BURSAR_TEST_AGAIN").is_some() {
-        return there_is_no_driver();
+        return assert_no_driver();
     }
     let test = "missing_driver_is_an_error_at_every_entry_point";
-    with_library(test, Some(b"not a library"));
+    run_with_library(test, Some(b"not a library"));
     // A library that has none of the driver's functions.
     let lab = Lab::new(ONE_GPU).unwrap();
     let other = std::fs::read(lab.library("libnvidia-ml.so.1")).unwrap();
-    with_library(test, Some(&other));
+    run_with_library(test, Some(&other));
     // The loader's cache has it, whatever the path is.
     if Driver::get().is_ok() {
         return eprintln!("skipped: this host has a driver, so it cannot be missing");
     }
-    with_library(test, None);
+    run_with_library(test, None);
 }
 
 #[test]

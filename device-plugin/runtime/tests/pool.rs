@@ -23,13 +23,13 @@ mod minstd;
 mod random;
 
 const MIB: u64 = 1 << 20;
-const BUSY: Duration = Duration::from_millis(300);
+const SPIN_TIME: Duration = Duration::from_millis(300);
 /// How many lanes a pool has.
-const STREAMS: usize = 64;
+const SLOT_COUNT: usize = 64;
 /// How long two threads do what must not go wrong.
-const RACE: Duration = Duration::from_secs(3);
+const RACE_TIME: Duration = Duration::from_secs(3);
 /// Longer than a busy machine may keep a thread from what it does next.
-const AGES: Duration = Duration::from_secs(3);
+const LONGEST_DELAY: Duration = Duration::from_secs(3);
 
 fn context(ordinal: u32) -> Context {
     let device = Driver::get().unwrap().device(ordinal).unwrap();
@@ -56,16 +56,16 @@ fn bytes(size: u64) -> Layout {
     Layout::from_size_align(size as usize, 1).unwrap()
 }
 
-fn take(pool: &Pool<Direct>, size: u64, stream: &Stream) -> Block {
+fn allocate(pool: &Pool<Direct>, size: u64, stream: &Stream) -> Block {
     pool.allocate(bytes(size), stream, Tag::default()).unwrap()
 }
 
 /// Keeps a stream busy.
-fn occupy(stream: &Stream) {
-    occupy_for(stream, BUSY);
+fn spin(stream: &Stream) {
+    spin_for(stream, SPIN_TIME);
 }
 
-fn occupy_for(stream: &Stream, time: Duration) {
+fn spin_for(stream: &Stream, time: Duration) {
     let module = stream.context().load(c"").unwrap();
     let spin = module.function(c"spin").unwrap();
     let mut nanoseconds = time.as_nanos() as u64;
@@ -85,11 +85,11 @@ fn stream_reuses_its_freed_block_without_a_wait() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
-        let warm = take(&pool, MIB, &stream);
-        occupy(&stream);
+        let warm = allocate(&pool, MIB, &stream);
+        spin(&stream);
         let address = warm.address();
         pool.deallocate(warm, &stream).unwrap();
-        let again = take(&pool, MIB, &stream);
+        let again = allocate(&pool, MIB, &stream);
         assert_eq!(again.address(), address);
         assert_eq!(pool.statistics().waits, 0);
         pool.deallocate(again, &stream).unwrap();
@@ -101,12 +101,12 @@ fn stolen_block_waits_for_the_stream_that_freed_it() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
-        let block = take(&pool, 2 * MIB, &first);
-        occupy_for(&first, AGES);
+        let block = allocate(&pool, 2 * MIB, &first);
+        spin_for(&first, LONGEST_DELAY);
         pool.deallocate(block, &first).unwrap();
         let begun = Instant::now();
-        let stolen = take(&pool, 2 * MIB, &second);
-        assert!(begun.elapsed() < AGES, "the host waited");
+        let stolen = allocate(&pool, 2 * MIB, &second);
+        assert!(begun.elapsed() < LONGEST_DELAY, "the host waited");
         assert!(!second.is_idle().unwrap());
         second.synchronize().unwrap();
         assert!(first.is_idle().unwrap());
@@ -119,7 +119,7 @@ fn one_event_covers_all_blocks_freed_before_it() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(8);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
-        let blocks: Vec<_> = (0..8).map(|_| take(&pool, MIB, &first)).collect();
+        let blocks: Vec<_> = (0..8).map(|_| allocate(&pool, MIB, &first)).collect();
         // Every other one, so that they stay blocks of their own.
         let (kept, freed): (Vec<_>, Vec<_>) = blocks
             .into_iter()
@@ -128,7 +128,7 @@ fn one_event_covers_all_blocks_freed_before_it() {
         for (_, block) in freed {
             pool.deallocate(block, &first).unwrap();
         }
-        let stolen: Vec<_> = (0..4).map(|_| take(&pool, MIB, &second)).collect();
+        let stolen: Vec<_> = (0..4).map(|_| allocate(&pool, MIB, &second)).collect();
         assert_eq!(pool.statistics().waits, 1);
         for block in stolen {
             pool.deallocate(block, &second).unwrap();
@@ -144,10 +144,10 @@ fn stolen_block_belongs_to_the_new_stream() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
-        let block = take(&pool, 2 * MIB, &first);
+        let block = allocate(&pool, 2 * MIB, &first);
         pool.deallocate(block, &first).unwrap();
         for round in 1..1000 {
-            let block = take(&pool, round * 256, &second);
+            let block = allocate(&pool, round * 256, &second);
             pool.deallocate(block, &second).unwrap();
         }
         assert_eq!(pool.statistics().waits, 1);
@@ -159,14 +159,14 @@ fn block_freed_elsewhere_keeps_its_earlier_deps() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let [first, second, third, fourth] = [0; 4].map(|_| context.stream().unwrap());
-        let block = take(&pool, 2 * MIB, &first);
-        occupy(&first);
+        let block = allocate(&pool, 2 * MIB, &first);
+        spin(&first);
         pool.deallocate(block, &first).unwrap();
         // The second waits for the first; the third, which frees, waits for nobody.
-        let block = take(&pool, 2 * MIB, &second);
+        let block = allocate(&pool, 2 * MIB, &second);
         pool.deallocate(block, &third).unwrap();
         assert!(third.is_idle().unwrap());
-        let block = take(&pool, 2 * MIB, &fourth);
+        let block = allocate(&pool, 2 * MIB, &fourth);
         assert!(!fourth.is_idle().unwrap());
         pool.deallocate(block, &fourth).unwrap();
     });
@@ -177,11 +177,11 @@ fn recorded_use_is_waited_for_when_the_block_is_reused() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let [owner, reader, next] = [0; 3].map(|_| context.stream().unwrap());
-        let block = take(&pool, 2 * MIB, &owner);
-        occupy(&reader);
+        let block = allocate(&pool, 2 * MIB, &owner);
+        spin(&reader);
         pool.record_block_use(block.as_ref(), &reader).unwrap();
         pool.deallocate(block, &owner).unwrap();
-        let block = take(&pool, 2 * MIB, &next);
+        let block = allocate(&pool, 2 * MIB, &next);
         assert!(!next.is_idle().unwrap());
         pool.deallocate(block, &next).unwrap();
     });
@@ -192,8 +192,8 @@ fn prepared_use_waits_for_the_allocating_stream() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let (owner, reader) = (context.stream().unwrap(), context.stream().unwrap());
-        let block = take(&pool, MIB, &owner);
-        occupy(&owner);
+        let block = allocate(&pool, MIB, &owner);
+        spin(&owner);
         let used = pool.prepare_block_use(block.as_ref(), &reader).unwrap();
         assert!(!reader.is_idle().unwrap());
         let Err(FreeError::Refused { block, reason }) = pool.deallocate(block, &owner) else {
@@ -215,10 +215,10 @@ fn double_free_is_refused_when_the_range_was_reused() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let stream = context.stream().unwrap();
-        let block = take(&pool, MIB, &stream);
+        let block = allocate(&pool, MIB, &stream);
         let old = block.as_ref();
         pool.deallocate(block, &stream).unwrap();
-        let new = take(&pool, MIB, &stream);
+        let new = allocate(&pool, MIB, &stream);
         assert_eq!(new.address(), old.address);
         let Err(FreeError::Refused { reason, .. }) = pool.deallocate(Block::new(old), &stream)
         else {
@@ -246,7 +246,7 @@ fn foreign_block_is_refused_and_returned() {
         assert_eq!(zero, Err(ResourceError::ZeroBytes { ordinal: 0 }));
         let wrong = first.allocate(bytes(1), &elsewhere, Tag::default());
         assert_eq!(wrong.unwrap_err().reason(), "WrongOrdinal");
-        let block = take(&first, 1, &stream);
+        let block = allocate(&first, 1, &stream);
         let Err(FreeError::Refused { block, reason }) = second.deallocate(block, &stream) else {
             panic!("it was freed");
         };
@@ -295,15 +295,15 @@ fn pool_grows_by_slabs_and_releases_empty_ones() {
         let pool = pool_of(&context, settings);
         let stream = context.stream().unwrap();
         let before = machine.used(0);
-        let small = take(&pool, MIB, &stream);
+        let small = allocate(&pool, MIB, &stream);
         assert_eq!(machine.used(0) - before, 32 * MIB);
-        let large = take(&pool, 40 * MIB, &stream);
+        let large = allocate(&pool, 40 * MIB, &stream);
         assert_eq!(pool.statistics().reserved, 32 * MIB + 42 * MIB);
         let refused = pool.allocate(bytes(60 * MIB), &stream, Tag::default());
         assert_eq!(refused.unwrap_err().reason(), "OverBudget");
         pool.deallocate(large, &stream).unwrap();
         // The slab of the large one is too small, and makes room for one that is not.
-        let larger = take(&pool, 60 * MIB, &stream);
+        let larger = allocate(&pool, 60 * MIB, &stream);
         assert_eq!(machine.used(0) - before, 32 * MIB + 62 * MIB);
         pool.deallocate(small, &stream).unwrap();
         assert_eq!(pool.trim(), Ok(32 * MIB));
@@ -326,7 +326,7 @@ fn pool_limit_is_exact_and_adjustable() {
         let streams: Vec<_> = (0..10).map(|_| context.stream().unwrap()).collect();
         let mut blocks: Vec<_> = streams
             .iter()
-            .map(|stream| take(&pool, MIB, stream))
+            .map(|stream| allocate(&pool, MIB, stream))
             .collect();
         let used = BudgetSnapshot {
             limit: 10 * MIB,
@@ -336,7 +336,7 @@ fn pool_limit_is_exact_and_adjustable() {
         let refused = pool.allocate(bytes(1), &streams[3], Tag::default());
         assert_eq!(refused.unwrap_err().reason(), "OverBudget");
         pool.set_limit(10 * MIB + 1);
-        blocks.push(take(&pool, 1, &streams[3]));
+        blocks.push(allocate(&pool, 1, &streams[3]));
         for block in blocks {
             pool.deallocate(block, &streams[0]).unwrap();
         }
@@ -349,8 +349,8 @@ fn slab_is_released_after_the_work_that_uses_it() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(2);
         let stream = context.stream().unwrap();
-        let block = take(&pool, MIB, &stream);
-        occupy(&stream);
+        let block = allocate(&pool, MIB, &stream);
+        spin(&stream);
         pool.deallocate(block, &stream).unwrap();
         pool.trim().unwrap();
         assert!(stream.is_idle().unwrap());
@@ -362,7 +362,7 @@ fn failed_steal_leaves_the_block_free() {
     inside(ONE_GPU, |machine| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
-        let block = take(&pool, 2 * MIB, &first);
+        let block = allocate(&pool, 2 * MIB, &first);
         let address = block.address();
         pool.deallocate(block, &first).unwrap();
         assert!(machine.inject(std::process::id(), 700));
@@ -372,7 +372,7 @@ fn failed_steal_leaves_the_block_free() {
             assert_eq!(pool.bytes_outstanding().total(), 0);
             assert_eq!(pool.statistics().free, 2 * MIB);
         }
-        let again = take(&pool, 2 * MIB, &first);
+        let again = allocate(&pool, 2 * MIB, &first);
         assert_eq!(again.address(), address, "its own stream needs no event");
         pool.deallocate(again, &first).unwrap();
     });
@@ -383,7 +383,7 @@ fn failed_trim_keeps_the_slab_and_its_deps() {
     inside(ONE_GPU, |machine| {
         let (context, pool) = pool(2);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
-        let block = take(&pool, MIB, &first);
+        let block = allocate(&pool, MIB, &first);
         pool.deallocate(block, &first).unwrap();
         assert!(machine.inject(std::process::id(), 700));
         assert_eq!(pool.trim().unwrap_err().reason(), "Cuda");
@@ -392,7 +392,7 @@ fn failed_trim_keeps_the_slab_and_its_deps() {
             (left.slabs, left.reserved, left.free),
             (1, 2 * MIB, 2 * MIB)
         );
-        let whole = take(&pool, 2 * MIB, &first);
+        let whole = allocate(&pool, 2 * MIB, &first);
         pool.deallocate(whole, &first).unwrap();
         let stolen = pool.allocate(bytes(2 * MIB), &second, Tag::default());
         assert_eq!(stolen.unwrap_err().reason(), "Cuda");
@@ -430,13 +430,13 @@ fn lowered_limit_admits_nothing_until_enough_is_freed() {
         let (context, pool) = pool(64);
         let stream = context.stream().unwrap();
         pool.set_limit(10 * EACH);
-        let mut blocks: Vec<_> = (0..10).map(|_| take(&pool, EACH, &stream)).collect();
+        let mut blocks: Vec<_> = (0..10).map(|_| allocate(&pool, EACH, &stream)).collect();
         pool.set_limit(9 * EACH);
         pool.deallocate(blocks.pop().unwrap(), &stream).unwrap();
         let refused = pool.allocate(bytes(1), &stream, Tag::default());
         assert_eq!(refused.unwrap_err().reason(), "OverBudget");
         pool.deallocate(blocks.pop().unwrap(), &stream).unwrap();
-        blocks.push(take(&pool, EACH, &stream));
+        blocks.push(allocate(&pool, EACH, &stream));
         for block in blocks {
             pool.deallocate(block, &stream).unwrap();
         }
@@ -449,14 +449,14 @@ fn only_a_full_device_is_out_of_memory() {
         let context = context(0);
         let pool = pool_of(&context, PoolSettings::default());
         let stream = context.stream().unwrap();
-        let block = take(&pool, 12 << 30, &stream);
+        let block = allocate(&pool, 12 << 30, &stream);
         let error = pool
             .allocate(bytes(8 << 30), &stream, Tag::default())
             .unwrap_err();
         assert_eq!(error.reason(), "OutOfMemory");
         // A step is more than is left, one block is not.
         let rest = context.memory_info().unwrap().0 / MIB * MIB - 4 * MIB;
-        let last = take(&pool, rest, &stream);
+        let last = allocate(&pool, rest, &stream);
         for block in [block, last] {
             pool.deallocate(block, &stream).unwrap();
         }
@@ -474,7 +474,8 @@ fn eight_threads_share_the_pool_and_leave_it_whole() {
                     let stream = context.stream().unwrap();
                     for round in 0..64 {
                         let sizes = (1..=7).map(|part| part * MIB / 7 + thread * 1000 + round);
-                        let blocks: Vec<_> = sizes.map(|size| take(pool, size, &stream)).collect();
+                        let blocks: Vec<_> =
+                            sizes.map(|size| allocate(pool, size, &stream)).collect();
                         for block in blocks {
                             pool.deallocate(block, &stream).unwrap();
                         }
@@ -484,7 +485,7 @@ fn eight_threads_share_the_pool_and_leave_it_whole() {
         });
         assert_eq!(pool.bytes_outstanding().total(), 0);
         let stream = context.stream().unwrap();
-        let all = take(&pool, 64 * MIB, &stream);
+        let all = allocate(&pool, 64 * MIB, &stream);
         assert_eq!(pool.statistics().slabs, 1);
         pool.deallocate(all, &stream).unwrap();
     });
@@ -496,19 +497,19 @@ fn streams_beyond_the_slots_are_served_in_order() {
         let (context, pool) = pool(2);
         let streams: Vec<_> = (0..100).map(|_| context.stream().unwrap()).collect();
         for stream in &streams {
-            let block = take(&pool, 2 * MIB, stream);
+            let block = allocate(&pool, 2 * MIB, stream);
             pool.deallocate(block, stream).unwrap();
         }
         let (laned, other) = (&streams[0], &streams[99]);
-        let block = take(&pool, 2 * MIB, laned);
+        let block = allocate(&pool, 2 * MIB, laned);
         let known: BlockRef = block.as_ref();
         assert_eq!(
             pool.record_block_use(known, other).unwrap_err().reason(),
             "StreamMisuse"
         );
-        occupy(laned);
+        spin(laned);
         pool.deallocate(block, laned).unwrap();
-        let block = take(&pool, 2 * MIB, other);
+        let block = allocate(&pool, 2 * MIB, other);
         assert!(!other.is_idle().unwrap());
         pool.deallocate(block, other).unwrap();
         assert!(
@@ -524,17 +525,17 @@ fn reused_slot_waits_for_its_previous_stream() {
         let (context, pool) = pool(2);
         for _ in 0..200 {
             let stream = context.stream().unwrap();
-            let block = take(&pool, 2 * MIB, &stream);
+            let block = allocate(&pool, 2 * MIB, &stream);
             pool.deallocate(block, &stream).unwrap();
         }
         let busy = context.stream().unwrap();
-        let block = take(&pool, 2 * MIB, &busy);
-        occupy(&busy);
+        let block = allocate(&pool, 2 * MIB, &busy);
+        spin(&busy);
         pool.deallocate(block, &busy).unwrap();
         pool.forget_stream(&busy).unwrap();
         drop(busy);
         let next = context.stream().unwrap();
-        let block = take(&pool, 2 * MIB, &next);
+        let block = allocate(&pool, 2 * MIB, &next);
         assert!(!next.is_idle().unwrap());
         pool.deallocate(block, &next).unwrap();
     });
@@ -544,13 +545,13 @@ fn reused_slot_waits_for_its_previous_stream() {
 fn default_stream_keeps_its_slot() {
     inside(ONE_GPU, |_| {
         let (context, pool) = pool(64);
-        let block = take(&pool, MIB, &context.default_stream());
-        for _ in 0..2 * STREAMS {
+        let block = allocate(&pool, MIB, &context.default_stream());
+        for _ in 0..2 * SLOT_COUNT {
             let stream = context.stream().unwrap();
-            let another = take(&pool, MIB, &stream);
+            let another = allocate(&pool, MIB, &stream);
             pool.deallocate(another, &stream).unwrap();
         }
-        occupy_for(&context.default_stream(), AGES);
+        spin_for(&context.default_stream(), LONGEST_DELAY);
         let reader = context.stream().unwrap();
         let used = pool.prepare_block_use(block.as_ref(), &reader).unwrap();
         assert!(!reader.is_idle().unwrap(), "behind what writes the block");
@@ -573,7 +574,7 @@ fn forgotten_stream_gets_no_more_events() {
             Err(error) if error.reason() == "OverBudget" => false,
             Err(other) => panic!("{other}"),
         };
-        let end = Instant::now() + RACE;
+        let end = Instant::now() + RACE_TIME;
         let comes_and_goes = || {
             while Instant::now() < end {
                 let owned = context.stream().unwrap();
@@ -599,9 +600,9 @@ fn forgotten_stream_gets_no_more_events() {
     });
 }
 
-struct OnePool(Pool<Direct>, Stream);
+struct PoolSource(Pool<Direct>, Stream);
 
-impl random::Source for OnePool {
+impl random::BenchAllocator for PoolSource {
     type Block = Block;
 
     fn allocate(&self, bytes: u64) -> Option<Block> {
@@ -624,16 +625,16 @@ fn rmm_random_allocations_fit_in_half_of_a_gpu() {
         let settings = PoolSettings {
             initial: 70 << 30,
             maximum: 70 << 30,
-            limit: random::MOST_LIVE,
+            limit: random::MAX_LIVE,
             ..PoolSettings::default()
         };
-        let pool = OnePool(pool_of(&context, settings), context.stream().unwrap());
+        let pool = PoolSource(pool_of(&context, settings), context.stream().unwrap());
         for allocations in [1000, 10_000] {
             for max_mib in [1, 64, 1024] {
                 let cell = random::Cell {
                     allocations,
                     max_mib,
-                    most_live: random::MOST_LIVE,
+                    max_live: random::MAX_LIVE,
                     seed: 1,
                 };
                 assert_eq!(

@@ -31,21 +31,21 @@ use bursar_runtime::retained::{
 use bursar_runtime::{Block, DeviceMemoryResource, FreeError, Tag};
 use bursar_sim_lab::{ONE_GPU, inside};
 use bursar_sim_state::Sim;
-use fake_agent::Keeper;
+use fake_agent::FakeAgent;
 use raw::Raw as _;
 
 const KEY: Key = [7; 32];
 const MIB: u64 = 1 << 20;
 const PATIENCE: Duration = Duration::from_secs(20);
-const NOW: Duration = Duration::ZERO;
+const NO_WAIT: Duration = Duration::ZERO;
 
 fn context() -> Context {
     let device = Driver::get().unwrap().device(0).unwrap();
     device.primary_context().unwrap()
 }
 
-fn fake_agent() -> Keeper {
-    Keeper::start(|program| Command::new(program))
+fn fake_agent() -> FakeAgent {
+    FakeAgent::start(|program| Command::new(program))
 }
 
 fn writer(client: &LeaseClient, bytes: u64) -> LeaseWriter {
@@ -69,7 +69,7 @@ const ROLE: &str = "KEPT_TEST_ROLE";
 const SOCKET: &str = "KEPT_TEST_SOCKET";
 
 /// The test that calls, run again as another process.
-fn process(test: &str, role: &str, socket: &Path) -> Command {
+fn role_process(test: &str, role: &str, socket: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args(["--exact", test, "--nocapture"])
@@ -80,7 +80,7 @@ fn process(test: &str, role: &str, socket: &Path) -> Command {
 
 /// Run by tests below in processes of their own.
 #[test]
-fn a_client() {
+fn role_of_a_client() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
     };
@@ -95,15 +95,15 @@ fn a_client() {
             context.fill(writer.address(), 42, 8 << 20).unwrap();
             let retained = writer.commit().unwrap();
             assert_eq!(bytes_of(&retained, 0, 8), [42; 8]);
-            kill_myself();
+            kill_own_process();
         }
         "is killed while it writes" => {
             let writer = writer(&client, 8 * MIB);
             client.context().fill(writer.address(), 13, 4096).unwrap();
-            kill_myself();
+            kill_own_process();
         }
         "writes to what is kept" => {
-            let retained = client.find("weights", &KEY, NOW).unwrap();
+            let retained = client.find("weights", &KEY, NO_WAIT).unwrap();
             let fill = client.context().fill(retained.address(), 1, 4096);
             assert!(fill.is_err(), "kept memory can be written");
         }
@@ -119,7 +119,7 @@ fn a_client() {
     }
 }
 
-fn kill_myself() -> ! {
+fn kill_own_process() -> ! {
     let me = rustix::process::getpid();
     rustix::process::kill_process(me, rustix::process::Signal::KILL).unwrap();
     loop {
@@ -128,7 +128,7 @@ fn kill_myself() -> ! {
 }
 
 /// Waits until no more is used: a worker closes its own descriptor of what it made a moment after it said so.
-fn assert_falls_to(machine: &Sim, bytes: u64) {
+fn assert_used_falls_to(machine: &Sim, bytes: u64) {
     let since = Instant::now();
     while machine.used(0) != bytes && since.elapsed() < PATIENCE {
         std::thread::sleep(Duration::from_millis(5));
@@ -136,8 +136,8 @@ fn assert_falls_to(machine: &Sim, bytes: u64) {
     assert_eq!(machine.used(0), bytes);
 }
 
-fn run(role: &str, fake_agent: &Keeper) -> ExitStatus {
-    process("a_client", role, &fake_agent.socket())
+fn run_role(role: &str, fake_agent: &FakeAgent) -> ExitStatus {
+    role_process("role_of_a_client", role, &fake_agent.socket())
         .status()
         .unwrap()
 }
@@ -146,14 +146,14 @@ fn run(role: &str, fake_agent: &Keeper) -> ExitStatus {
 fn committed_lease_is_verified_after_a_kill() {
     inside(ONE_GPU, |_| {
         let fake_agent = fake_agent();
-        assert!(!run("commits and is killed", &fake_agent).success());
+        assert!(!run_role("commits and is killed", &fake_agent).success());
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
-        let retained = client.find("weights", &KEY, NOW).unwrap();
+        let retained = client.find("weights", &KEY, NO_WAIT).unwrap();
         assert_eq!(
             bytes_of(&retained, retained.bytes() - 4096, 4096),
             [42; 4096]
         );
-        let again = client.open("weights", &KEY, MIB, NOW).unwrap();
+        let again = client.open("weights", &KEY, MIB, NO_WAIT).unwrap();
         let LeaseState::Ready(again) = again else {
             panic!("{again:?}")
         };
@@ -170,9 +170,9 @@ fn killed_writer_leaves_no_content() {
         let first = writer(&client, 2 * MIB).commit().unwrap();
         let before = machine.used(0) - 2 * MIB;
         first.discard().unwrap();
-        assert_falls_to(machine, before);
-        assert!(!run("is killed while it writes", &fake_agent).success());
-        let error = client.find("weights", &KEY, NOW).unwrap_err();
+        assert_used_falls_to(machine, before);
+        assert!(!run_role("is killed while it writes", &fake_agent).success());
+        let error = client.find("weights", &KEY, NO_WAIT).unwrap_err();
         let reason = KeptRefusal::Missing;
         assert!(
             matches!(&error, LeaseError::Refused { reason: said, .. } if *said == reason),
@@ -181,7 +181,7 @@ fn killed_writer_leaves_no_content() {
         let retained = writer(&client, 8 * MIB).commit().unwrap();
         assert_eq!(bytes_of(&retained, 0, 4096), [0; 4096]);
         retained.discard().unwrap();
-        assert_falls_to(machine, before);
+        assert_used_falls_to(machine, before);
     });
 }
 
@@ -190,14 +190,14 @@ fn second_process_waits_for_the_writer() {
     inside(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
-        let mut writer = process("a_client", "takes its time", &fake_agent.socket());
+        let mut writer = role_process("role_of_a_client", "takes its time", &fake_agent.socket());
         writer.stdin(std::process::Stdio::piped());
         let mut writer = writer.stdout(std::process::Stdio::piped()).spawn().unwrap();
         let said = std::io::BufReader::new(writer.stdout.take().unwrap());
         let mut lines = std::io::BufRead::lines(said);
         assert!(lines.any(|line| line.unwrap() == "writing"));
 
-        let error = client.find("weights", &KEY, NOW).unwrap_err();
+        let error = client.find("weights", &KEY, NO_WAIT).unwrap_err();
         assert!(error.retryable() && error.class() == ErrorClass::NotReady);
         let opened = std::thread::scope(|scope| {
             let opening = scope.spawn(|| client.open("weights", &KEY, 2 * MIB, PATIENCE));
@@ -223,9 +223,9 @@ fn write_to_a_retained_lease_faults_the_writer_alone() {
         let writer = writer(&client, 2 * MIB);
         client.context().fill(writer.address(), 5, 4096).unwrap();
         let retained = writer.commit().unwrap();
-        assert!(run("writes to what is kept", &fake_agent).success());
+        assert!(run_role("writes to what is kept", &fake_agent).success());
         assert_eq!(bytes_of(&retained, 0, 8), [5; 8]);
-        client.find("weights", &KEY, NOW).unwrap();
+        client.find("weights", &KEY, NO_WAIT).unwrap();
     });
 }
 
@@ -234,13 +234,13 @@ fn corrupt_lease_is_discarded_and_recreated() {
     inside(ONE_GPU, |_| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
-        let first = spoilt(&client, &fake_agent);
-        let error = client.find("weights", &KEY, NOW).unwrap_err();
+        let first = commit_and_corrupt(&client, &fake_agent);
+        let error = client.find("weights", &KEY, NO_WAIT).unwrap_err();
         assert!(
             matches!(error, LeaseError::Corrupt { lease, .. } if lease == first),
             "{error}"
         );
-        let second = spoilt(&client, &fake_agent);
+        let second = commit_and_corrupt(&client, &fake_agent);
         let opened = client.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap();
         let LeaseState::Writing(writer) = opened else {
             panic!("{opened:?}")
@@ -251,7 +251,7 @@ fn corrupt_lease_is_discarded_and_recreated() {
 }
 
 /// Commits a lease, and changes one byte of it as a process that means to can: an importer may map it to write (F6).
-fn spoilt(client: &LeaseClient, fake_agent: &Keeper) -> u64 {
+fn commit_and_corrupt(client: &LeaseClient, fake_agent: &FakeAgent) -> u64 {
     use bursar_protocol::wire::Account;
     use bursar_protocol::wire::kept::LeaseName;
     use bursar_runtime::driver::Access;
@@ -291,14 +291,14 @@ fn uncommitted_lease_is_discarded_when_dropped() {
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let before = machine.used(0);
         drop(writer(&client, 64 * MIB));
-        assert_falls_to(machine, before);
+        assert_used_falls_to(machine, before);
         writer(&client, 2 * MIB).discard().unwrap();
-        assert_falls_to(machine, before);
+        assert_used_falls_to(machine, before);
     });
 }
 
 /// An agent that makes a lease, and then says `answer` or dies.
-fn opens_at_an_agent_that(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseError {
+fn open_with_response(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseError {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("agent.sock");
     let listener = UnixListener::bind(&socket).unwrap();
@@ -318,7 +318,8 @@ fn opens_at_an_agent_that(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseErr
             send_message(&client, &ToShim::Kept(answer), None).unwrap();
         }
     });
-    let opened = LeaseClient::with_socket(&context, &socket).open("weights", &KEY, 4 * MIB, NOW);
+    let opened =
+        LeaseClient::with_socket(&context, &socket).open("weights", &KEY, 4 * MIB, NO_WAIT);
     agent.join().unwrap();
     assert_eq!(machine.used(0), before, "it is still mapped");
     opened.unwrap_err()
@@ -327,14 +328,14 @@ fn opens_at_an_agent_that(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseErr
 #[test]
 fn memory_is_unmapped_when_the_agent_never_confirms() {
     inside(ONE_GPU, |machine| {
-        let dies = opens_at_an_agent_that(None, machine);
+        let dies = open_with_response(None, machine);
         assert!(
             matches!(dies, LeaseError::AgentUnreachable { .. }),
             "{dies}"
         );
         assert!(dies.retryable());
         let reason = KeptRefusal::Unavailable;
-        let refuses = opens_at_an_agent_that(Some(KeptAnswer::Refused(reason)), machine);
+        let refuses = open_with_response(Some(KeptAnswer::Refused(reason)), machine);
         assert!(
             matches!(&refuses, LeaseError::Refused { reason: said, .. } if *said == reason),
             "{refuses}"
@@ -346,7 +347,7 @@ fn memory_is_unmapped_when_the_agent_never_confirms() {
             token: 1,
             expires_ms: 1,
         };
-        let confused = opens_at_an_agent_that(Some(other), machine);
+        let confused = open_with_response(Some(other), machine);
         assert!(
             matches!(confused, LeaseError::UnexpectedResponse),
             "{confused}"
@@ -355,7 +356,7 @@ fn memory_is_unmapped_when_the_agent_never_confirms() {
 }
 
 /// An agent that is asked so often, and answers what `answer` says; the kinds of questions.
-fn scripted(
+fn scripted_agent(
     socket: &Path,
     questions: usize,
     mut answer: impl FnMut(&UnixStream, &KeptQuestion) -> (KeptAnswer, Option<OwnedFd>) + Send + 'static,
@@ -387,7 +388,7 @@ fn lease_without_driver_memory_is_recreated() {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
         let mut opens = 0;
-        let agent = scripted(&socket, 5, move |_, question| match question {
+        let agent = scripted_agent(&socket, 5, move |_, question| match question {
             KeptQuestion::Open { .. } if opens < 2 => {
                 opens += 1;
                 let ready = KeptAnswer::Ready {
@@ -403,7 +404,7 @@ fn lease_without_driver_memory_is_recreated() {
             _ => (KeptAnswer::Discarded, None),
         });
         let client = LeaseClient::with_socket(&context(), &socket);
-        let lost = client.find("weights", &KEY, NOW).unwrap_err();
+        let lost = client.find("weights", &KEY, NO_WAIT).unwrap_err();
         assert!(matches!(lost, LeaseError::Lost { lease: 7, .. }), "{lost}");
         assert!(lost.retryable());
         let anew = client.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap_err();
@@ -421,7 +422,7 @@ fn fenced_writer_does_not_discard_the_lease() {
     inside(ONE_GPU, |_| {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("agent.sock");
-        let agent = scripted(&socket, 3, |connection, question| match question {
+        let agent = scripted_agent(&socket, 3, |connection, question| match question {
             KeptQuestion::Open { bytes: 0, .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),
             KeptQuestion::Open { bytes, .. } => {
                 let memory = Driver::get().unwrap().device(0).unwrap().create(*bytes);
@@ -445,7 +446,7 @@ fn fenced_writer_does_not_discard_the_lease() {
             matches!(&error, LeaseError::Refused { reason, .. } if *reason == KeptRefusal::Fenced),
             "{error}"
         );
-        assert!(client.find("weights", &KEY, NOW).is_err());
+        assert!(client.find("weights", &KEY, NO_WAIT).is_err());
         assert_eq!(agent.join().unwrap(), ["open", "commit", "open"]);
     });
 }
@@ -473,7 +474,7 @@ fn commit_is_repeated_to_a_restarted_agent() {
         });
         let retained = writer.commit().unwrap();
         let _keeper = successor.join().unwrap();
-        let found = client.find("weights", &KEY, NOW).unwrap();
+        let found = client.find("weights", &KEY, NO_WAIT).unwrap();
         assert_eq!(found.lease(), retained.lease());
     });
 }
@@ -484,7 +485,7 @@ fn concurrent_threads_share_one_writers_lease() {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
         let first = writer(&client, 2 * MIB);
-        let error = client.open("weights", &KEY, 4 * MIB, NOW).unwrap_err();
+        let error = client.open("weights", &KEY, 4 * MIB, NO_WAIT).unwrap_err();
         assert!(error.retryable(), "{error}");
         let lease = std::thread::scope(|scope| {
             let second = scope.spawn(|| client.open("weights", &KEY, 2 * MIB, PATIENCE).unwrap());
@@ -496,7 +497,10 @@ fn concurrent_threads_share_one_writers_lease() {
             assert_eq!(retained.lease(), lease);
             lease
         });
-        assert_eq!(client.find("weights", &KEY, NOW).unwrap().lease(), lease);
+        assert_eq!(
+            client.find("weights", &KEY, NO_WAIT).unwrap().lease(),
+            lease
+        );
     });
 }
 
@@ -537,7 +541,7 @@ fn missing_agent_error_names_the_socket() {
         let error = client.find("weights", &KEY, patience).unwrap_err();
         assert!(error.to_string().contains("/nowhere/agent.sock"), "{error}");
         assert!(since.elapsed() < Duration::from_secs(5));
-        let error = client.find("", &KEY, NOW).unwrap_err();
+        let error = client.find("", &KEY, NO_WAIT).unwrap_err();
         assert!(matches!(error, LeaseError::InvalidName { .. }), "{error}");
     });
 }

@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use bursar_sim_lab::{Lab, ONE_GPU};
-use fake_agent::Keeper;
+use fake_agent::FakeAgent;
 use object::{Object, ObjectSymbol};
 
 const HEADER: &str = include_str!("../include/bursar.h");
@@ -76,7 +76,7 @@ fn structs_and_statuses_have_the_layout_of_the_header() {
 #[test]
 fn c_program_finds_retained_memory_again() {
     let lab = Lab::new(ONE_GPU).unwrap();
-    let keeper = Keeper::start(|program| lab.command(program));
+    let fake_agent = FakeAgent::start(|program| lab.command(program));
     let folder = tempfile::tempdir().unwrap();
     let mut client = lab.command(program(folder.path()));
     let paths = format!(
@@ -85,7 +85,7 @@ fn c_program_finds_retained_memory_again() {
         lab.library("libcuda.so.1").parent().unwrap().display()
     );
     let output = client
-        .arg(keeper.socket())
+        .arg(fake_agent.socket())
         .env("LD_LIBRARY_PATH", paths)
         .output()
         .unwrap();

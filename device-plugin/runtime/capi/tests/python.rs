@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use bursar_sim_lab::{Lab, ONE_GPU};
-use fake_agent::Keeper;
+use fake_agent::FakeAgent;
 
 /// The array library of the tests.
 const NUMPY: &str = "numpy==2.4.6";
@@ -85,14 +85,14 @@ fn wheel_installs_and_passes_its_tests() {
     run(install.arg(&site).arg(&built));
 
     let lab = Lab::new(ONE_GPU).unwrap();
-    let keeper = Keeper::start(|program| lab.command(program));
+    let fake_agent = FakeAgent::start(|program| lab.command(program));
     for test in ["test_index.py", "test_vllm.py", "test_kept.py"] {
         let mut tests = lab.command(&python);
         tests
             .arg(package().join("tests").join(test))
             .env("PYTHONPATH", &site)
             .env("PYTHONDONTWRITEBYTECODE", "1")
-            .env("BURSAR_TEST_SOCKET", keeper.socket());
+            .env("BURSAR_TEST_SOCKET", fake_agent.socket());
         run(&mut tests);
     }
 }

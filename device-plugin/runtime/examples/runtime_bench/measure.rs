@@ -10,7 +10,7 @@ use bursar_runtime::{Block, Budget, DeviceMemoryResource, Direct, Pool, PoolSett
 use serde_json::json;
 
 use super::native::Native;
-use super::random::{self, Cell, MOST_LIVE, Source};
+use super::random::{self, BenchAllocator, Cell, MAX_LIVE};
 
 const MIB: u64 = 1 << 20;
 const THREADS: u64 = 8;
@@ -26,7 +26,7 @@ const CELLS: [(u64, u64); 9] = [
     (100_000, 1024),
 ];
 /// Allocations that a cell's rounds make together.
-const ENOUGH: u64 = 500_000;
+const ALLOCATIONS_PER_CELL: u64 = 500_000;
 /// Pairs of a block of them: less than a time slice, and in eight threads more than their start.
 const PAIRS: u64 = 2_000;
 const PAIRS_OF_THREADS: u64 = 200_000;
@@ -34,9 +34,9 @@ const BLOCKS: usize = 301;
 const BLOCKS_OF_THREADS: usize = 9;
 
 /// A resource and a stream.
-struct Of<'a, R>(&'a R, &'a Stream);
+struct PoolSource<'a, R>(&'a R, &'a Stream);
 
-impl<R: DeviceMemoryResource> Source for Of<'_, R> {
+impl<R: DeviceMemoryResource> BenchAllocator for PoolSource<'_, R> {
     type Block = Block;
 
     fn allocate(&self, bytes: u64) -> Option<Block> {
@@ -58,7 +58,7 @@ fn pool(context: &Context, capacity: u64) -> Result<Pool<Direct>> {
     let settings = PoolSettings {
         initial: capacity,
         maximum: capacity,
-        limit: MOST_LIVE,
+        limit: MAX_LIVE,
         ..PoolSettings::default()
     };
     Ok(Pool::new(Direct::new(context), context, settings)?)
@@ -99,7 +99,7 @@ pub(crate) fn random(context: &Context) -> Result<bool> {
     let pool = pool(context, capacity(context)?)?;
     let mut right = true;
     for (allocations, max_mib) in CELLS {
-        let (ms, failed) = alone(&Of(&pool, &stream), allocations, max_mib);
+        let (ms, failed) = alone(&PoolSource(&pool, &stream), allocations, max_mib);
         right &= row("pool", allocations, max_mib, ms, failed);
     }
     for (allocations, max_mib) in CELLS {
@@ -126,11 +126,11 @@ pub(crate) fn turns(context: &Context, percent: u64) -> Result<bool> {
         let cell = Cell {
             allocations: allocations.parse()?,
             max_mib: max_mib.parse()?,
-            most_live: MOST_LIVE,
+            max_live: MAX_LIVE,
             seed: 1,
         };
         let begun = Instant::now();
-        let failed = random::run(&Of(&pool, &stream), cell);
+        let failed = random::run(&PoolSource(&pool, &stream), cell);
         let ms = begun.elapsed().as_secs_f64() * 1e3;
         println!("{}", json!({"row": "turn", "ms": ms, "failed": failed}));
     }
@@ -160,11 +160,11 @@ fn row(source: &str, allocations: u64, max_mib: u64, ms: Times, failed: u64) -> 
 }
 
 /// The milliseconds of a cell's rounds, and the allocations that failed in all of them.
-fn alone<S: Source>(source: &S, allocations: u64, max_mib: u64) -> (Times, u64) {
+fn alone<S: BenchAllocator>(source: &S, allocations: u64, max_mib: u64) -> (Times, u64) {
     let cell = Cell {
         allocations,
         max_mib,
-        most_live: MOST_LIVE,
+        max_live: MAX_LIVE,
         seed: 1,
     };
     rounds(allocations, || {
@@ -176,7 +176,7 @@ fn alone<S: Source>(source: &S, allocations: u64, max_mib: u64) -> (Times, u64) 
 
 fn rounds(allocations: u64, mut once: impl FnMut() -> (f64, u64)) -> (Times, u64) {
     let _warm = once();
-    let count = (ENOUGH / allocations).clamp(5, 101);
+    let count = (ALLOCATIONS_PER_CELL / allocations).clamp(5, 101);
     let (times, failed): (Vec<_>, Vec<_>) = (0..count).map(|_| once()).unzip();
     (Times::of(times.into_iter()), failed.iter().sum())
 }
@@ -195,11 +195,11 @@ fn shared<R: DeviceMemoryResource>(
         let each = |thread: u64| Cell {
             allocations: allocations / THREADS,
             max_mib,
-            most_live: MOST_LIVE / THREADS,
+            max_live: MAX_LIVE / THREADS,
             seed: 1 + thread,
         };
         together(&streams, |thread, stream| {
-            random::run(&Of(resource, stream), each(thread))
+            random::run(&PoolSource(resource, stream), each(thread))
         })
     }))
 }
@@ -240,7 +240,7 @@ pub(crate) fn pair(context: &Context) -> Result<bool> {
     {
         let pool = pool(context, capacity(context)?)?;
         for bytes in [256, MIB, 64 * MIB] {
-            pair_row("pool", bytes, 1, pairs(&Of(&pool, &stream), bytes));
+            pair_row("pool", bytes, 1, pairs(&PoolSource(&pool, &stream), bytes));
         }
         for (streams, name) in [(THREADS, "a stream each"), (1, "one stream")] {
             let streams = (0..streams)
@@ -249,12 +249,12 @@ pub(crate) fn pair(context: &Context) -> Result<bool> {
             let ns = pairs_together(&pool, &streams);
             pair_row(&format!("pool, {name}"), MIB, THREADS, ns);
         }
-        let budget = Budget::new(pool, MOST_LIVE);
+        let budget = Budget::new(pool, MAX_LIVE);
         pair_row(
             "budget over the pool",
             MIB,
             1,
-            pairs(&Of(&budget, &stream), MIB),
+            pairs(&PoolSource(&budget, &stream), MIB),
         );
     }
     let native = Native::new(context.ordinal(), &stream, 1 << 30)?;
@@ -273,7 +273,7 @@ fn pairs_together<R: DeviceMemoryResource>(resource: &R, streams: &[Stream]) -> 
         .cloned()
         .collect();
     let block = |_: u64, stream: &Stream| {
-        block_of_pairs(&Of(resource, stream), MIB, PAIRS_OF_THREADS);
+        block_of_pairs(&PoolSource(resource, stream), MIB, PAIRS_OF_THREADS);
         0
     };
     let pairs = PAIRS_OF_THREADS as f64;
@@ -287,7 +287,7 @@ fn pair_row(source: &str, bytes: u64, threads: u64, ns: Times) {
     );
 }
 
-fn pairs<S: Source>(source: &S, bytes: u64) -> Times {
+fn pairs<S: BenchAllocator>(source: &S, bytes: u64) -> Times {
     let times = (0..BLOCKS).map(|_| {
         let begun = Instant::now();
         block_of_pairs(source, bytes, PAIRS);
@@ -296,7 +296,7 @@ fn pairs<S: Source>(source: &S, bytes: u64) -> Times {
     Times::of(times)
 }
 
-fn block_of_pairs<S: Source>(source: &S, bytes: u64, pairs: u64) {
+fn block_of_pairs<S: BenchAllocator>(source: &S, bytes: u64, pairs: u64) {
     for _ in 0..pairs {
         match source.allocate(bytes) {
             Some(block) => {

@@ -6,7 +6,7 @@ use anyhow::{Context as _, Result, ensure};
 use bursar_runtime::driver::Stream;
 use libloading::Library;
 
-use super::random::Source;
+use super::random::BenchAllocator;
 
 /// `CU_MEMPOOL_ATTR_RELEASE_THRESHOLD`
 const RELEASE_THRESHOLD: c_int = 4;
@@ -57,7 +57,7 @@ impl Native {
     }
 }
 
-impl Source for Native {
+impl BenchAllocator for Native {
     /// Address and bytes.
     type Block = (u64, u64);
 

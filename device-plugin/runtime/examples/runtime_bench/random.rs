@@ -7,10 +7,10 @@
 use super::minstd::Minstd;
 
 /// Bytes that may be live in RMM's run.
-pub(crate) const MOST_LIVE: u64 = 16_000 << 20;
+pub(crate) const MAX_LIVE: u64 = 16_000 << 20;
 
 /// What is measured: something that hands out `Block`s.
-pub(crate) trait Source {
+pub(crate) trait BenchAllocator {
     /// A live allocation.
     type Block;
 
@@ -29,13 +29,13 @@ pub(crate) struct Cell {
     /// The largest size in MiB.
     pub(crate) max_mib: u64,
     /// Bytes that may be live.
-    pub(crate) most_live: u64,
+    pub(crate) max_live: u64,
     /// The first random number; RMM's is 1.
     pub(crate) seed: u64,
 }
 
 /// Runs a cell; how many allocations failed.
-pub(crate) fn run<S: Source>(source: &S, cell: Cell) -> u64 {
+pub(crate) fn run<S: BenchAllocator>(source: &S, cell: Cell) -> u64 {
     let mut random = Minstd::new(cell.seed);
     let mut live: Vec<S::Block> = Vec::new();
     let (mut made, mut live_bytes, mut failed) = (0, 0, 0);
@@ -45,7 +45,7 @@ pub(crate) fn run<S: Source>(source: &S, cell: Cell) -> u64 {
         if !live.is_empty() {
             let chance = random.within(0, 99);
             allocates =
-                chance < 73 && made < cell.allocations && live_bytes + bytes < cell.most_live;
+                chance < 73 && made < cell.allocations && live_bytes + bytes < cell.max_live;
         }
         if allocates {
             match source.allocate(bytes) {

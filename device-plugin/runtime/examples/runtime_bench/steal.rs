@@ -36,9 +36,9 @@ pub(crate) fn run(context: &Context) -> Result<bool> {
         let block = pool.allocate(layout, second, Tag("second"))?;
         ensure!(block.address() == address, "it is another block");
         busy += u64::from(!first.is_idle()?);
-        wrong += mine_is_missing(context, address, &streams)?;
+        wrong += data_is_lost(context, address, &streams)?;
         occupy(context, address, first)?;
-        unordered += mine_is_missing(context, address, &streams)?;
+        unordered += data_is_lost(context, address, &streams)?;
         pool.deallocate(block, second)?;
     }
     let waits = pool.statistics().waits;
@@ -57,7 +57,7 @@ fn occupy(context: &Context, address: u64, stream: &Stream) -> Result<()> {
 }
 
 /// 1 where a byte that the second stream wrote is not there once both are done.
-fn mine_is_missing(context: &Context, address: u64, [first, second]: &[Stream; 2]) -> Result<u64> {
+fn data_is_lost(context: &Context, address: u64, [first, second]: &[Stream; 2]) -> Result<u64> {
     context.fill_async(address, MINE, BYTES, second)?;
     second.synchronize()?;
     first.synchronize()?;

@@ -13,7 +13,7 @@ use bursar_runtime::{
 };
 use bursar_sim_lab::{ONE_GPU, inside};
 
-use crate::{copy, fault, fill, runtime, slice, spin, untracked};
+use crate::{copy_kernel, fault, fill_kernel, runtime, slice, spin, untracked};
 
 const LASTS: Duration = Duration::from_secs(60);
 
@@ -27,7 +27,7 @@ fn token(reference: &GpuRef<u32>) -> WriteToken {
 
 /// Overwrites it with bytes.
 fn write(reference: &GpuRef<u32>, token: &WriteToken, stream: &Stream) -> Result<(), LaunchError> {
-    let kernel = fill(stream.context());
+    let kernel = fill_kernel(stream.context());
     Launch::new(&kernel, stream, Grid::linear(1, 1))
         .arg(reference.arg_mut(token).unwrap())
         .arg(7u8)
@@ -70,8 +70,8 @@ fn memory_is_stale_when_wrapped_after_a_poison() {
 fn read_in_another_stream_waits_for_the_last_write() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let [home, writing, reading] = [(); 3].map(|()| runtime.stream().unwrap());
-        let reference = reference(&runtime, &[1], &home);
+        let [alloc_stream, writing, reading] = [(); 3].map(|()| runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &alloc_stream);
         let token = token(&reference);
         spin(&writing);
         write(&reference, &token, &writing).unwrap();
@@ -87,12 +87,12 @@ fn read_in_another_stream_waits_for_the_last_write() {
 fn write_in_another_stream_waits_for_reads() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let (home, reading, writing) = (
+        let (alloc_stream, reading, writing) = (
             runtime.stream().unwrap(),
             runtime.stream().unwrap(),
             runtime.stream().unwrap(),
         );
-        let reference = reference(&runtime, &[1], &home);
+        let reference = reference(&runtime, &[1], &alloc_stream);
         reference.read_in(&reading, |_| spin(&reading)).unwrap();
         write(&reference, &token(&reference), &writing).unwrap();
         assert_eq!(writing.is_idle(), Ok(false));
@@ -104,11 +104,11 @@ fn write_in_another_stream_waits_for_reads() {
 fn reads_do_not_wait_for_each_other() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
-        let reference = reference(&runtime, &[1], &home);
+        let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &alloc_stream);
         reference.read_in(&other, |_| spin(&other)).unwrap();
-        read(&reference, &home).unwrap();
-        assert_eq!(home.is_idle(), Ok(true));
+        read(&reference, &alloc_stream).unwrap();
+        assert_eq!(alloc_stream.is_idle(), Ok(true));
     });
 }
 
@@ -117,8 +117,8 @@ fn free_waits_for_the_streams_that_used_the_memory() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let runtime = runtime.with_resource(|_| StreamOrdered::new(runtime.context()));
-        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
-        let reference = reference(&runtime, &[1], &home);
+        let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &alloc_stream);
         reference.read_in(&other, |_| spin(&other)).unwrap();
         drop(reference);
         let outstanding = runtime.resource().bytes_outstanding();
@@ -133,15 +133,15 @@ fn free_waits_for_the_streams_that_used_the_memory() {
 fn use_in_another_stream_is_refused_without_tracking() {
     inside(ONE_GPU, |_| {
         let runtime = untracked();
-        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
-        let reference = reference(&runtime, &[1], &home);
+        let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1], &alloc_stream);
         let misuse = MemoryError::from(ResourceError::StreamMisuse { resource: "direct" });
         let refused = reference.read_in(&other, |_| unreachable!("it is refused"));
         assert_eq!(refused, Err(misuse.clone()));
         let token = token(&reference);
         let refused = write(&reference, &token, &other);
         assert_eq!(refused, Err(LaunchError::Memory(misuse)));
-        write(&reference, &token, &home).unwrap();
+        write(&reference, &token, &alloc_stream).unwrap();
     });
 }
 
@@ -168,7 +168,7 @@ fn fenced_writer_gets_no_argument_and_no_commit() {
         let argument = reference.arg_mut(&token).unwrap();
         clone.fence_writer();
         let fenced = WriteRefused::Fenced;
-        let kernel = fill(runtime.context());
+        let kernel = fill_kernel(runtime.context());
         let launch = Launch::new(&kernel, &stream, Grid::linear(1, 1));
         let late = launch.arg(argument).arg(7_u8).arg(4_u64).submit();
         assert_eq!(
@@ -207,10 +207,10 @@ fn expired_writer_writes_but_does_not_commit() {
 fn launches_with_memory_in_opposite_order_do_not_deadlock() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let home = runtime.stream().unwrap();
+        let alloc_stream = runtime.stream().unwrap();
         let (one, other) = (
-            reference(&runtime, &[1; 64], &home),
-            reference(&runtime, &[1; 64], &home),
+            reference(&runtime, &[1; 64], &alloc_stream),
+            reference(&runtime, &[1; 64], &alloc_stream),
         );
         let (to_one, to_other) = (token(&one), token(&other));
         std::thread::scope(|scope| {
@@ -219,7 +219,7 @@ fn launches_with_memory_in_opposite_order_do_not_deadlock() {
                 let (to_one, to_other) = (&to_one, &to_other);
                 scope.spawn(move || {
                     let stream = runtime.stream().unwrap();
-                    let kernel = copy(runtime.context());
+                    let kernel = copy_kernel(runtime.context());
                     for _ in 0..64 {
                         let (to, from) = match thread % 2 {
                             0 => (one.arg_mut(to_one).unwrap(), other.arg()),
@@ -247,10 +247,10 @@ fn launches_with_memory_in_opposite_order_do_not_deadlock() {
 fn memory_passed_twice_to_a_launch_is_locked_once() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
-        let reference = reference(&runtime, &[1, 2], &home);
+        let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let reference = reference(&runtime, &[1, 2], &alloc_stream);
         let token = token(&reference);
-        Launch::new(&copy(runtime.context()), &other, Grid::linear(1, 1))
+        Launch::new(&copy_kernel(runtime.context()), &other, Grid::linear(1, 1))
             .arg(reference.arg_mut(&token).unwrap())
             .arg(reference.arg())
             .arg(8u64)

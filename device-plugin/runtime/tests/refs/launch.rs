@@ -5,7 +5,7 @@ use bursar_runtime::memory::launch::LaunchError;
 use bursar_runtime::{Launch, StaleReason};
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
-use crate::{copy, fault, fill, runtime, slice};
+use crate::{copy_kernel, fault, fill_kernel, runtime, slice};
 
 const ONE: Grid = Grid::linear(1, 1);
 
@@ -18,13 +18,13 @@ fn kernel_gets_numbers_and_memory_in_order() {
             slice(&runtime, &[0; 4], &stream),
             slice(&runtime, &[0; 4], &stream),
         );
-        Launch::new(&fill(runtime.context()), &stream, ONE)
+        Launch::new(&fill_kernel(runtime.context()), &stream, ONE)
             .arg(from.arg_mut())
             .arg(0xabu8)
             .arg(8u64)
             .submit()
             .unwrap();
-        Launch::new(&copy(runtime.context()), &stream, ONE)
+        Launch::new(&copy_kernel(runtime.context()), &stream, ONE)
             .arg(to.arg_mut())
             .arg(from.arg())
             .arg(16u64)
@@ -41,7 +41,7 @@ fn launch_is_refused_when_arguments_do_not_match() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
-        let kernel = fill(runtime.context());
+        let kernel = fill_kernel(runtime.context());
         let mut slice = slice(&runtime, &[0], &stream);
         let launch = || Launch::new(&kernel, &stream, ONE);
         let few = launch().arg(slice.arg_mut()).arg(1u8).submit();
@@ -70,7 +70,7 @@ fn read_only_argument_is_refused_for_a_writing_kernel() {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
         let slice = slice(&runtime, &[5], &stream);
-        let refused = Launch::new(&fill(runtime.context()), &stream, ONE)
+        let refused = Launch::new(&fill_kernel(runtime.context()), &stream, ONE)
             .arg(slice.arg())
             .arg(1u8)
             .arg(4u64)
@@ -89,9 +89,9 @@ fn read_only_argument_is_refused_for_a_writing_kernel() {
 fn tracked_slice_is_refused_in_another_stream() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
-        let (home, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
-        let mut slice = slice(&runtime, &[5], &home);
-        let kernel = fill(runtime.context());
+        let (alloc_stream, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
+        let mut slice = slice(&runtime, &[5], &alloc_stream);
+        let kernel = fill_kernel(runtime.context());
         let refused = Launch::new(&kernel, &other, ONE)
             .arg(slice.arg_mut())
             .arg(1u8)
@@ -112,7 +112,7 @@ fn tracked_slice_is_refused_in_another_stream() {
 fn launch_is_refused_on_another_devices_stream() {
     inside(TWO_GPUS, |_| {
         let (here, there) = (runtime(0), runtime(1));
-        let kernel = fill(here.context());
+        let kernel = fill_kernel(here.context());
         let refused = Launch::new(&kernel, &there.stream().unwrap(), ONE).submit();
         assert_eq!(
             refused,
@@ -129,7 +129,7 @@ fn stale_memory_is_refused_by_a_launch() {
     inside(ONE_GPU, |_| {
         let runtime = runtime(0);
         let stream = runtime.stream().unwrap();
-        let kernel = fill(runtime.context());
+        let kernel = fill_kernel(runtime.context());
         let mut slice = slice(&runtime, &[5], &stream);
         let mut submit = || {
             Launch::new(&kernel, &stream, ONE)

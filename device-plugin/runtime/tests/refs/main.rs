@@ -24,10 +24,10 @@ use bursar_runtime::driver::{Access, Context, Function, Grid, Kernel, Parameter,
 use bursar_runtime::{DeviceChecksum, DeviceRuntime, Direct, Launch, Tag, TrackedSlice};
 
 /// Long enough to be noticed by who does not wait for it.
-const LONG: Duration = Duration::from_millis(300);
+const SPIN_TIME: Duration = Duration::from_millis(300);
 
 /// Longer than a busy machine may keep a thread from what it does next.
-const AGES: Duration = Duration::from_secs(3);
+const LONGEST_DELAY: Duration = Duration::from_secs(3);
 
 fn runtime(ordinal: u32) -> Arc<DeviceRuntime> {
     DeviceRuntime::for_ordinal(ordinal).unwrap()
@@ -50,7 +50,7 @@ fn function(context: &Context, name: &std::ffi::CStr) -> Function {
 }
 
 /// fill(uint8_t *to, uint8_t value, size_t len)
-fn fill(context: &Context) -> Kernel {
+fn fill_kernel(context: &Context) -> Kernel {
     const TAKES: &[Parameter] = &[
         Parameter::Memory(Access::ReadWrite),
         Parameter::Value(1),
@@ -61,7 +61,7 @@ fn fill(context: &Context) -> Kernel {
 }
 
 /// copy(uint8_t *to, const uint8_t *from, size_t len)
-fn copy(context: &Context) -> Kernel {
+fn copy_kernel(context: &Context) -> Kernel {
     const TAKES: &[Parameter] = &[
         Parameter::Memory(Access::ReadWrite),
         Parameter::Memory(Access::Read),
@@ -73,7 +73,7 @@ fn copy(context: &Context) -> Kernel {
 
 /// Keeps a stream busy for [`LONG`].
 fn spin(stream: &Stream) {
-    spin_for(stream, LONG);
+    spin_for(stream, SPIN_TIME);
 }
 
 fn spin_for(stream: &Stream, time: Duration) {

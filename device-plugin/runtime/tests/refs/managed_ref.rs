@@ -13,10 +13,10 @@ use bursar_runtime::{
 };
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
-use crate::{AGES, LONG, copy, fault, fill, runtime, spin, spin_for};
+use crate::{LONGEST_DELAY, SPIN_TIME, copy_kernel, fault, fill_kernel, runtime, spin, spin_for};
 
 /// A runtime of managed memory, with a quota of 1 MiB.
-fn managed(ordinal: u32) -> DeviceRuntime {
+fn managed_runtime(ordinal: u32) -> DeviceRuntime {
     let runtime = runtime(ordinal);
     let source = Managed::with_allocator(runtime.context(), Attach::Global);
     runtime.with_resource(|_| Budget::new(source, 1 << 20))
@@ -30,14 +30,14 @@ fn memory(runtime: &DeviceRuntime, len: usize, attach: Attach) -> ManagedRef<u32
 #[test]
 fn host_and_kernels_see_the_same_bytes() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let (mut from, mut to) = (
             memory(&runtime, 4, Attach::Global),
             memory(&runtime, 4, Attach::Global),
         );
         from.write().unwrap().copy_from_slice(&[1, 2, 3, 4]);
         let stream = runtime.stream().unwrap();
-        Launch::new(&copy(runtime.context()), &stream, Grid::linear(1, 1))
+        Launch::new(&copy_kernel(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
             .arg(from.arg().unwrap())
             .arg(16u64)
@@ -50,15 +50,15 @@ fn host_and_kernels_see_the_same_bytes() {
 #[test]
 fn host_access_waits_for_conflicting_kernels() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let (mut from, mut to) = (
             memory(&runtime, 4, Attach::Global),
             memory(&runtime, 4, Attach::Global),
         );
         let stream = runtime.stream().unwrap();
-        let kernel = copy(runtime.context());
+        let kernel = copy_kernel(runtime.context());
         let begun = Instant::now();
-        spin_for(&stream, AGES);
+        spin_for(&stream, LONGEST_DELAY);
         Launch::new(&kernel, &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
             .arg(from.arg().unwrap())
@@ -66,71 +66,82 @@ fn host_access_waits_for_conflicting_kernels() {
             .submit()
             .unwrap();
         from.read().unwrap();
-        assert!(begun.elapsed() < AGES, "two may read at once");
+        assert!(begun.elapsed() < LONGEST_DELAY, "two may read at once");
         from.write().unwrap();
-        assert!(begun.elapsed() >= AGES, "the kernel still reads");
+        assert!(begun.elapsed() >= LONGEST_DELAY, "the kernel still reads");
         let begun = Instant::now();
         spin(&stream);
-        Launch::new(&fill(runtime.context()), &stream, Grid::linear(1, 1))
+        Launch::new(&fill_kernel(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(to.arg_mut().unwrap())
             .arg(1u8)
             .arg(16u64)
             .submit()
             .unwrap();
         to.read().unwrap();
-        assert!(begun.elapsed() >= LONG, "the kernel still writes");
+        assert!(begun.elapsed() >= SPIN_TIME, "the kernel still writes");
     });
 }
 
 #[test]
 fn host_wait_does_not_block_submissions() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let (mut memory, mut other) = (
             memory(&runtime, 4, Attach::Global),
             memory(&runtime, 4, Attach::Global),
         );
         let [writing, reading] = [(); 2].map(|()| runtime.stream().unwrap());
         let begun = Instant::now();
-        spin_for(&writing, AGES);
-        Launch::new(&fill(runtime.context()), &writing, Grid::linear(1, 1))
-            .arg(memory.arg_mut().unwrap())
-            .arg(1u8)
+        spin_for(&writing, LONGEST_DELAY);
+        Launch::new(
+            &fill_kernel(runtime.context()),
+            &writing,
+            Grid::linear(1, 1),
+        )
+        .arg(memory.arg_mut().unwrap())
+        .arg(1u8)
+        .arg(16u64)
+        .submit()
+        .unwrap();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| memory.read().map(<[u32]>::len));
+            std::thread::sleep(SPIN_TIME / 4);
+            Launch::new(
+                &copy_kernel(runtime.context()),
+                &reading,
+                Grid::linear(1, 1),
+            )
+            .arg(other.arg_mut().unwrap())
+            .arg(memory.arg().unwrap())
             .arg(16u64)
             .submit()
             .unwrap();
-        std::thread::scope(|scope| {
-            let waiting = scope.spawn(|| memory.read().map(<[u32]>::len));
-            std::thread::sleep(LONG / 4);
-            Launch::new(&copy(runtime.context()), &reading, Grid::linear(1, 1))
-                .arg(other.arg_mut().unwrap())
-                .arg(memory.arg().unwrap())
-                .arg(16u64)
-                .submit()
-                .unwrap();
-            assert!(begun.elapsed() < AGES, "the launch waited for the reader");
+            assert!(
+                begun.elapsed() < LONGEST_DELAY,
+                "the launch waited for the reader"
+            );
             assert_eq!(waiting.join().unwrap(), Ok(4));
         });
-        assert!(begun.elapsed() >= AGES);
+        assert!(begun.elapsed() >= LONGEST_DELAY);
     });
 }
 
 #[test]
 fn managed_memory_is_freed_once_after_its_work() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let mut memory = memory(&runtime, 4, Attach::Global);
         let stream = runtime.stream().unwrap();
         let begun = Instant::now();
         spin(&stream);
-        Launch::new(&fill(runtime.context()), &stream, Grid::linear(1, 1))
+        Launch::new(&fill_kernel(runtime.context()), &stream, Grid::linear(1, 1))
             .arg(memory.arg_mut().unwrap())
             .arg(1u8)
             .arg(16u64)
             .submit()
             .unwrap();
         memory.free().unwrap();
-        assert!(begun.elapsed() >= LONG, "the kernel still wrote");
+        assert!(begun.elapsed() >= SPIN_TIME, "the kernel still wrote");
         drop(self::memory(&runtime, 4, Attach::Global));
         assert_eq!(runtime.resource().bytes_outstanding().total(), 0);
     });
@@ -139,7 +150,7 @@ fn managed_memory_is_freed_once_after_its_work() {
 #[test]
 fn managed_quota_is_enforced() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let all = memory(&runtime, 1 << 18, Attach::Global);
         let stream = runtime.stream().unwrap();
         let more = ManagedRef::<u8>::allocate(&runtime, 1, Attach::Global, &stream, Tag::default());
@@ -167,9 +178,9 @@ fn unmanaged_memory_is_refused_and_freed() {
 #[test]
 fn memory_attached_elsewhere_is_refused_by_a_launch() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let (own, other) = (runtime.stream().unwrap(), runtime.stream().unwrap());
-        let kernel = fill(runtime.context());
+        let kernel = fill_kernel(runtime.context());
         let mut memory = memory(&runtime, 4, Attach::Host);
         assert_eq!(memory.arg_mut().map(|_| ()), Err(HostOnly));
         assert_eq!(memory.read().unwrap(), [0; 4]);
@@ -200,7 +211,7 @@ fn memory_attached_elsewhere_is_refused_by_a_launch() {
 #[test]
 fn managed_memory_is_inert_after_shutdown_and_freed_once() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let mut memory = memory(&runtime, 4, Attach::Global);
         let resource = Arc::clone(runtime.resource());
         let stream = runtime.stream().unwrap();
@@ -221,7 +232,7 @@ fn managed_memory_is_inert_after_shutdown_and_freed_once() {
 #[test]
 fn poisoned_managed_memory_is_hidden_and_stays_charged() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4, Attach::Global);
         fault(runtime.context());
         assert_eq!(
@@ -236,7 +247,7 @@ fn poisoned_managed_memory_is_hidden_and_stays_charged() {
 #[test]
 fn prefetch_and_advice_reach_the_named_device() {
     inside(TWO_GPUS, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4096, Attach::Global);
         let stream = runtime.stream().unwrap();
         prefetch_and_advise(&memory, &stream);
@@ -248,7 +259,7 @@ fn prefetch_and_advice_reach_the_named_device() {
 #[test]
 fn prefetch_and_advice_work_before_cuda_12_2() {
     inside(&format!("cuda-version = \"12.1\"\n{TWO_GPUS}"), |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4096, Attach::Global);
         let stream = runtime.stream().unwrap();
         prefetch_and_advise(&memory, &stream);
@@ -293,7 +304,7 @@ fn prefetch_and_advise(memory: &ManagedRef<u32>, stream: &Stream) {
 #[test]
 fn prefetch_is_refused_for_bad_ranges_and_devices() {
     inside(ONE_GPU, |_| {
-        let runtime = managed(0);
+        let runtime = managed_runtime(0);
         let memory = memory(&runtime, 4, Attach::Global);
         let stream = runtime.stream().unwrap();
         for (start, end) in [(0, 5), (4, 4), (3, 2), (5, 6), (0, usize::MAX)] {

@@ -23,7 +23,7 @@ fn used(budget: &Budget<Direct>) -> u64 {
 }
 
 /// A runtime that allocates from a reservation.
-fn from(runtime: &DeviceRuntime, reservation: &Arc<Reservation<Direct>>) -> DeviceRuntime {
+fn runtime_over(runtime: &DeviceRuntime, reservation: &Arc<Reservation<Direct>>) -> DeviceRuntime {
     runtime.with_resource(|_| Arc::clone(reservation))
 }
 
@@ -40,7 +40,7 @@ fn reservation_counts_at_once_and_returns_its_rest() {
         let reservation = Arc::new(budget.reserve(600).unwrap());
         assert_eq!(used(&budget), 600);
         assert!(budget.reserve(401).is_err(), "there are 400 left");
-        let reserved = from(&runtime, &reservation);
+        let reserved = runtime_over(&runtime, &reservation);
         let slice = bytes(&reserved, 500).unwrap();
         assert_eq!(used(&budget), 600);
         let left = BudgetSnapshot {
@@ -70,10 +70,10 @@ fn reserved_bytes_are_exclusive_and_freed_bytes_shared() {
         let everybodys = runtime.with_resource(|_| Arc::clone(&budget));
         let reservation = Arc::new(budget.reserve(LIMIT).unwrap());
         bytes(&everybodys, 1).unwrap_err();
-        let slice = bytes(&from(&runtime, &reservation), 1000).unwrap();
+        let slice = bytes(&runtime_over(&runtime, &reservation), 1000).unwrap();
         drop(slice);
         assert_eq!(used(&budget), 0);
-        bytes(&from(&runtime, &reservation), 1).unwrap_err();
+        bytes(&runtime_over(&runtime, &reservation), 1).unwrap_err();
         bytes(&everybodys, 1000).unwrap();
     });
 }
@@ -84,7 +84,7 @@ fn reservation_stays_exact_when_the_driver_fails() {
         let runtime = runtime(0);
         let budget = budget(&runtime);
         let reservation = Arc::new(budget.reserve(600).unwrap());
-        let slice = bytes(&from(&runtime, &reservation), 100).unwrap();
+        let slice = bytes(&runtime_over(&runtime, &reservation), 100).unwrap();
         fault(runtime.context());
         let stream = runtime.context().default_stream();
         let layout = std::alloc::Layout::new::<[u8; 50]>();
@@ -111,7 +111,7 @@ fn eight_threads_use_a_reservation_to_the_last_byte() {
             let threads: Vec<_> = (0..8)
                 .map(|_| {
                     scope.spawn(|| {
-                        let reserved = from(&runtime, &reservation);
+                        let reserved = runtime_over(&runtime, &reservation);
                         (0..100)
                             .filter_map(|_| bytes(&reserved, 1).ok())
                             .collect::<Vec<_>>()

@@ -47,7 +47,7 @@ fn unlisted_code_poisons_when_a_probe_repeats_it() {
 }
 
 /// Runs the test again on the same machine, in a process of its own.
-fn another_process(role: &str) {
+fn run_in_child(role: &str) {
     assert!(twin(role).status().unwrap().success());
 }
 
@@ -66,10 +66,10 @@ fn fault_affects_neither_neighbours_nor_the_next_image() {
             }
             Some(_) => assert_eq!(good(&runtime), Ok(())),
             None => {
-                another_process("neighbour");
+                run_in_child("neighbour");
                 assert_eq!(good(&runtime), Ok(()));
                 fault(runtime.context());
-                another_process("next image");
+                run_in_child("next image");
                 assert_eq!(runtime.state().check(), Err(StaleReason::Poisoned(700)));
             }
         }

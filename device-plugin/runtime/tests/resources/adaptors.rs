@@ -75,9 +75,9 @@ fn replay(log: &str) -> usize {
 
 /// A writer whose bytes can be read afterwards.
 #[derive(Clone, Debug, Default)]
-struct Page(Arc<Mutex<Vec<u8>>>);
+struct SharedBuffer(Arc<Mutex<Vec<u8>>>);
 
-impl std::io::Write for Page {
+impl std::io::Write for SharedBuffer {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
         self.0.lock().unwrap().write(bytes)
     }
@@ -91,7 +91,7 @@ impl std::io::Write for Page {
 fn log_of_eight_threads_can_be_replayed() {
     inside(ONE_GPU, |_| {
         let context = context(0);
-        let page = Page::default();
+        let page = SharedBuffer::default();
         let csv = Arc::new(CsvSink::new(page.clone()).unwrap());
         let logged = Logging::new(Direct::new(&context), Arc::clone(&csv));
         std::thread::scope(|scope| {
@@ -226,14 +226,14 @@ fn injected_free_failure_is_reaped() {
         let block = faulty
             .allocate(bytes(2 * MIB), &stream, Tag::default())
             .unwrap();
-        let gone = block.as_ref();
+        let freed = block.as_ref();
         assert!(matches!(
             faulty.deallocate(block, &stream),
             Err(FreeError::Retired { .. })
         ));
         assert_eq!(faulty.bytes_outstanding().retired, 2 << 20);
         assert!(faulty.reap_pending().is_err());
-        assert!(faulty.is_retired(gone));
+        assert!(faulty.is_retired(freed));
         assert_eq!(faulty.reap_pending().unwrap().freed, 2 << 20);
         assert_eq!(machine.used(0), before);
     });
@@ -243,7 +243,7 @@ fn injected_free_failure_is_reaped() {
 fn adaptors_compose_and_forward_uses() {
     inside(ONE_GPU, |_| {
         let context = context(0);
-        let (home, other) = (context.stream().unwrap(), context.stream().unwrap());
+        let (alloc_stream, other) = (context.stream().unwrap(), context.stream().unwrap());
         let log = Arc::new(MemorySink::default());
         let source = DebugGuard::new(StreamOrdered::new(&context), 1 << 20);
         let injected = FaultInjection::new(source, FaultPlan::default());
@@ -252,23 +252,25 @@ fn adaptors_compose_and_forward_uses() {
             Logging::new(budget, Arc::clone(&log)),
             |_: &AllocationFailure<'_>| FailureAction::Fail,
         );
-        let block = all.allocate(bytes(MIB), &home, Tag("all")).unwrap();
+        let block = all.allocate(bytes(MIB), &alloc_stream, Tag("all")).unwrap();
         let used = all.prepare_block_use(block.as_ref(), &other).unwrap();
         assert_eq!(used.block, block.as_ref());
         context.fill_async(block.address(), 1, MIB, &other).unwrap();
         all.finish_block_use(used, &other).unwrap();
-        all.record_block_use(block.as_ref(), &home).unwrap();
-        let gone = block.as_ref();
+        all.record_block_use(block.as_ref(), &alloc_stream).unwrap();
+        let freed = block.as_ref();
         all.deallocate(block, &other).unwrap();
         assert_eq!(all.bytes_outstanding().retired, 1 << 20);
         assert_eq!(all.budget_snapshot().unwrap().used, 1 << 20);
-        assert!(all.is_retired(gone));
+        assert!(all.is_retired(freed));
         all.reap_pending().unwrap();
         context.synchronize().unwrap();
         all.reap_pending().unwrap();
         assert_eq!(all.budget_snapshot().unwrap().used, 0);
         assert_eq!(
-            all.record_block_use(gone, &home).unwrap_err().reason(),
+            all.record_block_use(freed, &alloc_stream)
+                .unwrap_err()
+                .reason(),
             "Stale"
         );
         assert_eq!(log.records().len(), 2);

@@ -12,7 +12,7 @@ use bursar_runtime::{
 use bursar_sim_lab::{ONE_GPU, inside};
 use proptest::prelude::*;
 
-use crate::{BUSY, MIB, bytes, context, spin};
+use crate::{MIB, SPIN_TIME, bytes, context, spin};
 
 const LIMIT: u64 = 1 << 20;
 
@@ -107,7 +107,7 @@ fn pending_free_still_counts() {
         let block = budget
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
-        spin(&stream, BUSY);
+        spin(&stream, SPIN_TIME);
         budget.deallocate(block, &stream).unwrap();
         assert!(budget.allocate(bytes(1), &stream, Tag::default()).is_err());
         stream.synchronize().unwrap();
@@ -225,13 +225,13 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// One call in five or so fails.
-fn codes() -> impl Strategy<Value = VecDeque<Option<i32>>> {
+fn fault_codes() -> impl Strategy<Value = VecDeque<Option<i32>>> {
     let one = prop_oneof![5 => Just(None), 1 => prop_oneof![Just(2), Just(700), Just(999)].prop_map(Some)];
     prop::collection::vec_deque(one, 0..60)
 }
 
 /// Whatever is under a budget and fails, what the budget counts is what was asked for and not yet given back.
-fn exact(
+fn assert_exact(
     resource: impl DeviceMemoryResource,
     stream: &bursar_runtime::driver::Stream,
     steps: Vec<Step>,
@@ -297,10 +297,10 @@ fn budget_never_drifts_when_its_upstream_fails() {
         let context = context(0);
         let stream = context.stream().unwrap();
         let histories = prop::collection::vec(step(), 0..60);
-        proptest!(|(steps in histories, allocations in codes(), frees in codes(), reaps in codes())| {
+        proptest!(|(steps in histories, allocations in fault_codes(), frees in fault_codes(), reaps in fault_codes())| {
             let plan = FaultPlan { allocations, frees, reaps };
-            exact(FaultInjection::new(Direct::new(&context), plan.clone()), &stream, steps.clone());
-            exact(FaultInjection::new(StreamOrdered::new(&context), plan), &stream, steps);
+            assert_exact(FaultInjection::new(Direct::new(&context), plan.clone()), &stream, steps.clone());
+            assert_exact(FaultInjection::new(StreamOrdered::new(&context), plan), &stream, steps);
         });
     });
 }
@@ -311,10 +311,10 @@ fn budget_never_drifts_over_a_quarantine_or_a_pool() {
         let context = context(0);
         let stream = context.default_stream();
         let pool = || Pool::new(Direct::new(&context), &context, PoolSettings::default()).unwrap();
-        proptest!(ProptestConfig::with_cases(32), |(steps in prop::collection::vec(step(), 0..40), frees in codes())| {
+        proptest!(ProptestConfig::with_cases(32), |(steps in prop::collection::vec(step(), 0..40), frees in fault_codes())| {
             let plan = FaultPlan { frees, ..FaultPlan::default() };
-            exact(DebugGuard::new(Direct::new(&context), LIMIT / 4), &stream, steps.clone());
-            exact(DebugGuard::new(FaultInjection::new(pool(), plan), LIMIT / 4), &stream, steps);
+            assert_exact(DebugGuard::new(Direct::new(&context), LIMIT / 4), &stream, steps.clone());
+            assert_exact(DebugGuard::new(FaultInjection::new(pool(), plan), LIMIT / 4), &stream, steps);
         });
     });
 }

@@ -20,7 +20,12 @@ fn corrupted(address: u64, while_live: bool) -> ResourceError {
 }
 
 /// A byte beside a block is written, and the free finds it.
-fn finds(guard: &impl DeviceMemoryResource, stream: &Stream, layout: Layout, offset: i64) {
+fn assert_overwrite_is_found(
+    guard: &impl DeviceMemoryResource,
+    stream: &Stream,
+    layout: Layout,
+    offset: i64,
+) {
     let block = guard.allocate(layout, stream, Tag::default()).unwrap();
     let address = block.address().wrapping_add_signed(offset);
     stream.context().fill(address, 0, 1).unwrap();
@@ -51,8 +56,8 @@ fn write_past_either_end_is_found_on_free() {
         for (size, align) in [(1, 1), (1000, 256), (3 * MIB, 16)] {
             let layout = Layout::from_size_align(size, align).unwrap();
             for offset in [-1, -256, size as i64, size as i64 + 255] {
-                finds(&direct, &stream, layout, offset);
-                finds(&pages, &stream, layout, offset);
+                assert_overwrite_is_found(&direct, &stream, layout, offset);
+                assert_overwrite_is_found(&pages, &stream, layout, offset);
             }
         }
     });
@@ -92,19 +97,19 @@ fn write_after_free_is_found_when_quarantine_ends() {
             context.default_stream(),
         );
         let block = guard.allocate(bytes(MIB), &stream, Tag::default()).unwrap();
-        let gone = block.as_ref();
+        let freed = block.as_ref();
         guard.deallocate(block, &stream).unwrap();
-        assert!(guard.is_retired(gone));
-        let used = guard.record_block_use(gone, &stream).unwrap_err();
+        assert!(guard.is_retired(freed));
+        let used = guard.record_block_use(freed, &stream).unwrap_err();
         assert_eq!(used.reason(), "Stale");
         assert_eq!(guard.bytes_outstanding().retired, 1 << 20);
-        context.fill(gone.address + 5, 1, 1).unwrap();
+        context.fill(freed.address + 5, 1, 1).unwrap();
         assert_eq!(guard.reap_pending().unwrap().freed, 1 << 20);
         assert_eq!(
             guard.take_violations(),
-            [corrupted(gone.address + 5, false)]
+            [corrupted(freed.address + 5, false)]
         );
-        assert!(!guard.is_retired(gone));
+        assert!(!guard.is_retired(freed));
     });
 }
 

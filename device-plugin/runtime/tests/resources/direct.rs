@@ -92,7 +92,7 @@ fn free_of_a_foreign_block_returns_the_block() {
 }
 
 /// A block is freed twice, the second time when its address is another block's, where the driver gives it again.
-fn refuses_a_second_free(memory: impl DeviceMemoryResource, stream: &Stream) -> bool {
+fn assert_double_free_is_refused(memory: impl DeviceMemoryResource, stream: &Stream) -> bool {
     let (kind, memory) = (memory.kind(), Budget::new(memory, u64::MAX));
     let block = memory.allocate(bytes(MIB), stream, Tag::default()).unwrap();
     let old = block.as_ref();
@@ -120,18 +120,18 @@ fn double_free_is_refused_when_the_address_was_reused() {
         let (direct, stream) = direct(0);
         let context = stream.context();
         let guarded = Exportable::guarded(context, 0).unwrap();
-        assert!(refuses_a_second_free(direct, &stream));
-        assert!(refuses_a_second_free(
+        assert!(assert_double_free_is_refused(direct, &stream));
+        assert!(assert_double_free_is_refused(
             Managed::with_allocator(context, Attach::Global),
             &stream
         ));
-        assert!(refuses_a_second_free(
+        assert!(assert_double_free_is_refused(
             DebugGuard::new(Direct::new(context), 0),
             &stream
         ));
-        refuses_a_second_free(StreamOrdered::new(context), &stream);
-        refuses_a_second_free(Exportable::new(context).unwrap(), &stream);
-        refuses_a_second_free(DebugGuard::new(guarded, 1 << 30), &stream);
+        assert_double_free_is_refused(StreamOrdered::new(context), &stream);
+        assert_double_free_is_refused(Exportable::new(context).unwrap(), &stream);
+        assert_double_free_is_refused(DebugGuard::new(guarded, 1 << 30), &stream);
     });
 }
 
@@ -172,13 +172,13 @@ fn failed_free_stays_charged_and_is_reaped() {
         let block = direct
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
-        let gone = block.as_ref();
+        let freed = block.as_ref();
         fault(&stream);
         let Err(FreeError::Retired { bytes, source }) = direct.deallocate(block, &stream) else {
             panic!("it was freed");
         };
         assert_eq!((bytes, source.code), (1 << 20, 700));
-        assert!(direct.is_retired(gone));
+        assert!(direct.is_retired(freed));
         assert_eq!(direct.bytes_outstanding().retired, 1 << 20);
         // The process image is poisoned for good: so is every retry, and nothing is forgotten.
         assert_eq!(direct.reap_pending().unwrap_err().reason(), "Cuda");

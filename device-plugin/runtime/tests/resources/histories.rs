@@ -39,12 +39,12 @@ fn step() -> impl Strategy<Value = Step> {
 }
 
 /// When each stream has done what it was given, at the earliest.
-struct Clock {
+struct StreamDeadlines {
     streams: Vec<Stream>,
     ends: Vec<Instant>,
 }
 
-impl Clock {
+impl StreamDeadlines {
     fn spin(&mut self, stream: usize, milliseconds: u64) {
         let time = Duration::from_millis(milliseconds);
         self.ends[stream] = self.ends[stream].max(Instant::now()) + time;
@@ -53,7 +53,7 @@ impl Clock {
 }
 
 fn check(memory: &impl DeviceMemoryResource, streams: &[Stream], steps: Vec<Step>) {
-    let mut clock = Clock {
+    let mut clock = StreamDeadlines {
         streams: streams.to_vec(),
         ends: vec![Instant::now(); STREAMS],
     };

@@ -24,7 +24,7 @@ use bursar_runtime::driver::{Context, Driver, Grid, Stream};
 const MIB: usize = 1 << 20;
 
 /// Long enough to be met again, by a thread that a busy machine keeps waiting too.
-const BUSY: Duration = Duration::from_secs(3);
+const SPIN_TIME: Duration = Duration::from_secs(3);
 
 fn context(ordinal: u32) -> Context {
     let device = Driver::get().unwrap().device(ordinal).unwrap();

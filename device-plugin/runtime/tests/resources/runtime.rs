@@ -10,12 +10,12 @@ use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
 use crate::{bytes, fault};
 
-const FIRST: &str = "GPU-00000000-0000-0000-0000-000000000001";
+const FIRST_GPU: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
 #[test]
 fn runtime_of_a_gpu_is_shared() {
     inside(TWO_GPUS, |_| {
-        let first = DeviceRuntime::for_gpu(FIRST.parse().unwrap()).unwrap();
+        let first = DeviceRuntime::for_gpu(FIRST_GPU.parse().unwrap()).unwrap();
         assert!(Arc::ptr_eq(&first, &DeviceRuntime::for_ordinal(0).unwrap()));
         assert!(Arc::ptr_eq(
             &first,
@@ -36,7 +36,7 @@ fn eight_concurrent_first_users_get_one_runtime() {
                 .map(|_| {
                     scope.spawn(|| {
                         together.wait();
-                        let runtime = DeviceRuntime::for_gpu(FIRST.parse().unwrap()).unwrap();
+                        let runtime = DeviceRuntime::for_gpu(FIRST_GPU.parse().unwrap()).unwrap();
                         let stream = runtime.stream().unwrap();
                         for _ in 0..64 {
                             let block = runtime

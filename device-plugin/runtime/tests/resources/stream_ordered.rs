@@ -6,7 +6,7 @@ use bursar_runtime::{
 };
 use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
-use crate::{BUSY, MIB, bytes, context, spin};
+use crate::{MIB, SPIN_TIME, bytes, context, spin};
 
 fn memory() -> (StreamOrdered, Stream, Stream) {
     let context = context(0);
@@ -21,17 +21,17 @@ fn freed_block_is_retired_until_its_stream_is_done() {
         let block = memory
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
-        let gone = block.as_ref();
-        spin(&stream, BUSY);
+        let freed = block.as_ref();
+        spin(&stream, SPIN_TIME);
         memory.deallocate(block, &stream).unwrap();
         let outstanding = memory.bytes_outstanding();
         assert_eq!((outstanding.live, outstanding.retired), (0, 1 << 20));
-        assert!(memory.is_retired(gone));
+        assert!(memory.is_retired(freed));
         assert_eq!(memory.reap_pending().unwrap().pending, 1 << 20);
         stream.synchronize().unwrap();
         let reaped = memory.reap_pending().unwrap();
         assert_eq!((reaped.freed, reaped.pending), (1 << 20, 0));
-        assert!(!memory.is_retired(gone));
+        assert!(!memory.is_retired(freed));
     });
 }
 
@@ -44,7 +44,7 @@ fn frees_complete_in_the_order_of_the_frees() {
         let (old, young) = (allocate().unwrap(), allocate().unwrap());
         memory.deallocate(young, &stream).unwrap();
         stream.synchronize().unwrap();
-        spin(&stream, BUSY);
+        spin(&stream, SPIN_TIME);
         memory.deallocate(old, &stream).unwrap();
         // There is room: what was allocated last was freed long ago.
         memory.deallocate(allocate().unwrap(), &stream).unwrap();
@@ -54,18 +54,20 @@ fn frees_complete_in_the_order_of_the_frees() {
 #[test]
 fn free_waits_for_reported_uses_in_other_streams() {
     inside(ONE_GPU, |_| {
-        let (memory, home, other) = memory();
-        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let (memory, alloc_stream, other) = memory();
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
         let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
-        spin(&other, BUSY);
+        spin(&other, SPIN_TIME);
         memory.finish_block_use(used, &other).unwrap();
-        memory.deallocate(block, &home).unwrap();
+        memory.deallocate(block, &alloc_stream).unwrap();
         assert!(
-            !home.is_idle().unwrap(),
+            !alloc_stream.is_idle().unwrap(),
             "the free is behind the other stream's work"
         );
         assert_eq!(memory.reap_pending().unwrap().freed, 0);
-        home.synchronize().unwrap();
+        alloc_stream.synchronize().unwrap();
         assert_eq!(memory.reap_pending().unwrap().freed, 1 << 20);
     });
 }
@@ -73,9 +75,11 @@ fn free_waits_for_reported_uses_in_other_streams() {
 #[test]
 fn prepared_use_waits_for_the_allocation() {
     inside(ONE_GPU, |_| {
-        let (memory, home, other) = memory();
-        spin(&home, BUSY);
-        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let (memory, alloc_stream, other) = memory();
+        spin(&alloc_stream, SPIN_TIME);
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
         assert!(other.is_idle().unwrap());
         let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
         assert!(!other.is_idle().unwrap(), "it waits for the allocation");
@@ -87,22 +91,27 @@ fn prepared_use_waits_for_the_allocation() {
 #[test]
 fn recorded_use_delays_the_free() {
     inside(ONE_GPU, |_| {
-        let (memory, home, other) = memory();
-        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
-        spin(&other, BUSY);
+        let (memory, alloc_stream, other) = memory();
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
+        spin(&other, SPIN_TIME);
         memory.record_block_use(block.as_ref(), &other).unwrap();
-        memory.deallocate(block, &home).unwrap();
-        assert!(!home.is_idle().unwrap());
+        memory.deallocate(block, &alloc_stream).unwrap();
+        assert!(!alloc_stream.is_idle().unwrap());
     });
 }
 
 #[test]
 fn free_is_refused_while_a_use_is_open() {
     inside(ONE_GPU, |_| {
-        let (memory, home, other) = memory();
-        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let (memory, alloc_stream, other) = memory();
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
         let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
-        let Err(FreeError::Refused { block, reason }) = memory.deallocate(block, &home) else {
+        let Err(FreeError::Refused { block, reason }) = memory.deallocate(block, &alloc_stream)
+        else {
             panic!("it was freed");
         };
         assert_eq!(
@@ -113,17 +122,19 @@ fn free_is_refused_while_a_use_is_open() {
             }
         );
         memory.finish_block_use(used, &other).unwrap();
-        memory.deallocate(block, &home).unwrap();
+        memory.deallocate(block, &alloc_stream).unwrap();
     });
 }
 
 #[test]
 fn use_is_refused_when_finished_in_another_stream() {
     inside(ONE_GPU, |_| {
-        let (memory, home, other) = memory();
-        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let (memory, alloc_stream, other) = memory();
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
         let used = memory.prepare_block_use(block.as_ref(), &other).unwrap();
-        let error = memory.finish_block_use(used, &home).unwrap_err();
+        let error = memory.finish_block_use(used, &alloc_stream).unwrap_err();
         assert_eq!(error.reason(), "WrongStream");
     });
 }
@@ -131,31 +142,37 @@ fn use_is_refused_when_finished_in_another_stream() {
 #[test]
 fn block_is_stale_after_its_free() {
     inside(ONE_GPU, |_| {
-        let (memory, home, other) = memory();
-        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
-        let gone = block.as_ref();
-        memory.deallocate(block, &home).unwrap();
+        let (memory, alloc_stream, other) = memory();
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
+        let freed = block.as_ref();
+        memory.deallocate(block, &alloc_stream).unwrap();
         // The next block may well have the same address.
-        let next = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let next = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
         let stale = ResourceError::Stale {
-            generation: gone.generation,
+            generation: freed.generation,
         };
-        assert_eq!(memory.prepare_block_use(gone, &other), Err(stale.clone()));
-        assert_eq!(memory.record_block_use(gone, &other), Err(stale));
+        assert_eq!(memory.prepare_block_use(freed, &other), Err(stale.clone()));
+        assert_eq!(memory.record_block_use(freed, &other), Err(stale));
         memory.record_block_use(next.as_ref(), &other).unwrap();
-        memory.deallocate(next, &home).unwrap();
+        memory.deallocate(next, &alloc_stream).unwrap();
     });
 }
 
 #[test]
 fn use_in_another_devices_stream_is_refused() {
     inside(TWO_GPUS, |_| {
-        let (memory, home, _) = memory();
+        let (memory, alloc_stream, _) = memory();
         let other = context(1).stream().unwrap();
-        let block = memory.allocate(bytes(MIB), &home, Tag::default()).unwrap();
+        let block = memory
+            .allocate(bytes(MIB), &alloc_stream, Tag::default())
+            .unwrap();
         let error = memory.record_block_use(block.as_ref(), &other).unwrap_err();
         assert_eq!(error.reason(), "WrongOrdinal");
-        memory.deallocate(block, &home).unwrap();
+        memory.deallocate(block, &alloc_stream).unwrap();
     });
 }
 
@@ -168,12 +185,15 @@ fn eight_threads_of_64_iterations_leak_nothing() {
             for thread in 1..=8 {
                 let (memory, context) = (&memory, &context);
                 scope.spawn(move || {
-                    let (home, other) = (context.stream().unwrap(), context.stream().unwrap());
+                    let (alloc_stream, other) =
+                        (context.stream().unwrap(), context.stream().unwrap());
                     for iteration in 1..=64 {
                         let layout = bytes(thread * iteration * 1000);
-                        let block = memory.allocate(layout, &home, Tag::default()).unwrap();
+                        let block = memory
+                            .allocate(layout, &alloc_stream, Tag::default())
+                            .unwrap();
                         memory.record_block_use(block.as_ref(), &other).unwrap();
-                        memory.deallocate(block, &home).unwrap();
+                        memory.deallocate(block, &alloc_stream).unwrap();
                     }
                 });
             }

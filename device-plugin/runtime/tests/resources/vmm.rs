@@ -11,7 +11,7 @@ use bursar_runtime::{DeviceMemoryResource as _, Exportable, Tag, source::vmm};
 use bursar_sim_lab::{ONE_GPU, inside, role, twin};
 
 use crate::raw::Raw as _;
-use crate::{BUSY, MIB, bytes, context, spin};
+use crate::{MIB, SPIN_TIME, bytes, context, spin};
 
 fn exportable() -> (Context, Exportable, Stream) {
     let context = context(0);
@@ -28,11 +28,11 @@ fn exported_block_outlives_its_free_in_the_importer() {
             .allocate(bytes(3 * MIB), &stream, Tag::default())
             .unwrap();
         context.copy_to_device(block.address(), b"bursar").unwrap();
-        let gone = block.as_ref();
-        let descriptor = memory.export(gone).unwrap();
+        let freed = block.as_ref();
+        let descriptor = memory.export(freed).unwrap();
         memory.deallocate(block, &stream).unwrap();
         assert_eq!(memory.bytes_outstanding().total(), 0);
-        assert_eq!(memory.export(gone).unwrap_err().reason(), "Stale");
+        assert_eq!(memory.export(freed).unwrap_err().reason(), "Stale");
         let mapping = vmm::import(&context, descriptor.as_fd(), 4 << 20, Access::Read).unwrap();
         drop(descriptor);
         let mut back = [0; 6];
@@ -106,7 +106,7 @@ fn freed_block_stays_mapped_until_its_stream_is_done() {
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
         let used = machine.used(0);
-        spin(&stream, BUSY);
+        spin(&stream, SPIN_TIME);
         memory.deallocate(block, &stream).unwrap();
         assert_eq!(memory.bytes_outstanding().retired, 1 << 20);
         assert_eq!(machine.used(0), used);

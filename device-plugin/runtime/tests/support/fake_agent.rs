@@ -12,15 +12,15 @@ use std::time::Duration;
 /// The GPU of `bursar_sim_lab::ONE_GPU`.
 pub(crate) const GPU: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
-pub(crate) struct Keeper {
+pub(crate) struct FakeAgent {
     folder: tempfile::TempDir,
     _keeper: Process,
     _vault: Process,
 }
 
-impl Keeper {
+impl FakeAgent {
     /// Starts them; `command` makes each, so that it finds a driver.
-    pub(crate) fn start(command: impl Fn(&Path) -> Command) -> Keeper {
+    pub(crate) fn start(command: impl Fn(&Path) -> Command) -> FakeAgent {
         let programs = programs();
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("vault");
@@ -48,7 +48,7 @@ impl Keeper {
         let mut said = BufReader::new(keeper.0.stdout.take().unwrap());
         said.read_line(&mut line).unwrap();
         assert_eq!(line, "ready\n");
-        Keeper {
+        FakeAgent {
             folder,
             _vault: vault,
             _keeper: keeper,
@@ -73,8 +73,8 @@ impl Drop for Process {
 
 /// Builds them, once; the folder that cargo puts them in.
 fn programs() -> &'static Path {
-    static BUILT: OnceLock<PathBuf> = OnceLock::new();
-    BUILT.get_or_init(|| {
+    static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
+    PROGRAMS.get_or_init(|| {
         let mut build = Command::new(env!("CARGO"));
         build.args(["build", "--quiet", "-p", "bursar-vault", "-p"]);
         build.args(["bursar-worker", "--bins", "--example", "keeper"]);

@@ -77,7 +77,7 @@ impl Model {
     }
 }
 
-fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
+fn run_history(steps: Vec<Step>) -> Result<(), TestCaseError> {
     let (shards, mut model) = (Shards::new(u64::MAX), Model::default());
     model.end = GRANULE;
     for step in steps {
@@ -96,7 +96,7 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                     .try_allocate(slot, request)
                     .or_else(|| shards.allocate_with_draw(slot, request));
                 prop_assert!(fits || allocation.is_none());
-                let allocation = allocation.or_else(|| shards.anywhere(request));
+                let allocation = allocation.or_else(|| shards.allocate_anywhere(request));
                 // The model ignores chunks, and counts the slack of each block as free.
                 prop_assert_eq!(allocation.is_some(), fits, "{:?}", request);
                 let Some(allocation) = allocation else {
@@ -154,13 +154,13 @@ proptest! {
 
     #[test]
     fn request_fails_only_when_no_free_range_fits(steps in steps()) {
-        play(steps)?;
+        run_history(steps)?;
     }
 }
 
 impl Shards {
     /// Allocates from any heap, as a pool does that cannot grow.
-    fn anywhere(&self, request: Request) -> Option<Allocation> {
+    fn allocate_anywhere(&self, request: Request) -> Option<Allocation> {
         self.charge(request.bytes).ok()?;
         let allocation = self.allocate_any(request);
         if allocation.is_none() {
@@ -222,7 +222,7 @@ fn eight_threads_never_share_or_lose_a_byte() {
                     let allocation = shards
                         .try_allocate(slot, request)
                         .or_else(|| shards.allocate_with_draw(slot, request))
-                        .or_else(|| shards.anywhere(request));
+                        .or_else(|| shards.allocate_anywhere(request));
                     let allocation = allocation
                         .expect("8 x 40 blocks of half a MiB at most are less than there is");
                     for owner in owners(allocation.address, bytes) {
@@ -234,7 +234,7 @@ fn eight_threads_never_share_or_lose_a_byte() {
             });
         }
     });
-    let all = shards.anywhere(Request {
+    let all = shards.allocate_anywhere(Request {
         bytes: BYTES,
         align: 1,
     });
@@ -261,7 +261,7 @@ fn eight_threads_fill_the_limit_to_the_last_byte() {
                     shards
                         .try_allocate(slot, request)
                         .or_else(|| shards.allocate_with_draw(slot, request))
-                        .or_else(|| shards.anywhere(request))
+                        .or_else(|| shards.allocate_anywhere(request))
                 };
                 std::iter::from_fn(take).collect()
             };
@@ -297,13 +297,13 @@ fn drawn_credit_obeys_a_lowered_limit() {
     assert!(
         shards
             .try_allocate(0, ONE)
-            .or_else(|| shards.anywhere(ONE))
+            .or_else(|| shards.allocate_anywhere(ONE))
             .is_none()
     );
     shards.set_limit(2 * MIB);
     let second = shards
         .try_allocate(0, ONE)
-        .or_else(|| shards.anywhere(ONE))
+        .or_else(|| shards.allocate_anywhere(ONE))
         .expect("it fits");
     for allocation in [first, second] {
         shards
@@ -319,7 +319,7 @@ fn freed_bytes_above_a_lowered_limit_are_not_reused() {
         shards
             .try_allocate(0, ONE)
             .or_else(|| shards.allocate_with_draw(0, ONE))
-            .or_else(|| shards.anywhere(ONE))
+            .or_else(|| shards.allocate_anywhere(ONE))
     };
     let free = |allocation: Allocation| {
         shards
@@ -347,7 +347,7 @@ fn shard_gets_the_idle_credit_of_another() {
     let take = |slot, bytes| {
         shards
             .allocate_with_draw(slot, request(bytes))
-            .or_else(|| shards.anywhere(request(bytes)))
+            .or_else(|| shards.allocate_anywhere(request(bytes)))
     };
     let blocks: Vec<_> = (0..8).filter_map(|slot| take(slot, MIB)).collect();
     assert_eq!(blocks.len(), 8);
@@ -363,22 +363,24 @@ fn shard_gets_the_idle_credit_of_another() {
 
 /// Fills a limit of 8 MiB with one block in each of eight shards. `turn` says whether other shards
 /// had to give credit.
-fn at_its_limit() -> (Shards, Vec<Allocation>) {
+fn shards_at_the_limit() -> (Shards, Vec<Allocation>) {
     let shards = shards(8 * MIB, 64 * MIB);
-    let blocks = (0..8).map(|slot| turn(&shards, slot).0).collect();
+    let blocks = (0..8)
+        .map(|slot| allocate_in_turn(&shards, slot).0)
+        .collect();
     (shards, blocks)
 }
 
-fn turn(shards: &Shards, slot: usize) -> (Allocation, bool) {
+fn allocate_in_turn(shards: &Shards, slot: usize) -> (Allocation, bool) {
     let taken = shards
         .try_allocate(slot, ONE)
         .or_else(|| shards.allocate_with_draw(slot, ONE));
     let asked = taken.is_none();
-    let allocation = taken.or_else(|| shards.anywhere(ONE));
+    let allocation = taken.or_else(|| shards.allocate_anywhere(ONE));
     (allocation.expect("it is within the limit"), asked)
 }
 
-fn give_back(shards: &Shards, allocation: Allocation) {
+fn free(shards: &Shards, allocation: Allocation) {
     shards
         .free(allocation.handle, StreamDeps::NONE, |all| all)
         .expect("it is live");
@@ -386,11 +388,11 @@ fn give_back(shards: &Shards, allocation: Allocation) {
 
 #[test]
 fn shards_alternating_at_the_limit_collect_credit_once() {
-    let (shards, mut blocks) = at_its_limit();
+    let (shards, mut blocks) = shards_at_the_limit();
     let mut asked = 0;
     for at in 0..1000 {
-        give_back(&shards, blocks.remove(at % 8));
-        let (allocation, others) = turn(&shards, at * 3);
+        free(&shards, blocks.remove(at % 8));
+        let (allocation, others) = allocate_in_turn(&shards, at * 3);
         asked += usize::from(others);
         blocks.push(allocation);
     }
@@ -399,27 +401,27 @@ fn shards_alternating_at_the_limit_collect_credit_once() {
 
 #[test]
 fn shard_keeps_credit_again_when_plenty_is_left() {
-    let (shards, mut blocks) = at_its_limit();
-    give_back(&shards, blocks.remove(0));
-    blocks.push(turn(&shards, 1).0);
+    let (shards, mut blocks) = shards_at_the_limit();
+    free(&shards, blocks.remove(0));
+    blocks.push(allocate_in_turn(&shards, 1).0);
     for allocation in blocks {
-        give_back(&shards, allocation);
+        free(&shards, allocation);
     }
     let scarce = || shards.low_credit.load(Ordering::Relaxed);
     assert!(scarce());
-    let kept = turn(&shards, 2).0;
-    give_back(&shards, kept);
+    let kept = allocate_in_turn(&shards, 2).0;
+    free(&shards, kept);
     assert!(!scarce());
     assert!(shards.account.0.snapshot().used >= MIB);
 }
 
 #[test]
 fn single_shard_at_the_limit_leaves_low_credit_mode() {
-    let (shards, mut blocks) = at_its_limit();
-    give_back(&shards, blocks.remove(0));
+    let (shards, mut blocks) = shards_at_the_limit();
+    free(&shards, blocks.remove(0));
     for _ in 0..=LOW_CREDIT_DRAWS {
-        let allocation = turn(&shards, 1).0;
-        give_back(&shards, allocation);
+        let allocation = allocate_in_turn(&shards, 1).0;
+        free(&shards, allocation);
     }
     assert!(shards.try_allocate(1, ONE).is_some(), "the part has credit");
 }
@@ -442,7 +444,7 @@ fn credit_freed_during_a_collection_is_found() {
         }
         // The thread waits for the first shard now. At no time is more than half of the limit live.
         std::thread::sleep(std::time::Duration::from_millis(50));
-        give_back(&shards, live);
+        free(&shards, live);
         assert!(shards.allocate_with_draw(5, ONE).is_some(), "it has credit");
         drop(held);
         assert_eq!(charged.join().expect("it ends"), Ok(()));

@@ -82,7 +82,7 @@ impl Model {
     }
 }
 
-fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
+fn run_history(steps: Vec<Step>) -> Result<(), TestCaseError> {
     let (mut heap, mut model) = (TlsfHeap::new(), Model::default());
     for step in steps {
         match step.clone() {
@@ -121,13 +121,16 @@ fn play(steps: Vec<Step>) -> Result<(), TestCaseError> {
                 let Some((at, id)) = model.pick(which) else {
                     continue;
                 };
-                prop_assert!(heap.free(id, deps, all).is_ok());
+                prop_assert!(heap.free(id, deps, unchanged).is_ok());
                 model.live.remove(&at);
                 model.dead.push(id);
             }
             Step::FreeTwice { which } => {
                 if let Some(nth) = which.checked_rem(model.dead.len()) {
-                    prop_assert!(heap.free(model.dead[nth], StreamDeps::NONE, all).is_err());
+                    prop_assert!(
+                        heap.free(model.dead[nth], StreamDeps::NONE, unchanged)
+                            .is_err()
+                    );
                 }
             }
             Step::Remove { which } => {
@@ -174,12 +177,12 @@ proptest! {
 
     #[test]
     fn blocks_never_overlap_and_free_neighbours_merge(steps in steps()) {
-        play(steps)?;
+        run_history(steps)?;
     }
 }
 
 /// The freeing stream has waited for no other.
-fn all(deps: StreamDeps) -> StreamDeps {
+fn unchanged(deps: StreamDeps) -> StreamDeps {
     deps
 }
 
@@ -201,7 +204,7 @@ fn merged_block_has_the_deps_of_all_its_parts() {
             slots: 1 << slot,
             stamp: 10 - slot,
         };
-        heap.free(taken.id, deps, all).expect("it is live");
+        heap.free(taken.id, deps, unchanged).expect("it is live");
     }
     assert_eq!(
         heap.remove_region(region),
@@ -217,10 +220,10 @@ fn remainder_of_a_split_block_keeps_its_deps() {
     let (mut heap, region) = heap(2 * GRANULE);
     let both = heap.allocate(2 * GRANULE, 1).expect("it fits");
     let deps = StreamDeps { slots: 1, stamp: 7 };
-    heap.free(both.id, deps, all).expect("it is live");
+    heap.free(both.id, deps, unchanged).expect("it is live");
     let one = heap.allocate(GRANULE, 1).expect("it fits");
     assert_eq!(one.deps, deps);
-    heap.free(one.id, StreamDeps::NONE, all)
+    heap.free(one.id, StreamDeps::NONE, unchanged)
         .expect("it is live");
     assert_eq!(heap.remove_region(region), Some(deps));
 }
@@ -229,13 +232,13 @@ fn remainder_of_a_split_block_keeps_its_deps() {
 fn stale_block_id_frees_nothing() {
     let (mut heap, _) = heap(GRANULE);
     let old = heap.allocate(1, 1).expect("it fits");
-    heap.free(old.id, StreamDeps::NONE, all)
+    heap.free(old.id, StreamDeps::NONE, unchanged)
         .expect("it is live");
     let new = heap.allocate(1, 1).expect("it fits");
     assert_eq!(old.id.index, new.id.index);
-    assert!(heap.free(old.id, StreamDeps::NONE, all).is_err());
-    assert!(heap.free(new.id, StreamDeps::NONE, all).is_ok());
-    assert!(heap.free(new.id, StreamDeps::NONE, all).is_err());
+    assert!(heap.free(old.id, StreamDeps::NONE, unchanged).is_err());
+    assert!(heap.free(new.id, StreamDeps::NONE, unchanged).is_ok());
+    assert!(heap.free(new.id, StreamDeps::NONE, unchanged).is_err());
 }
 
 #[test]
@@ -244,12 +247,12 @@ fn last_freed_block_is_reused_for_the_same_size() {
     let _kept = heap.allocate(GRANULE, 1).expect("it fits");
     let deps = StreamDeps { slots: 1, stamp: 7 };
     let first = heap.allocate(8 * GRANULE, 1).expect("it fits");
-    heap.free(first.id, deps, all).expect("it is live");
+    heap.free(first.id, deps, unchanged).expect("it is live");
     let other = heap.allocate(9 * GRANULE, 1).expect("it fits");
     assert_ne!(other.address, first.address);
     let second = heap.allocate(8 * GRANULE, 1).expect("it fits");
     assert_eq!((second.address, second.deps), (first.address, deps));
-    assert!(heap.free(first.id, deps, all).is_err());
+    assert!(heap.free(first.id, deps, unchanged).is_err());
     assert_eq!(heap.empty_region_deps(region), None);
 }
 
@@ -258,7 +261,7 @@ fn last_freed_block_is_available_to_any_request() {
     let (mut heap, _) = heap(3 * GRANULE);
     let _low = heap.allocate(GRANULE, 1).expect("it fits");
     let high = heap.allocate(GRANULE, 1).expect("it fits");
-    heap.free(high.id, StreamDeps::NONE, all)
+    heap.free(high.id, StreamDeps::NONE, unchanged)
         .expect("it is live");
     assert!(heap.allocate(2 * GRANULE, 1).is_some());
 }
@@ -272,15 +275,15 @@ fn last_freed_block_keeps_deps_of_another_stream() {
         |heap: &mut TlsfHeap, taken: HeapBlock, slots, left: fn(StreamDeps) -> StreamDeps| {
             heap.free(taken.id, used(slots), left).expect("it is live");
         };
-    free(&mut heap, taken[1], 0b001, all);
-    free(&mut heap, taken[2], 0b010, all);
+    free(&mut heap, taken[1], 0b001, unchanged);
+    free(&mut heap, taken[2], 0b010, unchanged);
     let other = heap.allocate(2 * GRANULE, 1).expect("it fits");
     // Slot 2 has waited for slot 0, but not for slot 1, whose block merges with its neighbour now.
     free(&mut heap, other, 0b100, |before| StreamDeps {
         slots: before.slots & !0b001,
         ..before
     });
-    free(&mut heap, taken[0], 0, all);
+    free(&mut heap, taken[0], 0, unchanged);
     assert_eq!(heap.remove_region(region), Some(used(0b111)));
 }
 
@@ -295,7 +298,8 @@ fn merge_drops_deps_that_the_freeing_stream_met() {
     let (mut heap, region) = heap(2 * GRANULE);
     let [one, other] = [0; 2].map(|_| heap.allocate(GRANULE, 1).expect("it fits"));
     let used = |slots, stamp| StreamDeps { slots, stamp };
-    heap.free(other.id, used(0b01, 1), all).expect("it is live");
+    heap.free(other.id, used(0b01, 1), unchanged)
+        .expect("it is live");
     heap.merge_last_freed();
     let left = |before: StreamDeps| used(before.slots & !0b01, before.stamp);
     heap.free(one.id, used(0b10, 2), left).expect("it is live");

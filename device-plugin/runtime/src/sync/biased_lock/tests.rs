@@ -6,13 +6,13 @@ use std::sync::{Barrier, Mutex, MutexGuard, PoisonError};
 use super::*;
 
 /// Serializes the tests, because one of them takes all slots.
-fn alone() -> MutexGuard<'static, ()> {
+fn serialize_tests() -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     ONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Takes the lock until the thread has its bias.
-fn earn(lock: &BiasedLock<u64>) {
+fn acquire_bias(lock: &BiasedLock<u64>) {
     register_membarrier();
     for _ in 0..100 * BIAS_THRESHOLD {
         drop(lock.lock());
@@ -30,7 +30,7 @@ fn owner<T>(lock: &BiasedLock<T>) -> usize {
 
 #[test]
 fn bias_is_granted_after_the_threshold_and_revoked() {
-    let _alone = alone();
+    let _alone = serialize_tests();
     let lock = BiasedLock::new(0);
     for _ in 0..BIAS_THRESHOLD {
         assert_eq!(owner(&lock), NO_OWNER);
@@ -58,12 +58,12 @@ fn is_held(lock: &BiasedLock<u64>) -> bool {
 
 #[test]
 fn lock_is_exclusive_by_spin_and_by_bias() {
-    let _alone = alone();
+    let _alone = serialize_tests();
     let lock = BiasedLock::new(0);
     let held = lock.lock();
     assert!(is_held(&lock), "by turn");
     drop(held);
-    earn(&lock);
+    acquire_bias(&lock);
     let held = lock.lock();
     assert!(is_held(&lock), "by bias");
     assert_eq!(owner(&lock), SLOT.get(), "who only tried took no bias");
@@ -73,7 +73,7 @@ fn lock_is_exclusive_by_spin_and_by_bias() {
 
 #[test]
 fn lock_is_not_reentrant_when_the_bias_is_granted() {
-    let _alone = alone();
+    let _alone = serialize_tests();
     register_membarrier();
     let lock = BiasedLock::new(0);
     for taken in 1..=2 * BIAS_THRESHOLD {
@@ -86,9 +86,9 @@ fn lock_is_not_reentrant_when_the_bias_is_granted() {
 
 #[test]
 fn nested_locks_are_released_independently() {
-    let _alone = alone();
+    let _alone = serialize_tests();
     let locks = [BiasedLock::new(0), BiasedLock::new(0)];
-    locks.iter().for_each(earn);
+    locks.iter().for_each(acquire_bias);
     let outer = locks[0].lock();
     let inner = locks[1].lock();
     assert!(holds_biased_lock(SLOT.get()));
@@ -103,7 +103,7 @@ fn nested_locks_are_released_independently() {
     assert!(!holds_biased_lock(SLOT.get()));
 }
 
-fn taken() -> usize {
+fn claimed_slots() -> usize {
     let slots = SLOTS.iter();
     slots
         .filter(|slot| slot.claimed.load(Ordering::Relaxed))
@@ -112,7 +112,7 @@ fn taken() -> usize {
 
 #[test]
 fn slot_passes_with_its_biases_to_another_thread() {
-    let _alone = alone();
+    let _alone = serialize_tests();
     let lock = BiasedLock::new(0);
     let mut slots = BTreeSet::new();
     for _ in 0..2 * SLOT_COUNT {
@@ -120,7 +120,7 @@ fn slot_passes_with_its_biases_to_another_thread() {
             let thread = scope.spawn(|| {
                 // The bias is that of an earlier thread, which may have had this thread's slot.
                 *lock.lock() += 1;
-                earn(&lock);
+                acquire_bias(&lock);
                 SLOT.get()
             });
             thread.join().expect("it ends")
@@ -134,7 +134,7 @@ fn slot_passes_with_its_biases_to_another_thread() {
 
 #[test]
 fn threads_beyond_the_slots_get_no_bias() {
-    let _alone = alone();
+    let _alone = serialize_tests();
     register_membarrier();
     let (shared, gate) = (BiasedLock::new(0), Barrier::new(SLOT_COUNT + 8));
     let without = std::thread::scope(|scope| {
@@ -157,20 +157,24 @@ fn threads_beyond_the_slots_get_no_bias() {
     });
     assert!(without >= 9, "{without}");
     assert_eq!(*shared.lock(), SLOT_COUNT as u64 + 8);
-    assert!(taken() < SLOT_COUNT / 2, "{} are taken", taken());
+    assert!(
+        claimed_slots() < SLOT_COUNT / 2,
+        "{} are taken",
+        claimed_slots()
+    );
 }
 
 /// The owner locks at full speed while another thread revokes. If the revoker missed a note, both
 /// would enter, and an increment would be lost.
 #[test]
 fn revoker_never_enters_beside_the_owner() {
-    let _alone = alone();
-    const BREAKS: u64 = 20_000;
+    let _alone = serialize_tests();
+    const REVOCATIONS: u64 = 20_000;
     let lock = BiasedLock::new(0);
     let (rounds, done) = (AtomicU64::new(0), AtomicBool::new(false));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            earn(&lock);
+            acquire_bias(&lock);
             let me = SLOT.get();
             while !done.load(Ordering::Relaxed) {
                 let mut held = lock.lock();
@@ -185,7 +189,7 @@ fn revoker_never_enters_beside_the_owner() {
                 rounds.store(one_more, Ordering::Relaxed);
             }
         });
-        for _ in 0..BREAKS {
+        for _ in 0..REVOCATIONS {
             *lock.lock() += 1;
             let seen = rounds.load(Ordering::Relaxed);
             while rounds.load(Ordering::Relaxed) < seen + 3 {
@@ -194,5 +198,5 @@ fn revoker_never_enters_beside_the_owner() {
         }
         done.store(true, Ordering::Relaxed);
     });
-    assert_eq!(*lock.lock(), rounds.into_inner() + BREAKS);
+    assert_eq!(*lock.lock(), rounds.into_inner() + REVOCATIONS);
 }

@@ -7,9 +7,9 @@ use loom::thread;
 use super::*;
 
 /// Loom has no asymmetric fence, so both sides use a full one.
-struct Model;
+struct LoomAtomics;
 
-impl AtomicOps for Model {
+impl AtomicOps for LoomAtomics {
     type Word = AtomicUsize;
 
     fn load(word: &AtomicUsize, order: Ordering) -> usize {
@@ -33,16 +33,16 @@ const LOCK: usize = 64;
 const OWNER: usize = 1;
 
 /// Lock, notes of two threads, and a counter. A lost increment shows a violated exclusion.
-struct Guarded {
+struct GuardedCounter {
     owner: AtomicUsize,
     notes: [AtomicUsize; 2],
     turn: Mutex<()>,
     value: AtomicUsize,
 }
 
-impl Guarded {
-    fn new() -> Arc<Guarded> {
-        Arc::new(Guarded {
+impl GuardedCounter {
+    fn new() -> Arc<GuardedCounter> {
+        Arc::new(GuardedCounter {
             owner: AtomicUsize::new(OWNER),
             notes: std::array::from_fn(|_| AtomicUsize::new(NO_LOCK)),
             turn: Mutex::new(()),
@@ -61,34 +61,37 @@ impl Guarded {
 
     /// Increments the counter under the lock, by bias if the thread has it; `earns` grants the
     /// bias.
-    fn work(&self, me: usize, earns: bool) {
+    fn increment(&self, me: usize, earns: bool) {
         let note = self.note(me);
-        if self.owner.load(Ordering::Relaxed) == me && enter::<Model>(&self.owner, me, note, LOCK) {
+        if self.owner.load(Ordering::Relaxed) == me
+            && enter::<LoomAtomics>(&self.owner, me, note, LOCK)
+        {
             self.add();
-            return exit::<Model>(note);
+            return exit::<LoomAtomics>(note);
         }
         let turn = self.turn.lock().expect("nobody panics");
         let owner = self.owner.load(Ordering::Relaxed);
         if owner != NO_OWNER {
-            revoke::<Model>(&self.owner, self.note(owner), LOCK, thread::yield_now);
+            revoke::<LoomAtomics>(&self.owner, self.note(owner), LOCK, thread::yield_now);
         }
         if earns {
-            grant::<Model>(&self.owner, me, note, LOCK);
+            grant::<LoomAtomics>(&self.owner, me, note, LOCK);
             drop(turn);
             self.add();
-            return exit::<Model>(note);
+            return exit::<LoomAtomics>(note);
         }
         self.add();
     }
 }
 
 /// Runs two threads with two increments each.
-fn two(earns: bool) {
+fn check_two_threads(earns: bool) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(3);
     builder.check(move || {
-        let guarded = Guarded::new();
-        let rounds = move |guarded: &Guarded, me| (0..2).for_each(|_| guarded.work(me, earns));
+        let guarded = GuardedCounter::new();
+        let rounds =
+            move |guarded: &GuardedCounter, me| (0..2).for_each(|_| guarded.increment(me, earns));
         let other = {
             let guarded = Arc::clone(&guarded);
             thread::spawn(move || rounds(&guarded, OWNER + 1))
@@ -101,10 +104,10 @@ fn two(earns: bool) {
 
 #[test]
 fn owner_and_revoker_exclude_each_other() {
-    two(false);
+    check_two_threads(false);
 }
 
 #[test]
 fn successive_owners_exclude_each_other() {
-    two(true);
+    check_two_threads(true);
 }
