@@ -21,7 +21,9 @@ const MULTIPROCESSOR_COUNT: i32 = 16;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ChecksumError {
     /// The kernel cannot load from this address.
-    #[error("memory at {0:#x}: a checksum starts at a multiple of {LOAD_BYTES} bytes")]
+    #[error(
+        "failed to compute a checksum at {0:#x}: the address is not aligned; use a multiple of {LOAD_BYTES} bytes"
+    )]
     Unaligned(u64),
     /// The driver failed. An unmapped address is a fault, which poisons the process image.
     #[error(transparent)]

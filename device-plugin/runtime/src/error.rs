@@ -45,13 +45,17 @@ impl std::error::Error for CudaError {}
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ResourceError {
     /// The request has no bytes.
-    #[error("an allocation of 0 bytes on device {ordinal}")]
+    #[error(
+        "failed to allocate memory on device {ordinal}: 0 bytes requested; request at least one byte"
+    )]
     ZeroBytes {
         /// Resource's device.
         ordinal: u32,
     },
     /// The request is larger than any address space.
-    #[error("an allocation of {requested} bytes on device {ordinal}")]
+    #[error(
+        "failed to allocate {requested} bytes on device {ordinal}: larger than the address space; request less"
+    )]
     TooLarge {
         /// Resource's device.
         ordinal: u32,
@@ -59,7 +63,9 @@ pub enum ResourceError {
         requested: u64,
     },
     /// The resource does not support the alignment.
-    #[error("an alignment of {requested} bytes on device {ordinal}: at most {max}")]
+    #[error(
+        "failed to allocate memory on device {ordinal}: alignment of {requested} bytes is not supported; request at most {max}"
+    )]
     Alignment {
         /// Resource's device.
         ordinal: u32,
@@ -70,7 +76,7 @@ pub enum ResourceError {
     },
     /// The driver is out of memory: it returned code 2.
     #[error(
-        "{requested} bytes on device {ordinal}: {source}; free some, or ask for a larger quota"
+        "failed to allocate {requested} bytes on device {ordinal}: {source}; free memory or request a larger quota"
     )]
     OutOfMemory {
         /// Resource's device.
@@ -82,7 +88,7 @@ pub enum ResourceError {
     },
     /// The budget has no room, although the driver may have.
     #[error(
-        "{requested} bytes on device {ordinal}: {used} of the budget's {limit} bytes are in use; free some, or raise it"
+        "failed to allocate {requested} bytes on device {ordinal}: {used} of the budget's {limit} bytes are in use; free memory or raise the limit"
     )]
     OverBudget {
         /// Resource's device.
@@ -95,7 +101,9 @@ pub enum ResourceError {
         limit: u64,
     },
     /// The stream or block belongs to another device.
-    #[error("something of device {found} given to a resource of device {ordinal}")]
+    #[error(
+        "failed to use an object of device {found} on device {ordinal}: the devices differ; pass a stream or block of device {ordinal}"
+    )]
     WrongOrdinal {
         /// Resource's device.
         ordinal: u32,
@@ -103,7 +111,9 @@ pub enum ResourceError {
         found: u32,
     },
     /// Another resource allocated the block.
-    #[error("a block of {found:?} given to {origin:?}: give it to the resource that it came from")]
+    #[error(
+        "failed to use a block of {found:?} with {origin:?}: another resource allocated it; pass it to that resource"
+    )]
     Foreign {
         /// Origin of the resource.
         origin: Origin,
@@ -111,13 +121,15 @@ pub enum ResourceError {
         found: Origin,
     },
     /// The block was freed before.
-    #[error("block {generation} was freed before")]
+    #[error("failed to use block {generation}: it was freed before; allocate a new block")]
     Stale {
         /// Block's generation.
         generation: u64,
     },
     /// A prepared use of the block is not finished.
-    #[error("block {generation} is in use: {uses} prepared uses are not finished")]
+    #[error(
+        "failed to free block {generation}: {uses} prepared uses are not finished; finish them first"
+    )]
     InUse {
         /// Block's generation.
         generation: u64,
@@ -125,13 +137,15 @@ pub enum ResourceError {
         uses: u32,
     },
     /// The use was prepared for another stream.
-    #[error("a use of block {generation} was prepared for another stream")]
+    #[error(
+        "failed to finish a use of block {generation}: it was prepared for another stream; finish it in that stream"
+    )]
     WrongStream {
         /// Block's generation.
         generation: u64,
     },
     /// A program wrote outside a live block or into a freed one.
-    #[error("block {generation}: the byte at {address:#x} {}", if *while_live { "before or behind it was overwritten" } else { "in it was written after it was freed" })]
+    #[error("failed to verify block {generation}: the byte at {address:#x} was overwritten {}; check the kernels that use the block", if *while_live { "outside the block" } else { "after the free" })]
     Corrupted {
         /// Block's generation.
         generation: u64,
@@ -142,7 +156,7 @@ pub enum ResourceError {
     },
     /// The resource does not track uses of its blocks by streams.
     #[error(
-        "{resource} does not track its blocks' use: wait for the stream before they are freed, or take a resource that does"
+        "failed to track a use of a block: the {resource} resource does not track uses; synchronize the stream before the free, or use a resource that does"
     )]
     StreamMisuse {
         /// Kind of the resource.
@@ -221,7 +235,7 @@ impl ResourceError {
 #[derive(Debug, thiserror::Error)]
 pub enum FreeError {
     /// The resource refuses to free the block and returns it.
-    #[error("not freed: {reason}")]
+    #[error("failed to free a block: {reason}")]
     Refused {
         /// Block that is still owned.
         block: Block,
@@ -230,7 +244,9 @@ pub enum FreeError {
     },
     /// The driver failed to free the block. The bytes stay charged until
     /// [`reap_pending`](crate::DeviceMemoryResource::reap_pending) succeeds.
-    #[error("{bytes} bytes stay charged: {source}")]
+    #[error(
+        "failed to free {bytes} bytes: {source}; they stay charged until reap_pending succeeds"
+    )]
     Retired {
         /// Bytes of the block.
         bytes: u64,

@@ -30,14 +30,16 @@ use crate::error::ErrorClass;
 pub enum StaleReason {
     /// A sticky error poisoned the process image; only a new image can use the GPU.
     #[error(
-        "the process's CUDA contexts are poisoned (error {0}); end the process: its next image starts clean"
+        "failed to use the GPU: CUDA error {0} poisoned this process image; restart the process"
     )]
     Poisoned(i32),
     /// The device is being drained: its memory can only be freed.
-    #[error("the device is being drained; free what is left and start again later")]
+    #[error(
+        "failed to use the GPU: the device is being drained; free its memory and allocate again later"
+    )]
     Draining,
     /// The runtime of the memory was shut down.
-    #[error("the runtime that the memory came from was shut down; allocate it anew")]
+    #[error("failed to use the memory: its runtime was shut down; allocate from a new runtime")]
     ShutDown,
 }
 

@@ -39,18 +39,24 @@ impl Failure {
     }
 
     pub(crate) fn null(what: &str) -> Failure {
-        Failure::invalid(format!("{what} is NULL"))
+        Failure::invalid(format!(
+            "failed to read the arguments: {what} is NULL; pass a pointer"
+        ))
     }
 
     pub(crate) fn ended() -> Failure {
-        Failure::invalid("the lease was discarded when its commit failed".to_owned())
+        Failure::invalid(
+            "failed to use the lease: it was discarded when its commit failed; open it again"
+                .to_owned(),
+        )
     }
 
     pub(crate) fn panicked() -> Failure {
         Failure {
             status: Status::Internal,
             cuda: 0,
-            text: "a defect of Bursar's; its message is on standard error".to_owned(),
+            text: "failed to finish the call: Bursar panicked; the message is on standard error"
+                .to_owned(),
         }
     }
 }

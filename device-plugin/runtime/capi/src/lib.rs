@@ -84,7 +84,9 @@ impl Lease {
     fn read(&self, at: u64, to: &mut [u8]) -> Result<(), Failure> {
         match &*self.state() {
             State::Ready(retained) => Ok(retained.read(at, to)?),
-            State::Writing(_) => Err(Failure::invalid("the lease is not committed".to_owned())),
+            State::Writing(_) => Err(Failure::invalid(
+                "failed to read the lease: it is not committed; commit it first".to_owned(),
+            )),
             State::Ended => Err(Failure::ended()),
         }
     }
@@ -92,7 +94,10 @@ impl Lease {
     fn write(&self, at: u64, from: &[u8]) -> Result<(), Failure> {
         match &*self.state() {
             State::Writing(writer) => Ok(writer.write(at, from)?),
-            State::Ready(_) => Err(Failure::invalid("the lease is read-only".to_owned())),
+            State::Ready(_) => Err(Failure::invalid(
+                "failed to write the lease: it is committed and read-only; open a new lease"
+                    .to_owned(),
+            )),
             State::Ended => Err(Failure::ended()),
         }
     }
@@ -219,7 +224,11 @@ pub unsafe extern "C" fn bursar_write(
 fn length(bytes: u64) -> Result<usize, Failure> {
     isize::try_from(bytes)
         .map(isize::cast_unsigned)
-        .map_err(|_| Failure::invalid(format!("{bytes} bytes")))
+        .map_err(|_| {
+            Failure::invalid(format!(
+                "failed to copy {bytes} bytes: too many; copy in parts"
+            ))
+        })
 }
 
 /// Commits a lease.

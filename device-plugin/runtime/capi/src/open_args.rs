@@ -51,14 +51,22 @@ impl OpenArgs {
         let name = name.ok_or(Failure::null("name"))?.to_str();
         Ok(OpenArgs {
             name: name
-                .map_err(|_| Failure::invalid("the name is not UTF-8".to_owned()))?
+                .map_err(|_| {
+                    Failure::invalid(
+                        "failed to open the lease: its name is not UTF-8; pass printable ASCII"
+                            .to_owned(),
+                    )
+                })?
                 .to_owned(),
             socket: socket.map(|path| PathBuf::from(OsStr::from_bytes(path.to_bytes()))),
             key: *key,
             bytes: *bytes,
             timeout: Duration::from_millis(*patience_ms),
-            device: u32::try_from(*device)
-                .map_err(|_| Failure::invalid(format!("there is no device {device}")))?,
+            device: u32::try_from(*device).map_err(|_| {
+                Failure::invalid(format!(
+                    "failed to open the lease: there is no device {device}; pass an ordinal from 0"
+                ))
+            })?,
         })
     }
 }

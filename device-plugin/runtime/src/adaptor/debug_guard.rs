@@ -373,7 +373,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for DebugGuard<R> {
     }
 
     fn kind(&self) -> &'static str {
-        "guard"
+        "debug-guard"
     }
 
     forward!(identity, budget_snapshot);

@@ -70,7 +70,7 @@ impl<R: DeviceMemoryResource> FaultInjection<R> {
 impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
     fn allocate(&self, layout: Layout, stream: &Stream, tag: Tag) -> Result<Block, ResourceError> {
         let next = self.lock().plan.allocations.pop_front();
-        inject("an injected allocation", next).map_err(|error| {
+        inject("injected allocation", next).map_err(|error| {
             ResourceError::from_alloc_failure(self.ordinal(), layout.size() as u64, error)
         })?;
         self.upstream.allocate(layout, stream, tag)
@@ -79,7 +79,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
     fn deallocate(&self, block: Block, stream: &Stream) -> Result<(), FreeError> {
         let block = check_origin(self.upstream.origin, block)?;
         let next = self.lock().plan.frees.pop_front();
-        match inject("an injected free", next) {
+        match inject("injected free", next) {
             Ok(()) => self.upstream.deallocate(block, stream),
             Err(source) => {
                 let bytes = block.bytes();
@@ -105,7 +105,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for FaultInjection<R> {
         for (block, stream) in std::mem::take(&mut state.retired) {
             let bytes = block.bytes();
             let next = state.plan.reaps.pop_front();
-            let outcome = inject("an injected reap", next).map_err(ResourceError::from);
+            let outcome = inject("injected reap", next).map_err(ResourceError::from);
             match outcome {
                 Err(error) => {
                     result = Err(error);

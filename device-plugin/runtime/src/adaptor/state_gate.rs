@@ -35,7 +35,7 @@ impl<R: DeviceMemoryResource> DeviceMemoryResource for StateGate<R> {
     }
 
     fn kind(&self) -> &'static str {
-        "supervised"
+        "state-gate"
     }
 
     forward!(

@@ -48,7 +48,7 @@ impl fmt::Debug for GpuUuid {
 
 /// The text is not the UUID of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0:?} is not the UUID of a GPU (GPU-... or MIG-... with 32 hex digits)")]
+#[error("failed to parse the GPU UUID {0:?}: malformed; pass GPU- or MIG- and 32 hex digits")]
 pub struct InvalidUuid(String);
 
 impl FromStr for GpuUuid {

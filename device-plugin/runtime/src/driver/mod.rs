@@ -50,7 +50,9 @@ use table::Table;
 pub enum DriverError {
     /// The loader cannot open `libcuda.so.1`, or the library lacks a function that every driver
     /// since CUDA 11.4 has.
-    #[error("no CUDA driver: {0}; install NVIDIA's driver, or run in a container with a GPU")]
+    #[error(
+        "failed to load the CUDA driver: {0}; install NVIDIA's driver or run in a container with a GPU"
+    )]
     NoDriver(String),
     /// A call of the driver failed.
     #[error(transparent)]
@@ -59,7 +61,9 @@ pub enum DriverError {
     #[error(transparent)]
     Resource(#[from] ResourceError),
     /// No device has this ordinal.
-    #[error("there is no device {ordinal}: this process sees {count}")]
+    #[error(
+        "failed to find device {ordinal}: this process sees {count} devices; pass a lower ordinal"
+    )]
     NoSuchDevice {
         /// Requested ordinal.
         ordinal: u32,
@@ -67,7 +71,7 @@ pub enum DriverError {
         count: u32,
     },
     /// This process sees no device with this UUID.
-    #[error("this process does not see {0}")]
+    #[error("failed to find {0}: this process does not see it; check the container's GPUs")]
     NoSuchGpu(GpuUuid),
 }
 

@@ -34,7 +34,9 @@ use crate::retained::RetainedLease;
 pub enum TokenError {
     /// The agent does not listen at the socket, did not respond in time, or does not support
     /// tokens.
-    #[error("asking the agent at {path}: {source}; is this a container with Bursar's GPU memory?")]
+    #[error(
+        "failed to reach the agent at {path}: {source}; run in a container with Bursar's GPU memory"
+    )]
     AgentUnreachable {
         /// Path of the socket.
         path: String,
@@ -42,10 +44,14 @@ pub enum TokenError {
         source: io::Error,
     },
     /// The agent refused the connection.
-    #[error("the agent refused to talk: {0:?}")]
+    #[error(
+        "failed to connect to the agent: it rejected this process ({0:?}); see the agent's log"
+    )]
     Rejected(Reason),
     /// The agent's response does not match the request.
-    #[error("the agent's answer does not fit the question")]
+    #[error(
+        "failed to read the agent's response: it does not match the request; use one version of library and agent"
+    )]
     UnexpectedResponse,
     /// The agent refused the request.
     #[error(transparent)]

@@ -18,7 +18,9 @@ use crate::state::StaleReason;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LaunchError {
     /// The number of arguments is wrong.
-    #[error("{given} arguments for a kernel of {expected}")]
+    #[error(
+        "failed to launch the kernel: {given} arguments for {expected} parameters; pass one for each parameter"
+    )]
     ArgumentCount {
         /// Number of the kernel's parameters.
         expected: usize,
@@ -26,7 +28,9 @@ pub enum LaunchError {
         given: usize,
     },
     /// An argument has the wrong type.
-    #[error("argument {index} is not what the kernel takes there: {expected:?}")]
+    #[error(
+        "failed to launch the kernel: argument {index} is not {expected:?}; pass the declared type"
+    )]
     ArgumentType {
         /// Index of the argument, from 0.
         index: usize,
@@ -34,13 +38,17 @@ pub enum LaunchError {
         expected: Parameter,
     },
     /// The memory's owner uses it in another stream.
-    #[error("argument {index} is used in the order of another stream; move it to this one")]
+    #[error(
+        "failed to launch the kernel: argument {index} belongs to another stream; move it to this stream"
+    )]
     WrongStream {
         /// Index of the argument, from 0.
         index: usize,
     },
     /// The stream belongs to another context than the kernel.
-    #[error("a stream of device {stream} for a kernel that is loaded on device {kernel}")]
+    #[error(
+        "failed to launch the kernel: it is loaded on device {kernel} and the stream is of device {stream}; use a stream of the kernel's context"
+    )]
     WrongContext {
         /// Device of the stream.
         stream: u32,

@@ -44,7 +44,9 @@ use crate::state::StaleReason;
 
 /// The managed memory is attached to the host, so no kernel may use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("managed memory that is the host's; attach it to a stream or to all")]
+#[error(
+    "failed to lend managed memory to a kernel: it is attached to the host; attach it to a stream or globally"
+)]
 pub struct HostOnly;
 
 /// Users that the driver permits to access managed memory.

@@ -29,7 +29,9 @@ pub enum MemoryError {
     #[error(transparent)]
     Resource(#[from] ResourceError),
     /// The number of items exceeds the address space.
-    #[error("{len} items of {size} bytes are more than an address can count")]
+    #[error(
+        "failed to allocate {len} items of {size} bytes: larger than the address space; request less"
+    )]
     TooLarge {
         /// Requested number of items.
         len: usize,
@@ -37,7 +39,9 @@ pub enum MemoryError {
         size: usize,
     },
     /// The range is not inside the memory.
-    #[error("items {start} to {end} of memory of {len}")]
+    #[error(
+        "failed to use items {start} to {end}: the memory has {len} items; pass a range inside it"
+    )]
     Range {
         /// First item.
         start: usize,
@@ -47,7 +51,7 @@ pub enum MemoryError {
         len: usize,
     },
     /// The lengths differ.
-    #[error("{given} items for memory of {len}")]
+    #[error("failed to copy {given} items: the memory has {len} items; pass as many")]
     Length {
         /// Number of items of the memory.
         len: usize,

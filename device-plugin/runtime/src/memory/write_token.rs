@@ -32,19 +32,19 @@ const MAX_LIFETIME: Duration = Duration::from_secs(100 * 365 * 24 * 3600);
 pub enum WriteRefused {
     /// Another writer has the token.
     #[error(
-        "another writer has the right to write for {0:?} more; wait, or read what was committed"
+        "failed to issue a write token: another writer has it for {0:?} more; retry later or read the last commit"
     )]
     Busy(Duration),
     /// The token was revoked, and another writer may have the next one.
-    #[error(
-        "the right to write was fenced: another writer has it; what was written does not count"
-    )]
+    #[error("failed to write: the token was revoked; discard the write and request a new token")]
     Fenced,
     /// The token has expired.
-    #[error("the right to write expired {0:?} ago; ask for a new one and write again")]
+    #[error(
+        "failed to commit the write: the token expired {0:?} ago; write again with a new token"
+    )]
     Expired(Duration),
     /// The token belongs to another gate.
-    #[error("the right to write is not for this memory")]
+    #[error("failed to write: the token belongs to other memory; pass the token of this memory")]
     Foreign,
 }
 

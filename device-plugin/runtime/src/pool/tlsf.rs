@@ -53,10 +53,10 @@ pub(super) struct EmptyRegion {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum HeapError {
     /// The block is not this heap's, or was freed before.
-    #[error("the block is not allocated")]
+    #[error("failed to use the block: it is not allocated")]
     NotLive,
     /// Uses of the block are open.
-    #[error("{0} uses of the block are open")]
+    #[error("failed to free the block: {0} uses are open")]
     InUse(u32),
 }
 

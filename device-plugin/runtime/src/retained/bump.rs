@@ -130,7 +130,7 @@ impl DeviceMemoryResource for LeaseArena {
     }
 
     fn kind(&self) -> &'static str {
-        "kept"
+        "retained"
     }
 }
 

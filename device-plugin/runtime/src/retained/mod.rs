@@ -58,7 +58,7 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 #[derive(Debug, thiserror::Error)]
 pub enum LeaseError {
     /// The name is not valid for a lease.
-    #[error("{name:?} is no name of a lease: {source}")]
+    #[error("failed to open lease {name:?}: {source}; use a valid name")]
     InvalidName {
         /// Requested name.
         name: String,
@@ -66,7 +66,9 @@ pub enum LeaseError {
         source: WireError,
     },
     /// The agent does not listen at the socket or did not respond in time.
-    #[error("asking the agent at {path}: {source}; is this a container with Bursar's GPU memory?")]
+    #[error(
+        "failed to reach the agent at {path}: {source}; run in a container with Bursar's GPU memory"
+    )]
     AgentUnreachable {
         /// Path of the socket.
         path: String,
@@ -74,13 +76,17 @@ pub enum LeaseError {
         source: std::io::Error,
     },
     /// The agent refused the connection.
-    #[error("the agent refused to talk: {0:?}")]
+    #[error(
+        "failed to connect to the agent: it rejected this process ({0:?}); see the agent's log"
+    )]
     Rejected(Reason),
     /// The agent's response does not match the request.
-    #[error("the agent's answer does not fit the question")]
+    #[error(
+        "failed to read the agent's response: it does not match the request; use one version of library and agent"
+    )]
     UnexpectedResponse,
     /// The agent refused the request.
-    #[error("lease {name:?}: {reason}")]
+    #[error("failed to use lease {name:?}: {reason}")]
     Refused {
         /// Lease's name.
         name: String,
@@ -89,7 +95,9 @@ pub enum LeaseError {
     },
     /// The content differs from the committed content. The lease was discarded, and the next open
     /// creates it anew.
-    #[error("lease {lease}: the content is not what was committed; it is discarded, load it again")]
+    #[error(
+        "failed to verify lease {lease}: its content differs from the commit, so it was discarded; load it again"
+    )]
     Corrupt {
         /// Lease's number.
         lease: u64,
@@ -100,7 +108,9 @@ pub enum LeaseError {
     },
     /// The agent has the lease, but the driver does not know its memory. The lease was discarded,
     /// and the next open creates it anew.
-    #[error("lease {lease}: its memory is lost ({source}); it is discarded, load it again")]
+    #[error(
+        "failed to map lease {lease}: its memory is lost ({source}), so it was discarded; load it again"
+    )]
     Lost {
         /// Lease's number.
         lease: u64,
@@ -108,7 +118,9 @@ pub enum LeaseError {
         source: CudaError,
     },
     /// The range is not inside the lease.
-    #[error("{bytes} bytes at {at} of a lease of {lease_bytes} bytes")]
+    #[error(
+        "failed to access {bytes} bytes at {at}: the lease has {lease_bytes} bytes; pass a range inside it"
+    )]
     OutOfRange {
         /// Offset of the range.
         at: u64,

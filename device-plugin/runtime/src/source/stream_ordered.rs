@@ -82,7 +82,7 @@ impl DeviceMemoryResource for StreamOrdered {
     }
 
     fn kind(&self) -> &'static str {
-        "async"
+        "stream-ordered"
     }
 
     forward_block_uses!();
