@@ -1,7 +1,8 @@
-//! What it costs to ask whether device memory can still be used: `DeviceState::check`, which every `GpuRef::access` is, outside
-//! of Bursar's containers and inside, where it also asks what the agent said; beside the one load that it needs at least.
+//! Measures `DeviceState::check`, which is the cost of every `GpuRef::access`.
 //!
-//! Blocks of each are run in turn: the median time of one, and the median ratio of neighbouring blocks.
+//! The benchmark compares the check outside and inside a container, where the check also reads the
+//! agent's fence, with a single atomic load. Blocks of each run in turn; the output is the median
+//! time of one call and the median ratio of neighbouring blocks.
 
 use std::hint::black_box;
 use std::sync::OnceLock;
@@ -13,13 +14,13 @@ use bursar_runtime::state::ErrorMonitor;
 const ROUNDS: usize = 301;
 const CALLS: u32 = 100_000;
 
-/// As the shim answers: from a page, once there is one.
+/// Returns the fence as the shim does, from a page once there is one.
 extern "C" fn fence() -> u64 {
     static PAGE: OnceLock<Box<AtomicU64>> = OnceLock::new();
     PAGE.get_or_init(Box::default).load(Ordering::Relaxed)
 }
 
-/// Nanoseconds of one call.
+/// Returns the nanoseconds of one call.
 fn block(call: impl Fn() -> bool) -> f64 {
     let begun = Instant::now();
     for _ in 0..CALLS {

@@ -1,22 +1,23 @@
-//! What kept memory costs, for e2e/gpu/kept.py and recovery.py: each mode prints lines of JSON.
+//! Measures retained memory for e2e/gpu/kept.py and recovery.py. Each mode prints lines of JSON.
 //!
 //! ```text
-//! kept bare BYTES ROUNDS            cuMemCreate and map, swept between rounds
-//! kept lease SOCKET BYTES ROUNDS    the same by a lease that is begun, written to nobody and discarded
-//! kept wakes ROUNDS                 what of that the system takes: a connection, one that sleeps hears, another one does, and back
-//! kept image SOCKET BYTES [SINCE]   finds a lease or commits one, verifies it, says what each step took since SINCE; then
-//!                                   reads what to do: kill, fault, trap or misaligned; after a fault it executes itself;
-//!                                   token says one for the lease and one for its own memory, which it redeemed
-//! kept restarted FILE BYTES TIMES   the main process of a container whose contexts are restarted in place: the same, and faults
-//!                                   until FILE, which outlives its images, has so many lines
+//! kept bare BYTES ROUNDS            cuMemCreate and map, with a scrub wait between rounds
+//! kept lease SOCKET BYTES ROUNDS    the same by a lease that is created and discarded unwritten
+//! kept wakes ROUNDS                 the system's part of that: a connection, two wake-ups and back
+//! kept image SOCKET BYTES [SINCE]   finds or commits a lease, verifies it, and prints the time of
+//!                                   each step since SINCE; then reads a command: kill, fault, trap
+//!                                   or misaligned (then executes itself), or token (prints a
+//!                                   token of the lease and one of its own memory, both redeemed)
+//! kept restarted FILE BYTES TIMES   main process of a container whose contexts are restarted in
+//!                                   place: as image, and faults until FILE has TIMES lines
 //! kept floor BYTES TIMES [LAUNCHED FAILED]
-//!                                   the same without Bursar and without kept memory: what driver and kernel take
-//! kept tenant BYTES                 for each line it reads: takes memory, looks at all of it, fills it, gives it back
-//! kept neighbour BYTES              takes the checksum of its own memory until its standard input ends
+//!                                   the same without Bursar and without a lease: driver and kernel
+//! kept tenant BYTES                 for each input line: allocates, reads, fills and frees memory
+//! kept neighbour BYTES              computes checksums of its own memory until its input ends
 //! ```
 //!
-//! SOCKET is where an agent or who stands in for it listens; `-` is the container's own.
-//! Times are those of CLOCK_MONOTONIC in nanoseconds, the same for every process of a machine.
+//! SOCKET is the socket of an agent or a fake agent; `-` is that of the container. Times are those
+//! of CLOCK_MONOTONIC in nanoseconds, which all processes of a machine share.
 
 #![allow(unsafe_code, reason = "launches kernels that fault")]
 
@@ -47,10 +48,10 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const KEY: Key = [40; 32];
 const GRANULARITY: u64 = 2 << 20;
 
-/// Freed memory is scrubbed at about so many bytes a second (design F6).
+/// Rate at which the driver scrubs freed memory (F6 in `docs/architecture.md`).
 const SCRUBBED_PER_SECOND: f64 = 350e9;
 
-/// How long 64 GiB take.
+/// Time to scrub 64 GiB.
 const SCRUB_WAIT: Duration = Duration::from_millis(200);
 
 /// Kernels that poison their context. The simulated driver has the first two.
@@ -112,14 +113,13 @@ fn now() -> u64 {
     time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
 }
 
-/// Makes memory and maps it.
 fn create_and_map(context: &Context, bytes: u64) -> Result<Mapping, CudaError> {
     let handle = context.device().create(bytes)?;
     let addresses = Arc::new(context.driver().reserve(bytes)?);
     addresses.map(0, &handle, Access::ReadWrite, context)
 }
 
-/// Waits until the driver has scrubbed what was freed, and makes it notice.
+/// Waits until the driver has scrubbed freed memory, and makes the driver notice.
 fn wait_for_scrub(context: &Context, bytes: u64) -> Result<(), CudaError> {
     std::thread::sleep(Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND));
     context.device().create(GRANULARITY).map(drop)
@@ -150,15 +150,15 @@ fn lease(socket: &str, bytes: u64, rounds: u32) -> Done {
             LeaseState::Writing(writer) => writer.discard()?,
             LeaseState::Ready(_) => return Err("the lease was there".into()),
         }
-        // The worker lets go of what it made only then.
+        // The worker releases its own handle only then.
         std::thread::sleep(Duration::from_millis(10));
         wait_for_scrub(&context, bytes)?;
     }
     Ok(())
 }
 
-/// A lease's way without memory, by the agent to the worker and back, all of them asleep for as long as a sweep takes. They are
-/// threads here: processes are not woken sooner.
+/// Follows the path of a lease without memory, from the agent to the worker and back. All parties
+/// sleep as long as a scrub takes. They are threads here, which wake up as fast as processes.
 fn wakes(rounds: u32) -> Done {
     let name = format!("kept wakes {}", std::process::id());
     let agent = SocketAddr::from_abstract_name(name)?;
@@ -190,7 +190,7 @@ fn wakes(rounds: u32) -> Done {
     Ok(())
 }
 
-/// Finds the kept memory or makes it, verifies it, and says what each step took.
+/// Finds or creates the lease, verifies it, and returns the time of each step.
 fn reopen(
     client: impl FnOnce(&Context) -> LeaseClient,
     bytes: u64,
@@ -202,7 +202,7 @@ fn reopen(
     let context = driver.device(0)?.primary_context()?;
     let made = now();
     let client = client(&context);
-    // Verified here: this is the first correct kernel.
+    // The open verifies the lease, which is the first correct kernel.
     let opened = client.open("image", &KEY, bytes, PATIENCE)?;
     let attached = now();
     let (found, retained) = match opened {
@@ -239,7 +239,7 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
     let retained = reopen(client, bytes, since)?;
     loop {
         let mut order = String::new();
-        // By the byte: what comes after this line is the next image's to read.
+        // Byte by byte, because the next image reads the bytes behind this line.
         while !order.ends_with('\n') {
             let mut byte = [0];
             if rustix::io::read(std::io::stdin(), &mut byte)? == 0 {
@@ -264,7 +264,7 @@ fn image(socket: &str, bytes: u64, since: u64) -> Done {
     }
 }
 
-/// A token for the lease and one for this process's own memory, in hexadecimal digits.
+/// Returns a token of the lease and one of this process's own memory, as hexadecimal digits.
 fn tokens(retained: &RetainedLease, socket: &str) -> Result<String, Box<dyn Error>> {
     let agent = match socket {
         "-" => TokenClient::in_container(),
@@ -286,7 +286,7 @@ fn tokens(retained: &RetainedLease, socket: &str) -> Result<String, Box<dyn Erro
     Ok(said.join(" "))
 }
 
-/// Poisons the context that has memory at an address, after `note`; what the driver says of it.
+/// Poisons the context that has memory at an address, after `note`; returns the driver's error.
 fn fault(
     context: &Context,
     mut at: u64,
@@ -297,7 +297,7 @@ fn fault(
     let function = context.load(FAULTS)?.function(&name)?;
     let stream = context.default_stream();
     note()?;
-    // SAFETY: each of the kernels has one argument, an address; what they write is no memory of the host's.
+    // SAFETY: each of the kernels has one address as its parameter, and none writes host memory.
     unsafe { function.launch(&stream, Grid::linear(1, 1), &mut [(&raw mut at).cast()])? };
     match context.synchronize() {
         Err(error) => Ok(error),
@@ -305,7 +305,7 @@ fn fault(
     }
 }
 
-/// As the shim does for a container's main process.
+/// Executes the program again, as the shim does for a container's main process.
 fn reexec(error: CudaError, socket: &str, bytes: u64) -> Done {
     let since = now();
     eprintln!("{error}");
@@ -329,7 +329,8 @@ fn restarted(file: &str, bytes: u64, times: usize) -> Done {
     Err(format!("the program saw its fault: {error}").into())
 }
 
-/// Times run from the launch of the kernel that faulted in the image `before` to the first correct kernel in this one.
+/// Measures from the launch of the faulting kernel in the image `before` to the first correct
+/// kernel in this image.
 fn floor(bytes: u64, times: usize, before: Option<(u64, u64)>) -> Done {
     let started = now();
     let driver = Driver::get()?;

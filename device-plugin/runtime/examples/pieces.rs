@@ -1,11 +1,12 @@
-//! Where the time of a large piece of memory goes, and whether it goes faster in several: `cuMemCreate`, `cuMemMap` and
-//! `cuMemSetAccess` alone, side by side in threads, and in two processes of which one makes and exports and the other
-//! imports and maps.
+//! Measures the steps of creating a large memory allocation, whole and in several pieces.
+//!
+//! The steps are `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`: in one thread, in several threads,
+//! and in two processes of which one creates and exports and the other imports and maps.
 //!
 //! usage: pieces GIB ROUNDS
 //!
-//! Prints a line of JSON for each way, with medians in microseconds. Between rounds it waits until the driver has scrubbed
-//! what was freed.
+//! Prints a line of JSON for each way, with medians in microseconds. Between rounds the program
+//! waits until the driver has scrubbed freed memory.
 #![allow(
     unsafe_code,
     reason = "calls the driver itself, to time each call alone"
@@ -33,10 +34,10 @@ type Answer<T> = Result<T, Box<dyn Error + Send + Sync>>;
 const GIB: u64 = 1 << 30;
 const DESCRIPTOR: CUmemAllocationHandleType =
     CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-/// Freed memory is scrubbed at about so many bytes a second (design F6).
+/// Rate at which the driver scrubs freed memory (F6 in `docs/architecture.md`).
 const SCRUBBED_PER_SECOND: f64 = 350e9;
 
-/// The driver's calls, by their prototypes in cuda.h.
+/// Driver functions with their prototypes in cuda.h.
 struct DriverCalls {
     create: unsafe extern "C" fn(*mut u64, usize, *const CUmemAllocationProp, u64) -> c_int,
     release: unsafe extern "C" fn(u64) -> c_int,
@@ -66,7 +67,7 @@ fn location() -> CUmemLocation {
 
 impl DriverCalls {
     fn new() -> Answer<DriverCalls> {
-        // SAFETY: these are the functions' prototypes.
+        // SAFETY: the prototypes are those of cuda.h.
         unsafe {
             let library = Library::new("libcuda.so.1")?;
             Ok(DriverCalls {
@@ -85,13 +86,13 @@ impl DriverCalls {
     }
 
     fn create(&self, bytes: u64) -> Answer<u64> {
-        // SAFETY: a struct of integers and a pointer that may be null.
+        // SAFETY: the struct consists of integers and a nullable pointer.
         let mut wanted: CUmemAllocationProp = unsafe { std::mem::zeroed() };
         wanted.type_ = CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         wanted.requestedHandleTypes = DESCRIPTOR;
         wanted.location = location();
         let mut handle = 0;
-        // SAFETY: the pointers are good for the call; so for all below.
+        // SAFETY: the pointers are valid for the call.
         let code = unsafe { (self.create)(&raw mut handle, bytes as usize, &raw const wanted, 0) };
         ok("cuMemCreate", code).map(|()| handle)
     }
@@ -105,7 +106,7 @@ impl DriverCalls {
         let mut fd = -1;
         // SAFETY: see `create`.
         let code = unsafe { (self.export)(&raw mut fd, handle, DESCRIPTOR, 0) };
-        // SAFETY: the driver made it for us.
+        // SAFETY: the driver returns a new descriptor.
         ok("cuMemExportToShareableHandle", code).map(|()| unsafe { OwnedFd::from_raw_fd(fd) })
     }
 
@@ -125,7 +126,7 @@ impl DriverCalls {
     }
 
     fn map(&self, address: u64, bytes: u64, handle: u64) -> Answer<()> {
-        // SAFETY: the addresses are reserved, and nothing refers to them.
+        // SAFETY: the addresses are reserved, and no reference to them exists.
         ok("cuMemMap", unsafe {
             (self.map)(address, bytes as usize, 0, handle, 0)
         })
@@ -142,9 +143,9 @@ impl DriverCalls {
         })
     }
 
-    /// Unmaps and frees all of a round.
+    /// Unmaps and frees the memory of a round.
     fn end(&self, address: u64, bytes: u64, handles: &[u64]) -> Answer<()> {
-        // SAFETY: it was mapped as a whole, and nothing refers to it.
+        // SAFETY: the range was mapped as a whole, and no reference to it exists.
         let codes = unsafe {
             [
                 (self.unmap)(address, bytes as usize),
@@ -156,14 +157,14 @@ impl DriverCalls {
         handles.iter().try_for_each(|&handle| self.release(handle))
     }
 
-    /// Waits until the driver has scrubbed what was freed, and makes it notice.
+    /// Waits until the driver has scrubbed freed memory, and makes the driver notice.
     fn wait_for_scrub(&self, bytes: u64) -> Answer<()> {
         std::thread::sleep(Duration::from_secs_f64(bytes as f64 / SCRUBBED_PER_SECOND) * 2);
         self.release(self.create(2 << 20)?)
     }
 }
 
-/// Microseconds since, and from now on.
+/// Returns the microseconds since `since`, and restarts the clock.
 fn lap(since: &mut Instant) -> f64 {
     let now = Instant::now();
     let took = now - std::mem::replace(since, now);
@@ -175,10 +176,10 @@ fn median(mut times: Vec<f64>) -> f64 {
     times[times.len() / 2]
 }
 
-/// What a round took, step by step, and what is to be given back.
+/// Time of each step of a round, with the address and handles to release.
 type Round = (Vec<(&'static str, f64)>, u64, Vec<u64>);
 
-/// Runs rounds of a way, and prints the medians of its steps.
+/// Runs the rounds of one way and prints the medians of its steps.
 fn measure(
     calls: &DriverCalls,
     way: &str,
@@ -209,7 +210,7 @@ fn measure(
     Ok(())
 }
 
-/// All is made, then all is mapped, then made accessible at once; in `makers` threads.
+/// Creates all pieces in `makers` threads, maps all, and then makes all accessible at once.
 fn create_then_map(
     calls: &DriverCalls,
     bytes: u64,
@@ -256,7 +257,7 @@ fn create_then_map(
     Ok((times, address, handles))
 }
 
-/// Pieces are made and mapped, and then made accessible side by side.
+/// Creates and maps the pieces, and then makes them accessible in parallel.
 fn access_by_threads(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Round> {
     let piece = bytes / pieces;
     let handles: Vec<u64> = (0..pieces)
@@ -280,7 +281,7 @@ fn access_by_threads(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Rou
     Ok((vec![("access", lap(&mut since))], address, handles))
 }
 
-/// Maps pieces and makes each accessible as they come; what the two steps took in all.
+/// Maps each piece and makes it accessible as it arrives; returns the time of both steps.
 fn map_each(
     calls: &DriverCalls,
     address: u64,
@@ -299,7 +300,7 @@ fn map_each(
     Ok((mapped, map, access))
 }
 
-/// A thread makes the next piece while this one maps what was made.
+/// Creates the next piece in a thread while this thread maps the previous one.
 fn pipelined(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Round> {
     let begun = Instant::now();
     let piece = bytes / pieces;
@@ -307,7 +308,7 @@ fn pipelined(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Round> {
         let (made, next) = mpsc::channel();
         scope.spawn(move || {
             for _ in 0..pieces {
-                // It fails only where the other has given up.
+                // Fails only if the receiver has given up.
                 let _ = made.send(calls.create(piece));
             }
         });
@@ -319,7 +320,8 @@ fn pipelined(calls: &DriverCalls, bytes: u64, pieces: u64) -> Answer<Round> {
     })
 }
 
-/// The process that makes: for each number of bytes that it reads it sends a descriptor; none ends the round.
+/// Runs the creating process: sends a descriptor for each number of bytes that it reads; 0 ends the
+/// round.
 fn run_creator(socket: &UnixStream) -> Answer<()> {
     let calls = DriverCalls::new()?;
     let mut order = [0; 16];
@@ -347,14 +349,14 @@ fn request_handle(socket: &UnixStream, bytes: u64, pieces: u64) -> Answer<()> {
     Ok((&*socket).write_all(&words)?)
 }
 
-/// Another process makes the next piece while this one imports and maps what was made.
+/// Another process creates the next piece while this one imports and maps the previous one.
 fn two_processes(
     calls: &DriverCalls,
     socket: &UnixStream,
     bytes: u64,
     pieces: u64,
 ) -> Answer<Round> {
-    // The maker notices that what it freed has been scrubbed.
+    // Makes the creating process notice that the driver has scrubbed freed memory.
     request_handle(socket, 2 << 20, 1)?;
     receive_with_fd(socket, &mut [0])?;
     let begun = Instant::now();

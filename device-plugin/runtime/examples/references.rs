@@ -1,8 +1,9 @@
-//! Typed references and checksums on a GPU: what they do on the first one, and how fast a checksum is.
+//! Checks typed memory and checksums on a GPU, and measures the checksum.
 //!
-//! `cargo run --release --package bursar-runtime --example references [GIB]`. Every line that it prints was checked; the
-//! last ones are times of checksums over so much memory (8 GiB). With `watch` it says, whenever it reads a line, whether a
-//! reference can be used: for a test of what an agent says of a process.
+//! `cargo run --release --package bursar-runtime --example references [GIB]` checks each line that
+//! it prints; the last lines are times of checksums over GIB (8) GiB. With `watch` the program
+//! reads lines, and after each line prints whether a reference is valid, for tests of the agent's
+//! fence.
 #![allow(
     unsafe_code,
     reason = "says what its kernel takes, and that its length is the memory's"
@@ -20,7 +21,8 @@ use bursar_runtime::{
 
 type Done<T> = Result<T, Box<dyn Error>>;
 
-/// add(uint32_t *to, uint32_t number, uint64_t len): adds to each item, slowly, so that whoever does not wait for it is seen.
+/// add(uint32_t *to, uint32_t number, uint64_t len): adds to each item, slowly, so that a missing
+/// wait shows.
 const ADD: &CStr = cr#"
 .version 6.0
 .target sm_50
@@ -66,7 +68,7 @@ fn add(runtime: &DeviceRuntime) -> Done<Kernel> {
         Parameter::Value(8),
     ];
     let function = runtime.context().load(ADD)?.function(c"add")?;
-    // SAFETY: the text above says so, and every launch here passes the memory's own length.
+    // SAFETY: the PTX text has these parameters, and every launch here passes the memory's length.
     Ok(unsafe { function.declare(TAKES) })
 }
 
@@ -83,7 +85,7 @@ fn main() -> Done<()> {
     speed(&runtime, gibibytes << 30)
 }
 
-/// Says for each line of its standard input whether a reference can be used.
+/// Prints for each line of standard input whether a reference is valid.
 fn watch(runtime: &DeviceRuntime) -> Done<()> {
     let stream = runtime.stream()?;
     let slice = TrackedSlice::<u8>::allocate(runtime, ITEMS, &stream, Tag("watched"))?;
@@ -98,7 +100,7 @@ fn watch(runtime: &DeviceRuntime) -> Done<()> {
     Ok(())
 }
 
-/// The kernel against its definition, at lengths around everything that it treats apart.
+/// Compares the kernel with its definition at lengths around all its special cases.
 fn lengths(runtime: &DeviceRuntime) -> Done<()> {
     let stream = runtime.stream()?;
     let bytes: Vec<u8> = (0..(33u64 << 20) + 13)
@@ -122,10 +124,10 @@ fn lengths(runtime: &DeviceRuntime) -> Done<()> {
     Ok(())
 }
 
-/// Odd, and with bits everywhere.
+/// Odd, with bits in all bytes.
 const STEP: u64 = 0x2545_f491_4f6c_dd1d;
 
-/// Additions in two streams in turn, a copy by way of a third: each behind the one before.
+/// Adds in two streams in turn and copies in a third, each behind the previous work.
 fn streams(runtime: &DeviceRuntime) -> Done<()> {
     let (one, other) = (runtime.stream()?, runtime.stream()?);
     let kernel = add(runtime)?;
@@ -150,7 +152,7 @@ fn streams(runtime: &DeviceRuntime) -> Done<()> {
     }
     shared.commit(token, Instant::now())?;
     let reading = runtime.stream()?;
-    // Work of others, which is submitted by hand: the stream is behind the additions from here on.
+    // Orders the stream behind the additions, for foreign work that is submitted by hand.
     let address = shared.read_in(&reading, |address| address)?;
     let mut checksum = DeviceChecksum::new(runtime.context())?;
     let found = checksum.of(address, shared.bytes(), &reading)?;

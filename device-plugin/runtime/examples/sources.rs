@@ -1,6 +1,8 @@
-//! Tries every source of memory, and the layers that call the driver, on this machine's first GPU.
+//! Checks every source of memory, and the adaptors that call the driver, on this machine's first
+//! GPU.
 //!
-//! `sources` prints a line for each and fails where one does. It runs over the simulated driver too. Under `compute-sanitizer --tool memcheck` it is clean.
+//! `sources` prints a line for each check and fails if one does. The program also runs over the
+//! simulated driver, and `compute-sanitizer --tool memcheck` finds no error in it.
 
 use std::alloc::Layout;
 use std::error::Error;
@@ -67,7 +69,7 @@ fn ensure(is_so: bool, what: &str) -> Result<(), Box<dyn Error>> {
     if is_so { Ok(()) } else { Err(what.into()) }
 }
 
-/// A block is written, read and freed, and the device has as much free as before.
+/// Writes, reads and frees a block, and checks that the device's free memory is unchanged.
 fn of<R: DeviceMemoryResource>(make: fn(&Context) -> Result<R, Box<dyn Error>>) -> Outcome {
     let context = context()?;
     let (memory, stream) = (make(&context)?, context.stream()?);
@@ -107,7 +109,7 @@ fn round(
     Ok(())
 }
 
-/// The GPU's one runtime, with a budget over it.
+/// Checks the GPU's shared runtime with a budget over it.
 fn runtime() -> Outcome {
     let uuid = Driver::get()?.device(0)?.uuid()?;
     let runtime = DeviceRuntime::for_gpu(uuid)?;
@@ -126,7 +128,7 @@ fn runtime() -> Outcome {
     Ok(uuid.to_string())
 }
 
-/// Another process imports a block, and writes it.
+/// Lets another process import and write a block.
 fn two_processes() -> Outcome {
     let context = context()?;
     let (memory, stream) = (Exportable::new(&context)?, context.stream()?);
@@ -159,7 +161,8 @@ fn import() -> Result<(), Box<dyn Error>> {
     Ok(context.copy_to_device(mapping.address(), b"answer")?)
 }
 
-/// Writes past both ends and after the free are found, and behind a guarded block nothing is mapped.
+/// Checks that writes past both ends and after the free are found, and that a guarded block has
+/// unmapped neighbours.
 fn guards() -> Outcome {
     let context = context()?;
     let stream = context.stream()?;
@@ -199,7 +202,7 @@ fn guards() -> Outcome {
     Ok(reason.to_string())
 }
 
-/// A block goes from stream to stream, and its free waits for all of them.
+/// Passes a block from stream to stream, and checks that its free waits for all of them.
 fn uses() -> Outcome {
     let context = context()?;
     let (alloc_stream, other) = (context.stream()?, context.stream()?);
@@ -214,7 +217,7 @@ fn uses() -> Outcome {
         let used = memory.prepare_block_use(block.as_ref(), &other)?;
         context.fill_async(block.address(), value + 1, 64 * MIB, &other)?;
         memory.finish_block_use(used, &other)?;
-        // The next block may be this one's memory: its fill must come after the other stream's.
+        // The next block may reuse this memory, so its fill must follow the other stream's work.
         memory.deallocate(block, &alloc_stream)?;
         let next = memory.allocate(
             Layout::from_size_align(64 * MIB, 1)?,
@@ -251,7 +254,7 @@ fn uses() -> Outcome {
     Ok("16 blocks of 64 MiB, every byte in order".to_owned())
 }
 
-/// The kernel that kept memory is verified by says what its definition says.
+/// Compares the checksum kernel with its definition.
 fn checksums() -> Outcome {
     let context = context()?;
     let (memory, stream) = (Direct::new(&context), context.stream()?);

@@ -1,7 +1,7 @@
 //! The allocator runtime of a GPU: memory resources that compose, over the CUDA driver.
 //!
 //! * [`driver`] calls `libcuda.so.1`. Only this module and `sync::biased_lock` contain `unsafe`.
-//! * [`resource`] defines [`DeviceMemoryResource`], which every source and every adaptor implements.
+//! * [`resource`] defines [`DeviceMemoryResource`], which each source and each adaptor implements.
 //! * [`source`] allocates from the driver: [`Direct`], [`Managed`], [`Async`] and [`Exportable`].
 //! * [`pool`] cuts blocks from slabs of another resource without calling the driver.
 //! * [`adaptor`] adds a limit, a log, statistics or checks to an upstream resource.

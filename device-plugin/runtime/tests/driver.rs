@@ -1,4 +1,4 @@
-//! The driver's wrappers over the simulated driver.
+//! Tests the driver module over the simulated driver.
 #![allow(unsafe_code, reason = "launches kernels")]
 #![allow(
     clippy::unwrap_used,
@@ -15,7 +15,7 @@ use bursar_sim_lab::{Lab, ONE_GPU, TWO_GPUS, inside};
 
 const MIB: u64 = 1 << 20;
 
-/// Runs this test's program again for one test, with that file as the only `libcuda.so.1` that the loader can find.
+/// Runs one test of this program in a child whose loader finds only that file as `libcuda.so.1`.
 fn run_with_library(test: &str, contents: Option<&[u8]>) {
     let folder = tempfile::tempdir().unwrap();
     if let Some(contents) = contents {
@@ -39,7 +39,7 @@ fn context(ordinal: u32) -> Context {
     device.primary_context().unwrap()
 }
 
-/// What every way in answers without a driver.
+/// Asserts the error of every entry point without a driver.
 fn assert_no_driver() {
     let error = Driver::get().unwrap_err();
     assert!(matches!(error, DriverError::NoDriver(_)), "{error}");
@@ -61,11 +61,11 @@ fn missing_driver_is_an_error_at_every_entry_point() {
     }
     let test = "missing_driver_is_an_error_at_every_entry_point";
     run_with_library(test, Some(b"not a library"));
-    // A library that has none of the driver's functions.
+    // A library without any function of the driver.
     let lab = Lab::new(ONE_GPU).unwrap();
     let other = std::fs::read(lab.library("libnvidia-ml.so.1")).unwrap();
     run_with_library(test, Some(&other));
-    // The loader's cache has it, whatever the path is.
+    // The loader's cache has the library, whatever the search path is.
     if Driver::get().is_ok() {
         return eprintln!("skipped: this host has a driver, so it cannot be missing");
     }

@@ -1,4 +1,4 @@
-//! The pool over the simulated driver.
+//! Tests the pool over the simulated driver.
 #![allow(unsafe_code, reason = "launches kernels")]
 #![allow(
     clippy::unwrap_used,
@@ -24,11 +24,11 @@ mod random;
 
 const MIB: u64 = 1 << 20;
 const SPIN_TIME: Duration = Duration::from_millis(300);
-/// How many lanes a pool has.
+/// Number of stream slots of a pool.
 const SLOT_COUNT: usize = 64;
-/// How long two threads do what must not go wrong.
+/// Duration of a race between two threads.
 const RACE_TIME: Duration = Duration::from_secs(3);
-/// Longer than a busy machine may keep a thread from what it does next.
+/// Longer than a busy machine delays a thread.
 const LONGEST_DELAY: Duration = Duration::from_secs(3);
 
 fn context(ordinal: u32) -> Context {
@@ -40,7 +40,7 @@ fn pool_of(context: &Context, settings: PoolSettings) -> Pool<Direct> {
     Pool::new(Direct::new(context), context, settings).unwrap()
 }
 
-/// A pool of exactly so many bytes, and what its streams are made from.
+/// Creates a pool of exactly `mib` MiB, and the context of its streams.
 fn pool(mib: u64) -> (Context, Pool<Direct>) {
     let context = context(0);
     let settings = PoolSettings {
@@ -69,7 +69,7 @@ fn spin_for(stream: &Stream, time: Duration) {
     let module = stream.context().load(c"").unwrap();
     let spin = module.function(c"spin").unwrap();
     let mut nanoseconds = time.as_nanos() as u64;
-    // SAFETY: the kernel takes one integer, and writes nothing.
+    // SAFETY: the kernel takes one integer and writes no memory.
     unsafe {
         spin.launch(
             stream,
@@ -120,7 +120,7 @@ fn one_event_covers_all_blocks_freed_before_it() {
         let (context, pool) = pool(8);
         let (first, second) = (context.stream().unwrap(), context.stream().unwrap());
         let blocks: Vec<_> = (0..8).map(|_| allocate(&pool, MIB, &first)).collect();
-        // Every other one, so that they stay blocks of their own.
+        // Every other block, so that the freed ones do not merge.
         let (kept, freed): (Vec<_>, Vec<_>) = blocks
             .into_iter()
             .enumerate()
@@ -162,7 +162,7 @@ fn block_freed_elsewhere_keeps_its_earlier_deps() {
         let block = allocate(&pool, 2 * MIB, &first);
         spin(&first);
         pool.deallocate(block, &first).unwrap();
-        // The second waits for the first; the third, which frees, waits for nobody.
+        // The second stream waits for the first. The third, which frees, waits for no stream.
         let block = allocate(&pool, 2 * MIB, &second);
         pool.deallocate(block, &third).unwrap();
         assert!(third.is_idle().unwrap());
@@ -302,7 +302,7 @@ fn pool_grows_by_slabs_and_releases_empty_ones() {
         let refused = pool.allocate(bytes(60 * MIB), &stream, Tag::default());
         assert_eq!(refused.unwrap_err().reason(), "OverBudget");
         pool.deallocate(large, &stream).unwrap();
-        // The slab of the large one is too small, and makes room for one that is not.
+        // The large block's slab is too small, and is released for a larger one.
         let larger = allocate(&pool, 60 * MIB, &stream);
         assert_eq!(machine.used(0) - before, 32 * MIB + 62 * MIB);
         pool.deallocate(small, &stream).unwrap();
@@ -454,7 +454,7 @@ fn only_a_full_device_is_out_of_memory() {
             .allocate(bytes(8 << 30), &stream, Tag::default())
             .unwrap_err();
         assert_eq!(error.reason(), "OutOfMemory");
-        // A step is more than is left, one block is not.
+        // A growth step exceeds the remaining memory, and one block does not.
         let rest = context.memory_info().unwrap().0 / MIB * MIB - 4 * MIB;
         let last = allocate(&pool, rest, &stream);
         for block in [block, last] {
@@ -563,7 +563,7 @@ fn default_stream_keeps_its_slot() {
 #[test]
 fn forgotten_stream_gets_no_more_events() {
     inside(ONE_GPU, |_| {
-        // Of fewer blocks than threads, so that each takes others'.
+        // Fewer blocks than threads, so that each thread takes blocks of others.
         let (context, pool) = pool(4);
         let try_once = |stream: &Stream| match pool.allocate(bytes(2 * MIB), stream, Tag::default())
         {
@@ -578,7 +578,7 @@ fn forgotten_stream_gets_no_more_events() {
         let comes_and_goes = || {
             while Instant::now() < end {
                 let owned = context.stream().unwrap();
-                // SAFETY: it is destroyed after `stream` was used last.
+                // SAFETY: the test destroys the stream after the last use of `stream`.
                 let stream = unsafe { Stream::from_raw(&context, owned.as_raw()) };
                 while !try_once(&stream) && Instant::now() < end {}
                 pool.forget_stream(&stream).unwrap();
@@ -651,7 +651,8 @@ fn rmm_random_allocations_fit_in_half_of_a_gpu() {
 
 #[test]
 fn benchmark_rng_matches_libstdcxx() {
-    // std::default_random_engine and std::uniform_int_distribution of g++ 12: sizes to 1 GiB, percents, indices.
+    // std::default_random_engine and std::uniform_int_distribution of g++ 12: sizes to 1 GiB,
+    // percents, indices.
     let mut random = minstd::Minstd::new(1);
     let drawn = [0; 3]
         .map(|_| [(1, 1 << 30), (0, 99), (0, 99_999)].map(|(low, high)| random.within(low, high)));

@@ -1,5 +1,5 @@
-//! Kept memory from Rust: clients that crash, fault, wait for each other and find what they left, over the real vault
-//! and worker and the simulated driver.
+//! Tests retained memory with clients that crash, fault and wait for each other, over the real
+//! vault and worker and the simulated driver.
 
 #![allow(
     clippy::unwrap_used,
@@ -64,11 +64,11 @@ fn bytes_of(retained: &RetainedLease, at: u64, count: usize) -> Vec<u8> {
     bytes
 }
 
-/// What tells a process that a test starts what to be, and where the keeper is.
+/// Variables that tell a child process its role and the agent's socket.
 const ROLE: &str = "KEPT_TEST_ROLE";
 const SOCKET: &str = "KEPT_TEST_SOCKET";
 
-/// The test that calls, run again as another process.
+/// Runs the calling test again in a child process.
 fn role_process(test: &str, role: &str, socket: &Path) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
@@ -78,7 +78,7 @@ fn role_process(test: &str, role: &str, socket: &Path) -> Command {
     command
 }
 
-/// Run by tests below in processes of their own.
+/// Entry point of the child processes of other tests.
 #[test]
 fn role_of_a_client() {
     let Ok(role) = std::env::var(ROLE) else {
@@ -110,7 +110,7 @@ fn role_of_a_client() {
         "takes its time" => {
             let writer = writer(&client, 2 * MIB);
             println!("writing");
-            // Until it is told to go on.
+            // Waits for the parent.
             std::io::stdin().read_line(&mut String::new()).unwrap();
             client.context().fill(writer.address(), 9, 4096).unwrap();
             writer.commit().unwrap();
@@ -127,7 +127,7 @@ fn kill_own_process() -> ! {
     }
 }
 
-/// Waits until no more is used: a worker closes its own descriptor of what it made a moment after it said so.
+/// Waits until the usage falls: a worker closes its own file descriptor shortly after its response.
 fn assert_used_falls_to(machine: &Sim, bytes: u64) {
     let since = Instant::now();
     while machine.used(0) != bytes && since.elapsed() < PATIENCE {
@@ -166,7 +166,7 @@ fn killed_writer_leaves_no_content() {
     inside(ONE_GPU, |machine| {
         let fake_agent = fake_agent();
         let client = LeaseClient::with_socket(&context(), &fake_agent.socket());
-        // What the first checksum takes stays with the context.
+        // The first checksum allocates memory that stays with the context.
         let first = writer(&client, 2 * MIB).commit().unwrap();
         let before = machine.used(0) - 2 * MIB;
         first.discard().unwrap();
@@ -250,7 +250,8 @@ fn corrupt_lease_is_discarded_and_recreated() {
     });
 }
 
-/// Commits a lease, and changes one byte of it as a process that means to can: an importer may map it to write (F6).
+/// Commits a lease and changes one byte of it as a malicious process can, because an importer may
+/// map the lease writable (F6 in `docs/architecture.md`).
 fn commit_and_corrupt(client: &LeaseClient, fake_agent: &FakeAgent) -> u64 {
     use bursar_protocol::wire::Account;
     use bursar_protocol::wire::kept::LeaseName;
@@ -297,7 +298,7 @@ fn uncommitted_lease_is_discarded_when_dropped() {
     });
 }
 
-/// An agent that makes a lease, and then says `answer` or dies.
+/// Opens a lease at an agent that creates the lease and then sends `answer` or exits.
 fn open_with_response(answer: Option<KeptAnswer>, machine: &Sim) -> LeaseError {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("agent.sock");
@@ -355,7 +356,8 @@ fn memory_is_unmapped_when_the_agent_never_confirms() {
     });
 }
 
-/// An agent that is asked so often, and answers what `answer` says; the kinds of questions.
+/// Runs an agent that handles a number of requests by `answer`, and returns the kinds of the
+/// requests.
 fn scripted_agent(
     socket: &Path,
     questions: usize,
@@ -397,7 +399,7 @@ fn lease_without_driver_memory_is_recreated() {
                     bytes: 2 * MIB,
                     checksum: 1,
                 };
-                // What the GPU lost is not what it was.
+                // The memory differs from what the GPU lost.
                 (ready, Some(tempfile::tempfile().unwrap().into()))
             }
             KeptQuestion::Open { .. } => (KeptAnswer::Refused(KeptRefusal::Off), None),

@@ -1,4 +1,4 @@
-//! What a thread's last failure was: a status, a text and the driver's code.
+//! Stores a thread's last failure: status, text and the driver's code.
 
 use std::cell::RefCell;
 use std::ffi::{CString, c_char};
@@ -8,7 +8,7 @@ use bursar_protocol::wire::kept::KeptRefusal;
 use bursar_runtime::driver::DriverError;
 use bursar_runtime::retained::LeaseError;
 
-/// `bursar_status`; the header says what each is.
+/// `bursar_status`, documented in the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Status {
@@ -24,7 +24,7 @@ pub enum Status {
     Internal = 9,
 }
 
-/// What went wrong.
+/// Failure of a call.
 #[derive(Clone, Debug)]
 pub(crate) struct Failure {
     status: Status,
@@ -104,7 +104,7 @@ thread_local! {
     static LAST: RefCell<(i32, CString)> = RefCell::default();
 }
 
-/// Remembers a failure; its status.
+/// Stores a failure and returns its status.
 pub(crate) fn set(failure: Failure) -> Status {
     let Failure { status, cuda, text } = failure;
     let text = CString::new(text.replace('\0', " ")).unwrap_or_default();
@@ -112,7 +112,7 @@ pub(crate) fn set(failure: Failure) -> Status {
     status
 }
 
-/// Good until the thread's next failure.
+/// Returns the text, valid until the thread's next failure.
 pub(crate) fn text() -> *const c_char {
     LAST.with_borrow(|(_, text)| text.as_ptr())
 }

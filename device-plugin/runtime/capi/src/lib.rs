@@ -1,10 +1,10 @@
-//! Kept memory for C: the functions of `bursar.h`, which says what they do.
+//! Provides retained memory to C: the functions of `bursar.h`, which documents them.
 //!
-//! Nothing here decides: each function reads its arguments, calls the runtime, and turns what failed into a number and a
-//! text. A panic ends at the function, as `BURSAR_INTERNAL`.
+//! Each function reads its arguments, calls the runtime, and converts a failure to a number and a
+//! text. A panic ends at the function as `BURSAR_INTERNAL`.
 //!
-//! * `last_error` is what a thread's last failure was
-//! * `open_args` is what is read of the caller's memory
+//! * `last_error` stores a thread's last failure.
+//! * `open_args` reads the arguments of `bursar_open`.
 
 mod last_error;
 mod open_args;
@@ -27,7 +27,7 @@ pub struct Lease(Mutex<State>);
 enum State {
     Writing(LeaseWriter),
     Ready(RetainedLease),
-    /// A commit failed.
+    /// A commit failed, and the lease was discarded.
     Ended,
 }
 
@@ -126,7 +126,7 @@ impl Lease {
     }
 }
 
-/// Runs what a function does; its failure is the thread's last one.
+/// Runs the body of a function and stores its failure as the thread's last one.
 fn ffi_call(run: impl FnOnce() -> Result<(), Failure>) -> Status {
     let done = catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(|_| Err(Failure::panicked()));
     match done {
@@ -135,38 +135,38 @@ fn ffi_call(run: impl FnOnce() -> Result<(), Failure>) -> Status {
     }
 }
 
-/// Opens a lease, or begins it.
+/// Opens a lease, or creates it.
 ///
 /// # Safety
-/// `open_args` is null or points to a `bursar_question` whose texts are null or end with a zero; `lease` is null or a
-/// place for a pointer.
+/// `args` is null or points to a `bursar_question` whose texts are null or end with a zero; `lease`
+/// is null or valid for a write of a pointer.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_open(args: *const RawOpenArgs, lease: *mut *mut Lease) -> Status {
     ffi_call(|| {
         if args.is_null() || lease.is_null() {
             return Err(Failure::null("question or lease"));
         }
-        // SAFETY: not null; the caller's promise.
+        // SAFETY: not null, and the caller keeps the contract.
         let opened = Lease::open(&unsafe { OpenArgs::read(&*args) }?)?;
-        // SAFETY: not null; the caller's promise.
+        // SAFETY: not null, and the caller keeps the contract.
         unsafe { lease.write(Box::into_raw(Box::new(opened))) };
         Ok(())
     })
 }
 
-/// Tells where an open lease is.
+/// Returns address, size and identity of an open lease.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; `view` is null or a place for a `bursar_view`.
+/// `lease` is null or from [`bursar_open`] and not closed; `view` is null or valid for a write.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_look(lease: *const Lease, view: *mut View) -> Status {
     ffi_call(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         if view.is_null() {
             return Err(Failure::null("view"));
         }
-        // SAFETY: not null; the caller's promise.
+        // SAFETY: not null, and the caller keeps the contract.
         unsafe { view.write(lease.view()?) };
         Ok(())
     })
@@ -175,7 +175,8 @@ pub unsafe extern "C" fn bursar_look(lease: *const Lease, view: *mut View) -> St
 /// Copies from a lease to the host.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; `to` is null or has room for so many bytes, which nobody else uses.
+/// `lease` is null or from [`bursar_open`] and not closed; `to` is null or has room for `bytes`
+/// bytes, which no other code uses.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_read(
     lease: *const Lease,
@@ -184,12 +185,12 @@ pub unsafe extern "C" fn bursar_read(
     bytes: u64,
 ) -> Status {
     ffi_call(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         if to.is_null() {
             return Err(Failure::null("to"));
         }
-        // SAFETY: not null; the caller's promise. Bytes have no values that they may not have.
+        // SAFETY: not null, and the caller keeps the contract. Every value is valid for a byte.
         lease.read(at, unsafe {
             std::slice::from_raw_parts_mut(to, length(bytes)?)
         })
@@ -199,7 +200,7 @@ pub unsafe extern "C" fn bursar_read(
 /// Copies from the host to a lease.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; `from` is null or has so many bytes.
+/// `lease` is null or from [`bursar_open`] and not closed; `from` is null or has `bytes` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_write(
     lease: *mut Lease,
@@ -208,19 +209,19 @@ pub unsafe extern "C" fn bursar_write(
     bytes: u64,
 ) -> Status {
     ffi_call(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         if from.is_null() {
             return Err(Failure::null("from"));
         }
-        // SAFETY: not null; the caller's promise.
+        // SAFETY: not null, and the caller keeps the contract.
         lease.write(at, unsafe {
             std::slice::from_raw_parts(from, length(bytes)?)
         })
     })
 }
 
-/// A length that a slice may have.
+/// Returns a length that a slice may have.
 fn length(bytes: u64) -> Result<usize, Failure> {
     isize::try_from(bytes)
         .map(isize::cast_unsigned)
@@ -238,23 +239,23 @@ fn length(bytes: u64) -> Result<usize, Failure> {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_commit(lease: *mut Lease) -> Status {
     ffi_call(|| {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract.
         let lease = unsafe { lease.as_ref() }.ok_or(Failure::null("lease"))?;
         lease.commit()
     })
 }
 
-/// Gives a lease up and closes it.
+/// Discards a lease and closes it.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; it is closed by this.
+/// `lease` is null or from [`bursar_open`] and not closed. The call closes it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_discard(lease: *mut Lease) -> Status {
     ffi_call(|| {
         if lease.is_null() {
             return Err(Failure::null("lease"));
         }
-        // SAFETY: made by `Box::into_raw` in `bursar_open`, and nobody else has it.
+        // SAFETY: `Box::into_raw` in `bursar_open` returned the pointer, and no other code has it.
         unsafe { Box::from_raw(lease) }.discard()
     })
 }
@@ -262,25 +263,26 @@ pub unsafe extern "C" fn bursar_discard(lease: *mut Lease) -> Status {
 /// Closes a lease.
 ///
 /// # Safety
-/// `lease` is null or from [`bursar_open`] and not closed; it is closed by this.
+/// `lease` is null or from [`bursar_open`] and not closed. The call closes it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn bursar_close(lease: *mut Lease) {
     ffi_call(|| {
         if !lease.is_null() {
-            // SAFETY: made by `Box::into_raw` in `bursar_open`, and nobody else has it.
+            // SAFETY: `Box::into_raw` in `bursar_open` returned the pointer, and no other code has
+            // it.
             drop(unsafe { Box::from_raw(lease) });
         }
         Ok(())
     });
 }
 
-/// The text of this thread's last failure.
+/// Returns the text of this thread's last failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn bursar_error() -> *const c_char {
     last_error::text()
 }
 
-/// The `CUresult` of this thread's last failure.
+/// Returns the `CUresult` of this thread's last failure.
 #[unsafe(no_mangle)]
 pub extern "C" fn bursar_cuda() -> i32 {
     last_error::cuda()

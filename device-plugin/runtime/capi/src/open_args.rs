@@ -1,4 +1,4 @@
-//! What `bursar_open` is asked, read out of the caller's memory.
+//! Reads the arguments of `bursar_open` from the caller's memory.
 
 use std::ffi::{CStr, OsStr, c_char};
 use std::os::unix::ffi::OsStrExt;
@@ -21,7 +21,7 @@ pub struct RawOpenArgs {
     device: i32,
 }
 
-/// The same, owned.
+/// Owned arguments.
 #[derive(Debug)]
 pub(crate) struct OpenArgs {
     pub(crate) name: String,
@@ -33,10 +33,10 @@ pub(crate) struct OpenArgs {
 }
 
 impl OpenArgs {
-    /// Reads it.
+    /// Copies the arguments.
     ///
     /// # Safety
-    /// Its texts are null or end with a zero.
+    /// The texts are null or end with a zero.
     pub(crate) unsafe fn read(raw: &RawOpenArgs) -> Result<OpenArgs, Failure> {
         let RawOpenArgs {
             name,
@@ -46,7 +46,7 @@ impl OpenArgs {
             patience_ms,
             device,
         } = raw;
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract.
         let (name, socket) = unsafe { (text(*name), text(*socket)) };
         let name = name.ok_or(Failure::null("name"))?.to_str();
         Ok(OpenArgs {
@@ -72,8 +72,8 @@ impl OpenArgs {
 }
 
 /// # Safety
-/// Null, or a text that ends with a zero and stays as long as the answer is used.
+/// The pointer is null, or its text ends with a zero and lives as long as the result.
 unsafe fn text<'a>(pointer: *const c_char) -> Option<&'a CStr> {
-    // SAFETY: not null; the caller's promise.
+    // SAFETY: not null, and the caller keeps the contract.
     (!pointer.is_null()).then(|| unsafe { CStr::from_ptr(pointer) })
 }

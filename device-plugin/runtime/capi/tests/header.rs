@@ -1,4 +1,4 @@
-//! The library is what its header says: its functions, its structs, and a C program that uses all of it.
+//! Checks the library against its header: functions, structs, and a C program that uses all of it.
 
 #![allow(
     clippy::unwrap_used,
@@ -18,7 +18,7 @@ use object::{Object, ObjectSymbol};
 
 const HEADER: &str = include_str!("../include/bursar.h");
 
-/// Builds the library; the folder that cargo puts it in.
+/// Builds the library and returns cargo's output folder.
 fn libraries() -> PathBuf {
     let mut build = Command::new(env!("CARGO"));
     build.args(["build", "--quiet", "--lib", "-p", "bursar-capi"]);
@@ -28,7 +28,7 @@ fn libraries() -> PathBuf {
     test.ancestors().nth(2).unwrap().to_owned()
 }
 
-/// Compiles the C program as strictly as C99 can be, against the library.
+/// Compiles the C program against the library, as strictly as C99 permits.
 fn program(folder: &Path) -> PathBuf {
     let (package, program) = (Path::new(env!("CARGO_MANIFEST_DIR")), folder.join("client"));
     let compiled = Command::new("cc")
@@ -69,7 +69,7 @@ fn structs_and_statuses_have_the_layout_of_the_header() {
     let mut client = Command::new(program(folder.path()));
     let output = client.env("LD_LIBRARY_PATH", libraries()).output().unwrap();
     let said = String::from_utf8(output.stdout).unwrap();
-    // What the 64-bit ABIs of Linux make of the header; the library's side of it is used by the next test.
+    // Sizes and offsets of the 64-bit ABIs of Linux; the next test uses the library's side.
     assert_eq!(said, "question 72 8 16 48 56 64 4\nview 40 8 16 24 32\n");
 }
 

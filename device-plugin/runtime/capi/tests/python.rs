@@ -1,4 +1,4 @@
-//! The Python package: its wheel is built, installed, and tested over the simulated driver with NumPy.
+//! Builds, installs and tests the Python package's wheel over the simulated driver with NumPy.
 
 #![allow(
     clippy::unwrap_used,
@@ -14,7 +14,7 @@ use std::process::Command;
 use bursar_sim_lab::{Lab, ONE_GPU};
 use fake_agent::FakeAgent;
 
-/// The array library of the tests.
+/// Array library of the tests.
 const NUMPY: &str = "numpy==2.4.6";
 
 fn package() -> PathBuf {
@@ -32,7 +32,7 @@ fn run(command: &mut Command) -> String {
     said
 }
 
-/// A Python with NumPy, kept beside what cargo builds: made once.
+/// Returns a Python with NumPy, created once beside cargo's output.
 fn python(target: &Path) -> PathBuf {
     let environment = target.join("python-numpy");
     let python = environment.join("bin/python");
@@ -46,7 +46,7 @@ fn python(target: &Path) -> PathBuf {
     python
 }
 
-/// Builds the library; the folder that cargo puts it in.
+/// Builds the library and returns cargo's output folder.
 fn libraries() -> PathBuf {
     let mut build = Command::new(env!("CARGO"));
     run(build.args(["build", "--quiet", "--lib", "-p", "bursar-capi"]));

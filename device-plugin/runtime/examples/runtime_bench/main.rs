@@ -1,13 +1,16 @@
-//! Measures the pool against the driver's own, and tries what only a GPU can show.
+//! Measures the pool against the driver's own pool, and checks properties that only a GPU can show.
 //!
-//! usage: runtime-bench random                         RMM's random allocations, one thread and eight
-//!        runtime-bench turns PERCENT                  for each line "ALLOCATIONS MIB" it reads, that cell once, from so much of the GPU
-//!        runtime-bench native                         the cells from the driver's pool, one thread
-//!        runtime-bench pair                           one allocation and its free, one thread and eight
-//!        runtime-bench steal                          two streams and one block, its data checked
-//!        runtime-bench planted direct|guarded|canary  writes past a block's end, for compute-sanitizer to find
+//! ```text
+//! runtime-bench random                         RMM's random allocations, one thread and eight
+//! runtime-bench turns PERCENT                  each input line "ALLOCATIONS MIB": that cell once,
+//!                                              from this part of the GPU
+//! runtime-bench native                         the cells from the driver's pool, one thread
+//! runtime-bench pair                           one allocation and its free, one thread and eight
+//! runtime-bench steal                          two streams and one block, its data checked
+//! runtime-bench planted direct|guarded|canary  writes past a block's end, for compute-sanitizer
+//! ```
 //!
-//! Prints one JSON object for each row. Exits with 1 where a row is not as it must be.
+//! Prints one JSON object for each row. Exits with 1 if a row is wrong.
 #![allow(
     unsafe_code,
     reason = "calls the driver's pool itself, and launches kernels"
@@ -42,7 +45,7 @@ fn context() -> Result<Context> {
     Ok(Driver::get()?.device(0)?.primary_context()?)
 }
 
-/// Whether every row was as it must be.
+/// Returns whether every row was right.
 fn run() -> Result<bool> {
     let arguments: Vec<_> = std::env::args().skip(1).collect();
     let words: Vec<_> = arguments.iter().map(String::as_str).collect();

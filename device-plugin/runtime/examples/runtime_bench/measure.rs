@@ -1,4 +1,5 @@
-//! The clock: RMM's cells and the pair, over the pool with its exact limit and over the driver's pool.
+//! Measures RMM's cells and the pair, over the pool with its exact limit and over the driver's
+//! pool.
 
 use std::alloc::Layout;
 use std::sync::Barrier;
@@ -25,15 +26,15 @@ const CELLS: [(u64, u64); 9] = [
     (100_000, 64),
     (100_000, 1024),
 ];
-/// Allocations that a cell's rounds make together.
+/// Total allocations in the rounds of a cell.
 const ALLOCATIONS_PER_CELL: u64 = 500_000;
-/// Pairs of a block of them: less than a time slice, and in eight threads more than their start.
+/// Pairs in a block: shorter than a time slice, and in eight threads longer than their start.
 const PAIRS: u64 = 2_000;
 const PAIRS_OF_THREADS: u64 = 200_000;
 const BLOCKS: usize = 301;
 const BLOCKS_OF_THREADS: usize = 9;
 
-/// A resource and a stream.
+/// Resource with a stream.
 struct PoolSource<'a, R>(&'a R, &'a Stream);
 
 impl<R: DeviceMemoryResource> BenchAllocator for PoolSource<'_, R> {
@@ -53,7 +54,8 @@ impl<R: DeviceMemoryResource> BenchAllocator for PoolSource<'_, R> {
     }
 }
 
-/// A pool of a fixed size with an exact limit: RMM's pool is half of what is free, and the limit is what may be live.
+/// Creates a pool of fixed size with an exact limit. RMM's pool is half of the free memory, and the
+/// limit applies to live bytes.
 fn pool(context: &Context, capacity: u64) -> Result<Pool<Direct>> {
     let settings = PoolSettings {
         initial: capacity,
@@ -64,7 +66,7 @@ fn pool(context: &Context, capacity: u64) -> Result<Pool<Direct>> {
     Ok(Pool::new(Direct::new(context), context, settings)?)
 }
 
-/// Of several measurements, the middle one and the best.
+/// Median and best of several measurements.
 #[derive(Clone, Copy)]
 struct Times {
     median: f64,
@@ -82,17 +84,17 @@ impl Times {
     }
 }
 
-/// Half of what is free: as much as RMM's own benchmark gives its pool.
+/// Returns half of the free memory, as RMM's own benchmark does.
 fn capacity(context: &Context) -> Result<u64> {
     Ok(whole_steps(context.memory_info()?.0 / 2))
 }
 
-/// In the driver's steps of linear memory.
+/// Rounds to the driver's steps of linear memory.
 fn whole_steps(bytes: u64) -> u64 {
     bytes / (2 * MIB) * (2 * MIB)
 }
 
-/// RMM's cells, alone and shared between eight threads; no allocation may fail.
+/// Measures RMM's cells in one thread and in eight; no allocation may fail.
 pub(crate) fn random(context: &Context) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
@@ -114,7 +116,7 @@ pub(crate) fn random(context: &Context) -> Result<bool> {
     Ok(right && left == 0)
 }
 
-/// Cells by turns with another program, one for each line of standard input.
+/// Measures one cell for each line of standard input, in turn with another program.
 pub(crate) fn turns(context: &Context, percent: u64) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
@@ -137,7 +139,7 @@ pub(crate) fn turns(context: &Context, percent: u64) -> Result<bool> {
     Ok(true)
 }
 
-/// RMM's cells from the driver's pool.
+/// Measures RMM's cells from the driver's pool.
 pub(crate) fn native(context: &Context) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
@@ -159,7 +161,7 @@ fn row(source: &str, allocations: u64, max_mib: u64, ms: Times, failed: u64) -> 
     failed == 0
 }
 
-/// The milliseconds of a cell's rounds, and the allocations that failed in all of them.
+/// Returns the milliseconds of a cell's rounds and the number of failed allocations.
 fn alone<S: BenchAllocator>(source: &S, allocations: u64, max_mib: u64) -> (Times, u64) {
     let cell = Cell {
         allocations,
@@ -181,7 +183,8 @@ fn rounds(allocations: u64, mut once: impl FnMut() -> (f64, u64)) -> (Times, u64
     (Times::of(times.into_iter()), failed.iter().sum())
 }
 
-/// The same, with an eighth of the allocations and of the live bytes in each of eight threads with a stream of its own.
+/// Measures a cell in eight threads, each with an eighth of the allocations and live bytes and a
+/// stream of its own.
 fn shared<R: DeviceMemoryResource>(
     context: &Context,
     resource: &R,
@@ -204,8 +207,8 @@ fn shared<R: DeviceMemoryResource>(
     }))
 }
 
-/// Wall-clock milliseconds of a thread for each stream, from the first one's start to the last one's end, and the sum of
-/// what they answer.
+/// Runs a thread for each stream. Returns the milliseconds from the first start to the last end,
+/// and the sum of the results.
 fn together(streams: &[Stream], work: impl Fn(u64, &Stream) -> u64 + Sync) -> (f64, u64) {
     let gate = Barrier::new(streams.len());
     std::thread::scope(|scope| {
@@ -233,7 +236,7 @@ fn together(streams: &[Stream], work: impl Fn(u64, &Stream) -> u64 + Sync) -> (f
     })
 }
 
-/// An allocation and its free.
+/// Measures an allocation with its free.
 pub(crate) fn pair(context: &Context) -> Result<bool> {
     let _current = context.enter()?;
     let stream = context.stream()?;
@@ -264,7 +267,7 @@ pub(crate) fn pair(context: &Context) -> Result<bool> {
     Ok(true)
 }
 
-/// Nanoseconds that a pair takes in each of eight threads.
+/// Returns the nanoseconds of a pair in each of eight threads.
 fn pairs_together<R: DeviceMemoryResource>(resource: &R, streams: &[Stream]) -> Times {
     let streams: Vec<_> = streams
         .iter()

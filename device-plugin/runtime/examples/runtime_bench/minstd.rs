@@ -1,5 +1,7 @@
-//! The random numbers that RMM's benchmark draws with libstdc++: `std::default_random_engine` and
-//! `std::uniform_int_distribution`, number for number, so that both programs ask for the same sizes in the same order.
+//! Generates the random numbers of RMM's benchmark with libstdc++, number for number.
+//!
+//! These are `std::default_random_engine` and `std::uniform_int_distribution`, so that both
+//! programs request the same sizes in the same order.
 
 /// `std::minstd_rand0`: x' = 16807 x mod 2^31 - 1.
 pub(crate) struct Minstd(u64);
@@ -7,14 +9,15 @@ pub(crate) struct Minstd(u64);
 const MODULUS: u64 = (1 << 31) - 1;
 
 impl Minstd {
-    /// Seeded; C++'s default seed is 1.
+    /// Creates a generator; C++'s default seed is 1.
     pub(crate) fn new(seed: u64) -> Minstd {
         Minstd(seed)
     }
 
-    /// An integer from `low` to `high`, both included.
+    /// Returns an integer from `low` to `high`, both inclusive.
     pub(crate) fn within(&mut self, low: u64, high: u64) -> u64 {
-        // The engine answers 1 to MODULUS - 1. What does not divide evenly is drawn again.
+        // The engine returns 1 to MODULUS - 1. Values beyond the largest multiple of the range are
+        // drawn again.
         let engine_range = MODULUS - 2;
         let values = high - low + 1;
         let scaling = engine_range / values;

@@ -1,4 +1,4 @@
-//! The driver's own pool, called as a C program calls it: no layer of ours.
+//! Calls the driver's own pool as a C program does, without this crate.
 
 use std::ffi::{c_int, c_void};
 
@@ -20,12 +20,12 @@ pub(crate) struct Native {
 }
 
 impl Native {
-    /// The pool of the current context's device, which keeps what it has got, and has got `primed` bytes: as RMM's resource
-    /// over it does.
+    /// Uses the pool of the current context's device with an unlimited release threshold and
+    /// `primed` bytes, as RMM's resource does.
     pub(crate) fn new(ordinal: u32, stream: &Stream, primed: u64) -> Result<Native> {
         type DefaultPool = unsafe extern "C" fn(*mut *mut c_void, c_int) -> c_int;
         type SetAttribute = unsafe extern "C" fn(*mut c_void, c_int, *const u64) -> c_int;
-        // SAFETY: the library is loaded already, and these are its prototypes in cuda.h.
+        // SAFETY: the library is loaded, and the prototypes are those of cuda.h.
         let (native, default_pool, set_attribute) = unsafe {
             let library = Library::new("libcuda.so.1")?;
             let default_pool = *library.get::<DefaultPool>("cuDeviceGetDefaultMemPool\0")?;
@@ -39,7 +39,7 @@ impl Native {
             (native, default_pool, set_attribute)
         };
         let (mut pool, keep) = (std::ptr::null_mut(), u64::MAX);
-        // SAFETY: the pointers are good for the calls.
+        // SAFETY: the pointers are valid for the calls.
         let answers = unsafe {
             let found = default_pool(&raw mut pool, ordinal.cast_signed());
             [
@@ -58,12 +58,12 @@ impl Native {
 }
 
 impl BenchAllocator for Native {
-    /// Address and bytes.
+    /// Address and size in bytes.
     type Block = (u64, u64);
 
     fn allocate(&self, bytes: u64) -> Option<(u64, u64)> {
         let mut address = 0;
-        // SAFETY: the pointer is good for the call, and the stream lives.
+        // SAFETY: the pointer is valid for the call, and the stream lives.
         let answer = unsafe {
             (self.allocate)(&raw mut address, bytes as usize, self.stream as *mut c_void)
         };
@@ -71,7 +71,7 @@ impl BenchAllocator for Native {
     }
 
     fn free(&self, (address, bytes): (u64, u64)) -> u64 {
-        // SAFETY: an address that was allocated here, freed once.
+        // SAFETY: the address was allocated here and is freed once.
         let answer = unsafe { (self.free)(address, self.stream as *mut c_void) };
         assert_eq!(answer, 0, "the driver did not free");
         bytes

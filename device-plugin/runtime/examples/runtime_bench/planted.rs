@@ -1,4 +1,4 @@
-//! A kernel that writes one byte past a block's end.
+//! Launches a kernel that writes one byte past a block's end.
 
 use std::alloc::Layout;
 
@@ -7,7 +7,7 @@ use bursar_runtime::driver::{Context, Grid, Stream};
 use bursar_runtime::{DebugGuard, DeviceMemoryResource, Direct, Exportable, FreeError, Tag};
 use serde_json::json;
 
-/// A whole multiple of what the driver allocates in, so that the byte behind it is nobody's.
+/// Multiple of the driver's allocation step, so that the byte behind the block is in no allocation.
 const BYTES: usize = 4 << 20;
 
 /// `fill(uint8_t *to, uint8_t value, uint64_t len)`, one byte for each thread.
@@ -36,8 +36,8 @@ const FILL: &std::ffi::CStr = c".version 6.0
     ret;
 }";
 
-/// Fills a block and one byte more. `direct` and `guarded` are found by compute-sanitizer (and by a fault, where the
-/// address has no memory); `canary` is found by the guard when the block is freed.
+/// Fills a block and one byte more. compute-sanitizer finds `direct` and `guarded`, which also
+/// fault if the address is unmapped; the debug guard finds `canary` when the block is freed.
 pub(crate) fn run(context: &Context, how: &str) -> Result<bool> {
     let stream = context.stream()?;
     match how {
@@ -62,7 +62,8 @@ fn planted<R: DeviceMemoryResource>(
         (&raw mut len).cast(),
     ];
     let grid = Grid::linear(len.div_ceil(256) as u32, 256);
-    // SAFETY: the arguments are of the kernel's types; what it writes is no memory of the host's. It is meant to be wrong.
+    // SAFETY: the arguments have the kernel's types, and the kernel writes no host memory. The
+    // overrun is intended.
     unsafe { fill.launch(stream, grid, arguments) }?;
     let fault = stream.synchronize().err();
     let refused = match resource.deallocate(block, stream) {

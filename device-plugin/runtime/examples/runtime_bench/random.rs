@@ -1,40 +1,40 @@
-//! RMM's "random allocations" (cpp/benchmarks/random_allocations), draw for draw.
+//! Reproduces RMM's "random allocations" (cpp/benchmarks/random_allocations), draw for draw.
 //!
-//! Twice as many steps as allocations. A step allocates a uniformly drawn size with a probability of 73 %, unless all
-//! allocations were made or the live bytes would reach the limit; otherwise it frees a drawn live block. An
-//! allocation that fails becomes a free.
+//! The benchmark takes twice as many steps as allocations. A step allocates a uniformly drawn size
+//! with a probability of 73 %, unless all allocations are made or the live bytes would reach the
+//! limit. Otherwise the step frees a drawn live block. A failed allocation becomes a free.
 
 use super::minstd::Minstd;
 
-/// Bytes that may be live in RMM's run.
+/// Limit of live bytes in RMM's run.
 pub(crate) const MAX_LIVE: u64 = 16_000 << 20;
 
-/// What is measured: something that hands out `Block`s.
+/// Allocator under measurement.
 pub(crate) trait BenchAllocator {
-    /// A live allocation.
+    /// Live allocation.
     type Block;
 
-    /// Allocates; `None` where it fails.
+    /// Allocates; `None` on failure.
     fn allocate(&self, bytes: u64) -> Option<Self::Block>;
 
-    /// Frees; how many bytes it was asked for.
+    /// Frees a block and returns its requested bytes.
     fn free(&self, block: Self::Block) -> u64;
 }
 
 /// One cell of the table.
 #[derive(Clone, Copy)]
 pub(crate) struct Cell {
-    /// How many allocations.
+    /// Number of allocations.
     pub(crate) allocations: u64,
-    /// The largest size in MiB.
+    /// Largest size in MiB.
     pub(crate) max_mib: u64,
-    /// Bytes that may be live.
+    /// Limit of live bytes.
     pub(crate) max_live: u64,
-    /// The first random number; RMM's is 1.
+    /// First random number; RMM's is 1.
     pub(crate) seed: u64,
 }
 
-/// Runs a cell; how many allocations failed.
+/// Runs a cell and returns the number of failed allocations.
 pub(crate) fn run<S: BenchAllocator>(source: &S, cell: Cell) -> u64 {
     let mut random = Minstd::new(cell.seed);
     let mut live: Vec<S::Block> = Vec::new();
@@ -63,7 +63,7 @@ pub(crate) fn run<S: BenchAllocator>(source: &S, cell: Cell) -> u64 {
             live_bytes -= source.free(live.swap_remove(drawn as usize % live.len()));
         }
     }
-    // RMM's run ends with nothing live, but where an allocation failed.
+    // RMM's run ends without live blocks unless an allocation failed.
     for block in live {
         source.free(block);
     }

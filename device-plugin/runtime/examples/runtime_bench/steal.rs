@@ -1,4 +1,4 @@
-//! One block, taken by one stream from another: what the second writes stays.
+//! Checks that the data of a stream survives when it takes a block from another stream.
 
 use std::alloc::Layout;
 
@@ -15,8 +15,11 @@ const ROUNDS: u64 = 20;
 const MINE: u8 = 0x5a;
 const THEIRS: u8 = 0xa5;
 
-/// The first stream fills the block a hundred times and frees it; the second takes it, and fills it once. Then the
-/// same without the pool, where nothing orders them: how often the data is wrong then says what the check is worth.
+/// The first stream fills the block a hundred times and frees it; the second takes and fills it
+/// once.
+///
+/// The same without the pool, where nothing orders the streams, shows how often the check would
+/// find wrong data.
 pub(crate) fn run(context: &Context) -> Result<bool> {
     let settings = PoolSettings {
         initial: BYTES as u64,
@@ -56,7 +59,7 @@ fn occupy(context: &Context, address: u64, stream: &Stream) -> Result<()> {
     Ok(())
 }
 
-/// 1 where a byte that the second stream wrote is not there once both are done.
+/// Returns 1 if a byte of the second stream is lost once both are done.
 fn data_is_lost(context: &Context, address: u64, [first, second]: &[Stream; 2]) -> Result<u64> {
     context.fill_async(address, MINE, BYTES, second)?;
     second.synchronize()?;

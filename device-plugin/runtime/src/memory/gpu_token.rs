@@ -1,7 +1,7 @@
 //! Requests and redeems tokens: identities of memory that the node's agent seals against forgery.
 //!
 //! ```text
-//! process A -- seal ---> agent     a token: node, GPU, container, generations, lease, block and MAC
+//! process A -- seal ---> agent     a token: node, GPU, container, generations, lease, block, MAC
 //!     |
 //!     |  the token's bytes, by any channel
 //!     v

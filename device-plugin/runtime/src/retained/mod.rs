@@ -1,12 +1,12 @@
 //! Opens retained memory: device memory that outlives the process that filled it.
 //!
 //! ```text
-//!                 open                         commit
-//!   (no lease) ----------> Writing, zeroed ------------> Ready, read-only
-//!                            |  the writer exits or         |  any process of the namespace opens and
-//!                            |  discards the lease          |  verifies it; a corrupt lease is discarded
-//!                            v                              v
-//!                        (no lease)                     (no lease)
+//!               open                       commit
+//!   (no lease) --------> Writing, zeroed ----------> Ready, read-only
+//!                          |  the writer exits or       |  any process of the namespace opens
+//!                          |  discards the lease        |  and verifies it; if it is corrupt,
+//!                          v                            v  it is discarded
+//!                      (no lease)                   (no lease)
 //! ```
 //!
 //! A lease is found by a name and a key. The key is a digest of everything that decides the

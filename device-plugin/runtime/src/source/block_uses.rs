@@ -1,9 +1,10 @@
 //! Tracks uses of blocks by streams, and releases a freed block after the last use.
 //!
 //! ```text
-//!   insert          finish, record            retire             reap
-//! ---------> live ---- used in a stream ----> retired --------> released
-//!                                                 ^---- the work before the free is not done, or the free failed
+//!   insert        finish, record            retire             reap
+//! -------> live ---- used in a stream ----> retired --------> released
+//!                                               ^---- work before the free is not done,
+//!                                                     or the free failed
 //! ```
 //!
 //! Driver calls in this module order streams and query events; none waits.

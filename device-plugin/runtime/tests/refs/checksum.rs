@@ -1,4 +1,4 @@
-//! The checksum kernel against its definition.
+//! Tests the checksum kernel against its definition.
 
 use bursar_runtime::checksum::{self, ChecksumError, DeviceChecksum};
 use bursar_runtime::driver::{Context, Driver};
@@ -12,7 +12,7 @@ fn context() -> Context {
     device.primary_context().unwrap()
 }
 
-/// Device memory until the process ends.
+/// Allocates device memory for the life of the process.
 fn memory(context: &Context, bytes: usize) -> u64 {
     let layout = std::alloc::Layout::from_size_align(bytes, 1).unwrap();
     let stream = context.default_stream();

@@ -1,4 +1,4 @@
-//! Memory with several owners.
+//! Tests memory with several owners.
 
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ fn token(reference: &GpuRef<u32>) -> WriteToken {
     reference.begin_write(Instant::now(), LASTS).unwrap()
 }
 
-/// Overwrites it with bytes.
+/// Overwrites the memory with a byte value.
 fn write(reference: &GpuRef<u32>, token: &WriteToken, stream: &Stream) -> Result<(), LaunchError> {
     let kernel = fill_kernel(stream.context());
     Launch::new(&kernel, stream, Grid::linear(1, 1))

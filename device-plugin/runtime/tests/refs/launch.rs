@@ -1,4 +1,4 @@
-//! What launches refuse, and what kernels are given.
+//! Tests the checks of launches and the arguments that kernels get.
 
 use bursar_runtime::driver::{Access, Grid, Parameter};
 use bursar_runtime::memory::launch::LaunchError;

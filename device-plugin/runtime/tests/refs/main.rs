@@ -1,4 +1,4 @@
-//! References to device memory, and what uses them, over the simulated driver.
+//! Tests typed device memory, its users and their order over the simulated driver.
 #![allow(unsafe_code, reason = "says what kernels take")]
 #![allow(
     clippy::unwrap_used,
@@ -23,17 +23,17 @@ use std::time::Duration;
 use bursar_runtime::driver::{Access, Context, Function, Grid, Kernel, Parameter, Stream};
 use bursar_runtime::{DeviceChecksum, DeviceRuntime, Direct, Launch, Tag, TrackedSlice};
 
-/// Long enough to be noticed by who does not wait for it.
+/// Long enough for a test to notice a missing wait.
 const SPIN_TIME: Duration = Duration::from_millis(300);
 
-/// Longer than a busy machine may keep a thread from what it does next.
+/// Longer than a busy machine delays a thread.
 const LONGEST_DELAY: Duration = Duration::from_secs(3);
 
 fn runtime(ordinal: u32) -> Arc<DeviceRuntime> {
     DeviceRuntime::for_ordinal(ordinal).unwrap()
 }
 
-/// A runtime whose memory is not tracked.
+/// Creates a runtime whose resource does not track uses.
 fn untracked() -> DeviceRuntime {
     let runtime = runtime(0);
     runtime.with_resource(|_| Direct::new(runtime.context()))
@@ -56,7 +56,8 @@ fn fill_kernel(context: &Context) -> Kernel {
         Parameter::Value(1),
         Parameter::Value(8),
     ];
-    // SAFETY: the simulated driver says so; the tests give it the length that the memory has.
+    // SAFETY: the simulated driver's kernel has these parameters, and the tests pass the memory's
+    // length.
     unsafe { function(context, c"fill").declare(TAKES) }
 }
 
@@ -67,11 +68,12 @@ fn copy_kernel(context: &Context) -> Kernel {
         Parameter::Memory(Access::Read),
         Parameter::Value(8),
     ];
-    // SAFETY: as above.
+    // SAFETY: the simulated driver's kernel has these parameters, and the tests pass the memory's
+    // length.
     unsafe { function(context, c"copy").declare(TAKES) }
 }
 
-/// Keeps a stream busy for [`LONG`].
+/// Keeps a stream busy for [`SPIN_TIME`].
 fn spin(stream: &Stream) {
     spin_for(stream, SPIN_TIME);
 }

@@ -1,4 +1,4 @@
-//! Managed memory.
+//! Tests managed memory.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,7 +15,7 @@ use bursar_sim_lab::{ONE_GPU, TWO_GPUS, inside};
 
 use crate::{LONGEST_DELAY, SPIN_TIME, copy_kernel, fault, fill_kernel, runtime, spin, spin_for};
 
-/// A runtime of managed memory, with a quota of 1 MiB.
+/// Creates a runtime of managed memory with a quota of 1 MiB.
 fn managed_runtime(ordinal: u32) -> DeviceRuntime {
     let runtime = runtime(ordinal);
     let source = Managed::with_allocator(runtime.context(), Attach::Global);

@@ -1,4 +1,4 @@
-//! Copies between devices.
+//! Tests copies between devices.
 
 use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::{StaleReason, memory::peer_copy};

@@ -1,4 +1,4 @@
-//! Room that is taken ahead.
+//! Tests reservations in a budget.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ fn used(budget: &Budget<Direct>) -> u64 {
     budget.account().snapshot().used
 }
 
-/// A runtime that allocates from a reservation.
+/// Returns a runtime that allocates from a reservation.
 fn runtime_over(runtime: &DeviceRuntime, reservation: &Arc<Reservation<Direct>>) -> DeviceRuntime {
     runtime.with_resource(|_| Arc::clone(reservation))
 }

@@ -1,4 +1,4 @@
-//! Memory with one owner.
+//! Tests memory with one owner.
 
 use bursar_runtime::memory::slice::MemoryError;
 use bursar_runtime::{
@@ -97,7 +97,8 @@ fn slice_is_inert_when_drained_shut_down_or_poisoned() {
             let another = TrackedSlice::<u32>::allocate(&runtime, 1, &stream, Tag::default());
             assert_eq!(another.unwrap_err(), stale.into());
         }
-        // What comes after it is another runtime, and the memory stays with the one that ended.
+        // The next runtime is another one, and the memory stays with the runtime that was shut
+        // down.
         let next = crate::runtime(0);
         assert_eq!(next.state().check(), Ok(()));
         assert_eq!(slice.check(), Err(StaleReason::ShutDown));

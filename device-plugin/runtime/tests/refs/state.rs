@@ -1,4 +1,4 @@
-//! Supervision: what poisons the image is seen wherever it comes up, and ends with the image.
+//! Tests that every fault poisons the process image, and only that image.
 
 use bursar_runtime::checksum::ChecksumError;
 use bursar_runtime::driver::Driver;
@@ -46,7 +46,7 @@ fn unlisted_code_poisons_when_a_probe_repeats_it() {
     });
 }
 
-/// Runs the test again on the same machine, in a process of its own.
+/// Runs the test again on the same simulated machine, in a child process.
 fn run_in_child(role: &str) {
     assert!(twin(role).status().unwrap().success());
 }

@@ -1,4 +1,4 @@
-//! Pools of streams.
+//! Tests pools of streams.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;

@@ -1,4 +1,4 @@
-//! Logging, statistics, the failure callback, fault injection, and all of them over one another.
+//! Tests logging, statistics, the failure callback, fault injection, and all adaptors together.
 
 use std::sync::{Arc, Mutex};
 
@@ -46,7 +46,8 @@ fn log_has_a_line_with_a_tag_for_each_call() {
     });
 }
 
-/// What `replay` does with a log: each address is allocated once before it is freed, by columns that it finds by name.
+/// Checks a log as RMM's `replay` does: columns by name, and each address allocated once before its
+/// free.
 fn replay(log: &str) -> usize {
     let mut lines = log.lines().map(|line| line.split(',').collect::<Vec<_>>());
     let header = lines.next().unwrap();
@@ -73,7 +74,7 @@ fn replay(log: &str) -> usize {
     events
 }
 
-/// A writer whose bytes can be read afterwards.
+/// Writer whose bytes the test can read.
 #[derive(Clone, Debug, Default)]
 struct SharedBuffer(Arc<Mutex<Vec<u8>>>);
 

@@ -1,4 +1,4 @@
-//! The budget, exact whatever is under it does.
+//! Tests that a budget stays exact whatever its upstream does.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -87,7 +87,7 @@ fn budget_counts_only_its_own_blocks() {
         for (of, block) in [&first, &second].into_iter().zip(blocks) {
             of.deallocate(block, &stream).unwrap();
         }
-        // Whoever reaps what is shared, each budget finds its own.
+        // Each budget finds its own blocks, whichever user reaps the shared resource.
         shared.reap_pending().unwrap();
         for of in [&first, &second] {
             assert_eq!(of.reap_pending().unwrap().freed, LIMIT);
@@ -111,7 +111,7 @@ fn pending_free_still_counts() {
         budget.deallocate(block, &stream).unwrap();
         assert!(budget.allocate(bytes(1), &stream, Tag::default()).is_err());
         stream.synchronize().unwrap();
-        // It reaps by itself.
+        // The budget reaps by itself.
         let block = budget
             .allocate(bytes(MIB), &stream, Tag::default())
             .unwrap();
@@ -224,13 +224,14 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// One call in five or so fails.
+/// About one call in five fails.
 fn fault_codes() -> impl Strategy<Value = VecDeque<Option<i32>>> {
     let one = prop_oneof![5 => Just(None), 1 => prop_oneof![Just(2), Just(700), Just(999)].prop_map(Some)];
     prop::collection::vec_deque(one, 0..60)
 }
 
-/// Whatever is under a budget and fails, what the budget counts is what was asked for and not yet given back.
+/// Asserts that a budget over a failing upstream counts exactly the bytes that are requested and
+/// not released.
 fn assert_exact(
     resource: impl DeviceMemoryResource,
     stream: &bursar_runtime::driver::Stream,
@@ -275,7 +276,7 @@ fn assert_exact(
                 );
             }
         }
-        // What came back since may count until somebody needs it.
+        // Bytes that the upstream has released since may still count.
         assert!(budget.account().snapshot().used >= budget.bytes_outstanding().total());
         let owned: u64 = live.iter().map(bursar_runtime::Block::bytes).sum();
         assert_eq!(budget.bytes_outstanding().live, owned);
@@ -283,7 +284,7 @@ fn assert_exact(
     for block in live {
         drop(budget.deallocate(block, stream));
     }
-    // The plans end, so in the end all comes back.
+    // The plans end, so that all bytes return in the end.
     while budget
         .reap_pending()
         .map_or(true, |reaped| reaped.pending > 0)

@@ -1,4 +1,4 @@
-//! What the debug guard finds.
+//! Tests the debug guard.
 
 use std::alloc::Layout;
 
@@ -19,7 +19,7 @@ fn corrupted(address: u64, while_live: bool) -> ResourceError {
     }
 }
 
-/// A byte beside a block is written, and the free finds it.
+/// Writes a byte beside a block and asserts that the free finds it.
 fn assert_overwrite_is_found(
     guard: &impl DeviceMemoryResource,
     stream: &Stream,
@@ -41,7 +41,7 @@ fn assert_overwrite_is_found(
             while_live: true
         }
     );
-    // Repaired, it is freed.
+    // A repaired block can be freed.
     stream.context().fill(address, 0xCA, 1).unwrap();
     guard.deallocate(block, stream).unwrap();
 }
@@ -121,7 +121,7 @@ fn full_device_empties_the_quarantine() {
             DebugGuard::new(Direct::new(&context), u64::MAX),
             context.default_stream(),
         );
-        // All but 8 MiB is somebody else's.
+        // Another user takes all but 8 MiB.
         let filler = Direct::new(&context);
         let (free, _) = context.memory_info().unwrap();
         let rest = filler

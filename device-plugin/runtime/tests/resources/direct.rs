@@ -1,4 +1,4 @@
-//! Memory that is allocated and freed one block at a time.
+//! Tests memory that is allocated and freed one block at a time.
 
 use std::alloc::Layout;
 
@@ -91,7 +91,8 @@ fn free_of_a_foreign_block_returns_the_block() {
     });
 }
 
-/// A block is freed twice, the second time when its address is another block's, where the driver gives it again.
+/// Frees a block twice, the second time while another block has its address, if the driver reuses
+/// addresses.
 fn assert_double_free_is_refused(memory: impl DeviceMemoryResource, stream: &Stream) -> bool {
     let (kind, memory) = (memory.kind(), Budget::new(memory, u64::MAX));
     let block = memory.allocate(bytes(MIB), stream, Tag::default()).unwrap();
@@ -180,7 +181,7 @@ fn failed_free_stays_charged_and_is_reaped() {
         assert_eq!((bytes, source.code), (1 << 20, 700));
         assert!(direct.is_retired(freed));
         assert_eq!(direct.bytes_outstanding().retired, 1 << 20);
-        // The process image is poisoned for good: so is every retry, and nothing is forgotten.
+        // The process image is poisoned for good, so every retry fails and no block is forgotten.
         assert_eq!(direct.reap_pending().unwrap_err().reason(), "Cuda");
         assert_eq!(direct.bytes_outstanding().retired, 1 << 20);
     });

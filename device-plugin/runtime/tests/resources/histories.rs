@@ -1,4 +1,5 @@
-//! Random histories of blocks and streams: nothing is given back before the work that uses it is done.
+//! Tests random histories of blocks and streams: no memory is released before the work that uses it
+//! is done.
 
 use std::time::{Duration, Instant};
 
@@ -15,12 +16,12 @@ const STREAMS: usize = 3;
 
 #[derive(Debug, Clone)]
 enum Step {
-    /// Keeps a stream busy for so many milliseconds.
+    /// Keeps a stream busy for a number of milliseconds.
     Spin(usize, u64),
     Allocate(usize),
-    /// A use that is prepared and finished, of so many milliseconds.
+    /// Prepares and finishes a use of a number of milliseconds.
     Use(usize, usize, u64),
-    /// A use that is told of afterwards.
+    /// Records a use after its submission.
     Record(usize, usize),
     Free(usize, usize),
     Reap,
@@ -38,7 +39,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// When each stream has done what it was given, at the earliest.
+/// Earliest end of each stream's work.
 struct StreamDeadlines {
     streams: Vec<Stream>,
     ends: Vec<Instant>,
@@ -57,7 +58,7 @@ fn check(memory: &impl DeviceMemoryResource, streams: &[Stream], steps: Vec<Step
         streams: streams.to_vec(),
         ends: vec![Instant::now(); STREAMS],
     };
-    // Blocks, each with the end of the last work that uses it.
+    // Blocks with the end of the last work that uses each.
     let mut live: Vec<(Block, Instant)> = Vec::new();
     let mut gone: Vec<(BlockRef, Instant)> = Vec::new();
     for step in steps {

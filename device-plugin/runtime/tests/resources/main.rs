@@ -1,4 +1,4 @@
-//! Sources of memory, and layers over them, on the simulated driver.
+//! Tests sources and adaptors over the simulated driver.
 #![allow(unsafe_code, reason = "launches kernels")]
 #![allow(
     clippy::unwrap_used,
@@ -23,7 +23,7 @@ use bursar_runtime::driver::{Context, Driver, Grid, Stream};
 
 const MIB: usize = 1 << 20;
 
-/// Long enough to be met again, by a thread that a busy machine keeps waiting too.
+/// Longer than a busy machine delays a thread.
 const SPIN_TIME: Duration = Duration::from_secs(3);
 
 fn context(ordinal: u32) -> Context {

@@ -1,4 +1,4 @@
-//! One runtime for each GPU.
+//! Tests the runtime of a GPU.
 
 use std::sync::{Arc, Barrier};
 
@@ -59,7 +59,7 @@ fn eight_concurrent_first_users_get_one_runtime() {
                 .iter()
                 .all(|runtime| Arc::ptr_eq(runtime, &runtimes[0]))
         );
-        // One context, and one slab.
+        // One context and one slab.
         assert_eq!(machine.used(0), (518 << 20) + (256 << 20));
     });
 }

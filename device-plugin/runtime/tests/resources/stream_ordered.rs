@@ -1,4 +1,4 @@
-//! Stream-ordered memory.
+//! Tests stream-ordered memory.
 
 use bursar_runtime::driver::Stream;
 use bursar_runtime::{
@@ -46,7 +46,7 @@ fn frees_complete_in_the_order_of_the_frees() {
         stream.synchronize().unwrap();
         spin(&stream, SPIN_TIME);
         memory.deallocate(old, &stream).unwrap();
-        // There is room: what was allocated last was freed long ago.
+        // There is room, because the block that was allocated last was freed long ago.
         memory.deallocate(allocate().unwrap(), &stream).unwrap();
     });
 }
@@ -148,7 +148,7 @@ fn block_is_stale_after_its_free() {
             .unwrap();
         let freed = block.as_ref();
         memory.deallocate(block, &alloc_stream).unwrap();
-        // The next block may well have the same address.
+        // The next block may have the same address.
         let next = memory
             .allocate(bytes(MIB), &alloc_stream, Tag::default())
             .unwrap();

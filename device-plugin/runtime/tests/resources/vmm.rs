@@ -1,4 +1,4 @@
-//! Memory that can be exported, and guard pages.
+//! Tests exportable memory and guard pages.
 
 use std::alloc::Layout;
 use std::io::{BufRead as _, BufReader};
@@ -46,7 +46,7 @@ fn exported_block_outlives_its_free_in_the_importer() {
     });
 }
 
-/// The importer's part: reads and answers, then holds the memory until it is killed.
+/// Runs the importer: reads, responds, and holds the memory until it is killed.
 fn importer() {
     let descriptor = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
     let context = context(0);
@@ -90,7 +90,7 @@ fn shared_block_survives_the_exit_of_either_process() {
         assert_eq!(&answer, b"answer");
         memory.deallocate(block, &stream).unwrap();
         assert_eq!(memory.bytes_outstanding().total(), 0);
-        // Its context, and what it has mapped; what a context takes of this process is in `before`.
+        // The importer's context and mapping; `before` includes the context of this process.
         assert_eq!(machine.used(0), before + (518 << 20) + (2 << 20));
         importer.kill().unwrap();
         importer.wait().unwrap();
@@ -137,7 +137,7 @@ fn dropped_resource_waits_for_the_work_before_a_free() {
         drop(memory);
         assert!(begun.elapsed() >= Duration::from_millis(300));
         assert_eq!(machine.used(0), used - (2 << 20));
-        // What was not freed is there still.
+        // Live blocks are still mapped.
         context.fill(address, 1, 1 << 20).unwrap();
     });
 }

@@ -1,4 +1,4 @@
-//! A vault, a worker for each GPU and a stand-in for the agent, on the machine that the caller is on.
+//! Starts a vault, a worker for each GPU and a fake agent on this machine.
 
 #![allow(dead_code, reason = "each test uses a part of it")]
 
@@ -9,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::Duration;
 
-/// The GPU of `bursar_sim_lab::ONE_GPU`.
+/// GPU of `bursar_sim_lab::ONE_GPU`.
 pub(crate) const GPU: &str = "GPU-00000000-0000-0000-0000-000000000001";
 
 pub(crate) struct FakeAgent {
@@ -19,13 +19,13 @@ pub(crate) struct FakeAgent {
 }
 
 impl FakeAgent {
-    /// Starts them; `command` makes each, so that it finds a driver.
+    /// Starts the processes; `command` creates each one, so that it finds a driver.
     pub(crate) fn start(command: impl Fn(&Path) -> Command) -> FakeAgent {
         let programs = programs();
         let folder = tempfile::tempdir().unwrap();
         let place = folder.path().join("vault");
         let mut vault = command(&programs.join("bursar-vault"));
-        // A test that fails must not wait for whoever has its output open.
+        // Otherwise a failed test waits for the process that holds its output open.
         vault
             .arg(&place)
             .stdout(Stdio::null())
@@ -55,13 +55,13 @@ impl FakeAgent {
         }
     }
 
-    /// Where clients ask.
+    /// Returns the socket for clients.
     pub(crate) fn socket(&self) -> PathBuf {
         self.folder.path().join("agent.sock")
     }
 }
 
-/// Ends with the test.
+/// Process that is killed at the end of the test.
 struct Process(Child);
 
 impl Drop for Process {
@@ -71,7 +71,7 @@ impl Drop for Process {
     }
 }
 
-/// Builds them, once; the folder that cargo puts them in.
+/// Builds the programs once and returns cargo's output folder.
 fn programs() -> &'static Path {
     static PROGRAMS: OnceLock<PathBuf> = OnceLock::new();
     PROGRAMS.get_or_init(|| {

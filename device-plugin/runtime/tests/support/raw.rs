@@ -1,4 +1,4 @@
-//! Fills and copies by address, for tests and examples: all that they pass is memory of a device.
+//! Fills and copies by address, for tests and examples that pass only device memory.
 #![allow(
     unsafe_code,
     reason = "nothing of the host refers to what blocks and leases have"
