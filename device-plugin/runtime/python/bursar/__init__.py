@@ -1,4 +1,4 @@
-"""Kept memory: named tensors on a GPU that outlive the process that loaded them.
+"""Retained memory: named tensors on a GPU that outlive the process that loaded them.
 
     import bursar
 
@@ -9,8 +9,9 @@
         else:
             k.commit(load(model))
 
-A lease is found by its name and key in the namespace of the pod. The first process commits what it loaded; from then on
-the tensors are read-only, and whoever comes next, after a crash, a fault or an exec, finds them verified in milliseconds.
+A lease is found by its name and key in the namespace of the pod. The first process commits the tensors that it loaded.
+From then on they are read-only, and a process that starts after a crash, a fault or an exec finds them verified in
+milliseconds.
 """
 
 from bursar._kept import Kept, Mismatch, kept, key

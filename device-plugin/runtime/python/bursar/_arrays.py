@@ -1,7 +1,7 @@
-"""The array libraries that tensors come from and go to.
+"""Adapts NumPy and PyTorch to one interface.
 
-Each has the same functions: `has` tells its arrays, `tensor` describes one, `copy` copies bytes that one reaches to a part of
-a lease, `view` makes one over a lease. Neither library is imported before one of its arrays is seen, or asked for.
+`has` recognises a library's arrays, `tensor` describes one, `copy` copies its bytes to a part of a lease, and `view` creates
+one over a lease. A library is imported only once one of its arrays is seen or requested.
 """
 
 import sys
@@ -10,7 +10,7 @@ from bursar import _index
 
 
 class NumPy:
-    """NumPy. Its views are for device memory that is the host's too: over a simulated driver, and managed memory."""
+    """NumPy, for device memory that the host can access: over a simulated driver, and managed memory."""
 
     @staticmethod
     def has(array):
@@ -20,7 +20,7 @@ class NumPy:
     @staticmethod
     def tensor(array):
         if array.dtype.hasobject or array.dtype.fields or not array.dtype.isnative:
-            raise TypeError(f"an array of {array.dtype} cannot be kept")
+            raise TypeError(f"failed to store an array: dtype {array.dtype} is not supported; convert it")
         address = array.__array_interface__["data"][0]
         return _index.Tensor(array.dtype.name, array.shape, array.strides, address, array.itemsize)
 
@@ -36,7 +36,7 @@ class NumPy:
 
 
 class _Memory:
-    """What NumPy makes an array of without a copy. The array keeps it, and it keeps the lease."""
+    """Array interface over a lease. NumPy's array refers to this object, and this object to the lease."""
 
     def __init__(self, owner, address, layout, typestr):
         self.owner = owner
@@ -50,7 +50,7 @@ class _Memory:
 
 
 class Torch:
-    """PyTorch, from any device, to the lease's."""
+    """PyTorch, from any device to the device of the lease."""
 
     @staticmethod
     def has(array):
@@ -60,7 +60,7 @@ class Torch:
     @staticmethod
     def tensor(array):
         if array.layout is not _torch().strided or array.is_meta or array.is_conj() or array.is_neg():
-            raise TypeError(f"a tensor of {array.layout} on {array.device} cannot be kept")
+            raise TypeError(f"failed to store a tensor: {array.layout} on {array.device} is not supported; convert it")
         size = array.element_size()
         strides = tuple(stride * size for stride in array.stride())
         return _index.Tensor(str(array.dtype).removeprefix("torch."), tuple(array.shape), strides, array.data_ptr(), size)
@@ -85,7 +85,7 @@ class Torch:
 
 
 class _DeviceBytes:
-    """Bytes of the device, as `__cuda_array_interface__` states them. PyTorch takes no read-only ones."""
+    """Device bytes with `__cuda_array_interface__`. They are declared writable, because PyTorch accepts no others."""
 
     def __init__(self, owner, address, size):
         self.owner = owner
@@ -113,16 +113,16 @@ LIBRARIES = (Torch, NumPy)
 
 
 def of(array):
-    """The library that an array is of."""
+    """Returns the library of an array."""
     for library in LIBRARIES:
         if library.has(array):
             return library
-    raise TypeError(f"{type(array).__name__} is no tensor of PyTorch or NumPy")
+    raise TypeError(f"failed to store {type(array).__name__}: not a tensor; pass arrays of PyTorch or NumPy")
 
 
 def default():
-    """The library that tensors are made with where nothing says which: the first that the program imported."""
+    """Returns the default library: the first one that the program imported."""
     for library, name in ((Torch, "torch"), (NumPy, "numpy")):
         if name in sys.modules:
             return library
-    raise TypeError("import torch or numpy before tensors are attached")
+    raise TypeError("failed to attach tensors: no array library is imported; import torch or numpy first")

@@ -1,8 +1,8 @@
-"""Where each named tensor lies in a lease: computed before it is written, and stored at its end.
+"""Computes the layout of named tensors in a lease, and stores it as an index at the end of the lease.
 
-What tensors share they share in the lease too: the bytes that each one reaches are joined where they overlap, and each
-joined range is stored once. Strides stay as they are. The index is the last thing in the lease, so the checksum covers it:
-JSON, its length as eight little-endian bytes, and eight bytes that say what it is.
+Tensors that share storage share it in the lease too: overlapping byte ranges are merged, and each merged range is stored
+once. Strides do not change. The checksum covers the index, which is the last part of the lease: JSON, its length as eight
+little-endian bytes, and eight magic bytes.
 """
 
 import json
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 MAGIC = b"bursar\x00\x01"
 FOOTER = 16
-# What ranges are aligned to, up to their own alignment in memory: what cudaMalloc gives, and more than any kernel asks.
+# Alignment of ranges, up to their own alignment in memory: that of cudaMalloc, and more than any kernel needs.
 ALIGNMENT = 512
-# A damaged length must not be a large read.
+# Bounds the read of a damaged length.
 MOST = 1 << 30
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's place and shape; strides and offset in bytes."""
+    """Place and shape of a tensor; strides and offset in bytes."""
 
     dtype: str
     shape: tuple
@@ -28,7 +28,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that is to be stored: its layout with the address in place of the offset."""
+    """Tensor to store: its layout with the address in place of the offset."""
 
     dtype: str
     shape: tuple
@@ -37,7 +37,7 @@ class Tensor:
     itemsize: int
 
     def extent(self):
-        """The first byte that it reaches, and the one behind the last; None where it has no elements."""
+        """Returns the byte range of the tensor, end exclusive; None without elements."""
         if 0 in self.shape:
             return None
         spans = [(size - 1) * stride for size, stride in zip(self.shape, self.strides)]
@@ -48,7 +48,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Range:
-    """Bytes that are copied once: `name` is a tensor that reaches them."""
+    """Bytes that are copied once, from the tensor `name`, which covers them."""
 
     name: str
     low: int
@@ -57,7 +57,7 @@ class Range:
 
 
 def plan(tensors):
-    """Lays tensors out: what to copy, the index, and how large the lease must be."""
+    """Computes the ranges to copy, the index, and the size of the lease."""
     reached = {name: tensor.extent() for name, tensor in tensors.items()}
     ranges, end = [], 0
     for (low, high), name in sorted((extent, name) for name, extent in reached.items() if extent):
@@ -82,11 +82,11 @@ def plan(tensors):
 
 
 def read(size, read_at):
-    """The layouts in a lease of that many bytes. `read_at` copies from it. ValueError where it has no index."""
+    """Reads the layouts of a lease of `bytes` bytes through `read_at`. Raises ValueError without an index."""
     footer = read_at(size - FOOTER, FOOTER)
     length = int.from_bytes(footer[:8], "little")
     if footer[8:] != MAGIC or length > min(size - FOOTER, MOST):
-        raise ValueError("the lease was not written by this package")
+        raise ValueError("failed to read the lease's index: this package did not write the lease; use another name")
     entries = json.loads(read_at(size - FOOTER - length, length))
     layouts = {}
     for name, (dtype, shape, strides, offset) in entries.items():

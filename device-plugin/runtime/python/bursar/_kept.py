@@ -1,4 +1,4 @@
-"""A kept lease with named tensors in it."""
+"""Opens and commits a retained lease with named tensors."""
 
 import hashlib
 import json
@@ -10,28 +10,28 @@ PATIENCE = 600.0
 
 
 class Mismatch(Error):
-    """What is kept does not fit what it is attached to: the key does not say all that decides the content."""
+    """The retained tensors do not fit the module, because the key does not cover everything that decides the content."""
 
 
 def key(**parts):
-    """The key of a content: a digest of all that decides it (model, revision, quantisation, rank, versions)."""
+    """Returns the key of a content: a digest of all that decides it (model, revision, quantisation, rank, versions)."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).digest()
 
 
 def kept(name, key, *, device=0, patience=PATIENCE, socket=None):
-    """A lease, to be opened with `with`.
+    """Returns a lease to open with `with`.
 
-    `key` is 32 bytes, as `bursar.key` makes them. While another process loads the same content, and while the agent is being
-    replaced, opening waits for up to `patience` seconds. `socket` is for tests: where the agent listens.
+    `key` is the 32 bytes of `bursar.key`. Opening waits up to `patience` seconds while another process loads the same content
+    or the agent restarts. `socket` is the agent's socket, for tests.
     """
     if len(key) != 32:
-        raise ValueError(f"a key of {len(key)} bytes: bursar.key(...) makes one of 32")
+        raise ValueError(f"failed to open the lease: the key has {len(key)} bytes; pass the 32 bytes of bursar.key(...)")
     return Kept(name, bytes(key), device, patience, socket)
 
 
 class Kept:
-    """A lease of this process. Tensors of it stay good after the `with`, as long as one of them is referred to."""
+    """Lease of this process. Its tensors stay valid after the `with` as long as one of them is referenced."""
 
     def __init__(self, name, key, device, patience, socket):
         self._open = lambda size: Lease(name, key, size, patience, device, socket)
@@ -42,7 +42,7 @@ class Kept:
         try:
             self._lease = self._open(0)
         except (Missing, Corrupt):
-            # What is corrupt is discarded by now: a commit begins it anew.
+            # A corrupt lease was discarded, so a commit creates it anew.
             self._lease = None
         return self
 
@@ -51,21 +51,21 @@ class Kept:
 
     @property
     def ready(self):
-        """Whether there is content to attach."""
+        """Whether the lease is committed, so that its content can be attached."""
         return self._lease is not None
 
     @property
     def generation(self):
-        """The lease's generation: higher than that of any of this name and key before."""
+        """The lease's generation, higher than that of any earlier lease of this name and key."""
         return self._ready().look().generation
 
     @property
     def bytes(self):
-        """How much memory it takes."""
+        """The lease's size."""
         return self._ready().look().bytes
 
     def tensors(self, library=None):
-        """The tensors by name, read-only, without a copy. They are of the array library that the program imported."""
+        """Returns the read-only tensors by name, without a copy, as arrays of the library that the program imported."""
         lease = self._ready()
         library = library or _arrays.default()
         view = lease.look()
@@ -76,11 +76,11 @@ class Kept:
         }
 
     def attach(self, target=None):
-        """Puts what is kept in place of a module's tensors; without one, the same as `tensors`. Answers the tensors."""
+        """Replaces a module's tensors by the retained ones and returns these. Without a module, as `tensors`."""
         if target is None:
             return self.tensors()
         if not _modules.is_module(target):
-            raise TypeError(f"{type(target).__name__} is no module to attach to: use tensors()")
+            raise TypeError(f"failed to attach to {type(target).__name__}: not a module; use tensors()")
         views = self.tensors(_arrays.Torch)
         wanted = _modules.tensors(target)
         _compare(wanted, views)
@@ -88,13 +88,13 @@ class Kept:
         return views
 
     def commit(self, content):
-        """Keeps tensors: a mapping of names to arrays, or a module, whose tensors are then those that are kept.
+        """Commits a mapping of names to arrays, or a module, whose tensors are then replaced by the retained ones.
 
-        Where another process was faster, its content is taken and this one's is dropped: a key says all that decides it.
-        Answers the kept tensors.
+        If another process was faster, its content is used instead, because the key covers everything that decides it.
+        Returns the retained tensors.
         """
         if self._lease is not None:
-            raise ValueError(f"lease {self.name!r} is ready: attach what it holds")
+            raise ValueError(f"failed to commit lease {self.name!r}: it is committed already; attach its tensors")
         module = content if _modules.is_module(content) else None
         arrays = dict(_modules.tensors(module) if module is not None else content)
         libraries = {name: _arrays.of(array) for name, array in arrays.items()}
@@ -113,21 +113,24 @@ class Kept:
         return self.tensors(next(iter(libraries.values()), None))
 
     def discard(self):
-        """Gives the lease up, for all of the namespace; its tensors must not be used any more."""
+        """Discards the lease for the whole namespace. Its tensors must not be used any more."""
         lease, self._lease = self._ready(), None
         lease.discard()
 
     def _ready(self):
         if self._lease is None:
-            raise ValueError(f"lease {self.name!r} holds nothing yet: commit what it is to hold")
+            raise ValueError(f"failed to use lease {self.name!r}: it has no content; commit first")
         return self._lease
 
 
 def _compare(wanted, views):
     missing, surplus = sorted(wanted.keys() - views.keys()), sorted(views.keys() - wanted.keys())
     if missing or surplus:
-        raise Mismatch(f"not kept: {missing[:8]}; kept and not in the module: {surplus[:8]}")
+        raise Mismatch(f"failed to attach the lease: it lacks {missing[:8]}, and the module lacks {surplus[:8]}; extend the key")
     for name, tensor in wanted.items():
         view = views[name]
         if tensor.shape != view.shape or tensor.dtype != view.dtype:
-            raise Mismatch(f"{name}: kept as {view.dtype}{list(view.shape)}, wanted {tensor.dtype}{list(tensor.shape)}")
+            raise Mismatch(
+                f"failed to attach {name}: the lease has {view.dtype}{list(view.shape)}, "
+                f"the module {tensor.dtype}{list(tensor.shape)}; extend the key"
+            )

@@ -1,11 +1,11 @@
-"""libbursar.so as Python calls it: the functions of bursar.h, with exceptions for what they answer."""
+"""Calls the functions of bursar.h in libbursar.so, and raises exceptions for their statuses."""
 
 import ctypes
 import os
 
 
 class Error(Exception):
-    """Something about kept memory failed."""
+    """A call for retained memory failed."""
 
 
 class Missing(Error):
@@ -13,27 +13,27 @@ class Missing(Error):
 
 
 class Busy(Error):
-    """Another process writes it, or the agent is away: ask again."""
+    """Another process writes the lease, or the agent does not respond: retry."""
 
 
 class Quota(Error):
-    """The container's quota has no room for it."""
+    """The container's quota has no room for the lease."""
 
 
 class Corrupt(Error):
-    """The content is not what was committed, or is lost; the lease is discarded."""
+    """The content differs from the commit, or is lost; the lease was discarded."""
 
 
 class Fenced(Error):
-    """The right to commit has ended; the lease is discarded, unless it is another's to write by now."""
+    """The right to commit has ended; the lease is discarded, unless another writer has it by now."""
 
 
 class Refused(Error):
-    """This node keeps no memory, or not for this container, or no more of it."""
+    """This node retains no memory, or not for this container, or no more of it."""
 
 
 class DriverError(Error):
-    """The driver failed; `code` is its CUresult, 0 where there is none."""
+    """The driver failed; `code` is its CUresult, or 0."""
 
     def __init__(self, text, code):
         super().__init__(text)
@@ -57,7 +57,7 @@ class _Question(ctypes.Structure):
 
 
 class View(ctypes.Structure):
-    """Where an open lease is: bursar_view."""
+    """Description of an open lease: bursar_view."""
 
     _fields_ = [
         ("address", ctypes.c_uint64),
@@ -102,7 +102,7 @@ def _check(status):
 
 
 class Lease:
-    """An open lease. It is closed with its last reference: every array over its memory has one."""
+    """Open lease, closed with its last reference. Every array over its memory refers to it."""
 
     def __init__(self, name, key, size, patience, device, socket):
         question = _Question(
@@ -124,30 +124,30 @@ class Lease:
             _LIBRARY.bursar_close(self._raw)
 
     def look(self):
-        """Where it is."""
+        """Returns the lease's description."""
         view = View()
         _check(_LIBRARY.bursar_look(self._raw, ctypes.byref(view)))
         return view
 
     def read(self, at, size):
-        """A part of it, copied to the host."""
+        """Copies a part of the lease to the host."""
         to = ctypes.create_string_buffer(size)
         _check(_LIBRARY.bursar_read(self._raw, at, to, size))
         return to.raw
 
     def write(self, at, data):
-        """Copies bytes of the host to a part of it."""
+        """Copies bytes of the host to a part of the lease."""
         self.write_from(at, data, len(data))
 
     def write_from(self, at, address, size):
-        """Copies memory of the host to a part of it."""
+        """Copies host memory to a part of the lease."""
         _check(_LIBRARY.bursar_write(self._raw, at, address, size))
 
     def commit(self):
-        """Makes it read-only and findable."""
+        """Commits the lease, which makes it read-only and visible to others."""
         _check(_LIBRARY.bursar_commit(self._raw))
 
     def discard(self):
-        """Gives it up, for all of the namespace. Arrays over it must not be used any more."""
+        """Discards the lease for the whole namespace. Arrays over it must not be used any more."""
         raw, self._raw = self._raw, None
         _check(_LIBRARY.bursar_discard(raw))

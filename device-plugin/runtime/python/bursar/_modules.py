@@ -1,7 +1,7 @@
-"""The tensors of a PyTorch module by name: parameters, buffers, and plain tensors that are attributes.
+"""Reads and replaces the tensors of a PyTorch module by name: parameters, buffers, and plain attributes.
 
-Some layers keep what they computed of their weights as a plain attribute, so these count too; as `path::attribute`.
-A tensor that hides elsewhere (in a list, in a closure) is not seen.
+Some layers store tensors that they derive from their weights as plain attributes, which are named `path::attribute`.
+Tensors elsewhere, such as in a list or a closure, are not found.
 """
 
 import types
@@ -10,16 +10,16 @@ PARAMETER, BUFFER, ATTRIBUTE = "parameter", "buffer", "attribute"
 
 
 class Hidden(Exception):
-    """A module was made without memory, and holds a tensor without memory where none is looked for."""
+    """A module that was created without memory has such a tensor where this package does not look."""
 
 
 def is_module(target):
-    """Whether it is a module, of whatever version."""
+    """Returns whether an object is a module, of any version of PyTorch."""
     return hasattr(target, "named_parameters") and hasattr(target, "named_modules")
 
 
 def tensors(module):
-    """Every tensor of a module, by name. A tensor under two names is there twice."""
+    """Returns every tensor of a module by name. A tensor with two names occurs twice."""
     found = {}
     for path, _, name, tensor in _holders(module):
         found[path] = tensor
@@ -27,7 +27,7 @@ def tensors(module):
 
 
 def kinds(module):
-    """What each tensor is to its module, by name."""
+    """Returns the kind of each tensor by name."""
     found = {}
     for path, holder, name, _ in _holders(module):
         found[path] = PARAMETER if name in holder._parameters else BUFFER if name in holder._buffers else ATTRIBUTE
@@ -35,7 +35,7 @@ def kinds(module):
 
 
 def attach(module, views):
-    """Puts views in place of a module's tensors of the same names."""
+    """Replaces a module's tensors by the views of the same names."""
     import torch
 
     for path, holder, name, tensor in list(_holders(module)):
@@ -44,7 +44,7 @@ def attach(module, views):
             if tensor.is_meta:
                 holder._parameters[name] = torch.nn.Parameter(view, requires_grad=False)
             else:
-                # The object stays: optimisers, ties and attributes that weight loaders set refer to it.
+                # Keeps the object, because optimisers, ties and attributes of weight loaders refer to it.
                 tensor.requires_grad_(False)
                 tensor.data = view
         elif name in holder._buffers:
@@ -54,7 +54,7 @@ def attach(module, views):
 
 
 def place(module, tensors, kinds):
-    """Makes tensors what a module has under their names, whatever it had there. What is one tensor is one parameter."""
+    """Sets a module's tensors by name, whatever it had there. One tensor becomes one parameter."""
     holders, made = dict(module.named_modules(remove_duplicate=False)), {}
     for path, tensor in tensors.items():
         kind = kinds[path]
@@ -62,7 +62,7 @@ def place(module, tensors, kinds):
         holder = holders[prefix]
         old = holder._parameters.get(name)
         if kind == PARAMETER and old is not None and not old.is_meta:
-            # The object stays: what a module made of its parameters may refer to it.
+            # Keeps the object, because derived parts of the module may refer to it.
             old.data = tensor
             continue
         for names in (holder._parameters, holder._buffers, vars(holder)):
@@ -76,7 +76,7 @@ def place(module, tensors, kinds):
 
 
 def _parameter(tensor, old):
-    """A parameter of the old one's class, with what was said of it."""
+    """Returns a parameter with the class and attributes of the old one."""
     import torch
 
     made = torch.Tensor._make_subclass(torch.nn.Parameter if old is None else type(old), tensor, False)
@@ -85,7 +85,7 @@ def _parameter(tensor, old):
 
 
 def drop_meta(module):
-    """Takes tensors without memory out of a module. Hidden where one is left in an object that a module refers to."""
+    """Removes tensors without memory from a module. Raises Hidden if another object of the module has one."""
     for _, holder, name, tensor in list(_holders(module)):
         if tensor.is_meta:
             for names in (holder._parameters, holder._buffers, vars(holder)):
@@ -94,11 +94,12 @@ def drop_meta(module):
     for path, holder in module.named_modules():
         for name, value in vars(holder).items():
             if _has_meta(value, seen):
-                raise Hidden(f"{path}: {name} ({type(value).__name__}) holds a tensor without memory")
+                kind = type(value).__name__
+                raise Hidden(f"failed to clear {path}: {name} ({kind}) has a tensor without memory; load without bursar")
 
 
 def _has_meta(value, seen):
-    """Whether a tensor without memory is reached from there, but through modules. An empty one is a place for one to come."""
+    """Returns whether an object reaches a tensor without memory, other than through modules. Empty tensors are placeholders."""
     import torch
 
     stack = [value]

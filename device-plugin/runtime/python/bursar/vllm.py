@@ -1,10 +1,10 @@
-"""Loads models of vLLM from kept memory: `vllm serve MODEL --load-format bursar`.
+"""Loads models of vLLM from retained memory: `vllm serve MODEL --load-format bursar`.
 
-A worker that comes first loads as vLLM would (`--model-loader-extra-config '{"load_format": "auto"}'` says how) and commits
-what it has after vLLM's own processing. One that comes after a crash makes the model without memory, attaches, and has vLLM
-make what it derives from processed weights, as vLLM's loader `ipc_cache` does. Parameters are those that are kept; the rest is
-the worker's own copy, for vLLM writes to some of it. What cannot be kept so is loaded as without this package, and that is
-logged: who commits tries it once, and what cannot be attached is given up. Follows vLLM 0.33.
+The first worker loads as vLLM would (`--model-loader-extra-config '{"load_format": "auto"}'` says how) and commits the tensors
+after vLLM's own processing. A worker after a crash creates the model without memory, attaches, and lets vLLM derive the rest
+from processed weights, as vLLM's loader `ipc_cache` does. Parameters are the retained ones; other tensors are the worker's own
+copies, because vLLM writes to some of them. A model that cannot be retained is loaded as without this package, which is
+logged: the committing worker attaches the weights once as a trial, and discards them if that fails. Follows vLLM 0.33.
 """
 
 import contextlib
@@ -18,27 +18,27 @@ import bursar
 from bursar import _arrays, _modules
 
 _LOG = logging.getLogger(__name__)
-# Beside a model's tensors: what else there is to know about them.
+# Entry beside a model's tensors with further facts about them.
 _ABOUT = "bursar::vllm"
-# Others commit in a moment, for they open a lease once they have loaded; an agent is replaced in two seconds. Without one, every
-# start waits this long, twice.
+# A writer opens its lease after loading and commits in a moment, and an agent restarts in two seconds. Without an agent, every
+# start waits this long twice.
 _PATIENCE = 10.0
-# What a checkpoint's files end in.
+# Suffixes of a checkpoint's files.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".json")
 
 
 class Unkept(bursar.Error):
-    """This model's weights cannot be kept."""
+    """This model's weights cannot be retained."""
 
 
 def register():
-    """Makes the load format `bursar` known. vLLM calls it in each of its processes (group `vllm.general_plugins`)."""
+    """Registers the load format `bursar`. vLLM calls this in each of its processes (group `vllm.general_plugins`)."""
     from vllm.model_executor.model_loader import get_model_loader, register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     @register_model_loader("bursar")
     class KeptModelLoader(BaseModelLoader):
-        """Takes weights from kept memory where they are, and keeps them where they are not."""
+        """Attaches retained weights, or loads and commits them."""
 
         def __init__(self, load_config):
             super().__init__(load_config)
@@ -47,20 +47,20 @@ def register():
             self.loader = get_model_loader(_with(load_config, self.load_format, extra))
 
         def get_external_weight_memory(self, vllm_config):
-            # Asked before the worker measures what is free: kept weights are in use by then, and are its own.
+            # Called before the worker measures free memory: the retained weights are in use by then and belong to the worker.
             try:
                 with self._kept(vllm_config, vllm_config.model_config) as k:
                     return k.bytes if k.ready else 0
             except Exception:
-                # `load_model` meets it again, and warns.
-                _LOG.info("kept weights are not counted", exc_info=True)
+                # `load_model` fails in the same way later, and warns.
+                _LOG.info("failed to count retained weights", exc_info=True)
                 return 0
 
         def download_model(self, model_config):
             self.loader.download_model(model_config)
 
         def load_weights(self, model, model_config):
-            # In place, into a model that exists already: nothing to keep.
+            # In place, into an existing model: nothing to retain.
             self.loader.load_weights(model, model_config)
 
         def load_model(self, vllm_config, model_config, prefix=""):
@@ -70,7 +70,7 @@ def register():
                     before = _Made(vllm_config)
                     k = block.enter_context(self._kept(vllm_config, model_config, prefix))
                 except Exception as error:
-                    # Whatever it is, it must not keep a worker from its start.
+                    # No failure of this package may prevent a worker's start.
                     _warn("weights are loaded without kept memory", error)
                     return self.loader.load_model(**arguments)
                 if k.ready:
@@ -86,26 +86,26 @@ def register():
                 return model
 
         def _keep(self, k, model, before, arguments):
-            """Keeps a model's tensors; its parameters are then those that are kept."""
+            """Commits a model's tensors; its parameters are then the retained ones."""
             import torch
 
             loaded, kept = _Made(arguments["vllm_config"]), None
             try:
                 committed = _commit(k, model, arguments["vllm_config"])
                 before.restore()
-                # As the next worker will: it must not be the first to find that it cannot.
+                # Attaches as the next worker will, which must not be the first to fail.
                 self._attached(k, **arguments)
                 kept = committed
             except Exception as error:
-                # The model is as vLLM loaded it.
+                # The model is still as vLLM loaded it.
                 _warn("weights are not kept", error)
             loaded.restore()
             if kept is None:
                 _give_up(k)
                 return
-            # Nothing is caught from here on: a model that has some of them is none to serve with.
+            # No exception is caught from here on, because a partly attached model must not serve.
             _modules.place(model, *kept)
-            # The model that was attached, and the weights as they were loaded.
+            # The attached model and the loaded weights.
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -128,7 +128,7 @@ def register():
             with set_default_torch_dtype(model_config.dtype):
                 with torch.device("meta"):
                     model = self.create_model(vllm_config, model_config, prefix)
-                # Processing may write to what it makes itself: that is a copy until it is done.
+                # Processing may write to tensors that it creates, so these are copies until it is done.
                 made = kept.keys() - _modules.tensors(model).keys()
                 _modules.place(model, {name: t.clone() if name in made else t for name, t in kept.items()}, kinds)
                 with weights_already_processed():
@@ -146,7 +146,7 @@ def register():
 
 
 class _Made:
-    """What vLLM remembers of the models that it makes: layers, each name once, and rotary embeddings, which later models share."""
+    """vLLM's caches of created models: layers by unique name, and rotary embeddings that later models share."""
 
     def __init__(self, vllm_config):
         from vllm.model_executor.layers import rotary_embedding
@@ -157,7 +157,7 @@ class _Made:
         self.then = [dict(made) for made in self.by_key], list(self.experts)
 
     def restore(self):
-        """Has vLLM remember what it did then, and nothing else."""
+        """Restores vLLM's caches to this state."""
         for made, then in zip(self.by_key, self.then[0]):
             made.clear()
             made.update(then)
@@ -165,7 +165,7 @@ class _Made:
 
 
 def _commit(k, model, vllm_config):
-    """Commits a model's tensors, and leaves it as it is. Answers its parameters as they are kept, and the kinds of all."""
+    """Commits a model's tensors without changing the model. Returns the retained parameters and all kinds."""
     import torch
     from vllm.model_executor.model_loader.weight_cache.utils import export_model_attrs
 
@@ -185,14 +185,14 @@ def _commit(k, model, vllm_config):
 
 
 def _give_up(k):
-    """Discards what cannot be attached: it would be in memory beside what is loaded."""
+    """Discards weights that cannot be attached, because they would take memory beside the loaded ones."""
     import torch
 
-    # A model is a cycle.
+    # A model is a reference cycle.
     gc.collect()
     try:
         if k.ready:
-            # It is unmapped at once, and what was begun may still read it.
+            # The memory is unmapped at once, and running kernels may still read it.
             torch.cuda.synchronize()
             k.discard()
     except Exception as error:
@@ -200,12 +200,12 @@ def _give_up(k):
 
 
 def _warn(what, error):
-    """Of an error that is not this package's own it says where it came from."""
+    """Logs a warning, with a traceback unless the error is this package's own."""
     _LOG.warning("%s: %s", what, error, exc_info=not isinstance(error, bursar.Error))
 
 
 def _state(views, about):
-    """What a module is to have: parameters as they are kept, and copies of the rest. What was one tensor is one tensor."""
+    """Returns the tensors for a module: retained parameters, and copies of the rest. Shared tensors stay shared."""
     found, host = {}, set(about["host"])
     for name, view in views.items():
         own = about["kinds"][name] != _modules.PARAMETER
@@ -217,29 +217,29 @@ def _state(views, about):
 
 
 def _refuse_writers(vllm_config, model_config):
-    """What writes to weights while vLLM serves would fault: kept weights are read-only."""
+    """Refuses features that write to weights while vLLM serves, because retained weights are read-only."""
     for name, used in {
         "sleep mode": model_config.enable_sleep_mode,
         "expert load balancing": vllm_config.parallel_config.enable_eplb,
         "weight transfer": vllm_config.weight_transfer_config is not None,
     }.items():
         if used:
-            raise Unkept(f"{name} writes to weights, and kept weights are read-only")
+            raise Unkept(f"failed to retain weights: {name} writes to them; turn it off")
 
 
 def _refuse_unknown(model, device):
-    """A model that vLLM could not make from processed weights is not kept."""
+    """Refuses a model that vLLM cannot create from processed weights."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     if hasattr(model, "process_weights_after_loading"):
-        raise Unkept(f"{type(model).__name__} processes weights by itself")
+        raise Unkept(f"failed to retain weights: {type(model).__name__} processes weights itself")
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and not method.supports_pre_processed_weights:
-            raise Unkept(f"{path}: vLLM's {type(method).__name__} does not start from processed weights")
+            raise Unkept(f"failed to retain {path}: vLLM's {type(method).__name__} does not start from processed weights")
     for path, parameter in model.named_parameters():
         if parameter.device.type != device:
-            raise Unkept(f"{path} is on {parameter.device}, not on {device}")
+            raise Unkept(f"failed to retain {path}: it is on {parameter.device}, not on {device}")
 
 
 def _plain(values):
@@ -254,7 +254,7 @@ def _with(load_config, load_format, extra):
 
 
 def _key(vllm_config, model_config, load_format, prefix):
-    """Of all that decides what a worker's tensors are after they are loaded."""
+    """Returns the key of everything that decides a worker's tensors after loading."""
     import torch
     import vllm
     from vllm import envs
@@ -289,7 +289,7 @@ def _key(vllm_config, model_config, load_format, prefix):
 
 
 def _checkpoint(model_config):
-    """Which checkpoint a path or a hub's name stands for now: its files' sizes and times, or the hub's commit."""
+    """Identifies the checkpoint of a path or hub name: its files' sizes and times, or the hub's commit."""
     path = model_config.model
     if os.path.isdir(path):
         files = [entry for entry in os.scandir(path) if entry.name.endswith(_WEIGHTS)]
