@@ -164,17 +164,17 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/retained",
-        "kept memory is found and verified after kills, written by one process at a time, and spoilt unseen by none",
+        "retained memory is verified after kills, has one writer at a time, and never returns corrupt content",
         &["--test", "retained"],
     ),
     test_check(
         "runtime/c",
-        "libbursar.so is what bursar.h says, and a C program keeps memory with it",
+        "libbursar.so matches bursar.h, and a C program finds retained memory again",
         &["--test", "header"],
     ),
     test_check(
         "runtime/python",
-        "the wheel installs; NumPy's arrays come back after kills with shapes, strides and what they share",
+        "the wheel installs; NumPy arrays keep shapes, strides and shared storage across kills",
         &["--test", "python"],
     ),
     test_check(
@@ -256,29 +256,29 @@ const CHECKS: &[Check] = &[
     ),
     test_check(
         "runtime/driver",
-        "the runtime's way to the driver: handles, exports, streams, sticky errors, and no panic without a driver",
+        "the runtime's driver module: handles, exports, streams, sticky errors, and no panic without a driver",
         &["--test", "driver"],
     ),
     test_check(
         "runtime/resources",
-        "sources of memory and layers over them: exact budgets whatever fails, uses in streams, guards, \
-         first use by 8 threads",
+        "sources and adaptors: budgets stay exact whatever fails, uses are ordered, writes out of bounds are \
+         found, 8 threads share the first use",
         &["--test", "resources"],
     ),
     test_check(
         "runtime/pool",
-        "the pool puts streams in order, grows, gives back, and loses no byte between eight threads",
+        "the pool orders streams, grows, releases slabs, and loses no byte between eight threads",
         &["--test", "pool"],
     ),
     test_check(
         "runtime/references",
-        "handles are stale exactly when their memory is lost; launches, copies and the host wait for each other \
-         where they must; checksums of device memory",
+        "typed memory is stale exactly when it is lost; launches, copies and the host wait for each other; \
+         checksums of device memory",
         &["--test", "refs"],
     ),
     cargo_check(
         "runtime/borrows",
-        "no two mutable references to managed memory, and no copy of a right to write, compile",
+        "two mutable references to managed memory, or a copy of a write token, do not compile",
         &[
             "test",
             "--quiet",
