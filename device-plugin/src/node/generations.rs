@@ -2,6 +2,11 @@
 //!
 //! It grows when nothing on the GPU can have survived: with every boot, and when a GPU is back that was away,
 //! for a reset or a return to the bus is the end of what was in it. A recovery without that is none.
+//!
+//! MIG instances and replaced GPUs leave entries behind, and the agent keeps [`MOST`] of them. The agent
+//! drops entries of absent GPUs with the least G and never the largest, so any number above all kept
+//! ones is new. Once entries may have been dropped, a GPU without an entry gets such a number: no GPU
+//! gets a G that it had before.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,6 +21,10 @@ use crate::inventory::health::Memory;
 use crate::inventory::roster::Remembered;
 use crate::inventory::{Gpu, GpuState};
 use crate::units::GpuUuid;
+
+/// The most entries of present and absent GPUs; present ones are always kept. A node of 16 GPUs with
+/// seven MIG instances each has 112.
+const MOST: usize = 512;
 
 /// One GPU's entry. Fields that it does not know are left alone: numbers that start again are worse.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -44,8 +53,18 @@ const LATE: Duration = Duration::from_secs(5);
 /// How long the agent's start waits for the disk.
 const READ: Duration = Duration::from_secs(1);
 
-/// The generations of every GPU that was ever on this node, with the files that keep them: one in the run folder, which
-/// a reboot takes away and no disk can hold up, and one on the disk. An agent needs either.
+/// G of a GPU without an entry: above all others where its own entry may have been dropped.
+fn first(entries: &Entries) -> u64 {
+    let largest = entries.values().map(|entry| entry.generation).max();
+    match entries.len() < MOST {
+        true => 1,
+        false => largest.unwrap_or_default() + 1,
+    }
+}
+
+/// The generations of this node's GPUs and of the last that have left, with the files that keep them.
+/// One file is in the run folder, which a reboot clears and no disk can hold up; the other is on the
+/// disk. An agent needs either.
 #[derive(Debug)]
 pub struct Generations {
     run: Checkpoint,
@@ -118,6 +137,14 @@ impl Generations {
     /// Takes in what the disk has told at last.
     fn take_in(&mut self, read: Entries) {
         self.unread = false;
+        let first = first(&read);
+        for (_, seen) in self
+            .entries
+            .iter_mut()
+            .filter(|(uuid, _)| !read.contains_key(*uuid))
+        {
+            seen.generation += first - 1;
+        }
         for (uuid, read) in read {
             // What was seen meanwhile started at 1: it goes on from what is on record.
             let meanwhile = self.entries.remove(&uuid);
@@ -144,12 +171,13 @@ impl Generations {
             changed = true;
         }
         let before = self.entries.clone();
+        let first = first(&self.entries);
         for state in gpus {
             let entry = self
                 .entries
                 .entry(state.gpu.uuid.clone())
                 .or_insert_with(|| Entry {
-                    generation: 1,
+                    generation: first,
                     boot: self.boot.clone(),
                     memory: state.memory,
                     gpu: None,
@@ -173,6 +201,7 @@ impl Generations {
             warn!(after = ?LATE, "failed to write generations to the disk yet; check the disk of paths.state-dir");
         }
         self.lags = lags;
+        self.drop_least();
         changed |= self.entries != before;
         self.unsaved |= changed;
         if self.unread || !self.unsaved {
@@ -194,8 +223,27 @@ impl Generations {
         self.disk.flush(Duration::from_secs(20))
     }
 
-    /// G of every GPU that was ever seen; of none before the file was read: another number than that of before means
-    /// that what a GPU had is lost.
+    /// Drops entries of absent GPUs above [`MOST`], those with the least G, but for one.
+    fn drop_least(&mut self) {
+        let over = self.entries.len().saturating_sub(MOST);
+        // The file may have more entries, and decides which are the least.
+        if over == 0 || self.unread {
+            return;
+        }
+        let absent = self.entries.iter().filter(|(_, entry)| entry.gpu.is_none());
+        let mut absent: Vec<(u64, GpuUuid)> = absent
+            .map(|(uuid, entry)| (entry.generation, uuid.clone()))
+            .collect();
+        absent.sort_unstable();
+        // The last entry has the largest G of the absent, which keeps later numbers above all others.
+        absent.pop();
+        for (_, uuid) in absent.into_iter().take(over) {
+            self.entries.remove(&uuid);
+        }
+    }
+
+    /// G of every GPU that has an entry; of none before a file was read, since another G means that a
+    /// GPU's memory is lost.
     pub fn all(&self) -> BTreeMap<GpuUuid, u64> {
         let known = self.entries.iter().filter(|_| !self.unread);
         known
@@ -352,6 +400,50 @@ mod tests {
             assert_eq!(g(&agent), 7);
             assert_eq!(agent.remembered().into_values().next().unwrap().gpu, None);
         }
+    }
+
+    #[test]
+    fn generations_are_bounded_and_unique_when_gpus_are_recut() {
+        let bed = Bed::new();
+        let mut agent = bed.agent("boot-1");
+        let see = |agent: &mut Generations, numbers: &[usize]| {
+            let cut = numbers.iter().map(|number| {
+                let mut gpu = state(WELL).remove(0);
+                gpu.gpu.uuid = format!("MIG-{number}").parse().unwrap();
+                gpu
+            });
+            agent.see(&cut.collect::<Vec<_>>());
+            let of_it = |number: &usize| agent.all()[&format!("MIG-{number}").parse().unwrap()];
+            numbers.iter().map(of_it).collect::<Vec<u64>>()
+        };
+        let all: Vec<usize> = (0..3 * MOST).collect();
+        let mut given = Vec::new();
+        for cut in all.chunks(64) {
+            given.extend(see(&mut agent, cut));
+            assert!(agent.entries.len() <= MOST, "{}", agent.entries.len());
+        }
+        let mut agent = bed.agent_after(&agent, "boot-2");
+        for number in [0, 1, MOST, 2 * MOST, 3 * MOST - 1] {
+            let now = see(&mut agent, &[number])[0];
+            assert!(now > given[number], "{number}: {now}");
+        }
+        // The next agent sees a GPU before it has read the file.
+        assert!(agent.is_on_disk());
+        let away = bed.path().with_extension("away");
+        std::fs::rename(bed.path(), &away).unwrap();
+        std::os::unix::fs::symlink("generations.json", bed.path()).unwrap();
+        let mut agent = bed.agent("boot-3");
+        let mut recut = state(WELL);
+        recut[0].gpu.uuid = "MIG-2".parse().unwrap();
+        agent.see(&recut);
+        std::fs::rename(&away, bed.path()).unwrap();
+        let begun = std::time::Instant::now();
+        while agent.all().is_empty() && begun.elapsed() < SOON {
+            agent.see(&recut);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let largest = given.iter().max().unwrap();
+        assert!(agent.all()[&recut[0].gpu.uuid] > *largest);
     }
 
     #[test]
