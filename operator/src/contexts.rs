@@ -51,6 +51,7 @@ pub async fn run(writer: Writer, mut world: watch::Receiver<World>, shutdown: Ca
             if !world.missing().is_empty() {
                 continue;
             }
+            world.keep_known(&mut written);
             world.nodes_without(&written)
         };
         nodes.sort_by_key(|(node, _, (_, restarts))| (restarts.is_empty(), *node <= last));

@@ -382,6 +382,16 @@ impl World {
         orders.collect()
     }
 
+    /// Drops the orders that were `written` to nodes that are gone: autoscalers never reuse a name.
+    pub fn keep_known(&self, written: &mut BTreeMap<String, ContextOrders>) {
+        let names: BTreeSet<&str> = self
+            .gpu_nodes
+            .iter()
+            .map(|(key, _)| key.name.as_str())
+            .collect();
+        written.retain(|node, _| names.contains(node.as_str()));
+    }
+
     /// The nodes that lack something of what is to be ordered there about poisoned contexts, or still have what was
     /// `written` to them and is wrong by now, with their objects' UIDs and what is to be ordered.
     pub fn nodes_without(

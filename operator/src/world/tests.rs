@@ -94,6 +94,24 @@ fn a_context_order_that_somebody_else_wrote_is_not_written_against_for_ever() {
     assert_eq!(world.nodes_without(&written).len(), 1, "ours goes");
 }
 
+#[test]
+fn orders_written_to_a_node_are_forgotten_when_it_is_gone() {
+    let mut world = World::new(Quantum::Gib1);
+    world.apply(node("stays", 8));
+    let mut written = BTreeMap::new();
+    for number in 0..1000 {
+        let name = format!("autoscaled-{number}");
+        world.apply(node(&name, 8));
+        written.insert(name.clone(), Default::default());
+        written.insert("stays".to_owned(), Default::default());
+        world.keep_known(&mut written);
+        assert_eq!(written.len(), 2, "both are there");
+        world.apply(Change::GpuNode(Event::Delete((key("", &name), None))));
+        world.keep_known(&mut written);
+    }
+    assert_eq!(written.keys().collect::<Vec<_>>(), ["stays"]);
+}
+
 /// A claim of whose pods poisoned contexts are only reported.
 fn reports() -> Claim {
     let contexts = ContextPolicy {
