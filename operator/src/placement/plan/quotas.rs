@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use bursar_crds::Amount;
-use bursar_crds::gpu_node::{DEVICE, MAX_QUOTAS, QuotaOrder};
+use bursar_crds::gpu_node::{DEVICE, MAX_PODS, MAX_QUOTAS, QuotaOrder};
 
 use super::{Step, gpu_node};
 use crate::orders::has_to_be_written;
@@ -58,7 +58,8 @@ fn wanted(scene: &Scene<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
 fn of_pod(scene: &Scene<'_>, pod: &PodFacts, node: &str, amount: &Amount) -> Vec<QuotaOrder> {
     let gpus = scene.gpu_nodes.get(node).map(|gpus| gpus.gpus.as_slice());
     let theirs = gpus.unwrap_or_default().iter();
-    let theirs = theirs.filter(|gpu| gpu.pods.contains_key(&pod.uid));
+    // A full list may leave the pod out. The agent passes over an order for a GPU that the pod lacks.
+    let theirs = theirs.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.pods.len() >= MAX_PODS);
     let mut accounts: Vec<&str> = theirs.map(|gpu| gpu.uuid.as_str()).collect();
     if accounts.len() < 2 {
         // Which GPU it is makes no difference, and need not be known.

@@ -1,5 +1,8 @@
 //! Labels, quotas, and what others have written.
 
+use bursar_crds::Amount;
+use bursar_crds::gpu_node::MAX_PODS;
+
 use super::*;
 
 #[test]
@@ -96,4 +99,27 @@ fn an_override_is_ordered_of_the_pods_node_and_lifted_with_it() {
     cluster.lowered.clear();
     cluster.run(&mut memory, 2, 2);
     assert_eq!(cluster.quotas["a"], []);
+}
+
+#[test]
+fn an_override_is_of_each_gpu_when_the_agent_lists_one_of_two() {
+    // The pod is on two GPUs, and the agent's list of the second is full.
+    let cluster = (0..MAX_PODS).fold(
+        Cluster::default()
+            .node("a", &[64, 64])
+            .pod("p", 8, GUARANTEED, Some(("a", Some(0)))),
+        |cluster, number| cluster.pod(&format!("o{number}"), 1, GUARANTEED, Some(("a", Some(1)))),
+    );
+    let mut cluster = cluster;
+    cluster.lowered = [("p".to_owned(), "4Gi".to_owned())].into();
+    cluster.run(&mut Memory::default(), 0, 2);
+    let orders = cluster.quotas["a"].iter();
+    let orders: Vec<_> = orders
+        .map(|order| (order.account.as_str(), &order.quota))
+        .collect();
+    // The agent spreads an order for `device` over all GPUs of the pod, and one for a UUID not.
+    assert_eq!(
+        orders,
+        [("a-0", &Amount::from("4Gi")), ("a-1", &Amount::from("4Gi"))]
+    );
 }
