@@ -325,6 +325,20 @@ impl Poisonings {
         before != self.faults
     }
 
+    /// Takes back the decisions since `before`: the next agent would not count these restarts. The faults
+    /// stay, so that their images stay fenced and are decided about again.
+    pub(super) fn take_back(&mut self, before: &Poisonings) {
+        self.restarts.clone_from(&before.restarts);
+        self.restarted = before.restarted;
+        for fault in &mut self.faults {
+            let Image {
+                process,
+                generation,
+            } = fault.image;
+            fault.decided = before.of(process, generation).and_then(|then| then.decided);
+        }
+    }
+
     /// The images whose containers are to be killed.
     pub(super) fn condemned(&self) -> impl Iterator<Item = &Image> {
         let killed = |fault: &&Fault| {

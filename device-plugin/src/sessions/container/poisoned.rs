@@ -6,7 +6,7 @@ use bursar_protocol::fence::Fence;
 use bursar_protocol::sticky::ErrorClass;
 use bursar_protocol::wire::{ToShim, Verdict};
 
-use super::super::poison::{Cause, Decision, Fault, Image, Policy, Suspect};
+use super::super::poison::{Cause, Decision, Fault, Image, Poisonings, Policy, Suspect};
 use super::super::{Account, Process};
 use super::{Container, Member};
 use crate::ledger::Moment;
@@ -115,16 +115,17 @@ impl Container {
 
     /// Decides what waited long enough; nobody has been reached for `alone`.
     pub(in super::super) fn overdue(&mut self, alone: Duration, now: Present) {
+        let before = self.poisonings.clone();
         if self.poisonings.overdue(alone, now) {
-            self.write_record();
+            self.decide_on_record(&before);
         }
     }
 
     /// Ends what is poisoned and has a number below `generation`, as was ordered.
     pub(in super::super) fn reach(&mut self, generation: u64, now: Present) {
-        if self.poisonings.reach(generation, now) {
+        let before = self.poisonings.clone();
+        if self.poisonings.reach(generation, now) && self.decide_on_record(&before) {
             tracing::info!(allocation = %self.served.allocation, generation, "restart ordered");
-            self.write_record();
         }
     }
 
@@ -210,8 +211,20 @@ impl Container {
         }
         if before != self.poisonings {
             self.tell_fences();
-            self.write_record();
+            if !self.decide_on_record(&before) {
+                return None;
+            }
         }
         decision
+    }
+
+    /// Records the decisions since `before`, or takes them back where no record can be written: the
+    /// maximum of restarts holds over restarts of the agent.
+    fn decide_on_record(&mut self, before: &Poisonings) -> bool {
+        let written = self.write_record();
+        if !written {
+            self.poisonings.take_back(before);
+        }
+        written
     }
 }

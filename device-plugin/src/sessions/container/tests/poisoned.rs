@@ -3,7 +3,7 @@
 use bursar_crds::budget::ContextAction;
 use bursar_protocol::wire::Verdict;
 
-use super::super::super::poison::Policy;
+use super::super::super::poison::{Decision, Policy};
 use super::super::leases::NotAsked;
 use super::*;
 use crate::node::clock::Present;
@@ -72,6 +72,35 @@ fn each_image_gets_the_next_number_and_keeps_it_over_reconnects_and_agents() {
     let mut again = fixture.start();
     assert_eq!(generation(&mut again, 1, 9, VERSION), Some(3));
     assert_eq!(generation(&mut again, 3, 1, VERSION), Some(4));
+}
+
+#[test]
+fn no_restart_is_ordered_when_its_count_is_not_on_record() {
+    let fixture = Fixture::with_quota(Bytes::gib(1));
+    let mut container = fixture.start();
+    container.set_policy(Policy::new(ContextAction::InPlace, 1, 600));
+    hello(&mut container, 1, 7).unwrap();
+    let away = fixture.folder.path().with_extension("away");
+    std::fs::rename(fixture.folder.path(), &away).unwrap();
+    assert_eq!(report(&mut container, 1, 700), GO_ON);
+    let fenced = ToShim::Fenced { account: 0 };
+    assert_eq!(container.request(1, 0, units(1)), fenced);
+    let late = Present {
+        moment: now().moment + Duration::from_secs(60),
+        ..now()
+    };
+    container.overdue(Duration::ZERO, late);
+    assert_eq!(container.condemned(), None);
+    std::fs::rename(&away, fixture.folder.path()).unwrap();
+    assert_eq!(report(&mut container, 1, 700), EXECUTE);
+    // The next agent counts it.
+    let mut again = fixture.start();
+    hello(&mut again, 1, 8).unwrap();
+    assert_eq!(report(&mut again, 1, 700), GO_ON);
+    assert_eq!(
+        again.faults()[0].decision(),
+        Some(Decision::Kill { beyond: true })
+    );
 }
 
 #[test]
