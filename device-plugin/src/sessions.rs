@@ -55,6 +55,7 @@ use bell::Bell;
 use closer::Closer;
 use container::Container;
 use container::drained::Holder;
+use container::refused::ToldOfAll;
 use container::siblings::Siblings;
 use contexts::ContextSizes;
 use leftovers::Left;
@@ -63,7 +64,7 @@ use seats::Seats;
 use stream::Listener;
 
 pub use bell::Waits;
-pub use books::{AccountBooks, Books, MemberBooks};
+pub use books::{AccountBooks, Books, MemberBooks, by_allocation};
 pub use charges::{Charges, DriverCharges, Look};
 pub use credit::Credit;
 pub use peer::{Cgroups, Membership, Process};
@@ -167,9 +168,10 @@ pub struct Sessions {
     desk: Option<Desk>,
     /// The claims with allocations that are served.
     claims: Mutex<BTreeMap<(PodUid, TokenSet), Siblings>>,
-    /// The GPUs that have a task in `watches`, which ends with these sessions.
-    watched: Mutex<BTreeSet<GpuUuid>>,
+    /// The tasks of the GPUs, which end with these sessions.
     watches: Mutex<JoinSet<()>>,
+    /// Log lines that are written once for all containers.
+    told: ToldOfAll,
 }
 
 /// What the tasks of the GPUs see.
@@ -180,6 +182,10 @@ struct Shared {
     running: Mutex<BTreeMap<AllocationId, Running>>,
     /// What pods that ended left.
     left: Mutex<BTreeMap<GpuUuid, Left>>,
+    /// The GPUs that have a task.
+    watched: Mutex<BTreeSet<GpuUuid>>,
+    /// Changes each time that there may be something to prove, or no more.
+    exports: watch::Sender<()>,
     /// The kept leases that the vault has; none where nothing is kept.
     living: Option<watch::Receiver<Living>>,
 }
@@ -192,6 +198,21 @@ struct Running {
 impl Drop for Running {
     fn drop(&mut self) {
         self.task.abort();
+    }
+}
+
+impl Shared {
+    /// Ends the task of a GPU that no container has and on which no dead process left memory; whether it
+    /// has ended.
+    fn unwatch(&self, gpu: &GpuUuid) -> bool {
+        let mut watched = lock(&self.watched);
+        let has_it = |running: &Running| lock(&running.container).gpus().contains(gpu);
+        let is_used =
+            lock(&self.running).values().any(has_it) || lock(&self.left).contains_key(gpu);
+        if !is_used {
+            watched.remove(gpu);
+        }
+        !is_used
     }
 }
 
@@ -217,6 +238,8 @@ impl Sessions {
                 charges,
                 running: Mutex::default(),
                 left: Mutex::default(),
+                watched: Mutex::default(),
+                exports: watch::Sender::default(),
                 living: None,
             }),
             membership,
@@ -226,8 +249,8 @@ impl Sessions {
             bell: Bell::default(),
             desk: None,
             claims: Mutex::default(),
-            watched: Mutex::default(),
             watches: Mutex::default(),
+            told: ToldOfAll::default(),
         }
     }
 
@@ -261,6 +284,13 @@ impl Sessions {
     /// What a context of `gpu` takes, as far as it is known.
     pub fn context_size(&self, gpu: &GpuUuid) -> Option<Bytes> {
         Some(self.contexts.as_ref()?.of_gpu(gpu))
+    }
+
+    /// Forgets the sizes of contexts on all other GPUs.
+    pub fn keep_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
+        if let Some(sizes) = &self.contexts {
+            sizes.keep_gpus(gpus);
+        }
     }
 
     /// From now on there is this driver: what contexts of another one took counts no more.
@@ -351,12 +381,12 @@ impl Sessions {
         }
         container.close_by(Arc::clone(&closer));
         container.keep_pages(self.seats.pages());
+        container.tell_with(self.told.clone());
+        container.tell_exports(self.shared.exports.clone());
         if let Some(siblings) = siblings {
             container.join(siblings);
         }
-        for gpu in container.gpus() {
-            self.watch(gpu);
-        }
+        let gpus = container.gpus();
         let container = Arc::new(Mutex::new(container));
         let task = allocation::Task {
             container: Arc::clone(&container),
@@ -366,11 +396,14 @@ impl Sessions {
             bell: self.bell.clone(),
             desk: self.desk.clone(),
             closer,
+            told: self.told.clone(),
         };
         let task = tokio::spawn(task.run(listener, known)).abort_handle();
         // A second serve of the same allocation at the same time: the later listener has replaced
         // the earlier's socket, so the later one stays.
         lock(&self.shared.running).insert(allocation, Running { container, task });
+        // After the container is listed: the task of a GPU that no container has may be ending.
+        gpus.into_iter().for_each(|gpu| self.watch(gpu));
         Ok(())
     }
 
@@ -381,9 +414,12 @@ impl Sessions {
     pub async fn end(&self, allocation: &AllocationId) -> Result<(), SessionsError> {
         let ended = lock(&self.shared.running).remove(allocation);
         if let Some(running) = &ended {
-            lock(&running.container).leave_siblings();
+            let mut container = lock(&running.container);
+            container.leave_siblings();
+            container.end_record();
         }
         drop(ended);
+        self.shared.exports.send_replace(());
         let record = self.record_path(allocation);
         for path in [self.folder(allocation), record::temporary(&record), record] {
             let removed = if path.is_dir() {
@@ -401,11 +437,14 @@ impl Sessions {
         Ok(())
     }
 
-    /// Looks after what the dead leave on a GPU, from now on.
+    /// Starts the task of a GPU: it runs while a container has the GPU or dead processes left memory there.
     fn watch(&self, gpu: GpuUuid) {
-        if lock(&self.watched).insert(gpu.clone()) {
-            lock(&self.watches).spawn(leftovers::watch(gpu, Arc::clone(&self.shared)));
+        if lock(&self.shared.watched).insert(gpu.clone()) {
+            let mut watches = lock(&self.watches);
+            while watches.try_join_next().is_some() {}
+            watches.spawn(leftovers::watch(gpu, Arc::clone(&self.shared)));
         }
+        self.shared.exports.send_replace(());
     }
 
     /// What of each GPU an allocation's processes had exported, living or dead: what may be held by others when its
@@ -511,7 +550,7 @@ impl Sessions {
     /// Looks after what pods that ended left on GPUs, and nothing else of the kind: the most that is held of it, where
     /// that is proven. It has another number whenever something was left.
     pub fn held(&self, left: BTreeMap<GpuUuid, u64>) -> BTreeMap<GpuUuid, Bytes> {
-        left.keys().cloned().for_each(|gpu| self.watch(gpu));
+        let gpus: Vec<GpuUuid> = left.keys().cloned().collect();
         let mut known = lock(&self.shared.left);
         let before = std::mem::take(&mut *known);
         let same = |gpu: &GpuUuid, number: u64| {
@@ -523,9 +562,12 @@ impl Sessions {
             .map(|(gpu, number)| (gpu.clone(), same(&gpu, number)))
             .collect();
         let proven = known.iter();
-        proven
+        let proven = proven
             .filter_map(|(gpu, left)| Some((gpu.clone(), left.held?)))
-            .collect()
+            .collect();
+        drop(known);
+        gpus.into_iter().for_each(|gpu| self.watch(gpu));
+        proven
     }
 
     /// Sets what an account is given at birth, which may become known while the container runs. Of what is used

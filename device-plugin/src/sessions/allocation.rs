@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 
 use super::bell::Bell;
 use super::closer::Closer;
+use super::container::refused::ToldOfAll;
 use super::container::{Container, Known};
 use super::conversation::{self, Conversation};
 use super::looks::Looks;
@@ -44,6 +45,7 @@ pub(super) struct Task {
     pub(super) bell: Bell,
     pub(super) desk: Option<Desk>,
     pub(super) closer: Arc<Closer>,
+    pub(super) told: ToldOfAll,
 }
 
 impl Task {
@@ -89,7 +91,9 @@ impl Task {
                         pace::wait(connections.take(Instant::now())).await;
                     }
                     Err(error) => {
-                        tracing::warn!(%error, "accept failed");
+                        if let Some(untold) = self.told.due("accept", Instant::now()) {
+                            tracing::warn!(%error, untold, "failed to accept a connection; it is tried again");
+                        }
                         tokio::time::sleep(ACCEPT_PAUSE).await;
                     }
                 },
@@ -117,6 +121,7 @@ impl Task {
             messages,
             self.bell.clone(),
             self.desk.clone(),
+            self.told.clone(),
         );
         async move {
             conversation.run(stream).await;
@@ -134,7 +139,8 @@ fn refuse(stream: Stream) {
     stream.try_write(&goodbye.frame());
 }
 
-/// Asks the driver about every image that ended, and about strangers, for ever.
+/// Asks the driver about every image that ended, and about strangers, for ever. While there is nothing
+/// to ask or to write, a change alone wakes this task: a node has hundreds of them.
 async fn settle(
     container: Arc<Mutex<Container>>,
     looks: Arc<Looks>,
@@ -142,15 +148,21 @@ async fn settle(
 ) {
     let mut every = tokio::time::interval(SETTLE_EVERY);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-    let gpus = lock(&container).gpus();
+    let (gpus, stirred) = {
+        let container = lock(&container);
+        (container.gpus(), container.stirred())
+    };
     loop {
         every.tick().await;
-        let asked = {
+        let (asked, is_recorded) = {
             let mut container = lock(&container);
             container.record_all(Instant::now());
-            container.questions()
+            (container.questions(), container.is_recorded())
         };
         let Some(asked) = asked else {
+            if is_recorded {
+                stirred.notified().await;
+            }
             continue;
         };
         let found = join_all(gpus.iter().map(|gpu| looks.charges(gpu))).await;

@@ -1,5 +1,7 @@
 //! What the ledger says of one container, for the audit and the metrics.
 
+use std::collections::BTreeMap;
+
 use super::{Account, Process};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid};
 
@@ -47,6 +49,14 @@ impl Books {
             Account::Managed => None,
         })
     }
+}
+
+/// Indexes books by their container.
+pub fn by_allocation(books: &[Books]) -> BTreeMap<AllocationId, &Books> {
+    books
+        .iter()
+        .map(|books| (books.allocation, books))
+        .collect()
 }
 
 /// One account of a container.

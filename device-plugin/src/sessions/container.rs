@@ -10,7 +10,7 @@ mod oversight;
 mod pages;
 mod poisoned;
 pub(super) mod recording;
-mod refused;
+pub(super) mod refused;
 pub(super) mod siblings;
 
 use std::collections::BTreeMap;
@@ -23,6 +23,7 @@ use bursar_protocol::units::Units;
 use bursar_protocol::wire::{self, Holding, Listed, Quota, Reason, ToShim};
 use bursar_protocol::word::Word;
 use bursar_protocol::{POISON_SINCE, VERSION};
+use tokio::sync::{Notify, watch};
 use tokio_util::sync::CancellationToken;
 
 use super::closer::Closer;
@@ -36,7 +37,7 @@ use crate::ledger::Moment;
 use crate::units::{Bytes, GpuUuid};
 use pages::Pages;
 use recording::{Change, Changes};
-use refused::{Told, Why};
+use refused::{Told, ToldOfAll, Why};
 use siblings::Siblings;
 
 /// What a process may take besides what it charges: kernels' code, heaps of the device. It decides only when
@@ -63,6 +64,8 @@ pub(super) struct Container {
     denied_by: BTreeMap<String, u64>,
     /// What of it is on record.
     told: Told,
+    /// The log lines that are written once for all containers.
+    told_of_all: ToldOfAll,
     requests: u64,
     /// What each account was given at birth.
     ceilings: Vec<Units>,
@@ -80,6 +83,10 @@ pub(super) struct Container {
     pages: Pages,
     /// What is to be on record.
     changes: Changes,
+    /// Wakes the task that settles what ended images had.
+    stirred: Arc<Notify>,
+    /// Wakes the tasks that prove free what dead processes exported.
+    exports: watch::Sender<()>,
     /// None in tests without sockets.
     closer: Option<Arc<Closer>>,
     /// The containers of its claim, which share its quota.
@@ -185,6 +192,7 @@ impl Container {
             contexts: None,
             denied_by: BTreeMap::new(),
             told: Told::default(),
+            told_of_all: ToldOfAll::default(),
             requests: 0,
             ceilings,
             orders,
@@ -200,6 +208,8 @@ impl Container {
             drained: false,
             pages: Pages::new(CreditPage::create),
             changes: Changes::default(),
+            stirred: Arc::default(),
+            exports: watch::Sender::default(),
             closer: None,
             siblings: None,
         };
@@ -735,6 +745,9 @@ impl Container {
 
     /// Whether the record holds what the books say now. To be called where writes are paid for.
     fn write_now(&mut self) -> bool {
+        if self.record.is_closed() {
+            return false;
+        }
         self.tell_siblings();
         let units =
             |accounts: &[Units]| -> Vec<u32> { accounts.iter().map(|units| units.0).collect() };
@@ -781,8 +794,11 @@ impl Container {
             poisonings: self.poisonings.clone(),
         };
         let written = self.record.write(content);
-        if let Err(error) = &written {
-            tracing::warn!(allocation = %self.served.allocation, %error, "session record not written");
+        if let Err(error) = &written
+            && let Some(untold) = self.told_of_all.due("record", Instant::now())
+        {
+            let allocation = self.served.allocation;
+            tracing::warn!(%allocation, %error, untold, "failed to write a session record; free space in /run");
         }
         written.is_ok()
     }

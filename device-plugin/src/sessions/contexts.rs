@@ -4,7 +4,7 @@
 //! nothing: the canary (`kept/scrub.rs`). No tenant has a part in it: what is charged for a context is charged
 //! to every tenant of the GPU.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Mutex;
 
 use serde::{Deserialize, Serialize};
@@ -69,6 +69,11 @@ impl ContextSizes {
         known
             .get(gpu)
             .is_some_and(|measured| measured.driver == driver)
+    }
+
+    /// Forgets the sizes of all other GPUs.
+    pub(super) fn keep_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
+        lock(&self.known).retain(|gpu, _| gpus.contains(gpu));
     }
 
     /// From now on there is this driver: sizes of others count no more.

@@ -16,6 +16,7 @@ use tokio_util::sync::CancellationToken;
 use super::bell::Bell;
 use super::container::leases::NotAsked;
 use super::container::recording::Change;
+use super::container::refused::ToldOfAll;
 use super::container::{Admitted, Container};
 use super::life::Life;
 use super::pace::{self, Pace};
@@ -70,6 +71,7 @@ pub(super) struct Conversation {
     bell: Bell,
     /// None where nothing is kept.
     desk: Option<Desk>,
+    told: ToldOfAll,
 }
 
 /// A peer that said hello.
@@ -87,6 +89,7 @@ impl Conversation {
         shared: Arc<Mutex<Pace>>,
         bell: Bell,
         desk: Option<Desk>,
+        told: ToldOfAll,
     ) -> Conversation {
         Conversation {
             container,
@@ -94,6 +97,7 @@ impl Conversation {
             shared,
             bell,
             desk,
+            told,
         }
     }
 
@@ -371,9 +375,17 @@ impl Conversation {
                 let took = heard.elapsed();
                 let sent = stream.write_all(&answer.frame()).await;
                 sent.map_err(Hangup::Unsent)?;
-                if took > LATE {
-                    // A shim that waited too long goes without, and the program is out of memory.
-                    tracing::warn!(pid, ?took, ?answer, "answered late");
+                // A shim that waited too long goes without, and the program is out of memory.
+                if took > LATE
+                    && let Some(untold) = self.told.due("late", Instant::now())
+                {
+                    tracing::warn!(
+                        pid,
+                        ?took,
+                        ?answer,
+                        untold,
+                        "answered a tenant process late"
+                    );
                 }
             }
         }

@@ -1,7 +1,7 @@
 //! Proves what the dead exported free: one task per GPU.
 //!
 //! ```text
-//!   every LOOK_EVERY, while there is anything to prove:
+//!   every LOOK_EVERY, while there is anything to prove, and until no container has the GPU:
 //!   what the dead exported (all containers), what ended pods left --> what the living have --> the driver --> held (pure)
 //! ```
 //!
@@ -36,15 +36,21 @@ struct Asked {
     left: Option<u64>,
 }
 
-/// Runs until it is aborted. A GPU that hangs holds up its own task only.
+/// Runs until no container has the GPU and dead processes left nothing there. A GPU that hangs holds up
+/// its own task only.
 pub(super) async fn watch(gpu: GpuUuid, shared: Arc<Shared>) {
     let mut every = tokio::time::interval(LOOK_EVERY);
     every.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut looks = Looks::default();
+    let mut exports = shared.exports.subscribe();
     loop {
         every.tick().await;
+        exports.mark_unchanged();
         let Some(asked) = ask(&shared, &gpu) else {
             looks.clear();
+            if shared.unwatch(&gpu) || exports.changed().await.is_err() {
+                return;
+            }
             continue;
         };
         let own = own(&shared, &gpu);

@@ -34,10 +34,21 @@ impl Looks {
         }
     }
 
+    /// The last look at a GPU. A new GPU removes those at GPUs that no task waits for, which loses the
+    /// pause between two looks alone.
+    fn of_gpu(&self, gpu: &GpuUuid) -> Arc<tokio::sync::Mutex<Last>> {
+        let mut gpus = lock(&self.gpus);
+        if let Some(last) = gpus.get(gpu) {
+            return Arc::clone(last);
+        }
+        gpus.retain(|_, last| Arc::strong_count(last) > 1);
+        Arc::clone(gpus.entry(gpu.clone()).or_default())
+    }
+
     /// What the driver charges on a GPU, by a look that begins after this was called; none where it cannot tell.
     pub(super) async fn charges(&self, gpu: &GpuUuid) -> Option<Charges> {
         let asked = Instant::now();
-        let of_gpu = Arc::clone(lock(&self.gpus).entry(gpu.clone()).or_default());
+        let of_gpu = self.of_gpu(gpu);
         let mut last = of_gpu.lock().await;
         if last.begun < Some(asked) {
             if let Some(begun) = last.begun {

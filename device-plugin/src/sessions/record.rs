@@ -22,6 +22,8 @@ pub(super) struct Record {
     path: PathBuf,
     /// What the file holds, where that is known: the same is not written again.
     written: Option<Content>,
+    /// The allocation has ended, and the file is removed for good.
+    closed: bool,
 }
 
 /// The file's content.
@@ -109,7 +111,17 @@ impl Record {
         Ok(Record {
             path,
             written: None,
+            closed: false,
         })
+    }
+
+    /// Ends all writes: a task that is polled while the allocation ends may still want to write.
+    pub(super) fn close(&mut self) {
+        self.closed = true;
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed
     }
 
     /// What was written last; `None` when nothing was, or when it cannot be read.

@@ -594,3 +594,61 @@ async fn what_an_allocations_processes_had_exported_is_known_by_its_record_befor
     assert_eq!(exported(7), expected, "no more than was granted");
     assert_eq!(exported(8), []);
 }
+
+#[tokio::test]
+async fn a_record_stays_away_when_a_process_dies_during_the_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let sessions = sessions(folder.path(), true);
+    sessions.serve(served()).await.unwrap();
+    beside(folder.path(), |run_dir| drop(hello(run_dir))).await;
+    let allocation = served().allocation;
+    // A task that is being polled has the container too.
+    let container = Arc::clone(&lock(&sessions.shared.running)[&allocation].container);
+    let path = sessions.record_path(&allocation);
+    assert!(path.exists());
+    sessions.end(&allocation).await.unwrap();
+    let image = lock(&container).images().remove(0);
+    lock(&container).died(image.process, 1);
+    lock(&container).record_all(Instant::now() + Duration::from_secs(60));
+    assert!(!path.exists());
+}
+
+/// Waits until `reached`, for the tasks have to run.
+async fn reached(reached: impl Fn() -> bool) {
+    let until = Instant::now() + Duration::from_secs(10);
+    while !reached() {
+        assert!(Instant::now() < until, "not reached");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+#[tokio::test]
+async fn tasks_of_gpus_end_when_no_container_has_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let sessions = sessions(folder.path(), true);
+    let recut = |number: u64| Served {
+        allocation: AllocationId::from_bits(number),
+        gpus: vec![(format!("MIG-{number}").parse().unwrap(), Bytes::gib(1))],
+        ..served()
+    };
+    for number in 0..20 {
+        let before = recut(number);
+        sessions.serve(before.clone()).await.unwrap();
+        sessions.serve(recut(number + 1)).await.unwrap();
+        sessions.end(&before.allocation).await.unwrap();
+        reached(|| lock(&sessions.shared.watched).len() == 1).await;
+    }
+    // The task goes on while memory of an ended pod may be held.
+    let gpu = recut(20).gpus[0].0.clone();
+    sessions.held(BTreeMap::from([(gpu, 1)]));
+    sessions.end(&recut(20).allocation).await.unwrap();
+    reached(|| {
+        lock(&sessions.shared.left)
+            .values()
+            .all(|left| left.held.is_some())
+    })
+    .await;
+    assert_eq!(lock(&sessions.shared.watched).len(), 1);
+    sessions.held(BTreeMap::new());
+    reached(|| lock(&sessions.shared.watched).is_empty()).await;
+}

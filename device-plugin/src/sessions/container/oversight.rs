@@ -7,6 +7,7 @@ use bursar_protocol::units::Units;
 
 use super::super::books::{AccountBooks, Books, MemberBooks};
 use super::super::closer::Closer;
+use super::refused::ToldOfAll;
 use super::{Account, Container, Member};
 use crate::units::Bytes;
 
@@ -62,6 +63,11 @@ impl Container {
     /// Who closes its sockets.
     pub(in super::super) fn close_by(&mut self, closer: Arc<Closer>) {
         self.closer = Some(closer);
+    }
+
+    /// Shares the log lines that are written once for all containers.
+    pub(in super::super) fn tell_with(&mut self, told: ToldOfAll) {
+        self.told_of_all = told;
     }
 
     /// Keeps no more than so many pages of dead processes for living ones.

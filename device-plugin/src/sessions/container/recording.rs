@@ -5,11 +5,12 @@
 //!                  \--> else all that come meanwhile --------^
 //! ```
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use bursar_protocol::units::Units;
 use bursar_protocol::wire::ToShim;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot, watch};
 
 use super::super::pace::{Pace, measured};
 use super::Container;
@@ -95,6 +96,7 @@ impl Container {
     }
 
     fn number(&mut self) -> Change {
+        self.stir();
         self.changes.last.0 += 1;
         let change = self.changes.last;
         self.recorded(change, Instant::now());
@@ -112,6 +114,34 @@ impl Container {
         }
         self.write_changes();
         None
+    }
+
+    /// Whether nothing waits for a write.
+    pub(in super::super) fn is_recorded(&self) -> bool {
+        self.changes.written >= self.changes.last
+    }
+
+    /// Notified each time that something changed which is to be on record.
+    pub(in super::super) fn stirred(&self) -> Arc<Notify> {
+        Arc::clone(&self.stirred)
+    }
+
+    /// Tells `exports` each time that something changed while dead processes' exports are charged.
+    pub(in super::super) fn tell_exports(&mut self, exports: watch::Sender<()>) {
+        self.exports = exports;
+    }
+
+    fn stir(&self) {
+        self.stirred.notify_one();
+        let [_, kept] = self.credit.retirements();
+        if !kept.is_empty() {
+            self.exports.send_replace(());
+        }
+    }
+
+    /// Nothing more is put on record: the allocation has ended.
+    pub(in super::super) fn end_record(&mut self) {
+        self.record.close();
     }
 
     /// The same of all that changed.
@@ -156,6 +186,7 @@ impl Container {
 
     /// Whether the record holds what the books say now. Each write delays the next that can wait.
     pub(super) fn write_record(&mut self) -> bool {
+        self.stir();
         let (written, took) = measured(|| self.write_now());
         let delays = took.saturating_mul(SHARE).min(LONGEST);
         self.changes.pace.charge(delays, Instant::now());

@@ -1,12 +1,14 @@
 //! Why a process is refused memory: answered, and told on record with the figures.
 
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use bursar_protocol::POISON_SINCE;
 use bursar_protocol::units::Units;
 use bursar_protocol::wire::ToShim;
 
+use super::super::lock;
 use super::{Container, Member};
 
 /// How often a container's refusals for the same reason are told: a program may ask in a loop.
@@ -56,6 +58,18 @@ impl Told {
         }
         *told = now;
         Some(std::mem::take(untold))
+    }
+}
+
+/// Limits log lines for all containers together: a full `/run` or a lack of descriptors affects all of
+/// them at the same time.
+#[derive(Clone, Debug, Default)]
+pub(in super::super) struct ToldOfAll(Arc<Mutex<Told>>);
+
+impl ToldOfAll {
+    /// How many lines of this reason were left out, where this line is due.
+    pub(in super::super) fn due(&self, reason: &str, now: Instant) -> Option<u64> {
+        lock(&self.0).due(reason, now)
     }
 }
 
@@ -128,5 +142,16 @@ mod tests {
         assert_eq!(told.due("quota", after(60)), Some(2));
         assert_eq!(told.due("quota", after(61)), None);
         assert_eq!(told.due("quota", after(300)), Some(1));
+    }
+
+    #[test]
+    fn line_is_due_once_for_all_containers() {
+        let (one, begun) = (ToldOfAll::default(), Instant::now());
+        let other = one.clone();
+        assert_eq!(one.due("record", begun), Some(0));
+        assert_eq!(other.due("record", begun), None);
+        assert_eq!(other.due("accept", begun), Some(0));
+        let later = begun + Duration::from_secs(60);
+        assert_eq!(other.due("record", later), Some(1));
     }
 }

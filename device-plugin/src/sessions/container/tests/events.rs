@@ -11,7 +11,7 @@ use super::*;
 use crate::checkpoint::Checkpoint;
 use crate::inventory::health::{Health, Memory, Sickness};
 use crate::inventory::{Gpu, GpuState};
-use crate::kept::leases::{Asker, Charged, Leases, Meta, Node, Open, Opened, Standing};
+use crate::kept::leases::{Asker, Charged, Heard, Leases, Meta, Node, Open, Opened, Standing};
 use crate::kept::numbers::Numbers;
 use crate::node::clock::Present;
 use crate::node::generations::Generations;
@@ -365,7 +365,9 @@ impl Machine {
     /// The vault says what it has.
     fn hear(&mut self) {
         self.leases.vault_lost();
-        self.leases.heard(self.vault.clone(), |_| true);
+        let held = self.vault.iter();
+        let held = held.filter_map(|(lease, meta)| Some((*lease, Heard::Read(meta.clone()?))));
+        self.leases.heard(held.collect(), |_| true);
         self.see(WELL, false);
     }
 
