@@ -284,10 +284,26 @@ struct Lease {
     orphaned: bool,
 }
 
+/// The blob that the vault keeps beside a lease, as this agent reads it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Heard {
+    /// The lease's description.
+    Read(Meta),
+    /// Another version of the agent wrote a blob that this agent cannot read.
+    Unread {
+        /// The lease's GPU and size, where those can be read.
+        extent: Option<(GpuUuid, Bytes)>,
+        /// The parser's error.
+        why: String,
+    },
+}
+
 /// The book.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Leases {
     leases: BTreeMap<LeaseId, Lease>,
+    /// Leases that only another version of the agent can read: the vault holds them, and they stay charged.
+    unread: BTreeMap<LeaseId, Option<(GpuUuid, Bytes)>>,
     node: Node,
     /// GPUs that nothing is kept on.
     drained: BTreeSet<GpuUuid>,
@@ -587,6 +603,12 @@ impl Leases {
     pub fn are_on(&self, gpu: &GpuUuid) -> bool {
         let mut leases = self.leases.values();
         leases.any(|lease| lease.meta.title.gpu == *gpu)
+            || self.unread.values().flatten().any(|(at, _)| at == gpu)
+    }
+
+    /// Whether the vault has a lease that this agent cannot read.
+    pub fn is_unread(&self, id: LeaseId) -> bool {
+        self.unread.contains_key(&id)
     }
 
     /// The node as it stands now: leases whose last opener is gone end, and what has no owner any more is the
@@ -652,6 +674,17 @@ impl Leases {
                 (Stage::Told | Stage::Charged, _) => {}
             }
         }
+        for (id, extent) in &self.unread {
+            let Some((gpu, bytes)) = extent else { continue };
+            if self.drained.contains(gpu) {
+                effects.push(Effect::Drop(*id));
+            }
+            let is_charged = |leases: &BTreeMap<_, _>| leases.contains_key(id);
+            if !charged.values().any(is_charged) {
+                let of_gpu = orphaned.entry(gpu.clone()).or_default();
+                of_gpu.insert(*id, *bytes);
+            }
+        }
         turn.orphaned = self.heard.then_some(orphaned);
         (turn, effects)
     }
@@ -666,6 +699,7 @@ impl Leases {
 
     /// The vault has closed a lease's descriptor.
     pub fn dropped(&mut self, id: LeaseId) {
+        self.unread.remove(&id);
         if self.leases.get(&id).map(|lease| lease.stage) == Some(Stage::Charged) {
             self.leases.remove(&id);
         }
@@ -685,10 +719,11 @@ impl Leases {
     /// lost with their memory. Of who `lives` not what they were writing is discarded.
     pub fn heard(
         &mut self,
-        held: BTreeMap<LeaseId, Option<Meta>>,
+        held: BTreeMap<LeaseId, Heard>,
         lives: impl Fn(Process) -> bool,
     ) -> Vec<Effect> {
         self.heard = true;
+        self.unread.clear();
         let mut effects = Vec::new();
         let known: Vec<LeaseId> = self.leases.keys().copied().collect();
         for id in known {
@@ -699,12 +734,12 @@ impl Leases {
                 _ => {}
             }
         }
-        for (id, meta) in held {
-            match (self.leases.get_mut(&id), meta) {
+        for (id, heard) in held {
+            match (self.leases.get_mut(&id), heard) {
                 (Some(lease), _) if lease.stage == Stage::Charged => effects.push(Effect::Drop(id)),
-                (Some(lease), Some(meta)) if lease.stage == Stage::Held => lease.meta = meta,
+                (Some(lease), Heard::Read(meta)) if lease.stage == Stage::Held => lease.meta = meta,
                 (Some(_), _) => {}
-                (None, Some(meta)) => {
+                (None, Heard::Read(meta)) => {
                     let lease = Lease {
                         meta,
                         stage: Stage::Held,
@@ -713,8 +748,9 @@ impl Leases {
                     };
                     self.leases.insert(id, lease);
                 }
-                // Nobody can say what it is, nor ever open it.
-                (None, None) => effects.push(Effect::Drop(id)),
+                (None, Heard::Unread { extent, why: _ }) => {
+                    self.unread.insert(id, extent);
+                }
             }
         }
         self.end_replaced(&mut effects);
@@ -733,6 +769,11 @@ impl Leases {
                     of_gpu.insert(*id, lease.meta.bytes);
                 }
             }
+            for (id, extent) in &self.unread {
+                if let Some((gpu, bytes)) = extent {
+                    living.entry(gpu.clone()).or_default().insert(*id, *bytes);
+                }
+            }
         }
         living
     }
@@ -746,6 +787,9 @@ impl Leases {
 
     /// Where a lease is, and what it has.
     pub fn extent(&self, id: LeaseId) -> Option<(GpuUuid, Bytes)> {
+        if let Some(extent) = self.unread.get(&id) {
+            return extent.clone();
+        }
         let Meta { title, bytes, .. } = &self.leases.get(&id)?.meta;
         Some((title.gpu.clone(), *bytes))
     }

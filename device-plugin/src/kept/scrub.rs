@@ -4,7 +4,7 @@
 //! Nothing of ours clears kept memory (design F6), so there is none on a GPU before the canary saw that the driver does.
 //! What its context takes is measured on the way: that is what every tenant's context is charged.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Read;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
@@ -95,6 +95,15 @@ impl Verdicts {
         }
         self.seen.insert(gpu, (with, verdict));
         self.save();
+    }
+
+    /// Forgets the verdicts of all other GPUs.
+    pub fn keep_gpus(&mut self, gpus: &BTreeSet<GpuUuid>) {
+        let before = self.seen.len();
+        self.seen.retain(|gpu, _| gpus.contains(gpu));
+        if self.seen.len() != before {
+            self.save();
+        }
     }
 
     /// Nothing is known of a GPU any more.

@@ -14,6 +14,7 @@ use bursar_protocol::wire::kept::{KeptAnswer, KeptQuestion, KeptRefusal};
 use bursar_protocol::wire::token::{TokenAnswer, TokenQuestion, TokenRefusal};
 use futures::future::BoxFuture;
 use rustix::io::Errno;
+use serde::Deserialize;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::MissedTickBehavior;
@@ -21,7 +22,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::desk::{Living, Made, Note, Notes, Reply};
-use super::leases::{Asker, Content, Effect, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME};
+use super::leases::{
+    Asker, Content, Effect, Heard, Leases, Meta, Node, Open, Opened, Turn, WRITE_TIME,
+};
 use super::numbers::{Block, Numbers};
 use super::scrub::{self, Canary, Looked, Verdict, Verdicts, With};
 use super::status::{self, KeptStatus};
@@ -131,6 +134,8 @@ struct Serving {
     watched: BTreeMap<Process, AbortHandle>,
     /// Who waits for a lease's end.
     discarding: BTreeMap<LeaseId, Vec<oneshot::Sender<Reply>>>,
+    /// The node's GPUs when this was last told.
+    gpus: BTreeSet<GpuUuid>,
     /// GPUs that are being looked at, or were not long ago.
     looking: BTreeSet<GpuUuid>,
     /// GPUs whose contexts could not be measured, and when that was.
@@ -164,6 +169,7 @@ impl Keeper {
             jobs: JoinSet::new(),
             watched: BTreeMap::new(),
             discarding: BTreeMap::new(),
+            gpus: BTreeSet::new(),
             looking: BTreeSet::new(),
             not_measured: BTreeMap::new(),
             driver,
@@ -528,6 +534,7 @@ impl Serving {
 
     fn stand(&mut self, node: Node) -> Turn {
         let gpus: Vec<GpuUuid> = node.generations.keys().cloned().collect();
+        self.keep_gpus(node.free.keys().cloned().collect());
         let late = self.leases.late(clock::now());
         self.carry_out(late);
         if self.leases.is_heard() {
@@ -544,6 +551,19 @@ impl Serving {
         let spared: Vec<GpuUuid> = spared.collect();
         spared.into_iter().for_each(|gpu| self.look_at(gpu));
         turn
+    }
+
+    /// Forgets GPUs that have left the node: a new MIG instance has a new UUID. The node has none before
+    /// NVML has answered.
+    fn keep_gpus(&mut self, gpus: BTreeSet<GpuUuid>) {
+        if gpus.is_empty() || gpus == self.gpus {
+            return;
+        }
+        self.keeper.workers.keep_gpus(&gpus);
+        self.keeper.verdicts.keep_gpus(&gpus);
+        self.keeper.sessions.keep_gpus(&gpus);
+        self.not_measured.retain(|gpu, _| gpus.contains(gpu));
+        self.gpus = gpus;
     }
 
     fn seen(&mut self, gpu: GpuUuid, with: With, looked: Looked) {
@@ -584,6 +604,8 @@ impl Serving {
             for (lease, (gpu, bytes)) in leases {
                 match self.leases.owner(lease) {
                     Some(owner) if owner == allocation => {}
+                    // The unread blob names the owner: the container that is charged stays charged.
+                    _ if self.leases.is_unread(lease) => {}
                     // Its heir is charged.
                     Some(_) => sessions.forget_lease(&allocation, lease),
                     // It ended with an agent, a vault, or before it was made.
@@ -734,14 +756,9 @@ impl Serving {
                 }
                 let held = held.into_iter();
                 let held = held.filter(|(lease, _)| lease.0 != SENTINEL);
-                let parsed = |(lease, blob): (LeaseId, Blob)| {
-                    let meta = serde_json::from_slice(blob.as_bytes());
-                    let meta = meta.inspect_err(
-                        |error| warn!(%lease, %error, "kept lease of an unknown kind"),
-                    );
-                    (lease, meta.ok())
-                };
-                let held: BTreeMap<LeaseId, Option<Meta>> = held.map(parsed).collect();
+                let parsed = |(lease, blob): (LeaseId, Blob)| (lease, read(&blob));
+                let held: BTreeMap<LeaseId, Heard> = held.map(parsed).collect();
+                log_unread(&held);
                 held.keys()
                     .for_each(|lease| self.keeper.numbers.seen(*lease));
                 let membership = Arc::clone(&self.keeper.membership);
@@ -957,6 +974,42 @@ fn answer(lease: LeaseId, meta: &Meta) -> Option<KeptAnswer> {
             expires_ms: u64::try_from(WRITE_TIME.as_millis()).unwrap_or(u64::MAX),
         }),
         Content::Abandoned => None,
+    }
+}
+
+/// Parses the blob that the vault keeps beside a lease. GPU and size are enough to charge a lease whose
+/// other fields this agent does not know.
+fn read(blob: &Blob) -> Heard {
+    #[derive(Deserialize)]
+    struct Title {
+        gpu: GpuUuid,
+    }
+    #[derive(Deserialize)]
+    struct Extent {
+        title: Title,
+        bytes: Bytes,
+    }
+    match serde_json::from_slice(blob.as_bytes()) {
+        Ok(meta) => Heard::Read(meta),
+        Err(error) => {
+            let extent: Option<Extent> = serde_json::from_slice(blob.as_bytes()).ok();
+            Heard::Unread {
+                extent: extent.map(|extent| (extent.title.gpu, extent.bytes)),
+                why: error.to_string(),
+            }
+        }
+    }
+}
+
+/// Logs all unread leases in one line.
+fn log_unread(held: &BTreeMap<LeaseId, Heard>) {
+    let mut unread = held.iter().filter_map(|(lease, heard)| match heard {
+        Heard::Unread { why, .. } => Some((lease, why)),
+        Heard::Read(_) => None,
+    });
+    if let Some((lease, why)) = unread.next() {
+        let others = unread.count();
+        warn!(%lease, %why, others, "failed to read a kept lease; it stays charged until its GPU is drained");
     }
 }
 

@@ -125,13 +125,21 @@ struct Thread {
 #[derive(Default)]
 struct Threads {
     running: BTreeMap<GpuUuid, Thread>,
-    /// Those of GPUs that are drained, until they have ended.
+    /// Those of GPUs that are drained or gone, until they have ended.
     ending: BTreeMap<GpuUuid, JoinHandle<()>>,
     /// GPUs that nobody is to hold.
     drained: BTreeSet<GpuUuid>,
 }
 
 impl Threads {
+    /// Ends the workers of these GPUs, and their threads.
+    fn end(&mut self, ends: impl Fn(&GpuUuid) -> bool) {
+        self.ending.retain(|_, life| !life.is_finished());
+        let ended = self.running.extract_if(.., |gpu, _| ends(gpu));
+        self.ending
+            .extend(ended.map(|(gpu, Thread { jobs: _, life })| (gpu, life)));
+    }
+
     fn holds(&self, gpu: &GpuUuid) -> bool {
         let ending = self.ending.get(gpu);
         self.running.contains_key(gpu) || ending.is_some_and(|life| !life.is_finished())
@@ -186,12 +194,13 @@ impl Workers {
     /// The workers of these GPUs end, and none is started there before they are no more among them.
     pub fn drain(&self, gpus: BTreeSet<GpuUuid>) {
         let mut threads = self.threads();
-        for gpu in &gpus {
-            if let Some(Thread { jobs: _, life }) = threads.running.remove(gpu) {
-                threads.ending.insert(gpu.clone(), life);
-            }
-        }
+        threads.end(|gpu| gpus.contains(gpu));
         threads.drained = gpus;
+    }
+
+    /// Ends the workers of all other GPUs: a new MIG instance has a new UUID.
+    pub fn keep_gpus(&self, gpus: &BTreeSet<GpuUuid>) {
+        self.threads().end(|gpu| !gpus.contains(gpu));
     }
 
     /// Whether nobody is to hold a GPU.
@@ -229,7 +238,9 @@ impl Workers {
             return Ok(thread.jobs.clone());
         }
         if threads.drained.contains(gpu) || threads.holds(gpu) {
-            return Err(io::Error::other(format!("{gpu} is drained")));
+            return Err(io::Error::other(format!(
+                "{gpu} is drained, or its last worker has not ended"
+            )));
         }
         let (jobs, received) = channel();
         let supervisor = Supervisor {
@@ -422,6 +433,45 @@ impl Supervisor {
             self.stuck.send_modify(|stuck| {
                 stuck.remove(&self.gpu);
             });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn worker_threads_end_with_their_gpus() {
+        let folder = tempfile::tempdir().unwrap();
+        let workers = Workers::new(Program {
+            path: folder.path().join("no-worker"),
+            driver: DriverConfig {
+                root: folder.path().to_owned(),
+                host_root: folder.path().to_owned(),
+                dev_root: folder.path().to_owned(),
+                extra_mounts: Vec::new(),
+                worker_user: None,
+            },
+            libraries: folder.path().join("lib"),
+        });
+        for number in 0..20 {
+            let gpu: GpuUuid = format!("MIG-{number}").parse().unwrap();
+            let created = workers.create(&gpu, Bytes::gib(1)).await;
+            assert!(matches!(created, Err(WorkerError::Dead(_))));
+            workers.keep_gpus(&BTreeSet::from([gpu.clone()]));
+            let threads = workers.threads();
+            assert_eq!(threads.running.keys().collect::<Vec<_>>(), [&gpu]);
+        }
+        let until = Instant::now() + Duration::from_secs(10);
+        while workers
+            .threads()
+            .ending
+            .values()
+            .any(|life| !life.is_finished())
+        {
+            assert!(Instant::now() < until, "threads stay");
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
     }
 }

@@ -235,7 +235,7 @@ impl World {
         self.linked = true;
         let held = self.vault.iter();
         let held = held
-            .map(|(lease, meta)| (*lease, Some(meta.clone())))
+            .map(|(lease, meta)| (*lease, Heard::Read(meta.clone())))
             .collect();
         let alive: BTreeSet<Process> = self.tenants.iter().map(|t| t.asker.process).collect();
         let effects = self.book.heard(held, |process| alive.contains(&process));

@@ -378,7 +378,10 @@ fn of_two_leases_of_a_title_the_next_agent_knows_that_the_older_one_was_given_up
         token: 9,
         checksum: 9,
     };
-    let held = BTreeMap::from([(LeaseId(1), Some(older)), (LeaseId(4), Some(newer))]);
+    let held = BTreeMap::from([
+        (LeaseId(1), Heard::Read(older)),
+        (LeaseId(4), Heard::Read(newer)),
+    ]);
     let mut book = Leases::default();
     book.stand(node(), &Charged::new());
     assert_eq!(book.heard(held, |_| true), [Effect::Charge(LeaseId(1), A)]);
@@ -391,8 +394,8 @@ fn of_two_leases_of_a_title_the_next_agent_knows_that_the_older_one_was_given_up
 #[test]
 fn the_vault_is_the_truth_for_the_next_agent() {
     let before = committed();
-    let meta = before.get(LeaseId(1)).cloned();
-    let held = BTreeMap::from([(LeaseId(1), meta), (LeaseId(2), None)]);
+    let meta = before.get(LeaseId(1)).cloned().unwrap();
+    let held = BTreeMap::from([(LeaseId(1), Heard::Read(meta))]);
     let mut book = Leases::default();
     book.stand(node(), &Charged::new());
     assert_eq!(
@@ -400,12 +403,7 @@ fn the_vault_is_the_truth_for_the_next_agent() {
         Err(KeptRefusal::Unavailable),
         "before the vault is heard"
     );
-    let effects = book.heard(held, |_| false);
-    assert_eq!(
-        effects,
-        [Effect::Drop(LeaseId(2))],
-        "nobody knows what it is"
-    );
+    assert_eq!(book.heard(held, |_| false), []);
     assert_eq!(
         reopen(&mut book, asker(B, 20)),
         Ok(Opened::Read(LeaseId(1)))
@@ -418,7 +416,8 @@ fn the_vault_is_the_truth_for_the_next_agent() {
     book.stand(node(), &charged(A, LeaseId(1)));
     assert_eq!(book.living()[&gpu()].len(), 1);
     // A writer's death counts, whoever saw it.
-    let held = BTreeMap::from([(LeaseId(1), writing().get(LeaseId(1)).cloned())]);
+    let meta = writing().get(LeaseId(1)).cloned().unwrap();
+    let held = BTreeMap::from([(LeaseId(1), Heard::Read(meta))]);
     let mut book = Leases::default();
     book.stand(node(), &Charged::new());
     assert_eq!(
@@ -429,6 +428,47 @@ fn the_vault_is_the_truth_for_the_next_agent() {
     book.stand(node(), &Charged::new());
     assert_eq!(book.heard(held, |_| true), []);
     assert_eq!(book.writers(), BTreeSet::from([asker(A, 10).process]));
+}
+
+#[test]
+fn a_lease_that_cannot_be_read_is_kept_and_charged() {
+    let why = || "missing field `later`".to_owned();
+    let extent = Some((gpu(), Bytes::gib(1)));
+    let unread = |extent| Heard::Unread { extent, why: why() };
+    let held = BTreeMap::from([(LeaseId(1), unread(extent)), (LeaseId(2), unread(None))]);
+    let mut book = Leases::default();
+    assert_eq!(book.heard(held.clone(), |_| false), []);
+    let of_lease_1 = BTreeMap::from([(gpu(), BTreeMap::from([(LeaseId(1), Bytes::gib(1))]))]);
+    // To the container that its record charges, and to the node where there is none.
+    let (turn, effects) = book.stand(node(), &charged(A, LeaseId(1)));
+    assert_eq!((turn.orphaned, effects), (Some(BTreeMap::new()), vec![]));
+    let (turn, effects) = book.stand(node(), &Charged::new());
+    assert_eq!((turn.orphaned, effects), (Some(of_lease_1.clone()), vec![]));
+    assert_eq!(book.living(), of_lease_1);
+    assert!(book.is_unread(LeaseId(1)) && book.is_unread(LeaseId(2)));
+    // Another agent can read it again.
+    let mut read = held;
+    let meta = committed().get(LeaseId(1)).cloned().unwrap();
+    read.insert(LeaseId(1), Heard::Read(meta));
+    assert_eq!(book.heard(read, |_| false), []);
+    assert!(!book.is_unread(LeaseId(1)) && book.get(LeaseId(1)).is_some());
+}
+
+#[test]
+fn a_lease_that_cannot_be_read_ends_when_its_gpu_is_drained() {
+    let mut book = Leases::default();
+    let extent = Some((gpu(), Bytes::gib(1)));
+    let why = "missing field `later`".to_owned();
+    book.heard(
+        BTreeMap::from([(LeaseId(1), Heard::Unread { extent, why })]),
+        |_| false,
+    );
+    book.drain(BTreeSet::from([gpu()]));
+    let (_, effects) = book.stand(node(), &Charged::new());
+    assert_eq!(effects, [Effect::Drop(LeaseId(1))]);
+    assert!(book.are_on(&gpu()) && book.extent(LeaseId(1)).is_some());
+    book.dropped(LeaseId(1));
+    assert!(!book.are_on(&gpu()));
 }
 
 #[test]
