@@ -1,9 +1,11 @@
 //! Puts the shims' files where containers can map them: once per build and driver, never over a file in use.
 //!
 //! A container maps `<state-dir>/shim/<id>/libcuda.so.1` for as long as it runs. So what is written has a
-//! folder of its own, named after its content; an upgrade of shim or driver adds a folder and touches no other. It is
+//! folder of its own, named after its content; an upgrade of shim or driver adds a folder and changes no other. It is
 //! on disk before it has its name, and one that is not what was written, after a loss of power or by hand, is mended
-//! file by file: who has a file mapped keeps the one that he has.
+//! file by file: who has a file mapped keeps the one that he has. The agent removes a
+//! folder of another build once no CDI file names it: the container runtime reads that file again when the kubelet
+//! restarts a container.
 //!
 //! | file | what |
 //! |---|---|
@@ -22,6 +24,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use sha2::{Digest, Sha256};
+use tracing::info;
 
 use crate::cdi::CONTAINER_LIB_DIR;
 use crate::driver::{Driver, LIBCUDA, LIBNVML};
@@ -101,6 +104,25 @@ pub fn install(
         Ok(()) => Ok(path),
         Err(source) => Err(ShimFilesError::Install { path, source }),
     }
+}
+
+/// Removes the builds below `state_dir` that have no path of `in_use`.
+///
+/// # Errors
+/// The first build that could not be removed.
+pub fn remove_unused(state_dir: &Path, in_use: &[PathBuf]) -> io::Result<()> {
+    for entry in fs::read_dir(state_dir.join("shim"))? {
+        let entry = entry?;
+        let path = entry.path();
+        // Hidden folders may be those that another agent is making.
+        let is_build = !entry.file_name().as_encoded_bytes().starts_with(b".");
+        let is_used = in_use.iter().any(|used| used.starts_with(&path));
+        if is_build && !is_used {
+            fs::remove_dir_all(&path)?;
+            info!(build = %path.display(), "shim build removed");
+        }
+    }
+    Ok(())
 }
 
 fn contents(shim_dir: &Path, driver: &Driver) -> Result<Vec<Content>, ShimFilesError> {

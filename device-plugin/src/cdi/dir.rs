@@ -1,5 +1,6 @@
 //! The folder of CDI files: written atomically, removed, listed back.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -20,8 +21,8 @@ pub struct CdiDir {
 pub struct Listed {
     /// The bindings of our files, by allocation.
     pub bindings: Vec<Binding>,
-    /// Files with our name that hold no binding.
-    pub malformed: Vec<PathBuf>,
+    /// The allocations of files with our name that hold no binding which this agent can read.
+    pub unread: BTreeSet<AllocationId>,
 }
 
 /// What went wrong with a CDI file.
@@ -105,6 +106,25 @@ impl CdiDir {
         Some(spec.devices.into_iter().next()?.container_edits)
     }
 
+    /// The host's paths that our files mount; `None` where a file cannot be read.
+    pub fn mounted(&self) -> Option<Vec<PathBuf>> {
+        let mut mounted = Vec::new();
+        for entry in std::fs::read_dir(&self.dir).ok()? {
+            let path = entry.ok()?.path();
+            if allocation_of(&path).is_none() {
+                continue;
+            }
+            let spec: Spec = match std::fs::read(&path) {
+                Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+                text => serde_json::from_slice(&text.ok()?).ok()?,
+            };
+            let mounts = spec.devices.into_iter();
+            let mounts = mounts.flat_map(|device| device.container_edits.mounts);
+            mounted.extend(mounts.map(|mount| mount.host_path));
+        }
+        Some(mounted)
+    }
+
     /// Removes the file of `allocation`; one that is not there is removed already.
     ///
     /// # Errors
@@ -140,7 +160,7 @@ impl CdiDir {
             };
             match read(&path) {
                 Some(binding) if binding.allocation == allocation => listed.bindings.push(binding),
-                _ => listed.malformed.push(path),
+                _ => drop(listed.unread.insert(allocation)),
             }
         }
         listed.bindings.sort_by_key(|binding| binding.allocation);

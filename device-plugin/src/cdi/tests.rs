@@ -1,5 +1,6 @@
 use super::*;
 use crate::driver::{LIBNVML, SMI};
+use std::collections::BTreeSet;
 
 fn file(soname: &str) -> DriverFile {
     DriverFile {
@@ -174,7 +175,7 @@ fn bindings_are_read_back_from_the_files() {
         dir.list().unwrap(),
         Listed {
             bindings: vec![binding(8), binding(9)],
-            malformed: vec![]
+            unread: BTreeSet::new()
         }
     );
     dir.remove(&AllocationId::from_bits(9)).unwrap();
@@ -202,9 +203,27 @@ fn files_of_others_are_passed_over_and_broken_ones_of_ours_are_named() {
         dir.list().unwrap(),
         Listed {
             bindings: vec![binding(2)],
-            malformed: vec![broken]
+            unread: BTreeSet::from([AllocationId::from_bits(1)])
         }
     );
+}
+
+#[test]
+fn mounts_are_not_told_when_a_cdi_file_cannot_be_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = CdiDir::new(folder.path().to_owned());
+    dir.write(&node(), &binding(1)).unwrap();
+    let mounted = dir.mounted().unwrap();
+    let shim = node().shim_dir;
+    assert!(
+        mounted.iter().any(|path| path.starts_with(&shim)),
+        "{mounted:?}"
+    );
+    std::fs::write(folder.path().join("nvidia.yaml"), "kind: nvidia.com/gpu").unwrap();
+    assert_eq!(dir.mounted(), Some(mounted));
+    let later = folder.path().join("bursar.dev-gpu-0000000000000002.json");
+    std::fs::write(later, "{}").unwrap();
+    assert_eq!(dir.mounted(), None);
 }
 
 #[test]

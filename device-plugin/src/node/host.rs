@@ -140,6 +140,8 @@ pub struct Found {
     pub checkpoint: Result<Option<State>, LoadError>,
     /// Its CDI files.
     pub cdi: Vec<cdi::Binding>,
+    /// The allocations whose CDI file this agent cannot read.
+    pub unread: BTreeSet<AllocationId>,
     /// The allocations that have a folder or a record.
     pub allocations: BTreeSet<AllocationId>,
 }
@@ -167,7 +169,7 @@ impl OsHost {
             checkpoint: Checkpoint::new(paths.run_dir.join("checkpoint.json")),
             cdi: CdiDir::new(paths.cdi_dir.clone()),
             run_dir: paths.run_dir.clone(),
-            installer: Installer::new(move || install(&of_driver, &of_paths)),
+            installer: Installer::new(move |before| install(&of_driver, &of_paths, before)),
         })
     }
 
@@ -184,10 +186,8 @@ impl OsHost {
             warn!(%error, "cdi files not listed");
             Default::default()
         });
-        for path in &cdi.malformed {
-            // No container can start with it; its binding, if any, is in the checkpoint.
-            warn!(path = %path.display(), "malformed cdi file removed");
-            let _ = std::fs::remove_file(path);
+        for allocation in &cdi.unread {
+            warn!(%allocation, "failed to read a CDI file; it stays while the kubelet or the checkpoint knows it");
         }
         let run = &self.run_dir;
         let mut allocations = ids(&Sessions::alloc_dir(run));
@@ -195,6 +195,7 @@ impl OsHost {
         Found {
             checkpoint,
             cdi: cdi.bindings,
+            unread: cdi.unread,
             allocations,
         }
     }
@@ -219,11 +220,26 @@ impl OsHost {
     }
 }
 
-/// Puts the shim's files for the driver that there is now where containers find them.
-fn install(driver: &DriverConfig, paths: &PathsConfig) -> Result<cdi::Node, HostError> {
+/// Puts the shim's files for the present driver where containers find them. While this runs, the agent
+/// may still write CDI files that mount the build `before`.
+fn install(
+    driver: &DriverConfig,
+    paths: &PathsConfig,
+    before: Option<PathBuf>,
+) -> Result<cdi::Node, HostError> {
     let found = find_driver(driver)?;
+    let shim_dir = shim_files::install(&paths.shim_dir, &found, &paths.state_dir)?;
+    // A CDI file that cannot be read may mount any build.
+    if let Some(mut in_use) = CdiDir::new(paths.cdi_dir.clone()).mounted() {
+        in_use.push(shim_dir.clone());
+        in_use.extend(before);
+        let removed = shim_files::remove_unused(&paths.state_dir, &in_use);
+        removed.unwrap_or_else(|error| {
+            warn!(%error, "failed to remove an unused shim build; the next installation tries again");
+        });
+    }
     Ok(cdi::Node {
-        shim_dir: shim_files::install(&paths.shim_dir, &found, &paths.state_dir)?,
+        shim_dir,
         driver: found,
         alloc_dir: Sessions::alloc_dir(&paths.run_dir),
         extra_mounts: driver.extra_mounts.clone(),

@@ -1,6 +1,7 @@
 //! Finds the driver and installs the shim's files beside the node's task: a disk that hangs holds
 //! up no admission.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,7 +18,8 @@ type Installed = Result<cdi::Node, HostError>;
 
 /// What every CDI file has in common, as the last installation found it.
 pub(super) struct Installer {
-    install: Arc<dyn Fn() -> Installed + Send + Sync>,
+    /// Gets the folder of the shim's files that CDI files mount until the installation has ended.
+    install: Arc<dyn Fn(Option<PathBuf>) -> Installed + Send + Sync>,
     installed: Option<cdi::Node>,
     /// The driver may have changed since the last installation began.
     stale: bool,
@@ -31,7 +33,9 @@ struct Running {
 }
 
 impl Installer {
-    pub(super) fn new(install: impl Fn() -> Installed + Send + Sync + 'static) -> Self {
+    pub(super) fn new(
+        install: impl Fn(Option<PathBuf>) -> Installed + Send + Sync + 'static,
+    ) -> Self {
         Self {
             install: Arc::new(install),
             installed: None,
@@ -68,9 +72,10 @@ impl Installer {
     fn begin(&mut self) -> Running {
         self.stale = false;
         let install = Arc::clone(&self.install);
+        let before = self.installed.as_ref().map(|node| node.shim_dir.clone());
         Running {
             until: Instant::now() + PATIENCE,
-            task: spawn_blocking(move || install()),
+            task: spawn_blocking(move || install(before)),
         }
     }
 }
@@ -90,7 +95,7 @@ mod tests {
     async fn installer_waits_once_for_an_installation_that_hangs() {
         let (release, held) = channel::<()>();
         let held = Mutex::new(held);
-        let mut installer = Installer::new(move || {
+        let mut installer = Installer::new(move |_| {
             // The test's end lets it go.
             let _ = held.lock().unwrap().recv();
             refused()

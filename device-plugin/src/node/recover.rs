@@ -3,7 +3,8 @@
 //! 1. The checkpoint gives bookings, claims and bindings. Lost, malformed or of another boot: the
 //!    bindings are read from the CDI files, each of which carries its own, and those of managed memory
 //!    from the kubelet's device checkpoint. What pods that had ended left is not known then: no GPU is bound before
-//!    it is proven how much of it is held.
+//!    it is proven how much of it is held. So too where a CDI
+//!    file only another version of the agent can read.
 //! 2. The kubelet's device checkpoint gives the bookings that are lacking, of pods that are still there.
 //! 3. Pods whose cgroup is gone are released.
 //! 4. Files that no binding stands for are withdrawn.
@@ -43,25 +44,35 @@ impl<H: Host> Core<H> {
         let Found {
             checkpoint,
             cdi,
+            unread,
             allocations,
         } = found;
+        let mut kept = BTreeSet::new();
         if let Err(why) = self.restore(checkpoint, now) {
             self.rebuild(&cdi, kubelet, now);
             let bindings = self.ledger.bindings().count();
             // A new boot is no loss: nothing of the old one lives.
             let lost = match why {
                 NoState::OtherBoot => false,
-                NoState::Missing => bindings > 0,
+                NoState::Missing => bindings > 0 || !unread.is_empty(),
                 NoState::Load(_) | NoState::Restore(_) => true,
             };
             if lost {
                 warn!(%why, bindings, "checkpoint not used: rebuilt from the host");
-                self.troubles.rebuilt = Some(why.to_string());
+                self.troubles.rebuilt = Some(match unread.len() {
+                    0 => why.to_string(),
+                    count => {
+                        format!(
+                            "{why}; {count} CDI files of another version of the agent were not read"
+                        )
+                    }
+                });
                 self.unproven = true;
+                kept = unread;
             }
         }
         self.book_what_the_kubelet_knows(kubelet, now);
-        self.find_leftovers(&cdi, allocations);
+        self.find_leftovers(&cdi, allocations, &kept);
         self.unsaved = true;
         self.release_the_dead(now).await;
         if self.save().is_ok() {
@@ -164,7 +175,13 @@ impl<H: Host> Core<H> {
         }
     }
 
-    fn find_leftovers(&mut self, cdi: &[cdi::Binding], allocations: BTreeSet<AllocationId>) {
+    /// Allocations whose unreadable CDI file is `kept` go when the kubelet forgets them.
+    fn find_leftovers(
+        &mut self,
+        cdi: &[cdi::Binding],
+        allocations: BTreeSet<AllocationId>,
+        kept: &BTreeSet<AllocationId>,
+    ) {
         let bound: BTreeSet<AllocationId> = self
             .ledger
             .bindings()
@@ -174,9 +191,10 @@ impl<H: Host> Core<H> {
             .iter()
             .map(|binding| binding.allocation)
             .chain(allocations);
-        self.leftovers
-            .extend(on_host.filter(|id| !bound.contains(id)));
         let known: BTreeSet<AllocationId> = self.ledger.allocations().map(|(id, _)| id).collect();
+        let stays =
+            |id: &AllocationId| bound.contains(id) || kept.contains(id) && known.contains(id);
+        self.leftovers.extend(on_host.filter(|id| !stays(id)));
         self.holders.retain(|id, _| known.contains(id));
     }
 

@@ -106,6 +106,35 @@ fn an_upgrade_of_shim_or_driver_leaves_the_files_that_containers_have_mapped() {
 }
 
 #[test]
+fn builds_are_removed_when_no_cdi_file_mounts_them() {
+    let machine = Machine::new(FUNCTIONS);
+    let state = machine.path("state");
+    let mounted = machine.install().unwrap();
+    for number in 0..10 {
+        library(
+            &machine.path("image/libcuda.so.1"),
+            &["cuInit", &format!("cuOther{number}")],
+        );
+        let current = machine.install().unwrap();
+        let in_use = [
+            mounted.join(LIBCUDA),
+            "/usr/lib/libcuda.so.1".into(),
+            current.clone(),
+        ];
+        remove_unused(&state, &in_use).unwrap();
+        assert!(mounted.join(LIBCUDA).exists() && current.join(LIBCUDA).exists());
+        assert_eq!(machine.builds(), 2);
+    }
+    // Another agent is making a build.
+    fs::create_dir(state.join("shim/.being-made.7")).unwrap();
+    let current = machine.install().unwrap();
+    remove_unused(&state, std::slice::from_ref(&current)).unwrap();
+    assert!(!mounted.exists());
+    assert_eq!(machine.builds(), 2, "the current and the hidden one");
+    assert_eq!(machine.install().unwrap(), current);
+}
+
+#[test]
 fn names_that_the_driver_lacks_are_hidden_and_others_are_not() {
     let machine = Machine::new(&["cuMemAlloc_v2", "cuInit", "cuUnknownToTheShim"]);
     let build = machine.install().unwrap();

@@ -43,7 +43,7 @@ fn cdi_files_are_bindings_of_their_names_or_malformed() {
     search("cdi", |bytes| {
         std::fs::write(&file, bytes).unwrap();
         let listed = CdiDir::new(folder.path().to_owned()).list().unwrap();
-        assert_eq!(listed.bindings.len() + listed.malformed.len(), 1);
+        assert_eq!(listed.bindings.len() + listed.unread.len(), 1);
         for binding in listed.bindings {
             assert_eq!(binding.allocation, AllocationId::from_bits(7));
         }

@@ -34,6 +34,8 @@ struct Disk {
     turn: Turn,
     /// The kept leases that the ledger has on record.
     recorded: Vec<LeaseId>,
+    /// The allocations whose CDI file the next agent cannot read.
+    unread: BTreeSet<AllocationId>,
     /// Steps that were done.
     done: usize,
     /// The agent dies before the step with this number.
@@ -69,7 +71,13 @@ impl MemoryHost {
         let disk = self.disk();
         Found {
             checkpoint: Ok(disk.checkpoint.clone()),
-            cdi: disk.cdi.values().cloned().collect(),
+            cdi: disk
+                .cdi
+                .values()
+                .filter(|binding| !disk.unread.contains(&binding.allocation))
+                .cloned()
+                .collect(),
+            unread: disk.unread.clone(),
             allocations: disk.sockets.keys().copied().collect(),
         }
     }
@@ -829,7 +837,8 @@ async fn a_pod_without_a_name_gets_the_one_that_the_kubelet_lists_with_its_token
         tokens: set(tokens),
     };
     let names = |bed: &Bed| -> Vec<Option<String>> {
-        let holders = bed.core.containers().into_iter().map(|bound| bound.holder);
+        let containers = bed.core.containers();
+        let holders = containers.iter().map(|bound| bound.holder.clone());
         holders
             .map(|holder| Some(holder?.pod?.to_string()))
             .collect()
@@ -1101,6 +1110,32 @@ async fn what_a_container_kept_is_left_where_the_vault_is_not_heard_at_its_pods_
     bed.host.disk().held = Bytes::ZERO;
     bed.tick(1).await;
     assert_eq!(bed.core.view(bed.now).gpus[0].free, Quanta(16));
+}
+
+#[tokio::test]
+async fn unreadable_cdi_file_stays_while_the_kubelet_knows_it() {
+    let mut bed = Bed::new().await;
+    let allocation = bed.device("first", 0..4);
+    bed.start_device("first", 0..4).await;
+    bed.host.disk().checkpoint = None;
+    bed.host.disk().unread.insert(allocation);
+    bed.host.disk().held = Bytes::gib(4);
+    bed.restart().await;
+    assert!(bed.host.disk().cdi.contains_key(&allocation));
+    let free = |bed: &Bed| {
+        let view = bed.core.view(bed.now);
+        let gpus = view.gpus.iter();
+        gpus.map(|gpu| gpu.free.0).sum::<u32>()
+    };
+    assert_eq!(free(&bed), 12 + 12, "what is in use is given to nobody");
+    assert!(bed.core.troubles().rebuilt.is_some());
+    let none = BTreeSet::new();
+    bed.tick(60).await;
+    bed.core.collect(Some(&none), bed.now).await;
+    assert!(bed.host.disk().cdi.contains_key(&allocation));
+    bed.core.collect(Some(&none), bed.now).await;
+    bed.tick(1).await;
+    assert!(!bed.host.disk().cdi.contains_key(&allocation));
 }
 
 #[tokio::test]
