@@ -21,7 +21,7 @@ use tracing::{debug, info, warn};
 use crate::inventory::nvml::{NvmlHandle, QueryError, Refusal};
 use crate::node::actor::Snapshot;
 use crate::node::core::BoundContainer;
-use crate::sessions::{Account, Books, Sessions};
+use crate::sessions::{Account, Books, Sessions, by_allocation};
 use crate::units::{Bytes, GpuUuid};
 
 /// How often quotas are looked at, and what was refused is tried again.
@@ -54,10 +54,11 @@ pub enum Limit {
 /// What the driver is to hold pods to: the sum of their containers' quotas. Of containers that share a claim only
 /// one is alive.
 pub fn wanted(containers: &[BoundContainer], books: &[Books]) -> BTreeMap<Place, Bytes> {
+    let books = by_allocation(books);
     let mut claims = BTreeMap::new();
     for container in containers {
-        let of_it = |books: &&Books| books.allocation == container.allocation;
-        let (Some(cgroup), Some(books)) = (&container.cgroup, books.iter().find(of_it)) else {
+        let of_it = books.get(&container.allocation);
+        let (Some(cgroup), Some(books)) = (&container.cgroup, of_it) else {
             continue;
         };
         for account in &books.accounts {

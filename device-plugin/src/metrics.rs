@@ -3,9 +3,10 @@
 //! Names, labels and units stand in `docs/metrics.md`; a test holds the two against each other.
 
 mod audited;
+mod replaced;
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use prometheus_client::encoding::EncodeLabelSet;
@@ -20,19 +21,20 @@ use prometheus_client::registry::Registry;
 use crate::status::report::{GpuHealth, NodeReport};
 use crate::units::{Bytes, GpuUuid, Quanta, Quantum, Resource};
 
-pub use audited::ContainerFigures;
+pub use audited::AuditFigures;
+use replaced::{Replaced, Rows, Tables};
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct OfResource {
     resource: &'static str,
 }
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfGpu {
     gpu: String,
 }
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfGpuState {
     gpu: String,
     state: &'static str,
@@ -78,8 +80,7 @@ pub struct Counts {
 /// The agent's metrics. Cheap to clone; every clone counts into the same numbers.
 #[derive(Clone, Debug)]
 pub struct Metrics {
-    /// The lock is held while figures are replaced, too, so that no page shows half of them.
-    registry: Arc<Mutex<Registry>>,
+    registry: Arc<Registry>,
     tokens: Family<OfResource, Gauge>,
     orders_not_understood: Gauge,
     watch_failures: Counter,
@@ -91,12 +92,11 @@ pub struct Metrics {
     releases: Counter,
     collected: Counter,
     registrations: Family<OfResource, Counter>,
-    gpu_memory: Family<OfGpuState, Gauge>,
-    gpu_healthy: Family<OfGpu, Gauge>,
-    kept_leases: Family<OfGpu, Gauge>,
-    kept_bytes: Family<OfGpu, Gauge>,
+    gpus: Replaced<GpuFigures>,
+    kept: Replaced<KeptFigures>,
     gpu_node_writes: Family<OfResult, Counter>,
     events_dropped: Counter,
+    tasks: Gauge,
     audited: audited::Audited,
 }
 
@@ -188,26 +188,8 @@ impl Metrics {
                 "Registrations with the kubelet",
                 Family::default(),
             ),
-            gpu_memory: r.with(
-                "bursar_gpu_memory_bytes",
-                "Memory of a GPU by state: total, capacity, bound, free, leaked, withheld",
-                Family::default(),
-            ),
-            gpu_healthy: r.with(
-                "bursar_gpu_healthy",
-                "1 while the GPU is given to new pods",
-                Family::default(),
-            ),
-            kept_leases: r.with(
-                "bursar_gpu_kept_leases",
-                "Kept leases that the vault has",
-                Family::default(),
-            ),
-            kept_bytes: r.with(
-                "bursar_gpu_kept_bytes",
-                "Memory of kept leases that the vault has",
-                Family::default(),
-            ),
+            gpus: Replaced::registered(r),
+            kept: Replaced::registered(r),
             gpu_node_writes: r.with(
                 "bursar_agent_gpu_node_writes",
                 "Writes of this node's GpuNode",
@@ -218,20 +200,25 @@ impl Metrics {
                 "Events not sent: too many, repeated, or refused",
                 Counter::default(),
             ),
+            tasks: r.with(
+                "bursar_agent_tasks",
+                "Tasks of the agent's runtime",
+                Gauge::default(),
+            ),
             audited: audited::Audited::new(r),
-            registry: Arc::new(Mutex::new(registry)),
+            registry: Arc::new(registry),
         }
     }
 
     /// The numbers as they stand, in the OpenMetrics text format.
     pub fn encode(&self) -> String {
+        // Unit tests encode metrics outside of a runtime.
+        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+            self.tasks.set(number(runtime.metrics().num_alive_tasks()));
+        }
         let mut text = String::new();
-        encode(&mut text, &self.page()).expect("a String takes any text");
+        encode(&mut text, &self.registry).expect("a String takes any text");
         text
-    }
-
-    fn page(&self) -> MutexGuard<'_, Registry> {
-        self.registry.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// An Allocate was answered after `took`.
@@ -280,7 +267,6 @@ impl Metrics {
     /// The node as it stands: tokens, and each GPU's memory and health. A GPU that is no longer in the
     /// report is no longer in the metrics.
     pub fn set_report(&self, report: &NodeReport) {
-        let _page = self.page();
         let tokens = [
             (Resource::DeviceMemory, report.device_memory),
             (Resource::ManagedMemory, report.managed_memory),
@@ -293,8 +279,7 @@ impl Metrics {
         let not_understood = report.ordered.not_understood.len();
         self.orders_not_understood
             .set(i64::try_from(not_understood).unwrap_or(i64::MAX));
-        self.gpu_memory.clear();
-        self.gpu_healthy.clear();
+        let mut figures = GpuFigures::default();
         for gpu in &report.gpus {
             let bytes = |quanta: Quanta| quantum_bytes(report.quantum, quanta);
             let states = [
@@ -310,32 +295,24 @@ impl Metrics {
                     gpu: gpu.uuid.to_string(),
                     state,
                 };
-                self.gpu_memory
-                    .get_or_create(&label)
-                    .set(i64::try_from(amount).unwrap_or(i64::MAX));
+                let amount = i64::try_from(amount).unwrap_or(i64::MAX);
+                figures.memory.push((label, amount));
             }
-            let label = OfGpu {
-                gpu: gpu.uuid.to_string(),
-            };
-            self.gpu_healthy
-                .get_or_create(&label)
-                .set((gpu.health == GpuHealth::Healthy).into());
+            let is_healthy = gpu.health == GpuHealth::Healthy;
+            figures.healthy.push((of_gpu(&gpu.uuid), is_healthy.into()));
         }
+        self.gpus.replace(figures);
     }
 
     /// What the vault keeps of each GPU: how many leases, and what they have.
     pub fn set_kept(&self, kept: &BTreeMap<GpuUuid, (usize, Bytes)>) {
-        let _page = self.page();
-        self.kept_leases.clear();
-        self.kept_bytes.clear();
+        let mut figures = KeptFigures::default();
         for (gpu, (leases, bytes)) in kept {
-            let label = OfGpu {
-                gpu: gpu.to_string(),
-            };
-            self.kept_leases.get_or_create(&label).set(number(*leases));
+            figures.leases.push((of_gpu(gpu), number(*leases)));
             let bytes = i64::try_from(bytes.0).unwrap_or(i64::MAX);
-            self.kept_bytes.get_or_create(&label).set(bytes);
+            figures.bytes.push((of_gpu(gpu), bytes));
         }
+        self.kept.replace(figures);
     }
 
     /// This node's `GpuNode` was written, or could not be.
@@ -360,6 +337,56 @@ impl Metrics {
 impl Default for Metrics {
     fn default() -> Self {
         Self::new()
+    }
+}
+
+/// The GPUs of one report.
+#[derive(Clone, Debug, Default)]
+struct GpuFigures {
+    memory: Vec<(OfGpuState, i64)>,
+    healthy: Vec<(OfGpu, i64)>,
+}
+
+impl Rows for GpuFigures {
+    fn encode(&self, tables: &mut Tables<'_>) -> std::fmt::Result {
+        tables.gauges(
+            "bursar_gpu_memory_bytes",
+            "Memory of a GPU by state: total, capacity, bound, free, leaked, withheld",
+            self.memory.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_healthy",
+            "1 while the GPU is given to new pods",
+            self.healthy.clone(),
+        )
+    }
+}
+
+/// The kept leases of each GPU at one moment.
+#[derive(Clone, Debug, Default)]
+struct KeptFigures {
+    leases: Vec<(OfGpu, i64)>,
+    bytes: Vec<(OfGpu, i64)>,
+}
+
+impl Rows for KeptFigures {
+    fn encode(&self, tables: &mut Tables<'_>) -> std::fmt::Result {
+        tables.gauges(
+            "bursar_gpu_kept_leases",
+            "Kept leases that the vault has",
+            self.leases.clone(),
+        )?;
+        tables.gauges(
+            "bursar_gpu_kept_bytes",
+            "Memory of kept leases that the vault has",
+            self.bytes.clone(),
+        )
+    }
+}
+
+fn of_gpu(gpu: &GpuUuid) -> OfGpu {
+    OfGpu {
+        gpu: gpu.to_string(),
     }
 }
 
@@ -495,15 +522,16 @@ mod tests {
             intruders: [(gpu.clone(), 1)].into(),
             ..Verdict::default()
         };
-        let figures = ContainerFigures {
-            container: &container,
-            books: &books,
-            attested: Some(Some(Reason::MountedOver)),
-            limited: true,
-            hangs: false,
-        };
-        let gpus = std::collections::BTreeSet::from([gpu.clone()]);
-        metrics.set_audit(&[figures], &verdict, &gpus, &gpus);
+        metrics.set_audit(AuditFigures {
+            containers: [container].into(),
+            books: [(allocation, books)].into(),
+            attested: [(allocation, Some(Reason::MountedOver))].into(),
+            limited: [allocation].into(),
+            verdict,
+            gpus: [gpu.clone()].into(),
+            stale: [gpu.clone()].into(),
+            ..AuditFigures::default()
+        });
         let bytes = Bytes::gib(1);
         metrics.found(&Finding::Unaccounted {
             gpu: gpu.clone(),
@@ -575,8 +603,7 @@ mod tests {
                 "{line} is missing in {text}"
             );
         }
-        let none = std::collections::BTreeSet::new();
-        metrics.set_audit(&[], &Verdict::default(), &none, &none);
+        metrics.set_audit(AuditFigures::default());
         assert!(!metrics.encode().contains("team"));
     }
 

@@ -87,9 +87,10 @@ pub fn plan(
     containers: &[BoundContainer],
     books: &[Books],
 ) -> Vec<(AllocationId, Account, Option<Bytes>)> {
+    let containers = by_allocation(containers);
     let mut plan = Vec::new();
     for books in books {
-        let Some(container) = container_of(books, containers) else {
+        let Some(container) = containers.get(&books.allocation) else {
             // Not known to the node: its orders cannot be told.
             continue;
         };
@@ -113,8 +114,10 @@ pub fn plan(
 
 /// What became of an order.
 pub fn outcome(order: &QuotaOrder, containers: &[BoundContainer], books: &[Books]) -> Outcome {
+    let containers = by_allocation(containers);
     let named = books.iter().filter(|books| {
-        container_of(books, containers).is_some_and(|container| names(order, container))
+        let container = containers.get(&books.allocation);
+        container.is_some_and(|container| names(order, container))
     });
     let accounts = named.flat_map(|books| {
         let named = accounts(order, books)
@@ -142,9 +145,11 @@ pub fn outcome(order: &QuotaOrder, containers: &[BoundContainer], books: &[Books
     }
 }
 
-fn container_of<'a>(books: &Books, containers: &'a [BoundContainer]) -> Option<&'a BoundContainer> {
-    let mut all = containers.iter();
-    all.find(|container| container.allocation == books.allocation)
+fn by_allocation(containers: &[BoundContainer]) -> BTreeMap<AllocationId, &BoundContainer> {
+    let containers = containers.iter();
+    containers
+        .map(|container| (container.allocation, container))
+        .collect()
 }
 
 fn names(order: &QuotaOrder, container: &BoundContainer) -> bool {

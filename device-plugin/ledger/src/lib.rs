@@ -70,8 +70,8 @@ pub use reserved::Reserved as Reservation;
 pub use snapshot::{RestoreError, Snapshot};
 pub use time::Moment;
 pub use types::{
-    Answer, Binding, ClaimId, Gpu, GpuView, Health, ManagedView, Placement, Priority, Shape, Share,
-    Start, StartError, Started, Ticket, View, WaitReason, Waiter,
+    Answer, Binding, Bound, ClaimId, Gpu, GpuView, Health, ManagedView, Placement, Priority, Shape,
+    Share, Start, StartError, Started, Ticket, View, WaitReason, Waiter,
 };
 
 /// The node's ledger. See the module's documentation.

@@ -125,6 +125,21 @@ pub struct Binding {
     pub placement: Placement,
 }
 
+/// A binding as the ledger has it, but for its tokens.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Bound<'a> {
+    /// The claim.
+    pub claim: ClaimId,
+    /// Its allocations, the oldest first; never empty.
+    pub allocations: &'a [AllocationId],
+    /// The resource that its tokens count.
+    pub resource: Resource,
+    /// The pod that has the claim.
+    pub pod: &'a PodUid,
+    /// Where its memory is.
+    pub placement: &'a Placement,
+}
+
 /// Where a claim's memory is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]

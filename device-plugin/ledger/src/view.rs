@@ -4,7 +4,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::claim::{Claim, State};
 use super::time::Moment;
-use super::types::{Binding, ClaimId, GpuView, Health, ManagedView, Placement, View, Waiter};
+use super::types::{
+    Binding, Bound, ClaimId, GpuView, Health, ManagedView, Placement, View, Waiter,
+};
 use super::{GpuState, Ledger};
 use crate::units::{AllocationId, Bytes, GpuUuid, PodUid, Quanta, Resource, TokenSet};
 
@@ -91,6 +93,22 @@ impl Ledger {
             .iter()
             .filter_map(|(&id, claim)| match &claim.state {
                 State::Bound { placement } => Some(claim.binding(id, placement.clone())),
+                State::Idle | State::Waiting { .. } | State::Held { .. } => None,
+            })
+    }
+
+    /// Every binding by reference, in order of the claims' numbers: the agent reads all of them often.
+    pub fn bound(&self) -> impl Iterator<Item = Bound<'_>> {
+        self.claims
+            .iter()
+            .filter_map(|(&claim, of)| match &of.state {
+                State::Bound { placement } => Some(Bound {
+                    claim,
+                    allocations: &of.allocations,
+                    resource: of.resource,
+                    pod: &of.pod,
+                    placement,
+                }),
                 State::Idle | State::Waiting { .. } | State::Held { .. } => None,
             })
     }

@@ -34,7 +34,7 @@ use crate::checkpoint::disk::Disk;
 use crate::config::{AuditConfig, Config};
 use crate::inventory::nvml::NvmlHandle;
 use crate::limits::{self, Limits};
-use crate::metrics::{ContainerFigures, Metrics};
+use crate::metrics::{AuditFigures, Metrics};
 use crate::node::actor::Snapshot;
 use crate::node::core::BoundContainer;
 use crate::proc::Stat;
@@ -227,21 +227,27 @@ impl Auditor {
         self.charge(&books, &seen, &verdict);
         self.withhold(&seen, &verdict, &gpus);
         let stale = self.stale(&gpus, &seen, begun);
-        let untold = (&stale, &hanging);
-        self.measure(&containers, &books, &attested, &verdict, &gpus, untold);
         let answered = |gpu: &&GpuUuid| seen.iter().any(|seen| seen.gpu == **gpu);
         let silent = gpus.iter().filter(|gpu| !answered(gpu)).cloned().collect();
         self.act(&verdict.findings, &silent, &containers);
         let not_enforced = self.transitions(&containers, &attested);
         self.count(&containers, &books, begun);
-        self.metrics.audited(begun.elapsed());
         let after = Audited {
             begun: true,
             stale: stale.intersection(&healthy).cloned().collect(),
-            hanging,
+            hanging: hanging.clone(),
             not_enforced,
             namespaces: self.tally.report(),
         };
+        let figures = AuditFigures {
+            verdict,
+            gpus,
+            stale,
+            hanging,
+            ..self.measured(containers, books, &attested)
+        };
+        self.metrics.set_audit(figures);
+        self.metrics.audited(begun.elapsed());
         self.audited.send_if_modified(|before| {
             let changed = *before != after;
             *before = after;
@@ -332,34 +338,34 @@ impl Auditor {
         old.map(|(gpu, _)| gpu.clone()).collect()
     }
 
-    fn measure(
+    /// The figures of containers for the metrics.
+    fn measured(
         &self,
-        containers: &[BoundContainer],
-        books: &[Books],
+        containers: Arc<[BoundContainer]>,
+        books: Vec<Books>,
         attested: &[Attested],
-        verdict: &Verdict,
-        gpus: &BTreeSet<GpuUuid>,
-        (stale, hanging): (&BTreeSet<GpuUuid>, &BTreeSet<PodUid>),
-    ) {
-        let limits = self.limits.borrow().clone();
-        let figures = containers.iter().filter_map(|container| {
-            let allocation = container.allocation;
-            let of_it = attested
-                .iter()
-                .filter(|attested| attested.allocation == allocation);
-            let lacks = of_it.map(|attested| attested.lack.as_ref().map(|lack| lack.reason));
-            let books = books.iter().find(|books| books.allocation == allocation)?;
-            Some(ContainerFigures {
-                container,
-                books,
-                limited: limits::holds(&limits, container, books),
-                // One that is restarting has two for a moment.
-                attested: lacks.max(),
-                hangs: hanging.contains(&container.pod),
-            })
+    ) -> AuditFigures {
+        let mut lacks: BTreeMap<AllocationId, Option<Reason>> = BTreeMap::new();
+        for attested in attested {
+            let lack = attested.lack.as_ref().map(|lack| lack.reason);
+            // One that is restarting has two for a moment.
+            let most = lacks.entry(attested.allocation).or_insert(lack);
+            *most = lack.max(*most);
+        }
+        let books = books.into_iter().map(|books| (books.allocation, books));
+        let books: BTreeMap<_, _> = books.collect();
+        let limits = self.limits.borrow();
+        let limited = containers.iter().filter(|container| {
+            let books = books.get(&container.allocation);
+            books.is_some_and(|books| limits::holds(&limits, container, books))
         });
-        let figures: Vec<_> = figures.collect();
-        self.metrics.set_audit(&figures, verdict, gpus, stale);
+        AuditFigures {
+            limited: limited.map(|container| container.allocation).collect(),
+            attested: lacks,
+            containers: Arc::clone(&containers),
+            books,
+            ..AuditFigures::default()
+        }
     }
 
     fn act(

@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use tokio::time::Instant;
 
 use crate::node::core::BoundContainer;
-use crate::sessions::{Account, Books};
+use crate::sessions::{Account, Books, by_allocation};
 use crate::status::NamespaceReport;
 use crate::units::{AllocationId, Bytes, Quanta, Quantum};
 
@@ -87,10 +87,9 @@ impl Tally {
     pub fn see(&mut self, containers: &[BoundContainer], books: &[Books], now: Instant) {
         let mut used: BTreeMap<&str, Bytes> = BTreeMap::new();
         let mut there = BTreeSet::new();
+        let books = by_allocation(books);
         for container in containers {
-            let of_it = books
-                .iter()
-                .find(|books| books.allocation == container.allocation);
+            let of_it = books.get(&container.allocation);
             let holder = container.holder.as_ref();
             let pod = holder.and_then(|holder| holder.pod.as_ref());
             let (Some(books), Some(pod)) = (of_it, pod) else {

@@ -1,59 +1,61 @@
 //! What containers have, and what the audit found.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bursar_protocol::sticky::ErrorClass;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
-use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::Registry;
 
+use super::replaced::{Replaced, Rows, Tables};
 use super::{OfGpu, Registering};
 use crate::attest::Reason;
 use crate::audit::judge::{Finding, Verdict};
 use crate::node::core::BoundContainer;
 use crate::sessions::{Account, Books, Decision, Fault};
-use crate::units::{Bytes, GpuUuid};
+use crate::units::{AllocationId, GpuUuid, PodUid};
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfContainer {
     namespace: String,
     pod: String,
     container: String,
 }
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfAccount {
     #[prometheus(flatten)]
     of: OfContainer,
     account: String,
 }
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfAmount {
     #[prometheus(flatten)]
     of: OfAccount,
     amount: &'static str,
 }
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfFunction {
     #[prometheus(flatten)]
     of: OfContainer,
     function: String,
 }
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfReason {
     #[prometheus(flatten)]
     of: OfContainer,
     reason: &'static str,
 }
 
-#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
 struct OfLayer {
     #[prometheus(flatten)]
     of: OfContainer,
@@ -71,37 +73,33 @@ struct OfFault {
     action: &'static str,
 }
 
-/// One container at a moment.
-#[derive(Clone, Copy, Debug)]
-pub struct ContainerFigures<'a> {
-    /// Who it is.
-    pub container: &'a BoundContainer,
-    /// Its books.
-    pub books: &'a Books,
-    /// Whether it is enforced, where it runs: none for a reason is well.
-    pub attested: Option<Option<Reason>>,
-    /// Whether the driver itself holds it.
-    pub limited: bool,
-    /// Whether no look at its pod came back for a while.
-    pub hangs: bool,
+/// The findings of one audit, from which a scrape makes series.
+#[derive(Clone, Debug, Default)]
+pub struct AuditFigures {
+    /// The node's containers.
+    pub containers: Arc<[BoundContainer]>,
+    /// Their books.
+    pub books: BTreeMap<AllocationId, Books>,
+    /// For each running container the reason why it is not enforced, if any.
+    pub attested: BTreeMap<AllocationId, Option<Reason>>,
+    /// The containers that the driver itself holds to their quota.
+    pub limited: BTreeSet<AllocationId>,
+    /// The pods of which a look has not returned for a while.
+    pub hanging: BTreeSet<PodUid>,
+    /// The differences between the driver's charges and the ledger's.
+    pub verdict: Verdict,
+    /// The node's GPUs.
+    pub gpus: BTreeSet<GpuUuid>,
+    /// The GPUs about which NVML has not answered for a while.
+    pub stale: BTreeSet<GpuUuid>,
 }
 
-/// The metrics; the families' series are those of what is there now.
+/// The metrics that outlive an audit.
 #[derive(Clone, Debug)]
 pub(super) struct Audited {
-    memory: Family<OfAmount, Gauge>,
-    drift: Family<OfAccount, Gauge>,
-    denied: Family<OfFunction, Counter>,
-    requests: Family<OfContainer, Counter>,
-    unclosed: Family<OfContainer, Gauge>,
-    enforced: Family<OfReason, Gauge>,
-    layers: Family<OfLayer, Gauge>,
-    residual: Family<OfGpu, Gauge>,
-    intruders: Family<OfGpu, Gauge>,
-    stale: Family<OfGpu, Gauge>,
+    figures: Replaced<AuditFigures>,
     findings: Family<OfFinding, Counter>,
     kills: Counter,
-    generation: Family<OfContainer, Gauge>,
     poisoned: Family<OfFault, Counter>,
     seconds: Histogram,
 }
@@ -109,56 +107,7 @@ pub(super) struct Audited {
 impl Audited {
     pub(super) fn new(r: &mut Registry) -> Self {
         Self {
-            memory: r.with(
-                "bursar_container_memory_bytes",
-                "Memory of a container's account by amount",
-                Family::default(),
-            ),
-            drift: r.with(
-                "bursar_container_drift_bytes",
-                "What NVML charges to a container's processes less what the ledger says that they use",
-                Family::default(),
-            ),
-            denied: r.with(
-                "bursar_container_denied",
-                "Allocations denied for want of quota, by the driver's function",
-                Family::default(),
-            ),
-            requests: r.with(
-                "bursar_container_credit_requests",
-                "Requests for credit that the agent answered",
-                Family::default(),
-            ),
-            unclosed: r.with(
-                "bursar_container_unclosed_sockets",
-                "Sockets of a container's processes that wait to be closed",
-                Family::default(),
-            ),
-            enforced: r.with(
-                "bursar_container_enforced",
-                "1 while a running container is held to its quota as far as it can be seen",
-                Family::default(),
-            ),
-            layers: r.with(
-                "bursar_container_layer",
-                "1 while this layer holds a running container to its quota: shim, audit, driver",
-                Family::default(),
-            ),
-            residual: r.with(
-                "bursar_gpu_residual_bytes",
-                "What is in use of a GPU less what NVML charges to processes",
-                Family::default(),
-            ),
-            intruders: r.with(
-                "bursar_gpu_intruders",
-                "Processes that use a GPU without a session",
-                Family::default(),
-            ),
-            stale: r.with(
-                "bursar_gpu_audit_stale",
-                "1 while NVML has not told for a while who uses a GPU",
-                Family::default(),
-            ),
+            figures: Replaced::registered(r),
             findings: r.with(
                 "bursar_agent_findings",
                 "Findings of the audit, each once for as long as it stands",
@@ -168,11 +117,6 @@ impl Audited {
                 "bursar_agent_audit_kills",
                 "Processes killed by the audit's policy",
                 Counter::default(),
-            ),
-            generation: r.with(
-                "bursar_container_generation",
-                "Process images of a container that said hello, replaced ones too",
-                Family::default(),
             ),
             poisoned: r.with(
                 "bursar_agent_poisoned_contexts",
@@ -186,66 +130,37 @@ impl Audited {
             ),
         }
     }
+}
 
-    fn containers(
-        &self,
-        containers: &[ContainerFigures<'_>],
-        verdict: &Verdict,
-        stale: &BTreeSet<GpuUuid>,
-    ) {
-        self.memory.clear();
-        self.drift.clear();
-        self.denied.clear();
-        self.requests.clear();
-        self.generation.clear();
-        self.unclosed.clear();
-        self.enforced.clear();
-        self.layers.clear();
-        for ContainerFigures {
-            container,
-            books,
-            attested,
-            limited,
-            hangs,
-        } in containers
-        {
-            let of = of_container(container);
-            let requests = self.requests.get_or_create_owned(&of);
-            set(&requests, books.requests);
-            let generation = i64::try_from(books.generation).unwrap_or(i64::MAX);
-            self.generation.get_or_create_owned(&of).set(generation);
-            let unclosed = i64::try_from(books.unclosed).unwrap_or(i64::MAX);
-            self.unclosed.get_or_create_owned(&of).set(unclosed);
-            for (function, count) in &books.denied {
-                let label = OfFunction {
-                    of: of.clone(),
-                    function: function.clone(),
-                };
-                set(&self.denied.get_or_create_owned(&label), *count);
-            }
-            if let Some(lack) = attested {
-                let label = OfReason {
-                    of: of.clone(),
-                    reason: lack.map_or("", Reason::as_str),
-                };
-                let enforced = self.enforced.get_or_create_owned(&label);
-                enforced.set(lack.is_none().into());
-                let audited = !hangs && books.gpus().all(|gpu| !stale.contains(gpu));
-                let layers = [
-                    ("shim", lack.is_none()),
-                    ("audit", audited),
-                    ("driver", *limited),
-                ];
-                for (layer, holds) in layers {
-                    let of = of.clone();
-                    let gauge = self.layers.get_or_create_owned(&OfLayer { of, layer });
-                    gauge.set(holds.into());
-                }
-            }
+impl Rows for AuditFigures {
+    fn encode(&self, tables: &mut Tables<'_>) -> fmt::Result {
+        self.accounts(tables)?;
+        self.of_containers(tables)?;
+        self.enforcement(tables)?;
+        self.of_gpus(tables)
+    }
+}
+
+impl AuditFigures {
+    fn known(&self) -> impl Iterator<Item = (&BoundContainer, &Books)> {
+        let containers = self.containers.iter();
+        containers.filter_map(|container| Some((container, self.books.get(&container.allocation)?)))
+    }
+
+    fn accounts(&self, tables: &mut Tables<'_>) -> fmt::Result {
+        let (mut memory, mut drift) = (Vec::new(), Vec::new());
+        for (container, books) in self.known() {
             for account in &books.accounts {
-                let name = match &account.account {
-                    Account::Gpu(gpu) => gpu.as_str(),
-                    Account::Managed => "managed",
+                let (name, difference) = match &account.account {
+                    Account::Gpu(gpu) => {
+                        let key = (books.allocation, gpu.clone());
+                        (gpu.as_str(), self.verdict.drift.get(&key))
+                    }
+                    Account::Managed => ("managed", None),
+                };
+                let of = OfAccount {
+                    of: of_container(container),
+                    account: name.to_owned(),
                 };
                 let amounts = [
                     ("quota", account.quota),
@@ -256,58 +171,133 @@ impl Audited {
                     ("outside", account.outside),
                     ("peak", account.peak),
                 ];
-                let of = OfAccount {
-                    of: of.clone(),
-                    account: name.to_owned(),
-                };
-                for (amount, Bytes(bytes)) in amounts {
+                memory.extend(amounts.map(|(amount, bytes)| {
                     let of = of.clone();
-                    let gauge = self.memory.get_or_create_owned(&OfAmount { of, amount });
-                    gauge.set(i64::try_from(bytes).unwrap_or(i64::MAX));
-                }
-                if let Account::Gpu(gpu) = &account.account
-                    && let Some(drift) = verdict.drift.get(&(books.allocation, gpu.clone()))
-                {
-                    self.drift.get_or_create_owned(&of).set(*drift);
-                }
+                    (OfAmount { of, amount }, number(bytes.0))
+                }));
+                drift.extend(difference.map(|difference| (of, *difference)));
             }
         }
+        tables.gauges(
+            "bursar_container_memory_bytes",
+            "Memory of a container's account by amount",
+            memory,
+        )?;
+        tables.gauges(
+            "bursar_container_drift_bytes",
+            "What NVML charges to a container's processes less what the ledger says that they use",
+            drift,
+        )
     }
 
-    fn gpus(&self, verdict: &Verdict, gpus: &BTreeSet<GpuUuid>, stale: &BTreeSet<GpuUuid>) {
-        self.residual.clear();
-        self.intruders.clear();
-        self.stale.clear();
+    fn of_containers(&self, tables: &mut Tables<'_>) -> fmt::Result {
+        let denied = self.known().flat_map(|(container, books)| {
+            let denied = books.denied.iter();
+            denied.map(|(function, count)| {
+                let of = of_container(container);
+                let function = function.clone();
+                (OfFunction { of, function }, *count)
+            })
+        });
+        tables.counters(
+            "bursar_container_denied",
+            "Allocations denied for want of quota, by the driver's function",
+            denied.collect(),
+        )?;
+        let each = |figure: fn(&Books) -> u64| -> Vec<(OfContainer, u64)> {
+            let known = self.known();
+            known
+                .map(|(container, books)| (of_container(container), figure(books)))
+                .collect()
+        };
+        let gauge = |figure| {
+            let rows = each(figure).into_iter();
+            rows.map(|(of, figure)| (of, number(figure))).collect()
+        };
+        tables.counters(
+            "bursar_container_credit_requests",
+            "Requests for credit that the agent answered",
+            each(|books| books.requests),
+        )?;
+        tables.gauges(
+            "bursar_container_unclosed_sockets",
+            "Sockets of a container's processes that wait to be closed",
+            gauge(|books| books.unclosed as u64),
+        )?;
+        tables.gauges(
+            "bursar_container_generation",
+            "Process images of a container that said hello, replaced ones too",
+            gauge(|books| books.generation),
+        )
+    }
+
+    fn enforcement(&self, tables: &mut Tables<'_>) -> fmt::Result {
+        let (mut enforced, mut layers) = (Vec::new(), Vec::new());
+        for (container, books) in self.known() {
+            let Some(lack) = self.attested.get(&container.allocation) else {
+                continue;
+            };
+            let of = of_container(container);
+            let hangs = self.hanging.contains(&container.pod);
+            let audited = !hangs && books.gpus().all(|gpu| !self.stale.contains(gpu));
+            let holds = [
+                ("shim", lack.is_none()),
+                ("audit", audited),
+                ("driver", self.limited.contains(&container.allocation)),
+            ];
+            layers.extend(holds.map(|(layer, holds)| {
+                let of = of.clone();
+                (OfLayer { of, layer }, holds.into())
+            }));
+            let reason = lack.map_or("", Reason::as_str);
+            enforced.push((OfReason { of, reason }, lack.is_none().into()));
+        }
+        tables.gauges(
+            "bursar_container_enforced",
+            "1 while a running container is held to its quota as far as it can be seen",
+            enforced,
+        )?;
+        tables.gauges(
+            "bursar_container_layer",
+            "1 while this layer holds a running container to its quota: shim, audit, driver",
+            layers,
+        )
+    }
+
+    fn of_gpus(&self, tables: &mut Tables<'_>) -> fmt::Result {
         let label = |gpu: &GpuUuid| OfGpu {
             gpu: gpu.to_string(),
         };
-        for (gpu, bytes) in &verdict.residual {
-            self.residual.get_or_create_owned(&label(gpu)).set(*bytes);
-        }
-        for (gpu, count) in &verdict.intruders {
-            let count = i64::try_from(*count).unwrap_or(i64::MAX);
-            self.intruders.get_or_create_owned(&label(gpu)).set(count);
-        }
-        for gpu in gpus {
-            let gauge = self.stale.get_or_create_owned(&label(gpu));
-            gauge.set(stale.contains(gpu).into());
-        }
+        let residual = self.verdict.residual.iter();
+        tables.gauges(
+            "bursar_gpu_residual_bytes",
+            "What is in use of a GPU less what NVML charges to processes",
+            residual.map(|(gpu, bytes)| (label(gpu), *bytes)).collect(),
+        )?;
+        let intruders = self.verdict.intruders.iter();
+        tables.gauges(
+            "bursar_gpu_intruders",
+            "Processes that use a GPU without a session",
+            intruders
+                .map(|(gpu, count)| (label(gpu), number(*count as u64)))
+                .collect(),
+        )?;
+        let stale = self.gpus.iter();
+        tables.gauges(
+            "bursar_gpu_audit_stale",
+            "1 while NVML has not told for a while who uses a GPU",
+            stale
+                .map(|gpu| (label(gpu), self.stale.contains(gpu).into()))
+                .collect(),
+        )
     }
 }
 
 impl super::Metrics {
     /// What containers and GPUs have, as one audit found it. What is no longer there is no longer in the metrics;
     /// the figures of GPUs that did not answer are not either.
-    pub fn set_audit(
-        &self,
-        containers: &[ContainerFigures<'_>],
-        verdict: &Verdict,
-        gpus: &BTreeSet<GpuUuid>,
-        stale: &BTreeSet<GpuUuid>,
-    ) {
-        let _page = self.page();
-        self.audited.containers(containers, verdict, stale);
-        self.audited.gpus(verdict, gpus, stale);
+    pub fn set_audit(&self, figures: AuditFigures) {
+        self.audited.figures.replace(figures);
     }
 
     /// An audit took so long.
@@ -342,10 +332,8 @@ impl super::Metrics {
     }
 }
 
-/// A counter that is kept elsewhere.
-fn set(counter: &Counter, count: u64) {
-    let counted = counter.get();
-    counter.inc_by(count.saturating_sub(counted));
+fn number(figure: u64) -> i64 {
+    i64::try_from(figure).unwrap_or(i64::MAX)
 }
 
 fn of_container(container: &BoundContainer) -> OfContainer {

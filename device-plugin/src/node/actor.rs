@@ -31,6 +31,8 @@ use crate::units::{AllocationId, Bytes, GpuUuid, Resource, TokenSet};
 
 /// How often pods' ends and waiters' patience are looked at: most of a release's delay.
 pub const TICK: Duration = Duration::from_millis(250);
+/// One in so many ticks looks at every container where nothing has changed.
+const AT_REST: u32 = 4;
 /// How often the kubelet's checkpoint is compared with the bookings.
 pub const COLLECT: Duration = Duration::from_secs(10);
 /// Commands that may wait for the task: far above what a kubelet sends at once.
@@ -76,14 +78,14 @@ pub struct Snapshot {
     pub waits: Vec<Wait>,
     /// What the ledger holds of device memory and of managed memory, in numbers.
     pub counts: [(Resource, Counts); 2],
-    /// G of every GPU that was ever here.
+    /// G of the present GPUs, and of the last that have left.
     pub generations: BTreeMap<GpuUuid, u64>,
     /// What is wrong.
     pub troubles: Troubles,
     /// Why the tokens cannot be advertised.
     pub too_many: Option<DevicesError>,
     /// The containers that have device memory.
-    pub containers: Vec<BoundContainer>,
+    pub containers: Arc<[BoundContainer]>,
 }
 
 /// What the task follows.
@@ -295,6 +297,7 @@ impl Actor {
         let mut tick = tokio::time::interval(TICK);
         let mut collect = tokio::time::interval(COLLECT);
         tick.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let mut ticks = 0_u32;
         self.take_inventory().await;
         loop {
             tokio::select! {
@@ -319,8 +322,12 @@ impl Actor {
                     self.publish();
                 }
                 _ = tick.tick() => {
-                    self.core.tick(clock::now()).await;
-                    self.publish();
+                    self.core.release_ended(clock::now()).await;
+                    ticks = ticks.wrapping_add(1);
+                    if self.core.is_stirred() || ticks.is_multiple_of(AT_REST) {
+                        self.core.tick(clock::now()).await;
+                        self.publish();
+                    }
                     self.pulse.send_replace(Instant::now());
                 }
                 _ = collect.tick() => {

@@ -12,6 +12,7 @@
 //! answer for us. A binding whose record cannot be written is not answered: the kubelet tries again.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
 use bursar_crds::gpu_node::Reservation;
 use jiff::Timestamp;
@@ -29,7 +30,8 @@ use crate::kept::leases::{Node, Standing, Turn};
 use crate::kubelet::device_checkpoint::Held;
 use crate::kubelet::plugin::NotBound;
 use crate::ledger::{
-    Answer, Binding, ClaimId, Ledger, Moment, Placement, Priority, Shape, Start, Ticket, View,
+    Answer, Binding, Bound, ClaimId, Ledger, Moment, Placement, Priority, Shape, Start, Ticket,
+    View,
 };
 use crate::metrics::{Counts, Metrics};
 use crate::pods::{PodCgroup, Pods};
@@ -165,6 +167,8 @@ pub struct Core<H> {
     pub(super) unproven: bool,
     /// Whether the checkpoint lacks something.
     pub(super) unsaved: bool,
+    /// Whether the state changed since the last call of [`is_stirred`](Self::is_stirred).
+    stirred: bool,
     pub(super) troubles: Troubles,
 }
 
@@ -197,6 +201,7 @@ impl<H: Host> Core<H> {
             missing: BTreeSet::new(),
             unproven: false,
             unsaved: false,
+            stirred: true,
             troubles: Troubles::default(),
         }
     }
@@ -332,11 +337,29 @@ impl<H: Host> Core<H> {
         }
     }
 
-    /// What time brings: pods that ended, waiters that gave up, steps that failed before.
-    pub async fn tick(&mut self, now: Moment) {
+    /// Ends the pods whose cgroup is gone.
+    pub async fn release_ended(&mut self, now: Moment) {
         for pod in self.pods.take_ended() {
             self.release(&pod, now).await;
         }
+    }
+
+    /// Whether a [`tick`](Self::tick) is due at once: the state changed since the last call, or the
+    /// agent waits for something. A tick looks at every container, so an idle node has fewer.
+    pub fn is_stirred(&mut self) -> bool {
+        std::mem::take(&mut self.stirred)
+            || self.unsaved
+            || !self.waits.is_empty()
+            || !self.waiting.is_empty()
+            || !self.leftovers.is_empty()
+            || !self.unfinished.is_empty()
+            || !self.unrecorded.is_empty()
+            || !self.ledger.leaks().is_empty()
+    }
+
+    /// What time brings: pods that ended, waiters that gave up, steps that failed before.
+    pub async fn tick(&mut self, now: Moment) {
+        self.release_ended(now).await;
         self.prove();
         self.keep(now).await;
         self.give_up(now);
@@ -371,50 +394,58 @@ impl<H: Host> Core<H> {
     }
 
     fn standing(&self) -> Node {
-        let of_binding = |binding: Binding| {
-            let gpus: BTreeSet<GpuUuid> = match &binding.placement {
+        let mut containers = BTreeMap::new();
+        for bound in self.of_device() {
+            let gpus: BTreeSet<GpuUuid> = match bound.placement {
                 Placement::Device(shares) => shares.iter().map(|share| share.gpu.clone()).collect(),
                 Placement::Managed(_) => BTreeSet::new(),
             };
-            let standing = move |id: &AllocationId| {
-                let pod = self.holders.get(id).and_then(|holder| holder.pod.as_ref());
-                Standing {
-                    pod: binding.pod.clone(),
-                    namespace: pod.map(|pod| pod.namespace.clone()),
+            for id in bound.allocations {
+                let named = self.holders.get(id).and_then(|holder| holder.pod.as_ref());
+                let standing = Standing {
+                    pod: bound.pod.clone(),
+                    namespace: named.map(|named| named.namespace.clone()),
                     gpus: gpus.clone(),
-                }
-            };
-            let allocations = binding.allocations.into_iter();
-            allocations.map(move |id| (id, standing(&id)))
-        };
-        let of_device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
-        let bindings: Vec<Binding> = self.ledger.bindings().filter(of_device).collect();
+                };
+                containers.insert(*id, standing);
+            }
+        }
         Node {
-            quotas: self.quotas(&bindings),
-            containers: bindings.into_iter().flat_map(of_binding).collect(),
+            quotas: self.quotas(),
+            containers,
             generations: self.generations.clone(),
             free: self.ledger.free().collect(),
         }
     }
 
-    /// What the pods of each namespace may use of each GPU by these bindings.
-    fn quotas(&self, bindings: &[Binding]) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
-        let mut quotas: BTreeMap<String, BTreeMap<GpuUuid, Bytes>> = BTreeMap::new();
-        for binding in bindings {
-            let holders = binding.allocations.iter().map(|id| self.holders.get(id));
+    fn of_device(&self) -> impl Iterator<Item = Bound<'_>> {
+        let bound = self.ledger.bound();
+        bound.filter(|bound| bound.resource == Resource::DeviceMemory)
+    }
+
+    /// The quota of each namespace's pods on each GPU, by the bindings.
+    fn quotas(&self) -> BTreeMap<String, BTreeMap<GpuUuid, Bytes>> {
+        let mut quotas: BTreeMap<&str, BTreeMap<&GpuUuid, Bytes>> = BTreeMap::new();
+        for bound in self.of_device() {
+            let holders = bound.allocations.iter().map(|id| self.holders.get(id));
             let pod = holders.flatten().find_map(|holder| holder.pod.as_ref());
-            let (Some(pod), Placement::Device(shares)) = (pod, &binding.placement) else {
+            let (Some(pod), Placement::Device(shares)) = (pod, bound.placement) else {
                 continue;
             };
-            let of_namespace = quotas.entry(pod.namespace.clone()).or_default();
+            let of_namespace = quotas.entry(&pod.namespace).or_default();
             for share in shares {
-                let quota = of_namespace.entry(share.gpu.clone()).or_default();
+                let quota = of_namespace.entry(&share.gpu).or_default();
                 quota.0 = quota
                     .0
                     .saturating_add(share.quanta.bytes(self.config.quantum).0);
             }
         }
-        quotas
+        let of_namespace = |(namespace, gpus): (&str, BTreeMap<&GpuUuid, Bytes>)| {
+            let gpus = gpus.into_iter();
+            let gpus = gpus.map(|(gpu, quota)| (gpu.clone(), quota)).collect();
+            (namespace.to_owned(), gpus)
+        };
+        quotas.into_iter().map(of_namespace).collect()
     }
 
     /// A look at the kubelet's checkpoint, and at the cgroups of pods that are not followed.
@@ -459,14 +490,14 @@ impl<H: Host> Core<H> {
 
     /// What the ledger holds of `resource`, in numbers.
     pub fn counts(&self, resource: Resource) -> Counts {
-        let of_it = |binding: &Binding| binding.resource == resource;
+        let of_it = |bound: &Bound<'_>| bound.resource == resource;
         Counts {
             booked: self.ledger.booked(resource),
             bound: self
                 .ledger
-                .bindings()
+                .bound()
                 .filter(of_it)
-                .map(|binding| binding.allocations.len())
+                .map(|bound| bound.allocations.len())
                 .sum(),
             waiting: self
                 .waits
@@ -482,29 +513,19 @@ impl<H: Host> Core<H> {
     }
 
     /// Every container that device memory is bound for.
-    pub fn containers(&self) -> Vec<BoundContainer> {
-        let of_device = |binding: &Binding| binding.resource == Resource::DeviceMemory;
-        let of_binding = |binding: Binding| {
-            let (claim, pod) = (binding.claim, binding.pod);
-            binding
-                .allocations
-                .into_iter()
-                .map(move |allocation| (claim, allocation, pod.clone()))
+    pub fn containers(&self) -> Arc<[BoundContainer]> {
+        let container = |bound: Bound<'_>, allocation: AllocationId| BoundContainer {
+            claim: bound.claim,
+            allocation,
+            holder: self.holders.get(&allocation).cloned(),
+            cgroup: self.pods.folder(bound.pod).map(Into::into),
+            pod: bound.pod.clone(),
         };
-        let bound = self
-            .ledger
-            .bindings()
-            .filter(of_device)
-            .flat_map(of_binding);
-        bound
-            .map(|(claim, allocation, pod)| BoundContainer {
-                claim,
-                allocation,
-                holder: self.holders.get(&allocation).cloned(),
-                cgroup: self.pods.folder(&pod).map(Into::into),
-                pod,
-            })
-            .collect()
+        let containers = self.of_device().flat_map(|bound| {
+            let allocations = bound.allocations.iter();
+            allocations.map(move |allocation| container(bound, *allocation))
+        });
+        containers.collect()
     }
 
     /// What is wrong.
@@ -698,10 +719,9 @@ impl<H: Host> Core<H> {
     /// GPU to use managed memory from.
     fn allow_managed(&mut self, pod: &PodUid) -> Result<(), HostError> {
         let exposed: Vec<AllocationId> = self
-            .ledger
-            .bindings()
-            .filter(|binding| binding.pod == *pod && binding.resource == Resource::DeviceMemory)
-            .flat_map(|binding| binding.allocations)
+            .of_device()
+            .filter(|bound| bound.pod == pod)
+            .flat_map(|bound| bound.allocations.iter().copied())
             .collect();
         for allocation in exposed {
             let managed = self.managed_of(pod, allocation);
@@ -715,12 +735,12 @@ impl<H: Host> Core<H> {
         let container = |id: &AllocationId| self.holders.get(id).map(|holder| &holder.container);
         let quanta = self
             .ledger
-            .bindings()
-            .filter(|binding| {
-                let mut containers = binding.allocations.iter().map(container);
-                binding.pod == *pod && containers.any(|name| name == container(&allocation))
+            .bound()
+            .filter(|bound| {
+                let mut containers = bound.allocations.iter().map(container);
+                bound.pod == pod && containers.any(|name| name == container(&allocation))
             })
-            .map(|binding| match binding.placement {
+            .map(|bound| match bound.placement {
                 Placement::Managed(quanta) => quanta.0,
                 Placement::Device(_) => 0,
             })
@@ -761,6 +781,12 @@ impl<H: Host> Core<H> {
             return;
         }
         self.withdraw().await;
+        if self.unfinished.is_empty() {
+            if self.leftovers.is_empty() {
+                self.troubles.host = None;
+            }
+            return;
+        }
         let unfinished = |binding: &Binding| {
             binding
                 .allocations
@@ -799,6 +825,7 @@ impl<H: Host> Core<H> {
         if !self.unsaved {
             return Ok(());
         }
+        self.stirred = true;
         let state = State {
             boot: self.boot.clone(),
             ledger: self.ledger.snapshot(),

@@ -110,7 +110,7 @@ impl Around {
         else {
             return;
         };
-        for container in &self.snapshots.borrow().containers {
+        for container in self.snapshots.borrow().containers.iter() {
             let allocation = &container.allocation;
             if let Some(policy) = policy::policy(contexts, container) {
                 self.sessions.set_context_policy(allocation, policy);

@@ -56,7 +56,7 @@ fn snapshot() -> Snapshot {
         generations: BTreeMap::from([(uuid(), 3)]),
         troubles: Troubles::default(),
         too_many: None,
-        containers: Vec::new(),
+        containers: [].into(),
     }
 }
 

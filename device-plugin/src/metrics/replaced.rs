@@ -1,0 +1,98 @@
+//! Encodes figures that are replaced as a whole: a scrape sees those of one moment, all of them.
+//!
+//! The agent makes their series at a scrape, and not each time that there are new figures.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, EncodeMetric};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::Registry;
+
+/// Figures that know their families.
+pub(super) trait Rows: fmt::Debug + Default + Send + Sync + 'static {
+    /// Writes every family.
+    fn encode(&self, tables: &mut Tables<'_>) -> fmt::Result;
+}
+
+/// The newest figures.
+#[derive(Debug)]
+pub(super) struct Replaced<T>(Arc<Mutex<Arc<T>>>);
+
+impl<T> Clone for Replaced<T> {
+    fn clone(&self) -> Self {
+        Self(Arc::clone(&self.0))
+    }
+}
+
+impl<T: Rows> Replaced<T> {
+    /// Registers the families, which have no series before the first figures.
+    pub(super) fn registered(registry: &mut Registry) -> Self {
+        let replaced = Self(Arc::default());
+        registry.register_collector(Box::new(replaced.clone()));
+        replaced
+    }
+
+    /// Replaces the figures of which a scrape tells.
+    pub(super) fn replace(&self, figures: T) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Arc::new(figures);
+    }
+}
+
+impl<T: Rows> Collector for Replaced<T> {
+    fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        // The lock is released first, so that a slow scrape does not delay new figures.
+        let figures = Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner));
+        figures.encode(&mut Tables(encoder))
+    }
+}
+
+/// The output of a scrape.
+pub(super) struct Tables<'a>(DescriptorEncoder<'a>);
+
+impl Tables<'_> {
+    /// Writes a family of gauges; nothing where it has no series.
+    pub(super) fn gauges<L: EncodeLabelSet + Ord>(
+        &mut self,
+        name: &str,
+        help: &str,
+        rows: Vec<(L, i64)>,
+    ) -> fmt::Result {
+        self.family(name, help, MetricType::Gauge, rows, ConstGauge::new)
+    }
+
+    /// Writes a family of counters; nothing where it has no series.
+    pub(super) fn counters<L: EncodeLabelSet + Ord>(
+        &mut self,
+        name: &str,
+        help: &str,
+        rows: Vec<(L, u64)>,
+    ) -> fmt::Result {
+        self.family(name, help, MetricType::Counter, rows, ConstCounter::new)
+    }
+
+    fn family<L: EncodeLabelSet + Ord, N, M: EncodeMetric>(
+        &mut self,
+        name: &str,
+        help: &str,
+        kind: MetricType,
+        rows: Vec<(L, N)>,
+        metric: impl Fn(N) -> M,
+    ) -> fmt::Result {
+        if rows.is_empty() {
+            return Ok(());
+        }
+        let help = format!("{help}.");
+        let mut family = self.0.encode_descriptor(name, &help, None, kind)?;
+        // Prometheus refuses a scrape that has a series twice.
+        let rows: BTreeMap<L, N> = rows.into_iter().collect();
+        for (labels, value) in rows {
+            metric(value).encode(family.encode_family(&labels)?)?;
+        }
+        Ok(())
+    }
+}
