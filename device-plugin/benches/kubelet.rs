@@ -6,36 +6,36 @@
 //! free when the agent has seen its cgroup end, so flat out comes in bursts.
 //!
 //! `cargo bench -p bursar-device-plugin --bench kubelet`
+//!
+//! With the argument `idle` the benchmark measures instead how much of a processor an idle agent takes
+//! at 50, 250 and 500 pods. `BURSAR_AGENT` names another build of the agent.
 
 #[path = "../tests/common/mod.rs"]
 mod common;
 
 use std::collections::VecDeque;
-use std::error::Error;
-use std::path::PathBuf;
-use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use bursar_device_plugin::kubelet::api::deviceplugin::Empty;
 use bursar_device_plugin::kubelet::api::deviceplugin::device_plugin_client::DevicePluginClient;
-use bursar_sim_lab::Lab;
 use prost::Message as _;
 use rand::rngs::StdRng;
 use rand::{RngExt as _, SeedableRng as _};
 use tonic::transport::{Channel, Endpoint};
 
-use common::agent::{GPU, config};
-use common::kubelet::{Call, FakeKubelet, Pod};
+use common::kubelet::Pod;
+use common::node::{Node, Outcome};
 
 const GPUS: usize = 8;
 /// Quanta of each.
 const QUANTA: usize = 141;
 /// Tokens that are held at a time.
 const BUSY: usize = 400;
+/// How long the last pod's start is left alone, and for how long an idle agent is looked at.
+const SETTLES: Duration = Duration::from_secs(4);
+const IDLE: Duration = Duration::from_secs(20);
 /// Pods of a burst, and the pause after it: two looks at the cgroups.
 const BURST: (usize, Duration) = (60, Duration::from_millis(1000));
-
-type Outcome<T> = Result<T, Box<dyn Error>>;
 
 fn main() -> Outcome<()> {
     let mut threads = tokio::runtime::Builder::new_multi_thread();
@@ -44,77 +44,46 @@ fn main() -> Outcome<()> {
         .enable_all()
         .build()?
         .block_on(async {
+            if std::env::args().any(|word| word == "idle") {
+                return idle().await;
+            }
             calls().await?;
             lists().await
         })
 }
 
-/// A node with its agent's process.
-struct Node {
-    kubelet: FakeKubelet,
-    agent: Child,
+/// A node with pods that come and go.
+struct Busy {
+    node: Node,
     empty: DevicePluginClient<Channel>,
-    cgroups: PathBuf,
     alive: VecDeque<(Pod, usize)>,
     busy: usize,
     next: usize,
     random: StdRng,
-    _lab: Lab,
-    _root: tempfile::TempDir,
 }
 
-fn gpus(count: usize, quanta: usize) -> String {
-    let gpu = |i| {
-        let uuid = format!("GPU-00000000-0000-0000-0000-{i:012}");
-        format!(
-            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{uuid}\"\nmemory = \"{quanta}Gi\"\nminor = {i}\n"
-        )
-    };
-    (0..count).map(gpu).collect()
+/// A node with the agent's process: `BURSAR_AGENT` names another build of it.
+async fn node(count: usize, quanta: usize) -> Outcome<Node> {
+    let built = env!("CARGO_BIN_EXE_bursar-agent").into();
+    let program = std::env::var_os("BURSAR_AGENT").unwrap_or(built);
+    Node::new(count, quanta, |lab, config| {
+        Node::program(lab, program, config)
+    })
+    .await
 }
 
-impl Node {
+impl Busy {
     async fn new(count: usize, quanta: usize) -> Outcome<Self> {
-        // As on a node, where the agent's run folder and the CDI folder are on a tmpfs.
-        let root = tempfile::tempdir_in("/dev/shm")?;
-        let lab = Lab::new(&gpus(count, quanta))?;
-        let cgroups = root.path().join("cgroup/kubepods");
-        for dir in ["cgroup/kubepods", "state", "run", "cdi", "shim"] {
-            std::fs::create_dir_all(root.path().join(dir))?;
-        }
-        for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
-            std::fs::copy(lab.library(name), root.path().join("shim").join(name))?;
-        }
-        let file = root.path().join("agent.toml");
-        std::fs::write(&file, config(root.path(), lab.path()))?;
-        let mut kubelet = FakeKubelet::new(root.path(), 7);
-        kubelet.start();
-        kubelet.sync_pods().await;
-        let agent = lab
-            .command(env!("CARGO_BIN_EXE_bursar-agent"))
-            .args(["--node-name", "bench", "--log", "error", "--config"])
-            .arg(file)
-            .env_remove("KUBECONFIG")
-            .stdin(Stdio::null())
-            .spawn()?;
-        kubelet.until_allocatable(GPU, count * quanta).await;
-        let socket = kubelet.calls().into_iter().find_map(|call| match call {
-            Call::Register(_, endpoint) => Some(kubelet.dir().join(endpoint)),
-            _ => None,
-        });
-        let socket = socket.ok_or("no registration")?;
+        let node = node(count, quanta).await?;
+        let socket = node.socket().ok_or("no registration")?;
         let channel = Endpoint::try_from(format!("unix://{}", socket.display()))?;
         Ok(Self {
-            kubelet,
-            agent,
+            node,
             empty: DevicePluginClient::new(channel.connect().await?),
-            cgroups,
             alive: VecDeque::new(),
             busy: 0,
             next: 0,
             random: StdRng::seed_from_u64(7),
-            _lab: lab,
-            _root: root,
         })
     }
 
@@ -131,39 +100,42 @@ impl Node {
             let Some((pod, size)) = self.alive.pop_front() else {
                 break;
             };
-            self.kubelet.pod_deleted(&pod);
-            std::fs::remove_dir(self.cgroup(&pod))?;
+            self.node.end(&pod)?;
             self.busy -= size;
         }
-        let pod = Pod::with(&format!("p{}", self.next), GPU, size);
-        self.kubelet.admit(&pod).await?;
-        std::fs::create_dir(self.cgroup(&pod))?;
-        self.kubelet.start_container(&pod, "main").await?;
+        let pod = self.node.start(&format!("p{}", self.next), size).await?;
         self.alive.push_back((pod, size));
         (self.busy, self.next) = (self.busy + size, self.next + 1);
         Ok(())
     }
-
-    fn cgroup(&self, pod: &Pod) -> PathBuf {
-        self.cgroups.join(format!("pod{}", pod.uid))
-    }
-
-    /// Resident memory of the agent's process, in MiB.
-    fn agent_rss(&self) -> Outcome<f64> {
-        let status = std::fs::read_to_string(format!("/proc/{}/status", self.agent.id()))?;
-        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
-        let kib = line
-            .and_then(|line| line.trim().strip_suffix(" kB"))
-            .ok_or("no VmRSS")?;
-        Ok(kib.trim().parse::<f64>()? / 1024.0)
-    }
 }
 
-impl Drop for Node {
-    fn drop(&mut self) {
-        let _ended_before = self.agent.kill();
-        let _reaped = self.agent.wait();
+/// Measures how much of a processor an idle agent takes.
+async fn idle() -> Outcome<()> {
+    println!("Idle: {GPUS} GPUs of {QUANTA} tokens, pods of one token");
+    println!(
+        "{:>6}{:>14}{:>12}{:>12}",
+        "pods", "started in", "idle", "RSS"
+    );
+    for pods in [50, 250, 500] {
+        let node = node(GPUS, QUANTA).await?;
+        let begun = Instant::now();
+        for number in 0..pods {
+            node.start(&format!("p{number}"), 1).await?;
+        }
+        let started = begun.elapsed();
+        tokio::time::sleep(SETTLES).await;
+        let (before, begun) = (node.agent_processor()?, Instant::now());
+        tokio::time::sleep(IDLE).await;
+        let share = (node.agent_processor()? - before) / begun.elapsed().as_secs_f64();
+        println!(
+            "{pods:>6}{:>12.1} s{:>10.2} %{:>8.1} MiB",
+            started.as_secs_f64(),
+            100.0 * share,
+            node.agent_rss()?
+        );
     }
+    Ok(())
 }
 
 async fn calls() -> Outcome<()> {
@@ -172,23 +144,23 @@ async fn calls() -> Outcome<()> {
         "{:<34}{:>10}{:>10}{:>10}{:>8}",
         "", "p50", "p99", "max", "calls"
     );
-    let mut node = Node::new(GPUS, QUANTA).await?;
-    println!("agent RSS, no pod: {:.1} MiB", node.agent_rss()?);
+    let mut node = Busy::new(GPUS, QUANTA).await?;
+    println!("agent RSS, no pod: {:.1} MiB", node.node.agent_rss()?);
     for _ in 0..60 {
         node.one_pod().await?;
     }
-    node.kubelet.take_times();
+    node.node.kubelet.take_times();
     at_100_a_second(&mut node, 1000).await?;
     flat_out(&mut node, 30).await?;
     println!(
         "agent RSS, {} pods: {:.1} MiB (goal 20)\n",
         node.alive.len(),
-        node.agent_rss()?
+        node.node.agent_rss()?
     );
     Ok(())
 }
 
-async fn at_100_a_second(node: &mut Node, pods: usize) -> Outcome<()> {
+async fn at_100_a_second(node: &mut Busy, pods: usize) -> Outcome<()> {
     let mut tick = tokio::time::interval(Duration::from_millis(10));
     let mut floor = Vec::with_capacity(pods);
     for _ in 0..pods {
@@ -200,7 +172,7 @@ async fn at_100_a_second(node: &mut Node, pods: usize) -> Outcome<()> {
     Ok(())
 }
 
-async fn flat_out(node: &mut Node, bursts: usize) -> Outcome<()> {
+async fn flat_out(node: &mut Busy, bursts: usize) -> Outcome<()> {
     let (pods, pause) = BURST;
     let (mut floor, mut busy) = (Vec::new(), Duration::ZERO);
     for _ in 0..bursts {
@@ -218,8 +190,8 @@ async fn flat_out(node: &mut Node, bursts: usize) -> Outcome<()> {
     Ok(())
 }
 
-fn rows(node: &Node, how: &str, floor: Vec<Duration>) {
-    let times = node.kubelet.take_times();
+fn rows(node: &Busy, how: &str, floor: Vec<Duration>) {
+    let times = node.node.kubelet.take_times();
     println!("{}", line(&format!("empty call, {how}"), floor));
     println!("{}", line(&format!("Allocate, {how}"), times.allocate));
     println!(
@@ -235,7 +207,7 @@ async fn lists() -> Outcome<()> {
         "", "p50", "p99", "max", "calls", "bytes"
     );
     for (count, quanta) in [(1, 160), (GPUS, QUANTA), (8, 512)] {
-        let mut node = Node::new(count, quanta).await?;
+        let mut node = Busy::new(count, quanta).await?;
         let (mut times, mut bytes) = (Vec::new(), 0);
         for _ in 0..300 {
             let start = Instant::now();

@@ -12,6 +12,8 @@ mod machine;
 
 #[path = "agent/descriptors.rs"]
 mod descriptors;
+#[path = "agent/growth.rs"]
+mod growth;
 #[path = "agent/hangs.rs"]
 mod hangs;
 #[path = "agent/life.rs"]

@@ -8,6 +8,7 @@
 
 pub mod agent;
 pub mod kubelet;
+pub mod node;
 
 use std::time::{Duration, Instant};
 

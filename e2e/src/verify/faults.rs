@@ -370,4 +370,106 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             env: &[],
         }],
     },
+    NamedCheck {
+        name: "faults/bounded",
+        shows: "what the agent and the operator keep by GPU, by node or by build is bounded, whatever comes and goes, and no GPU gets a G twice",
+        long: false,
+        tests: &[Tests {
+            target: LIB,
+            names: &[
+                "kept::workers::tests::worker_threads_end_with_their_gpus",
+                "node::generations::tests::generations_are_bounded_and_unique_when_gpus_are_recut",
+                "sessions::tests::tasks_of_gpus_end_when_no_container_has_them",
+                "shim_files::tests::builds_are_removed_when_no_cdi_file_mounts_them",
+                "cdi::tests::mounts_are_not_told_when_a_cdi_file_cannot_be_read",
+                "sessions::container::refused::tests::line_is_due_once_for_all_containers",
+                "world::tests::orders_written_to_a_node_are_forgotten_when_it_is_gone",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/growth",
+        shows: "descriptors, threads, tasks, processes and files of an agent are as many after rounds of pods, MIG instances and builds as before",
+        long: false,
+        tests: &[Tests {
+            target: AGENT,
+            names: &["growth::nothing_grows_when_pods_instances_and_builds_change"],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/growth-long",
+        shows: "the same over 20 builds and 6,000 rounds of pods",
+        long: true,
+        tests: &[Tests {
+            target: AGENT,
+            names: &["growth::nothing_grows_over_many_builds_and_rounds"],
+            ignored: true,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/idle-at-250-pods",
+        shows: "an idle agent makes at most 150 allocations a second for each of 250 pods, and no scrape misses a series",
+        long: false,
+        tests: &[
+            Tests {
+                target: &["--test", "idle"],
+                names: &["idle_agent_allocates_little_for_each_of_250_pods"],
+                ignored: false,
+                env: &[],
+            },
+            Tests {
+                target: LIB,
+                names: &["metrics::tests::page_is_whole_while_figures_are_replaced"],
+                ignored: false,
+                env: &[],
+            },
+        ],
+    },
+    NamedCheck {
+        name: "faults/on-record",
+        shows: "no restart is ordered that a record lacks, and no record comes back after its allocation's end",
+        long: false,
+        tests: &[Tests {
+            target: LIB,
+            names: &[
+                "sessions::container::tests::poisoned::no_restart_is_ordered_when_its_count_is_not_on_record",
+                "sessions::tests::a_record_stays_away_when_a_process_dies_during_the_end",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/unread",
+        shows: "kept leases and CDI files that another agent wrote and this one cannot read are kept and charged",
+        long: false,
+        tests: &[Tests {
+            target: LIB,
+            names: &[
+                "kept::leases::tests::a_lease_that_cannot_be_read_ends_when_its_gpu_is_drained",
+                "kept::leases::tests::a_lease_that_cannot_be_read_is_kept_and_charged",
+                "node::core::tests::unreadable_cdi_file_stays_while_the_kubelet_knows_it",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
+    NamedCheck {
+        name: "faults/override-of-each-gpu",
+        shows: "a lowered quota is of each GPU of a pod, also where an agent lists the pod with one of them",
+        long: false,
+        tests: &[Tests {
+            target: LIB,
+            names: &[
+                "placement::plan::tests::orders::an_override_is_of_each_gpu_when_the_agent_lists_one_of_two",
+            ],
+            ignored: false,
+            env: &[],
+        }],
+    },
 ];

@@ -1,0 +1,162 @@
+//! Counts an agent's descriptors, threads, tasks, processes and files while pods, MIG instances and
+//! builds come and go.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use crate::common::eventually;
+use crate::machine::Machine;
+
+/// Builds of the agent, each on a node that is cut anew.
+const BUILDS: usize = 3;
+/// Rounds of pods for each build.
+const ROUNDS: usize = 10;
+/// Builds and rounds of the long tier.
+const LONG: (usize, usize) = (20, 300);
+/// Pods of a round.
+const PODS: usize = 4;
+/// The growth that is no leak: the runtime's blocking threads, the sockets of a scrape, files with a late
+/// first write. A leak for each pod or each build is more.
+const SLACK: usize = 10;
+/// How long an idle agent is looked at: threads that have nothing to do end after ten seconds.
+const LOOKS: Duration = Duration::from_secs(3);
+
+/// The simulated node: a GPU with two MIG instances, whose UUIDs no other round has.
+fn cut(round: usize) -> String {
+    let instance = |slice: usize| {
+        format!(
+            "[[gpu.mig]]\nprofile = \"3g.16gb\"\nuuid = \"MIG-00000000-0000-0000-{round:04}-{slice:012}\"\nmemory = \"16Gi\"\n"
+        )
+    };
+    format!(
+        "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"GPU-00000000-0000-0000-0000-000000000001\"\nmemory = \"40Gi\"\nminor = 0\n{}{}",
+        instance(1),
+        instance(2)
+    )
+}
+
+/// Cuts the node anew, and gives the agent's image another shim.
+fn recut(machine: &Machine, round: usize) {
+    fs::write(machine.lab.path().join("config.toml"), cut(round)).unwrap();
+    let shim = machine.path("shim/libcuda.so.1");
+    fs::copy(machine.lab.library("libcuda.so.1"), &shim).unwrap();
+    let mut bytes = fs::read(&shim).unwrap();
+    // The loader does not read behind the last section.
+    bytes.extend(format!("{round}").bytes());
+    fs::write(&shim, bytes).unwrap();
+}
+
+fn files_below(folder: &Path) -> usize {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let count = |path: &Path| match path.is_dir() && !path.is_symlink() {
+        true => 1 + files_below(path),
+        false => 1,
+    };
+    entries.map(|entry| count(&entry.path())).sum()
+}
+
+/// The largest of each count within [`LOOKS`].
+async fn sizes(machine: &Machine) -> BTreeMap<&'static str, usize> {
+    let mut most = BTreeMap::new();
+    let begun = Instant::now();
+    while begun.elapsed() < LOOKS {
+        for (what, count) in sizes_now(machine).await {
+            let before = most.entry(what).or_default();
+            *before = count.max(*before);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    most
+}
+
+async fn sizes_now(machine: &Machine) -> BTreeMap<&'static str, usize> {
+    let entries = |path: String| fs::read_dir(path).unwrap().count();
+    let pid = machine.agent_pid();
+    let (_, metrics) = machine.get("/metrics").await;
+    let mut lines = metrics.lines();
+    let tasks = lines.find_map(|line| line.strip_prefix("bursar_agent_tasks "));
+    BTreeMap::from([
+        ("descriptors", entries(format!("/proc/{pid}/fd"))),
+        ("threads", entries(format!("/proc/{pid}/task"))),
+        ("processes that call NVML", machine.callers().len()),
+        ("tasks", tasks.unwrap().parse().unwrap()),
+        ("files of state", files_below(&machine.path("state"))),
+        ("files of run", files_below(&machine.path("run"))),
+        ("CDI files", files_below(&machine.path("cdi"))),
+    ])
+}
+
+/// Waits until no count is above `before` by more than [`SLACK`].
+async fn until_no_more(machine: &Machine, before: &BTreeMap<&'static str, usize>) {
+    let begun = Instant::now();
+    loop {
+        let now = sizes_now(machine).await;
+        let more = |(what, count): (&&'static str, &usize)| {
+            before
+                .get(what)
+                .is_none_or(|before| before + SLACK < *count)
+        };
+        if !now.iter().any(more) {
+            return;
+        }
+        assert!(
+            begun.elapsed() < Duration::from_secs(60),
+            "before: {before:?}, now: {now:?}"
+        );
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+async fn rounds(machine: &Machine, build: usize, rounds: std::ops::Range<usize>) {
+    for round in rounds {
+        let mut pods = Vec::new();
+        for number in 0..PODS {
+            let name = format!("p{build}-{round}-{number}");
+            let pod = machine.admit(&name, 1 + (round + number) % 7).await;
+            machine.until_started(&pod).await;
+            pods.push(pod);
+        }
+        assert_eq!(machine.sockets(), PODS);
+        pods.iter().for_each(|pod| machine.end(pod));
+        eventually("nothing left", || {
+            machine.devices().is_empty() && machine.sockets() == 0
+        })
+        .await;
+    }
+}
+
+async fn nothing_grows(builds: usize, rounds_each: usize) {
+    let mut machine = Machine::with_driver(&cut(0)).await;
+    recut(&machine, 0);
+    machine.come_back().await;
+    // The first pods bring files and threads that exist once.
+    rounds(&machine, 0, 0..1).await;
+    let first = sizes(&machine).await;
+    println!("at first {first:?}");
+    for build in 1..=builds {
+        rounds(&machine, build, 0..rounds_each).await;
+        until_no_more(&machine, &first).await;
+        machine.kill_agent();
+        recut(&machine, build);
+        machine.come_back().await;
+    }
+    rounds(&machine, builds + 1, 0..1).await;
+    until_no_more(&machine, &first).await;
+    println!("in the end {:?}", sizes_now(&machine).await);
+    let kept = fs::read_dir(machine.path("state/shim")).unwrap().count();
+    assert_eq!(kept, 1, "the last build alone");
+}
+
+#[tokio::test]
+async fn nothing_grows_when_pods_instances_and_builds_change() {
+    nothing_grows(BUILDS, ROUNDS).await;
+}
+
+#[tokio::test]
+#[ignore = "takes minutes"]
+async fn nothing_grows_over_many_builds_and_rounds() {
+    let (builds, rounds) = LONG;
+    nothing_grows(builds, rounds).await;
+}

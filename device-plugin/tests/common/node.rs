@@ -1,0 +1,138 @@
+//! A node with many tokens: a simulated driver, the fake kubelet, cgroups that are plain folders, and
+//! the agent's process.
+
+use std::error::Error;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+use bursar_sim_lab::Lab;
+
+use super::agent::{GPU, config};
+use super::kubelet::{Call, FakeKubelet, Pod};
+
+/// The result of a step.
+pub type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// The node.
+pub struct Node {
+    pub kubelet: FakeKubelet,
+    pub agent: Child,
+    cgroups: PathBuf,
+    _lab: Lab,
+    _root: tempfile::TempDir,
+}
+
+fn gpus(count: usize, quanta: usize) -> String {
+    let gpu = |i| {
+        let uuid = format!("GPU-00000000-0000-0000-0000-{i:012}");
+        format!(
+            "[[gpu]]\nname = \"NVIDIA H200\"\nuuid = \"{uuid}\"\nmemory = \"{quanta}Gi\"\nminor = {i}\n"
+        )
+    };
+    (0..count).map(gpu).collect()
+}
+
+impl Node {
+    /// Starts a node with `count` GPUs of `quanta` each. `agent` makes the agent's command of the path of
+    /// its configuration.
+    pub async fn new(
+        count: usize,
+        quanta: usize,
+        agent: impl FnOnce(&Lab, &Path) -> Command,
+    ) -> Outcome<Self> {
+        // As on a node, where the agent's run folder and the CDI folder are on a tmpfs.
+        let root = tempfile::tempdir_in("/dev/shm")?;
+        let lab = Lab::new(&gpus(count, quanta))?;
+        let cgroups = root.path().join("cgroup/kubepods");
+        for dir in ["cgroup/kubepods", "state", "run", "cdi", "shim"] {
+            std::fs::create_dir_all(root.path().join(dir))?;
+        }
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            std::fs::copy(lab.library(name), root.path().join("shim").join(name))?;
+        }
+        let file = root.path().join("agent.toml");
+        std::fs::write(&file, config(root.path(), lab.path()))?;
+        let mut kubelet = FakeKubelet::new(root.path(), 7);
+        kubelet.start();
+        kubelet.sync_pods().await;
+        let node = Self {
+            agent: agent(&lab, &file)
+                .env_remove("KUBECONFIG")
+                .env_remove("KUBERNETES_SERVICE_HOST")
+                .spawn()?,
+            kubelet,
+            cgroups,
+            _lab: lab,
+            _root: root,
+        };
+        node.kubelet.until_allocatable(GPU, count * quanta).await;
+        Ok(node)
+    }
+
+    /// The command of the agent's program.
+    pub fn program(lab: &Lab, program: impl AsRef<std::ffi::OsStr>, config: &Path) -> Command {
+        let mut command = lab.command(program);
+        command
+            .args(["--node-name", "bench", "--log", "error", "--config"])
+            .arg(config)
+            .stdin(Stdio::null());
+        command
+    }
+
+    /// The socket that the agent registered.
+    pub fn socket(&self) -> Option<PathBuf> {
+        self.kubelet
+            .calls()
+            .into_iter()
+            .find_map(|call| match call {
+                Call::Register(_, endpoint) => Some(self.kubelet.dir().join(endpoint)),
+                _ => None,
+            })
+    }
+
+    /// Admits a pod with `size` tokens, and starts its container.
+    pub async fn start(&self, name: &str, size: usize) -> Outcome<Pod> {
+        let pod = Pod::with(name, GPU, size);
+        self.kubelet.admit(&pod).await?;
+        std::fs::create_dir(self.cgroup(&pod))?;
+        self.kubelet.start_container(&pod, "main").await?;
+        Ok(pod)
+    }
+
+    /// Deletes a pod.
+    pub fn end(&self, pod: &Pod) -> Outcome<()> {
+        self.kubelet.pod_deleted(pod);
+        Ok(std::fs::remove_dir(self.cgroup(pod))?)
+    }
+
+    fn cgroup(&self, pod: &Pod) -> PathBuf {
+        self.cgroups.join(format!("pod{}", pod.uid))
+    }
+
+    /// The resident memory of the agent's process, in MiB.
+    pub fn agent_rss(&self) -> Outcome<f64> {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.agent.id()))?;
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"));
+        let kib = line
+            .and_then(|line| line.trim().strip_suffix(" kB"))
+            .ok_or("no VmRSS")?;
+        Ok(kib.trim().parse::<f64>()? / 1024.0)
+    }
+
+    /// The processor time that the agent's process has used, in seconds.
+    pub fn agent_processor(&self) -> Outcome<f64> {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.agent.id()))?;
+        let (_, fields) = stat.rsplit_once(')').ok_or("no stat")?;
+        // User and system time, in clock ticks of 10 ms on every architecture.
+        let ticks = fields.split_whitespace().skip(11).take(2);
+        let ticks: Vec<f64> = ticks.map(str::parse).collect::<Result<_, _>>()?;
+        Ok(ticks.iter().sum::<f64>() / 100.0)
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        let _ended_before = self.agent.kill();
+        let _reaped = self.agent.wait();
+    }
+}

@@ -1,0 +1,118 @@
+//! Counts the allocations of memory that an idle agent makes for each pod. This program is the agent too.
+//!
+//! A processor's time depends on the machine, a count of allocations on the agent's work alone. The count leaves out
+//! work that needs no memory.
+
+#![allow(
+    clippy::unwrap_used,
+    reason = "a failed `unwrap` is a failed test, with its place"
+)]
+
+mod common;
+
+use std::alloc::System;
+use std::env;
+use std::io::{BufRead as _, BufReader, Write as _};
+use std::path::Path;
+use std::process::{ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use bursar_device_plugin::agent::{self, Surroundings};
+use bursar_device_plugin::attest::ask;
+use bursar_device_plugin::config::Config;
+use bursar_device_plugin::inventory::nvml;
+use libtest_mimic::{Arguments, Failed, Trial};
+use stats_alloc::{INSTRUMENTED_SYSTEM, StatsAlloc};
+use tokio::runtime::{Builder, Runtime};
+use tokio_util::sync::CancellationToken;
+
+use common::PATIENCE;
+use common::node::{Node, Outcome};
+
+#[global_allocator]
+static ALLOCATOR: &StatsAlloc<System> = &INSTRUMENTED_SYSTEM;
+
+/// The first argument of the program that is the agent; the second is the configuration's path.
+const AGENT: &str = "agent";
+
+const PODS: usize = 250;
+
+/// How long an idle agent is observed: four rounds of what the agent does each second.
+const WINDOW: Duration = Duration::from_secs(4);
+
+/// The most allocations for a pod in a second: the agent looks once at the pod's books, cgroup and processes.
+const MOST: usize = 150;
+
+fn main() -> ExitCode {
+    let mut words = env::args_os().skip(1);
+    match words.next() {
+        Some(word) if word == ask::WORD => return ask::child(words),
+        Some(word) if word == nvml::WORD => return nvml::child(words),
+        Some(word) if word == AGENT => {
+            be_the_agent(words.next().unwrap().as_ref());
+            return ExitCode::SUCCESS;
+        }
+        _ => {}
+    }
+    let trial = Trial::test("idle_agent_allocates_little_for_each_of_250_pods", || {
+        let runtime = Runtime::new()?;
+        let made = runtime.block_on(idle_allocations()).map_err(Failed::from)?;
+        println!("{made} allocations for each of {PODS} pods in a second");
+        match made <= MOST {
+            true => Ok(()),
+            false => Err(format!("{made} allocations are more than {MOST}").into()),
+        }
+    });
+    libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit_code()
+}
+
+/// Runs the agent, which prints how many allocations it has made for each line of its input.
+fn be_the_agent(config: &Path) {
+    let config = Config::load(config).unwrap();
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .unwrap();
+    let around = Surroundings::new("idle".to_owned(), None);
+    runtime.spawn(agent::run(config, around, CancellationToken::new()));
+    for line in std::io::stdin().lines() {
+        line.unwrap();
+        println!("{}", ALLOCATOR.stats().allocations);
+        std::io::stdout().flush().unwrap();
+    }
+}
+
+/// The allocations for a pod in a second of the first idle window, or of the last within [`PATIENCE`]: the work for the
+/// last pod's start ends by then.
+async fn idle_allocations() -> Outcome<usize> {
+    let mut node = Node::new(8, 80, |lab, config| {
+        let mut command = lab.command(env::current_exe().unwrap());
+        command
+            .arg(AGENT)
+            .arg(config)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        command
+    })
+    .await?;
+    let mut asks = node.agent.stdin.take().ok_or("no input")?;
+    let mut lines = BufReader::new(node.agent.stdout.take().ok_or("no output")?).lines();
+    let mut allocations = || -> Outcome<usize> {
+        writeln!(asks)?;
+        Ok(lines.next().ok_or("the agent has ended")??.parse()?)
+    };
+    for number in 0..PODS {
+        node.start(&format!("p{number}"), 1).await?;
+    }
+    let begun = Instant::now();
+    loop {
+        let before = allocations()?;
+        tokio::time::sleep(WINDOW).await;
+        let made = (allocations()? - before) / PODS / WINDOW.as_secs() as usize;
+        if made <= MOST || begun.elapsed() > PATIENCE {
+            return Ok(made);
+        }
+        println!("not idle yet: {made} allocations");
+    }
+}
