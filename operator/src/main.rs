@@ -4,8 +4,9 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 use bursar_http::Listeners;
-use bursar_operator::args::{Args, LogFormat};
-use bursar_operator::{observe, operator};
+use bursar_operator::api::client::client;
+use bursar_operator::cli::{Args, LogFormat};
+use bursar_operator::run;
 use clap::Parser;
 use k8s_openapi::jiff::Timestamp;
 use tokio::signal::unix::{SignalKind, signal};
@@ -33,10 +34,10 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let listeners = Listeners::bind(args.listen, args.probes)
         .await
         .context("--listen, --probes")?;
-    let client = observe::client().await.context(
+    let client = client().await.context(
         "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
     )?;
-    Ok(operator::run(client, listeners, args.rules(), Timestamp::now, shutdown).await?)
+    Ok(run::run(client, listeners, args.rules(), Timestamp::now, shutdown).await?)
 }
 
 fn log(args: &Args) -> anyhow::Result<()> {

@@ -21,8 +21,8 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
 use bursar_http::Listeners;
-use bursar_operator::operator::{self, Clock, OperatorError};
 use bursar_operator::placement::Rules;
+use bursar_operator::run::{self, Clock, OperatorError};
 use bursar_sim_api::Api;
 use k8s_openapi::jiff::Timestamp;
 use serde_json::{Value, json};
@@ -63,7 +63,7 @@ impl Running {
         let metrics = listeners.metrics.local_addr().expect("an address");
         let probes = listeners.probes.local_addr().expect("an address");
         let shutdown = CancellationToken::new();
-        let task = tokio::spawn(operator::run(
+        let task = tokio::spawn(run::run(
             api.client(),
             listeners,
             Rules {

@@ -151,7 +151,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                     "budget::plan_tests::a_crash_while_a_budget_is_made_smaller_takes_nothing_from_anybody",
                     "budget::plan_tests::status_is_dated_by_the_later_quota_and_not_where_that_is_unknown",
                     "budget::plan_tests::whatever_is_cut_short_who_had_to_go_for_a_fault_goes_once_with_the_reason_on_record",
-                    "budget::quota::tests::quota_is_taken_up_when_its_status_was_last_written",
+                    "budget::quotas::tests::quota_is_taken_up_when_its_status_was_last_written",
                     "placement::plan::tests::moves::record_of_moves_counts_whatever_time_of_day_it_has",
                 ],
                 ignored: false,
@@ -176,8 +176,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "ahead::tests::answer_counts_after_a_list_of_lower_versions",
-                    "reconcile::memory::tests::written_status_is_forgotten_after_a_new_list",
+                    "cluster::own_writes::tests::answer_counts_after_a_list_of_lower_versions",
+                    "budget::state::tests::written_status_is_forgotten_after_a_new_list",
                 ],
                 ignored: false,
                 env: &[],
@@ -198,7 +198,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "world::tests::unreadable_objects_are_named_and_no_budget_is_taken_for_gone",
+                    "cluster::index::tests::unreadable_objects_are_named_and_no_budget_is_taken_for_gone",
                 ],
                 ignored: false,
                 env: &[],
@@ -225,11 +225,11 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 target: LIB,
                 names: &[
                     "budget::tests::nodes_that_do_not_count_are_named_by_reason",
-                    "world::absence::tests::node_is_dead_after_its_grace_and_lives_at_once",
-                    "world::absence::tests::node_that_comes_back_in_time_never_dies",
-                    "world::tests::dead_node_leaves_its_cohort_and_returns_when_it_lives",
-                    "world::tests::gpus_of_no_node_count_for_a_while",
-                    "world::tests::node_lives_by_its_condition_and_its_kubelets_offer",
+                    "cluster::node_liveness::tests::node_is_dead_after_its_grace_and_lives_at_once",
+                    "cluster::node_liveness::tests::node_that_comes_back_in_time_never_dies",
+                    "cluster::index::tests::dead_node_leaves_its_cohort_and_returns_when_it_lives",
+                    "cluster::index::tests::gpus_of_no_node_count_for_a_while",
+                    "cluster::index::tests::node_lives_by_its_condition_and_its_kubelets_offer",
                 ],
                 ignored: false,
                 env: &[],

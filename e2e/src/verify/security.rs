@@ -877,7 +877,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "world::tests::a_node_decides_about_its_own_pods_whatever_it_says",
+                "cluster::index::tests::a_node_decides_about_its_own_pods_whatever_it_says",
                 "placement::plan::tests::lies::a_node_names_no_victim_on_another_node",
             ],
             ignored: false,

@@ -6,9 +6,9 @@ use std::time::Duration;
 
 use bursar_crds::Quantum;
 use bursar_http::Listeners;
-use bursar_operator::observe::patient;
-use bursar_operator::operator::{self, OperatorError};
+use bursar_operator::api::client::patient;
 use bursar_operator::placement::Rules;
+use bursar_operator::run::{self, OperatorError};
 use k8s_openapi::jiff::Timestamp;
 use kube::Config;
 use kube::client::ClientBuilder;
@@ -55,7 +55,7 @@ impl Operator {
             disruption_grace: Duration::from_secs(60),
         };
         let shutdown = CancellationToken::new();
-        let operator = operator::run(
+        let operator = run::run(
             client.build(),
             listeners,
             rules,

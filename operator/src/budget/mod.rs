@@ -1,19 +1,23 @@
 //! From a budget and the facts to what is to be done and said: pure.
 
-mod contexts;
-mod judge;
+mod conditions;
+mod faults;
+mod inputs;
+mod overage;
 mod plan;
-mod quota;
-mod repair;
+mod quotas;
+pub mod reconcile;
+mod spec;
+mod state;
 mod status;
-mod terms;
 
-pub use contexts::{Remedy, remedy};
+pub use faults::{Remedy, remedy};
+pub use inputs::{AgentsSay, Cohort, Facts, Sufferer, Usage};
+pub use overage::surplus;
 pub use plan::{Leaver, Plan, Step, is_exceeded, plan};
-pub use quota::{Cap, Quota, Scope, Which, is_enforced};
-pub use repair::surplus;
+pub use quotas::{Cap, Quota, Scope, Which, is_enforced};
+pub use spec::{InvalidSpec, Terms};
 use status::status;
-pub use terms::{InvalidSpec, Terms};
 
 #[cfg(test)]
 mod plan_tests;

@@ -17,12 +17,12 @@ use bursar_crds::conditions::budget as names;
 use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use super::quota::{Cap, Which};
-use super::repair::{EXCEEDED, surplus};
+use super::Facts;
+use super::overage::{EXCEEDED, surplus};
+use super::quotas::{Cap, Which};
 use super::status::holding;
-use super::{Terms, contexts, status};
-use crate::demand::{Demand, Owner};
-use crate::world::Facts;
+use super::{Terms, faults, status};
+use crate::cluster::pod_request::{Demand, Owner};
 
 /// Pods are ended that go beyond the budget for this long: a delete that is on its way may settle it.
 const REPAIR_AFTER: Duration = Duration::from_secs(5);
@@ -110,8 +110,8 @@ pub fn plan(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Plan {
     {
         repair(&mut plan, budget, terms, facts);
     }
-    let due = contexts::due(budget, facts);
-    for pod in contexts::leavers(budget, &due) {
+    let due = faults::due(budget, facts);
+    for pod in faults::leavers(budget, &due) {
         plan.evict(pod, facts);
     }
     for job in &due.looks {

@@ -12,11 +12,11 @@ use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
 
+use super::{AgentsSay, Cohort, Facts, Sufferer};
 use super::{Plan, Quota, Remedy, Step, Terms, Which, is_exceeded, plan, remedy, surplus};
-use crate::demand::{Class, Demand, Owner};
+use crate::cluster::on_node::there;
+use crate::cluster::pod_request::{Class, Demand, Owner};
 use crate::quanta::Quanta;
-use crate::there::there;
-use crate::world::{AgentsSay, Cohort, Facts, Sufferer};
 
 /// How many seconds other machines' clocks are ahead of the API server's.
 #[derive(Clone, Copy, Debug, Default)]

@@ -5,10 +5,10 @@ use bursar_crds::conditions::{budget as names, merge};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use super::judge::statements;
-use super::{Terms, contexts};
+use super::conditions::statements;
+use super::{AgentsSay, Facts, Usage};
+use super::{Terms, faults};
 use crate::quanta::Quanta;
-use crate::world::{AgentsSay, Facts, Usage};
 
 /// The status that `budget` should have. Equal to the one that it has while nothing changed: only a
 /// condition that changes its status takes the time `now`.
@@ -74,7 +74,7 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
             restarts,
         },
         enforced_since,
-        evictions: contexts::on_record(budget, facts, now),
+        evictions: faults::on_record(budget, facts, now),
         conditions: merge(
             before.map_or(&[], |status| &status.conditions),
             &said,

@@ -9,8 +9,9 @@ use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
+use crate::budget::{Cohort, Facts, Usage};
+use crate::cluster::LeftOut;
 use crate::quanta::Quanta;
-use crate::world::{Cohort, Facts, LeftOut, Usage};
 
 fn at(second: i64) -> Time {
     Time(Timestamp::from_second(second).unwrap())
@@ -49,7 +50,7 @@ fn idle() -> Facts {
         labelled: true,
         sufferers: Vec::new(),
         jobs: std::collections::BTreeMap::new(),
-        told: crate::world::AgentsSay::default(),
+        told: crate::budget::AgentsSay::default(),
     }
 }
 
@@ -332,7 +333,7 @@ fn an_override_that_cannot_be_read_is_named_and_spoils_nothing_else() {
         "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes; the rest holds"
     );
     assert_eq!(status.device_memory.limit.quanta, 24);
-    let claim = crate::world::Claim::of(&odd, Quantum::Gib1);
+    let claim = crate::cluster::Claim::of(&odd, Quantum::Gib1);
     assert_eq!(claim.guaranteed, Quanta::new(16));
 }
 

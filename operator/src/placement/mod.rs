@@ -20,15 +20,15 @@
 //! Everything that must not be forgotten is in the cluster: who is held a GPU is in `GpuNode.spec`, who has to go
 //! carries a deletion time. An operator that starts anew finds the same plan.
 
-mod act;
-pub mod landscape;
-pub mod load;
-mod matching;
-pub mod memory;
+mod apply;
+pub mod controller;
+mod filters;
+pub mod history;
 pub mod node;
+pub mod node_usage;
 pub mod plan;
 pub mod pod;
-pub mod run;
+pub mod snapshot;
 
-pub use landscape::{Landscape, Told};
 pub use plan::Rules;
+pub use snapshot::{Landscape, Told};

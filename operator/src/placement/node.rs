@@ -13,18 +13,18 @@ use kube::core::ObjectMeta;
 use kube::{Resource, ResourceExt as _};
 use serde::Deserialize;
 
-use super::load::thousandths;
+use super::node_usage::thousandths;
 use super::pod::PodFacts;
+use crate::cluster::Key;
+use crate::cluster::on_node::there;
 use crate::quanta::Quanta;
-use crate::there::there;
-use crate::world::Key;
 
 /// The fields of a Node that are read here. The rest of it is not even kept while it is parsed.
 #[derive(Resource, Deserialize, Clone, Debug, Default)]
 #[resource(inherit = Node)]
 #[expect(missing_docs, reason = "the names are the Node's own")]
 pub struct SlimNode {
-    #[serde(deserialize_with = "crate::slim::metadata")]
+    #[serde(deserialize_with = "crate::cluster::slim_metadata::metadata")]
     pub metadata: ObjectMeta,
     #[serde(default)]
     pub spec: NodeSpec,

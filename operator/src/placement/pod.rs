@@ -6,9 +6,9 @@ use bursar_crds::Quantum;
 use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
-use crate::demand::{self, AskingPod, Class, Demand, asks};
+use crate::cluster::on_node::Placed;
+use crate::cluster::pod_request::{self, AskingPod, Class, Demand, asks};
 use crate::quanta::Quanta;
-use crate::there::Placed;
 
 /// Over how many GPUs a container wants to be spread; what the agent reads too.
 const GPUS_ANNOTATION: &str = "bursar.dev/gpus";
@@ -72,7 +72,7 @@ pub enum Owner {
     /// A DaemonSet, on the same node.
     DaemonSet,
     /// A Job, which may take the deletion for a failure.
-    Job(demand::Owner),
+    Job(pod_request::Owner),
     /// Another controller.
     Other {
         /// Its UID.
@@ -84,7 +84,7 @@ impl Owner {
     /// Its UID, where another pod that it makes may be on another node.
     pub(super) fn uid(&self) -> Option<&str> {
         match self {
-            Self::Job(demand::Owner { uid, .. }) | Self::Other { uid } => Some(uid),
+            Self::Job(pod_request::Owner { uid, .. }) | Self::Other { uid } => Some(uid),
             Self::Nobody | Self::Node | Self::DaemonSet => None,
         }
     }
@@ -207,7 +207,7 @@ fn owner(pod: &AskingPod, mirror: bool) -> Owner {
             // Who creates a pod writes this reference at will: nothing makes another such pod.
             "Node" => Owner::Nobody,
             "DaemonSet" => Owner::DaemonSet,
-            "Job" => Owner::Job(demand::Owner {
+            "Job" => Owner::Job(pod_request::Owner {
                 name: owner.name.clone(),
                 uid: owner.uid.clone(),
             }),

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use bursar_operator::operator::Clock;
+use bursar_operator::run::Clock;
 use futures::future::join_all;
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};

@@ -10,10 +10,10 @@ use std::time::Duration;
 use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_reclaimable_label};
 
 use super::{Object, Rules, Step};
-use crate::demand::Class;
-use crate::placement::landscape::Scene;
-use crate::placement::memory::{Memory, Moment, NodeLabels};
+use crate::cluster::pod_request::Class;
+use crate::placement::history::{Memory, Moment, NodeLabels};
 use crate::placement::node::{Gpu, GpuFacts};
+use crate::placement::snapshot::Scene;
 use crate::quanta::Quanta;
 
 /// How long a small change lasts before it is written.

@@ -13,20 +13,20 @@
 //! is made from what is so then.
 
 mod labels;
-mod quotas;
-mod room;
-mod waiters;
+mod pending;
+mod quota_overrides;
+mod victims;
 
 use std::time::Duration;
 
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOrder, Reservation};
 
-use super::landscape::{Landscape, Scene};
-use super::memory::{Memory, Moment, NodeLabels};
-use crate::demand;
+use super::history::{Memory, Moment, NodeLabels};
+use super::snapshot::{Landscape, Scene};
+use crate::cluster::Key;
+use crate::cluster::pod_request;
 use crate::quanta::Quanta;
-use crate::world::Key;
 
 /// What the admin decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -96,7 +96,7 @@ pub(super) enum Step {
         /// Its namespace.
         namespace: String,
         /// It.
-        job: demand::Owner,
+        job: pod_request::Owner,
     },
 }
 
@@ -156,8 +156,8 @@ pub(super) fn plan(
 ) -> Vec<Step> {
     let scene = landscape.scene();
     memory.see(&scene, now);
-    let mut steps = waiters::plan(&scene, memory, rules, now);
-    steps.extend(quotas::plan(&scene, memory));
+    let mut steps = pending::plan(&scene, memory, rules, now);
+    steps.extend(quota_overrides::plan(&scene, memory));
     steps.extend(labels::plan(&scene, memory, rules, now));
     steps
 }

@@ -19,11 +19,11 @@ use kube::runtime::watcher::Event;
 use proptest::prelude::*;
 
 use super::*;
-use crate::demand::Class;
+use crate::cluster::pod_request::Class;
 use crate::placement::Told;
-use crate::placement::load::Load;
-use crate::placement::memory::Answer;
+use crate::placement::history::Answer;
 use crate::placement::node::{Gpu, GpuFacts, NodeFacts, Waiter};
+use crate::placement::node_usage::Load;
 use crate::placement::pod::{Owner, Place, PodFacts, Wants};
 
 /// How many random clusters each promise is shown on. Of a fifth somebody has to go at least, or it would say little.
@@ -642,7 +642,7 @@ fn key(namespace: &str, name: &str) -> Key {
 
 /// One with an even number of letters lets its pods go.
 fn job(uid: &str) -> Owner {
-    Owner::Job(demand::Owner {
+    Owner::Job(pod_request::Owner {
         name: "j".to_owned(),
         uid: uid.to_owned(),
     })

@@ -9,9 +9,9 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::budget;
-use crate::demand::{AskingPod, Demand};
+use crate::cluster::pod_request::{AskingPod, Demand};
+use crate::cluster::{Change, Claim, Gpus, Host, World};
 use crate::placement::node::SlimNode;
-use crate::world::{Change, Claim, Gpus, Host, World};
 
 /// The pods by UID: namespace, node, quanta, whether it borrows, and whether it waits.
 const PODS: [(&str, &str, &str, u64, bool, bool); 7] = [

@@ -9,8 +9,8 @@ use serde_json::json;
 
 use super::*;
 use crate::budget::{self, Quota};
-use crate::demand::Demand;
-use crate::world::{Change, Claim, Gpus, Host, Offer, World};
+use crate::cluster::pod_request::Demand;
+use crate::cluster::{Change, Claim, Gpus, Host, Offer, World};
 
 /// Until when pods come, and how long nothing may happen until it is at rest: an owner's second pause, and a look after it.
 const COMING_END: u64 = 22;

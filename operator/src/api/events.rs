@@ -1,0 +1,187 @@
+//! What is told of a budget when it changes: a log line, and an Event for each condition that turned.
+
+use std::time::Duration;
+
+use bursar_crds::conditions::budget as names;
+use bursar_crds::{GpuMemoryBudget, GpuMemoryBudgetStatus, OPERATOR_MANAGER};
+use k8s_openapi::api::core::v1::ObjectReference;
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Condition;
+use kube::runtime::events::{Event, EventType, Recorder, Reporter};
+use kube::{Client, Resource as _};
+use tokio::time::timeout;
+use tracing::{debug, info};
+
+use crate::budget::Leaver;
+
+/// How long an Event may take: it is worth no wait.
+const TIME: Duration = Duration::from_secs(5);
+/// The longest note that the API server takes (`events.k8s.io/v1`).
+const LONGEST: usize = 1024;
+
+/// The conditions of `now` that hold otherwise than before, each with whether it is good news. `Ready` sums
+/// the others up, and that a new budget is not in force yet is no news.
+fn turned<'a>(
+    before: Option<&GpuMemoryBudgetStatus>,
+    now: &'a GpuMemoryBudgetStatus,
+) -> Vec<(&'a Condition, bool)> {
+    let was = |type_: &str| {
+        let conditions = before.iter().flat_map(|status| &status.conditions);
+        conditions
+            .into_iter()
+            .find(|condition| condition.type_ == type_)
+            .map(|condition| condition.status.as_str())
+    };
+    let news = now.conditions.iter().filter_map(|condition| {
+        let good_when = if condition.type_ == names::EXCEEDED {
+            "False"
+        } else {
+            "True"
+        };
+        let good = condition.status == good_when;
+        let told = match was(&condition.type_) {
+            _ if condition.type_ == names::READY => false,
+            Some(status) => status != condition.status,
+            None => !good && condition.type_ != names::ENFORCED && condition.status != "Unknown",
+        };
+        told.then_some((condition, good))
+    });
+    news.collect()
+}
+
+/// Tells what became of `budget`.
+pub(crate) async fn tell(
+    client: &Client,
+    budget: &GpuMemoryBudget,
+    before: Option<&GpuMemoryBudgetStatus>,
+    now: &GpuMemoryBudgetStatus,
+) {
+    for (condition, good) in turned(before, now) {
+        let Condition {
+            type_,
+            status,
+            reason,
+            message,
+            ..
+        } = condition;
+        let namespace = budget.metadata.namespace.as_deref().unwrap_or_default();
+        info!(namespace, condition = type_, status, reason, "budget");
+        let kind = if good {
+            EventType::Normal
+        } else {
+            EventType::Warning
+        };
+        event(
+            client,
+            &budget.object_ref(&()),
+            kind,
+            type_,
+            reason,
+            message,
+        )
+        .await;
+    }
+}
+
+/// A pod is ended for its budget.
+pub(crate) async fn tell_pod(client: &Client, namespace: &str, leaver: &Leaver) {
+    let Leaver {
+        pod,
+        uid,
+        reason,
+        why,
+    } = leaver;
+    info!(namespace, pod, uid, reason, why, "evicted");
+    let about = ObjectReference {
+        api_version: Some("v1".to_owned()),
+        kind: Some("Pod".to_owned()),
+        namespace: Some(namespace.to_owned()),
+        name: Some(pod.clone()),
+        uid: Some(uid.clone()),
+        ..ObjectReference::default()
+    };
+    event(client, &about, EventType::Warning, "Evict", reason, why).await;
+}
+
+async fn event(
+    client: &Client,
+    about: &ObjectReference,
+    type_: EventType,
+    action: &str,
+    reason: &str,
+    note: &str,
+) {
+    let mut note = note.to_owned();
+    note.truncate(note.floor_char_boundary(LONGEST));
+    let event = Event {
+        type_,
+        reason: reason.to_owned(),
+        note: Some(note),
+        action: action.to_owned(),
+        secondary: None,
+    };
+    let reporter = Reporter::from(OPERATOR_MANAGER);
+    // A new one each: it takes a second Event with the same reason for the first one again, and drops its note.
+    let recorder = Recorder::new(client.clone(), reporter);
+    if !matches!(
+        timeout(TIME, recorder.publish(&event, about)).await,
+        Ok(Ok(()))
+    ) {
+        debug!(reason, "event not sent");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn status(conditions: &[(&str, &str)]) -> GpuMemoryBudgetStatus {
+        let conditions: Vec<_> = conditions
+            .iter()
+            .map(|(type_, status)| {
+                json!({ "type": type_, "status": status, "reason": "R", "message": "",
+                        "lastTransitionTime": "2026-01-01T00:00:00Z" })
+            })
+            .collect();
+        serde_json::from_value(json!({ "conditions": conditions })).unwrap()
+    }
+
+    fn told(before: Option<&[(&str, &str)]>, now: &[(&str, &str)]) -> Vec<(String, bool)> {
+        let before = before.map(status);
+        let now = status(now);
+        let turned = turned(before.as_ref(), &now);
+        turned
+            .into_iter()
+            .map(|(condition, good)| (condition.type_.clone(), good))
+            .collect()
+    }
+
+    #[test]
+    fn each_transition_is_told_once_and_says_whether_it_is_good() {
+        let quiet = [
+            ("Ready", "True"),
+            ("Exceeded", "False"),
+            ("Enforced", "True"),
+        ];
+        let loud = [
+            ("Ready", "False"),
+            ("Exceeded", "True"),
+            ("Enforced", "True"),
+        ];
+        assert_eq!(told(Some(&quiet), &loud), [("Exceeded".to_owned(), false)]);
+        assert_eq!(told(Some(&loud), &quiet), [("Exceeded".to_owned(), true)]);
+        assert_eq!(told(Some(&loud), &loud), []);
+    }
+
+    #[test]
+    fn of_a_new_budget_only_what_is_amiss_is_told() {
+        let new = [
+            ("Ready", "False"),
+            ("Accepted", "True"),
+            ("Covered", "False"),
+            ("Exceeded", "False"),
+            ("Enforced", "False"),
+        ];
+        assert_eq!(told(None, &new), [("Covered".to_owned(), false)]);
+    }
+}

@@ -1,0 +1,251 @@
+//! What is said of a budget: its conditions.
+
+use std::collections::BTreeMap;
+
+use bursar_crds::conditions::{Statement, budget as names};
+use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
+
+use super::quotas::{Cap, Which};
+use super::spec::unreadable_overrides;
+use super::{Cohort, Facts, Usage};
+use super::{InvalidSpec, Terms};
+use crate::cluster::LeftOut;
+use crate::cluster::unknown_values::{REMEDY, unknown_in_budget};
+use crate::quanta::Quanta;
+
+/// The conditions of `budget`: Ready, Accepted, Covered, Exceeded, Enforced.
+pub(super) fn statements(
+    budget: &GpuMemoryBudget,
+    terms: &Result<Terms, InvalidSpec>,
+    facts: &Facts,
+) -> Vec<Statement> {
+    let accepted = accepted(budget, terms, facts.quantum);
+    let (covered, exceeded, enforced) = match terms {
+        Ok(terms) => (
+            covered(&budget.spec.cohort, &facts.cohort, facts.quantum),
+            exceeded(terms, &facts.usage, facts.quantum),
+            enforced(budget, terms, facts),
+        ),
+        Err(_) => (
+            unknown(names::COVERED),
+            unknown(names::EXCEEDED),
+            unknown(names::ENFORCED),
+        ),
+    };
+    let ready = ready(&[
+        (&accepted, true),
+        (&covered, true),
+        (&exceeded, false),
+        (&enforced, true),
+    ]);
+    vec![ready, accepted, covered, exceeded, enforced]
+}
+
+/// The first thing amiss, in the words of the condition that tells it.
+fn ready(wanted: &[(&Statement, bool)]) -> Statement {
+    let amiss = wanted.iter().find(|(said, good)| said.holds != Some(*good));
+    match amiss {
+        Some((said, _)) => Statement::new(names::READY, false, said.reason, &said.message),
+        None => Statement::new(
+            names::READY,
+            true,
+            names::AS_DECLARED,
+            "accepted, covered, not exceeded, and in force",
+        ),
+    }
+}
+
+fn accepted(
+    budget: &GpuMemoryBudget,
+    terms: &Result<Terms, InvalidSpec>,
+    quantum: Quantum,
+) -> Statement {
+    let invalid = |why| Statement::new(names::ACCEPTED, false, names::INVALID_SPEC, why);
+    let terms = match terms {
+        Ok(terms) => terms,
+        Err(why) => return invalid(why.to_string()),
+    };
+    let unreadable = unreadable_overrides(&budget.spec).map(|why| why.to_string());
+    let unreadable: Vec<_> = unreadable.collect();
+    if !unreadable.is_empty() {
+        return invalid(format!("{}; the rest holds", unreadable.join(", ")));
+    }
+    if let Some(field) = unknown_in_budget(budget) {
+        return invalid(format!(
+            "{field} has a value of another version: {REMEDY}; the rest holds"
+        ));
+    }
+    let message = if terms.rounded.is_empty() {
+        "the spec is understood".to_owned()
+    } else {
+        let rounded = terms.rounded.join(", ");
+        format!("the spec is understood; {rounded}, for memory is counted in quanta of {quantum}")
+    };
+    Statement::new(names::ACCEPTED, true, names::AS_DECLARED, message)
+}
+
+fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
+    let Cohort {
+        guaranteed,
+        nodes,
+        allocatable,
+        left_out: _,
+        unknown: _,
+    } = cohort;
+    let left_out = left_out(cohort, quantum);
+    let say = |holds, reason, message: String| {
+        Statement::new(names::COVERED, holds, reason, message + &left_out)
+    };
+    if *nodes == 0 {
+        return say(
+            false,
+            names::NO_NODES,
+            format!(
+                "cohort {name} has no node that offers GPU memory: {}",
+                node_remedy(name)
+            ),
+        );
+    }
+    // No sums: each change of one node would be a write of every budget's status.
+    if guaranteed <= allocatable {
+        let fit = format!("cohort {name}: what is guaranteed fits into what its nodes offer");
+        return say(true, names::GUARANTEES_FIT, fit);
+    }
+    say(
+        false,
+        names::OVERCOMMITTED,
+        format!(
+            "cohort {name}: more is guaranteed than its nodes offer (both sums: metric bursar_cohort_memory_bytes): \
+             lower guarantees, or add GPUs"
+        ),
+    )
+}
+
+/// The nodes whose memory does not count, by reason, each with one of them and with what helps.
+fn left_out(cohort: &Cohort, quantum: Quantum) -> String {
+    let mut reasons: BTreeMap<&LeftOut, Vec<&str>> = BTreeMap::new();
+    for (node, why) in &cohort.left_out {
+        reasons.entry(why).or_default().push(node);
+    }
+    let told = reasons.into_iter().map(|(why, nodes)| {
+        let (nodes, node) = (count(nodes.len(), "node"), nodes[0]);
+        match why {
+            LeftOut::OtherQuantum(size) => format!(
+                "; {nodes} left out, for {node} counts in {size} and the cluster in {quantum}: \
+                 give the operator and every agent one quantum"
+            ),
+            LeftOut::Unreadable => {
+                format!("; {nodes} left out, for GpuNode {node} cannot be read: {REMEDY}")
+            }
+            LeftOut::Dead => format!(
+                "; {nodes} left out, for node {node} is not Ready, or its kubelet has no agent: \
+                 see `kubectl describe node {node}` and the agent's pod there"
+            ),
+        }
+    });
+    let unknown = cohort.unknown.iter().map(|(node, field)| {
+        format!("; GpuNode {node} has a value of another version in {field}: {REMEDY}")
+    });
+    told.chain(unknown).collect()
+}
+
+fn node_remedy(cohort: &str) -> String {
+    if cohort == DEFAULT_COHORT {
+        format!("see `kubectl get gpunodes`; nodes without the label {COHORT_LABEL} belong to it")
+    } else {
+        format!("label its nodes {COHORT_LABEL}={cohort}, or correct spec.cohort")
+    }
+}
+
+fn exceeded(terms: &Terms, usage: &Usage, quantum: Quantum) -> Statement {
+    let total = usage.guaranteed.plus(usage.borrowed);
+    let bounds = [
+        (
+            total,
+            terms.limit,
+            names::OVER_LIMIT,
+            "pods",
+            "delete pods or raise spec.deviceMemory.limit",
+        ),
+        (
+            usage.guaranteed,
+            terms.guaranteed,
+            names::OVER_GUARANTEE,
+            "guaranteed pods",
+            "give some the PriorityClass bursar-borrowed or raise spec.deviceMemory.guaranteed",
+        ),
+        (
+            usage.managed,
+            terms.managed,
+            names::OVER_MANAGED_LIMIT,
+            "managed memory: pods",
+            "delete pods or raise spec.managedMemory.limit",
+        ),
+    ];
+    let over: Vec<_> = bounds
+        .into_iter()
+        .filter(|(asked, most, ..)| asked > most)
+        .collect();
+    let Some((_, _, reason, ..)) = over.first() else {
+        return Statement::new(
+            names::EXCEEDED,
+            false,
+            names::WITHIN_BUDGET,
+            "pods ask for no more than is allowed",
+        );
+    };
+    let told: Vec<_> = over
+        .iter()
+        .map(|(asked, most, _, who, remedy)| told(who, *asked, *most, remedy, quantum))
+        .collect();
+    Statement::new(names::EXCEEDED, true, reason, told.join("; "))
+}
+
+fn told(who: &str, asked: Quanta, most: Quanta, remedy: &str, quantum: Quantum) -> String {
+    let (asked, most) = (asked.text(quantum), most.text(quantum));
+    format!("{who} ask for {asked}, {most} is allowed: {remedy}")
+}
+
+fn enforced(budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts) -> Statement {
+    let pending = |message| Statement::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
+    for which in Which::ALL {
+        let (name, wanted) = (
+            which.name(),
+            Cap::wanted(which, budget, terms, facts.quantum),
+        );
+        match facts.quota(which) {
+            Some(quota) if quota.enforces(&wanted) => {}
+            Some(quota) if quota.cap == wanted => {
+                return pending(format!(
+                    "ResourceQuota {name} is written and not in force yet: that is up to the controller manager"
+                ));
+            }
+            Some(_) => {
+                return pending(format!(
+                    "ResourceQuota {name} is not as this spec has it, for the spec or the quota was changed: it is put right"
+                ));
+            }
+            None => return pending(format!("ResourceQuota {name} is not written yet")),
+        }
+    }
+    Statement::new(
+        names::ENFORCED,
+        true,
+        names::QUOTAS_IN_FORCE,
+        "pods that do not fit are refused when they are created",
+    )
+}
+
+fn unknown(type_: &'static str) -> Statement {
+    Statement {
+        type_,
+        holds: None,
+        reason: names::INVALID_SPEC,
+        message: "not looked at until the spec is valid".to_owned(),
+    }
+}
+
+fn count(number: usize, noun: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {noun}{plural}")
+}

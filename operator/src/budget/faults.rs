@@ -1,0 +1,216 @@
+//! What becomes of the namespace's pods for faults: pure.
+//!
+//! ```text
+//!   context: the agent acts ------------------------------> closed with its image
+//!            left it, policy now InPlace, Restart ---------> ordered to be restarted (GpuNode.spec.restarts)
+//!            left it, policy Evict; or beyond the maximum -> on record in the status --> evicted --> closed with the pod
+//!   GPU:     its memory is lost, for PATIENCE -------------> in the same way
+//! ```
+//!
+//! Patience counts from when this operator first saw the fault, by its own monotonic clock.
+//! Who goes is on record before anybody asks for it: the reason is never lost, and the record says whom to evict.
+
+use std::time::Duration;
+
+use bursar_crds::GpuMemoryBudget;
+use bursar_crds::budget::{ContextAction, ContextPolicy, FaultEviction, MAX_EVICTIONS};
+use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind};
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
+use k8s_openapi::jiff::Timestamp;
+
+use super::plan::Leaver;
+use super::{Facts, Sufferer};
+use crate::cluster::pod_request::Owner;
+
+/// How long a GPU may be gone before pods go for it: a driver that is loaded anew is back by then.
+pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+
+/// The longest message of an eviction.
+const LONGEST: usize = 512;
+
+/// What the operator has to do about a fault.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Remedy {
+    /// Order the agent to restart the context.
+    Restart,
+    /// Evict the pod, for this reason.
+    Evict(&'static str),
+}
+
+/// What has to be done about `fault`, by the policy as it is now; none where the agent acts, or nothing is to be done.
+pub fn remedy(fault: &Fault, policy: &ContextPolicy) -> Option<Remedy> {
+    use FaultAction as Agent;
+    let wanted = policy.action;
+    match (fault.kind, fault.action?) {
+        // An action of a later version may be milder than an eviction.
+        (_, _) if matches!(wanted, ContextAction::Report | ContextAction::Unknown) => None,
+        // What a later version has its agent do is not known here.
+        (_, Agent::Unknown) => None,
+        (FaultKind::Gpu, _) => Some(Remedy::Evict("GpuFault")),
+        (FaultKind::Context, Agent::BeyondMaximum) => Some(Remedy::Evict("TooManyRestarts")),
+        (FaultKind::Context, Agent::Evict | Agent::Report) => match wanted {
+            ContextAction::Evict => Some(Remedy::Evict("ContextPolicy")),
+            _ => Some(Remedy::Restart),
+        },
+        (FaultKind::Context | FaultKind::Unknown, _) => None,
+    }
+}
+
+/// Who has to go now.
+#[derive(Debug, Default)]
+pub(super) struct Due<'a> {
+    /// Each with why.
+    pub(super) leaving: Vec<(&'a Sufferer, &'static str)>,
+    /// The Jobs that have to be looked at first.
+    pub(super) looks: Vec<&'a Owner>,
+    /// When it is no longer too early for others.
+    pub(super) again: Option<Duration>,
+}
+
+/// Those of the namespace's pods who have to go for a fault.
+pub(super) fn due<'a>(budget: &GpuMemoryBudget, facts: &'a Facts) -> Due<'a> {
+    let (policy, mut due) = (&budget.spec.context_policy, Due::default());
+    for sufferer in facts.sufferers.iter().filter(|one| !one.demand.ending) {
+        let Some(Remedy::Evict(reason)) = remedy(&sufferer.fault, policy) else {
+            continue;
+        };
+        let of_gpu = sufferer.fault.kind == FaultKind::Gpu;
+        let early = PATIENCE.saturating_sub(sufferer.seen_for);
+        // An operator before this one had the patience for what is on record.
+        let had = record(recorded(budget), sufferer).is_some();
+        if of_gpu && !early.is_zero() && !had {
+            due.again = Some(due.again.map_or(early, |again| again.min(early)));
+            continue;
+        }
+        // A GPU's fault is not the pod's own. It goes where another one takes its place, unless its namespace has
+        // everybody evicted, and never where its Job would fail by that.
+        let goes = match &sufferer.demand.job {
+            Some(job) if of_gpu => facts.jobs.get(&job.uid).copied().unwrap_or_else(|| {
+                due.looks.push(job);
+                false
+            }),
+            _ if of_gpu => sufferer.demand.replaced || policy.action == ContextAction::Evict,
+            _ => true,
+        };
+        if goes {
+            due.leaving.push((sufferer, reason));
+        }
+    }
+    due
+}
+
+/// The evictions that the status should name. Those that are still to be done keep their place, so that at most as
+/// many pods are asked at a time as there is room for.
+pub(super) fn on_record(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Vec<FaultEviction> {
+    let due = due(budget, facts);
+    let before = recorded(budget);
+    let is_due = |one: &&FaultEviction| {
+        let mut leaving = due.leaving.iter();
+        leaving.any(|(sufferer, _)| names(one, sufferer))
+    };
+    let room = MAX_EVICTIONS.saturating_sub(before.iter().filter(is_due).count());
+    let new = due
+        .leaving
+        .iter()
+        .filter(|(one, _)| record(before, one).is_none());
+    let mut wanted: Vec<_> = new
+        .take(room)
+        .map(|(sufferer, reason)| eviction(sufferer, reason, &budget.spec.context_policy, now))
+        .collect();
+    wanted.extend_from_slice(before);
+    let mut over = wanted.len().saturating_sub(MAX_EVICTIONS);
+    let mut kept: Vec<_> = wanted
+        .into_iter()
+        .rev()
+        .filter(|one| {
+            let goes = over > 0 && !is_due(&one);
+            over -= usize::from(goes);
+            !goes
+        })
+        .collect();
+    kept.reverse();
+    kept
+}
+
+/// Those on record who still have to go.
+pub(super) fn leavers(budget: &GpuMemoryBudget, due: &Due<'_>) -> Vec<Leaver> {
+    let leavers = due.leaving.iter().filter_map(|(sufferer, _)| {
+        let record = record(recorded(budget), sufferer)?;
+        Some(Leaver {
+            pod: sufferer.pod.clone(),
+            uid: sufferer.demand.uid.clone(),
+            reason: match sufferer.fault.kind {
+                FaultKind::Context | FaultKind::Unknown => "GpuContextPoisoned",
+                FaultKind::Gpu => "GpuFault",
+            },
+            why: record.message.clone(),
+        })
+    });
+    leavers.collect()
+}
+
+fn recorded(budget: &GpuMemoryBudget) -> &[FaultEviction] {
+    budget
+        .status
+        .as_ref()
+        .map_or(&[], |status| &status.evictions)
+}
+
+fn record<'a>(recorded: &'a [FaultEviction], sufferer: &Sufferer) -> Option<&'a FaultEviction> {
+    recorded.iter().find(|one| names(one, sufferer))
+}
+
+fn names(one: &FaultEviction, sufferer: &Sufferer) -> bool {
+    one.fault == sufferer.fault.id && one.pod_uid == sufferer.demand.uid
+}
+
+fn eviction(
+    sufferer: &Sufferer,
+    reason: &str,
+    policy: &ContextPolicy,
+    now: &Time,
+) -> FaultEviction {
+    let Sufferer {
+        pod,
+        demand,
+        fault,
+        seen_for: _,
+    } = sufferer;
+    let mut message = message(fault, policy);
+    message.truncate(message.floor_char_boundary(LONGEST));
+    FaultEviction {
+        fault: fault.id.clone(),
+        pod: pod.clone(),
+        pod_uid: demand.uid.clone(),
+        reason: reason.to_owned(),
+        message,
+        // The API keeps whole seconds.
+        time: Time(Timestamp::from_second(now.0.as_second()).unwrap_or(now.0)),
+    }
+}
+
+fn message(fault: &Fault, policy: &ContextPolicy) -> String {
+    let gpu = &fault.gpu;
+    let cause = match (fault.cuda_error, fault.xid) {
+        (Some(code), _) => format!("CUDA error {code}"),
+        (None, Some(xid)) => format!("XID {xid}"),
+        (None, None) => "a fault".to_owned(),
+    };
+    match (&fault.container, fault.action) {
+        (Some(container), Some(FaultAction::BeyondMaximum)) => format!(
+            "{cause} poisoned the context of container {} on {gpu}, which had been restarted for that {} times within {} s",
+            container.container, policy.max_restarts, policy.window_seconds
+        ),
+        (Some(container), _) => format!(
+            "{cause} poisoned the context of container {} on {gpu}",
+            container.container
+        ),
+        (None, Some(FaultAction::ResetGpu)) => {
+            format!("{cause} of {gpu}: only a reset of the GPU cures it")
+        }
+        (None, Some(FaultAction::RestartNode)) => {
+            format!("{cause} of {gpu}: only a restart of the machine cures it")
+        }
+        (None, _) => format!("{gpu} does not answer"),
+    }
+}

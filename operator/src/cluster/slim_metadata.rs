@@ -1,0 +1,60 @@
+//! An object's metadata without `managedFields`, which is most of it once it is parsed.
+
+use std::collections::BTreeMap;
+
+use k8s_openapi::apimachinery::pkg::apis::meta::v1::{OwnerReference, Time};
+use kube::core::ObjectMeta;
+use serde::{Deserialize, Deserializer};
+
+#[derive(Deserialize, Default)]
+#[serde(rename_all = "camelCase", default)]
+struct Slim {
+    name: Option<String>,
+    namespace: Option<String>,
+    uid: Option<String>,
+    resource_version: Option<String>,
+    creation_timestamp: Option<Time>,
+    deletion_timestamp: Option<Time>,
+    labels: Option<BTreeMap<String, String>>,
+    annotations: Option<BTreeMap<String, String>>,
+    owner_references: Option<Vec<OwnerReference>>,
+}
+
+/// For `deserialize_with`. The rest is not even kept while it is parsed: a list has hundreds of objects in one answer.
+pub(crate) fn metadata<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta, D::Error> {
+    let slim = Slim::deserialize(from)?;
+    Ok(ObjectMeta {
+        name: slim.name,
+        namespace: slim.namespace,
+        uid: slim.uid,
+        resource_version: slim.resource_version,
+        creation_timestamp: slim.creation_timestamp,
+        deletion_timestamp: slim.deletion_timestamp,
+        labels: slim.labels,
+        annotations: slim.annotations,
+        owner_references: slim.owner_references,
+        ..ObjectMeta::default()
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use crate::cluster::pod_request::AskingPod;
+
+    #[test]
+    fn all_is_kept_but_who_manages_what() {
+        let mut metadata = json!({
+            "name": "p", "namespace": "n", "uid": "u", "resourceVersion": "7", "labels": { "a": "b" },
+            "creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-02T00:00:00Z",
+            "annotations": { "c": "d" },
+            "ownerReferences": [{ "apiVersion": "v1", "kind": "k", "name": "o", "uid": "ou", "controller": true }],
+        });
+        let kept = metadata.clone();
+        metadata["managedFields"] = json!([{ "manager": "m", "fieldsV1": { "f:spec": {} } }]);
+        let pod = json!({ "apiVersion": "v1", "kind": "Pod", "metadata": metadata });
+        let pod: AskingPod = serde_json::from_value(pod).unwrap();
+        assert_eq!(serde_json::to_value(pod.metadata).unwrap(), kept);
+    }
+}

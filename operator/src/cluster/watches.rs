@@ -1,0 +1,358 @@
+//! Turns watches into changes of the world, and those into budgets to look at.
+//!
+//! ```text
+//!   six watches, own writes --> world.apply --> dirty, gathered for a while --> one look at each budget concerned
+//! ```
+//!
+//! Gathering bounds the writes: however fast pods come and go, a budget is looked at once per period.
+
+use std::convert::identity;
+use std::fmt::Debug;
+use std::future::ready;
+use std::time::Duration;
+
+use bursar_crds::resources::{BUDGET_LABEL, QUOTA_LABEL};
+use bursar_crds::{GpuMemoryBudget, GpuNode, Quantum};
+use bursar_watch::{History, Pauses};
+use futures::stream::{self, BoxStream, Stream, StreamExt, select_all};
+use k8s_openapi::api::core::v1::{Namespace, ResourceQuota};
+use kube::core::error_boundary::InvalidObject;
+use kube::core::{DeserializeGuard, PartialObjectMeta};
+use kube::runtime::WatchStreamExt as _;
+use kube::runtime::reflector::ObjectRef;
+use kube::runtime::reflector::Store;
+use kube::runtime::reflector::store::Writer;
+use kube::runtime::watcher;
+use kube::{Api, Client, Resource, ResourceExt as _};
+use serde::de::DeserializeOwned;
+use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::budget::Quota;
+use crate::cluster::own_writes::{Written, merged};
+use crate::cluster::pod_request::{AskingPod, Demand};
+use crate::cluster::unknown_values::{REMEDY, unknown_in_budget, unknown_in_node};
+use crate::cluster::watch_liveness::Pulse;
+use crate::cluster::{Change, Claim, Dirty, Gpus, Host, Key, World, budget_label, kinds, slimmed};
+use crate::error::chain;
+use crate::placement::Told;
+use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
+use crate::placement::node_usage::Load;
+use crate::placement::pod::PodFacts;
+use crate::placement::snapshot::lowered;
+use crate::serve::metrics::Metrics;
+
+/// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
+/// connection that died in silence is noticed then.
+const WATCH_SECONDS: u32 = 200;
+
+/// How long the API server may be silent within an answer: a watch's time, and some. A watch that died in
+/// silence is begun anew after it.
+pub const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
+
+/// The first and the longest pause before a watch that failed is taken up again; chance adds as much at most. An API
+/// server that is back is found within 10 s.
+const FIRST_PAUSE: Duration = Duration::from_millis(500);
+const MOST_PAUSE: Duration = Duration::from_secs(5);
+
+/// How many objects of our own kinds a list tells in one answer: they are parsed whole, and most of one is
+/// its `managedFields`.
+const OURS_AT_ONCE: u32 = 50;
+
+/// How often time is told to the world while it waits for it.
+const CLOCK: Duration = Duration::from_secs(5);
+
+/// How long changes are gathered.
+pub const GATHER: Duration = Duration::from_millis(500);
+
+/// All objects of a kind. A history that goes back is seen by each watch on its own: its connection ends with the API
+/// server that is restored.
+fn all<K>(
+    api: Api<K>,
+    config: watcher::Config,
+) -> impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send
+where
+    K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
+{
+    let pauses = Pauses::new(FIRST_PAUSE, MOST_PAUSE);
+    bursar_watch::watch(api, config, pauses, History::default())
+}
+
+/// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The
+/// budgets are kept in `budgets` as well. What was `written` is known before its watch tells. A watch that fails is taken up again, with back-off.
+pub fn changes(
+    client: &Client,
+    quantum: Quantum,
+    budgets: Writer<GpuMemoryBudget>,
+    metrics: &Metrics,
+    pulse: &Pulse,
+    written: Written,
+) -> BoxStream<'static, Change> {
+    let client = &pulse.listening(client.clone());
+    let pulse = || pulse.clone();
+    let config = || watcher::Config::default().timeout(WATCH_SECONDS);
+    let ours = || config().page_size(OURS_AT_ONCE);
+    let watches = [
+        {
+            let api = Api::<DeserializeGuard<GpuMemoryBudget>>::all(client.clone());
+            let watch = all(api, ours()).modify(|budget| budget.managed_fields_mut().clear());
+            let store = budgets.as_reader();
+            let mut budgets = budgets;
+            heard(kinds::BUDGETS, metrics, pulse(), watch)
+                .flat_map(move |event| {
+                    if let Some(event) = stored(event.clone(), &store) {
+                        budgets.apply_watcher_event(&event);
+                    }
+                    let unreadable = told_unreadable(kinds::BUDGETS, &event, unknown_in_budget);
+                    let lowered = slimmed(event.clone(), |budget| lowered(read(budget)?));
+                    let claims = slimmed(event, |budget| Some(Claim::of(read(budget)?, quantum)));
+                    stream::iter([unreadable])
+                        .chain(both(Told::Lowered(lowered), Change::Budget(claims)))
+                })
+                .boxed()
+        },
+        {
+            let watch = all(Api::<AskingPod>::all(client.clone()), config());
+            let watch = heard(kinds::PODS, metrics, pulse(), watch);
+            merged(watch, written.pods, identity)
+                .flat_map(move |event| {
+                    let load = slimmed(event.clone(), |pod| Load::read(pod, quantum));
+                    let facts = slimmed(event.clone(), |pod| PodFacts::of(pod, quantum));
+                    // Who is bound is on its node before it counts there: it is not to count twice.
+                    let facts = stream::iter([Change::Placement(Told::Pod(facts))]);
+                    facts.chain(both(
+                        Told::Load(load),
+                        Change::Pod(slimmed(event, |pod| Demand::of(pod, quantum))),
+                    ))
+                })
+                .boxed()
+        },
+        {
+            let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
+            let watch = heard(kinds::GPU_NODES, metrics, pulse(), all(api, ours()));
+            merged(watch, written.gpu_nodes, |node| DeserializeGuard(Ok(node)))
+                .flat_map(move |event| {
+                    let unreadable = told_unreadable(kinds::GPU_NODES, &event, unknown_in_node);
+                    let facts = slimmed(event.clone(), |node| {
+                        Some(GpuFacts::of(read(node)?, quantum))
+                    });
+                    let gpus = slimmed(event, |node: &DeserializeGuard<GpuNode>| {
+                        Some(
+                            read(node)
+                                .map_or_else(Gpus::unreadable, |node| Gpus::of(node, quantum)),
+                        )
+                    });
+                    stream::iter([unreadable]).chain(both(Told::Gpus(facts), Change::GpuNode(gpus)))
+                })
+                .boxed()
+        },
+        {
+            let watch = all(Api::<SlimNode>::all(client.clone()), config());
+            let watch = heard(kinds::NODES, metrics, pulse(), watch);
+            merged(watch, written.nodes, identity)
+                .flat_map(move |event| {
+                    let facts = |node: &SlimNode| Some(NodeFacts::of(node, quantum));
+                    both(
+                        Told::Node(slimmed(event.clone(), facts)),
+                        Change::Node(slimmed(event, |node| Some(Host::of(node, quantum)))),
+                    )
+                })
+                .boxed()
+        },
+        {
+            let quotas = Api::<ResourceQuota>::all(client.clone());
+            let watch = all(quotas, config().labels(QUOTA_LABEL));
+            let watch = heard(kinds::QUOTAS, metrics, pulse(), watch);
+            merged(watch, written.quotas, identity)
+                .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
+                .boxed()
+        },
+        {
+            let namespaces = Api::<PartialObjectMeta<Namespace>>::all(client.clone());
+            let watch = all(namespaces, config().labels(BUDGET_LABEL));
+            let watch = heard(kinds::NAMESPACES, metrics, pulse(), watch);
+            merged(watch, written.namespaces, identity)
+                .map(|event| Change::Namespace(slimmed(event, budget_label)))
+                .boxed()
+        },
+    ];
+    select_all(watches).boxed()
+}
+
+/// An object of ours, where it can be read. Objects of other versions are in the cluster while one is rolled out or back:
+/// one of them must not keep all others from being listed. Kubernetes' own kinds are what the API server makes them.
+fn read<K>(object: &DeserializeGuard<K>) -> Option<&K> {
+    object.0.as_ref().ok()
+}
+
+/// Why an object cannot be read, or which field of it has a value of another version.
+fn why<K>(object: &DeserializeGuard<K>, unknown: fn(&K) -> Option<&'static str>) -> Option<String> {
+    match &object.0 {
+        Ok(object) => unknown(object).map(|field| format!("unknown value of {field}")),
+        Err(why) => Some(why.error.clone()),
+    }
+}
+
+fn told_unreadable<K: Resource<DynamicType = ()> + Clone>(
+    kind: &'static str,
+    event: &watcher::Event<DeserializeGuard<K>>,
+    unknown: fn(&K) -> Option<&'static str>,
+) -> Change {
+    let why = |object: &DeserializeGuard<K>| why(object, unknown);
+    Change::Unreadable(kind, slimmed(event.clone(), why))
+}
+
+/// The event for the store of budgets, which has those that can be read.
+fn stored(
+    event: watcher::Event<DeserializeGuard<GpuMemoryBudget>>,
+    store: &Store<GpuMemoryBudget>,
+) -> Option<watcher::Event<GpuMemoryBudget>> {
+    use watcher::Event;
+    let before = |unreadable: InvalidObject| {
+        let metadata = &unreadable.metadata;
+        let name = ObjectRef::new(metadata.name.as_deref()?);
+        let there = store.get(&name.within(metadata.namespace.as_deref()?))?;
+        Some(Event::Delete(there.as_ref().clone()))
+    };
+    match event {
+        Event::Init => Some(Event::Init),
+        Event::InitDone => Some(Event::InitDone),
+        Event::InitApply(object) => object.0.ok().map(Event::InitApply),
+        Event::Apply(object) => object
+            .0
+            .map_or_else(before, |object| Some(Event::Apply(object))),
+        Event::Delete(object) => object
+            .0
+            .map_or_else(before, |object| Some(Event::Delete(object))),
+    }
+}
+
+/// One event for the two who are told of it. Budgets come last: all is known when they are asked for.
+fn both(told: Told, change: Change) -> impl Stream<Item = Change> + Send {
+    stream::iter([Change::Placement(told), change])
+}
+
+/// The events of one watch. Its errors are counted, and the first of a row is logged.
+fn heard<T, S>(
+    kind: &'static str,
+    metrics: &Metrics,
+    pulse: Pulse,
+    watch: S,
+) -> impl Stream<Item = watcher::Event<T>> + Send + use<T, S>
+where
+    T: Send,
+    S: Stream<Item = watcher::Result<watcher::Event<T>>> + Send,
+{
+    let metrics = metrics.clone();
+    let mut failures = 0_u32;
+    watch.filter_map(move |item| {
+        pulse.beat(kind);
+        let event = match item {
+            Ok(event) => {
+                if failures > 0 && !matches!(event, watcher::Event::Init) {
+                    info!(kind, failures, "watched again");
+                    failures = 0;
+                }
+                Some(event)
+            }
+            Err(error) => {
+                metrics.watch_failed(kind);
+                failures = failures.saturating_add(1);
+                if failures == 1 {
+                    warn!(kind, error = %chain(&error), remedy = remedy(&error), "cannot watch; trying on");
+                }
+                None
+            }
+        };
+        ready(event)
+    })
+}
+
+fn remedy(error: &watcher::Error) -> &'static str {
+    let code = match error {
+        watcher::Error::InitialListFailed(kube::Error::Api(status))
+        | watcher::Error::WatchStartFailed(kube::Error::Api(status))
+        | watcher::Error::WatchFailed(kube::Error::Api(status))
+        | watcher::Error::WatchError(status) => status.code,
+        _ => 0,
+    };
+    match code {
+        401 | 403 => "give the operator's service account the chart's ClusterRole",
+        404 => "install the chart's CRDs (crds.install)",
+        _ => "none if it passes; else see whether the API server answers",
+    }
+}
+
+/// Keeps `world` at what `changes` tell, and names the budgets to look at in `work`, once all kinds have
+/// been listed. Ends with `shutdown`, `changes` or the reader of `work`.
+pub async fn observe(
+    mut changes: impl Stream<Item = Change> + Unpin,
+    world: watch::Sender<World>,
+    work: mpsc::Sender<ObjectRef<GpuMemoryBudget>>,
+    gather: Duration,
+    shutdown: CancellationToken,
+) {
+    let mut dirty = Dirty::default();
+    let mut due = None;
+    let mut clock = interval(CLOCK);
+    clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            () = shutdown.cancelled() => return,
+            change = changes.next() => {
+                let Some(change) = change else { return };
+                warn_of(&world.borrow(), &change);
+                world.send_modify(|world| dirty.add(world.apply(change)));
+            }
+            now = clock.tick(), if world.borrow().awaits_time() => {
+                world.send_if_modified(|world| {
+                    let changed = world.apply(Change::Clock(now));
+                    let is_news = !changed.is_empty();
+                    dirty.add(changed);
+                    is_news
+                });
+            }
+            () = until(due) => {
+                due = None;
+                let budgets = world.borrow().budgets(&std::mem::take(&mut dirty));
+                for key in budgets {
+                    let budget = ObjectRef::new(&key.name).within(&key.namespace);
+                    if work.send(budget).await.is_err() {
+                        return;
+                    }
+                }
+            }
+        }
+        if due.is_none() && !dirty.is_empty() && world.borrow().missing().is_empty() {
+            due = Some(Instant::now() + gather);
+        }
+    }
+}
+
+/// Logs an object that cannot be read, once.
+fn warn_of(world: &World, change: &Change) {
+    use watcher::Event::{Apply, InitApply};
+    if let Change::Unreadable(kind, Apply((key, Some(error))) | InitApply((key, Some(error)))) =
+        change
+        && !world.is_unreadable(kind, key)
+    {
+        let Key { namespace, name } = key;
+        warn!(
+            kind,
+            namespace,
+            name,
+            error,
+            remedy = REMEDY,
+            "failed to read all of an object"
+        );
+    }
+}
+
+async fn until(due: Option<Instant>) {
+    match due {
+        Some(due) => sleep_until(due).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,4 @@
+//! Answers probes and scrapes of metrics.
+
+pub mod metrics;
+pub mod probes;
