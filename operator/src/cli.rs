@@ -7,7 +7,7 @@ use std::time::Duration;
 use bursar_crds::Quantum;
 use clap::{ArgAction, Parser};
 
-use crate::placement::Rules;
+use crate::placement::PlacementOptions;
 
 /// The operator's arguments.
 #[derive(Debug, Clone, Parser)]
@@ -47,8 +47,8 @@ pub struct Args {
 
 impl Args {
     /// What they say of placement.
-    pub fn rules(&self) -> Rules {
-        Rules {
+    pub fn placement_options(&self) -> PlacementOptions {
+        PlacementOptions {
             quantum: self.quantum,
             move_waiters: self.move_waiters,
             disruption_grace: Duration::from_secs(self.disruption_grace),
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_arguments_that_the_chart_passes_are_understood() {
+    fn arguments_of_the_chart_are_parsed() {
         let args = Args::try_parse_from([
             "bursar-operator",
             "--listen=[::]:9401",
@@ -80,16 +80,16 @@ mod tests {
             "--disruption-grace=5",
             "--log=info,kube=warn",
         ]);
-        let rules = Rules {
+        let placement_options = PlacementOptions {
             quantum: Quantum::Mib512,
             move_waiters: false,
             disruption_grace: Duration::from_secs(5),
         };
-        assert_eq!(args.unwrap().rules(), rules);
+        assert_eq!(args.unwrap().placement_options(), placement_options);
     }
 
     #[test]
-    fn a_wrong_quantum_is_refused_with_the_right_ones() {
+    fn invalid_quantum_is_refused_with_the_valid_ones() {
         let refusal = Args::try_parse_from(["bursar-operator", "--quantum=2Gi"]).unwrap_err();
         assert!(
             refusal.to_string().contains("write 256Mi, 512Mi or 1Gi"),

@@ -37,7 +37,14 @@ async fn run(args: &Args) -> anyhow::Result<()> {
     let client = client().await.context(
         "no way to the API server: run in a pod with a service account, or set KUBECONFIG",
     )?;
-    Ok(run::run(client, listeners, args.rules(), Timestamp::now, shutdown).await?)
+    Ok(run::run(
+        client,
+        listeners,
+        args.placement_options(),
+        Timestamp::now,
+        shutdown,
+    )
+    .await?)
 }
 
 fn log(args: &Args) -> anyhow::Result<()> {

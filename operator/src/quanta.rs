@@ -73,7 +73,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_most_is_still_an_amount_that_kubernetes_can_read() {
+    fn maximum_is_a_valid_kubernetes_quantity() {
         for quantum in [Quantum::Mib256, Quantum::Mib512, Quantum::Gib1] {
             let most = Quanta::new(u64::MAX).plus(Quanta::MAX).counted(quantum);
             assert_eq!(
@@ -85,14 +85,14 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_quantum_does_not_count() {
+    fn partial_quantum_does_not_count() {
         let amount = Amount::from("1.5Gi");
         assert_eq!(Quanta::within(&amount, Quantum::Gib1), Ok(Quanta::new(1)));
         assert_eq!(Quanta::within(&amount, Quantum::Mib512), Ok(Quanta::new(3)));
     }
 
     #[test]
-    fn taking_more_than_there_is_leaves_nothing() {
+    fn subtraction_saturates_at_zero() {
         assert_eq!(Quanta::new(3).minus(Quanta::new(5)), Quanta::ZERO);
     }
 }

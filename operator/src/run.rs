@@ -10,15 +10,15 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
-use crate::api::write::Writer;
+use crate::api::write::ApiWriter;
 use crate::budget::reconcile::Reconciler;
-use crate::cluster::World;
+use crate::cluster::ClusterIndex;
 use crate::cluster::own_writes;
-use crate::cluster::watch_liveness::Pulse;
-use crate::cluster::watches::{GATHER, changes, observe};
+use crate::cluster::watch_liveness::WatchLiveness;
+use crate::cluster::watches::{DEBOUNCE, update_index, watch_all};
 use crate::nodes::context_policies;
 use crate::nodes::namespace_label;
-use crate::placement::{self, Rules};
+use crate::placement::{self, PlacementOptions};
 use crate::serve::metrics::Metrics;
 use crate::serve::probes::Sources;
 
@@ -26,14 +26,14 @@ use crate::serve::probes::Sources;
 pub type Clock = fn() -> Timestamp;
 
 /// Budgets named and not yet taken up; more wait with the watches.
-const WORK: usize = 256;
+const QUEUE_LENGTH: usize = 256;
 
 /// Why the operator ended without being told to.
 #[derive(Debug, thiserror::Error)]
 pub enum OperatorError {
     /// A task came to its end.
     #[error("{task} ended unasked")]
-    Ended {
+    TaskEnded {
         /// Which.
         task: &'static str,
     },
@@ -47,35 +47,35 @@ pub enum OperatorError {
 pub async fn run(
     client: Client,
     listeners: Listeners,
-    rules: Rules,
+    options: PlacementOptions,
     clock: Clock,
     shutdown: CancellationToken,
 ) -> Result<(), OperatorError> {
-    let quantum = rules.quantum;
+    let quantum = options.quantum;
     let (budgets, writer) = reflector::store();
-    let (world_sender, world) = watch::channel(World::new(quantum));
-    let pulse = Pulse::default();
-    let metrics = Metrics::new(budgets.clone(), world.clone(), pulse.clone());
-    let (work_sender, mut work) = mpsc::channel(WORK);
-    let (wrote, written) = own_writes::channel();
-    let changes = changes(&client, quantum, writer, &metrics, &pulse, written);
+    let (index_sender, index) = watch::channel(ClusterIndex::new(quantum));
+    let liveness = WatchLiveness::default();
+    let metrics = Metrics::new(budgets.clone(), index.clone(), liveness.clone());
+    let (work_sender, mut work) = mpsc::channel(QUEUE_LENGTH);
+    let (responses, own_writes) = own_writes::channel();
+    let changes = watch_all(&client, quantum, writer, &metrics, &liveness, own_writes);
     let sources = Sources {
         metrics: metrics.clone(),
-        world: world.clone(),
-        pulse,
+        index: index.clone(),
+        liveness,
     };
-    let writer = Writer::new(client, metrics.clone(), wrote);
+    let writer = ApiWriter::new(client, metrics.clone(), responses);
     let placement = placement::controller::run(
         writer.clone(),
-        world.clone(),
-        rules,
+        index.clone(),
+        options,
         clock,
         metrics.clone(),
         shutdown.clone(),
     );
-    let ordered = context_policies::run(writer.clone(), world.clone(), shutdown.clone());
-    let released = namespace_label::run(writer.clone(), world.clone(), shutdown.clone());
-    let reconciler = Reconciler::new(writer, world, metrics, clock);
+    let node_orders = context_policies::run(writer.clone(), index.clone(), shutdown.clone());
+    let namespace_labels = namespace_label::run(writer.clone(), index.clone(), shutdown.clone());
+    let reconciler = Reconciler::new(writer, index, metrics, clock);
 
     let mut tasks = JoinSet::new();
     tasks.spawn({
@@ -88,7 +88,7 @@ pub async fn run(
     tasks.spawn({
         let shutdown = shutdown.clone();
         async move {
-            observe(changes, world_sender, work_sender, GATHER, shutdown).await;
+            update_index(changes, index_sender, work_sender, DEBOUNCE, shutdown).await;
             "the watch"
         }
     });
@@ -99,11 +99,11 @@ pub async fn run(
         "the reconciler"
     });
     tasks.spawn(async move {
-        ordered.await;
+        node_orders.await;
         "the orders to nodes"
     });
     tasks.spawn(async move {
-        released.await;
+        namespace_labels.await;
         "the release of namespaces"
     });
     tasks.spawn(async move {
@@ -115,21 +115,21 @@ pub async fn run(
     let first = tasks.join_next().await;
     let asked = shutdown.is_cancelled();
     shutdown.cancel();
-    let mut result = first.map_or(Ok(()), |ended| outcome(ended, asked));
+    let mut result = first.map_or(Ok(()), |ended| task_result(ended, asked));
     while let Some(ended) = tasks.join_next().await {
-        result = result.and(outcome(ended, true));
+        result = result.and(task_result(ended, true));
     }
     info!("stopped");
     result
 }
 
 /// A task's end: fine where it was asked for.
-fn outcome(
+fn task_result(
     ended: Result<&'static str, tokio::task::JoinError>,
     asked: bool,
 ) -> Result<(), OperatorError> {
     match ended.map_err(OperatorError::Panicked)? {
         _ if asked => Ok(()),
-        task => Err(OperatorError::Ended { task }),
+        task => Err(OperatorError::TaskEnded { task }),
     }
 }

@@ -21,7 +21,7 @@ use std::time::Duration;
 use axum::http::StatusCode;
 use bursar_crds::Quantum;
 use bursar_http::Listeners;
-use bursar_operator::placement::Rules;
+use bursar_operator::placement::PlacementOptions;
 use bursar_operator::run::{self, Clock, OperatorError};
 use bursar_sim_api::Api;
 use k8s_openapi::jiff::Timestamp;
@@ -66,7 +66,7 @@ impl Running {
         let task = tokio::spawn(run::run(
             api.client(),
             listeners,
-            Rules {
+            PlacementOptions {
                 quantum: Quantum::Gib1,
                 move_waiters: true,
                 disruption_grace: Duration::from_secs(60),
@@ -224,7 +224,7 @@ fn condition<'a>(status: &'a Value, type_: &str) -> &'a Value {
 }
 
 #[tokio::test]
-async fn a_budget_gets_its_status_and_then_nothing_more_is_written() {
+async fn budget_gets_its_status_once() {
     let running = Running::start(small).await;
     let status = running.until_ready().await;
     assert_eq!(status["deviceMemory"]["requested"]["quanta"], 4);
@@ -242,7 +242,7 @@ async fn a_budget_gets_its_status_and_then_nothing_more_is_written() {
 }
 
 #[tokio::test]
-async fn pods_that_come_end_and_go_are_counted() {
+async fn pods_are_counted_as_they_come_end_and_go() {
     let running = Running::start(small).await;
     running.until_requested(4).await;
     running.api.put("pods", pod("q", 20));
@@ -259,7 +259,7 @@ async fn pods_that_come_end_and_go_are_counted() {
 }
 
 #[tokio::test]
-async fn another_budget_and_another_node_change_what_is_covered() {
+async fn covered_follows_new_budgets_and_nodes() {
     let covered = |wanted: &'static str| {
         move |status: &Value| !status.is_null() && condition(status, "Covered")["reason"] == wanted
     };
@@ -283,7 +283,7 @@ async fn another_budget_and_another_node_change_what_is_covered() {
 }
 
 #[tokio::test]
-async fn a_burst_of_pods_is_gathered_into_few_writes() {
+async fn burst_of_pods_is_debounced_into_few_writes() {
     let running = Running::start(small).await;
     running.until_ready().await;
     let start = Instant::now();
@@ -299,7 +299,7 @@ async fn a_burst_of_pods_is_gathered_into_few_writes() {
 }
 
 #[tokio::test]
-async fn a_status_changed_by_another_hand_is_put_right() {
+async fn foreign_status_edit_is_reverted() {
     let running = Running::start(small).await;
     running.until_requested(4).await;
     let mut forged = budget("team", "16Gi");
@@ -310,7 +310,7 @@ async fn a_status_changed_by_another_hand_is_put_right() {
 }
 
 #[tokio::test]
-async fn a_write_that_fails_is_made_again() {
+async fn failed_write_is_retried() {
     let running = Running::start(|api| {
         small(api);
         api.refuse("/status", StatusCode::INTERNAL_SERVER_ERROR, 1);
@@ -327,7 +327,7 @@ async fn a_write_that_fails_is_made_again() {
 }
 
 #[tokio::test]
-async fn a_late_watch_does_not_bring_back_an_old_status() {
+async fn late_watch_does_not_bring_back_an_old_status() {
     let running = Running::start(small).await;
     running.until_requested(4).await;
     running.api.mute(BUDGETS, true);
@@ -342,7 +342,7 @@ async fn a_late_watch_does_not_bring_back_an_old_status() {
 }
 
 #[tokio::test]
-async fn nothing_is_said_before_everything_is_known() {
+async fn nothing_is_published_before_all_kinds_are_listed() {
     let running = Running::start(|api| {
         small(api);
         api.refuse("/pods", StatusCode::FORBIDDEN, 1);
@@ -382,7 +382,7 @@ impl Running {
 }
 
 #[tokio::test]
-async fn every_node_knows_what_is_done_about_poisoned_contexts_and_what_is_usual_is_not_ordered() {
+async fn every_node_gets_context_policies_that_are_not_default() {
     let running = Running::start(small).await;
     running.until_requested(4).await;
     let with = |namespace: &str, policy: Value| {
@@ -412,7 +412,7 @@ async fn every_node_knows_what_is_done_about_poisoned_contexts_and_what_is_usual
 }
 
 #[tokio::test]
-async fn it_stops_at_once_with_budgets_to_look_at_later() {
+async fn operator_stops_at_once_with_pending_requeues() {
     let running = Running::start(small).await;
     running.until_requested(4).await;
     let took = running.stop().await;

@@ -14,8 +14,8 @@ const OPERATOR: &[&str] = &["--test", "operator"];
 
 /// Worlds with one node that lies.
 const LYING_WORLDS: &[&str] = &[
-    "placement::plan::tests::lying_worlds::no_step_names_a_pod_of_another_node_whatever_one_says",
-    "placement::plan::tests::lying_worlds::true_word_of_a_node_names_its_pods",
+    "placement::plan::tests::untrusted_reports::no_step_names_a_pod_of_another_node_for_any_report",
+    "placement::plan::tests::untrusted_reports::honest_node_report_names_its_pods",
 ];
 
 /// The whole agent as a process, over a simulated driver.
@@ -146,13 +146,13 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "budget::plan_tests::a_budget_over_running_pods_or_made_smaller_takes_nothing_from_anybody",
-                    "budget::plan_tests::a_crash_after_any_step_converges_to_the_same_end",
-                    "budget::plan_tests::a_crash_while_a_budget_is_made_smaller_takes_nothing_from_anybody",
-                    "budget::plan_tests::status_is_dated_by_the_later_quota_and_not_where_that_is_unknown",
-                    "budget::plan_tests::whatever_is_cut_short_who_had_to_go_for_a_fault_goes_once_with_the_reason_on_record",
-                    "budget::quotas::tests::quota_is_taken_up_when_its_status_was_last_written",
-                    "placement::plan::tests::moves::record_of_moves_counts_whatever_time_of_day_it_has",
+                    "budget::plan_tests::new_or_lowered_budget_evicts_no_running_pod",
+                    "budget::plan_tests::plan_converges_after_a_crash_at_any_step",
+                    "budget::plan_tests::lowered_budget_evicts_nobody_after_a_crash",
+                    "budget::plan_tests::enforced_since_is_the_later_quotas_time_or_absent",
+                    "budget::plan_tests::fault_eviction_happens_once_after_a_crash_at_any_step",
+                    "budget::quotas::tests::quota_sync_time_is_its_last_status_write",
+                    "placement::plan::tests::relocation::relocation_record_counts_whatever_its_timestamp",
                 ],
                 ignored: false,
                 env: &[],
@@ -160,7 +160,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: OPERATOR,
                 names: &[
-                    "clocks::lost_gpu_has_the_same_patience_by_any_nodes_clock",
+                    "clocks::lost_gpu_has_the_same_grace_by_any_nodes_clock",
                     "clocks::pod_from_before_its_budget_stays_by_any_operators_clock",
                 ],
                 ignored: false,
@@ -176,7 +176,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "cluster::own_writes::tests::answer_counts_after_a_list_of_lower_versions",
+                    "cluster::own_writes::tests::response_counts_after_a_list_of_lower_versions",
                     "budget::state::tests::written_status_is_forgotten_after_a_new_list",
                 ],
                 ignored: false,
@@ -198,7 +198,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "cluster::index::tests::unreadable_objects_are_named_and_no_budget_is_taken_for_gone",
+                    "cluster::index::tests::unreadable_objects_are_named_and_no_budget_counts_as_gone",
                 ],
                 ignored: false,
                 env: &[],
@@ -224,12 +224,12 @@ pub(super) const CHECKS: &[NamedCheck] = &[
             Tests {
                 target: LIB,
                 names: &[
-                    "budget::tests::nodes_that_do_not_count_are_named_by_reason",
-                    "cluster::node_liveness::tests::node_is_dead_after_its_grace_and_lives_at_once",
-                    "cluster::node_liveness::tests::node_that_comes_back_in_time_never_dies",
+                    "budget::tests::excluded_nodes_are_named_by_reason",
+                    "cluster::node_liveness::tests::node_is_dead_after_its_grace_and_alive_at_once",
+                    "cluster::node_liveness::tests::node_that_recovers_in_time_is_never_dead",
                     "cluster::index::tests::dead_node_leaves_its_cohort_and_returns_when_it_lives",
-                    "cluster::index::tests::gpus_of_no_node_count_for_a_while",
-                    "cluster::index::tests::node_lives_by_its_condition_and_its_kubelets_offer",
+                    "cluster::index::tests::gpus_without_a_node_count_until_the_grace_ends",
+                    "cluster::index::tests::node_is_alive_when_ready_and_its_kubelet_offers_memory",
                 ],
                 ignored: false,
                 env: &[],
@@ -383,7 +383,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
                 "shim_files::tests::builds_are_removed_when_no_cdi_file_mounts_them",
                 "cdi::tests::mounts_are_not_told_when_a_cdi_file_cannot_be_read",
                 "sessions::container::refused::tests::line_is_due_once_for_all_containers",
-                "world::tests::orders_written_to_a_node_are_forgotten_when_it_is_gone",
+                "cluster::index::tests::orders_written_to_a_node_are_forgotten_when_it_is_gone",
             ],
             ignored: false,
             env: &[],
@@ -466,7 +466,7 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "placement::plan::tests::orders::an_override_is_of_each_gpu_when_the_agent_lists_one_of_two",
+                "placement::plan::tests::node_writes::override_covers_each_gpu_when_the_agent_lists_one_of_two",
             ],
             ignored: false,
             env: &[],

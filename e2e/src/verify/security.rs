@@ -877,8 +877,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "cluster::index::tests::a_node_decides_about_its_own_pods_whatever_it_says",
-                "placement::plan::tests::lies::a_node_names_no_victim_on_another_node",
+                "cluster::index::tests::node_report_affects_only_pods_on_that_node",
+                "placement::plan::tests::node_reports::node_report_selects_no_victim_on_another_node",
             ],
             ignored: false,
             env: &[],
@@ -891,8 +891,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "placement::plan::tests::room::a_borrower_gives_back_whatever_its_job_says",
-                "budget::plan_tests::a_borrower_beyond_the_limit_goes_whatever_its_job_says",
+                "placement::plan::tests::preemption::borrower_is_preempted_whatever_its_job_says",
+                "budget::plan_tests::borrower_over_limit_is_evicted_whatever_its_job_says",
             ],
             ignored: false,
             env: &[],
@@ -905,8 +905,8 @@ pub(super) const CHECKS: &[NamedCheck] = &[
         tests: &[Tests {
             target: LIB,
             names: &[
-                "placement::pod::tests::the_controller_says_whether_a_pod_comes_again",
-                "placement::plan::tests::lies::a_mirrors_annotation_stands_in_for_no_other_pod",
+                "placement::pod::tests::owner_is_read_from_the_controller_reference",
+                "placement::plan::tests::node_reports::mirror_annotation_impersonates_no_other_pod",
             ],
             ignored: false,
             env: &[],

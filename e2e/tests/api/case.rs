@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use bursar_crds::Quantum;
 use bursar_http::Listeners;
-use bursar_operator::api::client::patient;
-use bursar_operator::placement::Rules;
+use bursar_operator::api::client::client_config;
+use bursar_operator::placement::PlacementOptions;
 use bursar_operator::run::{self, OperatorError};
 use k8s_openapi::jiff::Timestamp;
 use kube::Config;
@@ -46,10 +46,10 @@ impl Operator {
         silence: Duration,
         faults: &Faults,
     ) -> Result<Self, Failed> {
-        let client = ClientBuilder::try_from(patient(config, silence))?.with_layer(faults);
+        let client = ClientBuilder::try_from(client_config(config, silence))?.with_layer(faults);
         let any = SocketAddr::from(([127, 0, 0, 1], 0));
         let listeners = Listeners::bind(any, any).await?;
-        let rules = Rules {
+        let rules = PlacementOptions {
             quantum: Quantum::Gib1,
             move_waiters: true,
             disruption_grace: Duration::from_secs(60),

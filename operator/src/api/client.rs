@@ -4,16 +4,16 @@ use std::time::Duration;
 
 use kube::{Client, Config};
 
-use crate::cluster::watches::SILENCE;
+use crate::cluster::watches::READ_TIMEOUT;
 
 /// A client by the pod's service account or `KUBECONFIG`.
 pub async fn client() -> Result<Client, kube::Error> {
     let config = Config::infer().await.map_err(kube::Error::InferConfig)?;
-    Client::try_from(patient(config, SILENCE))
+    Client::try_from(client_config(config, READ_TIMEOUT))
 }
 
 /// `config` with none of its requests waiting for ever: the API server may be silent for so long within an answer.
-pub fn patient(mut config: Config, silence: Duration) -> Config {
+pub fn client_config(mut config: Config, silence: Duration) -> Config {
     config.read_timeout = Some(silence);
     config.reset_reader_on_write = true;
     // The library would wait the 10 s that an eviction's refusal asks for, and hide that it was refused. Everything

@@ -11,16 +11,16 @@ use kube::{Client, Resource as _};
 use tokio::time::timeout;
 use tracing::{debug, info};
 
-use crate::budget::Leaver;
+use crate::budget::PodEviction;
 
 /// How long an Event may take: it is worth no wait.
-const TIME: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 /// The longest note that the API server takes (`events.k8s.io/v1`).
-const LONGEST: usize = 1024;
+const MAX_NOTE_LENGTH: usize = 1024;
 
 /// The conditions of `now` that hold otherwise than before, each with whether it is good news. `Ready` sums
 /// the others up, and that a new budget is not in force yet is no news.
-fn turned<'a>(
+fn changed_conditions<'a>(
     before: Option<&GpuMemoryBudgetStatus>,
     now: &'a GpuMemoryBudgetStatus,
 ) -> Vec<(&'a Condition, bool)> {
@@ -49,13 +49,13 @@ fn turned<'a>(
 }
 
 /// Tells what became of `budget`.
-pub(crate) async fn tell(
+pub(crate) async fn publish_transitions(
     client: &Client,
     budget: &GpuMemoryBudget,
     before: Option<&GpuMemoryBudgetStatus>,
     now: &GpuMemoryBudgetStatus,
 ) {
-    for (condition, good) in turned(before, now) {
+    for (condition, good) in changed_conditions(before, now) {
         let Condition {
             type_,
             status,
@@ -70,7 +70,7 @@ pub(crate) async fn tell(
         } else {
             EventType::Warning
         };
-        event(
+        publish(
             client,
             &budget.object_ref(&()),
             kind,
@@ -83,12 +83,12 @@ pub(crate) async fn tell(
 }
 
 /// A pod is ended for its budget.
-pub(crate) async fn tell_pod(client: &Client, namespace: &str, leaver: &Leaver) {
-    let Leaver {
+pub(crate) async fn publish_eviction(client: &Client, namespace: &str, leaver: &PodEviction) {
+    let PodEviction {
         pod,
         uid,
         reason,
-        why,
+        message: why,
     } = leaver;
     info!(namespace, pod, uid, reason, why, "evicted");
     let about = ObjectReference {
@@ -99,10 +99,10 @@ pub(crate) async fn tell_pod(client: &Client, namespace: &str, leaver: &Leaver) 
         uid: Some(uid.clone()),
         ..ObjectReference::default()
     };
-    event(client, &about, EventType::Warning, "Evict", reason, why).await;
+    publish(client, &about, EventType::Warning, "Evict", reason, why).await;
 }
 
-async fn event(
+async fn publish(
     client: &Client,
     about: &ObjectReference,
     type_: EventType,
@@ -111,7 +111,7 @@ async fn event(
     note: &str,
 ) {
     let mut note = note.to_owned();
-    note.truncate(note.floor_char_boundary(LONGEST));
+    note.truncate(note.floor_char_boundary(MAX_NOTE_LENGTH));
     let event = Event {
         type_,
         reason: reason.to_owned(),
@@ -123,7 +123,7 @@ async fn event(
     // A new one each: it takes a second Event with the same reason for the first one again, and drops its note.
     let recorder = Recorder::new(client.clone(), reporter);
     if !matches!(
-        timeout(TIME, recorder.publish(&event, about)).await,
+        timeout(TIMEOUT, recorder.publish(&event, about)).await,
         Ok(Ok(()))
     ) {
         debug!(reason, "event not sent");
@@ -149,7 +149,7 @@ mod tests {
     fn told(before: Option<&[(&str, &str)]>, now: &[(&str, &str)]) -> Vec<(String, bool)> {
         let before = before.map(status);
         let now = status(now);
-        let turned = turned(before.as_ref(), &now);
+        let turned = changed_conditions(before.as_ref(), &now);
         turned
             .into_iter()
             .map(|(condition, good)| (condition.type_.clone(), good))
@@ -157,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn each_transition_is_told_once_and_says_whether_it_is_good() {
+    fn condition_change_is_published_once_with_its_severity() {
         let quiet = [
             ("Ready", "True"),
             ("Exceeded", "False"),
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn of_a_new_budget_only_what_is_amiss_is_told() {
+    fn new_budget_publishes_only_bad_conditions() {
         let new = [
             ("Ready", "False"),
             ("Accepted", "True"),

@@ -3,22 +3,26 @@
 use k8s_openapi::api::batch::v1::Job;
 use kube::{Api, Client, ResourceExt as _};
 
-use crate::api::read::{AskError, ask};
-use crate::cluster::pod_request::Owner;
+use crate::api::read::{ReadError, with_timeout};
+use crate::cluster::pod_request::JobRef;
 
 /// Whether `job` does not take an evicted pod for a failed one. Of a Job that is gone nothing can fail any more. What is
 /// asked never changes: the policy of a Job is immutable.
 ///
 /// # Errors
 /// None of them says anything of the Job.
-pub async fn lets_go(client: &Client, namespace: &str, job: &Owner) -> Result<bool, AskError> {
+pub async fn ignores_disruption(
+    client: &Client,
+    namespace: &str,
+    job: &JobRef,
+) -> Result<bool, ReadError> {
     let jobs = Api::<Job>::namespaced(client.clone(), namespace);
-    let found = ask(&format!("Job {}", job.name), jobs.get_opt(&job.name)).await?;
+    let found = with_timeout(&format!("Job {}", job.name), jobs.get_opt(&job.name)).await?;
     let found = found.filter(|found| found.uid().as_ref() == Some(&job.uid));
-    Ok(found.is_none_or(|found| ignores_disruption(&found)))
+    Ok(found.is_none_or(|found| policy_ignores_disruption(&found)))
 }
 
-fn ignores_disruption(job: &Job) -> bool {
+fn policy_ignores_disruption(job: &Job) -> bool {
     let policy = job
         .spec
         .as_ref()
@@ -44,23 +48,23 @@ mod tests {
 
     use super::*;
 
-    fn job(rules: Value) -> Job {
+    fn job(options: Value) -> Job {
         serde_json::from_value(json!({ "spec": {
-            "template": { "spec": { "containers": [] } }, "podFailurePolicy": { "rules": rules } } }))
+            "template": { "spec": { "containers": [] } }, "podFailurePolicy": { "rules": options } } }))
         .unwrap()
     }
 
     #[test]
-    fn a_job_lets_its_pods_go_only_where_its_policy_says_so_first() {
+    fn job_ignores_disruption_only_by_its_first_rule() {
         let ignore = json!({ "action": "Ignore", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
         let fail = json!({ "action": "FailJob", "onPodConditions": [{ "type": "DisruptionTarget", "status": "True" }] });
         let exit =
             json!({ "action": "FailJob", "onExitCodes": { "operator": "In", "values": [1] } });
-        assert!(ignores_disruption(&job(json!([ignore]))));
-        assert!(ignores_disruption(&job(json!([ignore, exit]))));
-        assert!(!ignores_disruption(&job(json!([exit, ignore]))));
-        assert!(!ignores_disruption(&job(json!([fail, ignore]))));
-        assert!(!ignores_disruption(&job(json!([]))));
-        assert!(!ignores_disruption(&Job::default()));
+        assert!(policy_ignores_disruption(&job(json!([ignore]))));
+        assert!(policy_ignores_disruption(&job(json!([ignore, exit]))));
+        assert!(!policy_ignores_disruption(&job(json!([exit, ignore]))));
+        assert!(!policy_ignores_disruption(&job(json!([fail, ignore]))));
+        assert!(!policy_ignores_disruption(&job(json!([]))));
+        assert!(!policy_ignores_disruption(&Job::default()));
     }
 }

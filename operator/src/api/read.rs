@@ -7,14 +7,14 @@ use kube::api::ListParams;
 use kube::{Api, Client, ResourceExt as _};
 use tokio::time::timeout;
 
-use crate::cluster::pod_request::{AskingPod, Demand};
+use crate::cluster::pod_request::{PodRequest, SlimPod};
 
 /// How long the API server may take to answer.
-const TIME: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Nobody knows: it says nothing of what was asked about.
 #[derive(Debug, thiserror::Error)]
-pub enum AskError {
+pub enum ReadError {
     /// The API server or the way to it.
     #[error("cannot look at {what}")]
     Request {
@@ -24,7 +24,7 @@ pub enum AskError {
         source: Box<kube::Error>,
     },
     /// No answer in time.
-    #[error("no answer within {} s about {what}", TIME.as_secs())]
+    #[error("no answer within {} s about {what}", TIMEOUT.as_secs())]
     TimedOut {
         /// What was asked about.
         what: String,
@@ -35,45 +35,48 @@ pub enum AskError {
 ///
 /// # Errors
 /// When there is none, or none in time.
-pub async fn ask<T>(
+pub async fn with_timeout<T>(
     what: &str,
     answer: impl Future<Output = kube::Result<T>>,
-) -> Result<T, AskError> {
+) -> Result<T, ReadError> {
     let what = || what.to_owned();
-    match timeout(TIME, answer).await {
-        Ok(answer) => answer.map_err(|source| AskError::Request {
+    match timeout(TIMEOUT, answer).await {
+        Ok(answer) => answer.map_err(|source| ReadError::Request {
             what: what(),
             source: Box::new(source),
         }),
-        Err(_) => Err(AskError::TimedOut { what: what() }),
+        Err(_) => Err(ReadError::TimedOut { what: what() }),
     }
 }
 
 /// So many pods at a time.
-const PAGE: u32 = 500;
+const PAGE_SIZE: u32 = 500;
 /// Those that have ended may be many, and ask for nothing any more.
-const ALIVE: &str = "status.phase!=Succeeded,status.phase!=Failed";
+const NOT_TERMINATED: &str = "status.phase!=Succeeded,status.phase!=Failed";
 
 /// The pods of `namespace` that ask for something, by name, as they are now.
 ///
 /// # Errors
 /// None of them says anything of the pods.
-pub async fn asking(
+pub async fn list_requesting_pods(
     client: &Client,
     namespace: &str,
     quantum: Quantum,
-) -> Result<Vec<(String, Demand)>, AskError> {
-    let pods = Api::<AskingPod>::namespaced(client.clone(), namespace);
+) -> Result<Vec<(String, PodRequest)>, ReadError> {
+    let pods = Api::<SlimPod>::namespaced(client.clone(), namespace);
     let what = format!("the pods of namespace {namespace}");
-    let mut page = ListParams::default().fields(ALIVE).limit(PAGE);
-    let mut demands = Vec::new();
+    let mut page = ListParams::default()
+        .fields(NOT_TERMINATED)
+        .limit(PAGE_SIZE);
+    let mut requests = Vec::new();
     loop {
-        let list = ask(&what, pods.list(&page)).await?;
+        let list = with_timeout(&what, pods.list(&page)).await?;
         let asking = list.items.iter();
-        demands.extend(asking.filter_map(|pod| Some((pod.name_any(), Demand::of(pod, quantum)?))));
+        requests
+            .extend(asking.filter_map(|pod| Some((pod.name_any(), PodRequest::of(pod, quantum)?))));
         match list.metadata.continue_.filter(|token| !token.is_empty()) {
             Some(token) => page = page.continue_token(&token),
-            None => return Ok(demands),
+            None => return Ok(requests),
         }
     }
 }

@@ -16,14 +16,14 @@ use kube::{Client, ResourceExt as _};
 use serde_json::{Value, json};
 use tokio::time::timeout;
 
-use crate::cluster::own_writes::{Wrote, telling};
-use crate::serve::metrics::{Metrics, Written};
+use crate::cluster::own_writes::{WriteSender, send_response};
+use crate::serve::metrics::{Metrics, WriteKind};
 
 /// How long one write may take. Less than the time that a pod gets to stop.
-const TIME: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Who owns `spec.contextPolicies` and `spec.restarts`: other orders in the same object are other applies.
-const CONTEXTS_MANAGER: &str = "bursar-operator-contexts";
+const CONTEXT_POLICIES_MANAGER: &str = "bursar-operator-contexts";
 
 /// A write that failed. All are worth another try later.
 #[derive(Debug, thiserror::Error)]
@@ -45,7 +45,7 @@ pub enum WriteError {
         source: Box<kube::Error>,
     },
     /// No answer in time.
-    #[error("no answer within {} s to the write of {what}", TIME.as_secs())]
+    #[error("no answer within {} s to the write of {what}", TIMEOUT.as_secs())]
     TimedOut {
         /// What.
         what: String,
@@ -54,7 +54,7 @@ pub enum WriteError {
 
 impl WriteError {
     /// What was to be written.
-    pub fn what(&self) -> &str {
+    pub fn target(&self) -> &str {
         match self {
             Self::Forbidden { what, .. } | Self::Failed { what, .. } | Self::TimedOut { what } => {
                 what
@@ -65,34 +65,34 @@ impl WriteError {
 
 /// How a pod's eviction went.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Evicted {
+pub enum EvictionResult {
     /// It ends, or is gone.
-    Ends,
+    Accepted,
     /// A disruption budget keeps it.
-    Kept,
+    BlockedByPdb,
 }
 
 /// Changes things. Cheap to clone.
 #[derive(Clone)]
-pub struct Writer {
+pub struct ApiWriter {
     client: Client,
     metrics: Metrics,
-    wrote: Wrote,
+    responses: WriteSender,
 }
 
-impl Writer {
-    /// A writer with the rights of `client`, which tells what it `wrote`.
-    pub fn new(client: Client, metrics: Metrics, wrote: Wrote) -> Self {
+impl ApiWriter {
+    /// A writer with the rights of `client`, which tells what it `responses`.
+    pub fn new(client: Client, metrics: Metrics, responses: WriteSender) -> Self {
         Self {
             client,
             metrics,
-            wrote,
+            responses,
         }
     }
 
     /// Who is told what was written.
-    pub(crate) fn wrote(&self) -> &Wrote {
-        &self.wrote
+    pub(crate) fn responses(&self) -> &WriteSender {
+        &self.responses
     }
 
     /// The client that it writes with.
@@ -101,7 +101,7 @@ impl Writer {
     }
 
     /// Applies `status`; `None` where the budget is gone.
-    pub async fn status(
+    pub async fn apply_status(
         &self,
         budget: &GpuMemoryBudget,
         status: &GpuMemoryBudgetStatus,
@@ -116,14 +116,14 @@ impl Writer {
             "status": status,
         });
         let what = format!("the status of GpuMemoryBudget {namespace}/{name}");
-        let (params, patch) = (applied(), Patch::Apply(body));
+        let (params, patch) = (apply_params(), Patch::Apply(body));
         let write = api.patch_status(&name, &params, &patch);
-        let written = self.write(Written::Status, what, write).await?;
+        let written = self.request(WriteKind::Status, what, write).await?;
         Ok(written.map(|budget| budget.status.unwrap_or_default()))
     }
 
     /// Applies a quota, or merges it with what is there.
-    pub async fn quota(
+    pub async fn apply_quota(
         &self,
         namespace: &str,
         name: &str,
@@ -132,11 +132,15 @@ impl Writer {
         let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
         let what = format!("ResourceQuota {namespace}/{name}");
         let params = match patch {
-            Patch::Apply(_) => applied(),
-            _ => merged(),
+            Patch::Apply(_) => apply_params(),
+            _ => merge_params(),
         };
         let write = api.patch(name, &params, patch);
-        telling(&self.wrote.quotas, self.write(Written::Quota, what, write)).await
+        send_response(
+            &self.responses.quotas,
+            self.request(WriteKind::Quota, what, write),
+        )
+        .await
     }
 
     /// Deletes the quota of this UID and no other.
@@ -148,29 +152,33 @@ impl Writer {
     ) -> Result<(), WriteError> {
         let api = Api::<ResourceQuota>::namespaced(self.client.clone(), namespace);
         let what = format!("ResourceQuota {namespace}/{name}");
-        let params = only(uid);
+        let params = with_uid(uid);
         let write = api.delete(name, &params);
-        self.write(Written::Quota, what, write).await.map(drop)
+        self.request(WriteKind::Quota, what, write).await.map(drop)
     }
 
     /// Sets the budget label of a namespace, or takes it off.
-    pub async fn label(&self, namespace: &str, value: Option<&str>) -> Result<(), WriteError> {
+    pub async fn label_namespace(
+        &self,
+        namespace: &str,
+        value: Option<&str>,
+    ) -> Result<(), WriteError> {
         let api = Api::<Namespace>::all(self.client.clone());
         let what = format!("the label of Namespace {namespace}");
-        // No apply: that would leave a label in place which somebody else wrote too.
+        // No apply: that would leave a label in place which somebody else responses too.
         let patch = json!({ "metadata": { "labels": { BUDGET_LABEL: value } } });
-        let (params, patch) = (merged(), Patch::Merge(patch));
+        let (params, patch) = (merge_params(), Patch::Merge(patch));
         let write = api.patch_metadata(namespace, &params, &patch);
-        telling(
-            &self.wrote.namespaces,
-            self.write(Written::Label, what, write),
+        send_response(
+            &self.responses.namespaces,
+            self.request(WriteKind::Label, what, write),
         )
         .await
     }
 
     /// Orders what a node's agent does about poisoned contexts, and which it restarts now. Fails where the
     /// object is gone or was made anew.
-    pub async fn contexts(
+    pub async fn apply_context_policies(
         &self,
         node: &str,
         uid: &str,
@@ -186,12 +194,12 @@ impl Writer {
             "spec": { "contextPolicies": orders, "restarts": restarts },
         });
         let what = format!("the context policies of GpuNode {node}");
-        let params = PatchParams::apply(CONTEXTS_MANAGER).force();
+        let params = PatchParams::apply(CONTEXT_POLICIES_MANAGER).force();
         let patch = Patch::Apply(body);
         let write = api.patch(node, &params, &patch);
-        telling(
-            &self.wrote.gpu_nodes,
-            self.write(Written::Contexts, what, write),
+        send_response(
+            &self.responses.gpu_nodes,
+            self.request(WriteKind::ContextPolicies, what, write),
         )
         .await
     }
@@ -203,13 +211,15 @@ impl Writer {
         name: &str,
         uid: &str,
         by_force: bool,
-    ) -> Result<Evicted, WriteError> {
+    ) -> Result<EvictionResult, WriteError> {
         let api = Api::<Pod>::namespaced(self.client.clone(), namespace);
         let what = format!("the eviction of Pod {namespace}/{name}");
         let result = if by_force {
-            let params = only(uid);
+            let params = with_uid(uid);
             let write = api.delete(name, &params);
-            self.write(Written::Eviction, what, write).await.map(drop)
+            self.request(WriteKind::Eviction, what, write)
+                .await
+                .map(drop)
         } else {
             // The client's own `evict` sends the options under a name that the API server does not know.
             let eviction = Eviction {
@@ -231,26 +241,30 @@ impl Writer {
             };
             let params = PostParams::default();
             let write = api.create_subresource::<_, Value>("eviction", name, &params, &eviction);
-            self.write(Written::Eviction, what, write).await.map(drop)
+            self.request(WriteKind::Eviction, what, write)
+                .await
+                .map(drop)
         };
         match result {
             // A conflict (409) says that another pod has the name by now, which is soon seen, or nothing of the pod.
-            Err(WriteError::Failed { source, .. }) if is_kept(&source) => Ok(Evicted::Kept),
-            other => other.map(|()| Evicted::Ends),
+            Err(WriteError::Failed { source, .. }) if is_blocked_by_pdb(&source) => {
+                Ok(EvictionResult::BlockedByPdb)
+            }
+            other => other.map(|()| EvictionResult::Accepted),
         }
     }
 
     /// `None` where what is written to is gone.
-    async fn write<T>(
+    async fn request<T>(
         &self,
-        kind: Written,
+        kind: WriteKind,
         what: String,
         write: impl Future<Output = Result<T, kube::Error>>,
     ) -> Result<Option<T>, WriteError> {
-        let answer = timeout(TIME, write).await;
+        let answer = timeout(TIMEOUT, write).await;
         let result = match answer {
             Ok(Ok(written)) => Ok(Some(written)),
-            Ok(Err(source)) => match code(&source) {
+            Ok(Err(source)) => match status_code(&source) {
                 404 => Ok(None),
                 401 | 403 => Err(WriteError::Forbidden {
                     what,
@@ -263,18 +277,18 @@ impl Writer {
             },
             Err(_) => Err(WriteError::TimedOut { what }),
         };
-        self.metrics.wrote(kind, result.is_ok());
+        self.metrics.record_write(kind, result.is_ok());
         result
     }
 }
 
 /// Server-side apply, over whoever changed the same fields.
-fn applied() -> PatchParams {
+fn apply_params() -> PatchParams {
     PatchParams::apply(OPERATOR_MANAGER).force()
 }
 
 /// A merge, in the operator's name.
-fn merged() -> PatchParams {
+fn merge_params() -> PatchParams {
     PatchParams {
         field_manager: Some(OPERATOR_MANAGER.to_owned()),
         ..PatchParams::default()
@@ -282,7 +296,7 @@ fn merged() -> PatchParams {
 }
 
 /// Deletes what has this UID.
-fn only(uid: &str) -> DeleteParams {
+fn with_uid(uid: &str) -> DeleteParams {
     DeleteParams {
         preconditions: Some(Preconditions {
             uid: Some(uid.to_owned()),
@@ -292,7 +306,7 @@ fn only(uid: &str) -> DeleteParams {
     }
 }
 
-fn code(error: &kube::Error) -> u16 {
+fn status_code(error: &kube::Error) -> u16 {
     match error {
         kube::Error::Api(status) => status.code,
         _ => 0,
@@ -302,7 +316,7 @@ fn code(error: &kube::Error) -> u16 {
 /// Whether the pod's disruption budgets refused its eviction. What else answers 429 is about the request (the API
 /// server's own flow control); a pod under two disruption budgets is refused by an error of the server
 /// (`pkg/registry/core/pod/storage/eviction.go`).
-fn is_kept(error: &kube::Error) -> bool {
+fn is_blocked_by_pdb(error: &kube::Error) -> bool {
     let kube::Error::Api(status) = error else {
         return false;
     };
@@ -321,10 +335,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pod_is_kept_by_disruption_budgets_and_by_no_other_refusal() {
+    fn eviction_is_blocked_only_by_disruption_budgets() {
         let kept = |status: Value| {
             let status = serde_json::from_value(status).unwrap();
-            is_kept(&kube::Error::Api(status))
+            is_blocked_by_pdb(&kube::Error::Api(status))
         };
         let causes = json!({ "causes": [{ "reason": "DisruptionBudget", "message": "needs 1 healthy pods and has 1" }] });
         assert!(kept(

@@ -5,26 +5,26 @@ use std::collections::BTreeMap;
 use bursar_crds::conditions::{Statement, budget as names};
 use bursar_crds::{COHORT_LABEL, DEFAULT_COHORT, GpuMemoryBudget, Quantum};
 
-use super::quotas::{Cap, Which};
-use super::spec::unreadable_overrides;
-use super::{Cohort, Facts, Usage};
-use super::{InvalidSpec, Terms};
-use crate::cluster::LeftOut;
+use super::quotas::{QuotaKind, QuotaSpec};
+use super::spec::invalid_overrides;
+use super::{BudgetInputs, Cohort, RequestedUsage};
+use super::{InvalidSpec, ParsedSpec};
+use crate::cluster::ExclusionReason;
 use crate::cluster::unknown_values::{REMEDY, unknown_in_budget};
 use crate::quanta::Quanta;
 
 /// The conditions of `budget`: Ready, Accepted, Covered, Exceeded, Enforced.
-pub(super) fn statements(
+pub(super) fn conditions(
     budget: &GpuMemoryBudget,
-    terms: &Result<Terms, InvalidSpec>,
-    facts: &Facts,
+    parsed: &Result<ParsedSpec, InvalidSpec>,
+    inputs: &BudgetInputs,
 ) -> Vec<Statement> {
-    let accepted = accepted(budget, terms, facts.quantum);
-    let (covered, exceeded, enforced) = match terms {
-        Ok(terms) => (
-            covered(&budget.spec.cohort, &facts.cohort, facts.quantum),
-            exceeded(terms, &facts.usage, facts.quantum),
-            enforced(budget, terms, facts),
+    let accepted = accepted(budget, parsed, inputs.quantum);
+    let (covered, exceeded, enforced) = match parsed {
+        Ok(parsed) => (
+            covered(&budget.spec.cohort, &inputs.cohort, inputs.quantum),
+            exceeded(parsed, &inputs.requested, inputs.quantum),
+            enforced(budget, parsed, inputs),
         ),
         Err(_) => (
             unknown(names::COVERED),
@@ -57,15 +57,15 @@ fn ready(wanted: &[(&Statement, bool)]) -> Statement {
 
 fn accepted(
     budget: &GpuMemoryBudget,
-    terms: &Result<Terms, InvalidSpec>,
+    parsed: &Result<ParsedSpec, InvalidSpec>,
     quantum: Quantum,
 ) -> Statement {
     let invalid = |why| Statement::new(names::ACCEPTED, false, names::INVALID_SPEC, why);
-    let terms = match terms {
-        Ok(terms) => terms,
+    let parsed = match parsed {
+        Ok(parsed) => parsed,
         Err(why) => return invalid(why.to_string()),
     };
-    let unreadable = unreadable_overrides(&budget.spec).map(|why| why.to_string());
+    let unreadable = invalid_overrides(&budget.spec).map(|why| why.to_string());
     let unreadable: Vec<_> = unreadable.collect();
     if !unreadable.is_empty() {
         return invalid(format!("{}; the rest holds", unreadable.join(", ")));
@@ -75,10 +75,10 @@ fn accepted(
             "{field} has a value of another version: {REMEDY}; the rest holds"
         ));
     }
-    let message = if terms.rounded.is_empty() {
+    let message = if parsed.rounded.is_empty() {
         "the spec is understood".to_owned()
     } else {
-        let rounded = terms.rounded.join(", ");
+        let rounded = parsed.rounded.join(", ");
         format!("the spec is understood; {rounded}, for memory is counted in quanta of {quantum}")
     };
     Statement::new(names::ACCEPTED, true, names::AS_DECLARED, message)
@@ -89,10 +89,10 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
         guaranteed,
         nodes,
         allocatable,
-        left_out: _,
-        unknown: _,
+        excluded: _,
+        unknown_field: _,
     } = cohort;
-    let left_out = left_out(cohort, quantum);
+    let left_out = excluded_nodes(cohort, quantum);
     let say = |holds, reason, message: String| {
         Statement::new(names::COVERED, holds, reason, message + &left_out)
     };
@@ -122,28 +122,28 @@ fn covered(name: &str, cohort: &Cohort, quantum: Quantum) -> Statement {
 }
 
 /// The nodes whose memory does not count, by reason, each with one of them and with what helps.
-fn left_out(cohort: &Cohort, quantum: Quantum) -> String {
-    let mut reasons: BTreeMap<&LeftOut, Vec<&str>> = BTreeMap::new();
-    for (node, why) in &cohort.left_out {
+fn excluded_nodes(cohort: &Cohort, quantum: Quantum) -> String {
+    let mut reasons: BTreeMap<&ExclusionReason, Vec<&str>> = BTreeMap::new();
+    for (node, why) in &cohort.excluded {
         reasons.entry(why).or_default().push(node);
     }
     let told = reasons.into_iter().map(|(why, nodes)| {
-        let (nodes, node) = (count(nodes.len(), "node"), nodes[0]);
+        let (nodes, node) = (plural(nodes.len(), "node"), nodes[0]);
         match why {
-            LeftOut::OtherQuantum(size) => format!(
+            ExclusionReason::OtherQuantum(size) => format!(
                 "; {nodes} left out, for {node} counts in {size} and the cluster in {quantum}: \
                  give the operator and every agent one quantum"
             ),
-            LeftOut::Unreadable => {
+            ExclusionReason::Unreadable => {
                 format!("; {nodes} left out, for GpuNode {node} cannot be read: {REMEDY}")
             }
-            LeftOut::Dead => format!(
+            ExclusionReason::Dead => format!(
                 "; {nodes} left out, for node {node} is not Ready, or its kubelet has no agent: \
                  see `kubectl describe node {node}` and the agent's pod there"
             ),
         }
     });
-    let unknown = cohort.unknown.iter().map(|(node, field)| {
+    let unknown = cohort.unknown_field.iter().map(|(node, field)| {
         format!("; GpuNode {node} has a value of another version in {field}: {REMEDY}")
     });
     told.chain(unknown).collect()
@@ -157,26 +157,26 @@ fn node_remedy(cohort: &str) -> String {
     }
 }
 
-fn exceeded(terms: &Terms, usage: &Usage, quantum: Quantum) -> Statement {
+fn exceeded(parsed: &ParsedSpec, usage: &RequestedUsage, quantum: Quantum) -> Statement {
     let total = usage.guaranteed.plus(usage.borrowed);
     let bounds = [
         (
             total,
-            terms.limit,
+            parsed.limit,
             names::OVER_LIMIT,
             "pods",
             "delete pods or raise spec.deviceMemory.limit",
         ),
         (
             usage.guaranteed,
-            terms.guaranteed,
+            parsed.guaranteed,
             names::OVER_GUARANTEE,
             "guaranteed pods",
             "give some the PriorityClass bursar-borrowed or raise spec.deviceMemory.guaranteed",
         ),
         (
             usage.managed,
-            terms.managed,
+            parsed.managed,
             names::OVER_MANAGED_LIMIT,
             "managed memory: pods",
             "delete pods or raise spec.managedMemory.limit",
@@ -196,26 +196,32 @@ fn exceeded(terms: &Terms, usage: &Usage, quantum: Quantum) -> Statement {
     };
     let told: Vec<_> = over
         .iter()
-        .map(|(asked, most, _, who, remedy)| told(who, *asked, *most, remedy, quantum))
+        .map(|(asked, most, _, who, remedy)| exceeded_bound(who, *asked, *most, remedy, quantum))
         .collect();
     Statement::new(names::EXCEEDED, true, reason, told.join("; "))
 }
 
-fn told(who: &str, asked: Quanta, most: Quanta, remedy: &str, quantum: Quantum) -> String {
+fn exceeded_bound(
+    who: &str,
+    asked: Quanta,
+    most: Quanta,
+    remedy: &str,
+    quantum: Quantum,
+) -> String {
     let (asked, most) = (asked.text(quantum), most.text(quantum));
     format!("{who} ask for {asked}, {most} is allowed: {remedy}")
 }
 
-fn enforced(budget: &GpuMemoryBudget, terms: &Terms, facts: &Facts) -> Statement {
+fn enforced(budget: &GpuMemoryBudget, parsed: &ParsedSpec, inputs: &BudgetInputs) -> Statement {
     let pending = |message| Statement::new(names::ENFORCED, false, names::QUOTA_PENDING, message);
-    for which in Which::ALL {
+    for kind in QuotaKind::ALL {
         let (name, wanted) = (
-            which.name(),
-            Cap::wanted(which, budget, terms, facts.quantum),
+            kind.name(),
+            QuotaSpec::desired(kind, budget, parsed, inputs.quantum),
         );
-        match facts.quota(which) {
+        match inputs.quota(kind) {
             Some(quota) if quota.enforces(&wanted) => {}
-            Some(quota) if quota.cap == wanted => {
+            Some(quota) if quota.spec == wanted => {
                 return pending(format!(
                     "ResourceQuota {name} is written and not in force yet: that is up to the controller manager"
                 ));
@@ -245,7 +251,7 @@ fn unknown(type_: &'static str) -> Statement {
     }
 }
 
-fn count(number: usize, noun: &str) -> String {
+fn plural(number: usize, noun: &str) -> String {
     let plural = if number == 1 { "" } else { "s" };
     format!("{number} {noun}{plural}")
 }

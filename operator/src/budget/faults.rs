@@ -18,15 +18,15 @@ use bursar_crds::gpu_node::{Fault, FaultAction, FaultKind};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use k8s_openapi::jiff::Timestamp;
 
-use super::plan::Leaver;
-use super::{Facts, Sufferer};
-use crate::cluster::pod_request::Owner;
+use super::plan::PodEviction;
+use super::{AffectedPod, BudgetInputs};
+use crate::cluster::pod_request::JobRef;
 
 /// How long a GPU may be gone before pods go for it: a driver that is loaded anew is back by then.
-pub(super) const PATIENCE: Duration = Duration::from_secs(30);
+pub(super) const GPU_FAULT_GRACE: Duration = Duration::from_secs(30);
 
 /// The longest message of an eviction.
-const LONGEST: usize = 512;
+const MAX_MESSAGE_LENGTH: usize = 512;
 
 /// What the operator has to do about a fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -58,42 +58,53 @@ pub fn remedy(fault: &Fault, policy: &ContextPolicy) -> Option<Remedy> {
 
 /// Who has to go now.
 #[derive(Debug, Default)]
-pub(super) struct Due<'a> {
+pub(super) struct DueEvictions<'a> {
     /// Each with why.
-    pub(super) leaving: Vec<(&'a Sufferer, &'static str)>,
+    pub(super) evictions: Vec<(&'a AffectedPod, &'static str)>,
     /// The Jobs that have to be looked at first.
-    pub(super) looks: Vec<&'a Owner>,
+    pub(super) unread_jobs: Vec<&'a JobRef>,
     /// When it is no longer too early for others.
-    pub(super) again: Option<Duration>,
+    pub(super) retry_after: Option<Duration>,
 }
 
 /// Those of the namespace's pods who have to go for a fault.
-pub(super) fn due<'a>(budget: &GpuMemoryBudget, facts: &'a Facts) -> Due<'a> {
-    let (policy, mut due) = (&budget.spec.context_policy, Due::default());
-    for sufferer in facts.sufferers.iter().filter(|one| !one.demand.ending) {
-        let Some(Remedy::Evict(reason)) = remedy(&sufferer.fault, policy) else {
+pub(super) fn due_evictions<'a>(
+    budget: &GpuMemoryBudget,
+    inputs: &'a BudgetInputs,
+) -> DueEvictions<'a> {
+    let (policy, mut due) = (&budget.spec.context_policy, DueEvictions::default());
+    for affected in inputs
+        .affected_pods
+        .iter()
+        .filter(|one| !one.request.terminating)
+    {
+        let Some(Remedy::Evict(reason)) = remedy(&affected.fault, policy) else {
             continue;
         };
-        let of_gpu = sufferer.fault.kind == FaultKind::Gpu;
-        let early = PATIENCE.saturating_sub(sufferer.seen_for);
+        let of_gpu = affected.fault.kind == FaultKind::Gpu;
+        let early = GPU_FAULT_GRACE.saturating_sub(affected.observed_for);
         // An operator before this one had the patience for what is on record.
-        let had = record(recorded(budget), sufferer).is_some();
+        let had = find_record(current_records(budget), affected).is_some();
         if of_gpu && !early.is_zero() && !had {
-            due.again = Some(due.again.map_or(early, |again| again.min(early)));
+            due.retry_after = Some(due.retry_after.map_or(early, |again| again.min(early)));
             continue;
         }
         // A GPU's fault is not the pod's own. It goes where another one takes its place, unless its namespace has
         // everybody evicted, and never where its Job would fail by that.
-        let goes = match &sufferer.demand.job {
-            Some(job) if of_gpu => facts.jobs.get(&job.uid).copied().unwrap_or_else(|| {
-                due.looks.push(job);
-                false
-            }),
-            _ if of_gpu => sufferer.demand.replaced || policy.action == ContextAction::Evict,
+        let goes = match &affected.request.job {
+            Some(job) if of_gpu => inputs
+                .jobs_ignoring_disruption
+                .get(&job.uid)
+                .copied()
+                .unwrap_or_else(|| {
+                    due.unread_jobs.push(job);
+                    false
+                }),
+            _ if of_gpu => affected.request.is_recreated || policy.action == ContextAction::Evict,
             _ => true,
         };
         if goes {
-            due.leaving.push((sufferer, reason));
+            due.evictions.push((affected, reason));
         }
     }
     due
@@ -101,21 +112,25 @@ pub(super) fn due<'a>(budget: &GpuMemoryBudget, facts: &'a Facts) -> Due<'a> {
 
 /// The evictions that the status should name. Those that are still to be done keep their place, so that at most as
 /// many pods are asked at a time as there is room for.
-pub(super) fn on_record(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Vec<FaultEviction> {
-    let due = due(budget, facts);
-    let before = recorded(budget);
+pub(super) fn recorded_evictions(
+    budget: &GpuMemoryBudget,
+    inputs: &BudgetInputs,
+    now: &Time,
+) -> Vec<FaultEviction> {
+    let due = due_evictions(budget, inputs);
+    let before = current_records(budget);
     let is_due = |one: &&FaultEviction| {
-        let mut leaving = due.leaving.iter();
-        leaving.any(|(sufferer, _)| names(one, sufferer))
+        let mut leaving = due.evictions.iter();
+        leaving.any(|(affected, _)| matches(one, affected))
     };
     let room = MAX_EVICTIONS.saturating_sub(before.iter().filter(is_due).count());
     let new = due
-        .leaving
+        .evictions
         .iter()
-        .filter(|(one, _)| record(before, one).is_none());
+        .filter(|(one, _)| find_record(before, one).is_none());
     let mut wanted: Vec<_> = new
         .take(room)
-        .map(|(sufferer, reason)| eviction(sufferer, reason, &budget.spec.context_policy, now))
+        .map(|(affected, reason)| new_record(affected, reason, &budget.spec.context_policy, now))
         .collect();
     wanted.extend_from_slice(before);
     let mut over = wanted.len().saturating_sub(MAX_EVICTIONS);
@@ -133,55 +148,61 @@ pub(super) fn on_record(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> 
 }
 
 /// Those on record who still have to go.
-pub(super) fn leavers(budget: &GpuMemoryBudget, due: &Due<'_>) -> Vec<Leaver> {
-    let leavers = due.leaving.iter().filter_map(|(sufferer, _)| {
-        let record = record(recorded(budget), sufferer)?;
-        Some(Leaver {
-            pod: sufferer.pod.clone(),
-            uid: sufferer.demand.uid.clone(),
-            reason: match sufferer.fault.kind {
+pub(super) fn pending_evictions(
+    budget: &GpuMemoryBudget,
+    due: &DueEvictions<'_>,
+) -> Vec<PodEviction> {
+    let leavers = due.evictions.iter().filter_map(|(affected, _)| {
+        let record = find_record(current_records(budget), affected)?;
+        Some(PodEviction {
+            pod: affected.pod.clone(),
+            uid: affected.request.uid.clone(),
+            reason: match affected.fault.kind {
                 FaultKind::Context | FaultKind::Unknown => "GpuContextPoisoned",
                 FaultKind::Gpu => "GpuFault",
             },
-            why: record.message.clone(),
+            message: record.message.clone(),
         })
     });
     leavers.collect()
 }
 
-fn recorded(budget: &GpuMemoryBudget) -> &[FaultEviction] {
+fn current_records(budget: &GpuMemoryBudget) -> &[FaultEviction] {
     budget
         .status
         .as_ref()
         .map_or(&[], |status| &status.evictions)
 }
 
-fn record<'a>(recorded: &'a [FaultEviction], sufferer: &Sufferer) -> Option<&'a FaultEviction> {
-    recorded.iter().find(|one| names(one, sufferer))
+fn find_record<'a>(
+    recorded: &'a [FaultEviction],
+    affected: &AffectedPod,
+) -> Option<&'a FaultEviction> {
+    recorded.iter().find(|one| matches(one, affected))
 }
 
-fn names(one: &FaultEviction, sufferer: &Sufferer) -> bool {
-    one.fault == sufferer.fault.id && one.pod_uid == sufferer.demand.uid
+fn matches(one: &FaultEviction, affected: &AffectedPod) -> bool {
+    one.fault == affected.fault.id && one.pod_uid == affected.request.uid
 }
 
-fn eviction(
-    sufferer: &Sufferer,
+fn new_record(
+    affected: &AffectedPod,
     reason: &str,
     policy: &ContextPolicy,
     now: &Time,
 ) -> FaultEviction {
-    let Sufferer {
+    let AffectedPod {
         pod,
-        demand,
+        request,
         fault,
-        seen_for: _,
-    } = sufferer;
-    let mut message = message(fault, policy);
-    message.truncate(message.floor_char_boundary(LONGEST));
+        observed_for: _,
+    } = affected;
+    let mut message = eviction_message(fault, policy);
+    message.truncate(message.floor_char_boundary(MAX_MESSAGE_LENGTH));
     FaultEviction {
         fault: fault.id.clone(),
         pod: pod.clone(),
-        pod_uid: demand.uid.clone(),
+        pod_uid: request.uid.clone(),
         reason: reason.to_owned(),
         message,
         // The API keeps whole seconds.
@@ -189,7 +210,7 @@ fn eviction(
     }
 }
 
-fn message(fault: &Fault, policy: &ContextPolicy) -> String {
+fn eviction_message(fault: &Fault, policy: &ContextPolicy) -> String {
     let gpu = &fault.gpu;
     let cause = match (fault.cuda_error, fault.xid) {
         (Some(code), _) => format!("CUDA error {code}"),

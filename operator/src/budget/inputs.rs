@@ -7,15 +7,15 @@ use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{Fault, NamespaceUse};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 
-use crate::budget::{Quota, Which};
-use crate::cluster::LeftOut;
-use crate::cluster::on_node::There;
-use crate::cluster::pod_request::{Class, Demand};
+use crate::budget::{ObservedQuota, QuotaKind};
+use crate::cluster::ExclusionReason;
+use crate::cluster::on_node::OnNode;
+use crate::cluster::pod_request::{PodRequest, PriorityKind};
 use crate::quanta::Quanta;
 
 /// What the pods of one namespace ask for together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct RequestedUsage {
     /// How many pods ask.
     pub pods: i64,
     /// How many of them borrow.
@@ -28,26 +28,26 @@ pub struct Usage {
     pub managed: Quanta,
 }
 
-impl<'a> FromIterator<&'a Demand> for Usage {
-    fn from_iter<I: IntoIterator<Item = &'a Demand>>(demands: I) -> Self {
+impl<'a> FromIterator<&'a PodRequest> for RequestedUsage {
+    fn from_iter<I: IntoIterator<Item = &'a PodRequest>>(requests: I) -> Self {
         let mut sum = Self::default();
-        for demand in demands {
-            let Demand {
-                class,
+        for request in requests {
+            let PodRequest {
+                kind: class,
                 device,
                 managed,
                 uid: _,
                 created: _,
                 node: _,
-                ending: _,
+                terminating: _,
                 job: _,
-                replaced: _,
-            } = demand;
+                is_recreated: _,
+            } = request;
             sum.pods += 1;
             sum.managed = sum.managed.plus(*managed);
             match class {
-                Class::Guaranteed => sum.guaranteed = sum.guaranteed.plus(*device),
-                Class::Borrowed => {
+                PriorityKind::Guaranteed => sum.guaranteed = sum.guaranteed.plus(*device),
+                PriorityKind::Borrowed => {
                     sum.borrowed_pods += 1;
                     sum.borrowed = sum.borrowed.plus(*device);
                 }
@@ -59,20 +59,20 @@ impl<'a> FromIterator<&'a Demand> for Usage {
 
 /// A pod of the namespace and a fault that it suffers from.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Sufferer {
+pub struct AffectedPod {
     /// The pod's name.
     pub pod: String,
     /// What it asks for, and who it is. It is on the node that tells of the fault.
-    pub demand: There<Demand>,
+    pub request: OnNode<PodRequest>,
     /// The fault: of a context of its, or of a GPU that it has memory of.
     pub fault: Fault,
     /// For how long this operator has seen the fault. The node's clock, by which the fault is dated, decides nothing.
-    pub seen_for: Duration,
+    pub observed_for: Duration,
 }
 
 /// What the agents say of the namespace's pods, on all nodes together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct AgentsSay {
+pub struct ReportedUsage {
     /// Device memory that they have.
     pub observed: Quanta,
     /// Allocations that were denied.
@@ -83,7 +83,7 @@ pub struct AgentsSay {
     pub restarts: i64,
 }
 
-impl<'a> FromIterator<(&'a NamespaceUse, bool)> for AgentsSay {
+impl<'a> FromIterator<(&'a NamespaceUse, bool)> for ReportedUsage {
     /// Of each node what it says, and whether a pod of the namespace is there: without one nothing
     /// is used.
     fn from_iter<I: IntoIterator<Item = (&'a NamespaceUse, bool)>>(uses: I) -> Self {
@@ -116,52 +116,52 @@ pub struct Cohort {
     /// What they offer together.
     pub allocatable: Quanta,
     /// The nodes whose memory is left out, and why.
-    pub left_out: Vec<(String, LeftOut)>,
+    pub excluded: Vec<(String, ExclusionReason)>,
     /// A node with a value of another version, and its field. Its memory counts.
-    pub unknown: Option<(String, &'static str)>,
+    pub unknown_field: Option<(String, &'static str)>,
 }
 
 /// What a budget's status is computed from.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Facts {
+pub struct BudgetInputs {
     /// The size of one quantum, of the whole cluster.
     pub quantum: Quantum,
     /// What its namespace's pods ask for.
-    pub usage: Usage,
+    pub requested: RequestedUsage,
     /// The pods that it is the sum of, by name.
-    pub pods: Vec<(String, Demand)>,
+    pub pods: Vec<(String, PodRequest)>,
     /// Those of them that suffer from a fault.
-    pub sufferers: Vec<Sufferer>,
+    pub affected_pods: Vec<AffectedPod>,
     /// The Jobs that were looked at, by UID: whether they let their pods be disrupted.
-    pub jobs: BTreeMap<String, bool>,
+    pub jobs_ignoring_disruption: BTreeMap<String, bool>,
     /// What the agents say.
-    pub told: AgentsSay,
+    pub reported: ReportedUsage,
     /// For how long disruption budgets have kept pods that were to end, by UID.
-    pub refused: BTreeMap<String, Duration>,
+    pub refused_for: BTreeMap<String, Duration>,
     /// For how long this operator has seen the budget's status say that it is exceeded.
     pub exceeded_for: Duration,
     /// Its cohort.
     pub cohort: Cohort,
     /// Its quota of guaranteed pods, as the API server has it.
-    pub guaranteed_quota: Option<Quota>,
+    pub guaranteed_quota: Option<ObservedQuota>,
     /// Its quota of all pods.
-    pub limit_quota: Option<Quota>,
+    pub limit_quota: Option<ObservedQuota>,
     /// Its namespace is labelled as one with a budget in force.
-    pub labelled: bool,
+    pub is_labelled: bool,
 }
 
-impl Facts {
+impl BudgetInputs {
     /// One of the budget's quotas, as the API server has it.
-    pub fn quota(&self, which: Which) -> Option<&Quota> {
-        match which {
-            Which::Guaranteed => self.guaranteed_quota.as_ref(),
-            Which::Limit => self.limit_quota.as_ref(),
+    pub fn quota(&self, kind: QuotaKind) -> Option<&ObservedQuota> {
+        match kind {
+            QuotaKind::Guaranteed => self.guaranteed_quota.as_ref(),
+            QuotaKind::Limit => self.limit_quota.as_ref(),
         }
     }
 
     /// When the later of the two quotas came into force, by the API server's clock, which dates pods too.
-    pub fn in_force_since(&self) -> Option<Time> {
-        let [one, other] = Which::ALL.map(|which| self.quota(which)?.taken_up.clone());
+    pub fn quotas_synced_at(&self) -> Option<Time> {
+        let [one, other] = QuotaKind::ALL.map(|kind| self.quota(kind)?.status_updated.clone());
         Some(one?.max(other?))
     }
 }

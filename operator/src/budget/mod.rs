@@ -12,12 +12,11 @@ mod state;
 mod status;
 
 pub use faults::{Remedy, remedy};
-pub use inputs::{AgentsSay, Cohort, Facts, Sufferer, Usage};
-pub use overage::surplus;
-pub use plan::{Leaver, Plan, Step, is_exceeded, plan};
-pub use quotas::{Cap, Quota, Scope, Which, is_enforced};
-pub use spec::{InvalidSpec, Terms};
-use status::status;
+pub use inputs::{AffectedPod, BudgetInputs, Cohort, ReportedUsage, RequestedUsage};
+pub use overage::excess_pods;
+pub use plan::{Plan, PodEviction, Step, is_exceeded, plan};
+pub use quotas::{ObservedQuota, QuotaKind, QuotaSpec, Scope, is_enforced};
+pub use spec::{InvalidSpec, ParsedSpec};
 
 #[cfg(test)]
 mod plan_tests;

@@ -7,9 +7,9 @@
 
 use k8s_openapi::jiff::{SignedDuration, Timestamp};
 
-use super::Terms;
-use super::plan::Leaver;
-use crate::cluster::pod_request::{Class, Demand, Owner};
+use super::ParsedSpec;
+use super::plan::PodEviction;
+use crate::cluster::pod_request::{JobRef, PodRequest, PriorityKind};
 use crate::quanta::Quanta;
 
 /// The reason of their Events.
@@ -17,105 +17,106 @@ pub(super) const EXCEEDED: &str = "GpuMemoryBudgetExceeded";
 
 /// Pods created this long after the budget's amounts came into force were admitted by it. Both times are the API
 /// server's, rounded to seconds; where there are several, their clocks are at most so far apart.
-const SETTLED: SignedDuration = SignedDuration::from_secs(5);
+const CREATION_MARGIN: SignedDuration = SignedDuration::from_secs(5);
 
 /// The pods to end so that the rest fits `terms`, in force since `since`: borrowed before guaranteed, the
 /// newest first, none that is not needed. Pods of Jobs that would fail by it are passed over, for
 /// they end anyway; but no borrowers.
-pub fn surplus(
-    terms: &Terms,
-    pods: &[(String, Demand)],
+pub fn excess_pods(
+    parsed: &ParsedSpec,
+    pods: &[(String, PodRequest)],
     since: Timestamp,
-    lets_go: impl Fn(&Owner) -> bool,
-) -> Vec<Leaver> {
-    let alive = || pods.iter().filter(|(_, demand)| !demand.ending);
-    let mut over = Over::of(terms, alive().map(|(_, demand)| demand));
+    ignores_disruption: impl Fn(&JobRef) -> bool,
+) -> Vec<PodEviction> {
+    let alive = || pods.iter().filter(|(_, request)| !request.terminating);
+    let mut over = Overage::of(parsed, alive().map(|(_, request)| request));
     let mut candidates: Vec<_> = alive()
-        .filter(|(_, demand)| demand.created > since + SETTLED)
-        .filter(|(_, demand)| demand.asked_job().is_none_or(&lets_go))
+        .filter(|(_, request)| request.created > since + CREATION_MARGIN)
+        .filter(|(_, request)| request.job_if_guaranteed().is_none_or(&ignores_disruption))
         .collect();
-    candidates.sort_by_key(|(name, demand)| {
-        let class = demand.class == Class::Guaranteed;
-        (class, std::cmp::Reverse(demand.created), name)
+    candidates.sort_by_key(|(name, request)| {
+        let class = request.kind == PriorityKind::Guaranteed;
+        (class, std::cmp::Reverse(request.created), name)
     });
     let mut ended = Vec::new();
-    for (name, demand) in candidates {
-        if let Some(why) = over.eased_by(demand) {
-            over.without(demand);
-            ended.push((name, demand, why));
+    for (name, request) in candidates {
+        if let Some(why) = over.exceeded_bound(request) {
+            over.remove_pod(request);
+            ended.push((name, request, why));
         }
     }
     // A small one that came later is not needed where a larger one had to go as well.
-    ended.retain(|(_, demand, _)| {
-        let needed = !over.fits_with(demand);
+    ended.retain(|(_, request, _)| {
+        let needed = !over.fits(request);
         if !needed {
-            over.with(demand);
+            over.add_pod(request);
         }
         needed
     });
-    let surplus = ended.into_iter().map(|(name, demand, why)| Leaver {
+    let evictions = ended.into_iter().map(|(name, request, why)| PodEviction {
         pod: name.clone(),
-        uid: demand.uid.clone(),
+        uid: request.uid.clone(),
         reason: EXCEEDED,
-        why: why.to_owned(),
+        message: why.to_owned(),
     });
-    surplus.collect()
+    evictions.collect()
 }
 
 /// What is asked for beyond each bound, by signed counts: below zero there is room.
-struct Over {
+struct Overage {
     guaranteed: i64,
     total: i64,
     managed: i64,
 }
 
-impl Over {
-    fn of<'a>(terms: &Terms, demands: impl Iterator<Item = &'a Demand>) -> Self {
+impl Overage {
+    fn of<'a>(parsed: &ParsedSpec, requests: impl Iterator<Item = &'a PodRequest>) -> Self {
         let room = |most: Quanta| -most.count();
         let mut over = Self {
-            guaranteed: room(terms.guaranteed),
-            total: room(terms.limit),
-            managed: room(terms.managed),
+            guaranteed: room(parsed.guaranteed),
+            total: room(parsed.limit),
+            managed: room(parsed.managed),
         };
-        demands.for_each(|demand| over.with(demand));
+        requests.for_each(|request| over.add_pod(request));
         over
     }
 
     /// The bound that ending `demand` would ease.
-    fn eased_by(&self, demand: &Demand) -> Option<&'static str> {
-        let guaranteed = demand.class == Class::Guaranteed;
+    fn exceeded_bound(&self, request: &PodRequest) -> Option<&'static str> {
+        let guaranteed = request.kind == PriorityKind::Guaranteed;
         let asks = |amount: Quanta| amount != Quanta::ZERO;
-        if self.guaranteed > 0 && guaranteed && asks(demand.device) {
+        if self.guaranteed > 0 && guaranteed && asks(request.device) {
             Some("it was admitted beyond the namespace's guarantee")
-        } else if self.total > 0 && asks(demand.device) {
+        } else if self.total > 0 && asks(request.device) {
             Some("it was admitted beyond the namespace's limit")
-        } else if self.managed > 0 && asks(demand.managed) {
+        } else if self.managed > 0 && asks(request.managed) {
             Some("it was admitted beyond the namespace's limit of managed memory")
         } else {
             None
         }
     }
 
-    fn with(&mut self, demand: &Demand) {
-        self.add(demand, 1);
+    fn add_pod(&mut self, request: &PodRequest) {
+        self.adjust(request, 1);
     }
 
-    fn without(&mut self, demand: &Demand) {
-        self.add(demand, -1);
+    fn remove_pod(&mut self, request: &PodRequest) {
+        self.adjust(request, -1);
     }
 
-    fn add(&mut self, demand: &Demand, sign: i64) {
-        if demand.class == Class::Guaranteed {
-            self.guaranteed += sign * demand.device.count();
+    fn adjust(&mut self, request: &PodRequest, sign: i64) {
+        if request.kind == PriorityKind::Guaranteed {
+            self.guaranteed += sign * request.device.count();
         }
-        self.total += sign * demand.device.count();
-        self.managed += sign * demand.managed.count();
+        self.total += sign * request.device.count();
+        self.managed += sign * request.managed.count();
     }
 
     /// Whether nothing that `demand` adds to goes beyond its bound with it.
-    fn fits_with(&self, demand: &Demand) -> bool {
+    fn fits(&self, request: &PodRequest) -> bool {
         let fits = |over: i64, amount: Quanta| amount == Quanta::ZERO || over + amount.count() <= 0;
-        let guaranteed = demand.class == Class::Borrowed || fits(self.guaranteed, demand.device);
-        guaranteed && fits(self.total, demand.device) && fits(self.managed, demand.managed)
+        let guaranteed =
+            request.kind == PriorityKind::Borrowed || fits(self.guaranteed, request.device);
+        guaranteed && fits(self.total, request.device) && fits(self.managed, request.managed)
     }
 }

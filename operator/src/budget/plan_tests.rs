@@ -12,10 +12,13 @@ use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::json;
 
-use super::{AgentsSay, Cohort, Facts, Sufferer};
-use super::{Plan, Quota, Remedy, Step, Terms, Which, is_exceeded, plan, remedy, surplus};
-use crate::cluster::on_node::there;
-use crate::cluster::pod_request::{Class, Demand, Owner};
+use super::{AffectedPod, BudgetInputs, Cohort, ReportedUsage};
+use super::{
+    ObservedQuota, ParsedSpec, Plan, QuotaKind, Remedy, Step, excess_pods, is_exceeded, plan,
+    remedy,
+};
+use crate::cluster::on_node::on_node;
+use crate::cluster::pod_request::{JobRef, PodRequest, PriorityKind};
 use crate::quanta::Quanta;
 
 /// How many seconds other machines' clocks are ahead of the API server's.
@@ -34,9 +37,9 @@ fn skews() -> impl Strategy<Value = Skew> {
 /// A namespace as the API server has it.
 struct Namespace {
     budget: GpuMemoryBudget,
-    quotas: BTreeMap<Which, Quota>,
+    quotas: BTreeMap<QuotaKind, ObservedQuota>,
     labelled: bool,
-    pods: BTreeMap<String, Demand>,
+    pods: BTreeMap<String, PodRequest>,
     /// The API server's clock.
     second: i64,
     skew: Skew,
@@ -52,15 +55,15 @@ struct Namespace {
     evicted: BTreeMap<String, usize>,
 }
 
-fn demand(uid: &str, class: Class, device: u64, created: i64) -> Demand {
-    Demand {
+fn request(uid: &str, class: PriorityKind, device: u64, created: i64) -> PodRequest {
+    PodRequest {
         uid: uid.to_owned(),
         created: Timestamp::from_second(created).unwrap(),
         node: Some("n".to_owned()),
-        ending: false,
+        terminating: false,
         job: None,
-        replaced: true,
-        class,
+        is_recreated: true,
+        kind: class,
         device: Quanta::new(device),
         managed: Quanta::ZERO,
     }
@@ -88,20 +91,20 @@ impl Namespace {
         }
     }
 
-    fn terms(&self) -> Terms {
-        Terms::of(&self.budget.spec, Quantum::Gib1).unwrap()
+    fn parsed(&self) -> ParsedSpec {
+        ParsedSpec::of(&self.budget.spec, Quantum::Gib1).unwrap()
     }
 
-    fn facts(&self) -> Facts {
-        Facts {
+    fn inputs(&self) -> BudgetInputs {
+        BudgetInputs {
             quantum: Quantum::Gib1,
-            usage: self.pods.values().collect(),
+            requested: self.pods.values().collect(),
             pods: self
                 .pods
                 .iter()
-                .map(|(name, demand)| (name.clone(), demand.clone()))
+                .map(|(name, request)| (name.clone(), request.clone()))
                 .collect(),
-            refused: self.refused.clone(),
+            refused_for: self.refused.clone(),
             exceeded_for: match is_exceeded(&self.budget) {
                 true => self.since(self.exceeded.unwrap_or(self.second)),
                 false => Duration::ZERO,
@@ -111,23 +114,23 @@ impl Namespace {
                 allocatable: Quanta::new(1000),
                 ..Cohort::default()
             },
-            guaranteed_quota: self.quotas.get(&Which::Guaranteed).cloned(),
-            limit_quota: self.quotas.get(&Which::Limit).cloned(),
-            labelled: self.labelled,
-            sufferers: self
+            guaranteed_quota: self.quotas.get(&QuotaKind::Guaranteed).cloned(),
+            limit_quota: self.quotas.get(&QuotaKind::Limit).cloned(),
+            is_labelled: self.labelled,
+            affected_pods: self
                 .faults
                 .iter()
                 .filter_map(|(pod, fault, seen)| {
-                    Some(Sufferer {
+                    Some(AffectedPod {
                         pod: pod.clone(),
-                        demand: there("n", self.pods.get(pod)?)?.cloned(),
+                        request: on_node("n", self.pods.get(pod)?)?.cloned(),
                         fault: fault.clone(),
-                        seen_for: self.since(*seen),
+                        observed_for: self.since(*seen),
                     })
                 })
                 .collect(),
-            jobs: self.jobs.clone(),
-            told: AgentsSay::default(),
+            jobs_ignoring_disruption: self.jobs.clone(),
+            reported: ReportedUsage::default(),
         }
     }
 
@@ -137,33 +140,33 @@ impl Namespace {
 
     fn plan(&self) -> Plan {
         let now = Time(Timestamp::from_second(self.second + self.skew.operator).unwrap());
-        plan(&self.budget, &self.facts(), &now)
+        plan(&self.budget, &self.inputs(), &now)
     }
 
     fn take(&mut self, step: Step) {
         match step {
-            Step::Quota(which, cap) => {
-                let before = self.quotas.remove(&which);
+            Step::ApplyQuota(kind, desired) => {
+                let before = self.quotas.remove(&kind);
                 let (in_force, taken_up) = before
-                    .map(|quota| (quota.in_force, quota.taken_up))
+                    .map(|quota| (quota.status_hard, quota.status_updated))
                     .unwrap_or_default();
-                let quota = Quota {
+                let quota = ObservedQuota {
                     uid: String::new(),
-                    cap,
-                    in_force,
-                    taken_up,
+                    spec: desired,
+                    status_hard: in_force,
+                    status_updated: taken_up,
                 };
-                self.quotas.insert(which, quota);
+                self.quotas.insert(kind, quota);
             }
-            Step::Label => self.labelled = true,
+            Step::LabelNamespace => self.labelled = true,
             Step::Evict { pod, .. } => {
                 *self.evicted.entry(pod.uid).or_default() += 1;
-                if let Some(demand) = self.pods.get_mut(&pod.pod) {
-                    demand.ending = true;
+                if let Some(request) = self.pods.get_mut(&pod.pod) {
+                    request.terminating = true;
                 }
             }
-            Step::LookAtJob(job) => drop(self.jobs.insert(job.uid, job.name == "lets-go")),
-            Step::Status(status) => {
+            Step::ReadJob(job) => drop(self.jobs.insert(job.uid, job.name == "lets-go")),
+            Step::ApplyStatus(status) => {
                 self.budget.status = Some(*status);
                 let since = self.exceeded.unwrap_or(self.second);
                 self.exceeded = is_exceeded(&self.budget).then_some(since);
@@ -174,13 +177,13 @@ impl Namespace {
     /// What others do meanwhile: the controller manager copies, kubelets end pods.
     fn others(&mut self, copies: bool) {
         self.second += 1;
-        self.pods.retain(|_, demand| !demand.ending);
+        self.pods.retain(|_, request| !request.terminating);
         if copies {
             let now = Time(Timestamp::from_second(self.second).unwrap());
             for quota in self.quotas.values_mut() {
-                if quota.in_force != quota.cap.hard {
-                    quota.in_force.clone_from(&quota.cap.hard);
-                    quota.taken_up = Some(now.clone());
+                if quota.status_hard != quota.spec.hard {
+                    quota.status_hard.clone_from(&quota.spec.hard);
+                    quota.status_updated = Some(now.clone());
                 }
             }
         }
@@ -206,9 +209,9 @@ impl Namespace {
         panic!("no fixed point: {:?}", self.plan());
     }
 
-    fn asked(&self, of: impl Fn(&Demand) -> bool) -> i64 {
-        let pods = self.pods.values().filter(|demand| of(demand));
-        pods.map(|demand| demand.device.count()).sum()
+    fn asked(&self, of: impl Fn(&PodRequest) -> bool) -> i64 {
+        let pods = self.pods.values().filter(|request| of(request));
+        pods.map(|request| request.device.count()).sum()
     }
 
     fn holds(&self, type_: &str) -> bool {
@@ -219,12 +222,15 @@ impl Namespace {
 }
 
 #[test]
-fn a_new_budget_gets_its_quotas_then_its_label_and_then_nothing() {
+fn new_budget_gets_quotas_then_label_then_nothing() {
     let mut namespace = Namespace::new(16, 24);
     let first = namespace.plan();
-    let written = |step: &Step| matches!(step, Step::Quota(..));
+    let written = |step: &Step| matches!(step, Step::ApplyQuota(..));
     assert_eq!(first.steps.iter().filter(|step| written(step)).count(), 2);
-    assert!(!first.steps.contains(&Step::Label), "not in force yet");
+    assert!(
+        !first.steps.contains(&Step::LabelNamespace),
+        "not in force yet"
+    );
     namespace.settle();
     assert!(
         namespace.labelled && namespace.holds(names::ENFORCED) && namespace.holds(names::READY)
@@ -232,7 +238,7 @@ fn a_new_budget_gets_its_quotas_then_its_label_and_then_nothing() {
 }
 
 #[test]
-fn a_budget_over_running_pods_or_made_smaller_takes_nothing_from_anybody() {
+fn new_or_lowered_budget_evicts_no_running_pod() {
     for operator in [-3_600, 0, 3_600] {
         nobody_goes(Skew { operator, node: 0 });
     }
@@ -241,7 +247,7 @@ fn a_budget_over_running_pods_or_made_smaller_takes_nothing_from_anybody() {
 fn nobody_goes(skew: Skew) {
     let mut namespace = Namespace::new(16, 16);
     namespace.skew = skew;
-    let old = demand("old", Class::Guaranteed, 40, 900);
+    let old = request("old", PriorityKind::Guaranteed, 40, 900);
     namespace.pods.insert("old".to_owned(), old);
     namespace.settle();
     assert!(namespace.holds(names::EXCEEDED));
@@ -254,24 +260,28 @@ fn nobody_goes(skew: Skew) {
 }
 
 #[test]
-fn a_budget_made_smaller_takes_nothing_from_those_whom_it_had_admitted_even_if_a_status_is_missed()
-{
+fn lowered_budget_evicts_no_admitted_pod_after_missed_status() {
     let mut namespace = Namespace::new(100, 100);
     namespace.settle();
     namespace.second += 100;
-    let pod = demand("admitted", Class::Guaranteed, 60, namespace.second - 10);
+    let pod = request(
+        "admitted",
+        PriorityKind::Guaranteed,
+        60,
+        namespace.second - 10,
+    );
     namespace.pods.insert("admitted".to_owned(), pod);
     namespace.settle();
     namespace.shrink(50);
     let first = namespace.plan().steps.into_iter().next();
     assert!(
-        matches!(first, Some(Step::Status(_))),
+        matches!(first, Some(Step::ApplyStatus(_))),
         "before the quotas: {first:?}"
     );
     // As if it had been lost.
     let quotas = namespace.plan().steps.into_iter();
     let quotas: Vec<_> = quotas
-        .filter(|step| matches!(step, Step::Quota(..)))
+        .filter(|step| matches!(step, Step::ApplyQuota(..)))
         .collect();
     quotas.into_iter().for_each(|step| namespace.take(step));
     namespace.settle();
@@ -281,19 +291,18 @@ fn a_budget_made_smaller_takes_nothing_from_those_whom_it_had_admitted_even_if_a
 }
 
 #[test]
-fn who_slips_into_a_budget_that_is_exceeded_for_long_has_its_disruption_budget_asked_all_the_same()
-{
+fn excess_pod_gets_its_pdb_grace_after_long_overage() {
     let mut namespace = Namespace::new(16, 16);
-    let old = demand("old", Class::Guaranteed, 40, 900);
+    let old = request("old", PriorityKind::Guaranteed, 40, 900);
     namespace.pods.insert("old".to_owned(), old);
     namespace.settle();
     namespace.second += 10_000;
-    let late = demand("late", Class::Borrowed, 4, namespace.second - 10);
+    let late = request("late", PriorityKind::Borrowed, 4, namespace.second - 10);
     namespace.pods.insert("late".to_owned(), late);
     let status = namespace.plan().steps;
     status
         .into_iter()
-        .filter(|step| matches!(step, Step::Status(_)))
+        .filter(|step| matches!(step, Step::ApplyStatus(_)))
         .for_each(|step| namespace.take(step));
     let forced = |namespace: &Namespace| match &namespace.plan().steps[..] {
         [Step::Evict { pod, by_force }] if pod.uid == "late" => *by_force,
@@ -308,18 +317,18 @@ fn who_slips_into_a_budget_that_is_exceeded_for_long_has_its_disruption_budget_a
 }
 
 #[test]
-fn who_slipped_in_is_ended_after_a_while_the_newest_borrower_first() {
+fn excess_pods_are_evicted_newest_borrower_first() {
     let mut namespace = Namespace::new(16, 24);
     namespace.settle();
     namespace.second += 100;
     let now = namespace.second;
     for (name, class, device, created) in [
-        ("a", Class::Guaranteed, 16, now - 50),
-        ("b", Class::Borrowed, 4, now - 40),
-        ("c", Class::Borrowed, 4, now - 30),
-        ("d", Class::Borrowed, 4, now - 20),
+        ("a", PriorityKind::Guaranteed, 16, now - 50),
+        ("b", PriorityKind::Borrowed, 4, now - 40),
+        ("c", PriorityKind::Borrowed, 4, now - 30),
+        ("d", PriorityKind::Borrowed, 4, now - 20),
     ] {
-        let pod = demand(name, class, device, created);
+        let pod = request(name, class, device, created);
         namespace.pods.insert(name.to_owned(), pod);
     }
     let evicts = |plan: &Plan| {
@@ -333,7 +342,7 @@ fn who_slipped_in_is_ended_after_a_while_the_newest_borrower_first() {
         .into_iter()
         .for_each(|step| namespace.take(step));
     let waiting = namespace.plan();
-    assert!(!evicts(&waiting) && waiting.again.is_some());
+    assert!(!evicts(&waiting) && waiting.requeue_after.is_some());
     namespace.second += 5;
     assert!(evicts(&namespace.plan()));
     namespace.settle();
@@ -342,46 +351,46 @@ fn who_slipped_in_is_ended_after_a_while_the_newest_borrower_first() {
 }
 
 #[test]
-fn a_quota_changed_by_hand_is_put_back_and_a_jobs_pod_is_left_alone() {
+fn edited_quota_is_restored_and_job_pods_stay() {
     let mut namespace = Namespace::new(16, 16);
     namespace.settle();
     namespace.second += 100;
-    let mut pod = demand("j", Class::Guaranteed, 20, namespace.second - 10);
+    let mut pod = request("j", PriorityKind::Guaranteed, 20, namespace.second - 10);
     pod.job = job("would-fail");
     namespace.pods.insert("j".to_owned(), pod);
-    let quota = namespace.quotas.get_mut(&Which::Limit).unwrap();
+    let quota = namespace.quotas.get_mut(&QuotaKind::Limit).unwrap();
     quota
-        .cap
+        .spec
         .hard
         .values_mut()
         .for_each(|most| *most = Quanta::new(99));
-    quota.in_force.clone_from(&quota.cap.hard);
+    quota.status_hard.clone_from(&quota.spec.hard);
     namespace.settle();
     assert!(namespace.evicted.is_empty() && namespace.holds(names::EXCEEDED));
-    let limit = &namespace.quotas[&Which::Limit];
+    let limit = &namespace.quotas[&QuotaKind::Limit];
     assert_eq!(
-        limit.in_force["requests.bursar.dev/gpu-memory-gib"],
+        limit.status_hard["requests.bursar.dev/gpu-memory-gib"],
         Quanta::new(16)
     );
 }
 
 #[test]
-fn who_comes_while_a_quota_is_raised_by_hand_or_gone_has_slipped_in() {
+fn pod_admitted_by_edited_or_deleted_quota_is_excess() {
     for gone in [false, true] {
         let mut namespace = Namespace::new(16, 16);
         namespace.settle();
         namespace.second += 100;
-        for which in Which::ALL {
-            let mut quota = namespace.quotas.remove(&which).unwrap();
+        for kind in QuotaKind::ALL {
+            let mut quota = namespace.quotas.remove(&kind).unwrap();
             let raise = |most: &mut Quanta| *most = Quanta::new(99);
-            quota.cap.hard.values_mut().for_each(raise);
-            quota.in_force.clone_from(&quota.cap.hard);
+            quota.spec.hard.values_mut().for_each(raise);
+            quota.status_hard.clone_from(&quota.spec.hard);
             if !gone {
-                namespace.quotas.insert(which, quota);
+                namespace.quotas.insert(kind, quota);
             }
         }
         for name in ["a", "b"] {
-            let pod = demand(name, Class::Guaranteed, 12, namespace.second);
+            let pod = request(name, PriorityKind::Guaranteed, 12, namespace.second);
             namespace.pods.insert(name.to_owned(), pod);
         }
         namespace.settle();
@@ -391,36 +400,45 @@ fn who_comes_while_a_quota_is_raised_by_hand_or_gone_has_slipped_in() {
 }
 
 #[test]
-fn status_is_dated_by_the_later_quota_and_not_where_that_is_unknown() {
+fn enforced_since_is_the_later_quotas_time_or_absent() {
     let mut namespace = Namespace::new(16, 16);
     namespace.skew.operator = 3_600;
     namespace.settle();
     let later = Some(Time(Timestamp::from_second(1_500).unwrap()));
-    let limit = namespace.quotas.get_mut(&Which::Limit).unwrap();
-    limit.taken_up.clone_from(&later);
+    let limit = namespace.quotas.get_mut(&QuotaKind::Limit).unwrap();
+    limit.status_updated.clone_from(&later);
     for expected in [later, None] {
         namespace.budget.status.as_mut().unwrap().enforced_since = None;
         namespace.settle();
         let status = namespace.budget.status.as_ref().unwrap();
         assert_eq!(status.enforced_since, expected);
-        namespace.quotas.get_mut(&Which::Limit).unwrap().taken_up = None;
+        namespace
+            .quotas
+            .get_mut(&QuotaKind::Limit)
+            .unwrap()
+            .status_updated = None;
     }
 }
 
-fn job(name: &str) -> Option<Owner> {
-    Some(Owner {
+fn job(name: &str) -> Option<JobRef> {
+    Some(JobRef {
         name: name.to_owned(),
         uid: name.to_owned(),
     })
 }
 
 #[test]
-fn of_jobs_pods_those_go_whose_job_takes_no_eviction_for_a_failure_and_never_by_force() {
+fn job_pod_is_evicted_if_job_ignores_it_and_never_deleted() {
     let mut namespace = Namespace::new(16, 16);
     namespace.settle();
     namespace.second += 100;
     for (name, created) in [("would-fail", 5), ("lets-go", 10), ("before", 20)] {
-        let mut pod = demand(name, Class::Guaranteed, 16, namespace.second - created);
+        let mut pod = request(
+            name,
+            PriorityKind::Guaranteed,
+            16,
+            namespace.second - created,
+        );
         pod.job = job(name).filter(|_| name != "before");
         namespace.pods.insert(name.to_owned(), pod);
     }
@@ -432,7 +450,7 @@ fn of_jobs_pods_those_go_whose_job_takes_no_eviction_for_a_failure_and_never_by_
     namespace.second += 100;
     let asks = namespace.plan();
     assert!(
-        matches!(asks.steps[..], [Step::LookAtJob(_), Step::LookAtJob(_), ..]),
+        matches!(asks.steps[..], [Step::ReadJob(_), Step::ReadJob(_), ..]),
         "{asks:?}"
     );
     asks.steps.into_iter().for_each(|step| namespace.take(step));
@@ -465,8 +483,8 @@ impl Namespace {
         let mut namespace = Self::new(100, 100);
         namespace.budget.spec.context_policy.action = action;
         for pod in pods {
-            let demand = demand(pod, Class::Guaranteed, 1, namespace.second);
-            namespace.pods.insert((*pod).to_owned(), demand);
+            let request = request(pod, PriorityKind::Guaranteed, 1, namespace.second);
+            namespace.pods.insert((*pod).to_owned(), request);
         }
         namespace.settle();
         namespace
@@ -492,7 +510,7 @@ impl Namespace {
 }
 
 #[test]
-fn what_is_done_about_a_fault_goes_by_what_the_agent_did_and_the_policy_now() {
+fn remedy_follows_agent_action_and_current_policy() {
     use ContextAction as Now;
     use FaultAction as Agent;
     let evict = |reason| Some(Remedy::Evict(reason));
@@ -546,11 +564,14 @@ fn what_is_done_about_a_fault_goes_by_what_the_agent_did_and_the_policy_now() {
 }
 
 #[test]
-fn who_has_to_go_for_a_fault_is_on_record_first_and_stays_there_after() {
+fn fault_eviction_is_recorded_first_and_stays_recorded() {
     let mut namespace = Namespace::running(ContextAction::Restart, &["a", "b"]);
     namespace.strike("a", FaultKind::Context, FaultAction::BeyondMaximum);
     let first = namespace.plan();
-    assert!(matches!(first.steps[..], [Step::Status(_)]), "{first:?}");
+    assert!(
+        matches!(first.steps[..], [Step::ApplyStatus(_)]),
+        "{first:?}"
+    );
     namespace.settle();
     assert_eq!(namespace.evicted, BTreeMap::from([("a".to_owned(), 1)]));
     assert_eq!(namespace.on_record(), [("a", "TooManyRestarts")]);
@@ -561,10 +582,10 @@ fn who_has_to_go_for_a_fault_is_on_record_first_and_stays_there_after() {
 }
 
 #[test]
-fn a_pod_goes_for_its_gpu_only_after_a_while_and_where_another_takes_its_place() {
+fn gpu_fault_evicts_replaceable_pod_after_its_grace() {
     let pods = ["bare", "lets-go", "other", "would-fail"];
     let mut namespace = Namespace::running(ContextAction::Restart, &pods);
-    namespace.pods.get_mut("bare").unwrap().replaced = false;
+    namespace.pods.get_mut("bare").unwrap().is_recreated = false;
     for name in ["lets-go", "would-fail"] {
         namespace.pods.get_mut(name).unwrap().job = job(name);
     }
@@ -577,7 +598,7 @@ fn a_pod_goes_for_its_gpu_only_after_a_while_and_where_another_takes_its_place()
         .for_each(|step| namespace.take(step));
     let early = namespace.plan();
     assert_eq!(early.steps, []);
-    assert!(early.again.is_some());
+    assert!(early.requeue_after.is_some());
     namespace.second += 30;
     namespace.settle();
     let gone: Vec<_> = namespace.evicted.keys().collect();
@@ -585,7 +606,7 @@ fn a_pod_goes_for_its_gpu_only_after_a_while_and_where_another_takes_its_place()
 }
 
 #[test]
-fn no_more_pods_go_at_a_time_than_the_record_has_room_for_and_all_of_them_go() {
+fn evictions_wait_for_room_in_the_status_and_all_happen() {
     let names: Vec<String> = (0..30).map(|number| format!("p{number:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut namespace = Namespace::running(ContextAction::Evict, &names);
@@ -608,7 +629,7 @@ fn no_more_pods_go_at_a_time_than_the_record_has_room_for_and_all_of_them_go() {
 }
 
 #[test]
-fn records_of_pods_that_recovered_and_live_on_take_nobodys_place() {
+fn records_of_recovered_pods_make_room_for_new_ones() {
     let names: Vec<String> = (0..20).map(|number| format!("p{number:02}")).collect();
     let names: Vec<&str> = names.iter().map(String::as_str).collect();
     let mut namespace = Namespace::running(ContextAction::Evict, &names);
@@ -628,7 +649,7 @@ fn records_of_pods_that_recovered_and_live_on_take_nobodys_place() {
 }
 
 #[test]
-fn a_pod_that_a_disruption_budget_keeps_is_deleted_after_its_grace_but_a_jobs() {
+fn blocked_pod_is_deleted_after_grace_unless_of_a_job() {
     for (of_job, forced) in [(None, true), (job("lets-go"), false)] {
         let mut namespace = Namespace::running(ContextAction::Evict, &["a"]);
         namespace.pods.get_mut("a").unwrap().job = of_job;
@@ -658,12 +679,15 @@ fn a_pod_that_a_disruption_budget_keeps_is_deleted_after_its_grace_but_a_jobs() 
 }
 
 #[test]
-fn a_borrower_beyond_the_limit_goes_whatever_its_job_says() {
+fn borrower_over_limit_is_evicted_whatever_its_job_says() {
     let mut namespace = Namespace::new(16, 16);
     namespace.settle();
     namespace.second += 100;
-    for (name, class) in [("owns", Class::Guaranteed), ("borrows", Class::Borrowed)] {
-        let mut pod = demand(name, class, 16, namespace.second - 10);
+    for (name, class) in [
+        ("owns", PriorityKind::Guaranteed),
+        ("borrows", PriorityKind::Borrowed),
+    ] {
+        let mut pod = request(name, class, 16, namespace.second - 10);
         pod.job = job("would-fail");
         namespace.pods.insert(name.to_owned(), pod);
     }
@@ -694,18 +718,18 @@ fn pods() -> impl Strategy<Value = Vec<(bool, u64, i64)>> {
     prop::collection::vec((any::<bool>(), 1u64..12, 1i64..60), 0..14)
 }
 
-fn demands(pods: &[(bool, u64, i64)]) -> Vec<(String, Demand)> {
+fn requests(pods: &[(bool, u64, i64)]) -> Vec<(String, PodRequest)> {
     let pods = pods
         .iter()
         .enumerate()
         .map(|(index, (borrows, device, created))| {
             let class = if *borrows {
-                Class::Borrowed
+                PriorityKind::Borrowed
             } else {
-                Class::Guaranteed
+                PriorityKind::Guaranteed
             };
             let name = format!("p{index}");
-            (name.clone(), demand(&name, class, *device, *created))
+            (name.clone(), request(&name, class, *device, *created))
         });
     pods.collect()
 }
@@ -716,20 +740,20 @@ proptest! {
     /// What is left fits, nothing was taken that could stay, and no borrower stays for whom an owner went
     /// by the limit.
     #[test]
-    fn the_surplus_is_what_is_needed_and_no_more(
+    fn excess_pods_are_a_minimal_set(
         pods in pods(), guaranteed in 0u64..30, beyond in 0u64..20,
     ) {
-        let terms = Namespace::new(guaranteed, guaranteed + beyond).terms();
-        let pods = demands(&pods);
-        let ended = surplus(&terms, &pods, Timestamp::from_second(-10).unwrap(), |_| true);
+        let parsed = Namespace::new(guaranteed, guaranteed + beyond).parsed();
+        let pods = requests(&pods);
+        let ended = excess_pods(&parsed, &pods, Timestamp::from_second(-10).unwrap(), |_| true);
         let left = |without: &dyn Fn(&str) -> bool| -> (i64, i64) {
-            let stays = pods.iter().filter(|(name, _)| !without(name)).map(|(_, demand)| demand);
-            stays.fold((0, 0), |(owned, all), demand| {
-                let device = demand.device.count();
-                (owned + if demand.class == Class::Guaranteed { device } else { 0 }, all + device)
+            let stays = pods.iter().filter(|(name, _)| !without(name)).map(|(_, request)| request);
+            stays.fold((0, 0), |(owned, all), request| {
+                let device = request.device.count();
+                (owned + if request.kind == PriorityKind::Guaranteed { device } else { 0 }, all + device)
             })
         };
-        let fits = |(owned, all): (i64, i64)| owned <= terms.guaranteed.count() && all <= terms.limit.count();
+        let fits = |(owned, all): (i64, i64)| owned <= parsed.guaranteed.count() && all <= parsed.limit.count();
         let ends = |name: &str| ended.iter().any(|one| one.pod == name);
         prop_assert!(fits(left(&ends)));
         for one in &ended {
@@ -740,13 +764,13 @@ proptest! {
 
     /// Whoever was there before the budget came into force stays.
     #[test]
-    fn nobody_from_before_is_taken(pods in pods(), limit in 0u64..20, since in 0i64..60) {
-        let terms = Namespace::new(0, limit).terms();
-        let pods = demands(&pods);
+    fn pod_from_before_enforcement_is_never_excess(pods in pods(), limit in 0u64..20, since in 0i64..60) {
+        let parsed = Namespace::new(0, limit).parsed();
+        let pods = requests(&pods);
         let since = Timestamp::from_second(since).unwrap();
-        for one in surplus(&terms, &pods, since, |_| true) {
-            let (_, demand) = pods.iter().find(|(name, _)| *name == one.pod).unwrap();
-            prop_assert!(demand.created > since);
+        for one in excess_pods(&parsed, &pods, since, |_| true) {
+            let (_, request) = pods.iter().find(|(name, _)| *name == one.pod).unwrap();
+            prop_assert!(request.created > since);
         }
     }
 }
@@ -757,10 +781,10 @@ proptest! {
     /// The operator crashes after any prefix of any of its plans, the controller manager sleeps, pods come, a quota goes:
     /// in the end the budget is in force, what was admitted beyond it is gone, and each went once.
     #[test]
-    fn a_crash_after_any_step_converges_to_the_same_end(
+    fn plan_converges_after_a_crash_at_any_step(
         pods in pods(), guaranteed in 0u64..30, beyond in 0u64..20,
         crashes in prop::collection::vec((0usize..5, any::<bool>(), 0i64..8), 0..12),
-        deleted in prop::option::of(prop::sample::select(Which::ALL.as_slice())),
+        deleted in prop::option::of(prop::sample::select(QuotaKind::ALL.as_slice())),
         skew in skews(),
     ) {
         let mut namespace = Namespace::new(guaranteed, guaranteed + beyond);
@@ -773,11 +797,11 @@ proptest! {
         namespace.settle();
         namespace.second += 100;
         let now = namespace.second;
-        for (name, mut demand) in demands(&pods) {
-            demand.created = Timestamp::from_second(now - demand.created.as_second()).unwrap();
-            namespace.pods.insert(name, demand);
+        for (name, mut request) in requests(&pods) {
+            request.created = Timestamp::from_second(now - request.created.as_second()).unwrap();
+            namespace.pods.insert(name, request);
         }
-        deleted.map(|which| namespace.quotas.remove(&which));
+        deleted.map(|kind| namespace.quotas.remove(&kind));
         for (done, copies, pause) in crashes {
             namespace.plan().steps.into_iter().take(done).for_each(|step| namespace.take(step));
             namespace.others(copies);
@@ -785,9 +809,9 @@ proptest! {
         }
         namespace.second += 20;
         namespace.settle();
-        prop_assert!(namespace.asked(|_| true) <= namespace.terms().limit.count());
-        let owned = namespace.asked(|demand| demand.class == Class::Guaranteed);
-        prop_assert!(owned <= namespace.terms().guaranteed.count());
+        prop_assert!(namespace.asked(|_| true) <= namespace.parsed().limit.count());
+        let owned = namespace.asked(|request| request.kind == PriorityKind::Guaranteed);
+        prop_assert!(owned <= namespace.parsed().guaranteed.count());
         prop_assert!(namespace.labelled && namespace.holds(names::ENFORCED) && namespace.holds(names::READY));
         prop_assert!(namespace.evicted.values().all(|times| *times == 1));
         prop_assert_eq!(namespace.plan(), Plan::default());
@@ -796,7 +820,7 @@ proptest! {
     /// Faults come, the operator crashes after any prefix of any of its plans: in the end all who had to go are gone,
     /// each was asked once, and why is on record as far as there is room.
     #[test]
-    fn whatever_is_cut_short_who_had_to_go_for_a_fault_goes_once_with_the_reason_on_record(
+    fn fault_eviction_happens_once_after_a_crash_at_any_step(
         faults in prop::collection::vec((0usize..12, any::<bool>()), 1..12),
         crashes in prop::collection::vec((0usize..4, 0i64..8), 0..12),
         skew in skews(),
@@ -830,7 +854,7 @@ proptest! {
     /// The operator crashes after any prefix of any of its plans while the budget is made smaller than what it
     /// admitted: nobody goes for it.
     #[test]
-    fn a_crash_while_a_budget_is_made_smaller_takes_nothing_from_anybody(
+    fn lowered_budget_evicts_nobody_after_a_crash(
         pods in pods(), limit in 0u64..30,
         crashes in prop::collection::vec((0usize..5, any::<bool>(), 0i64..8), 0..12),
         skew in skews(),
@@ -840,9 +864,9 @@ proptest! {
         namespace.settle();
         namespace.second += 100;
         let now = namespace.second;
-        for (name, mut demand) in demands(&pods) {
-            demand.created = Timestamp::from_second(now - demand.created.as_second()).unwrap();
-            namespace.pods.insert(name, demand);
+        for (name, mut request) in requests(&pods) {
+            request.created = Timestamp::from_second(now - request.created.as_second()).unwrap();
+            namespace.pods.insert(name, request);
         }
         namespace.settle();
         namespace.shrink(limit);

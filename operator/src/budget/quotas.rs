@@ -17,19 +17,19 @@ use kube::api::Patch;
 use kube::{Resource as _, ResourceExt as _};
 use serde_json::{Value, json};
 
-use super::Terms;
+use super::ParsedSpec;
 use crate::quanta::Quanta;
 
 /// Which of the two. Their names are what a refused pod's creator reads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Which {
+pub enum QuotaKind {
     /// Of the pods that do not borrow.
     Guaranteed,
     /// Of all pods.
     Limit,
 }
 
-impl Which {
+impl QuotaKind {
     /// Both, in the order in which they are written.
     pub const ALL: [Self; 2] = [Self::Limit, Self::Guaranteed];
 
@@ -58,12 +58,12 @@ pub enum Scope {
     /// All.
     All,
     /// Others: somebody changed it.
-    Strange,
+    Foreign,
 }
 
 /// What a quota says, as far as it is the operator's.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cap {
+pub struct QuotaSpec {
     /// Which pods it counts.
     pub scope: Scope,
     /// The most that they may ask for together, by resource (`requests.bursar.dev/...`).
@@ -76,28 +76,33 @@ pub struct Cap {
 
 /// A quota as the API server has it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Quota {
+pub struct ObservedQuota {
     /// Its UID.
     pub uid: String,
     /// What it says.
-    pub cap: Cap,
+    pub spec: QuotaSpec,
     /// What admission goes by: the controller manager's copy of it.
-    pub in_force: BTreeMap<String, Quanta>,
+    pub status_hard: BTreeMap<String, Quanta>,
     /// When that copy was last written, by the API server's clock; absent where the API server does not say.
-    pub taken_up: Option<Time>,
+    pub status_updated: Option<Time>,
 }
 
-impl Cap {
+impl QuotaSpec {
     /// The quota that a budget with these terms should have.
-    pub fn wanted(which: Which, budget: &GpuMemoryBudget, terms: &Terms, quantum: Quantum) -> Self {
-        let device = |amount| (requests(quantum.device_memory()), amount);
-        let (scope, hard) = match which {
-            Which::Guaranteed => (Scope::NotBorrowed, vec![device(terms.guaranteed)]),
-            Which::Limit => (
+    pub fn desired(
+        kind: QuotaKind,
+        budget: &GpuMemoryBudget,
+        parsed: &ParsedSpec,
+        quantum: Quantum,
+    ) -> Self {
+        let device = |amount| (request_name(quantum.device_memory()), amount);
+        let (scope, hard) = match kind {
+            QuotaKind::Guaranteed => (Scope::NotBorrowed, vec![device(parsed.guaranteed)]),
+            QuotaKind::Limit => (
                 Scope::All,
                 vec![
-                    device(terms.limit),
-                    (requests(quantum.managed_memory()), terms.managed),
+                    device(parsed.limit),
+                    (request_name(quantum.managed_memory()), parsed.managed),
                 ],
             ),
         };
@@ -105,7 +110,7 @@ impl Cap {
             scope,
             hard: hard.into_iter().collect(),
             owner: budget.uid().unwrap_or_default(),
-            overflows: which == Which::Guaranteed && terms.overflows,
+            overflows: kind == QuotaKind::Guaranteed && parsed.overflows,
         }
     }
 
@@ -113,19 +118,19 @@ impl Cap {
     /// off.
     pub fn patch(
         &self,
-        which: Which,
+        kind: QuotaKind,
         namespace: &str,
         budget: &GpuMemoryBudget,
-        there: Option<&Quota>,
+        there: Option<&ObservedQuota>,
     ) -> Patch<Value> {
-        let mut object = self.object(which, namespace, budget);
-        let Some(there) = there.filter(|there| !self.has_to_replace(there)) else {
+        let mut object = self.object(kind, namespace, budget);
+        let Some(there) = there.filter(|there| !self.needs_replacement(there)) else {
             return Patch::Apply(object);
         };
         if !self.overflows {
             object["metadata"]["labels"][OVERFLOW_LABEL] = Value::Null;
         }
-        let others = there.cap.hard.keys();
+        let others = there.spec.hard.keys();
         for added in others.filter(|resource| !self.hard.contains_key(*resource)) {
             object["spec"]["hard"][added] = Value::Null;
         }
@@ -134,12 +139,12 @@ impl Cap {
 
     /// Whether `there` has to be deleted and made anew: `scopes` cannot be changed, and after a change of `scopeSelector`
     /// the controller manager does not count anew for minutes.
-    pub fn has_to_replace(&self, there: &Quota) -> bool {
-        there.cap.scope != self.scope
+    pub fn needs_replacement(&self, there: &ObservedQuota) -> bool {
+        there.spec.scope != self.scope
     }
 
     /// Everything that it says.
-    fn object(&self, which: Which, namespace: &str, budget: &GpuMemoryBudget) -> Value {
+    fn object(&self, kind: QuotaKind, namespace: &str, budget: &GpuMemoryBudget) -> Value {
         let hard = self.hard.iter();
         let hard: BTreeMap<_, _> = hard
             .map(|(resource, most)| (resource, most.count().to_string()))
@@ -147,8 +152,8 @@ impl Cap {
         let mut object = json!({
             "apiVersion": "v1", "kind": "ResourceQuota",
             "metadata": {
-                "name": which.name(), "namespace": namespace,
-                "labels": { QUOTA_LABEL: which.label() },
+                "name": kind.name(), "namespace": namespace,
+                "labels": { QUOTA_LABEL: kind.label() },
                 "ownerReferences": [{
                     "apiVersion": GpuMemoryBudget::api_version(&()), "kind": GpuMemoryBudget::kind(&()),
                     "name": budget.name_any(), "uid": self.owner, "controller": true,
@@ -167,16 +172,16 @@ impl Cap {
     }
 }
 
-impl Quota {
+impl ObservedQuota {
     /// What is kept of `quota`.
     pub fn of(quota: &ResourceQuota) -> Self {
         let spec = quota.spec.clone().unwrap_or_default();
         let status = quota.status.as_ref();
         Self {
             uid: quota.uid().unwrap_or_default(),
-            cap: Cap {
+            spec: QuotaSpec {
                 scope: scope(&spec),
-                hard: ours(spec.hard.as_ref()),
+                hard: own_resources(spec.hard.as_ref()),
                 owner: quota
                     .owner_references()
                     .iter()
@@ -185,8 +190,8 @@ impl Quota {
                     .unwrap_or_default(),
                 overflows: quota.labels().contains_key(OVERFLOW_LABEL),
             },
-            in_force: ours(status.and_then(|status| status.hard.as_ref())),
-            taken_up: quota
+            status_hard: own_resources(status.and_then(|status| status.hard.as_ref())),
+            status_updated: quota
                 .managed_fields()
                 .iter()
                 .filter(|entry| entry.subresource.as_deref() == Some("status"))
@@ -196,18 +201,18 @@ impl Quota {
     }
 
     /// Whether admission goes by `cap`.
-    pub fn enforces(&self, cap: &Cap) -> bool {
-        self.cap == *cap && self.in_force == cap.hard
+    pub fn enforces(&self, desired: &QuotaSpec) -> bool {
+        self.spec == *desired && self.status_hard == desired.hard
     }
 }
 
-fn requests(resource: &str) -> String {
+fn request_name(resource: &str) -> String {
     format!("requests.{resource}")
 }
 
 /// The caps on our resources; others that somebody added beside them are not the operator's.
-fn ours(hard: Option<&BTreeMap<String, Quantity>>) -> BTreeMap<String, Quanta> {
-    let prefix = requests(PREFIX);
+fn own_resources(hard: Option<&BTreeMap<String, Quantity>>) -> BTreeMap<String, Quanta> {
+    let prefix = request_name(PREFIX);
     hard.into_iter()
         .flatten()
         .filter(|(resource, _)| resource.starts_with(&prefix))
@@ -231,7 +236,7 @@ fn scope(spec: &ResourceQuotaSpec) -> Scope {
         {
             Scope::NotBorrowed
         }
-        _ => Scope::Strange,
+        _ => Scope::Foreign,
     }
 }
 
@@ -254,39 +259,43 @@ mod tests {
     }
 
     #[test]
-    fn what_is_applied_is_read_back_as_the_same_however_the_server_writes_its_numbers() {
+    fn quota_read_back_equals_quota_applied() {
         for overflow in ["Refuse", "Borrow"] {
             let budget = budget(overflow);
-            let terms = Terms::of(&budget.spec, Quantum::Gib1).unwrap();
-            for which in Which::ALL {
-                let wanted = Cap::wanted(which, &budget, &terms, Quantum::Gib1);
-                let mut object = wanted.object(which, "team", &budget);
+            let parsed = ParsedSpec::of(&budget.spec, Quantum::Gib1).unwrap();
+            for kind in QuotaKind::ALL {
+                let wanted = QuotaSpec::desired(kind, &budget, &parsed, Quantum::Gib1);
+                let mut object = wanted.object(kind, "team", &budget);
                 object["status"] = json!({ "hard": object["spec"]["hard"] });
                 let text = object.to_string().replace("\"1000\"", "\"1k\"");
-                let quota = Quota::of(&serde_json::from_str(&text).unwrap());
-                assert_eq!(quota.cap, wanted);
+                let quota = ObservedQuota::of(&serde_json::from_str(&text).unwrap());
+                assert_eq!(quota.spec, wanted);
                 assert!(quota.enforces(&wanted));
                 object["status"] = json!(null);
-                let fresh = Quota::of(&serde_json::from_value(object).unwrap());
+                let fresh = ObservedQuota::of(&serde_json::from_value(object).unwrap());
                 assert!(!fresh.enforces(&wanted));
             }
         }
     }
 
     #[test]
-    fn what_another_hand_added_is_taken_off_and_what_has_other_scopes_is_made_anew() {
+    fn foreign_entries_are_removed_and_foreign_scopes_replaced() {
         let budget = budget("Refuse");
-        let terms = Terms::of(&budget.spec, Quantum::Gib1).unwrap();
-        let wanted = Cap::wanted(Which::Limit, &budget, &terms, Quantum::Gib1);
-        let patch = |there: Option<&Quota>| match wanted.patch(Which::Limit, "team", &budget, there)
-        {
+        let parsed = ParsedSpec::of(&budget.spec, Quantum::Gib1).unwrap();
+        let wanted = QuotaSpec::desired(QuotaKind::Limit, &budget, &parsed, Quantum::Gib1);
+        let patch = |there: Option<&ObservedQuota>| match wanted.patch(
+            QuotaKind::Limit,
+            "team",
+            &budget,
+            there,
+        ) {
             Patch::Merge(object) => Some(object),
             _ => None,
         };
         let changed = |change: fn(&mut Value)| {
-            let mut object = wanted.object(Which::Limit, "team", &budget);
+            let mut object = wanted.object(QuotaKind::Limit, "team", &budget);
             change(&mut object);
-            Quota::of(&serde_json::from_value(object).unwrap())
+            ObservedQuota::of(&serde_json::from_value(object).unwrap())
         };
         assert_eq!(patch(None), None, "applied");
         const OTHER: &str = "requests.bursar.dev/other";
@@ -294,7 +303,7 @@ mod tests {
             object["metadata"]["labels"][OVERFLOW_LABEL] = json!("Borrow");
             object["spec"]["hard"][OTHER] = json!("1");
         })));
-        let mut nothing = wanted.object(Which::Limit, "team", &budget);
+        let mut nothing = wanted.object(QuotaKind::Limit, "team", &budget);
         nothing["metadata"]["labels"][OVERFLOW_LABEL] = json!(null);
         nothing["spec"]["hard"][OTHER] = json!(null);
         assert_eq!(merged, Some(nothing));
@@ -305,20 +314,20 @@ mod tests {
                 object["spec"]["scopeSelector"] = json!({ "matchExpressions": [terminating] });
             }),
         ] {
-            assert!(wanted.has_to_replace(&scoped));
+            assert!(wanted.needs_replacement(&scoped));
             assert_eq!(patch(Some(&scoped)), None, "it is gone by then");
         }
     }
 
     #[test]
-    fn quota_is_taken_up_when_its_status_was_last_written() {
+    fn quota_sync_time_is_its_last_status_write() {
         let entry = |subresource: Option<&str>, second: u32| {
             json!({ "manager": "m", "operation": "Update", "subresource": subresource,
                 "time": format!("2026-01-01T00:00:{second:02}Z") })
         };
         let taken_up = |entries: Value| {
             let quota = json!({ "metadata": { "name": "q", "managedFields": entries } });
-            Quota::of(&serde_json::from_value(quota).unwrap()).taken_up
+            ObservedQuota::of(&serde_json::from_value(quota).unwrap()).status_updated
         };
         let status = Some("status");
         let entries = json!([entry(status, 3), entry(status, 7), entry(None, 9)]);
@@ -328,12 +337,14 @@ mod tests {
     }
 
     #[test]
-    fn a_change_by_another_hand_is_seen_and_what_is_added_beside_is_not_ours() {
+    fn foreign_edit_is_detected_and_foreign_resources_ignored() {
         let budget = budget("Refuse");
-        let terms = Terms::of(&budget.spec, Quantum::Gib1).unwrap();
-        let wanted = Cap::wanted(Which::Guaranteed, &budget, &terms, Quantum::Gib1);
-        let object = wanted.object(Which::Guaranteed, "team", &budget);
-        let seen = |object: &Value| Quota::of(&serde_json::from_value(object.clone()).unwrap()).cap;
+        let parsed = ParsedSpec::of(&budget.spec, Quantum::Gib1).unwrap();
+        let wanted = QuotaSpec::desired(QuotaKind::Guaranteed, &budget, &parsed, Quantum::Gib1);
+        let object = wanted.object(QuotaKind::Guaranteed, "team", &budget);
+        let seen = |object: &Value| {
+            ObservedQuota::of(&serde_json::from_value(object.clone()).unwrap()).spec
+        };
         let mut beside = object.clone();
         beside["spec"]["hard"]["pods"] = json!("4");
         assert_eq!(seen(&beside), wanted);

@@ -25,46 +25,46 @@ use tracing::{debug, error, info, warn};
 
 use crate::api::job_disruption;
 use crate::api::read;
-use crate::api::write::{Evicted, WriteError, Writer};
-use crate::budget::Facts;
+use crate::api::write::{ApiWriter, EvictionResult, WriteError};
+use crate::budget::BudgetInputs;
 use crate::budget::{Step, is_exceeded, plan};
-use crate::cluster::{Key, World};
-use crate::error::chain;
+use crate::cluster::{ClusterIndex, Key};
+use crate::error::error_chain;
 use crate::run::Clock;
-use crate::serve::metrics::{Metrics, Outcome};
+use crate::serve::metrics::{Metrics, ReconcileOutcome};
 
-use super::state::Memory;
-use crate::api::events::{tell, tell_pod};
+use super::state::BudgetState;
+use crate::api::events::{publish_eviction, publish_transitions};
 
 /// How many budgets are worked on at a time.
 const CONCURRENCY: u16 = 8;
 
 /// A budget is looked at this often even if no watch says a thing.
-const AT_LEAST_EVERY: Duration = Duration::from_hours(1);
+const RESYNC_PERIOD: Duration = Duration::from_hours(1);
 
 /// Keeps budgets as they are declared.
 pub struct Reconciler {
-    writer: Writer,
-    world: watch::Receiver<World>,
+    writer: ApiWriter,
+    index: watch::Receiver<ClusterIndex>,
     metrics: Metrics,
     clock: Clock,
-    memories: Mutex<BTreeMap<Key, Memory>>,
+    states: Mutex<BTreeMap<Key, BudgetState>>,
 }
 
 impl Reconciler {
     /// A reconciler by what `world` says.
     pub fn new(
-        writer: Writer,
-        world: watch::Receiver<World>,
+        writer: ApiWriter,
+        index: watch::Receiver<ClusterIndex>,
         metrics: Metrics,
         clock: Clock,
     ) -> Self {
         Self {
             writer,
-            world,
+            index,
             metrics,
             clock,
-            memories: Mutex::default(),
+            states: Mutex::default(),
         }
     }
 
@@ -76,130 +76,139 @@ impl Reconciler {
     ) {
         let work = work.map(Ok::<_, Infallible>);
         let config = Config::default().concurrency(CONCURRENCY);
-        let look =
-            |budget, reconciler: Arc<Self>| Box::pin(async move { reconciler.look(budget).await });
-        let retry = |budget: Arc<GpuMemoryBudget>, why: &WriteError, reconciler: Arc<Self>| {
-            Action::requeue(reconciler.failed(&budget, why))
+        let look = |budget, reconciler: Arc<Self>| {
+            Box::pin(async move { reconciler.reconcile(budget).await })
+        };
+        let retry = |budget: Arc<GpuMemoryBudget>, error: &WriteError, reconciler: Arc<Self>| {
+            Action::requeue(reconciler.failed(&budget, error))
         };
         applier(look, retry, Arc::new(self), budgets, work, config)
             .for_each(|result| {
                 // A budget that is gone needs nothing; a failed write has been told of already.
                 if let Err(ControllerError::RunnerError(failure)) = result {
-                    error!(error = %chain(&failure), "the budgets are not watched any more");
+                    error!(error = %error_chain(&failure), "the budgets are not watched any more");
                 }
                 ready(())
             })
             .await;
     }
 
-    async fn look(&self, budget: Arc<GpuMemoryBudget>) -> Result<Action, WriteError> {
+    async fn reconcile(&self, budget: Arc<GpuMemoryBudget>) -> Result<Action, WriteError> {
         let start = Instant::now();
         let key = Key::of(&*budget);
-        let held_back = |memory: &Memory| memory.held_back(start);
-        if let Some(wait) = self.memories().get(&key).and_then(held_back) {
+        let held_back = |state: &BudgetState| state.backoff_remaining(start);
+        if let Some(wait) = self.lock_states().get(&key).and_then(held_back) {
             return Ok(Action::requeue(wait));
         }
-        let current = self.newest(&key, &budget);
-        let mut facts = self
-            .world
+        let current = self.with_last_status(&key, &budget);
+        let mut inputs = self
+            .index
             .borrow()
-            .facts(&key.namespace, &budget.spec.cohort);
-        facts.jobs = self.memory(&key, |memory| memory.jobs(&facts.pods));
-        facts.refused = self.memory(&key, |memory| memory.refused(start));
-        self.memory(&key, |memory| {
-            memory.see_faults(&mut facts.sufferers, start)
+            .budget_inputs(&key.namespace, &budget.spec.cohort);
+        inputs.jobs_ignoring_disruption =
+            self.with_state(&key, |state| state.known_jobs(&inputs.pods));
+        inputs.refused_for = self.with_state(&key, |state| state.refused_for(start));
+        self.with_state(&key, |state| {
+            state.update_fault_ages(&mut inputs.affected_pods, start)
         });
-        facts.exceeded_for = self.memory(&key, |memory| {
-            memory.exceeded_for(is_exceeded(&current), start)
+        inputs.exceeded_for = self.with_state(&key, |state| {
+            state.exceeded_for(is_exceeded(&current), start)
         });
         let now = Time((self.clock)());
-        let mut plan = plan(&current, &facts, &now);
-        if plan.repairs() {
-            let facts = self.read_again(&key.namespace, facts.clone()).await;
-            plan.repair_only_by(&self::plan(&current, &facts, &now));
+        let mut plan = plan(&current, &inputs, &now);
+        if plan.evicts_excess() {
+            let inputs = self.refresh_pods(&key.namespace, inputs.clone()).await;
+            plan.retain_excess_in(&self::plan(&current, &inputs, &now));
         }
         let outcome = if plan.steps.is_empty() {
-            Outcome::Unchanged
+            ReconcileOutcome::Unchanged
         } else {
-            Outcome::Written
+            ReconcileOutcome::Written
         };
         for step in plan.steps {
-            self.take(&key, &budget, &current, &facts, step).await?;
+            self.apply_step(&key, &budget, &current, &inputs, step)
+                .await?;
         }
-        self.metrics.looked(outcome, start.elapsed());
+        self.metrics.record_reconcile(outcome, start.elapsed());
         self.succeeded(&key);
-        Ok(Action::requeue(plan.again.unwrap_or(AT_LEAST_EVERY)))
+        Ok(Action::requeue(plan.requeue_after.unwrap_or(RESYNC_PERIOD)))
     }
 
     /// The facts with the pods that the namespace has now: a watch may have been silent for minutes. Where nobody says
     /// which, there are none to go beyond the budget.
-    async fn read_again(&self, namespace: &str, mut facts: Facts) -> Facts {
-        let pods = read::asking(self.writer.client(), namespace, facts.quantum).await;
-        facts.pods = pods.unwrap_or_else(|why| {
-            warn!(error = %chain(&why), "trying on");
+    async fn refresh_pods(&self, namespace: &str, mut inputs: BudgetInputs) -> BudgetInputs {
+        let pods =
+            read::list_requesting_pods(self.writer.client(), namespace, inputs.quantum).await;
+        inputs.pods = pods.unwrap_or_else(|error| {
+            warn!(error = %error_chain(&error), "trying on");
             Vec::new()
         });
-        facts
+        inputs
     }
 
     /// One step: `budget` is as the watch told, `current` has the status that was written last.
-    async fn take(
+    async fn apply_step(
         &self,
         key: &Key,
         budget: &GpuMemoryBudget,
         current: &GpuMemoryBudget,
-        facts: &Facts,
+        inputs: &BudgetInputs,
         step: Step,
     ) -> Result<(), WriteError> {
         let Key { namespace, .. } = key;
         match step {
-            Step::Quota(which, cap) => {
-                let (name, there) = (which.name(), facts.quota(which));
-                if let Some(wrong) = there.filter(|there| cap.has_to_replace(there)) {
+            Step::ApplyQuota(kind, desired) => {
+                let (name, there) = (kind.name(), inputs.quota(kind));
+                if let Some(wrong) = there.filter(|there| desired.needs_replacement(there)) {
                     self.writer
                         .delete_quota(namespace, name, &wrong.uid)
                         .await?;
                 }
-                let patch = cap.patch(which, namespace, budget, there);
-                self.writer.quota(namespace, name, &patch).await
+                let patch = desired.patch(kind, namespace, budget, there);
+                self.writer.apply_quota(namespace, name, &patch).await
             }
-            Step::Label => self.writer.label(namespace, Some(ENFORCED)).await,
-            Step::LookAtJob(job) => {
-                match job_disruption::lets_go(self.writer.client(), namespace, &job).await {
-                    Ok(lets_go) => self.memory(key, |memory| memory.looked_at(job, lets_go)),
+            Step::LabelNamespace => self.writer.label_namespace(namespace, Some(ENFORCED)).await,
+            Step::ReadJob(job) => {
+                match job_disruption::ignores_disruption(self.writer.client(), namespace, &job)
+                    .await
+                {
+                    Ok(ignores_disruption) => {
+                        self.with_state(key, |state| state.record_job(job, ignores_disruption))
+                    }
                     // It is asked again with the next look.
-                    Err(why) => debug!(error = %chain(&why), "trying on"),
+                    Err(error) => debug!(error = %error_chain(&error), "trying on"),
                 }
                 Ok(())
             }
             Step::Evict { pod, by_force } => {
                 let now = Instant::now();
-                if self.memory(key, |memory| memory.has_ended(&pod.uid, now)) {
+                if self.with_state(key, |state| state.was_evicted(&pod.uid, now)) {
                     return Ok(());
                 }
                 let evict = self.writer.evict(namespace, &pod.pod, &pod.uid, by_force);
                 let evicted = evict.await;
-                let news = self.memory(key, |memory| memory.evicts(evicted.is_ok()));
+                let news =
+                    self.with_state(key, |state| state.eviction_outcome_changed(evicted.is_ok()));
                 match evicted {
-                    Ok(Evicted::Ends) => {
-                        self.memory(key, |memory| memory.ends(&pod.uid, now));
+                    Ok(EvictionResult::Accepted) => {
+                        self.with_state(key, |state| state.record_eviction(&pod.uid, now));
                         let client = self.writer.client();
-                        tell_pod(client, namespace, &pod).await;
+                        publish_eviction(client, namespace, &pod).await;
                     }
-                    Ok(Evicted::Kept) => {
-                        self.memory(key, |memory| memory.is_refused(&pod.uid, now));
+                    Ok(EvictionResult::BlockedByPdb) => {
+                        self.with_state(key, |state| state.record_refusal(&pod.uid, now));
                     }
                     // It is asked again with the next look, for which neither the others nor the status wait.
-                    Err(why) if news => warn!(error = %chain(&why), "trying on"),
+                    Err(error) if news => warn!(error = %error_chain(&error), "trying on"),
                     Err(_) => {}
                 }
                 Ok(())
             }
-            Step::Status(wanted) => {
-                if let Some(written) = self.writer.status(budget, &wanted).await? {
+            Step::ApplyStatus(wanted) => {
+                if let Some(written) = self.writer.apply_status(budget, &wanted).await? {
                     let before = current.status.as_ref();
-                    self.remember(key, budget, written.clone());
-                    tell(self.writer.client(), budget, before, &written).await;
+                    self.record_status(key, budget, written.clone());
+                    publish_transitions(self.writer.client(), budget, before, &written).await;
                 }
                 Ok(())
             }
@@ -207,11 +216,11 @@ impl Reconciler {
     }
 
     /// The budget with the status that was written last, where the watch has not brought it yet.
-    fn newest(&self, key: &Key, budget: &GpuMemoryBudget) -> GpuMemoryBudget {
+    fn with_last_status(&self, key: &Key, budget: &GpuMemoryBudget) -> GpuMemoryBudget {
         let mut newest = budget.clone();
-        let list = self.world.borrow().budget_lists();
-        let memories = self.memories();
-        let newer = |memory: &Memory| memory.newer(budget, list).cloned();
+        let list = self.index.borrow().budget_lists();
+        let memories = self.lock_states();
+        let newer = |state: &BudgetState| state.last_written_status(budget, list).cloned();
         if let Some(status) = memories.get(key).and_then(newer) {
             newest.status = Some(status);
         }
@@ -219,40 +228,44 @@ impl Reconciler {
     }
 
     /// Keeps what was written, and forgets the budgets that are gone.
-    fn remember(&self, key: &Key, budget: &GpuMemoryBudget, status: GpuMemoryBudgetStatus) {
-        let mut memories = self.memories();
-        let world = self.world.borrow();
-        memories.retain(|key, _| world.has_budget(key));
-        memories
-            .entry(key.clone())
-            .or_default()
-            .wrote(budget, world.budget_lists(), status);
+    fn record_status(&self, key: &Key, budget: &GpuMemoryBudget, status: GpuMemoryBudgetStatus) {
+        let mut memories = self.lock_states();
+        let index = self.index.borrow();
+        memories.retain(|key, _| index.has_budget(key));
+        memories.entry(key.clone()).or_default().record_status(
+            budget,
+            index.budget_lists(),
+            status,
+        );
     }
 
     fn succeeded(&self, key: &Key) {
-        let failures = self.memories().get_mut(key).map_or(0, Memory::succeeded);
+        let failures = self
+            .lock_states()
+            .get_mut(key)
+            .map_or(0, BudgetState::record_success);
         if failures > 0 {
             info!(namespace = key.namespace, failures, "written again");
         }
     }
 
-    fn memory<T>(&self, key: &Key, ask: impl FnOnce(&mut Memory) -> T) -> T {
-        ask(self.memories().entry(key.clone()).or_default())
+    fn with_state<T>(&self, key: &Key, ask: impl FnOnce(&mut BudgetState) -> T) -> T {
+        ask(self.lock_states().entry(key.clone()).or_default())
     }
 
-    fn failed(&self, budget: &GpuMemoryBudget, why: &WriteError) -> Duration {
-        self.metrics.look_failed();
-        let mut memories = self.memories();
-        let memory = memories.entry(Key::of(budget)).or_default();
-        let (first, wait) = memory.failed(why.what(), Instant::now());
+    fn failed(&self, budget: &GpuMemoryBudget, error: &WriteError) -> Duration {
+        self.metrics.record_reconcile_failure();
+        let mut memories = self.lock_states();
+        let state = memories.entry(Key::of(budget)).or_default();
+        let (first, wait) = state.record_failure(error.target(), Instant::now());
         if first {
-            warn!(error = %chain(why), "trying on");
+            warn!(error = %error_chain(error), "trying on");
         }
         wait
     }
 
-    fn memories(&self) -> MutexGuard<'_, BTreeMap<Key, Memory>> {
+    fn lock_states(&self) -> MutexGuard<'_, BTreeMap<Key, BudgetState>> {
         // A panic while it was held left a whole map behind: each change of it is one step.
-        self.memories.lock().unwrap_or_else(PoisonError::into_inner)
+        self.states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

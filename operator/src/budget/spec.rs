@@ -14,7 +14,7 @@ use crate::quanta::Quanta;
 pub enum InvalidSpec {
     /// An amount is no amount of memory.
     #[error("spec.{field}: {source}")]
-    Unreadable {
+    InvalidAmount {
         /// Its path below `spec`.
         field: String,
         /// What is wrong with it.
@@ -22,7 +22,7 @@ pub enum InvalidSpec {
     },
     /// One amount is more than another one that bounds it.
     #[error("spec.{field} is {amount}, more than {bound} ({most}): lower it, or raise {bound}")]
-    Above {
+    AboveBound {
         /// The path of the greater one below `spec`.
         field: &'static str,
         /// How much it is.
@@ -36,7 +36,7 @@ pub enum InvalidSpec {
 
 /// What a budget grants.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Terms {
+pub struct ParsedSpec {
     /// Device memory that guaranteed pods may ask for together.
     pub guaranteed: Quanta,
     /// Device memory that all pods may ask for together. Never less than `guaranteed`.
@@ -49,10 +49,10 @@ pub struct Terms {
     pub rounded: Vec<String>,
 }
 
-impl Terms {
+impl ParsedSpec {
     /// The terms of `spec` in whole quanta.
     pub fn of(spec: &GpuMemoryBudgetSpec, quantum: Quantum) -> Result<Self, InvalidSpec> {
-        let mut reader = Reader {
+        let mut reader = Parser {
             quantum,
             rounded: Vec::new(),
         };
@@ -62,7 +62,7 @@ impl Terms {
             Some(limit) => (reader.quanta("deviceMemory.limit", limit)?, limit),
             None => (guaranteed, &device.guaranteed),
         };
-        at_most(
+        check_bound(
             "deviceMemory.guaranteed",
             &device.guaranteed,
             "spec.deviceMemory.limit",
@@ -74,7 +74,7 @@ impl Terms {
                 Some(limit) => ("spec.deviceMemory.limit", limit),
                 None => ("spec.deviceMemory.guaranteed", &device.guaranteed),
             };
-            at_most("perContainer.max", &per_container.max, name, bound)?;
+            check_bound("perContainer.max", &per_container.max, name, bound)?;
         }
         let managed = match &spec.managed_memory {
             Some(managed) => reader.quanta("managedMemory.limit", &managed.limit)?,
@@ -92,24 +92,22 @@ impl Terms {
 
 /// The overrides of `spec` that cannot be read, from before the API server refused them. They are no terms: what the
 /// namespace is granted holds without them.
-pub(super) fn unreadable_overrides(
-    spec: &GpuMemoryBudgetSpec,
-) -> impl Iterator<Item = InvalidSpec> {
+pub(super) fn invalid_overrides(spec: &GpuMemoryBudgetSpec) -> impl Iterator<Item = InvalidSpec> {
     let overrides = spec.overrides.iter().enumerate();
     overrides.filter_map(|(index, lowered)| {
         let field = format!("overrides[{index}].deviceMemory");
-        read(&field, &lowered.device_memory).err()
+        parse_bytes(&field, &lowered.device_memory).err()
     })
 }
 
-struct Reader {
+struct Parser {
     quantum: Quantum,
     rounded: Vec<String>,
 }
 
-impl Reader {
+impl Parser {
     fn quanta(&mut self, field: &str, amount: &Amount) -> Result<Quanta, InvalidSpec> {
-        let bytes = read(field, amount)?;
+        let bytes = parse_bytes(field, amount)?;
         let quanta = Quanta::new(self.quantum.floor(bytes).unsigned_abs());
         if quanta.bytes(self.quantum) != bytes {
             let (written, counted) = (&amount.0.0, quanta.text(self.quantum));
@@ -120,23 +118,23 @@ impl Reader {
     }
 }
 
-fn read(field: &str, amount: &Amount) -> Result<u64, InvalidSpec> {
-    amount.bytes().map_err(|source| InvalidSpec::Unreadable {
+fn parse_bytes(field: &str, amount: &Amount) -> Result<u64, InvalidSpec> {
+    amount.bytes().map_err(|source| InvalidSpec::InvalidAmount {
         field: field.to_owned(),
         source,
     })
 }
 
-fn at_most(
+fn check_bound(
     field: &'static str,
     amount: &Amount,
     bound: &'static str,
     most: &Amount,
 ) -> Result<(), InvalidSpec> {
-    if read(field, amount)? <= read(bound, most)? {
+    if parse_bytes(field, amount)? <= parse_bytes(bound, most)? {
         return Ok(());
     }
-    Err(InvalidSpec::Above {
+    Err(InvalidSpec::AboveBound {
         field,
         amount: amount.0.0.clone(),
         bound,

@@ -5,24 +5,28 @@ use bursar_crds::conditions::{budget as names, merge};
 use bursar_crds::{Amount, GpuMemoryBudget, GpuMemoryBudgetStatus};
 use k8s_openapi::apimachinery::pkg::apis::meta::v1::{Condition, Time};
 
-use super::conditions::statements;
-use super::{AgentsSay, Facts, Usage};
-use super::{Terms, faults};
+use super::conditions::conditions;
+use super::{BudgetInputs, ReportedUsage, RequestedUsage};
+use super::{ParsedSpec, faults};
 use crate::quanta::Quanta;
 
 /// The status that `budget` should have. Equal to the one that it has while nothing changed: only a
 /// condition that changes its status takes the time `now`.
-pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> GpuMemoryBudgetStatus {
-    let terms = Terms::of(&budget.spec, facts.quantum);
-    let said = statements(budget, &terms, facts);
+pub(super) fn desired_status(
+    budget: &GpuMemoryBudget,
+    inputs: &BudgetInputs,
+    now: &Time,
+) -> GpuMemoryBudgetStatus {
+    let parsed = ParsedSpec::of(&budget.spec, inputs.quantum);
+    let said = conditions(budget, &parsed, inputs);
     let generation = budget.metadata.generation;
-    let counted = |quanta: Quanta| quanta.counted(facts.quantum);
-    let allowed = |of: fn(&Terms) -> Quanta| counted(terms.as_ref().map_or(Quanta::ZERO, of));
+    let counted = |quanta: Quanta| quanta.counted(inputs.quantum);
+    let allowed = |of: fn(&ParsedSpec) -> Quanta| counted(parsed.as_ref().map_or(Quanta::ZERO, of));
     let (guarantee, limit) = (
-        allowed(|terms| terms.guaranteed),
-        allowed(|terms| terms.limit),
+        allowed(|parsed| parsed.guaranteed),
+        allowed(|parsed| parsed.limit),
     );
-    let managed_limit = allowed(|terms| terms.managed);
+    let managed_limit = allowed(|parsed| parsed.managed);
     let before = budget.status.as_ref();
     let same_terms = before.filter(|status| {
         status.device_memory.guaranteed == guarantee
@@ -34,25 +38,25 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
         .any(|said| said.type_ == names::ENFORCED && said.holds == Some(true));
     let enforced_since = same_terms
         .and_then(|status| status.enforced_since.clone())
-        .or_else(|| facts.in_force_since().filter(|_| in_force));
-    let Usage {
+        .or_else(|| inputs.quotas_synced_at().filter(|_| in_force));
+    let RequestedUsage {
         pods,
         borrowed_pods,
         guaranteed,
         borrowed,
         managed,
-    } = facts.usage;
-    let AgentsSay {
+    } = inputs.requested;
+    let ReportedUsage {
         observed,
         denials,
         poisoned,
         restarts,
-    } = facts.told;
+    } = inputs.reported;
     let peak = before
-        .and_then(|status| Quanta::within(&status.device_memory.peak.bytes, facts.quantum).ok());
+        .and_then(|status| Quanta::within(&status.device_memory.peak.bytes, inputs.quantum).ok());
     GpuMemoryBudgetStatus {
         observed_generation: generation,
-        quantum: Some(Amount::from_bytes(facts.quantum.bytes())),
+        quantum: Some(Amount::from_bytes(inputs.quantum.bytes())),
         pods,
         borrowed_pods,
         device_memory: DeviceMemoryStatus {
@@ -69,12 +73,12 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
         },
         denials,
         contexts: ContextsStatus {
-            open: i64::try_from(facts.sufferers.len()).unwrap_or(i64::MAX),
+            open: i64::try_from(inputs.affected_pods.len()).unwrap_or(i64::MAX),
             poisoned,
             restarts,
         },
         enforced_since,
-        evictions: faults::on_record(budget, facts, now),
+        evictions: faults::recorded_evictions(budget, inputs, now),
         conditions: merge(
             before.map_or(&[], |status| &status.conditions),
             &said,
@@ -85,7 +89,10 @@ pub(super) fn status(budget: &GpuMemoryBudget, facts: &Facts, now: &Time) -> Gpu
 }
 
 /// The condition of a status that has this type, if it is True.
-pub(super) fn holding<'a>(status: &'a GpuMemoryBudgetStatus, type_: &str) -> Option<&'a Condition> {
+pub(super) fn true_condition<'a>(
+    status: &'a GpuMemoryBudgetStatus,
+    type_: &str,
+) -> Option<&'a Condition> {
     let mut conditions = status.conditions.iter();
     conditions.find(|told| told.type_ == type_ && told.status == "True")
 }

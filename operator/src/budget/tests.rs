@@ -1,4 +1,5 @@
 use super::*;
+use crate::budget::status::desired_status;
 
 use std::time::Duration;
 
@@ -9,8 +10,8 @@ use k8s_openapi::jiff::Timestamp;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-use crate::budget::{Cohort, Facts, Usage};
-use crate::cluster::LeftOut;
+use crate::budget::{BudgetInputs, Cohort, RequestedUsage};
+use crate::cluster::ExclusionReason;
 use crate::quanta::Quanta;
 
 fn at(second: i64) -> Time {
@@ -31,60 +32,63 @@ fn plain() -> GpuMemoryBudget {
     budget(json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" } }))
 }
 
-fn idle() -> Facts {
-    Facts {
+fn idle() -> BudgetInputs {
+    BudgetInputs {
         quantum: Quantum::Gib1,
-        usage: Usage::default(),
+        requested: RequestedUsage::default(),
         cohort: Cohort {
             guaranteed: Quanta::new(16),
             nodes: 1,
             allocatable: Quanta::new(32),
-            left_out: Vec::new(),
-            unknown: None,
+            excluded: Vec::new(),
+            unknown_field: None,
         },
         pods: Vec::new(),
-        refused: Default::default(),
+        refused_for: Default::default(),
         exceeded_for: Duration::ZERO,
         guaranteed_quota: None,
         limit_quota: None,
-        labelled: true,
-        sufferers: Vec::new(),
-        jobs: std::collections::BTreeMap::new(),
-        told: crate::budget::AgentsSay::default(),
+        is_labelled: true,
+        affected_pods: Vec::new(),
+        jobs_ignoring_disruption: std::collections::BTreeMap::new(),
+        reported: crate::budget::ReportedUsage::default(),
     }
 }
 
 /// With both quotas of `budget` in force.
-fn in_force(budget: &GpuMemoryBudget, facts: Facts) -> Facts {
-    let terms = Terms::of(&budget.spec, facts.quantum).unwrap();
-    let quota = |which| {
-        let cap = Cap::wanted(which, budget, &terms, facts.quantum);
-        let in_force = cap.hard.clone();
-        let uid = which.name().to_owned();
+fn in_force(budget: &GpuMemoryBudget, inputs: BudgetInputs) -> BudgetInputs {
+    let parsed = ParsedSpec::of(&budget.spec, inputs.quantum).unwrap();
+    let quota = |kind| {
+        let desired = QuotaSpec::desired(kind, budget, &parsed, inputs.quantum);
+        let in_force = desired.hard.clone();
+        let uid = kind.name().to_owned();
         let taken_up = Some(at(1));
-        Some(Quota {
+        Some(ObservedQuota {
             uid,
-            cap,
-            in_force,
-            taken_up,
+            spec: desired,
+            status_hard: in_force,
+            status_updated: taken_up,
         })
     };
-    Facts {
-        guaranteed_quota: quota(Which::Guaranteed),
-        limit_quota: quota(Which::Limit),
-        ..facts
+    BudgetInputs {
+        guaranteed_quota: quota(QuotaKind::Guaranteed),
+        limit_quota: quota(QuotaKind::Limit),
+        ..inputs
     }
 }
 
-fn using(guaranteed: u64, borrowed: u64, managed: u64) -> Facts {
-    let usage = Usage {
+fn using(guaranteed: u64, borrowed: u64, managed: u64) -> BudgetInputs {
+    let usage = RequestedUsage {
         pods: 2,
         borrowed_pods: 1,
         guaranteed: Quanta::new(guaranteed),
         borrowed: Quanta::new(borrowed),
         managed: Quanta::new(managed),
     };
-    Facts { usage, ..idle() }
+    BudgetInputs {
+        requested: usage,
+        ..idle()
+    }
 }
 
 fn condition<'a>(status: &'a GpuMemoryBudgetStatus, type_: &str) -> &'a Condition {
@@ -105,9 +109,9 @@ fn is(status: &str, reason: &str) -> (String, String) {
 }
 
 #[test]
-fn a_budget_that_is_as_declared_and_in_force_is_ready() {
-    let facts = in_force(&plain(), using(16, 8, 0));
-    let status = status(&plain(), &facts, &at(1));
+fn budget_is_ready_when_declared_state_is_in_force() {
+    let inputs = in_force(&plain(), using(16, 8, 0));
+    let status = desired_status(&plain(), &inputs, &at(1));
     assert_eq!(said(&status, names::READY), is("True", names::AS_DECLARED));
     assert_eq!(
         said(&status, names::ACCEPTED),
@@ -135,10 +139,10 @@ fn a_budget_that_is_as_declared_and_in_force_is_ready() {
 }
 
 #[test]
-fn a_budget_is_not_enforced_before_the_controller_manager_has_taken_its_quotas_up() {
-    let mut facts = idle();
-    let said_of = |facts: &Facts| {
-        let status = status(&plain(), facts, &at(1));
+fn budget_is_not_enforced_before_quota_status_is_synced() {
+    let mut inputs = idle();
+    let said_of = |inputs: &BudgetInputs| {
+        let status = desired_status(&plain(), inputs, &at(1));
         assert_eq!(
             said(&status, names::ENFORCED),
             is("False", names::QUOTA_PENDING)
@@ -149,25 +153,25 @@ fn a_budget_is_not_enforced_before_the_controller_manager_has_taken_its_quotas_u
         );
         condition(&status, names::ENFORCED).message.clone()
     };
-    assert!(said_of(&facts).contains("not written yet"));
-    facts = in_force(&plain(), facts);
-    let quota = facts.limit_quota.as_mut().unwrap();
-    quota.cap.scope = Scope::Strange;
-    let message = said_of(&facts);
+    assert!(said_of(&inputs).contains("not written yet"));
+    inputs = in_force(&plain(), inputs);
+    let quota = inputs.limit_quota.as_mut().unwrap();
+    quota.spec.scope = Scope::Foreign;
+    let message = said_of(&inputs);
     assert!(
         message.contains("the quota was changed: it is put right"),
         "{message}"
     );
-    facts = in_force(&plain(), facts);
-    let quota = facts.guaranteed_quota.as_mut().unwrap();
-    quota.in_force.clear();
-    let message = said_of(&facts);
+    inputs = in_force(&plain(), inputs);
+    let quota = inputs.guaranteed_quota.as_mut().unwrap();
+    quota.status_hard.clear();
+    let message = said_of(&inputs);
     assert!(message.contains("controller manager"), "{message}");
 }
 
 #[test]
-fn what_is_asked_for_is_counted_by_class_in_quanta_and_bytes() {
-    let status = status(&plain(), &using(10, 4, 3), &at(1));
+fn requests_are_counted_by_class_in_quanta_and_bytes() {
+    let status = desired_status(&plain(), &using(10, 4, 3), &at(1));
     assert_eq!(status.device_memory.requested.quanta, 14);
     assert_eq!(status.device_memory.requested.bytes, Amount::from("14Gi"));
     assert_eq!(status.device_memory.borrowed.quanta, 4);
@@ -177,18 +181,18 @@ fn what_is_asked_for_is_counted_by_class_in_quanta_and_bytes() {
 }
 
 #[test]
-fn more_than_is_allowed_is_exceeded_for_the_gravest_reason_and_tells_all() {
+fn exceeded_names_the_gravest_reason_and_lists_all() {
     let cases = [
         (using(20, 8, 1), names::OVER_LIMIT),
         (using(17, 0, 0), names::OVER_GUARANTEE),
         (using(16, 8, 1), names::OVER_MANAGED_LIMIT),
     ];
-    for (facts, reason) in cases {
-        let status = status(&plain(), &facts, &at(1));
+    for (inputs, reason) in cases {
+        let status = desired_status(&plain(), &inputs, &at(1));
         assert_eq!(said(&status, names::EXCEEDED), is("True", reason));
         assert_eq!(said(&status, names::READY), is("False", reason));
     }
-    let worst = status(&plain(), &using(20, 8, 1), &at(1));
+    let worst = desired_status(&plain(), &using(20, 8, 1), &at(1));
     let message = &condition(&worst, names::EXCEEDED).message;
     for part in [
         "28Gi, 24Gi is allowed",
@@ -200,9 +204,9 @@ fn more_than_is_allowed_is_exceeded_for_the_gravest_reason_and_tells_all() {
 }
 
 #[test]
-fn a_budget_without_limit_borrows_nothing() {
+fn budget_without_limit_borrows_nothing() {
     let strict = budget(json!({ "deviceMemory": { "guaranteed": "16Gi" } }));
-    let status = status(&strict, &using(12, 5, 0), &at(1));
+    let status = desired_status(&strict, &using(12, 5, 0), &at(1));
     assert_eq!(
         said(&status, names::EXCEEDED),
         is("True", names::OVER_LIMIT)
@@ -210,10 +214,10 @@ fn a_budget_without_limit_borrows_nothing() {
 }
 
 #[test]
-fn guarantees_beyond_the_nodes_are_overcommitted_with_the_remedy_and_where_the_sums_are() {
-    let mut facts = idle();
-    facts.cohort.guaranteed = Quanta::new(40);
-    let status = status(&plain(), &facts, &at(1));
+fn overcommitted_message_names_remedy_and_metric() {
+    let mut inputs = idle();
+    inputs.cohort.guaranteed = Quanta::new(40);
+    let status = desired_status(&plain(), &inputs, &at(1));
     assert_eq!(
         said(&status, names::COVERED),
         is("False", names::OVERCOMMITTED)
@@ -226,27 +230,27 @@ fn guarantees_beyond_the_nodes_are_overcommitted_with_the_remedy_and_where_the_s
 }
 
 #[test]
-fn nothing_is_written_for_a_node_or_a_budget_more_while_guarantees_fit_or_while_they_do_not() {
+fn covered_message_is_stable_while_its_status_is() {
     for guaranteed in [16, 200] {
-        let (mut budget, mut facts) = (plain(), in_force(&plain(), idle()));
-        facts.cohort.guaranteed = Quanta::new(guaranteed);
-        budget.status = Some(status(&budget, &facts, &at(1)));
-        assert_eq!(plan(&budget, &facts, &at(2)).steps, []);
-        facts.cohort.allocatable = facts.cohort.allocatable.plus(Quanta::new(1));
-        facts.cohort.nodes += 1;
-        facts.cohort.guaranteed = facts.cohort.guaranteed.plus(Quanta::new(1));
-        assert_eq!(plan(&budget, &facts, &at(2)).steps, []);
+        let (mut budget, mut inputs) = (plain(), in_force(&plain(), idle()));
+        inputs.cohort.guaranteed = Quanta::new(guaranteed);
+        budget.status = Some(desired_status(&budget, &inputs, &at(1)));
+        assert_eq!(plan(&budget, &inputs, &at(2)).steps, []);
+        inputs.cohort.allocatable = inputs.cohort.allocatable.plus(Quanta::new(1));
+        inputs.cohort.nodes += 1;
+        inputs.cohort.guaranteed = inputs.cohort.guaranteed.plus(Quanta::new(1));
+        assert_eq!(plan(&budget, &inputs, &at(2)).steps, []);
     }
 }
 
 #[test]
-fn a_cohort_without_nodes_says_how_a_node_joins_it() {
+fn cohort_without_nodes_says_how_a_node_joins() {
     let elsewhere = budget(json!({ "deviceMemory": { "guaranteed": 0 }, "cohort": "lab" }));
-    let mut facts = idle();
-    facts.cohort.nodes = 0;
-    let other = LeftOut::OtherQuantum("512Mi".to_owned());
-    facts.cohort.left_out = vec![("n1".to_owned(), other)];
-    let status = status(&elsewhere, &facts, &at(1));
+    let mut inputs = idle();
+    inputs.cohort.nodes = 0;
+    let other = ExclusionReason::OtherQuantum("512Mi".to_owned());
+    inputs.cohort.excluded = vec![("n1".to_owned(), other)];
+    let status = desired_status(&elsewhere, &inputs, &at(1));
     assert_eq!(said(&status, names::COVERED), is("False", names::NO_NODES));
     let message = &condition(&status, names::COVERED).message;
     assert!(message.contains("bursar.dev/cohort=lab"), "{message}");
@@ -257,15 +261,15 @@ fn a_cohort_without_nodes_says_how_a_node_joins_it() {
 }
 
 #[test]
-fn nodes_that_do_not_count_are_named_by_reason() {
-    let mut facts = idle();
+fn excluded_nodes_are_named_by_reason() {
+    let mut inputs = idle();
     let left_out = |node: &str, why| (node.to_owned(), why);
-    facts.cohort.left_out = vec![
-        left_out("a", LeftOut::Dead),
-        left_out("b", LeftOut::Unreadable),
-        left_out("c", LeftOut::Dead),
+    inputs.cohort.excluded = vec![
+        left_out("a", ExclusionReason::Dead),
+        left_out("b", ExclusionReason::Unreadable),
+        left_out("c", ExclusionReason::Dead),
     ];
-    let status = status(&plain(), &facts, &at(1));
+    let status = desired_status(&plain(), &inputs, &at(1));
     let message = &condition(&status, names::COVERED).message;
     for told in [
         "2 nodes left out, for node a is not Ready, or its kubelet has no agent",
@@ -276,7 +280,7 @@ fn nodes_that_do_not_count_are_named_by_reason() {
 }
 
 #[test]
-fn a_spec_that_contradicts_itself_is_invalid_and_names_field_and_remedy() {
+fn contradictory_spec_is_invalid_and_names_the_remedy() {
     let cases = [
         (
             json!({ "deviceMemory": { "guaranteed": "20Gi", "limit": "16Gi" } }),
@@ -288,7 +292,7 @@ fn a_spec_that_contradicts_itself_is_invalid_and_names_field_and_remedy() {
         ),
     ];
     for (spec, message) in cases {
-        let status = status(&budget(spec), &using(4, 0, 0), &at(1));
+        let status = desired_status(&budget(spec), &using(4, 0, 0), &at(1));
         assert_eq!(
             said(&status, names::ACCEPTED),
             is("False", names::INVALID_SPEC)
@@ -312,13 +316,13 @@ fn a_spec_that_contradicts_itself_is_invalid_and_names_field_and_remedy() {
 }
 
 #[test]
-fn an_override_that_cannot_be_read_is_named_and_spoils_nothing_else() {
+fn invalid_override_is_named_and_affects_nothing_else() {
     let odd = budget(
         json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "24Gi" }, "overrides": [
         { "pod": "a", "deviceMemory": "1Gi" }, { "pod": "b", "deviceMemory": "0.5" }] }),
     );
-    let facts = in_force(&odd, using(20, 0, 0));
-    let status = status(&odd, &facts, &at(1));
+    let inputs = in_force(&odd, using(20, 0, 0));
+    let status = desired_status(&odd, &inputs, &at(1));
     for (type_, wanted) in [
         (names::ACCEPTED, is("False", names::INVALID_SPEC)),
         (names::READY, is("False", names::INVALID_SPEC)),
@@ -333,14 +337,14 @@ fn an_override_that_cannot_be_read_is_named_and_spoils_nothing_else() {
         "spec.overrides[1].deviceMemory: `0.5` is not a whole number of bytes; the rest holds"
     );
     assert_eq!(status.device_memory.limit.quanta, 24);
-    let claim = crate::cluster::Claim::of(&odd, Quantum::Gib1);
-    assert_eq!(claim.guaranteed, Quanta::new(16));
+    let summary = crate::cluster::BudgetSummary::of(&odd, Quantum::Gib1);
+    assert_eq!(summary.guaranteed, Quanta::new(16));
 }
 
 #[test]
-fn an_amount_between_two_quanta_counts_for_less_and_says_so() {
+fn amount_between_quanta_rounds_down_and_says_so() {
     let odd = budget(json!({ "deviceMemory": { "guaranteed": "16Gi", "limit": "25088Mi" } }));
-    let status = status(&odd, &idle(), &at(1));
+    let status = desired_status(&odd, &idle(), &at(1));
     assert_eq!(status.device_memory.limit.quanta, 24);
     let message = &condition(&status, names::ACCEPTED).message;
     assert!(
@@ -350,21 +354,21 @@ fn an_amount_between_two_quanta_counts_for_less_and_says_so() {
 }
 
 /// A change of facts that keeps every condition's status, or not.
-fn facts() -> impl Strategy<Value = Facts> {
+fn inputs() -> impl Strategy<Value = BudgetInputs> {
     let usage = (0i64..5, 0u64..40, 0u64..40, 0u64..40);
     let cohort = (0u64..40, 0usize..3, 0u64..40);
     (usage, cohort).prop_map(|((pods, guaranteed, borrowed, managed), cohort)| {
         let (promised, nodes, allocatable) = cohort;
-        let mut facts = using(guaranteed, borrowed, managed);
-        facts.usage.pods = pods;
-        facts.cohort = Cohort {
+        let mut inputs = using(guaranteed, borrowed, managed);
+        inputs.requested.pods = pods;
+        inputs.cohort = Cohort {
             guaranteed: Quanta::new(promised),
             nodes,
             allocatable: Quanta::new(allocatable),
-            left_out: Vec::new(),
-            unknown: None,
+            excluded: Vec::new(),
+            unknown_field: None,
         };
-        facts
+        inputs
     })
 }
 
@@ -395,21 +399,21 @@ fn spec() -> impl Strategy<Value = Value> {
 
 proptest! {
     #[test]
-    fn a_status_is_a_fixed_point_whatever_the_hour(spec in spec(), facts in facts()) {
+    fn status_is_a_fixed_point_at_any_time(spec in spec(), inputs in inputs()) {
         let mut budget = budget(spec);
-        let first = status(&budget, &facts, &at(1));
+        let first = desired_status(&budget, &inputs, &at(1));
         budget.status = Some(first.clone());
-        prop_assert_eq!(status(&budget, &facts, &at(99)), first);
+        prop_assert_eq!(desired_status(&budget, &inputs, &at(99)), first);
     }
 
     #[test]
-    fn a_transition_time_moves_with_its_status_and_never_without(
-        spec in spec(), before in facts(), after in facts(),
+    fn transition_time_changes_only_with_its_status(
+        spec in spec(), before in inputs(), after in inputs(),
     ) {
         let mut budget = budget(spec);
-        let first = status(&budget, &before, &at(1));
+        let first = desired_status(&budget, &before, &at(1));
         budget.status = Some(first.clone());
-        let second = status(&budget, &after, &at(2));
+        let second = desired_status(&budget, &after, &at(2));
         for (old, new) in first.conditions.iter().zip(&second.conditions) {
             let moved = old.status != new.status;
             prop_assert_eq!(&new.last_transition_time, &at(if moved { 2 } else { 1 }));
@@ -417,8 +421,8 @@ proptest! {
     }
 
     #[test]
-    fn ready_is_the_sum_of_the_others(spec in spec(), facts in facts()) {
-        let status = status(&budget(spec), &facts, &at(1));
+    fn ready_summarizes_the_other_conditions(spec in spec(), inputs in inputs()) {
+        let status = desired_status(&budget(spec), &inputs, &at(1));
         let holds = |type_: &str, wanted: &str| condition(&status, type_).status == wanted;
         let good = holds(names::ACCEPTED, "True") && holds(names::COVERED, "True")
             && holds(names::EXCEEDED, "False") && holds(names::ENFORCED, "True");
@@ -427,10 +431,10 @@ proptest! {
 
     /// The CRD's schema takes 19 digits at most; a status that it refuses would never be written.
     #[test]
-    fn whatever_pods_ask_for_the_status_can_be_written(
+    fn status_is_valid_for_any_requests(
         spec in spec(), guaranteed in any::<u64>(), borrowed in any::<u64>(), managed in any::<u64>(),
     ) {
-        let status = status(&budget(spec), &using(guaranteed, borrowed, managed), &at(1));
+        let status = desired_status(&budget(spec), &using(guaranteed, borrowed, managed), &at(1));
         let device = &status.device_memory;
         let counted = [&device.requested, &device.borrowed, &device.guaranteed, &device.limit,
             &status.managed_memory.limit, &status.managed_memory.requested];

@@ -2,93 +2,104 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Claim, Gpus, Key, LeftOut, Offer};
+use super::{BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, Key};
 use crate::budget::Cohort;
-use crate::cluster::pod_request::Demand;
+use crate::cluster::pod_request::PodRequest;
 use crate::quanta::Quanta;
 
 /// It.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Tally {
-    cohorts: BTreeMap<String, Sum>,
+pub(super) struct Aggregates {
+    cohorts: BTreeMap<String, CohortTotals>,
     /// The nodes that say something of a namespace.
     saying: BTreeMap<String, BTreeSet<Key>>,
     /// The nodes with a GPU at fault: that may concern any namespace.
-    faulty: BTreeSet<Key>,
+    nodes_with_gpu_faults: BTreeSet<Key>,
     /// How many pods of each namespace are on each node.
     placed: BTreeMap<String, BTreeMap<String, usize>>,
 }
 
 /// A cohort. Sums are exact: what is taken off again must be what was added.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-struct Sum {
+struct CohortTotals {
     budgets: usize,
     guaranteed: u128,
     nodes: usize,
     allocatable: u128,
-    left_out: BTreeMap<String, LeftOut>,
-    unknown: BTreeMap<String, &'static str>,
+    excluded: BTreeMap<String, ExclusionReason>,
+    unknown_fields: BTreeMap<String, &'static str>,
 }
 
 /// A node with GPUs, as a cohort counts it.
 #[derive(Clone, Copy)]
-pub(super) struct Member<'a> {
-    pub(super) gpus: &'a Gpus,
+pub(super) struct CohortMember<'a> {
+    pub(super) gpus: &'a GpuNodeSummary,
     pub(super) cohort: &'a str,
     pub(super) is_dead: bool,
 }
 
-impl Member<'_> {
+impl CohortMember<'_> {
     /// What counts of its memory, or why nothing does; absent where it has none.
-    fn share(&self) -> Option<Result<u128, LeftOut>> {
-        Some(match self.gpus.offer.as_ref()? {
-            Offer::LeftOut(why) => Err(why.clone()),
-            Offer::Counted(_) if self.is_dead => Err(LeftOut::Dead),
-            Offer::Counted(quanta) => Ok(exact(*quanta)),
+    fn contribution(&self) -> Option<Result<u128, ExclusionReason>> {
+        Some(match self.gpus.capacity.as_ref()? {
+            Capacity::Excluded(why) => Err(why.clone()),
+            Capacity::Counted(_) if self.is_dead => Err(ExclusionReason::Dead),
+            Capacity::Counted(quanta) => Ok(as_u128(*quanta)),
         })
     }
 }
 
-impl Tally {
+impl Aggregates {
     /// A budget was `before` and is now. Whether that concerns others.
-    pub(super) fn budget(&mut self, before: Option<&Claim>, now: Option<&Claim>) -> bool {
-        let share = |claim: &Claim| (claim.cohort.clone(), claim.guaranteed);
+    pub(super) fn update_budget(
+        &mut self,
+        before: Option<&BudgetSummary>,
+        now: Option<&BudgetSummary>,
+    ) -> bool {
+        let share = |summary: &BudgetSummary| (summary.cohort.clone(), summary.guaranteed);
         let (before, now) = (before.map(share), now.map(share));
         if before == now {
             return false;
         }
         if let Some((cohort, guaranteed)) = before {
-            self.change(cohort, |sum| {
+            self.update_cohort(cohort, |sum| {
                 sum.budgets -= 1;
-                sum.guaranteed -= exact(guaranteed);
+                sum.guaranteed -= as_u128(guaranteed);
             });
         }
         if let Some((cohort, guaranteed)) = now {
-            self.change(cohort, |sum| {
+            self.update_cohort(cohort, |sum| {
                 sum.budgets += 1;
-                sum.guaranteed += exact(guaranteed);
+                sum.guaranteed += as_u128(guaranteed);
             });
         }
         true
     }
 
     /// A node was `before` and is now.
-    pub(super) fn node(&mut self, key: &Key, before: Option<Member<'_>>, now: Option<Member<'_>>) {
+    pub(super) fn update_node(
+        &mut self,
+        key: &Key,
+        before: Option<CohortMember<'_>>,
+        now: Option<CohortMember<'_>>,
+    ) {
         if let Some(member) = before {
-            self.change(member.cohort.to_owned(), |sum| match member.share() {
-                None => {}
-                Some(Ok(quanta)) => {
-                    sum.nodes -= 1;
-                    sum.allocatable -= quanta;
+            self.update_cohort(member.cohort.to_owned(), |sum| {
+                match member.contribution() {
+                    None => {}
+                    Some(Ok(quanta)) => {
+                        sum.nodes -= 1;
+                        sum.allocatable -= quanta;
+                    }
+                    Some(Err(_)) => drop(sum.excluded.remove(&key.name)),
                 }
-                Some(Err(_)) => drop(sum.left_out.remove(&key.name)),
             });
-            if member.gpus.unknown.is_some() {
-                self.change(member.cohort.to_owned(), |sum| {
-                    sum.unknown.remove(&key.name);
+            if member.gpus.unknown_field.is_some() {
+                self.update_cohort(member.cohort.to_owned(), |sum| {
+                    sum.unknown_fields.remove(&key.name);
                 });
             }
-            for namespace in told_of(member.gpus) {
+            for namespace in namespaces_reported(member.gpus) {
                 if let Some(nodes) = self.saying.get_mut(namespace) {
                     nodes.remove(key);
                     if nodes.is_empty() {
@@ -96,35 +107,42 @@ impl Tally {
                     }
                 }
             }
-            self.faulty.remove(key);
+            self.nodes_with_gpu_faults.remove(key);
         }
         if let Some(member) = now {
-            self.change(member.cohort.to_owned(), |sum| match member.share() {
-                None => {}
-                Some(Ok(quanta)) => {
-                    sum.nodes += 1;
-                    sum.allocatable += quanta;
+            self.update_cohort(member.cohort.to_owned(), |sum| {
+                match member.contribution() {
+                    None => {}
+                    Some(Ok(quanta)) => {
+                        sum.nodes += 1;
+                        sum.allocatable += quanta;
+                    }
+                    Some(Err(why)) => drop(sum.excluded.insert(key.name.clone(), why)),
                 }
-                Some(Err(why)) => drop(sum.left_out.insert(key.name.clone(), why)),
             });
-            if let Some(field) = member.gpus.unknown {
-                self.change(member.cohort.to_owned(), |sum| {
-                    sum.unknown.insert(key.name.clone(), field);
+            if let Some(field) = member.gpus.unknown_field {
+                self.update_cohort(member.cohort.to_owned(), |sum| {
+                    sum.unknown_fields.insert(key.name.clone(), field);
                 });
             }
-            for namespace in told_of(member.gpus) {
+            for namespace in namespaces_reported(member.gpus) {
                 let nodes = self.saying.entry(namespace.to_owned()).or_default();
                 nodes.insert(key.clone());
             }
             if member.gpus.faults.iter().any(|open| !open.pods.is_empty()) {
-                self.faulty.insert(key.clone());
+                self.nodes_with_gpu_faults.insert(key.clone());
             }
         }
     }
 
     /// A pod of a namespace was `before` and is now.
-    pub(super) fn pod(&mut self, namespace: &str, before: Option<&Demand>, now: Option<&Demand>) {
-        let node = |demand: Option<&Demand>| demand.and_then(|demand| demand.node.clone());
+    pub(super) fn update_pod(
+        &mut self,
+        namespace: &str,
+        before: Option<&PodRequest>,
+        now: Option<&PodRequest>,
+    ) {
+        let node = |request: Option<&PodRequest>| request.and_then(|request| request.node.clone());
         let (before, now) = (node(before), node(now));
         if before == now {
             return;
@@ -146,10 +164,10 @@ impl Tally {
         }
     }
 
-    fn change(&mut self, cohort: String, how: impl FnOnce(&mut Sum)) {
+    fn update_cohort(&mut self, cohort: String, how: impl FnOnce(&mut CohortTotals)) {
         let sum = self.cohorts.entry(cohort.clone()).or_default();
         how(sum);
-        if *sum == Sum::default() {
+        if *sum == CohortTotals::default() {
             self.cohorts.remove(&cohort);
         }
     }
@@ -164,9 +182,9 @@ impl Tally {
             guaranteed: counted(sum.guaranteed),
             nodes: sum.nodes,
             allocatable: counted(sum.allocatable),
-            left_out: sum.left_out.clone().into_iter().collect(),
-            unknown: sum
-                .unknown
+            excluded: sum.excluded.clone().into_iter().collect(),
+            unknown_field: sum
+                .unknown_fields
                 .first_key_value()
                 .map(|(node, field)| (node.clone(), *field)),
         }
@@ -179,36 +197,38 @@ impl Tally {
     }
 
     /// The namespaces that have pods on a node, in order.
-    pub(super) fn placed(&self, node: &str) -> impl Iterator<Item = &str> {
+    pub(super) fn namespaces_on(&self, node: &str) -> impl Iterator<Item = &str> {
         let here = self.placed.get(node).into_iter().flatten();
         here.map(|(namespace, _)| namespace.as_str())
     }
 
     /// Whether a namespace has pods on a node.
-    pub(super) fn is_placed(&self, node: &str, namespace: &str) -> bool {
+    pub(super) fn has_pods_on(&self, node: &str, namespace: &str) -> bool {
         let here = self.placed.get(node);
         here.is_some_and(|here| here.contains_key(namespace))
     }
 
     /// The nodes that say something of a namespace.
-    pub(super) fn saying(&self, namespace: &str) -> impl Iterator<Item = &Key> {
+    pub(super) fn nodes_reporting(&self, namespace: &str) -> impl Iterator<Item = &Key> {
         self.saying.get(namespace).into_iter().flatten()
     }
 
     /// Those on which its pods may suffer from a fault, in order.
-    pub(super) fn suffering(&self, namespace: &str) -> BTreeSet<&Key> {
-        self.saying(namespace).chain(&self.faulty).collect()
+    pub(super) fn nodes_affecting(&self, namespace: &str) -> BTreeSet<&Key> {
+        self.nodes_reporting(namespace)
+            .chain(&self.nodes_with_gpu_faults)
+            .collect()
     }
 }
 
 /// The namespaces of which a node says something.
-fn told_of(gpus: &Gpus) -> impl Iterator<Item = &str> {
+fn namespaces_reported(gpus: &GpuNodeSummary) -> impl Iterator<Item = &str> {
     let uses = gpus.namespaces.iter().map(|one| one.namespace.as_str());
     let faults = gpus.faults.iter();
     let faults = faults.filter_map(|open| open.fault.container.as_ref());
     uses.chain(faults.map(|container| container.namespace.as_str()))
 }
 
-fn exact(quanta: Quanta) -> u128 {
+fn as_u128(quanta: Quanta) -> u128 {
     u128::from(quanta.count().unsigned_abs())
 }

@@ -33,13 +33,13 @@ impl Key {
 }
 
 /// An object of a watch: its key, and what is kept of it. `None`: it is of no interest.
-pub type Entry<V> = (Key, Option<V>);
+pub type CacheEntry<V> = (Key, Option<V>);
 
 /// `event` with each object slimmed by `slim`.
-pub fn slimmed<K: ResourceExt, V>(
+pub fn project<K: ResourceExt, V>(
     event: Event<K>,
     slim: impl Fn(&K) -> Option<V>,
-) -> Event<Entry<V>> {
+) -> Event<CacheEntry<V>> {
     let entry = |object: K| (Key::of(&object), slim(&object));
     match event {
         Event::Init => Event::Init,
@@ -52,29 +52,29 @@ pub fn slimmed<K: ResourceExt, V>(
 
 /// The objects of one kind. While they are listed anew, the old list stays in force.
 #[derive(Debug)]
-pub struct Mirror<V> {
-    live: BTreeMap<Key, V>,
-    arriving: BTreeMap<Key, V>,
+pub struct Cache<V> {
+    objects: BTreeMap<Key, V>,
+    incoming: BTreeMap<Key, V>,
     listed: bool,
 }
 
-impl<V> Default for Mirror<V> {
+impl<V> Default for Cache<V> {
     fn default() -> Self {
         Self {
-            live: BTreeMap::new(),
-            arriving: BTreeMap::new(),
+            objects: BTreeMap::new(),
+            incoming: BTreeMap::new(),
             listed: false,
         }
     }
 }
 
-impl<V: PartialEq> Mirror<V> {
+impl<V: PartialEq> Cache<V> {
     /// Takes in one event and says whose value it changed, and from what.
-    pub fn apply(&mut self, event: Event<Entry<V>>) -> Vec<Entry<V>> {
+    pub fn apply(&mut self, event: Event<CacheEntry<V>>) -> Vec<CacheEntry<V>> {
         match event {
-            Event::Init => self.arriving.clear(),
+            Event::Init => self.incoming.clear(),
             Event::InitApply((key, Some(value))) => {
-                self.arriving.insert(key, value);
+                self.incoming.insert(key, value);
             }
             Event::InitApply((_, None)) => {}
             Event::InitDone => return self.replace(),
@@ -84,11 +84,11 @@ impl<V: PartialEq> Mirror<V> {
         Vec::new()
     }
 
-    fn replace(&mut self) -> Vec<Entry<V>> {
-        let mut before = std::mem::replace(&mut self.live, std::mem::take(&mut self.arriving));
+    fn replace(&mut self) -> Vec<CacheEntry<V>> {
+        let mut before = std::mem::replace(&mut self.objects, std::mem::take(&mut self.incoming));
         self.listed = true;
         let mut changed = Vec::new();
-        for (key, value) in &self.live {
+        for (key, value) in &self.objects {
             let was = before.remove(key);
             if was.as_ref() != Some(value) {
                 changed.push((key.clone(), was));
@@ -99,13 +99,13 @@ impl<V: PartialEq> Mirror<V> {
         changed
     }
 
-    fn set(&mut self, key: Key, value: Option<V>) -> Vec<Entry<V>> {
-        if self.live.get(&key) == value.as_ref() {
+    fn set(&mut self, key: Key, value: Option<V>) -> Vec<CacheEntry<V>> {
+        if self.objects.get(&key) == value.as_ref() {
             return Vec::new();
         }
         let was = match value {
-            Some(value) => self.live.insert(key.clone(), value),
-            None => self.live.remove(&key),
+            Some(value) => self.objects.insert(key.clone(), value),
+            None => self.objects.remove(&key),
         };
         vec![(key, was)]
     }
@@ -117,21 +117,24 @@ impl<V: PartialEq> Mirror<V> {
 
     /// Every object.
     pub fn iter(&self) -> impl Iterator<Item = (&Key, &V)> {
-        self.live.iter()
+        self.objects.iter()
     }
 
     /// One object.
     pub fn get(&self, key: &Key) -> Option<&V> {
-        self.live.get(key)
+        self.objects.get(key)
     }
 
     /// The objects in one namespace.
-    pub fn within<'a>(&'a self, namespace: &'a str) -> impl Iterator<Item = (&'a Key, &'a V)> {
+    pub fn in_namespace<'a>(
+        &'a self,
+        namespace: &'a str,
+    ) -> impl Iterator<Item = (&'a Key, &'a V)> {
         let first = Key {
             namespace: namespace.to_owned(),
             name: String::new(),
         };
-        self.live
+        self.objects
             .range(first..)
             .take_while(move |(key, _)| key.namespace == namespace)
     }
@@ -149,13 +152,13 @@ mod tests {
         }
     }
 
-    fn entry(name: &str, value: u8) -> Entry<u8> {
+    fn entry(name: &str, value: u8) -> CacheEntry<u8> {
         (key("n", name), Some(value))
     }
 
     #[test]
-    fn only_what_changed_is_named() {
-        let mut mirror = Mirror::default();
+    fn cache_returns_only_changed_objects() {
+        let mut mirror = Cache::default();
         let (apply, change) = (
             |value| Event::Apply(entry("a", value)),
             |was| [(key("n", "a"), was)],
@@ -168,8 +171,8 @@ mod tests {
     }
 
     #[test]
-    fn an_object_that_is_no_longer_of_interest_is_dropped() {
-        let mut mirror = Mirror::default();
+    fn object_is_dropped_when_its_projection_is_none() {
+        let mut mirror = Cache::default();
         mirror.apply(Event::Apply(entry("a", 1)));
         assert_eq!(
             mirror.apply(Event::Apply((key("n", "a"), None))),
@@ -179,8 +182,8 @@ mod tests {
     }
 
     #[test]
-    fn the_old_list_stays_in_force_until_the_new_one_is_whole() {
-        let mut mirror = Mirror::default();
+    fn old_list_counts_until_the_new_one_is_complete() {
+        let mut mirror = Cache::default();
         mirror.apply(Event::Apply(entry("old", 1)));
         mirror.apply(Event::Init);
         mirror.apply(Event::InitApply(entry("new", 1)));
@@ -195,8 +198,8 @@ mod tests {
     }
 
     #[test]
-    fn a_list_that_broke_off_leaves_nothing_behind() {
-        let mut mirror = Mirror::default();
+    fn interrupted_list_leaves_nothing_behind() {
+        let mut mirror = Cache::default();
         mirror.apply(Event::Init);
         mirror.apply(Event::InitApply(entry("gone", 1)));
         mirror.apply(Event::Init);
@@ -205,22 +208,25 @@ mod tests {
     }
 
     #[test]
-    fn a_namespace_is_not_its_neighbour() {
-        let mut mirror = Mirror::default();
+    fn namespace_range_excludes_its_neighbours() {
+        let mut mirror = Cache::default();
         for (namespace, name) in [("a", "z"), ("ab", "a"), ("ab", "b"), ("b", "a")] {
             mirror.apply(Event::Apply((key(namespace, name), Some(1))));
         }
-        let names: Vec<_> = mirror.within("ab").map(|(key, _)| &key.name).collect();
+        let names: Vec<_> = mirror
+            .in_namespace("ab")
+            .map(|(key, _)| &key.name)
+            .collect();
         assert_eq!(names, ["a", "b"]);
     }
 
     proptest! {
         #[test]
-        fn whatever_order_events_come_in_the_last_word_on_each_object_holds(
+        fn cache_holds_the_last_event_of_each_object(
             words in prop::collection::vec((0u8..6, prop::option::of(0u8..3)), 0..60),
             relist_at in 0usize..60,
         ) {
-            let mut mirror = Mirror::default();
+            let mut mirror = Cache::default();
             let mut last = BTreeMap::new();
             for (at, (name, value)) in words.into_iter().enumerate() {
                 let key = key("n", &name.to_string());

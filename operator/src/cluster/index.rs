@@ -10,15 +10,17 @@ use bursar_crds::{DEFAULT_COHORT, Quantum};
 use kube::runtime::watcher::Event;
 use tokio::time::Instant;
 
-use super::aggregates::{Member, Tally};
-use super::cache::{Entry, Key, Mirror};
-use super::node_liveness::Absence;
-use super::projections::{Claim, Gpus, Host, OpenFault};
-use crate::budget::{Facts, Quota, Remedy, Sufferer, Which, is_enforced, remedy};
-use crate::cluster::on_node::there;
-use crate::cluster::pod_request::Demand;
-use crate::nodes::ssa_diff::has_to_be_written;
-use crate::placement::{Landscape, Told};
+use super::aggregates::{Aggregates, CohortMember};
+use super::cache::{Cache, CacheEntry, Key};
+use super::node_liveness::NodeLiveness;
+use super::projections::{BudgetSummary, GpuNodeSummary, NodeSummary, OpenFault};
+use crate::budget::{
+    AffectedPod, BudgetInputs, ObservedQuota, QuotaKind, Remedy, is_enforced, remedy,
+};
+use crate::cluster::on_node::on_node;
+use crate::cluster::pod_request::PodRequest;
+use crate::nodes::ssa_diff::needs_apply;
+use crate::placement::{PlacementEvent, PlacementIndex};
 use crate::quanta::Quanta;
 
 /// What is watched, as probes, logs and metrics call it.
@@ -41,42 +43,42 @@ pub mod kinds {
 
 /// So many namespaces' orders about poisoned contexts are on every node, 250 bytes each with who manages what of it; of
 /// more a node has those that it needs, for each of its agent's writes is one of the whole object.
-const EVERYWHERE: usize = 32;
+const MAX_ON_EVERY_NODE: usize = 32;
 
 /// What a node is ordered about poisoned contexts: by namespace, and of single ones.
-pub type ContextOrders = (Arc<Vec<ContextOrder>>, Vec<RestartOrder>);
+pub type NodeOrders = (Arc<Vec<ContextOrder>>, Vec<RestartOrder>);
 
 /// One event of one watch.
 #[derive(Debug)]
-pub enum Change {
+pub enum WatchEvent {
     /// Of the budgets.
-    Budget(Event<Entry<Claim>>),
+    Budget(Event<CacheEntry<BudgetSummary>>),
     /// Of the pods.
-    Pod(Event<Entry<Demand>>),
+    Pod(Event<CacheEntry<PodRequest>>),
     /// Of the nodes' GPUs.
-    GpuNode(Event<Entry<Gpus>>),
+    GpuNode(Event<CacheEntry<GpuNodeSummary>>),
     /// Of the nodes.
-    Node(Event<Entry<Host>>),
+    Node(Event<CacheEntry<NodeSummary>>),
     /// Of the operator's quotas.
-    Quota(Event<Entry<Quota>>),
+    Quota(Event<CacheEntry<ObservedQuota>>),
     /// Of the namespaces that are labelled as having a budget.
-    Namespace(Event<Entry<String>>),
+    Namespace(Event<CacheEntry<String>>),
     /// What placement is told of the same.
-    Placement(Told),
+    Placement(PlacementEvent),
     /// Of the objects of a kind that cannot be read, each with why.
-    Unreadable(&'static str, Event<Entry<String>>),
+    Unreadable(&'static str, Event<CacheEntry<String>>),
     /// The operator's monotonic clock has come so far.
     Clock(Instant),
 }
 
 /// The budgets whose status may have changed.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Dirty {
+pub struct Affected {
     all: bool,
     namespaces: BTreeSet<String>,
 }
 
-impl Dirty {
+impl Affected {
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
         !self.all && self.namespaces.is_empty()
@@ -92,162 +94,172 @@ impl Dirty {
 
 /// Everything that is known.
 #[derive(Debug)]
-pub struct World {
+pub struct ClusterIndex {
     quantum: Quantum,
-    budgets: Mirror<Claim>,
+    budgets: Cache<BudgetSummary>,
     budget_lists: u64,
-    pods: Mirror<Demand>,
-    gpu_nodes: Mirror<Gpus>,
-    hosts: Mirror<Host>,
-    absence: Absence,
-    quotas: Mirror<Quota>,
-    labels: Mirror<String>,
-    tally: Tally,
-    landscape: Landscape,
-    unreadable: BTreeMap<&'static str, Mirror<String>>,
+    pods: Cache<PodRequest>,
+    gpu_nodes: Cache<GpuNodeSummary>,
+    nodes: Cache<NodeSummary>,
+    liveness: NodeLiveness,
+    quotas: Cache<ObservedQuota>,
+    labels: Cache<String>,
+    aggregates: Aggregates,
+    placement_index: PlacementIndex,
+    unreadable: BTreeMap<&'static str, Cache<String>>,
 }
 
-impl World {
+impl ClusterIndex {
     /// Nothing is known yet.
     pub fn new(quantum: Quantum) -> Self {
         Self {
             quantum,
-            budgets: Mirror::default(),
+            budgets: Cache::default(),
             budget_lists: 0,
-            pods: Mirror::default(),
-            gpu_nodes: Mirror::default(),
-            hosts: Mirror::default(),
-            absence: Absence::default(),
-            quotas: Mirror::default(),
-            labels: Mirror::default(),
-            tally: Tally::default(),
-            landscape: Landscape::default(),
+            pods: Cache::default(),
+            gpu_nodes: Cache::default(),
+            nodes: Cache::default(),
+            liveness: NodeLiveness::default(),
+            quotas: Cache::default(),
+            labels: Cache::default(),
+            aggregates: Aggregates::default(),
+            placement_index: PlacementIndex::default(),
             unreadable: BTreeMap::new(),
         }
     }
 
     /// Takes in one event and says which budgets it may concern.
-    pub fn apply(&mut self, change: Change) -> Dirty {
+    pub fn apply(&mut self, change: WatchEvent) -> Affected {
         match change {
-            Change::Budget(event) => {
+            WatchEvent::Budget(event) => {
                 self.budget_lists += u64::from(matches!(event, Event::InitDone));
                 let changed = self.budgets.apply(event);
                 let mut all = false;
                 for (key, before) in &changed {
-                    all |= self.tally.budget(before.as_ref(), self.budgets.get(key));
+                    all |= self
+                        .aggregates
+                        .update_budget(before.as_ref(), self.budgets.get(key));
                 }
-                Dirty {
+                Affected {
                     all,
-                    namespaces: namespaces(changed),
+                    namespaces: namespaces_of(changed),
                 }
             }
-            Change::Pod(event) => {
+            WatchEvent::Pod(event) => {
                 let changed = self.pods.apply(event);
                 for (key, before) in &changed {
                     let now = self.pods.get(key);
-                    self.tally.pod(&key.namespace, before.as_ref(), now);
+                    self.aggregates
+                        .update_pod(&key.namespace, before.as_ref(), now);
                 }
-                Dirty {
+                Affected {
                     all: false,
-                    namespaces: namespaces(changed),
+                    namespaces: namespaces_of(changed),
                 }
             }
-            Change::GpuNode(event) => self.gpu_node(event),
-            Change::Node(event) => self.host(event),
-            Change::Quota(event) => Dirty {
+            WatchEvent::GpuNode(event) => self.apply_gpu_node(event),
+            WatchEvent::Node(event) => self.apply_node(event),
+            WatchEvent::Quota(event) => Affected {
                 all: false,
-                namespaces: namespaces(self.quotas.apply(event)),
+                namespaces: namespaces_of(self.quotas.apply(event)),
             },
-            Change::Namespace(event) => {
+            WatchEvent::Namespace(event) => {
                 let changed = self.labels.apply(event);
-                Dirty {
+                Affected {
                     all: false,
                     namespaces: changed.into_iter().map(|(key, _)| key.name).collect(),
                 }
             }
-            Change::Placement(told) => {
-                self.landscape.apply(told);
-                Dirty::default()
+            WatchEvent::Placement(event) => {
+                self.placement_index.apply(event);
+                Affected::default()
             }
-            Change::Unreadable(kind, event) => {
+            WatchEvent::Unreadable(kind, event) => {
                 self.unreadable.entry(kind).or_default().apply(event);
-                Dirty::default()
+                Affected::default()
             }
-            Change::Clock(now) => self.pass(now),
+            WatchEvent::Clock(now) => self.advance_clock(now),
         }
     }
 
     /// What a node offers concerns every budget; what is said of a namespace there, that one's.
-    fn gpu_node(&mut self, event: Event<Entry<Gpus>>) -> Dirty {
-        let mut dirty = Dirty::default();
+    fn apply_gpu_node(&mut self, event: Event<CacheEntry<GpuNodeSummary>>) -> Affected {
+        let mut affected = Affected::default();
         for (key, before) in self.gpu_nodes.apply(event) {
-            let host = self.hosts.get(&key).cloned();
-            dirty.all |= self.count(&key, before.as_ref(), host.as_ref());
-            match concerned(before.as_ref(), self.gpu_nodes.get(&key)) {
-                Some(namespaces) => dirty
+            let node = self.nodes.get(&key).cloned();
+            affected.all |= self.update_node(&key, before.as_ref(), node.as_ref());
+            match affected_namespaces(before.as_ref(), self.gpu_nodes.get(&key)) {
+                Some(namespaces) => affected
                     .namespaces
                     .extend(namespaces.into_iter().map(str::to_owned)),
-                None => dirty.all = true,
+                None => affected.all = true,
             }
         }
-        dirty
+        affected
     }
 
     /// A node's cohort concerns every budget.
-    fn host(&mut self, event: Event<Entry<Host>>) -> Dirty {
-        let mut dirty = Dirty::default();
-        for (key, before) in self.hosts.apply(event) {
+    fn apply_node(&mut self, event: Event<CacheEntry<NodeSummary>>) -> Affected {
+        let mut affected = Affected::default();
+        for (key, before) in self.nodes.apply(event) {
             let gpus = self.gpu_nodes.get(&key).cloned();
-            dirty.all |= self.count(&key, gpus.as_ref(), before.as_ref());
-            dirty.all |= cohort_of(before.as_ref()) != cohort_of(self.hosts.get(&key));
+            affected.all |= self.update_node(&key, gpus.as_ref(), before.as_ref());
+            affected.all |= cohort_of(before.as_ref()) != cohort_of(self.nodes.get(&key));
         }
-        dirty
+        affected
     }
 
     /// The memory of nodes that are dead by now counts no more, which concerns every budget.
-    fn pass(&mut self, now: Instant) -> Dirty {
-        let died = self.absence.pass(now);
+    fn advance_clock(&mut self, now: Instant) -> Affected {
+        let died = self.liveness.advance_clock(now);
         for key in &died {
-            let cohort = cohort_of(self.hosts.get(key));
+            let cohort = cohort_of(self.nodes.get(key));
             let member = |is_dead| {
                 let gpus = self.gpu_nodes.get(key)?;
-                Some(Member {
+                Some(CohortMember {
                     gpus,
                     cohort,
                     is_dead,
                 })
             };
-            self.tally.node(key, member(false), member(true));
+            self.aggregates
+                .update_node(key, member(false), member(true));
         }
-        Dirty {
+        Affected {
             all: !died.is_empty(),
             namespaces: BTreeSet::new(),
         }
     }
 
     /// Counts a node as it is now in place of what it was. Says whether it has come back to life.
-    fn count(&mut self, key: &Key, gpus: Option<&Gpus>, host: Option<&Host>) -> bool {
-        let was_dead = self.absence.is_dead(key);
-        let member = |gpus, host, is_dead| {
-            Some(Member {
+    fn update_node(
+        &mut self,
+        key: &Key,
+        gpus: Option<&GpuNodeSummary>,
+        node: Option<&NodeSummary>,
+    ) -> bool {
+        let was_dead = self.liveness.is_dead(key);
+        let member = |gpus, node, is_dead| {
+            Some(CohortMember {
                 gpus: gpus?,
-                cohort: cohort_of(host),
+                cohort: cohort_of(node),
                 is_dead,
             })
         };
-        let before = member(gpus, host, was_dead);
-        let (gpus, host) = (self.gpu_nodes.get(key), self.hosts.get(key));
+        let before = member(gpus, node, was_dead);
+        let (gpus, node) = (self.gpu_nodes.get(key), self.nodes.get(key));
         // A node without GPUs is not missed.
-        let lives = gpus.is_none() || host.is_some_and(|host| host.lives);
-        self.absence.see(key, lives);
-        let is_dead = self.absence.is_dead(key);
-        self.tally.node(key, before, member(gpus, host, is_dead));
+        let lives = gpus.is_none() || node.is_some_and(|node| node.is_alive);
+        self.liveness.observe(key, lives);
+        let is_dead = self.liveness.is_dead(key);
+        self.aggregates
+            .update_node(key, before, member(gpus, node, is_dead));
         was_dead && !is_dead
     }
 
     /// Whether something changes with time alone.
-    pub fn awaits_time(&self) -> bool {
-        self.absence.awaits_time()
+    pub fn has_deadlines(&self) -> bool {
+        self.liveness.has_deadlines()
     }
 
     /// The objects that cannot be read, by kind.
@@ -263,10 +275,10 @@ impl World {
     }
 
     /// How many nodes' memory counts in no cohort, by reason.
-    pub fn nodes_left_out(&self) -> BTreeMap<&'static str, i64> {
+    pub fn excluded_nodes(&self) -> BTreeMap<&'static str, i64> {
         let mut counts = BTreeMap::new();
-        for (_, cohort) in self.tally.cohorts() {
-            for (_, why) in cohort.left_out {
+        for (_, cohort) in self.aggregates.cohorts() {
+            for (_, why) in cohort.excluded {
                 *counts.entry(why.reason()).or_default() += 1;
             }
         }
@@ -274,17 +286,17 @@ impl World {
     }
 
     /// What placement knows.
-    pub fn landscape(&self) -> &Landscape {
-        &self.landscape
+    pub fn placement(&self) -> &PlacementIndex {
+        &self.placement_index
     }
 
     /// The kinds that have not been listed yet. A status is computed only when there are none.
-    pub fn missing(&self) -> Vec<&'static str> {
+    pub fn unlisted_kinds(&self) -> Vec<&'static str> {
         let all = [
             (kinds::BUDGETS, self.budgets.is_listed()),
             (kinds::PODS, self.pods.is_listed()),
             (kinds::GPU_NODES, self.gpu_nodes.is_listed()),
-            (kinds::NODES, self.hosts.is_listed()),
+            (kinds::NODES, self.nodes.is_listed()),
             (kinds::QUOTAS, self.quotas.is_listed()),
             (kinds::NAMESPACES, self.labels.is_listed()),
         ];
@@ -293,8 +305,8 @@ impl World {
     }
 
     /// The budgets that `dirty` means, as far as they exist.
-    pub fn budgets(&self, dirty: &Dirty) -> Vec<Key> {
-        let concerned = |key: &&Key| dirty.all || dirty.namespaces.contains(&key.namespace);
+    pub fn affected_budgets(&self, affected: &Affected) -> Vec<Key> {
+        let concerned = |key: &&Key| affected.all || affected.namespaces.contains(&key.namespace);
         self.budgets
             .iter()
             .map(|(key, _)| key)
@@ -314,45 +326,45 @@ impl World {
     }
 
     /// What the status of the budget of `namespace` is computed from, with the budget in `cohort`.
-    pub fn facts(&self, namespace: &str, cohort: &str) -> Facts {
-        let pods = || self.pods.within(namespace);
+    pub fn budget_inputs(&self, namespace: &str, cohort: &str) -> BudgetInputs {
+        let pods = || self.pods.in_namespace(namespace);
         let label = self.labels.get(&Key::cluster_scoped(namespace));
-        Facts {
+        BudgetInputs {
             quantum: self.quantum,
-            usage: pods().map(|(_, demand)| demand).collect(),
+            requested: pods().map(|(_, request)| request).collect(),
             pods: pods()
-                .map(|(key, demand)| (key.name.clone(), demand.clone()))
+                .map(|(key, request)| (key.name.clone(), request.clone()))
                 .collect(),
-            refused: BTreeMap::new(),
+            refused_for: BTreeMap::new(),
             exceeded_for: Duration::ZERO,
-            sufferers: self.sufferers(namespace),
-            jobs: BTreeMap::new(),
-            told: self.told(namespace).collect(),
-            cohort: self.tally.cohort(cohort),
-            guaranteed_quota: self.quota(namespace, Which::Guaranteed),
-            limit_quota: self.quota(namespace, Which::Limit),
-            labelled: label.is_some_and(|label| is_enforced(label)),
+            affected_pods: self.affected_pods(namespace),
+            jobs_ignoring_disruption: BTreeMap::new(),
+            reported: self.reported_usage(namespace).collect(),
+            cohort: self.aggregates.cohort(cohort),
+            guaranteed_quota: self.quota(namespace, QuotaKind::Guaranteed),
+            limit_quota: self.quota(namespace, QuotaKind::Limit),
+            is_labelled: label.is_some_and(|label| is_enforced(label)),
         }
     }
 
-    fn quota(&self, namespace: &str, which: Which) -> Option<Quota> {
+    fn quota(&self, namespace: &str, kind: QuotaKind) -> Option<ObservedQuota> {
         let key = Key {
             namespace: namespace.to_owned(),
-            name: which.name().to_owned(),
+            name: kind.name().to_owned(),
         };
         self.quotas.get(&key).cloned()
     }
 
     /// The namespaces that are labelled as having a budget and have none. None is named before all is known.
-    pub fn deserted(&self) -> Vec<String> {
-        if !self.missing().is_empty() {
+    pub fn namespaces_without_budget(&self) -> Vec<String> {
+        if !self.unlisted_kinds().is_empty() {
             return Vec::new();
         }
         let labelled = self.labels.iter().map(|(key, _)| &key.name);
         let unreadable = self.unreadable.get(kinds::BUDGETS);
         let is_there = |namespace: &str| {
-            let unreadable = unreadable.and_then(|all| all.within(namespace).next());
-            self.budgets.within(namespace).next().is_some() || unreadable.is_some()
+            let unreadable = unreadable.and_then(|all| all.in_namespace(namespace).next());
+            self.budgets.in_namespace(namespace).next().is_some() || unreadable.is_some()
         };
         labelled
             .filter(|namespace| !is_there(namespace))
@@ -362,20 +374,21 @@ impl World {
 
     /// What is to be done about poisoned contexts, by namespace; of namespaces where it is what an agent does unasked
     /// there is nothing.
-    fn contexts(&self) -> Vec<ContextOrder> {
-        let claims = self.budgets.iter();
-        let claims = claims.filter(|(_, claim)| claim.contexts != ContextPolicy::default());
-        let orders = claims.map(|(key, claim)| ContextOrder {
+    fn context_policies(&self) -> Vec<ContextOrder> {
+        let summaries = self.budgets.iter();
+        let summaries =
+            summaries.filter(|(_, summary)| summary.context_policy != ContextPolicy::default());
+        let orders = summaries.map(|(key, summary)| ContextOrder {
             namespace: key.namespace.clone(),
-            action: claim.contexts.action,
-            max_restarts: claim.contexts.max_restarts,
-            window_seconds: claim.contexts.window_seconds,
+            action: summary.context_policy.action,
+            max_restarts: summary.context_policy.max_restarts,
+            window_seconds: summary.context_policy.window_seconds,
         });
         orders.collect()
     }
 
     /// Drops the orders that were `written` to nodes that are gone: autoscalers never reuse a name.
-    pub fn keep_known(&self, written: &mut BTreeMap<String, ContextOrders>) {
+    pub fn forget_deleted_nodes(&self, written: &mut BTreeMap<String, NodeOrders>) {
         let names: BTreeSet<&str> = self
             .gpu_nodes
             .iter()
@@ -386,27 +399,30 @@ impl World {
 
     /// The nodes that lack something of what is to be ordered there about poisoned contexts, or still have what was
     /// `written` to them and is wrong by now, with their objects' UIDs and what is to be ordered.
-    pub fn nodes_without(
+    pub fn outdated_node_orders(
         &self,
-        written: &BTreeMap<String, ContextOrders>,
-    ) -> Vec<(String, String, ContextOrders)> {
-        let all = Arc::new(self.contexts());
+        written: &BTreeMap<String, NodeOrders>,
+    ) -> Vec<(String, String, NodeOrders)> {
+        let all = Arc::new(self.context_policies());
         let nodes = self.gpu_nodes.iter().filter(|(_, node)| node.is_readable());
         let nodes = nodes.filter_map(|(key, node)| {
-            let (orders, due) = (self.contexts_at(&key.name, &all), self.restarts(node));
+            let (orders, due) = (
+                self.context_policies_for(&key.name, &all),
+                self.restart_requests(node),
+            );
             let (contexts, restarts) = written
                 .get(&key.name)
                 .map(|(contexts, restarts)| (contexts.as_ref(), restarts))
                 .unzip();
             // What is right stays until something else is written, though no pod needs it: the next one may.
             let idle = |one: &ContextOrder| {
-                !orders.contains(one) && order_of(&all, &one.namespace) == Some(one)
+                !orders.contains(one) && policy_of(&all, &one.namespace) == Some(one)
             };
-            let differs = node.contexts != *orders && {
-                let there = node.contexts.iter().filter(|one| !idle(one));
-                has_to_be_written(&there.cloned().collect::<Vec<_>>(), &orders, contexts)
+            let differs = node.context_policies != *orders && {
+                let current = node.context_policies.iter().filter(|one| !idle(one));
+                needs_apply(&current.cloned().collect::<Vec<_>>(), &orders, contexts)
             };
-            let differs = differs || has_to_be_written(&node.restarts, &due, restarts);
+            let differs = differs || needs_apply(&node.restarts, &due, restarts);
             differs.then(|| (key.name.clone(), node.uid.clone(), (orders, due)))
         });
         nodes.collect()
@@ -414,17 +430,21 @@ impl World {
 
     /// Those of `all` orders that a node gets: as long as they are few all of them, otherwise those of the namespaces
     /// that have pods there.
-    fn contexts_at(&self, node: &str, all: &Arc<Vec<ContextOrder>>) -> Arc<Vec<ContextOrder>> {
-        if all.len() <= EVERYWHERE {
+    fn context_policies_for(
+        &self,
+        node: &str,
+        all: &Arc<Vec<ContextOrder>>,
+    ) -> Arc<Vec<ContextOrder>> {
+        if all.len() <= MAX_ON_EVERY_NODE {
             return all.clone();
         }
-        let here = self.tally.placed(node);
-        let here = here.filter_map(|namespace| order_of(all, namespace));
+        let here = self.aggregates.namespaces_on(node);
+        let here = here.filter_map(|namespace| policy_of(all, namespace));
         Arc::new(here.take(MAX_CONTEXTS).cloned().collect())
     }
 
     /// The contexts on a node that were left poisoned and are to be restarted by what the budgets say now.
-    fn restarts(&self, node: &Gpus) -> Vec<RestartOrder> {
+    fn restart_requests(&self, node: &GpuNodeSummary) -> Vec<RestartOrder> {
         let due = node.faults.iter().filter_map(|OpenFault { fault, .. }| {
             let container = fault.container.as_ref()?;
             let policy = self.context_policy(&container.namespace);
@@ -439,16 +459,16 @@ impl World {
     }
 
     fn context_policy(&self, namespace: &str) -> ContextPolicy {
-        let claim = self.budgets.within(namespace).next();
-        claim
-            .map(|(_, claim)| claim.contexts.clone())
+        let summary = self.budgets.in_namespace(namespace).next();
+        summary
+            .map(|(_, summary)| summary.context_policy.clone())
             .unwrap_or_default()
     }
 
     /// The pods of a namespace that suffer from faults.
-    fn sufferers(&self, namespace: &str) -> Vec<Sufferer> {
-        let mut sufferers = Vec::new();
-        let nodes = self.tally.suffering(namespace).into_iter();
+    fn affected_pods(&self, namespace: &str) -> Vec<AffectedPod> {
+        let mut affected_pods = Vec::new();
+        let nodes = self.aggregates.nodes_affecting(namespace).into_iter();
         let nodes = nodes.filter_map(|key| Some((&key.name, self.gpu_nodes.get(key)?)));
         let faults = nodes.flat_map(|(node, gpus)| gpus.faults.iter().map(move |one| (node, one)));
         for (node, OpenFault { fault, pods }) in faults {
@@ -461,25 +481,25 @@ impl World {
             if uids.is_empty() {
                 continue;
             }
-            let suffers = self.pods.within(namespace);
-            let suffers = suffers.filter(|(_, demand)| uids.contains(&demand.uid));
-            sufferers.extend(suffers.filter_map(|(key, demand)| {
-                Some(Sufferer {
+            let suffers = self.pods.in_namespace(namespace);
+            let suffers = suffers.filter(|(_, request)| uids.contains(&request.uid));
+            affected_pods.extend(suffers.filter_map(|(key, request)| {
+                Some(AffectedPod {
                     pod: key.name.clone(),
-                    demand: there(node, demand)?.cloned(),
+                    request: on_node(node, request)?.cloned(),
                     fault: fault.clone(),
-                    seen_for: Duration::ZERO,
+                    observed_for: Duration::ZERO,
                 })
             }));
         }
-        sufferers
+        affected_pods
     }
 
     /// What nodes say of a namespace, each with whether a pod of it is there.
-    fn told(&self, namespace: &str) -> impl Iterator<Item = (&NamespaceUse, bool)> {
-        let nodes = self.tally.saying(namespace);
+    fn reported_usage(&self, namespace: &str) -> impl Iterator<Item = (&NamespaceUse, bool)> {
+        let nodes = self.aggregates.nodes_reporting(namespace);
         let uses = nodes.flat_map(move |key| {
-            let is_there = self.tally.is_placed(&key.name, namespace);
+            let is_there = self.aggregates.has_pods_on(&key.name, namespace);
             let uses = self.gpu_nodes.get(key).map(|node| node.namespaces.iter());
             uses.into_iter().flatten().map(move |one| (one, is_there))
         });
@@ -489,7 +509,7 @@ impl World {
     /// Each cohort's guarantees and memory, in bytes.
     pub fn cohorts(&self) -> impl Iterator<Item = (&str, u64, u64)> {
         let bytes = |amount: Quanta| amount.bytes(self.quantum);
-        let cohorts = self.tally.cohorts();
+        let cohorts = self.aggregates.cohorts();
         cohorts.map(move |(name, sum)| (name, bytes(sum.guaranteed), bytes(sum.allocatable)))
     }
 
@@ -505,25 +525,28 @@ impl World {
 }
 
 /// The order of a namespace, among orders that are sorted by it.
-fn order_of<'a>(orders: &'a [ContextOrder], namespace: &str) -> Option<&'a ContextOrder> {
+fn policy_of<'a>(orders: &'a [ContextOrder], namespace: &str) -> Option<&'a ContextOrder> {
     let at = orders.binary_search_by(|one| one.namespace.as_str().cmp(namespace));
     at.ok().map(|at| &orders[at])
 }
 
-fn cohort_of(host: Option<&Host>) -> &str {
-    let label = host.and_then(|host| host.cohort.as_deref());
+fn cohort_of(node: Option<&NodeSummary>) -> &str {
+    let label = node.and_then(|node| node.cohort.as_deref());
     label.unwrap_or(DEFAULT_COHORT)
 }
 
 /// The namespaces that a node's change concerns; none where it may concern all.
-fn concerned<'a>(before: Option<&'a Gpus>, now: Option<&'a Gpus>) -> Option<BTreeSet<&'a str>> {
+fn affected_namespaces<'a>(
+    before: Option<&'a GpuNodeSummary>,
+    now: Option<&'a GpuNodeSummary>,
+) -> Option<BTreeSet<&'a str>> {
     let (before, now) = before.zip(now)?;
-    let mut both = before.concerned()?;
-    both.extend(now.concerned()?);
-    (before.offer == now.offer).then_some(both)
+    let mut both = before.affected_namespaces()?;
+    both.extend(now.affected_namespaces()?);
+    (before.capacity == now.capacity).then_some(both)
 }
 
-fn namespaces<V>(changed: Vec<Entry<V>>) -> BTreeSet<String> {
+fn namespaces_of<V>(changed: Vec<CacheEntry<V>>) -> BTreeSet<String> {
     changed.into_iter().map(|(key, _)| key.namespace).collect()
 }
 

@@ -13,6 +13,8 @@ pub mod unknown_values;
 pub mod watch_liveness;
 pub mod watches;
 
-pub use cache::{Entry, Key, Mirror, slimmed};
-pub use index::{Change, ContextOrders, Dirty, World, kinds};
-pub use projections::{Claim, Gpus, Host, LeftOut, Offer, OpenFault, budget_label};
+pub use cache::{Cache, CacheEntry, Key, project};
+pub use index::{Affected, ClusterIndex, NodeOrders, WatchEvent, kinds};
+pub use projections::{
+    BudgetSummary, Capacity, ExclusionReason, GpuNodeSummary, NodeSummary, OpenFault, budget_label,
+};

@@ -15,19 +15,19 @@ use super::Key;
 
 /// How long a node may be without life: an agent that is upgraded is back by then, and nobody's
 /// `Covered` changes.
-pub(super) const GRACE: Duration = Duration::from_secs(60);
+pub(super) const DEAD_AFTER: Duration = Duration::from_secs(60);
 
 /// The nodes with GPUs that do not live.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Absence {
+pub(super) struct NodeLiveness {
     /// Those that may come back, each with when the clock was first told after that.
     suspected: BTreeMap<Key, Option<Instant>>,
     dead: BTreeSet<Key>,
 }
 
-impl Absence {
+impl NodeLiveness {
     /// A node lives now, or does not.
-    pub(super) fn see(&mut self, node: &Key, lives: bool) {
+    pub(super) fn observe(&mut self, node: &Key, lives: bool) {
         if lives {
             self.suspected.remove(node);
             self.dead.remove(node);
@@ -37,11 +37,11 @@ impl Absence {
     }
 
     /// It is `now`. Says which nodes are dead since.
-    pub(super) fn pass(&mut self, now: Instant) -> Vec<Key> {
+    pub(super) fn advance_clock(&mut self, now: Instant) -> Vec<Key> {
         let mut died = Vec::new();
         self.suspected.retain(|node, since| {
             let since = *since.get_or_insert(now);
-            let stays = now.saturating_duration_since(since) < GRACE;
+            let stays = now.saturating_duration_since(since) < DEAD_AFTER;
             if !stays {
                 died.push(node.clone());
             }
@@ -52,7 +52,7 @@ impl Absence {
     }
 
     /// Whether time matters to any node.
-    pub(super) fn awaits_time(&self) -> bool {
+    pub(super) fn has_deadlines(&self) -> bool {
         !self.suspected.is_empty()
     }
 
@@ -67,35 +67,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn node_is_dead_after_its_grace_and_lives_at_once() {
-        let (mut absence, start) = (Absence::default(), Instant::now());
+    fn node_is_dead_after_its_grace_and_alive_at_once() {
+        let (mut liveness, start) = (NodeLiveness::default(), Instant::now());
         let node = Key::cluster_scoped("n");
         let at = |seconds| start + Duration::from_secs(seconds);
-        absence.see(&node, false);
-        assert!(absence.awaits_time());
+        liveness.observe(&node, false);
+        assert!(liveness.has_deadlines());
         for second in [100, 130, 159] {
-            assert!(absence.pass(at(second)).is_empty(), "{second}");
-            absence.see(&node, false);
+            assert!(liveness.advance_clock(at(second)).is_empty(), "{second}");
+            liveness.observe(&node, false);
         }
-        assert_eq!(absence.pass(at(160)), std::slice::from_ref(&node));
-        assert!(absence.is_dead(&node) && !absence.awaits_time());
-        absence.see(&node, false);
-        assert_eq!(absence.pass(at(900)), [], "once");
-        absence.see(&node, true);
-        assert_eq!(absence, Absence::default());
+        assert_eq!(liveness.advance_clock(at(160)), std::slice::from_ref(&node));
+        assert!(liveness.is_dead(&node) && !liveness.has_deadlines());
+        liveness.observe(&node, false);
+        assert_eq!(liveness.advance_clock(at(900)), [], "once");
+        liveness.observe(&node, true);
+        assert_eq!(liveness, NodeLiveness::default());
     }
 
     #[test]
-    fn node_that_comes_back_in_time_never_dies() {
-        let (mut absence, start) = (Absence::default(), Instant::now());
+    fn node_that_recovers_in_time_is_never_dead() {
+        let (mut liveness, start) = (NodeLiveness::default(), Instant::now());
         let node = Key::cluster_scoped("n");
         for second in (0..600).step_by(50) {
-            absence.see(&node, false);
+            liveness.observe(&node, false);
             let now = start + Duration::from_secs(second);
-            assert!(absence.pass(now).is_empty());
+            assert!(liveness.advance_clock(now).is_empty());
             let now = now + Duration::from_secs(40);
-            assert!(absence.pass(now).is_empty());
-            absence.see(&node, true);
+            assert!(liveness.advance_clock(now).is_empty());
+            liveness.observe(&node, true);
         }
     }
 }

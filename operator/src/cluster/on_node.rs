@@ -19,21 +19,21 @@ impl<P: Placed> Placed for &P {
 
 /// A pod on the node that speaks of it. [`there`] alone makes it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct There<P>(P);
+pub struct OnNode<P>(P);
 
 /// `pod`, where it is on the `node` that speaks of it.
-pub fn there<P: Placed>(node: &str, pod: P) -> Option<There<P>> {
-    (pod.node() == Some(node)).then_some(There(pod))
+pub fn on_node<P: Placed>(node: &str, pod: P) -> Option<OnNode<P>> {
+    (pod.node() == Some(node)).then_some(OnNode(pod))
 }
 
-impl<P: Clone> There<&P> {
+impl<P: Clone> OnNode<&P> {
     /// The same pod, owned.
-    pub fn cloned(self) -> There<P> {
-        There(self.0.clone())
+    pub fn cloned(self) -> OnNode<P> {
+        OnNode(self.0.clone())
     }
 }
 
-impl<P> Deref for There<P> {
+impl<P> Deref for OnNode<P> {
     type Target = P;
 
     fn deref(&self) -> &P {

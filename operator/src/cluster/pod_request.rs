@@ -20,7 +20,7 @@ use crate::quanta::Quanta;
 #[derive(Resource, Deserialize, Clone, Debug, Default)]
 #[resource(inherit = Pod)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
-pub struct AskingPod {
+pub struct SlimPod {
     #[serde(deserialize_with = "crate::cluster::slim_metadata::metadata")]
     pub metadata: ObjectMeta,
     #[serde(default)]
@@ -43,7 +43,7 @@ pub struct PodSpec {
     pub node_selector: BTreeMap<String, String>,
     pub affinity: Affinity,
     pub tolerations: Vec<Toleration>,
-    pub topology_spread_constraints: Vec<Spread>,
+    pub topology_spread_constraints: Vec<TopologySpread>,
     pub volumes: Vec<Volume>,
     pub resources: Resources,
     pub overhead: BTreeMap<String, Quantity>,
@@ -77,7 +77,7 @@ pub struct Required<T: Default> {
 #[derive(Deserialize, Clone, Debug, Default)]
 #[serde(rename_all = "camelCase", default)]
 #[expect(missing_docs, reason = "the names are the Pod's own")]
-pub struct Spread {
+pub struct TopologySpread {
     pub when_unsatisfiable: String,
 }
 
@@ -130,7 +130,7 @@ pub struct Resources {
 
 /// What made a pod.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Owner {
+pub struct JobRef {
     /// Its name.
     pub name: String,
     /// Its UID.
@@ -139,7 +139,7 @@ pub struct Owner {
 
 /// A pod's class, given at birth by its PriorityClass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub enum PriorityKind {
     /// It has what it asks for within the namespace's guarantee.
     Guaranteed,
     /// It runs on what is idle and makes room when that is asked for.
@@ -148,7 +148,7 @@ pub enum Class {
 
 /// What one pod asks for. Never nothing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Demand {
+pub struct PodRequest {
     /// The pod's UID.
     pub uid: String,
     /// When the API server made it.
@@ -156,24 +156,24 @@ pub struct Demand {
     /// The node that it is on.
     pub node: Option<String>,
     /// Its end was asked for already.
-    pub ending: bool,
+    pub terminating: bool,
     /// The Job that it belongs to, which may take its deletion for a failure.
-    pub job: Option<Owner>,
+    pub job: Option<JobRef>,
     /// Something makes another one when it goes, and may put it elsewhere.
-    pub replaced: bool,
+    pub is_recreated: bool,
     /// Its class.
-    pub class: Class,
+    pub kind: PriorityKind,
     /// Device memory.
     pub device: Quanta,
     /// Managed memory.
     pub managed: Quanta,
 }
 
-impl Demand {
+impl PodRequest {
     /// What `pod` asks for in the resources that count in `quantum`. `None` where it asks for nothing,
     /// or has ended: what a pod held is its namespace's again when its phase says so, and that of a
     /// deleted pod when it is gone.
-    pub fn of(pod: &AskingPod, quantum: Quantum) -> Option<Self> {
+    pub fn of(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
         if has_ended(pod) {
             return None;
         }
@@ -182,63 +182,63 @@ impl Demand {
         let mut owners = meta.owner_references.iter().flatten();
         let controller = owners.find(|owner| owner.controller == Some(true));
         let quanta = |resource| {
-            asked(
+            aggregate_requests(
                 &pod.spec,
-                |container| asks(container, resource),
+                |container| gpu_request(container, resource),
                 Quanta::plus,
             )
         };
-        let demand = Self {
+        let request = Self {
             uid: meta.uid.clone().unwrap_or_default(),
             created: meta
                 .creation_timestamp
                 .as_ref()
                 .map_or(Timestamp::UNIX_EPOCH, |time| time.0),
             node: pod.spec.node_name.clone(),
-            ending: meta.deletion_timestamp.is_some(),
-            replaced: controller.is_some_and(|owner| owner.kind != "Node"),
+            terminating: meta.deletion_timestamp.is_some(),
+            is_recreated: controller.is_some_and(|owner| owner.kind != "Node"),
             job: controller
                 .filter(|owner| owner.kind == "Job")
-                .map(|owner| Owner {
+                .map(|owner| JobRef {
                     name: owner.name.clone(),
                     uid: owner.uid.clone(),
                 }),
-            class: if borrows {
-                Class::Borrowed
+            kind: if borrows {
+                PriorityKind::Borrowed
             } else {
-                Class::Guaranteed
+                PriorityKind::Guaranteed
             },
             device: quanta(quantum.device_memory()),
             managed: quanta(quantum.managed_memory()),
         };
-        let asks = demand.device != Quanta::ZERO || demand.managed != Quanta::ZERO;
-        asks.then_some(demand)
+        let asks = request.device != Quanta::ZERO || request.managed != Quanta::ZERO;
+        asks.then_some(request)
     }
 
     /// The Job that is asked before the pod goes for others. A borrower has agreed to that by its
     /// class.
-    pub fn asked_job(&self) -> Option<&Owner> {
+    pub fn job_if_guaranteed(&self) -> Option<&JobRef> {
         self.job
             .as_ref()
-            .filter(|_| self.class == Class::Guaranteed)
+            .filter(|_| self.kind == PriorityKind::Guaranteed)
     }
 }
 
-impl Placed for Demand {
+impl Placed for PodRequest {
     fn node(&self) -> Option<&str> {
         self.node.as_deref()
     }
 }
 
 /// Whether a pod takes nothing any more.
-pub fn has_ended(pod: &AskingPod) -> bool {
+pub fn has_ended(pod: &SlimPod) -> bool {
     matches!(pod.status.phase.as_deref(), Some("Succeeded" | "Failed"))
 }
 
 /// How much the scheduler and quotas count for a pod of what each container asks for by `of`
 /// (`k8s.io/component-helpers/resource/helpers.go`, `AggregateContainerRequests`): its containers and
 /// sidecars together, or the most that one init container needs beside the sidecars before it.
-pub fn asked<T: Copy + Default + Ord>(
+pub fn aggregate_requests<T: Copy + Default + Ord>(
     spec: &PodSpec,
     of: impl Fn(&Container) -> T,
     plus: impl Fn(T, T) -> T,
@@ -256,13 +256,13 @@ pub fn asked<T: Copy + Default + Ord>(
 }
 
 /// How much of `resource` one container asks for.
-pub fn asks(container: &Container, resource: &str) -> Quanta {
+pub fn gpu_request(container: &Container, resource: &str) -> Quanta {
     let asked = container.resources.requests.get(resource);
-    asked.map_or(Quanta::ZERO, read)
+    asked.map_or(Quanta::ZERO, parse_count)
 }
 
 /// A count out of a pod. The API server admits whole numbers only, of any size.
-fn read(count: &Quantity) -> Quanta {
+fn parse_count(count: &Quantity) -> Quanta {
     match parse_bytes(&count.0) {
         Ok(count) => Quanta::new(count),
         Err(QuantityError::TooLarge(_)) => Quanta::MAX,
@@ -283,7 +283,7 @@ mod tests {
         json!({ "name": "c", "restartPolicy": policy, "resources": { "requests": { GIB: quanta.to_string() } } })
     }
 
-    fn pod(init: &[(u64, bool)], app: &[u64]) -> AskingPod {
+    fn pod(init: &[(u64, bool)], app: &[u64]) -> SlimPod {
         let init: Vec<_> = init
             .iter()
             .map(|(n, sidecar)| container(*n, *sidecar))
@@ -297,49 +297,49 @@ mod tests {
         .unwrap()
     }
 
-    fn device(pod: &AskingPod) -> i64 {
-        Demand::of(pod, Quantum::Gib1).map_or(0, |demand| demand.device.count())
+    fn device(pod: &SlimPod) -> i64 {
+        PodRequest::of(pod, Quantum::Gib1).map_or(0, |request| request.device.count())
     }
 
     #[test]
-    fn containers_count_together_and_init_containers_by_the_largest() {
+    fn containers_add_up_and_the_largest_init_container_counts() {
         assert_eq!(device(&pod(&[], &[4, 8])), 12);
         assert_eq!(device(&pod(&[(20, false), (6, false)], &[4, 8])), 20);
         assert_eq!(device(&pod(&[(3, false)], &[4, 8])), 12);
     }
 
     #[test]
-    fn a_sidecar_counts_beside_the_containers_and_beside_later_init_containers() {
+    fn sidecar_adds_to_containers_and_later_init_containers() {
         assert_eq!(device(&pod(&[(2, true)], &[4])), 6);
         assert_eq!(device(&pod(&[(2, true), (8, false)], &[4])), 10);
         assert_eq!(device(&pod(&[(8, false), (2, true)], &[4])), 8);
     }
 
     #[test]
-    fn a_pod_that_ended_or_asks_for_nothing_has_no_demand() {
+    fn ended_pod_or_one_without_request_is_none() {
         let mut ended = pod(&[], &[4]);
         for phase in ["Succeeded", "Failed"] {
             ended.status.phase = Some(phase.to_owned());
-            assert_eq!(Demand::of(&ended, Quantum::Gib1), None);
+            assert_eq!(PodRequest::of(&ended, Quantum::Gib1), None);
         }
-        assert_eq!(Demand::of(&pod(&[], &[0]), Quantum::Gib1), None);
-        assert_eq!(Demand::of(&pod(&[], &[4]), Quantum::Mib512), None);
+        assert_eq!(PodRequest::of(&pod(&[], &[0]), Quantum::Gib1), None);
+        assert_eq!(PodRequest::of(&pod(&[], &[4]), Quantum::Mib512), None);
     }
 
     #[test]
-    fn a_borrowed_pod_is_known_by_its_priority_class() {
+    fn borrowed_pod_is_known_by_its_priority_class() {
         let mut borrowed = pod(&[], &[4]);
         borrowed.spec.priority_class_name = Some(BORROWED_PRIORITY_CLASS.to_owned());
-        let demand = Demand::of(&borrowed, Quantum::Gib1).unwrap();
-        assert_eq!(demand.class, Class::Borrowed);
+        let request = PodRequest::of(&borrowed, Quantum::Gib1).unwrap();
+        assert_eq!(request.kind, PriorityKind::Borrowed);
     }
 
     #[test]
-    fn an_absurd_request_is_the_most_that_is_counted() {
+    fn oversized_request_counts_as_the_maximum() {
         for text in ["9E", "9223372036854775807", "1e30"] {
-            assert_eq!(read(&Quantity(text.to_owned())), Quanta::MAX);
+            assert_eq!(parse_count(&Quantity(text.to_owned())), Quanta::MAX);
         }
-        assert_eq!(read(&Quantity("1k".to_owned())), Quanta::new(1000));
+        assert_eq!(parse_count(&Quantity("1k".to_owned())), Quanta::new(1000));
     }
 
     /// `AggregateContainerRequests` word for word, over one resource.
@@ -361,7 +361,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_pod_counts_as_the_scheduler_counts_it(
+        fn request_equals_the_schedulers_computation(
             init in prop::collection::vec((0u64..64, any::<bool>()), 0..6),
             app in prop::collection::vec(0u64..64, 1..6),
         ) {

@@ -8,39 +8,39 @@ use bursar_crds::resources::BUDGET_LABEL;
 use bursar_crds::{Amount, COHORT_LABEL, GpuMemoryBudget, GpuNode, Quantum};
 use kube::ResourceExt;
 
-use crate::budget::Terms;
+use crate::budget::ParsedSpec;
 use crate::cluster::unknown_values::unknown_in_node;
 use crate::placement::node::SlimNode;
 use crate::quanta::Quanta;
 
 /// What other budgets need to know of a budget.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Claim {
+pub struct BudgetSummary {
     /// Its cohort.
     pub cohort: String,
     /// What it guarantees; nothing while its spec cannot be read.
     pub guaranteed: Quanta,
     /// What is done about poisoned contexts of its pods.
-    pub contexts: ContextPolicy,
+    pub context_policy: ContextPolicy,
     /// The version of the object, so that a status changed by another hand is noticed.
-    pub version: Option<String>,
+    pub resource_version: Option<String>,
 }
 
-impl Claim {
+impl BudgetSummary {
     /// The claim of `budget`.
     pub fn of(budget: &GpuMemoryBudget, quantum: Quantum) -> Self {
-        let terms = Terms::of(&budget.spec, quantum);
+        let parsed = ParsedSpec::of(&budget.spec, quantum);
         Self {
             cohort: budget.spec.cohort.clone(),
-            guaranteed: terms.map_or(Quanta::ZERO, |terms| terms.guaranteed),
-            contexts: ordered(&budget.spec.context_policy),
-            version: budget.resource_version(),
+            guaranteed: parsed.map_or(Quanta::ZERO, |parsed| parsed.guaranteed),
+            context_policy: known_policy(&budget.spec.context_policy),
+            resource_version: budget.resource_version(),
         }
     }
 }
 
 /// What agents are ordered for a policy. One of another version cannot be written, and without an order they restart.
-fn ordered(policy: &ContextPolicy) -> ContextPolicy {
+fn known_policy(policy: &ContextPolicy) -> ContextPolicy {
     let action = match policy.action {
         ContextAction::Unknown => ContextAction::Report,
         known => known,
@@ -62,15 +62,15 @@ pub struct OpenFault {
 
 /// What is known of a node's GPUs.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Gpus {
+pub struct GpuNodeSummary {
     /// What it offers; none while it has no memory to give.
-    pub offer: Option<Offer>,
+    pub capacity: Option<Capacity>,
     /// A field of the object that has a value of another version.
-    pub unknown: Option<&'static str>,
+    pub unknown_field: Option<&'static str>,
     /// The object's UID: one that was made anew under the same name has nothing ordered.
     pub uid: String,
     /// What is ordered about poisoned contexts there, by namespace.
-    pub contexts: Vec<ContextOrder>,
+    pub context_policies: Vec<ContextOrder>,
     /// Which poisoned contexts are ordered to be restarted there.
     pub restarts: Vec<RestartOrder>,
     /// The faults that are open.
@@ -81,7 +81,7 @@ pub struct Gpus {
     pub conditions: Vec<(String, String)>,
 }
 
-impl Gpus {
+impl GpuNodeSummary {
     /// The GPUs of `node`.
     pub fn of(node: &GpuNode, quantum: Quantum) -> Self {
         let status = node.status.as_ref();
@@ -89,10 +89,10 @@ impl Gpus {
         let mut contexts = node.spec.context_policies.clone();
         contexts.sort_by(|one, other| one.namespace.cmp(&other.namespace));
         Self {
-            offer: Offer::of(node, quantum),
-            unknown: unknown_in_node(node),
+            capacity: Capacity::of(node, quantum),
+            unknown_field: unknown_in_node(node),
             uid: node.uid().unwrap_or_default(),
-            contexts,
+            context_policies: contexts,
             restarts: node.spec.restarts.clone(),
             faults: OpenFault::all(node),
             namespaces: status
@@ -107,18 +107,18 @@ impl Gpus {
     /// What is known of an object that cannot be read: that the node is there.
     pub fn unreadable() -> Self {
         Self {
-            offer: Some(Offer::LeftOut(LeftOut::Unreadable)),
+            capacity: Some(Capacity::Excluded(ExclusionReason::Unreadable)),
             ..Self::default()
         }
     }
 
     /// Whether the object can be read, and so be written to.
     pub fn is_readable(&self) -> bool {
-        self.offer != Some(Offer::LeftOut(LeftOut::Unreadable))
+        self.capacity != Some(Capacity::Excluded(ExclusionReason::Unreadable))
     }
 
     /// The namespaces of which something is said here; none where it may concern all.
-    pub fn concerned(&self) -> Option<BTreeSet<&str>> {
+    pub fn affected_namespaces(&self) -> Option<BTreeSet<&str>> {
         let faults = self.faults.iter();
         let faults = faults.map(|open| Some(open.fault.container.as_ref()?.namespace.as_str()));
         let uses = self.namespaces.iter();
@@ -151,16 +151,16 @@ impl OpenFault {
 
 /// What a node offers to pods.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Offer {
+pub enum Capacity {
     /// Device memory that the kubelet is told of.
     Counted(Quanta),
     /// Nothing that a cohort counts.
-    LeftOut(LeftOut),
+    Excluded(ExclusionReason),
 }
 
 /// Why a node's memory does not count in its cohort.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum LeftOut {
+pub enum ExclusionReason {
     /// The node counts in a quantum of this size, so that its resource has another name.
     OtherQuantum(String),
     /// The `GpuNode` cannot be read.
@@ -169,7 +169,7 @@ pub enum LeftOut {
     Dead,
 }
 
-impl LeftOut {
+impl ExclusionReason {
     /// The reason, as metrics call it.
     pub const fn reason(&self) -> &'static str {
         match self {
@@ -180,7 +180,7 @@ impl LeftOut {
     }
 }
 
-impl Offer {
+impl Capacity {
     /// The offer of `node`; `None` while it has no memory to give.
     pub fn of(node: &GpuNode, quantum: Quantum) -> Option<Self> {
         let status = node.status.as_ref()?;
@@ -193,7 +193,7 @@ impl Offer {
             (Some(Ok(bytes)), _) if bytes == quantum.bytes() => {
                 Self::Counted(Quanta::new(allocatable))
             }
-            (_, other) => Self::LeftOut(LeftOut::OtherQuantum(
+            (_, other) => Self::Excluded(ExclusionReason::OtherQuantum(
                 other
                     .as_ref()
                     .map_or_else(|| "no quantum".to_owned(), |size| size.0.0.clone()),
@@ -204,20 +204,20 @@ impl Offer {
 
 /// What is known of a node itself.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Host {
+pub struct NodeSummary {
     /// The cohort that the node's label puts it into; absent without the label.
     pub cohort: Option<String>,
     /// The node is Ready, and its kubelet offers device memory. The kubelet takes the offer back when the agent's stream
     /// ends, and the node lifecycle controller takes `Ready` back when the kubelet is silent.
-    pub lives: bool,
+    pub is_alive: bool,
 }
 
-impl Host {
+impl NodeSummary {
     /// What is known of `node`.
     pub fn of(node: &SlimNode, quantum: Quantum) -> Self {
         Self {
             cohort: node.labels().get(COHORT_LABEL).cloned(),
-            lives: node.is_ready() && node.allocatable(quantum) != Quanta::ZERO,
+            is_alive: node.is_ready() && node.allocatable(quantum) != Quanta::ZERO,
         }
     }
 }

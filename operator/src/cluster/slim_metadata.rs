@@ -8,7 +8,7 @@ use serde::{Deserialize, Deserializer};
 
 #[derive(Deserialize, Default)]
 #[serde(rename_all = "camelCase", default)]
-struct Slim {
+struct SlimMetadata {
     name: Option<String>,
     namespace: Option<String>,
     uid: Option<String>,
@@ -22,7 +22,7 @@ struct Slim {
 
 /// For `deserialize_with`. The rest is not even kept while it is parsed: a list has hundreds of objects in one answer.
 pub(crate) fn metadata<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta, D::Error> {
-    let slim = Slim::deserialize(from)?;
+    let slim = SlimMetadata::deserialize(from)?;
     Ok(ObjectMeta {
         name: slim.name,
         namespace: slim.namespace,
@@ -41,10 +41,10 @@ pub(crate) fn metadata<'de, D: Deserializer<'de>>(from: D) -> Result<ObjectMeta,
 mod tests {
     use serde_json::json;
 
-    use crate::cluster::pod_request::AskingPod;
+    use crate::cluster::pod_request::SlimPod;
 
     #[test]
-    fn all_is_kept_but_who_manages_what() {
+    fn metadata_is_kept_without_managed_fields() {
         let mut metadata = json!({
             "name": "p", "namespace": "n", "uid": "u", "resourceVersion": "7", "labels": { "a": "b" },
             "creationTimestamp": "2026-01-01T00:00:00Z", "deletionTimestamp": "2026-01-02T00:00:00Z",
@@ -54,7 +54,7 @@ mod tests {
         let kept = metadata.clone();
         metadata["managedFields"] = json!([{ "manager": "m", "fieldsV1": { "f:spec": {} } }]);
         let pod = json!({ "apiVersion": "v1", "kind": "Pod", "metadata": metadata });
-        let pod: AskingPod = serde_json::from_value(pod).unwrap();
+        let pod: SlimPod = serde_json::from_value(pod).unwrap();
         assert_eq!(serde_json::to_value(pod.metadata).unwrap(), kept);
     }
 }

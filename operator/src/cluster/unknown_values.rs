@@ -20,7 +20,7 @@ pub fn unknown_in_budget(budget: &GpuMemoryBudget) -> Option<&'static str> {
             "spec.contextPolicy.action",
         ),
     ];
-    first(fields)
+    first_unknown(fields)
 }
 
 /// The same of a `GpuNode`.
@@ -58,10 +58,10 @@ pub fn unknown_in_node(node: &GpuNode) -> Option<&'static str> {
             "status.faults[].action",
         ),
     ];
-    first(fields)
+    first_unknown(fields)
 }
 
-fn first<const N: usize>(fields: [(bool, &'static str); N]) -> Option<&'static str> {
+fn first_unknown<const N: usize>(fields: [(bool, &'static str); N]) -> Option<&'static str> {
     let mut unknown = fields.into_iter().filter(|(is_unknown, _)| *is_unknown);
     unknown.next().map(|(_, field)| field)
 }

@@ -14,10 +14,10 @@ use tokio::time::Instant;
 use tower::service_fn;
 
 use crate::cluster::kinds;
-use crate::cluster::watches::SILENCE;
+use crate::cluster::watches::READ_TIMEOUT;
 
 /// The longest that a watch takes from one sign of life to the next, twice.
-pub const HANGS: Duration = SILENCE.saturating_mul(2);
+pub const STALLED_AFTER: Duration = READ_TIMEOUT.saturating_mul(2);
 
 /// The paths below which each kind is listed and watched.
 const PATHS: [(&str, &str); 6] = [
@@ -31,9 +31,9 @@ const PATHS: [(&str, &str); 6] = [
 
 /// The last progress of each watch. Clones are the same one.
 #[derive(Clone, Debug)]
-pub struct Pulse(Arc<Mutex<BTreeMap<&'static str, Instant>>>);
+pub struct WatchLiveness(Arc<Mutex<BTreeMap<&'static str, Instant>>>);
 
-impl Default for Pulse {
+impl Default for WatchLiveness {
     /// All of them begin now.
     fn default() -> Self {
         let now = Instant::now();
@@ -42,10 +42,10 @@ impl Default for Pulse {
     }
 }
 
-impl Pulse {
+impl WatchLiveness {
     /// The watch of `kind` said something, failed or was taken up.
-    pub fn beat(&self, kind: &'static str) {
-        self.beat_at(kind, Instant::now());
+    pub fn record_progress(&self, kind: &'static str) {
+        self.record_progress_at(kind, Instant::now());
     }
 
     /// How long ago that was, of each kind.
@@ -54,11 +54,11 @@ impl Pulse {
     }
 
     /// The watches that hang.
-    pub fn hanging(&self) -> Vec<&'static str> {
-        self.hanging_at(Instant::now())
+    pub fn stalled(&self) -> Vec<&'static str> {
+        self.stalled_at(Instant::now())
     }
 
-    pub(crate) fn beat_at(&self, kind: &'static str, now: Instant) {
+    pub(crate) fn record_progress_at(&self, kind: &'static str, now: Instant) {
         let mut beats = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         beats.insert(kind, now);
     }
@@ -71,23 +71,23 @@ impl Pulse {
         ages.collect()
     }
 
-    fn hanging_at(&self, now: Instant) -> Vec<&'static str> {
+    fn stalled_at(&self, now: Instant) -> Vec<&'static str> {
         let ages = self.ages_at(now).into_iter();
-        let hanging = ages.filter(|(_, age)| *age > HANGS);
+        let hanging = ages.filter(|(_, age)| *age > STALLED_AFTER);
         hanging.map(|(kind, _)| kind).collect()
     }
 
     /// A client whose answers to lists and watches are signs of life, of whatever they tell: a quiet watch that is
     /// taken up again says nothing else.
-    pub fn listening(&self, client: Client) -> Client {
-        let (pulse, namespace) = (self.clone(), client.default_namespace().to_owned());
+    pub fn instrument_client(&self, client: Client) -> Client {
+        let (liveness, namespace) = (self.clone(), client.default_namespace().to_owned());
         let service = service_fn(move |request: http::Request<Body>| {
-            let (client, pulse) = (client.clone(), pulse.clone());
-            let kind = kind(request.uri().path());
+            let (client, liveness) = (client.clone(), liveness.clone());
+            let kind = kind_of_path(request.uri().path());
             async move {
                 let answer = client.send(request).await;
                 if let Some(kind) = kind {
-                    pulse.beat(kind);
+                    liveness.record_progress(kind);
                 }
                 answer
             }
@@ -96,7 +96,7 @@ impl Pulse {
     }
 }
 
-fn kind(path: &str) -> Option<&'static str> {
+fn kind_of_path(path: &str) -> Option<&'static str> {
     let is_of_all = !path.contains("/namespaces/");
     let found = PATHS.iter().find(|(end, _)| path.ends_with(end));
     found.filter(|_| is_of_all).map(|(_, kind)| *kind)
@@ -107,35 +107,37 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lists_and_watches_of_a_whole_kind_are_told_from_requests_about_one_object() {
-        assert_eq!(kind("/api/v1/pods"), Some(kinds::PODS));
-        assert_eq!(kind("/api/v1/nodes"), Some(kinds::NODES));
+    fn requests_for_a_whole_kind_are_recognized() {
+        assert_eq!(kind_of_path("/api/v1/pods"), Some(kinds::PODS));
+        assert_eq!(kind_of_path("/api/v1/nodes"), Some(kinds::NODES));
         assert_eq!(
-            kind("/apis/bursar.dev/v1alpha1/gpunodes"),
+            kind_of_path("/apis/bursar.dev/v1alpha1/gpunodes"),
             Some(kinds::GPU_NODES)
         );
-        assert_eq!(kind("/api/v1/nodes/n"), None);
-        assert_eq!(kind("/api/v1/namespaces/team/pods"), None);
-        assert_eq!(kind("/api/v1/namespaces/team/resourcequotas"), None);
+        assert_eq!(kind_of_path("/api/v1/nodes/n"), None);
+        assert_eq!(kind_of_path("/api/v1/namespaces/team/pods"), None);
+        assert_eq!(kind_of_path("/api/v1/namespaces/team/resourcequotas"), None);
         let kinds: Vec<_> = PATHS.iter().map(|(_, kind)| *kind).collect();
         assert_eq!(kinds, kinds::ALL);
     }
 
     #[test]
-    fn a_watch_hangs_that_has_shown_no_life_for_twice_as_long_as_it_may_take() {
-        let pulse = Pulse::default();
+    fn watch_is_stalled_after_twice_its_timeout() {
+        let liveness = WatchLiveness::default();
         let mut now = Instant::now();
         for _ in 0..10 {
-            now += SILENCE;
-            kinds::ALL.iter().for_each(|kind| pulse.beat_at(kind, now));
-            assert_eq!(pulse.hanging_at(now + SILENCE), [] as [&str; 0]);
+            now += READ_TIMEOUT;
+            kinds::ALL
+                .iter()
+                .for_each(|kind| liveness.record_progress_at(kind, now));
+            assert_eq!(liveness.stalled_at(now + READ_TIMEOUT), [] as [&str; 0]);
         }
         for _ in 0..3 {
-            now += SILENCE;
+            now += READ_TIMEOUT;
             kinds::ALL[1..]
                 .iter()
-                .for_each(|kind| pulse.beat_at(kind, now));
+                .for_each(|kind| liveness.record_progress_at(kind, now));
         }
-        assert_eq!(pulse.hanging_at(now), [kinds::BUDGETS]);
+        assert_eq!(liveness.stalled_at(now), [kinds::BUDGETS]);
     }
 }

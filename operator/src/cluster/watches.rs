@@ -30,18 +30,21 @@ use tokio::time::{Instant, MissedTickBehavior, interval, sleep_until};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::budget::Quota;
-use crate::cluster::own_writes::{Written, merged};
-use crate::cluster::pod_request::{AskingPod, Demand};
+use crate::budget::ObservedQuota;
+use crate::cluster::own_writes::{WriteReceiver, merge_with_watch};
+use crate::cluster::pod_request::{PodRequest, SlimPod};
 use crate::cluster::unknown_values::{REMEDY, unknown_in_budget, unknown_in_node};
-use crate::cluster::watch_liveness::Pulse;
-use crate::cluster::{Change, Claim, Dirty, Gpus, Host, Key, World, budget_label, kinds, slimmed};
-use crate::error::chain;
-use crate::placement::Told;
+use crate::cluster::watch_liveness::WatchLiveness;
+use crate::cluster::{
+    Affected, BudgetSummary, ClusterIndex, GpuNodeSummary, Key, NodeSummary, WatchEvent,
+    budget_label, kinds, project,
+};
+use crate::error::error_chain;
+use crate::placement::PlacementEvent;
 use crate::placement::node::{GpuFacts, NodeFacts, SlimNode};
-use crate::placement::node_usage::Load;
+use crate::placement::node_usage::PodRequests;
 use crate::placement::pod::PodFacts;
-use crate::placement::snapshot::lowered;
+use crate::placement::snapshot::quota_overrides;
 use crate::serve::metrics::Metrics;
 
 /// How long a watch lasts before the API server ends it and it is taken up again, in seconds. A
@@ -50,131 +53,150 @@ const WATCH_SECONDS: u32 = 200;
 
 /// How long the API server may be silent within an answer: a watch's time, and some. A watch that died in
 /// silence is begun anew after it.
-pub const SILENCE: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
+pub const READ_TIMEOUT: Duration = Duration::from_secs(WATCH_SECONDS as u64 + 5);
 
 /// The first and the longest pause before a watch that failed is taken up again; chance adds as much at most. An API
 /// server that is back is found within 10 s.
-const FIRST_PAUSE: Duration = Duration::from_millis(500);
-const MOST_PAUSE: Duration = Duration::from_secs(5);
+const MIN_BACKOFF: Duration = Duration::from_millis(500);
+const MAX_BACKOFF: Duration = Duration::from_secs(5);
 
 /// How many objects of our own kinds a list tells in one answer: they are parsed whole, and most of one is
 /// its `managedFields`.
-const OURS_AT_ONCE: u32 = 50;
+const PAGE_SIZE: u32 = 50;
 
 /// How often time is told to the world while it waits for it.
-const CLOCK: Duration = Duration::from_secs(5);
+const CLOCK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// How long changes are gathered.
-pub const GATHER: Duration = Duration::from_millis(500);
+pub const DEBOUNCE: Duration = Duration::from_millis(500);
 
 /// All objects of a kind. A history that goes back is seen by each watch on its own: its connection ends with the API
 /// server that is restored.
-fn all<K>(
+fn watch_kind<K>(
     api: Api<K>,
     config: watcher::Config,
 ) -> impl Stream<Item = watcher::Result<watcher::Event<K>>> + Send
 where
     K: Resource + Clone + DeserializeOwned + Debug + Send + 'static,
 {
-    let pauses = Pauses::new(FIRST_PAUSE, MOST_PAUSE);
+    let pauses = Pauses::new(MIN_BACKOFF, MAX_BACKOFF);
     bursar_watch::watch(api, config, pauses, History::default())
 }
 
 /// What the API server tells of budgets, pods, GPU nodes, nodes, quotas and namespaces, for as long as it is listened to. The
 /// budgets are kept in `budgets` as well. What was `written` is known before its watch tells. A watch that fails is taken up again, with back-off.
-pub fn changes(
+pub fn watch_all(
     client: &Client,
     quantum: Quantum,
     budgets: Writer<GpuMemoryBudget>,
     metrics: &Metrics,
-    pulse: &Pulse,
-    written: Written,
-) -> BoxStream<'static, Change> {
-    let client = &pulse.listening(client.clone());
-    let pulse = || pulse.clone();
+    liveness: &WatchLiveness,
+    written: WriteReceiver,
+) -> BoxStream<'static, WatchEvent> {
+    let client = &liveness.instrument_client(client.clone());
+    let liveness = || liveness.clone();
     let config = || watcher::Config::default().timeout(WATCH_SECONDS);
-    let ours = || config().page_size(OURS_AT_ONCE);
+    let ours = || config().page_size(PAGE_SIZE);
     let watches = [
         {
             let api = Api::<DeserializeGuard<GpuMemoryBudget>>::all(client.clone());
-            let watch = all(api, ours()).modify(|budget| budget.managed_fields_mut().clear());
+            let watch =
+                watch_kind(api, ours()).modify(|budget| budget.managed_fields_mut().clear());
             let store = budgets.as_reader();
             let mut budgets = budgets;
-            heard(kinds::BUDGETS, metrics, pulse(), watch)
+            instrumented(kinds::BUDGETS, metrics, liveness(), watch)
                 .flat_map(move |event| {
-                    if let Some(event) = stored(event.clone(), &store) {
+                    if let Some(event) = store_event(event.clone(), &store) {
                         budgets.apply_watcher_event(&event);
                     }
-                    let unreadable = told_unreadable(kinds::BUDGETS, &event, unknown_in_budget);
-                    let lowered = slimmed(event.clone(), |budget| lowered(read(budget)?));
-                    let claims = slimmed(event, |budget| Some(Claim::of(read(budget)?, quantum)));
-                    stream::iter([unreadable])
-                        .chain(both(Told::Lowered(lowered), Change::Budget(claims)))
+                    let unreadable = unreadable_event(kinds::BUDGETS, &event, unknown_in_budget);
+                    let overrides =
+                        project(event.clone(), |budget| quota_overrides(readable(budget)?));
+                    let summaries = project(event, |budget| {
+                        Some(BudgetSummary::of(readable(budget)?, quantum))
+                    });
+                    stream::iter([unreadable]).chain(fan_out(
+                        PlacementEvent::Overrides(overrides),
+                        WatchEvent::Budget(summaries),
+                    ))
                 })
                 .boxed()
         },
         {
-            let watch = all(Api::<AskingPod>::all(client.clone()), config());
-            let watch = heard(kinds::PODS, metrics, pulse(), watch);
-            merged(watch, written.pods, identity)
+            let watch = watch_kind(Api::<SlimPod>::all(client.clone()), config());
+            let watch = instrumented(kinds::PODS, metrics, liveness(), watch);
+            merge_with_watch(watch, written.pods, identity)
                 .flat_map(move |event| {
-                    let load = slimmed(event.clone(), |pod| Load::read(pod, quantum));
-                    let facts = slimmed(event.clone(), |pod| PodFacts::of(pod, quantum));
+                    let load = project(event.clone(), |pod| PodRequests::parse(pod, quantum));
+                    let facts = project(event.clone(), |pod| PodFacts::of(pod, quantum));
                     // Who is bound is on its node before it counts there: it is not to count twice.
-                    let facts = stream::iter([Change::Placement(Told::Pod(facts))]);
-                    facts.chain(both(
-                        Told::Load(load),
-                        Change::Pod(slimmed(event, |pod| Demand::of(pod, quantum))),
+                    let facts = stream::iter([WatchEvent::Placement(PlacementEvent::Pod(facts))]);
+                    facts.chain(fan_out(
+                        PlacementEvent::Requests(load),
+                        WatchEvent::Pod(project(event, |pod| PodRequest::of(pod, quantum))),
                     ))
                 })
                 .boxed()
         },
         {
             let api = Api::<DeserializeGuard<GpuNode>>::all(client.clone());
-            let watch = heard(kinds::GPU_NODES, metrics, pulse(), all(api, ours()));
-            merged(watch, written.gpu_nodes, |node| DeserializeGuard(Ok(node)))
+            let watch = instrumented(
+                kinds::GPU_NODES,
+                metrics,
+                liveness(),
+                watch_kind(api, ours()),
+            );
+            merge_with_watch(watch, written.gpu_nodes, |node| DeserializeGuard(Ok(node)))
                 .flat_map(move |event| {
-                    let unreadable = told_unreadable(kinds::GPU_NODES, &event, unknown_in_node);
-                    let facts = slimmed(event.clone(), |node| {
-                        Some(GpuFacts::of(read(node)?, quantum))
+                    let unreadable = unreadable_event(kinds::GPU_NODES, &event, unknown_in_node);
+                    let facts = project(event.clone(), |node| {
+                        Some(GpuFacts::of(readable(node)?, quantum))
                     });
-                    let gpus = slimmed(event, |node: &DeserializeGuard<GpuNode>| {
+                    let gpus = project(event, |node: &DeserializeGuard<GpuNode>| {
                         Some(
-                            read(node)
-                                .map_or_else(Gpus::unreadable, |node| Gpus::of(node, quantum)),
+                            readable(node).map_or_else(GpuNodeSummary::unreadable, |node| {
+                                GpuNodeSummary::of(node, quantum)
+                            }),
                         )
                     });
-                    stream::iter([unreadable]).chain(both(Told::Gpus(facts), Change::GpuNode(gpus)))
+                    stream::iter([unreadable]).chain(fan_out(
+                        PlacementEvent::GpuNode(facts),
+                        WatchEvent::GpuNode(gpus),
+                    ))
                 })
                 .boxed()
         },
         {
-            let watch = all(Api::<SlimNode>::all(client.clone()), config());
-            let watch = heard(kinds::NODES, metrics, pulse(), watch);
-            merged(watch, written.nodes, identity)
+            let watch = watch_kind(Api::<SlimNode>::all(client.clone()), config());
+            let watch = instrumented(kinds::NODES, metrics, liveness(), watch);
+            merge_with_watch(watch, written.nodes, identity)
                 .flat_map(move |event| {
                     let facts = |node: &SlimNode| Some(NodeFacts::of(node, quantum));
-                    both(
-                        Told::Node(slimmed(event.clone(), facts)),
-                        Change::Node(slimmed(event, |node| Some(Host::of(node, quantum)))),
+                    fan_out(
+                        PlacementEvent::Node(project(event.clone(), facts)),
+                        WatchEvent::Node(project(event, |node| {
+                            Some(NodeSummary::of(node, quantum))
+                        })),
                     )
                 })
                 .boxed()
         },
         {
             let quotas = Api::<ResourceQuota>::all(client.clone());
-            let watch = all(quotas, config().labels(QUOTA_LABEL));
-            let watch = heard(kinds::QUOTAS, metrics, pulse(), watch);
-            merged(watch, written.quotas, identity)
-                .map(|event| Change::Quota(slimmed(event, |quota| Some(Quota::of(quota)))))
+            let watch = watch_kind(quotas, config().labels(QUOTA_LABEL));
+            let watch = instrumented(kinds::QUOTAS, metrics, liveness(), watch);
+            merge_with_watch(watch, written.quotas, identity)
+                .map(|event| {
+                    WatchEvent::Quota(project(event, |quota| Some(ObservedQuota::of(quota))))
+                })
                 .boxed()
         },
         {
             let namespaces = Api::<PartialObjectMeta<Namespace>>::all(client.clone());
-            let watch = all(namespaces, config().labels(BUDGET_LABEL));
-            let watch = heard(kinds::NAMESPACES, metrics, pulse(), watch);
-            merged(watch, written.namespaces, identity)
-                .map(|event| Change::Namespace(slimmed(event, budget_label)))
+            let watch = watch_kind(namespaces, config().labels(BUDGET_LABEL));
+            let watch = instrumented(kinds::NAMESPACES, metrics, liveness(), watch);
+            merge_with_watch(watch, written.namespaces, identity)
+                .map(|event| WatchEvent::Namespace(project(event, budget_label)))
                 .boxed()
         },
     ];
@@ -183,29 +205,32 @@ pub fn changes(
 
 /// An object of ours, where it can be read. Objects of other versions are in the cluster while one is rolled out or back:
 /// one of them must not keep all others from being listed. Kubernetes' own kinds are what the API server makes them.
-fn read<K>(object: &DeserializeGuard<K>) -> Option<&K> {
+fn readable<K>(object: &DeserializeGuard<K>) -> Option<&K> {
     object.0.as_ref().ok()
 }
 
 /// Why an object cannot be read, or which field of it has a value of another version.
-fn why<K>(object: &DeserializeGuard<K>, unknown: fn(&K) -> Option<&'static str>) -> Option<String> {
+fn unreadable_reason<K>(
+    object: &DeserializeGuard<K>,
+    unknown: fn(&K) -> Option<&'static str>,
+) -> Option<String> {
     match &object.0 {
         Ok(object) => unknown(object).map(|field| format!("unknown value of {field}")),
         Err(why) => Some(why.error.clone()),
     }
 }
 
-fn told_unreadable<K: Resource<DynamicType = ()> + Clone>(
+fn unreadable_event<K: Resource<DynamicType = ()> + Clone>(
     kind: &'static str,
     event: &watcher::Event<DeserializeGuard<K>>,
     unknown: fn(&K) -> Option<&'static str>,
-) -> Change {
-    let why = |object: &DeserializeGuard<K>| why(object, unknown);
-    Change::Unreadable(kind, slimmed(event.clone(), why))
+) -> WatchEvent {
+    let why = |object: &DeserializeGuard<K>| unreadable_reason(object, unknown);
+    WatchEvent::Unreadable(kind, project(event.clone(), why))
 }
 
 /// The event for the store of budgets, which has those that can be read.
-fn stored(
+fn store_event(
     event: watcher::Event<DeserializeGuard<GpuMemoryBudget>>,
     store: &Store<GpuMemoryBudget>,
 ) -> Option<watcher::Event<GpuMemoryBudget>> {
@@ -230,15 +255,15 @@ fn stored(
 }
 
 /// One event for the two who are told of it. Budgets come last: all is known when they are asked for.
-fn both(told: Told, change: Change) -> impl Stream<Item = Change> + Send {
-    stream::iter([Change::Placement(told), change])
+fn fan_out(told: PlacementEvent, change: WatchEvent) -> impl Stream<Item = WatchEvent> + Send {
+    stream::iter([WatchEvent::Placement(told), change])
 }
 
 /// The events of one watch. Its errors are counted, and the first of a row is logged.
-fn heard<T, S>(
+fn instrumented<T, S>(
     kind: &'static str,
     metrics: &Metrics,
-    pulse: Pulse,
+    liveness: WatchLiveness,
     watch: S,
 ) -> impl Stream<Item = watcher::Event<T>> + Send + use<T, S>
 where
@@ -248,7 +273,7 @@ where
     let metrics = metrics.clone();
     let mut failures = 0_u32;
     watch.filter_map(move |item| {
-        pulse.beat(kind);
+        liveness.record_progress(kind);
         let event = match item {
             Ok(event) => {
                 if failures > 0 && !matches!(event, watcher::Event::Init) {
@@ -258,10 +283,10 @@ where
                 Some(event)
             }
             Err(error) => {
-                metrics.watch_failed(kind);
+                metrics.record_watch_failure(kind);
                 failures = failures.saturating_add(1);
                 if failures == 1 {
-                    warn!(kind, error = %chain(&error), remedy = remedy(&error), "cannot watch; trying on");
+                    warn!(kind, error = %error_chain(&error), remedy = hint(&error), "cannot watch; trying on");
                 }
                 None
             }
@@ -270,7 +295,7 @@ where
     })
 }
 
-fn remedy(error: &watcher::Error) -> &'static str {
+fn hint(error: &watcher::Error) -> &'static str {
     let code = match error {
         watcher::Error::InitialListFailed(kube::Error::Api(status))
         | watcher::Error::WatchStartFailed(kube::Error::Api(status))
@@ -287,36 +312,36 @@ fn remedy(error: &watcher::Error) -> &'static str {
 
 /// Keeps `world` at what `changes` tell, and names the budgets to look at in `work`, once all kinds have
 /// been listed. Ends with `shutdown`, `changes` or the reader of `work`.
-pub async fn observe(
-    mut changes: impl Stream<Item = Change> + Unpin,
-    world: watch::Sender<World>,
+pub async fn update_index(
+    mut changes: impl Stream<Item = WatchEvent> + Unpin,
+    index: watch::Sender<ClusterIndex>,
     work: mpsc::Sender<ObjectRef<GpuMemoryBudget>>,
     gather: Duration,
     shutdown: CancellationToken,
 ) {
-    let mut dirty = Dirty::default();
+    let mut affected = Affected::default();
     let mut due = None;
-    let mut clock = interval(CLOCK);
+    let mut clock = interval(CLOCK_INTERVAL);
     clock.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         tokio::select! {
             () = shutdown.cancelled() => return,
             change = changes.next() => {
                 let Some(change) = change else { return };
-                warn_of(&world.borrow(), &change);
-                world.send_modify(|world| dirty.add(world.apply(change)));
+                warn_if_unreadable(&index.borrow(), &change);
+                index.send_modify(|index| affected.add(index.apply(change)));
             }
-            now = clock.tick(), if world.borrow().awaits_time() => {
-                world.send_if_modified(|world| {
-                    let changed = world.apply(Change::Clock(now));
+            now = clock.tick(), if index.borrow().has_deadlines() => {
+                index.send_if_modified(|index| {
+                    let changed = index.apply(WatchEvent::Clock(now));
                     let is_news = !changed.is_empty();
-                    dirty.add(changed);
+                    affected.add(changed);
                     is_news
                 });
             }
-            () = until(due) => {
+            () = sleep_until_due(due) => {
                 due = None;
-                let budgets = world.borrow().budgets(&std::mem::take(&mut dirty));
+                let budgets = index.borrow().affected_budgets(&std::mem::take(&mut affected));
                 for key in budgets {
                     let budget = ObjectRef::new(&key.name).within(&key.namespace);
                     if work.send(budget).await.is_err() {
@@ -325,18 +350,18 @@ pub async fn observe(
                 }
             }
         }
-        if due.is_none() && !dirty.is_empty() && world.borrow().missing().is_empty() {
+        if due.is_none() && !affected.is_empty() && index.borrow().unlisted_kinds().is_empty() {
             due = Some(Instant::now() + gather);
         }
     }
 }
 
 /// Logs an object that cannot be read, once.
-fn warn_of(world: &World, change: &Change) {
+fn warn_if_unreadable(index: &ClusterIndex, change: &WatchEvent) {
     use watcher::Event::{Apply, InitApply};
-    if let Change::Unreadable(kind, Apply((key, Some(error))) | InitApply((key, Some(error)))) =
+    if let WatchEvent::Unreadable(kind, Apply((key, Some(error))) | InitApply((key, Some(error)))) =
         change
-        && !world.is_unreadable(kind, key)
+        && !index.is_unreadable(kind, key)
     {
         let Key { namespace, name } = key;
         warn!(
@@ -350,7 +375,7 @@ fn warn_of(world: &World, change: &Change) {
     }
 }
 
-async fn until(due: Option<Instant>) {
+async fn sleep_until_due(due: Option<Instant>) {
     match due {
         Some(due) => sleep_until(due).await,
         None => std::future::pending().await,

@@ -19,47 +19,54 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::api::write::Writer;
-use crate::cluster::World;
-use crate::error::chain;
+use crate::api::write::ApiWriter;
+use crate::cluster::ClusterIndex;
+use crate::error::error_chain;
 
 /// How often it is looked, and so how soon a write that failed is made again.
-const EVERY: Duration = Duration::from_secs(1);
+const INTERVAL: Duration = Duration::from_secs(1);
 
 /// From one write to the next: some twenty a second are all that the API server should have of it.
-const PACE: Duration = Duration::from_millis(50);
+const WRITE_PACE: Duration = Duration::from_millis(50);
 
 /// So many writes from one look to the next: what has become urgent waits for no more.
-const AT_ONCE: usize = 20;
+const MAX_WRITES: usize = 20;
 
 /// Keeps the nodes' orders at what the budgets say, until `shutdown`.
-pub async fn run(writer: Writer, mut world: watch::Receiver<World>, shutdown: CancellationToken) {
+pub async fn run(
+    writer: ApiWriter,
+    mut index: watch::Receiver<ClusterIndex>,
+    shutdown: CancellationToken,
+) {
     let mut failing = false;
     // What each node was given last. What else is there others wrote, and an apply leaves it.
     let mut written = BTreeMap::new();
     // The node that was written to last. It goes on from there: nodes that fail hold up no others.
     let mut last = String::new();
     let mut left = true;
-    let mut pause = EVERY;
+    let mut pause = INTERVAL;
     while shutdown.run_until_cancelled(sleep(pause)).await.is_some() {
-        pause = EVERY;
-        if !left && !world.has_changed().unwrap_or(false) {
+        pause = INTERVAL;
+        if !left && !index.has_changed().unwrap_or(false) {
             continue;
         }
         let mut nodes = {
-            let world = world.borrow_and_update();
-            if !world.missing().is_empty() {
+            let index = index.borrow_and_update();
+            if !index.unlisted_kinds().is_empty() {
                 continue;
             }
-            world.keep_known(&mut written);
-            world.nodes_without(&written)
+            index.forget_deleted_nodes(&mut written);
+            index.outdated_node_orders(&written)
         };
         nodes.sort_by_key(|(node, _, (_, restarts))| (restarts.is_empty(), *node <= last));
         let mut failed = false;
-        left = nodes.len() > AT_ONCE;
-        for (node, uid, (orders, restarts)) in nodes.into_iter().take(AT_ONCE) {
+        left = nodes.len() > MAX_WRITES;
+        for (node, uid, (orders, restarts)) in nodes.into_iter().take(MAX_WRITES) {
             last.clone_from(&node);
-            match writer.contexts(&node, &uid, &orders, &restarts).await {
+            match writer
+                .apply_context_policies(&node, &uid, &orders, &restarts)
+                .await
+            {
                 Ok(()) => {
                     let namespaces = orders.len();
                     info!(node, namespaces, ?restarts, "context policies");
@@ -77,12 +84,16 @@ pub async fn run(writer: Writer, mut world: watch::Receiver<World>, shutdown: Ca
                     // It may have arrived: whose what is there is, is open then.
                     written.remove(&node);
                     if !failing {
-                        warn!(error = %chain(&error), "trying on");
+                        warn!(error = %error_chain(&error), "trying on");
                     }
                 }
             }
             // What was begun is finished; nothing more is.
-            if shutdown.run_until_cancelled(sleep(PACE)).await.is_none() {
+            if shutdown
+                .run_until_cancelled(sleep(WRITE_PACE))
+                .await
+                .is_none()
+            {
                 return;
             }
         }

@@ -7,31 +7,35 @@ use tokio::time::sleep;
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use crate::api::write::Writer;
-use crate::cluster::World;
-use crate::error::chain;
+use crate::api::write::ApiWriter;
+use crate::cluster::ClusterIndex;
+use crate::error::error_chain;
 
 /// How often it is looked, and so how soon a write that failed is made again.
-const EVERY: Duration = Duration::from_secs(2);
+const INTERVAL: Duration = Duration::from_secs(2);
 
 /// Runs until `shutdown`.
-pub async fn run(writer: Writer, world: watch::Receiver<World>, shutdown: CancellationToken) {
+pub async fn run(
+    writer: ApiWriter,
+    index: watch::Receiver<ClusterIndex>,
+    shutdown: CancellationToken,
+) {
     let mut failing = false;
     loop {
         tokio::select! {
             () = shutdown.cancelled() => return,
-            () = sleep(EVERY) => {}
+            () = sleep(INTERVAL) => {}
         }
-        let deserted = world.borrow().deserted();
+        let deserted = index.borrow().namespaces_without_budget();
         let mut failed = false;
         for namespace in deserted {
             if shutdown.is_cancelled() {
                 return;
             }
-            if let Err(error) = writer.label(&namespace, None).await {
+            if let Err(error) = writer.label_namespace(&namespace, None).await {
                 failed = true;
                 if !failing {
-                    warn!(error = %chain(&error), "trying on");
+                    warn!(error = %error_chain(&error), "trying on");
                 }
             }
         }

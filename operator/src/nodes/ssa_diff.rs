@@ -2,7 +2,7 @@
 
 /// Whether a list of `GpuNode.spec` has to be written: it lacks something, or has something that we wrote and
 /// that is not wanted any more. What others wrote into it is theirs.
-pub(crate) fn has_to_be_written<T: PartialEq>(
+pub(crate) fn needs_apply<T: PartialEq>(
     there: &[T],
     wanted: &[T],
     written: Option<&Vec<T>>,
@@ -22,12 +22,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_others_wrote_is_taken_for_ours_only_until_we_have_written() {
+    fn foreign_entries_count_as_ours_only_until_the_first_apply() {
         let ours = vec![1, 2];
-        assert!(has_to_be_written(&[1], &[1, 2], None));
-        assert!(has_to_be_written(&[1, 2, 9], &[1, 2], None));
-        assert!(!has_to_be_written(&[9, 2, 1], &[1, 2], Some(&ours)));
-        assert!(has_to_be_written(&[1, 2], &[1], Some(&ours)));
-        assert!(!has_to_be_written::<i32>(&[], &[], None));
+        assert!(needs_apply(&[1], &[1, 2], None));
+        assert!(needs_apply(&[1, 2, 9], &[1, 2], None));
+        assert!(!needs_apply(&[9, 2, 1], &[1, 2], Some(&ours)));
+        assert!(needs_apply(&[1, 2], &[1], Some(&ours)));
+        assert!(!needs_apply::<i32>(&[], &[], None));
     }
 }

@@ -12,31 +12,31 @@ use serde_json::{Value, json};
 use tokio::time::timeout;
 use tracing::{debug, info, warn};
 
-use super::history::{Answer, Memory, Moment, NodeLabels};
+use super::history::{EvictionOutcome, History, NodeLabels, Uptime};
 use super::node::{GpuFacts, SlimNode};
-use super::plan::{Object, Pod, Step, Victim};
-use super::pod::{Place, PodFacts};
+use super::plan::{NodeRef, PodRef, Step, Victim};
+use super::pod::{Placement, PodFacts};
 use crate::api::job_disruption;
-use crate::api::read::AskError;
-use crate::api::write::{Evicted, WriteError, Writer};
+use crate::api::read::ReadError;
+use crate::api::write::{ApiWriter, EvictionResult, WriteError};
 use crate::cluster::Key;
-use crate::cluster::own_writes::telling;
-use crate::cluster::pod_request::AskingPod;
-use crate::error::chain;
+use crate::cluster::own_writes::send_response;
+use crate::cluster::pod_request::SlimPod;
+use crate::error::error_chain;
 use crate::run::Clock;
 
 /// Field managers, one for each list or map that is written whole: what one applies takes nothing from the others.
 const LABELS_MANAGER: &str = "bursar-operator-labels";
 const RESERVATIONS_MANAGER: &str = "bursar-operator-reservations";
 const QUOTAS_MANAGER: &str = "bursar-operator-quotas";
-const MOVES_MANAGER: &str = "bursar-operator-moves";
+const RELOCATIONS_MANAGER: &str = "bursar-operator-moves";
 
 /// How long one request may take.
-const REQUEST_TIME: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 /// A step that was not carried out. The next plan has it again, if it is still of use.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ActError {
+pub(super) enum ApplyError {
     /// The API server or the way to it.
     #[error("cannot {what} {name}")]
     Request {
@@ -52,9 +52,9 @@ pub(super) enum ActError {
     Write(#[from] WriteError),
     /// A look at a Job.
     #[error(transparent)]
-    Job(#[from] AskError),
+    Job(#[from] ReadError),
     /// No answer in time.
-    #[error("no answer within {} s: {what} {name}", REQUEST_TIME.as_secs())]
+    #[error("no answer within {} s: {what} {name}", TIMEOUT.as_secs())]
     TimedOut {
         /// What was to be done.
         what: &'static str,
@@ -64,16 +64,16 @@ pub(super) enum ActError {
 }
 
 /// Makes requests.
-pub(super) struct Hands {
+pub(super) struct Executor {
     client: Client,
-    writer: Writer,
+    writer: ApiWriter,
     recorder: Recorder,
-    rules: super::Rules,
+    options: super::PlacementOptions,
     clock: Clock,
 }
 
-impl Hands {
-    pub(super) fn new(writer: Writer, rules: super::Rules, clock: Clock) -> Self {
+impl Executor {
+    pub(super) fn new(writer: ApiWriter, options: super::PlacementOptions, clock: Clock) -> Self {
         let client = writer.client().clone();
         let reporter = Reporter {
             controller: bursar_crds::OPERATOR_MANAGER.to_owned(),
@@ -83,24 +83,24 @@ impl Hands {
             recorder: Recorder::new(client.clone(), reporter),
             client,
             writer,
-            rules,
+            options,
             clock,
         }
     }
 
     /// Does `step`, and notes what became of it.
-    pub(super) async fn act(
+    pub(super) async fn apply(
         &self,
         step: Step,
-        memory: &mut Memory,
-        now: Moment,
-    ) -> Result<(), ActError> {
+        history: &mut History,
+        now: Uptime,
+    ) -> Result<(), ApplyError> {
         match step {
             Step::Label { node, labels } => {
                 info!(node = node.name, ?labels, "node labels");
-                memory.label_written();
-                self.label(&node, &labels).await?;
-                memory.labelled.insert(node.name, (labels, now));
+                history.record_label_write();
+                self.label_node(&node, &labels).await?;
+                history.written_labels.insert(node.name, (labels, now));
                 Ok(())
             }
             Step::Reserve {
@@ -119,22 +119,23 @@ impl Hands {
                 });
                 let what = "reserve a GPU of";
                 // A write that fails may have arrived: whose what is there is, is open then.
-                memory.reservations.remove(&node.name);
-                self.apply(RESERVATIONS_MANAGER, what, &node, body).await?;
+                history.reservations.remove(&node.name);
+                self.server_side_apply(RESERVATIONS_MANAGER, what, &node, body)
+                    .await?;
                 info!(node = node.name, ?reservations, "reservations");
-                memory.reservations.insert(node.name, reservations);
+                history.reservations.insert(node.name, reservations);
                 Ok(())
             }
-            Step::Lower { node, quotas } => {
+            Step::OverrideQuotas { node, quotas } => {
                 let body = json!({ "spec": { "quotas": quotas } });
-                memory.quotas.remove(&node.name);
-                self.apply(QUOTAS_MANAGER, "order quotas of", &node, body)
+                history.quotas.remove(&node.name);
+                self.server_side_apply(QUOTAS_MANAGER, "order quotas of", &node, body)
                     .await?;
                 info!(node = node.name, orders = quotas.len(), "quotas");
-                memory.quotas.insert(node.name, quotas);
+                history.quotas.insert(node.name, quotas);
                 Ok(())
             }
-            Step::MakeRoom {
+            Step::Preempt {
                 waiter,
                 node,
                 gpu,
@@ -142,7 +143,7 @@ impl Hands {
                 victims,
             } => {
                 if nominate {
-                    let Some(version) = self.still_needs(&waiter, &node, &gpu).await? else {
+                    let Some(version) = self.revalidate(&waiter, &node, &gpu).await? else {
                         debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
                         return Ok(());
                     };
@@ -150,15 +151,16 @@ impl Hands {
                 }
                 for victim in victims {
                     // An eviction may take seconds, in which another operator chooses otherwise.
-                    if self.still_needs(&waiter, &node, &gpu).await?.is_none() {
+                    if self.revalidate(&waiter, &node, &gpu).await?.is_none() {
                         debug!(waiter = waiter.key.name, "waits no more, or elsewhere");
                         return Ok(());
                     }
-                    self.end(&victim, &waiter, &gpu, memory, now).await?;
+                    self.evict_victim(&victim, &waiter, &gpu, history, now)
+                        .await?;
                 }
                 Ok(())
             }
-            Step::Move {
+            Step::Relocate {
                 pod,
                 owner,
                 from,
@@ -167,42 +169,43 @@ impl Hands {
             } => {
                 // Who has begun would lose that. Its status may tell so late: the kubelet writes it between two rounds
                 // of starts, and waits for a GPU in one.
-                let waits = self.still_waits(&pod, &from.name).await?;
+                let waits = self.revalidate_pod(&pod, &from.name).await?;
                 let waits = waits.zip(self.gpu_node(&from.name).await?);
                 if waits.is_none_or(|((facts, _), there)| {
-                    GpuFacts::of(&there, self.rules.quantum).may_have_begun(&facts)
+                    GpuFacts::of(&there, self.options.quantum).has_possibly_started(&facts)
                 }) {
                     debug!(waiter = pod.key.name, "waits no more");
                     return Ok(());
                 }
-                if memory.is_first_ask(&pod.uid) {
+                if history.is_first_eviction(&pod.uid) {
                     // Before the eviction: whoever comes after a crash may count one too many, never one too few.
-                    let moves = memory.moves_with(&from.name, &owner, now, (self.clock)());
+                    let moves = history.relocations_with(&from.name, &owner, now, (self.clock)());
                     let told: Vec<_> = moves.iter().map(|(moved, _)| moved).collect();
                     let body = json!({ "spec": { "moves": told } });
-                    self.apply(MOVES_MANAGER, "count a move from", &from, body)
+                    self.server_side_apply(RELOCATIONS_MANAGER, "count a move from", &from, body)
                         .await?;
-                    memory.recorded(from.name, moves);
+                    history.set_relocations(from.name, moves);
                 }
-                if self.evict(&pod, false, memory, now).await? == Evicted::Ends {
+                if self.evict(&pod, false, history, now).await? == EvictionResult::Accepted {
                     let Key { namespace, name } = &pod.key;
                     info!(namespace, pod = name, to, "waiter moved");
-                    memory.moved(&owner, &to, room, now);
+                    history.record_relocation(&owner, &to, room, now);
                     let note = format!("waits for a GPU here, and node {to} has room");
-                    self.say(&pod, "GpuMemoryWaiterMoved", note).await;
+                    self.publish_event(&pod, "GpuMemoryWaiterMoved", note).await;
                 }
                 Ok(())
             }
-            Step::LookAtJob { namespace, job } => {
-                let lets_go = job_disruption::lets_go(&self.client, &namespace, &job).await?;
-                memory.jobs.insert(job.uid, lets_go);
+            Step::ReadJob { namespace, job } => {
+                let ignores_disruption =
+                    job_disruption::ignores_disruption(&self.client, &namespace, &job).await?;
+                history.jobs.insert(job.uid, ignores_disruption);
                 Ok(())
             }
         }
     }
 
     /// No apply: that would leave a label in place which somebody else wrote too.
-    async fn label(&self, node: &Object, labels: &NodeLabels) -> Result<(), ActError> {
+    async fn label_node(&self, node: &NodeRef, labels: &NodeLabels) -> Result<(), ApplyError> {
         let api = Api::<SlimNode>::all(self.client.clone());
         let patch = Patch::Merge(json!({ "metadata": { "uid": node.uid, "labels": labels } }));
         let params = PatchParams {
@@ -210,18 +213,18 @@ impl Hands {
             ..PatchParams::default()
         };
         let request = api.patch(&node.name, &params, &patch);
-        let write = within("label node", &node.name, request).map_ok(Some);
-        telling(&self.writer.wrote().nodes, write).await
+        let write = with_timeout("label node", &node.name, request).map_ok(Some);
+        send_response(&self.writer.responses().nodes, write).await
     }
 
     /// A server-side apply of `body` to a `GpuNode` that must be there and be the same one.
-    async fn apply(
+    async fn server_side_apply(
         &self,
         manager: &str,
         what: &'static str,
-        node: &Object,
+        node: &NodeRef,
         mut body: Value,
-    ) -> Result<(), ActError> {
+    ) -> Result<(), ApplyError> {
         body["apiVersion"] = json!(GpuNode::api_version(&()));
         body["kind"] = json!(GpuNode::kind(&()));
         body["metadata"]["name"] = json!(node.name);
@@ -231,36 +234,39 @@ impl Hands {
         let params = PatchParams::apply(manager).force();
         let patch = Patch::Apply(body);
         let request = api.patch(&node.name, &params, &patch);
-        let write = within(what, &node.name, request).map_ok(Some);
-        telling(&self.writer.wrote().gpu_nodes, write).await
+        let write = with_timeout(what, &node.name, request).map_ok(Some);
+        send_response(&self.writer.responses().gpu_nodes, write).await
     }
 
     /// The waiter, if it is as the plan thought by the API server's own word, and the version of it that says so.
-    async fn still_waits(
+    async fn revalidate_pod(
         &self,
-        waiter: &Pod,
+        waiter: &PodRef,
         node: &str,
-    ) -> Result<Option<(PodFacts, String)>, ActError> {
-        let pods = Api::<AskingPod>::namespaced(self.client.clone(), &waiter.key.namespace);
-        let found = within("read pod", &waiter.key.name, pods.get_opt(&waiter.key.name)).await?;
+    ) -> Result<Option<(PodFacts, String)>, ApplyError> {
+        let pods = Api::<SlimPod>::namespaced(self.client.clone(), &waiter.key.namespace);
+        let found =
+            with_timeout("read pod", &waiter.key.name, pods.get_opt(&waiter.key.name)).await?;
         let Some(found) = found else { return Ok(None) };
-        let facts = PodFacts::of(&found, self.rules.quantum).filter(|pod| {
-            let here = match &pod.place {
-                Place::On(at) => at == node,
-                Place::Nowhere { nominated, .. } => nominated.as_ref().is_none_or(|at| at == node),
+        let facts = PodFacts::of(&found, self.options.quantum).filter(|pod| {
+            let here = match &pod.placement {
+                Placement::Node(at) => at == node,
+                Placement::Unscheduled { nominated, .. } => {
+                    nominated.as_ref().is_none_or(|at| at == node)
+                }
             };
-            here && pod.uid == waiter.uid && pod.pending && !pod.ending
+            here && pod.uid == waiter.uid && pod.pending && !pod.terminating
         });
         Ok(facts.zip(found.metadata.resource_version))
     }
 
     /// The same, and whether the GPU is reserved and held for the waiter: another operator may have chosen another one.
-    async fn still_needs(
+    async fn revalidate(
         &self,
-        waiter: &Pod,
+        waiter: &PodRef,
         node: &str,
         gpu: &str,
-    ) -> Result<Option<String>, ActError> {
+    ) -> Result<Option<String>, ApplyError> {
         let Some(there) = self.gpu_node(node).await? else {
             return Ok(None);
         };
@@ -270,47 +276,50 @@ impl Hands {
             && gpus.any(|one| one.uuid == gpu && one.held_for.as_ref() == Some(&waiter.uid));
         match held {
             true => Ok(self
-                .still_waits(waiter, node)
+                .revalidate_pod(waiter, node)
                 .await?
                 .map(|(_, version)| version)),
             false => Ok(None),
         }
     }
 
-    async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ActError> {
+    async fn gpu_node(&self, node: &str) -> Result<Option<GpuNode>, ApplyError> {
         let nodes = Api::<GpuNode>::all(self.client.clone());
-        within("read GpuNode", node, nodes.get_opt(node)).await
+        with_timeout("read GpuNode", node, nodes.get_opt(node)).await
     }
 
     /// Tells the scheduler to keep the node's room for the pod, unless somebody has changed the pod since this version.
-    async fn nominate(&self, pod: &Pod, version: &str, node: &str) -> Result<(), ActError> {
+    async fn nominate(&self, pod: &PodRef, version: &str, node: &str) -> Result<(), ApplyError> {
         info!(
             namespace = pod.key.namespace,
             pod = pod.key.name,
             node,
             "nominated"
         );
-        let pods = Api::<AskingPod>::namespaced(self.client.clone(), &pod.key.namespace);
+        let pods = Api::<SlimPod>::namespaced(self.client.clone(), &pod.key.namespace);
         let patch = Patch::Merge(json!({
             "metadata": { "uid": pod.uid, "resourceVersion": version }, "status": { "nominatedNodeName": node },
         }));
         let params = PatchParams::default();
         let request = pods.patch_status(&pod.key.name, &params, &patch);
-        let write = within("nominate pod", &pod.key.name, request).map_ok(Some);
-        telling(&self.writer.wrote().pods, write).await
+        let write = with_timeout("nominate pod", &pod.key.name, request).map_ok(Some);
+        send_response(&self.writer.responses().pods, write).await
     }
 
     /// Ends one pod for another.
-    async fn end(
+    async fn evict_victim(
         &self,
         victim: &Victim,
-        waiter: &Pod,
+        waiter: &PodRef,
         gpu: &str,
-        memory: &mut Memory,
-        now: Moment,
-    ) -> Result<(), ActError> {
-        let Victim { pod, overdue } = victim;
-        if self.evict(pod, *overdue, memory, now).await? == Evicted::Ends {
+        history: &mut History,
+        now: Uptime,
+    ) -> Result<(), ApplyError> {
+        let Victim {
+            pod,
+            force: overdue,
+        } = victim;
+        if self.evict(pod, *overdue, history, now).await? == EvictionResult::Accepted {
             let (namespace, name) = (&pod.key.namespace, &pod.key.name);
             info!(
                 namespace,
@@ -324,7 +333,7 @@ impl Hands {
                 "made room on {gpu} for {}/{}, of higher priority",
                 waiter.key.namespace, waiter.key.name
             );
-            self.say(pod, "GpuMemoryReclaimed", note).await;
+            self.publish_event(pod, "GpuMemoryReclaimed", note).await;
         }
         Ok(())
     }
@@ -332,27 +341,27 @@ impl Hands {
     /// Evicts a pod, and notes what became of it.
     async fn evict(
         &self,
-        pod: &Pod,
+        pod: &PodRef,
         overdue: bool,
-        memory: &mut Memory,
-        now: Moment,
-    ) -> Result<Evicted, ActError> {
+        history: &mut History,
+        now: Uptime,
+    ) -> Result<EvictionResult, ApplyError> {
         let Key { namespace, name } = &pod.key;
         let evicted = self.writer.evict(namespace, name, &pod.uid, overdue).await;
         let answer = match &evicted {
-            Ok(Evicted::Ends) => Answer::Goes,
-            Ok(Evicted::Kept) => Answer::Refused,
-            Err(_) => Answer::Failed,
+            Ok(EvictionResult::Accepted) => EvictionOutcome::Accepted,
+            Ok(EvictionResult::BlockedByPdb) => EvictionOutcome::BlockedByPdb,
+            Err(_) => EvictionOutcome::Failed,
         };
-        memory.asked(&pod.uid, answer, now);
-        if answer == Answer::Refused {
+        history.record_eviction(&pod.uid, answer, now);
+        if answer == EvictionOutcome::BlockedByPdb {
             info!(namespace, pod = name, "a disruption budget keeps it");
         }
         Ok(evicted?)
     }
 
     /// An Event on a pod. Nothing depends on it.
-    async fn say(&self, pod: &Pod, reason: &str, note: String) {
+    async fn publish_event(&self, pod: &PodRef, reason: &str, note: String) {
         let about = ObjectReference {
             api_version: Some("v1".to_owned()),
             kind: Some("Pod".to_owned()),
@@ -368,25 +377,25 @@ impl Hands {
             action: reason.to_owned(),
             secondary: None,
         };
-        let said = timeout(REQUEST_TIME, self.recorder.publish(&event, &about)).await;
+        let said = timeout(TIMEOUT, self.recorder.publish(&event, &about)).await;
         if let Ok(Err(error)) = said {
-            warn!(error = %chain(&error), reason, "event not sent");
+            warn!(error = %error_chain(&error), reason, "event not sent");
         }
     }
 }
 
-async fn within<T>(
+async fn with_timeout<T>(
     what: &'static str,
     name: &str,
     request: impl Future<Output = kube::Result<T>>,
-) -> Result<T, ActError> {
+) -> Result<T, ApplyError> {
     let name = || name.to_owned();
-    match timeout(REQUEST_TIME, request).await {
-        Ok(answer) => answer.map_err(|source| ActError::Request {
+    match timeout(TIMEOUT, request).await {
+        Ok(answer) => answer.map_err(|source| ApplyError::Request {
             what,
             name: name(),
             source: Box::new(source),
         }),
-        Err(_) => Err(ActError::TimedOut { what, name: name() }),
+        Err(_) => Err(ApplyError::TimedOut { what, name: name() }),
     }
 }

@@ -8,31 +8,31 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
-use super::apply::Hands;
-use super::history::Memory;
-use super::plan::{Rules, plan};
-use crate::api::write::Writer;
-use crate::cluster::World;
-use crate::error::chain;
+use super::apply::Executor;
+use super::history::History;
+use super::plan::{PlacementOptions, plan};
+use crate::api::write::ApiWriter;
+use crate::cluster::ClusterIndex;
+use crate::error::error_chain;
 use crate::run::Clock;
 use crate::serve::metrics::Metrics;
 
 /// How often it is planned: what happens meanwhile is gathered, and what waits for time is seen.
-const EVERY: Duration = Duration::from_millis(500);
+const INTERVAL: Duration = Duration::from_millis(500);
 
 /// Plans from `world` once all of it has been listed, and acts, until `shutdown` and what was begun is done.
 pub async fn run(
-    writer: Writer,
-    world: watch::Receiver<World>,
-    rules: Rules,
+    writer: ApiWriter,
+    index: watch::Receiver<ClusterIndex>,
+    options: PlacementOptions,
     clock: Clock,
     metrics: Metrics,
     shutdown: CancellationToken,
 ) {
     let start = Instant::now();
-    let hands = Hands::new(writer, rules, clock);
-    let mut memory = Memory::default();
-    let mut every = interval(EVERY);
+    let executor = Executor::new(writer, options, clock);
+    let mut history = History::default();
+    let mut every = interval(INTERVAL);
     every.set_missed_tick_behavior(MissedTickBehavior::Delay);
     // Of each kind of step the first failure of a row is logged.
     let mut failing = BTreeSet::new();
@@ -45,28 +45,28 @@ pub async fn run(
         }
         let now = start.elapsed();
         let steps = {
-            let world = world.borrow();
-            if !world.missing().is_empty() {
+            let index = index.borrow();
+            if !index.unlisted_kinds().is_empty() {
                 continue;
             }
-            let landscape = world.landscape();
-            let changes = Some(landscape.changes());
+            let placement_index = index.placement();
+            let changes = Some(placement_index.changes());
             if at_rest == changes {
                 continue;
             }
-            let steps = plan(landscape, &mut memory, &rules, now);
-            let rests = steps.is_empty() && memory.is_at_rest();
+            let steps = plan(placement_index, &mut history, &options, now);
+            let rests = steps.is_empty() && history.is_idle();
             at_rest = changes.filter(|_| rests);
             steps
         };
         let mut failed = BTreeSet::new();
         for step in steps {
             let name = step.name();
-            let result = hands.act(step, &mut memory, now).await;
-            metrics.stepped(name, result.is_ok());
+            let result = executor.apply(step, &mut history, now).await;
+            metrics.record_placement_step(name, result.is_ok());
             if let Err(error) = result {
                 if failing.insert(name) {
-                    warn!(step = name, error = %chain(&error), "trying on");
+                    warn!(step = name, error = %error_chain(&error), "trying on");
                 }
                 failed.insert(name);
             }

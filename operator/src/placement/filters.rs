@@ -9,25 +9,25 @@ use k8s_openapi::api::core::v1::{
 };
 
 use super::node::NodeFacts;
-use super::pod::Wants;
+use super::pod::Constraints;
 
 /// Whether the node called `name` takes pods, and one that wants so among them. Never true where the pod may be
 /// bound to nodes by something that is not read here.
-pub(super) fn may_be_on(wants: &Wants, name: &str, node: &NodeFacts) -> bool {
-    let Wants {
+pub(super) fn passes_filters(constraints: &Constraints, name: &str, node: &NodeFacts) -> bool {
+    let Constraints {
         selector,
         affinity,
         tolerations,
-        more,
-    } = wants;
-    node.takes_pods
+        unsupported: more,
+    } = constraints;
+    node.schedulable
         && !more
         && selector
             .iter()
             .all(|(key, value)| node.labels.get(key) == Some(value))
         && affinity
             .as_ref()
-            .is_none_or(|affinity| selects(affinity, name, &node.labels))
+            .is_none_or(|affinity| matches_selector(affinity, name, &node.labels))
         && node
             .taints
             .iter()
@@ -40,26 +40,30 @@ pub(super) fn may_be_on(wants: &Wants, name: &str, node: &NodeFacts) -> bool {
 }
 
 /// Terms are alternatives; one that says nothing selects nothing.
-fn selects(selector: &NodeSelector, name: &str, labels: &BTreeMap<String, String>) -> bool {
+fn matches_selector(
+    selector: &NodeSelector,
+    name: &str,
+    labels: &BTreeMap<String, String>,
+) -> bool {
     selector
         .node_selector_terms
         .iter()
-        .any(|term| term_selects(term, name, labels))
+        .any(|term| matches_term(term, name, labels))
 }
 
-fn term_selects(term: &NodeSelectorTerm, name: &str, labels: &BTreeMap<String, String>) -> bool {
+fn matches_term(term: &NodeSelectorTerm, name: &str, labels: &BTreeMap<String, String>) -> bool {
     let expressions = term.match_expressions.as_deref().unwrap_or_default();
     let fields = term.match_fields.as_deref().unwrap_or_default();
     let says = !expressions.is_empty() || !fields.is_empty();
     says && expressions
         .iter()
-        .all(|wanted| holds(wanted, labels.get(&wanted.key).map(String::as_str)))
+        .all(|wanted| matches_requirement(wanted, labels.get(&wanted.key).map(String::as_str)))
         && fields
             .iter()
-            .all(|wanted| wanted.key == "metadata.name" && holds(wanted, Some(name)))
+            .all(|wanted| wanted.key == "metadata.name" && matches_requirement(wanted, Some(name)))
 }
 
-fn holds(wanted: &NodeSelectorRequirement, value: Option<&str>) -> bool {
+fn matches_requirement(wanted: &NodeSelectorRequirement, value: Option<&str>) -> bool {
     let values = wanted.values.as_deref().unwrap_or_default();
     let listed = || value.is_some_and(|value| values.iter().any(|one| one == value));
     let compared = || {
@@ -105,27 +109,27 @@ mod tests {
             uid: "u".into(),
             labels: serde_json::from_value(labels).unwrap(),
             taints: serde_json::from_value(taints).unwrap(),
-            takes_pods: true,
+            schedulable: true,
             allocatable: Quanta::new(16),
-            offers: BTreeMap::new(),
+            allocatable_milli: BTreeMap::new(),
         }
     }
 
-    fn affinity(terms: Value) -> Wants {
-        Wants {
+    fn affinity(terms: Value) -> Constraints {
+        Constraints {
             affinity: serde_json::from_value(json!({ "nodeSelectorTerms": terms })).unwrap(),
-            ..Wants::default()
+            ..Constraints::default()
         }
     }
 
-    fn expression(key: &str, operator: &str, values: &[&str]) -> Wants {
+    fn expression(key: &str, operator: &str, values: &[&str]) -> Constraints {
         affinity(
             json!([{ "matchExpressions": [{ "key": key, "operator": operator, "values": values }] }]),
         )
     }
 
     #[test]
-    fn every_operator_of_a_node_affinity_is_understood() {
+    fn every_node_affinity_operator_is_evaluated() {
         let node = node(json!({ "zone": "a", "largest": "6" }), json!([]));
         let table = [
             ("zone", "In", &["a", "b"][..], true),
@@ -143,9 +147,9 @@ mod tests {
             ("zone", "Like", &["a"], false),
         ];
         for (key, operator, values, may) in table {
-            let wants = expression(key, operator, values);
+            let constraints = expression(key, operator, values);
             assert_eq!(
-                may_be_on(&wants, "n", &node),
+                passes_filters(&constraints, "n", &node),
                 may,
                 "{key} {operator} {values:?}"
             );
@@ -153,42 +157,42 @@ mod tests {
     }
 
     #[test]
-    fn terms_are_alternatives_and_an_empty_one_selects_nothing() {
+    fn terms_are_alternatives_and_an_empty_one_matches_nothing() {
         let node = node(json!({ "zone": "a" }), json!([]));
         let a =
             json!({ "matchExpressions": [{ "key": "zone", "operator": "In", "values": ["a"] }] });
-        assert!(may_be_on(&affinity(json!([{}, a])), "n", &node));
-        assert!(!may_be_on(&affinity(json!([{}])), "n", &node));
+        assert!(passes_filters(&affinity(json!([{}, a])), "n", &node));
+        assert!(!passes_filters(&affinity(json!([{}])), "n", &node));
         let pinned = json!({ "matchFields": [{ "key": "metadata.name", "operator": "In", "values": ["n"] }] });
-        assert!(may_be_on(&affinity(json!([pinned])), "n", &node));
-        assert!(!may_be_on(&affinity(json!([pinned])), "m", &node));
+        assert!(passes_filters(&affinity(json!([pinned])), "n", &node));
+        assert!(!passes_filters(&affinity(json!([pinned])), "m", &node));
     }
 
     #[test]
-    fn a_taint_keeps_out_whom_it_is_not_tolerated_by() {
+    fn taint_excludes_pods_that_do_not_tolerate_it() {
         let taint = json!([{ "key": "gpu", "value": "yes", "effect": "NoSchedule" }]);
         let node = node(json!({}), taint);
-        let with = |tolerations: Value| Wants {
+        let with = |tolerations: Value| Constraints {
             tolerations: serde_json::from_value(tolerations).unwrap(),
-            ..Wants::default()
+            ..Constraints::default()
         };
-        assert!(!may_be_on(&with(json!([])), "n", &node));
-        assert!(may_be_on(
+        assert!(!passes_filters(&with(json!([])), "n", &node));
+        assert!(passes_filters(
             &with(json!([{ "operator": "Exists" }])),
             "n",
             &node
         ));
-        assert!(may_be_on(
+        assert!(passes_filters(
             &with(json!([{ "key": "gpu", "value": "yes" }])),
             "n",
             &node
         ));
-        assert!(!may_be_on(
+        assert!(!passes_filters(
             &with(json!([{ "key": "gpu", "value": "no" }])),
             "n",
             &node
         ));
-        assert!(!may_be_on(
+        assert!(!passes_filters(
             &with(json!([{ "key": "gpu", "operator": "Exists", "effect": "NoExecute" }])),
             "n",
             &node
@@ -196,15 +200,15 @@ mod tests {
     }
 
     #[test]
-    fn a_node_that_takes_no_pods_or_a_pod_with_more_wishes_never_match() {
+    fn unschedulable_node_or_unsupported_constraint_fails() {
         let mut node = node(json!({}), json!([]));
-        assert!(may_be_on(&Wants::default(), "n", &node));
-        let more = Wants {
-            more: true,
-            ..Wants::default()
+        assert!(passes_filters(&Constraints::default(), "n", &node));
+        let more = Constraints {
+            unsupported: true,
+            ..Constraints::default()
         };
-        assert!(!may_be_on(&more, "n", &node));
-        node.takes_pods = false;
-        assert!(!may_be_on(&Wants::default(), "n", &node));
+        assert!(!passes_filters(&more, "n", &node));
+        node.schedulable = false;
+        assert!(!passes_filters(&Constraints::default(), "n", &node));
     }
 }

@@ -30,5 +30,5 @@ pub mod plan;
 pub mod pod;
 pub mod snapshot;
 
-pub use plan::Rules;
-pub use snapshot::{Landscape, Told};
+pub use plan::PlacementOptions;
+pub use snapshot::{PlacementEvent, PlacementIndex};

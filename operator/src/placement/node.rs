@@ -13,10 +13,10 @@ use kube::core::ObjectMeta;
 use kube::{Resource, ResourceExt as _};
 use serde::Deserialize;
 
-use super::node_usage::thousandths;
+use super::node_usage::to_milli;
 use super::pod::PodFacts;
 use crate::cluster::Key;
-use crate::cluster::on_node::there;
+use crate::cluster::on_node::on_node;
 use crate::quanta::Quanta;
 
 /// The fields of a Node that are read here. The rest of it is not even kept while it is parsed.
@@ -60,11 +60,11 @@ pub struct NodeFacts {
     /// Its taints.
     pub taints: Vec<Taint>,
     /// It is Ready, and takes new pods.
-    pub takes_pods: bool,
+    pub schedulable: bool,
     /// The device memory that its pods may ask for in all.
     pub allocatable: Quanta,
     /// The same of every resource, in thousandths.
-    pub offers: BTreeMap<String, u64>,
+    pub allocatable_milli: BTreeMap<String, u64>,
 }
 
 impl SlimNode {
@@ -89,13 +89,13 @@ impl NodeFacts {
             uid: node.uid().unwrap_or_default(),
             labels: node.labels().clone(),
             taints: node.spec.taints.clone(),
-            takes_pods: node.is_ready() && !node.spec.unschedulable,
+            schedulable: node.is_ready() && !node.spec.unschedulable,
             allocatable: node.allocatable(quantum),
-            offers: node
+            allocatable_milli: node
                 .status
                 .allocatable
                 .iter()
-                .map(|(resource, amount)| (resource.clone(), thousandths(amount)))
+                .map(|(resource, amount)| (resource.clone(), to_milli(amount)))
                 .collect(),
         }
     }
@@ -109,13 +109,13 @@ pub struct GpuFacts {
     /// The GPUs.
     pub gpus: Vec<Gpu>,
     /// Who waits there for room on a GPU, the longest waiting first.
-    pub waiting: Vec<Waiter>,
+    pub pending: Vec<PendingContainer>,
     /// `spec.reservations`.
     pub reservations: Vec<Reservation>,
     /// `spec.quotas`.
     pub quotas: Vec<QuotaOrder>,
     /// `spec.moves`.
-    pub moves: Vec<Moved>,
+    pub relocations: Vec<Moved>,
 }
 
 /// One GPU.
@@ -130,14 +130,14 @@ pub struct Gpu {
     /// The most that a newcomer can be given.
     pub largest_free: Quanta,
     /// The pod that the agent holds it for.
-    pub held_for: Option<String>,
+    pub reserved_for: Option<String>,
     /// Who has memory of it.
     pub pods: BTreeMap<String, Quanta>,
 }
 
 /// A container that waits on its node.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Waiter {
+pub struct PendingContainer {
     /// Its pod's UID.
     pub pod: String,
     /// What it waits for.
@@ -153,24 +153,24 @@ impl GpuFacts {
         Self {
             uid: node.uid().unwrap_or_default(),
             gpus: status.gpus.iter().filter(|_| counts).map(gpu).collect(),
-            waiting: status
+            pending: status
                 .waiting
                 .iter()
                 .filter(|_| counts)
-                .map(|waiting| Waiter {
+                .map(|waiting| PendingContainer {
                     pod: waiting.pod_uid.clone(),
                     quanta: quanta(waiting.quanta),
                 })
                 .collect(),
             reservations: node.spec.reservations.clone(),
             quotas: node.spec.quotas.clone(),
-            moves: node.spec.moves.clone(),
+            relocations: node.spec.moves.clone(),
         }
     }
 
     /// Whether a container of a pod may have memory here already: of a GPU, those who have least are cut off from a
     /// long list.
-    pub(super) fn may_have_begun(&self, pod: &PodFacts) -> bool {
+    pub(super) fn has_possibly_started(&self, pod: &PodFacts) -> bool {
         let one_of_several = pod.containers.len() > 1;
         self.gpus.iter().any(|gpu| {
             gpu.pods.contains_key(&pod.uid) || one_of_several && gpu.pods.len() >= MAX_PODS
@@ -181,9 +181,9 @@ impl GpuFacts {
 /// What a node says of its GPUs, less what it says of pods on other nodes. [`Local::of`] alone
 /// makes it, so no plan sees the rest. Of a pod that nobody knows any more its node alone can tell,
 /// so that one stays.
-pub(super) struct Local<'a>(Cow<'a, GpuFacts>);
+pub(super) struct VerifiedGpus<'a>(Cow<'a, GpuFacts>);
 
-impl<'a> Local<'a> {
+impl<'a> VerifiedGpus<'a> {
     /// What `node` said, among all `pods` by UID.
     pub(super) fn of(
         node: &str,
@@ -192,15 +192,15 @@ impl<'a> Local<'a> {
     ) -> Self {
         let is_elsewhere = |uid: &String| {
             let pod = pods.get(uid.as_str());
-            pod.is_some_and(|(_, pod)| there(node, *pod).is_none())
+            pod.is_some_and(|(_, pod)| on_node(node, *pod).is_none())
         };
-        let waiters = said.waiting.iter().map(|waiter| &waiter.pod);
+        let waiters = said.pending.iter().map(|waiter| &waiter.pod);
         let mut named = waiters.chain(said.gpus.iter().flat_map(|gpu| gpu.pods.keys()));
         if !named.any(is_elsewhere) {
             return Self(Cow::Borrowed(said));
         }
         let mut said = said.clone();
-        said.waiting.retain(|waiter| !is_elsewhere(&waiter.pod));
+        said.pending.retain(|waiter| !is_elsewhere(&waiter.pod));
         for gpu in &mut said.gpus {
             gpu.pods.retain(|uid, _| !is_elsewhere(uid));
         }
@@ -208,7 +208,7 @@ impl<'a> Local<'a> {
     }
 }
 
-impl Deref for Local<'_> {
+impl Deref for VerifiedGpus<'_> {
     type Target = GpuFacts;
 
     fn deref(&self) -> &GpuFacts {
@@ -224,7 +224,7 @@ fn gpu(gpu: &GpuStatus) -> Gpu {
         capacity: count(gpu.capacity),
         free: count(gpu.free),
         largest_free: count(gpu.largest_free),
-        held_for: gpu.held_for.clone(),
+        reserved_for: gpu.held_for.clone(),
         pods: gpu
             .pods
             .iter()
@@ -243,8 +243,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn who_may_be_cut_off_from_a_long_list_may_have_begun_unless_it_has_one_container_to_wait_for()
-    {
+    fn pod_cut_off_from_a_full_list_may_have_started() {
         let pod = |containers: u32| {
             let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": "1" } });
             let containers = (0..containers)
@@ -264,8 +263,8 @@ mod tests {
             }],
             ..GpuFacts::default()
         };
-        assert!(!others(MAX_PODS - 1).may_have_begun(&pod(2)));
-        assert!(others(MAX_PODS).may_have_begun(&pod(2)));
-        assert!(!others(MAX_PODS).may_have_begun(&pod(1)));
+        assert!(!others(MAX_PODS - 1).has_possibly_started(&pod(2)));
+        assert!(others(MAX_PODS).has_possibly_started(&pod(2)));
+        assert!(!others(MAX_PODS).has_possibly_started(&pod(1)));
     }
 }

@@ -7,7 +7,7 @@ use bursar_crds::Quantum;
 use bursar_crds::quantity::{QuantityError, parse_thousandths};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
-use crate::cluster::pod_request::{AskingPod, Container, asked, has_ended};
+use crate::cluster::pod_request::{Container, SlimPod, aggregate_requests, has_ended};
 
 /// The names that nearly every pod has: no copy of them is kept.
 const COMMON: [&str; 3] = ["cpu", "memory", PODS];
@@ -16,16 +16,16 @@ const PODS: &str = "pods";
 
 /// What a pod that has not ended takes of its node.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Load {
+pub struct PodRequests {
     /// The node that it is on; none before it has one.
     pub node: Option<String>,
     /// How much of which resource, in thousandths. There may be 100,000 of these.
-    pub asks: Box<[(Cow<'static, str>, u64)]>,
+    pub milli: Box<[(Cow<'static, str>, u64)]>,
 }
 
-impl Load {
+impl PodRequests {
     /// The load of `pod`; none where it has ended. What a resize in place leaves to be done is not read.
-    pub fn read(pod: &AskingPod, quantum: Quantum) -> Option<Self> {
+    pub fn parse(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
         if has_ended(pod) {
             return None;
         }
@@ -41,41 +41,42 @@ impl Load {
             .into_iter()
             .filter(|name| *name != quantum.device_memory());
         let asks = beside.map(|name| {
-            let of = |all: &BTreeMap<String, Quantity>| all.get(name).map(thousandths);
+            let of = |all: &BTreeMap<String, Quantity>| all.get(name).map(to_milli);
             let container = |one: &Container| of(&one.resources.requests).unwrap_or(0);
             // What the pod asks for as a whole counts in place of what its containers do.
             let whole = of(&spec.resources.requests);
-            let amount = whole.unwrap_or_else(|| asked(spec, container, u64::saturating_add));
+            let amount =
+                whole.unwrap_or_else(|| aggregate_requests(spec, container, u64::saturating_add));
             let overhead = of(&spec.overhead).unwrap_or(0);
-            (known(name), amount.saturating_add(overhead))
+            (interned(name), amount.saturating_add(overhead))
         });
         let asks = asks.filter(|(_, amount)| *amount > 0);
         Some(Self {
             node: spec.node_name.clone().filter(|node| !node.is_empty()),
-            asks: asks.chain([(Cow::Borrowed(PODS), 1_000)]).collect(),
+            milli: asks.chain([(Cow::Borrowed(PODS), 1_000)]).collect(),
         })
     }
 
     /// How much of `resource`, in thousandths.
-    pub fn of(&self, resource: &str) -> u64 {
-        let asks = self.asks.iter().find(|(name, _)| name == resource);
+    pub fn milli_of(&self, resource: &str) -> u64 {
+        let asks = self.milli.iter().find(|(name, _)| name == resource);
         asks.map_or(0, |(_, amount)| *amount)
     }
 }
 
 /// What all pods of each node take in all.
 #[derive(Debug, Default)]
-pub struct Taken(BTreeMap<String, BTreeMap<Cow<'static, str>, u128>>);
+pub struct NodeRequested(BTreeMap<String, BTreeMap<Cow<'static, str>, u128>>);
 
-impl Taken {
+impl NodeRequested {
     /// One pod takes `now` what it takes, instead of what it did: nothing before it came, and after it went.
-    pub fn change(&mut self, was: Option<&Load>, now: Option<&Load>) {
+    pub fn update(&mut self, was: Option<&PodRequests>, now: Option<&PodRequests>) {
         for (load, comes) in [(now, true), (was, false)] {
             let Some((node, load)) = load.and_then(|load| Some((load.node.as_ref()?, load))) else {
                 continue;
             };
             let sums = self.0.entry(node.clone()).or_default();
-            for (resource, asks) in &load.asks {
+            for (resource, asks) in &load.milli {
                 let sum = sums.entry(resource.clone()).or_default();
                 let asks = u128::from(*asks);
                 *sum = if comes { *sum + asks } else { *sum - asks };
@@ -88,20 +89,20 @@ impl Taken {
     }
 
     /// How much of `resource` of `node`, in thousandths.
-    pub fn of(&self, node: &str, resource: &str) -> u128 {
+    pub fn milli_of(&self, node: &str, resource: &str) -> u128 {
         let sums = self.0.get(node);
         sums.and_then(|sums| sums.get(resource).copied())
             .unwrap_or(0)
     }
 }
 
-fn known(resource: &str) -> Cow<'static, str> {
+fn interned(resource: &str) -> Cow<'static, str> {
     let common = COMMON.into_iter().find(|name| *name == resource);
     common.map_or_else(|| Cow::Owned(resource.to_owned()), Cow::Borrowed)
 }
 
 /// An amount in thousandths: processors are counted in these. What no arithmetic holds is the most that there is.
-pub fn thousandths(quantity: &Quantity) -> u64 {
+pub fn to_milli(quantity: &Quantity) -> u64 {
     match parse_thousandths(&quantity.0) {
         Ok(amount) => amount,
         Err(QuantityError::TooLarge(_)) => u64::MAX,
@@ -118,9 +119,10 @@ mod tests {
 
     fn load(spec: Value) -> Vec<(String, u64)> {
         let pod = json!({ "metadata": { "name": "p", "namespace": "n" }, "spec": spec });
-        let load = Load::read(&serde_json::from_value(pod).unwrap(), Quantum::Gib1).unwrap();
+        let load =
+            PodRequests::parse(&serde_json::from_value(pod).unwrap(), Quantum::Gib1).unwrap();
         let asks = load
-            .asks
+            .milli
             .iter()
             .map(|(name, amount)| (name.to_string(), *amount));
         asks.filter(|(name, _)| name != PODS).collect()
@@ -131,7 +133,7 @@ mod tests {
     }
 
     #[test]
-    fn containers_sidecars_and_init_containers_count_as_the_scheduler_counts_them() {
+    fn cpu_requests_add_up_as_the_scheduler_adds_them() {
         let mut sidecar = container("1");
         sidecar["restartPolicy"] = json!("Always");
         let init = json!([sidecar, container("4500m")]);
@@ -148,8 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_pod_asks_for_as_a_whole_takes_the_place_of_its_containers_and_overhead_comes_on_top()
-    {
+    fn pod_level_request_replaces_containers_and_adds_overhead() {
         let spec = json!({
             "containers": [container("2")], "overhead": { "cpu": "250m", "memory": "1Ki" },
             "resources": { "requests": { "cpu": "3" } },
@@ -162,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn device_memory_and_what_is_zero_is_left_out_and_every_other_resource_counts() {
+    fn device_memory_and_zero_requests_are_left_out() {
         let requests =
             json!({ "bursar.dev/gpu-memory-gib": "4", "memory": "0", "example.com/nic": "2" });
         let spec =
@@ -171,29 +172,32 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_that_has_ended_takes_nothing_and_one_without_requests_is_one_pod() {
+    fn ended_pod_uses_nothing_and_any_other_uses_one_pod() {
         let pod = |phase: &str| {
             let pod = json!({ "metadata": { "name": "p" }, "spec": { "nodeName": "n" }, "status": { "phase": phase } });
-            Load::read(&serde_json::from_value(pod).unwrap(), Quantum::Gib1)
+            PodRequests::parse(&serde_json::from_value(pod).unwrap(), Quantum::Gib1)
         };
         assert_eq!(pod("Failed"), None);
         let load = pod("Running").unwrap();
-        assert_eq!((load.node.as_deref(), load.of(PODS)), (Some("n"), 1_000));
+        assert_eq!(
+            (load.node.as_deref(), load.milli_of(PODS)),
+            (Some("n"), 1_000)
+        );
     }
 
     proptest! {
         #[test]
-        fn what_nodes_pods_take_is_the_sum_of_what_each_takes_whatever_came_and_went(
+        fn node_usage_is_the_sum_of_its_pods_after_any_changes(
             words in prop::collection::vec((0_usize..4, prop::option::of((0_u8..3, any::<u64>()))), 0..40),
         ) {
-            let mut pods: [Option<Load>; 4] = Default::default();
-            let mut taken = Taken::default();
+            let mut pods: [Option<PodRequests>; 4] = Default::default();
+            let mut taken = NodeRequested::default();
             for (at, word) in words {
-                let now = word.map(|(node, amount)| Load {
+                let now = word.map(|(node, amount)| PodRequests {
                     node: (node > 0).then(|| node.to_string()),
-                    asks: [("cpu".into(), amount), (PODS.into(), 1_000)].into(),
+                    milli: [("cpu".into(), amount), (PODS.into(), 1_000)].into(),
                 });
-                taken.change(pods[at].as_ref(), now.as_ref());
+                taken.update(pods[at].as_ref(), now.as_ref());
                 pods[at] = now;
             }
             let mut nodes = BTreeSet::new();
@@ -201,16 +205,16 @@ mod tests {
                 let Some(node) = &pod.node else { continue };
                 nodes.insert(node);
                 let there = pods.iter().flatten().filter(|pod| pod.node.as_ref() == Some(node));
-                let sum: u128 = there.map(|pod| u128::from(pod.of("cpu"))).sum();
-                prop_assert_eq!(taken.of(node, "cpu"), sum);
+                let sum: u128 = there.map(|pod| u128::from(pod.milli_of("cpu"))).sum();
+                prop_assert_eq!(taken.milli_of(node, "cpu"), sum);
             }
             prop_assert_eq!(taken.0.len(), nodes.len());
         }
     }
 
     #[test]
-    fn what_is_more_than_any_node_has_fits_nowhere() {
-        assert_eq!(thousandths(&Quantity("8Ei".to_owned())), u64::MAX);
-        assert_eq!(thousandths(&Quantity("1".to_owned())), 1_000);
+    fn oversized_quantity_is_the_maximum() {
+        assert_eq!(to_milli(&Quantity("8Ei".to_owned())), u64::MAX);
+        assert_eq!(to_milli(&Quantity("1".to_owned())), 1_000);
     }
 }

@@ -7,7 +7,7 @@ use k8s_openapi::api::core::v1::{NodeSelector, PodCondition, Toleration};
 use k8s_openapi::jiff::Timestamp;
 
 use crate::cluster::on_node::Placed;
-use crate::cluster::pod_request::{self, AskingPod, Class, Demand, asks};
+use crate::cluster::pod_request::{self, PodRequest, PriorityKind, SlimPod, gpu_request};
 use crate::quanta::Quanta;
 
 /// Over how many GPUs a container wants to be spread; what the agent reads too.
@@ -25,9 +25,9 @@ pub struct PodFacts {
     /// Its UID, as its node knows it: the API server has a static pod's mirror under another one.
     pub uid: String,
     /// Its class.
-    pub class: Class,
+    pub kind: PriorityKind,
     /// What it asks for in all.
-    pub asks: Quanta,
+    pub request: Quanta,
     /// Its containers and sidecars that ask, each with how much.
     pub containers: Vec<(String, Quanta)>,
     /// Its priority, as admission set it.
@@ -35,9 +35,9 @@ pub struct PodFacts {
     /// Whether others may have to go for it (`preemptionPolicy`).
     pub preempts: bool,
     /// Where it is.
-    pub place: Place,
+    pub placement: Placement,
     /// Its end was asked for.
-    pub ending: bool,
+    pub terminating: bool,
     /// No container of it but init containers has started.
     pub pending: bool,
     /// Each container wants one GPU.
@@ -45,18 +45,18 @@ pub struct PodFacts {
     /// What makes another one when it goes.
     pub owner: Owner,
     /// Which nodes it may be on.
-    pub wants: Wants,
+    pub constraints: Constraints,
 }
 
 /// Where a pod is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum Placement {
     /// On this node.
-    On(String),
+    Node(String),
     /// The scheduler has no node for it.
-    Nowhere {
+    Unscheduled {
         /// It said so then; none before its first try.
-        refused: Option<Timestamp>,
+        unschedulable_since: Option<Timestamp>,
         /// The node on which the scheduler keeps room for it.
         nominated: Option<String>,
     },
@@ -66,13 +66,13 @@ pub enum Place {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Owner {
     /// Nothing.
-    Nobody,
+    Unowned,
     /// The node itself: a static pod.
     Node,
     /// A DaemonSet, on the same node.
     DaemonSet,
     /// A Job, which may take the deletion for a failure.
-    Job(pod_request::Owner),
+    Job(pod_request::JobRef),
     /// Another controller.
     Other {
         /// Its UID.
@@ -82,17 +82,17 @@ pub enum Owner {
 
 impl Owner {
     /// Its UID, where another pod that it makes may be on another node.
-    pub(super) fn uid(&self) -> Option<&str> {
+    pub(super) fn relocatable_uid(&self) -> Option<&str> {
         match self {
-            Self::Job(pod_request::Owner { uid, .. }) | Self::Other { uid } => Some(uid),
-            Self::Nobody | Self::Node | Self::DaemonSet => None,
+            Self::Job(pod_request::JobRef { uid, .. }) | Self::Other { uid } => Some(uid),
+            Self::Unowned | Self::Node | Self::DaemonSet => None,
         }
     }
 }
 
 /// Which nodes a pod may be on, as far as it is read here.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Wants {
+pub struct Constraints {
     /// `nodeSelector`.
     pub selector: BTreeMap<String, String>,
     /// The node affinity that must hold.
@@ -101,14 +101,14 @@ pub struct Wants {
     pub tolerations: Vec<Toleration>,
     /// Something else may bind it to nodes, which nobody here can tell: volumes, devices, other pods, ports of nodes,
     /// another scheduler.
-    pub more: bool,
+    pub unsupported: bool,
 }
 
 impl PodFacts {
     /// The facts of `pod`; none where it asks for no device memory, or has ended.
-    pub fn of(pod: &AskingPod, quantum: Quantum) -> Option<Self> {
-        let demand = Demand::of(pod, quantum)?;
-        if demand.device == Quanta::ZERO {
+    pub fn of(pod: &SlimPod, quantum: Quantum) -> Option<Self> {
+        let request = PodRequest::of(pod, quantum)?;
+        if request.device == Quanta::ZERO {
             return None;
         }
         let (meta, spec, status) = (&pod.metadata, &pod.spec, &pod.status);
@@ -124,31 +124,31 @@ impl PodFacts {
             .containers
             .iter()
             .chain(sidecars)
-            .map(|container| (container.name.clone(), asks(container, resource)))
+            .map(|container| (container.name.clone(), gpu_request(container, resource)))
             .filter(|(_, quanta)| *quanta != Quanta::ZERO);
         Some(Self {
             uid: mirrored.or(meta.uid.as_ref()).cloned().unwrap_or_default(),
-            class: demand.class,
-            asks: demand.device,
+            kind: request.kind,
+            request: request.device,
             containers: containers.collect(),
             priority: spec.priority.unwrap_or(0),
             preempts: spec.preemption_policy.as_deref() != Some("Never"),
-            place: match &spec.node_name {
-                Some(node) if !node.is_empty() => Place::On(node.clone()),
-                _ => Place::Nowhere {
-                    refused: refused(&status.conditions),
+            placement: match &spec.node_name {
+                Some(node) if !node.is_empty() => Placement::Node(node.clone()),
+                _ => Placement::Unscheduled {
+                    unschedulable_since: unschedulable_since(&status.conditions),
                     nominated: status.nominated_node_name.clone(),
                 },
             },
-            ending: meta.deletion_timestamp.is_some(),
+            terminating: meta.deletion_timestamp.is_some(),
             pending: matches!(status.phase.as_deref(), None | Some("Pending")),
             one_gpu: annotation(GPUS_ANNOTATION).is_none_or(|gpus| gpus == "1"),
             owner: owner(pod, mirrored.is_some()),
-            wants: Wants {
+            constraints: Constraints {
                 selector: spec.node_selector.clone(),
                 affinity: spec.affinity.node_affinity.required.clone(),
                 tolerations: spec.tolerations.clone(),
-                more: !spec.affinity.pod_affinity.required.is_empty()
+                unsupported: !spec.affinity.pod_affinity.required.is_empty()
                     || !spec.affinity.pod_anti_affinity.required.is_empty()
                     || spec
                         .topology_spread_constraints
@@ -174,9 +174,9 @@ impl PodFacts {
 
     /// The node that it is on.
     pub fn node(&self) -> Option<&str> {
-        match &self.place {
-            Place::On(node) => Some(node),
-            Place::Nowhere { .. } => None,
+        match &self.placement {
+            Placement::Node(node) => Some(node),
+            Placement::Unscheduled { .. } => None,
         }
     }
 }
@@ -188,7 +188,7 @@ impl Placed for PodFacts {
 }
 
 /// When the scheduler found no node.
-fn refused(conditions: &[PodCondition]) -> Option<Timestamp> {
+fn unschedulable_since(conditions: &[PodCondition]) -> Option<Timestamp> {
     let scheduled = conditions
         .iter()
         .find(|condition| condition.type_ == "PodScheduled" && condition.status == "False")?;
@@ -197,17 +197,17 @@ fn refused(conditions: &[PodCondition]) -> Option<Timestamp> {
     refused.then(|| since.map_or(Timestamp::UNIX_EPOCH, |time| time.0))
 }
 
-fn owner(pod: &AskingPod, mirror: bool) -> Owner {
+fn owner(pod: &SlimPod, mirror: bool) -> Owner {
     let mut owners = pod.metadata.owner_references.iter().flatten();
     let controller = owners.find(|owner| owner.controller == Some(true));
     match controller {
         _ if mirror => Owner::Node,
-        None => Owner::Nobody,
+        None => Owner::Unowned,
         Some(owner) => match owner.kind.as_str() {
             // Who creates a pod writes this reference at will: nothing makes another such pod.
-            "Node" => Owner::Nobody,
+            "Node" => Owner::Unowned,
             "DaemonSet" => Owner::DaemonSet,
-            "Job" => Owner::Job(pod_request::Owner {
+            "Job" => Owner::Job(pod_request::JobRef {
                 name: owner.name.clone(),
                 uid: owner.uid.clone(),
             }),
@@ -242,47 +242,57 @@ mod tests {
     }
 
     #[test]
-    fn a_pod_without_a_node_tells_when_the_scheduler_refused_it_and_who_keeps_room() {
+    fn unscheduled_pod_has_refusal_time_and_nomination() {
         let told = json!({ "phase": "Pending", "nominatedNodeName": "n1", "conditions": [
             { "type": "PodScheduled", "status": "False", "reason": "Unschedulable", "lastTransitionTime": "1970-01-01T00:00:09Z" }] });
-        let place = facts(json!({}), json!({}), told).place;
-        let refused = Some(Timestamp::from_second(9).unwrap());
+        let place = facts(json!({}), json!({}), told).placement;
+        let unschedulable_since = Some(Timestamp::from_second(9).unwrap());
         let nominated = Some("n1".to_owned());
-        assert_eq!(place, Place::Nowhere { refused, nominated });
-        let gated = json!({ "conditions": [{ "type": "PodScheduled", "status": "False", "reason": "SchedulingGated" }] });
-        let place = facts(json!({}), json!({}), gated).place;
         assert_eq!(
             place,
-            Place::Nowhere {
-                refused: None,
+            Placement::Unscheduled {
+                unschedulable_since,
+                nominated
+            }
+        );
+        let gated = json!({ "conditions": [{ "type": "PodScheduled", "status": "False", "reason": "SchedulingGated" }] });
+        let place = facts(json!({}), json!({}), gated).placement;
+        assert_eq!(
+            place,
+            Placement::Unscheduled {
+                unschedulable_since: None,
                 nominated: None
             }
         );
     }
 
     #[test]
-    fn the_controller_says_whether_a_pod_comes_again() {
+    fn owner_is_read_from_the_controller_reference() {
         let owned = |kind: &str| {
             let owner = json!([{ "apiVersion": "v1", "kind": kind, "name": "o", "uid": "ou", "controller": true }]);
             facts(json!({ "ownerReferences": owner }), json!({}), json!({})).owner
         };
-        assert_eq!(facts(json!({}), json!({}), json!({})).owner, Owner::Nobody);
+        assert_eq!(facts(json!({}), json!({}), json!({})).owner, Owner::Unowned);
         assert_eq!(owned("DaemonSet"), Owner::DaemonSet);
-        assert_eq!(owned("Node"), Owner::Nobody, "an annotation tells of those");
+        assert_eq!(
+            owned("Node"),
+            Owner::Unowned,
+            "an annotation tells of those"
+        );
         assert!(matches!(owned("Job"), Owner::Job(_)));
         assert!(matches!(owned("ReplicaSet"), Owner::Other { .. }));
     }
 
     #[test]
-    fn a_static_pod_goes_by_the_uid_that_its_node_knows() {
+    fn static_pod_has_the_uid_its_node_knows() {
         let annotations = json!({ "annotations": { "kubernetes.io/config.mirror": "5e1f" } });
         let facts = facts(annotations, json!({ "nodeName": "n1" }), json!({}));
         assert_eq!((facts.uid.as_str(), facts.owner), ("5e1f", Owner::Node));
     }
 
     #[test]
-    fn what_else_binds_a_pod_to_nodes_is_noticed() {
-        let more = |spec| facts(json!({}), spec, json!({})).wants.more;
+    fn unsupported_constraints_are_detected() {
+        let more = |spec| facts(json!({}), spec, json!({})).constraints.unsupported;
         assert!(!more(
             json!({ "volumes": [{ "name": "v", "emptyDir": {} }] })
         ));
@@ -308,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn only_containers_that_ask_are_listed() {
+    fn only_requesting_containers_are_listed() {
         let facts = facts(json!({}), json!({ "nodeName": "n1" }), json!({}));
         assert_eq!(facts.containers, [("c".to_owned(), Quanta::new(4))]);
         assert_eq!(facts.node(), Some("n1"));

@@ -5,66 +5,67 @@ use std::collections::BTreeMap;
 use bursar_crds::{Amount, GpuMemoryBudget};
 use kube::runtime::watcher::Event;
 
-use super::node::{Gpu, GpuFacts, Local, NodeFacts};
-use super::node_usage::{Load, Taken};
+use super::node::{Gpu, GpuFacts, NodeFacts, VerifiedGpus};
+use super::node_usage::{NodeRequested, PodRequests};
 use super::pod::{Owner, PodFacts};
-use crate::cluster::{Entry, Key, Mirror};
+use crate::cluster::{Cache, CacheEntry, Key};
 use crate::quanta::Quanta;
 
 /// One event of one watch.
 #[derive(Debug)]
-pub enum Told {
+pub enum PlacementEvent {
     /// Of the pods that ask for device memory.
-    Pod(Event<Entry<PodFacts>>),
+    Pod(Event<CacheEntry<PodFacts>>),
     /// Of all pods.
-    Load(Event<Entry<Load>>),
+    Requests(Event<CacheEntry<PodRequests>>),
     /// Of the nodes.
-    Node(Event<Entry<NodeFacts>>),
+    Node(Event<CacheEntry<NodeFacts>>),
     /// Of the nodes' GPUs.
-    Gpus(Event<Entry<GpuFacts>>),
+    GpuNode(Event<CacheEntry<GpuFacts>>),
     /// Of the budgets that lower pods' quotas.
-    Lowered(Event<Entry<Lowered>>),
+    Overrides(Event<CacheEntry<QuotaOverrides>>),
 }
 
 /// The pods, by name, whose quotas a budget lowers.
-pub type Lowered = BTreeMap<String, Amount>;
+pub type QuotaOverrides = BTreeMap<String, Amount>;
 
 /// What `budget` lowers; none where it lowers nothing.
-pub fn lowered(budget: &GpuMemoryBudget) -> Option<Lowered> {
-    let overrides = budget.spec.overrides.iter();
-    let lowered: Lowered = overrides
-        .map(|lowered| (lowered.pod.clone(), lowered.device_memory.clone()))
+pub fn quota_overrides(budget: &GpuMemoryBudget) -> Option<QuotaOverrides> {
+    let specified = budget.spec.overrides.iter();
+    let overrides: QuotaOverrides = specified
+        .map(|one| (one.pod.clone(), one.device_memory.clone()))
         .collect();
-    (!lowered.is_empty()).then_some(lowered)
+    (!overrides.is_empty()).then_some(overrides)
 }
 
 /// Everything that placement knows.
 #[derive(Debug, Default)]
-pub struct Landscape {
-    pods: Mirror<PodFacts>,
-    loads: Mirror<Load>,
-    taken: Taken,
-    nodes: Mirror<NodeFacts>,
-    gpu_nodes: Mirror<GpuFacts>,
-    lowered: Mirror<Lowered>,
+pub struct PlacementIndex {
+    pods: Cache<PodFacts>,
+    requests: Cache<PodRequests>,
+    node_requested: NodeRequested,
+    nodes: Cache<NodeFacts>,
+    gpu_nodes: Cache<GpuFacts>,
+    overrides: Cache<QuotaOverrides>,
     changes: usize,
 }
 
-impl Landscape {
+impl PlacementIndex {
     /// Takes in one event.
-    pub fn apply(&mut self, told: Told) {
-        self.changes += match told {
-            Told::Pod(event) => self.pods.apply(event).len(),
-            Told::Load(event) => {
-                for (pod, was) in self.loads.apply(event) {
-                    self.taken.change(was.as_ref(), self.loads.get(&pod));
+    pub fn apply(&mut self, event: PlacementEvent) {
+        self.changes += match event {
+            PlacementEvent::Pod(event) => self.pods.apply(event).len(),
+            PlacementEvent::Requests(event) => {
+                for (pod, was) in self.requests.apply(event) {
+                    self.node_requested
+                        .update(was.as_ref(), self.requests.get(&pod));
                 }
                 // They matter while somebody waits, and then it is planned anyway.
                 0
             }
-            Told::Node(event) => self.nodes.apply(event).len(),
-            Told::Gpus(event) => self.gpu_nodes.apply(event).len(),
-            Told::Lowered(event) => self.lowered.apply(event).len(),
+            PlacementEvent::Node(event) => self.nodes.apply(event).len(),
+            PlacementEvent::GpuNode(event) => self.gpu_nodes.apply(event).len(),
+            PlacementEvent::Overrides(event) => self.overrides.apply(event).len(),
         };
     }
 
@@ -74,12 +75,12 @@ impl Landscape {
     }
 
     /// It as plans look at it.
-    pub(super) fn scene(&self) -> Scene<'_> {
+    pub(super) fn snapshot(&self) -> Snapshot<'_> {
         let mut asked: BTreeMap<&str, Quanta> = BTreeMap::new();
         for (_, pod) in self.pods.iter() {
             if let Some(node) = pod.node() {
                 let sum = asked.entry(node).or_default();
-                *sum = sum.plus(pod.asks);
+                *sum = sum.plus(pod.request);
             }
         }
         let mut pods = BTreeMap::new();
@@ -92,7 +93,7 @@ impl Landscape {
         for (key, pod) in others.into_iter().chain(mirrors) {
             pods.entry(pod.uid.as_str()).or_insert((key, pod));
         }
-        Scene {
+        Snapshot {
             nodes: self
                 .nodes
                 .iter()
@@ -101,34 +102,34 @@ impl Landscape {
             gpu_nodes: self
                 .gpu_nodes
                 .iter()
-                .map(|(key, said)| (key.name.as_str(), Local::of(&key.name, said, &pods)))
+                .map(|(key, said)| (key.name.as_str(), VerifiedGpus::of(&key.name, said, &pods)))
                 .collect(),
             pods,
-            lowered: self.lowered.iter().collect(),
-            asked,
-            loads: &self.loads,
-            taken: &self.taken,
+            overrides: self.overrides.iter().collect(),
+            requested: asked,
+            requests: &self.requests,
+            node_requested: &self.node_requested,
         }
     }
 }
 
 /// The landscape by what plans look things up by.
-pub(super) struct Scene<'a> {
+pub(super) struct Snapshot<'a> {
     /// Pods by UID.
     pub(super) pods: BTreeMap<&'a str, (&'a Key, &'a PodFacts)>,
     /// Nodes by name.
     pub(super) nodes: BTreeMap<&'a str, &'a NodeFacts>,
     /// Nodes' GPUs, by the node's name.
-    pub(super) gpu_nodes: BTreeMap<&'a str, Local<'a>>,
+    pub(super) gpu_nodes: BTreeMap<&'a str, VerifiedGpus<'a>>,
     /// What budgets lower.
-    pub(super) lowered: Vec<(&'a Key, &'a Lowered)>,
+    pub(super) overrides: Vec<(&'a Key, &'a QuotaOverrides)>,
     /// What the pods on a node ask for in all.
-    asked: BTreeMap<&'a str, Quanta>,
-    loads: &'a Mirror<Load>,
-    taken: &'a Taken,
+    requested: BTreeMap<&'a str, Quanta>,
+    requests: &'a Cache<PodRequests>,
+    node_requested: &'a NodeRequested,
 }
 
-impl<'a> Scene<'a> {
+impl<'a> Snapshot<'a> {
     /// A pod by its UID.
     pub(super) fn pod(&self, uid: &str) -> Option<&'a PodFacts> {
         self.pods.get(uid).map(|(_, pod)| *pod)
@@ -141,30 +142,35 @@ impl<'a> Scene<'a> {
     }
 
     /// What of a node's memory no pod on it asks for: what the scheduler can still give.
-    pub(super) fn unasked(&self, node: &str) -> Quanta {
+    pub(super) fn unrequested(&self, node: &str) -> Quanta {
         let all = self
             .nodes
             .get(node)
             .map_or(Quanta::ZERO, |node| node.allocatable);
-        all.minus(self.asked.get(node).copied().unwrap_or_default())
+        all.minus(self.requested.get(node).copied().unwrap_or_default())
     }
 
     /// What a pod takes of its node.
-    pub(super) fn load(&self, pod: &Key) -> Option<&'a Load> {
-        self.loads.get(pod)
+    pub(super) fn requests_of(&self, pod: &Key) -> Option<&'a PodRequests> {
+        self.requests.get(pod)
     }
 
     /// Whether a node has what a pod asks for beside device memory, and for those who come `beside` it. Nobody is
     /// thought away: to make others go for that is the scheduler's own part.
-    pub(super) fn takes(&self, node: &str, pod: &Key, beside: &[&Key]) -> bool {
-        let (Some(facts), Some(load)) = (self.nodes.get(node), self.loads.get(pod)) else {
+    pub(super) fn fits(&self, node: &str, pod: &Key, beside: &[&Key]) -> bool {
+        let (Some(facts), Some(load)) = (self.nodes.get(node), self.requests.get(pod)) else {
             return false;
         };
-        load.asks.iter().all(|(resource, asks)| {
-            let beside = beside.iter().filter_map(|pod| self.loads.get(pod));
-            let beside: u128 = beside.map(|load| u128::from(load.of(resource))).sum();
-            let offers = facts.offers.get(&**resource).copied().unwrap_or(0);
-            self.taken.of(node, resource) + beside + u128::from(*asks) <= offers.into()
+        load.milli.iter().all(|(resource, asks)| {
+            let beside = beside.iter().filter_map(|pod| self.requests.get(pod));
+            let beside: u128 = beside.map(|load| u128::from(load.milli_of(resource))).sum();
+            let offers = facts
+                .allocatable_milli
+                .get(&**resource)
+                .copied()
+                .unwrap_or(0);
+            self.node_requested.milli_of(node, resource) + beside + u128::from(*asks)
+                <= offers.into()
         })
     }
 }

@@ -22,60 +22,60 @@ use prometheus_client::metrics::info::Info;
 use prometheus_client::registry::Registry;
 use tokio::sync::watch;
 
-use crate::cluster::watch_liveness::Pulse;
-use crate::cluster::{World, kinds};
+use crate::cluster::watch_liveness::WatchLiveness;
+use crate::cluster::{ClusterIndex, kinds};
 use crate::placement;
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfResult {
+struct ResultLabels {
     result: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfKind {
+struct KindLabels {
     kind: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfWrite {
+struct WriteLabels {
     what: &'static str,
     result: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfStep {
+struct StepLabels {
     step: &'static str,
     result: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfAmount {
+struct AmountLabels {
     namespace: String,
     resource: &'static str,
     amount: &'static str,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
-struct OfCondition {
+struct ConditionLabels {
     namespace: String,
     condition: String,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfStatus {
+struct StatusLabels {
     condition: String,
     status: String,
 }
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, PartialOrd, Ord, EncodeLabelSet)]
-struct OfCohort {
+struct CohortLabels {
     cohort: String,
     amount: &'static str,
 }
 
 /// How a look at a budget ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum ReconcileOutcome {
     /// Everything is as it should be.
     Unchanged,
     /// Something was written.
@@ -84,7 +84,7 @@ pub enum Outcome {
 
 /// What is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Written {
+pub enum WriteKind {
     /// A budget's status.
     Status,
     /// A budget's quota.
@@ -94,16 +94,16 @@ pub enum Written {
     /// A pod's eviction.
     Eviction,
     /// A node's context policies.
-    Contexts,
+    ContextPolicies,
 }
 
-impl Written {
+impl WriteKind {
     const ALL: [Self; 5] = [
         Self::Status,
         Self::Quota,
         Self::Label,
         Self::Eviction,
-        Self::Contexts,
+        Self::ContextPolicies,
     ];
 
     const fn as_str(self) -> &'static str {
@@ -112,50 +112,50 @@ impl Written {
             Self::Quota => "quota",
             Self::Label => "label",
             Self::Eviction => "eviction",
-            Self::Contexts => "contexts",
+            Self::ContextPolicies => "contexts",
         }
     }
 }
 
 /// So many objects that cannot be read are named.
-const UNREADABLE_AT_MOST: usize = 64;
+const MAX_UNREADABLE: usize = 64;
 
 /// The operator's metrics. Cheap to clone; every clone counts into the same numbers.
 #[derive(Clone, Debug)]
 pub struct Metrics {
     registry: Arc<Registry>,
-    looks: Family<OfResult, Counter>,
-    look_seconds: Histogram,
-    writes: Family<OfWrite, Counter>,
-    watch_failures: Family<OfKind, Counter>,
-    steps: Family<OfStep, Counter>,
+    reconciles: Family<ResultLabels, Counter>,
+    reconcile_seconds: Histogram,
+    writes: Family<WriteLabels, Counter>,
+    watch_failures: Family<KindLabels, Counter>,
+    steps: Family<StepLabels, Counter>,
 }
 
 /// From 50 us, a look that changes nothing, to 10 s, the longest write.
-const SECONDS: [f64; 9] = [0.000_05, 0.000_25, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0];
+const BUCKETS: [f64; 9] = [0.000_05, 0.000_25, 0.001, 0.005, 0.025, 0.1, 0.5, 2.5, 10.0];
 
 impl Metrics {
     /// All at zero; what is said of budgets, nodes and watches is read when it is asked for.
     pub fn new(
         budgets: Store<GpuMemoryBudget>,
-        world: watch::Receiver<World>,
-        pulse: Pulse,
+        index: watch::Receiver<ClusterIndex>,
+        liveness: WatchLiveness,
     ) -> Self {
-        let looks = Family::<OfResult, Counter>::default();
-        let look_seconds = Histogram::new(SECONDS);
-        let writes = Family::<OfWrite, Counter>::default();
-        let watch_failures = Family::<OfKind, Counter>::default();
+        let looks = Family::<ResultLabels, Counter>::default();
+        let look_seconds = Histogram::new(BUCKETS);
+        let writes = Family::<WriteLabels, Counter>::default();
+        let watch_failures = Family::<KindLabels, Counter>::default();
         // A counter that is there from the start can be told from one that is missing.
         for result in ["unchanged", "written", "error"] {
-            drop(looks.get_or_create(&OfResult { result }));
+            drop(looks.get_or_create(&ResultLabels { result }));
         }
-        for what in Written::ALL.map(Written::as_str) {
+        for what in WriteKind::ALL.map(WriteKind::as_str) {
             for result in ["ok", "error"] {
-                drop(writes.get_or_create(&OfWrite { what, result }));
+                drop(writes.get_or_create(&WriteLabels { what, result }));
             }
         }
         for kind in kinds::ALL {
-            drop(watch_failures.get_or_create(&OfKind { kind }));
+            drop(watch_failures.get_or_create(&KindLabels { kind }));
         }
         let mut registry = Registry::default();
         registry.register(
@@ -183,10 +183,10 @@ impl Metrics {
             "Watches that broke off or could not be begun",
             watch_failures.clone(),
         );
-        let steps = Family::<OfStep, Counter>::default();
+        let steps = Family::<StepLabels, Counter>::default();
         for step in placement::plan::STEPS {
             for result in ["done", "error"] {
-                drop(steps.get_or_create(&OfStep { step, result }));
+                drop(steps.get_or_create(&StepLabels { step, result }));
             }
         }
         registry.register(
@@ -194,12 +194,12 @@ impl Metrics {
             "Steps of placement: labels, reservations, evictions, moves, quotas",
             steps.clone(),
         );
-        registry.register_collector(Box::new(Published(budgets)));
-        registry.register_collector(Box::new(Watched { world, pulse }));
+        registry.register_collector(Box::new(BudgetCollector(budgets)));
+        registry.register_collector(Box::new(ClusterCollector { index, liveness }));
         Self {
             registry: Arc::new(registry),
-            looks,
-            look_seconds,
+            reconciles: looks,
+            reconcile_seconds: look_seconds,
             writes,
             watch_failures,
             steps,
@@ -214,44 +214,52 @@ impl Metrics {
     }
 
     /// A budget was looked at.
-    pub fn looked(&self, outcome: Outcome, took: Duration) {
+    pub fn record_reconcile(&self, outcome: ReconcileOutcome, took: Duration) {
         let result = match outcome {
-            Outcome::Unchanged => "unchanged",
-            Outcome::Written => "written",
+            ReconcileOutcome::Unchanged => "unchanged",
+            ReconcileOutcome::Written => "written",
         };
-        self.looks.get_or_create(&OfResult { result }).inc();
-        self.look_seconds.observe(took.as_secs_f64());
+        self.reconciles
+            .get_or_create(&ResultLabels { result })
+            .inc();
+        self.reconcile_seconds.observe(took.as_secs_f64());
     }
 
     /// A look at a budget ended with an error.
-    pub fn look_failed(&self) {
+    pub fn record_reconcile_failure(&self) {
         let result = "error";
-        self.looks.get_or_create(&OfResult { result }).inc();
+        self.reconciles
+            .get_or_create(&ResultLabels { result })
+            .inc();
     }
 
     /// Something was written, or not.
-    pub fn wrote(&self, what: Written, ok: bool) {
+    pub fn record_write(&self, what: WriteKind, ok: bool) {
         let (what, result) = (what.as_str(), if ok { "ok" } else { "error" });
-        self.writes.get_or_create(&OfWrite { what, result }).inc();
+        self.writes
+            .get_or_create(&WriteLabels { what, result })
+            .inc();
     }
 
     /// A step of placement was carried out, or failed.
-    pub fn stepped(&self, step: &'static str, done: bool) {
+    pub fn record_placement_step(&self, step: &'static str, done: bool) {
         let result = if done { "done" } else { "error" };
-        self.steps.get_or_create(&OfStep { step, result }).inc();
+        self.steps.get_or_create(&StepLabels { step, result }).inc();
     }
 
     /// A watch of `kind` failed.
-    pub fn watch_failed(&self, kind: &'static str) {
-        self.watch_failures.get_or_create(&OfKind { kind }).inc();
+    pub fn record_watch_failure(&self, kind: &'static str) {
+        self.watch_failures
+            .get_or_create(&KindLabels { kind })
+            .inc();
     }
 }
 
 /// The budgets' own statuses as metrics: nothing to keep up, and nothing to forget.
 #[derive(Debug)]
-struct Published(Store<GpuMemoryBudget>);
+struct BudgetCollector(Store<GpuMemoryBudget>);
 
-impl Collector for Published {
+impl Collector for BudgetCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let budgets = self.0.state();
         let mut family = encoder.encode_descriptor(
@@ -263,7 +271,7 @@ impl Collector for Published {
         for (namespace, status) in statuses(&budgets) {
             for (resource, amount, counted) in amounts(status) {
                 let bytes = counted.bytes.bytes().unwrap_or(0);
-                let labels = OfAmount {
+                let labels = AmountLabels {
                     namespace: namespace.clone(),
                     resource,
                     amount,
@@ -272,9 +280,9 @@ impl Collector for Published {
                 gauge.encode(family.encode_family(&labels)?)?;
             }
         }
-        let mut counts: BTreeMap<OfStatus, i64> = BTreeMap::new();
+        let mut counts: BTreeMap<StatusLabels, i64> = BTreeMap::new();
         for condition in statuses(&budgets).flat_map(|(_, status)| &status.conditions) {
-            let labels = OfStatus {
+            let labels = StatusLabels {
                 condition: condition.type_.clone(),
                 status: condition.status.clone(),
             };
@@ -297,7 +305,7 @@ impl Collector for Published {
         )?;
         for (namespace, status) in statuses(&budgets) {
             for condition in &status.conditions {
-                let labels = OfCondition {
+                let labels = ConditionLabels {
                     namespace: namespace.clone(),
                     condition: condition.type_.clone(),
                 };
@@ -315,12 +323,12 @@ impl Collector for Published {
 
 /// What the watches tell of nodes, and how they are.
 #[derive(Debug)]
-struct Watched {
-    world: watch::Receiver<World>,
-    pulse: Pulse,
+struct ClusterCollector {
+    index: watch::Receiver<ClusterIndex>,
+    liveness: WatchLiveness,
 }
 
-impl Collector for Watched {
+impl Collector for ClusterCollector {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), std::fmt::Error> {
         let mut family = encoder.encode_descriptor(
             "bursar_operator_watch_age_seconds",
@@ -328,9 +336,9 @@ impl Collector for Watched {
             None,
             MetricType::Gauge,
         )?;
-        for (kind, age) in self.pulse.ages() {
+        for (kind, age) in self.liveness.ages() {
             let gauge = ConstGauge::new(age.as_secs_f64());
-            gauge.encode(family.encode_family(&OfKind { kind })?)?;
+            gauge.encode(family.encode_family(&KindLabels { kind })?)?;
         }
         let mut family = encoder.encode_descriptor(
             "bursar_operator_nodes",
@@ -338,8 +346,8 @@ impl Collector for Watched {
             None,
             MetricType::Gauge,
         )?;
-        for ((condition, status), nodes) in self.world.borrow().nodes_by_condition() {
-            let labels = OfStatus {
+        for ((condition, status), nodes) in self.index.borrow().nodes_by_condition() {
+            let labels = StatusLabels {
                 condition: condition.to_owned(),
                 status: status.to_owned(),
             };
@@ -351,12 +359,12 @@ impl Collector for Watched {
             None,
             MetricType::Gauge,
         )?;
-        let world = self.world.borrow();
+        let index = self.index.borrow();
         // Before all are listed the sums are parts.
-        let known = world.missing().is_empty();
-        for (cohort, guaranteed, allocatable) in world.cohorts().filter(|_| known) {
+        let known = index.unlisted_kinds().is_empty();
+        for (cohort, guaranteed, allocatable) in index.cohorts().filter(|_| known) {
             for (amount, bytes) in [("guaranteed", guaranteed), ("allocatable", allocatable)] {
-                let labels = OfCohort {
+                let labels = CohortLabels {
                     cohort: cohort.to_owned(),
                     amount,
                 };
@@ -370,7 +378,7 @@ impl Collector for Watched {
             None,
             MetricType::Gauge,
         )?;
-        for (reason, nodes) in world.nodes_left_out() {
+        for (reason, nodes) in index.excluded_nodes() {
             let labels = [("reason", reason)];
             ConstGauge::new(nodes).encode(family.encode_family(&labels)?)?;
         }
@@ -380,7 +388,7 @@ impl Collector for Watched {
             None,
             MetricType::Gauge,
         )?;
-        for (kind, key) in world.unreadable().take(UNREADABLE_AT_MOST) {
+        for (kind, key) in index.unreadable().take(MAX_UNREADABLE) {
             let labels = [
                 ("kind", kind),
                 ("namespace", key.namespace.as_str()),
@@ -431,12 +439,12 @@ mod tests {
         }))
         .unwrap();
         writer.apply_watcher_event(&Event::Apply(budget));
-        let (_, world) = watch::channel(World::new(Quantum::Gib1));
-        Metrics::new(store, world, Pulse::default()).encode()
+        let (_, index) = watch::channel(ClusterIndex::new(Quantum::Gib1));
+        Metrics::new(store, index, WatchLiveness::default()).encode()
     }
 
     #[test]
-    fn what_is_published_of_a_budget_is_measured() {
+    fn budget_status_is_exported_as_metrics() {
         let text = published(json!({
             "deviceMemory": { "requested": { "quanta": 4, "bytes": "4Gi" } },
             "conditions": [{
@@ -453,12 +461,12 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_without_status_is_not_measured() {
+    fn budget_without_status_exports_nothing() {
         assert!(!published(json!(null)).contains("team"));
     }
 
     #[test]
-    fn every_metric_is_documented_and_every_documented_metric_exists() {
+    fn metrics_and_their_documentation_agree() {
         let docs = include_str!("../../../docs/metrics.md");
         let (_, operator) = docs
             .split_once("## Operator")

@@ -3,8 +3,8 @@
 use bursar_http::Verdict;
 use tokio::sync::watch;
 
-use crate::cluster::World;
-use crate::cluster::watch_liveness::Pulse;
+use crate::cluster::ClusterIndex;
+use crate::cluster::watch_liveness::WatchLiveness;
 use crate::serve::metrics::Metrics;
 
 /// Where the answers come from.
@@ -13,9 +13,9 @@ pub struct Sources {
     /// `/metrics`.
     pub metrics: Metrics,
     /// `/healthz`: every watch goes on.
-    pub pulse: Pulse,
+    pub liveness: WatchLiveness,
     /// `/readyz`: everything has been listed once, so what is published is the truth.
-    pub world: watch::Receiver<World>,
+    pub index: watch::Receiver<ClusterIndex>,
 }
 
 impl bursar_http::Sources for Sources {
@@ -25,16 +25,16 @@ impl bursar_http::Sources for Sources {
 
     /// A task that ends ends the process; one that hangs shows here.
     fn health(&self) -> Verdict {
-        without(&self.pulse.hanging(), "no progress of the watch of")
+        verdict(&self.liveness.stalled(), "no progress of the watch of")
     }
 
     fn readiness(&self) -> Verdict {
-        without(&self.world.borrow().missing(), "not listed yet:")
+        verdict(&self.index.borrow().unlisted_kinds(), "not listed yet:")
     }
 }
 
 /// Well without any of `kinds`.
-fn without(kinds: &[&str], what: &str) -> Verdict {
+fn verdict(kinds: &[&str], what: &str) -> Verdict {
     match kinds {
         [] => Verdict::Well,
         kinds => Verdict::Unwell(format!("{what} {}", kinds.join(", "))),
@@ -52,27 +52,27 @@ mod tests {
 
     use super::*;
     use crate::cluster::kinds;
-    use crate::cluster::watch_liveness::HANGS;
+    use crate::cluster::watch_liveness::STALLED_AFTER;
 
     #[test]
-    fn a_watch_that_hangs_is_named_and_ends_liveness_until_it_goes_on() {
-        let (_sender, world) = watch::channel(World::new(Quantum::Gib1));
+    fn stalled_watch_fails_liveness_until_it_progresses() {
+        let (_sender, index) = watch::channel(ClusterIndex::new(Quantum::Gib1));
         let (budgets, _writer) = reflector::store();
-        let pulse = Pulse::default();
+        let liveness = WatchLiveness::default();
         let sources = Sources {
-            metrics: Metrics::new(budgets, world.clone(), pulse.clone()),
-            world,
-            pulse: pulse.clone(),
+            metrics: Metrics::new(budgets, index.clone(), liveness.clone()),
+            index,
+            liveness: liveness.clone(),
         };
         assert_eq!(sources.health(), Verdict::Well);
 
-        let long_ago = Instant::now().checked_sub(HANGS + Duration::from_secs(1));
+        let long_ago = Instant::now().checked_sub(STALLED_AFTER + Duration::from_secs(1));
         let long_ago = long_ago.expect("the clock goes as far back");
-        pulse.beat_at(kinds::PODS, long_ago);
+        liveness.record_progress_at(kinds::PODS, long_ago);
         let hangs = Verdict::Unwell("no progress of the watch of Pods".to_owned());
         assert_eq!(sources.health(), hangs);
 
-        pulse.beat(kinds::PODS);
+        liveness.record_progress(kinds::PODS);
         assert_eq!(sources.health(), Verdict::Well);
         // Alive and not yet ready are two things.
         let unready = sources.readiness();

@@ -86,8 +86,7 @@ async fn to_the_end(doom: Option<(usize, Fate, bool)>) -> usize {
 }
 
 #[tokio::test]
-async fn who_faults_beyond_the_maximum_is_evicted_with_the_reason_on_record_whatever_becomes_of_any_write()
- {
+async fn pod_over_restart_limit_is_evicted_after_any_failed_write() {
     let writes = to_the_end(None).await;
     assert!(writes >= 3, "recorded, evicted, closed: {writes}");
     let fates = [
@@ -102,7 +101,7 @@ async fn who_faults_beyond_the_maximum_is_evicted_with_the_reason_on_record_what
 }
 
 #[tokio::test]
-async fn the_reason_is_on_record_before_the_pod_goes_and_it_goes_once_with_two_operators() {
+async fn eviction_is_recorded_first_and_done_once_by_two_operators() {
     let first = Running::start(small).await;
     first.until_ready().await;
     let second = Running::over(first.api.clone()).await;
@@ -126,7 +125,7 @@ async fn the_reason_is_on_record_before_the_pod_goes_and_it_goes_once_with_two_o
 }
 
 #[tokio::test]
-async fn what_was_only_reported_is_ordered_to_restart_when_the_policy_becomes_that_and_once() {
+async fn reported_fault_is_restarted_once_when_the_policy_changes() {
     let with = |action: &str, generation: u64| {
         let mut budget = budget("team", "16Gi");
         budget["spec"]["contextPolicy"] = json!({ "action": action });
@@ -166,7 +165,7 @@ async fn what_was_only_reported_is_ordered_to_restart_when_the_policy_becomes_th
 }
 
 #[tokio::test]
-async fn a_restart_that_is_due_is_ordered_before_what_many_nodes_lack() {
+async fn due_restart_is_written_before_other_nodes_policies() {
     let others: Vec<_> = (0..30).map(|number| format!("a{number:02}")).collect();
     let running = Running::start(|api| {
         small(api);
@@ -202,7 +201,7 @@ async fn a_restart_that_is_due_is_ordered_before_what_many_nodes_lack() {
 }
 
 #[tokio::test]
-async fn what_agents_say_of_a_namespace_is_summed_up_over_the_nodes_and_the_peak_stays() {
+async fn reported_usage_is_summed_over_nodes_and_peak_stays() {
     let running = Running::start(small).await;
     running.until_ready().await;
     let say = |node: &str, observed: u64, denials: u64| {

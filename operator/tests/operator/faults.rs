@@ -254,7 +254,7 @@ async fn tour(doomed: usize, fate: Fate, killed: bool) -> usize {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_crash_before_or_after_any_write_of_any_transition_ends_the_same() {
+async fn every_transition_converges_after_a_crash_at_any_write() {
     let mut tours = tokio::task::JoinSet::new();
     for doomed in 1..=4 {
         for fate in [Fate::Lost, Fate::Unanswered] {
@@ -266,7 +266,7 @@ async fn a_crash_before_or_after_any_write_of_any_transition_ends_the_same() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_write_refused_garbled_or_unanswered_is_made_good() {
+async fn refused_garbled_or_unanswered_write_is_repaired() {
     let mut tours = tokio::task::JoinSet::new();
     for doomed in 1..=3 {
         for fate in [
@@ -284,7 +284,7 @@ async fn a_write_refused_garbled_or_unanswered_is_made_good() {
 }
 
 #[tokio::test]
-async fn a_budget_is_in_force_only_when_the_controller_manager_has_taken_its_quotas_up() {
+async fn budget_is_in_force_only_after_quota_status_is_synced() {
     let running = Running::start(|api| {
         small(api);
         api.controller_manager(false);
@@ -313,7 +313,7 @@ fn slipped_in(name: &str, quanta: u64) -> Value {
 }
 
 #[tokio::test]
-async fn who_slipped_in_is_evicted_once_and_told() {
+async fn excess_pod_is_evicted_once_with_an_event() {
     let running = Running::start(small).await;
     running.until_ready().await;
     running.api.put("pods", slipped_in("late", 14));
@@ -347,7 +347,7 @@ async fn who_slipped_in_is_evicted_once_and_told() {
 }
 
 #[tokio::test]
-async fn nobody_is_evicted_by_what_a_late_watch_says_alone() {
+async fn late_watch_alone_evicts_nobody() {
     let running = Running::start(small).await;
     running.until_ready().await;
     running.api.put("pods", slipped_in("late", 14));
@@ -365,7 +365,7 @@ async fn nobody_is_evicted_by_what_a_late_watch_says_alone() {
 }
 
 #[tokio::test]
-async fn an_eviction_that_fails_keeps_nobody_from_reading_what_is_so() {
+async fn failed_eviction_does_not_block_the_status() {
     let running = Running::start(small).await;
     running.until_ready().await;
     let refused = StatusCode::INTERNAL_SERVER_ERROR;
@@ -382,7 +382,7 @@ async fn an_eviction_that_fails_keeps_nobody_from_reading_what_is_so() {
 }
 
 #[tokio::test]
-async fn a_disruption_budget_is_kept_to_for_its_time() {
+async fn disruption_budget_is_honoured_for_its_grace() {
     let running = Running::start(|api| {
         small(api);
         api.protect("late");
@@ -404,7 +404,7 @@ async fn a_disruption_budget_is_kept_to_for_its_time() {
 }
 
 #[tokio::test]
-async fn what_was_written_is_not_written_again_because_a_watch_is_late() {
+async fn late_watch_causes_no_second_write() {
     let running = Running::start(small).await;
     running.until_ready().await;
     for kind in ["resourcequotas", "namespaces", "gpunodes", "nodes"] {
@@ -433,7 +433,7 @@ async fn what_was_written_is_not_written_again_because_a_watch_is_late() {
 }
 
 #[tokio::test]
-async fn two_operators_at_once_do_no_harm() {
+async fn two_operators_converge() {
     let first = Running::start(small).await;
     let second = Running::over(first.api.clone()).await;
     let tour = async {

@@ -129,7 +129,7 @@ async fn to_the_end(doom: Option<(usize, Fate)>) -> usize {
 }
 
 #[tokio::test]
-async fn a_waiter_gets_its_gpu_whatever_becomes_of_any_write() {
+async fn waiter_gets_its_gpu_after_any_failed_write() {
     let writes = to_the_end(None).await;
     assert!(writes >= 4, "label, reserve, evict, clear");
     let fates = [
@@ -145,7 +145,7 @@ async fn a_waiter_gets_its_gpu_whatever_becomes_of_any_write() {
 }
 
 #[tokio::test]
-async fn a_waiter_that_has_begun_by_its_nodes_own_word_is_not_moved() {
+async fn waiter_that_has_started_is_not_relocated() {
     let gpu_node = |name: &str, pods: &[(&str, u32)]| {
         let waiting = json!({ "podUid": "owner", "namespace": "team", "pod": "owner", "container": "c",
             "quanta": 8, "since": "2026-01-01T00:00:00Z" });
@@ -239,7 +239,7 @@ fn report_two(api: &Api, pods: &[(&str, usize, u32)], binds: bool) {
 }
 
 #[tokio::test]
-async fn two_operators_that_see_otherwise_take_from_one_gpu_for_one_waiter() {
+async fn two_operators_preempt_on_one_gpu_for_one_waiter() {
     let before = [("mine", 0, 6), ("a", 0, 10), ("b", 1, 12)];
     let after = [("mine", 0, 6), ("a1", 0, 5), ("a2", 0, 5), ("b", 1, 12)];
     let first = Running::start(|api| {

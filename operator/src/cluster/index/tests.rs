@@ -1,7 +1,7 @@
 use super::*;
-use crate::budget::{Cap, Cohort, Scope};
-use crate::cluster::pod_request::Class;
-use crate::cluster::{LeftOut, Offer};
+use crate::budget::{Cohort, QuotaSpec, Scope};
+use crate::cluster::pod_request::PriorityKind;
+use crate::cluster::{Capacity, ExclusionReason};
 use crate::quanta::Quanta;
 use bursar_crds::GpuNode;
 use bursar_crds::budget::ContextPolicy;
@@ -16,149 +16,164 @@ fn key(namespace: &str, name: &str) -> Key {
     }
 }
 
-fn claim(cohort: &str, guaranteed: u64, version: u64) -> Claim {
-    Claim {
+fn summary(cohort: &str, guaranteed: u64, version: u64) -> BudgetSummary {
+    BudgetSummary {
         cohort: cohort.to_owned(),
         guaranteed: Quanta::new(guaranteed),
-        contexts: ContextPolicy::default(),
-        version: Some(version.to_string()),
+        context_policy: ContextPolicy::default(),
+        resource_version: Some(version.to_string()),
     }
 }
 
-fn budget(namespace: &str, claim: Claim) -> Change {
-    Change::Budget(Event::Apply((key(namespace, "default"), Some(claim))))
+fn budget(namespace: &str, summary: BudgetSummary) -> WatchEvent {
+    WatchEvent::Budget(Event::Apply((key(namespace, "default"), Some(summary))))
 }
 
-fn pod(namespace: &str, name: &str, class: Class, device: u64) -> Change {
-    let demand = Demand {
+fn pod(namespace: &str, name: &str, class: PriorityKind, device: u64) -> WatchEvent {
+    let request = PodRequest {
         uid: format!("{namespace}/{name}"),
         created: Timestamp::UNIX_EPOCH,
         node: None,
-        ending: false,
+        terminating: false,
         job: None,
-        replaced: true,
-        class,
+        is_recreated: true,
+        kind: class,
         device: Quanta::new(device),
         managed: Quanta::ZERO,
     };
-    Change::Pod(Event::Apply((key(namespace, name), Some(demand))))
+    WatchEvent::Pod(Event::Apply((key(namespace, name), Some(request))))
 }
 
 /// A pod on a node.
-fn placed(namespace: &str, name: &str, node: &str) -> Change {
-    let Change::Pod(Event::Apply((key, Some(demand)))) = pod(namespace, name, Class::Guaranteed, 1)
+fn placed(namespace: &str, name: &str, node: &str) -> WatchEvent {
+    let WatchEvent::Pod(Event::Apply((key, Some(request)))) =
+        pod(namespace, name, PriorityKind::Guaranteed, 1)
     else {
         unreachable!("it is one")
     };
     let node = Some(node.to_owned());
-    Change::Pod(Event::Apply((key, Some(Demand { node, ..demand }))))
+    WatchEvent::Pod(Event::Apply((key, Some(PodRequest { node, ..request }))))
 }
 
-fn gone(namespace: &str, name: &str) -> Change {
-    Change::Pod(Event::Delete((key(namespace, name), None)))
+fn gone(namespace: &str, name: &str) -> WatchEvent {
+    WatchEvent::Pod(Event::Delete((key(namespace, name), None)))
 }
 
-fn node(name: &str, quanta: u64) -> Change {
-    Change::GpuNode(Event::Apply((
+fn node(name: &str, quanta: u64) -> WatchEvent {
+    WatchEvent::GpuNode(Event::Apply((
         key("", name),
-        Some(Gpus {
-            offer: Some(Offer::Counted(Quanta::new(quanta))),
-            ..Gpus::default()
+        Some(GpuNodeSummary {
+            capacity: Some(Capacity::Counted(Quanta::new(quanta))),
+            ..GpuNodeSummary::default()
         }),
     )))
 }
 
 #[test]
-fn a_context_order_that_somebody_else_wrote_is_not_written_against_for_ever() {
+fn foreign_context_policy_is_not_overwritten_forever() {
     let order = |namespace: &str| ContextOrder {
         namespace: namespace.to_owned(),
         action: bursar_crds::budget::ContextAction::Report,
         max_restarts: 1,
         window_seconds: 60,
     };
-    let mut world = World::new(Quantum::Gib1);
-    let gpus = Gpus {
-        contexts: vec![order("foreign"), order("ours")],
-        ..Gpus::default()
+    let mut index = ClusterIndex::new(Quantum::Gib1);
+    let gpus = GpuNodeSummary {
+        context_policies: vec![order("foreign"), order("ours")],
+        ..GpuNodeSummary::default()
     };
-    world.apply(Change::GpuNode(Event::Apply((key("", "n"), Some(gpus)))));
-    world.apply(budget("ours", reports()));
-    assert_eq!(world.nodes_without(&BTreeMap::new()).len(), 1);
+    index.apply(WatchEvent::GpuNode(Event::Apply((
+        key("", "n"),
+        Some(gpus),
+    ))));
+    index.apply(budget("ours", reports()));
+    assert_eq!(index.outdated_node_orders(&BTreeMap::new()).len(), 1);
     let given = (Arc::new(vec![order("ours")]), Vec::new());
     let written = BTreeMap::from([("n".to_owned(), given)]);
-    assert!(world.nodes_without(&written).is_empty());
-    world.apply(budget("new", reports()));
-    assert_eq!(world.nodes_without(&written).len(), 1);
+    assert!(index.outdated_node_orders(&written).is_empty());
+    index.apply(budget("new", reports()));
+    assert_eq!(index.outdated_node_orders(&written).len(), 1);
     for namespace in ["new", "ours"] {
-        world.apply(budget(namespace, claim("x", 8, 2)));
+        index.apply(budget(namespace, summary("x", 8, 2)));
     }
-    assert_eq!(world.nodes_without(&written).len(), 1, "ours goes");
+    assert_eq!(index.outdated_node_orders(&written).len(), 1, "ours goes");
 }
 
 #[test]
 fn orders_written_to_a_node_are_forgotten_when_it_is_gone() {
-    let mut world = World::new(Quantum::Gib1);
-    world.apply(node("stays", 8));
+    let mut index = ClusterIndex::new(Quantum::Gib1);
+    index.apply(node("stays", 8));
     let mut written = BTreeMap::new();
     for number in 0..1000 {
         let name = format!("autoscaled-{number}");
-        world.apply(node(&name, 8));
+        index.apply(node(&name, 8));
         written.insert(name.clone(), Default::default());
         written.insert("stays".to_owned(), Default::default());
-        world.keep_known(&mut written);
+        index.forget_deleted_nodes(&mut written);
         assert_eq!(written.len(), 2, "both are there");
-        world.apply(Change::GpuNode(Event::Delete((key("", &name), None))));
-        world.keep_known(&mut written);
+        index.apply(WatchEvent::GpuNode(Event::Delete((key("", &name), None))));
+        index.forget_deleted_nodes(&mut written);
     }
     assert_eq!(written.keys().collect::<Vec<_>>(), ["stays"]);
 }
 
 /// A claim of whose pods poisoned contexts are only reported.
-fn reports() -> Claim {
+fn reports() -> BudgetSummary {
     let contexts = ContextPolicy {
         action: bursar_crds::budget::ContextAction::Report,
         max_restarts: 1,
         window_seconds: 60,
     };
-    Claim {
-        contexts,
-        ..claim("x", 8, 1)
+    BudgetSummary {
+        context_policy: contexts,
+        ..summary("x", 8, 1)
     }
 }
 
 /// The namespaces whose orders the node `n` is to be given; none while it has what it needs. It is given them.
-fn given(world: &mut World, written: &mut BTreeMap<String, ContextOrders>) -> Option<Vec<String>> {
-    let (node, uid, orders) = world.nodes_without(written).pop()?;
-    let gpus = Gpus {
+fn given(
+    index: &mut ClusterIndex,
+    written: &mut BTreeMap<String, NodeOrders>,
+) -> Option<Vec<String>> {
+    let (node, uid, orders) = index.outdated_node_orders(written).pop()?;
+    let gpus = GpuNodeSummary {
         uid,
-        contexts: orders.0.to_vec(),
-        ..Gpus::default()
+        context_policies: orders.0.to_vec(),
+        ..GpuNodeSummary::default()
     };
-    world.apply(Change::GpuNode(Event::Apply((key("", &node), Some(gpus)))));
+    index.apply(WatchEvent::GpuNode(Event::Apply((
+        key("", &node),
+        Some(gpus),
+    ))));
     let namespaces = orders.0.iter().map(|one| one.namespace.clone()).collect();
     written.insert(node, orders);
     Some(namespaces)
 }
 
 #[test]
-fn of_many_orders_a_node_has_those_of_its_pods_and_of_few_it_has_all() {
+fn node_gets_all_policies_when_few_else_those_of_its_pods() {
     let namespace = |number: usize| format!("n-{number:04}");
     let budgets = |count| (0..count).map(|number| budget(&namespace(number), reports()));
-    let node = || Change::GpuNode(Event::Apply((key("", "n"), Some(Gpus::default()))));
+    let node = || {
+        WatchEvent::GpuNode(Event::Apply((
+            key("", "n"),
+            Some(GpuNodeSummary::default()),
+        )))
+    };
     let mut written = BTreeMap::new();
-    let mut few = world(budgets(EVERYWHERE));
+    let mut few = index(budgets(MAX_ON_EVERY_NODE));
     few.apply(node());
     let all = given(&mut few, &mut written).unwrap();
-    assert_eq!(all.len(), EVERYWHERE);
+    assert_eq!(all.len(), MAX_ON_EVERY_NODE);
     assert_eq!(given(&mut few, &mut written), None);
 
-    let (mut many, mut written) = (world(budgets(1000)), BTreeMap::new());
-    let mut orders = |many: &mut World| given(many, &mut written);
+    let (mut many, mut written) = (index(budgets(1000)), BTreeMap::new());
+    let mut orders = |many: &mut ClusterIndex| given(many, &mut written);
     many.apply(node());
     assert_eq!(orders(&mut many), None);
     many.apply(placed(&namespace(7), "p", "n"));
     many.apply(placed(&namespace(8), "p", "elsewhere"));
-    many.apply(pod(&namespace(9), "p", Class::Guaranteed, 1));
+    many.apply(pod(&namespace(9), "p", PriorityKind::Guaranteed, 1));
     assert_eq!(orders(&mut many), Some(vec![namespace(7)]));
     assert_eq!(orders(&mut many), None);
     many.apply(placed(&namespace(7), "q", "n"));
@@ -179,7 +194,7 @@ fn of_many_orders_a_node_has_those_of_its_pods_and_of_few_it_has_all() {
         "it goes with the next write"
     );
     many.apply(gone(&namespace(3), "p"));
-    many.apply(budget(&namespace(3), claim("x", 8, 2)));
+    many.apply(budget(&namespace(3), summary("x", 8, 2)));
     assert_eq!(
         orders(&mut many),
         Some(vec![namespace(5)]),
@@ -188,84 +203,84 @@ fn of_many_orders_a_node_has_those_of_its_pods_and_of_few_it_has_all() {
 }
 
 /// A node that lives, with or without a label.
-fn host(cohort: Option<&str>) -> Host {
-    Host {
+fn host(cohort: Option<&str>) -> NodeSummary {
+    NodeSummary {
         cohort: cohort.map(str::to_owned),
-        lives: true,
+        is_alive: true,
     }
 }
 
-fn label(node: &str, cohort: &str) -> Change {
-    Change::Node(Event::Apply((key("", node), Some(host(Some(cohort))))))
+fn label(node: &str, cohort: &str) -> WatchEvent {
+    WatchEvent::Node(Event::Apply((key("", node), Some(host(Some(cohort))))))
 }
 
-fn quota(namespace: &str, most: u64) -> Change {
+fn quota(namespace: &str, most: u64) -> WatchEvent {
     let hard = BTreeMap::from([(
         "requests.bursar.dev/gpu-memory-gib".to_owned(),
         Quanta::new(most),
     )]);
-    let cap = Cap {
+    let cap = QuotaSpec {
         scope: Scope::All,
         hard: hard.clone(),
         owner: String::new(),
         overflows: false,
     };
-    let quota = Quota {
+    let quota = ObservedQuota {
         uid: String::new(),
-        cap,
-        in_force: hard,
-        taken_up: None,
+        spec: cap,
+        status_hard: hard,
+        status_updated: None,
     };
-    Change::Quota(Event::Apply((
-        key(namespace, Which::Limit.name()),
+    WatchEvent::Quota(Event::Apply((
+        key(namespace, QuotaKind::Limit.name()),
         Some(quota),
     )))
 }
 
-fn world(changes: impl IntoIterator<Item = Change>) -> World {
-    let mut world = World::new(Quantum::Gib1);
+fn index(changes: impl IntoIterator<Item = WatchEvent>) -> ClusterIndex {
+    let mut index = ClusterIndex::new(Quantum::Gib1);
     for change in changes {
-        world.apply(change);
+        index.apply(change);
     }
-    world
+    index
 }
 
-fn concerned(world: &World, dirty: &Dirty) -> Vec<String> {
-    let keys = world.budgets(dirty);
+fn concerned(index: &ClusterIndex, affected: &Affected) -> Vec<String> {
+    let keys = index.affected_budgets(affected);
     keys.into_iter().map(|key| key.namespace).collect()
 }
 
 /// What a node says of a namespace's pods.
-fn told_of(node: &str, namespace: &str, observed: i32) -> Change {
+fn told_of(node: &str, namespace: &str, observed: i32) -> WatchEvent {
     let object: GpuNode = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": node }, "spec": {},
         "status": { "quantum": "1Gi", "deviceMemory": { "allocatable": 8, "free": 8, "largestFree": 8 },
             "namespaces": [{ "namespace": namespace, "observed": observed, "denials": 0, "poisoned": 0, "restarts": 0 }] },
     }))
     .unwrap();
-    let gpus = Gpus::of(&object, Quantum::Gib1);
-    Change::GpuNode(Event::Apply((key("", node), Some(gpus))))
+    let gpus = GpuNodeSummary::of(&object, Quantum::Gib1);
+    WatchEvent::GpuNode(Event::Apply((key("", node), Some(gpus))))
 }
 
 #[test]
-fn what_a_node_says_of_a_namespace_concerns_its_budget_and_what_it_offers_all() {
-    let mut world = world([
-        budget("a", claim("x", 8, 1)),
-        budget("b", claim("x", 8, 1)),
-        budget("c", claim("x", 8, 1)),
+fn node_report_affects_its_namespaces_and_capacity_all() {
+    let mut index = index([
+        budget("a", summary("x", 8, 1)),
+        budget("b", summary("x", 8, 1)),
+        budget("c", summary("x", 8, 1)),
         told_of("n", "a", 1),
     ]);
-    let dirty = world.apply(told_of("n", "a", 2));
-    assert_eq!(concerned(&world, &dirty), ["a"]);
-    assert!(world.apply(told_of("n", "a", 2)).is_empty());
-    let moved_on = world.apply(told_of("n", "b", 2));
-    assert_eq!(concerned(&world, &moved_on), ["a", "b"]);
-    let shrunk = world.apply(node("n", 4));
-    assert_eq!(concerned(&world, &shrunk), ["a", "b", "c"]);
+    let affected = index.apply(told_of("n", "a", 2));
+    assert_eq!(concerned(&index, &affected), ["a"]);
+    assert!(index.apply(told_of("n", "a", 2)).is_empty());
+    let moved_on = index.apply(told_of("n", "b", 2));
+    assert_eq!(concerned(&index, &moved_on), ["a", "b"]);
+    let shrunk = index.apply(node("n", 4));
+    assert_eq!(concerned(&index, &shrunk), ["a", "b", "c"]);
 }
 
 #[test]
-fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own() {
+fn gpu_fault_affects_its_pods_and_context_fault_its_own() {
     let fault = |id: &str, kind: &str, container: serde_json::Value| {
         json!({ "id": id, "kind": kind, "gpu": "GPU-a", "gpuGeneration": 1, "time": "2026-01-01T00:00:00Z",
             "action": if kind == "Gpu" { "ResetGpu" } else { "Evict" }, "container": container })
@@ -280,281 +295,314 @@ fn a_gpus_fault_concerns_the_pods_that_have_memory_of_it_and_a_contexts_its_own(
                 "largestFree": 0, "pods": [{ "uid": "a/p", "quanta": 4 }, { "uid": "b/p", "quanta": 4 }] }] },
     }))
     .unwrap();
-    let gpus = Gpus::of(&object, Quantum::Gib1);
-    let mut world = world([
-        budget("a", claim("x", 8, 1)),
+    let gpus = GpuNodeSummary::of(&object, Quantum::Gib1);
+    let mut index = index([
+        budget("a", summary("x", 8, 1)),
         placed("a", "p", "n"),
         placed("a", "q", "n"),
         placed("b", "p", "n"),
-        Change::GpuNode(Event::Apply((key("", "n"), Some(gpus)))),
+        WatchEvent::GpuNode(Event::Apply((key("", "n"), Some(gpus)))),
     ]);
-    let suffers = |world: &World, namespace: &str| -> Vec<(String, String)> {
-        let facts = world.facts(namespace, "x");
-        let all = facts.sufferers.into_iter();
+    let suffers = |index: &ClusterIndex, namespace: &str| -> Vec<(String, String)> {
+        let facts = index.budget_inputs(namespace, "x");
+        let all = facts.affected_pods.into_iter();
         all.map(|one| (one.pod, one.fault.id)).collect()
     };
     let pair = |pod: &str, fault: &str| (pod.to_owned(), fault.to_owned());
-    assert_eq!(suffers(&world, "a"), [pair("p", "g"), pair("q", "c")]);
-    assert_eq!(suffers(&world, "b"), [pair("p", "g")]);
+    assert_eq!(suffers(&index, "a"), [pair("p", "g"), pair("q", "c")]);
+    assert_eq!(suffers(&index, "b"), [pair("p", "g")]);
     // Without another policy a context is restarted: to one number above that of the fault.
-    let due = &world.nodes_without(&BTreeMap::new())[0].2.1;
+    let due = &index.outdated_node_orders(&BTreeMap::new())[0].2.1;
     assert_eq!((due[0].fault.as_str(), due[0].process_generation), ("c", 5));
     let policy = ContextPolicy {
         action: bursar_crds::budget::ContextAction::Evict,
         ..ContextPolicy::default()
     };
-    let evicts = Claim {
-        contexts: policy,
-        ..claim("x", 8, 2)
+    let evicts = BudgetSummary {
+        context_policy: policy,
+        ..summary("x", 8, 2)
     };
-    world.apply(budget("a", evicts));
-    let (contexts, due) = &world.nodes_without(&BTreeMap::new())[0].2;
+    index.apply(budget("a", evicts));
+    let (contexts, due) = &index.outdated_node_orders(&BTreeMap::new())[0].2;
     assert_eq!((contexts.len(), due.len()), (1, 0), "of its own order only");
 }
 
 #[test]
-fn a_pod_concerns_the_budget_of_its_namespace_and_no_other() {
-    let mut world = world([budget("a", claim("x", 8, 1)), budget("b", claim("x", 8, 1))]);
-    let dirty = world.apply(pod("a", "p", Class::Guaranteed, 4));
-    assert_eq!(concerned(&world, &dirty), ["a"]);
-    let same = world.apply(pod("a", "p", Class::Guaranteed, 4));
+fn pod_affects_the_budget_of_its_namespace_only() {
+    let mut index = index([
+        budget("a", summary("x", 8, 1)),
+        budget("b", summary("x", 8, 1)),
+    ]);
+    let affected = index.apply(pod("a", "p", PriorityKind::Guaranteed, 4));
+    assert_eq!(concerned(&index, &affected), ["a"]);
+    let same = index.apply(pod("a", "p", PriorityKind::Guaranteed, 4));
     assert!(same.is_empty());
-    let without_budget = world.apply(pod("c", "p", Class::Guaranteed, 4));
-    assert!(concerned(&world, &without_budget).is_empty());
+    let without_budget = index.apply(pod("c", "p", PriorityKind::Guaranteed, 4));
+    assert!(concerned(&index, &without_budget).is_empty());
 }
 
 #[test]
-fn a_guarantee_concerns_every_budget_and_a_new_status_only_its_own() {
-    let mut world = world([budget("a", claim("x", 8, 1)), budget("b", claim("x", 8, 1))]);
-    let status = world.apply(budget("a", claim("x", 8, 2)));
-    assert_eq!(concerned(&world, &status), ["a"]);
-    let spec = world.apply(budget("a", claim("x", 9, 3)));
-    assert_eq!(concerned(&world, &spec), ["a", "b"]);
-    let gone = world.apply(Change::Budget(Event::Delete((key("a", "default"), None))));
-    assert_eq!(concerned(&world, &gone), ["b"]);
+fn guarantee_affects_every_budget_and_status_only_its_own() {
+    let mut index = index([
+        budget("a", summary("x", 8, 1)),
+        budget("b", summary("x", 8, 1)),
+    ]);
+    let status = index.apply(budget("a", summary("x", 8, 2)));
+    assert_eq!(concerned(&index, &status), ["a"]);
+    let spec = index.apply(budget("a", summary("x", 9, 3)));
+    assert_eq!(concerned(&index, &spec), ["a", "b"]);
+    let gone = index.apply(WatchEvent::Budget(Event::Delete((
+        key("a", "default"),
+        None,
+    ))));
+    assert_eq!(concerned(&index, &gone), ["b"]);
 }
 
 #[test]
-fn a_node_concerns_every_budget_when_its_memory_or_its_cohort_changes() {
-    let mut world = world([budget("a", claim("x", 8, 1)), node("n", 16)]);
+fn node_affects_every_budget_when_memory_or_cohort_changes() {
+    let mut index = index([budget("a", summary("x", 8, 1)), node("n", 16)]);
     for change in [node("n", 32), label("n", "x")] {
-        let dirty = world.apply(change);
-        assert_eq!(concerned(&world, &dirty), ["a"]);
+        let affected = index.apply(change);
+        assert_eq!(concerned(&index, &affected), ["a"]);
     }
-    assert!(world.apply(node("n", 32)).is_empty());
+    assert!(index.apply(node("n", 32)).is_empty());
 }
 
 #[test]
-fn nodes_without_a_label_are_the_default_cohort() {
-    let world = world([node("m", 16), node("n", 32), label("n", "x")]);
+fn unlabelled_nodes_are_in_the_default_cohort() {
+    let index = index([node("m", 16), node("n", 32), label("n", "x")]);
     assert_eq!(
-        world.facts("a", "default").cohort.allocatable,
+        index.budget_inputs("a", "default").cohort.allocatable,
         Quanta::new(16)
     );
-    assert_eq!(world.facts("a", "x").cohort.allocatable, Quanta::new(32));
-    assert_eq!(world.facts("a", "y").cohort, Cohort::default());
+    assert_eq!(
+        index.budget_inputs("a", "x").cohort.allocatable,
+        Quanta::new(32)
+    );
+    assert_eq!(index.budget_inputs("a", "y").cohort, Cohort::default());
 }
 
 #[test]
-fn a_labelled_namespace_without_budget_is_deserted_once_all_is_known() {
+fn namespace_without_budget_is_named_once_all_is_listed() {
     let enforced = |namespace: &str| {
         let label = Some("enforced".to_owned());
-        Change::Namespace(Event::Apply((key("", namespace), label)))
+        WatchEvent::Namespace(Event::Apply((key("", namespace), label)))
     };
-    let mut world = world([enforced("a"), enforced("b"), budget("a", claim("x", 8, 1))]);
-    assert!(world.deserted().is_empty());
-    world.apply(Change::Pod(Event::InitDone));
-    world.apply(Change::Node(Event::InitDone));
-    world.apply(Change::GpuNode(Event::InitDone));
-    world.apply(Change::Quota(Event::InitDone));
+    let mut index = index([
+        enforced("a"),
+        enforced("b"),
+        budget("a", summary("x", 8, 1)),
+    ]);
+    assert!(index.namespaces_without_budget().is_empty());
+    index.apply(WatchEvent::Pod(Event::InitDone));
+    index.apply(WatchEvent::Node(Event::InitDone));
+    index.apply(WatchEvent::GpuNode(Event::InitDone));
+    index.apply(WatchEvent::Quota(Event::InitDone));
     for event in [
         Event::Init,
-        Event::InitApply((key("a", "default"), Some(claim("x", 8, 1)))),
+        Event::InitApply((key("a", "default"), Some(summary("x", 8, 1)))),
         Event::InitDone,
     ] {
-        world.apply(Change::Budget(event));
+        index.apply(WatchEvent::Budget(event));
     }
-    world.apply(Change::Namespace(Event::InitDone));
-    assert!(world.deserted().is_empty(), "a new list has neither");
-    world.apply(enforced("a"));
-    world.apply(enforced("b"));
-    assert_eq!(world.deserted(), ["b"]);
+    index.apply(WatchEvent::Namespace(Event::InitDone));
+    assert!(
+        index.namespaces_without_budget().is_empty(),
+        "a new list has neither"
+    );
+    index.apply(enforced("a"));
+    index.apply(enforced("b"));
+    assert_eq!(index.namespaces_without_budget(), ["b"]);
 }
 
 #[test]
-fn what_has_not_been_listed_is_named() {
-    let mut world = World::new(Quantum::Gib1);
-    assert_eq!(world.missing().len(), 6);
-    world.apply(Change::Pod(Event::InitDone));
-    world.apply(Change::Node(Event::InitDone));
-    world.apply(Change::Quota(Event::InitDone));
-    world.apply(Change::Namespace(Event::InitDone));
-    assert_eq!(world.missing(), ["GpuMemoryBudgets", "GpuNodes"]);
+fn unlisted_kinds_are_named() {
+    let mut index = ClusterIndex::new(Quantum::Gib1);
+    assert_eq!(index.unlisted_kinds().len(), 6);
+    index.apply(WatchEvent::Pod(Event::InitDone));
+    index.apply(WatchEvent::Node(Event::InitDone));
+    index.apply(WatchEvent::Quota(Event::InitDone));
+    index.apply(WatchEvent::Namespace(Event::InitDone));
+    assert_eq!(index.unlisted_kinds(), ["GpuMemoryBudgets", "GpuNodes"]);
 }
 
 #[test]
-fn a_node_that_counts_in_another_quantum_is_left_out_and_named() {
+fn node_with_another_quantum_is_excluded_and_named() {
     let offer = |quantum: &str, allocatable: i32| {
         let node: GpuNode = serde_json::from_value(json!({
             "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {},
             "status": { "quantum": quantum, "deviceMemory": { "allocatable": allocatable, "free": 0, "largestFree": 0 } },
         }))
         .unwrap();
-        Offer::of(&node, Quantum::Gib1)
+        Capacity::of(&node, Quantum::Gib1)
     };
-    assert_eq!(offer("1Gi", 16), Some(Offer::Counted(Quanta::new(16))));
-    assert_eq!(offer("1024Mi", 16), Some(Offer::Counted(Quanta::new(16))));
+    assert_eq!(offer("1Gi", 16), Some(Capacity::Counted(Quanta::new(16))));
+    assert_eq!(
+        offer("1024Mi", 16),
+        Some(Capacity::Counted(Quanta::new(16)))
+    );
     assert_eq!(
         offer("512Mi", 16),
-        Some(Offer::LeftOut(LeftOut::OtherQuantum("512Mi".to_owned())))
+        Some(Capacity::Excluded(ExclusionReason::OtherQuantum(
+            "512Mi".to_owned()
+        )))
     );
     assert_eq!(offer("1Gi", 0), None);
-    let gpus = Gpus {
-        offer: offer("512Mi", 16),
-        ..Gpus::default()
+    let gpus = GpuNodeSummary {
+        capacity: offer("512Mi", 16),
+        ..GpuNodeSummary::default()
     };
     let node = (key("", "n"), Some(gpus));
-    let world = world([Change::GpuNode(Event::Apply(node))]);
-    let cohort = world.facts("a", "default").cohort;
-    let other = LeftOut::OtherQuantum("512Mi".to_owned());
-    assert_eq!(cohort.left_out, [("n".to_owned(), other)]);
+    let index = index([WatchEvent::GpuNode(Event::Apply(node))]);
+    let cohort = index.budget_inputs("a", "default").cohort;
+    let other = ExclusionReason::OtherQuantum("512Mi".to_owned());
+    assert_eq!(cohort.excluded, [("n".to_owned(), other)]);
     assert_eq!(cohort.nodes, 0);
 }
 
 /// A node that does not live.
-fn dead(node: &str) -> Change {
-    let host = Host {
-        lives: false,
+fn dead(node: &str) -> WatchEvent {
+    let host = NodeSummary {
+        is_alive: false,
         ..host(None)
     };
-    Change::Node(Event::Apply((key("", node), Some(host))))
+    WatchEvent::Node(Event::Apply((key("", node), Some(host))))
 }
 
 #[test]
 fn dead_node_leaves_its_cohort_and_returns_when_it_lives() {
-    let mut world = world([
-        budget("a", claim("default", 8, 1)),
+    let mut index = index([
+        budget("a", summary("default", 8, 1)),
         label("m", "default"),
         label("n", "default"),
         node("m", 16),
         node("n", 32),
     ]);
     let start = Instant::now();
-    let at = |seconds| Change::Clock(start + Duration::from_secs(seconds));
-    let offered = |world: &World| world.facts("a", "default").cohort.allocatable;
-    assert!(world.apply(dead("n")).is_empty(), "an upgrade looks so too");
+    let at = |seconds| WatchEvent::Clock(start + Duration::from_secs(seconds));
+    let offered = |index: &ClusterIndex| index.budget_inputs("a", "default").cohort.allocatable;
+    assert!(index.apply(dead("n")).is_empty(), "an upgrade looks so too");
     for second in [0, 30, 59] {
-        assert!(world.awaits_time());
-        assert!(world.apply(at(second)).is_empty());
-        assert_eq!(offered(&world), Quanta::new(48));
+        assert!(index.has_deadlines());
+        assert!(index.apply(at(second)).is_empty());
+        assert_eq!(offered(&index), Quanta::new(48));
     }
-    let died = world.apply(at(60));
-    assert_eq!(concerned(&world, &died), ["a"]);
-    let cohort = world.facts("a", "default").cohort;
+    let died = index.apply(at(60));
+    assert_eq!(concerned(&index, &died), ["a"]);
+    let cohort = index.budget_inputs("a", "default").cohort;
     assert_eq!((cohort.nodes, cohort.allocatable), (1, Quanta::new(16)));
-    assert_eq!(cohort.left_out, [("n".to_owned(), LeftOut::Dead)]);
-    assert_eq!(world.nodes_left_out(), BTreeMap::from([("Dead", 1)]));
+    assert_eq!(cohort.excluded, [("n".to_owned(), ExclusionReason::Dead)]);
+    assert_eq!(index.excluded_nodes(), BTreeMap::from([("Dead", 1)]));
     // What its agent said last, and says no more, changes nothing.
-    world.apply(node("n", 64));
-    assert_eq!(offered(&world), Quanta::new(16));
-    let lives = world.apply(label("n", "default"));
-    assert_eq!(concerned(&world, &lives), ["a"]);
-    assert_eq!(offered(&world), Quanta::new(80));
+    index.apply(node("n", 64));
+    assert_eq!(offered(&index), Quanta::new(16));
+    let lives = index.apply(label("n", "default"));
+    assert_eq!(concerned(&index, &lives), ["a"]);
+    assert_eq!(offered(&index), Quanta::new(80));
 }
 
 #[test]
-fn gpus_of_no_node_count_for_a_while() {
-    let mut world = world([node("n", 16)]);
+fn gpus_without_a_node_count_until_the_grace_ends() {
+    let mut index = index([node("n", 16)]);
     let start = Instant::now();
     for (second, offered) in [(0, 16), (60, 0)] {
-        world.apply(Change::Clock(start + Duration::from_secs(second)));
-        let cohort = world.facts("a", "default").cohort;
+        index.apply(WatchEvent::Clock(start + Duration::from_secs(second)));
+        let cohort = index.budget_inputs("a", "default").cohort;
         assert_eq!(cohort.allocatable, Quanta::new(offered));
     }
-    world.apply(Change::GpuNode(Event::Delete((key("", "n"), None))));
-    assert_eq!(world.facts("a", "default").cohort, Cohort::default());
-    assert_eq!(world.absence, Absence::default());
+    index.apply(WatchEvent::GpuNode(Event::Delete((key("", "n"), None))));
+    assert_eq!(
+        index.budget_inputs("a", "default").cohort,
+        Cohort::default()
+    );
+    assert_eq!(index.liveness, NodeLiveness::default());
 }
 
 #[test]
-fn node_lives_by_its_condition_and_its_kubelets_offer() {
+fn node_is_alive_when_ready_and_its_kubelet_offers_memory() {
     let host = |ready: &str, offers: &str| {
         let node = json!({
             "metadata": { "name": "n" }, "spec": { "unschedulable": true },
             "status": { "conditions": [{ "type": "Ready", "status": ready }],
                 "allocatable": { "bursar.dev/gpu-memory-gib": offers } },
         });
-        Host::of(&serde_json::from_value(node).unwrap(), Quantum::Gib1)
+        NodeSummary::of(&serde_json::from_value(node).unwrap(), Quantum::Gib1)
     };
-    assert!(host("True", "8").lives, "cordoned is not dead");
+    assert!(host("True", "8").is_alive, "cordoned is not dead");
     for (ready, offers) in [("Unknown", "8"), ("False", "8"), ("True", "0")] {
-        assert!(!host(ready, offers).lives, "{ready} {offers}");
+        assert!(!host(ready, offers).is_alive, "{ready} {offers}");
     }
 }
 
 #[test]
-fn unreadable_objects_are_named_and_no_budget_is_taken_for_gone() {
+fn unreadable_objects_are_named_and_no_budget_counts_as_gone() {
     let unreadable = |kind, namespace: &str, name: &str| {
         let entry = (key(namespace, name), Some("unknown word".to_owned()));
-        Change::Unreadable(kind, Event::Apply(entry))
+        WatchEvent::Unreadable(kind, Event::Apply(entry))
     };
     let enforced = Some("enforced".to_owned());
-    let mut world = world([
+    let mut index = index([
         unreadable(kinds::BUDGETS, "a", "default"),
         unreadable(kinds::GPU_NODES, "", "n"),
-        Change::GpuNode(Event::Apply((key("", "n"), Some(Gpus::unreadable())))),
-        Change::Budget(Event::InitDone),
-        Change::Pod(Event::InitDone),
-        Change::Node(Event::InitDone),
-        Change::Quota(Event::InitDone),
-        Change::Namespace(Event::InitDone),
-        Change::Namespace(Event::Apply((key("", "a"), enforced))),
+        WatchEvent::GpuNode(Event::Apply((
+            key("", "n"),
+            Some(GpuNodeSummary::unreadable()),
+        ))),
+        WatchEvent::Budget(Event::InitDone),
+        WatchEvent::Pod(Event::InitDone),
+        WatchEvent::Node(Event::InitDone),
+        WatchEvent::Quota(Event::InitDone),
+        WatchEvent::Namespace(Event::InitDone),
+        WatchEvent::Namespace(Event::Apply((key("", "a"), enforced))),
     ]);
     // The list that names them is followed by what was read of it.
-    world.apply(Change::GpuNode(Event::Init));
-    world.apply(Change::GpuNode(Event::InitApply((
+    index.apply(WatchEvent::GpuNode(Event::Init));
+    index.apply(WatchEvent::GpuNode(Event::InitApply((
         key("", "n"),
-        Some(Gpus::unreadable()),
+        Some(GpuNodeSummary::unreadable()),
     ))));
-    world.apply(Change::GpuNode(Event::InitDone));
-    assert_eq!(world.missing(), Vec::<&str>::new());
+    index.apply(WatchEvent::GpuNode(Event::InitDone));
+    assert_eq!(index.unlisted_kinds(), Vec::<&str>::new());
     let (budget, node) = (key("a", "default"), key("", "n"));
-    let named: Vec<_> = world.unreadable().collect();
+    let named: Vec<_> = index.unreadable().collect();
     assert_eq!(
         named,
         [(kinds::BUDGETS, &budget), (kinds::GPU_NODES, &node)]
     );
-    assert_eq!(world.deserted(), Vec::<String>::new());
-    assert!(world.nodes_without(&BTreeMap::new()).is_empty());
-    let cohort = world.facts("a", "default").cohort;
-    assert_eq!(cohort.left_out, [("n".to_owned(), LeftOut::Unreadable)]);
-    let gone = Change::Unreadable(kinds::BUDGETS, Event::Delete((budget, None)));
-    world.apply(gone);
-    assert_eq!(world.deserted(), ["a"]);
+    assert_eq!(index.namespaces_without_budget(), Vec::<String>::new());
+    assert!(index.outdated_node_orders(&BTreeMap::new()).is_empty());
+    let cohort = index.budget_inputs("a", "default").cohort;
+    assert_eq!(
+        cohort.excluded,
+        [("n".to_owned(), ExclusionReason::Unreadable)]
+    );
+    let gone = WatchEvent::Unreadable(kinds::BUDGETS, Event::Delete((budget, None)));
+    index.apply(gone);
+    assert_eq!(index.namespaces_without_budget(), ["a"]);
 }
 
 /// The tally of what is there, made anew.
-fn tallied(world: &World) -> Tally {
-    let mut tally = Tally::default();
-    for (_, claim) in world.budgets.iter() {
-        tally.budget(None, Some(claim));
+fn tallied(index: &ClusterIndex) -> Aggregates {
+    let mut tally = Aggregates::default();
+    for (_, summary) in index.budgets.iter() {
+        tally.update_budget(None, Some(summary));
     }
-    for (key, gpus) in world.gpu_nodes.iter() {
-        let member = Member {
+    for (key, gpus) in index.gpu_nodes.iter() {
+        let member = CohortMember {
             gpus,
-            cohort: cohort_of(world.hosts.get(key)),
-            is_dead: world.absence.is_dead(key),
+            cohort: cohort_of(index.nodes.get(key)),
+            is_dead: index.liveness.is_dead(key),
         };
-        tally.node(key, None, Some(member));
+        tally.update_node(key, None, Some(member));
     }
-    for (key, demand) in world.pods.iter() {
-        tally.pod(&key.namespace, None, Some(demand));
+    for (key, request) in index.pods.iter() {
+        tally.update_pod(&key.namespace, None, Some(request));
     }
     tally
 }
 
 /// A node that tells of a namespace's use, of a poisoned context of another one, and of a fault of a GPU.
-fn eventful(offer: u64, uses: u8, fault: u8, gpu_fault: bool) -> Gpus {
+fn eventful(offer: u64, uses: u8, fault: u8, gpu_fault: bool) -> GpuNodeSummary {
     let object: GpuNode = serde_json::from_value(json!({
         "apiVersion": "bursar.dev/v1alpha1", "kind": "GpuNode", "metadata": { "name": "n" }, "spec": {},
         "status": {
@@ -571,52 +619,52 @@ fn eventful(offer: u64, uses: u8, fault: u8, gpu_fault: bool) -> Gpus {
         },
     }))
     .unwrap();
-    Gpus::of(&object, Quantum::Gib1)
+    GpuNodeSummary::of(&object, Quantum::Gib1)
 }
 
 proptest! {
     /// Whatever came before, and also where everything is listed anew.
     #[test]
-    fn what_is_kept_up_is_what_is_there(
+    fn aggregates_equal_a_full_recount(
         steps in prop::collection::vec((0u8..11, 0u8..3, 0u8..3, 0u64..4), 1..60),
     ) {
-        let mut world = World::new(Quantum::Gib1);
+        let mut index = ClusterIndex::new(Quantum::Gib1);
         let mut now = Instant::now();
         for (kind, which, other, amount) in steps {
             let (name, cohort) = (which.to_string(), ["default", "x", "y"][usize::from(other)]);
             let gpus = || eventful(amount, which, other, amount % 2 == 1);
             let listed = (key("", &name), Some(gpus()));
             let changes = match kind {
-                0 => vec![Change::Budget(Event::Delete((key(&name, "default"), None)))],
-                1 => vec![budget(&name, claim(cohort, amount.saturating_mul(1 << 62), amount))],
-                2 => vec![Change::GpuNode(Event::Delete((key("", &name), None)))],
-                3 => vec![Change::GpuNode(Event::Apply(listed))],
-                4 => vec![Change::Node(Event::Delete((key("", &name), None)))],
+                0 => vec![WatchEvent::Budget(Event::Delete((key(&name, "default"), None)))],
+                1 => vec![budget(&name, summary(cohort, amount.saturating_mul(1 << 62), amount))],
+                2 => vec![WatchEvent::GpuNode(Event::Delete((key("", &name), None)))],
+                3 => vec![WatchEvent::GpuNode(Event::Apply(listed))],
+                4 => vec![WatchEvent::Node(Event::Delete((key("", &name), None)))],
                 5 => vec![label(&name, cohort)],
                 6 => vec![placed(&name, &amount.to_string(), cohort)],
                 7 => vec![gone(&name, &amount.to_string())],
                 8 => vec![dead(&name)],
                 9 => {
                     now += Duration::from_secs(40);
-                    vec![Change::Clock(now)]
+                    vec![WatchEvent::Clock(now)]
                 }
-                _ => [Event::Init, Event::InitApply(listed), Event::InitDone].map(Change::GpuNode).into(),
+                _ => [Event::Init, Event::InitApply(listed), Event::InitDone].map(WatchEvent::GpuNode).into(),
             };
             for change in changes {
-                world.apply(change);
+                index.apply(change);
             }
-            prop_assert_eq!(&world.tally, &tallied(&world));
+            prop_assert_eq!(&index.aggregates, &tallied(&index));
             // Nobody suffers, or is told of, by a node that is not looked at, or by one without
             // pods of the namespace.
             for at in 0..9u8 {
                 let (namespace, on) = ((at / 3).to_string(), (at % 3).to_string());
-                world.apply(placed(&namespace, "p", &on));
-                let facts = world.facts(&namespace, "x");
-                let node = world.gpu_nodes.get(&key("", &on));
+                index.apply(placed(&namespace, "p", &on));
+                let facts = index.budget_inputs(&namespace, "x");
+                let node = index.gpu_nodes.get(&key("", &on));
                 let nodes = || node.into_iter();
                 let told = nodes().flat_map(|node| &node.namespaces);
                 let told = told.filter(|one| one.namespace == namespace).count();
-                prop_assert_eq!(facts.told.observed, Quanta::new(told as u64));
+                prop_assert_eq!(facts.reported.observed, Quanta::new(told as u64));
                 let on = |open: &&OpenFault| {
                     let pods = &open.pods;
                     let container = open.fault.container.as_ref();
@@ -624,25 +672,25 @@ proptest! {
                     uid == format!("{namespace}/p")
                 };
                 let suffered = nodes().flat_map(|node| &node.faults).filter(on).count();
-                prop_assert_eq!(facts.sufferers.len(), suffered);
+                prop_assert_eq!(facts.affected_pods.len(), suffered);
             }
         }
     }
 
     /// The pods of three namespaces on `good`, on `evil` and on none; what `evil` says is random.
     #[test]
-    fn a_node_decides_about_its_own_pods_whatever_it_says(
+    fn node_report_affects_only_pods_on_that_node(
         pods in prop::collection::btree_map((0u8..3, 0u8..4), 0u8..3, 1..10),
         faults in prop::collection::vec((0u8..3, 0u8..4, any::<bool>()), 1..6),
         uses in prop::collection::vec((0u8..3, 0i32..100), 0..4),
     ) {
-        let mut world = World::new(Quantum::Gib1);
+        let mut index = ClusterIndex::new(Quantum::Gib1);
         for ((namespace, name), on) in &pods {
             let (namespace, name) = (namespace.to_string(), name.to_string());
-            world.apply(match on {
+            index.apply(match on {
                 0 => placed(&namespace, &name, "good"),
                 1 => placed(&namespace, &name, "evil"),
-                _ => pod(&namespace, &name, Class::Guaranteed, 1),
+                _ => pod(&namespace, &name, PriorityKind::Guaranteed, 1),
             });
         }
         let uid = |namespace: u8, name: u8| format!("{namespace}/{name}");
@@ -662,29 +710,29 @@ proptest! {
                 "health": { "status": "Unhealthy", "reason": "Xid48" }, "capacity": 0, "free": 0, "largestFree": 0,
                 "pods": named }] },
         })).unwrap();
-        world.apply(Change::GpuNode(Event::Apply((key("", "evil"), Some(Gpus::of(&object, Quantum::Gib1))))));
+        index.apply(WatchEvent::GpuNode(Event::Apply((key("", "evil"), Some(GpuNodeSummary::of(&object, Quantum::Gib1))))));
         for namespace in 0..3u8 {
-            let facts = world.facts(&namespace.to_string(), "x");
-            for one in &facts.sufferers {
-                prop_assert_eq!(one.demand.node.as_deref(), Some("evil"), "{:?}", one);
+            let facts = index.budget_inputs(&namespace.to_string(), "x");
+            for one in &facts.affected_pods {
+                prop_assert_eq!(one.request.node.as_deref(), Some("evil"), "{:?}", one);
             }
             let has_pods = pods.iter().any(|((of, _), on)| *of == namespace && *on == 1);
-            prop_assert!(has_pods || facts.told.observed == Quanta::ZERO, "{:?}", facts.told);
+            prop_assert!(has_pods || facts.reported.observed == Quanta::ZERO, "{:?}", facts.reported);
         }
     }
 
     /// Pods are not kept up but counted, so what is counted is what there is: each quantum once.
     #[test]
-    fn every_pod_is_counted_once_in_its_namespace_and_its_class(
+    fn pod_counts_once_in_its_namespace_and_class(
         pods in prop::collection::btree_map((0u8..4, 0u8..8), (any::<bool>(), 1u64..100), 0..24),
     ) {
         let changes = pods.iter().map(|((namespace, name), (borrows, device))| {
-            let class = if *borrows { Class::Borrowed } else { Class::Guaranteed };
+            let class = if *borrows { PriorityKind::Borrowed } else { PriorityKind::Guaranteed };
             pod(&namespace.to_string(), &name.to_string(), class, *device)
         });
-        let world = world(changes);
+        let index = index(changes);
         for namespace in 0..4u8 {
-            let usage = world.facts(&namespace.to_string(), "default").usage;
+            let usage = index.budget_inputs(&namespace.to_string(), "default").requested;
             let mine = pods.iter().filter(|((of, _), _)| *of == namespace);
             let sum = |borrowed: bool| -> u64 {
                 mine.clone().filter(|(_, (b, _))| *b == borrowed).map(|(_, (_, device))| device).sum()
@@ -697,40 +745,40 @@ proptest! {
 
     /// A budget whose facts changed is never left out of the dirty ones.
     #[test]
-    fn no_change_of_facts_goes_unnoticed(
+    fn changed_inputs_always_mark_the_budget_affected(
         steps in prop::collection::vec((0u8..8, 0u8..3, 0u8..3, 0u64..4), 1..60),
     ) {
-        let mut world = World::new(Quantum::Gib1);
+        let mut index = ClusterIndex::new(Quantum::Gib1);
         let mut clock = Instant::now();
-        let facts = |world: &World| -> BTreeMap<Key, Facts> {
-            let of = |(key, claim): (&Key, &Claim)| (key.clone(), world.facts(&key.namespace, &claim.cohort));
-            world.budgets.iter().map(of).collect()
+        let facts = |index: &ClusterIndex| -> BTreeMap<Key, BudgetInputs> {
+            let of = |(key, summary): (&Key, &BudgetSummary)| (key.clone(), index.budget_inputs(&key.namespace, &summary.cohort));
+            index.budgets.iter().map(of).collect()
         };
         for (kind, which, other, amount) in steps {
             let (name, cohort) = (which.to_string(), ["default", "x", "y"][usize::from(other)]);
             let change = match (kind, amount) {
-                (0, 0) => Change::Budget(Event::Delete((key(&name, "default"), None))),
-                (0, _) => budget(&name, claim(cohort, amount, amount)),
-                (1, 0) => Change::Pod(Event::Delete((key(&name, "p"), None))),
-                (1, _) => pod(&name, "p", Class::Guaranteed, amount),
-                (2, 0) => Change::GpuNode(Event::Delete((key("", &name), None))),
+                (0, 0) => WatchEvent::Budget(Event::Delete((key(&name, "default"), None))),
+                (0, _) => budget(&name, summary(cohort, amount, amount)),
+                (1, 0) => WatchEvent::Pod(Event::Delete((key(&name, "p"), None))),
+                (1, _) => pod(&name, "p", PriorityKind::Guaranteed, amount),
+                (2, 0) => WatchEvent::GpuNode(Event::Delete((key("", &name), None))),
                 (2, _) => node(&name, amount),
-                (3, 0) => Change::Node(Event::Delete((key("", &name), None))),
+                (3, 0) => WatchEvent::Node(Event::Delete((key("", &name), None))),
                 (3, _) => label(&name, cohort),
-                (4, 0) => Change::Quota(Event::Delete((key(&name, Which::Limit.name()), None))),
+                (4, 0) => WatchEvent::Quota(Event::Delete((key(&name, QuotaKind::Limit.name()), None))),
                 (4, _) => quota(&name, amount),
                 (5, _) => dead(&name),
                 (6, _) => {
                     clock += Duration::from_secs(40);
-                    Change::Clock(clock)
+                    WatchEvent::Clock(clock)
                 }
-                (_, 0) => Change::Namespace(Event::Delete((key("", &name), None))),
-                (_, _) => Change::Namespace(Event::Apply((key("", &name), Some("enforced".to_owned())))),
+                (_, 0) => WatchEvent::Namespace(Event::Delete((key("", &name), None))),
+                (_, _) => WatchEvent::Namespace(Event::Apply((key("", &name), Some("enforced".to_owned())))),
             };
-            let before = facts(&world);
-            let dirty = world.apply(change);
-            let named = world.budgets(&dirty);
-            for (key, now) in facts(&world) {
+            let before = facts(&index);
+            let affected = index.apply(change);
+            let named = index.affected_budgets(&affected);
+            for (key, now) in facts(&index) {
                 prop_assert!(before.get(&key) == Some(&now) || named.contains(&key));
             }
         }

@@ -9,30 +9,32 @@ use std::time::Duration;
 
 use bursar_crds::resources::{largest_free_label, largest_gpu_label, largest_reclaimable_label};
 
-use super::{Object, Rules, Step};
-use crate::cluster::pod_request::Class;
-use crate::placement::history::{Memory, Moment, NodeLabels};
+use super::{NodeRef, PlacementOptions, Step};
+use crate::cluster::pod_request::PriorityKind;
+use crate::placement::history::{History, NodeLabels, Uptime};
 use crate::placement::node::{Gpu, GpuFacts};
-use crate::placement::snapshot::Scene;
+use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
 /// How long a small change lasts before it is written.
-const LASTS: Duration = Duration::from_secs(10);
+const STABLE_FOR: Duration = Duration::from_secs(10);
 
 /// The nodes whose labels are to be written now, the most wrong first, as many as the rate allows.
 pub(super) fn plan(
-    scene: &Scene<'_>,
-    memory: &mut Memory,
-    rules: &Rules,
-    now: Moment,
+    snapshot: &Snapshot<'_>,
+    history: &mut History,
+    options: &PlacementOptions,
+    now: Uptime,
 ) -> Vec<Step> {
-    let names = names(rules);
+    let names = label_names(options);
     let (mut wrong, mut since) = (Vec::new(), BTreeMap::new());
-    for (name, node) in &scene.nodes {
-        let gpus = scene.gpu_nodes.get(name);
+    for (name, node) in &snapshot.nodes {
+        let gpus = snapshot.gpu_nodes.get(name);
         let values = gpus
             .filter(|gpus| !gpus.gpus.is_empty())
-            .map_or([const { None }; 3], |gpus| values(scene, gpus).map(Some));
+            .map_or([const { None }; 3], |gpus| {
+                label_values(snapshot, gpus).map(Some)
+            });
         let wanted: NodeLabels = names.iter().cloned().zip(values).collect();
         let there = |label: &String| node.labels.get(label);
         if wanted
@@ -41,57 +43,59 @@ pub(super) fn plan(
         {
             continue;
         }
-        let first = memory.mislabelled.get(*name).copied().unwrap_or(now);
+        let first = history.outdated_labels.get(*name).copied().unwrap_or(now);
         since.insert((*name).to_owned(), first);
         let rough = wanted
             .iter()
             .any(|(label, value)| bucket(there(label)) != bucket(value.as_ref()));
         // The watch is behind, or somebody else wants it otherwise and would have it back at once.
-        let given = memory.labelled.get(*name);
-        let given =
-            given.is_some_and(|(labels, at)| *labels == wanted && now.saturating_sub(*at) < LASTS);
-        if !given && (rough || now.saturating_sub(first) >= LASTS) {
-            let node = Object {
+        let given = history.written_labels.get(*name);
+        let given = given
+            .is_some_and(|(labels, at)| *labels == wanted && now.saturating_sub(*at) < STABLE_FOR);
+        if !given && (rough || now.saturating_sub(first) >= STABLE_FOR) {
+            let node = NodeRef {
                 name: (*name).to_owned(),
                 uid: node.uid.clone(),
             };
             wrong.push((Reverse(rough), first, node, wanted));
         }
     }
-    memory.labelled.retain(|node, _| since.contains_key(node));
-    memory.mislabelled = since;
+    history
+        .written_labels
+        .retain(|node, _| since.contains_key(node));
+    history.outdated_labels = since;
     wrong.sort_by(|a, b| (a.0, a.1, &a.2.name).cmp(&(b.0, b.1, &b.2.name)));
-    wrong.truncate(memory.label_writes(now));
+    wrong.truncate(history.available_label_writes(now));
     let step = |(_, _, node, labels)| Step::Label { node, labels };
     wrong.into_iter().map(step).collect()
 }
 
-fn names(rules: &Rules) -> [String; 3] {
+fn label_names(options: &PlacementOptions) -> [String; 3] {
     [
-        largest_free_label(rules.quantum),
-        largest_reclaimable_label(rules.quantum),
-        largest_gpu_label(rules.quantum),
+        largest_free_label(options.quantum),
+        largest_reclaimable_label(options.quantum),
+        largest_gpu_label(options.quantum),
     ]
 }
 
-fn values(scene: &Scene<'_>, gpus: &GpuFacts) -> [String; 3] {
+fn label_values(snapshot: &Snapshot<'_>, gpus: &GpuFacts) -> [String; 3] {
     let most = |of: &dyn Fn(&Gpu) -> Quanta| gpus.gpus.iter().map(of).max().unwrap_or_default();
     let values = [
         most(&|gpu| gpu.largest_free),
-        most(&|gpu| gpu.largest_free.plus(reclaimable(scene, gpu))),
+        most(&|gpu| gpu.largest_free.plus(reclaimable(snapshot, gpu))),
         most(&|gpu| gpu.capacity),
     ];
     values.map(|value| value.count().to_string())
 }
 
 /// What of a GPU would come back from borrowers. Of one that is held, nothing: it is on its way to somebody.
-fn reclaimable(scene: &Scene<'_>, gpu: &Gpu) -> Quanta {
-    if gpu.held_for.is_some() {
+fn reclaimable(snapshot: &Snapshot<'_>, gpu: &Gpu) -> Quanta {
+    if gpu.reserved_for.is_some() {
         return Quanta::ZERO;
     }
     let comes_back = |uid: &str| {
-        let pod = scene.pod(uid);
-        pod.is_none_or(|pod| pod.class == Class::Borrowed || pod.ending)
+        let pod = snapshot.pod(uid);
+        pod.is_none_or(|pod| pod.kind == PriorityKind::Borrowed || pod.terminating)
     };
     let pods = gpu.pods.iter().filter(|(uid, _)| comes_back(uid));
     pods.map(|(_, quanta)| *quanta).sum()
@@ -112,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_bucket_is_never_wider_than_a_quarter_and_zero_is_alone() {
+    fn bucket_spans_a_quarter_at_most_and_zero_is_alone() {
         let bucket = |value: u64| bucket(Some(&value.to_string()));
         assert_ne!(bucket(0), bucket(1));
         assert_ne!(bucket(0), super::bucket(None));

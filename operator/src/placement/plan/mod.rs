@@ -22,15 +22,15 @@ use std::time::Duration;
 use bursar_crds::Quantum;
 use bursar_crds::gpu_node::{QuotaOrder, Reservation};
 
-use super::history::{Memory, Moment, NodeLabels};
-use super::snapshot::{Landscape, Scene};
+use super::history::{History, NodeLabels, Uptime};
+use super::snapshot::{PlacementIndex, Snapshot};
 use crate::cluster::Key;
 use crate::cluster::pod_request;
 use crate::quanta::Quanta;
 
 /// What the admin decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rules {
+pub struct PlacementOptions {
     /// The size of one quantum: it names the labels.
     pub quantum: Quantum,
     /// Whether waiting pods may be evicted to be scheduled on another node.
@@ -45,30 +45,30 @@ pub(super) enum Step {
     /// Write a node's labels.
     Label {
         /// The node.
-        node: Object,
+        node: NodeRef,
         /// What they should say; those without a value go.
         labels: NodeLabels,
     },
     /// Write all reservations of a node.
     Reserve {
         /// The `GpuNode`.
-        node: Object,
+        node: NodeRef,
         /// Those that it is written over, and no others: two operators are not to choose one GPU each for one waiter.
         over: Vec<Reservation>,
         /// They.
         reservations: Vec<Reservation>,
     },
     /// Write all quotas that are ordered of a node.
-    Lower {
+    OverrideQuotas {
         /// The `GpuNode`.
-        node: Object,
+        node: NodeRef,
         /// They.
         quotas: Vec<QuotaOrder>,
     },
     /// End pods on a GPU that is held, for the one that it is held for.
-    MakeRoom {
+    Preempt {
         /// Whom for.
-        waiter: Pod,
+        waiter: PodRef,
         /// The node.
         node: String,
         /// The GPU.
@@ -79,24 +79,24 @@ pub(super) enum Step {
         victims: Vec<Victim>,
     },
     /// Evict a pod that waits, so that it is scheduled elsewhere.
-    Move {
+    Relocate {
         /// The pod.
-        pod: Pod,
+        pod: PodRef,
         /// What makes another one.
         owner: String,
         /// The `GpuNode` that it leaves.
-        from: Object,
+        from: NodeRef,
         /// The node that has room.
         to: String,
         /// How much it needs there.
         room: Quanta,
     },
     /// Find out whether a Job lets its pods be disrupted.
-    LookAtJob {
+    ReadJob {
         /// Its namespace.
         namespace: String,
         /// It.
-        job: pod_request::Owner,
+        job: pod_request::JobRef,
     },
 }
 
@@ -117,24 +117,24 @@ impl Step {
         match self {
             Self::Label { .. } => label,
             Self::Reserve { .. } => reserve,
-            Self::Lower { .. } => lower,
-            Self::MakeRoom { .. } => make_room,
-            Self::Move { .. } => moved,
-            Self::LookAtJob { .. } => look,
+            Self::OverrideQuotas { .. } => lower,
+            Self::Preempt { .. } => make_room,
+            Self::Relocate { .. } => moved,
+            Self::ReadJob { .. } => look,
         }
     }
 }
 
 /// An object without a namespace, never another one of the same name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Object {
+pub(super) struct NodeRef {
     pub(super) name: String,
     pub(super) uid: String,
 }
 
 /// A pod, never another one of the same name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Pod {
+pub(super) struct PodRef {
     pub(super) key: Key,
     pub(super) uid: String,
 }
@@ -142,30 +142,30 @@ pub(super) struct Pod {
 /// A pod that has to go.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Victim {
-    pub(super) pod: Pod,
+    pub(super) pod: PodRef,
     /// Its disruption budget has had its time: it is deleted.
-    pub(super) overdue: bool,
+    pub(super) force: bool,
 }
 
 /// What is to be done now, by the operator's monotonic clock. Nothing where all is as it should be.
 pub(super) fn plan(
-    landscape: &Landscape,
-    memory: &mut Memory,
-    rules: &Rules,
-    now: Moment,
+    placement_index: &PlacementIndex,
+    history: &mut History,
+    options: &PlacementOptions,
+    now: Uptime,
 ) -> Vec<Step> {
-    let scene = landscape.scene();
-    memory.see(&scene, now);
-    let mut steps = pending::plan(&scene, memory, rules, now);
-    steps.extend(quota_overrides::plan(&scene, memory));
-    steps.extend(labels::plan(&scene, memory, rules, now));
+    let snapshot = placement_index.snapshot();
+    history.observe(&snapshot, now);
+    let mut steps = pending::plan(&snapshot, history, options, now);
+    steps.extend(quota_overrides::plan(&snapshot, history));
+    steps.extend(labels::plan(&snapshot, history, options, now));
     steps
 }
 
 /// The `GpuNode` of a node, to be written.
-fn gpu_node(scene: &Scene<'_>, node: &str) -> Object {
-    let gpus = scene.gpu_nodes.get(node);
-    Object {
+fn gpu_node_ref(snapshot: &Snapshot<'_>, node: &str) -> NodeRef {
+    let gpus = snapshot.gpu_nodes.get(node);
+    NodeRef {
         name: node.to_owned(),
         uid: gpus.map(|gpus| gpus.uid.clone()).unwrap_or_default(),
     }

@@ -5,43 +5,43 @@ use std::collections::BTreeMap;
 use bursar_crds::Amount;
 use bursar_crds::gpu_node::{DEVICE, MAX_PODS, MAX_QUOTAS, QuotaOrder};
 
-use super::{Step, gpu_node};
-use crate::nodes::ssa_diff::has_to_be_written;
-use crate::placement::history::Memory;
+use super::{Step, gpu_node_ref};
+use crate::nodes::ssa_diff::needs_apply;
+use crate::placement::history::History;
 use crate::placement::pod::PodFacts;
-use crate::placement::snapshot::Scene;
+use crate::placement::snapshot::Snapshot;
 
 /// The nodes whose orders differ from what budgets say.
-pub(super) fn plan(scene: &Scene<'_>, memory: &Memory) -> Vec<Step> {
-    let mut wanted = wanted(scene);
+pub(super) fn plan(snapshot: &Snapshot<'_>, history: &History) -> Vec<Step> {
+    let mut wanted = desired(snapshot);
     let mut steps = Vec::new();
-    for (node, gpus) in &scene.gpu_nodes {
+    for (node, gpus) in &snapshot.gpu_nodes {
         let quotas = wanted.remove(*node).unwrap_or_default();
-        if has_to_be_written(&gpus.quotas, &quotas, memory.quotas.get(*node)) {
-            let node = gpu_node(scene, node);
-            steps.push(Step::Lower { node, quotas });
+        if needs_apply(&gpus.quotas, &quotas, history.quotas.get(*node)) {
+            let node = gpu_node_ref(snapshot, node);
+            steps.push(Step::OverrideQuotas { node, quotas });
         }
     }
     steps
 }
 
 /// The orders for each node, in one order.
-fn wanted(scene: &Scene<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
+fn desired(snapshot: &Snapshot<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
     let mut wanted: BTreeMap<String, Vec<QuotaOrder>> = BTreeMap::new();
-    if scene.lowered.is_empty() {
+    if snapshot.overrides.is_empty() {
         return wanted;
     }
-    let by_name: BTreeMap<(&str, &str), &PodFacts> = scene
+    let by_name: BTreeMap<(&str, &str), &PodFacts> = snapshot
         .pods
         .values()
         .map(|(key, pod)| ((key.namespace.as_str(), key.name.as_str()), *pod))
         .collect();
-    for (budget, pods) in &scene.lowered {
+    for (budget, pods) in &snapshot.overrides {
         for (name, amount) in *pods {
             let pod = by_name.get(&(budget.namespace.as_str(), name.as_str()));
             if let Some((pod, node)) = pod.and_then(|pod| Some((pod, pod.node()?))) {
                 let orders = wanted.entry(node.to_owned()).or_default();
-                orders.extend(of_pod(scene, pod, node, amount));
+                orders.extend(pod_overrides(snapshot, pod, node, amount));
             }
         }
     }
@@ -55,8 +55,16 @@ fn wanted(scene: &Scene<'_>) -> BTreeMap<String, Vec<QuotaOrder>> {
 }
 
 /// One for each of its containers and GPUs, for the amount is of each GPU.
-fn of_pod(scene: &Scene<'_>, pod: &PodFacts, node: &str, amount: &Amount) -> Vec<QuotaOrder> {
-    let gpus = scene.gpu_nodes.get(node).map(|gpus| gpus.gpus.as_slice());
+fn pod_overrides(
+    snapshot: &Snapshot<'_>,
+    pod: &PodFacts,
+    node: &str,
+    amount: &Amount,
+) -> Vec<QuotaOrder> {
+    let gpus = snapshot
+        .gpu_nodes
+        .get(node)
+        .map(|gpus| gpus.gpus.as_slice());
     let theirs = gpus.unwrap_or_default().iter();
     // A full list may leave the pod out. The agent passes over an order for a GPU that the pod lacks.
     let theirs = theirs.filter(|gpu| gpu.pods.contains_key(&pod.uid) || gpu.pods.len() >= MAX_PODS);

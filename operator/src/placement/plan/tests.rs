@@ -1,13 +1,13 @@
 //! A small cluster that plans are carried out on: GPUs, pods, an agent that binds by reservation and priority, a
 //! scheduler that counts tokens and keeps them for whom it nominated.
 
-mod lies;
-mod lying_worlds;
-mod moves;
-mod orders;
-mod promises;
+mod guarantees;
+mod node_reports;
+mod node_writes;
+mod preemption;
 mod random;
-mod room;
+mod relocation;
+mod untrusted_reports;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,12 +19,12 @@ use kube::runtime::watcher::Event;
 use proptest::prelude::*;
 
 use super::*;
-use crate::cluster::pod_request::Class;
-use crate::placement::Told;
-use crate::placement::history::Answer;
-use crate::placement::node::{Gpu, GpuFacts, NodeFacts, Waiter};
-use crate::placement::node_usage::Load;
-use crate::placement::pod::{Owner, Place, PodFacts, Wants};
+use crate::cluster::pod_request::PriorityKind;
+use crate::placement::PlacementEvent;
+use crate::placement::history::EvictionOutcome;
+use crate::placement::node::{Gpu, GpuFacts, NodeFacts, PendingContainer};
+use crate::placement::node_usage::PodRequests;
+use crate::placement::pod::{Constraints, Owner, Placement, PodFacts};
 
 /// How many random clusters each promise is shown on. Of a fifth somebody has to go at least, or it would say little.
 const CASES: u32 = 100_000;
@@ -37,13 +37,13 @@ fn cases(full: u32) -> u32 {
     }
 }
 
-const RULES: Rules = Rules {
+const RULES: PlacementOptions = PlacementOptions {
     quantum: Quantum::Gib1,
     move_waiters: true,
     disruption_grace: Duration::from_secs(60),
 };
 /// The time of day when the operator's shows `now`.
-fn wall(now: Moment) -> Timestamp {
+fn wall(now: Uptime) -> Timestamp {
     Timestamp::UNIX_EPOCH + now
 }
 
@@ -214,16 +214,16 @@ impl Cluster {
         all.saturating_sub(there.map(|pod| pod.asks).sum())
     }
 
-    fn landscape(&self) -> Landscape {
-        let mut landscape = Landscape::default();
+    fn placement_index(&self) -> PlacementIndex {
+        let mut placement_index = PlacementIndex::default();
         for (uid, pod) in &self.pods {
             let facts = PodFacts {
                 uid: uid.clone(),
-                class: match pod.priority {
-                    BORROWED => Class::Borrowed,
-                    _ => Class::Guaranteed,
+                kind: match pod.priority {
+                    BORROWED => PriorityKind::Borrowed,
+                    _ => PriorityKind::Guaranteed,
                 },
-                asks: Quanta::new(pod.asks),
+                request: Quanta::new(pod.asks),
                 containers: [("first", pod.asks - pod.rest()), ("main", pod.rest())]
                     .into_iter()
                     .filter(|(_, asks)| *asks > 0)
@@ -231,32 +231,38 @@ impl Cluster {
                     .collect(),
                 priority: pod.priority,
                 preempts: pod.priority != BORROWED,
-                place: match &pod.node {
-                    Some(node) => Place::On(node.clone()),
-                    None => Place::Nowhere {
-                        refused: Some(k8s_openapi::jiff::Timestamp::UNIX_EPOCH),
+                placement: match &pod.node {
+                    Some(node) => Placement::Node(node.clone()),
+                    None => Placement::Unscheduled {
+                        unschedulable_since: Some(k8s_openapi::jiff::Timestamp::UNIX_EPOCH),
                         nominated: pod.nominated.clone(),
                     },
                 },
-                ending: pod.ending,
+                terminating: pod.ending,
                 pending: pod.gpu.is_none(),
                 one_gpu: true,
                 owner: pod.owner.clone(),
-                wants: Wants {
+                constraints: Constraints {
                     selector: pod
                         .cohort
                         .iter()
                         .map(|cohort| (COHORT_LABEL.to_owned(), cohort.clone()))
                         .collect(),
-                    ..Wants::default()
+                    ..Constraints::default()
                 },
             };
-            landscape.apply(Told::Pod(Event::Apply((key("n", uid), Some(facts)))));
-            let load = Load {
+            placement_index.apply(PlacementEvent::Pod(Event::Apply((
+                key("n", uid),
+                Some(facts),
+            ))));
+            let load = PodRequests {
                 node: pod.node.clone(),
-                asks: [("cpu".into(), 1_000 * pod.cpu), ("pods".into(), 1_000)].into(),
+                milli: [("cpu".into(), 1_000 * pod.cpu), ("pods".into(), 1_000)].into(),
             };
-            landscape.apply(Told::Load(Event::Apply((key("n", uid), Some(load)))));
+            placement_index.apply(PlacementEvent::Requests(Event::Apply((
+                key("n", uid),
+                Some(load),
+            ))));
         }
         for (node, gpus) in &self.nodes {
             let all: u64 = gpus.values().sum();
@@ -264,13 +270,16 @@ impl Cluster {
                 uid: node.clone(),
                 labels: self.labels.get(node).cloned().unwrap_or_default(),
                 taints: Vec::new(),
-                takes_pods: true,
+                schedulable: true,
                 allocatable: Quanta::new(all),
-                offers: [("cpu", self.all_processors(node)), ("pods", 110)]
+                allocatable_milli: [("cpu", self.all_processors(node)), ("pods", 110)]
                     .map(|(resource, amount)| (resource.to_owned(), 1_000 * amount))
                     .into(),
             };
-            landscape.apply(Told::Node(Event::Apply((key("", node), Some(facts)))));
+            placement_index.apply(PlacementEvent::Node(Event::Apply((
+                key("", node),
+                Some(facts),
+            ))));
             let gpu = |(uuid, capacity): (&String, &u64)| {
                 let held = self.held.get(uuid);
                 let free = self.free(node, uuid);
@@ -280,7 +289,7 @@ impl Cluster {
                     capacity: Quanta::new(*capacity),
                     free: Quanta::new(free),
                     largest_free: Quanta::new(free.saturating_sub(kept)),
-                    held_for: held.map(|held| held.waiter.clone()),
+                    reserved_for: held.map(|held| held.waiter.clone()),
                     pods: self
                         .pods
                         .iter()
@@ -295,35 +304,38 @@ impl Cluster {
             let facts = GpuFacts {
                 uid: node.clone(),
                 gpus: gpus.iter().map(gpu).collect(),
-                waiting: self
+                pending: self
                     .pods
                     .iter()
                     .filter(waits)
-                    .map(|(uid, pod)| Waiter {
+                    .map(|(uid, pod)| PendingContainer {
                         pod: uid.clone(),
                         quanta: Quanta::new(pod.rest()),
                     })
                     .collect(),
                 reservations: self.reservations.get(node).cloned().unwrap_or_default(),
                 quotas: self.quotas.get(node).cloned().unwrap_or_default(),
-                moves: self.moves.get(node).cloned().unwrap_or_default(),
+                relocations: self.moves.get(node).cloned().unwrap_or_default(),
             };
-            landscape.apply(Told::Gpus(Event::Apply((key("", node), Some(facts)))));
+            placement_index.apply(PlacementEvent::GpuNode(Event::Apply((
+                key("", node),
+                Some(facts),
+            ))));
         }
         if !self.lowered.is_empty() {
             let lowered = self.lowered.iter();
             let lowered = lowered.map(|(pod, amount)| (pod.clone(), amount.as_str().into()));
             let budget = (key("n", "default"), Some(lowered.collect()));
-            landscape.apply(Told::Lowered(Event::Apply(budget)));
+            placement_index.apply(PlacementEvent::Overrides(Event::Apply(budget)));
         }
-        landscape
+        placement_index
     }
 
-    fn act(&mut self, step: Step, memory: &mut Memory, now: Moment) {
+    fn act(&mut self, step: Step, history: &mut History, now: Uptime) {
         self.writes += 1;
         match step {
             Step::Label { node, labels } => {
-                memory.label_written();
+                history.record_label_write();
                 let there = self.labels.entry(node.name.clone()).or_default();
                 for (label, value) in &labels {
                     match value {
@@ -331,7 +343,7 @@ impl Cluster {
                         None => drop(there.remove(label)),
                     }
                 }
-                memory.labelled.insert(node.name, (labels, now));
+                history.written_labels.insert(node.name, (labels, now));
             }
             Step::Reserve {
                 node,
@@ -344,13 +356,13 @@ impl Cluster {
                 }
                 self.reservations
                     .insert(node.name.clone(), reservations.clone());
-                memory.reservations.insert(node.name, reservations);
+                history.reservations.insert(node.name, reservations);
             }
-            Step::Lower { node, quotas } => {
+            Step::OverrideQuotas { node, quotas } => {
                 self.quotas.insert(node.name.clone(), quotas.clone());
-                memory.quotas.insert(node.name, quotas);
+                history.quotas.insert(node.name, quotas);
             }
-            Step::MakeRoom {
+            Step::Preempt {
                 waiter,
                 node,
                 gpu,
@@ -368,18 +380,18 @@ impl Cluster {
                 }
                 for victim in victims {
                     let uid = &victim.pod.uid;
-                    let kept = self.kept.contains(uid) && !victim.overdue;
+                    let kept = self.kept.contains(uid) && !victim.force;
                     let answer = match kept {
-                        true => Answer::Refused,
-                        false => Answer::Goes,
+                        true => EvictionOutcome::BlockedByPdb,
+                        false => EvictionOutcome::Accepted,
                     };
                     if !kept {
                         self.end(uid, &waiter.uid, &node, &gpu);
                     }
-                    memory.asked(uid, answer, now);
+                    history.record_eviction(uid, answer, now);
                 }
             }
-            Step::Move {
+            Step::Relocate {
                 pod,
                 owner,
                 from,
@@ -389,19 +401,19 @@ impl Cluster {
                 if !self.waits(&pod.uid, &from.name) {
                     return;
                 }
-                let moves = memory.moves_with(&from.name, &owner, now, wall(now));
+                let moves = history.relocations_with(&from.name, &owner, now, wall(now));
                 let told = moves.iter().map(|(moved, _)| moved.clone()).collect();
                 self.moves.insert(from.name.clone(), told);
-                memory.recorded(from.name, moves);
-                memory.asked(&pod.uid, Answer::Goes, now);
-                memory.moved(&owner, &to, room, now);
+                history.set_relocations(from.name, moves);
+                history.record_eviction(&pod.uid, EvictionOutcome::Accepted, now);
+                history.record_relocation(&owner, &to, room, now);
                 self.moved.push(pod.uid.clone());
                 self.pods.get_mut(&pod.uid).unwrap().ending = true;
             }
-            Step::LookAtJob { job, .. } => {
+            Step::ReadJob { job, .. } => {
                 // Those with an even number of letters let go.
                 let lets = job.uid.len() % 2 == 0;
-                memory.jobs.insert(job.uid, lets);
+                history.jobs.insert(job.uid, lets);
             }
         }
     }
@@ -572,11 +584,11 @@ impl Cluster {
     }
 
     /// Seconds of planning and living; ends early once nothing is planned any more for a while.
-    fn run(&mut self, memory: &mut Memory, from: u64, seconds: u64) {
+    fn run(&mut self, history: &mut History, from: u64, seconds: u64) {
         for second in from..from + seconds {
             let now = Duration::from_secs(second);
-            for step in plan(&self.landscape(), memory, &RULES, now) {
-                self.act(step, memory, now);
+            for step in plan(&self.placement_index(), history, &RULES, now) {
+                self.act(step, history, now);
             }
             self.live();
         }
@@ -594,8 +606,8 @@ const LONGEST_PAUSE: u64 = 16;
 /// while nothing happens. That is what makes 100,000 clusters cheap.
 #[derive(Default)]
 struct Watching {
-    memory: Memory,
-    view: Option<Landscape>,
+    history: History,
+    view: Option<PlacementIndex>,
     pause: u64,
 }
 
@@ -604,15 +616,15 @@ impl Watching {
     fn act(&mut self, live: &mut Cluster, second: u64, most: usize) -> bool {
         let now = Duration::from_secs(second);
         let anew = self.view.is_none();
-        let view = self.view.get_or_insert_with(|| live.landscape());
-        let steps = plan(view, &mut self.memory, &RULES, now);
+        let view = self.view.get_or_insert_with(|| live.placement_index());
+        let steps = plan(view, &mut self.history, &RULES, now);
         let planned = !steps.is_empty();
         if !planned && !anew {
             return false;
         }
         let before = (!planned).then(|| (live.pods.clone(), live.held.clone()));
         for step in steps.into_iter().take(most) {
-            live.act(step, &mut self.memory, now);
+            live.act(step, &mut self.history, now);
         }
         live.live();
         let happened = before.is_none_or(|(pods, held)| pods != live.pods || held != live.held);
@@ -642,7 +654,7 @@ fn key(namespace: &str, name: &str) -> Key {
 
 /// One with an even number of letters lets its pods go.
 fn job(uid: &str) -> Owner {
-    Owner::Job(pod_request::Owner {
+    Owner::Job(pod_request::JobRef {
         name: "j".to_owned(),
         uid: uid.to_owned(),
     })

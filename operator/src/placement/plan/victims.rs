@@ -16,13 +16,13 @@ pub(super) struct Candidate<'a> {
 ///
 /// Of several choices one whose most important pod matters least, and then one that frees little more than is
 /// needed. Who chooses again after the first of them went, among pods that matter alike, comes to the rest of them.
-pub(super) fn fewest<'a>(
+pub(super) fn minimal_victims<'a>(
     candidates: &[Candidate<'a>],
     lacking: Quanta,
 ) -> Option<Vec<Candidate<'a>>> {
     let mut largest = candidates.to_vec();
     largest.sort_by(|a, b| (b.quanta, a.priority, a.uid).cmp(&(a.quanta, b.priority, b.uid)));
-    let count = cover(&largest, lacking)?;
+    let count = count_covering(&largest, lacking)?;
     let mut priorities: Vec<i32> = candidates.iter().map(|one| one.priority).collect();
     priorities.sort_unstable();
     let humble = |most: i32| -> Vec<Candidate<'a>> {
@@ -32,7 +32,7 @@ pub(super) fn fewest<'a>(
     let humble = priorities
         .into_iter()
         .map(humble)
-        .find(|humble| cover(humble, lacking) == Some(count))
+        .find(|humble| count_covering(humble, lacking) == Some(count))
         .unwrap_or_default();
     let (chosen, others) = humble.split_at(count);
     let mut chosen = chosen.to_vec();
@@ -46,7 +46,7 @@ pub(super) fn fewest<'a>(
 }
 
 /// How many of the first it takes.
-fn cover(largest_first: &[Candidate<'_>], lacking: Quanta) -> Option<usize> {
+fn count_covering(largest_first: &[Candidate<'_>], lacking: Quanta) -> Option<usize> {
     let mut sum = Quanta::ZERO;
     if lacking == Quanta::ZERO {
         return Some(0);
@@ -76,24 +76,24 @@ mod tests {
 
     fn chosen(of: &[(u64, i32)], lacking: u64) -> Option<String> {
         let all = candidates(of);
-        let chosen = fewest(&all, Quanta::new(lacking))?;
+        let chosen = minimal_victims(&all, Quanta::new(lacking))?;
         Some(chosen.iter().map(|one| one.uid).collect())
     }
 
     #[test]
-    fn one_large_pod_goes_rather_than_two_small_ones() {
+    fn one_large_victim_is_preferred_over_two_small() {
         assert_eq!(chosen(&[(4, -10), (8, -10), (4, -10)], 8).unwrap(), "b");
     }
 
     #[test]
-    fn of_as_many_the_least_important_go_and_of_those_the_smallest_that_do() {
+    fn lowest_priority_then_smallest_victims_are_chosen() {
         assert_eq!(chosen(&[(8, 0), (8, -10)], 6).unwrap(), "b");
         assert_eq!(chosen(&[(12, -10), (6, -10), (8, -10)], 6).unwrap(), "b");
         assert_eq!(chosen(&[(12, -10), (6, -10), (3, -10)], 14).unwrap(), "ac");
     }
 
     #[test]
-    fn nobody_goes_where_nothing_is_lacking_or_nothing_would_help() {
+    fn no_victim_when_none_is_needed_or_none_suffices() {
         assert_eq!(chosen(&[(8, 0)], 0).unwrap(), "");
         assert_eq!(chosen(&[], 0).unwrap(), "");
         assert_eq!(chosen(&[(8, 0), (4, 0)], 13), None);
@@ -102,16 +102,16 @@ mod tests {
     proptest! {
         /// Another operator may have asked some of them to go.
         #[test]
-        fn who_chooses_after_the_first_went_chooses_the_rest(
+        fn choice_is_stable_after_some_victims_are_gone(
             sizes in prop::collection::vec(1_u64..8, 1..8), lacking in 1_u64..30, went in 0_usize..8,
         ) {
             let of: Vec<_> = sizes.into_iter().map(|size| (size, -10)).collect();
             let mut all = candidates(&of);
-            let Some(chosen) = fewest(&all, Quanta::new(lacking)) else { return Ok(()) };
+            let Some(chosen) = minimal_victims(&all, Quanta::new(lacking)) else { return Ok(()) };
             let (went, rest) = chosen.split_at(went.min(chosen.len()));
             all.retain(|one| !went.contains(one));
             let lacking = Quanta::new(lacking).minus(went.iter().map(|one| one.quanta).sum());
-            prop_assert_eq!(fewest(&all, lacking), Some(rest.to_vec()));
+            prop_assert_eq!(minimal_victims(&all, lacking), Some(rest.to_vec()));
         }
     }
 
@@ -119,7 +119,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(100_000))]
         /// Against every choice that there is.
         #[test]
-        fn no_choice_has_fewer_pods_or_with_as_many_less_important_ones(
+        fn victims_are_minimal_by_count_then_priority(
             of in prop::collection::vec((1_u64..20, -2_i32..3), 0..7),
             lacking in 0_u64..60,
         ) {
@@ -131,7 +131,7 @@ mod tests {
                 (sum >= Quanta::new(lacking)).then_some((picked.len(), highest))
             });
             let best = every.min();
-            let found = fewest(&all, Quanta::new(lacking));
+            let found = minimal_victims(&all, Quanta::new(lacking));
             prop_assert_eq!(best, found.as_ref().map(|found| {
                 (found.len(), found.iter().map(|one| one.priority).max())
             }));

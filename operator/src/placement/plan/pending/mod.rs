@@ -11,38 +11,38 @@ use std::time::Duration;
 
 use bursar_crds::gpu_node::Reservation;
 
-use super::{Pod, Rules, Step, gpu_node};
+use super::{PlacementOptions, PodRef, Step, gpu_node_ref};
 use crate::cluster::Key;
-use crate::placement::history::{Memory, Moment};
+use crate::placement::history::{History, Uptime};
 use crate::placement::node::Gpu;
-use crate::placement::pod::{Owner, Place, PodFacts};
-use crate::placement::snapshot::Scene;
+use crate::placement::pod::{Owner, Placement, PodFacts};
+use crate::placement::snapshot::Snapshot;
 use crate::quanta::Quanta;
 
 /// How long a pod has waited on its node before anybody goes for it: who is ending anyway may be enough.
-const PATIENCE: Duration = Duration::from_secs(2);
+const PREEMPTION_DELAY: Duration = Duration::from_secs(2);
 /// How long the scheduler has had no node for a pod before anybody goes for it: its own preemption comes first.
-const UNPLACED_PATIENCE: Duration = Duration::from_secs(10);
+const UNSCHEDULABLE_DELAY: Duration = Duration::from_secs(10);
 /// How many waiters are helped, and pods asked to go for one, in one plan.
-const AT_ONCE: usize = 20;
+const MAX_STEPS: usize = 20;
 /// How many waiters are looked at in one plan. It has to be made in less than the time between two.
-const LOOKS: usize = 100;
+const MAX_CONSIDERED: usize = 100;
 
 /// What a Job that was not looked at yet is taken for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Unseen {
+enum JobAssumption {
     /// One that keeps its pods: nobody goes on a guess.
-    Keeps,
+    FailsOnDisruption,
     /// One that lets them go: nothing that is under way is given up on a guess either.
-    LetsGo,
+    IgnoresDisruption,
 }
 
 /// The reservations of each node.
-type Reserved = BTreeMap<String, Vec<Reservation>>;
+type ReservationsByNode = BTreeMap<String, Vec<Reservation>>;
 
 /// A pod that waits for room on one GPU.
 #[derive(Clone, Copy)]
-struct Want<'a> {
+struct PendingPod<'a> {
     key: &'a Key,
     pod: &'a PodFacts,
     quanta: Quanta,
@@ -52,111 +52,116 @@ struct Want<'a> {
 
 /// The steps for everybody who waits.
 pub(super) fn plan(
-    scene: &Scene<'_>,
-    memory: &mut Memory,
-    rules: &Rules,
-    now: Moment,
+    snapshot: &Snapshot<'_>,
+    history: &mut History,
+    options: &PlacementOptions,
+    now: Uptime,
 ) -> Vec<Step> {
     let mut planner = Planner {
-        scene,
-        memory,
-        rules,
+        snapshot,
+        history,
+        options,
         now,
-        wants: BTreeMap::new(),
-        going: BTreeMap::new(),
+        pending: BTreeMap::new(),
+        terminating: BTreeMap::new(),
         nominated: BTreeMap::new(),
-        moves: Vec::new(),
-        looked: Vec::new(),
-        hopeless: Vec::new(),
+        relocations: Vec::new(),
+        considered: Vec::new(),
+        unsatisfiable: Vec::new(),
         jobs: BTreeMap::new(),
     };
-    planner.wants = planner.wants();
-    for (uid, (_, pod)) in &scene.pods {
-        match &pod.place {
-            Place::On(node)
-                if planner.is_ending(uid, pod) && !planner.memory.overstays(uid, now) =>
+    planner.pending = planner.pending_pods();
+    for (uid, (_, pod)) in &snapshot.pods {
+        match &pod.placement {
+            Placement::Node(node)
+                if planner.is_ending(uid, pod)
+                    && !planner.history.termination_overdue(uid, now) =>
             {
-                let going = planner.going.entry(node).or_default();
-                *going = going.plus(pod.asks);
+                let going = planner.terminating.entry(node).or_default();
+                *going = going.plus(pod.request);
             }
-            Place::Nowhere {
+            Placement::Unscheduled {
                 nominated: Some(node),
                 ..
             } => planner.nominated.entry(node).or_default().push(pod),
-            Place::On(_) | Place::Nowhere { .. } => {}
+            Placement::Node(_) | Placement::Unscheduled { .. } => {}
         }
     }
     let mut steps = planner.steps();
-    let Planner { looked, jobs, .. } = planner;
-    memory.looked_at(looked, now);
+    let Planner {
+        considered: looked,
+        jobs,
+        ..
+    } = planner;
+    history.record_considered(looked, now);
     steps.extend(jobs.into_values());
     steps
 }
 
 struct Planner<'a> {
-    scene: &'a Scene<'a>,
-    memory: &'a Memory,
-    rules: &'a Rules,
-    now: Moment,
+    snapshot: &'a Snapshot<'a>,
+    history: &'a History,
+    options: &'a PlacementOptions,
+    now: Uptime,
     /// Who waits for one GPU, by UID.
-    wants: BTreeMap<&'a str, Want<'a>>,
+    pending: BTreeMap<&'a str, PendingPod<'a>>,
     /// What those ask for who are going, by node.
-    going: BTreeMap<&'a str, Quanta>,
+    terminating: BTreeMap<&'a str, Quanta>,
     /// The pods for whom the scheduler keeps room, by node.
     nominated: BTreeMap<&'a str, Vec<&'a PodFacts>>,
     /// The moves of this plan: the owner, the node that has room, and how much of that is taken by it.
-    moves: Vec<(&'a str, &'a str, Quanta)>,
+    relocations: Vec<(&'a str, &'a str, Quanta)>,
     /// The waiters that were looked at.
-    looked: Vec<String>,
+    considered: Vec<String>,
     /// Those without a node for whom no GPU has room, whoever goes: others like them need no look at all nodes.
-    hopeless: Vec<Want<'a>>,
+    unsatisfiable: Vec<PendingPod<'a>>,
     /// Looks at the Jobs whose answer would matter.
     jobs: BTreeMap<String, Step>,
 }
 
 impl<'a> Planner<'a> {
     fn steps(&mut self) -> Vec<Step> {
-        let mut reserved = self.still_reserved();
+        let mut reserved = self.useful_reservations();
         let (mut steps, mut helped) = (Vec::new(), 0);
-        for want in self.unhelped(&reserved) {
-            if helped == AT_ONCE {
+        for pending in self.without_reservation(&reserved) {
+            if helped == MAX_STEPS {
                 break;
             }
-            self.looked.push(want.pod.uid.clone());
-            if let Some((owner, at, to)) = self.elsewhere(&want) {
+            self.considered.push(pending.pod.uid.clone());
+            if let Some((owner, at, to)) = self.find_relocation(&pending) {
                 // Before it is time nobody goes for it either: it loses nothing by going, and they do.
-                if self.may_go_now(&want, owner) {
-                    self.moves.push((owner, to, want.pod.asks));
+                if self.may_relocate_now(&pending, owner) {
+                    self.relocations.push((owner, to, pending.pod.request));
                     helped += 1;
-                    steps.push(Step::Move {
-                        pod: pod(want.key, want.pod),
+                    steps.push(Step::Relocate {
+                        pod: pod_ref(pending.key, pending.pod),
                         owner: owner.to_owned(),
-                        from: gpu_node(self.scene, at),
+                        from: gpu_node_ref(self.snapshot, at),
                         to: to.to_owned(),
-                        room: want.pod.asks,
+                        room: pending.pod.request,
                     });
                 }
-            } else if let Some((node, reservation)) = self.here(&want, &reserved) {
+            } else if let Some((node, reservation)) = self.find_reservation(&pending, &reserved) {
                 helped += 1;
                 reserved.entry(node).or_default().push(reservation);
             }
         }
-        steps.extend(self.writes(&reserved));
-        for (node, held) in &reserved {
-            for reservation in held {
-                steps.extend(self.make_room(node, reservation));
+        steps.extend(self.reservation_writes(&reserved));
+        for (node, reservation) in &reserved {
+            for reservation in reservation {
+                steps.extend(self.preempt(node, reservation));
             }
         }
         steps
     }
 
     /// Who waits for one GPU.
-    fn wants(&self) -> BTreeMap<&'a str, Want<'a>> {
-        let scene = self.scene;
-        let on_nodes = scene.gpu_nodes.iter().flat_map(|(node, gpus)| {
-            gpus.waiting.iter().filter_map(|waiter| {
-                let (key, pod) = *scene.pods.get(waiter.pod.as_str())?;
-                (pod.node() == Some(*node)).then_some(Want {
+    fn pending_pods(&self) -> BTreeMap<&'a str, PendingPod<'a>> {
+        let snapshot = self.snapshot;
+        let on_nodes = snapshot.gpu_nodes.iter().flat_map(|(node, gpus)| {
+            gpus.pending.iter().filter_map(|waiter| {
+                let (key, pod) = *snapshot.pods.get(waiter.pod.as_str())?;
+                (pod.node() == Some(*node)).then_some(PendingPod {
                     key,
                     pod,
                     quanta: waiter.quanta,
@@ -164,96 +169,112 @@ impl<'a> Planner<'a> {
                 })
             })
         });
-        let unplaced = scene.pods.values().filter_map(|(key, pod)| {
+        let unplaced = snapshot.pods.values().filter_map(|(key, pod)| {
             // What a pod with several containers needs of one GPU is seen when they start.
             let [(_, quanta)] = pod.containers.as_slice() else {
                 return None;
             };
             let refused = matches!(
-                pod.place,
-                Place::Nowhere {
-                    refused: Some(_),
+                pod.placement,
+                Placement::Unscheduled {
+                    unschedulable_since: Some(_),
                     ..
                 }
             );
-            (refused && *quanta == pod.asks).then_some(Want {
+            (refused && *quanta == pod.request).then_some(PendingPod {
                 key,
                 pod,
                 quanta: *quanta,
                 node: None,
             })
         });
-        let waits = |want: &Want<'_>| {
-            !self.is_ending(&want.pod.uid, want.pod) && want.pod.pending && want.pod.one_gpu
+        let waits = |pending: &PendingPod<'_>| {
+            !self.is_ending(&pending.pod.uid, pending.pod)
+                && pending.pod.pending
+                && pending.pod.one_gpu
         };
-        let mut wants = BTreeMap::new();
-        for want in on_nodes.chain(unplaced).filter(waits) {
+        let mut pending_pods = BTreeMap::new();
+        for pending in on_nodes.chain(unplaced).filter(waits) {
             // Of several containers that wait the one that has waited longest is first.
-            wants.entry(want.pod.uid.as_str()).or_insert(want);
+            pending_pods
+                .entry(pending.pod.uid.as_str())
+                .or_insert(pending);
         }
-        wants
+        pending_pods
     }
 
     /// Who has waited for long enough and has no reservation, the most important first, and then the longest waiting.
     /// Of too many those whose turn it is: whose last look is the longest ago.
-    fn unhelped(&self, reserved: &Reserved) -> Vec<Want<'a>> {
+    fn without_reservation(&self, reserved: &ReservationsByNode) -> Vec<PendingPod<'a>> {
         let helped = reserved.values().flatten();
-        let helped: BTreeSet<&str> = helped.map(|held| held.waiter.as_str()).collect();
-        let rank = |want: &Want<'a>| {
-            let pod = want.pod;
-            (Reverse(pod.priority), Reverse(self.waited(want)), &pod.uid)
+        let helped: BTreeSet<&str> = helped
+            .map(|reservation| reservation.waiter.as_str())
+            .collect();
+        let rank = |pending: &PendingPod<'a>| {
+            let pod = pending.pod;
+            (
+                Reverse(pod.priority),
+                Reverse(self.waited(pending)),
+                &pod.uid,
+            )
         };
-        let waits = |want: &Want<'_>| {
-            let patience = match want.node {
-                Some(_) => PATIENCE,
-                None => UNPLACED_PATIENCE,
+        let waits = |pending: &PendingPod<'_>| {
+            let patience = match pending.node {
+                Some(_) => PREEMPTION_DELAY,
+                None => UNSCHEDULABLE_DELAY,
             };
-            self.waited(want) >= patience && !helped.contains(want.pod.uid.as_str())
+            self.waited(pending) >= patience && !helped.contains(pending.pod.uid.as_str())
         };
-        let mut wants: Vec<Want<'a>> = self.wants.values().copied().filter(waits).collect();
-        wants.sort_by_cached_key(|want| (self.memory.last_look(&want.pod.uid), rank(want)));
-        wants.truncate(LOOKS);
-        wants.sort_by_cached_key(rank);
-        wants
+        let mut pending_pods: Vec<PendingPod<'a>> =
+            self.pending.values().copied().filter(waits).collect();
+        pending_pods.sort_by_cached_key(|pending| {
+            (
+                self.history.last_considered(&pending.pod.uid),
+                rank(pending),
+            )
+        });
+        pending_pods.truncate(MAX_CONSIDERED);
+        pending_pods.sort_by_cached_key(rank);
+        pending_pods
     }
 
-    fn waited(&self, want: &Want<'_>) -> Duration {
-        self.memory.waited(&want.pod.uid, self.now)
+    fn waited(&self, pending: &PendingPod<'_>) -> Duration {
+        self.history.waited(&pending.pod.uid, self.now)
     }
 
     fn is_ending(&self, uid: &str, pod: &PodFacts) -> bool {
-        pod.ending || self.memory.goes(uid, self.now)
+        pod.terminating || self.history.eviction_accepted(uid, self.now)
     }
 
     /// Whether nothing is lost with the pod but its own work: a Job may take a deleted pod for a failed one.
-    fn lets_go(&mut self, key: &Key, pod: &PodFacts, unseen: Unseen) -> bool {
+    fn ignores_disruption(&mut self, key: &Key, pod: &PodFacts, unseen: JobAssumption) -> bool {
         let Owner::Job(job) = &pod.owner else {
             return true;
         };
-        if let Some(lets) = self.memory.jobs.get(&job.uid) {
+        if let Some(lets) = self.history.jobs.get(&job.uid) {
             return *lets;
         }
-        let look = Step::LookAtJob {
+        let look = Step::ReadJob {
             namespace: key.namespace.clone(),
             job: job.clone(),
         };
         self.jobs.insert(job.uid.clone(), look);
-        unseen == Unseen::LetsGo
+        unseen == JobAssumption::IgnoresDisruption
     }
 }
 
 /// The waiter's reservation of a GPU. What is bound for it there already is included: so the agent counts.
-fn reservation(want: &Want<'_>, gpu: &Gpu) -> Option<Reservation> {
-    let has = gpu.pods.get(&want.pod.uid).copied().unwrap_or_default();
+fn reservation_for(pending: &PendingPod<'_>, gpu: &Gpu) -> Option<Reservation> {
+    let has = gpu.pods.get(&pending.pod.uid).copied().unwrap_or_default();
     Some(Reservation {
         gpu: gpu.uuid.clone(),
-        waiter: want.pod.uid.clone(),
-        quanta: i32::try_from(want.quanta.plus(has).count()).ok()?,
+        waiter: pending.pod.uid.clone(),
+        quanta: i32::try_from(pending.quanta.plus(has).count()).ok()?,
     })
 }
 
-fn pod(key: &Key, facts: &PodFacts) -> Pod {
-    Pod {
+fn pod_ref(key: &Key, facts: &PodFacts) -> PodRef {
+    PodRef {
         key: key.clone(),
         uid: facts.uid.clone(),
     }

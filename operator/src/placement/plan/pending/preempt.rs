@@ -1,72 +1,80 @@
 //! Finds a GPU to reserve for a pod, and the pods of lower priority that make room there.
 
-use super::{AT_ONCE, Planner, Reserved, Unseen, Want, pod, reservation};
-use crate::cluster::pod_request::Class;
-use crate::placement::filters::may_be_on;
-use crate::placement::history::RESERVED_AT_MOST;
+use super::{
+    JobAssumption, MAX_STEPS, PendingPod, Planner, ReservationsByNode, pod_ref, reservation_for,
+};
+use crate::cluster::pod_request::PriorityKind;
+use crate::placement::filters::passes_filters;
+use crate::placement::history::RESERVATION_TIMEOUT;
 use crate::placement::node::Gpu;
-use crate::placement::plan::victims::{Candidate, fewest};
+use crate::placement::plan::victims::{Candidate, minimal_victims};
 use crate::placement::plan::{Step, Victim};
-use crate::placement::pod::{Owner, Place};
+use crate::placement::pod::{Owner, Placement};
 use crate::quanta::Quanta;
 use bursar_crds::gpu_node::Reservation;
 
 impl<'a> Planner<'a> {
     /// A GPU to reserve for the waiter: where that has not come to nothing, or most seldom, and then where the fewest go.
-    pub(super) fn here(
+    pub(super) fn find_reservation(
         &mut self,
-        want: &Want<'a>,
-        reserved: &Reserved,
+        pending: &PendingPod<'a>,
+        reserved: &ReservationsByNode,
     ) -> Option<(String, Reservation)> {
-        if !want.pod.preempts || self.memory.is_left_alone(&want.pod.uid, self.now) {
+        if !pending.pod.preempts || self.history.in_backoff(&pending.pod.uid, self.now) {
             return None;
         }
-        let nodes: Vec<&str> = match want.node {
+        let nodes: Vec<&str> = match pending.node {
             Some(node) => vec![node],
-            None => self.nodes_for(want)?,
+            None => self.candidate_nodes(pending)?,
         };
-        let kind = |want: &Want<'a>| {
-            let Want { key, pod, .. } = *want;
-            let rest = self.scene.load(key).map(|load| &load.asks);
-            (pod.priority, pod.asks, &pod.wants, rest)
+        let kind = |pending: &PendingPod<'a>| {
+            let PendingPod { key, pod, .. } = *pending;
+            let rest = self.snapshot.requests_of(key).map(|load| &load.milli);
+            (pod.priority, pod.request, &pod.constraints, rest)
         };
-        let mut hopeless = self.hopeless.iter();
-        if want.node.is_none() && hopeless.any(|other| kind(other) == kind(want)) {
+        let mut hopeless = self.unsatisfiable.iter();
+        if pending.node.is_none() && hopeless.any(|other| kind(other) == kind(pending)) {
             return None;
         }
         let mut choices = Vec::new();
         for node in nodes {
-            let Some(gpus) = self.scene.gpu_nodes.get(node) else {
+            let Some(gpus) = self.snapshot.gpu_nodes.get(node) else {
                 continue;
             };
             let taken = reserved.get(node).map(Vec::as_slice).unwrap_or_default();
-            if !self.rest_suffices(node, &want.pod.uid, taken) {
+            if !self.other_resources_fit(node, &pending.pod.uid, taken) {
                 continue;
             }
             for gpu in &gpus.gpus {
-                if gpu.held_for.is_some() || taken.iter().any(|held| held.gpu == gpu.uuid) {
+                if gpu.reserved_for.is_some()
+                    || taken.iter().any(|reservation| reservation.gpu == gpu.uuid)
+                {
                     continue;
                 }
-                let Some(room) = self.room_on(node, gpu, want, Unseen::Keeps) else {
+                let Some(room) =
+                    self.victims_on(node, gpu, pending, JobAssumption::FailsOnDisruption)
+                else {
                     continue;
                 };
-                if room.is_empty() && want.node.is_some() {
+                if room.is_empty() && pending.node.is_some() {
                     // Who is leaving anyway will do.
                     return None;
                 }
-                let reservation = reservation(want, gpu)?;
-                if !self.tokens_suffice(node, &reservation, taken) {
+                let reservation = reservation_for(pending, gpu)?;
+                if !self.quanta_fit(node, &reservation, taken) {
                     continue;
                 }
                 let highest = room.iter().map(|one| one.priority).max();
                 let freed: Quanta = room.iter().map(|one| one.quanta).sum();
-                let in_vain = self.memory.in_vain(&want.pod.uid, &gpu.uuid);
+                let in_vain = self
+                    .history
+                    .failed_reservations(&pending.pod.uid, &gpu.uuid);
                 let rank = (in_vain, room.len(), highest, freed, node, gpu.uuid.as_str());
                 choices.push((rank, reservation));
             }
         }
-        if want.node.is_none() && choices.is_empty() {
-            self.hopeless.push(*want);
+        if pending.node.is_none() && choices.is_empty() {
+            self.unsatisfiable.push(*pending);
         }
         let best = choices.into_iter().min_by_key(|(rank, _)| *rank);
         best.map(|((.., node, _), reservation)| (node.to_owned(), reservation))
@@ -74,46 +82,46 @@ impl<'a> Planner<'a> {
 
     /// The nodes that a pod without one may be on; none where it is for the scheduler to do: it keeps room for the
     /// pod, or some node has room.
-    pub(super) fn nodes_for(&self, want: &Want<'a>) -> Option<Vec<&'a str>> {
-        let Place::Nowhere {
+    pub(super) fn candidate_nodes(&self, pending: &PendingPod<'a>) -> Option<Vec<&'a str>> {
+        let Placement::Unscheduled {
             nominated: None, ..
-        } = want.pod.place
+        } = pending.pod.placement
         else {
             return None;
         };
-        let may = self.scene.nodes.iter();
-        let may = may.filter(|(name, node)| may_be_on(&want.pod.wants, name, node));
+        let may = self.snapshot.nodes.iter();
+        let may = may.filter(|(name, node)| passes_filters(&pending.pod.constraints, name, node));
         let may: Vec<&'a str> = may.map(|(name, _)| *name).collect();
-        let some = may.iter().any(|name| self.has_room(name, want));
+        let some = may.iter().any(|name| self.has_room(name, pending));
         (!some).then_some(may)
     }
 
     /// Who has to go from a GPU for the waiter, besides those who leave soon; none where that would not help.
-    pub(super) fn room_on(
+    pub(super) fn victims_on(
         &mut self,
         node: &str,
         gpu: &Gpu,
-        want: &Want<'a>,
-        unseen: Unseen,
+        pending: &PendingPod<'a>,
+        unseen: JobAssumption,
     ) -> Option<Vec<Candidate<'a>>> {
-        if gpu.capacity < want.quanta {
+        if gpu.capacity < pending.quanta {
             return None;
         }
-        let (mut coming, mut candidates) = (self.memory.settling(node, gpu), Vec::new());
+        let (mut coming, mut candidates) = (self.history.recently_freed(node, gpu), Vec::new());
         for (uid, quanta) in &gpu.pods {
             // Who has ended is there until the agent sees that.
-            let there = self.scene.pods.get_key_value(uid.as_str());
+            let there = self.snapshot.pods.get_key_value(uid.as_str());
             let lives = there.filter(|(uid, (_, pod))| !self.is_ending(uid, pod));
             let Some((uid, (key, pod))) = lives else {
-                if !self.memory.overstays(uid, self.now) {
+                if !self.history.termination_overdue(uid, self.now) {
                     coming = coming.plus(*quanta);
                 }
                 continue;
             };
-            if pod.priority < want.pod.priority
-                && want.pod.preempts
+            if pod.priority < pending.pod.priority
+                && pending.pod.preempts
                 && pod.owner != Owner::Node
-                && (pod.class == Class::Borrowed || self.lets_go(key, pod, unseen))
+                && (pod.kind == PriorityKind::Borrowed || self.ignores_disruption(key, pod, unseen))
             {
                 candidates.push(Candidate {
                     uid,
@@ -122,47 +130,47 @@ impl<'a> Planner<'a> {
                 });
             }
         }
-        fewest(&candidates, want.quanta.minus(gpu.free).minus(coming))
+        minimal_victims(&candidates, pending.quanta.minus(gpu.free).minus(coming))
     }
 
     /// Who goes from a GPU that the agent holds.
-    pub(super) fn make_room(&mut self, node: &str, held: &Reservation) -> Option<Step> {
-        let want = *self.wants.get(held.waiter.as_str())?;
-        let gpu = self.scene.gpu(node, &held.gpu)?;
-        if gpu.held_for.as_ref() != Some(&held.waiter) {
+    pub(super) fn preempt(&mut self, node: &str, reservation: &Reservation) -> Option<Step> {
+        let pending = *self.pending.get(reservation.waiter.as_str())?;
+        let gpu = self.snapshot.gpu(node, &reservation.gpu)?;
+        if gpu.reserved_for.as_ref() != Some(&reservation.waiter) {
             return None;
         }
-        let nominate = match &want.pod.place {
-            Place::Nowhere { nominated, .. } => nominated.as_deref() != Some(node),
-            Place::On(_) => false,
+        let nominate = match &pending.pod.placement {
+            Placement::Unscheduled { nominated, .. } => nominated.as_deref() != Some(node),
+            Placement::Node(_) => false,
         };
-        let room = self.room_on(node, gpu, &want, Unseen::Keeps)?;
+        let room = self.victims_on(node, gpu, &pending, JobAssumption::FailsOnDisruption)?;
         let victims: Vec<Victim> = room
             .iter()
-            .filter(|one| self.memory.may_ask(one.uid, self.now))
+            .filter(|one| self.history.may_evict(one.uid, self.now))
             .filter_map(|one| self.victim(one))
-            .take(AT_ONCE)
+            .take(MAX_STEPS)
             .collect();
-        (nominate || !victims.is_empty()).then(|| Step::MakeRoom {
-            waiter: pod(want.key, want.pod),
+        (nominate || !victims.is_empty()).then(|| Step::Preempt {
+            waiter: pod_ref(pending.key, pending.pod),
             node: node.to_owned(),
-            gpu: held.gpu.clone(),
+            gpu: reservation.gpu.clone(),
             nominate,
             victims,
         })
     }
 
     pub(super) fn victim(&self, one: &Candidate<'_>) -> Option<Victim> {
-        let (key, facts) = self.scene.pods.get(one.uid)?;
-        let refused = self.memory.refused_for(one.uid, self.now);
+        let (key, facts) = self.snapshot.pods.get(one.uid)?;
+        let refused = self.history.refused_for(one.uid, self.now);
         // The reservation must live to see the end of it.
-        let grace = self.rules.disruption_grace.min(RESERVED_AT_MOST / 2);
+        let grace = self.options.disruption_grace.min(RESERVATION_TIMEOUT / 2);
         // A Job takes a pod that was deleted, and not evicted, for a failed one whatever its policy
         // says. A borrower has agreed to that by its class.
-        let stays = matches!(facts.owner, Owner::Job(_)) && facts.class == Class::Guaranteed;
+        let stays = matches!(facts.owner, Owner::Job(_)) && facts.kind == PriorityKind::Guaranteed;
         Some(Victim {
-            pod: pod(key, facts),
-            overdue: !stays && refused.is_some_and(|refused| refused >= grace),
+            pod: pod_ref(key, facts),
+            force: !stays && refused.is_some_and(|refused| refused >= grace),
         })
     }
 }

@@ -2,45 +2,52 @@
 
 use std::time::Duration;
 
-use super::{Planner, Unseen, Want};
-use crate::placement::filters::may_be_on;
+use super::{JobAssumption, PendingPod, Planner};
+use crate::placement::filters::passes_filters;
 
 /// How long before the waiter itself is moved.
-const MOVE_PATIENCE: Duration = Duration::from_secs(8);
+const RELOCATION_DELAY: Duration = Duration::from_secs(8);
 
 impl<'a> Planner<'a> {
     /// Whether a waiter that is to be moved goes now, and not later.
-    pub(super) fn may_go_now(&self, want: &Want<'_>, owner: &str) -> bool {
-        let next = self.memory.next_move(owner);
-        let another = self.moves.iter().any(|(other, ..)| *other == owner);
-        self.waited(want) >= MOVE_PATIENCE
-            && self.memory.may_ask(&want.pod.uid, self.now)
+    pub(super) fn may_relocate_now(&self, pending: &PendingPod<'_>, owner: &str) -> bool {
+        let next = self.history.next_relocation(owner);
+        let another = self.relocations.iter().any(|(other, ..)| *other == owner);
+        self.waited(pending) >= RELOCATION_DELAY
+            && self.history.may_evict(&pending.pod.uid, self.now)
             && next.is_some_and(|next| next <= self.now)
             && !another
     }
 
     /// Another node for the waiter, where it may go there by the rules, now or soon, and there is room now: its owner, the
     /// node that it is on, and the other one.
-    pub(super) fn elsewhere(&mut self, want: &Want<'a>) -> Option<(&'a str, &'a str, &'a str)> {
-        let (at, uid) = (want.node?, &want.pod.uid);
-        let owner = want.pod.owner.uid()?;
-        let kept = self.memory.was_refused(uid);
-        let too_often = self.memory.next_move(owner).is_none();
-        let begun = self.scene.gpu_nodes.get(at)?.may_have_begun(want.pod);
-        if !self.rules.move_waiters || kept || too_often || begun {
+    pub(super) fn find_relocation(
+        &mut self,
+        pending: &PendingPod<'a>,
+    ) -> Option<(&'a str, &'a str, &'a str)> {
+        let (at, uid) = (pending.node?, &pending.pod.uid);
+        let owner = pending.pod.owner.relocatable_uid()?;
+        let kept = self.history.was_refused(uid);
+        let too_often = self.history.next_relocation(owner).is_none();
+        let begun = self
+            .snapshot
+            .gpu_nodes
+            .get(at)?
+            .has_possibly_started(pending.pod);
+        if !self.options.move_waiters || kept || too_often || begun {
             return None;
         }
-        let (to, _) = self.scene.nodes.iter().find(|(name, node)| {
+        let (to, _) = self.snapshot.nodes.iter().find(|(name, node)| {
             **name != at
-                && may_be_on(&want.pod.wants, name, node)
-                && !self.memory.moved_in_vain(owner, name)
-                && self.has_room(name, want)
+                && passes_filters(&pending.pod.constraints, name, node)
+                && !self.history.relocation_failed(owner, name)
+                && self.has_room(name, pending)
         })?;
-        let unseen = match self.waited(want) >= MOVE_PATIENCE {
-            true => Unseen::Keeps,
-            false => Unseen::LetsGo,
+        let unseen = match self.waited(pending) >= RELOCATION_DELAY {
+            true => JobAssumption::FailsOnDisruption,
+            false => JobAssumption::IgnoresDisruption,
         };
-        let lets_go = self.lets_go(want.key, want.pod, unseen);
-        lets_go.then_some((owner, at, to))
+        let ignores_disruption = self.ignores_disruption(pending.key, pending.pod, unseen);
+        ignores_disruption.then_some((owner, at, to))
     }
 }

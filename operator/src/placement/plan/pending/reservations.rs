@@ -4,96 +4,106 @@ use std::collections::BTreeSet;
 
 use bursar_crds::gpu_node::Reservation;
 
-use super::{Planner, Reserved, Unseen, reservation};
-use crate::nodes::ssa_diff::has_to_be_written;
-use crate::placement::plan::{Step, gpu_node};
-use crate::placement::pod::Place;
+use super::{JobAssumption, Planner, ReservationsByNode, reservation_for};
+use crate::nodes::ssa_diff::needs_apply;
+use crate::placement::plan::{Step, gpu_node_ref};
+use crate::placement::pod::Placement;
 
 impl<'a> Planner<'a> {
     /// The reservations that there are, without those that came to their end: one for each waiter, for nobody goes
     /// from two nodes for the same one.
-    pub(super) fn still_reserved(&mut self) -> Reserved {
-        let mut held = Vec::new();
-        for (node, gpus) in &self.scene.gpu_nodes {
+    pub(super) fn useful_reservations(&mut self) -> ReservationsByNode {
+        let mut reservation = Vec::new();
+        for (node, gpus) in &self.snapshot.gpu_nodes {
             // What was written last a watch may tell late.
-            let written = self.memory.reservations.get(*node).into_iter().flatten();
-            let late = written.filter(|held| !gpus.reservations.contains(held));
-            let told = gpus.reservations.iter().map(|held| (false, held));
-            for (late, one) in told.chain(late.map(|held| (true, held))) {
-                if self.is_of_use(node, one) {
-                    held.push((late, *node, one));
+            let written = self.history.reservations.get(*node).into_iter().flatten();
+            let late = written.filter(|reservation| !gpus.reservations.contains(reservation));
+            let told = gpus
+                .reservations
+                .iter()
+                .map(|reservation| (false, reservation));
+            for (late, one) in told.chain(late.map(|reservation| (true, reservation))) {
+                if self.is_useful(node, one) {
+                    reservation.push((late, *node, one));
                 }
             }
         }
-        let scene = self.scene;
-        let is_nominated = |waiter: &str, node: &str| match scene.pod(waiter).map(|pod| &pod.place)
+        let snapshot = self.snapshot;
+        let is_nominated = |waiter: &str, node: &str| match snapshot
+            .pod(waiter)
+            .map(|pod| &pod.placement)
         {
-            Some(Place::Nowhere { nominated, .. }) => nominated.as_deref() == Some(node),
-            Some(Place::On(_)) | None => false,
+            Some(Placement::Unscheduled { nominated, .. }) => nominated.as_deref() == Some(node),
+            Some(Placement::Node(_)) | None => false,
         };
-        held.sort_by_key(|(late, node, held)| {
-            let gpu = scene.gpu(node, &held.gpu);
-            let answered = gpu.is_some_and(|gpu| gpu.held_for.as_ref() == Some(&held.waiter));
-            (!is_nominated(&held.waiter, node), !answered, *late)
+        reservation.sort_by_key(|(late, node, reservation)| {
+            let gpu = snapshot.gpu(node, &reservation.gpu);
+            let answered =
+                gpu.is_some_and(|gpu| gpu.reserved_for.as_ref() == Some(&reservation.waiter));
+            (!is_nominated(&reservation.waiter, node), !answered, *late)
         });
         let (mut waiters, mut gpus) = (BTreeSet::new(), BTreeSet::new());
-        let mut kept = Reserved::new();
-        for (_, node, held) in held {
+        let mut kept = ReservationsByNode::new();
+        for (_, node, reservation) in reservation {
             let taken = kept.entry(node.to_owned()).or_default();
-            if !gpus.contains(&(node, &held.gpu))
-                && !waiters.contains(&held.waiter)
-                && self.tokens_suffice(node, held, taken)
+            if !gpus.contains(&(node, &reservation.gpu))
+                && !waiters.contains(&reservation.waiter)
+                && self.quanta_fit(node, reservation, taken)
                 // Seen to before it was nominated: others that come by now make room for themselves.
-                && (is_nominated(&held.waiter, node)
-                    || self.rest_suffices(node, &held.waiter, taken))
+                && (is_nominated(&reservation.waiter, node)
+                    || self.other_resources_fit(node, &reservation.waiter, taken))
             {
-                gpus.insert((node, &held.gpu));
-                waiters.insert(&held.waiter);
+                gpus.insert((node, &reservation.gpu));
+                waiters.insert(&reservation.waiter);
                 // Another container of the waiter may have got memory there since.
                 let again = self
-                    .wants
-                    .get(held.waiter.as_str())
-                    .zip(self.scene.gpu(node, &held.gpu));
-                let again = again.and_then(|(want, gpu)| reservation(want, gpu));
-                taken.push(again.unwrap_or_else(|| held.clone()));
+                    .pending
+                    .get(reservation.waiter.as_str())
+                    .zip(self.snapshot.gpu(node, &reservation.gpu));
+                let again = again.and_then(|(pending, gpu)| reservation_for(pending, gpu));
+                taken.push(again.unwrap_or_else(|| reservation.clone()));
             }
         }
         kept
     }
 
     /// Its waiter is still to be bound, and would be if those went who may.
-    pub(super) fn is_of_use(&mut self, node: &str, held: &Reservation) -> bool {
+    pub(super) fn is_useful(&mut self, node: &str, reservation: &Reservation) -> bool {
         let (Some(pod), Some(gpu)) = (
-            self.scene.pod(&held.waiter),
-            self.scene.gpu(node, &held.gpu),
+            self.snapshot.pod(&reservation.waiter),
+            self.snapshot.gpu(node, &reservation.gpu),
         ) else {
             return false;
         };
-        let elsewhere = match &pod.place {
-            Place::On(at) => at != node,
+        let elsewhere = match &pod.placement {
+            Placement::Node(at) => at != node,
             // Another operator, or the scheduler itself, has room made there.
-            Place::Nowhere { nominated, .. } => nominated.as_ref().is_some_and(|at| at != node),
+            Placement::Unscheduled { nominated, .. } => {
+                nominated.as_ref().is_some_and(|at| at != node)
+            }
         };
-        let given_up = self.memory.is_left_alone(&held.waiter, self.now);
-        if pod.ending || !pod.pending || elsewhere || given_up {
+        let given_up = self.history.in_backoff(&reservation.waiter, self.now);
+        if pod.terminating || !pod.pending || elsewhere || given_up {
             return false;
         }
-        match self.wants.get(held.waiter.as_str()).copied() {
-            Some(want) => self.room_on(node, gpu, &want, Unseen::LetsGo).is_some(),
+        match self.pending.get(reservation.waiter.as_str()).copied() {
+            Some(pending) => self
+                .victims_on(node, gpu, &pending, JobAssumption::IgnoresDisruption)
+                .is_some(),
             // Bound; or scheduled and not started, or between two looks of the scheduler.
-            None => !gpu.pods.contains_key(&held.waiter),
+            None => !gpu.pods.contains_key(&reservation.waiter),
         }
     }
 
     /// The writes of reservations that differ.
-    pub(super) fn writes(&self, reserved: &Reserved) -> Vec<Step> {
+    pub(super) fn reservation_writes(&self, reserved: &ReservationsByNode) -> Vec<Step> {
         let mut steps = Vec::new();
-        for (node, gpus) in &self.scene.gpu_nodes {
+        for (node, gpus) in &self.snapshot.gpu_nodes {
             let wanted = reserved.get(*node).map(Vec::as_slice).unwrap_or_default();
-            let written = self.memory.reservations.get(*node);
-            if has_to_be_written(&gpus.reservations, wanted, written) {
+            let written = self.history.reservations.get(*node);
+            if needs_apply(&gpus.reservations, wanted, written) {
                 steps.push(Step::Reserve {
-                    node: gpu_node(self.scene, node),
+                    node: gpu_node_ref(self.snapshot, node),
                     over: gpus.reservations.clone(),
                     reservations: wanted.to_vec(),
                 });

@@ -46,7 +46,7 @@ fn layouts() -> impl Strategy<Value = Cluster> {
                 cluster = cluster.first(&uid, &gpu, *first);
             }
             if *bare {
-                cluster = cluster.owned(&uid, Owner::Nobody);
+                cluster = cluster.owned(&uid, Owner::Unowned);
             }
         }
         cluster
@@ -73,7 +73,7 @@ fn hopeful(cluster: &Cluster) -> Vec<String> {
 
 /// The evictions of a step one by one: an operator may be killed between them.
 fn singly(step: Step) -> Vec<Step> {
-    let Step::MakeRoom {
+    let Step::Preempt {
         waiter,
         node,
         gpu,
@@ -83,7 +83,7 @@ fn singly(step: Step) -> Vec<Step> {
     else {
         return vec![step];
     };
-    let room = |nominate, victims| Step::MakeRoom {
+    let room = |nominate, victims| Step::Preempt {
         waiter: waiter.clone(),
         node: node.clone(),
         gpu: gpu.clone(),
@@ -98,7 +98,7 @@ fn singly(step: Step) -> Vec<Step> {
 /// One of the operators that act on the same cluster.
 #[derive(Default)]
 struct Acting {
-    memory: Memory,
+    history: History,
     /// The newest of the views that its watches have shown it.
     seen: usize,
 }
@@ -109,7 +109,7 @@ fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
     let mut operators = [Acting::default(), Acting::default()];
     let (mut views, mut clock) = (Vec::new(), 0);
     for bits in bits {
-        views.push(live.landscape());
+        views.push(live.placement_index());
         let now = Duration::from_secs(clock);
         let mut queues = [VecDeque::new(), VecDeque::new()];
         let mut killed = [false; 2];
@@ -119,7 +119,7 @@ fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
             one.seen = one
                 .seen
                 .max((views.len() - 1).saturating_sub(behind as usize));
-            let steps = plan(&views[one.seen], &mut one.memory, &RULES, now);
+            let steps = plan(&views[one.seen], &mut one.history, &RULES, now);
             queues[at] = steps.into_iter().flat_map(singly).collect();
             killed[at] = bits >> 2 & 7 == 0;
             if killed[at] {
@@ -133,12 +133,12 @@ fn operate(live: &mut Cluster, two: bool, bits: &[u32]) {
             turns = turns.rotate_right(1);
             let at = if queues[at].is_empty() { 1 - at } else { at };
             if let Some(step) = queues[at].pop_front() {
-                live.act(step, &mut operators[at].memory, now);
+                live.act(step, &mut operators[at].history, now);
             }
         }
         for (one, killed) in operators.iter_mut().zip(killed) {
             if killed {
-                one.memory = Memory::default();
+                one.history = History::default();
             }
         }
         live.live();
@@ -185,13 +185,13 @@ proptest! {
     /// A round is what one plan says, the end of those who go by it, and one look of the scheduler and the agents each.
     /// Nothing may put off the waiter then: neither borrowers, who come again at once, nor owners, whenever they come.
     #[test]
-    fn for_whom_somebody_goes_has_its_gpu_within_the_round_and_there_is_no_other_for_it(
+    fn preemptor_gets_its_gpu_and_had_no_alternative(
         cluster in layouts(),
         others in prop::collection::vec((0_u64..15, 1_u64..12, any::<bool>()), 0..4),
     ) {
         let mut live = cluster;
         live.all_return = true;
-        let mut memory = Memory::default();
+        let mut history = History::default();
         for second in 0..25 {
             for (number, (at, asks, borrows)) in others.iter().enumerate() {
                 if *at == second {
@@ -200,7 +200,7 @@ proptest! {
                 }
             }
             let mut before = live.rounds.clone();
-            live.run(&mut memory, second, 1);
+            live.run(&mut history, second, 1);
             for ((waiter, node), round) in &live.rounds {
                 if before.remove(&(waiter.clone(), node.clone())).as_ref() != Some(round) {
                     prop_assert!(live.bound(waiter), "{} in second {}: {:?}", waiter, second, live);
@@ -215,7 +215,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(40_000)))]
     #[test]
-    fn an_operator_that_is_killed_anywhere_and_sees_late_takes_what_one_waiter_lacks_and_no_more(
+    fn crashing_operator_preempts_no_more_than_needed(
         cluster in layouts(),
         thieves in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
@@ -224,7 +224,7 @@ proptest! {
     }
 
     #[test]
-    fn two_operators_whose_steps_alternate_anyhow_take_what_one_waiter_lacks_and_no_more(
+    fn two_operators_preempt_no_more_than_needed(
         cluster in layouts(),
         thieves in prop::collection::vec(1_u64..12, 0..3),
         bits in prop::collection::vec(any::<u32>(), 8),
@@ -258,7 +258,7 @@ fn marks() -> impl Strategy<Value = Vec<(prop::sample::Index, u8)>> {
 
 /// Carried out whole, cut short anywhere, or by an operator that starts anew each time.
 #[test]
-fn the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice() {
+fn plan_settles_evicting_only_borrowers_and_none_twice() {
     let (cases, lent) = (cases(CASES), Cell::new(0));
     let cuts = prop::collection::vec(prop::option::weighted(0.3, 0_usize..4), 20);
     proptest!(ProptestConfig::with_cases(cases), |(cluster in layouts(), marks in marks(), cuts in cuts)| {
@@ -268,7 +268,7 @@ fn the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice() {
             let happened = operator.act(&mut live, second, cut.unwrap_or(usize::MAX));
             // An operator that was killed after so many steps remembers nothing.
             if cut.is_some() {
-                operator.memory = Memory::default();
+                operator.history = History::default();
             }
             second += operator.pause(happened);
         }
@@ -299,25 +299,25 @@ fn the_plan_comes_to_rest_evicts_only_borrowers_and_nobody_twice() {
 
 /// The same facts again, with and without what is remembered: nobody else has to go.
 #[test]
-fn a_replayed_plan_evicts_nobody_else() {
+fn replayed_plan_evicts_nobody_else() {
     let (cases, lent) = (cases(CASES), Cell::new(0));
     proptest!(ProptestConfig::with_cases(cases), |(cluster in layouts())| {
         let mut live = cluster;
         let (mut operator, mut second) = (Watching::default(), 0);
         while second < 20 {
             let now = Duration::from_secs(second);
-            let blind = live.landscape();
-            let steps = plan(&blind, &mut operator.memory, &RULES, now);
+            let blind = live.placement_index();
+            let steps = plan(&blind, &mut operator.history, &RULES, now);
             let happened = !steps.is_empty();
             for step in steps {
-                live.act(step, &mut operator.memory, now);
+                live.act(step, &mut operator.history, now);
             }
             if happened {
                 // The watch shows nothing of it yet, and memory does; or all of it, to an operator that remembers nothing.
-                let replayed = plan(&blind, &mut operator.memory, &RULES, now);
-                let anew = plan(&live.landscape(), &mut Memory::default(), &RULES, now);
+                let replayed = plan(&blind, &mut operator.history, &RULES, now);
+                let anew = plan(&live.placement_index(), &mut History::default(), &RULES, now);
                 for step in replayed.into_iter().chain(anew) {
-                    let asks = matches!(&step, Step::MakeRoom { victims, .. } if !victims.is_empty());
+                    let asks = matches!(&step, Step::Preempt { victims, .. } if !victims.is_empty());
                     prop_assert!(!asks, "{:?}", step);
                 }
             }
@@ -333,18 +333,18 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(100_000) / 40))]
     /// What is not planned while nothing changes would have come to nothing.
     #[test]
-    fn at_rest_nothing_comes_of_time_alone(cluster in layouts(), seconds in 0_u64..240) {
+    fn idle_plan_stays_empty_as_time_passes(cluster in layouts(), seconds in 0_u64..240) {
         let mut live = cluster;
-        let mut memory = Memory::default();
-        live.run(&mut memory, 0, seconds);
+        let mut history = History::default();
+        live.run(&mut history, 0, seconds);
         let now = Duration::from_secs(seconds);
-        let steps = plan(&live.landscape(), &mut memory, &RULES, now);
-        if !steps.is_empty() || !memory.is_at_rest() {
+        let steps = plan(&live.placement_index(), &mut history, &RULES, now);
+        if !steps.is_empty() || !history.is_idle() {
             return Ok(());
         }
         for later in [1, 10, 60, 600, 7200] {
             let now = Duration::from_secs(seconds + later);
-            let steps = plan(&live.landscape(), &mut memory, &RULES, now);
+            let steps = plan(&live.placement_index(), &mut history, &RULES, now);
             prop_assert_eq!(steps, Vec::new(), "after {} s", later);
         }
     }

@@ -3,108 +3,108 @@
 use super::*;
 
 #[test]
-fn an_owner_on_its_node_gets_a_gpu_from_the_fewest_borrowers() {
+fn guaranteed_pod_preempts_the_fewest_borrowers() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
         .pod("b2", 4, BORROWED, Some(("a", Some(1))))
         .pod("b3", 4, BORROWED, Some(("a", Some(1))))
         .pod("owner", 16, GUARANTEED, Some(("a", None)));
-    cluster.run(&mut Memory::default(), 0, 10);
+    cluster.run(&mut History::default(), 0, 10);
     assert_eq!(cluster.evicted, ["b1"]);
     assert!(cluster.bound("owner") && cluster.bound("b2") && cluster.bound("b3"));
     assert_eq!(cluster.reservations["a"], [], "it is cleared");
 }
 
 #[test]
-fn an_owner_without_a_node_is_nominated_before_anybody_goes_and_wins_against_a_pending_borrower() {
+fn unscheduled_pod_is_nominated_before_it_preempts() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b1", 16, BORROWED, Some(("a", Some(0))))
         .pod("owner", 16, GUARANTEED, None)
         .pod("thief", 16, BORROWED, None);
-    cluster.run(&mut Memory::default(), 0, 30);
+    cluster.run(&mut History::default(), 0, 30);
     assert_eq!(cluster.evicted, ["b1"]);
     assert!(cluster.bound("owner"));
     assert!(!cluster.bound("thief"));
 }
 
 #[test]
-fn who_may_not_preempt_or_is_not_more_important_takes_from_nobody() {
+fn non_preempting_or_equal_priority_pod_takes_nothing() {
     for priority in [BORROWED, GUARANTEED] {
         let mut cluster = Cluster::default()
             .node("a", &[16])
             .pod("old", 10, priority, Some(("a", Some(0))))
             .pod("same", 8, priority, Some(("a", None)));
-        let mut memory = Memory::default();
-        cluster.run(&mut memory, 0, 30);
+        let mut history = History::default();
+        cluster.run(&mut history, 0, 30);
         assert_eq!(cluster.evicted, [] as [&str; 0]);
         let writes = cluster.writes;
-        cluster.run(&mut memory, 30, 600);
+        cluster.run(&mut history, 30, 600);
         assert_eq!(cluster.writes, writes, "and nothing is written for ever");
     }
 }
 
 #[test]
-fn a_jobs_pod_that_a_disruption_budget_keeps_is_never_deleted_past_it() {
+fn job_pod_blocked_by_pdb_is_never_deleted() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 10, LOW, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
     cluster.kept = vec!["b".to_owned()];
     cluster.pods.get_mut("b").unwrap().owner = job("even");
-    cluster.run(&mut Memory::default(), 0, 150);
+    cluster.run(&mut History::default(), 0, 150);
     assert_eq!(cluster.evicted, [] as [&str; 0]);
 }
 
 #[test]
-fn a_jobs_pod_goes_for_an_owner_only_if_the_job_lets_it() {
+fn job_pod_is_preempted_only_if_job_ignores_disruption() {
     for (uid, goes) in [("even", true), ("odd", false)] {
         let mut cluster = Cluster::default()
             .node("a", &[16])
             .pod("job", 10, LOW, Some(("a", Some(0))))
             .pod("owner", 8, GUARANTEED, Some(("a", None)));
         cluster.pods.get_mut("job").unwrap().owner = job(uid);
-        cluster.run(&mut Memory::default(), 0, 20);
+        cluster.run(&mut History::default(), 0, 20);
         assert_eq!(cluster.bound("owner"), goes);
     }
 }
 
 #[test]
-fn a_borrower_gives_back_whatever_its_job_says() {
+fn borrower_is_preempted_whatever_its_job_says() {
     for uid in ["even", "odd"] {
         let mut cluster = Cluster::default()
             .node("a", &[16])
             .pod("b", 10, BORROWED, Some(("a", Some(0))))
             .owned("b", job(uid))
             .pod("owner", 8, GUARANTEED, Some(("a", None)));
-        let mut memory = Memory::default();
+        let mut history = History::default();
         cluster.kept = vec!["b".to_owned()];
-        cluster.run(&mut memory, 0, 60);
+        cluster.run(&mut history, 0, 60);
         assert_eq!(cluster.evicted, [] as [&str; 0], "its disruption budget");
-        cluster.run(&mut memory, 60, 15);
+        cluster.run(&mut history, 60, 15);
         assert_eq!(cluster.evicted, ["b"]);
         assert!(cluster.bound("owner"));
     }
 }
 
 #[test]
-fn a_disruption_budget_keeps_a_pod_for_its_grace_and_no_longer() {
+fn pdb_blocks_a_victim_for_its_grace_and_no_longer() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 10, BORROWED, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
     cluster.kept = vec!["b".to_owned()];
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 60);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 60);
     assert_eq!(cluster.evicted, [] as [&str; 0]);
-    cluster.run(&mut memory, 60, 15);
+    cluster.run(&mut history, 60, 15);
     assert_eq!(cluster.evicted, ["b"]);
     assert!(cluster.bound("owner"));
 }
 
 #[test]
-fn who_waits_for_a_kept_pod_costs_nobody_else_the_gpu_that_somebody_left_for_it() {
+fn pod_waiting_for_a_blocked_victim_keeps_the_freed_gpu() {
     let mut cluster = Cluster::default()
         .node("a", &[8, 8, 3, 3])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
@@ -113,54 +113,59 @@ fn who_waits_for_a_kept_pod_costs_nobody_else_the_gpu_that_somebody_left_for_it(
         .pod("owner2", 8, GUARANTEED, None)
         .pod("thief", 4, BORROWED, Some(("a", None)));
     cluster.kept = vec!["b2".to_owned()];
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 60);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 60);
     assert_eq!(cluster.evicted, ["b1"]);
     let waiters = cluster.reservations["a"].iter().map(|held| &held.waiter);
     assert_eq!(waiters.collect::<Vec<_>>(), ["owner1", "owner2"]);
-    cluster.run(&mut memory, 60, 30);
+    cluster.run(&mut history, 60, 30);
     assert_eq!(cluster.evicted, ["b1", "b2"]);
     assert!(cluster.bound("owner1") && cluster.bound("owner2") && !cluster.bound("thief"));
 }
 
 #[test]
-fn an_operator_that_starts_anew_gives_up_nothing_before_it_has_looked_at_a_job() {
+fn restarted_operator_keeps_reservations_until_jobs_are_read() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("job", 10, LOW, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
     cluster.pods.get_mut("job").unwrap().owner = job("even");
     cluster.kept = vec!["job".to_owned()];
-    cluster.run(&mut Memory::default(), 0, 20);
+    cluster.run(&mut History::default(), 0, 20);
     assert_eq!(cluster.reservations["a"].len(), 1);
     let now = Duration::from_secs(20);
-    let steps = plan(&cluster.landscape(), &mut Memory::default(), &RULES, now);
+    let steps = plan(
+        &cluster.placement_index(),
+        &mut History::default(),
+        &RULES,
+        now,
+    );
     assert!(
         steps
             .iter()
-            .any(|step| matches!(step, Step::LookAtJob { .. })),
+            .any(|step| matches!(step, Step::ReadJob { .. })),
         "{steps:?}"
     );
     assert!(
         !steps
             .iter()
-            .any(|step| matches!(step, Step::Reserve { .. } | Step::MakeRoom { .. })),
+            .any(|step| matches!(step, Step::Reserve { .. } | Step::Preempt { .. })),
         "{steps:?}"
     );
 }
 
 #[test]
-fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
+fn failed_reservation_is_dropped_for_its_backoff() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 10, BORROWED, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
-    let mut memory = Memory::default();
+    let mut history = History::default();
     // No agent answers.
     for second in 0..400 {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
-            cluster.act(step, &mut memory, now);
+        for step in plan(&cluster.placement_index(), &mut history, &RULES, now) {
+            cluster.act(step, &mut history, now);
         }
     }
     assert_eq!(cluster.reservations["a"], []);
@@ -168,7 +173,7 @@ fn a_reservation_that_comes_to_nothing_is_given_up_for_a_while() {
 }
 
 #[test]
-fn a_gpu_from_which_nobody_can_be_made_to_go_is_not_chosen_again_before_another_one() {
+fn gpu_with_unevictable_pods_is_tried_after_others() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
         .pod("jobpod", 16, LOW, Some(("a", Some(0))))
@@ -177,17 +182,17 @@ fn a_gpu_from_which_nobody_can_be_made_to_go_is_not_chosen_again_before_another_
         .pod("b2", 8, BORROWED, Some(("a", Some(1))))
         .pod("owner", 16, GUARANTEED, Some(("a", None)));
     cluster.kept = vec!["jobpod".to_owned()];
-    let mut memory = Memory::default();
-    memory.jobs.insert("even".to_owned(), true);
-    cluster.run(&mut memory, 0, 30);
+    let mut history = History::default();
+    history.jobs.insert("even".to_owned(), true);
+    cluster.run(&mut history, 0, 30);
     assert_eq!(cluster.reservations["a"], [reservation("a-0", "owner", 16)]);
-    cluster.run(&mut memory, 30, 1_500);
+    cluster.run(&mut history, 30, 1_500);
     assert_eq!(cluster.evicted, ["b1", "b2"]);
     assert!(cluster.bound("owner") && cluster.bound("jobpod"));
 }
 
 #[test]
-fn for_whom_others_go_in_vain_they_go_ever_more_rarely() {
+fn failed_preemptions_back_off_exponentially() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
@@ -196,13 +201,13 @@ fn for_whom_others_go_in_vain_they_go_ever_more_rarely() {
     cluster.all_return = true;
     cluster.preempts = true;
     cluster.shut = vec!["a".to_owned()];
-    cluster.run(&mut Memory::default(), 0, 20_000);
+    cluster.run(&mut History::default(), 0, 20_000);
     // After 10 s and 300 s each, and pauses of 300, 600, 1,200, 2,400 and 3,600 s.
     assert_eq!(cluster.evicted.len(), 8);
 }
 
 #[test]
-fn nobody_goes_for_who_lacks_something_else_and_somebody_once_that_is_there() {
+fn nobody_is_preempted_while_another_resource_lacks() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
@@ -211,18 +216,18 @@ fn nobody_goes_for_who_lacks_something_else_and_somebody_once_that_is_there() {
         .cpu("owner", 7);
     // If the borrower went there would be enough of it too: that is for the scheduler to see.
     cluster.processors.insert("a".to_owned(), 8);
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 1_500);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 1_500);
     assert_eq!(cluster.evicted, [] as [&str; 0]);
     assert_eq!(cluster.reservations.get("a"), None);
     cluster.processors.insert("a".to_owned(), 9);
-    cluster.run(&mut memory, 1_500, 30);
+    cluster.run(&mut history, 1_500, 30);
     assert_eq!(cluster.evicted, ["b"]);
     assert!(cluster.bound("owner"));
 }
 
 #[test]
-fn what_one_waiter_is_helped_to_is_not_there_for_the_next() {
+fn room_reserved_for_one_pod_is_not_given_twice() {
     let mut cluster = Cluster::default()
         .node("a", &[8, 8])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
@@ -231,13 +236,13 @@ fn what_one_waiter_is_helped_to_is_not_there_for_the_next() {
         cluster = cluster.pod(uid, 8, GUARANTEED, None).cpu(uid, 5);
     }
     cluster.processors.insert("a".to_owned(), 9);
-    cluster.run(&mut Memory::default(), 0, 1_500);
+    cluster.run(&mut History::default(), 0, 1_500);
     assert_eq!(cluster.evicted, ["b1"]);
     assert!(cluster.bound("owner1") && !cluster.bound("owner2"));
 }
 
 #[test]
-fn who_asks_for_less_is_helped_after_one_like_it_that_asks_for_too_much() {
+fn smaller_pod_is_helped_after_an_unsatisfiable_one() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
@@ -245,12 +250,12 @@ fn who_asks_for_less_is_helped_after_one_like_it_that_asks_for_too_much() {
         .cpu("owner1", 65)
         .pod("owner2", 16, GUARANTEED, None)
         .cpu("owner2", 1);
-    cluster.run(&mut Memory::default(), 0, 30);
+    cluster.run(&mut History::default(), 0, 30);
     assert!(cluster.bound("owner2") && !cluster.bound("owner1"));
 }
 
 #[test]
-fn who_is_to_end_and_does_not_keeps_nobody_from_another_gpu() {
+fn overdue_termination_does_not_block_another_gpu() {
     // One is ending; the other one's node alone still has it.
     for known in [true, false] {
         let mut cluster = Cluster::default()
@@ -260,19 +265,19 @@ fn who_is_to_end_and_does_not_keeps_nobody_from_another_gpu() {
             .pod("owner", 16, GUARANTEED, Some(("a", None)));
         cluster.pods.get_mut("x").unwrap().ending = true;
         cluster.slow = vec!["x".to_owned()];
-        let mut memory = Memory::default();
+        let mut history = History::default();
         let mut reserved = Vec::new();
         for second in 0..600 {
             let now = Duration::from_secs(second);
-            let mut landscape = cluster.landscape();
+            let mut placement_index = cluster.placement_index();
             if !known {
-                landscape.apply(Told::Pod(Event::Delete((key("n", "x"), None))));
+                placement_index.apply(PlacementEvent::Pod(Event::Delete((key("n", "x"), None))));
             }
-            for step in plan(&landscape, &mut memory, &RULES, now) {
+            for step in plan(&placement_index, &mut history, &RULES, now) {
                 if let Step::Reserve { reservations, .. } = &step {
                     reserved.push((second, reservations.clone()));
                 }
-                cluster.act(step, &mut memory, now);
+                cluster.act(step, &mut history, now);
             }
             cluster.live();
         }
@@ -283,7 +288,7 @@ fn who_is_to_end_and_does_not_keeps_nobody_from_another_gpu() {
 }
 
 #[test]
-fn nobody_else_goes_while_one_that_went_for_a_waiter_takes_its_time() {
+fn no_second_victim_while_the_first_terminates() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
         .pod("b", 16, BORROWED, Some(("a", Some(0))))
@@ -291,37 +296,37 @@ fn nobody_else_goes_while_one_that_went_for_a_waiter_takes_its_time() {
         .pod("b2", 8, BORROWED, Some(("a", Some(1))))
         .pod("owner", 16, GUARANTEED, Some(("a", None)));
     cluster.slow = vec!["b".to_owned()];
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 250);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 250);
     assert_eq!(cluster.evicted, ["b"]);
-    let (mut quick, mut remembered) = (cluster.clone(), memory.clone());
+    let (mut quick, mut remembered) = (cluster.clone(), history.clone());
     quick.slow.clear();
     quick.run(&mut remembered, 250, 10);
     assert_eq!(quick.evicted, ["b"]);
     assert!(quick.bound("owner"));
     // Nor by an operator that starts anew.
     let mut anew = cluster.clone();
-    anew.run(&mut Memory::default(), 250, 250);
+    anew.run(&mut History::default(), 250, 250);
     assert_eq!(anew.evicted, ["b"]);
     // It does not take all of it.
-    cluster.run(&mut memory, 250, 400);
+    cluster.run(&mut history, 250, 400);
     assert_eq!(cluster.evicted, ["b", "b1", "b2"]);
     assert!(cluster.bound("owner"));
 }
 
 #[test]
-fn nobody_else_goes_while_what_one_had_is_proven_free() {
+fn no_second_victim_while_memory_is_proven_free() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b1", 8, BORROWED, Some(("a", Some(0))))
         .pod("b2", 8, BORROWED, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)));
-    let mut memory = Memory::default();
+    let mut history = History::default();
     let mut second = 0;
     while cluster.left.is_empty() {
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
-            cluster.act(step, &mut memory, now);
+        for step in plan(&cluster.placement_index(), &mut history, &RULES, now) {
+            cluster.act(step, &mut history, now);
         }
         if !cluster.evicted.is_empty() {
             cluster.left = [("a-0".to_owned(), 8)].into();
@@ -329,20 +334,20 @@ fn nobody_else_goes_while_what_one_had_is_proven_free() {
         cluster.live();
         second += 1;
     }
-    let (mut quick, mut remembered) = (cluster.clone(), memory.clone());
+    let (mut quick, mut remembered) = (cluster.clone(), history.clone());
     quick.run(&mut remembered, second, 4);
     quick.left.clear();
     quick.run(&mut remembered, second + 4, 10);
     assert_eq!(quick.evicted.len(), 1);
     assert!(quick.bound("owner"));
     // What somebody else holds of it does not come back.
-    cluster.run(&mut memory, second, 10);
+    cluster.run(&mut history, second, 10);
     assert_eq!(cluster.evicted.len(), 2);
     assert!(cluster.bound("owner"));
 }
 
 #[test]
-fn who_has_two_reservations_keeps_one_and_takes_from_one_node_only() {
+fn pod_with_two_reservations_keeps_one() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16])
@@ -358,13 +363,13 @@ fn who_has_two_reservations_keeps_one_and_takes_from_one_node_only() {
         cluster.held.insert(held.gpu.clone(), held);
     }
     cluster.pods.get_mut("owner").unwrap().nominated = Some("b".to_owned());
-    cluster.run(&mut Memory::default(), 0, 10);
+    cluster.run(&mut History::default(), 0, 10);
     assert_eq!(cluster.evicted, ["b1"]);
     assert!(cluster.bound("owner"));
 }
 
 #[test]
-fn a_reservation_that_the_watch_does_not_show_yet_is_not_made_on_another_node() {
+fn unconfirmed_reservation_is_not_repeated_on_another_node() {
     let cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16])
@@ -372,7 +377,7 @@ fn a_reservation_that_the_watch_does_not_show_yet_is_not_made_on_another_node() 
         .pod("b1", 8, BORROWED, Some(("b", Some(0))))
         .pod("b2", 8, BORROWED, Some(("b", Some(0))))
         .pod("owner", 16, GUARANTEED, None);
-    let mut memory = Memory::default();
+    let mut history = History::default();
     let mut real = cluster.clone();
     let reserved = |steps: &[Step]| -> Vec<String> {
         let nodes = steps.iter().filter_map(|step| match step {
@@ -385,21 +390,21 @@ fn a_reservation_that_the_watch_does_not_show_yet_is_not_made_on_another_node() 
     };
     for second in 0..11 {
         let now = Duration::from_secs(second);
-        let steps = plan(&real.landscape(), &mut memory, &RULES, now);
+        let steps = plan(&real.placement_index(), &mut history, &RULES, now);
         assert!(
             second < 10 || reserved(&steps) == ["a"],
             "one goes there, and two on the other"
         );
         steps
             .into_iter()
-            .for_each(|step| real.act(step, &mut memory, now));
+            .for_each(|step| real.act(step, &mut history, now));
     }
     // The pods' watch is ahead of the nodes': the other one would be chosen now.
     let mut blind = cluster.pod("b1", 1, BORROWED, Some(("b", Some(0))));
     blind.pods.remove("b2");
     let steps = plan(
-        &blind.landscape(),
-        &mut memory,
+        &blind.placement_index(),
+        &mut history,
         &RULES,
         Duration::from_secs(11),
     );
@@ -407,61 +412,61 @@ fn a_reservation_that_the_watch_does_not_show_yet_is_not_made_on_another_node() 
 }
 
 #[test]
-fn whom_nothing_helps_keeps_nobody_behind_it_from_help() {
+fn unsatisfiable_pod_does_not_block_the_next() {
     let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]);
     for number in 0..300 {
         cluster = cluster.pod(&format!("large{number}"), 17, GUARANTEED, None);
     }
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 20);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 20);
     cluster = cluster
         .pod("borrower", 10, BORROWED, Some(("a", Some(0))))
         .pod("owner", 8, GUARANTEED, Some(("a", None)))
-        .owned("owner", Owner::Nobody);
-    cluster.run(&mut memory, 20, 10);
+        .owned("owner", Owner::Unowned);
+    cluster.run(&mut history, 20, 10);
     assert!(cluster.bound("owner"));
 }
 
 #[test]
-fn a_pod_of_which_a_container_has_memory_of_a_gpu_gets_the_rest_of_it_there() {
+fn pod_with_memory_on_a_gpu_gets_the_rest_there() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 8, BORROWED, Some(("a", Some(0))))
         .pod("owner", 12, GUARANTEED, Some(("a", None)))
         .first("owner", "a-0", 4);
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 3);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 3);
     // As the agent counts: what is bound for the pod there already is included.
     assert_eq!(cluster.reservations["a"], [reservation("a-0", "owner", 12)]);
-    cluster.run(&mut memory, 3, 10);
+    cluster.run(&mut history, 3, 10);
     assert_eq!(cluster.evicted, ["b"]);
     assert!(cluster.bound("owner"));
     assert_eq!(cluster.reservations["a"], [], "it is cleared");
     let writes = cluster.writes;
-    cluster.run(&mut memory, 13, 60);
+    cluster.run(&mut history, 13, 60);
     assert_eq!(cluster.writes, writes);
 }
 
 #[test]
-fn what_a_container_of_the_waiter_has_since_is_added_to_its_reservation() {
+fn reservation_includes_what_the_pod_has_since() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .pod("b", 12, BORROWED, Some(("a", Some(0))))
         .pod("owner", 12, GUARANTEED, Some(("a", None)));
     cluster.kept = vec!["b".to_owned()];
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 6);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 6);
     assert_eq!(cluster.reservations["a"], [reservation("a-0", "owner", 12)]);
     // It asks for 15 in all, and another container of it came first.
     cluster = cluster
         .pod("owner", 15, GUARANTEED, Some(("a", None)))
         .first("owner", "a-0", 3);
-    cluster.run(&mut memory, 6, 2);
+    cluster.run(&mut history, 6, 2);
     assert_eq!(cluster.reservations["a"], [reservation("a-0", "owner", 15)]);
 }
 
 #[test]
-fn who_is_spread_over_two_gpus_makes_room_in_the_nodes_quanta_once() {
+fn victim_on_two_gpus_counts_once_in_the_nodes_quanta() {
     let mut cluster = Cluster::default()
         .node("a", &[8, 12, 5])
         .pod("x", 8, BORROWED, Some(("a", Some(0))))
@@ -470,14 +475,14 @@ fn who_is_spread_over_two_gpus_makes_room_in_the_nodes_quanta_once() {
         .pod("z", 13, BORROWED, Some(("a", None)))
         .pod("owner1", 8, GUARANTEED, None)
         .pod("owner2", 12, GUARANTEED, None);
-    cluster.run(&mut Memory::default(), 0, 60);
+    cluster.run(&mut History::default(), 0, 60);
     // When it is gone the node has quanta for the first owner, and none for the second.
     assert_eq!(cluster.evicted, ["x"]);
     assert!(cluster.bound("owner1") && !cluster.bound("owner2"));
 }
 
 #[test]
-fn a_large_cluster_is_planned_for_in_the_time_that_there_is() {
+fn large_cluster_is_planned_within_the_interval() {
     let mut cluster = Cluster::default();
     for node in 0..100 {
         let name = format!("n{node}");
@@ -501,15 +506,15 @@ fn a_large_cluster_is_planned_for_in_the_time_that_there_is() {
     for waiter in 0..5_000 {
         cluster = cluster.pod(&format!("vain{waiter}"), 16, BORROWED - 1, None);
     }
-    let landscape = cluster.landscape();
-    let mut memory = Memory::default();
-    let look = |memory: &mut Memory, second| {
+    let placement_index = cluster.placement_index();
+    let mut history = History::default();
+    let look = |history: &mut History, second| {
         let now = Duration::from_secs(second);
-        plan(&landscape, memory, &RULES, now)
+        plan(&placement_index, history, &RULES, now)
     };
-    look(&mut memory, 0);
+    look(&mut history, 0);
     let start = std::time::Instant::now();
-    let steps = look(&mut memory, 20);
+    let steps = look(&mut history, 20);
     let took = start.elapsed();
     let reserved = steps.iter().map(|step| match step {
         Step::Reserve { reservations, .. } => reservations.len(),

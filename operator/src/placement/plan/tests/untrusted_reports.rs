@@ -9,8 +9,8 @@ use serde_json::{Value, json};
 
 use super::*;
 use crate::budget;
-use crate::cluster::pod_request::{AskingPod, Demand};
-use crate::cluster::{Change, Claim, Gpus, Host, World};
+use crate::cluster::pod_request::{PodRequest, SlimPod};
+use crate::cluster::{BudgetSummary, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent};
 use crate::placement::node::SlimNode;
 
 /// The pods by UID: namespace, node, quanta, whether it borrows, and whether it waits.
@@ -107,8 +107,8 @@ fn read<T: serde::de::DeserializeOwned>(object: Value) -> T {
 
 /// An operator as values, and what is in the API server.
 struct Operator {
-    world: World,
-    memory: Memory,
+    index: ClusterIndex,
+    history: History,
     budgets: Vec<GpuMemoryBudget>,
     /// The reservations of each node, with what its agent says.
     nodes: BTreeMap<&'static str, (Vec<Reservation>, Value)>,
@@ -119,8 +119,8 @@ struct Operator {
 impl Operator {
     fn new(policies: &[&str]) -> Self {
         let mut operator = Self {
-            world: World::new(Quantum::Gib1),
-            memory: Memory::default(),
+            index: ClusterIndex::new(Quantum::Gib1),
+            history: History::default(),
             budgets: Vec::new(),
             nodes: BTreeMap::new(),
             named: BTreeSet::new(),
@@ -130,10 +130,10 @@ impl Operator {
                 "metadata": { "name": "default", "namespace": namespace, "uid": namespace },
                 "spec": { "deviceMemory": { "guaranteed": "16Gi" }, "contextPolicy": { "action": policy } },
             }));
-            let claim = Claim::of(&budget, Quantum::Gib1);
-            operator.told(Change::Budget(Event::Apply((
+            let summary = BudgetSummary::of(&budget, Quantum::Gib1);
+            operator.told(WatchEvent::Budget(Event::Apply((
                 key(namespace, "default"),
-                Some(claim),
+                Some(summary),
             ))));
             operator.budgets.push(budget);
         }
@@ -145,17 +145,17 @@ impl Operator {
             }));
             let facts = NodeFacts::of(&slim, Quantum::Gib1);
             let at = || key("", node);
-            operator.told(Change::Placement(Told::Node(Event::Apply((
+            operator.told(WatchEvent::Placement(PlacementEvent::Node(Event::Apply((
                 at(),
                 Some(facts),
             )))));
-            let host = Host::of(&slim, Quantum::Gib1);
-            operator.told(Change::Node(Event::Apply((at(), Some(host)))));
+            let host = NodeSummary::of(&slim, Quantum::Gib1);
+            operator.told(WatchEvent::Node(Event::Apply((at(), Some(host)))));
         }
         for (uid, namespace, node, quanta, borrows, waits) in PODS {
             let class = borrows.then_some("bursar-borrowed");
             let asks = json!({ "requests": { "bursar.dev/gpu-memory-gib": quanta.to_string() } });
-            let pod: AskingPod = read(json!({
+            let pod: SlimPod = read(json!({
                 "metadata": { "name": uid, "namespace": namespace, "uid": uid,
                     "creationTimestamp": "2026-01-01T00:00:00Z", "ownerReferences": [{
                         "apiVersion": "v1", "kind": "ReplicaSet", "name": "o", "uid": "o", "controller": true }] },
@@ -166,11 +166,16 @@ impl Operator {
             }));
             let at = || key(namespace, uid);
             let facts = PodFacts::of(&pod, Quantum::Gib1);
-            operator.told(Change::Placement(Told::Pod(Event::Apply((at(), facts)))));
-            let load = Load::read(&pod, Quantum::Gib1);
-            operator.told(Change::Placement(Told::Load(Event::Apply((at(), load)))));
-            let demand = Demand::of(&pod, Quantum::Gib1);
-            operator.told(Change::Pod(Event::Apply((at(), demand))));
+            operator.told(WatchEvent::Placement(PlacementEvent::Pod(Event::Apply((
+                at(),
+                facts,
+            )))));
+            let load = PodRequests::parse(&pod, Quantum::Gib1);
+            operator.told(WatchEvent::Placement(PlacementEvent::Requests(
+                Event::Apply((at(), load)),
+            )));
+            let request = PodRequest::of(&pod, Quantum::Gib1);
+            operator.told(WatchEvent::Pod(Event::Apply((at(), request))));
         }
         let truth = json!({ "quantum": "1Gi", "namespaces": [],
             "deviceMemory": { "allocatable": 32, "free": 0, "largestFree": 0 }, "gpus": [] });
@@ -178,8 +183,8 @@ impl Operator {
         operator
     }
 
-    fn told(&mut self, change: Change) {
-        drop(self.world.apply(change));
+    fn told(&mut self, change: WatchEvent) {
+        drop(self.index.apply(change));
     }
 
     /// A node says this. The agent of `evil` answers each reservation, or whatever it likes better.
@@ -191,32 +196,31 @@ impl Operator {
             "spec": { "reservations": reservations }, "status": last }));
         let facts = GpuFacts::of(&object, Quantum::Gib1);
         let at = || key("", node);
-        self.told(Change::Placement(Told::Gpus(Event::Apply((
-            at(),
-            Some(facts),
-        )))));
-        let gpus = Gpus::of(&object, Quantum::Gib1);
-        self.told(Change::GpuNode(Event::Apply((at(), Some(gpus)))));
+        self.told(WatchEvent::Placement(PlacementEvent::GpuNode(
+            Event::Apply((at(), Some(facts))),
+        )));
+        let gpus = GpuNodeSummary::of(&object, Quantum::Gib1);
+        self.told(WatchEvent::GpuNode(Event::Apply((at(), Some(gpus)))));
     }
 
     /// What both plans do at this time.
-    fn acts(&mut self, now: Moment) {
+    fn acts(&mut self, now: Uptime) {
         for budget in &mut self.budgets {
             let namespace = budget.metadata.namespace.clone().unwrap_or_default();
-            let mut facts = self.world.facts(&namespace, "default");
+            let mut facts = self.index.budget_inputs(&namespace, "default");
             // As if it had lasted.
-            for sufferer in &mut facts.sufferers {
-                sufferer.seen_for = Duration::from_secs(3600);
+            for affected in &mut facts.affected_pods {
+                affected.observed_for = Duration::from_secs(3600);
             }
             for step in budget::plan(budget, &facts, &Time(wall(now))).steps {
                 match step {
-                    budget::Step::Status(status) => budget.status = Some(*status),
+                    budget::Step::ApplyStatus(status) => budget.status = Some(*status),
                     budget::Step::Evict { pod, .. } => drop(self.named.insert(pod.uid)),
                     _ => {}
                 }
             }
         }
-        let steps = plan(self.world.landscape(), &mut self.memory, &RULES, now);
+        let steps = plan(self.index.placement(), &mut self.history, &RULES, now);
         for step in steps {
             match step {
                 Step::Reserve {
@@ -234,15 +238,15 @@ impl Operator {
                     }
                     self.says(name, status);
                 }
-                Step::MakeRoom { victims, .. } => {
+                Step::Preempt { victims, .. } => {
                     let victims = victims.into_iter().map(|victim| victim.pod.uid);
                     self.named.extend(victims);
                 }
-                Step::Move { pod, .. } => drop(self.named.insert(pod.uid)),
-                Step::Label { .. } | Step::Lower { .. } | Step::LookAtJob { .. } => {}
+                Step::Relocate { pod, .. } => drop(self.named.insert(pod.uid)),
+                Step::Label { .. } | Step::OverrideQuotas { .. } | Step::ReadJob { .. } => {}
             }
         }
-        for (node, _, (_, restarts)) in self.world.nodes_without(&BTreeMap::new()) {
+        for (node, _, (_, restarts)) in self.index.outdated_node_orders(&BTreeMap::new()) {
             // It is ordered of the node that asks for it, which has no other's containers.
             assert!(
                 node == "evil" || restarts.is_empty(),
@@ -261,14 +265,18 @@ fn named(says: Vec<Value>, policies: &[&str]) -> BTreeSet<String> {
             operator.acts(Duration::from_secs(12 * at as u64 + second));
         }
         // Of namespaces without a pod there nothing is used, whatever it says.
-        let of_c = operator.world.facts("c", "default").told.observed;
+        let of_c = operator
+            .index
+            .budget_inputs("c", "default")
+            .reported
+            .observed;
         assert_eq!(of_c, Quanta::ZERO);
     }
     operator.named
 }
 
 #[test]
-fn true_word_of_a_node_names_its_pods() {
+fn honest_node_report_names_its_pods() {
     let said = json!({
         "quantum": "1Gi", "deviceMemory": { "allocatable": 16, "free": 0, "largestFree": 0 },
         "gpus": [{ "uuid": "evil-0", "index": 0, "model": "m", "memory": "16Gi", "state": "Active", "generation": 1,
@@ -286,7 +294,7 @@ fn true_word_of_a_node_names_its_pods() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(cases(CASES)))]
     #[test]
-    fn no_step_names_a_pod_of_another_node_whatever_one_says(
+    fn no_step_names_a_pod_of_another_node_for_any_report(
         says in prop::collection::vec(status(), 1..4),
         policies in prop::collection::vec(pick(&["InPlace", "Restart", "Evict", "Report"]), 3),
     ) {

@@ -8,9 +8,11 @@ use k8s_openapi::apimachinery::pkg::apis::meta::v1::Time;
 use serde_json::json;
 
 use super::*;
-use crate::budget::{self, Quota};
-use crate::cluster::pod_request::Demand;
-use crate::cluster::{Change, Claim, Gpus, Host, Offer, World};
+use crate::budget::{self, ObservedQuota};
+use crate::cluster::pod_request::PodRequest;
+use crate::cluster::{
+    BudgetSummary, Capacity, ClusterIndex, GpuNodeSummary, NodeSummary, WatchEvent,
+};
 
 /// Until when pods come, and how long nothing may happen until it is at rest: an owner's second pause, and a look after it.
 const COMING_END: u64 = 22;
@@ -71,7 +73,7 @@ struct Teams {
     budgets: Vec<GpuMemoryBudget>,
     /// When each budget is to be looked at again.
     due: Vec<Option<u64>>,
-    world: World,
+    index: ClusterIndex,
     /// Since when pods are there, and whether they were ending when the world was told of them.
     told: BTreeMap<String, (u64, bool)>,
     /// Since when disruption budgets have kept pods that were let in by mistake.
@@ -105,7 +107,7 @@ fn owns(pod: &Life) -> bool {
 
 impl Teams {
     fn new(cohorts: usize, nodes: &[Vec<u64>], budgets: &[(u64, u64)]) -> Self {
-        let mut world = World::new(Quantum::Gib1);
+        let mut index = ClusterIndex::new(Quantum::Gib1);
         let mut live = Cluster {
             all_return: true,
             preempts: true,
@@ -116,16 +118,19 @@ impl Teams {
             live = live.node(&name, gpus);
             let label = (COHORT_LABEL.to_owned(), cohort.clone());
             live.labels.insert(name.clone(), [label].into());
-            let gpus = Gpus {
-                offer: Some(Offer::Counted(Quanta::new(gpus.iter().sum()))),
-                ..Gpus::default()
+            let gpus = GpuNodeSummary {
+                capacity: Some(Capacity::Counted(Quanta::new(gpus.iter().sum()))),
+                ..GpuNodeSummary::default()
             };
-            let host = Host {
+            let host = NodeSummary {
                 cohort: Some(cohort),
-                lives: true,
+                is_alive: true,
             };
-            world.apply(Change::Node(Event::Apply((key("", &name), Some(host)))));
-            world.apply(Change::GpuNode(Event::Apply((key("", &name), Some(gpus)))));
+            index.apply(WatchEvent::Node(Event::Apply((key("", &name), Some(host)))));
+            index.apply(WatchEvent::GpuNode(Event::Apply((
+                key("", &name),
+                Some(gpus),
+            ))));
         }
         let bounds: Vec<_> = budgets
             .iter()
@@ -144,8 +149,11 @@ impl Teams {
         });
         let budgets: Vec<GpuMemoryBudget> = budgets.collect();
         for budget in &budgets {
-            let claim = Claim::of(budget, Quantum::Gib1);
-            world.apply(Change::Budget(Event::Apply((Key::of(budget), Some(claim)))));
+            let summary = BudgetSummary::of(budget, Quantum::Gib1);
+            index.apply(WatchEvent::Budget(Event::Apply((
+                Key::of(budget),
+                Some(summary),
+            ))));
         }
         Self {
             live,
@@ -155,7 +163,7 @@ impl Teams {
             exceeded: vec![None; bounds.len()],
             bounds,
             budgets,
-            world,
+            index,
             told: BTreeMap::new(),
             refused: BTreeMap::new(),
             jobs: BTreeMap::new(),
@@ -208,34 +216,34 @@ impl Teams {
                 continue;
             }
             self.told.insert(uid.clone(), (created, pod.ending));
-            let demand = Demand {
+            let request = PodRequest {
                 uid: uid.clone(),
                 created: wall(Duration::from_secs(created)),
                 node: None,
-                ending: pod.ending,
+                terminating: pod.ending,
                 job: match &pod.owner {
                     Owner::Job(job) => Some(job.clone()),
                     _ => None,
                 },
-                replaced: true,
-                class: match owns(pod) {
-                    true => Class::Guaranteed,
-                    false => Class::Borrowed,
+                is_recreated: true,
+                kind: match owns(pod) {
+                    true => PriorityKind::Guaranteed,
+                    false => PriorityKind::Borrowed,
                 },
                 device: Quanta::new(pod.asks),
                 managed: Quanta::ZERO,
             };
             let key = key(&name(team(uid)), uid);
-            self.world
-                .apply(Change::Pod(Event::Apply((key, Some(demand)))));
+            self.index
+                .apply(WatchEvent::Pod(Event::Apply((key, Some(request)))));
             changed.insert(team(uid));
         }
-        let (live, world) = (&self.live, &mut self.world);
+        let (live, index) = (&self.live, &mut self.index);
         self.told.retain(|uid, _| {
             let lives = live.pods.contains_key(uid);
             if !lives {
                 let key = key(&name(team(uid)), uid);
-                world.apply(Change::Pod(Event::Delete((key, None))));
+                index.apply(WatchEvent::Pod(Event::Delete((key, None))));
                 changed.insert(team(uid));
             }
             lives
@@ -261,10 +269,10 @@ impl Teams {
     fn look_at(&mut self, of: usize, second: u64) -> Option<u64> {
         let namespace = name(of);
         let budget = &mut self.budgets[of];
-        let mut facts = self.world.facts(&namespace, &budget.spec.cohort);
-        facts.jobs.clone_from(&self.jobs);
+        let mut facts = self.index.budget_inputs(&namespace, &budget.spec.cohort);
+        facts.jobs_ignoring_disruption.clone_from(&self.jobs);
         let refused = self.refused.iter();
-        facts.refused = refused
+        facts.refused_for = refused
             .map(|(uid, since)| (uid.clone(), Duration::from_secs(second - since)))
             .collect();
         let since = self.exceeded[of].filter(|_| budget::is_exceeded(budget));
@@ -274,24 +282,24 @@ impl Teams {
         for step in plan.steps {
             done |= !matches!(step, budget::Step::Evict { .. });
             match step {
-                budget::Step::Quota(which, cap) => {
+                budget::Step::ApplyQuota(which, cap) => {
                     let in_force = cap.hard.clone();
                     let quota = (
                         key(&namespace, which.name()),
-                        Some(Quota {
+                        Some(ObservedQuota {
                             uid: String::new(),
-                            cap,
-                            in_force,
-                            taken_up: Some(Time(wall(Duration::from_secs(second)))),
+                            spec: cap,
+                            status_hard: in_force,
+                            status_updated: Some(Time(wall(Duration::from_secs(second)))),
                         }),
                     );
-                    self.world.apply(Change::Quota(Event::Apply(quota)));
+                    self.index.apply(WatchEvent::Quota(Event::Apply(quota)));
                 }
-                budget::Step::Label => {
+                budget::Step::LabelNamespace => {
                     let label = (key("", &namespace), Some("enforced".to_owned()));
-                    self.world.apply(Change::Namespace(Event::Apply(label)));
+                    self.index.apply(WatchEvent::Namespace(Event::Apply(label)));
                 }
-                budget::Step::Status(status) => {
+                budget::Step::ApplyStatus(status) => {
                     budget.status = Some(*status);
                     let since = self.exceeded[of].unwrap_or(second);
                     self.exceeded[of] = budget::is_exceeded(budget).then_some(since);
@@ -309,12 +317,12 @@ impl Teams {
                     self.repaired.insert(pod.uid);
                     done = true;
                 }
-                budget::Step::LookAtJob(job) => {
+                budget::Step::ReadJob(job) => {
                     self.jobs.insert(job.uid.clone(), job.uid.len() % 2 == 0);
                 }
             }
         }
-        let again = plan.again.map(|again| again.as_secs().max(1) + 1);
+        let again = plan.requeue_after.map(|again| again.as_secs().max(1) + 1);
         if done { Some(1) } else { again }
     }
 
@@ -419,7 +427,7 @@ impl Teams {
 }
 
 #[test]
-fn cohorts_get_what_they_are_promised() {
+fn cohorts_get_their_guarantees() {
     let (cases, lent) = (cases(CASES), Cell::new(0));
     proptest!(ProptestConfig::with_cases(cases), |(
         cohorts in 1_usize..3,

@@ -6,14 +6,14 @@ use bursar_crds::gpu_node::MAX_PODS;
 use super::*;
 
 #[test]
-fn a_label_that_somebody_else_keeps_on_a_node_without_gpus_starves_nobody() {
+fn contested_label_does_not_starve_other_nodes() {
     let mut cluster = Cluster::default().node("a", &[]);
     let name = "bursar.dev/largest-gpu-gib".to_owned();
-    let mut memory = Memory::default();
+    let mut history = History::default();
     for second in 1..101 {
         let stubborn = [(name.clone(), "80".to_owned())];
         cluster.labels.insert("a".to_owned(), stubborn.into());
-        cluster.run(&mut memory, second, 1);
+        cluster.run(&mut history, second, 1);
         assert!(
             second > 1 || cluster.labels["a"].is_empty(),
             "it is taken off"
@@ -23,14 +23,14 @@ fn a_label_that_somebody_else_keeps_on_a_node_without_gpus_starves_nobody() {
 }
 
 #[test]
-fn a_foreign_reservation_and_a_foreign_quota_are_not_written_against_for_ever() {
+fn foreign_reservation_and_quota_are_not_overwritten_forever() {
     let mut cluster = Cluster::default().node("a", &[16]);
     let foreign = Reservation {
         gpu: "a-0".to_owned(),
         waiter: "nobody".to_owned(),
         quanta: 1,
     };
-    let mut memory = Memory::default();
+    let mut history = History::default();
     let mut writes = 0;
     for second in 0..100 {
         // Whoever wrote it owns it: our write without it takes nothing away.
@@ -38,22 +38,22 @@ fn a_foreign_reservation_and_a_foreign_quota_are_not_written_against_for_ever() 
             .reservations
             .insert("a".to_owned(), vec![foreign.clone()]);
         let now = Duration::from_secs(second);
-        for step in plan(&cluster.landscape(), &mut memory, &RULES, now) {
+        for step in plan(&cluster.placement_index(), &mut history, &RULES, now) {
             writes += usize::from(matches!(step, Step::Reserve { .. }));
-            cluster.act(step, &mut memory, now);
+            cluster.act(step, &mut history, now);
         }
     }
     assert_eq!(writes, 1);
 }
 
 #[test]
-fn labels_say_what_one_gpu_has_free_would_have_without_borrowers_and_has_in_all() {
+fn labels_show_free_reclaimable_and_total_of_one_gpu() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
         .pod("g", 10, GUARANTEED, Some(("a", Some(0))))
         .pod("b", 12, BORROWED, Some(("a", Some(1))));
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 1, 1);
+    let mut history = History::default();
+    cluster.run(&mut history, 1, 1);
     let label = |cluster: &Cluster, name: &str| {
         cluster.labels["a"][&format!("bursar.dev/largest-{name}-gib")].clone()
     };
@@ -64,20 +64,20 @@ fn labels_say_what_one_gpu_has_free_would_have_without_borrowers_and_has_in_all(
     cluster = cluster.pod("g2", 16, GUARANTEED, None);
     cluster.pods.remove("g2");
     cluster.pods.get_mut("g").unwrap().asks = 5;
-    cluster.run(&mut memory, 2, 1);
+    cluster.run(&mut history, 2, 1);
     assert_eq!(label(&cluster, "free"), "11", "another bucket");
     cluster.pods.get_mut("g").unwrap().asks = 6;
-    cluster.run(&mut memory, 3, 5);
+    cluster.run(&mut history, 3, 5);
     assert_eq!(label(&cluster, "free"), "11", "the same bucket");
-    cluster.run(&mut memory, 8, 10);
+    cluster.run(&mut history, 8, 10);
     assert_eq!(label(&cluster, "free"), "10");
     let writes = cluster.writes;
-    cluster.run(&mut memory, 20, 100);
+    cluster.run(&mut history, 20, 100);
     assert_eq!(cluster.writes, writes);
 }
 
 #[test]
-fn an_override_is_ordered_of_the_pods_node_and_lifted_with_it() {
+fn override_reaches_the_pods_node_and_is_lifted_with_it() {
     let mut cluster =
         Cluster::default()
             .node("a", &[16])
@@ -87,8 +87,8 @@ fn an_override_is_ordered_of_the_pods_node_and_lifted_with_it() {
         ("other".to_owned(), "1Gi".to_owned()),
     ]
     .into();
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 2);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 2);
     let order = QuotaOrder {
         pod_uid: "p".to_owned(),
         container: "main".to_owned(),
@@ -97,12 +97,12 @@ fn an_override_is_ordered_of_the_pods_node_and_lifted_with_it() {
     };
     assert_eq!(cluster.quotas["a"], [order]);
     cluster.lowered.clear();
-    cluster.run(&mut memory, 2, 2);
+    cluster.run(&mut history, 2, 2);
     assert_eq!(cluster.quotas["a"], []);
 }
 
 #[test]
-fn an_override_is_of_each_gpu_when_the_agent_lists_one_of_two() {
+fn override_covers_each_gpu_when_the_agent_lists_one_of_two() {
     // The pod is on two GPUs, and the agent's list of the second is full.
     let cluster = (0..MAX_PODS).fold(
         Cluster::default()
@@ -112,7 +112,7 @@ fn an_override_is_of_each_gpu_when_the_agent_lists_one_of_two() {
     );
     let mut cluster = cluster;
     cluster.lowered = [("p".to_owned(), "4Gi".to_owned())].into();
-    cluster.run(&mut Memory::default(), 0, 2);
+    cluster.run(&mut History::default(), 0, 2);
     let orders = cluster.quotas["a"].iter();
     let orders: Vec<_> = orders
         .map(|order| (order.account.as_str(), &order.quota))

@@ -9,7 +9,7 @@ fn with_one_of_o(cluster: Cluster, uid: &str) -> Cluster {
 }
 
 #[test]
-fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
+fn pod_relocates_to_a_node_with_room_before_it_preempts() {
     let cluster = Cluster::default()
         .node("a", &[16, 16])
         .node("b", &[16])
@@ -20,17 +20,17 @@ fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
         (other("o"), true),
         (job("even"), true),
         (job("odd"), false),
-        (Owner::Nobody, false),
+        (Owner::Unowned, false),
     ] {
         let mut cluster = cluster.clone().owned("8", owner.clone());
-        cluster.run(&mut Memory::default(), 0, 6);
+        cluster.run(&mut History::default(), 0, 6);
         let evicted = cluster.evicted.len();
         assert_eq!(
             evicted,
             usize::from(!goes),
             "{owner:?}: at once if it may not go"
         );
-        cluster.run(&mut Memory::default(), 6, 30);
+        cluster.run(&mut History::default(), 6, 30);
         assert_eq!(cluster.evicted.len(), evicted);
         assert_eq!(cluster.moved.len(), usize::from(goes), "{owner:?}");
         assert!(cluster.bound(if goes { "8'" } else { "8" }));
@@ -38,35 +38,35 @@ fn a_waiter_goes_to_a_node_with_room_rather_than_that_anybody_goes_for_it() {
 }
 
 #[test]
-fn room_is_made_for_a_waiter_once_the_room_that_it_could_go_to_is_taken() {
+fn pod_preempts_once_the_other_nodes_room_is_taken() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .pod("10", 10, BORROWED, Some(("a", Some(0))))
         .pod("8", 8, GUARANTEED, Some(("a", None)));
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 6);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 6);
     assert_eq!(cluster.evicted, [] as [&str; 0]);
     cluster = cluster.pod("9", 9, GUARANTEED, Some(("b", Some(0))));
-    cluster.run(&mut memory, 6, 4);
+    cluster.run(&mut history, 6, 4);
     assert_eq!(cluster.evicted, ["10"]);
     assert!(cluster.bound("8"));
 }
 
 #[test]
-fn a_pod_of_which_a_container_has_memory_already_is_not_moved() {
+fn pod_with_a_started_container_is_not_relocated() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16])
         .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
         .pod("8", 10, GUARANTEED, Some(("a", None)))
         .first("8", "a-0", 2);
-    cluster.run(&mut Memory::default(), 0, 60);
+    cluster.run(&mut History::default(), 0, 60);
     assert_eq!(cluster.moved, [] as [&str; 0]);
 }
 
 #[test]
-fn what_one_waiter_is_moved_for_is_not_there_for_the_next() {
+fn room_assumed_by_one_relocation_is_not_given_twice() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
         .node("b", &[16])
@@ -74,13 +74,13 @@ fn what_one_waiter_is_moved_for_is_not_there_for_the_next() {
         .pod("g2", 10, GUARANTEED, Some(("a", Some(1))))
         .pod("w1", 10, GUARANTEED, Some(("a", None)))
         .pod("w2", 10, GUARANTEED, Some(("a", None)));
-    cluster.run(&mut Memory::default(), 0, 30);
+    cluster.run(&mut History::default(), 0, 30);
     assert_eq!(cluster.moved, ["w1"]);
     assert!(cluster.bound("w1'"));
 }
 
 #[test]
-fn pods_of_one_owner_are_moved_one_by_one() {
+fn pods_of_one_owner_are_relocated_one_by_one() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16])
@@ -90,17 +90,17 @@ fn pods_of_one_owner_are_moved_one_by_one() {
     for uid in ["w1", "w2", "w3"] {
         cluster = with_one_of_o(cluster, uid);
     }
-    let mut memory = Memory::default();
+    let mut history = History::default();
     let mut from = 0;
     for (until, moved) in [(18, 1), (38, 2), (60, 3)] {
-        cluster.run(&mut memory, from, until - from);
+        cluster.run(&mut history, from, until - from);
         assert_eq!(cluster.moved.len(), moved, "until {until} s");
         from = until;
     }
 }
 
 #[test]
-fn nobody_goes_for_who_is_moved_a_little_later() {
+fn nobody_is_preempted_for_a_pod_about_to_relocate() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16])
@@ -110,28 +110,28 @@ fn nobody_goes_for_who_is_moved_a_little_later() {
     for uid in ["w1", "w2"] {
         cluster = with_one_of_o(cluster, uid);
     }
-    cluster.run(&mut Memory::default(), 0, 60);
+    cluster.run(&mut History::default(), 0, 60);
     assert_eq!(cluster.moved, ["w1", "w2"]);
     assert!(cluster.evicted.is_empty(), "{:?}", cluster.evicted);
 }
 
 #[test]
-fn a_move_that_came_to_something_was_not_in_vain() {
+fn successful_relocation_does_not_count_as_failed() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16, 16])
         .pod("10", 10, GUARANTEED, Some(("a", Some(0))));
-    let mut memory = Memory::default();
+    let mut history = History::default();
     cluster = with_one_of_o(cluster, "w1");
-    cluster.run(&mut memory, 0, 300);
+    cluster.run(&mut history, 0, 300);
     assert_eq!(cluster.moved, ["w1"]);
     cluster = with_one_of_o(cluster, "w2");
-    cluster.run(&mut memory, 300, 60);
+    cluster.run(&mut history, 300, 60);
     assert_eq!(cluster.moved, ["w1", "w2"]);
 }
 
 #[test]
-fn who_comes_back_from_a_move_is_not_moved_for_the_room_of_that_node_again() {
+fn pod_that_returns_is_not_relocated_to_that_node_again() {
     let mut cluster = Cluster::default()
         .node("a", &[16, 16])
         .node("b", &[16])
@@ -139,17 +139,17 @@ fn who_comes_back_from_a_move_is_not_moved_for_the_room_of_that_node_again() {
         .pod("10b", 10, GUARANTEED, Some(("a", Some(1))))
         .pod("8", 8, GUARANTEED, Some(("a", None)));
     cluster.shut = vec!["b".to_owned()];
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 300);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 300);
     assert_eq!(cluster.moved, ["8"]);
     cluster = cluster.node("c", &[16]);
-    cluster.run(&mut memory, 300, 60);
+    cluster.run(&mut history, 300, 60);
     assert_eq!(cluster.moved, ["8", "8'"]);
     assert!(cluster.bound("8''"));
 }
 
 #[test]
-fn nobody_is_moved_to_a_node_that_lacks_something_else() {
+fn pod_is_not_relocated_where_another_resource_lacks() {
     let mut cluster = Cluster::default()
         .node("a", &[16])
         .node("b", &[16])
@@ -157,17 +157,17 @@ fn nobody_is_moved_to_a_node_that_lacks_something_else() {
         .pod("8", 8, GUARANTEED, Some(("a", None)))
         .cpu("8", 9);
     cluster.processors.insert("b".to_owned(), 8);
-    let mut memory = Memory::default();
-    cluster.run(&mut memory, 0, 60);
+    let mut history = History::default();
+    cluster.run(&mut history, 0, 60);
     assert_eq!(cluster.moved, [] as [&str; 0]);
     cluster.processors.insert("b".to_owned(), 9);
-    cluster.run(&mut memory, 60, 30);
+    cluster.run(&mut history, 60, 30);
     assert_eq!(cluster.moved, ["8"]);
     assert!(cluster.bound("8'"));
 }
 
 #[test]
-fn who_may_not_go_keeps_nobody_behind_it_from_being_moved() {
+fn unmovable_pod_does_not_block_the_next_relocation() {
     let mut cluster = Cluster::default().node("a", &[16]).node("b", &[16]).pod(
         "10",
         10,
@@ -178,18 +178,18 @@ fn who_may_not_go_keeps_nobody_behind_it_from_being_moved() {
         let uid = format!("bare{number}");
         cluster = cluster
             .pod(&uid, 8, BORROWED, Some(("a", None)))
-            .owned(&uid, Owner::Nobody);
+            .owned(&uid, Owner::Unowned);
     }
     cluster = cluster.pod("young", 8, BORROWED, Some(("a", None)));
-    cluster.run(&mut Memory::default(), 0, 30);
+    cluster.run(&mut History::default(), 0, 30);
     assert_eq!(cluster.moved, ["young"]);
 }
 
 #[test]
-fn an_operator_that_starts_anew_moves_no_owners_pods_more_often_than_one_that_lives_on() {
+fn restarted_operator_keeps_the_relocation_limit() {
     let mut moves = Vec::new();
     for reborn in [false, true] {
-        let mut memory = Memory::default();
+        let mut history = History::default();
         let mut cluster = Cluster::default().node("a", &[16]);
         for number in 0..8 {
             cluster = cluster.node(&format!("b{number}"), &[16]);
@@ -207,9 +207,9 @@ fn an_operator_that_starts_anew_moves_no_owners_pods_more_often_than_one_that_li
             cluster.pods.get_mut("8").unwrap().owner = other("o");
             cluster.moved.clear();
             if reborn {
-                memory = Memory::default();
+                history = History::default();
             }
-            cluster.run(&mut memory, round * 400, 60);
+            cluster.run(&mut history, round * 400, 60);
             count += cluster.moved.len();
         }
         moves.push(count);
@@ -218,7 +218,7 @@ fn an_operator_that_starts_anew_moves_no_owners_pods_more_often_than_one_that_li
 }
 
 #[test]
-fn record_of_moves_counts_whatever_time_of_day_it_has() {
+fn relocation_record_counts_whatever_its_timestamp() {
     for hours in [-48, -2, 0, 2, 48] {
         let mut cluster = Cluster::default()
             .node("a", &[16])
@@ -232,16 +232,16 @@ fn record_of_moves_counts_whatever_time_of_day_it_has() {
             last: Time(wall(Duration::ZERO) + SignedDuration::from_hours(hours)),
         };
         cluster.moves.insert("a".to_owned(), vec![moved]);
-        cluster.run(&mut Memory::default(), 0, 60);
+        cluster.run(&mut History::default(), 0, 60);
         assert!(cluster.moved.is_empty(), "{hours} hours");
     }
 }
 
 #[test]
-fn a_daemon_sets_a_bare_and_a_static_pod_are_never_moved_and_a_job_only_if_it_lets_go() {
+fn only_recreated_pods_are_relocated() {
     let table = [
         (Owner::DaemonSet, false),
-        (Owner::Nobody, false),
+        (Owner::Unowned, false),
         (Owner::Node, false),
         (job("odd"), false),
         (job("even"), true),
@@ -253,7 +253,7 @@ fn a_daemon_sets_a_bare_and_a_static_pod_are_never_moved_and_a_job_only_if_it_le
             .pod("10", 10, GUARANTEED, Some(("a", Some(0))))
             .pod("8", 8, GUARANTEED, Some(("a", None)));
         cluster.pods.get_mut("8").unwrap().owner = owner.clone();
-        cluster.run(&mut Memory::default(), 0, 60);
+        cluster.run(&mut History::default(), 0, 60);
         assert_eq!(!cluster.moved.is_empty(), moves, "{owner:?}");
     }
 }

@@ -22,7 +22,7 @@ fn cluster() -> Cluster {
 
 /// The cluster as it shows itself, with what `evil` says in the place of its truth. What is
 /// reserved there it answers.
-fn shown(cluster: &Cluster, lies: &Lies) -> Landscape {
+fn shown(cluster: &Cluster, lies: &Lies) -> PlacementIndex {
     let uids = ["g1", "g2", "g3", "g4", "e1", "e2", "gone", "never"];
     let gpus = ["good-0", "good-1", "evil-0", "made-up"];
     let of = |(pod, quanta): &(usize, u64)| (uids[*pod].to_owned(), Quanta::new(*quanta));
@@ -36,7 +36,7 @@ fn shown(cluster: &Cluster, lies: &Lies) -> Landscape {
             capacity: Quanta::new(16),
             free: Quanta::new(*free),
             largest_free: Quanta::new(*free),
-            held_for: answered.or(held.map(|pod| uids[pod].to_owned())),
+            reserved_for: answered.or(held.map(|pod| uids[pod].to_owned())),
             pods: pods.iter().map(of).collect(),
         }
     });
@@ -44,41 +44,44 @@ fn shown(cluster: &Cluster, lies: &Lies) -> Landscape {
     let facts = GpuFacts {
         uid: "evil".to_owned(),
         gpus: said.collect(),
-        waiting: waiting
-            .map(|(pod, quanta)| Waiter { pod, quanta })
+        pending: waiting
+            .map(|(pod, quanta)| PendingContainer { pod, quanta })
             .collect(),
         reservations: reserved.to_vec(),
         ..GpuFacts::default()
     };
-    let mut landscape = cluster.landscape();
-    landscape.apply(Told::Gpus(Event::Apply((key("", "evil"), Some(facts)))));
-    landscape
+    let mut placement_index = cluster.placement_index();
+    placement_index.apply(PlacementEvent::GpuNode(Event::Apply((
+        key("", "evil"),
+        Some(facts),
+    ))));
+    placement_index
 }
 
 /// The pods that a step ends or moves.
 fn named(step: &Step) -> Vec<&str> {
     match step {
-        Step::MakeRoom { victims, .. } => victims
+        Step::Preempt { victims, .. } => victims
             .iter()
             .map(|victim| victim.pod.uid.as_str())
             .collect(),
-        Step::Move { pod, .. } => vec![&pod.uid],
+        Step::Relocate { pod, .. } => vec![&pod.uid],
         _ => Vec::new(),
     }
 }
 
 /// The pods that any step names while `evil` says one thing after another.
 fn all_named(says: &[Lies]) -> BTreeSet<String> {
-    let (mut live, mut memory, mut all) = (cluster(), Memory::default(), BTreeSet::new());
+    let (mut live, mut history, mut all) = (cluster(), History::default(), BTreeSet::new());
     for (at, lies) in says.iter().enumerate() {
         // Long enough for each patience.
         for second in 0..6 {
             let now = Duration::from_secs(6 * at as u64 + second);
-            for step in plan(&shown(&live, lies), &mut memory, &RULES, now) {
+            for step in plan(&shown(&live, lies), &mut history, &RULES, now) {
                 all.extend(named(&step).into_iter().map(str::to_owned));
                 // Nobody ends: each plan sees all pods.
                 if matches!(step, Step::Reserve { .. }) {
-                    live.act(step, &mut memory, now);
+                    live.act(step, &mut history, now);
                 }
             }
         }
@@ -87,7 +90,7 @@ fn all_named(says: &[Lies]) -> BTreeSet<String> {
 }
 
 #[test]
-fn a_node_names_no_victim_on_another_node() {
+fn node_report_selects_no_victim_on_another_node() {
     // A pod on it waits, and borrowers of the other node are said to be in the way.
     let gpu = (2, vec![(0, 8), (1, 8)], 0, None);
     let says = (vec![gpu], vec![(5, 8)]);
@@ -97,18 +100,18 @@ fn a_node_names_no_victim_on_another_node() {
 }
 
 #[test]
-fn a_mirrors_annotation_stands_in_for_no_other_pod() {
+fn mirror_annotation_impersonates_no_other_pod() {
     let live = cluster();
-    let mut landscape = live.landscape();
-    let scene = landscape.scene();
-    let mut mirror = (*scene.pods["g1"].1).clone();
-    drop(scene);
+    let mut placement_index = live.placement_index();
+    let snapshot = placement_index.snapshot();
+    let mut mirror = (*snapshot.pods["g1"].1).clone();
+    drop(snapshot);
     mirror.owner = Owner::Node;
-    mirror.place = Place::On("elsewhere".to_owned());
+    mirror.placement = Placement::Node("elsewhere".to_owned());
     for name in ["a", "z"] {
         let mirror = (key("n", name), Some(mirror.clone()));
-        landscape.apply(Told::Pod(Event::Apply(mirror)));
+        placement_index.apply(PlacementEvent::Pod(Event::Apply(mirror)));
     }
-    let scene = landscape.scene();
-    assert_eq!(scene.pod("g1").and_then(PodFacts::node), Some("good"));
+    let snapshot = placement_index.snapshot();
+    assert_eq!(snapshot.pod("g1").and_then(PodFacts::node), Some("good"));
 }
